@@ -1,0 +1,77 @@
+// What crosses from the host to a kernel: plain structs, no torch, no CUDA headers.
+//
+// Every pointer carries its shape. Strides count elements and are 64-bit; the last dimension
+// always has stride 1. Packed (varlen) tensors have batch_stride 0 and rows counted over all sequences.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1 };
+
+struct StridedView {
+  void* ptr = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t head_stride = 0;
+  // True when every row starts on a 16-byte boundary, so 16-byte asynchronous copies are legal.
+  // Filled by is_row_aligned(); false selects the element-wise loader.
+  bool aligned = false;
+};
+
+// Shape, masking and scaling shared by the forward and the backward.
+struct Problem {
+  DType dtype = DType::kBFloat16;
+  int32_t batch = 0;
+  int32_t num_heads = 0;    // query heads
+  int32_t num_heads_k = 0;  // key/value heads; divides num_heads
+  int32_t head_dim = 0;     // of q and k, 1..256
+  int32_t head_dim_v = 0;   // of v and out, 1..256
+  int32_t seqlen_q = 0;     // dense: rows per batch entry; varlen: 0
+  int32_t seqlen_k = 0;
+  int64_t total_q = 0;  // dense: batch * seqlen_q; varlen: packed rows
+  int64_t total_k = 0;
+  const int32_t* cu_seqlens_q = nullptr;  // (batch + 1,) or null for dense
+  const int32_t* cu_seqlens_k = nullptr;  // (batch + 1,) or null for dense
+  // Upper bounds on the packed lengths, 0 when unknown. They steer scheduling only, never results.
+  int32_t max_seqlen_q_hint = 0;
+  int32_t max_seqlen_k_hint = 0;
+  float softmax_scale = 1.f;
+  int32_t window_left = -1;   // inclusive reach; -1 = unlimited
+  int32_t window_right = -1;  // causal is window_right == 0
+
+  bool is_varlen() const { return cu_seqlens_q != nullptr; }
+};
+
+struct FwdParams {
+  Problem problem;
+  StridedView q;    // (b, seqlen_q, h, d)    or (total_q, h, d)
+  StridedView k;    // (b, seqlen_k, h_k, d)  or (total_k, h_k, d)
+  StridedView v;    // (b, seqlen_k, h_k, dv) or (total_k, h_k, dv)
+  StridedView out;  // (b, seqlen_q, h, dv)   or (total_q, h, dv)
+  float* lse = nullptr;  // (b, h, seqlen_q) or (h, total_q), contiguous; natural log, -inf for empty rows
+  void* stream = nullptr;  // cudaStream_t
+};
+
+struct BwdParams {
+  Problem problem;
+  StridedView q, k, v, out;  // as in FwdParams
+  StridedView dout;          // as out
+  StridedView dq, dk, dv;    // as q, k, v
+  const float* lse = nullptr;   // as in FwdParams
+  const float* dlse = nullptr;  // same shape as lse, contiguous, or null
+  bool deterministic = false;
+  // Workspaces, sized by bwd_workspace(); both fp32.
+  float* delta = nullptr;     // (h, rows): rowsum(dout * out) - dlse
+  float* dq_accum = nullptr;  // (h, rows, padded head_dim), or null when not needed
+  void* stream = nullptr;     // cudaStream_t
+};
+
+// Bytes of fp32 workspace the backward wants for a problem; both O(rows).
+struct BwdWorkspace {
+  int64_t delta_elements = 0;
+  int64_t dq_accum_elements = 0;
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,36 @@
+"""The validated meaning of one attention call, shared by the oracle, the CPU backend and the ops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttnSpec:
+    """Options of one attention call after validation.
+
+    Attributes:
+        softmax_scale: factor on the raw dot products.
+        window_left: how many keys before a query's aligned position take part, inclusive; -1 is unlimited.
+        window_right: how many keys after it take part, inclusive; -1 is unlimited. Causal is 0.
+
+    A query row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys is aligned with the key
+    ``i + seqlen_k - seqlen_q`` (bottom-right alignment).
+    """
+
+    softmax_scale: float
+    window_left: int = -1
+    window_right: int = -1
+
+    def visible_interval(self, row: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """Half-open interval of keys that query ``row`` sees; empty intervals have ``lo >= hi``."""
+        centre = row + seqlen_k - seqlen_q
+        lo = 0 if self.window_left < 0 else max(0, centre - self.window_left)
+        hi = seqlen_k if self.window_right < 0 else min(seqlen_k, centre + self.window_right + 1)
+        return lo, hi
+
+
+def default_scale(head_dim: int) -> float:
+    """1/sqrt(head_dim), the scale of Vaswani et al. 2017."""
+    return 1.0 / math.sqrt(head_dim)

@@ -52,12 +52,13 @@ def attention_reference(
         k[rows_k].split([end - start for start, end in bounds_k]),
         v[rows_k].split([end - start for start, end in bounds_k]),
     )
+    # The part without rows keeps the graph connected when there is no sequence at all.
+    parts = [(q[:0], k[:0], v[:0]), *parts]
     results = [_attend(qb[None], kb[None], vb[None], spec, isolate_rows) for qb, kb, vb in parts]
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
-    if results:
-        out = out.index_copy(0, rows_q, torch.cat([o[0] for o, _ in results]))
-        lse = lse.index_copy(1, rows_q, torch.cat([s[0] for _, s in results], dim=1))
+    out = out.index_copy(0, rows_q, torch.cat([o[0] for o, _ in results]))
+    lse = lse.index_copy(1, rows_q, torch.cat([s[0] for _, s in results], dim=1))
     return out, lse
 
 
@@ -108,15 +109,14 @@ def _softmax_product(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, spec: AttnSpec
 ) -> tuple[Tensor, Tensor]:
     """out and lse of (batch, heads, rows, features) tensors; ``visible`` (rows, keys) or None for all."""
-    if k.shape[2] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], float("-inf"))
     scores = spec.softmax_scale * (q @ k.transpose(2, 3))
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
 
     # The shift by the row's maximum cancels exactly, hence detach. A row without keys has the maximum -inf and
     # the denominator 0; both are replaced by harmless values so that no NaN enters its (zero) gradient.
-    row_max = scores.detach().amax(dim=-1, keepdim=True)
+    hidden_key = scores.new_full((*scores.shape[:3], 1), float("-inf"))
+    row_max = torch.cat([scores.detach(), hidden_key], dim=-1).amax(dim=-1, keepdim=True)
     row_max = row_max.masked_fill(row_max == float("-inf"), 0.0)
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(dim=-1, keepdim=True)

@@ -1,0 +1,341 @@
+"""What a test runs: the frozen ``Case``, the named lists of cases, and the seeded random generator.
+
+A case holds plain numbers only, so that any failure can be repeated from one line of JSON
+(``python -m tests.fuzz --repro '...'``). Tensors are made from a case in ``inputs.py``; what must hold for
+every case is in ``harness.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+import torch
+
+from flash_ext.spec import AttnSpec, default_scale
+from tests.covering import covering_array
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+# How q, k and v (and, by ``dout_layout``, dout) lie in memory; inputs.py says what each means.
+LAYOUTS = ("bshd", "bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton")
+# What the tensors hold; inputs.py says what each is for.
+DATA_KINDS = ("normal", "outlier", "large", "biased", "rising", "falling", "peaked", "twins", "integer",
+              "zero_q", "tiny", "nan_row", "inf_value")
+# Requests that must be refused before anything is launched; harness.break_call() makes them.
+INVALID_KINDS = ("heads_ratio", "kv_heads", "kv_length", "head_dim", "head_dim_wide", "dtype_mix", "dtype_int",
+                 "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch", "path")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem with everything that can change how it is computed.
+
+    Dense when ``lens_q`` is None: q (batch, seqlen_q, num_heads, head_dim). Packed otherwise: one sequence per
+    entry of ``lens_q`` / ``lens_k``, then ``tail`` rows that belong to no sequence; ``batch``, ``seqlen_q`` and
+    ``seqlen_k`` are then ignored.
+    """
+
+    dtype: str = "bf16"
+    batch: int = 1
+    seqlen_q: int = 128
+    seqlen_k: int = 128
+    num_heads: int = 2
+    num_heads_k: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None  # None: as head_dim
+    lens_q: tuple[int, ...] | None = None
+    lens_k: tuple[int, ...] | None = None
+    tail: int = 0
+    hints: bool = False  # packed: pass max_seqlen_q and max_seqlen_k
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    layout: str = "bshd"
+    dout_layout: str = "bshd"
+    data: str = "normal"
+    dlse: bool = False
+    deterministic: bool = False
+    backward: bool = True
+    invalid: str = ""
+    seed: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        return self.lens_q is not None
+
+    @property
+    def dim_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def scale(self) -> float:
+        return default_scale(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def effective_window(self) -> tuple[int, int]:
+        """(left, right) with ``causal`` folded in."""
+        left, right = self.window
+        return left, (0 if right < 0 else min(right, 0)) if self.causal else right
+
+    @property
+    def spec(self) -> AttnSpec:
+        left, right = self.effective_window
+        return AttnSpec(self.scale, left, right)
+
+    def sequences(self) -> Iterator[tuple[int, int]]:
+        """(seqlen_q, seqlen_k) of every sequence."""
+        if self.is_packed:
+            yield from zip(self.lens_q, self.lens_k)
+        else:
+            for _ in range(self.batch):
+                yield self.seqlen_q, self.seqlen_k
+
+    @property
+    def work(self) -> int:
+        """Score elements over all heads: what a reference that materialises them has to hold."""
+        return self.num_heads * sum(q * k for q, k in self.sequences())
+
+    def replace(self, **changes: Any) -> "Case":
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        """The fields that differ from the defaults, as one line of JSON."""
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
+                 if getattr(self, f.name) != f.default}
+        return json.dumps(shown, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> "Case":
+        """The inverse of ``to_json``. Raises TypeError on an unknown field."""
+        fields = json.loads(text)
+        for name in ("lens_q", "lens_k", "window"):
+            if fields.get(name) is not None:
+                fields[name] = tuple(fields[name])
+        return Case(**fields)
+
+    def __str__(self) -> str:
+        return self.to_json()
+
+
+def packed(lens_q: list[int], lens_k: list[int], **fields: Any) -> Case:
+    """A packed case from two lists of lengths."""
+    if len(lens_q) != len(lens_k):
+        raise ValueError(f"{len(lens_q)} query lengths but {len(lens_k)} key lengths")
+    return Case(lens_q=tuple(lens_q), lens_k=tuple(lens_k), **fields)
+
+
+def dense(batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, num_heads_k: int, head_dim: int,
+          head_dim_v: int | None = None, **fields: Any) -> Case:
+    """A dense case in the order of the gauntlet's notation."""
+    return Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_k=num_heads_k,
+                head_dim=head_dim, head_dim_v=head_dim_v, **fields)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Named lists
+
+# Kernels are compiled for these head sizes; every other size runs in the next larger one with a zero tail.
+COMPILED_HEAD_DIMS = (64, 96, 128, 192, 256)
+
+HEAD_DIMS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 56, 59, 63, 64, 65, 72, 80, 88, 95, 96, 97, 100,
+             104, 111, 112, 120, 127, 128, 129, 136, 144, 160, 176, 184, 192, 203, 208, 224, 240, 248, 255, 256)
+
+MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (31, 0)), (False, (64, 64)), (False, (0, 1)), (False, (-1, 3)),
+         (False, (3, -1)), (True, (127, 1)))
+
+SEQLEN_PAIRS = ((1, 1), (1, 129), (5, 3), (17, 64), (63, 65), (64, 64), (65, 127), (113, 203), (128, 128), (128, 217),
+                (129, 1), (200, 256), (257, 100), (300, 300))
+
+GROUPS = ((1, 1), (4, 4), (4, 2), (6, 2), (8, 1))
+
+
+def small_cases() -> list[Case]:
+    """One case per compiled kernel: every head size, type, packing and mask that selects another instance."""
+    cases = []
+    for head_dim in COMPILED_HEAD_DIMS:
+        for dtype in ("bf16", "fp16"):
+            for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (40, 8))):
+                common = dict(dtype=dtype, causal=causal, window=window, dlse=causal)
+                cases.append(dense(2, 130, 150, 4, 2, head_dim, **common))
+                cases.append(packed([3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim,
+                                    **common))
+                # A head size below the compiled one takes the loads with a tail.
+                cases.append(dense(1, 70, 90, 2, 1, head_dim - 9, deterministic=True, **common))
+    return cases
+
+
+def edge_cases() -> list[Case]:
+    """Shapes at which kernels have broken: around tiles, empty, one row, more queries than keys."""
+    cases = []
+    for seqlen_q, seqlen_k in ((0, 5), (5, 0), (1, 1), (1, 2), (2, 1), (127, 129), (129, 127), (255, 257), (3, 300),
+                               (300, 3), (64, 65), (65, 64), (16, 1), (1, 1023)):
+        for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (5, 0)), (False, (0, 2))):
+            cases.append(dense(2, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, window=window))
+    for head_dim in (1, 8, 33, 72, 100, 160, 224):
+        cases.append(dense(2, 77, 91, 3, 1, head_dim, causal=True))
+    cases.append(dense(1, 40, 40, 4, 4, 192, 128))
+    cases.append(dense(1, 40, 40, 4, 4, 64, 256))
+    return cases
+
+
+def big_cases() -> list[Case]:
+    """Shapes that fill the GPU; still small enough for a full float64 reference."""
+    return [
+        dense(2, 2048, 2048, 4, 4, 128, causal=True),
+        dense(2, 2048, 2048, 4, 2, 64, dtype="fp16"),
+        dense(1, 4096, 4096, 2, 1, 128, causal=True, window=(1024, 0)),
+        dense(1, 3000, 5000, 2, 2, 256, causal=True),
+        dense(4, 1024, 1024, 6, 2, 96, dlse=True),
+        dense(1, 2500, 2500, 3, 3, 192, dtype="fp16", causal=True),
+        packed([2048, 1, 700, 0, 1500], [2048, 5, 900, 3, 1500], num_heads=4, num_heads_k=2, head_dim=128, causal=True),
+        packed([600] * 6, [600] * 6, num_heads=4, num_heads_k=4, head_dim=64, dtype="fp16", tail=37, dlse=True),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Covering array: every combination of three factors appears in some case
+
+FACTORS: dict[str, tuple] = {
+    "seqlens": SEQLEN_PAIRS,
+    "head_dims": ((8, None), (33, None), (64, None), (72, None), (96, None), (100, None), (128, None), (160, None),
+                  (192, 128), (224, None), (256, None), (64, 128)),
+    "mask": MASKS,
+    "layout": ("bshd", "bhsd", "gap", "odd", "offset", "packed"),
+    "heads": GROUPS,
+    "packing": ("dense", "varlen", "varlen_tail"),
+    "dtype": ("bf16", "fp16"),
+    "deterministic": (False, True),
+}
+
+
+def covering_cases(strength: int, seed: int = 0) -> list[Case]:
+    """Cases in which every choice of ``strength`` factor levels of ``FACTORS`` occurs together at least once."""
+    names = list(FACTORS)
+    rows = covering_array([len(FACTORS[name]) for name in names], strength, seed)
+    return [_from_levels({name: FACTORS[name][level] for name, level in zip(names, row)}, index)
+            for index, row in enumerate(rows)]
+
+
+def _from_levels(level: dict[str, Any], index: int) -> Case:
+    seqlen_q, seqlen_k = level["seqlens"]
+    causal, window = level["mask"]
+    head_dim, head_dim_v = level["head_dims"]
+    num_heads, num_heads_k = level["heads"]
+    fields = dict(dtype=level["dtype"], num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
+                  head_dim_v=head_dim_v, causal=causal, window=window, layout=level["layout"],
+                  deterministic=level["deterministic"], dlse=index % 3 == 0, seed=index)
+    if level["packing"] == "dense":
+        return Case(batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **fields)
+    # A short sequence, an empty one and the pair itself: three different offsets into the packed rows.
+    return packed([7, 0, seqlen_q], [11, 5, seqlen_k], tail=9 if level["packing"] == "varlen_tail" else 0,
+                  hints=index % 2 == 0, **fields)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Random cases
+
+_TILES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+_PRIMES = (3, 5, 7, 11, 13, 37, 61, 67, 97, 131, 191, 211, 257, 307, 383, 509)
+_PRIME_HEAD_DIMS = (3, 5, 7, 13, 31, 37, 59, 61, 67, 71, 97, 101, 103, 127, 131, 193, 211, 251)
+
+
+def _random_length(rng: random.Random, limit: int) -> int:
+    """A length up to ``limit``, mostly where kernels break: 0, 1, 2, around tiles and powers of two, primes."""
+    kind = rng.random()
+    if kind < 0.12:
+        length = rng.choice((0, 1, 1, 2))
+    elif kind < 0.50:
+        length = rng.choice(_TILES) + rng.choice((-1, 0, 1))
+    elif kind < 0.65:
+        length = 2 ** rng.randint(1, 9) + rng.choice((-1, 0, 1))
+    elif kind < 0.80:
+        length = rng.choice(_PRIMES)
+    else:
+        length = rng.randint(1, limit)
+    return min(length, limit)
+
+
+def _random_head_dim(rng: random.Random) -> int:
+    kind = rng.random()
+    if kind < 0.45:
+        return rng.choice(COMPILED_HEAD_DIMS)
+    if kind < 0.65:
+        return min(256, max(1, rng.choice(COMPILED_HEAD_DIMS) + rng.choice((-8, -1, 1, 8))))
+    if kind < 0.80:
+        return rng.choice(_PRIME_HEAD_DIMS)
+    return rng.randint(1, 256)
+
+
+def _random_window(rng: random.Random, seqlen_k: int) -> tuple[int, int]:
+    if rng.random() < 0.55:
+        return -1, -1
+    edges = (-1, 0, 1, 2, 31, 63, 64, 65, 127, 128, seqlen_k, 2**31 - 1, 2**31 - 1 - seqlen_k)
+    return rng.choice(edges), rng.choice(edges)
+
+
+def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000) -> Case:
+    """One case drawn with the biases that find kernel bugs: odd sizes, layouts, data and requests.
+
+    Args:
+        rng: source of every choice; the same state gives the same case.
+        limit: longest sequence.
+        max_work: most score elements (heads * sum of seqlen_q * seqlen_k); heads and batch shrink to fit.
+    """
+    dtype = rng.choice(("bf16", "fp16"))
+    head_dim = _random_head_dim(rng)
+    head_dim_v = _random_head_dim(rng) if rng.random() < 0.15 else None
+    num_heads_k = rng.choice((1, 1, 2, 3))
+    num_heads = num_heads_k * rng.choice((1, 1, 2, 3, 4, 5, 7, 8))
+    causal = rng.random() < 0.5
+    softmax_scale = rng.choice((None,) * 8 + (0.0, -1.0 / math.sqrt(head_dim), 1e-3, 0.5))
+    kind = rng.random()
+    data = (rng.choice(("nan_row", "inf_value")) if kind < 0.10 else
+            rng.choice(("integer", "zero_q")) if kind < 0.25 else
+            rng.choice(("outlier", "large", "biased", "rising", "falling", "peaked", "twins", "tiny"))
+            if kind < 0.45 else "normal")
+    kind = rng.random()
+    layout = (rng.choice(("offset", "odd")) if kind < 0.10 else
+              rng.choice(("bhsd", "sbhd", "gap", "packed", "expanded", "singleton")) if kind < 0.35 else "bshd")
+    fields = dict(dtype=dtype, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, head_dim_v=head_dim_v,
+                  causal=causal, softmax_scale=softmax_scale, data=data, layout=layout,
+                  dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
+                  dlse=rng.random() < 0.3, deterministic=rng.random() < 0.5, backward=rng.random() < 0.85,
+                  invalid=rng.choice(INVALID_KINDS) if rng.random() < 0.05 else "", seed=rng.randrange(2**31))
+    if rng.random() < 0.4:
+        count = rng.choice((1, 2, 3, 5, 9, 40))
+        cap = max(8, limit * 3 // (count + 2))
+        lens_q = [0 if rng.random() < 0.1 else _random_length(rng, cap) for _ in range(count)]
+        lens_k = [n if rng.random() < 0.4 else 0 if rng.random() < 0.1 else _random_length(rng, cap) for n in lens_q]
+        case = packed(lens_q, lens_k, tail=rng.choice((0, 0, 0, 1, 50)), hints=rng.random() < 0.5,
+                      window=_random_window(rng, max(lens_k)), **fields)
+    else:
+        seqlen_q = _random_length(rng, limit)
+        seqlen_k = seqlen_q if rng.random() < 0.4 else _random_length(rng, limit)
+        case = Case(batch=rng.choice((1, 1, 2, 3, 5)), seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+                    window=_random_window(rng, seqlen_k), **fields)
+    return _shrink_to(case, max_work)
+
+
+def _shrink_to(case: Case, max_work: int) -> Case:
+    if case.work > max_work and not case.is_packed:
+        case = case.replace(batch=1)
+    if case.work > max_work:
+        case = case.replace(num_heads=case.num_heads // case.num_heads_k, num_heads_k=1)
+    if case.work > max_work:
+        case = case.replace(num_heads=1)
+    return case
+
+
+def random_cases(seed: int, count: int, **limits: int) -> list[Case]:
+    """``count`` random cases of one seed."""
+    rng = random.Random(seed)
+    return [random_case(rng, **limits) for _ in range(count)]

@@ -1,0 +1,118 @@
+"""Float64 truth for a few rows and keys of inputs that are too large to check as a whole.
+
+The forward truth of a row needs that row's visible keys only. The backward truth of a row or a key follows the
+contract of ``backward``: it takes out and lse as given, so it needs no other rows' softmax.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_ext.spec import AttnSpec
+
+
+@dataclass
+class Sequence:
+    """Views of one sequence: q, out, dout, dq (rows, h, d or dv); k, v, dk, dv (keys, h_k, d or dv);
+    lse, dlse (h, rows). Gradients are None in a forward-only check, dlse None when not given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+
+@dataclass
+class Pair:
+    """What was computed and what is true, both float64 and stacked over the samples, (samples, features)."""
+
+    actual: Tensor
+    expected: Tensor
+
+
+def corner_samples(rng: random.Random, count: int, *sizes: int) -> list[tuple[int, ...]]:
+    """``count`` index tuples below ``sizes``: all first, all last, then random ones."""
+    samples = [tuple(0 for _ in sizes), tuple(n - 1 for n in sizes)]
+    samples += [tuple(rng.randrange(n) for n in sizes) for _ in range(max(count - 2, 0))]
+    return samples
+
+
+def forward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) -> tuple[Pair, Pair, float]:
+    """out and lse of (head, row) samples, and the largest scaled |q|.|k| sum seen, which scales lse's gate."""
+    out, out_true, lse, lse_true, magnitude = [], [], [], [], []
+    for h, row in samples:
+        lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
+        q, k = seq.q[row, h].double(), seq.k[lo:max(lo, hi), h // seq.group].double()
+        scores = spec.softmax_scale * (k @ q)
+        out.append(seq.out[row, h].double())
+        lse.append(seq.lse[h, row].double())
+        lse_true.append(torch.logsumexp(scores, 0) if hi > lo else scores.new_tensor(float("-inf")))
+        out_true.append(torch.softmax(scores, 0) @ seq.v[lo:max(lo, hi), h // seq.group].double())
+        magnitude.append((k.abs() @ q.abs()).amax() if hi > lo else scores.new_zeros(()))
+    bound = abs(spec.softmax_scale) * float(torch.stack(magnitude).max())
+    return (Pair(torch.stack(out), torch.stack(out_true)),
+            Pair(torch.stack(lse)[:, None], torch.stack(lse_true)[:, None]), bound)
+
+
+def _score_gradient(seq: Sequence, spec: AttnSpec, h: int, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+    """P and dS, (rows, keys) of head ``h``, for a block in which every row sees every key."""
+    h_k = h // seq.group
+    q, dout, out = (t[rows, h].double() for t in (seq.q, seq.dout, seq.out))
+    k, v = seq.k[keys, h_k].double(), seq.v[keys, h_k].double()
+    p = torch.exp(spec.softmax_scale * (q @ k.T) - seq.lse[h, rows].double()[:, None])
+    delta = (dout * out).sum(-1)
+    if seq.dlse is not None:
+        delta = delta - seq.dlse[h, rows].double()
+    return p, p * (dout @ v.T - delta[:, None])
+
+
+def backward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) -> Pair:
+    """dq of (head, row) samples."""
+    actual, expected = [], []
+    for h, row in samples:
+        lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
+        keys = slice(lo, max(lo, hi))
+        _, ds = _score_gradient(seq, spec, h, slice(row, row + 1), keys)
+        actual.append(seq.dq[row, h].double())
+        expected.append(spec.softmax_scale * (ds @ seq.k[keys, h // seq.group].double())[0])
+    return Pair(torch.stack(actual), torch.stack(expected))
+
+
+def rows_seeing(key: int, spec: AttnSpec, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """Half-open interval of rows whose visible interval contains ``key``."""
+    aligned = key - (seqlen_k - seqlen_q)  # the row aligned with this key; may lie outside
+    first = 0 if spec.window_right < 0 else max(0, aligned - spec.window_right)
+    last = seqlen_q if spec.window_left < 0 else min(seqlen_q, aligned + spec.window_left + 1)
+    return first, max(first, last)
+
+
+def backward_keys(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) -> tuple[Pair, Pair]:
+    """dk and dv of (key head, key) samples."""
+    dk, dk_true, dv, dv_true = [], [], [], []
+    for h_k, key in samples:
+        rows = slice(*rows_seeing(key, spec, seq.q.shape[0], seq.k.shape[0]))
+        sum_k = torch.zeros(seq.k.shape[-1], dtype=torch.float64, device=seq.k.device)
+        sum_v = torch.zeros(seq.v.shape[-1], dtype=torch.float64, device=seq.k.device)
+        for h in range(h_k * seq.group, (h_k + 1) * seq.group):
+            p, ds = _score_gradient(seq, spec, h, rows, slice(key, key + 1))
+            sum_k += spec.softmax_scale * (ds.T @ seq.q[rows, h].double())[0]
+            sum_v += (p.T @ seq.dout[rows, h].double())[0]
+        dk.append(seq.dk[key, h_k].double())
+        dv.append(seq.dv[key, h_k].double())
+        dk_true.append(sum_k)
+        dv_true.append(sum_v)
+    return Pair(torch.stack(dk), torch.stack(dk_true)), Pair(torch.stack(dv), torch.stack(dv_true))

@@ -1,0 +1,1 @@
+"""Benchmarks of flash_ext beside its peers; see bench/README.md."""

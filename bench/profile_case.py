@@ -1,0 +1,138 @@
+"""Runs one named case for a profiler, and condenses what ``ncu`` measured.
+
+``bench/profile.sh`` calls this twice: ``run`` under ncu, where only the launch between cudaProfilerStart and
+cudaProfilerStop is collected, and ``metrics`` on the raw page of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from pathlib import Path
+
+# What to look at first, in this order. Chips name some of these differently, so they are patterns: whatever
+# matches is kept.
+KEY_METRICS = (
+    r"gpu__time_duration\.sum",
+    r"(smsp|sm)__cycles_elapsed\.avg\.per_second",
+    r"sm__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    r"sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_(active|elapsed)",
+    r"sm__(inst_executed_)?pipe_(alu|fma|fmaheavy|fmalite|xu|lsu)\w*\.avg\.pct_of_peak_sustained_active",
+    r"sm__inst_issued\.avg\.pct_of_peak_sustained_active",
+    r"(gpu__)?dram__?throughput\.avg\.pct_of_peak_sustained_elapsed",
+    r"dram__bytes_(read|write)\.sum",
+    r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    r"lts__t_sector_hit_rate\.pct",
+    r"l1tex__data_bank_conflicts_pipe_lsu_mem_shared(_op_\w+)?\.sum",
+    r"sm__warps_active\.avg\.pct_of_peak_sustained_active",
+    r"launch__(grid_size|block_size|registers_per_thread|shared_mem_per_block_dynamic|waves_per_multiprocessor)",
+    r"launch__occupancy_limit_\w+",
+    r"smsp__inst_executed_op_local\w*\.sum",
+    r"smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio",
+)
+
+
+def run_case(name: str, direction: str, entrant_name: str, dtype_name: str, seed: int, library: dict[str, str]) -> None:
+    """Warms a case up, then makes the one call that the profiler is to see.
+
+    Args:
+        entrant_name: a path of ours, its ``-raw`` twin, or a peer.
+        library: ``fa3_lib`` and ``cudart12`` for the peer that needs them.
+
+    Raises:
+        ValueError: no such case or entrant.
+    """
+    import torch
+
+    from bench.attention import DTYPES
+    from bench.peers import GPU_PEERS, Inputs, make_ours, make_peers
+    from bench.shapes import find_case
+    from bench.timing import CudaTimer
+
+    case = find_case(name)
+    if entrant_name in GPU_PEERS:
+        entrants, absent = make_peers([entrant_name], **library)
+        if absent:
+            raise ValueError(f"{entrant_name}: {absent[entrant_name]}")
+    else:
+        entrants = make_ours([entrant_name.removesuffix("-raw")])
+    entrant = next(e for e in entrants if e.name == entrant_name)
+    device = torch.device("cuda", torch.cuda.current_device())
+    call = entrant.prepare(Inputs(case, DTYPES[dtype_name], device, seed), direction)
+    timer = CudaTimer(device)
+    timer.launch(call, 3)
+    timer.flush_buffer.zero_()
+    timer.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    timer.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def key_metrics(raw: list[list[str]]) -> list[list[str]]:
+    """Turns ncu's raw page into one line per key metric and one column per kernel.
+
+    Args:
+        raw: rows of ``ncu --page raw --csv``: names, units, then one row per kernel.
+
+    Returns:
+        Rows of metric, unit, and one value per kernel; the first row holds the kernel names.
+
+    Raises:
+        ValueError: there is no header, or no kernel below it.
+    """
+    start = next((i for i, row in enumerate(raw) if "Kernel Name" in row), None)
+    if start is None or len(raw) < start + 3:
+        raise ValueError("no kernel was profiled: wrong NVTX range, or a build without NVTX headers (--nvtx none)")
+    names, units, *kernels = raw[start:]
+    table = [["metric", "unit", *(row[names.index("Kernel Name")] for row in kernels)]]
+    for pattern in KEY_METRICS:
+        for column, name in enumerate(names):
+            if re.fullmatch(pattern, name):
+                table.append([name, units[column], *(row[column] for row in kernels)])
+    return table
+
+
+def condense(raw_path: Path, key_path: Path) -> None:
+    """Writes the key metrics of a raw CSV page as CSV, and prints them."""
+    with raw_path.open(newline="") as file:
+        table = key_metrics([row for row in csv.reader(file) if row and not row[0].startswith("==")])
+    with key_path.open("w", newline="") as file:
+        csv.writer(file).writerows(table)
+    for metric, unit, *values in table:
+        print(f"{metric:78} {unit:16} {'  '.join(value[:40] for value in values)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of both steps."""
+    parser = argparse.ArgumentParser(prog="python -m bench.profile_case", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = parser.add_subparsers(dest="step", required=True)
+    run = steps.add_parser("run", help="one call of one case, between profiler start and stop")
+    run.add_argument("case")
+    run.add_argument("--dir", choices=("fwd", "bwd"), default="fwd")
+    run.add_argument("--entrant", default="sm80", help="a path of ours, or a peer")
+    run.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--fa3-lib", default="")
+    run.add_argument("--cudart12", default="")
+    metrics = steps.add_parser("metrics", help="key metrics out of ncu's raw CSV page")
+    metrics.add_argument("raw", type=Path)
+    metrics.add_argument("key", type=Path)
+    options = parser.parse_args(argv)
+    try:
+        if options.step == "metrics":
+            condense(options.raw, options.key)
+        else:
+            run_case(options.case, options.dir, options.entrant, options.dtype, options.seed,
+                     {"fa3_lib": options.fa3_lib, "cudart12": options.cudart12})
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,178 @@
+"""What a run records: entries in rows, rows in results, and the comparison of two columns. Plain data, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+
+from bench.shapes import DIRECTIONS, Case
+
+SCHEMA = 1
+DIRECTION_FILES = {"fwd": "forward", "bwd": "backward", "both": "forward-backward"}
+
+
+@dataclass
+class Entry:
+    """One entrant on one row.
+
+    Attributes:
+        name: column name.
+        ours: True for flash_ext itself.
+        status: ``ok``, ``refused`` (it says beforehand that it cannot) or ``error`` (it threw).
+        text: why not, for the last two.
+        median_ms, q1_ms, q3_ms: quartiles over all launches of all rounds.
+        round_medians_ms: median of each round, in order.
+        launches: how many launches stand behind the quartiles.
+        call_us: host time to enqueue one call, median over rounds; None on CPU.
+        tflops, matmul_pct: arithmetic rate, and its share of the matrix product measured in the same run.
+        gbps, copy_pct: least traffic over time, and its share of the copy measured in the same run.
+        peak_bytes: highest allocation during one call, outputs included; None where it is not known.
+        extra_bytes: ``peak_bytes`` less the outputs: workspace.
+    """
+
+    name: str
+    ours: bool = False
+    status: str = "ok"
+    text: str = ""
+    median_ms: float | None = None
+    q1_ms: float | None = None
+    q3_ms: float | None = None
+    round_medians_ms: list[float] = field(default_factory=list)
+    launches: int = 0
+    call_us: float | None = None
+    tflops: float | None = None
+    matmul_pct: float | None = None
+    gbps: float | None = None
+    copy_pct: float | None = None
+    peak_bytes: int | None = None
+    extra_bytes: int | None = None
+
+    @property
+    def spread_pct(self) -> float:
+        """Interquartile range as a share of the median, percent."""
+        return 100.0 * (self.q3_ms - self.q1_ms) / self.median_ms
+
+
+@dataclass
+class Row:
+    """One case in one direction, with everything that was timed side by side.
+
+    Attributes:
+        clocks: median SM clock (MHz) and power (W) while the row ran, or None.
+    """
+
+    case: Case
+    direction: str
+    dtype: str
+    flops: float
+    traffic_bytes: int
+    entries: list[Entry] = field(default_factory=list)
+    clocks: tuple[float, float] | None = None
+
+    def entry(self, name: str) -> Entry | None:
+        """The entry of that name, whatever its status."""
+        return next((entry for entry in self.entries if entry.name == name), None)
+
+
+@dataclass
+class Results:
+    """A whole run: where and how it was made, the machine's ceilings, and the rows."""
+
+    metadata: dict
+    ceilings: dict[str, float]
+    rows: list[Row] = field(default_factory=list)
+    host_cost: list[dict] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The run as JSON, schema number first."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Results:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text has another schema number.
+        """
+        data = json.loads(text)
+        if data.pop("schema", None) != SCHEMA:
+            raise ValueError(f"not a benchmark result of schema {SCHEMA}")
+        rows = [Row(**{**row, "case": _case(row["case"]), "entries": [Entry(**e) for e in row["entries"]],
+                       "clocks": tuple(row["clocks"]) if row["clocks"] else None}) for row in data.pop("rows")]
+        return Results(rows=rows, **data)
+
+
+def _case(data: dict) -> Case:
+    return Case(**{**data, "window": tuple(data["window"]), "lengths": tuple(data["lengths"])})
+
+
+@dataclass
+class Bar:
+    """How ours compares with one peer over the rows of one direction; a ratio above 1 means ours is faster.
+
+    Attributes:
+        ratios: case name to peer time over our time, where both ran.
+        missing: cases that the peer ran and ours did not.
+    """
+
+    direction: str
+    ours: str
+    peer: str
+    ratios: dict[str, float]
+    missing: list[str]
+
+    @property
+    def geomean(self) -> float:
+        """Geometric mean of the ratios; nan when there is none."""
+        if not self.ratios:
+            return math.nan
+        return math.exp(sum(map(math.log, self.ratios.values())) / len(self.ratios))
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """Case with the smallest ratio, and that ratio."""
+        return min(self.ratios.items(), key=lambda item: item[1], default=("none", math.nan))
+
+    def holds(self, geomean: float = 1.0, worst: float = 0.9) -> bool:
+        """True when no row is missing, the mean is at least ``geomean`` and no row is below ``worst``."""
+        return not self.missing and self.geomean >= geomean and self.worst[1] >= worst
+
+    def __str__(self) -> str:
+        name, ratio = self.worst
+        line = f"{self.direction}: {self.ours} against {self.peer} over {len(self.ratios)} rows"
+        if self.ratios:
+            line += f": geometric mean {self.geomean:.3f}, worst {ratio:.3f} ({name})"
+        return line + (f"; ours did not run {', '.join(self.missing)}" if self.missing else "")
+
+
+def bar(results: Results, ours: str = "sm80", peer: str = "fa2") -> list[Bar]:
+    """Geometric mean and worst row of ours against a peer, one summary per direction that both took part in."""
+    bars = []
+    for direction in DIRECTIONS:
+        ratios, missing = {}, []
+        for row in results.rows:
+            if row.direction != direction:
+                continue
+            mine, theirs = row.entry(ours), row.entry(peer)
+            if mine is None or theirs is None or theirs.status != "ok":
+                continue
+            if mine.status == "ok":
+                ratios[row.case.name] = theirs.median_ms / mine.median_ms
+            else:
+                missing.append(row.case.name)
+        if ratios or missing:
+            bars.append(Bar(direction, ours, peer, ratios, missing))
+    return bars
+
+
+def bars_against_every_peer(results: Results) -> list[Bar]:
+    """:func:`bar` for each of our columns against each peer column."""
+    ours = column_names(results.rows, ours=True)
+    peers = column_names(results.rows, ours=False)
+    return [summary for mine in ours for peer in peers for summary in bar(results, mine, peer)]
+
+
+def column_names(rows: list[Row], ours: bool | None = None) -> list[str]:
+    """Column names in order of first appearance."""
+    return list(dict.fromkeys(e.name for row in rows for e in row.entries if ours is None or e.ours == ours))

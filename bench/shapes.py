@@ -1,0 +1,243 @@
+"""Named attention problems and the arithmetic and traffic each one costs.
+
+No torch in here: the formulas are plain integers, so a report can be rebuilt on any machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from dataclasses import dataclass
+
+# Three ways to time a case. "both" is a forward that keeps what its backward needs, then that backward.
+DIRECTIONS = ("fwd", "bwd", "both")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    Attributes:
+        name: unique name, as ``--cases`` and ``bench/profile.sh`` take it.
+        batch: number of sequences.
+        seqlen_q: queries per sequence; for packed cases the longest one.
+        seqlen_k: keys per sequence; for packed cases the longest one.
+        num_heads: query heads.
+        num_heads_k: key and value heads; divides ``num_heads``.
+        head_dim: feature size of q and k.
+        head_dim_v: feature size of v and out.
+        causal: bottom-right aligned causal mask.
+        window: inclusive reach (left, right) in keys, -1 unlimited.
+        lengths: packed sequence lengths, queries and keys alike; empty for a dense case.
+        deterministic: asks for a bitwise repeatable backward.
+    """
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    num_heads_k: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    lengths: tuple[int, ...] = ()
+    deterministic: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """True when the sequences lie end to end without padding."""
+        return bool(self.lengths)
+
+    @property
+    def total_q(self) -> int:
+        """Query rows over all sequences."""
+        return sum(self.lengths) if self.packed else self.batch * self.seqlen_q
+
+    @property
+    def total_k(self) -> int:
+        """Key rows over all sequences."""
+        return sum(self.lengths) if self.packed else self.batch * self.seqlen_k
+
+    @property
+    def masked(self) -> bool:
+        """True when some query may not see some key of its own sequence."""
+        return self.causal or self.window != (-1, -1)
+
+    @property
+    def mask_label(self) -> str:
+        """What a panel or a table calls the mask, e.g. ``causal`` or ``window 1024,0``."""
+        if self.window != (-1, -1):
+            left, right = self.window
+            return f"{'causal ' if self.causal else ''}window {left},{right}"
+        return "causal" if self.causal else "full"
+
+    @property
+    def panel(self) -> tuple:
+        """What two cases share that differ only in sequence length at a constant number of tokens."""
+        return (self.head_dim, self.head_dim_v, self.mask_label, self.num_heads, self.num_heads_k,
+                self.total_q, self.packed, self.deterministic)
+
+
+def visible_pairs(case: Case) -> int | float:
+    """(query, key) pairs that are scored, per head, over all sequences.
+
+    A causal square counts as half of the full square, diagonal included, as every published attention
+    table does; every other mask counts its visible pairs exactly.
+    """
+    lengths = [(n, n) for n in case.lengths] or [(case.seqlen_q, case.seqlen_k)] * case.batch
+    return sum(_pairs_of_sequence(sq, sk, case.causal, case.window) for sq, sk in lengths)
+
+
+@functools.lru_cache(maxsize=None)
+def _pairs_of_sequence(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> int | float:
+    left, right = window
+    if causal:
+        right = 0 if right < 0 else min(right, 0)
+    if left < 0 and right < 0:
+        return seqlen_q * seqlen_k
+    if left < 0 and right == 0 and seqlen_q == seqlen_k:
+        return seqlen_q * seqlen_k / 2
+    pairs = 0
+    for row in range(seqlen_q):
+        aligned = row + seqlen_k - seqlen_q
+        first = 0 if left < 0 else max(0, aligned - left)
+        last = seqlen_k - 1 if right < 0 else min(seqlen_k - 1, aligned + right)
+        pairs += max(0, last - first + 1)
+    return pairs
+
+
+def flops(case: Case, direction: str) -> float:
+    """Floating-point operations of the matrix products, a multiply-add counting as two.
+
+    Forward: QK^T over head_dim and PV over head_dim_v. Backward: QK^T again, dS K and dS^T Q over head_dim,
+    dO V^T and P^T dO over head_dim_v, so 2.5 times the forward where both sizes are equal. Softmax is not counted.
+    """
+    pairs = visible_pairs(case) * case.num_heads
+    forward = 2.0 * pairs * (case.head_dim + case.head_dim_v)
+    backward = 2.0 * pairs * (3 * case.head_dim + 2 * case.head_dim_v)
+    return {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
+
+
+def output_bytes(case: Case, direction: str, itemsize: int) -> int:
+    """Bytes of what a call returns: out and the fp32 lse, or dq, dk and dv, or all five.
+
+    Args:
+        itemsize: bytes of one element of q, k and v.
+    """
+    out = case.total_q * case.num_heads * case.head_dim_v * itemsize
+    lse = case.total_q * case.num_heads * 4
+    grads = (case.total_q * case.num_heads * case.head_dim
+             + case.total_k * case.num_heads_k * (case.head_dim + case.head_dim_v)) * itemsize
+    return {"fwd": out + lse, "bwd": grads, "both": out + lse + grads}[direction]
+
+
+def traffic_bytes(case: Case, direction: str, itemsize: int) -> int:
+    """The fewest bytes a call can move through device memory: each input read once, each output written once."""
+    inputs = (case.total_q * case.num_heads * case.head_dim
+              + case.total_k * case.num_heads_k * (case.head_dim + case.head_dim_v)) * itemsize
+    out = case.total_q * case.num_heads * case.head_dim_v * itemsize
+    lse = case.total_q * case.num_heads * 4
+    forward = inputs + out + lse
+    backward = inputs + 2 * out + lse + output_bytes(case, "bwd", itemsize)  # out and dout are both read
+    return {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
+
+
+def _dense(name: str, batch: int, seqlen_q: int, num_heads: int, head_dim: int, *, seqlen_k: int = 0,
+           num_heads_k: int = 0, head_dim_v: int = 0, **options) -> Case:
+    return Case(name, batch, seqlen_q, seqlen_k or seqlen_q, num_heads, num_heads_k or num_heads,
+                head_dim, head_dim_v or head_dim, **options)
+
+
+def _packed(name: str, lengths: tuple[int, ...], num_heads: int, head_dim: int, *, num_heads_k: int = 0,
+            **options) -> Case:
+    return Case(name, len(lengths), max(lengths), max(lengths), num_heads, num_heads_k or num_heads,
+                head_dim, head_dim, lengths=lengths, **options)
+
+
+def _headline() -> list[Case]:
+    """Constant work per head_dim: 16384 tokens and a model width of 2048, whatever the sequence length."""
+    tokens, width = 16384, 2048
+    return [
+        _dense(f"d{head_dim}-{'causal' if causal else 'full'}-s{seqlen}", tokens // seqlen, seqlen,
+               width // head_dim, head_dim, causal=causal)
+        for head_dim in (64, 128, 256)
+        for causal in (False, True)
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+
+
+def _around() -> list[Case]:
+    """Single changes to batch 4, 16 heads, 4096 tokens, head_dim 128, and decoding over a long cache."""
+    cases = []
+    for head_dim, head_dim_v in ((96, 96), (128, 128), (192, 128), (192, 192)):
+        for causal in (False, True):
+            cases.append(_dense(f"b4-d{head_dim}-dv{head_dim_v}-{'causal' if causal else 'full'}", 4, 4096, 16,
+                                head_dim, head_dim_v=head_dim_v, causal=causal))
+    cases.append(_packed("docs-8x2048-causal", (2048,) * 8, 16, 128, causal=True))
+    cases.append(_dense("window-1024-s16384", 1, 16384, 16, 128, causal=True, window=(1024, 0)))
+    cases.append(_dense("gqa-32-8-causal-s4096", 4, 4096, 32, 128, num_heads_k=8, causal=True))
+    for batch, seqlen_k in ((1, 8192), (1, 131072), (16, 8192), (16, 32768), (64, 8192), (128, 2048), (128, 8192)):
+        cases.append(_dense(f"decode-b{batch}-k{seqlen_k}", batch, 1, 32, 128, seqlen_k=seqlen_k, num_heads_k=8))
+    return cases
+
+
+def _features() -> list[Case]:
+    """What the library serves beyond the headline: sizes, heads, windows, packing, uneven lengths, repeatability."""
+    cases = [_dense(f"d{d}-causal", 4, 4096, 16, d, causal=True) for d in (40, 80, 160, 224)]
+    cases += [
+        _dense("d64-dv128-causal", 4, 4096, 16, 64, head_dim_v=128, causal=True),
+        _dense("d128-dv64-causal", 4, 4096, 16, 128, head_dim_v=64, causal=True),
+        _dense("gqa-16-4-full", 4, 4096, 16, 128, num_heads_k=4),
+        _dense("mqa-16-1-causal", 4, 4096, 16, 128, num_heads_k=1, causal=True),
+        _dense("window-128-s8192", 2, 8192, 16, 128, causal=True, window=(128, 0)),
+        _dense("window-4096-s16384", 1, 16384, 16, 128, causal=True, window=(4096, 0)),
+        _dense("window-256-both-sides-s8192", 2, 8192, 16, 128, window=(256, 256)),
+        _dense("chunk-1024-of-16384-causal", 2, 1024, 16, 128, seqlen_k=16384, causal=True),
+        _dense("cross-4096-to-1024", 4, 4096, 16, 128, seqlen_k=1024),
+        _dense("odd-s4095-causal", 4, 4095, 16, 128, causal=True),
+        _dense("odd-s1000-full", 16, 1000, 16, 128),
+        _dense("one-long-sequence", 1, 32768, 4, 128, causal=True),
+        _packed("docs-64x256-causal", (256,) * 64, 16, 128, causal=True),
+        _packed("docs-ragged-causal", (7000, 0, 13, 4001, 511, 2048, 1, 1500, 900, 410), 16, 128, causal=True),
+        _packed("docs-ragged-gqa-full", (6000, 3000, 129, 2871, 4384), 32, 128, num_heads_k=8),
+    ]
+    cases += [_dense(f"deterministic-d{d}-causal", 4, 4096, 2048 // d, d, causal=True, deterministic=True)
+              for d in (64, 128, 256)]
+    return cases
+
+
+def _smoke() -> list[Case]:
+    """Seconds on a CPU: one case of every kind, to try the program itself."""
+    return [
+        _dense("smoke-full-s32", 2, 32, 2, 16),
+        _dense("smoke-full-s64", 1, 64, 2, 16),
+        _dense("smoke-causal-s32", 2, 32, 2, 16, causal=True),
+        _dense("smoke-causal-s64", 1, 64, 2, 16, causal=True),
+        _dense("smoke-gqa-window", 1, 48, 4, 8, num_heads_k=2, causal=True, window=(16, 0)),
+        _dense("smoke-uneven", 1, 16, 2, 16, seqlen_k=40, head_dim_v=24, causal=True),
+        _packed("smoke-docs", (20, 0, 33), 2, 16, causal=True),
+        _dense("smoke-deterministic", 1, 32, 2, 16, causal=True, deterministic=True),
+    ]
+
+
+SETS: dict[str, list[Case]] = {
+    "headline": _headline(),
+    "around": _around(),
+    "features": _features(),
+    "smoke": _smoke(),
+}
+
+
+def find_case(name: str) -> Case:
+    """The case of that name, whichever set it is in.
+
+    Raises:
+        ValueError: no set has it; the message lists the names that come nearest.
+    """
+    by_name = {case.name: case for cases in SETS.values() for case in cases}
+    if name not in by_name:
+        near = ", ".join(difflib.get_close_matches(name, by_name, n=5, cutoff=0.3)) or "none is close"
+        raise ValueError(f"no benchmark case is called {name!r}; nearest: {near}")
+    return by_name[name]

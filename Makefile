@@ -1,0 +1,44 @@
+# make test, make demo: everything they need is set up on the first run and reused afterwards.
+#
+#   VENV=auto      .venv, made here and filled with the pinned torch; python3 itself where no package index can
+#                  be reached and it already has a CUDA build of torch (default)
+#   VENV=system    python3 as it is, with the torch it has
+#   VENV=folder    another virtual environment
+#   PYTHON=...     the interpreter to start from
+#   ARGS=...       passed on to pytest, or to the demo
+
+VENV ?= auto
+PYTHON ?= python3
+ARGS ?=
+
+# Shell text that sets $$py to the interpreter of the prepared environment, with the extension built in place.
+prepared = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV)) && \
+           $$py setup.py --quiet build_ext --inplace
+
+.PHONY: help build test demo info bench clean
+
+help:
+	@echo "make test    run every test this machine can run   (ARGS='-k varlen' picks some)"
+	@echo "make demo    train a small transformer with flash_ext and with PyTorch's attention, side by side"
+	@echo "make build   compile the extension in place"
+	@echo "make info    versions, build flags, GPU and the kernel path that serves it"
+	@echo "make bench   measure attention against every peer found"
+	@echo "make clean   remove what was built (not .venv)"
+
+build:
+	@$(prepared)
+
+test:
+	@$(prepared) && $$py -m pytest $(ARGS)
+
+demo:
+	@$(prepared) && $$py -m flash_ext.demo $(ARGS)
+
+info:
+	@$(prepared) && $$py -m flash_ext.info $(ARGS)
+
+bench:
+	@$(prepared) && $$py -m bench.attention $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info flash_ext/_C.*.so

@@ -1,0 +1,292 @@
+"""Compiles csrc/ into the extension module with one ninja graph, then gates the kernels.
+
+ninja gives incremental and parallel builds (headers are tracked through depfiles), every nvcc run leaves its
+output in a log beside the object, and after each build all logs are read again: a kernel that spills, uses a
+stack frame or lost a Hopper instruction fails the build, also when nothing had to be recompiled. What ptxas
+said of every kernel goes to build/resources.json, which tests read.
+
+Environment variables:
+    FLASH_EXT_ARCHS: architectures to compile for, e.g. "9.0a" while developing (default "8.0 8.0+PTX 9.0a").
+    FLASH_EXT_DEBUG=1: defines FLASH_EXT_DEBUG (device assertions); the gates then only report.
+    FLASH_EXT_MUTANT=n: defines FLASH_EXT_MUTANT=n, one planted bug for the tests of the tests; gates only report.
+    MAX_JOBS: parallel compiler runs (default: by cores and available memory).
+    CXX: the host compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+from . import environment, ptxas_log
+from .pins import ROOT
+
+DEFAULT_ARCHS = "8.0 8.0+PTX 9.0a"
+# The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
+BYTES_PER_JOB = 2.5 * 2**30
+
+NVCC_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xptxas=-v", "-Xcompiler=-fPIC,-fvisibility=hidden,-g0"]
+CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
+             "-DTORCH_EXTENSION_NAME=_C"]
+
+
+class GateFailure(Exception):
+    """A kernel compiled but must not be shipped."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compiled: architectures and planted switches. Each variant has its own objects."""
+
+    archs: tuple[str, ...]
+    debug: bool = False
+    mutant: int | None = None
+
+    @classmethod
+    def from_environment(cls) -> Variant:
+        archs = tuple(re.split(r"[\s;,]+", (os.environ.get("FLASH_EXT_ARCHS") or DEFAULT_ARCHS).strip()))
+        for arch in archs:
+            if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
+                raise environment.BuildProblem("FLASH_EXT_ARCHS", repr(arch), "e.g. 8.0, 8.0+PTX or 9.0a",
+                                               f"export FLASH_EXT_ARCHS='{DEFAULT_ARCHS}'")
+        mutant = os.environ.get("FLASH_EXT_MUTANT") or None
+        return cls(archs, os.environ.get("FLASH_EXT_DEBUG", "") not in ("", "0"),
+                   int(mutant) if mutant else None)
+
+    @property
+    def name(self) -> str:
+        return f"mutant{self.mutant}" if self.mutant is not None else "debug" if self.debug else "release"
+
+    @property
+    def nvcc_flags(self) -> list[str]:
+        flags = []
+        for arch in self.archs:
+            number = arch.removesuffix("+PTX").replace(".", "")
+            kind = "compute" if arch.endswith("+PTX") else "sm"
+            flags.append(f"-gencode=arch=compute_{number},code={kind}_{number}")
+        return NVCC_FLAGS + flags
+
+    @property
+    def defines(self) -> list[str]:
+        found = ["-DFLASH_EXT_DEBUG=1"] if self.debug else []
+        return found + ([f"-DFLASH_EXT_MUTANT={self.mutant}"] if self.mutant is not None else [])
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Everything the graph refers to; found once, in words when something is missing."""
+
+    torch: environment.TorchInstall
+    toolkit: environment.Toolkit
+    cxx: str
+    ninja: str
+    python_include: Path
+
+    @classmethod
+    def find(cls) -> Tools:
+        if sys.platform != "linux":
+            raise environment.BuildProblem("the platform", sys.platform, "Linux", "build on Linux, or in WSL 2")
+        torch = environment.check_torch(environment.find_torch())
+        toolkit = environment.check_toolkit()
+        return cls(torch, toolkit, environment.check_host_compiler(toolkit), environment.find_ninja(),
+                   environment.check_python_headers())
+
+
+def source_files() -> list[Path]:
+    """Everything that is compiled, relative to csrc/."""
+    csrc = ROOT / "csrc"
+    patterns = ("*.cpp", "*.cu", "inst/*.cu", "passes/*.cu")
+    return sorted(path.relative_to(csrc) for pattern in patterns for path in csrc.glob(pattern))
+
+
+def build_extension(version: str) -> Path:
+    """Builds what is out of date and returns the module's file.
+
+    Raises:
+        BuildProblem: something is missing or does not match.
+        GateFailure: a kernel spills, uses a stack frame, or lost a Hopper instruction.
+        subprocess.CalledProcessError: the compiler refused; its words are on the screen.
+    """
+    tools, variant = Tools.find(), Variant.from_environment()
+    folder = _variant_folder(tools, variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _one_build_at_a_time(folder):
+        _probe_toolkit(tools, folder)
+        _write_if_changed(folder / "generated" / "build_record.h", _build_record(tools, variant, version))
+        _write_if_changed(folder / "build.ninja", ninja_file(tools, variant, folder))
+        started = time.monotonic()
+        done = subprocess.run([tools.ninja, "-C", str(folder), "-j", str(parallel_jobs())], check=False)
+        if done.returncode:
+            # ninja has printed the failing command and the compiler's words already.
+            raise subprocess.CalledProcessError(done.returncode, "ninja")
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        print(f"compiled in {time.monotonic() - started:.0f} s, largest process {peak:.2f} GiB", flush=True)
+        _gate(folder, variant)
+    return folder / "_C.so"
+
+
+def _variant_folder(tools: Tools, variant: Variant) -> Path:
+    archs = "" if variant.archs == tuple(DEFAULT_ARCHS.split()) else "-" + "-".join(variant.archs)
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    return ROOT / "build" / f"{variant.name}{archs}-{python}-torch{tools.torch.version}".replace("+", "_")
+
+
+# ---------------------------------------------------------------- the graph
+
+def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
+    torch_include = tools.torch.root / "include"
+    system = [torch_include, torch_include / "torch" / "csrc" / "api" / "include", tools.python_include,
+              *tools.toolkit.include_dirs]
+    cxx = [tools.cxx, *CXX_FLAGS, *variant.defines, *shlex.split(os.environ.get("CXXFLAGS", "")),
+           f"-I{folder / 'generated'}", *(f"-isystem{item}" for item in system)]
+    nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *variant.nvcc_flags, *variant.defines]
+    cudart = tools.toolkit.cudart
+    # A shared runtime is found beside torch's own, in site-packages, or where it was at build time.
+    runtime_paths = [] if cudart.suffix == ".a" else [
+        "-Wl,-rpath,$ORIGIN/../nvidia/cu13/lib", f"-Wl,-rpath,{cudart.parent}"]
+    link = [tools.cxx, "-shared", f"-L{tools.torch.root / 'lib'}", *runtime_paths,
+            # Symbols of the static CUDA runtime stay inside: torch may have one of its own loaded.
+            "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
+    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", str(cudart), "-lpthread", "-ldl", "-lrt"]
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule cxx",
+        f"  command = {_shell(cxx)} -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d", "  deps = gcc", "  description = c++ $name",
+        "rule nvcc",
+        # The log outlives the run, for the gates; what the compiler refuses goes to the screen as well.
+        f"  command = {_shell(nvcc)} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
+        "  depfile = $out.d", "  deps = gcc", "  description = nvcc $name",
+        "rule link",
+        f"  command = {_shell(link)} $in -o $out {_shell(libraries)}",
+        "  description = link $out",
+    ]
+    objects = []
+    for source in source_files():
+        rule = "nvcc" if source.suffix == ".cu" else "cxx"
+        objects.append(f"{source}.o")
+        lines += [f"build {_path(source)}.o: {rule} {_path(ROOT / 'csrc' / source)}", f"  name = {source}"]
+    lines += [f"build _C.so: link {' '.join(_path(Path(item)) for item in objects)}", "default _C.so", ""]
+    return "\n".join(lines)
+
+
+def _shell(command: list[str]) -> str:
+    return shlex.join(command).replace("$", "$$")
+
+
+def _path(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def parallel_jobs() -> int:
+    """MAX_JOBS, else as many as cores and free memory allow."""
+    if os.environ.get("MAX_JOBS"):
+        return max(1, int(os.environ["MAX_JOBS"]))
+    cores = len(os.sched_getaffinity(0))
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    by_memory = int(int(match.group(1)) * 1024 / BYTES_PER_JOB) if match else cores
+    return max(1, min(cores, by_memory))
+
+
+@contextlib.contextmanager
+def _one_build_at_a_time(folder: Path) -> Iterator[None]:
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    """Leaves the file's time alone when nothing changed, so that nothing is rebuilt for it."""
+    path.parent.mkdir(exist_ok=True)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def _probe_toolkit(tools: Tools, folder: Path) -> None:
+    """Compiles an empty kernel once per toolkit: pieces of different releases only show when they meet."""
+    stamp = folder / "probe.txt"
+    signature = f"{tools.toolkit} {tools.cxx}"
+    if stamp.is_file() and stamp.read_text() == signature:
+        return
+    source = folder / "probe.cu"
+    source.write_text("__global__ void probe() {}\n")
+    done = subprocess.run([str(tools.toolkit.nvcc), "-ccbin", tools.cxx, "-std=c++20", "-arch=sm_80", "-c",
+                           str(source), "-o", os.devnull], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
+        raise environment.BuildProblem(
+            "the CUDA toolkit", f"{tools.toolkit.home} with {tools.cxx} compiles no empty kernel: {said}",
+            "nvcc, nvvm, crt, cccl and cudart of one CUDA 13 release",
+            f'python -m pip install "{environment.toolkit_requirement(beside_torch=False)}"')
+    stamp.write_text(signature)
+
+
+# ---------------------------------------------------------------- what is baked in
+
+def _build_record(tools: Tools, variant: Variant, version: str) -> str:
+    record = {
+        "version": version, "git_sha": _git_sha(), "torch": tools.torch.version,
+        "cuda": tools.toolkit.version, "archs": " ".join(variant.archs),
+        "flags": " ".join(variant.nvcc_flags + variant.defines), "variant": variant.name,
+    }
+    lines = ["// Generated; see csrc/build_info.h.", "#pragma once"]
+    lines += [f"#define FLASH_EXT_BUILD_{key.upper()} {json.dumps(value)}" for key, value in record.items()]
+    lines += [f"#define FLASH_EXT_BUILD_JSON {json.dumps(json.dumps(record))}", ""]
+    return "\n".join(lines)
+
+
+def _git_sha() -> str:
+    """The commit of the sources, empty outside a repository of our own (an unpacked source archive)."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return ""
+    git = ["git", "-C", str(ROOT)]
+    sha = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    dirty = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True,
+                           text=True, check=False)
+    return sha.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "")
+
+
+# ---------------------------------------------------------------- gates
+
+def _gate(folder: Path, variant: Variant) -> None:
+    kernels: list[ptxas_log.KernelResources] = []
+    warnings: list[str] = []
+    for source in source_files():
+        if source.suffix == ".cu":
+            found, other = ptxas_log.parse_log(str(source), (folder / f"{source}.o.log").read_text())
+            kernels += found
+            warnings += other
+    kernels = ptxas_log.demangle(kernels)
+    table = {"variant": variant.name, "archs": variant.archs, "seconds": _seconds(folder),
+             "warnings": warnings, "kernels": [dataclasses.asdict(item) for item in kernels]}
+    (ROOT / "build" / "resources.json").write_text(json.dumps(table, indent=1))
+    if warnings:
+        print("\n".join(["the compiler warned:", *warnings]), file=sys.stderr, flush=True)
+    bad = ptxas_log.violations(kernels, warnings)
+    if bad and variant.name == "release":
+        raise GateFailure("\n  ".join(["kernels that must not be shipped:", *bad]))
+    if bad:
+        print("\n  ".join([f"tolerated in a {variant.name} build:", *bad]), file=sys.stderr, flush=True)
+
+
+def _seconds(folder: Path) -> dict[str, float]:
+    """Wall time of each object's latest compile, from ninja's own log."""
+    times = {}
+    log = folder / ".ninja_log"
+    for line in log.read_text().splitlines()[1:] if log.is_file() else []:
+        start, end, _, output, *_ = line.split("\t")
+        times[output] = (int(end) - int(start)) / 1000
+    return times

@@ -1,0 +1,315 @@
+"""Finds what a build needs: torch, a CUDA 13 toolkit, a host compiler, Python's headers, ninja.
+
+Nothing here imports torch: its version is read from its files, so that a broken or foreign torch still ends in
+a message. Whatever is missing or does not match raises BuildProblem, which says what was found, what is
+needed, and the command that mends it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Iterator
+
+from .pins import as_numbers, pin, toolkit_requirement
+
+
+class BuildProblem(Exception):
+    """A piece of the build environment is missing or does not match.
+
+    Args:
+        piece: what the problem is about, e.g. "torch".
+        found, needed, mend: one line each; ``mend`` is a command.
+    """
+
+    def __init__(self, piece: str, found: str, needed: str, mend: str) -> None:
+        self.piece = piece
+        super().__init__(f"flash_ext cannot be built: {piece} does not fit.\n"
+                         f"  found:  {found}\n  needed: {needed}\n  mend:   {mend}")
+
+
+# ---------------------------------------------------------------- where packages may lie
+
+def target_site_dirs() -> list[Path]:
+    """Site directories of the environment that will run flash_ext.
+
+    Inside pip's isolated build they are not on sys.path, but the build runs on the target's interpreter, so
+    sysconfig still names them. Front ends that build in an environment of their own hide the target.
+    """
+    found = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    config = Path(sys.prefix) / "pyvenv.cfg"
+    isolated_venv = sys.prefix != sys.base_prefix and not (
+        config.is_file() and re.search(r"include-system-site-packages\s*=\s*true", config.read_text(), re.I))
+    if not isolated_venv:
+        base = {"base": sys.base_prefix, "platbase": sys.base_prefix,
+                "installed_base": sys.base_prefix, "installed_platbase": sys.base_prefix}
+        found += [sysconfig.get_path("platlib", vars=base), site.getusersitepackages(),
+                  "/usr/lib/python3/dist-packages"]
+    return [Path(item) for item in dict.fromkeys(found)]
+
+
+def package_dirs() -> list[Path]:
+    """Directories that may hold packages for this build, most specific first."""
+    return list(dict.fromkeys([*(Path(item) for item in sys.path if item), *target_site_dirs()]))
+
+
+# ---------------------------------------------------------------- torch
+
+@dataclass(frozen=True)
+class TorchInstall:
+    """A torch found on disk. ``cuda`` is the CUDA it was built with, None for a CPU-only build."""
+
+    root: Path
+    version: str
+    cuda: str | None
+    hip: str | None
+
+    @property
+    def minor(self) -> str:
+        return ".".join(str(part) for part in as_numbers(self.version)[:2])
+
+
+def find_torch() -> TorchInstall | None:
+    for folder in package_dirs():
+        if (folder / "torch" / "version.py").is_file():
+            return read_torch(folder / "torch")
+    spec = importlib.util.find_spec("torch")  # an editable torch lies in no site directory
+    if spec is not None and spec.origin and (Path(spec.origin).parent / "version.py").is_file():
+        return read_torch(Path(spec.origin).parent)
+    return None
+
+
+def read_torch(root: Path) -> TorchInstall:
+    values: dict[str, str | None] = {}
+    for node in ast.parse((root / "version.py").read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            values[target.id] = value.value
+    return TorchInstall(root, values.get("__version__") or "0", values.get("cuda"), values.get("hip"))
+
+
+def check_torch(torch: TorchInstall | None) -> TorchInstall:
+    """The torch, if an extension for it can be built here.
+
+    Raises:
+        BuildProblem: no torch, one before the minimum, or one built for CUDA 12, ROCm or another platform.
+    """
+    minimum, wanted = pin("torch-minimum"), pin("torch")
+    needed = f"torch {minimum} or newer, built for CUDA 13 or for the CPU only"
+    mend = f'python -m pip install "torch=={wanted}"'
+    if torch is None:
+        raise BuildProblem("torch", f"none for {sys.executable}", needed, mend)
+    if as_numbers(torch.version) < as_numbers(minimum) or torch.hip or (
+            torch.cuda and as_numbers(torch.cuda)[0] != 13):
+        built_for = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU only"
+        raise BuildProblem("torch", f"torch {torch.version}, built for {built_for}, in {torch.root}", needed, mend)
+    return torch
+
+
+# ---------------------------------------------------------------- CUDA toolkit
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A usable CUDA toolkit: nvcc, its headers and the runtime library to link."""
+
+    home: Path
+    version: str
+    cudart: Path
+
+    @property
+    def nvcc(self) -> Path:
+        return self.home / "bin" / "nvcc"
+
+    @property
+    def include_dirs(self) -> list[Path]:
+        # nvcc adds cccl by itself; a host compiler that meets <nv/target> or <cuda/std/...> does not.
+        return [item for item in (self.home / "include", self.home / "include" / "cccl") if item.is_dir()]
+
+
+def find_toolkit() -> tuple[Toolkit | None, list[str]]:
+    """The first toolkit that can build flash_ext, and why each one before it cannot."""
+    refused = []
+    seen = set()
+    for folder in _toolkit_candidates():
+        folder = _home_of_nvcc(folder / "bin" / "nvcc") or folder
+        if folder in seen:
+            continue
+        seen.add(folder)
+        toolkit = inspect_toolkit(folder)
+        if isinstance(toolkit, Toolkit):
+            return toolkit, refused
+        refused.append(f"{folder}: {toolkit}")
+    return None, refused
+
+
+def check_toolkit() -> Toolkit:
+    toolkit, refused = find_toolkit()
+    if toolkit is None:
+        raise BuildProblem(
+            "the CUDA toolkit", "; ".join(refused) or "no nvcc", "a complete CUDA 13 toolkit, 13.0 or newer",
+            f'python -m pip install "{toolkit_requirement(beside_torch=False)}" (or set CUDA_HOME)')
+    return toolkit
+
+
+def _toolkit_candidates() -> Iterator[Path]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            yield Path(os.environ[name])
+    on_path = shutil.which("nvcc")
+    if on_path:
+        yield Path(on_path).parents[1]
+    yield from (item for item in (Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-13*")))
+                if item.is_dir())
+    if os.environ.get("CONDA_PREFIX"):
+        yield Path(os.environ["CONDA_PREFIX"])
+    for folder in package_dirs():
+        # Every CUDA build of torch has this directory, mostly without an nvcc in it.
+        if (folder / "nvidia" / "cu13" / "bin" / "nvcc").is_file():
+            yield folder / "nvidia" / "cu13"
+
+
+@lru_cache(maxsize=None)
+def _home_of_nvcc(nvcc: Path) -> Path | None:
+    """The toolkit an nvcc belongs to by its own account: the one on PATH may be a wrapper script."""
+    match = re.search(r"TOP=(.+)", _output([str(nvcc), "--dryrun", "none.cu"]))
+    return Path(match.group(1).strip()).resolve() if match else None
+
+
+def inspect_toolkit(home: Path) -> Toolkit | str:
+    """The toolkit in ``home``, or why it is of no use."""
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.is_file():
+        return "no bin/nvcc"
+    release = re.search(r"release (\d+)\.(\d+)", _output([str(nvcc), "--version"]))
+    if release is None:
+        return "nvcc --version says no release"
+    version = f"{release.group(1)}.{release.group(2)}"
+    if release.group(1) != "13":
+        return f"nvcc is {version}, CUDA 13 is needed"
+    include = next((item for item in (home / "include", *home.glob("targets/*-linux/include"))
+                    if (item / "cuda_runtime.h").is_file()), None)
+    if include is None:
+        return "include/cuda_runtime.h is missing (cudart package)"
+    if not (include / "crt" / "host_config.h").is_file():
+        return "include/crt is missing (crt package)"
+    if not any((item / "nv" / "target").is_file() for item in (include, include / "cccl")):
+        return "include/nv/target is missing (cccl package)"
+    cicc = next((item for item in home.glob("nvvm*/bin/cicc")), None)
+    if cicc is None:
+        return "nvvm/bin/cicc is missing (nvvm package)"
+    for piece, found in (("the headers", _header_version(include)), ("cicc", _cicc_version(cicc))):
+        if found not in (None, version):
+            return f"nvcc is {version} but {piece} are of {found}: the pieces must be of one release"
+    cudart = _find_cudart(home)
+    if cudart is None:
+        return "neither libcudart_static.a nor libcudart.so.13 is there (cudart package)"
+    return Toolkit(home, version, cudart)
+
+
+def _header_version(include: Path) -> str | None:
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", (include / "cuda_runtime_api.h").read_text())
+    return f"{int(match.group(1)) // 1000}.{int(match.group(1)) % 1000 // 10}" if match else None
+
+
+def _cicc_version(cicc: Path) -> str | None:
+    match = re.search(r"release (\d+\.\d+)", _output([str(cicc), "--version"]))
+    return match.group(1) if match else None
+
+
+def _find_cudart(home: Path) -> Path | None:
+    """The static runtime where it is shipped: then the module needs no libcudart at run time, with any torch."""
+    folders = [home / "lib64", home / "lib", *home.glob("targets/*-linux/lib")]
+    for name in ("libcudart_static.a", "libcudart.so.13"):
+        for folder in folders:
+            if (folder / name).is_file():
+                return folder / name
+    return None
+
+
+# ---------------------------------------------------------------- host tools
+
+def check_host_compiler(toolkit: Toolkit) -> str:
+    """A g++ that both C++20 and this nvcc accept: $CXX if set, else the first that fits."""
+    limit = 15
+    for header in toolkit.home.rglob("crt/host_config.h"):
+        match = re.search(r"__GNUC__ > (\d+)", header.read_text())
+        limit = int(match.group(1)) if match else limit
+        break
+    named = os.environ.get("CXX")
+    names = [named] if named else ["g++", *(f"g++-{number}" for number in range(limit, 10, -1))]
+    refused = []
+    for name in names:
+        path = shutil.which(name.split()[0])
+        if path is None:
+            continue
+        said = _output([path, "--version"])
+        version = _output([path, "-dumpversion"]).strip().split(".")[0]
+        if "clang" in said or (version.isdigit() and 11 <= int(version) <= limit):
+            return path
+        refused.append(f"{path} is g++ {version}")
+    raise BuildProblem("the C++ compiler", "; ".join(refused) or f"no {named or 'g++'}",
+                       f"g++ 11 to {limit} (CUDA {toolkit.version} takes no newer one)",
+                       "apt-get install g++-12, or set CXX to the one to use")
+
+
+def check_python_headers() -> Path:
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        number = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        raise BuildProblem("Python's headers", f"no Python.h in {include}", f"the headers of Python {number}",
+                           f"apt-get install python{number}-dev")
+    return include
+
+
+def find_ninja() -> str:
+    try:
+        import ninja
+    except ImportError:
+        path = shutil.which("ninja")
+    else:
+        path = shutil.which("ninja", path=ninja.BIN_DIR) or shutil.which("ninja")
+    if path is None:
+        raise BuildProblem("ninja", "no ninja on PATH and no ninja module", "ninja 1.11 or newer",
+                           "python -m pip install ninja")
+    return path
+
+
+def _output(command: list[str]) -> str:
+    """Both output streams of a command, empty if it cannot be run."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              check=False, timeout=60, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+# ---------------------------------------------------------------- what to fetch
+
+def missing_requirements() -> list[str]:
+    """What an isolated build has to fetch besides setuptools and ninja.
+
+    FLASH_EXT_BUILD_TORCH names the torch to build against, for front ends that hide the target environment.
+
+    Raises:
+        BuildProblem: the target's torch cannot be built against.
+    """
+    asked = os.environ.get("FLASH_EXT_BUILD_TORCH")
+    torch = None if asked else find_torch()
+    if torch is not None:
+        check_torch(torch)
+    needed = [] if torch is not None else [asked or f"torch=={pin('torch')}"]
+    if find_toolkit()[0] is None:
+        needed.append(toolkit_requirement(beside_torch=bool(needed)))
+    return needed

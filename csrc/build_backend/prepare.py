@@ -1,0 +1,131 @@
+"""Prepares the environment that `make` runs in, and prints the path of its interpreter.
+
+    python3 csrc/build_backend/prepare.py [--venv auto|system|FOLDER]
+
+``auto`` uses .venv: it is made, and filled with the pinned torch and what tests and demo need, on the first
+run and reused afterwards. Only where no package index can be reached and python3 already has a CUDA build of
+torch does it use that python3 as it is; ``system`` asks for this outright. Standard output carries the path alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from build_backend import environment, pins  # noqa: E402
+
+STAMP = "flash_ext-requirements.json"
+# What `make test` imports besides torch; pytest-timeout and the disassemblers may be missing, tests then say so.
+NEEDED_MODULES = ("setuptools", "pytest", "hypothesis", "numpy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", default="auto", help="auto, system, or the folder of a virtual environment")
+    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)  # run by itself inside the venv
+    args = parser.parse_args()
+    try:
+        if args.fill:
+            fill()
+        else:
+            print(interpreter(args.venv))
+    except environment.BuildProblem as problem:
+        raise SystemExit(f"\n{problem}") from None
+
+
+def interpreter(venv: str) -> Path:
+    if sys.version_info < (3, 10):
+        raise environment.BuildProblem("Python", sys.version.split()[0], "Python 3.10 or newer",
+                                       "apt-get install python3, or make PYTHON=/path/to/python3")
+    folder = pins.ROOT / (".venv" if venv == "auto" else venv)
+    if venv == "system" or (venv == "auto" and not (folder / STAMP).is_file() and must_use_system()):
+        check_system()
+        return Path(sys.executable)
+    python = folder / "bin" / "python"
+    if not python.exists():
+        make_venv(folder)
+    subprocess_or_exit([str(python), __file__, "--fill"])
+    return python
+
+
+def must_use_system() -> bool:
+    torch = environment.find_torch()
+    if torch is None or torch.cuda is None or reaches_index():
+        return False
+    say(f"no package index can be reached: using {sys.executable} with torch {torch.version} as it is")
+    return True
+
+
+def reaches_index() -> bool:
+    """Whether pip can fetch a package; the smallest of those that the tests need is tried."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+             "--no-cache-dir", "--retries", "0", "--timeout", "8", "--dest", folder, "iniconfig"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    return done.returncode == 0
+
+
+def check_system() -> None:
+    environment.check_torch(environment.find_torch())
+    environment.find_ninja()
+    missing = [name for name in NEEDED_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise environment.BuildProblem("the test environment", f"{sys.executable} has no {', '.join(missing)}",
+                                       ", ".join(NEEDED_MODULES), f"{sys.executable} -m pip install "
+                                       f"{' '.join(missing)} (or leave VENV=system out)")
+
+
+def make_venv(folder: Path) -> None:
+    say(f"making {folder}")
+    done = subprocess.run([sys.executable, "-m", "venv", str(folder)], stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        number = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        raise environment.BuildProblem("Python's venv module", " ".join(done.stdout.split())[:300],
+                                       "a Python that makes virtual environments with pip in them",
+                                       f"apt-get install python{number}-venv")
+
+
+def fill() -> None:
+    """Installs what is missing into the environment this runs in; a second run finds the stamp and returns."""
+    project = pins.pyproject()
+    extras = project["project"]["optional-dependencies"]
+    wanted = [f"torch=={pins.pin('torch')}", *project["build-system"]["requires"], *extras["test"], *extras["demo"]]
+    stamp = Path(sys.prefix) / STAMP
+    record = {"python": sys.version.split()[0], "wanted": wanted}
+    toolkit, _ = environment.find_toolkit()
+    if toolkit is not None and stamp.is_file() and json.loads(stamp.read_text()) == record:
+        return
+    if toolkit is None:
+        wanted = [*wanted, environment.toolkit_requirement(beside_torch=True)]
+    say(f"installing torch {pins.pin('torch')} and what tests and demo need into {sys.prefix}")
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "--disable-pip-version-check",
+                           "--progress-bar", "off", *wanted], stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise environment.BuildProblem(
+            "the package index", "pip could not install the packages, its words are above",
+            "a package index that pip can reach, or a python3 that has them all",
+            "make test VENV=system (uses python3's own torch)")
+    stamp.write_text(json.dumps(record))
+
+
+def subprocess_or_exit(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Builds the extension module flash_ext._C; what is fixed lies in pyproject.toml, how in csrc/build_backend/."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "csrc"))
+
+from build_backend import compile, environment, pins  # noqa: E402
+
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "flash_ext/__init__.py").read_text(), re.M).group(1)
+
+
+class BuildKernels(build_ext):
+    """build_ext by one ninja graph, which times, logs and gates every kernel."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            module = compile.build_extension(VERSION)
+        except (environment.BuildProblem, compile.GateFailure) as problem:
+            raise SystemExit(f"\n{problem}") from None
+        except subprocess.CalledProcessError:
+            raise SystemExit("\nflash_ext did not compile; the compiler's words are above") from None
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a process that has the old one loaded keeps it
+        shutil.copyfile(module, target)
+
+
+class CopyPackage(build_py):
+    """build_py into an empty folder: modules deleted since the last build must not reach a wheel."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "flash_ext", ignore_errors=True)
+        super().run()
+
+
+def dependencies() -> list[str]:
+    """torch of the very minor release that is built against: C++ extensions do not load in another."""
+    torch = None if "sdist" in sys.argv[1:] else environment.find_torch()
+    return [f"torch=={torch.minor}.*" if torch else f"torch>={pins.pin('torch-minimum')}"]
+
+
+setup(
+    version=VERSION,
+    install_requires=dependencies(),
+    ext_modules=[Extension("flash_ext._C", sources=[])],
+    cmdclass={"build_ext": BuildKernels, "build_py": CopyPackage},
+)

@@ -1,0 +1,380 @@
+"""Exact probes: inputs whose right answer is known without a reference, so that one wrong key cannot hide.
+
+A tolerance that suits rounding lets a kernel lose the newest key of 8192. A probe does not: with q = 0 the lse is
+the logarithm of how many keys a row sees, and one key more or less moves it a hundred times further than rounding.
+
+Every probe takes a case (shape, heads, mask, packing and dtype are used; its data kind and layout are not), a
+device and the implementation, and raises AssertionError. ``probes_for`` lists those that fit a case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flash_ext.spec import AttnSpec
+from tests import compare
+from tests.cases import Case
+
+# forward(q, k, v, spec, cu_seqlens_q, cu_seqlens_k) -> (out, lse)
+Forward = Callable[..., tuple[Tensor, Tensor]]
+# backward(dout, q, k, v, out, lse, spec, dlse, cu_seqlens_q, cu_seqlens_k) -> (dq, dk, dv)
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass
+class _Rows:
+    """All sequences of a case side by side: tensors (total, heads, features), whether it is packed or dense.
+
+    lo, hi: (total_q, 1) int64, the keys each row sees as rows of the key tensor; both 0 in tail rows.
+    sequence_start, sequence_len: (total_k, 1) int64, where the sequence of each key starts and how long it is.
+    """
+
+    case: Case
+    device: str | torch.device
+    generator: torch.Generator
+
+    def __init__(self, case: Case, device: str | torch.device):
+        self.case, self.device = case, device
+        self.generator = torch.Generator(device).manual_seed(case.seed)
+        self.bounds: list[tuple[int, int, int, int]] = []  # start and length of queries, then of keys
+        intervals, starts, start_q, start_k = [], [], 0, 0
+        for len_q, len_k in case.sequences():
+            self.bounds.append((start_q, len_q, start_k, len_k))
+            seen = [case.spec.visible_interval(row, len_q, len_k) for row in range(len_q)]
+            intervals += [(start_k + lo, start_k + max(lo, hi)) for lo, hi in seen]
+            starts += [(start_k, len_k)] * len_k
+            start_q, start_k = start_q + len_q, start_k + len_k
+        tail = case.tail if case.is_packed else 0
+        self.total_q, self.total_k = start_q + tail, start_k + tail
+        intervals += [(0, 0)] * tail
+        starts += [(start_k, tail)] * tail
+        self.lo, self.hi = self._columns(intervals)
+        self.sequence_start, self.sequence_len = self._columns(starts)
+
+    def _columns(self, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        table = torch.tensor(pairs, dtype=torch.int64, device=self.device).reshape(-1, 2)
+        return table[:, :1], table[:, 1:]
+
+    @property
+    def count(self) -> Tensor:
+        """(total_q, 1) number of keys each row sees."""
+        return self.hi - self.lo
+
+    @property
+    def shape_q(self) -> tuple[int, int, int]:
+        return self.total_q, self.case.num_heads, self.case.head_dim
+
+    @property
+    def shape_k(self) -> tuple[int, int, int]:
+        return self.total_k, self.case.num_heads_k, self.case.head_dim
+
+    @property
+    def shape_v(self) -> tuple[int, int, int]:
+        return self.total_k, self.case.num_heads_k, self.case.dim_v
+
+    @property
+    def shape_out(self) -> tuple[int, int, int]:
+        return self.total_q, self.case.num_heads, self.case.dim_v
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        return self._cast(torch.randn(shape, device=self.device, generator=self.generator))
+
+    def uniform(self, shape: tuple[int, ...]) -> Tensor:
+        """Values in [1, 2): products with weights that sum to 1 stay there, far from subnormal numbers."""
+        return self._cast(1 + torch.rand(shape, device=self.device, generator=self.generator) * 0.99)
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        """Whole numbers low..high, both included."""
+        return self._cast(torch.randint(low, high + 1, shape, device=self.device, generator=self.generator))
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.case.torch_dtype)
+
+    def repeat_group(self, x: Tensor) -> Tensor:
+        """(rows, num_heads_k, features) -> (rows, num_heads, features), as query heads read key heads."""
+        return x.repeat_interleave(self.case.num_heads // self.case.num_heads_k, dim=1)
+
+    def run(self, forward: Forward, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec | None = None):
+        """(out, lse) as (total_q, num_heads, dim_v) and (total_q, num_heads)."""
+        q, k, v = self._shaped(q, True), self._shaped(k, False), self._shaped(v, False)
+        out, lse = forward(q, k, v, spec or self.case.spec, *self._cu_seqlens())
+        return out.reshape(self.shape_out), self._flat_lse(lse)
+
+    def run_backward(self, forward: Forward, backward: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor):
+        """(dq, dk, dv) as (total, heads, features)."""
+        q, dout = self._shaped(q, True), self._shaped(dout, True)
+        k, v = self._shaped(k, False), self._shaped(v, False)
+        out, lse = forward(q, k, v, self.case.spec, *self._cu_seqlens())
+        grads = backward(dout, q, k, v, out, lse, self.case.spec, None, *self._cu_seqlens())
+        return tuple(x.reshape(shape) for x, shape in zip(grads, (self.shape_q, self.shape_k, self.shape_v)))
+
+    def _shaped(self, x: Tensor, is_query: bool) -> Tensor:
+        case = self.case
+        if not case.is_packed:
+            return x.reshape(case.batch, case.seqlen_q if is_query else case.seqlen_k, *x.shape[1:])
+        if case.tail:
+            x = x.clone()
+            x[-case.tail :] = math.nan
+        return x
+
+    def _flat_lse(self, lse: Tensor) -> Tensor:
+        return lse.transpose(-1, -2).reshape(self.total_q, self.case.num_heads)
+
+    def _cu_seqlens(self) -> tuple[Tensor | None, Tensor | None]:
+        if not self.case.is_packed:
+            return None, None
+        table = torch.tensor([(0, 0), *((q + nq, k + nk) for q, nq, k, nk in self.bounds)], dtype=torch.int32)
+        return table[:, 0].to(self.device), table[:, 1].to(self.device)
+
+
+def _check(what: str, wrong: Tensor, got: Tensor, expected: Tensor) -> None:
+    """Fails if ``wrong`` is True anywhere; the tensors give the values for the message."""
+    if wrong.any():
+        index = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} places are wrong; first at {index}: "
+            f"got {got.expand_as(wrong)[index].item():.9g}, expected {expected.expand_as(wrong)[index].item():.9g}"
+        )
+
+
+def _check_close(what: str, got: Tensor, expected: Tensor, relative: float) -> None:
+    got, expected = got.double(), expected.double()
+    _check(what, ~((got - expected).abs() <= relative * expected.abs()), got, expected)
+
+
+def count(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """q = 0: lse is the logarithm of the number of visible keys; rows without keys give 0 and -inf."""
+    rows = _Rows(case, device)
+    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
+    out, lse = rows.run(forward, q, rows.normal(rows.shape_k), rows.normal(rows.shape_v))
+    expected = rows.count.double().log().expand_as(lse)
+    wrong = ~((lse.double() - expected).abs() <= compare.COUNT_LSE_GATE) & ~((lse == expected) & (rows.count == 0))
+    _check("count probe, lse against ln(visible keys)", wrong, lse, expected)
+    empty = (rows.count == 0).unsqueeze(-1).expand_as(out)
+    _check("count probe, out of rows that see nothing", empty & ~(out == 0), out, torch.zeros_like(out))
+
+
+def indicator(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """q = 0 and column c of v is 1 from key t_c on: out is 0 exactly if no such key is visible, else a share."""
+    rows = _Rows(case, device)
+    place = torch.rand(case.dim_v, device=device, generator=rows.generator)
+    threshold = (place * (rows.sequence_len + 1)).long() + rows.sequence_start  # (total_k, dim_v), in key rows
+    key = torch.arange(rows.total_k, device=device).unsqueeze(1)
+    v = (key >= threshold).to(case.torch_dtype).unsqueeze(1).expand(rows.shape_v)
+    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
+    out, _ = rows.run(forward, q, rows.normal(rows.shape_k), v)
+
+    marked = v[:, 0].double().cumsum(0)
+    marked = torch.cat([torch.zeros_like(marked[:1]), marked]) if rows.total_k else marked.new_zeros(1, case.dim_v)
+    ones = marked[rows.hi[:, 0]] - marked[rows.lo[:, 0]]
+    share = (ones / rows.count.clamp_min(1)).unsqueeze(1)
+    _check_close("indicator probe", out, share.expand_as(out), 2 * compare.UNIT_ROUNDOFF[case.torch_dtype])
+
+
+def integer(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """q = 0 and small whole v: where a power of two of keys is visible, out is the rounded mean, bitwise."""
+    rows = _Rows(case, device)
+    v = rows.integers(-4, 4, rows.shape_v)
+    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
+    out, _ = rows.run(forward, q, rows.normal(rows.shape_k), v)
+    total = rows.repeat_group(v.double()).cumsum(0)
+    total = torch.cat([total.new_zeros(1, *total.shape[1:]), total])
+    n = rows.count
+    mean = (total[rows.hi[:, 0]] - total[rows.lo[:, 0]]) / n.clamp_min(1).unsqueeze(-1)
+    power_of_two = (n[:, 0] > 0) & (n[:, 0] & (n[:, 0] - 1) == 0)
+    compare.assert_exact("integer probe", out[power_of_two], mean[power_of_two].to(out.dtype))
+
+
+def needle(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """Keys are random signs and each row asks loudly for one of them, at or just beyond an edge of its window.
+
+    If that key is visible out is its value; if it is not, its large logit must leave no trace in lse.
+    """
+    rows = _Rows(case, device)
+    spec = AttnSpec(1 / math.sqrt(case.head_dim), *case.effective_window)
+    logit = 4 * math.sqrt(case.head_dim)
+    k = rows.integers(0, 1, rows.shape_k) * 2 - 1
+    v = rows.normal(rows.shape_v)
+    left, right = case.effective_window
+    offsets = {-left - 1, -left} if left >= 0 else {-3}
+    offsets |= {right, right + 1} if right >= 0 else {3}
+    key_of_row = torch.full((rows.total_q,), -1, dtype=torch.int64, device=device)
+    for offset in sorted(offsets):
+        for start_q, len_q, start_k, len_k in rows.bounds:
+            target = torch.arange(len_q, device=device) + len_k - len_q + offset
+            inside = (target >= 0) & (target < len_k)
+            key_of_row[start_q : start_q + len_q] = torch.where(inside, target + start_k, -1)
+        asked = key_of_row >= 0
+        q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
+        q[asked] = 4 * rows.repeat_group(k[key_of_row[asked]])
+        out, lse = rows.run(forward, q, k, v, spec)
+
+        visible = asked & (key_of_row >= rows.lo[:, 0]) & (key_of_row < rows.hi[:, 0])
+        wanted = rows.repeat_group(v[key_of_row[visible]])
+        what = f"needle probe, key at offset {offset} from the aligned one"
+        # The other keys keep a weight of some 1e-6 between them, which is no fault in float32.
+        u = max(compare.UNIT_ROUNDOFF[case.torch_dtype], 2.0**-14)
+        error = (out[visible].double() - wanted.double()).abs()
+        _check(f"{what}, visible", ~(error <= 2 * u * wanted.abs() + u / 2), out[visible], wanted)
+        hidden = lse[asked & ~visible]
+        _check(f"{what}, hidden", ~(hidden < 0.75 * logit), hidden, hidden.new_tensor(0.75 * logit))
+
+
+def scaling(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """Powers of two pass through exactly: v * 8 gives out * 8, and q * 4 with a quarter of the scale gives the same."""
+    rows = _Rows(case, device)
+    q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.uniform(rows.shape_v)
+    out, lse = rows.run(forward, q, k, v)
+    scaled_out, scaled_lse = rows.run(forward, q, k, v * 8)
+    compare.assert_exact("scaling probe, out with v * 8", scaled_out, out * 8)
+    compare.assert_exact("scaling probe, lse with v * 8", scaled_lse, lse)
+    quarter = replace(case.spec, softmax_scale=case.spec.softmax_scale / 4)
+    scaled_out, scaled_lse = rows.run(forward, q * 4, k, v, quarter)
+    compare.assert_exact("scaling probe, out with q * 4 and scale / 4", scaled_out, out)
+    compare.assert_exact("scaling probe, lse with q * 4 and scale / 4", scaled_lse, lse)
+
+
+def ones(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """v = 1: the weights that multiply v and those that are summed for the denominator must be the same ones."""
+    rows = _Rows(case, device)
+    v = torch.ones(rows.shape_v, dtype=case.torch_dtype, device=device)
+    out, _ = rows.run(forward, rows.normal(rows.shape_q), rows.normal(rows.shape_k), v)
+    expected = (rows.count > 0).unsqueeze(-1).expand_as(out).double()
+    # Half precision hides the order in which the two sums were formed behind the rounding of out.
+    roundings = 1 if case.torch_dtype.itemsize == 2 else 32
+    _check_close("ones probe", out, expected, roundings * compare.UNIT_ROUNDOFF[case.torch_dtype])
+
+
+def duplicate(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """Every key and value twice, nothing hidden: the same out, and lse + ln 2."""
+    rows = _Rows(case, device)
+    twice = case.replace(seqlen_k=2 * case.seqlen_k)
+    if case.is_packed:
+        twice = case.replace(lens_k=tuple(2 * n for n in case.lens_k))
+    rows_twice = _Rows(twice, device)
+    q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.uniform(rows.shape_v)
+    pieces = [torch.arange(start, start + n, device=device) for _, _, start, n in rows.bounds for _ in range(2)]
+    pieces.append(torch.arange(rows.total_k - case.tail if case.is_packed else rows.total_k, rows.total_k, device=device))
+    index = torch.cat(pieces)
+    out, lse = rows.run(forward, q, k, v)
+    out_twice, lse_twice = rows_twice.run(forward, q, k[index], v[index])
+    roundings = 2 if case.torch_dtype.itemsize == 2 else 32
+    _check_close("duplicate probe, out", out_twice, out, roundings * compare.UNIT_ROUNDOFF[case.torch_dtype])
+    compare.assert_lse(lse_twice, lse.double() + math.log(2.0), compare.max_abs_logit(q, k, case.scale))
+
+
+def permute_keys(case: Case, device: str | torch.device, forward: Forward) -> None:
+    """Nothing hidden: the order of the keys of a sequence changes out and lse by rounding only."""
+    rows = _Rows(case, device)
+    q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.normal(rows.shape_v)
+    index = torch.arange(rows.total_k, device=device)
+    for _, _, start, length in rows.bounds:
+        index[start : start + length] = start + torch.randperm(length, device=device, generator=rows.generator)
+    out, lse = rows.run(forward, q, k, v)
+    out_permuted, lse_permuted = rows.run(forward, q, k[index], v[index])
+    rel_l2 = compare.measure(out_permuted, out).rel_l2
+    limit = 2 * compare.GATES[case.torch_dtype]["out"].rel_l2
+    assert rel_l2 <= limit, f"key permutation probe: rel-L2 {rel_l2:.3g} > {limit:.3g}"
+    compare.assert_lse(lse_permuted, lse, 2 * compare.max_abs_logit(q, k, case.scale))
+
+
+def permute_heads(case: Case, device: str | torch.device, forward: Forward, backward: Backward | None = None) -> None:
+    """Key heads in another order, with their query heads: the same bits in that order."""
+    rows = _Rows(case, device)
+    order_k = torch.randperm(case.num_heads_k, device=device, generator=rows.generator)
+    group = case.num_heads // case.num_heads_k
+    order_q = (order_k[:, None] * group + torch.arange(group, device=device)).flatten()
+    every_q = torch.arange(rows.total_q, device=device)[:, None]
+    every_k = torch.arange(rows.total_k, device=device)[:, None]
+    _same_bits("head permutation probe", rows, rows, (every_q, order_q), (every_k, order_k), forward, backward)
+
+
+def permute_sequences(
+    case: Case, device: str | torch.device, forward: Forward, backward: Backward | None = None
+) -> None:
+    """Batch entries or packed sequences in another order: the same bits in that order."""
+    rows = _Rows(case, device)
+    order = torch.randperm(len(rows.bounds), generator=torch.Generator().manual_seed(case.seed)).tolist()
+    moved = case
+    if case.is_packed:
+        lens_q, lens_k = (tuple(lens[b] for b in order) for lens in (case.lens_q, case.lens_k))
+        moved = case.replace(lens_q=lens_q, lens_k=lens_k)
+
+    def rows_in_order(which: int, total: int) -> tuple[Tensor, Tensor]:
+        spans = [rows.bounds[b][which : which + 2] for b in order]
+        covered = sum(n for _, n in spans)
+        index = [torch.arange(start, start + n, device=device) for start, n in spans]
+        index.append(torch.arange(covered, total, device=device))
+        heads = case.num_heads_k if which else case.num_heads
+        return torch.cat(index)[:, None], torch.arange(heads, device=device)
+
+    index_q, index_k = rows_in_order(0, rows.total_q), rows_in_order(2, rows.total_k)
+    _same_bits("sequence permutation probe", rows, _Rows(moved, device), index_q, index_k, forward, backward)
+
+
+def _same_bits(
+    what: str, rows: _Rows, moved: _Rows, index_q: tuple[Tensor, Tensor], index_k: tuple[Tensor, Tensor],
+    forward: Forward, backward: Backward | None,
+) -> None:  # fmt: skip
+    """Runs a case and its permutation by (row, head) indices and compares what comes out, bit for bit."""
+    q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.normal(rows.shape_v)
+    out, lse = rows.run(forward, q, k, v)
+    out_moved, lse_moved = moved.run(forward, q[index_q], k[index_k], v[index_k])
+    compare.assert_exact(f"{what}, out", out_moved, out[index_q])
+    compare.assert_exact(f"{what}, lse", lse_moved, lse[index_q])
+    if backward is None:
+        return
+    dout = rows.normal(rows.shape_out)
+    dq, dk, dv = rows.run_backward(forward, backward, dout, q, k, v)
+    dq_moved, dk_moved, dv_moved = moved.run_backward(
+        forward, backward, dout[index_q], q[index_q], k[index_k], v[index_k]
+    )
+    compare.assert_exact(f"{what}, dk", dk_moved, dk[index_k])
+    compare.assert_exact(f"{what}, dv", dv_moved, dv[index_k])
+    if rows.case.deterministic:
+        compare.assert_exact(f"{what}, dq", dq_moved, dq[index_q])
+
+
+def sparse_dout(case: Case, device: str | torch.device, forward: Forward, backward: Backward) -> None:
+    """dout on one row only: dk and dv are exactly 0 at every key that the row does not see, and not 0 elsewhere.
+
+    Tried for the first, middle and last row of the sequence with the most query rows.
+    """
+    rows = _Rows(case, device)
+    if not rows.bounds:
+        return
+    start_q, len_q, _, _ = max(rows.bounds, key=lambda b: b[1])
+    q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.normal(rows.shape_v)
+    key = torch.arange(rows.total_k, device=device)
+    for row in sorted({start_q + i for i in (0, len_q // 2, len_q - 1) if 0 <= i < len_q}):
+        dout = torch.zeros(rows.shape_out, dtype=case.torch_dtype, device=device)
+        dout[row] = 8 * rows.normal(rows.shape_out[1:])
+        dq, dk, dv = rows.run_backward(forward, backward, dout, q, k, v)
+        visible = (key >= rows.lo[row]) & (key < rows.hi[row])
+        for name, grad in (("dk", dk), ("dv", dv)):
+            what = f"sparse dout probe, row {row}, {name}"
+            hidden = grad[~visible]
+            _check(f"{what} of a hidden key", ~(hidden == 0), hidden, torch.zeros_like(hidden))
+            if name == "dk" and int(visible.sum()) == 1:
+                continue  # a softmax over one key is constant, its gradient exactly zero
+            silent = (grad[visible] == 0).all(dim=-1)
+            _check(f"{what} of a visible key is zero", silent, grad[visible].abs().amax(-1), silent.new_tensor(True))
+        others = torch.arange(rows.total_q, device=device) != row
+        _check(f"sparse dout probe, row {row}, dq of another row", ~(dq[others] == 0), dq[others], dq.new_zeros(1))
+
+
+def probes_for(case: Case) -> list[Callable[[Case, str | torch.device, Forward], None]]:
+    """The forward probes that fit a case. ``sparse_dout`` and the permutations with a backward fit every case."""
+    probes = [count, indicator, integer, scaling, ones, permute_sequences]
+    if case.num_heads:
+        probes.append(permute_heads)
+    if case.head_dim >= 64:
+        probes.append(needle)
+    if case.effective_window == (-1, -1):
+        probes += [duplicate, permute_keys]
+    return probes

@@ -17,8 +17,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # What a machine that holds no repository can be told about the sources it was given.
 COMMIT_VARIABLE = "FLASH_EXT_COMMIT"
-GPU_STATE = ("driver_version", "power.limit", "power.draw", "clocks.sm", "clocks.mem", "clocks.max.sm",
-             "temperature.gpu")
+# What nvidia-smi is asked before a run, and again after it.
+CHANGING_STATE = ("power.draw", "clocks.sm", "clocks.mem", "temperature.gpu")
+GPU_STATE = ("driver_version", "power.limit", "clocks.max.sm", *CHANGING_STATE)
 
 
 def collect(device: torch.device, commit: str | None) -> dict:
@@ -51,10 +52,12 @@ def collect(device: torch.device, commit: str | None) -> dict:
 
 
 def commit_of_sources() -> tuple[str, bool | None]:
-    """Short commit of this checkout and whether it was changed since; the environment's word where there is no git."""
+    """Short commit of this checkout and whether it was changed since; the environment's word without git."""
+
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True,
-                              check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() == ROOT:
@@ -65,28 +68,38 @@ def commit_of_sources() -> tuple[str, bool | None]:
 
 
 def build_facts() -> dict:
-    """Version of flash_ext and what its binary says about its own build; empty where it cannot be loaded."""
+    """Version of flash_ext and what its binary says of its own build; empty where it cannot be imported."""
     try:
-        import flash_ext
-        import flash_ext._C as binary
+        from flash_ext import info
     except ImportError:
         return {}
-    facts = {"flash_ext": flash_ext.__version__}
-    for name in ("git_sha", "archs", "variant"):
-        if hasattr(binary, name):
-            facts[f"build_{name}"] = getattr(binary, name)
-    return facts
+    facts = info.collect()
+    extension = facts["extension"]
+    known = {f"build_{key}": extension[key] for key in ("git_sha", "archs", "variant") if key in extension}
+    return {"flash_ext": facts["flash_ext"]["version"], **known}
 
 
-def gpu_state() -> dict[str, str]:
-    """Driver, power and clocks as nvidia-smi reports them for the current GPU; empty without nvidia-smi."""
-    command = ["nvidia-smi", f"--id={visible_gpu()}", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"]
+def gpu_state(queries: tuple[str, ...] = GPU_STATE, suffix: str = "") -> dict[str, str]:
+    """What nvidia-smi answers about the current GPU, by query name with dots replaced; empty without it.
+
+    Args:
+        queries: names as ``nvidia-smi --help-query-gpu`` lists them.
+        suffix: appended to every key, to tell a later answer from an earlier one.
+    """
+    command = [
+        "nvidia-smi",
+        f"--id={visible_gpu()}",
+        f"--query-gpu={','.join(queries)}",
+        "--format=csv,noheader",
+    ]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    values = next(csv.reader(answer.splitlines()), [])
-    return {name.replace(".", "_"): value.strip() for name, value in zip(GPU_STATE, values)}
+    values = next(csv.reader(answer.splitlines()), [""] * len(queries))
+    return {
+        query.replace(".", "_") + suffix: value.strip() for query, value in zip(queries, values, strict=True)
+    }
 
 
 def visible_gpu() -> str:
@@ -97,7 +110,7 @@ def visible_gpu() -> str:
 
 
 class ClockLog:
-    """Follows the SM clock and the power draw beside a run, by one ``nvidia-smi`` that prints five times a second.
+    """Follows the SM clock and the power beside a run, by one ``nvidia-smi`` that prints five times a second.
 
     Attributes:
         samples: (time.monotonic() of arrival, SM clock in MHz, power in W).
@@ -108,10 +121,17 @@ class ClockLog:
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> ClockLog:
-        command = ["nvidia-smi", f"--id={visible_gpu()}", "--query-gpu=clocks.sm,power.draw",
-                   "--format=csv,noheader,nounits", "--loop-ms=200"]
+        command = [
+            "nvidia-smi",
+            f"--id={visible_gpu()}",
+            "--query-gpu=clocks.sm,power.draw",
+            "--format=csv,noheader,nounits",
+            "--loop-ms=200",
+        ]
         try:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
         except OSError:
             return self  # no nvidia-smi: rows say nothing about clocks
         threading.Thread(target=self._read, daemon=True).start()
@@ -131,7 +151,7 @@ class ClockLog:
             self._process.wait()
 
     def between(self, start: float, end: float) -> tuple[float, float] | None:
-        """Median SM clock (MHz) and power (W) between two ``time.monotonic()`` readings; None if none arrived."""
+        """Median SM clock (MHz) and power (W) between two ``time.monotonic()`` readings, None without any."""
         inside = [(mhz, watts) for when, mhz, watts in self.samples if start <= when <= end]
         if not inside:
             return None

@@ -1,6 +1,6 @@
 """Everything that is timed: our paths, and the implementations they are compared with.
 
-An entrant turns the inputs of a case into one callable per direction. Whatever it lays out, copies or compiles
+An entrant turns the inputs of a case into one callable per direction. What it lays out, copies or compiles
 beforehand is not timed. None of the peers is ever needed: what is not there is reported and left out.
 """
 
@@ -61,7 +61,7 @@ class Inputs:
 
 
 def visible_mask(case: Case, device: torch.device) -> torch.Tensor:
-    """Boolean (seqlen_q, seqlen_k), True where a query sees a key; for peers that know a mask only this way."""
+    """Boolean (seqlen_q, seqlen_k), True where a query sees a key: the one way SDPA takes most masks."""
     aligned = torch.arange(case.seqlen_q, device=device)[:, None] + case.seqlen_k - case.seqlen_q
     col = torch.arange(case.seqlen_k, device=device)[None, :]
     left, right = case.window
@@ -80,8 +80,8 @@ def through_autograd(
 ) -> Call:
     """The timed callable of an implementation that autograd can differentiate.
 
-    The backward is ``torch.autograd.grad(out, inputs, dout, retain_graph=True)``; ``dout`` takes the strides of
-    ``out``, which is what a peer's fast road wants and what a training step hands over.
+    The backward is ``torch.autograd.grad(out, inputs, dout, retain_graph=True)``; ``dout`` takes the strides
+    of ``out``, which is what a peer's fast road wants and what a training step hands over.
     """
     if direction == "fwd":
         return lambda: forward(*qkv)
@@ -141,20 +141,24 @@ class Ours(Entrant):
         self.name = path
         self.path = None if path == "auto" else path
 
-    def _options(self, case: Case) -> dict:
-        return {"causal": case.causal, "window": case.window, "deterministic": case.deterministic, "path": self.path}
+    def _options(self, inputs: Inputs) -> dict:
+        case = inputs.case
+        options = {
+            "causal": case.causal,
+            "window": case.window,
+            "deterministic": case.deterministic,
+            "path": self.path,
+        }
+        if case.packed:
+            options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
+            options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+        return options
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         import flash_ext
 
-        options = self._options(inputs.case)
-        if inputs.case.packed:
-            cu_seqlens = inputs.cu_seqlens
-
-            def forward(q, k, v):
-                return flash_ext.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, **options)
-        else:
-            forward = functools.partial(flash_ext.attention, **options)
+        attention = flash_ext.attention_varlen if inputs.case.packed else flash_ext.attention
+        forward = functools.partial(attention, **self._options(inputs))
         return through_autograd(forward, inputs.qkv, inputs.dout, direction)
 
 
@@ -170,16 +174,14 @@ class OursRaw(Ours):
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         import flash_ext
 
-        options = self._options(inputs.case)
-        if inputs.case.packed:
-            options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
+        options = self._options(inputs)
         q, k, v, dout = *inputs.qkv, inputs.dout
         out, lse = flash_ext.forward(q, k, v, **options)
         return lambda: flash_ext.backward(dout, q, k, v, out, lse, **options)
 
 
 class Sdpa(Entrant):
-    """One backend of ``F.scaled_dot_product_attention`` on contiguous (batch, heads, seqlen, size) tensors."""
+    """One backend of ``F.scaled_dot_product_attention``, contiguous (batch, heads, seqlen, size) tensors."""
 
     def __init__(self, name: str, backend: SDPBackend) -> None:
         self.name, self.backend = name, backend
@@ -211,7 +213,7 @@ class Sdpa(Entrant):
 
 
 class Fa2(Sdpa):
-    """PyTorch's own FlashAttention-2: through SDPA, or by the op beneath it for masks that SDPA cannot name."""
+    """PyTorch's own FlashAttention-2: through SDPA, or by the op beneath it for masks SDPA cannot name."""
 
     def __init__(self) -> None:
         super().__init__("fa2", SDPBackend.FLASH_ATTENTION)
@@ -228,8 +230,19 @@ class Fa2(Sdpa):
 
         def forward(q, k, v):
             return torch.ops.aten._flash_attention_forward(
-                q, k, v, inputs.cu_seqlens, inputs.cu_seqlens, case.seqlen_q, case.seqlen_k, 0.0, case.causal, False,
-                window_size_left=left, window_size_right=right)[0]
+                q,
+                k,
+                v,
+                inputs.cu_seqlens,
+                inputs.cu_seqlens,
+                case.seqlen_q,
+                case.seqlen_k,
+                0.0,
+                case.causal,
+                False,
+                window_size_left=left,
+                window_size_right=right,
+            )[0]
 
         return through_autograd(forward, inputs.qkv, inputs.dout, direction)
 
@@ -255,11 +268,19 @@ class Flex(Entrant):
         *qkv, dout = inputs.bhsd
         block_mask = None
         if case.masked or case.packed:
-            block_mask = self._block_mask(self._mask_mod(inputs), None, None, qkv[0].shape[2], qkv[1].shape[2],
-                                          device=str(inputs.device))
+            block_mask = self._block_mask(
+                self._mask_mod(inputs),
+                None,
+                None,
+                qkv[0].shape[2],
+                qkv[1].shape[2],
+                device=str(inputs.device),
+            )
 
         def forward(q, k, v):
-            return self._attention(q, k, v, block_mask=block_mask, enable_gqa=case.num_heads_k != case.num_heads)
+            return self._attention(
+                q, k, v, block_mask=block_mask, enable_gqa=case.num_heads_k != case.num_heads
+            )
 
         return through_autograd(forward, tuple(qkv), dout, direction)
 
@@ -311,11 +332,19 @@ class Fa3(Entrant):
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case, (q, k, v), dout = inputs.case, inputs.qkv, inputs.dout
         left, right = case.window
-        options = {"softmax_scale": case.head_dim ** -0.5, "is_causal": case.causal, "window_size_left": left,
-                   "window_size_right": 0 if case.causal and left >= 0 else right}
+        options = {
+            "softmax_scale": case.head_dim**-0.5,
+            "is_causal": case.causal,
+            "window_size_left": left,
+            "window_size_right": 0 if case.causal and left >= 0 else right,
+        }
         if case.packed:
-            options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens,
-                        "max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+            options |= {
+                "cu_seqlens_q": inputs.cu_seqlens,
+                "cu_seqlens_k": inputs.cu_seqlens,
+                "max_seqlen_q": case.seqlen_q,
+                "max_seqlen_k": case.seqlen_k,
+            }
         # 0 lets it choose how to split the keys, which only pays where there are few queries.
         num_splits = 0 if case.seqlen_q <= 16 else 1
 
@@ -329,7 +358,7 @@ class Fa3(Entrant):
 
 
 class Fa4(Entrant):
-    """FlashAttention-4's Python kernels (``flash_attn.cute``), called raw; the first call of a shape compiles."""
+    """FlashAttention-4's Python kernels (``flash_attn.cute``), called raw; a shape's first call compiles."""
 
     name = "fa4"
 
@@ -341,7 +370,11 @@ class Fa4(Entrant):
     def why_not(self, case: Case, direction: str) -> str:
         if case.packed or case.window != (-1, -1):
             return "only dense full and causal cases are wired up for it"
-        return "no deterministic backward is wired up for it" if case.deterministic and direction != "fwd" else ""
+        return (
+            "no deterministic backward is wired up for it"
+            if case.deterministic and direction != "fwd"
+            else ""
+        )
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         (q, k, v), dout, causal = inputs.qkv, inputs.dout, inputs.case.causal
@@ -356,7 +389,7 @@ class Fa4(Entrant):
 
 
 def raw_pair(forward: Callable[[], tuple], backward: Callable[..., object], direction: str) -> Call:
-    """The timed callable of an implementation given as a forward returning (out, lse) and a backward taking them."""
+    """The timed callable of a forward that returns (out, lse) and a backward that takes them."""
     if direction == "fwd":
         return forward
     if direction == "both":
@@ -365,12 +398,14 @@ def raw_pair(forward: Callable[[], tuple], backward: Callable[..., object], dire
     return lambda: backward(out, lse)
 
 
-# "all" on a GPU. The unfused math backend is left to be named: it materialises what the others exist to avoid.
+# "all" on a GPU. The unfused math backend must be named: it materialises what the others exist to avoid.
 GPU_PEERS = ("fa2", "cudnn", "mem", "flex", "fa3", "fa4")
 CPU_PEERS = ("math",)
 
 
-def make_peers(names: list[str], fa3_lib: str = "", cudart12: str = "") -> tuple[list[Entrant], dict[str, str]]:
+def make_peers(
+    names: list[str], fa3_lib: str = "", cudart12: str = ""
+) -> tuple[list[Entrant], dict[str, str]]:
     """The peers of those names that are here, and for each of the others what is missing.
 
     Raises:

@@ -8,9 +8,21 @@ from bench.record import DIRECTION_FILES, Results, Row, column_names
 from bench.shapes import DIRECTIONS
 
 # One colour per entrant in every plot of every run (Okabe and Ito's palette, safe for colour-blind readers).
-COLOURS = {"sm80": "#0072B2", "sm80-raw": "#56B4E9", "sm90": "#D55E00", "sm90-raw": "#E69F00", "cpu": "#0072B2",
-           "cpu-raw": "#56B4E9", "fa2": "#009E73", "cudnn": "#CC79A7", "fa3": "#000000", "fa4": "#7F7F7F",
-           "mem": "#B8A200", "flex": "#8C564B", "math": "#999999"}
+COLOURS = {
+    "sm80": "#0072B2",
+    "sm80-raw": "#56B4E9",
+    "sm90": "#D55E00",
+    "sm90-raw": "#E69F00",
+    "cpu": "#0072B2",
+    "cpu-raw": "#56B4E9",
+    "fa2": "#009E73",
+    "cudnn": "#CC79A7",
+    "fa3": "#000000",
+    "fa4": "#7F7F7F",
+    "mem": "#B8A200",
+    "flex": "#8C564B",
+    "math": "#999999",
+}
 
 
 def plot(results: Results, folder: Path) -> list[Path]:
@@ -46,16 +58,26 @@ def _plot_curves(results: Results, panels: list[list[Row]], path: Path) -> Path:
 
     masks = list(dict.fromkeys(rows[0].case.mask_label for rows in panels))
     columns = max(sum(rows[0].case.mask_label == mask for rows in panels) for mask in masks)
-    figure, axes = plt.subplots(len(masks), columns, figsize=(4.6 * columns, 3.6 * len(masks)), squeeze=False,
-                                sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        len(masks),
+        columns,
+        figsize=(4.6 * columns, 3.6 * len(masks)),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
     for axis in axes.flat:
         axis.set_visible(False)
     for line, mask in enumerate(masks):
-        for axis, rows in zip(axes[line], (p for p in panels if p[0].case.mask_label == mask)):
+        for axis, rows in zip(axes[line], [p for p in panels if p[0].case.mask_label == mask], strict=False):
             axis.set_visible(True)
             _plot_panel(axis, rows, results.ceilings.get("matmul_tflops"))
         axes[line][0].set_ylabel("TFLOP/s")
-    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
+    handles = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(8, len(handles)))
     return _save(figure, results, panels[0][0], path)
 
@@ -63,17 +85,29 @@ def _plot_curves(results: Results, panels: list[list[Row]], path: Path) -> Path:
 def _plot_panel(axis, rows: list[Row], ceiling: float | None) -> None:
     lengths = [row.case.seqlen_q for row in rows]
     for name in column_names(rows):
-        done = [(row.case.seqlen_q, row.flops, row.entry(name)) for row in rows
-                if row.entry(name) is not None and row.entry(name).status == "ok"]
+        done = [
+            (row.case.seqlen_q, row.flops, row.entry(name))
+            for row in rows
+            if row.entry(name) is not None and row.entry(name).status == "ok"
+        ]
         if not done:
             continue
         rate = [entry.tflops for _, _, entry in done]
         slow = [entry.tflops - work / entry.q3_ms * 1e-9 for _, work, entry in done]
         fast = [work / entry.q1_ms * 1e-9 - entry.tflops for _, work, entry in done]
         ours = done[0][2].ours
-        axis.errorbar([s for s, _, _ in done], rate, yerr=[slow, fast], label=name, color=COLOURS.get(name),
-                      marker="o" if ours else "s", markersize=4, linewidth=2.2 if ours else 1.2, capsize=2,
-                      linestyle="--" if name.endswith("-raw") else "-")
+        axis.errorbar(
+            [s for s, _, _ in done],
+            rate,
+            yerr=[slow, fast],
+            label=name,
+            color=COLOURS.get(name),
+            marker="o" if ours else "s",
+            markersize=4,
+            linewidth=2.2 if ours else 1.2,
+            capsize=2,
+            linestyle="--" if name.endswith("-raw") else "-",
+        )
     if ceiling:
         axis.axhline(ceiling, color="#BBBBBB", linewidth=1, linestyle=":", label="matrix product")
     case = rows[0].case
@@ -94,10 +128,18 @@ def _plot_bars(results: Results, rows: list[Row], path: Path) -> Path:
     figure, axis = plt.subplots(figsize=(9, 1.2 + 0.14 * len(rows) * (len(names) + 1)), layout="constrained")
     height = 0.8 / len(names)
     for index, name in enumerate(names):
-        done = [(place, row.entry(name)) for place, row in enumerate(rows)
-                if row.entry(name) is not None and row.entry(name).status == "ok"]
-        axis.barh([place + index * height for place, _ in done], [entry.tflops for _, entry in done], height,
-                  label=name, color=COLOURS.get(name))
+        done = [
+            (place, row.entry(name))
+            for place, row in enumerate(rows)
+            if row.entry(name) is not None and row.entry(name).status == "ok"
+        ]
+        axis.barh(
+            [place + index * height for place, _ in done],
+            [entry.tflops for _, entry in done],
+            height,
+            label=name,
+            color=COLOURS.get(name),
+        )
     axis.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], [row.case.name for row in rows])
     axis.invert_yaxis()
     axis.set_xlabel("TFLOP/s")
@@ -110,8 +152,11 @@ def _save(figure, results: Results, row: Row, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
     about = results.metadata
-    figure.suptitle(f"{DIRECTION_FILES[row.direction]}, {row.dtype}, {about.get('device', 'unknown device')}, "
-                    f"torch {about.get('torch', '?')}, {about.get('date', '')}", fontsize=11)
+    figure.suptitle(
+        f"{DIRECTION_FILES[row.direction]}, {row.dtype}, {about.get('device', 'unknown device')}, "
+        f"torch {about.get('torch', '?')}, {about.get('date', '')}",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

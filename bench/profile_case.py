@@ -34,33 +34,29 @@ KEY_METRICS = (
 )
 
 
-def run_case(name: str, direction: str, entrant_name: str, dtype_name: str, seed: int, library: dict[str, str]) -> None:
+def run_case(options: argparse.Namespace) -> None:
     """Warms a case up, then makes the one call that the profiler is to see.
-
-    Args:
-        entrant_name: a path of ours, its ``-raw`` twin, or a peer.
-        library: ``fa3_lib`` and ``cudart12`` for the peer that needs them.
 
     Raises:
         ValueError: no such case or entrant.
     """
     import torch
 
-    from bench.attention import DTYPES
     from bench.peers import GPU_PEERS, Inputs, make_ours, make_peers
+    from bench.runner import DTYPES
     from bench.shapes import find_case
     from bench.timing import CudaTimer
 
-    case = find_case(name)
-    if entrant_name in GPU_PEERS:
-        entrants, absent = make_peers([entrant_name], **library)
+    case, name = find_case(options.case), options.entrant
+    if name in GPU_PEERS:
+        entrants, absent = make_peers([name], options.fa3_lib, options.cudart12)
         if absent:
-            raise ValueError(f"{entrant_name}: {absent[entrant_name]}")
+            raise ValueError(f"{name}: {absent[name]}")
     else:
-        entrants = make_ours([entrant_name.removesuffix("-raw")])
-    entrant = next(e for e in entrants if e.name == entrant_name)
+        entrants = make_ours([name.removesuffix("-raw")])
+    entrant = next(e for e in entrants if e.name == name)
     device = torch.device("cuda", torch.cuda.current_device())
-    call = entrant.prepare(Inputs(case, DTYPES[dtype_name], device, seed), direction)
+    call = entrant.prepare(Inputs(case, DTYPES[options.dtype], device, options.seed), options.dir)
     timer = CudaTimer(device)
     timer.launch(call, 3)
     timer.flush_buffer.zero_()
@@ -85,7 +81,9 @@ def key_metrics(raw: list[list[str]]) -> list[list[str]]:
     """
     start = next((i for i, row in enumerate(raw) if "Kernel Name" in row), None)
     if start is None or len(raw) < start + 3:
-        raise ValueError("no kernel was profiled: wrong NVTX range, or a build without NVTX headers (--nvtx none)")
+        raise ValueError(
+            "no kernel was profiled: wrong NVTX range, or a build without NVTX headers (--nvtx none)"
+        )
     names, units, *kernels = raw[start:]
     table = [["metric", "unit", *(row[names.index("Kernel Name")] for row in kernels)]]
     for pattern in KEY_METRICS:
@@ -107,8 +105,11 @@ def condense(raw_path: Path, key_path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line of both steps."""
-    parser = argparse.ArgumentParser(prog="python -m bench.profile_case", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.profile_case",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     steps = parser.add_subparsers(dest="step", required=True)
     run = steps.add_parser("run", help="one call of one case, between profiler start and stop")
     run.add_argument("case")
@@ -126,8 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.step == "metrics":
             condense(options.raw, options.key)
         else:
-            run_case(options.case, options.dir, options.entrant, options.dtype, options.seed,
-                     {"fa3_lib": options.fa3_lib, "cudart12": options.cudart12})
+            run_case(options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

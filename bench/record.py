@@ -1,4 +1,4 @@
-"""What a run records: entries in rows, rows in results, and the comparison of two columns. Plain data, no torch."""
+"""What a run records: entries in rows, rows in results, and two columns compared. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -98,8 +98,17 @@ class Results:
         data = json.loads(text)
         if data.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a benchmark result of schema {SCHEMA}")
-        rows = [Row(**{**row, "case": _case(row["case"]), "entries": [Entry(**e) for e in row["entries"]],
-                       "clocks": tuple(row["clocks"]) if row["clocks"] else None}) for row in data.pop("rows")]
+        rows = [
+            Row(
+                **{
+                    **row,
+                    "case": _case(row["case"]),
+                    "entries": [Entry(**e) for e in row["entries"]],
+                    "clocks": tuple(row["clocks"]) if row["clocks"] else None,
+                }
+            )
+            for row in data.pop("rows")
+        ]
         return Results(rows=rows, **data)
 
 
@@ -147,7 +156,7 @@ class Bar:
 
 
 def bar(results: Results, ours: str = "sm80", peer: str = "fa2") -> list[Bar]:
-    """Geometric mean and worst row of ours against a peer, one summary per direction that both took part in."""
+    """Geometric mean and worst row of ours against a peer, one summary per direction both took part in."""
     bars = []
     for direction in DIRECTIONS:
         ratios, missing = {}, []

@@ -1,6 +1,6 @@
 """What a run leaves behind: JSON, CSV and markdown tables, and the summary of ours against one peer.
 
-``python -m bench.report RESULTS.json`` rebuilds every file beside it and prints the summary. No torch in here.
+``python -m bench.report RESULTS.json`` rebuilds every file beside it and prints the summary. No torch here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,30 @@ def write_csv(results: Results, path: Path) -> None:
     entry_columns = [f.name for f in fields(Entry)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["direction", "dtype", *(f"case_{c}" if c == "name" else c for c in case_columns), "flops",
-                         "traffic_bytes", "sm_mhz", "power_w",
-                         *(f"entry_{c}" if c == "name" else c for c in entry_columns)])
+        writer.writerow(
+            [
+                "direction",
+                "dtype",
+                *(f"case_{c}" if c == "name" else c for c in case_columns),
+                "flops",
+                "traffic_bytes",
+                "sm_mhz",
+                "power_w",
+                *(f"entry_{c}" if c == "name" else c for c in entry_columns),
+            ]
+        )
         for row in results.rows:
             clocks = row.clocks or ("", "")
             for entry in row.entries:
-                cells = [row.direction, row.dtype, *(getattr(row.case, c) for c in case_columns), row.flops,
-                         row.traffic_bytes, *clocks, *(getattr(entry, c) for c in entry_columns)]
+                cells = [
+                    row.direction,
+                    row.dtype,
+                    *(getattr(row.case, c) for c in case_columns),
+                    row.flops,
+                    row.traffic_bytes,
+                    *clocks,
+                    *(getattr(entry, c) for c in entry_columns),
+                ]
                 writer.writerow([" ".join(map(str, c)) if isinstance(c, (list, tuple)) else c for c in cells])
 
 
@@ -50,16 +66,28 @@ def markdown(results: Results) -> str:
     for direction in DIRECTIONS:
         rows = [row for row in results.rows if row.direction == direction]
         if rows:
-            lines += ["", f"## {DIRECTION_FILES[direction]}, TFLOP/s (spread, share of the matrix product)", ""]
+            lines += [
+                "",
+                f"## {DIRECTION_FILES[direction]}, TFLOP/s (spread, share of the matrix product)",
+                "",
+            ]
             lines += _table(rows)
-    notes = [f"- {row.direction} {row.case.name}, {entry.name} ({entry.status}): {' '.join(entry.text.split())}"
-             for row in results.rows for entry in row.entries if entry.status != "ok"]
+    notes = [
+        f"- {row.direction} {row.case.name}, {entry.name} ({entry.status}): {' '.join(entry.text.split())}"
+        for row in results.rows
+        for entry in row.entries
+        if entry.status != "ok"
+    ]
     if notes:
         lines += ["", "## What did not run", "", *notes]
     if results.host_cost:
         columns = list(dict.fromkeys(key for row in results.host_cost for key in row))
-        lines += ["", "## Host cost of a call", "", *_grid(columns, [[_cell(row.get(c)) for c in columns]
-                                                                     for row in results.host_cost])]
+        lines += [
+            "",
+            "## Host cost of a call",
+            "",
+            *_grid(columns, [[_cell(row.get(c)) for c in columns] for row in results.host_cost]),
+        ]
     return "\n".join(lines) + "\n"
 
 

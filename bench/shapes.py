@@ -76,8 +76,16 @@ class Case:
     @property
     def panel(self) -> tuple:
         """What two cases share that differ only in sequence length at a constant number of tokens."""
-        return (self.head_dim, self.head_dim_v, self.mask_label, self.num_heads, self.num_heads_k,
-                self.total_q, self.packed, self.deterministic)
+        return (
+            self.head_dim,
+            self.head_dim_v,
+            self.mask_label,
+            self.num_heads,
+            self.num_heads_k,
+            self.total_q,
+            self.packed,
+            self.deterministic,
+        )
 
 
 def visible_pairs(case: Case) -> int | float:
@@ -90,7 +98,7 @@ def visible_pairs(case: Case) -> int | float:
     return sum(_pairs_of_sequence(sq, sk, case.causal, case.window) for sq, sk in lengths)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _pairs_of_sequence(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> int | float:
     left, right = window
     if causal:
@@ -112,7 +120,7 @@ def flops(case: Case, direction: str) -> float:
     """Floating-point operations of the matrix products, a multiply-add counting as two.
 
     Forward: QK^T over head_dim and PV over head_dim_v. Backward: QK^T again, dS K and dS^T Q over head_dim,
-    dO V^T and P^T dO over head_dim_v, so 2.5 times the forward where both sizes are equal. Softmax is not counted.
+    dO V^T and P^T dO over head_dim_v, so 2.5 times the forward where both are equal. Softmax is not counted.
     """
     pairs = visible_pairs(case) * case.num_heads
     forward = 2.0 * pairs * (case.head_dim + case.head_dim_v)
@@ -128,15 +136,19 @@ def output_bytes(case: Case, direction: str, itemsize: int) -> int:
     """
     out = case.total_q * case.num_heads * case.head_dim_v * itemsize
     lse = case.total_q * case.num_heads * 4
-    grads = (case.total_q * case.num_heads * case.head_dim
-             + case.total_k * case.num_heads_k * (case.head_dim + case.head_dim_v)) * itemsize
+    grads = (
+        case.total_q * case.num_heads * case.head_dim
+        + case.total_k * case.num_heads_k * (case.head_dim + case.head_dim_v)
+    ) * itemsize
     return {"fwd": out + lse, "bwd": grads, "both": out + lse + grads}[direction]
 
 
 def traffic_bytes(case: Case, direction: str, itemsize: int) -> int:
-    """The fewest bytes a call can move through device memory: each input read once, each output written once."""
-    inputs = (case.total_q * case.num_heads * case.head_dim
-              + case.total_k * case.num_heads_k * (case.head_dim + case.head_dim_v)) * itemsize
+    """Least device memory traffic of a call, bytes: each input read once, each output written once."""
+    inputs = (
+        case.total_q * case.num_heads * case.head_dim
+        + case.total_k * case.num_heads_k * (case.head_dim + case.head_dim_v)
+    ) * itemsize
     out = case.total_q * case.num_heads * case.head_dim_v * itemsize
     lse = case.total_q * case.num_heads * 4
     forward = inputs + out + lse
@@ -144,24 +156,60 @@ def traffic_bytes(case: Case, direction: str, itemsize: int) -> int:
     return {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
 
 
-def _dense(name: str, batch: int, seqlen_q: int, num_heads: int, head_dim: int, *, seqlen_k: int = 0,
-           num_heads_k: int = 0, head_dim_v: int = 0, **options) -> Case:
-    return Case(name, batch, seqlen_q, seqlen_k or seqlen_q, num_heads, num_heads_k or num_heads,
-                head_dim, head_dim_v or head_dim, **options)
+def _dense(
+    name: str,
+    batch: int,
+    seqlen_q: int,
+    num_heads: int,
+    head_dim: int,
+    *,
+    seqlen_k: int = 0,
+    num_heads_k: int = 0,
+    head_dim_v: int = 0,
+    **options,
+) -> Case:
+    return Case(
+        name,
+        batch,
+        seqlen_q,
+        seqlen_k or seqlen_q,
+        num_heads,
+        num_heads_k or num_heads,
+        head_dim,
+        head_dim_v or head_dim,
+        **options,
+    )
 
 
-def _packed(name: str, lengths: tuple[int, ...], num_heads: int, head_dim: int, *, num_heads_k: int = 0,
-            **options) -> Case:
-    return Case(name, len(lengths), max(lengths), max(lengths), num_heads, num_heads_k or num_heads,
-                head_dim, head_dim, lengths=lengths, **options)
+def _packed(
+    name: str, lengths: tuple[int, ...], num_heads: int, head_dim: int, *, num_heads_k: int = 0, **options
+) -> Case:
+    return Case(
+        name,
+        len(lengths),
+        max(lengths),
+        max(lengths),
+        num_heads,
+        num_heads_k or num_heads,
+        head_dim,
+        head_dim,
+        lengths=lengths,
+        **options,
+    )
 
 
 def _headline() -> list[Case]:
     """Constant work per head_dim: 16384 tokens and a model width of 2048, whatever the sequence length."""
     tokens, width = 16384, 2048
     return [
-        _dense(f"d{head_dim}-{'causal' if causal else 'full'}-s{seqlen}", tokens // seqlen, seqlen,
-               width // head_dim, head_dim, causal=causal)
+        _dense(
+            f"d{head_dim}-{'causal' if causal else 'full'}-s{seqlen}",
+            tokens // seqlen,
+            seqlen,
+            width // head_dim,
+            head_dim,
+            causal=causal,
+        )
         for head_dim in (64, 128, 256)
         for causal in (False, True)
         for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
@@ -173,18 +221,37 @@ def _around() -> list[Case]:
     cases = []
     for head_dim, head_dim_v in ((96, 96), (128, 128), (192, 128), (192, 192)):
         for causal in (False, True):
-            cases.append(_dense(f"b4-d{head_dim}-dv{head_dim_v}-{'causal' if causal else 'full'}", 4, 4096, 16,
-                                head_dim, head_dim_v=head_dim_v, causal=causal))
+            cases.append(
+                _dense(
+                    f"b4-d{head_dim}-dv{head_dim_v}-{'causal' if causal else 'full'}",
+                    4,
+                    4096,
+                    16,
+                    head_dim,
+                    head_dim_v=head_dim_v,
+                    causal=causal,
+                )
+            )
     cases.append(_packed("docs-8x2048-causal", (2048,) * 8, 16, 128, causal=True))
     cases.append(_dense("window-1024-s16384", 1, 16384, 16, 128, causal=True, window=(1024, 0)))
     cases.append(_dense("gqa-32-8-causal-s4096", 4, 4096, 32, 128, num_heads_k=8, causal=True))
-    for batch, seqlen_k in ((1, 8192), (1, 131072), (16, 8192), (16, 32768), (64, 8192), (128, 2048), (128, 8192)):
-        cases.append(_dense(f"decode-b{batch}-k{seqlen_k}", batch, 1, 32, 128, seqlen_k=seqlen_k, num_heads_k=8))
+    for batch, seqlen_k in (
+        (1, 8192),
+        (1, 131072),
+        (16, 8192),
+        (16, 32768),
+        (64, 8192),
+        (128, 2048),
+        (128, 8192),
+    ):
+        cases.append(
+            _dense(f"decode-b{batch}-k{seqlen_k}", batch, 1, 32, 128, seqlen_k=seqlen_k, num_heads_k=8)
+        )
     return cases
 
 
 def _features() -> list[Case]:
-    """What the library serves beyond the headline: sizes, heads, windows, packing, uneven lengths, repeatability."""
+    """What is served beyond the headline: sizes, heads, windows, packing, uneven lengths, repeatability."""
     cases = [_dense(f"d{d}-causal", 4, 4096, 16, d, causal=True) for d in (40, 80, 160, 224)]
     cases += [
         _dense("d64-dv128-causal", 4, 4096, 16, 64, head_dim_v=128, causal=True),
@@ -200,11 +267,15 @@ def _features() -> list[Case]:
         _dense("odd-s1000-full", 16, 1000, 16, 128),
         _dense("one-long-sequence", 1, 32768, 4, 128, causal=True),
         _packed("docs-64x256-causal", (256,) * 64, 16, 128, causal=True),
-        _packed("docs-ragged-causal", (7000, 0, 13, 4001, 511, 2048, 1, 1500, 900, 410), 16, 128, causal=True),
+        _packed(
+            "docs-ragged-causal", (7000, 0, 13, 4001, 511, 2048, 1, 1500, 900, 410), 16, 128, causal=True
+        ),
         _packed("docs-ragged-gqa-full", (6000, 3000, 129, 2871, 4384), 32, 128, num_heads_k=8),
     ]
-    cases += [_dense(f"deterministic-d{d}-causal", 4, 4096, 2048 // d, d, causal=True, deterministic=True)
-              for d in (64, 128, 256)]
+    cases += [
+        _dense(f"deterministic-d{d}-causal", 4, 4096, 2048 // d, d, causal=True, deterministic=True)
+        for d in (64, 128, 256)
+    ]
     return cases
 
 

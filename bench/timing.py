@@ -24,7 +24,7 @@ class Samples:
 
     Attributes:
         rounds: one list of launch times per round.
-        call_us: host time to enqueue one launch, one mean per round; empty on CPU, where it is the launch itself.
+        call_us: host time to enqueue one launch, one mean per round; empty on CPU, where it is the launch.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
@@ -61,8 +61,10 @@ class CudaTimer:
         self.flush_buffer = torch.empty(max(2 * l2_bytes, 64 << 20), dtype=torch.int8, device=device)
 
     def launch(self, call: Call, count: int) -> tuple[list[float], float]:
-        """Runs ``call`` ``count`` times; returns the device time of each in ms and the host time of one in us."""
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        """Runs ``call`` ``count`` times; returns their device times (ms) and one's host time (us)."""
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
+        ]
         torch.cuda._sleep(HEAD_START_CYCLES)
         host_s = 0.0
         for before, after in events:
@@ -131,9 +133,9 @@ def measure(
     """Times several calls against each other in interleaved rounds.
 
     Every round runs every call a few times in a row, and starts one call later than the round before, so that
-    clock drift, heat and whatever ran last fall on all of them alike. The number of launches per round is chosen
-    from a warm-up so that all rounds together take about ``budget_s``. A call that raises is dropped at once and
-    leaves the others running.
+    clock drift, heat and whatever ran last fall on all of them alike. The number of launches per round comes
+    from a warm-up, so that all rounds together take about ``budget_s``. A call that raises is dropped at once
+    and leaves the others running.
 
     Returns:
         Samples of the calls that lasted, and the exception of each that did not, by name.
@@ -173,7 +175,7 @@ def measure(
 
 
 def matmul_tflops(timer: Timer, device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
-    """What the vendor's matrix product reaches on random N(0, 1) data, TFLOP/s: the ceiling rows are held against.
+    """What the vendor's matrix product reaches on random N(0, 1) data, TFLOP/s: the ceiling of every row.
 
     Zeros or constants would run at a higher clock than any real data does.
     """

@@ -12,7 +12,7 @@ import torch
 Call = Callable[[], object]
 
 # The host queues launches behind this pause, so that a slow Python call never shows up between two events.
-HEAD_START_CYCLES = 1_000_000
+HEAD_START_CYCLES = 2_000_000  # about 1 ms
 WARM_UP_LAUNCHES = 3
 MIN_LAUNCHES_PER_ROUND = 3
 MAX_LAUNCHES_PER_ROUND = 40
@@ -179,10 +179,12 @@ def matmul_tflops(timer: Timer, device: torch.device, dtype: torch.dtype, size: 
 
     Zeros or constants would run at a higher clock than any real data does.
     """
-    size = size if device.type == "cuda" else 512
+    on_gpu = device.type == "cuda"
+    size = size if on_gpu else 512
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    timer.launch(lambda: a @ b, 40)  # an idle GPU takes this long to reach the clock it will hold
-    times, _ = timer.launch(lambda: a @ b, 40)
+    # A GPU that was idle first boosts; after about half a second it runs at what its power limit allows.
+    timer.launch(lambda: a @ b, 400 if on_gpu else 2)
+    times, _ = timer.launch(lambda: a @ b, 100 if on_gpu else 5)
     return 2.0 * size**3 / statistics.median(times) * 1e-9
 
 

@@ -11,8 +11,9 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 
@@ -27,17 +28,17 @@ LAYOUTS = ("bshd", "bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded",
 DATA_KINDS = ("normal", "outlier", "large", "biased", "rising", "falling", "peaked", "twins", "integer",
               "zero_q", "tiny", "nan_row", "inf_value")
 # Requests that must be refused before anything is launched; harness.break_call() makes them.
-INVALID_KINDS = ("heads_ratio", "kv_heads", "kv_length", "head_dim", "head_dim_wide", "dtype_mix", "dtype_int",
-                 "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch", "path")
+INVALID_KINDS = ("heads_ratio", "kv_heads", "kv_length", "head_dim", "head_dim_wide", "dtype_mix",
+                 "dtype_int", "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch", "path")
 
 
 @dataclass(frozen=True)
 class Case:
     """One attention problem with everything that can change how it is computed.
 
-    Dense when ``lens_q`` is None: q (batch, seqlen_q, num_heads, head_dim). Packed otherwise: one sequence per
-    entry of ``lens_q`` / ``lens_k``, then ``tail`` rows that belong to no sequence; ``batch``, ``seqlen_q`` and
-    ``seqlen_k`` are then ignored.
+    Dense when ``lens_q`` is None: q (batch, seqlen_q, num_heads, head_dim). Packed otherwise: one sequence
+    per entry of ``lens_q`` / ``lens_k``, then ``tail`` rows that belong to no sequence; ``batch``,
+    ``seqlen_q`` and ``seqlen_k`` are then ignored.
     """
 
     dtype: str = "bf16"
@@ -104,7 +105,7 @@ class Case:
         """Score elements over all heads: what a reference that materialises them has to hold."""
         return self.num_heads * sum(q * k for q, k in self.sequences())
 
-    def replace(self, **changes: Any) -> "Case":
+    def replace(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
@@ -114,7 +115,7 @@ class Case:
         return json.dumps(shown, separators=(",", ":"))
 
     @staticmethod
-    def from_json(text: str) -> "Case":
+    def from_json(text: str) -> Case:
         """The inverse of ``to_json``. Raises TypeError on an unknown field."""
         fields = json.loads(text)
         for name in ("lens_q", "lens_k", "window"):
@@ -136,24 +137,25 @@ def packed(lens_q: list[int], lens_k: list[int], **fields: Any) -> Case:
 def dense(batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, num_heads_k: int, head_dim: int,
           head_dim_v: int | None = None, **fields: Any) -> Case:
     """A dense case in the order of the gauntlet's notation."""
-    return Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_k=num_heads_k,
-                head_dim=head_dim, head_dim_v=head_dim_v, **fields)
+    return Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads,
+                num_heads_k=num_heads_k, head_dim=head_dim, head_dim_v=head_dim_v, **fields)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Named lists
 
 # Kernels are compiled for these head sizes; every other size runs in the next larger one with a zero tail.
 COMPILED_HEAD_DIMS = (64, 96, 128, 192, 256)
 
-HEAD_DIMS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 56, 59, 63, 64, 65, 72, 80, 88, 95, 96, 97, 100,
-             104, 111, 112, 120, 127, 128, 129, 136, 144, 160, 176, 184, 192, 203, 208, 224, 240, 248, 255, 256)
+HEAD_DIMS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 56, 59, 63, 64, 65, 72, 80, 88, 95, 96,
+             97, 100, 104, 111, 112, 120, 127, 128, 129, 136, 144, 160, 176, 184, 192, 203, 208, 224, 240,
+             248, 255, 256)
 
-MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (31, 0)), (False, (64, 64)), (False, (0, 1)), (False, (-1, 3)),
-         (False, (3, -1)), (True, (127, 1)))
+MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (31, 0)), (False, (64, 64)), (False, (0, 1)),
+         (False, (-1, 3)), (False, (3, -1)), (True, (127, 1)))
 
-SEQLEN_PAIRS = ((1, 1), (1, 129), (5, 3), (17, 64), (63, 65), (64, 64), (65, 127), (113, 203), (128, 128), (128, 217),
-                (129, 1), (200, 256), (257, 100), (300, 300))
+SEQLEN_PAIRS = ((1, 1), (1, 129), (5, 3), (17, 64), (63, 65), (64, 64), (65, 127), (113, 203), (128, 128),
+                (128, 217), (129, 1), (200, 256), (257, 100), (300, 300))
 
 GROUPS = ((1, 1), (4, 4), (4, 2), (6, 2), (8, 1))
 
@@ -166,8 +168,8 @@ def small_cases() -> list[Case]:
             for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (40, 8))):
                 common = dict(dtype=dtype, causal=causal, window=window, dlse=causal)
                 cases.append(dense(2, 130, 150, 4, 2, head_dim, **common))
-                cases.append(packed([3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim,
-                                    **common))
+                cases.append(packed([3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2,
+                                    head_dim=head_dim, **common))
                 # A head size below the compiled one takes the loads with a tail.
                 cases.append(dense(1, 70, 90, 2, 1, head_dim - 9, deterministic=True, **common))
     return cases
@@ -176,8 +178,8 @@ def small_cases() -> list[Case]:
 def edge_cases() -> list[Case]:
     """Shapes at which kernels have broken: around tiles, empty, one row, more queries than keys."""
     cases = []
-    for seqlen_q, seqlen_k in ((0, 5), (5, 0), (1, 1), (1, 2), (2, 1), (127, 129), (129, 127), (255, 257), (3, 300),
-                               (300, 3), (64, 65), (65, 64), (16, 1), (1, 1023)):
+    for seqlen_q, seqlen_k in ((0, 5), (5, 0), (1, 1), (1, 2), (2, 1), (127, 129), (129, 127), (255, 257),
+                               (3, 300), (300, 3), (64, 65), (65, 64), (16, 1), (1, 1023)):
         for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (5, 0)), (False, (0, 2))):
             cases.append(dense(2, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, window=window))
     for head_dim in (1, 8, 33, 72, 100, 160, 224):
@@ -196,18 +198,20 @@ def big_cases() -> list[Case]:
         dense(1, 3000, 5000, 2, 2, 256, causal=True),
         dense(4, 1024, 1024, 6, 2, 96, dlse=True),
         dense(1, 2500, 2500, 3, 3, 192, dtype="fp16", causal=True),
-        packed([2048, 1, 700, 0, 1500], [2048, 5, 900, 3, 1500], num_heads=4, num_heads_k=2, head_dim=128, causal=True),
-        packed([600] * 6, [600] * 6, num_heads=4, num_heads_k=4, head_dim=64, dtype="fp16", tail=37, dlse=True),
+        packed([2048, 1, 700, 0, 1500], [2048, 5, 900, 3, 1500], num_heads=4, num_heads_k=2, head_dim=128,
+               causal=True),
+        packed([600] * 6, [600] * 6, num_heads=4, num_heads_k=4, head_dim=64, dtype="fp16", tail=37,
+               dlse=True),
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Covering array: every combination of three factors appears in some case
 
 FACTORS: dict[str, tuple] = {
     "seqlens": SEQLEN_PAIRS,
-    "head_dims": ((8, None), (33, None), (64, None), (72, None), (96, None), (100, None), (128, None), (160, None),
-                  (192, 128), (224, None), (256, None), (64, 128)),
+    "head_dims": ((8, None), (33, None), (64, None), (72, None), (96, None), (100, None), (128, None),
+                  (160, None), (192, 128), (224, None), (256, None), (64, 128)),
     "mask": MASKS,
     "layout": ("bshd", "bhsd", "gap", "odd", "offset", "packed"),
     "heads": GROUPS,
@@ -218,7 +222,7 @@ FACTORS: dict[str, tuple] = {
 
 
 def covering_cases(strength: int, seed: int = 0) -> list[Case]:
-    """Cases in which every choice of ``strength`` factor levels of ``FACTORS`` occurs together at least once."""
+    """Cases in which every ``strength`` levels of different ``FACTORS`` occur together at least once."""
     names = list(FACTORS)
     rows = covering_array([len(FACTORS[name]) for name in names], strength, seed)
     return [_from_levels({name: FACTORS[name][level] for name, level in zip(names, row)}, index)
@@ -240,7 +244,7 @@ def _from_levels(level: dict[str, Any], index: int) -> Case:
                   hints=index % 2 == 0, **fields)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Random cases
 
 _TILES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
@@ -249,7 +253,7 @@ _PRIME_HEAD_DIMS = (3, 5, 7, 13, 31, 37, 59, 61, 67, 71, 97, 101, 103, 127, 131,
 
 
 def _random_length(rng: random.Random, limit: int) -> int:
-    """A length up to ``limit``, mostly where kernels break: 0, 1, 2, around tiles and powers of two, primes."""
+    """A length up to ``limit``, mostly where kernels break: 0, 1, 2, primes, near tiles and powers of two."""
     kind = rng.random()
     if kind < 0.12:
         length = rng.choice((0, 1, 1, 2))
@@ -304,17 +308,22 @@ def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000)
             if kind < 0.45 else "normal")
     kind = rng.random()
     layout = (rng.choice(("offset", "odd")) if kind < 0.10 else
-              rng.choice(("bhsd", "sbhd", "gap", "packed", "expanded", "singleton")) if kind < 0.35 else "bshd")
-    fields = dict(dtype=dtype, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, head_dim_v=head_dim_v,
-                  causal=causal, softmax_scale=softmax_scale, data=data, layout=layout,
+              rng.choice(("bhsd", "sbhd", "gap", "packed", "expanded", "singleton"))
+              if kind < 0.35 else "bshd")
+    if data == "inf_value":  # forward only: its gradients are NaN almost everywhere
+        softmax_scale = None
+    fields = dict(dtype=dtype, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
+                  head_dim_v=head_dim_v, causal=causal, softmax_scale=softmax_scale, data=data, layout=layout,
                   dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
-                  dlse=rng.random() < 0.3, deterministic=rng.random() < 0.5, backward=rng.random() < 0.85,
+                  dlse=rng.random() < 0.3, deterministic=rng.random() < 0.5,
+                  backward=rng.random() < 0.85 and data != "inf_value",
                   invalid=rng.choice(INVALID_KINDS) if rng.random() < 0.05 else "", seed=rng.randrange(2**31))
     if rng.random() < 0.4:
         count = rng.choice((1, 2, 3, 5, 9, 40))
         cap = max(8, limit * 3 // (count + 2))
         lens_q = [0 if rng.random() < 0.1 else _random_length(rng, cap) for _ in range(count)]
-        lens_k = [n if rng.random() < 0.4 else 0 if rng.random() < 0.1 else _random_length(rng, cap) for n in lens_q]
+        lens_k = [n if rng.random() < 0.4 else 0 if rng.random() < 0.1 else _random_length(rng, cap)
+                  for n in lens_q]
         case = packed(lens_q, lens_k, tail=rng.choice((0, 0, 0, 1, 50)), hints=rng.random() < 0.5,
                       window=_random_window(rng, max(lens_k)), **fields)
     else:

@@ -1,7 +1,7 @@
 """Covering arrays: few rows in which every combination of ``strength`` factor levels occurs.
 
-Most defects need the meeting of two or three particular options, not of all of them, so a few thousand rows find
-what a full grid of millions would.
+Most defects need the meeting of two or three particular options, not of all of them, so a few thousand rows
+find what a full grid of millions would.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import random
 def covering_array(levels: list[int], strength: int, seed: int = 0) -> list[tuple[int, ...]]:
     """Rows of level indices that cover every ``strength``-way combination, one greedy row at a time.
 
-    Each row starts from a combination that is still uncovered and then takes, factor by factor, the level that
-    covers the most uncovered combinations with the factors already set (ties are broken by the seed).
+    Each row starts from a combination that is still uncovered and then takes, factor by factor, the level
+    that covers the most uncovered combinations with the factors already set (ties are broken by the seed).
 
     Args:
         levels: number of levels of each factor.
@@ -29,8 +29,10 @@ def covering_array(levels: list[int], strength: int, seed: int = 0) -> list[tupl
         raise ValueError(f"every factor needs at least one level, got {levels}")
     rng = random.Random(seed)
     # uncovered[group of factors] = set of level tuples still to come
-    uncovered = {group: set(itertools.product(*(range(levels[f]) for f in group)))
-                 for group in itertools.combinations(range(len(levels)), strength)}
+    uncovered = {
+        group: set(itertools.product(*(range(levels[f]) for f in group)))
+        for group in itertools.combinations(range(len(levels)), strength)
+    }
     rows = []
     for group in sorted(uncovered, key=lambda g: -len(uncovered[g])):
         while uncovered[group]:
@@ -44,8 +46,9 @@ def covering_array(levels: list[int], strength: int, seed: int = 0) -> list[tupl
     return rows
 
 
-def _best_level(row: dict[int, int], factor: int, count: int, uncovered: dict, strength: int,
-                rng: random.Random) -> int:
+def _best_level(
+    row: dict[int, int], factor: int, count: int, uncovered: dict, strength: int, rng: random.Random
+) -> int:
     gain = [0] * count
     for others in itertools.combinations(sorted(row), strength - 1):
         group = tuple(sorted((*others, factor)))

@@ -1,7 +1,7 @@
 """Turns a ``Case`` into tensors: where they lie in memory, what they hold, and the guards around them.
 
-All inputs of a case live in one arena of 0xFF bytes, which read as NaN in every float type and as -1 in int32.
-Whatever an input does not cover (the space around it, the gaps between its rows, packed rows that belong to no
+All inputs of a case live in one arena of 0xFF bytes, which read as NaN in every float type and as -1 in
+int32. Whatever an input does not cover (the space around it, the gaps between its rows, packed rows of no
 sequence) therefore poisons any computation that touches it, and one comparison of the arena with its snapshot
 shows every write into an input or a guard.
 """
@@ -67,8 +67,10 @@ class _Region:
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.numel = max(v.offset + 1 + sum((n - 1) * s for n, s in zip(v.shape, v.strides))
-                         if math.prod(v.shape) else 0 for v in self.views.values())
+        self.numel = max(
+            v.offset + 1 + sum((n - 1) * s for n, s in zip(v.shape, v.strides)) if math.prod(v.shape) else 0
+            for v in self.views.values()
+        )
 
 
 def strides_for(shape: tuple[int, ...], order: tuple[int, ...], gaps: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,8 +110,10 @@ def _place(shape: tuple[int, ...], layout: str) -> _View:
     if layout == "singleton":
         odd = itertools.cycle((0, 3331333, 99990001))
         base = strides_for(shape, identity, no_gaps)
-        return _View(shape, tuple(next(odd) if n == 1 and i < rank - 1 else s
-                                  for i, (n, s) in enumerate(zip(shape, base))))
+        return _View(
+            shape,
+            tuple(next(odd) if n == 1 and i < rank - 1 else s for i, (n, s) in enumerate(zip(shape, base))),
+        )
     raise ValueError(f"unknown layout {layout!r}")
 
 
@@ -122,7 +126,11 @@ def _qkv_regions(shapes: dict[str, tuple[int, ...]], layout: str, dtype: torch.d
         row = (q[-2] + 2 * k[-2]) * head_dim
         outer = strides_for(q[:-2] + (row,), tuple(range(len(q) - 1)), (0,) * (len(q) - 1))[:-1]
         offsets = {"q": 0, "k": q[-2] * head_dim, "v": (q[-2] + k[-2]) * head_dim}
-        return [_Region({name: _View(shapes[name], (*outer, head_dim, 1), offsets[name]) for name in "qkv"}, dtype)]
+        return [
+            _Region(
+                {name: _View(shapes[name], (*outer, head_dim, 1), offsets[name]) for name in "qkv"}, dtype
+            )
+        ]
     own = {name: "gap" if layout == "packed" else layout for name in "qkv"}
     if layout == "expanded":
         own["q"] = "bshd"
@@ -137,8 +145,13 @@ def tensor_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     else:
         rows_q, rows_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
         lse = (case.batch, case.num_heads, case.seqlen_q)
-    return {"q": (*rows_q, case.num_heads, case.head_dim), "k": (*rows_k, case.num_heads_k, case.head_dim),
-            "v": (*rows_k, case.num_heads_k, case.dim_v), "out": (*rows_q, case.num_heads, case.dim_v), "lse": lse}
+    return {
+        "q": (*rows_q, case.num_heads, case.head_dim),
+        "k": (*rows_k, case.num_heads_k, case.head_dim),
+        "v": (*rows_k, case.num_heads_k, case.dim_v),
+        "out": (*rows_q, case.num_heads, case.dim_v),
+        "lse": lse,
+    }
 
 
 def make_inputs(case: Case, device: str | torch.device) -> Inputs:
@@ -146,7 +159,9 @@ def make_inputs(case: Case, device: str | torch.device) -> Inputs:
     shapes = tensor_shapes(case)
     regions = _qkv_regions(shapes, case.layout, case.torch_dtype)
     dout_layout = case.dout_layout if case.layout != "offset" else "offset"
-    regions.append(_Region({"dout": _place(shapes["out"], dout_layout)}, case.torch_dtype, int(dout_layout == "offset")))
+    regions.append(
+        _Region({"dout": _place(shapes["out"], dout_layout)}, case.torch_dtype, int(dout_layout == "offset"))
+    )
     if case.dlse:
         lse_dtype = torch.float64 if case.dtype == "fp64" else torch.float32
         regions.append(_Region({"dlse": _place(shapes["lse"], "bshd")}, lse_dtype))
@@ -163,11 +178,15 @@ def make_inputs(case: Case, device: str | torch.device) -> Inputs:
             values[name] = torch.tensor(list(itertools.accumulate(lens, initial=0)), dtype=torch.int32)
     for name, view in views.items():
         _write(view, values[name], case.tail if name in ("q", "k", "v", "dout") else 0)
-    inputs = {name: views.get(name) for name in ("q", "k", "v", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k")}
+    inputs = {
+        name: views.get(name) for name in ("q", "k", "v", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k")
+    }
     return Inputs(case=case, arena=arena, snapshot=arena.clone(), **inputs)
 
 
-def _carve(regions: list[_Region], device: str | torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _carve(
+    regions: list[_Region], device: str | torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     starts, cursor = [], GUARD_BYTES
     for region in regions:
         starts.append(cursor)
@@ -176,10 +195,11 @@ def _carve(regions: list[_Region], device: str | torch.device) -> tuple[torch.Te
     arena = torch.full((cursor,), POISON_BYTE, dtype=torch.uint8, device=device)
     views = {}
     for region, start in zip(regions, starts):
-        whole = arena[start:start + (region.numel + region.lead) * region.dtype.itemsize].view(region.dtype)
+        whole = arena[start : start + (region.numel + region.lead) * region.dtype.itemsize].view(region.dtype)
         for name, view in region.views.items():
-            views[name] = whole.as_strided(view.shape, view.strides,
-                                           whole.storage_offset() + region.lead + view.offset)
+            views[name] = whole.as_strided(
+                view.shape, view.strides, whole.storage_offset() + region.lead + view.offset
+            )
     return arena, views
 
 
@@ -200,8 +220,9 @@ def _positions(lens: tuple[int, ...], total: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _values(case: Case, shapes: dict[str, tuple[int, ...]], device: str | torch.device,
-            generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _values(
+    case: Case, shapes: dict[str, tuple[int, ...]], device: str | torch.device, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """What the tensors hold, by ``case.data``, in fp32 (fp64 for fp64 cases)."""
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
 
@@ -224,14 +245,19 @@ def _values(case: Case, shapes: dict[str, tuple[int, ...]], device: str | torch.
             tensor *= 3
     elif case.data == "biased":  # rounding errors of P no longer average out against a zero-mean V
         v += 2
-    elif case.data in ("rising", "falling"):  # the running maximum moves in every tile, or in the first one only
-        ramp = (_positions(case.lens_k, k.shape[0]) if case.is_packed else torch.linspace(0, 1, k.shape[1]))
+    elif case.data in (
+        "rising",
+        "falling",
+    ):  # the running maximum moves in every tile, or in the first one only
+        ramp = _positions(case.lens_k, k.shape[0]) if case.is_packed else torch.linspace(0, 1, k.shape[1])
         ramp = (ramp if case.data == "rising" else 1 - ramp).to(device, dtype)[:, None, None]
         values["q"] = 0.3 * q + 1
         values["k"] = 0.3 * k + 30 / math.sqrt(case.head_dim) * ramp
     elif case.data == "peaked":
         q *= 6
-    elif case.data == "twins":  # several keys share the maximum exactly, so their P is exactly 1 before scaling
+    elif (
+        case.data == "twins"
+    ):  # several keys share the maximum exactly, so their P is exactly 1 before scaling
         direction = normal((case.head_dim,))
         values["q"] = 0.1 * q + direction
         k[..., ::2, :, :] = 3 * direction

@@ -1,7 +1,7 @@
 """Float64 truth for a few rows and keys of inputs that are too large to check as a whole.
 
-The forward truth of a row needs that row's visible keys only. The backward truth of a row or a key follows the
-contract of ``backward``: it takes out and lse as given, so it needs no other rows' softmax.
+The forward truth of a row needs that row's visible keys only. The backward truth of a row or a key follows
+the contract of ``backward``: it takes out and lse as given, so it needs no other rows' softmax.
 """
 
 from __future__ import annotations
@@ -52,20 +52,23 @@ def corner_samples(rng: random.Random, count: int, *sizes: int) -> list[tuple[in
 
 
 def forward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) -> tuple[Pair, Pair, float]:
-    """out and lse of (head, row) samples, and the largest scaled |q|.|k| sum seen, which scales lse's gate."""
+    """out and lse of (head, row) samples, and the largest scaled |q|.|k| seen, which scales lse's gate."""
     out, out_true, lse, lse_true, magnitude = [], [], [], [], []
     for h, row in samples:
         lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
-        q, k = seq.q[row, h].double(), seq.k[lo:max(lo, hi), h // seq.group].double()
+        q, k = seq.q[row, h].double(), seq.k[lo : max(lo, hi), h // seq.group].double()
         scores = spec.softmax_scale * (k @ q)
         out.append(seq.out[row, h].double())
         lse.append(seq.lse[h, row].double())
         lse_true.append(torch.logsumexp(scores, 0) if hi > lo else scores.new_tensor(float("-inf")))
-        out_true.append(torch.softmax(scores, 0) @ seq.v[lo:max(lo, hi), h // seq.group].double())
+        out_true.append(torch.softmax(scores, 0) @ seq.v[lo : max(lo, hi), h // seq.group].double())
         magnitude.append((k.abs() @ q.abs()).amax() if hi > lo else scores.new_zeros(()))
     bound = abs(spec.softmax_scale) * float(torch.stack(magnitude).max())
-    return (Pair(torch.stack(out), torch.stack(out_true)),
-            Pair(torch.stack(lse)[:, None], torch.stack(lse_true)[:, None]), bound)
+    return (
+        Pair(torch.stack(out), torch.stack(out_true)),
+        Pair(torch.stack(lse)[:, None], torch.stack(lse_true)[:, None]),
+        bound,
+    )
 
 
 def _score_gradient(seq: Sequence, spec: AttnSpec, h: int, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,444 @@
+"""Runs a case and checks what must hold for every case, whatever it is about.
+
+F1 poison: free memory holds NaN before each call, so that nothing works by luck of a clean allocator.
+F2 guards and F3 inputs unchanged: one comparison of the arena that holds all inputs and their surroundings.
+F4 twice: a second run into freshly poisoned memory gives the same bits (dq: in deterministic mode).
+F5 no CUDA error, the same current device and stream, no memory left behind.
+F6 special values exactly where the truth has them, then every element within its noise (truth.py).
+F7 the request reached the kernel: path, head size, determinism and loader of the recorded launch.
+F8 cases that have hung or crashed elsewhere run in a child process: watchdog.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext  # noqa: F401  registers the operators
+from tests.cases import Case
+from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes
+from tests.truth import Truth, compute_truth
+
+try:
+    from flash_ext import _C
+except ImportError:  # the CPU path needs no extension module
+    _C = None
+
+# Errors are measured in units of each element's noise, in which unit roundoff counts as one deviation.
+# Rounding to nearest gives 0.4 to 0.5 in the mean and at most 1 for a single rounding; sums are normal.
+RMS_LIMIT = 0.62
+MAX_LIMIT = 3.5
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a case runs: a device, a kernel path on it, and the switches that steer the choice of tiles."""
+
+    name: str
+    device: str
+    path: str
+    switches: tuple[tuple[str, int], ...] = ()
+
+    def why_not(self) -> str:
+        """Why this machine cannot run the target; empty if it can."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "needs a CUDA device, none is visible"
+        if self.switches and _C is None:
+            return "needs the extension module, it is not built"
+        return ""
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Sets the switches for the duration, and records launches where there are any."""
+        switches = dict(self.switches)
+        if self.device == "cuda":
+            switches["record_launches"] = 1
+        for name, value in switches.items():
+            _C.set_switch(name, value)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the matrices are tiny: more threads only wait for each other
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            for name in switches:
+                _C.set_switch(name, None)
+
+    def pick(self, cases: list[Case], cpu: int) -> list[Case]:
+        """All cases on a GPU; about ``cpu`` of them, evenly spread, where there is none."""
+        if self.device == "cuda" or len(cases) <= cpu:
+            return cases
+        return cases[:: math.ceil(len(cases) / cpu)]
+
+
+SMALL_SMEM_BYTES = 101376  # what sm_86, sm_89 and sm_120 allow one block
+TARGETS = {
+    t.name: t
+    for t in (
+        Target("cpu", "cpu", "cpu"),
+        Target("sm80", "cuda", "sm80"),
+        Target("sm80-99k", "cuda", "sm80", (("smem_per_block", SMALL_SMEM_BYTES),)),
+    )
+}
+
+
+def on_targets(*names: str):
+    """Parametrizes a test by targets; those on a GPU get the `gpu` marker."""
+    return pytest.mark.parametrize(
+        "target",
+        [
+            pytest.param(
+                TARGETS[name], id=name, marks=[pytest.mark.gpu] if TARGETS[name].device == "cuda" else []
+            )
+            for name in names
+        ],
+    )
+
+
+# Most tests: each path once. Those about tiles: also with the tiles of GPUs with little shared memory.
+on_paths = on_targets("cpu", "sm80")
+on_all_tiles = on_targets("cpu", "sm80", "sm80-99k")
+on_gpu_paths = on_targets("sm80")
+
+
+class CaseFailure(AssertionError):
+    """A case did not hold; the message starts with the line that repeats it."""
+
+
+class DeviceLost(RuntimeError):
+    """The CUDA context no longer works: nothing that runs afterwards in this process means anything."""
+
+
+def repro_line(case: Case, target: Target) -> str:
+    return f"python -m tests.fuzz --target {target.name} --repro '{case.to_json()}'"
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+
+
+def call_forward(x: Inputs, target: Target) -> tuple[Tensor, Tensor]:
+    """(out, lse) straight from the operator."""
+    case = x.case
+    left, right = case.effective_window
+    return torch.ops.flash_ext.fwd(
+        x.q,
+        x.k,
+        x.v,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        *x.max_seqlens,
+        case.scale,
+        left,
+        right,
+        case.deterministic,
+        target.path,
+    )
+
+
+def call_backward(x: Inputs, out: Tensor, lse: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) straight from the operator."""
+    case = x.case
+    left, right = case.effective_window
+    return torch.ops.flash_ext.bwd(
+        x.dout,
+        x.q,
+        x.k,
+        x.v,
+        out,
+        lse,
+        x.dlse,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        *x.max_seqlens,
+        case.scale,
+        left,
+        right,
+        case.deterministic,
+        target.path,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Poison
+
+
+@contextlib.contextmanager
+def poisoned(device: str, sizes: Iterable[int]) -> Iterator[None]:
+    """Inside, fresh memory holds NaN; on leaving a GPU, the bytes beside it are still what they were.
+
+    ``sizes`` are the byte counts that the call is expected to allocate. On a GPU blocks of these sizes are
+    filled, with small canaries kept between them, and freed: the caching allocator hands them out next. On
+    the CPU, PyTorch itself fills new tensors.
+    """
+    if device == "cpu":
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)  # the mode in which fill_uninitialized_memory works
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was_deterministic)
+        return
+    canaries = [_poisoned_block(512)]
+    holes = []
+    for size in sizes:
+        holes += [_poisoned_block(size), _poisoned_block(size)]
+        canaries.append(_poisoned_block(512))
+    del holes
+    yield
+    if not bool((torch.stack(canaries) == POISON_BYTE).all()):
+        raise CaseFailure("memory that belongs to another tensor was written")
+
+
+def _poisoned_block(size: int) -> Tensor:
+    return torch.full((max(size, 1),), POISON_BYTE, dtype=torch.uint8, device="cuda")
+
+
+def poison_pool(total: int = 2 << 30) -> None:
+    """Fills free GPU memory with NaN in blocks of many sizes, for calls that are not run as cases."""
+    sizes = [1 << power for power in range(9, 28)] * 4
+    blocks, used = [], 0
+    for size in sizes:
+        if used + size <= total:
+            blocks.append(_poisoned_block(size))
+            used += size
+
+
+def _expected_allocations(case: Case) -> tuple[list[int], list[int]]:
+    """Byte counts that forward and backward allocate: results, then workspaces as the plan sizes them."""
+    shapes = {name: math.prod(shape) for name, shape in tensor_shapes(case).items()}
+    forward = [2 * shapes["out"], 4 * shapes["lse"]]
+    backward = [
+        2 * shapes["q"],
+        2 * shapes["k"],
+        2 * shapes["v"],
+        4 * shapes["lse"],
+        4 * shapes["lse"] * -(-case.head_dim // 32) * 32,
+    ]
+    return forward, backward
+
+
+# --------------------------------------------------------------------------------------------------
+# One case
+
+
+@dataclass
+class Results:
+    """What the runs of one case returned, with the truth beside it."""
+
+    inputs: Inputs
+    tensors: dict[str, Tensor]
+    truth: Truth
+    worst: dict[str, float]
+
+
+def run_case(case: Case, target: Target) -> Results:
+    """Runs a case twice, checks F1 to F7 and returns the results.
+
+    Raises:
+        CaseFailure: something does not hold; the message begins with the line that repeats the case.
+        DeviceLost: a CUDA error; the process cannot go on.
+    """
+    try:
+        return _run_case(case, target)
+    except AssertionError as failure:
+        raise CaseFailure(f"{repro_line(case, target)}\n    {failure}") from failure
+    except torch.AcceleratorError as error:
+        raise DeviceLost(f"{repro_line(case, target)}\n    {error}") from error
+
+
+def _run_case(case: Case, target: Target) -> Results:
+    on_gpu = target.device == "cuda"
+    x = make_inputs(case, target.device)
+    place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
+    forward_sizes, backward_sizes = _expected_allocations(case)
+    results, repeats = {}, {}
+    for run in (results, repeats):
+        with poisoned(target.device, forward_sizes):
+            before = torch.cuda.memory_allocated() if on_gpu else 0
+            run["out"], run["lse"] = call_forward(x, target)
+        _check_launch(case, target, x, "fwd")
+        if case.backward:
+            with poisoned(target.device, backward_sizes):
+                run["dq"], run["dk"], run["dv"] = call_backward(x, results["out"], results["lse"], target)
+            _check_launch(case, target, x, "bwd")
+        if on_gpu:
+            kept = sum(-(-t.untyped_storage().nbytes() // 512) * 512 for t in run.values())
+            leaked = torch.cuda.memory_allocated() - before - kept
+            # The canaries that `before` counted are gone by now, so only growth is a leak.
+            assert leaked <= 0, f"{leaked} bytes stay allocated after the call"
+    if on_gpu:
+        torch.cuda.synchronize()
+        assert place == (torch.cuda.current_device(), torch.cuda.current_stream()), (
+            "current device or stream moved"
+        )
+    assert x.unchanged(), "an input or the memory around it was written"
+    _check_forms(x, results)
+    truth = compute_truth(x, case.backward)
+    worst = check_tensors(case, results, repeats, truth)
+    return Results(x, results, truth, worst)
+
+
+def _check_launch(case: Case, target: Target, x: Inputs, direction: str) -> None:
+    """F7: the recorded launch is the one that was asked for."""
+    if target.device == "cpu" or not all(math.prod(s) for s in tensor_shapes(case).values()):
+        return
+    launch = _C.last_launch()
+    assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
+    assert launch["path"] == target.path, f"path {target.path} was asked for, {launch['path']} ran"
+    compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
+    assert compiled >= max(case.head_dim, case.dim_v), (
+        f"{launch['kernel']} for head sizes {case.head_dim}, {case.dim_v}"
+    )
+    if direction == "bwd":
+        assert launch["deterministic"] == case.deterministic, f"deterministic={launch['deterministic']} ran"
+    tensors = [x.q, x.k, x.v] + ([x.dout] if direction == "bwd" else [])
+    assert launch["aligned"] == all(_is_aligned(t) for t in tensors), f"aligned={launch['aligned']} ran"
+    limit = dict(target.switches).get("smem_per_block")
+    assert limit is None or launch["smem_bytes"] <= limit, f"{launch['smem_bytes']} bytes of shared memory"
+
+
+def _is_aligned(t: Tensor) -> bool:
+    """Whether every row starts on a 16-byte boundary."""
+    strides = [s for n, s in zip(t.shape[:-1], t.stride()[:-1]) if n > 1]
+    return t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in strides)
+
+
+def _check_forms(x: Inputs, results: dict[str, Tensor]) -> None:
+    """Shapes, types and contiguity of the results."""
+    shapes = tensor_shapes(x.case)
+    for name, t in results.items():
+        shape = shapes[name.removeprefix("d")]
+        dtype = torch.float32 if name == "lse" else x.case.torch_dtype
+        assert tuple(t.shape) == shape, f"{name} has shape {tuple(t.shape)}, not {shape}"
+        assert t.dtype == dtype, f"{name} is {t.dtype}, not {dtype}"
+        assert t.is_contiguous(), f"{name} has strides {t.stride()}"
+
+
+def check_tensors(
+    case: Case, results: dict[str, Tensor], repeats: dict[str, Tensor], truth: Truth
+) -> dict[str, float]:
+    """F4 and F6 of all tensors with one synchronisation; returns the largest error of each in noise units."""
+    numbers, names = [], list(results)
+    for name in names:
+        got = results[name]
+        free = truth.unspecified.get(name)
+        ignored = torch.zeros_like(got, dtype=torch.bool) if free is None else free
+        value = truth.value[name]
+        special = (
+            (got.isnan() != value.isnan())
+            | ((got == math.inf) != (value == math.inf))
+            | ((got == -math.inf) != (value == -math.inf))
+        )
+        error = _in_noise_units(got, truth, name).masked_fill(ignored | special, 0)
+        same = torch.ones((), device=got.device)
+        if name != "dq" or case.deterministic:
+            same = (_bits(got) == _bits(repeats[name])).all()
+        zero = error.new_zeros(())
+        numbers.append(
+            torch.stack(
+                [
+                    (special & ~ignored).sum().double(),
+                    same.double(),
+                    error.square().mean().sqrt() if error.numel() else zero,
+                    error.amax() if error.numel() else zero,
+                ]
+            )
+        )
+    worst = {}
+    for name, (special, same, rms, largest) in zip(names, torch.stack(numbers).tolist()):
+        worst[name] = largest
+        # With few elements the mean is a poor estimate, and a single rounding may be at its limit.
+        rms_limit = 1.0 if name == "lse" else RMS_LIMIT + 2.0 / math.sqrt(max(results[name].numel(), 1))
+        limit = 1.0 if name == "lse" else MAX_LIMIT
+        if special or not same or not rms <= rms_limit or not largest <= limit:
+            raise AssertionError(
+                _describe(name, results[name], repeats[name], truth, special, bool(same), rms, limit)
+            )
+    return worst
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
+
+
+def _in_noise_units(got: Tensor, truth: Truth, name: str) -> Tensor:
+    value, noise = truth.value[name], truth.noise[name]
+    error = (got.double() - value).abs() / noise
+    # Where the truth allows no error at all, none is zero units and any is infinitely many.
+    error = torch.where(noise > 0, error, torch.where(got.double() == value, 0.0, math.inf))
+    return torch.where(value.isfinite(), error, 0.0)
+
+
+def _describe(
+    name: str, got: Tensor, repeat: Tensor, truth: Truth, special: float, same: bool, rms: float, limit: float
+) -> str:
+    """Where and how far a tensor is off."""
+    value = truth.value[name]
+    lines = []
+    if special:
+        wrong = (got.isfinite() != value.isfinite()) | (
+            ~value.isfinite() & (got.double() != value) & ~(got.isnan() & value.isnan())
+        )
+        if name in truth.unspecified:
+            wrong &= ~truth.unspecified[name]
+        at = tuple(wrong.nonzero()[0].tolist())
+        lines.append(
+            f"{name}: {int(special)} special values differ, first at {at}: got {got[at].item()}, "
+            f"expected {value[at].item()}"
+        )
+    if not same:
+        wrong = _bits(got) != _bits(repeat)
+        at = tuple(wrong.nonzero()[0].tolist())
+        lines.append(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ between two runs, first at "
+            f"{at}: {got[at].item()!r} and {repeat[at].item()!r}"
+        )
+    error = _in_noise_units(got, truth, name)
+    if name in truth.unspecified:
+        error = error.masked_fill(truth.unspecified[name], 0)
+    error = error.nan_to_num(0.0, math.inf)
+    if error.numel():
+        at = tuple(x.item() for x in torch.unravel_index(error.argmax(), error.shape))
+        lines.append(
+            f"{name}: error {rms:.3g} noise units in the mean, worst {error[at].item():.3g} (limit {limit}) "
+            f"at {at}: got {got[at].item():.9g}, expected {value[at].item():.9g}; "
+            f"{int((error > limit).sum())} of {error.numel()} elements beyond the limit"
+        )
+    return "\n    ".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# Many cases in one test
+
+
+def run_cases(cases: Iterable[Case], target: Target, show: int = 8) -> dict[str, float]:
+    """Runs all cases, without pytest's cost per test, and fails with the first ``show`` failures.
+
+    Returns the largest error of each tensor over all cases, in noise units.
+    """
+    reason = target.why_not()
+    if reason:
+        pytest.skip(reason)
+    failures, count, worst = [], 0, {}
+    with target.active():
+        for case in cases:
+            count += 1
+            try:
+                found = run_case(case, target).worst
+            except CaseFailure as failure:
+                failures.append(str(failure))
+            except DeviceLost as lost:
+                pytest.exit(f"CUDA context lost in\n{lost}", returncode=3)
+            else:
+                worst = {name: max(found.get(name, 0.0), worst.get(name, 0.0)) for name in {*worst, *found}}
+    if failures:
+        shown = "\n".join(failures[:show])
+        pytest.fail(f"{len(failures)} of {count} cases failed\n{shown}", pytrace=False)
+    return worst

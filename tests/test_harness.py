@@ -1,0 +1,206 @@
+"""Tests of the tests: the truth agrees with the oracle, the checks pass a right kernel and see a wrong one.
+
+The kernel is the model of emulated.py, so all of this runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from flash_ext.reference import attention_reference
+from tests import emulated, harness
+from tests.cases import Case, covering_cases, dense, packed, random_cases
+from tests.covering import covering_array
+from tests.inputs import make_inputs
+from tests.sampled import Sequence, backward_keys, backward_rows, corner_samples, forward_rows
+from tests.truth import compute_truth
+
+CPU = harness.TARGETS["cpu"]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch):
+    """Makes the harness call the kernel model; returns a function that plants a bug in it."""
+
+    def plant(bug: str = "") -> None:
+        monkeypatch.setattr(harness, "call_forward", lambda x, t: emulated.forward(x, t, bug))
+        monkeypatch.setattr(harness, "call_backward", lambda x, o, s, t: emulated.backward(x, o, s, t, bug))
+
+    plant()
+    with CPU.active():
+        yield plant
+
+
+def oracle(case: Case) -> dict[str, torch.Tensor]:
+    """Results of flash_ext.reference, gradients by autograd."""
+    x = make_inputs(case, "cpu")
+    q, k, v = (t.double().nan_to_num(0).requires_grad_() for t in (x.q, x.k, x.v))
+    out, lse = attention_reference(q, k, v, case.spec, x.cu_seqlens_q, x.cu_seqlens_k)
+    loss = (out * x.dout.nan_to_num(0)).sum()
+    if case.dlse:
+        loss = loss + (lse.masked_fill(lse.isinf(), 0) * x.dlse).sum()
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def test_truth_agrees_with_the_oracle(seed: int) -> None:
+    """Two implementations without common code: padded formulas here, per-sequence autograd there."""
+    cases = [
+        c
+        for c in random_cases(seed, 50, limit=70, max_work=60_000)
+        if not c.invalid and c.data not in ("nan_row", "inf_value", "tiny")
+    ]
+    with CPU.active():
+        for case in cases:
+            truth, expected = compute_truth(make_inputs(case, "cpu"), backward=True), oracle(case)
+            for name, t in expected.items():
+                assert torch.equal(truth.value[name].isinf(), t.isinf()), f"{case}: {name}"
+                torch.testing.assert_close(
+                    truth.value[name],
+                    t,
+                    rtol=1e-9,
+                    atol=1e-9,
+                    msg=lambda text, name=name, case=case: f"{case}: {name}: {text}",
+                )
+
+
+def test_special_values_of_the_truth_agree_with_the_oracle() -> None:
+    """Where a NaN query or an infinite value shows, row by row."""
+    for data, causal in itertools.product(("nan_row", "inf_value"), (False, True)):
+        for case in (
+            dense(2, 9, 12, 4, 2, 8, data=data, causal=causal),
+            packed([5, 4], [7, 3], num_heads=2, num_heads_k=1, head_dim=8, data=data, causal=causal),
+        ):
+            x = make_inputs(case, "cpu")
+            truth = compute_truth(x, backward=data == "nan_row")
+            q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
+            out, lse = attention_reference(
+                q, k, v, case.spec, x.cu_seqlens_q, x.cu_seqlens_k, isolate_rows=True
+            )
+            found = {"out": out.detach(), "lse": lse.detach()}
+            if data == "nan_row":
+                found.update(zip(("dq", "dk", "dv"), torch.autograd.grad((out * x.dout).sum(), (q, k, v))))
+            for name, t in found.items():
+                free = truth.unspecified.get(name, torch.zeros_like(t, dtype=torch.bool))
+                t, value = t.masked_fill(free, 0), truth.value[name].masked_fill(free, 0)
+                torch.testing.assert_close(value, t, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_model_passes_on_every_kind_of_data(model, seed: int) -> None:
+    """The noise is large enough: a kernel that rounds as it must stays inside, whatever the data."""
+    cases = [c for c in random_cases(seed + 1, 60, limit=130, max_work=150_000) if not c.invalid]
+    harness.run_cases(cases, CPU)
+
+
+# Few cases that together notice every planted bug; small enough to run once per bug.
+WATCHFUL = [
+    dense(2, 67, 100, 4, 2, 64, causal=True, dlse=True),
+    dense(1, 100, 67, 4, 2, 40, dtype="fp16", causal=True),
+    dense(1, 90, 90, 2, 2, 64, window=(17, 3)),
+    dense(1, 40, 150, 2, 1, 32, data="rising"),
+    packed([5, 0, 40], [9, 3, 41], num_heads=2, num_heads_k=1, head_dim=24, tail=7),
+]
+
+
+@pytest.mark.parametrize("bug", sorted(emulated.BUGS))
+def test_planted_bug_is_noticed(model, bug: str) -> None:
+    model(bug)
+    noticed = []
+    for case in WATCHFUL:
+        try:
+            harness.run_case(case, CPU)
+        except harness.CaseFailure as failure:
+            noticed.append(str(failure))
+    assert noticed, f"nothing noticed: {emulated.BUGS[bug]}"
+    assert all("--repro" in text for text in noticed)
+
+
+def test_lost_key_is_noticed_in_a_long_row(model) -> None:
+    """The bug that a comparison with twice PyTorch's error misses in bf16: one key of 2048."""
+    case = dense(1, 8, 2048, 1, 1, 64, causal=True, backward=False)
+    harness.run_case(case, CPU)
+    model("newest_key")
+    with pytest.raises(harness.CaseFailure, match="lse"):
+        harness.run_case(case, CPU)
+
+
+def test_stray_reads_and_writes_are_noticed(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dense(1, 5, 7, 1, 1, 8, layout="gap", backward=False)
+
+    def reads_beyond(x, target):
+        widened = x.v.as_strided(
+            x.v.shape, (x.v.stride(0), x.v.stride(1), x.v.stride(2), 1), x.v.storage_offset() + 1
+        )
+        return attention_reference(x.q, x.k, widened, case.spec)[0].to(x.q.dtype), emulated.forward(
+            x, target
+        )[1]
+
+    def writes_beyond(x, target):
+        x.arena[x.arena.numel() - 1] = 0
+        return emulated.forward(x, target)
+
+    for fault, words in ((reads_beyond, "special values"), (writes_beyond, "memory around it")):
+        monkeypatch.setattr(harness, "call_forward", fault)
+        with pytest.raises(harness.CaseFailure, match=words):
+            harness.run_case(case, CPU)
+
+
+def test_every_layout_holds_the_same_values() -> None:
+    for case in (
+        dense(2, 6, 6, 4, 4, 8),
+        packed([3, 0, 4], [3, 0, 4], num_heads=4, num_heads_k=4, head_dim=8, tail=2),
+    ):
+        plain = make_inputs(case, "cpu")
+        for layout in ("bhsd", "sbhd", "gap", "odd", "offset", "packed", "singleton"):
+            x = make_inputs(case.replace(layout=layout), "cpu")
+            for name in ("q", "k", "v", "dout"):
+                torch.testing.assert_close(
+                    getattr(x, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True
+                )
+        shared = make_inputs(case.replace(layout="expanded"), "cpu")
+        assert 0 in shared.k.stride()
+
+
+def test_sampled_truth_agrees_with_the_oracle() -> None:
+    rng = random.Random(0)
+    for case in (
+        dense(2, 130, 150, 4, 2, 24, causal=True, window=(40, 0), dlse=True),
+        dense(1, 130, 100, 4, 2, 24, 40, window=(-1, 3)),
+    ):
+        x, expected, b = make_inputs(case, "cpu"), oracle(case), case.batch - 1
+        seq = Sequence(
+            x.q[b],
+            x.k[b],
+            x.v[b],
+            expected["out"][b],
+            expected["lse"][b],
+            x.dout[b],
+            x.dlse[b] if case.dlse else None,
+            expected["dq"][b],
+            expected["dk"][b],
+            expected["dv"][b],
+        )
+        rows, keys = (corner_samples(rng, 12, h, n) for h, n in ((4, case.seqlen_q), (2, case.seqlen_k)))
+        out, lse, _ = forward_rows(seq, case.spec, rows)
+        for pair in (out, lse, backward_rows(seq, case.spec, rows), *backward_keys(seq, case.spec, keys)):
+            torch.testing.assert_close(pair.actual, pair.expected, rtol=1e-9, atol=1e-9)
+
+
+def test_case_survives_its_repro_line(seed: int) -> None:
+    for case in random_cases(seed, 300):
+        assert Case.from_json(case.to_json()) == case
+
+
+def test_covering_array_covers() -> None:
+    levels = [4, 3, 3, 2, 2]
+    for strength in (1, 2, 3):
+        rows = covering_array(levels, strength)
+        for group in itertools.combinations(range(len(levels)), strength):
+            seen = {tuple(row[f] for f in group) for row in rows}
+            assert len(seen) == torch.tensor([levels[f] for f in group]).prod()
+    assert len(covering_array(levels, 3)) < 60  # of 144 in the full grid
+    assert len(covering_cases(2)) < 400

@@ -1,0 +1,227 @@
+"""Float64 truth of a case together with the rounding noise that a correct kernel may add to each element.
+
+A fixed relative tolerance cannot judge random shapes and data: with one key dq is exactly zero, with values
+that cancel any relative error may be large, and a generous absolute one hides a wrong row of small numbers.
+So every element gets its own standard deviation, from the roundings that the algorithm cannot avoid:
+
+    forward   P to the storage type before P V, the output; the logits in fp32
+    backward  P before P^T dO, dS before dS K and dS^T Q, delta from the rounded output; the results
+
+The gradients are explicit formulas here, not autograd, and all sequences of a packed batch are computed at
+once in padded form; test_harness.py holds them against flash_ext.reference, which shares no code with this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.cases import Case
+from tests.inputs import Inputs
+
+# Unit roundoff, and the absolute error left below the normal range: half the smallest fp16 subnormal, and the
+# fp32 flush-to-zero threshold where bf16 itself would reach further down.
+UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126}
+
+
+@dataclass
+class Truth:
+    """Exact results and the noise of each element, in the shapes of the call's results, float64.
+
+    ``unspecified`` marks elements about which nothing is promised: a NaN reaches what shares its tile, as a
+    matrix product multiplies it by the zero weight of a masked pair.
+    For lse, ``noise`` is the largest allowed absolute error rather than a deviation.
+    """
+
+    value: dict[str, Tensor]
+    noise: dict[str, Tensor]
+    unspecified: dict[str, Tensor]
+
+
+@dataclass
+class _Padded:
+    """A case as one dense batch: q, dout (b, h, mq, .), k, v (b, h, mk, .) with key heads repeated."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    visible: Tensor  # (b, 1, mq, mk) bool
+    rows_q: Tensor  # (b, mq) row of each padded place in the packed tensors
+    valid_q: Tensor  # (b, mq) bool
+    rows_k: Tensor
+    valid_k: Tensor
+
+
+def compute_truth(inputs: Inputs, backward: bool) -> Truth:
+    """Truth of one case. Memory: about ten float64 tensors of (batch, num_heads, max_q, max_k)."""
+    case = inputs.case
+    if case.torch_dtype not in UNIT_ROUNDOFF:
+        raise ValueError(f"the noise model covers fp16 and bf16, got {case.dtype}")
+    padded = _pad(inputs)
+    u, floor = UNIT_ROUNDOFF[case.torch_dtype], UNDERFLOW[case.torch_dtype]
+    scale, visible = case.scale, padded.visible
+    q, k, v, dout = padded.q, padded.k, padded.v, padded.dout
+
+    def square(t: Tensor) -> Tensor:
+        return t * t
+
+    scores = (scale * (q @ k.mT)).masked_fill(~visible, float("-inf"))
+    lse = (
+        torch.logsumexp(scores, -1, keepdim=True)
+        if scores.shape[-1]
+        else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+    )
+    p = torch.exp(scores - lse.masked_fill(lse.isinf(), 0))
+    reach = abs(scale) * (q.abs() @ k.abs().mT).masked_fill(~visible, 0)
+    reach = reach.amax(-1, keepdim=True) if reach.shape[-1] else torch.zeros_like(lse)
+    # The logits and the exponent's subtraction are fp32: a relative error of every weight of the row.
+    tilt = 2.0**-23 * (reach + lse.abs().masked_fill(lse.isinf(), 0))
+    seen = visible.double()
+
+    out = p @ v
+    out_var = (
+        u**2 * (square(out) + square(p) @ square(v))
+        + square(tilt) * (p @ square(v))
+        + floor**2 * (1 + seen @ square(v))
+    )
+    value = {"out": out, "lse": lse}
+    noise = {
+        "out": out_var.sqrt(),
+        "lse": 3e-6 * reach.clamp(min=1) + 2.0**-23 * lse.abs().masked_fill(lse.isinf(), 0),
+    }
+
+    if backward:
+        delta = (dout * out).sum(-1, keepdim=True) - padded.dlse
+        ds = p * (dout @ v.mT - delta)
+        delta_var = (square(dout) * out_var).sum(-1, keepdim=True)
+        rounding = u**2 + square(tilt)
+        dq = scale * (ds @ k)
+        dq_var = scale**2 * (
+            rounding * (square(ds) @ square(k)) + delta_var * square(p @ k) + floor**2 * (seen @ square(k))
+        )
+        dk = scale * (ds.mT @ q)
+        dk_var = scale**2 * (
+            (rounding * square(ds) + delta_var * square(p)).mT @ square(q) + floor**2 * (seen.mT @ square(q))
+        )
+        dv = p.mT @ dout
+        dv_var = (rounding * square(p)).mT @ square(dout) + floor**2 * (seen.mT @ square(dout))
+        dk, dk_var, dv, dv_var = (_sum_groups(t, case) for t in (dk, dk_var, dv, dv_var))
+        for name, t, var in (("dq", dq, dq_var), ("dk", dk, dk_var), ("dv", dv, dv_var)):
+            value[name] = t
+            noise[name] = (var + u**2 * square(t) + floor**2).sqrt()
+
+    value = {name: _unpad(name, t, padded, inputs) for name, t in value.items()}
+    noise = {name: _unpad(name, t, padded, inputs) for name, t in noise.items()}
+    if case.is_packed:  # rows of no sequence
+        outside = torch.ones(inputs.q.shape[0], dtype=torch.bool, device=q.device)
+        outside[padded.rows_q[padded.valid_q]] = False
+        value["lse"][:, outside] = float("-inf")
+    truth = Truth(value, noise, {})
+    _plant_special_values(truth, padded, inputs)
+    return truth
+
+
+def _pad(inputs: Inputs) -> _Padded:
+    case, device = inputs.case, inputs.q.device
+    lens = torch.tensor(list(case.sequences()), dtype=torch.int64).reshape(-1, 2)
+    mq, mk = (int(lens[:, side].max()) if len(lens) else 0 for side in (0, 1))
+    lens = lens.to(device)
+
+    def places(side: int, size: int, stride: int) -> tuple[Tensor, Tensor]:
+        position = torch.arange(size, device=device)
+        start = (
+            lens[:, side].cumsum(0) - lens[:, side]
+            if case.is_packed
+            else torch.arange(len(lens), device=device) * stride
+        )
+        return start[:, None] + position, position < lens[:, side, None]
+
+    rows_q, valid_q = places(0, mq, case.seqlen_q)
+    rows_k, valid_k = places(1, mk, case.seqlen_k)
+
+    def gather(t: Tensor, rows: Tensor, valid: Tensor) -> Tensor:
+        flat = t.reshape(-1, *t.shape[-2:])
+        if not len(flat):
+            return flat.new_zeros(*rows.shape, *flat.shape[1:], dtype=torch.float64).transpose(1, 2)
+        t = flat[rows.clamp(max=len(flat) - 1)].double()
+        return t.masked_fill(~valid[:, :, None, None], 0).nan_to_num(0, 0, 0).transpose(1, 2)
+
+    group = case.num_heads // max(case.num_heads_k, 1)
+    q, dout = gather(inputs.q, rows_q, valid_q), gather(inputs.dout, rows_q, valid_q)
+    k, v = (gather(t, rows_k, valid_k).repeat_interleave(group, 1) for t in (inputs.k, inputs.v))
+    dlse = torch.zeros(q.shape[:3], dtype=torch.float64, device=device)[..., None]
+    if inputs.dlse is not None:
+        rows_first = inputs.dlse.T if case.is_packed else inputs.dlse.transpose(1, 2)
+        dlse = gather(rows_first[..., None], rows_q, valid_q)
+
+    left, right = case.effective_window
+    centre = torch.arange(mq, device=device)[:, None] + (lens[:, 1] - lens[:, 0])[:, None, None]
+    column = torch.arange(mk, device=device)
+    visible = valid_q[:, :, None] & valid_k[:, None, :]
+    if left >= 0:
+        visible = visible & (column >= centre - left)
+    if right >= 0:
+        visible = visible & (column <= centre + right)
+    return _Padded(q, k, v, dout, dlse, visible[:, None], rows_q, valid_q, rows_k, valid_k)
+
+
+def _sum_groups(t: Tensor, case: Case) -> Tensor:
+    """Sums query heads that share a key head: (b, h, mk, d) to (b, h_k, mk, d)."""
+    return t.unflatten(1, (case.num_heads_k, -1)).sum(2) if case.num_heads else t
+
+
+def _unpad(name: str, t: Tensor, padded: _Padded, inputs: Inputs) -> Tensor:
+    """From (b, heads, rows, d) to the shape of the call's result; rows of no sequence are 0."""
+    t = t.transpose(1, 2)
+    if inputs.case.is_packed:
+        rows, valid, like = (
+            (padded.rows_k, padded.valid_k, inputs.k)
+            if name in ("dk", "dv")
+            else (padded.rows_q, padded.valid_q, inputs.q)
+        )
+        flat = t.new_zeros(like.shape[0], *t.shape[2:])
+        flat[rows[valid]] = t[valid]
+        t = flat
+    if name != "lse":
+        return t
+    return t.squeeze(-1).mT.contiguous()
+
+
+def _plant_special_values(truth: Truth, padded: _Padded, inputs: Inputs) -> None:
+    """Where the one NaN row of q, or the one infinite entry of v, must show, and where it may."""
+    case = inputs.case
+    lengths = next(iter(case.sequences()), (0, 0))
+    if case.data not in ("nan_row", "inf_value") or 0 in lengths or not case.num_heads:
+        return
+    first = {name: t if case.is_packed else t[0] for name, t in truth.value.items()}
+    first["lse"] = truth.value["lse"] if case.is_packed else truth.value["lse"][0]
+    seen = padded.visible[0, 0]
+    nan = float("nan")
+    if case.data == "nan_row":
+        row = lengths[0] // 2
+        keys = seen[row].nonzero().squeeze(-1)
+        if len(keys):
+            first["out"][row, 0] = nan
+            first["lse"][0, row] = nan
+        if "dq" in first:
+            if len(keys):
+                first["dq"][row, 0] = nan
+            for name in ("dk", "dv"):
+                hidden = torch.zeros_like(truth.value[name], dtype=torch.bool)
+                (hidden if case.is_packed else hidden[0])[: lengths[1], 0] = True
+                (hidden if case.is_packed else hidden[0])[keys, 0] = False
+                truth.unspecified[name] = hidden
+                first[name][keys, 0] = nan
+        return
+    key, group = lengths[1] // 2, case.num_heads // case.num_heads_k
+    rows = seen[: lengths[0], key]
+    hidden = torch.zeros_like(truth.value["out"], dtype=torch.bool)
+    block = (hidden if case.is_packed else hidden[0])[: lengths[0], :group, 0]
+    block[~rows] = True
+    truth.unspecified["out"] = hidden
+    first["out"][: lengths[0], :group, 0][rows] = float("inf")

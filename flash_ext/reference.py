@@ -24,20 +24,22 @@ def attention_reference(
     """softmax(scale * q k^T + mask) v and the logarithm of the softmax's denominator, in float64.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) when packed; any real dtype.
-        k: (batch, seqlen_k, num_heads_k, head_dim) or (total_k, num_heads_k, head_dim). Query head ``h`` reads
-            key head ``h // (num_heads // num_heads_k)``.
+        q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) when packed; any real
+            dtype.
+        k: (batch, seqlen_k, num_heads_k, head_dim) or (total_k, num_heads_k, head_dim). Query head ``h``
+            reads key head ``h // (num_heads // num_heads_k)``.
         v: as k, with head_dim_v features.
         spec: scale and window.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) integer prefix sums; both given means packed input.
         isolate_rows: treat each query row by itself, with just the keys it sees. Slow, and needed only when
-            something is NaN or infinite: then a value shows exactly where it is visible, forward and backward,
-            and not where a matrix product multiplies it by a zero weight.
+            something is NaN or infinite: then a value shows exactly where it is visible, forward and
+            backward, and not where a matrix product multiplies it by a zero weight.
 
     Returns:
         out: float64, (batch, seqlen_q, num_heads, head_dim_v) or (total_q, num_heads, head_dim_v); 0 in rows
             that see no key or lie outside every sequence.
-        lse: float64 natural logarithm, (batch, num_heads, seqlen_q) or (num_heads, total_q); -inf in such rows.
+        lse: float64 natural logarithm, (batch, num_heads, seqlen_q) or (num_heads, total_q); -inf in such
+            rows.
     """
     q, k, v = q.double(), k.double(), v.double()
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -51,6 +53,7 @@ def attention_reference(
         q[rows_q].split([end - start for start, end in bounds_q]),
         k[rows_k].split([end - start for start, end in bounds_k]),
         v[rows_k].split([end - start for start, end in bounds_k]),
+        strict=True,
     )
     # The part without rows keeps the graph connected when there is no sequence at all.
     parts = [(q[:0], k[:0], v[:0]), *parts]
@@ -63,10 +66,10 @@ def attention_reference(
 
 
 def sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) rows of each packed sequence, forced into [0, total] with start <= end as the kernels do."""
+    """(start, end) rows of each packed sequence, forced to 0 <= start <= end <= total as in the kernels."""
     cu = cu_seqlens.tolist()
     starts = [min(max(c, 0), total) for c in cu[:-1]]
-    return [(start, min(max(end, start), total)) for start, end in zip(starts, cu[1:])]
+    return [(start, min(max(end, start), total)) for start, end in zip(starts, cu[1:], strict=True)]
 
 
 def visible_mask(spec: AttnSpec, seqlen_q: int, seqlen_k: int, device: torch.device | None = None) -> Tensor:
@@ -113,8 +116,8 @@ def _softmax_product(
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
 
-    # The shift by the row's maximum cancels exactly, hence detach. A row without keys has the maximum -inf and
-    # the denominator 0; both are replaced by harmless values so that no NaN enters its (zero) gradient.
+    # The shift by the row's maximum cancels exactly, hence detach. A row without keys has the maximum -inf
+    # and the denominator 0; both are replaced by harmless values so that no NaN enters its (zero) gradient.
     hidden_key = scores.new_full((*scores.shape[:3], 1), float("-inf"))
     row_max = torch.cat([scores.detach(), hidden_key], dim=-1).amax(dim=-1, keepdim=True)
     row_max = row_max.masked_fill(row_max == float("-inf"), 0.0)

@@ -1,12 +1,12 @@
 """The CPU backend: tiled online softmax from torch matmuls, forward and backward, in O(seqlen) memory.
 
-It follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): query blocks outside, key blocks inside,
-an unnormalised accumulator with running maximum and sum, one logsumexp per row kept for the backward pass, which
-recomputes the weights from it. Arithmetic is float32, or float64 for float64 inputs; the query heads that share a
-key head are folded into the rows of one product.
+It follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): query blocks outside, key blocks
+inside, an unnormalised accumulator with running maximum and sum, one logsumexp per row kept for the backward
+pass, which recomputes the weights from it. Arithmetic is float32, or float64 for float64 inputs; the query
+heads that share a key head are folded into the rows of one product.
 
-A NaN or infinity in a key that a row does not see may still reach that row if both lie in one tile, because the
-products of a tile multiply it by a zero weight. Other sequences, batches and heads are never reached.
+A NaN or infinity in a key that a row does not see may still reach that row if both lie in one tile, because
+the products of a tile multiply it by a zero weight. Other sequences, batches and heads are never reached.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def tiled_backward(
             dout[None, rows_q], q[None, rows_q], k[None, rows_k], v[None, rows_k], out[None, rows_q],
             lse[None, :, rows_q], None if dlse is None else dlse[None, :, rows_q], spec, acc_dtype,
         )  # fmt: skip
-        for grad, rows, grad_b in zip(grads, (rows_q, rows_k, rows_k), grads_b):
+        for grad, rows, grad_b in zip(grads, (rows_q, rows_k, rows_k), grads_b, strict=True):
             grad[rows] = grad_b[0]
     return grads
 
@@ -102,7 +102,7 @@ def _accumulator_dtype(q: Tensor) -> torch.dtype:
 def _sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
     """Row slices of q and of k for each packed sequence."""
     bounds_q, bounds_k = sequence_bounds(cu_seqlens_q, q.shape[0]), sequence_bounds(cu_seqlens_k, k.shape[0])
-    return [(slice(*bq), slice(*bk)) for bq, bk in zip(bounds_q, bounds_k)]
+    return [(slice(*bq), slice(*bk)) for bq, bk in zip(bounds_q, bounds_k, strict=True)]
 
 
 def _fold(x: Tensor, num_heads_k: int, dtype: torch.dtype) -> Tensor:
@@ -118,7 +118,7 @@ def _unfold(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _QueryBlock:
-    """Rows [start, end) of one sequence: which key blocks they need, and which scores of a tile they may not see."""
+    """Rows [start, end) of one sequence: the key blocks they need and the scores they may not see."""
 
     def __init__(self, start: int, end: int, seqlen_q: int, seqlen_k: int, group: int, spec: AttnSpec):
         self.rows = slice(start, end)
@@ -201,7 +201,7 @@ def _backward_dense(
     delta = (dout * out).sum(dim=-1, keepdim=True)
     if dlse is not None:
         delta -= dlse.to(acc_dtype).unflatten(1, (num_heads_k, group)).unsqueeze(-1)
-    # An empty row takes no part whatever its q, dout or dlse hold, NaN included; lse +inf makes its weights 0.
+    # An empty row takes no part whatever its q, dout or dlse hold, NaN included; lse +inf gives weights of 0.
     empty = lse == float("-inf")
     q, dout, delta = (x.masked_fill(empty, 0.0) for x in (q, dout, delta))
     lse = lse.masked_fill(empty, float("inf"))

@@ -1,16 +1,16 @@
-"""How results are judged: error metrics, the gates they must stay under, and messages that point at the fault.
+"""How results are judged: error metrics, their gates, and messages that point at the fault.
 
-``got`` is what an implementation returned, ``ref`` the float64 truth computed from the same rounded inputs and
-never rounded afterwards. Everything works on any device; each check costs one synchronisation.
+``got`` is what an implementation returned, ``ref`` the float64 truth computed from the same rounded inputs
+and never rounded afterwards. Everything works on any device; each check costs one synchronisation.
 
-A half-precision kernel with fp32 accumulation rounds three things: its inputs (not its fault), P before the second
-product, and its output. With unit roundoff u that is 0.55 to 0.6 u in relative L2 norm whatever the length, so the
-gates below are multiples of u. A tensor passes if it is within its gates for the whole tensor, for the worst row
-and for the mean error, and if NaN and infinities stand exactly where the truth has them.
+A half-precision kernel with fp32 accumulation rounds three things: its inputs (not its fault), P before the
+second product, and its output. With unit roundoff u that is 0.55 to 0.6 u in relative L2 norm whatever the
+length, so the gates below are multiples of u. A tensor passes if it is within its gates for the whole tensor,
+for the worst row and for the mean error, and if NaN and infinities stand exactly where the truth has them.
 
-The gates hold for standard normal inputs with at least 128 rows and 64 features. Elsewhere the truth is no fair
-measure of the error, above all in the gradients, where exact sums cancel to nothing and their roundings do not;
-``tests/truth.py`` gives every element its own noise for that.
+The gates hold for standard normal inputs with at least 128 rows and 64 features. Elsewhere the truth is no
+fair measure of the error, above all in the gradients, where exact sums cancel to nothing and their roundings
+do not; ``tests/truth.py`` gives every element its own noise for that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The gates, frozen here and nowhere else
 
 # Largest relative error of rounding to nearest.
@@ -52,8 +52,8 @@ class Gate:
 def _half_gates(u: float, signed_bias: float) -> dict[str, Gate]:
     return {
         "out": Gate(0.8 * u, 1.2 * u, signed_bias),
-        # Delta is formed from the rounded output, which shows in dq where dS cancels: in row 0 of a causal call,
-        # whose exact dq is 0, and in the few rows after it. Emulation finds up to 6.6 u there.
+        # Delta is formed from the rounded output, which shows in dq where dS cancels: in row 0 of a causal
+        # call, whose exact dq is 0, and in the few rows after it. Emulation finds up to 6.6 u there.
         "dq": Gate(0.85 * u, 8.5 * u, signed_bias, row_floor=0.5),
         "dk": Gate(0.85 * u, 1.6 * u, signed_bias),
         "dv": Gate(0.85 * u, 1.6 * u, signed_bias),
@@ -81,7 +81,7 @@ LSE_GATE: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 3e-6, t
 COUNT_LSE_GATE = 2e-6
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Metrics
 
 
@@ -111,9 +111,9 @@ def measure(got: Tensor, ref: Tensor, row_floor: float = 1e-3, quantum: float = 
     """Errors of ``got`` against ``ref`` (same shape), where ``ref`` is finite in got's dtype.
 
     Args:
-        row_floor: rows with a norm below this fraction of the RMS row are divided by that instead of their own.
-        quantum: absolute error per element that is forgiven before anything is measured relatively (the spacing
-            of subnormal numbers, below which no relative precision exists).
+        row_floor: rows with a norm below this fraction of the RMS row are divided by that instead.
+        quantum: absolute error per element that is forgiven before anything is measured relatively (the
+            spacing of subnormal numbers, below which no relative precision exists).
     """
     if got.shape != ref.shape:
         raise AssertionError(f"shape {tuple(got.shape)} where the reference has {tuple(ref.shape)}")
@@ -167,7 +167,7 @@ def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Checks
 
 
@@ -183,8 +183,8 @@ def assert_same_special_values(name: str, got: Tensor, ref: Tensor) -> None:
         if wrong.any():
             index = tuple(wrong.nonzero()[0].tolist())
             raise AssertionError(
-                f"{name}: {int(wrong.sum())} of {wrong.numel()} positions of {kind} differ; first at {index}: "
-                f"got {got[index].item()}, reference {ref[index].item()}"
+                f"{name}: {int(wrong.sum())} of {wrong.numel()} positions of {kind} differ; "
+                f"first at {index}: got {got[index].item()}, reference {ref[index].item()}"
             )
 
 
@@ -196,7 +196,7 @@ def violations(errors: Errors, gate: Gate) -> list[str]:
         # Independent roundings alone give a mean of this many standard deviations about once in a million.
         "signed bias": (errors.signed_bias, gate.signed_bias + 5 * errors.bias_noise),
     }
-    return [f"{what} {value:.3g} > {limit:.3g}" for what, (value, limit) in limits.items() if not value <= limit]
+    return [f"{what} {v:.3g} > {limit:.3g}" for what, (v, limit) in limits.items() if not v <= limit]
 
 
 def assert_within_gates(name: str, got: Tensor, ref: Tensor, terms: int = 1) -> Errors:
@@ -206,10 +206,10 @@ def assert_within_gates(name: str, got: Tensor, ref: Tensor, terms: int = 1) -> 
         name: "out", "dq", "dk" or "dv", optionally followed by a space and more words for the message.
         got: the result, in the dtype whose gates apply.
         ref: the truth, float64.
-        terms: how many rounded terms each element sums. It matters only where they are subnormal numbers, whose
-            absolute errors add up.
+        terms: how many rounded terms each element sums. It matters only where they are subnormal numbers,
+            whose absolute errors add up.
     """
-    gate = GATES[got.dtype][name.split()[0]]
+    gate = GATES[got.dtype][name.split(maxsplit=1)[0]]
     assert_same_special_values(name, got, ref)
     info = torch.finfo(got.dtype)
     errors = measure(got, ref, gate.row_floor, quantum=info.tiny * info.eps * math.sqrt(terms))
@@ -222,8 +222,8 @@ def assert_within_gates(name: str, got: Tensor, ref: Tensor, terms: int = 1) -> 
 def max_abs_logit(q: Tensor, k: Tensor, softmax_scale: float) -> float:
     """Largest |scale| * sum_d |q_d k_d| over the pairs of rows that meet in a score; sets the lse gate.
 
-    Takes (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim) tensors. Of packed ones all pairs
-    count, also across sequences, so the result may be too large. Values that are not finite are left out.
+    Takes (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim) tensors. Of packed ones all
+    pairs count, also across sequences, so the result may be too large. Non-finite values are left out.
     """
     if q.numel() == 0 or k.numel() == 0:
         return 0.0
@@ -234,7 +234,7 @@ def max_abs_logit(q: Tensor, k: Tensor, softmax_scale: float) -> float:
 
 
 def assert_lse(got: Tensor, ref: Tensor, largest_logit: float) -> float:
-    """Judges lse: special values exactly, the rest absolutely. Returns the largest error as a share of the gate."""
+    """Judges lse, special values exactly and the rest absolutely; returns the share of the gate used."""
     assert_same_special_values("lse", got, ref)
     limit = LSE_GATE[got.dtype] * max(1.0, largest_logit)
     errors = measure(got, ref)
@@ -247,7 +247,7 @@ def assert_exact(name: str, got: Tensor, expected: Tensor) -> None:
     """Bitwise equality of values (dtype included); a NaN equals a NaN and -0 equals 0."""
     if got.dtype != expected.dtype or got.shape != expected.shape:
         raise AssertionError(
-            f"{name}: {got.dtype} {tuple(got.shape)} where {expected.dtype} {tuple(expected.shape)} is expected"
+            f"{name}: {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
         )
     wrong = ~((got == expected) | (got.isnan() & expected.isnan()))
     if wrong.any():
@@ -261,12 +261,12 @@ def assert_exact(name: str, got: Tensor, expected: Tensor) -> None:
 def assert_within_twice_pytorch(name: str, got: Tensor, ref: Tensor, pytorch: Tensor) -> None:
     """The rule FlashAttention's own tests use: at most twice the error of PyTorch in the same precision.
 
-    It is weaker than the gates at long sequences and kept so that users can compare. ``pytorch`` is the result of
-    materialised attention in got's dtype; one rounding of the largest value is allowed on top.
+    It is weaker than the gates at long sequences and kept so that users can compare. ``pytorch`` is the
+    result of materialised attention in got's dtype; one rounding of the largest value is allowed on top.
     """
     limit = 2 * measure(pytorch, ref).max_abs
     if ref.numel():
         limit += 2 * UNIT_ROUNDOFF[got.dtype] * float(ref.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
     errors = measure(got, ref)
     if not errors.max_abs <= limit:
-        raise AssertionError(f"{name}: |difference| {errors.max_abs:.3g} > twice PyTorch's, {limit:.3g}\n  {errors}")
+        raise AssertionError(f"{name}: {errors.max_abs:.3g} off, twice PyTorch's is {limit:.3g}\n  {errors}")

@@ -1,7 +1,8 @@
 """Exact probes: inputs whose right answer is known without a reference, so that one wrong key cannot hide.
 
-A tolerance that suits rounding lets a kernel lose the newest key of 8192. A probe does not: with q = 0 the lse is
-the logarithm of how many keys a row sees, and one key more or less moves it a hundred times further than rounding.
+A tolerance that suits rounding lets a kernel lose the newest key of 8192. A probe does not: with q = 0 the
+lse is the logarithm of how many keys a row sees, and one key more or less moves it a hundred times further
+than rounding.
 
 Every probe takes a case (shape, heads, mask, packing and dtype are used; its data kind and layout are not), a
 device and the implementation, and raises AssertionError. ``probes_for`` lists those that fit a case.
@@ -31,7 +32,7 @@ class _Rows:
     """All sequences of a case side by side: tensors (total, heads, features), whether it is packed or dense.
 
     lo, hi: (total_q, 1) int64, the keys each row sees as rows of the key tensor; both 0 in tail rows.
-    sequence_start, sequence_len: (total_k, 1) int64, where the sequence of each key starts and how long it is.
+    sequence_start, sequence_len: (total_k, 1) int64, first key and length of each key's sequence.
     """
 
     case: Case
@@ -99,19 +100,24 @@ class _Rows:
         """(rows, num_heads_k, features) -> (rows, num_heads, features), as query heads read key heads."""
         return x.repeat_interleave(self.case.num_heads // self.case.num_heads_k, dim=1)
 
-    def run(self, forward: Forward, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec | None = None):
+    def run(
+        self, forward: Forward, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse) as (total_q, num_heads, dim_v) and (total_q, num_heads)."""
         q, k, v = self._shaped(q, True), self._shaped(k, False), self._shaped(v, False)
         out, lse = forward(q, k, v, spec or self.case.spec, *self._cu_seqlens())
         return out.reshape(self.shape_out), self._flat_lse(lse)
 
-    def run_backward(self, forward: Forward, backward: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor):
+    def run_backward(
+        self, forward: Forward, backward: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) as (total, heads, features)."""
         q, dout = self._shaped(q, True), self._shaped(dout, True)
         k, v = self._shaped(k, False), self._shaped(v, False)
         out, lse = forward(q, k, v, self.case.spec, *self._cu_seqlens())
         grads = backward(dout, q, k, v, out, lse, self.case.spec, None, *self._cu_seqlens())
-        return tuple(x.reshape(shape) for x, shape in zip(grads, (self.shape_q, self.shape_k, self.shape_v)))
+        dq, dk, dv = grads
+        return dq.reshape(self.shape_q), dk.reshape(self.shape_k), dv.reshape(self.shape_v)
 
     def _shaped(self, x: Tensor, is_query: bool) -> Tensor:
         case = self.case
@@ -136,9 +142,10 @@ def _check(what: str, wrong: Tensor, got: Tensor, expected: Tensor) -> None:
     """Fails if ``wrong`` is True anywhere; the tensors give the values for the message."""
     if wrong.any():
         index = tuple(wrong.nonzero()[0].tolist())
+        here, wanted = (x.expand_as(wrong)[index].item() for x in (got, expected))
         raise AssertionError(
             f"{what}: {int(wrong.sum())} of {wrong.numel()} places are wrong; first at {index}: "
-            f"got {got.expand_as(wrong)[index].item():.9g}, expected {expected.expand_as(wrong)[index].item():.9g}"
+            f"got {here:.9g}, expected {wanted:.9g}"
         )
 
 
@@ -153,24 +160,25 @@ def count(case: Case, device: str | torch.device, forward: Forward) -> None:
     q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
     out, lse = rows.run(forward, q, rows.normal(rows.shape_k), rows.normal(rows.shape_v))
     expected = rows.count.double().log().expand_as(lse)
-    wrong = ~((lse.double() - expected).abs() <= compare.COUNT_LSE_GATE) & ~((lse == expected) & (rows.count == 0))
-    _check("count probe, lse against ln(visible keys)", wrong, lse, expected)
-    empty = (rows.count == 0).unsqueeze(-1).expand_as(out)
-    _check("count probe, out of rows that see nothing", empty & ~(out == 0), out, torch.zeros_like(out))
+    empty = rows.count == 0
+    right = ((lse.double() - expected).abs() <= compare.COUNT_LSE_GATE) | (empty & (lse == expected))
+    _check("count probe, lse against ln(visible keys)", ~right, lse, expected)
+    leak = empty.unsqueeze(-1) & ~(out == 0)
+    _check("count probe, out of rows that see nothing", leak, out, torch.zeros_like(out))
 
 
 def indicator(case: Case, device: str | torch.device, forward: Forward) -> None:
-    """q = 0 and column c of v is 1 from key t_c on: out is 0 exactly if no such key is visible, else a share."""
+    """q = 0, column c of v is 1 from key t_c on: out is exactly 0 where no such key is visible."""
     rows = _Rows(case, device)
     place = torch.rand(case.dim_v, device=device, generator=rows.generator)
-    threshold = (place * (rows.sequence_len + 1)).long() + rows.sequence_start  # (total_k, dim_v), in key rows
+    threshold = rows.sequence_start + (place * (rows.sequence_len + 1)).long()  # (total_k, dim_v) key rows
     key = torch.arange(rows.total_k, device=device).unsqueeze(1)
     v = (key >= threshold).to(case.torch_dtype).unsqueeze(1).expand(rows.shape_v)
     q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
     out, _ = rows.run(forward, q, rows.normal(rows.shape_k), v)
 
-    marked = v[:, 0].double().cumsum(0)
-    marked = torch.cat([torch.zeros_like(marked[:1]), marked]) if rows.total_k else marked.new_zeros(1, case.dim_v)
+    marked = (key >= threshold).double().cumsum(0)
+    marked = torch.cat([marked.new_zeros(1, case.dim_v), marked])
     ones = marked[rows.hi[:, 0]] - marked[rows.lo[:, 0]]
     share = (ones / rows.count.clamp_min(1)).unsqueeze(1)
     _check_close("indicator probe", out, share.expand_as(out), 2 * compare.UNIT_ROUNDOFF[case.torch_dtype])
@@ -191,7 +199,7 @@ def integer(case: Case, device: str | torch.device, forward: Forward) -> None:
 
 
 def needle(case: Case, device: str | torch.device, forward: Forward) -> None:
-    """Keys are random signs and each row asks loudly for one of them, at or just beyond an edge of its window.
+    """Keys are random signs; each row asks loudly for one of them, at or just beyond an edge of its window.
 
     If that key is visible out is its value; if it is not, its large logit must leave no trace in lse.
     """
@@ -226,7 +234,7 @@ def needle(case: Case, device: str | torch.device, forward: Forward) -> None:
 
 
 def scaling(case: Case, device: str | torch.device, forward: Forward) -> None:
-    """Powers of two pass through exactly: v * 8 gives out * 8, and q * 4 with a quarter of the scale gives the same."""
+    """Powers of two pass through exactly: v * 8 gives out * 8, q * 4 with scale / 4 changes nothing."""
     rows = _Rows(case, device)
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.uniform(rows.shape_v)
     out, lse = rows.run(forward, q, k, v)
@@ -240,7 +248,7 @@ def scaling(case: Case, device: str | torch.device, forward: Forward) -> None:
 
 
 def ones(case: Case, device: str | torch.device, forward: Forward) -> None:
-    """v = 1: the weights that multiply v and those that are summed for the denominator must be the same ones."""
+    """v = 1: the weights that multiply v and those summed for the denominator must be the same ones."""
     rows = _Rows(case, device)
     v = torch.ones(rows.shape_v, dtype=case.torch_dtype, device=device)
     out, _ = rows.run(forward, rows.normal(rows.shape_q), rows.normal(rows.shape_k), v)
@@ -258,9 +266,9 @@ def duplicate(case: Case, device: str | torch.device, forward: Forward) -> None:
         twice = case.replace(lens_k=tuple(2 * n for n in case.lens_k))
     rows_twice = _Rows(twice, device)
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.uniform(rows.shape_v)
-    pieces = [torch.arange(start, start + n, device=device) for _, _, start, n in rows.bounds for _ in range(2)]
-    pieces.append(torch.arange(rows.total_k - case.tail if case.is_packed else rows.total_k, rows.total_k, device=device))
-    index = torch.cat(pieces)
+    spans = [(start, start + n) for _, _, start, n in rows.bounds for _ in range(2)]
+    spans.append((sum(n for *_, n in rows.bounds), rows.total_k))  # the tail once
+    index = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
     out, lse = rows.run(forward, q, k, v)
     out_twice, lse_twice = rows_twice.run(forward, q, k[index], v[index])
     roundings = 2 if case.torch_dtype.itemsize == 2 else 32
@@ -273,8 +281,8 @@ def permute_keys(case: Case, device: str | torch.device, forward: Forward) -> No
     rows = _Rows(case, device)
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.normal(rows.shape_v)
     index = torch.arange(rows.total_k, device=device)
-    for _, _, start, length in rows.bounds:
-        index[start : start + length] = start + torch.randperm(length, device=device, generator=rows.generator)
+    for _, _, start, n in rows.bounds:
+        index[start : start + n] = start + torch.randperm(n, device=device, generator=rows.generator)
     out, lse = rows.run(forward, q, k, v)
     out_permuted, lse_permuted = rows.run(forward, q, k[index], v[index])
     rel_l2 = compare.measure(out_permuted, out).rel_l2
@@ -283,15 +291,17 @@ def permute_keys(case: Case, device: str | torch.device, forward: Forward) -> No
     compare.assert_lse(lse_permuted, lse, 2 * compare.max_abs_logit(q, k, case.scale))
 
 
-def permute_heads(case: Case, device: str | torch.device, forward: Forward, backward: Backward | None = None) -> None:
+def permute_heads(
+    case: Case, device: str | torch.device, forward: Forward, backward: Backward | None = None
+) -> None:
     """Key heads in another order, with their query heads: the same bits in that order."""
     rows = _Rows(case, device)
     order_k = torch.randperm(case.num_heads_k, device=device, generator=rows.generator)
     group = case.num_heads // case.num_heads_k
     order_q = (order_k[:, None] * group + torch.arange(group, device=device)).flatten()
-    every_q = torch.arange(rows.total_q, device=device)[:, None]
-    every_k = torch.arange(rows.total_k, device=device)[:, None]
-    _same_bits("head permutation probe", rows, rows, (every_q, order_q), (every_k, order_k), forward, backward)
+    index_q = (torch.arange(rows.total_q, device=device)[:, None], order_q)
+    index_k = (torch.arange(rows.total_k, device=device)[:, None], order_k)
+    _same_bits("head permutation probe", rows, rows, index_q, index_k, forward, backward)
 
 
 def permute_sequences(
@@ -341,7 +351,7 @@ def _same_bits(
 
 
 def sparse_dout(case: Case, device: str | torch.device, forward: Forward, backward: Backward) -> None:
-    """dout on one row only: dk and dv are exactly 0 at every key that the row does not see, and not 0 elsewhere.
+    """dout on one row only: dk and dv are exactly 0 at every key it does not see, and not 0 elsewhere.
 
     Tried for the first, middle and last row of the sequence with the most query rows.
     """
@@ -362,14 +372,17 @@ def sparse_dout(case: Case, device: str | torch.device, forward: Forward, backwa
             _check(f"{what} of a hidden key", ~(hidden == 0), hidden, torch.zeros_like(hidden))
             if name == "dk" and int(visible.sum()) == 1:
                 continue  # a softmax over one key is constant, its gradient exactly zero
-            silent = (grad[visible] == 0).all(dim=-1)
-            _check(f"{what} of a visible key is zero", silent, grad[visible].abs().amax(-1), silent.new_tensor(True))
-        others = torch.arange(rows.total_q, device=device) != row
-        _check(f"sparse dout probe, row {row}, dq of another row", ~(dq[others] == 0), dq[others], dq.new_zeros(1))
+            largest = grad[visible].abs().amax(dim=-1)
+            tiny = torch.full_like(largest, torch.finfo(case.torch_dtype).tiny)
+            _check(f"{what} of a visible key, at least", ~(largest > 0), largest, tiny)
+        others = dq[torch.arange(rows.total_q, device=device) != row]
+        what = f"sparse dout probe, row {row}, dq of another row"
+        _check(what, ~(others == 0), others, torch.zeros_like(others))
 
 
 def probes_for(case: Case) -> list[Callable[[Case, str | torch.device, Forward], None]]:
-    """The forward probes that fit a case. ``sparse_dout`` and the permutations with a backward fit every case."""
+    """The forward probes that fit a case. ``sparse_dout`` and the permutations with a backward fit every
+    case."""
     probes = [count, indicator, integer, scaling, ones, permute_sequences]
     if case.num_heads:
         probes.append(permute_heads)

@@ -1,0 +1,234 @@
+"""The float64 oracle against things that are not ours: SDPA's math, plain Python loops, finite
+differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash_ext.reference import attention_reference, sequence_bounds, visible_mask
+from flash_ext.spec import AttnSpec, default_scale
+
+INF = float("inf")
+
+
+def normal(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
+
+
+def brute_force_mask(seqlen_q: int, seqlen_k: int, left: int, right: int) -> torch.Tensor:
+    """Bottom-right aligned window, one comparison at a time."""
+    mask = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    for row in range(seqlen_q):
+        for col in range(seqlen_k):
+            distance = col - (row + seqlen_k - seqlen_q)
+            mask[row, col] = (left == -1 or distance >= -left) and (right == -1 or distance <= right)
+    return mask
+
+
+WINDOW_EDGES = st.one_of(st.just(-1), st.integers(0, 14), st.just(2**31 - 1))
+
+
+@given(st.integers(0, 12), st.integers(0, 12), WINDOW_EDGES, WINDOW_EDGES)
+def test_visible_mask_is_the_window_of_the_contract(seqlen_q, seqlen_k, left, right):
+    """MK-03, MK-06, MK-14."""
+    spec = AttnSpec(1.0, left, right)
+    expected = brute_force_mask(seqlen_q, seqlen_k, left, right)
+    assert torch.equal(visible_mask(spec, seqlen_q, seqlen_k), expected)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v, causal", [
+    (33, 33, 4, 4, 16, 16, True),
+    (33, 33, 4, 2, 16, 24, True),
+    (20, 37, 3, 3, 8, 8, False),
+    (37, 20, 6, 1, 3, 5, False),
+])  # fmt: skip
+def test_matches_sdpa_math(seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v, causal):
+    """S0-01, S2-09, S2-14, S4-02. SDPA aligns causal masks top-left, the same thing for equal lengths."""
+    q = normal(2, seqlen_q, num_heads, head_dim, grad=True)
+    k = normal(2, seqlen_k, num_heads_k, head_dim, grad=True)
+    v = normal(2, seqlen_k, num_heads_k, head_dim_v, grad=True)
+    out, _ = attention_reference(q, k, v, AttnSpec(default_scale(head_dim), -1, 0 if causal else -1))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        sdpa = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=True
+        ).transpose(1, 2)
+    torch.testing.assert_close(out, sdpa, rtol=0, atol=1e-13)
+    dout = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, sdpa))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.4, -0.7, 0.0])
+@pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (2, 0), (0, 3), (1, 1)])
+def test_matches_scalar_loops(scale, left, right):
+    """The definition, one number at a time, with every mask applied by a comparison of positions."""
+    seqlen_q, seqlen_k, head_dim, head_dim_v = 6, 4, 3, 2
+    q = normal(1, seqlen_q, 1, head_dim)
+    k, v = normal(1, seqlen_k, 1, head_dim), normal(1, seqlen_k, 1, head_dim_v)
+    out, lse = attention_reference(q, k, v, AttnSpec(scale, left, right))
+    mask = brute_force_mask(seqlen_q, seqlen_k, left, right)
+    for row in range(seqlen_q):
+        scores = {j: scale * sum(float(q[0, row, 0, c] * k[0, j, 0, c]) for c in range(head_dim))
+                  for j in range(seqlen_k) if mask[row, j]}  # fmt: skip
+        if not scores:
+            assert lse[0, 0, row] == -INF and torch.equal(out[0, row, 0], torch.zeros(2, dtype=torch.float64))
+            continue
+        denominator = sum(math.exp(s) for s in scores.values())
+        assert float(lse[0, 0, row]) == pytest.approx(math.log(denominator), abs=1e-13)
+        for c in range(head_dim_v):
+            expected = sum(math.exp(s) * float(v[0, j, 0, c]) for j, s in scores.items()) / denominator
+            assert float(out[0, row, 0, c]) == pytest.approx(expected, abs=1e-13)
+
+
+@pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (1, 0)])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 4), (3, 5), (5, 2)])
+def test_gradients_of_out_and_lse_by_finite_differences(seqlen_q, seqlen_k, left, right):
+    q = normal(1, seqlen_q, 2, 2, grad=True)
+    k, v = normal(1, seqlen_k, 1, 2, grad=True), normal(1, seqlen_k, 1, 3, grad=True)
+    spec = AttnSpec(0.8, left, right)
+
+    def finite_outputs(q, k, v):
+        out, lse = attention_reference(q, k, v, spec)
+        return out, lse.masked_fill(lse == -INF, 0.0)
+
+    assert torch.autograd.gradcheck(finite_outputs, (q, k, v))
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k, left, right", [
+    (5, 3, -1, 0), (128, 1, -1, 0), (30, 10, 1, 0), (30, 10, 0, 0), (4, 0, -1, -1), (0, 4, -1, -1),
+])  # fmt: skip
+def test_empty_rows_are_exactly_zero(seqlen_q, seqlen_k, left, right):
+    """EM-01, EM-02, EM-06, EM-09, MK-04, S2-22: out 0, lse -inf, and no gradient in or out, whatever
+    arrives."""
+    q = normal(2, seqlen_q, 2, 4, grad=True)
+    k, v = normal(2, seqlen_k, 1, 4, grad=True), normal(2, seqlen_k, 1, 4, grad=True)
+    out, lse = attention_reference(q, k, v, AttnSpec(0.5, left, right))
+    empty = ~brute_force_mask(seqlen_q, seqlen_k, left, right).any(dim=1)
+    assert torch.equal(lse == -INF, empty.expand_as(lse))
+    assert (out[:, empty] == 0).all()
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
+    assert (dq[:, empty] == 0).all()
+    assert all(grad.isfinite().all() for grad in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("batch, num_heads, seqlen", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_empty_problems(batch, num_heads, seqlen):
+    """EM-03."""
+    q, k, v = (normal(batch, seqlen, num_heads, 4, grad=True) for _ in range(3))
+    out, lse = attention_reference(q, k, v, AttnSpec(0.5))
+    assert out.shape == q.shape and lse.shape == (batch, num_heads, seqlen)
+    assert [g.shape for g in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))] == [q.shape] * 3
+
+
+@pytest.mark.parametrize("lens_q, lens_k", [
+    ([3, 0, 5], [4, 2, 5]), ([0, 3, 0], [2, 3, 0]), ([2, 1, 0], [0, 6, 3]), ([0, 0], [0, 0]), ([], []),
+])  # fmt: skip
+def test_packed_is_one_dense_call_per_sequence(lens_q, lens_k):
+    """VL-05, VL-11; two rows beyond the last sequence belong to nobody."""
+    total_q, total_k = sum(lens_q) + 2, sum(lens_k) + 2
+    q = normal(total_q, 4, 3, grad=True)
+    k, v = normal(total_k, 2, 3, grad=True), normal(total_k, 2, 5, grad=True)
+    spec = AttnSpec(0.6, 2, 1)
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0, dtype=torch.int32) for n in (lens_q, lens_k))
+    out, lse = attention_reference(q, k, v, spec, cu_q, cu_k)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+
+    expected = [torch.zeros_like(x) for x in (out, q, k, v)]
+    expected_lse = torch.full_like(lse, -INF)
+    start_q = start_k = 0
+    for len_q, len_k in zip(lens_q, lens_k, strict=True):
+        rows_q, rows_k = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
+        slices = ((q, rows_q), (k, rows_k), (v, rows_k))
+        parts = [x.detach()[None, rows].requires_grad_() for x, rows in slices]
+        out_b, lse_b = attention_reference(*parts, spec)
+        grads_b = torch.autograd.grad((out_b, lse_b), parts, (dout[None, rows_q], dlse[None, :, rows_q]))
+        expected_lse[:, rows_q] = lse_b[0]
+        for whole, rows, part in zip(
+            expected, (rows_q, rows_q, rows_k, rows_k), (out_b, *grads_b), strict=True
+        ):
+            whole[rows] = part[0]
+        start_q, start_k = start_q + len_q, start_k + len_k
+    torch.testing.assert_close((out, *grads), tuple(expected), rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-13)
+
+
+@given(st.lists(st.integers(-20, 20), min_size=1, max_size=6), st.integers(0, 9))
+def test_sequence_bounds_stay_inside(cu, total):
+    """Any cu_seqlens, however broken, gives ordered ranges within the tensor; a sound one is taken as it
+    is."""
+    bounds = sequence_bounds(torch.tensor(cu, dtype=torch.int32), total)
+    assert len(bounds) == len(cu) - 1
+    assert all(0 <= start <= end <= total for start, end in bounds)
+    if cu == sorted(cu) and cu[0] >= 0 and cu[-1] <= total:
+        assert bounds == list(zip(cu[:-1], cu[1:], strict=True))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_a_wider_window_never_lowers_lse(seqlen_q, seqlen_k, left, right):
+    """MK-13."""
+    q, k, v = normal(1, seqlen_q, 1, 3), normal(1, seqlen_k, 1, 3), normal(1, seqlen_k, 1, 3)
+    narrow = attention_reference(q, k, v, AttnSpec(0.5, left, right))[1]
+    for wider in (AttnSpec(0.5, left + 1, right), AttnSpec(0.5, left, right + 1), AttnSpec(0.5)):
+        assert (attention_reference(q, k, v, wider)[1] >= narrow).all()
+
+
+@pytest.mark.parametrize("logit", [88.0, 89.0, 300.0, 1e4, -1e4])
+def test_logits_beyond_the_range_of_exp(logit):
+    """S2-18, S3-10: exp overflows float32 at 89 and float64 at 710; the shift by the maximum keeps that
+    away."""
+    q = torch.tensor([[[[1.0]]]])
+    k = torch.tensor([1.0, 2.0, logit]).view(1, 3, 1, 1)
+    out, lse = attention_reference(q, k, torch.eye(3).view(1, 3, 1, 3), AttnSpec(1.0))
+    largest = max(2.0, logit)
+    expected = [math.exp(x - largest) for x in (1.0, 2.0, logit)]
+    torch.testing.assert_close(out.flatten(), torch.tensor(expected, dtype=torch.float64) / sum(expected))
+    assert float(lse) == pytest.approx(largest + math.log(sum(expected)), rel=1e-15)
+
+
+class TestIsolateRows:
+    """With isolate_rows a special value shows where it is visible and nowhere else (NL-01, NF)."""
+
+    spec = AttnSpec(0.5, 3, 0)
+
+    def run(self, q, k, v, dout=None):
+        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+        out, lse = attention_reference(q, k, v, self.spec, isolate_rows=True)
+        dout = torch.ones_like(out) if dout is None else dout
+        return out, lse, *torch.autograd.grad(out, (q, k, v), dout)
+
+    def test_same_numbers_on_finite_input(self):
+        q, k, v = normal(2, 9, 4, 3), normal(2, 7, 2, 3), normal(2, 7, 2, 2)
+        out, lse, *_ = self.run(q, k, v)
+        expected = attention_reference(q, k, v, self.spec)
+        torch.testing.assert_close((out, lse), expected, rtol=0, atol=1e-14)
+
+    def test_nan_key_reaches_the_rows_that_see_it(self):
+        q, k, v = normal(1, 9, 1, 3), normal(1, 7, 1, 3), normal(1, 7, 1, 2)
+        k[0, 2, 0, 1] = math.nan
+        out, lse, dq, dk, dv = self.run(q, k, v)
+        sees = brute_force_mask(9, 7, 3, 0)[:, 2]
+        assert torch.equal(out.isnan().any(-1).flatten(), sees)
+        assert torch.equal(lse.isnan().flatten(), sees)
+        assert torch.equal(dq.isnan().any(-1).flatten(), sees)
+        reached = brute_force_mask(9, 7, 3, 0)[sees].any(dim=0)  # keys that share a row with the bad one
+        assert torch.equal(dk.isnan().any(-1).flatten(), reached)
+
+    def test_nan_value_stays_out_of_the_weights(self):
+        q, k, v = normal(1, 9, 1, 3), normal(1, 7, 1, 3), normal(1, 7, 1, 2)
+        v[0, 4, 0, 0] = math.nan
+        out, lse, *_ = self.run(q, k, v)
+        assert torch.equal(out.isnan()[0, :, 0, 0], brute_force_mask(9, 7, 3, 0)[:, 4])
+        assert not out[..., 1].isnan().any() and not lse.isnan().any()
+
+    def test_nan_dout_of_an_empty_row_is_not_used(self):
+        q, k, v = normal(1, 9, 1, 3), normal(1, 7, 1, 3), normal(1, 7, 1, 2)
+        dout = torch.ones(1, 9, 1, 2, dtype=torch.float64)
+        dout[0, 0] = math.nan
+        assert not any(grad.isnan().any() for grad in self.run(q, k, v, dout)[2:])

@@ -41,7 +41,29 @@ struct Problem {
   int32_t window_left = -1;   // inclusive reach; -1 = unlimited
   int32_t window_right = -1;  // causal is window_right == 0
 
+  // Derived by prepare(); kernels read these, straight from the constant bank.
+  int32_t reach_left = 0;     // window_left, kUnlimited when open
+  int32_t reach_right = 0;    // window_right, kUnlimited when open
+  float scale_log2 = 0.f;     // softmax_scale * log2(e)
+  float abs_scale_log2 = 0.f;  // its magnitude, 1 for scale 0: the forward's exponent factor
+  // The forward looks for the largest raw dot product of a row, which is the largest score only when the
+  // scale is positive; other scales are split into this factor (-1, or 0 for scale 0) and abs_scale_log2.
+  float score_factor = 1.f;
+
+  // Sequences are shorter than 2^30 - 1024, so sums of a row, a shift and a reach stay inside 32 bits.
+  static constexpr int32_t kUnlimited = 1 << 30;
+  static constexpr int32_t kMaxSeqlen = (1 << 30) - 1024;
+
   bool is_varlen() const { return cu_seqlens_q != nullptr; }
+
+  void prepare() {
+    constexpr float kLog2e = 1.4426950408889634f;
+    reach_left = window_left < 0 || window_left > kUnlimited ? kUnlimited : window_left;
+    reach_right = window_right < 0 || window_right > kUnlimited ? kUnlimited : window_right;
+    scale_log2 = softmax_scale * kLog2e;
+    score_factor = softmax_scale > 0.f ? 1.f : softmax_scale < 0.f ? -1.f : 0.f;
+    abs_scale_log2 = softmax_scale == 0.f ? 1.f : scale_log2 * score_factor;
+  }
 };
 
 struct FwdParams {
@@ -62,15 +84,15 @@ struct BwdParams {
   const float* lse = nullptr;   // as in FwdParams
   const float* dlse = nullptr;  // same shape as lse, contiguous, or null
   bool deterministic = false;
-  // Workspaces, sized by bwd_workspace(); both fp32.
-  float* delta = nullptr;     // (h, rows): rowsum(dout * out) - dlse
-  float* dq_accum = nullptr;  // (h, rows, padded head_dim), or null when not needed
+  // Workspaces, sized by bwd_workspace(); both fp32, written by the preprocess kernel.
+  float* row_stats = nullptr;  // lse's shape + (2,): lse * log2(e), and delta = rowsum(dout * out) - dlse
+  float* dq_accum = nullptr;   // lse's shape + (padded head_dim,), or null when not needed
   void* stream = nullptr;     // cudaStream_t
 };
 
 // Bytes of fp32 workspace the backward wants for a problem; both O(rows).
 struct BwdWorkspace {
-  int64_t delta_elements = 0;
+  int64_t row_stats_elements = 0;
   int64_t dq_accum_elements = 0;
 };
 

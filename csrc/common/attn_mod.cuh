@@ -1,0 +1,81 @@
+// The one device file that knows which keys a query sees and what happens to a score.
+//
+// Order of operations: scale, then mask, then softmax. Alignment is bottom-right: query row i of a sequence
+// sits at key position i + seqlen_k - seqlen_q.
+#pragma once
+
+#include "../params.h"
+
+namespace flash_ext {
+
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+struct BlockRange {
+  int begin;
+  int end;  // exclusive; begin >= end means no tile
+};
+
+// What a tile asks of the inner loop.
+enum class TileKind { kFull, kPartial };
+
+// Keys one query row sees: [begin, begin + count).
+struct VisibleKeys {
+  int begin;
+  unsigned count;
+  __device__ bool contains(int col) const { return static_cast<unsigned>(col - begin) < count; }
+};
+
+struct AttnMod {
+  const Problem& p;  // a kernel parameter: its fields cost no registers
+  int seqlen_q;
+  int seqlen_k;
+
+  __device__ int shift() const { return seqlen_k - seqlen_q; }
+
+  // Tiles of keys that a tile of queries may see.
+  template <int kBlockM, int kBlockN>
+  __device__ BlockRange kv_blocks(int m_block) const {
+    const int first_row = m_block * kBlockM;
+    const int last_row = min(first_row + kBlockM, seqlen_q) - 1;
+    const int lo = max(0, first_row + shift() - p.reach_left);
+    const int hi = min(seqlen_k - 1, last_row + shift() + p.reach_right);
+    if (hi < lo) return {0, 0};
+    return {lo / kBlockN, hi / kBlockN + 1};
+  }
+
+  // The transpose of the same rule: tiles of queries that see a tile of keys.
+  template <int kBlockM, int kBlockN>
+  __device__ BlockRange q_blocks(int n_block) const {
+    const int first_col = n_block * kBlockN;
+    const int last_col = min(first_col + kBlockN, seqlen_k) - 1;
+    const int lo = max(0, first_col - shift() - p.reach_right);
+    const int hi = min(seqlen_q - 1, last_col - shift() + p.reach_left);
+    if (hi < lo) return {0, 0};
+    return {lo / kBlockM, hi / kBlockM + 1};
+  }
+
+  // kFull when no element of the tile needs a test or a change: every row sees every key of it.
+  template <int kBlockM, int kBlockN>
+  __device__ TileKind kind(int m_block, int n_block) const {
+    const int first_row = m_block * kBlockM;
+    const int last_row = min(first_row + kBlockM, seqlen_q) - 1;
+    const int first_col = n_block * kBlockN;
+    const int last_col = first_col + kBlockN - 1;
+    const bool full = last_col < seqlen_k && last_col <= first_row + shift() + p.reach_right &&
+                      first_col >= last_row + shift() - p.reach_left && p.score_factor == 1.f;
+    return full ? TileKind::kFull : TileKind::kPartial;
+  }
+
+  // Raw dot product -> score in units of 1 / abs_scale_log2, -inf for a key the row does not see.
+  __device__ float score(float qk, VisibleKeys keys, int col) const {
+    return keys.contains(col) ? qk * p.score_factor : -INFINITY;
+  }
+
+  __device__ VisibleKeys visible(int row) const {
+    const int lo = max(0, row + shift() - p.reach_left);
+    const int hi = min(seqlen_k - 1, row + shift() + p.reach_right);
+    return {lo, static_cast<unsigned>(max(0, hi - lo + 1))};
+  }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,124 @@
+// Where the rows of one sequence live, and which (tile, head, sequence) a CTA of a one-dimensional grid owns.
+#pragma once
+
+#include "../params.h"
+
+namespace flash_ext {
+
+// One sequence of a batch. A dense batch entry is a sequence whose rows start at 0 of its own batch slice.
+struct Span {
+  int64_t start;  // first packed row; 0 for dense
+  int32_t length;
+};
+
+// Bounds of packed sequence b, forced inside [0, total] whatever cu_seqlens holds.
+__device__ __forceinline__ Span packed_span(const int32_t* cu_seqlens, int b, int64_t total) {
+  const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total);
+  const int64_t hi = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), lo), total);
+  return {lo, static_cast<int32_t>(hi - lo)};
+}
+
+// Packed tiles are numbered without knowing any length on the host: sequence b owns the tile slots from
+//   first_slot(b) = cu[b] / block + b + 1
+// on. Because ceil(len / block) <= floor(cu[b+1] / block) - floor(cu[b] / block) + 1, the slots of two
+// sequences never overlap, and packed_slots() of heuristics.h holds them all; at most about one slot per
+// sequence stays idle. Slot numbers grow with b, so a CTA finds its sequence by bisection in
+// log2(batch) loads. Rows before cu[0] and after cu[batch] belong to two extra sequences without
+// partners (b = -1 and b = batch), whose outputs are written as those of empty rows.
+struct TileSlot {
+  int b;         // -1 or batch for rows outside every sequence
+  int block;     // tile index inside the sequence
+  bool outside;  // b is -1 or batch
+};
+
+template <int kBlock>
+__device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int batch, int64_t total, int slot) {
+  const auto boundary = [&](int b) { return min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total); };
+  // Largest b in [-1, batch] whose first slot is not beyond `slot`; first_slot(-1) = 0.
+  int lo = -1, hi = batch;
+  while (lo < hi) {
+    const int mid = lo + (hi - lo + 1) / 2;
+    if (boundary(mid) / kBlock + mid + 1 <= slot) {
+      lo = mid;
+    } else {
+      hi = mid - 1;
+    }
+  }
+  const int first = lo < 0 ? 0 : static_cast<int>(boundary(lo) / kBlock + lo + 1);
+  return {lo, slot - first, lo < 0 || lo == batch};
+}
+
+// Span of the rows a slot's sequence has on one side (query or key).
+__device__ __forceinline__ Span slot_span(const int32_t* cu_seqlens, int b, int batch, int64_t total) {
+  if (b < 0) return {0, static_cast<int32_t>(min(max(static_cast<int64_t>(cu_seqlens[0]), int64_t{0}), total))};
+  if (b >= batch) {
+    const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[batch]), int64_t{0}), total);
+    return {lo, static_cast<int32_t>(total - lo)};
+  }
+  return packed_span(cu_seqlens, b, total);
+}
+
+// Which tile of which head this CTA works on.
+struct Work {
+  int b;      // batch index; only valid for strides when dense
+  int h;      // head (query head in the forward, key head in the backward over keys)
+  int block;  // tile index inside the sequence
+  Span q;
+  Span k;
+  bool active;  // false: nothing to compute or write
+};
+
+// Decodes blockIdx.x. Heads are taken in groups of `heads_per_group` (batch * heads counted together) whose
+// K/V fit the L2 cache; inside a group the tile index is the slow dimension, so that causal tiles of all
+// heads are started longest first.
+template <int kBlock, bool kTilesAreQueries, bool kDescending>
+__device__ __forceinline__ Work decode_work(const Problem& p, int heads, int64_t blocks, int heads_per_group) {
+  // The grid has fewer than 2^31 CTAs and heads_per_group never exceeds the heads there are: 32 bits suffice.
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const uint32_t head_slots = packed ? heads : static_cast<uint32_t>(p.batch) * heads;
+  const uint32_t group_tiles = static_cast<uint32_t>(blocks) * heads_per_group;
+  const uint32_t group = blockIdx.x / group_tiles;
+  const uint32_t rest = blockIdx.x - group * group_tiles;
+  const uint32_t in_group = min(static_cast<uint32_t>(heads_per_group), head_slots - group * heads_per_group);
+  const uint32_t slow = rest / in_group;
+  const uint32_t bh = group * heads_per_group + (rest - slow * in_group);
+  const int tile = static_cast<int>(kDescending ? blocks - 1 - slow : slow);
+  Work w;
+  if (packed) {
+    const int32_t* cu = kTilesAreQueries ? p.cu_seqlens_q : p.cu_seqlens_k;
+    const int64_t total = kTilesAreQueries ? p.total_q : p.total_k;
+    const TileSlot slot = find_slot<kBlock>(cu, p.batch, total, tile);
+    w.b = 0;
+    w.h = static_cast<int>(bh);
+    w.block = slot.block;
+    const Span mine = slot_span(cu, slot.b, p.batch, total);
+    const Span none{0, 0};
+    const Span other = slot.outside ? none
+                       : kTilesAreQueries ? packed_span(p.cu_seqlens_k, slot.b, p.total_k)
+                                          : packed_span(p.cu_seqlens_q, slot.b, p.total_q);
+    w.q = kTilesAreQueries ? mine : other;
+    w.k = kTilesAreQueries ? other : mine;
+    w.active = static_cast<int64_t>(slot.block) * kBlock < mine.length;
+  } else {
+    w.b = static_cast<int>(bh / heads);
+    w.h = static_cast<int>(bh - static_cast<uint32_t>(w.b) * heads);
+    w.block = tile;
+    w.q = {0, p.seqlen_q};
+    w.k = {0, p.seqlen_k};
+    w.active = true;
+  }
+  return w;
+}
+
+// First element of a row of a head; `row` counts from the batch entry's first row.
+__device__ __forceinline__ uint16_t* row_pointer(const StridedView& x, int b, int64_t row, int h) {
+  return static_cast<uint16_t*>(x.ptr) + b * x.batch_stride + row * x.row_stride + h * x.head_stride;
+}
+
+// Offset of a per-row statistic (lse and its kin): (b, h, seqlen_q) or (h, total_q).
+__device__ __forceinline__ int64_t row_stat_offset(const Problem& p, const Work& w, int h) {
+  return p.cu_seqlens_q != nullptr ? h * p.total_q + w.q.start
+                       : (static_cast<int64_t>(w.b) * p.num_heads + h) * p.seqlen_q;
+}
+
+}  // namespace flash_ext

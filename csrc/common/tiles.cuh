@@ -1,0 +1,147 @@
+// Shared-memory tiles of 16-bit elements: swizzle, global <-> shared copies, fragment addresses.
+//
+// A tile is row-major with rows of kCols elements. The 16-byte chunks of a row are permuted by XOR so that
+// the eight rows of one ldmatrix phase fall into eight different bank groups:
+//   kCols % 64 == 0:  chunk ^= row & 7         (row pitch a multiple of 128 bytes)
+//   kCols % 64 == 32: chunk ^= (row >> 1) & 3  (row pitch an odd multiple of 64 bytes)
+#pragma once
+
+#include "../ptx/sm80.cuh"
+
+namespace flash_ext {
+
+template <int kCols>
+struct SmemTile {
+  static_assert(kCols % 32 == 0, "a row is a whole number of 64-byte swizzle spans");
+  static constexpr int kRowBytes = kCols * 2;
+  static constexpr int kChunks = kCols / 8;
+  static constexpr bool kWide = kCols % 64 == 0;
+
+  __device__ static uint32_t offset(int row, int chunk) {
+    const int x = kWide ? (row & 7) : ((row >> 1) & 3);
+    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ x) << 4));
+  }
+
+  // Address of this lane's ldmatrix row in the 16x16 block at (0, 0): lanes 0-15 name rows 0-15 of the
+  // left eight columns, lanes 16-31 those of the right eight. The four 8x8 matrices therefore arrive as
+  // r[0] = (rows 0-7, left), r[1] = (rows 8-15, left), r[2] = (rows 0-7, right), r[3] = (rows 8-15, right).
+  __device__ static uint32_t lane_address(uint32_t tile, int lane) { return tile + offset(lane & 15, lane >> 4); }
+
+  // The same for the block at (row0, 16 * col16), row0 a multiple of 16. The swizzle of a lane does not
+  // depend on row0, so a block costs at most one XOR and one addition of constants.
+  __device__ static uint32_t block(uint32_t lane_base, int row0, int col16) {
+    if constexpr (kWide) {
+      return (lane_base ^ ((col16 & 3) << 5)) + (col16 >> 2) * 128 + row0 * kRowBytes;
+    } else {
+      return (lane_base ^ ((col16 & 1) << 5)) + (col16 >> 1) * 64 + row0 * kRowBytes;
+    }
+  }
+};
+
+template <int kN>
+inline constexpr int kFloorPowerOfTwo = kN < 2 ? 1 : 2 * kFloorPowerOfTwo<kN / 2>;
+template <>
+inline constexpr int kFloorPowerOfTwo<0> = 1;
+
+// Where the rows of one tile live in global memory.
+struct TileSource {
+  const uint16_t* ptr;  // first element of row 0
+  int64_t row_stride;   // elements
+  int cols;             // valid elements of a row; the rest of the tile's row is zero-filled
+  bool aligned;         // every row starts on a 16-byte boundary
+};
+
+// Copies kRows x kCols into shared memory, rows at or beyond `rows` and columns beyond `src.cols` as zeros.
+// Asynchronous when rows are 16-byte aligned (the caller commits and waits); otherwise element by element.
+template <int kRows, int kCols, int kThreads>
+__device__ __forceinline__ void load_tile(uint32_t tile, const TileSource& src, int rows, int thread_idx) {
+  using Tile = SmemTile<kCols>;
+  if (src.aligned) {
+    // A thread keeps its chunk and steps down the rows: one 64-bit addition a copy. A power of two of rows a
+    // step keeps the swizzle cheap; with 12 or 24 chunks a quarter of the threads has nothing to do.
+    constexpr int kRowStep = kFloorPowerOfTwo<kThreads / Tile::kChunks>;
+    static_assert(kRows % kRowStep == 0);
+    const int chunk = thread_idx % Tile::kChunks;
+    const int row = thread_idx / Tile::kChunks;
+    if (kThreads == kRowStep * Tile::kChunks || row < kRowStep) {
+      const int col_bytes = min(16, max(0, (src.cols - chunk * 8) * 2));
+      const uint16_t* p = src.ptr + row * src.row_stride + (col_bytes > 0 ? chunk * 8 : 0);
+#pragma unroll
+      for (int i = 0; i < kRows / kRowStep; ++i) {
+        const int r = row + i * kRowStep;
+        const bool in = r < rows;
+        ptx::cp_async_16(tile + Tile::offset(r, chunk), in ? p : src.ptr, in ? col_bytes : 0);
+        p += kRowStep * src.row_stride;
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int index = thread_idx; index < kRows * Tile::kChunks; index += kThreads) {
+      const int chunk = index % Tile::kChunks;
+      const int r = index / Tile::kChunks;
+      const int valid = r < rows ? src.cols - chunk * 8 : 0;
+      const uint16_t* p = src.ptr + r * src.row_stride + chunk * 8;
+      uint32_t w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t lo = 2 * j < valid ? p[2 * j] : 0;
+        const uint32_t hi = 2 * j + 1 < valid ? p[2 * j + 1] : 0;
+        w[j] = lo | (hi << 16);
+      }
+      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(tile + Tile::offset(r, chunk)), "r"(w[0]),
+                   "r"(w[1]), "r"(w[2]), "r"(w[3])
+                   : "memory");
+    }
+  }
+}
+
+struct TileDestination {
+  uint16_t* ptr;
+  int64_t row_stride;
+  int cols;
+  bool aligned;
+};
+
+// Writes rows [0, kRows) of a shared tile that are below `rows`; called by kThreads threads together.
+template <int kRows, int kCols, int kThreads>
+__device__ __forceinline__ void store_tile(const TileDestination& dst, uint32_t tile, int row0, int rows,
+                                           int thread_idx) {
+  using Tile = SmemTile<kCols>;
+#pragma unroll 1
+  for (int index = thread_idx; index < kRows * Tile::kChunks; index += kThreads) {
+    const int chunk = index % Tile::kChunks;
+    const int r = row0 + index / Tile::kChunks;
+    const int valid = r < rows ? dst.cols - chunk * 8 : 0;
+    if (valid <= 0) continue;
+    uint32_t w[4];
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(tile + Tile::offset(r, chunk)));
+    uint16_t* p = dst.ptr + r * dst.row_stride + chunk * 8;
+    if (dst.aligned && valid >= 8) {
+      *reinterpret_cast<uint4*>(p) = make_uint4(w[0], w[1], w[2], w[3]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (j < valid) p[j] = static_cast<uint16_t>(w[j / 2] >> (16 * (j & 1)));
+      }
+    }
+  }
+}
+
+// Puts an accumulator block (16 rows x 8 columns at row0, 8 * col8) into a tile, rounded to E.
+template <typename E, int kCols>
+__device__ __forceinline__ void put_fragment(uint32_t tile, const float (&d)[4], int row0, int col8, int lane,
+                                             float scale_lo, float scale_hi) {
+  using Tile = SmemTile<kCols>;
+  const int r = row0 + lane / 4;
+  const uint32_t within = (lane & 3) * 4;
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(tile + Tile::offset(r, col8) + within),
+               "r"(ptx::pack2<E>(d[0] * scale_lo, d[1] * scale_lo))
+               : "memory");
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(tile + Tile::offset(r + 8, col8) + within),
+               "r"(ptx::pack2<E>(d[2] * scale_hi, d[3] * scale_hi))
+               : "memory");
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,134 @@
+// Tile shapes and shared-memory sizes, for the host and the kernels alike. No CUDA, no torch.
+//
+// Two shared-memory classes: kLarge wants the 227 KB a Hopper CTA may use, kSmall fits the 99 KB of sm_86,
+// sm_89 and sm_120 (and runs everywhere).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace flash_ext {
+
+enum class SmemClass : int { kSmall = 0, kLarge = 1 };
+
+inline constexpr int kSmemLimitSmall = 101376;  // 99 KB
+inline constexpr int kSmemLimitLarge = 232448;  // 227 KB
+
+// Compiled head dims; a request runs in the smallest one that holds both head_dim and head_dim_v.
+inline constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
+
+constexpr int padded_head_dim(int head_dim, int head_dim_v) {
+  const int d = head_dim > head_dim_v ? head_dim : head_dim_v;
+  for (int size : kHeadDims) {
+    if (d <= size) return size;
+  }
+  return 0;
+}
+
+// Large tiles exist in the sm_90a machine code only; newer GPUs run the PTX of sm_80, which has the small ones.
+constexpr SmemClass smem_class(int cc_major, int smem_per_block) {
+  return cc_major == 9 && smem_per_block >= kSmemLimitLarge ? SmemClass::kLarge : SmemClass::kSmall;
+}
+
+// Forward on sm_80: warps split the rows of the Q tile, each holding m_blocks x 16 of them.
+struct FwdTile {
+  int block_m;
+  int block_n;
+  int warps;
+  int stages;  // K/V buffers
+  int ctas_per_sm;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int m_blocks() const { return block_m / (16 * warps); }
+  constexpr int smem_bytes(int d) const { return 2 * d * (block_m + 2 * stages * block_n); }
+};
+
+constexpr FwdTile fwd_tile_sm80(int d, SmemClass c) {
+  const bool large = c == SmemClass::kLarge;
+  switch (d) {
+    // 32 rows a warp where the registers allow it: every K/V fragment then feeds two mma, which halves the
+    // shared-memory reads per FLOP.
+    case 64: return {128, 64, 4, 2, 2};
+    case 96: return {128, 64, 4, large ? 2 : 1, 2};
+    case 128: return {128, 64, 4, large ? 2 : 1, 2};
+    // 16 rows a warp: the output alone takes head_dim / 2 registers per 16 rows.
+    case 192: return large ? FwdTile{128, 64, 8, 2, 1} : FwdTile{64, 32, 4, 2, 1};
+    default: return large ? FwdTile{128, 64, 8, 1, 1} : FwdTile{64, 32, 4, 2, 1};
+  }
+}
+
+// Backward over keys on sm_80: a CTA owns block_n keys. Its warps form `pairs`; the first warp of a pair
+// computes P and dV, the second dS and dK, both for the same 16 * key_blocks keys.
+struct BwdTile {
+  int block_m;
+  int pairs;
+  int key_blocks;
+  int stages;  // Q/dO buffers
+  int dq_warps_m;  // split of dQ's block_m x d over the warps; warps beyond dq_warps_m * dq_warps_d skip it
+  int dq_warps_d;
+
+  constexpr int warps() const { return 2 * pairs; }
+  constexpr int threads() const { return 64 * pairs; }
+  constexpr int block_n() const { return pairs * 16 * key_blocks; }
+  constexpr int p_bytes() const { return 4 * block_n() * block_m; }   // fp32, from the first warp to the second
+  constexpr int ds_bytes() const { return 2 * block_n() * block_m; }  // one buffer
+  constexpr int smem_bytes(int d) const {
+    return 4 * d * block_n() + stages * (4 * d * block_m + 8 * block_m) + p_bytes() + 2 * ds_bytes();
+  }
+};
+
+constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
+  const bool large = c == SmemClass::kLarge;
+  switch (d) {
+    case 64: return large ? BwdTile{64, 4, 2, 2, 2, 4} : BwdTile{32, 4, 2, 2, 2, 4};
+    case 96: return large ? BwdTile{64, 4, 2, 2, 4, 2} : BwdTile{32, 2, 2, 2, 2, 2};
+    case 128: return large ? BwdTile{64, 4, 2, 2, 2, 4} : BwdTile{32, 2, 2, 2, 2, 2};
+    case 192: return large ? BwdTile{64, 4, 1, 2, 2, 4} : BwdTile{32, 2, 1, 2, 2, 2};
+    default: return large ? BwdTile{64, 4, 1, 2, 2, 4} : BwdTile{32, 2, 1, 1, 2, 2};
+  }
+}
+
+// Backward over queries (dQ of the deterministic mode): 16 rows a warp, K/V streamed. Fits 99 KB throughout.
+struct BwdQTile {
+  int block_n;
+  int warps;
+  int stages;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int block_m() const { return 16 * warps; }
+  constexpr int smem_bytes(int d) const { return 4 * d * (block_m() + stages * block_n); }
+};
+
+constexpr BwdQTile bwd_q_tile_sm80(int d) {
+  switch (d) {
+    case 64: return {64, 8, 2};
+    case 96: return {64, 4, 2};
+    case 128: return {32, 4, 2};
+    case 192: return {32, 4, 2};
+    default: return {32, 4, 1};
+  }
+}
+
+constexpr bool tiles_fit(SmemClass c, int limit) {
+  for (int d : kHeadDims) {
+    if (fwd_tile_sm80(d, c).smem_bytes(d) > limit || bwd_tile_sm80(d, c).smem_bytes(d) > limit ||
+        bwd_q_tile_sm80(d).smem_bytes(d) > kSmemLimitSmall) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(tiles_fit(SmemClass::kSmall, kSmemLimitSmall));
+static_assert(tiles_fit(SmemClass::kLarge, kSmemLimitLarge));
+
+// Tile slots that hold every tile of a packed batch, whatever its lengths (common/seqlen.cuh tells why).
+constexpr int64_t packed_slots(int64_t total, int batch, int block) { return total / block + batch + 2; }
+
+// How many (batch, head) pairs run side by side before the grid moves on: as many as keep their K and V,
+// read by every query tile, inside half of the L2 cache.
+constexpr int heads_per_group(int64_t head_slots, int64_t bytes_per_head, int64_t l2_bytes) {
+  const int64_t fit = std::max<int64_t>(1, l2_bytes / 2 / std::max<int64_t>(1, bytes_per_head));
+  return static_cast<int>(std::min(head_slots, fit));
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,120 @@
+// The two memory-bound passes around the backward over keys.
+//
+// preprocess: row_stats = (lse * log2 e, rowsum(dout * out) - dlse) for every query row, and dq_accum = 0.
+//   A row that sees nothing (lse = -inf) gets +inf, so that its weights come out as 2^(s - inf) = 0.
+// postprocess: dq = softmax_scale * dq_accum, rounded to the output type.
+#pragma once
+
+#include "../common/seqlen.cuh"
+#include "../ptx/sm80.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kPassThreads = 256;
+
+// One row of one head is handled by kLanes neighbouring lanes, 8 elements a lane.
+template <int D>
+inline constexpr int kPassLanes = D <= 64 ? 8 : D <= 128 ? 16 : 32;
+
+struct RowHead {
+  int b;        // batch index for strides; 0 when packed
+  int64_t row;  // inside the batch entry; packed row otherwise
+  int h;
+  int64_t stat;  // offset of its lse
+  bool valid;
+};
+
+// Heads vary fastest, as they do in memory.
+template <int kLanes>
+__device__ __forceinline__ RowHead locate_row(const Problem& p) {
+  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kPassThreads + threadIdx.x) / kLanes;
+  RowHead r;
+  const int64_t row = index / p.num_heads;
+  r.h = static_cast<int>(index - row * p.num_heads);
+  r.valid = row < p.total_q;
+  if (p.cu_seqlens_q != nullptr) {
+    r.b = 0;
+    r.row = row;
+    r.stat = r.h * p.total_q + row;
+  } else {
+    r.b = static_cast<int>(row / p.seqlen_q);
+    r.row = row - static_cast<int64_t>(r.b) * p.seqlen_q;
+    r.stat = (static_cast<int64_t>(r.b) * p.num_heads + r.h) * p.seqlen_q + r.row;
+  }
+  return r;
+}
+
+template <typename E>
+__device__ __forceinline__ void load_8(float (&x)[8], const uint16_t* p, int valid, bool aligned) {
+  uint4 raw = make_uint4(0, 0, 0, 0);
+  if (aligned && valid >= 8) {
+    raw = *reinterpret_cast<const uint4*>(p);
+  } else {
+    uint32_t w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < valid) w[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
+    }
+    raw = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint16_t bits = static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2)));
+    x[i] = ptx::to_float<E>(*reinterpret_cast<const E*>(&bits));
+  }
+}
+
+template <typename E, int D>
+__global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __grid_constant__ BwdParams p) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  constexpr int kLanes = kPassLanes<D>;
+  const RowHead r = locate_row<kLanes>(p.problem);
+  const int chunk = threadIdx.x % kLanes;
+  float sum = 0.f;
+  if (r.valid && chunk * 8 < p.problem.head_dim_v) {
+    const int valid = p.problem.head_dim_v - chunk * 8;
+    float o[8], d[8];
+    load_8<E>(o, row_pointer(p.out, r.b, r.row, r.h) + chunk * 8, valid, p.out.aligned);
+    load_8<E>(d, row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(o[i], d[i], sum);
+  }
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  if (!r.valid) return;
+  if (chunk == 0) {
+    const float lse = p.lse[r.stat];
+    reinterpret_cast<float2*>(p.row_stats)[r.stat] =
+        make_float2(lse == -INFINITY ? INFINITY : lse * kLog2e, sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat]));
+  }
+  if (p.dq_accum != nullptr && chunk * 8 < D) {
+    float4* at = reinterpret_cast<float4*>(p.dq_accum + r.stat * D + chunk * 8);
+    at[0] = at[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
+
+template <typename E, int D>
+__global__ void __launch_bounds__(kPassThreads) bwd_postprocess_kernel(const __grid_constant__ BwdParams p) {
+  constexpr int kLanes = kPassLanes<D>;
+  const RowHead r = locate_row<kLanes>(p.problem);
+  const int chunk = threadIdx.x % kLanes;
+  const int valid = p.problem.head_dim - chunk * 8;
+  if (!r.valid || valid <= 0) return;
+  const float4* at = reinterpret_cast<const float4*>(p.dq_accum + r.stat * D + chunk * 8);
+  const float4 lo = at[0], hi = at[1];
+  const float s = p.problem.softmax_scale;
+  const uint32_t w[4] = {ptx::pack2<E>(lo.x * s, lo.y * s), ptx::pack2<E>(lo.z * s, lo.w * s),
+                         ptx::pack2<E>(hi.x * s, hi.y * s), ptx::pack2<E>(hi.z * s, hi.w * s)};
+  uint16_t* dst = row_pointer(p.dq, r.b, r.row, r.h) + chunk * 8;
+  if (p.dq.aligned && valid >= 8) {
+    *reinterpret_cast<uint4*>(dst) = make_uint4(w[0], w[1], w[2], w[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < valid) dst[i] = static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2)));
+    }
+  }
+}
+
+}  // namespace flash_ext

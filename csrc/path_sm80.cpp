@@ -1,0 +1,83 @@
+// The sm80 path on the host: what it accepts, how it would launch, and which instance runs.
+#include <algorithm>
+
+#include "heuristics.h"
+#include "paths.h"
+#include "sm80/grid.h"
+#include "sm80/instances.h"
+
+namespace flash_ext::sm80 {
+namespace {
+
+SmemClass class_of(const DeviceInfo& d) { return smem_class(d.cc_major, d.smem_per_block); }
+
+std::string why_not(const Problem& p, const DeviceInfo& d) {
+  if (d.cc_major < 8) {
+    return "compute capability " + std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor) +
+           " is below 8.0 (Ampere)";
+  }
+  if (d.smem_per_block < kSmemLimitSmall) {
+    return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " +
+           std::to_string(kSmemLimitSmall) + " needed";
+  }
+  if (padded_head_dim(p.head_dim, p.head_dim_v) == 0) {
+    return "head_dim " + std::to_string(std::max(p.head_dim, p.head_dim_v)) + " > 256";
+  }
+  const int64_t longest = p.is_varlen() ? std::max(p.total_q, p.total_k)
+                                        : std::max<int64_t>(p.seqlen_q, p.seqlen_k);
+  if (longest > Problem::kMaxSeqlen) {
+    return "sequence length " + std::to_string(longest) + " > " + std::to_string(Problem::kMaxSeqlen);
+  }
+  return {};
+}
+
+std::string name(const char* kernel, int d) { return std::string(kernel) + "_sm80_hd" + std::to_string(d); }
+
+template <typename Params>
+using Run = std::string (*)(const Params&, SmemClass, const DeviceInfo&);
+
+template <typename Params>
+std::string run(const Params& p, const DeviceInfo& d, const Run<Params> (&instances)[std::size(kHeadDims)]) {
+  Params prepared = p;
+  prepared.problem.prepare();
+  const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
+  for (size_t i = 0; i < std::size(kHeadDims); ++i) {
+    if (kHeadDims[i] == size) return instances[i](prepared, class_of(d), d);
+  }
+  return "sm80 path: head_dim > 256";
+}
+
+}  // namespace
+
+std::string why_not_fwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
+std::string why_not_bwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
+
+BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo&) {
+  const int64_t rows = p.total_q * p.num_heads;
+  return {2 * rows, deterministic ? 0 : rows * padded_head_dim(p.head_dim, p.head_dim_v)};
+}
+
+LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const FwdTile t = fwd_tile_sm80(size, class_of(d));
+  return {"sm80", name("fwd", size), t.block_m, t.block_n, t.stages, t.threads(), t.smem_bytes(size),
+          make_grid(p, d, true, t.block_m).ctas};
+}
+
+LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const BwdTile t = bwd_tile_sm80(size, class_of(d));
+  // The deterministic mode runs the same kernel without its dQ, then bwd_q.
+  return {"sm80", name(deterministic ? "bwd+bwd_q" : "bwd", size), t.block_m, t.block_n(), t.stages, t.threads(),
+          t.smem_bytes(size), make_grid(p, d, false, t.block_n()).ctas};
+}
+
+std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
+  return run<FwdParams>(p, d, {run_fwd_hd64, run_fwd_hd96, run_fwd_hd128, run_fwd_hd192, run_fwd_hd256});
+}
+
+std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
+  return run<BwdParams>(p, d, {run_bwd_hd64, run_bwd_hd96, run_bwd_hd128, run_bwd_hd192, run_bwd_hd256});
+}
+
+}  // namespace flash_ext::sm80

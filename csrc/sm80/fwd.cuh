@@ -1,0 +1,288 @@
+// FlashAttention-2 forward on mma.sync (Dao 2023, Algorithm 1), for sm_80 and newer.
+//
+//   O_i = softmax(scale * Q_i K^T) V,  lse_i = log sum_j exp(scale * q_i . k_j)
+//
+// One CTA owns kBlockM query rows of one head; each warp owns 16 * kMBlocks of them and all keys, so a row's
+// softmax never leaves its warp. K/V tiles stream through shared memory by cp.async.
+//
+// Shared memory (bytes, D = padded head_dim):
+//   Q  [kBlockM][D]           2 D kBlockM      (each warp reuses its own rows for the output)
+//   K  [kStages][kBlockN][D]  2 D kBlockN kStages
+//   V  [kStages][kBlockN][D]  2 D kBlockN kStages
+//
+// Registers a thread, kMBlocks = 2, D = 128, kBlockN = 64: output 128, scores 64, fragments 12, state 8.
+#pragma once
+
+#include "../common/attn_mod.cuh"
+#include "../common/seqlen.cuh"
+#include "../common/softmax.cuh"
+#include "../common/tiles.cuh"
+#include "../heuristics.h"
+#include "compiled_here.cuh"
+
+namespace flash_ext::sm80 {
+
+template <typename E, int D, SmemClass kSmemClass>
+struct FwdTraits {
+  using Element = E;
+  static constexpr SmemClass kClass = kSmemClass;
+  static constexpr int kHeadDim = D;
+  static constexpr FwdTile kTile = fwd_tile_sm80(D, kSmemClass);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kThreads = kTile.threads(), kMBlocks = kTile.m_blocks();
+  static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
+  using Tile = SmemTile<D>;
+};
+
+// acc_s = Q K^T for this warp's rows.
+template <typename T>
+__device__ __forceinline__ void scores(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4], uint32_t q_lane,
+                                       uint32_t k_lane) {
+#pragma unroll
+  for (int mb = 0; mb < T::kMBlocks; ++mb) {
+#pragma unroll
+    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc_s[mb][nb][i] = 0.f;
+    }
+  }
+#pragma unroll
+  for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
+    uint32_t frag_q[T::kMBlocks][4];
+#pragma unroll
+    for (int mb = 0; mb < T::kMBlocks; ++mb) ptx::ldmatrix_x4(frag_q[mb], T::Tile::block(q_lane, mb * 16, ks));
+#pragma unroll
+    for (int nb = 0; nb < T::kBlockN / 16; ++nb) {
+      uint32_t frag_k[4];
+      ptx::ldmatrix_x4(frag_k, T::Tile::block(k_lane, nb * 16, ks));
+#pragma unroll
+      for (int mb = 0; mb < T::kMBlocks; ++mb) {
+        ptx::mma_m16n8k16<typename T::Element>(acc_s[mb][2 * nb], frag_q[mb], frag_k[0], frag_k[2]);
+        ptx::mma_m16n8k16<typename T::Element>(acc_s[mb][2 * nb + 1], frag_q[mb], frag_k[1], frag_k[3]);
+      }
+    }
+  }
+}
+
+// acc_o += P V; P comes straight from the score accumulators, whose layout is that of an A operand.
+template <typename T>
+__device__ __forceinline__ void accumulate(float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
+                                           const float (&acc_p)[T::kMBlocks][T::kBlockN / 8][4],
+                                           uint32_t v_lane) {
+  using E = typename T::Element;
+#pragma unroll
+  for (int ks = 0; ks < T::kBlockN / 16; ++ks) {
+    uint32_t frag_p[T::kMBlocks][4];
+#pragma unroll
+    for (int mb = 0; mb < T::kMBlocks; ++mb) {
+      const auto& lo = acc_p[mb][2 * ks];
+      const auto& hi = acc_p[mb][2 * ks + 1];
+      frag_p[mb][0] = ptx::pack2<E>(lo[0], lo[1]);
+      frag_p[mb][1] = ptx::pack2<E>(lo[2], lo[3]);
+      frag_p[mb][2] = ptx::pack2<E>(hi[0], hi[1]);
+      frag_p[mb][3] = ptx::pack2<E>(hi[2], hi[3]);
+    }
+#pragma unroll
+    for (int db = 0; db < T::kHeadDim / 16; ++db) {
+      uint32_t frag_v[4];
+      ptx::ldmatrix_x4_trans(frag_v, T::Tile::block(v_lane, ks * 16, db));
+#pragma unroll
+      for (int mb = 0; mb < T::kMBlocks; ++mb) {
+        ptx::mma_m16n8k16<E>(acc_o[mb][2 * db], frag_p[mb], frag_v[0], frag_v[1]);
+        ptx::mma_m16n8k16<E>(acc_o[mb][2 * db + 1], frag_p[mb], frag_v[2], frag_v[3]);
+      }
+    }
+  }
+}
+
+// Applies the mask, updates the running state and turns scores into weights in place.
+template <typename T>
+__device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4],
+                                             float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
+                                             SoftmaxState<2 * T::kMBlocks>& state, const AttnMod& mod,
+                                             TileKind kind, int first_row, int first_col) {
+  if (kind == TileKind::kPartial) {
+#pragma unroll
+    for (int r = 0; r < 2 * T::kMBlocks; ++r) {
+      const VisibleKeys keys = mod.visible(first_row + (r / 2) * 16 + (r % 2) * 8);
+#pragma unroll
+      for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
+          s = mod.score(s, keys, first_col + nb * 8 + c);
+        }
+      }
+    }
+  }
+  float tile_max[2 * T::kMBlocks], factor[2 * T::kMBlocks];
+#pragma unroll
+  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
+    tile_max[r] = -INFINITY;
+#pragma unroll
+    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+      tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
+    }
+  }
+  if (state.raise(tile_max, mod.p.abs_scale_log2, factor)) {
+#pragma unroll
+    for (int mb = 0; mb < T::kMBlocks; ++mb) {
+#pragma unroll
+      for (int db = 0; db < T::kHeadDim / 8; ++db) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc_o[mb][db][i] *= factor[2 * mb + i / 2];
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
+    const float offset = state.offset(r, mod.p.abs_scale_log2);
+#pragma unroll
+    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
+        s = ptx::ex2(fmaf(s, mod.p.abs_scale_log2, -offset));
+        state.row_sum[r] += s;
+      }
+    }
+  }
+}
+
+struct FwdWork {
+  Work w;
+  const uint16_t* k;  // first key row of the CTA's sequence and head
+  const uint16_t* v;
+};
+
+template <typename T>
+__device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int heads_in_group) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN;
+  extern __shared__ __align__(128) unsigned char smem[];
+  const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
+
+  // What the CTA works on is read back from shared memory where it is needed: kept in registers it would
+  // spill at D = 128, where output and scores take 192 of the 255.
+  __shared__ FwdWork shared;
+  if (thread_idx == 0) {
+    const Work w = decode_work<kBlockM, true, true>(p.problem, p.problem.num_heads, blocks, heads_in_group);
+    const int h_k = w.h / (p.problem.num_heads / p.problem.num_heads_k);
+    shared.w = w;
+    shared.k = row_pointer(p.k, w.b, w.k.start, h_k);
+    shared.v = row_pointer(p.v, w.b, w.k.start, h_k);
+  }
+  __syncthreads();
+  const Work& w = shared.w;
+  if (!w.active) return;
+  const BlockRange range =
+      AttnMod{p.problem, w.q.length, w.k.length}.template kv_blocks<kBlockM, kBlockN>(w.block);
+
+  const uint32_t smem_q = ptx::smem_address(smem);
+  const uint32_t smem_k = smem_q + T::kQBytes;
+  const uint32_t smem_v = smem_k + T::kStages * T::kKvBytes;
+  const int warp_row = warp * 16 * T::kMBlocks;
+  const uint32_t q_lane = T::Tile::lane_address(smem_q, lane) + warp_row * T::Tile::kRowBytes;
+  const uint32_t k_lane = T::Tile::lane_address(smem_k, lane);
+  const uint32_t v_lane = T::Tile::lane_address(smem_v, lane);
+
+  const auto load_k = [&](int stage, int n_block) {
+    const int first = n_block * kBlockN;
+    const TileSource src{shared.k + first * p.k.row_stride, p.k.row_stride, p.problem.head_dim, p.k.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, src, w.k.length - first, thread_idx);
+  };
+  const auto load_v = [&](int stage, int n_block) {
+    const int first = n_block * kBlockN;
+    const TileSource src{shared.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, w.k.length - first, thread_idx);
+  };
+
+  float acc_o[T::kMBlocks][D / 8][4];
+#pragma unroll
+  for (int mb = 0; mb < T::kMBlocks; ++mb) {
+#pragma unroll
+    for (int db = 0; db < D / 8; ++db) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc_o[mb][db][i] = 0.f;
+    }
+  }
+  SoftmaxState<2 * T::kMBlocks> state;
+
+  if (range.begin < range.end) {
+    // Last tile first: with a causal mask the tiles that need element tests come before the plain ones.
+    const int first = w.block * kBlockM;
+    const TileSource src{row_pointer(p.q, w.b, w.q.start + first, w.h), p.q.row_stride, p.problem.head_dim, p.q.aligned};
+    load_tile<kBlockM, D, T::kThreads>(smem_q, src, w.q.length - first, thread_idx);
+    load_k(0, range.end - 1);
+    if constexpr (T::kStages > 1) load_v(0, range.end - 1);
+    ptx::cp_async_commit();
+  }
+  int stage = 0;
+#pragma unroll 1
+  for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    const uint32_t kv_at = stage * T::kKvBytes;
+    if constexpr (T::kStages > 1) {
+      // Everybody has left the other buffer, whose tile the previous iteration used.
+      stage ^= 1;
+      if (n_block > range.begin) {
+        load_k(stage, n_block - 1);
+        load_v(stage, n_block - 1);
+        ptx::cp_async_commit();
+      }
+    } else {
+      load_v(0, n_block);
+      ptx::cp_async_commit();
+    }
+    float acc_s[T::kMBlocks][kBlockN / 8][4];
+    scores<T>(acc_s, q_lane, k_lane + kv_at);
+    const AttnMod mod{p.problem, w.q.length, w.k.length};
+    softmax_step<T>(acc_s, acc_o, state, mod, mod.template kind<kBlockM, kBlockN>(w.block, n_block),
+                    w.block * kBlockM + warp_row + lane / 4, n_block * kBlockN + (lane % 4) * 2);
+    if constexpr (T::kStages == 1) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (n_block > range.begin) {
+        load_k(0, n_block - 1);
+        ptx::cp_async_commit();
+      }
+    }
+    accumulate<T>(acc_o, acc_s, v_lane + kv_at);
+  }
+
+  const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
+  float* lse = p.lse + row_stat_offset(p.problem, w, w.h) + first_row;
+#pragma unroll
+  for (int mb = 0; mb < T::kMBlocks; ++mb) {
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float row_lse;
+      inverse[half] = state.finish(2 * mb + half, p.problem.abs_scale_log2, row_lse);
+      const int r = warp_row + mb * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0 && r < rows) lse[r] = row_lse;
+    }
+#pragma unroll
+    for (int db = 0; db < D / 8; ++db) {
+      put_fragment<E, D>(smem_q, acc_o[mb][db], warp_row + mb * 16, db, lane, inverse[0], inverse[1]);
+    }
+  }
+  // A warp stores the rows it wrote itself; nobody else reads its rows of Q.
+  __syncwarp();
+  const TileDestination out{row_pointer(p.out, w.b, w.q.start + first_row, w.h), p.out.row_stride, p.problem.head_dim_v,
+                            p.out.aligned};
+  store_tile<16 * T::kMBlocks, D, 32>(out, smem_q, warp_row, rows, lane);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
+    fwd_kernel(const __grid_constant__ FwdParams p, int64_t blocks, int heads_in_group) {
+  if constexpr (kCompiledHere<T::kClass>) {
+    fwd_body<T>(p, blocks, heads_in_group);
+  } else {
+    __trap();
+  }
+}
+
+}  // namespace flash_ext::sm80

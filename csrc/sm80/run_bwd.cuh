@@ -1,0 +1,48 @@
+// From a backward request to launches, for one compiled head dim. Included by the instantiation files only.
+#pragma once
+
+#include "../launch.h"
+#include "../passes/bwd_passes.cuh"
+#include "bwd.cuh"
+#include "bwd_q.cuh"
+#include "grid.h"
+#include "instances.h"
+
+namespace flash_ext::sm80 {
+
+template <typename E, int D, SmemClass kClass>
+std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
+  using T = BwdTraits<E, D, kClass>;
+  const Grid g = make_grid(p.problem, d, false, T::kBlockN);
+  return launch("bwd_sm80", bwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g.blocks,
+                g.heads_in_group);
+}
+
+template <typename E, int D>
+std::string launch_bwd_q(const BwdParams& p, const DeviceInfo& d) {
+  using T = BwdQTraits<E, D>;
+  const Grid g = make_grid(p.problem, d, true, T::kBlockM);
+  return launch("bwd_q_sm80", bwd_q_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g.blocks,
+                g.heads_in_group);
+}
+
+template <typename E, int D>
+std::string run_bwd_as(const BwdParams& p, SmemClass c, const DeviceInfo& d) {
+  const int64_t rows = p.problem.total_q * p.problem.num_heads;
+  const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
+  std::string error =
+      launch("bwd_preprocess", bwd_preprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
+  if (!error.empty()) return error;
+  error = c == SmemClass::kLarge ? launch_bwd<E, D, SmemClass::kLarge>(p, d)
+                                 : launch_bwd<E, D, SmemClass::kSmall>(p, d);
+  if (!error.empty()) return error;
+  if (p.dq_accum == nullptr) return launch_bwd_q<E, D>(p, d);
+  return launch("bwd_postprocess", bwd_postprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
+}
+
+template <int D>
+std::string run_bwd_hd(const BwdParams& p, SmemClass c, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D>(p, c, d) : run_bwd_as<__nv_bfloat16, D>(p, c, d);
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,309 @@
+// The operators: schemas, the implementation for GPUs, and the calls into the dispatcher.
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "api.h"
+#include "path_choice.h"
+
+#if __has_include(<nvtx3/nvtx3.hpp>)
+#include <nvtx3/nvtx3.hpp>
+#endif
+
+namespace flash_ext {
+namespace {
+
+// ---- from tensors to parameters
+// ------------------------------------------------------------------------
+
+#if __has_include(<nvtx3/nvtx3.hpp>)
+struct NvtxDomain {
+  static constexpr char const* name{"flash_ext"};
+};
+using ProfilerRange = nvtx3::scoped_range_in<NvtxDomain>;
+#else
+struct ProfilerRange {
+  explicit ProfilerRange(const char*) {}
+};
+#endif
+
+int32_t clamp_to_int32(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+bool is_packed(const Tensor& t) { return t.dim() == 3; }
+
+// A dimension of size 1 has no meaningful stride, so it neither counts nor travels.
+int64_t stride_or_zero(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
+
+bool is_row_aligned(const Tensor& t) {
+  constexpr int64_t kBytes = 16;
+  const int64_t elements = kBytes / static_cast<int64_t>(t.element_size());
+  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kBytes != 0) return false;
+  for (int64_t dim = 0; dim < t.dim() - 1; ++dim) {
+    if (stride_or_zero(t, dim) % elements != 0) return false;
+  }
+  return true;
+}
+
+StridedView view_of(const Tensor& t) {
+  StridedView view;
+  view.ptr = const_cast<void*>(t.const_data_ptr());
+  view.batch_stride = is_packed(t) ? 0 : stride_or_zero(t, 0);
+  view.row_stride = stride_or_zero(t, -3);
+  view.head_stride = stride_or_zero(t, -2);
+  view.aligned = is_row_aligned(t) && get_switch(Switch::kUnaligned) != 1;
+  return view;
+}
+
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
+                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
+                   int64_t window_left, int64_t window_right) {
+  Problem p;
+  p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+  p.num_heads = static_cast<int32_t>(q.size(-2));
+  p.num_heads_k = static_cast<int32_t>(k.size(-2));
+  p.head_dim = static_cast<int32_t>(q.size(-1));
+  p.head_dim_v = static_cast<int32_t>(v.size(-1));
+  if (cu_seqlens_q.has_value()) {
+    p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
+    p.total_q = q.size(0);
+    p.total_k = k.size(0);
+    p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
+    p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
+    p.max_seqlen_q_hint = clamp_to_int32(max_seqlen_q);
+    p.max_seqlen_k_hint = clamp_to_int32(max_seqlen_k);
+  } else {
+    p.batch = static_cast<int32_t>(q.size(0));
+    p.seqlen_q = static_cast<int32_t>(q.size(1));
+    p.seqlen_k = static_cast<int32_t>(k.size(1));
+    p.total_q = q.size(0) * q.size(1);
+    p.total_k = k.size(0) * k.size(1);
+  }
+  p.softmax_scale = static_cast<float>(softmax_scale);
+  p.window_left = clamp_to_int32(window_left);
+  p.window_right = clamp_to_int32(window_right);
+  return p;
+}
+
+// ---- one launch
+// ----------------------------------------------------------------------------------------
+
+// The path that will run; raises with the reasons of every path when none can.
+const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,
+                          OptionalName wanted) {
+  TORCH_CHECK(info.error.empty(), "flash_ext cannot read the GPU: ", info.error);
+  const Path* path = choose_path(direction, p, info, wanted);
+  if (C10_LIKELY(path != nullptr)) return *path;
+  TORCH_CHECK_VALUE(!wanted.has_value(), "path '", *wanted, "' cannot run this call. ",
+                    refusal_text(direction, p, info), ".");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "no path can run this call. ",
+                              refusal_text(direction, p, info), ".");
+}
+
+void* stream_handle(const c10::Device& device) {
+  if (!device.is_cuda()) return nullptr;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return guard.getStreamNativeHandle(guard.getStream(device));
+}
+
+DeviceInfo device_info_of(const Tensor& q) {
+  if (q.is_cuda()) return device_info(q.get_device());
+  // Only the null kernels come here with CPU tensors.
+  DeviceInfo info;
+  info.cc_major = 9;
+  info.num_sms = 132;
+  info.smem_per_block = 232448;
+  return info;
+}
+
+bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
+
+FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
+                  const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                  int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
+                  int64_t window_left, int64_t window_right, bool deterministic,
+                  OptionalName path_name) {
+  check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+            window_left, window_right, deterministic, path_name);
+  const ProfilerRange range("fwd");
+  const c10::OptionalDeviceGuard device_guard(q.device());
+  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                     max_seqlen_k, softmax_scale, window_left, window_right);
+  const DeviceInfo info = device_info_of(q);
+  const Path& path = required_path(Direction::kForward, problem, info, path_name);
+
+  Tensor out, lse;
+  if (is_packed(q)) {
+    out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
+    lse = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
+  } else {
+    out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
+    lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat));
+  }
+  if (out.numel() == 0) return {out, lse};
+  if (problem.batch == 0 || problem.total_k == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+    return {out, lse};
+  }
+
+  FwdParams params;
+  params.problem = problem;
+  params.q = view_of(q);
+  params.k = view_of(k);
+  params.v = view_of(v);
+  params.out = view_of(out);
+  params.lse = lse.mutable_data_ptr<float>();
+  params.stream = stream_handle(q.device());
+  if (get_switch(Switch::kRecordLaunches) == 1) {
+    record_launch({Direction::kForward, path.plan_fwd(problem, info), false,
+                   params.q.aligned && params.k.aligned && params.v.aligned});
+  }
+  if (should_launch()) {
+    const std::string error = path.run_fwd(params, info);
+    TORCH_CHECK(error.empty(), "flash_ext forward, path ", path.name, ": ", error);
+  }
+  return {out, lse};
+}
+
+BwdResult bwd_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const Tensor& out, const Tensor& lse_any, const OptionalTensor& dlse_any,
+                  const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                  int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
+                  int64_t window_left, int64_t window_right, bool deterministic,
+                  OptionalName path_name) {
+  check_bwd(dout_any, q, k, v, out, lse_any, dlse_any, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
+  const ProfilerRange range("bwd");
+  const c10::OptionalDeviceGuard device_guard(q.device());
+  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                     max_seqlen_k, softmax_scale, window_left, window_right);
+  const DeviceInfo info = device_info_of(q);
+  const Path& path = required_path(Direction::kBackward, problem, info, path_name);
+
+  if (out.numel() == 0 || problem.batch == 0 || problem.total_k == 0) {
+    return {at::zeros(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()),
+            at::zeros(v.sizes(), v.options())};
+  }
+
+  // The one copy the package makes: gradients such as that of out.sum() have stride 0 everywhere.
+  const bool unit_stride = dout_any.size(-1) == 1 || dout_any.stride(-1) == 1;
+  const Tensor dout = unit_stride ? dout_any : dout_any.contiguous();
+  const Tensor lse = lse_any.contiguous();
+  const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
+  const Tensor dq = at::empty(q.sizes(), q.options());
+  const Tensor dk = at::empty(k.sizes(), k.options());
+  const Tensor dv = at::empty(v.sizes(), v.options());
+  deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+
+  const BwdWorkspace workspace = path.bwd_workspace(problem, deterministic, info);
+  const auto float_options = q.options().dtype(at::kFloat);
+  Tensor row_stats, dq_accum;
+  if (workspace.row_stats_elements > 0)
+    row_stats = at::empty({workspace.row_stats_elements}, float_options);
+  if (workspace.dq_accum_elements > 0)
+    dq_accum = at::empty({workspace.dq_accum_elements}, float_options);
+
+  BwdParams params;
+  params.problem = problem;
+  params.q = view_of(q);
+  params.k = view_of(k);
+  params.v = view_of(v);
+  params.out = view_of(out);
+  params.dout = view_of(dout);
+  params.dq = view_of(dq);
+  params.dk = view_of(dk);
+  params.dv = view_of(dv);
+  params.lse = lse.const_data_ptr<float>();
+  params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
+  params.deterministic = deterministic;
+  params.row_stats = row_stats.defined() ? row_stats.mutable_data_ptr<float>() : nullptr;
+  params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
+  params.stream = stream_handle(q.device());
+  if (get_switch(Switch::kRecordLaunches) == 1) {
+    record_launch({Direction::kBackward, path.plan_bwd(problem, deterministic, info), deterministic,
+                   params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
+                       params.dout.aligned});
+  }
+  if (should_launch()) {
+    const std::string error = path.run_bwd(params, info);
+    TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
+  }
+  return {dq, dk, dv};
+}
+
+}  // namespace
+
+// ---- dispatcher
+// ----------------------------------------------------------------------------------------
+
+FwdResult call_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                   SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
+                   SymInt window_left, SymInt window_right, bool deterministic, OptionalName path) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::fwd", "").typed<FwdSignature>();
+  return op.call(q, k, v, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
+                 std::move(max_seqlen_k), softmax_scale, std::move(window_left),
+                 std::move(window_right), deterministic, path);
+}
+
+BwdResult call_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
+                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                   SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
+                   SymInt window_left, SymInt window_right, bool deterministic, OptionalName path) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::bwd", "").typed<BwdSignature>();
+  return op.call(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
+                 std::move(max_seqlen_k), softmax_scale, std::move(window_left),
+                 std::move(window_right), deterministic, path);
+}
+
+void use_null_kernels_on_cpu(bool enable) {
+  static std::unique_ptr<torch::Library> library;
+  library.reset();
+  set_switch(Switch::kSkipLaunch, std::nullopt);
+  if (!enable) return;
+  set_switch(Switch::kSkipLaunch, 1);
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "flash_ext",
+                                             c10::DispatchKey::CPU, __FILE__, __LINE__);
+  library->impl("fwd", &fwd_gpu);
+  library->impl("bwd", &bwd_gpu);
+}
+
+// Everything is functional: no argument is written or aliased by a result. max_seqlen_* is 0 when
+// unknown and steers scheduling only; windows are inclusive reaches, -1 unlimited.
+TORCH_LIBRARY(flash_ext, m) {
+  m.def(
+      "fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt "
+      "max_seqlen_q, "
+      "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
+      "bool deterministic, str? path) -> (Tensor out, Tensor lse)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float softmax_scale, SymInt window_left, SymInt window_right, bool deterministic, str? "
+      "path) "
+      "-> (Tensor dq, Tensor dk, Tensor dv)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+  m.impl("fwd", &fwd_gpu);
+  m.impl("bwd", &bwd_gpu);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,56 @@
+// The torch side of the package: checks, operators, bindings. Only api*.cpp may include it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace flash_ext {
+
+using at::Tensor;
+using c10::SymInt;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalName = std::optional<std::string_view>;
+using FwdResult = std::tuple<Tensor, Tensor>;          // out, lse
+using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
+
+// The operators as the dispatcher sees them. Argument order is that of the schemas in api.cpp.
+using FwdSignature = FwdResult(const Tensor& q, const Tensor& k, const Tensor& v,
+                               const OptionalTensor& cu_seqlens_q,
+                               const OptionalTensor& cu_seqlens_k, SymInt max_seqlen_q,
+                               SymInt max_seqlen_k, double softmax_scale, SymInt window_left,
+                               SymInt window_right, bool deterministic, OptionalName path);
+using BwdSignature = BwdResult(const Tensor& dout, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& out, const Tensor& lse,
+                               const OptionalTensor& dlse, const OptionalTensor& cu_seqlens_q,
+                               const OptionalTensor& cu_seqlens_k, SymInt max_seqlen_q,
+                               SymInt max_seqlen_k, double softmax_scale, SymInt window_left,
+                               SymInt window_right, bool deterministic, OptionalName path);
+
+// Calls through the dispatcher, so that every mode and tensor subclass sees the operator (api.cpp).
+FwdSignature call_fwd;
+BwdSignature call_bwd;
+
+// The rules that every implementation shares: CUDA, CPU and fake tensors call these same functions
+// with the operator's arguments, so their messages agree. They read metadata only and raise
+// ValueError, TypeError or NotImplementedError (api_checks.cpp).
+void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+               const SymInt& max_seqlen_q, const SymInt& max_seqlen_k, double softmax_scale,
+               const SymInt& window_left, const SymInt& window_right, bool deterministic,
+               OptionalName path);
+void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+               const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
+               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+               const SymInt& max_seqlen_q, const SymInt& max_seqlen_k, double softmax_scale,
+               const SymInt& window_left, const SymInt& window_right, bool deterministic,
+               OptionalName path);
+
+// Puts the GPU implementations, without their launch, in the place of the CPU ones until called
+// with false: bench/host_cost.py times the host side of a call with it (api.cpp).
+void use_null_kernels_on_cpu(bool enable);
+
+}  // namespace flash_ext

@@ -1,0 +1,234 @@
+// What a call must satisfy before anything is allocated or launched. Metadata only, symbolic sizes
+// allowed.
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <string>
+
+#include "api.h"
+#include "path_choice.h"
+
+namespace flash_ext {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+// Comparisons that also work for sizes not known while tracing: those become run-time assertions.
+bool equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
+bool at_most(const SymInt& a, const SymInt& b) {
+  return a.sym_le(b).expect_true(__FILE__, __LINE__);
+}
+
+std::string dtype_of(const Tensor& t) {
+  std::ostringstream text;
+  text << "torch." << c10::getDtypeNames(t.scalar_type()).first;
+  return text.str();
+}
+
+std::string shape_of(const Tensor& t) {
+  std::ostringstream text;
+  text << '(';
+  const auto sizes = t.sym_sizes();
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i == 0 ? "" : ", ") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+bool is_reduced(c10::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+bool is_wide(c10::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
+
+void check_devices(const Tensor& q, const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_NOT_IMPLEMENTED(q.is_cuda() || q.is_cpu() || q.is_meta(), "q is on ", q.device(),
+                              "; attention runs on cuda and cpu. Move q, k and v to one of them.");
+  TORCH_CHECK_VALUE(q.device() == k.device() && q.device() == v.device(),
+                    "q, k and v must be on one device, got q on ", q.device(), ", k on ",
+                    k.device(), ", v on ", v.device(), ". Move them with .to(q.device).");
+}
+
+void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const auto dtype = q.scalar_type();
+  const bool same = dtype == k.scalar_type() && dtype == v.scalar_type();
+  const bool known = is_reduced(dtype) || (is_wide(dtype) && !q.is_cuda());
+  if (C10_LIKELY(same && known)) return;
+  std::ostringstream got;
+  got << "got q " << dtype_of(q) << ", k " << dtype_of(k) << ", v " << dtype_of(v);
+  TORCH_CHECK_TYPE(
+      !q.is_cuda(), "q, k and v on cuda must all be torch.float16 or all torch.bfloat16, ",
+      got.str(), ". Cast them with .to(torch.bfloat16), or call inside torch.autocast(\"cuda\").");
+  TORCH_CHECK_TYPE(
+      known,
+      "q, k and v must all be torch.float16, torch.bfloat16, torch.float32 or torch.float64, ",
+      got.str(), ". Cast them first.");
+  TORCH_CHECK_TYPE(same, "q, k and v must share one dtype, ", got.str(),
+                   ". Cast them to one, or call inside torch.autocast.");
+}
+
+void check_unit_stride(const Tensor& t, const char* name) {
+  TORCH_CHECK_VALUE(equal(t.sym_stride(-1), 1) || equal(t.sym_size(-1), 1), name,
+                    " must have stride 1 in its last dimension, got strides ", t.sym_strides(),
+                    ". Call .contiguous() on it.");
+}
+
+void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q) {
+  TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(cu),
+                   ". Convert it with .to(torch.int32).");
+  TORCH_CHECK_VALUE(cu.device() == q.device(), name, " must be on the device of q, ", q.device(),
+                    ", got ", cu.device(), ".");
+  TORCH_CHECK_VALUE(cu.dim() == 1 && at_most(1, cu.sym_size(0)), name,
+                    " must have shape (batch + 1,), got ", shape_of(cu), ".");
+  TORCH_CHECK_VALUE(cu.is_contiguous(), name, " must be contiguous, got stride ", cu.sym_stride(0),
+                    ". Call .contiguous() on it.");
+}
+
+void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v,
+                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+  TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                    "cu_seqlens_q and cu_seqlens_k must be given together, got only ",
+                    cu_seqlens_q.has_value() ? "cu_seqlens_q" : "cu_seqlens_k", ".");
+  const bool packed = cu_seqlens_q.has_value();
+  const int64_t want_dim = packed ? 3 : 4;
+  const char* layout =
+      packed ? "(total, num_heads, head_dim)" : "(batch, seqlen, num_heads, head_dim)";
+  TORCH_CHECK_VALUE(q.dim() == want_dim, "q must have shape ", layout, ", got ", shape_of(q), ".");
+  TORCH_CHECK_VALUE(k.dim() == want_dim, "k must have shape ", layout, ", got ", shape_of(k), ".");
+  TORCH_CHECK_VALUE(v.dim() == want_dim, "v must have shape ", layout, ", got ", shape_of(v), ".");
+  if (packed) {
+    check_cu_seqlens(*cu_seqlens_q, "cu_seqlens_q", q);
+    check_cu_seqlens(*cu_seqlens_k, "cu_seqlens_k", q);
+    TORCH_CHECK_VALUE(equal(cu_seqlens_q->sym_size(0), cu_seqlens_k->sym_size(0)),
+                      "cu_seqlens_q and cu_seqlens_k must have the same length (batch + 1), got ",
+                      cu_seqlens_q->sym_size(0), " and ", cu_seqlens_k->sym_size(0), ".");
+  } else {
+    TORCH_CHECK_VALUE(equal(q.sym_size(0), k.sym_size(0)), "k must have the batch size of q, ",
+                      q.sym_size(0), ", got ", k.sym_size(0), ".");
+    TORCH_CHECK_VALUE(equal(q.sym_size(0), v.sym_size(0)), "v must have the batch size of q, ",
+                      q.sym_size(0), ", got ", v.sym_size(0), ".");
+  }
+  // The kernels count rows, heads and batch entries in 32 bits; offsets are 64-bit.
+  for (int64_t i = 0; i < want_dim - 1; ++i) {
+    TORCH_CHECK_VALUE(at_most(q.sym_size(i), kMaxInt32) && at_most(k.sym_size(i), kMaxInt32),
+                      "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ",
+                      shape_of(k), ". Split the call.");
+  }
+}
+
+void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_VALUE(equal(k.sym_size(-3), v.sym_size(-3)), "v must have the sequence length of k, ",
+                    k.sym_size(-3), ", got ", v.sym_size(-3), ".");
+  TORCH_CHECK_VALUE(equal(k.sym_size(-2), v.sym_size(-2)), "v must have the num_heads of k, ",
+                    k.sym_size(-2), ", got ", v.sym_size(-2), ".");
+  TORCH_CHECK_VALUE(equal(q.sym_size(-1), k.sym_size(-1)), "k must have the head_dim of q, ",
+                    q.sym_size(-1), ", got ", k.sym_size(-1), ".");
+  TORCH_CHECK_VALUE(at_most(1, q.sym_size(-1)), "head_dim of q and k must be at least 1, got 0.");
+  TORCH_CHECK_VALUE(at_most(1, v.sym_size(-1)), "head_dim of v must be at least 1, got 0.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !q.is_cuda() || at_most(q.sym_size(-1), kMaxHeadDim), "head_dim of q and k must be at most ",
+      kMaxHeadDim, " on cuda, got ", q.sym_size(-1),
+      ". Use smaller heads, or torch.nn.functional.scaled_dot_product_attention.");
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(v.sym_size(-1), kMaxHeadDim),
+                              "head_dim of v must be at most ", kMaxHeadDim, " on cuda, got ",
+                              v.sym_size(-1),
+                              ". Split v along its last dimension and concatenate the outputs.");
+
+  const SymInt num_heads = q.sym_size(-2);
+  const SymInt num_heads_k = k.sym_size(-2);
+  // With heads on one side only there is nothing to divide; both may be empty.
+  const bool divides = equal(num_heads, num_heads_k) ||
+                       (at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
+  TORCH_CHECK_VALUE(divides, "num_heads of q must be a multiple of num_heads of k and v, got ",
+                    num_heads, " and ", num_heads_k, ".");
+}
+
+void check_options(const Tensor& q, const SymInt& max_seqlen_q, const SymInt& max_seqlen_k,
+                   double softmax_scale, const SymInt& window_left, const SymInt& window_right,
+                   OptionalName path) {
+  TORCH_CHECK_VALUE(std::isfinite(softmax_scale), "softmax_scale must be finite, got ",
+                    softmax_scale, ".");
+  TORCH_CHECK_VALUE(
+      at_most(-1, window_left) && at_most(-1, window_right),
+      "window must be (left, right) with values of at least -1 (-1 is unlimited), got (",
+      window_left, ", ", window_right, ").");
+  TORCH_CHECK_VALUE(at_most(0, max_seqlen_q), "max_seqlen_q must not be negative, got ",
+                    max_seqlen_q, "; leave it out when unknown.");
+  TORCH_CHECK_VALUE(at_most(0, max_seqlen_k), "max_seqlen_k must not be negative, got ",
+                    max_seqlen_k, "; leave it out when unknown.");
+  if (!path.has_value()) return;
+  TORCH_CHECK_VALUE(is_path_name(*path), "path must be None (automatic) or one of ", path_names(),
+                    ", got '", *path, "'.");
+  if (q.is_cpu() && *path != "cpu") {
+    std::string text;
+    for (const Path& gpu_path : gpu_paths())
+      text += std::string(gpu_path.name) + " path: q is on cpu; ";
+    TORCH_CHECK_VALUE(false, "path '", *path, "' cannot run this call. ", text,
+                      "cpu path: accepts. Leave path out, or move q, k and v to a GPU.");
+  }
+}
+
+// `t` must look like a result of the forward: same device, the given shape.
+void check_like(const Tensor& t, const char* name, const Tensor& q, c10::SymIntArrayRef want) {
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(),
+                    ", got ", t.device(), ".");
+  bool same = t.dim() == static_cast<int64_t>(want.size());
+  for (size_t i = 0; same && i < want.size(); ++i)
+    same = equal(t.sym_size(static_cast<int64_t>(i)), want[i]);
+  TORCH_CHECK_VALUE(same, name, " must have shape ", want, ", got ", shape_of(t), ".");
+}
+
+void check_row_statistic(const Tensor& t, const char* name, const Tensor& q) {
+  const auto want = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK_TYPE(t.scalar_type() == want, name, " must be ",
+                   want == at::kFloat ? "torch.float32" : "torch.float64", ", got ", dtype_of(t),
+                   ".");
+  if (q.dim() == 4) {
+    const std::array<SymInt, 3> shape = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
+    check_like(t, name, q, shape);
+  } else {
+    const std::array<SymInt, 2> shape = {q.sym_size(1), q.sym_size(0)};
+    check_like(t, name, q, shape);
+  }
+}
+
+}  // namespace
+
+void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+               const SymInt& max_seqlen_q, const SymInt& max_seqlen_k, double softmax_scale,
+               const SymInt& window_left, const SymInt& window_right, bool /*deterministic*/,
+               OptionalName path) {
+  check_devices(q, k, v);
+  check_dtypes(q, k, v);
+  check_packed_or_dense(q, k, v, cu_seqlens_q, cu_seqlens_k);
+  check_shapes(q, k, v);
+  check_unit_stride(q, "q");
+  check_unit_stride(k, "k");
+  check_unit_stride(v, "v");
+  check_options(q, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, path);
+}
+
+void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+               const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
+               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+               const SymInt& max_seqlen_q, const SymInt& max_seqlen_k, double softmax_scale,
+               const SymInt& window_left, const SymInt& window_right, bool deterministic,
+               OptionalName path) {
+  check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+            window_left, window_right, deterministic, path);
+  std::vector<SymInt> out_shape = q.sym_sizes().vec();
+  out_shape.back() = v.sym_size(-1);
+  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out must have the dtype of q, ",
+                   dtype_of(q), ", got ", dtype_of(out), ".");
+  check_like(out, "out", q, out_shape);
+  check_unit_stride(out, "out");
+  TORCH_CHECK_TYPE(dout.scalar_type() == q.scalar_type(), "dout must have the dtype of q, ",
+                   dtype_of(q), ", got ", dtype_of(dout), ".");
+  check_like(dout, "dout", q, out_shape);
+  check_row_statistic(lse, "lse", q);
+  if (dlse.has_value()) check_row_statistic(*dlse, "dlse", q);
+}
+
+}  // namespace flash_ext

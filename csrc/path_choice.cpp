@@ -1,0 +1,146 @@
+#include "path_choice.h"
+
+#include <array>
+#include <atomic>
+#include <limits>
+#include <mutex>
+
+namespace flash_ext {
+
+// ---- paths
+// ---------------------------------------------------------------------------------------------
+
+const std::vector<Path>& gpu_paths() {
+  static const std::vector<Path> paths = {
+      {"sm80", sm80::why_not_fwd, sm80::why_not_bwd, sm80::bwd_workspace, sm80::plan_fwd,
+       sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd},
+  };
+  return paths;
+}
+
+std::string path_names() {
+  std::string names;
+  for (const Path& path : gpu_paths()) names += std::string(path.name) + ", ";
+  return names + "cpu";
+}
+
+bool is_path_name(std::string_view name) {
+  for (const Path& path : gpu_paths()) {
+    if (name == path.name) return true;
+  }
+  return name == "cpu";
+}
+
+const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo& d,
+                        std::optional<std::string_view> wanted) {
+  for (const Path& path : gpu_paths()) {
+    if (wanted && *wanted != path.name) continue;
+    if (path.why_not(direction, p, d).empty()) return &path;
+  }
+  return nullptr;
+}
+
+std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d) {
+  std::string text;
+  for (const Path& path : gpu_paths()) {
+    const std::string reason = path.why_not(direction, p, d);
+    text += std::string(path.name) + " path: " + (reason.empty() ? "accepts" : reason) + "; ";
+  }
+  return text + "cpu path: the tensors are on a GPU";
+}
+
+// ---- switches
+// ------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
+constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
+    "compute_capability", "num_sms",     "smem_per_block",
+    "unaligned",          "skip_launch", "record_launches"};
+
+struct SwitchStates {
+  std::array<std::atomic<int64_t>, kNumSwitches> values;
+  SwitchStates() {
+    for (auto& value : values) value.store(kUnset, std::memory_order_relaxed);
+  }
+};
+
+std::atomic<int64_t>& switch_state(Switch which) {
+  static SwitchStates states;
+  return states.values[static_cast<size_t>(which)];
+}
+
+std::mutex record_mutex;
+std::optional<LaunchRecord> record_of_last_launch;
+
+}  // namespace
+
+std::optional<Switch> switch_by_name(std::string_view name) {
+  for (int i = 0; i < kNumSwitches; ++i) {
+    if (name == kSwitchNames[i]) return static_cast<Switch>(i);
+  }
+  return std::nullopt;
+}
+
+std::string switch_names() {
+  std::string names;
+  for (const char* name : kSwitchNames) names += (names.empty() ? "" : ", ") + std::string(name);
+  return names;
+}
+
+std::optional<int64_t> get_switch(Switch which) {
+  const int64_t value = switch_state(which).load(std::memory_order_relaxed);
+  return value == kUnset ? std::nullopt : std::optional<int64_t>(value);
+}
+
+void set_switch(Switch which, std::optional<int64_t> value) {
+  switch_state(which).store(value.value_or(kUnset), std::memory_order_relaxed);
+}
+
+void record_launch(const LaunchRecord& record) {
+  const std::lock_guard<std::mutex> lock(record_mutex);
+  record_of_last_launch = record;
+}
+
+std::optional<LaunchRecord> last_launch() {
+  const std::lock_guard<std::mutex> lock(record_mutex);
+  return record_of_last_launch;
+}
+
+// ---- devices
+// -------------------------------------------------------------------------------------------
+
+namespace {
+
+// A failed query is not kept: the next call asks again.
+DeviceInfo queried_once(int device_index) {
+  static std::array<std::atomic<const DeviceInfo*>, 128> known{};
+  if (device_index < 0 || device_index >= static_cast<int>(known.size()))
+    return query_device(device_index);
+  auto& slot = known[static_cast<size_t>(device_index)];
+  if (const DeviceInfo* info = slot.load(std::memory_order_acquire)) return *info;
+  const DeviceInfo info = query_device(device_index);
+  if (info.error.empty()) {
+    const DeviceInfo* mine = new DeviceInfo(info);  // lives as long as the process
+    const DeviceInfo* expected = nullptr;
+    if (!slot.compare_exchange_strong(expected, mine, std::memory_order_acq_rel)) delete mine;
+  }
+  return info;
+}
+
+}  // namespace
+
+DeviceInfo device_info(int device_index) {
+  DeviceInfo info = queried_once(device_index);
+  if (const auto cc = get_switch(Switch::kComputeCapability)) {
+    info.cc_major = static_cast<int>(*cc / 10);
+    info.cc_minor = static_cast<int>(*cc % 10);
+  }
+  if (const auto sms = get_switch(Switch::kNumSms)) info.num_sms = static_cast<int>(*sms);
+  if (const auto smem = get_switch(Switch::kSmemPerBlock))
+    info.smem_per_block = static_cast<int>(*smem);
+  return info;
+}
+
+}  // namespace flash_ext

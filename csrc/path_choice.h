@@ -1,0 +1,73 @@
+// Which kernel path serves a call, on which device, and the switches that tests turn. No torch, no
+// CUDA.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "paths.h"
+
+namespace flash_ext {
+
+enum class Direction { kForward, kBackward };
+
+struct Path {
+  const char* name;
+  std::string (*why_not_fwd)(const Problem&, const DeviceInfo&);
+  std::string (*why_not_bwd)(const Problem&, const DeviceInfo&);
+  BwdWorkspace (*bwd_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
+  LaunchPlan (*plan_fwd)(const Problem&, const DeviceInfo&);
+  LaunchPlan (*plan_bwd)(const Problem&, bool deterministic, const DeviceInfo&);
+  std::string (*run_fwd)(const FwdParams&, const DeviceInfo&);
+  std::string (*run_bwd)(const BwdParams&, const DeviceInfo&);
+
+  std::string why_not(Direction direction, const Problem& p, const DeviceInfo& d) const {
+    return direction == Direction::kForward ? why_not_fwd(p, d) : why_not_bwd(p, d);
+  }
+};
+
+// The GPU paths in the order they are tried: the first that accepts runs.
+const std::vector<Path>& gpu_paths();
+
+// "sm80, cpu": every name that `path=` takes.
+std::string path_names();
+bool is_path_name(std::string_view name);
+
+// The path that runs, or null: then `refusal_text` says why, path by path.
+const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo& d,
+                        std::optional<std::string_view> wanted);
+std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d);
+
+// Facts of one device with the test switches applied; queried once per device and process.
+DeviceInfo device_info(int device_index);
+
+// Switches for tests and benchmarks; unset unless a test sets them, never read from the
+// environment.
+enum class Switch {
+  kComputeCapability,  // e.g. 86: pretend to be this architecture when choosing
+  kNumSms,             // pretend to have this many SMs
+  kSmemPerBlock,       // pretend to have this much shared memory, bytes
+  kUnaligned,          // 1: report every tensor as unaligned, which selects the element-wise loader
+  kSkipLaunch,         // 1: do everything except the launch
+  kRecordLaunches,     // 1: remember the plan of the latest launch
+};
+constexpr int kNumSwitches = 6;
+std::optional<Switch> switch_by_name(std::string_view name);
+std::string switch_names();
+std::optional<int64_t> get_switch(Switch which);
+void set_switch(Switch which, std::optional<int64_t> value);
+
+// The latest launch while kRecordLaunches is set.
+struct LaunchRecord {
+  Direction direction = Direction::kForward;
+  LaunchPlan plan;
+  bool deterministic = false;
+  bool aligned = false;  // every tensor takes the 16-byte loader
+};
+void record_launch(const LaunchRecord& record);
+std::optional<LaunchRecord> last_launch();
+
+}  // namespace flash_ext

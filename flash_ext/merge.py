@@ -1,0 +1,62 @@
+"""Merging of attention over disjoint sets of keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint key sets, from the results over each. Differentiable.
+
+    With weights w = exp(lse - max(lse_a, lse_b)), out is (w_a * out_a + w_b * out_b) / (w_a + w_b) and lse is
+    log(exp(lse_a) + exp(lse_b)). The operation is associative and commutative up to rounding, and a state
+    with lse -inf is its neutral element; where both are -inf, out is 0 and lse -inf.
+
+    Args:
+        out_a, out_b: (b, seqlen, h, dv), or packed (total, h, dv). Keep a running result in float32 when
+            merging many times: then nothing is rounded in between.
+        lse_a, lse_b: (b, h, seqlen), or packed (h, total); natural logarithm, -inf for rows without keys.
+
+    Returns:
+        out, lse: shapes of the inputs; dtypes as torch promotes those of the two outs and of the two lses.
+
+    Raises:
+        ValueError: the shapes do not agree; the message names the argument.
+
+    Source: the rescaling of partial softmax results in Milakov and Gimelshein 2018,
+    https://arxiv.org/abs/1805.02867.
+    """
+    _check_shapes(out_a, lse_a, out_b, lse_b)
+    largest = torch.maximum(lse_a, lse_b).detach()
+    # A finite stand-in where both are empty keeps the arithmetic free of inf - inf, forward and backward.
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    weight_a, weight_b = torch.exp(lse_a - largest), torch.exp(lse_b - largest)
+    total = weight_a + weight_b
+    is_empty = total == 0
+    total = torch.where(is_empty, 1.0, total)
+    lse = torch.where(is_empty, -torch.inf, largest + torch.log(total))
+    out = _per_row(weight_a / total) * out_a + _per_row(weight_b / total) * out_b
+    return out.to(torch.promote_types(out_a.dtype, out_b.dtype)), lse
+
+
+def _per_row(weight: Tensor) -> Tensor:
+    """(..., h, rows) to (..., rows, h, 1), to scale an out."""
+    return weight.transpose(-1, -2).unsqueeze(-1)
+
+
+def _check_shapes(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    if out_a.dim() not in (3, 4):
+        raise ValueError(
+            f"out_a must have shape (b, seqlen, h, dv) or (total, h, dv), got {tuple(out_a.shape)}."
+        )
+    if out_b.shape != out_a.shape:
+        raise ValueError(
+            f"out_b must have the shape of out_a, {tuple(out_a.shape)}, got {tuple(out_b.shape)}."
+        )
+    *batch, rows, heads, _ = out_a.shape
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.shape != (*batch, heads, rows):
+            raise ValueError(f"{name} must have shape {(*batch, heads, rows)}, got {tuple(lse.shape)}.")

@@ -1,0 +1,276 @@
+"""The operators ``flash_ext::fwd`` and ``flash_ext::bwd`` as PyTorch sees them.
+
+Schemas, the GPU implementation, autograd and autocast are registered by the extension module ``flash_ext._C``
+(csrc/api*.cpp). This module loads it and adds what is written in Python: the CPU implementation, shapes for
+tracing, vmap rules and FLOP formulas.
+
+In every function here ``options`` are the operator's last arguments: max_seqlen_q, max_seqlen_k,
+softmax_scale, window_left, window_right, deterministic, path.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .spec import AttnSpec
+from .tiled import tiled_backward, tiled_forward
+
+# ---- loading the extension module ----------------------------------------------------------------------
+
+
+class MissingExtension:
+    """Stands in for ``_C`` when it cannot be loaded: every use raises, and says why and what mends it."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(self.message)
+
+
+def built_for_torch() -> str | None:
+    """The torch version that the extension module's file was built with, read without loading the file."""
+    for path in sorted(Path(__file__).parent.glob("_C*.so")):
+        found = re.search(rb'flash_ext build record: \{[^}]*?"torch": "([^"]+)"', path.read_bytes())
+        if found:
+            return found.group(1).decode()
+    return None
+
+
+def explain_missing(error: ImportError) -> str:
+    """One message for a module that is absent, or belongs to another torch, or does not load."""
+    built = built_for_torch()
+    if not any(Path(__file__).parent.glob("_C*.so")):
+        state = "the extension module flash_ext._C has not been built here"
+    elif built is not None and built != torch.__version__:
+        state = f"flash_ext._C was built for torch {built}, but this is torch {torch.__version__} ({error})"
+    else:
+        state = f"flash_ext._C does not load: {error}"
+    return f"{state}. Build it for this torch in the source folder: pip install --force-reinstall --no-deps ."
+
+
+def _load() -> Any:
+    try:
+        from . import _C
+    except ImportError as error:
+        return MissingExtension(explain_missing(error))
+    return _C
+
+
+_C: Any = _load()
+is_built = not isinstance(_C, MissingExtension)
+
+
+# ---- CPU -----------------------------------------------------------------------------------------------
+
+
+def _spec(options: tuple[Any, ...]) -> AttnSpec:
+    _, _, softmax_scale, window_left, window_right, _, _ = options
+    return AttnSpec(softmax_scale, window_left, window_right)
+
+
+def cpu_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    _C.check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    return tiled_forward(q, k, v, _spec(options), cu_seqlens_q, cu_seqlens_k)
+
+
+def cpu_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _C.check_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *options)
+    return tiled_backward(dout, q, k, v, out, lse, _spec(options), dlse, cu_seqlens_q, cu_seqlens_k)
+
+
+# ---- shapes for tracing --------------------------------------------------------------------------------
+
+
+def fake_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    register_sharding_rules()
+    _C.check_fwd(q, k, v, *rest)
+    *batch, rows, heads, _ = q.shape
+    out = q.new_empty((*batch, rows, heads, v.shape[-1]))
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty((*batch, heads, rows), dtype=lse_dtype)
+
+
+def fake_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    register_sharding_rules()
+    _C.check_bwd(dout, q, k, v, *rest)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def register_sharding_rules() -> None:
+    """Tells DTensor about the operators once DTensor is in use; importing it costs 0.6 s, so not before.
+
+    Every first propagation of an operator asks for its shapes, which makes the shape functions the place
+    where a late import of DTensor is noticed.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from . import sharding
+
+        sharding.register_once()
+
+
+# ---- vmap ----------------------------------------------------------------------------------------------
+
+
+def _fold(t: Tensor | None, dim: int | None, size: int, into: int) -> Tensor | None:
+    """Merges the mapped dimension ``dim`` of ``t`` (or a broadcast one) into its dimension ``into``."""
+    if t is None:
+        return None
+    if dim is None:
+        t = t.unsqueeze(into).expand(*t.shape[:into], size, *t.shape[into:])
+    else:
+        t = t.movedim(dim, into)
+    t = t.flatten(into, into + 1)
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _fold_all(
+    tensors: tuple[Tensor | None, ...],
+    dims: tuple[int | None, ...],
+    cu_seqlens_dims: tuple[int | None, ...],
+    size: int,
+    packed: bool,
+) -> list[Tensor | None]:
+    """Dense calls map over more batch entries. Packed ones map over more heads, which keeps cu_seqlens."""
+    if any(dim is not None for dim in cu_seqlens_dims):
+        raise NotImplementedError("vmap over cu_seqlens_q or cu_seqlens_k is not implemented; call in a loop")
+    # A row statistic (one dimension less) starts with batch or heads, all other tensors have rows in front.
+    full = max(t.dim() - (dim is not None) for t, dim in zip(tensors, dims, strict=True) if t is not None)
+    folded = []
+    for t, dim in zip(tensors, dims, strict=True):
+        is_statistic = t is not None and t.dim() - (dim is not None) < full
+        folded.append(_fold(t, dim, size, 1 if packed and not is_statistic else 0))
+    return folded
+
+
+def _unfold(t: Tensor, size: int, dim: int) -> Tensor:
+    return t.unflatten(dim, (size, t.shape[dim] // size))
+
+
+def vmap_fwd(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *options: Any,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    size, packed = info.batch_size, cu_seqlens_q is not None
+    q_, k_, v_ = _fold_all((q, k, v), in_dims[:3], in_dims[3:5], size, packed)
+    out, lse = torch.ops.flash_ext.fwd.default(q_, k_, v_, cu_seqlens_q, cu_seqlens_k, *options)
+    dim = 1 if packed else 0
+    return (_unfold(out, size, dim), _unfold(lse, size, 0)), (dim, 0)
+
+
+def vmap_bwd(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *options: Any,
+) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    size, packed = info.batch_size, cu_seqlens_q is not None
+    folded = _fold_all((dout, q, k, v, out, lse, dlse), in_dims[:7], in_dims[7:9], size, packed)
+    grads = torch.ops.flash_ext.bwd.default(*folded, cu_seqlens_q, cu_seqlens_k, *options)
+    dim = 1 if packed else 0
+    return tuple(_unfold(grad, size, dim) for grad in grads), (dim, dim, dim)
+
+
+# ---- FLOP counts ---------------------------------------------------------------------------------------
+
+
+def _score_count(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q: int, max_k: int
+) -> int:
+    """Entries of all score matrices of one head, masked or not.
+
+    For packed input the lengths are read from the device (it is a counter's job, not a model's); while
+    tracing they are not there, and the bounds given, else equal lengths, stand in.
+    """
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return q.shape[0] * q.shape[1] * k.shape[1]
+    if isinstance(cu_seqlens_q, FakeTensor) or cu_seqlens_q.is_meta:
+        batch = max(cu_seqlens_q.shape[0] - 1, 1)
+        return batch * max_q * max_k if max_q and max_k else q.shape[0] * k.shape[0] // batch
+    lengths_q, lengths_k = cu_seqlens_q.diff().long(), cu_seqlens_k.diff().long()
+    return int((lengths_q * lengths_k).sum().item())
+
+
+def flops_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """FLOPs as torch counts scaled_dot_product_attention: two products, and no discount for masks."""
+    scores = _score_count(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return 2 * q.shape[-2] * scores * (q.shape[-1] + v.shape[-1])
+
+
+def flops_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Five products: scores again, dP and dV over head_dim_v, dQ and dK over head_dim."""
+    scores = _score_count(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return 2 * q.shape[-2] * scores * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+# ---- registration --------------------------------------------------------------------------------------
+
+if is_built:
+    _library = torch.library.Library("flash_ext", "IMPL")
+    _library.impl("fwd", cpu_fwd, "CPU")
+    _library.impl("bwd", cpu_bwd, "CPU")
+    torch.library.register_fake("flash_ext::fwd", fake_fwd, lib=_library)
+    torch.library.register_fake("flash_ext::bwd", fake_bwd, lib=_library)
+    torch.library.register_vmap("flash_ext::fwd", vmap_fwd, lib=_library)
+    torch.library.register_vmap("flash_ext::bwd", vmap_bwd, lib=_library)
+    register_flop_formula(torch.ops.flash_ext.fwd, get_raw=True)(flops_fwd)
+    register_flop_formula(torch.ops.flash_ext.bwd, get_raw=True)(flops_bwd)

@@ -1,0 +1,264 @@
+"""The CPU backend against the oracle, forward and backward, and what only it promises: linear memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_ext import tiled
+from flash_ext.reference import attention_reference
+from flash_ext.spec import AttnSpec
+from flash_ext.tiled import tiled_backward, tiled_forward
+from tests import compare
+from tests.cases import Case, dense, packed
+from tests.inputs import Inputs, make_inputs
+
+INF = float("inf")
+
+
+def truth(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """out, lse and, by autograd through the oracle, dq, dk and dv."""
+    q, k, v = (x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = attention_reference(q, k, v, inputs.case.spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse.double()
+    tail = inputs.case.tail if inputs.case.is_packed else 0
+    dout = inputs.dout.double()
+    if tail:  # rows of no sequence hold NaN
+        dout = torch.cat([dout[:-tail], torch.zeros_like(dout[-tail:])])
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def run(inputs: Inputs) -> dict[str, torch.Tensor]:
+    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.case.spec
+    out, lse = tiled_forward(q, k, v, spec, *cu_seqlens)
+    dq, dk, dv = tiled_backward(inputs.dout, q, k, v, out, lse, spec, inputs.dlse, *cu_seqlens)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_equals_truth(case: Case) -> None:
+    """float64 on both sides, so equal to rounding; -inf and exact zeros where the oracle has them."""
+    inputs = make_inputs(case, "cpu")
+    expected = truth(inputs)
+    for name, got in run(inputs).items():
+        assert got.is_contiguous(), name
+        compare.assert_same_special_values(name, got, expected[name])
+        torch.testing.assert_close(got, expected[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        empty = (expected["lse"] == -INF).transpose(-1, -2)
+        if name in ("out", "dq"):
+            assert (got[empty] == 0).all(), name
+    assert inputs.unchanged()
+
+
+SHAPES = [
+    dense(2, 5, 5, 4, 2, 8, 6, dlse=True),
+    dense(1, 300, 100, 4, 1, 16, dlse=True),  # more queries than keys
+    dense(1, 17, 513, 3, 3, 5, 7),
+    dense(2, 130, 257, 6, 2, 1, 3, dlse=True),
+    dense(1, 257, 130, 2, 1, 33),
+    dense(2, 0, 5, 2, 2, 4),  # EM-01
+    dense(2, 5, 0, 2, 1, 4, 3, dlse=True),  # EM-02
+    dense(0, 5, 5, 2, 1, 4, 3),  # EM-03
+    dense(2, 5, 5, 0, 0, 4),
+    dense(1, 1, 129, 2, 1, 8),  # EM-05
+    packed([3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=8, tail=9, dlse=True),
+    packed([0, 0, 5], [0, 3, 9], num_heads=2, num_heads_k=1, head_dim=4, head_dim_v=6),  # empties first
+    packed([4, 0, 0], [6, 2, 0], num_heads=2, num_heads_k=1, head_dim=4, dlse=True),  # and last
+    packed([0, 0], [0, 0], num_heads=2, num_heads_k=2, head_dim=4, tail=3),
+    packed([], [], num_heads=2, num_heads_k=2, head_dim=4, tail=3),
+]
+MASKS = [(False, (-1, -1)), (True, (-1, -1)), (False, (10, 0)), (False, (0, 0)), (False, (1, 0)), (False, (0, 1)),
+         (False, (-1, 3)), (False, (3, -1)), (True, (63, 1)), (False, (128, 128)), (False, (2**31 - 1, 2**31 - 1))]
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_equals_the_oracle(case):
+    """S0-11, S2-12, S2-13, S3-03, EM-*, MK-03, MK-04, MK-06, MK-07, VL-01, VL-05: every mask on every shape."""
+    for causal, window in MASKS:
+        assert_equals_truth(case.replace(dtype="fp64", causal=causal, window=window))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.4, 1e-30, 3.0, 1e4])
+def test_any_finite_scale(scale):
+    """NF-10."""
+    assert_equals_truth(dense(1, 40, 30, 2, 1, 8, dtype="fp64", causal=True, softmax_scale=scale, dlse=True))
+
+
+@pytest.mark.parametrize("data", ["outlier", "large", "rising", "falling", "peaked", "twins", "zero_q", "biased"])
+def test_any_data(data):
+    """NF-03, NF-11, NF-16: the running maximum moves late, early, never, and the sums cancel."""
+    assert_equals_truth(dense(1, 140, 300, 2, 1, 16, dtype="fp64", causal=True, data=data, dlse=True))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton"])
+def test_any_strides(layout):
+    """S4-11: no layout is refused and none is written to."""
+    case = dense(2, 20, 20, 2, 1, 8, dtype="fp64", causal=True, layout=layout, dout_layout=layout, dlse=True)
+    assert_equals_truth(case)
+
+
+LENGTHS = st.integers(0, 20)
+EDGES = st.one_of(st.just(-1), st.integers(0, 20))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_equals_the_oracle_on_random_shapes(data):
+    """Small tiles, so that every shape has full, partial, skipped and ragged ones (S0-05, S4-12, S4-13)."""
+    num_heads_k = data.draw(st.integers(1, 2))
+    fields = dict(
+        dtype="fp64", num_heads=num_heads_k * data.draw(st.integers(1, 3)), num_heads_k=num_heads_k,
+        head_dim=data.draw(st.integers(1, 5)), head_dim_v=data.draw(st.integers(1, 5)),
+        window=(data.draw(EDGES), data.draw(EDGES)), causal=data.draw(st.booleans()),
+        softmax_scale=data.draw(st.sampled_from([0.7, -0.7])), dlse=data.draw(st.booleans()),
+    )  # fmt: skip
+    if data.draw(st.booleans()):
+        lengths = data.draw(st.lists(st.tuples(LENGTHS, LENGTHS), max_size=4))
+        case = packed([q for q, _ in lengths], [k for _, k in lengths], tail=data.draw(st.integers(0, 2)), **fields)
+    else:
+        case = Case(batch=data.draw(st.integers(0, 2)), seqlen_q=data.draw(LENGTHS), seqlen_k=data.draw(LENGTHS),
+                    **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled, "BLOCK_M", data.draw(st.integers(1, 7)))
+        patch.setattr(tiled, "BLOCK_N", data.draw(st.integers(1, 7)))
+        assert_equals_truth(case)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("case", [
+    dense(1, 257, 257, 4, 2, 64, causal=True, dlse=True),
+    dense(1, 200, 300, 2, 2, 96, window=(40, 70)),
+    packed([130, 150], [190, 150], num_heads=2, num_heads_k=1, head_dim=64, tail=3, dlse=True),
+], ids=str)  # fmt: skip
+def test_low_precision_is_within_the_gates(dtype, case):
+    """S3-21, S3-31: statistics and sums in float32 whatever the storage type."""
+    inputs = make_inputs(case.replace(dtype=dtype), "cpu")
+    expected, got = truth(inputs), run(inputs)
+    assert got["lse"].dtype == torch.float32
+    for name in ("out", "dq", "dk", "dv"):
+        assert got[name].dtype == inputs.q.dtype
+        compare.assert_within_gates(name, got[name], expected[name])
+    rows = slice(None, -case.tail or None) if case.is_packed else slice(None)
+    largest = compare.max_abs_logit(inputs.q[rows], inputs.k[rows], case.scale)
+    compare.assert_lse(got["lse"], expected["lse"], largest)
+
+
+def test_twice_the_error_of_pytorch_at_most():
+    """S3-29, S3-31: FlashAttention's own rule, in float16 against SDPA's math in float16."""
+    inputs = make_inputs(dense(2, 128, 128, 2, 2, 64, dtype="fp16"), "cpu")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        pytorch = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+        ).transpose(1, 2)
+    compare.assert_within_twice_pytorch("out", run(inputs)["out"], truth(inputs)["out"], pytorch)
+
+
+class TestSpecialValues:
+    """NaN stays with whoever may see it, and nothing is read that should not be (NL-*, AG-07)."""
+
+    @pytest.mark.parametrize("name", ["q", "k", "v"])
+    def test_nan_does_not_leave_its_batch_entry_and_key_head(self, name):
+        inputs = make_inputs(dense(2, 40, 40, 4, 2, 8, dtype="fp64", causal=True), "cpu")
+        clean = run(inputs)
+        getattr(inputs, name)[0, 10, 0] = math.nan
+        for result, got in run(inputs).items():
+            batch_1, other_heads = (1,), (0, slice(2, 4)) if result == "lse" else (0, slice(None), slice(-1, None))
+            for place in (batch_1, other_heads):
+                assert torch.equal(got[place], clean[result][place]), (result, place)
+
+    def test_nan_query_spoils_its_own_row_only(self):
+        inputs = make_inputs(dense(1, 40, 40, 2, 1, 8, dtype="fp64", causal=True), "cpu")
+        inputs.q[0, 10, 1] = math.nan
+        got = run(inputs)
+        bad = torch.zeros(40, 2, dtype=torch.bool)
+        bad[10, 1] = True
+        assert torch.equal(got["out"][0].isnan().all(-1), bad)
+        assert torch.equal(got["lse"][0].T.isnan(), bad)
+        assert torch.equal(got["dq"][0].isnan().all(-1), bad)
+
+    def test_nan_of_another_sequence_is_never_read(self):
+        inputs = make_inputs(packed([30, 30], [30, 30], num_heads=1, num_heads_k=1, head_dim=8, dtype="fp64"), "cpu")
+        clean = run(inputs)
+        for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout):
+            tensor[:30] = math.nan
+        for name, got in run(inputs).items():
+            rows = (slice(None), slice(30, 60)) if name == "lse" else slice(30, 60)
+            assert torch.equal(got[rows], clean[name][rows]), name
+
+    def test_empty_rows_pass_nothing_on(self):
+        """Their q, dout and dlse may hold anything at all."""
+        inputs = make_inputs(dense(1, 30, 20, 2, 1, 8, dtype="fp64", causal=True, dlse=True), "cpu")
+        clean = run(inputs)
+        for tensor in (inputs.q, inputs.dout):
+            tensor[:, :10] = math.nan
+        inputs.dlse[:, :, :10] = math.inf
+        for name, got in run(inputs).items():
+            assert torch.equal(got, clean[name]), name
+
+
+def test_backward_takes_out_and_lse_as_given():
+    """Ring attention: with the merged out and lse, the gradients of parts of the keys add up to the whole ones."""
+    inputs = make_inputs(dense(1, 30, 50, 4, 2, 8, dtype="fp64", dlse=True), "cpu")
+    expected, spec = truth(inputs), inputs.case.spec
+    out, lse = tiled_forward(inputs.q, inputs.k, inputs.v, spec)
+    dq, parts = torch.zeros_like(inputs.q), []
+    for keys in (slice(0, 13), slice(13, 50)):
+        k, v = inputs.k[:, keys], inputs.v[:, keys]
+        part_dq, *part = tiled_backward(inputs.dout, inputs.q, k, v, out, lse, spec, inputs.dlse)
+        dq += part_dq
+        parts.append(part)
+    dk, dv = (torch.cat(halves, dim=1) for halves in zip(*parts, strict=True))
+    for name, got in (("dq", dq), ("dk", dk), ("dv", dv)):
+        torch.testing.assert_close(got, expected[name], rtol=0, atol=1e-12)
+
+
+def test_zero_dout_gives_exactly_zero():
+    """AG-07."""
+    inputs = make_inputs(dense(1, 30, 30, 2, 1, 8, causal=True), "cpu")
+    inputs.dout.zero_()
+    got = run(inputs)
+    assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("cu_q, cu_k", [([0, 20, 5, -3], [0, 3, 30, 2]), ([-5, 4, 4, 99], [2, 2, 8, 99])])
+def test_broken_cu_seqlens_stay_inside_the_tensors(cu_q, cu_k):
+    case = packed([5, 2, 2], [3, 3, 3], num_heads=2, num_heads_k=1, head_dim=4, dtype="fp64", dlse=True)
+    inputs = make_inputs(case, "cpu")
+    inputs.cu_seqlens_q[:] = torch.tensor(cu_q)
+    inputs.cu_seqlens_k[:] = torch.tensor(cu_k)
+    expected = truth(inputs)
+    for name, got in run(inputs).items():
+        torch.testing.assert_close(got, expected[name], rtol=0, atol=1e-12)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest number of elements any operator returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+def test_memory_grows_linearly():
+    """S0-02, S2-11, S2-36, S4-01: no tensor exceeds the inputs or one tile, so none of N * N is ever made."""
+    largest = []
+    for seqlen in (512, 1024, 2048):
+        inputs = make_inputs(dense(1, seqlen, seqlen, 2, 1, 16, dtype="fp32", causal=True), "cpu")
+        with LargestTensor() as seen:
+            run(inputs)
+        tile = inputs.case.num_heads * tiled.BLOCK_M * tiled.BLOCK_N
+        assert seen.numel <= max(tile, inputs.q.numel())
+        largest.append(seen.numel)
+    assert largest[0] >= 2 * tiled.BLOCK_M * tiled.BLOCK_N, "the mode saw no tile, so it measures nothing"
+    assert largest[-1] < 2048 * 2048 / 50

@@ -27,7 +27,7 @@ LAYOUTS = ("bshd", "bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded",
 # What the tensors hold; inputs.py says what each is for.
 DATA_KINDS = ("normal", "outlier", "large", "biased", "rising", "falling", "peaked", "twins", "integer",
               "zero_q", "tiny", "nan_row", "inf_value")
-# Requests that must be refused before anything is launched; harness.break_call() makes them.
+# Requests that must be refused before anything is launched; refusals.py makes them.
 INVALID_KINDS = ("heads_ratio", "kv_heads", "kv_length", "head_dim", "head_dim_wide", "dtype_mix",
                  "dtype_int", "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch", "path")
 
@@ -312,12 +312,16 @@ def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000)
               if kind < 0.35 else "bshd")
     if data == "inf_value":  # forward only: its gradients are NaN almost everywhere
         softmax_scale = None
+        layout = "bshd" if layout == "expanded" else layout  # which would repeat the infinite entry
+    invalid = rng.choice(INVALID_KINDS) if rng.random() < 0.05 else ""
+    if invalid == "last_stride" and head_dim == 1:  # the stride of a single element does not matter
+        invalid = "path"
     fields = dict(dtype=dtype, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
                   head_dim_v=head_dim_v, causal=causal, softmax_scale=softmax_scale, data=data, layout=layout,
                   dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
                   dlse=rng.random() < 0.3, deterministic=rng.random() < 0.5,
                   backward=rng.random() < 0.85 and data != "inf_value",
-                  invalid=rng.choice(INVALID_KINDS) if rng.random() < 0.05 else "", seed=rng.randrange(2**31))
+                  invalid=invalid, seed=rng.randrange(2**31))
     if rng.random() < 0.4:
         count = rng.choice((1, 2, 3, 5, 9, 40))
         cap = max(8, limit * 3 // (count + 2))

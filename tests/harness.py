@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-import flash_ext  # noqa: F401  registers the operators
+from flash_ext.ops import _C
+from flash_ext.spec import AttnSpec
+from tests import probes
 from tests.cases import Case
 from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes
+from tests.refusals import check_refused
 from tests.truth import Truth, compute_truth
-
-try:
-    from flash_ext import _C
-except ImportError:  # the CPU path needs no extension module
-    _C = None
 
 # Errors are measured in units of each element's noise, in which unit roundoff counts as one deviation.
 # Rounding to nearest gives 0.4 to 0.5 in the mean and at most 1 for a single rounding; sums are normal.
@@ -49,8 +47,6 @@ class Target:
         """Why this machine cannot run the target; empty if it can."""
         if self.device == "cuda" and not torch.cuda.is_available():
             return "needs a CUDA device, none is visible"
-        if self.switches and _C is None:
-            return "needs the extension module, it is not built"
         return ""
 
     @contextlib.contextmanager
@@ -256,6 +252,9 @@ def run_case(case: Case, target: Target) -> Results:
 def _run_case(case: Case, target: Target) -> Results:
     on_gpu = target.device == "cuda"
     x = make_inputs(case, target.device)
+    if case.invalid:
+        check_refused(x, target.device)
+        return Results(x, {}, Truth({}, {}, {}), {})
     place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
     forward_sizes, backward_sizes = _expected_allocations(case)
     results, repeats = {}, {}
@@ -418,27 +417,73 @@ def _describe(
 # Many cases in one test
 
 
-def run_cases(cases: Iterable[Case], target: Target, show: int = 8) -> dict[str, float]:
-    """Runs all cases, without pytest's cost per test, and fails with the first ``show`` failures.
+def run_cases(cases: Iterable[Case], target: Target) -> dict[str, float]:
+    """Runs all cases in one test, without pytest's cost per test, and fails with the first failures.
 
     Returns the largest error of each tensor over all cases, in noise units.
     """
+    worst: dict[str, float] = {}
+
+    def run(case: Case) -> None:
+        for name, largest in run_case(case, target).worst.items():
+            worst[name] = max(largest, worst.get(name, 0.0))
+
+    _for_each(cases, target, run)
+    return worst
+
+
+def run_probes(cases: Iterable[Case], target: Target) -> None:
+    """Runs the exact probes that fit each case; the mask, shape and packing of a case are what counts."""
+
+    def run(case: Case) -> None:
+        try:
+            probe_case(case, target)
+        except AssertionError as failure:
+            raise CaseFailure(f"{repro_line(case, target)}\n    {failure}") from failure
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"{repro_line(case, target)}\n    {error}") from error
+
+    _for_each(cases, target, run)
+
+
+def probe_case(case: Case, target: Target) -> None:
+    """The exact probes of one case, with the default scale. Raises AssertionError."""
+    case = case.replace(softmax_scale=None)
+
+    def options(spec: AttnSpec) -> tuple:
+        return 0, 0, spec.softmax_scale, spec.window_left, spec.window_right, case.deterministic, target.path
+
+    def forward(q, k, v, spec, cu_q, cu_k):
+        cu_q, cu_k = (cu if cu is None else cu.contiguous() for cu in (cu_q, cu_k))
+        return torch.ops.flash_ext.fwd(q, k, v, cu_q, cu_k, *options(spec))
+
+    def backward(dout, q, k, v, out, lse, spec, dlse, cu_q, cu_k):
+        cu_q, cu_k = (cu if cu is None else cu.contiguous() for cu in (cu_q, cu_k))
+        return torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, dlse, cu_q, cu_k, *options(spec))
+
+    for probe in probes.probes_for(case):
+        if probe in (probes.permute_heads, probes.permute_sequences) and case.backward:
+            probe(case, target.device, forward, backward)
+        else:
+            probe(case, target.device, forward)
+    if case.backward:
+        probes.sparse_dout(case, target.device, forward, backward)
+
+
+def _for_each(cases: Iterable[Case], target: Target, run: Callable[[Case], None], show: int = 8) -> None:
     reason = target.why_not()
     if reason:
         pytest.skip(reason)
-    failures, count, worst = [], 0, {}
+    failures, count = [], 0
     with target.active():
         for case in cases:
             count += 1
             try:
-                found = run_case(case, target).worst
+                run(case)
             except CaseFailure as failure:
                 failures.append(str(failure))
             except DeviceLost as lost:
                 pytest.exit(f"CUDA context lost in\n{lost}", returncode=3)
-            else:
-                worst = {name: max(found.get(name, 0.0), worst.get(name, 0.0)) for name in {*worst, *found}}
     if failures:
         shown = "\n".join(failures[:show])
         pytest.fail(f"{len(failures)} of {count} cases failed\n{shown}", pytrace=False)
-    return worst

@@ -432,12 +432,12 @@ def run_cases(cases: Iterable[Case], target: Target) -> dict[str, float]:
     return worst
 
 
-def run_probes(cases: Iterable[Case], target: Target) -> None:
-    """Runs the exact probes that fit each case; the mask, shape and packing of a case are what counts."""
+def run_probes(cases: Iterable[Case], target: Target, only: Callable | None = None) -> None:
+    """Runs the exact probes that fit each case, or one of them; masks, shapes and packing are what counts."""
 
     def run(case: Case) -> None:
         try:
-            probe_case(case, target)
+            probe_case(case, target, only)
         except AssertionError as failure:
             raise CaseFailure(f"{repro_line(case, target)}\n    {failure}") from failure
         except torch.AcceleratorError as error:
@@ -446,8 +446,8 @@ def run_probes(cases: Iterable[Case], target: Target) -> None:
     _for_each(cases, target, run)
 
 
-def probe_case(case: Case, target: Target) -> None:
-    """The exact probes of one case, with the default scale. Raises AssertionError."""
+def probe_case(case: Case, target: Target, only: Callable | None = None) -> None:
+    """The exact probes of one case, or just one, with the default scale. Raises AssertionError."""
     case = case.replace(softmax_scale=None)
 
     def options(spec: AttnSpec) -> tuple:
@@ -461,12 +461,12 @@ def probe_case(case: Case, target: Target) -> None:
         cu_q, cu_k = (cu if cu is None else cu.contiguous() for cu in (cu_q, cu_k))
         return torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, dlse, cu_q, cu_k, *options(spec))
 
-    for probe in probes.probes_for(case):
+    for probe in probes.probes_for(case) if only is None else [only]:
         if probe in (probes.permute_heads, probes.permute_sequences) and case.backward:
             probe(case, target.device, forward, backward)
         else:
             probe(case, target.device, forward)
-    if case.backward:
+    if case.backward and only is None:
         probes.sparse_dout(case, target.device, forward, backward)
 
 

@@ -38,7 +38,7 @@ class Sequence:
 
 @dataclass
 class Pair:
-    """What was computed and what is true, both float64 and stacked over the samples, (samples, features)."""
+    """What was computed, in its own type, and what is true, float64; both (samples, features)."""
 
     actual: Tensor
     expected: Tensor
@@ -58,8 +58,8 @@ def forward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) 
         lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
         q, k = seq.q[row, h].double(), seq.k[lo : max(lo, hi), h // seq.group].double()
         scores = spec.softmax_scale * (k @ q)
-        out.append(seq.out[row, h].double())
-        lse.append(seq.lse[h, row].double())
+        out.append(seq.out[row, h])
+        lse.append(seq.lse[h, row])
         lse_true.append(torch.logsumexp(scores, 0) if hi > lo else scores.new_tensor(float("-inf")))
         out_true.append(torch.softmax(scores, 0) @ seq.v[lo : max(lo, hi), h // seq.group].double())
         magnitude.append((k.abs() @ q.abs()).amax() if hi > lo else scores.new_zeros(()))
@@ -90,7 +90,7 @@ def backward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]])
         lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
         keys = slice(lo, max(lo, hi))
         _, ds = _score_gradient(seq, spec, h, slice(row, row + 1), keys)
-        actual.append(seq.dq[row, h].double())
+        actual.append(seq.dq[row, h])
         expected.append(spec.softmax_scale * (ds @ seq.k[keys, h // seq.group].double())[0])
     return Pair(torch.stack(actual), torch.stack(expected))
 
@@ -114,8 +114,8 @@ def backward_keys(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]])
             p, ds = _score_gradient(seq, spec, h, rows, slice(key, key + 1))
             sum_k += spec.softmax_scale * (ds.T @ seq.q[rows, h].double())[0]
             sum_v += (p.T @ seq.dout[rows, h].double())[0]
-        dk.append(seq.dk[key, h_k].double())
-        dv.append(seq.dv[key, h_k].double())
+        dk.append(seq.dk[key, h_k])
+        dv.append(seq.dv[key, h_k])
         dk_true.append(sum_k)
         dv_true.append(sum_v)
     return Pair(torch.stack(dk), torch.stack(dk_true)), Pair(torch.stack(dv), torch.stack(dv_true))

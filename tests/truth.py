@@ -129,7 +129,9 @@ def compute_truth(inputs: Inputs, backward: bool) -> Truth:
 def _pad(inputs: Inputs) -> _Padded:
     case, device = inputs.case, inputs.q.device
     lens = torch.tensor(list(case.sequences()), dtype=torch.int64).reshape(-1, 2)
-    mq, mk = (int(lens[:, side].max()) if len(lens) else 0 for side in (0, 1))
+    mq, mk = case.seqlen_q, case.seqlen_k
+    if case.is_packed:
+        mq, mk = (int(lens[:, side].max()) if len(lens) else 0 for side in (0, 1))
     lens = lens.to(device)
 
     def places(side: int, size: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -145,7 +147,7 @@ def _pad(inputs: Inputs) -> _Padded:
     rows_k, valid_k = places(1, mk, case.seqlen_k)
 
     def gather(t: Tensor, rows: Tensor, valid: Tensor) -> Tensor:
-        flat = t.reshape(-1, *t.shape[-2:])
+        flat = t if t.ndim == 3 else t.flatten(0, 1)
         if not len(flat):
             return flat.new_zeros(*rows.shape, *flat.shape[1:], dtype=torch.float64).transpose(1, 2)
         t = flat[rows.clamp(max=len(flat) - 1)].double()

@@ -1,0 +1,271 @@
+"""Gauntlet groups SZ (32-bit arithmetic) and GR (grid limits): shapes at which index products overflow.
+
+Windows keep the arithmetic small while the tensors are large. Everything here needs tens of GB of GPU memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import random
+
+import pytest
+import torch
+
+from flash_ext.ops import _C
+from tests.cases import dense
+from tests.harness import Target, on_gpu_paths, run_cases
+from tests.large import Large, random_tensor, run_large
+
+WINDOW = (255, 0)
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back():
+    """These tests need most of the GPU: nothing cached before them, and nothing left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def needs_memory(gib: int) -> None:
+    """Skips the test where less GPU memory is free."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < gib * GIB:
+        pytest.skip(f"needs {gib} GiB of free GPU memory")
+
+
+def dense_large(
+    b: int, sq: int, sk: int, h: int, h_k: int, d: int, backward: bool = True, **options
+) -> Large:
+    q, k, v = random_tensor(b, sq, h, d), random_tensor(b, sk, h_k, d), random_tensor(b, sk, h_k, d)
+    return Large(q, k, v, random_tensor(b, sq, h, d) if backward else None, **options)
+
+
+# ---- SZ ----
+
+
+@on_gpu_paths
+def test_sz01_many_tiny_sequences(target: Target) -> None:
+    """A float32 dq buffer padded to 128 rows per batch entry would have 2.17e9 elements."""
+    run_cases([dense(8300, 1, 1, 16, 16, 128)], target)
+
+
+@on_gpu_paths
+def test_sz02_padded_batch_times_sequence(target: Target, seed: int) -> None:
+    needs_memory(60)
+    run_large(dense_large(400, 10496, 10496, 4, 4, 128, window=WINDOW), target, seed)
+
+
+@on_gpu_paths
+def test_sz04_padded_head_dim(target: Target, seed: int) -> None:
+    needs_memory(40)
+    run_large(dense_large(1600, 729, 729, 16, 16, 72), target, seed)
+
+
+@on_gpu_paths
+def test_sz05_just_over_2_to_31_elements(target: Target, seed: int) -> None:
+    needs_memory(60)
+    run_large(dense_large(1, 131073, 131073, 128, 128, 128, window=WINDOW), target, seed)
+
+
+@on_gpu_paths
+def test_sz06_over_2_to_32_elements(target: Target, seed: int) -> None:
+    needs_memory(60)
+    run_large(dense_large(2, 131073, 131073, 128, 128, 128, backward=False, window=WINDOW), target, seed)
+    run_large(dense_large(2, 131073, 131073, 64, 64, 128, window=WINDOW), target, seed)
+
+
+@on_gpu_paths
+def test_sz07_batch_stride_over_2_to_31(target: Target, seed: int) -> None:
+    needs_memory(16)
+    stride, shape = 2**31 + 64, (3, 128, 4, 64)
+    buffer = torch.full((2 * stride + 4 * 128 * 4 * 64,), math.nan, dtype=torch.bfloat16, device="cuda")
+    parts = []
+    for i in range(4):
+        view = buffer.as_strided(shape, (stride, 256, 64, 1), i * 128 * 4 * 64)
+        parts.append(view.copy_(random_tensor(*shape)))
+    q, k, v, dout = parts
+    run_large(Large(q, k, v, dout, causal=True), target, seed)
+
+
+@on_gpu_paths
+def test_sz08_packed_row_times_stride(target: Target, seed: int) -> None:
+    """dout with a row stride of 9728: the offset of the last rows is beyond 2^31."""
+    needs_memory(24)
+    rng = random.Random(seed)
+    lens, total = [], 410_923
+    while total:
+        lens.append(min(total, rng.randint(200, 312)))
+        total -= lens[-1]
+    total = sum(lens)
+    q, k, v = (random_tensor(total, 16, 96) for _ in range(3))
+    buffer = torch.empty(total * 9728, dtype=torch.bfloat16, device="cuda")
+    dout = buffer.as_strided((total, 16, 96), (9728, 96, 1)).normal_()
+    run_large(Large(q, k, v, dout, lens=[(n, n) for n in lens], causal=True), target, seed)
+
+
+@on_gpu_paths
+def test_sz09_decode_from_a_wide_cache(target: Target, seed: int) -> None:
+    needs_memory(8)
+    stride = 2**30
+    buffer = torch.zeros(2 * stride + 2 * 4096 * 1024, dtype=torch.bfloat16, device="cuda")
+    k, v = (buffer.as_strided((3, 4096, 8, 128), (stride, 1024, 128, 1), i * 4096 * 1024) for i in (0, 1))
+    k.normal_()
+    v.normal_()
+    run_large(Large(random_tensor(3, 1, 32, 128), k, v), target, seed)
+
+
+@on_gpu_paths
+def test_sz13_one_head_32769(target: Target, seed: int) -> None:
+    run_large(dense_large(1, 32769, 32769, 1, 1, 64), target, seed)
+
+
+@on_gpu_paths
+def test_sz15_ragged_keys(target: Target, seed: int) -> None:
+    """90,000 packed keys of 128 heads of 192: 2.2e9 elements, few queries."""
+    needs_memory(32)
+    lens = [(3, 30_000), (1, 1), (64, 20_000), (200, 39_000), (0, 500), (17, 499)]
+    total_q, total_k = (sum(n[side] for n in lens) for side in (0, 1))
+    q, dout = (random_tensor(total_q, 128, 192) for _ in range(2))
+    k, v = (random_tensor(total_k, 128, 192) for _ in range(2))
+    run_large(Large(q, k, v, dout, lens=lens, causal=True), target, seed, samples=48)
+
+
+@on_gpu_paths
+def test_sz18_one_packed_sequence_whose_square_is_over_2_to_32(target: Target, seed: int) -> None:
+    total = 190_485
+    q, k, v, dout = (random_tensor(total, 2, 64) for _ in range(4))
+    lens = [(100, 100), (total - 150, total - 150), (50, 50)]
+    run_large(Large(q, k, v, dout, lens=lens, window=(1023, 0)), target, seed)
+
+
+@on_gpu_paths
+def test_sz19_133120_keys(target: Target, seed: int) -> None:
+    run_large(dense_large(1, 133_120, 133_120, 1, 1, 16), target, seed, samples=24)
+
+
+@on_gpu_paths
+def test_sz20_uniform_attention_over_49999_keys(target: Target) -> None:
+    n = 49_999
+    v = random_tensor(1, n, 1, 64)
+    q = torch.zeros_like(v)
+    out, lse = torch.ops.flash_ext.fwd(
+        q, random_tensor(1, n, 1, 64), v, None, None, 0, 0, 0.125, -1, -1, False, target.path)  # fmt: skip
+    assert float((lse.double() - math.log(n)).abs().max()) < 1e-5
+    mean = v.double().mean(1, keepdim=True)
+    # P is 1 for every key, so only the sum in float32 and the rounding of the result remain.
+    assert float((out.double() - mean).abs().max()) <= 2.0**-8 * float(mean.abs().max()) + 1e-5
+
+
+@on_gpu_paths
+def test_sz21_needle_at_the_end_of_a_million_keys(target: Target) -> None:
+    n, d = 1_048_577, 128
+    k = (torch.randint(0, 2, (1, n, 1, d), device="cuda") * 2 - 1).to(torch.bfloat16)
+    v = random_tensor(1, n, 1, d)
+    q = (4 * k[:, -1:]).expand(1, 1, 8, d).contiguous()
+    out, lse = torch.ops.flash_ext.fwd(q, k, v, None, None, 0, 0, d**-0.5, -1, 0, False, target.path)
+    # The needle's logit is 45; a million others of spread 4 hold a share of about 1e-10.
+    assert float((out[0, 0] - v[0, -1]).abs().max()) <= 2.0**-7 * float(v[0, -1].abs().max())
+    assert float((lse - 4 * math.sqrt(d)).abs().max()) < 1e-3
+
+
+@on_gpu_paths
+def test_sz22_strides_that_no_descriptor_holds(target: Target) -> None:
+    """Dimensions of size 1 may carry any stride, 2^40 included, and rows may start off 16 bytes."""
+    x = random_tensor(1, 200, 1, 64)
+    huge = x.as_strided(x.shape, (2**40, 64, 2**41, 1))
+    odd = random_tensor(200 * 1041).as_strided(x.shape, (0, 1041, 0, 1)).copy_(x)
+    options = (None, None, 0, 0, 0.125, -1, 0, True, target.path)
+    expected = torch.ops.flash_ext.fwd(x, x, x, *options)
+    for view in (huge, odd):
+        for got, wanted in zip(torch.ops.flash_ext.fwd(view, view, view, *options), expected):
+            assert torch.equal(got, wanted)
+
+
+def peak_extra_bytes(call) -> int:
+    """Peak of GPU memory above what was allocated before the call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del kept
+    return peak
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@on_gpu_paths
+def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) -> None:
+    """Forward: out, lse and at most 1 MB. Backward: the gradients and the workspace that the plan states,
+    which is at most a float32 dq and two numbers per row. Nothing is sized batch * max_seqlen: one long and a
+    thousand short sequences cost no more than their rows."""
+    h, d, mib = 8, 128, 1 << 20
+    options = (0, 0, d**-0.5, 255, 0, deterministic, target.path)
+    for lens in ([8192], [65536] + [1] * 1000):
+        total = sum(lens)
+        q, k, v, dout = (random_tensor(total, h, d) for _ in range(4))
+        cu = Large(q, k, v, lens=[(n, n) for n in lens]).cu_seqlens()
+        row_bytes, stat_bytes = 2 * total * h * d, 4 * total * h
+        out, lse = torch.ops.flash_ext.fwd(q, k, v, *cu, *options)
+        forward = functools.partial(torch.ops.flash_ext.fwd, q, k, v, *cu, *options)
+        assert peak_extra_bytes(forward) <= row_bytes + stat_bytes + mib
+        plan = _C.plan(
+            "bwd", batch=len(lens), seqlen_q=total, seqlen_k=total, num_heads=h, num_heads_k=h, head_dim=d,
+            head_dim_v=d, packed=True, window_left=255, window_right=0, deterministic=deterministic,
+            path=target.path)  # fmt: skip
+        assert plan["workspace_bytes"] <= 2 * row_bytes + 2 * stat_bytes + mib
+        backward = functools.partial(torch.ops.flash_ext.bwd, dout, q, k, v, out, lse, None, *cu, *options)
+        assert peak_extra_bytes(backward) <= 3 * row_bytes + plan["workspace_bytes"] + mib
+
+
+# ---- GR ----
+
+
+@pytest.mark.parametrize("heads", [65535, 65536, 70000])
+@on_gpu_paths
+def test_gr02_more_heads_than_a_grid_dimension(target: Target, heads: int) -> None:
+    run_cases([dense(1, 4, 4, heads, heads, 64)], target)
+
+
+@on_gpu_paths
+def test_gr03_a_million_batch_heads(target: Target, seed: int) -> None:
+    run_large(dense_large(70000, 1, 7, 16, 1, 64), target, seed)
+
+
+@on_gpu_paths
+def test_gr05_more_query_tiles_than_a_grid_dimension(target: Target, seed: int) -> None:
+    run_large(dense_large(1, 128 * 65536 + 1, 16, 1, 1, 16), target, seed, samples=24)
+
+
+@on_gpu_paths
+def test_gr06_a_refused_launch_is_an_exception(target: Target) -> None:
+    """Told that a block may have less shared memory than any tile needs, the path refuses in words."""
+    q = random_tensor(1, 8, 1, 64)
+    _C.set_switch("smem_per_block", 1000)
+    try:
+        with pytest.raises(ValueError, match="shared memory"):
+            torch.ops.flash_ext.fwd(q, q, q, None, None, 0, 0, 0.125, -1, -1, False, target.path)
+    finally:
+        _C.set_switch("smem_per_block", None)
+    torch.ops.flash_ext.fwd(q, q, q, None, None, 0, 0, 0.125, -1, -1, False, target.path)
+
+
+@on_gpu_paths
+def test_gr07_results_do_not_depend_on_the_number_of_sms(target: Target) -> None:
+    case_tensors = [random_tensor(2, 700, 4, 128) for _ in range(3)]
+    options = (None, None, 0, 0, 128**-0.5, -1, 0, True, target.path)
+    expected = torch.ops.flash_ext.fwd(*case_tensors, *options)
+    for num_sms in (1, 2, 7, 48, 76, 108, 114, 131, 132, 264):
+        _C.set_switch("num_sms", num_sms)
+        try:
+            for got, wanted in zip(torch.ops.flash_ext.fwd(*case_tensors, *options), expected):
+                assert torch.equal(got, wanted), f"{num_sms} SMs"
+        finally:
+            _C.set_switch("num_sms", None)

@@ -18,6 +18,7 @@ from tests.covering import covering_array
 from tests.inputs import make_inputs
 from tests.sampled import Sequence, backward_keys, backward_rows, corner_samples, forward_rows
 from tests.truth import compute_truth
+from tests.watchdog import run_guarded
 
 CPU = harness.TARGETS["cpu"]
 
@@ -204,3 +205,14 @@ def test_covering_array_covers() -> None:
             assert len(seen) == torch.tensor([levels[f] for f in group]).prod()
     assert len(covering_array(levels, 3)) < 60  # of 144 in the full grid
     assert len(covering_cases(2)) < 400
+
+
+@pytest.mark.slow
+def test_watchdog_survives_a_hang_and_a_crash() -> None:
+    """A child that stays silent, and one that dies, cost one case each; the others are still judged."""
+    short = dense(1, 8, 8, 1, 1, 8)
+    endless = dense(1, 9000, 9000, 8, 8, 256)
+    outcomes = run_guarded([short, endless, short, short.replace(data="no such kind")], CPU, seconds=4)
+    problems = [o.problem for o in outcomes]
+    assert [bool(p) for p in problems] == [False, True, False, True]
+    assert "no answer" in problems[1] and "died" in problems[3]

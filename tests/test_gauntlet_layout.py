@@ -1,0 +1,329 @@
+"""Gauntlet groups LY (layout, strides, alignment) and HD (head sizes, head counts, types)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext.ops import _C
+from tests import probes
+from tests.cases import COMPILED_HEAD_DIMS, HEAD_DIMS, dense, packed
+from tests.harness import (
+    SMALL_SMEM_BYTES,
+    Target,
+    on_all_tiles,
+    on_gpu_paths,
+    on_paths,
+    run_cases,
+    run_probes,
+)
+
+
+def random_tensor(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=target.device).to(dtype)
+
+
+def attend(target: Target, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+    return flash_ext.attention(q, k, v, return_lse=True, path=target.path, **options)
+
+
+def gradients(target: Target, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv with a deterministic backward; leaves are detached copies that keep the strides."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, _ = attend(target, *leaves, deterministic=True, **options)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: str = "") -> None:
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected):
+        assert torch.equal(a, b), f"{what} {name}: {int((a != b).sum())} of {a.numel()} elements differ"
+
+
+# ---- LY ----
+
+
+@on_all_tiles
+def test_ly_every_layout_and_head_size(target: Target) -> None:
+    """LY-03, LY-09 to LY-13: transposed, gapped, misaligned and shifted tensors, dense and packed."""
+    cases = []
+    for layout in ("bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton"):
+        for head_dim in (40, 64, 100, 128, 256):
+            common = dict(head_dim=head_dim, layout=layout, causal=True, num_heads=4, num_heads_k=2)
+            cases.append(dense(2, 70, 70, **{k: v for k, v in common.items()}))
+            cases.append(packed([70, 0, 5], [70, 3, 5], deterministic=True, **common))
+    run_cases(target.pick(cases, cpu=20), target)
+
+
+@on_paths
+def test_ly02_gradients_of_a_packed_projection(target: Target) -> None:
+    """q, k and v split from one (b, s, (h + 2 h_k) d) tensor, or unbound from (b, s, 3, h, d)."""
+    b, s, h, h_k, d = 2, 65, 4, 2, 64
+    qkv = random_tensor(target, b, s, (h + 2 * h_k) * d)
+    dout = random_tensor(target, b, s, h, d)
+    parts = [t.unflatten(-1, (-1, d)) for t in qkv.split([h * d, h_k * d, h_k * d], dim=-1)]
+    expected = gradients(target, *(t.contiguous() for t in parts), dout, causal=True)
+    leaf = qkv.clone().requires_grad_()
+    views = [t.unflatten(-1, (-1, d)) for t in leaf.split([h * d, h_k * d, h_k * d], dim=-1)]
+    out, _ = attend(target, *views, deterministic=True, causal=True)
+    (grad,) = torch.autograd.grad(out, leaf, dout)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(grad, torch.cat([g.flatten(-2) for g in expected[1:]], dim=-1))
+
+    three = random_tensor(target, b, s, 3, h, d)
+    expected = gradients(target, *(t.contiguous() for t in three.unbind(2)), dout)
+    leaf = three.clone().requires_grad_()
+    out, _ = attend(target, *leaf.unbind(2), deterministic=True)
+    (grad,) = torch.autograd.grad(out, leaf, dout)
+    assert torch.equal(grad, torch.stack(expected[1:], dim=2))
+
+
+@on_paths
+def test_ly04_and_ly05_strides_of_the_incoming_gradient(target: Target) -> None:
+    """The gradient of out.sum() has stride 0 everywhere; others have other strides than out."""
+    q, k, v = (random_tensor(target, 2, 65, 4, 64) for _ in range(3))
+    ones = torch.ones(2, 65, 4, 64, dtype=q.dtype, device=q.device)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    attend(target, *leaves, deterministic=True)[0].sum().backward()
+    assert_same_bits(tuple(t.grad for t in leaves), gradients(target, q, k, v, ones)[1:], "sum")
+    dout = random_tensor(target, 2, 65, 4, 64)
+    wide = torch.full((2, 65, 4, 80), float("nan"), dtype=q.dtype, device=q.device)
+    wide[..., :64] = dout
+    every_second = torch.stack([dout, dout.new_full(dout.shape, float("nan"))], dim=-1)[..., 0]
+    expected = gradients(target, q, k, v, dout)
+    for view in (dout.transpose(1, 2).contiguous().transpose(1, 2), wide[..., :64], every_second):
+        assert_same_bits(gradients(target, q, k, v, view), expected, str(view.stride()))
+
+
+@on_paths
+def test_ly06_expanded_heads_equal_grouped_heads(target: Target) -> None:
+    """k and v repeated over heads with stride 0 give what the grouped call gives; gradients sum up."""
+    for seqlen_k in (64, 65):
+        q, dout = (random_tensor(target, 2, 70, 4, 64) for _ in range(2))
+        k, v = (random_tensor(target, 2, seqlen_k, 1, 64) for _ in range(2))
+        grouped = attend(target, q, k, v)
+        expanded = attend(target, q, k.expand(-1, -1, 4, -1), v.expand(-1, -1, 4, -1))
+        assert all(torch.equal(a, b) for a, b in zip(grouped, expanded))
+        leaves = [t.clone().requires_grad_() for t in (k, v)]
+        out, _ = attend(target, q, *(t.expand(-1, -1, 4, -1) for t in leaves))
+        summed = torch.autograd.grad(out, leaves, dout)
+        for got, wanted in zip(summed, gradients(target, q, k, v, dout)[2:]):
+            # Four rounded gradients and their rounded sum, against one rounding.
+            torch.testing.assert_close(got, wanted, rtol=0.03, atol=0.03)
+
+
+@on_paths
+def test_ly07_keys_expanded_over_the_batch(target: Target) -> None:
+    q = random_tensor(target, 3, 70, 4, 64)
+    k, v = (random_tensor(target, 1, 65, 2, 64) for _ in range(2))
+    shared = attend(target, q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1))
+    copied = attend(target, q, k.repeat(3, 1, 1, 1), v.repeat(3, 1, 1, 1))
+    assert all(torch.equal(a, b) for a, b in zip(shared, copied))
+
+
+def shifted(t: Tensor) -> Tensor:
+    """A copy whose first element is 2 bytes past a 16-byte boundary."""
+    buffer = torch.full((t.numel() + 16,), float("nan"), dtype=t.dtype, device=t.device)
+    return buffer[1 : 1 + t.numel()].view(t.shape).copy_(t)
+
+
+@on_paths
+def test_ly09_each_tensor_misaligned_in_turn(target: Target) -> None:
+    """q, k, v, out, lse, dout and dlse, one at a time, start off their natural alignment."""
+    shape, options = (2, 65, 4, 64), (None, None, 0, 0, 0.125, -1, 0, True, target.path)
+    q, k, v, dout = (random_tensor(target, *shape) for _ in range(4))
+    dlse = torch.randn(2, 4, 65, device=target.device)
+    out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
+    for i in range(3):
+        moved = [shifted(t) if i == j else t for j, t in enumerate((q, k, v))]
+        assert all(torch.equal(a, b) for a, b in zip(torch.ops.flash_ext.fwd(*moved, *options), (out, lse)))
+    arguments = (dout, q, k, v, out, lse, dlse)
+    expected = torch.ops.flash_ext.bwd(*arguments, *options)
+    for i in range(len(arguments)):
+        moved = [shifted(t) if i == j else t for j, t in enumerate(arguments)]
+        got = torch.ops.flash_ext.bwd(*moved, *options)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected)), f"argument {i}"
+
+
+@on_gpu_paths
+def test_ly14_alignment_is_looked_at_in_every_call(target: Target) -> None:
+    """Aligned, misaligned, aligned again, same shape: nothing about the first call may be remembered."""
+    q, k, v = (random_tensor(target, 1, 130, 2, 64) for _ in range(3))
+    expected = attend(target, q, k, v)
+    with target.active():
+        for tensors, aligned in (
+            ((q, k, v), True),
+            ((shifted(q), k, v), False),
+            ((q, k, shifted(v)), False),
+            ((q, k, v), True),
+        ):
+            got = attend(target, *tensors)
+            assert _C.last_launch()["aligned"] == aligned
+            assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@on_paths
+def test_ly17_strides_beyond_16_bits(target: Target) -> None:
+    run_cases([dense(1, 300, 128, 128, 128, 8, causal=True), dense(1, 8, 8, 1, 1, 8, layout="gap")], target)
+    heads = random_tensor(target, 4, 65537, 1, 8)  # rows are 65537 * 8 elements apart
+    q = heads.transpose(0, 1)[:8].permute(2, 1, 0, 3)
+    assert q.stride(1) > 2**16
+    assert torch.equal(attend(target, q, q, q)[0], attend(target, *(q.contiguous() for _ in range(3)))[0])
+
+
+@on_paths
+def test_ly19_one_tensor_for_everything(target: Target) -> None:
+    """q, k and v are the same object: its gradient is the sum of three."""
+    x, dout = (random_tensor(target, 1, 65, 4, 64) for _ in range(2))
+    out, dq, dk, dv = gradients(target, x.clone(), x.clone(), x.clone(), dout)
+    leaf = x.clone().requires_grad_()
+    same, _ = attend(target, leaf, leaf, leaf, deterministic=True)
+    (grad,) = torch.autograd.grad(same, leaf, dout)
+    assert torch.equal(same, out)
+    torch.testing.assert_close(grad.float(), dq.float() + dk.float() + dv.float(), rtol=0.02, atol=0.02)
+
+
+# ---- HD ----
+
+
+@on_all_tiles
+def test_hd01_every_kind_of_head_dim(target: Target) -> None:
+    cases = [dense(2, 257, 257, 4, 2, d, dtype=("bf16", "fp16")[d % 2], causal=d % 3 == 0) for d in HEAD_DIMS]
+    run_cases(target.pick(cases, cpu=8), target)
+
+
+@on_all_tiles
+def test_hd03_values_of_another_head_dim(target: Target) -> None:
+    sizes = ((192, 128), (128, 192), (64, 256), (96, 160), (8, 256), (256, 8), (1, 256), (33, 65))
+    cases = [dense(2, 100, 130, 4, 2, d, dv, causal=c) for d, dv in sizes for c in (False, True)]
+    run_cases(target.pick(cases, cpu=8), target)
+    run_probes(target.pick(cases, cpu=3), target, only=probes.indicator)
+
+
+@on_gpu_paths
+def test_hd03_head_dim_576_is_refused_on_gpus(target: Target) -> None:
+    q, v = random_tensor(target, 1, 4, 1, 576), random_tensor(target, 1, 4, 1, 512)
+    with pytest.raises(NotImplementedError, match="head_dim"):
+        attend(target, q, q, v)
+
+
+@on_all_tiles
+def test_hd04_small_head_dims_backward(target: Target) -> None:
+    cases = [dense(2, 200, 180, 4, 4, d, deterministic=det) for d in (8, 16) for det in (False, True)]
+    run_cases(target.pick(cases, cpu=2), target)
+
+
+@pytest.mark.parametrize("smem", [SMALL_SMEM_BYTES, 166912, 232448])
+@on_gpu_paths
+def test_hd05_no_plan_needs_more_shared_memory_than_there_is(target: Target, smem: int) -> None:
+    _C.set_switch("smem_per_block", smem)
+    try:
+        for direction in ("fwd", "bwd"):
+            for head_dim in HEAD_DIMS:
+                plan = _C.plan(
+                    direction,
+                    seqlen_q=300,
+                    seqlen_k=300,
+                    num_heads=4,
+                    num_heads_k=2,
+                    head_dim=head_dim,
+                    head_dim_v=head_dim,
+                    path=target.path,
+                )
+                assert plan["path"] == target.path and plan["smem_bytes"] <= smem, (
+                    f"{direction} {head_dim}: {plan}"
+                )
+    finally:
+        _C.set_switch("smem_per_block", None)
+
+
+@on_all_tiles
+def test_hd06_group_sizes(target: Target) -> None:
+    cases = [
+        dense(1, 70, 90, g * h_k, h_k, 64, causal=True, deterministic=g % 2 == 0)
+        for g in (1, 2, 3, 5, 6, 7, 8, 12, 16, 64, 71, 128)
+        for h_k in ((1, 2) if g < 16 else (1,))
+    ]
+    run_cases(target.pick(cases, cpu=6), target)
+
+
+@pytest.mark.parametrize("h, h_k, h_v", [(33, 2, 2), (3, 2, 2), (2, 4, 4), (4, 0, 0), (4, 2, 4), (4, 4, 2)])
+@on_paths
+def test_hd07_head_counts_that_do_not_divide(target: Target, h: int, h_k: int, h_v: int) -> None:
+    q, k, v = (random_tensor(target, 1, 8, heads, 64) for heads in (h, h_k, h_v))
+    with pytest.raises(ValueError, match="num_heads"):
+        attend(target, q, k, v)
+
+
+@on_paths
+def test_hd08_lse_of_multi_query_attention_with_a_ragged_tile(target: Target) -> None:
+    run_cases([dense(2, s, s, 8, 1, 64, causal=c) for s in (65, 129) for c in (False, True)], target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.complex64, torch.bool])
+@on_gpu_paths
+def test_hd10_types_that_no_gpu_path_takes(target: Target, dtype: torch.dtype) -> None:
+    q = torch.zeros(1, 8, 1, 64, dtype=dtype, device="cuda")
+    with pytest.raises(TypeError, match=str(dtype)):
+        attend(target, q, q, q)
+
+
+@on_paths
+def test_hd11_mixed_types(target: Target) -> None:
+    """Refused with all three named; inside autocast they are cast."""
+    q, k, v = (
+        random_tensor(target, 1, 8, 2, 64, dtype=t) for t in (torch.bfloat16, torch.float16, torch.bfloat16)
+    )
+    with pytest.raises(TypeError, match="q torch.bfloat16, k torch.float16, v torch.bfloat16"):
+        attend(target, q, k, v)
+    with torch.autocast(target.device, torch.bfloat16):
+        out, _ = attend(target, q.float(), k, v)
+    expected, _ = attend(target, q, k.to(torch.bfloat16), v)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+
+
+@on_gpu_paths
+def test_hd12_every_compiled_head_dim_runs_in_every_mode(target: Target) -> None:
+    """By the recorded launches: forward, backward and deterministic backward, with both classes of tiles."""
+    seen = set()
+    for switches in ({}, {"smem_per_block": SMALL_SMEM_BYTES}):
+        with target.active():
+            for name, value in switches.items():
+                _C.set_switch(name, value)
+            try:
+                for head_dim in COMPILED_HEAD_DIMS:
+                    for deterministic in (False, True):
+                        q, k, v = (
+                            random_tensor(target, 1, 130, 2, head_dim).requires_grad_() for _ in range(3)
+                        )
+                        out, _ = attend(target, q, k, v, deterministic=deterministic)
+                        seen.add((bool(switches), _C.last_launch()["kernel"]))
+                        out.sum().backward()
+                        seen.add((bool(switches), _C.last_launch()["kernel"]))
+            finally:
+                for name in switches:
+                    _C.set_switch(name, None)
+    wanted = {
+        (small, f"{kernel}_{target.path}_hd{d}")
+        for small in (False, True)
+        for kernel in ("fwd", "bwd", "bwd+bwd_q")
+        for d in COMPILED_HEAD_DIMS
+    }
+    assert seen == wanted
+
+
+@on_gpu_paths
+def test_hd12_the_kernels_that_ran_are_those_of_the_plan(target: Target) -> None:
+    """The profiler's own record, so that no plan can claim what was not launched."""
+    for head_dim in (64, 128):
+        q, k, v = (random_tensor(target, 1, 130, 2, head_dim).requires_grad_() for _ in range(3))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            attend(target, q, k, v, deterministic=True)[0].sum().backward()
+            torch.cuda.synchronize()
+        names = [event.key for event in profile.key_averages()]
+        assert any(f"{target.path}::fwd_kernel" in name for name in names), names
+        assert any(f"{target.path}::bwd_kernel" in name for name in names), names
+        assert not any("flash_fwd" in name or "flash_bwd" in name for name in names), (
+            "PyTorch's own kernel ran"
+        )

@@ -1,0 +1,228 @@
+"""Gauntlet groups NF (infinities, range, rounding) and NL (NaN isolation, uninitialised memory)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from tests import compare
+from tests.cases import DATA_KINDS, dense, packed
+from tests.harness import Target, on_all_tiles, on_paths, poison_pool, run_case, run_cases
+
+
+def full(target: Target, shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device=target.device)
+
+
+def normal(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=target.device).to(dtype)
+
+
+def attend_with_gradients(target: Target, q: Tensor, k: Tensor, v: Tensor, **options) -> dict[str, Tensor]:
+    """out, lse and the gradients of out.sum() + lse.sum() over rows that see a key."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = flash_ext.attention(*leaves, return_lse=True, path=target.path, **options)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
+
+
+# ---- NF ----
+
+
+@on_all_tiles
+def test_nf_every_kind_of_data(target: Target) -> None:
+    """NF-11 and NF-13 among them: outliers, large values, subnormal numbers, moving maxima."""
+    cases = [
+        dense(2, 150, 200, 4, 2, d, data=data, dtype=dtype, causal=causal, backward=data != "inf_value")
+        for data in DATA_KINDS
+        for dtype in ("bf16", "fp16")
+        for d in (64, 128)
+        for causal in (False, True)
+    ]
+    run_cases(target.pick(cases, cpu=26), target)
+
+
+@on_paths
+def test_nf04_one_key_with_a_hugely_negative_logit(target: Target) -> None:
+    """The raw dot product is -524,288, below every sentinel: the weight is 1 all the same, out is v."""
+    q, k, v = (
+        full(target, (1, 3, 2, 128), 64),
+        full(target, (1, 1, 2, 128), -64),
+        normal(target, 1, 1, 2, 128),
+    )
+    out, lse = flash_ext.attention(q, k, v, return_lse=True, path=target.path)
+    assert torch.equal(out, v.expand_as(out))
+    assert float((lse + 64 * 64 * math.sqrt(128)).abs().max()) <= 3e-6 * 64 * 64 * math.sqrt(128)
+
+
+@on_paths
+def test_nf05_causal_rows_before_the_first_key(target: Target) -> None:
+    for lengths, empty in (((34, 1), 33), ((2, 129), 0)):
+        q, k = normal(target, 1, lengths[0], 2, 64), normal(target, 1, lengths[1], 2, 64)
+        got = attend_with_gradients(target, q, k, k, causal=True)
+        assert not got["out"][:, :empty].any() and not got["dq"][:, :empty].any()
+        assert (got["lse"].isneginf().sum(-1) == empty).all()
+        assert all(torch.isfinite(got[name]).all() for name in ("out", "dq", "dk", "dv"))
+
+
+@on_paths
+def test_nf06_raw_logits_beyond_the_range_of_fp16(target: Target) -> None:
+    q = full(target, (1, 70, 2, 80), 256, torch.float16)
+    v = normal(target, 1, 70, 2, 80, dtype=torch.float16)
+    got = attend_with_gradients(target, q, q, v)
+    assert all(torch.isfinite(t).all() for t in got.values())
+    compare.assert_within_gates("out", got["out"], v.double().mean(1, keepdim=True).expand_as(v))
+
+
+@on_paths
+def test_nf07_and_nf09_strongly_negative_lse(target: Target) -> None:
+    """lse near -122: keys beyond the end, with score 0, would have the weight e^122."""
+    for seqlen_k in (128, *range(1, 128, 7)):
+        q, k = normal(target, 1, 3, 2, 64) * 0.1 + 1, normal(target, 1, seqlen_k, 2, 64) * 0.1
+        k = (k - 128 / 8).to(torch.bfloat16)
+        got = attend_with_gradients(target, q.to(torch.bfloat16), k, normal(target, 1, seqlen_k, 2, 64))
+        assert all(torch.isfinite(t).all() for t in got.values()), f"{seqlen_k} keys"
+        # dv sums the weights of each row over the keys: one per row, whatever the logits are.
+        assert float((got["dv"].double().sum(1) - 3).abs().max()) < 0.1, f"{seqlen_k} keys"
+
+
+@on_all_tiles
+def test_nf10_unusual_scales(target: Target) -> None:
+    cases = [
+        dense(2, 100, 130, 4, 2, 64, softmax_scale=scale, causal=causal, dlse=causal)
+        for scale in (0.0, -1 / 8, 1e-30, 1e4, -0.5)
+        for causal in (False, True)
+    ]
+    run_cases(target.pick(cases, cpu=10), target)
+    run_cases(target.pick([c.replace(window=(20, 5)) for c in cases], cpu=5), target)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+@on_paths
+def test_nf10_scales_that_are_no_numbers(target: Target, scale: float) -> None:
+    q = normal(target, 1, 8, 1, 64)
+    with pytest.raises(ValueError, match="softmax_scale"):
+        flash_ext.attention(q, q, q, softmax_scale=scale, path=target.path)
+
+
+@on_paths
+def test_nf12_the_largest_fp16_value_does_not_overflow(target: Target) -> None:
+    q, k = (normal(target, 2, 200, 4, 64, dtype=torch.float16) for _ in range(2))
+    out = flash_ext.attention(q, k, full(target, (2, 200, 4, 64), 65504, torch.float16), path=target.path)
+    assert torch.isfinite(out).all()
+
+
+@on_paths
+def test_nf16_equal_maxima_do_not_bias_the_result(target: Target) -> None:
+    """Several keys with P exactly 1 and a V around -2: rounding must not lean to one side."""
+    for dtype in ("bf16", "fp16"):
+        with target.active():
+            results = run_case(dense(2, 256, 256, 4, 4, 128, data="twins", dtype=dtype), target)
+        for name in ("out", "dv"):
+            compare.assert_within_gates(name, results.tensors[name], results.truth.value[name])
+
+
+# ---- NL ----
+
+
+@on_all_tiles
+def test_nl01_nan_in_one_query_row(target: Target) -> None:
+    """Only that row of out, lse and dq is NaN; in dk and dv its head's keys; nothing else."""
+    cases = [
+        dense(2, 100, 130, h, h_k, d, data="nan_row", window=window, deterministic=det)
+        for h, h_k in ((4, 4), (4, 2))
+        for d in (64, 128, 256)
+        for window in ((-1, -1), (-1, 0), (20, 5))
+        for det in (False, True)
+    ]
+    cases += [
+        packed([60, 70], [65, 75], num_heads=2, num_heads_k=1, data="nan_row", causal=c)
+        for c in (False, True)
+    ]
+    run_cases(target.pick(cases, cpu=6), target)
+
+
+def packed_tensors(target: Target, total: int) -> tuple[list[Tensor], Tensor]:
+    tensors = [normal(target, total, h, 64) for h in (4, 2, 2)]
+    cu = torch.tensor([0, 40, 97, 97, 150], dtype=torch.int32, device=target.device)
+    return tensors, cu
+
+
+def run_packed(target: Target, tensors: list[Tensor], cu: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out, lse = flash_ext.attention_varlen(
+        *leaves, cu, cu, causal=True, deterministic=True, return_lse=True, path=target.path)  # fmt: skip
+    dout = torch.ones_like(out)
+    return (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@on_all_tiles
+def test_nl02_nl03_nl06_rows_beyond_the_last_sequence(target: Target, value: float) -> None:
+    """NaN or infinity in rows of no sequence reaches nothing; their own results are 0 and -inf."""
+    tensors, cu = packed_tensors(target, 170)
+    for t in tensors:
+        t[150:] = 0
+    clean = run_packed(target, tensors, cu)
+    for t in tensors:
+        t[150:] = value
+    got = run_packed(target, tensors, cu)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, clean):
+        assert torch.equal(a, b), name
+        tail = a[:, 150:] if name == "lse" else a[150:]
+        assert (tail == (-math.inf if name == "lse" else 0)).all(), name
+
+
+@on_all_tiles
+def test_nl10_nan_stays_in_its_sequence(target: Target) -> None:
+    tensors, cu = packed_tensors(target, 150)
+    clean = run_packed(target, tensors, cu)
+    for t in tensors:
+        t[40:97] = math.nan
+    got = run_packed(target, tensors, cu)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, clean):
+        rows_first = (a.T, b.T) if name == "lse" else (a, b)
+        for rows in (slice(0, 40), slice(97, 150)):
+            assert torch.equal(rows_first[0][rows], rows_first[1][rows]), name
+        assert rows_first[0][40:97].isnan().all(), name
+
+
+@on_all_tiles
+def test_nl05_nan_between_rows(target: Target) -> None:
+    cases = [
+        dense(2, 70, 90, 2, 1, d, layout=layout, dout_layout=layout, causal=True)
+        for d in (33, 40, 64, 100)
+        for layout in ("gap", "odd")
+    ]
+    run_cases(target.pick(cases, cpu=4), target)
+
+
+@on_all_tiles
+def test_nl07_shared_memory_left_over_from_a_nan_call(target: Target) -> None:
+    """1 to 15 keys right after a call whose tiles were all NaN: what they leave unused counts for nothing."""
+    for head_dim in (64, 128, 256):
+        nan = full(target, (4, 128, 8, head_dim), math.nan)
+        cases = [
+            dense(2, 20, n, 4, 2, head_dim - r, deterministic=r > 0) for n in range(1, 16) for r in (0, 5)
+        ]
+        for case in target.pick(cases, cpu=2):
+            with target.active():
+                flash_ext.attention(nan, nan, nan, path=target.path)
+            run_cases([case], target)
+
+
+@on_all_tiles
+def test_nl08_workspaces_hold_garbage_on_entry(target: Target) -> None:
+    if target.device == "cuda":
+        poison_pool()
+    lens_q, lens_k = list(range(1, 129, 2)), list(range(130, 2, -2))
+    cases = [
+        packed(lens_q, lens_k, num_heads=2, num_heads_k=1, head_dim=d, causal=True, deterministic=det)
+        for d in (64, 128)
+        for det in (False, True)
+    ]
+    run_cases(target.pick(cases, cpu=1), target)

@@ -31,16 +31,21 @@ def test_a_correct_implementation_passes(case):
     probes.permute_sequences(repeatable, "cpu", tiled_forward, tiled_backward)
 
 
-@pytest.mark.parametrize("case", [dense(0, 3, 3, 2, 2, 64), dense(2, 0, 5, 2, 2, 64), dense(2, 5, 0, 2, 2, 64),
-                                  packed([], [], num_heads=2, num_heads_k=2, head_dim=64),
-                                  packed([0, 0], [0, 3], num_heads=2, num_heads_k=1, head_dim=64, tail=2)], ids=str)
+EMPTY = [
+    dense(0, 3, 3, 2, 2, 64), dense(2, 0, 5, 2, 2, 64), dense(2, 5, 0, 2, 2, 64),
+    packed([], [], num_heads=2, num_heads_k=2, head_dim=64),
+    packed([0, 0], [0, 3], num_heads=2, num_heads_k=1, head_dim=64, tail=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=str)
 def test_probes_fit_empty_problems(case):
     for probe in probes.probes_for(case):
         probe(case, "cpu", tiled_forward)
     probes.sparse_dout(case, "cpu", tiled_forward, tiled_backward)
 
 
-# ---- planted faults: each takes what the implementation takes and is wrong in one way -----------------------
+# ---- planted faults: each takes what the implementation takes and is wrong in one way ----------------------
 
 def shifted_window(left: int, right: int):
     def forward(q, k, v, spec, *cu_seqlens):
@@ -100,9 +105,9 @@ def neighbour_sequence_read(q, k, v, spec, cu_q, cu_k):
     return tiled_forward(q, k, v, spec, cu_q, early)
 
 
-def last_sequence_first_entry(q, k, v, spec, *cu_seqlens):
+def first_entry_for_all(q, k, v, spec, *cu_seqlens):
     """Every batch entry reads the keys of the first one."""
-    return tiled_forward(q, k[:1].expand_as(k).contiguous(), v[:1].expand_as(v).contiguous(), spec, *cu_seqlens)
+    return tiled_forward(q, k[:1].expand_as(k), v[:1].expand_as(v), spec, *cu_seqlens)
 
 
 FAULTS = [
@@ -117,7 +122,7 @@ FAULTS = [
     (weights_rounded_in_one_sum, FULL, {"ones"}),
     (empty_rows_not_zeroed, SMALL, {"count"}),
     (neighbour_sequence_read, PACKED, {"count"}),
-    (last_sequence_first_entry, FULL, {"permute_sequences", "needle"}),
+    (first_entry_for_all, FULL, {"permute_sequences", "needle"}),
 ]
 
 
@@ -149,7 +154,7 @@ def test_sparse_dout_catches_faulty_gradients(fault):
         probes.sparse_dout(CAUSAL, "cpu", tiled_forward, backward)
 
 
-# ---- the gates ----------------------------------------------------------------------------------------------
+# ---- the gates ---------------------------------------------------------------------------------------------
 
 class TestGates:
     ref = torch.randn(2, 200, 2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -217,7 +222,8 @@ class TestGates:
     def test_exact_tells_dtype_shape_and_place(self):
         x = torch.arange(6.0).view(2, 3)
         compare.assert_exact("x", x, x.clone())
-        for wrong, words in ((x.double(), "float64"), (x[:1], "(1, 3)"), (x + torch.eye(2, 3), "first at (0, 0)")):
+        off = x + torch.eye(2, 3)
+        for wrong, words in ((x.double(), "float64"), (x[:1], "(1, 3)"), (off, "first at (0, 0)")):
             with pytest.raises(AssertionError) as error:
                 compare.assert_exact("x", wrong, x)
             assert words in str(error.value)

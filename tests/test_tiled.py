@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import tiled
 from flash_ext.reference import attention_reference
-from flash_ext.spec import AttnSpec
 from flash_ext.tiled import tiled_backward, tiled_forward
 from tests import compare
 from tests.cases import Case, dense, packed
@@ -49,7 +49,8 @@ def assert_equals_truth(case: Case) -> None:
     for name, got in run(inputs).items():
         assert got.is_contiguous(), name
         compare.assert_same_special_values(name, got, expected[name])
-        torch.testing.assert_close(got, expected[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        message = partial("{}: {}".format, name)
+        torch.testing.assert_close(got, expected[name], rtol=1e-11, atol=1e-12, msg=message)
         empty = (expected["lse"] == -INF).transpose(-1, -2)
         if name in ("out", "dq"):
             assert (got[empty] == 0).all(), name
@@ -73,13 +74,15 @@ SHAPES = [
     packed([0, 0], [0, 0], num_heads=2, num_heads_k=2, head_dim=4, tail=3),
     packed([], [], num_heads=2, num_heads_k=2, head_dim=4, tail=3),
 ]
-MASKS = [(False, (-1, -1)), (True, (-1, -1)), (False, (10, 0)), (False, (0, 0)), (False, (1, 0)), (False, (0, 1)),
-         (False, (-1, 3)), (False, (3, -1)), (True, (63, 1)), (False, (128, 128)), (False, (2**31 - 1, 2**31 - 1))]
+MASKS = [
+    (False, (-1, -1)), (True, (-1, -1)), (False, (10, 0)), (False, (0, 0)), (False, (1, 0)), (False, (0, 1)),
+    (False, (-1, 3)), (False, (3, -1)), (True, (63, 1)), (False, (128, 128)), (False, (2**31 - 1, 2**31 - 1)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_equals_the_oracle(case):
-    """S0-11, S2-12, S2-13, S3-03, EM-*, MK-03, MK-04, MK-06, MK-07, VL-01, VL-05: every mask on every shape."""
+    """S0-11, S2-12, S2-13, S3-03, EM-*, MK-03, MK-04, MK-06, MK-07, VL-05: every mask on every shape."""
     for causal, window in MASKS:
         assert_equals_truth(case.replace(dtype="fp64", causal=causal, window=window))
 
@@ -90,13 +93,17 @@ def test_any_finite_scale(scale):
     assert_equals_truth(dense(1, 40, 30, 2, 1, 8, dtype="fp64", causal=True, softmax_scale=scale, dlse=True))
 
 
-@pytest.mark.parametrize("data", ["outlier", "large", "rising", "falling", "peaked", "twins", "zero_q", "biased"])
+@pytest.mark.parametrize(
+    "data", ["outlier", "large", "rising", "falling", "peaked", "twins", "zero_q", "biased"]
+)
 def test_any_data(data):
     """NF-03, NF-11, NF-16: the running maximum moves late, early, never, and the sums cancel."""
     assert_equals_truth(dense(1, 140, 300, 2, 1, 16, dtype="fp64", causal=True, data=data, dlse=True))
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton"])
+@pytest.mark.parametrize(
+    "layout", ["bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton"]
+)
 def test_any_strides(layout):
     """S4-11: no layout is refused and none is written to."""
     case = dense(2, 20, 20, 2, 1, 8, dtype="fp64", causal=True, layout=layout, dout_layout=layout, dlse=True)
@@ -120,10 +127,11 @@ def test_equals_the_oracle_on_random_shapes(data):
     )  # fmt: skip
     if data.draw(st.booleans()):
         lengths = data.draw(st.lists(st.tuples(LENGTHS, LENGTHS), max_size=4))
-        case = packed([q for q, _ in lengths], [k for _, k in lengths], tail=data.draw(st.integers(0, 2)), **fields)
+        tail = data.draw(st.integers(0, 2))
+        case = packed([q for q, _ in lengths], [k for _, k in lengths], tail=tail, **fields)
     else:
-        case = Case(batch=data.draw(st.integers(0, 2)), seqlen_q=data.draw(LENGTHS), seqlen_k=data.draw(LENGTHS),
-                    **fields)
+        seqlen_q, seqlen_k = data.draw(LENGTHS), data.draw(LENGTHS)
+        case = Case(batch=data.draw(st.integers(0, 2)), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiled, "BLOCK_M", data.draw(st.integers(1, 7)))
         patch.setattr(tiled, "BLOCK_N", data.draw(st.integers(1, 7)))
@@ -168,8 +176,8 @@ class TestSpecialValues:
         clean = run(inputs)
         getattr(inputs, name)[0, 10, 0] = math.nan
         for result, got in run(inputs).items():
-            batch_1, other_heads = (1,), (0, slice(2, 4)) if result == "lse" else (0, slice(None), slice(-1, None))
-            for place in (batch_1, other_heads):
+            other_heads = (0, slice(2, 4)) if result == "lse" else (0, slice(None), slice(-1, None))
+            for place in ((1,), other_heads):
                 assert torch.equal(got[place], clean[result][place]), (result, place)
 
     def test_nan_query_spoils_its_own_row_only(self):
@@ -183,7 +191,8 @@ class TestSpecialValues:
         assert torch.equal(got["dq"][0].isnan().all(-1), bad)
 
     def test_nan_of_another_sequence_is_never_read(self):
-        inputs = make_inputs(packed([30, 30], [30, 30], num_heads=1, num_heads_k=1, head_dim=8, dtype="fp64"), "cpu")
+        case = packed([30, 30], [30, 30], num_heads=1, num_heads_k=1, head_dim=8, dtype="fp64")
+        inputs = make_inputs(case, "cpu")
         clean = run(inputs)
         for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout):
             tensor[:30] = math.nan
@@ -203,7 +212,7 @@ class TestSpecialValues:
 
 
 def test_backward_takes_out_and_lse_as_given():
-    """Ring attention: with the merged out and lse, the gradients of parts of the keys add up to the whole ones."""
+    """Ring attention: with the merged out and lse, the gradients of parts of the keys make up the whole."""
     inputs = make_inputs(dense(1, 30, 50, 4, 2, 8, dtype="fp64", dlse=True), "cpu")
     expected, spec = truth(inputs), inputs.case.spec
     out, lse = tiled_forward(inputs.q, inputs.k, inputs.v, spec)

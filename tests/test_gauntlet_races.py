@@ -1,0 +1,221 @@
+"""Gauntlet group RC: races, repeatability, batch invariance, concurrent streams and threads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from tests.cases import Case, dense, packed
+from tests.harness import Target, call_backward, call_forward, on_gpu_paths, on_paths, poison_pool, run_cases
+from tests.inputs import Inputs, make_inputs
+
+ROOT = Path(__file__).resolve().parents[1]
+
+REPEATED = {
+    "mha": dense(2, 300, 300, 4, 4, 128, deterministic=True),
+    "gqa": dense(2, 300, 300, 8, 2, 128, deterministic=True),
+    "mqa": dense(2, 257, 300, 8, 1, 64, deterministic=True, dtype="fp16"),
+    "causal": dense(2, 333, 333, 4, 4, 128, causal=True, deterministic=True),
+    "local": dense(2, 400, 400, 4, 2, 64, window=(70, 5), deterministic=True),
+    "varlen": packed(
+        [1, 300, 0, 77, 130],
+        [5, 290, 3, 77, 200],
+        num_heads=4,
+        num_heads_k=2,
+        head_dim=128,
+        causal=True,
+        deterministic=True,
+        dlse=True,
+    ),
+    "hd256": dense(1, 260, 260, 4, 2, 256, causal=True, deterministic=True),
+    "hd96": dense(1, 260, 260, 4, 2, 96, deterministic=True),
+    "hd192": dense(1, 260, 260, 4, 4, 192, causal=True, deterministic=True),
+}
+
+
+def results(x: Inputs, target: Target) -> list[Tensor]:
+    out, lse = call_forward(x, target)
+    return [out, lse, *call_backward(x, out, lse, target)]
+
+
+def count_differences(x: Inputs, target: Target, expected: list[Tensor], repeats: int) -> Tensor:
+    """(5,) number of elements of out, lse, dq, dk, dv that differed in any repeat; one value per tensor."""
+    differences = torch.zeros(5, dtype=torch.int64, device=x.q.device)
+    for _ in range(repeats):
+        differences += torch.stack([(a != b).sum() for a, b in zip(results(x, target), expected)])
+    return differences
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@on_paths
+def test_rc02_a_thousand_repeats_give_the_same_bits(target: Target, name: str) -> None:
+    x = make_inputs(REPEATED[name], target.device)
+    with target.active():
+        expected = results(x, target)
+        differences = count_differences(x, target, expected, 1000 if target.device == "cuda" else 1).tolist()
+    assert not any(differences), f"elements of out, lse, dq, dk, dv that differed: {differences}"
+
+
+@pytest.mark.parametrize("name", ["mha", "varlen", "hd256"])
+@on_gpu_paths
+def test_rc02_all_but_dq_repeat_without_the_deterministic_mode(target: Target, name: str) -> None:
+    """And dq differs by rounding only: its sums are the same numbers in another order."""
+    x = make_inputs(REPEATED[name].replace(deterministic=False), target.device)
+    expected = results(x, target)
+    for _ in range(200):
+        got = results(x, target)
+        for label, a, b in zip(
+            ("out", "lse", "dk", "dv"), (*got[:2], *got[3:]), (*expected[:2], *expected[3:])
+        ):
+            assert torch.equal(a, b), label
+        torch.testing.assert_close(got[2], expected[2], rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gqa", "varlen"])
+@on_gpu_paths
+def test_rc03_repeats_under_load(target: Target, name: str) -> None:
+    """Half of the memory held and two streams of other work change when kernels run, not what they give."""
+    x = make_inputs(REPEATED[name], target.device)
+    expected = results(x, target)
+    free, _ = torch.cuda.mem_get_info()
+    held = torch.empty(free // 2, dtype=torch.uint8, device="cuda")
+    a = torch.randn(2048, 2048, dtype=torch.bfloat16, device="cuda")
+    copied = torch.empty_like(held[: 256 << 20])
+    noise = [torch.cuda.Stream() for _ in range(2)]
+    differences = torch.zeros(5, dtype=torch.int64, device="cuda")
+    for _ in range(20):
+        with torch.cuda.stream(noise[0]):
+            for _ in range(10):
+                a @ a
+        with torch.cuda.stream(noise[1]):
+            for _ in range(10):
+                copied.copy_(held[: copied.numel()])
+        differences += count_differences(x, target, expected, 15)
+    torch.cuda.synchronize()
+    assert not differences.any(), differences.tolist()
+
+
+@on_gpu_paths
+def test_rc04_two_streams_at_once(target: Target) -> None:
+    """The same shape on two streams with different inputs: each as alone. Nothing is shared between calls."""
+    case = REPEATED["causal"]
+    inputs = [make_inputs(case.replace(seed=s), target.device) for s in (1, 2)]
+    alone = [results(x, target) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    differences = torch.zeros(2, dtype=torch.int64, device="cuda")
+    for _ in range(100):
+        for i, (x, stream) in enumerate(zip(inputs, streams)):
+            with torch.cuda.stream(stream):
+                got = results(x, target)
+                differences[i] += sum((a != b).sum() for a, b in zip(got, alone[i]))
+    torch.cuda.synchronize()
+    assert not differences.any(), differences.tolist()
+
+
+@on_paths
+def test_rc06_threads(target: Target) -> None:
+    """Eight threads, each on its own stream, through autograd and its worker threads."""
+    on_gpu = target.device == "cuda"
+    case = REPEATED["mha"] if on_gpu else dense(1, 40, 40, 2, 1, 64, deterministic=True)
+    inputs = [make_inputs(case.replace(seed=s), target.device) for s in range(8)]
+    alone = [results(x, target) for x in inputs]
+    if on_gpu:
+        torch.cuda.synchronize()
+    failures: list[str] = []
+
+    def work(i: int) -> None:
+        x = inputs[i]
+        stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else torch.no_grad()
+        with stream, torch.enable_grad():
+            for _ in range(20 if on_gpu else 1):
+                leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+                out = flash_ext.attention(*leaves, deterministic=True, path=target.path)
+                got = [out.detach(), *torch.autograd.grad(out, leaves, x.dout)]
+                if not all(torch.equal(a, b) for a, b in zip(got, [alone[i][0], *alone[i][2:]])):
+                    failures.append(f"thread {i}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    with target.active():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+
+
+@on_gpu_paths
+def test_rc09_workspaces_are_not_trusted(target: Target) -> None:
+    """Calls after poison, in changing sizes: whatever a call leaves behind means nothing to the next."""
+    poison_pool()
+    order = [0, 3, 1, 4, 2, 5, 0, 1, 2]
+    sizes = (1, 64, 65, 130, 300, 511)
+    run_cases(
+        [
+            dense(2, sizes[i], sizes[i], 4, 2, 128, causal=True, deterministic=j % 2 == 0)
+            for j, i in enumerate(order)
+        ],
+        target,
+    )
+
+
+@on_paths
+def test_rc12_results_do_not_depend_on_batch_neighbours(target: Target) -> None:
+    """A sequence alone, in batches of 2, 7 and 64, and packed behind neighbours of other lengths."""
+    for d, causal in ((64, True), (128, False)):
+        qkv = [torch.randn(64, 100, h, d, device=target.device).to(torch.bfloat16) for h in (4, 2, 2)]
+        options = {"causal": causal, "return_lse": True, "path": target.path}
+        one = flash_ext.attention(*(t[:1] for t in qkv), **options)
+        for count in (2, 7, 64) if target.device == "cuda" else (2, 7):
+            many = flash_ext.attention(*(t[:count] for t in qkv), **options)
+            assert all(torch.equal(a[:1], b) for a, b in zip(many, one)), f"dense, batch {count}"
+        alone = None
+        for neighbours in ([], [3], [1, 0, 250], [64] * 9):
+            before = sum(neighbours)
+            rows = [torch.cat([t.flatten(0, 1)[:before].flip(0), t[5]]) for t in qkv]
+            cu = torch.tensor([0, *neighbours, 100]).cumsum(0).to(target.device, torch.int32)
+            out, lse = flash_ext.attention_varlen(*rows, cu, cu, **options)
+            mine = (out[before:], lse[:, before:])
+            alone = alone or mine
+            assert all(torch.equal(a, b) for a, b in zip(mine, alone)), f"packed after {neighbours}"
+
+
+def digest(case: Case, target: Target) -> str:
+    """Hash of all results; inputs from the CPU generator, so that they do not depend on the process."""
+    x = make_inputs(case, "cpu")
+    dout, q, k, v = (t.to(target.device) for t in (x.dout, x.q, x.k, x.v))
+    options = (None, None, 0, 0, case.scale, *case.effective_window, True, target.path)
+    out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
+    grads = torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, None, *options)
+    sha = hashlib.sha256()
+    for t in (out, lse, *grads):
+        sha.update(t.cpu().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+@on_gpu_paths
+def test_rc13_two_processes_give_the_same_bits(target: Target) -> None:
+    here = digest(REPEATED["causal"], target)
+    code = f"""
+from tests import harness, test_gauntlet_races as races
+print(races.digest(races.REPEATED["causal"], harness.TARGETS["{target.name}"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    assert done.stdout.strip() == here

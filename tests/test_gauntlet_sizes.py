@@ -156,7 +156,8 @@ def test_sz20_uniform_attention_over_49999_keys(target: Target) -> None:
     v = random_tensor(1, n, 1, 64)
     q = torch.zeros_like(v)
     out, lse = torch.ops.flash_ext.fwd(
-        q, random_tensor(1, n, 1, 64), v, None, None, 0, 0, 0.125, -1, -1, False, target.path)  # fmt: skip
+        q, random_tensor(1, n, 1, 64), v, None, None, 0, 0, 0.125, -1, -1, False, target.path
+    )
     assert float((lse.double() - math.log(n)).abs().max()) < 1e-5
     mean = v.double().mean(1, keepdim=True)
     # P is 1 for every key, so only the sum in float32 and the rounding of the result remain.
@@ -217,9 +218,20 @@ def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) 
         forward = functools.partial(torch.ops.flash_ext.fwd, q, k, v, *cu, *options)
         assert peak_extra_bytes(forward) <= row_bytes + stat_bytes + mib
         plan = _C.plan(
-            "bwd", batch=len(lens), seqlen_q=total, seqlen_k=total, num_heads=h, num_heads_k=h, head_dim=d,
-            head_dim_v=d, packed=True, window_left=255, window_right=0, deterministic=deterministic,
-            path=target.path)  # fmt: skip
+            "bwd",
+            batch=len(lens),
+            seqlen_q=total,
+            seqlen_k=total,
+            num_heads=h,
+            num_heads_k=h,
+            head_dim=d,
+            head_dim_v=d,
+            packed=True,
+            window_left=255,
+            window_right=0,
+            deterministic=deterministic,
+            path=target.path,
+        )
         assert plan["workspace_bytes"] <= 2 * row_bytes + 2 * stat_bytes + mib
         backward = functools.partial(torch.ops.flash_ext.bwd, dout, q, k, v, out, lse, None, *cu, *options)
         assert peak_extra_bytes(backward) <= 3 * row_bytes + plan["workspace_bytes"] + mib

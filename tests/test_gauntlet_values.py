@@ -155,7 +155,8 @@ def packed_tensors(target: Target, total: int) -> tuple[list[Tensor], Tensor]:
 def run_packed(target: Target, tensors: list[Tensor], cu: Tensor) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in tensors]
     out, lse = flash_ext.attention_varlen(
-        *leaves, cu, cu, causal=True, deterministic=True, return_lse=True, path=target.path)  # fmt: skip
+        *leaves, cu, cu, causal=True, deterministic=True, return_lse=True, path=target.path
+    )
     dout = torch.ones_like(out)
     return (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 

@@ -1,0 +1,110 @@
+"""Whole lists of cases: every kernel, edges, large shapes, the covering array, and errors beside PyTorch's.
+
+Each test is one pytest item that runs hundreds of cases; a failure names the line that repeats its case.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests import compare
+from tests.cases import big_cases, covering_cases, dense, edge_cases, random_cases, small_cases
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_case, run_cases, run_probes
+
+
+@on_all_tiles
+def test_every_kernel(target: Target) -> None:
+    run_cases(target.pick(small_cases(), cpu=12), target)
+
+
+@on_all_tiles
+def test_edges(target: Target) -> None:
+    run_cases(target.pick(edge_cases(), cpu=20), target)
+
+
+@on_paths
+def test_probes_of_every_kernel(target: Target) -> None:
+    run_probes(target.pick(small_cases(), cpu=8), target)
+
+
+@on_paths
+def test_covering_array(target: Target) -> None:
+    """Every three choices of shape, head size, mask, layout, heads, packing, type and mode, together once."""
+    cases = covering_cases(3 if target.device == "cuda" else 2)
+    run_cases(target.pick(cases, cpu=40), target)
+
+
+@on_all_tiles
+def test_random_cases_of_the_day(target: Target, seed: int) -> None:
+    """A few hundred; `python -m tests.fuzz` runs them by the ten thousand."""
+    run_cases(random_cases(seed, 400 if target.device == "cuda" else 20), target)
+
+
+@on_gpu_paths
+def test_large_shapes_within_the_gates(target: Target) -> None:
+    """The published gates, multiples of unit roundoff, on tensors large enough that they mean something."""
+    with target.active():
+        for case in big_cases():
+            results = run_case(case, target)
+            for name in ("out", "dq", "dk", "dv"):
+                compare.assert_within_gates(
+                    f"{name} {case}", results.tensors[name], results.truth.value[name]
+                )
+
+
+def pytorch_flash(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, backend: SDPBackend
+) -> list[Tensor]:
+    """out, dq, dk, dv of PyTorch's backend, in our layout."""
+    leaves = [t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    with sdpa_kernel(backend):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+        )
+    grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+    return [t.detach().transpose(1, 2) for t in (out, *grads)]
+
+
+PEER_CASES = [
+    dense(2, s, s, 4, h_k, d, causal=c, dtype=dtype)
+    for s, d, h_k, c, dtype in (
+        (512, 64, 4, False, "bf16"),
+        (512, 64, 4, True, "fp16"),
+        (1024, 128, 2, True, "bf16"),
+        (1000, 128, 4, False, "fp16"),
+        (777, 96, 4, True, "bf16"),
+        (640, 256, 4, False, "bf16"),
+        (640, 256, 2, True, "fp16"),
+        (2048, 128, 4, True, "bf16"),
+        (2048, 64, 4, False, "fp16"),
+    )
+]
+
+
+@pytest.mark.parametrize("case", PEER_CASES, ids=str)
+@on_gpu_paths
+def test_errors_are_no_larger_than_those_of_flash_attention_2(target: Target, case) -> None:
+    """rel-L2 at most 1.05 times that of PyTorch's flash backend on the same inputs, for every result."""
+    with target.active():
+        results = run_case(case, target)
+    x, truth = results.inputs, results.truth.value
+    peers = pytorch_flash(x.q, x.k, x.v, x.dout, case.causal, SDPBackend.FLASH_ATTENTION)
+    for name, peer in zip(("out", "dq", "dk", "dv"), peers):
+        ours = compare.rel_l2(results.tensors[name], truth[name])
+        theirs = compare.rel_l2(peer, truth[name])
+        assert ours <= 1.05 * theirs, f"{name}: {ours:.3g} against {theirs:.3g}"
+
+
+@pytest.mark.parametrize("case", PEER_CASES[:4], ids=str)
+@on_gpu_paths
+def test_errors_are_at_most_twice_those_of_materialised_attention(target: Target, case) -> None:
+    """The rule of FlashAttention's own tests, which users know."""
+    with target.active():
+        results = run_case(case, target)
+    x, truth = results.inputs, results.truth.value
+    plain = pytorch_flash(x.q, x.k, x.v, x.dout, case.causal, SDPBackend.MATH)
+    for name, low in zip(("out", "dq", "dk", "dv"), plain):
+        compare.assert_within_twice_pytorch(name, results.tensors[name], truth[name], low)

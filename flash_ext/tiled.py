@@ -219,7 +219,6 @@ def _backward_dense(
             hidden = block.hidden(start, end)
             if hidden is not None:
                 weights.masked_fill_(hidden, 0.0)
-                dscores.masked_fill_(hidden, 0.0)
             dscores.mul_(weights).mul_(spec.softmax_scale)
             dv[:, :, start:end] += weights.mT @ dout_block
             dk[:, :, start:end] += dscores.mT @ q_block

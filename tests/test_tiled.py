@@ -227,6 +227,21 @@ def test_backward_takes_out_and_lse_as_given():
         torch.testing.assert_close(got, expected[name], rtol=0, atol=1e-12)
 
 
+def test_backward_leaves_out_rows_whose_given_lse_is_minus_infinity():
+    """Even rows that see keys here: in a ring their lse may come from elsewhere, and it alone decides."""
+    inputs = make_inputs(dense(1, 30, 50, 4, 2, 8, dtype="fp64", dlse=True), "cpu")
+    q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.case.spec
+    out, lse = tiled_forward(q, k, v, spec)
+    rows = slice(5, 12)
+    inputs.dout[:, rows] = inputs.dlse[:, :, rows] = 0
+    expected = tiled_backward(inputs.dout, q, k, v, out, lse, spec, inputs.dlse)
+    inputs.dout[:, rows] = inputs.dlse[:, :, rows] = 7
+    lse[:, :, rows] = -INF
+    got = tiled_backward(inputs.dout, q, k, v, out, lse, spec, inputs.dlse)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    assert (got[0][:, rows] == 0).all()
+
+
 def test_zero_dout_gives_exactly_zero():
     """AG-07."""
     inputs = make_inputs(dense(1, 30, 30, 2, 1, 8, causal=True), "cpu")

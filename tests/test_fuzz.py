@@ -1,0 +1,91 @@
+"""A short run of the fuzzer on every target, and tests of its own parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import fuzz
+from tests.cases import Case, random_cases
+from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, on_all_tiles
+
+CPU = TARGETS["cpu"]
+
+
+@on_all_tiles
+def test_short_run(target: Target, seed: int, tmp_path: Path) -> None:
+    """Another seed than the lists of the gauntlet use, so that the two do not repeat each other."""
+    seconds = 8 if target.device == "cpu" else 40 if target.switches else 60
+    try:
+        report = fuzz.fuzz(
+            target,
+            seed + 7919,
+            seconds,
+            limit=200 if target.device == "cpu" else 512,
+            jsonl=tmp_path / "cases.jsonl",
+        )
+    except DeviceLost as lost:
+        pytest.exit(f"CUDA context lost in\n{lost}", returncode=3)
+    assert not report.failures, "\n".join(report.failures[:8])
+    lines = (tmp_path / "cases.jsonl").read_text().splitlines()
+    assert len(lines) == report.cases > 10
+    assert all(json.loads(line)["problem"] == "" for line in lines)
+
+
+def fails_on_long_causal_rows(case: Case, target: Target, probe: bool) -> None:
+    if case.causal and max(q for q, _ in case.sequences()) > 40:
+        raise CaseFailure(f"planted: {case}")
+
+
+def test_failures_are_reduced() -> None:
+    """From anything that fails to a case with little in it but the cause."""
+
+    def fails(case: Case) -> bool:
+        try:
+            fails_on_long_causal_rows(case, CPU, False)
+        except CaseFailure:
+            return True
+        return False
+
+    found = 0
+    for case in random_cases(3, 200):
+        if any(True for _ in case.sequences()) and fails(case):
+            small = fuzz.reduced(case, fails)
+            assert fails(small)
+            assert small.causal and small.layout == "bshd" and small.data == "normal" and small.head_dim == 1
+            assert max(q for q, _ in small.sequences()) <= 82
+            found += 1
+    assert found > 20
+
+
+def test_ledger_states() -> None:
+    """A known failure does not fail the run; one that holds does, unless it is fixed or quarantined."""
+    case = Case(causal=True, seqlen_q=100, seed=1)
+    held = case.replace(causal=False)
+
+    def run(*entries: fuzz.LedgerEntry) -> list[str]:
+        return fuzz.fuzz(CPU, 0, 10, most=0, ledger=list(entries), check=fails_on_long_causal_rows).failures
+
+    assert run(fuzz.LedgerEntry(case, ["cpu"], "open", "planted")) == []
+    assert "mark it fixed" in run(fuzz.LedgerEntry(held, ["cpu"], "open", "planted"))[0]
+    assert "planted" in run(fuzz.LedgerEntry(case, ["cpu"], "fixed", "planted"))[0]
+    assert run(fuzz.LedgerEntry(held, ["cpu"], "fixed", "planted")) == []
+    assert run(fuzz.LedgerEntry(case, ["cpu"], "quarantined", "planted")) == []
+    assert run(fuzz.LedgerEntry(case, ["sm80"], "fixed", "planted")) == []
+
+
+def test_a_failing_run_reports_both_cases(tmp_path: Path) -> None:
+    report = fuzz.fuzz(
+        CPU, 5, 60, most=60, ledger=[], jsonl=tmp_path / "out.jsonl", check=fails_on_long_causal_rows
+    )
+    assert report.cases == 60 and report.failures
+    assert "planted" in report.failures[0] and "smaller: python -m tests.fuzz" in report.failures[0]
+    problems = [json.loads(line)["problem"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len([p for p in problems if p]) == len(report.failures)
+
+
+def test_the_ledger_file_is_well_formed() -> None:
+    for entry in fuzz.read_ledger():
+        assert entry.reason and set(entry.targets) <= set(TARGETS)

@@ -22,8 +22,7 @@
 namespace flash_ext {
 namespace {
 
-// ---- from tensors to parameters
-// ------------------------------------------------------------------------
+// ---- from tensors to parameters -----------------------------------------------------------------
 
 #if __has_include(<nvtx3/nvtx3.hpp>)
 struct NvtxDomain {
@@ -96,8 +95,7 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
   return p;
 }
 
-// ---- one launch
-// ----------------------------------------------------------------------------------------
+// ---- one launch ---------------------------------------------------------------------------------
 
 // The path that will run; raises with the reasons of every path when none can.
 const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,
@@ -117,15 +115,8 @@ void* stream_handle(const c10::Device& device) {
   return guard.getStreamNativeHandle(guard.getStream(device));
 }
 
-DeviceInfo device_info_of(const Tensor& q) {
-  if (q.is_cuda()) return device_info(q.get_device());
-  // Only the null kernels come here with CPU tensors.
-  DeviceInfo info;
-  info.cc_major = 9;
-  info.num_sms = 132;
-  info.smem_per_block = 232448;
-  return info;
-}
+// CPU tensors come here only under the null kernels, whose switches describe the device.
+DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.get_device() : 0); }
 
 bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
 
@@ -245,8 +236,7 @@ BwdResult bwd_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, cons
 
 }  // namespace
 
-// ---- dispatcher
-// ----------------------------------------------------------------------------------------
+// ---- dispatcher ---------------------------------------------------------------------------------
 
 FwdResult call_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
@@ -272,11 +262,16 @@ BwdResult call_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
 }
 
 void use_null_kernels_on_cpu(bool enable) {
+  constexpr std::pair<Switch, int64_t> kSwitches[] = {{Switch::kSkipLaunch, 1},
+                                                      {Switch::kComputeCapability, 90},
+                                                      {Switch::kNumSms, 132},
+                                                      {Switch::kSmemPerBlock, 232448}};
   static std::unique_ptr<torch::Library> library;
   library.reset();
-  set_switch(Switch::kSkipLaunch, std::nullopt);
+  for (const auto& [which, value] : kSwitches) {
+    set_switch(which, enable ? std::optional<int64_t>(value) : std::nullopt);
+  }
   if (!enable) return;
-  set_switch(Switch::kSkipLaunch, 1);
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "flash_ext",
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
   library->impl("fwd", &fwd_gpu);

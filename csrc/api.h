@@ -49,8 +49,9 @@ void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tenso
                const SymInt& window_left, const SymInt& window_right, bool deterministic,
                OptionalName path);
 
-// Puts the GPU implementations, without their launch, in the place of the CPU ones until called
-// with false: bench/host_cost.py times the host side of a call with it (api.cpp).
+// Puts the GPU implementations, without their launch and with the facts of an H100, in the place of
+// the CPU ones until called with false. For bench/host_cost.py, and for tests of the host side
+// where there is no GPU (api.cpp).
 void use_null_kernels_on_cpu(bool enable);
 
 }  // namespace flash_ext

@@ -16,8 +16,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// ---- autograd
-// ------------------------------------------------------------------------------------------
+// ---- autograd -----------------------------------------------------------------------------------
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
@@ -102,8 +101,7 @@ FwdResult fwd_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                   std::move(window_right), deterministic, path);
 }
 
-// ---- autocast
-// ------------------------------------------------------------------------------------------
+// ---- autocast -----------------------------------------------------------------------------------
 
 template <c10::DeviceType kDevice>
 FwdResult fwd_autocast(const Tensor& q, const Tensor& k, const Tensor& v,

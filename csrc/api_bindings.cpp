@@ -15,8 +15,7 @@ namespace py = pybind11;
 namespace flash_ext {
 namespace {
 
-// ---- entries
-// -------------------------------------------------------------------------------------------
+// ---- entries ------------------------------------------------------------------------------------
 
 using OptionalInt = std::optional<int64_t>;
 
@@ -56,8 +55,7 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
                   resolved_window_right(causal, window_right), deterministic, path);
 }
 
-// ---- plans, switches, records
-// --------------------------------------------------------------------------
+// ---- plans, switches, records -------------------------------------------------------------------
 
 py::dict dict_of(const LaunchPlan& plan) {
   py::dict d;

@@ -19,9 +19,14 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 // Comparisons that also work for sizes not known while tracing: those become run-time assertions.
-bool equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
+// Plain numbers, the case of every real call, are compared in place.
+bool equal(const SymInt& a, const SymInt& b) {
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x == *y : a.sym_eq(b).expect_true(__FILE__, __LINE__);
+}
 bool at_most(const SymInt& a, const SymInt& b) {
-  return a.sym_le(b).expect_true(__FILE__, __LINE__);
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x <= *y : a.sym_le(b).expect_true(__FILE__, __LINE__);
 }
 
 std::string dtype_of(const Tensor& t) {
@@ -109,9 +114,11 @@ void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v,
     TORCH_CHECK_VALUE(equal(q.sym_size(0), v.sym_size(0)), "v must have the batch size of q, ",
                       q.sym_size(0), ", got ", v.sym_size(0), ".");
   }
-  // The kernels count rows, heads and batch entries in 32 bits; offsets are 64-bit.
+  // The kernels count rows, heads and batch entries in 32 bits; offsets are 64-bit. Sizes that are
+  // still symbolic are not asked: the limit would become a guard of every traced program.
   for (int64_t i = 0; i < want_dim - 1; ++i) {
-    TORCH_CHECK_VALUE(at_most(q.sym_size(i), kMaxInt32) && at_most(k.sym_size(i), kMaxInt32),
+    TORCH_CHECK_VALUE(q.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32 &&
+                          k.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32,
                       "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ",
                       shape_of(k), ". Split the call.");
   }
@@ -137,10 +144,11 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
 
   const SymInt num_heads = q.sym_size(-2);
   const SymInt num_heads_k = k.sym_size(-2);
-  // With heads on one side only there is nothing to divide; both may be empty.
-  const bool divides = equal(num_heads, num_heads_k) ||
-                       (at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
-  TORCH_CHECK_VALUE(divides, "num_heads of q must be a multiple of num_heads of k and v, got ",
+  const bool divides =
+      equal(num_heads, num_heads_k) ||
+      (at_most(1, num_heads) && at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
+  TORCH_CHECK_VALUE(divides,
+                    "num_heads of q must be a positive multiple of num_heads of k and v, got ",
                     num_heads, " and ", num_heads_k, ".");
 }
 

@@ -7,8 +7,7 @@
 
 namespace flash_ext {
 
-// ---- paths
-// ---------------------------------------------------------------------------------------------
+// ---- paths --------------------------------------------------------------------------------------
 
 const std::vector<Path>& gpu_paths() {
   static const std::vector<Path> paths = {
@@ -49,8 +48,7 @@ std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo
   return text + "cpu path: the tensors are on a GPU";
 }
 
-// ---- switches
-// ------------------------------------------------------------------------------------------
+// ---- switches -----------------------------------------------------------------------------------
 
 namespace {
 
@@ -108,8 +106,7 @@ std::optional<LaunchRecord> last_launch() {
   return record_of_last_launch;
 }
 
-// ---- devices
-// -------------------------------------------------------------------------------------------
+// ---- devices ------------------------------------------------------------------------------------
 
 namespace {
 
@@ -132,14 +129,17 @@ DeviceInfo queried_once(int device_index) {
 }  // namespace
 
 DeviceInfo device_info(int device_index) {
-  DeviceInfo info = queried_once(device_index);
-  if (const auto cc = get_switch(Switch::kComputeCapability)) {
+  const auto cc = get_switch(Switch::kComputeCapability);
+  const auto sms = get_switch(Switch::kNumSms);
+  const auto smem = get_switch(Switch::kSmemPerBlock);
+  DeviceInfo info;
+  if (!(cc && sms && smem)) info = queried_once(device_index);  // else no GPU is needed at all
+  if (cc) {
     info.cc_major = static_cast<int>(*cc / 10);
     info.cc_minor = static_cast<int>(*cc % 10);
   }
-  if (const auto sms = get_switch(Switch::kNumSms)) info.num_sms = static_cast<int>(*sms);
-  if (const auto smem = get_switch(Switch::kSmemPerBlock))
-    info.smem_per_block = static_cast<int>(*smem);
+  if (sms) info.num_sms = static_cast<int>(*sms);
+  if (smem) info.smem_per_block = static_cast<int>(*smem);
   return info;
 }
 

@@ -41,7 +41,8 @@ const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo&
                         std::optional<std::string_view> wanted);
 std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d);
 
-// Facts of one device with the test switches applied; queried once per device and process.
+// Facts of one device with the test switches applied; queried once per device and process, and not
+// at all when switches give compute capability, SMs and shared memory.
 DeviceInfo device_info(int device_index);
 
 // Switches for tests and benchmarks; unset unless a test sets them, never read from the

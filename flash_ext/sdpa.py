@@ -54,16 +54,9 @@ def scaled_dot_product_attention(
         )
     batch = _broadcast_batch(query, key, value)
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
-    q, k, v = (_to_dense(t, batch) for t in (query, key, value))
-    heads = q.shape[2], k.shape[2], v.shape[2]
-    if not enable_gqa and heads != (heads[0], 1, 1):
-        # Without grouping the head dimension broadcasts too; a single key head needs no expansion.
-        if len({*heads} - {1}) > 1:
-            raise ValueError(
-                f"query, key and value must have the same number of heads (dimension -3), got {heads}; "
-                "for grouped-query attention pass enable_gqa=True."
-            )
-        q, k, v = (t.expand(-1, -1, max(heads), -1) for t in (q, k, v))
+    q, k, v = _to_dense(query, batch), _to_dense(key, batch), _to_dense(value, batch)
+    if not enable_gqa:
+        q, k, v = _broadcast_heads(q, k, v)
 
     window = (-1, -1)
     if is_causal:
@@ -77,13 +70,16 @@ def scaled_dot_product_attention(
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
 
 
-def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
     """The common shape of everything before heads, sequence and head_dim."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(t.shape)}.")
+    batch = query.shape[:-3]
+    if key.shape[:-3] == batch and value.shape[:-3] == batch:
+        return batch
     try:
-        return tuple(torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]))
+        return torch.broadcast_shapes(batch, key.shape[:-3], value.shape[:-3])
     except RuntimeError:
         raise ValueError(
             "the leading dimensions of query, key and value must broadcast, got shapes "
@@ -91,12 +87,25 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ..
         ) from None
 
 
-def _to_dense(t: Tensor, batch: tuple[int, ...]) -> Tensor:
+def _broadcast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Without grouping, the head dimension (2) broadcasts too; a single key head needs no expansion."""
+    heads = q.shape[2], k.shape[2], v.shape[2]
+    if heads[0] == heads[1] == heads[2] or heads[1] == heads[2] == 1:
+        return q, k, v
+    if len({*heads} - {1}) > 1:
+        raise ValueError(
+            f"query, key and value must have the same number of heads (dimension -3), got {heads}; "
+            "for grouped-query attention pass enable_gqa=True."
+        )
+    most = max(heads)
+    return q.expand(-1, -1, most, -1), k.expand(-1, -1, most, -1), v.expand(-1, -1, most, -1)
+
+
+def _to_dense(t: Tensor, batch: torch.Size) -> Tensor:
     """(..., heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim); copies only if strides force it."""
-    if t.dim() == 2:
-        t = t.unsqueeze(0)
-    if t.shape[:-3] != batch:
+    if t.dim() != 4 or len(batch) != 1 or t.shape[0] != batch[0]:
+        if t.dim() == 2:
+            t = t.unsqueeze(0)
         t = t.expand(*batch, *t.shape[-3:])
-    if len(batch) != 1:
         t = t.reshape(-1, *t.shape[-3:]) if batch else t.unsqueeze(0)
     return t.transpose(1, 2)

@@ -1,0 +1,50 @@
+#!/bin/sh
+# compute-sanitizer over small cases of every kernel: memcheck, racecheck, synccheck, initcheck.
+#
+#   tests/run_sanitizer.sh [TOOL...]      default: all four
+#
+# PYTHON chooses the interpreter, SANITIZER the program. Exit status: 0 clean, 1 a finding, 3 nothing was checked
+# because there is no compute-sanitizer or it refuses this GPU (some virtual ones do).
+set -u
+cd "$(dirname "$0")/.." || exit 2
+python=${PYTHON:-python3}
+sanitizer=${SANITIZER:-compute-sanitizer}
+tools=${*:-memcheck racecheck synccheck initcheck}
+log=$(mktemp) || exit 2
+trap 'rm -f "$log"' EXIT
+
+if ! command -v "$sanitizer" >/dev/null 2>&1; then
+    echo "NOT CHECKED: $sanitizer is not on PATH (it comes with the CUDA toolkit)"
+    exit 3
+fi
+
+# Each allocation on its own, so that the end of a tensor is the end of what may be touched.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+
+status=0
+for tool in $tools; do
+    for target in sm80 sm80-99k; do
+        case $tool in
+            memcheck) options="--padding 64" ;;
+            *) options="" ;;
+        esac
+        # shellcheck disable=SC2086
+        timeout 500 "$sanitizer" --tool "$tool" $options --kernel-name kernel_substring=flash_ext \
+            --error-exitcode 77 --print-limit 20 "$python" -m tests.sanitizer_cases --target "$target" >"$log" 2>&1
+        code=$?
+        if grep -q "Device not supported" "$log"; then
+            echo "NOT CHECKED: $sanitizer refuses this GPU"
+            exit 3
+        fi
+        if [ $code -eq 0 ]; then
+            echo "$tool $target: clean, $(grep -c '^case ' "$log") cases"
+        else
+            echo "$tool $target: FAILED with code $code"
+            # The last case named before a finding is the one that made it.
+            grep -E '^case |^=========' "$log" | tail -n 60
+            grep -E '^[A-Za-z]*Error' "$log"
+            status=1
+        fi
+    done
+done
+exit $status

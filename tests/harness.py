@@ -25,13 +25,9 @@ from flash_ext.spec import AttnSpec
 from tests import probes
 from tests.cases import Case
 from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes
+from tests.judge import NoiseError, judge
 from tests.refusals import check_refused
 from tests.truth import Truth, compute_truth
-
-# Errors are measured in units of each element's noise, in which unit roundoff counts as one deviation.
-# Rounding to nearest gives 0.4 to 0.5 in the mean and at most 1 for a single rounding; sums are normal.
-RMS_LIMIT = 0.62
-MAX_LIMIT = 3.5
 
 
 @dataclass(frozen=True)
@@ -231,7 +227,7 @@ class Results:
     inputs: Inputs
     tensors: dict[str, Tensor]
     truth: Truth
-    worst: dict[str, float]
+    errors: dict[str, NoiseError]
 
 
 def run_case(case: Case, target: Target) -> Results:
@@ -280,8 +276,8 @@ def _run_case(case: Case, target: Target) -> Results:
     assert x.unchanged(), "an input or the memory around it was written"
     _check_forms(x, results)
     truth = compute_truth(x, case.backward)
-    worst = check_tensors(case, results, repeats, truth)
-    return Results(x, results, truth, worst)
+    errors = judge(results, repeats, truth, case.deterministic)
+    return Results(x, results, truth, errors)
 
 
 def _check_launch(case: Case, target: Target, x: Inputs, direction: str) -> None:
@@ -320,99 +316,6 @@ def _check_forms(x: Inputs, results: dict[str, Tensor]) -> None:
         assert t.is_contiguous(), f"{name} has strides {t.stride()}"
 
 
-def check_tensors(
-    case: Case, results: dict[str, Tensor], repeats: dict[str, Tensor], truth: Truth
-) -> dict[str, float]:
-    """F4 and F6 of all tensors with one synchronisation; returns the largest error of each in noise units."""
-    numbers, names = [], list(results)
-    for name in names:
-        got = results[name]
-        free = truth.unspecified.get(name)
-        ignored = torch.zeros_like(got, dtype=torch.bool) if free is None else free
-        value = truth.value[name]
-        special = (
-            (got.isnan() != value.isnan())
-            | ((got == math.inf) != (value == math.inf))
-            | ((got == -math.inf) != (value == -math.inf))
-        )
-        error = _in_noise_units(got, truth, name).masked_fill(ignored | special, 0)
-        same = torch.ones((), device=got.device)
-        if name != "dq" or case.deterministic:
-            same = (_bits(got) == _bits(repeats[name])).all()
-        zero = error.new_zeros(())
-        numbers.append(
-            torch.stack(
-                [
-                    (special & ~ignored).sum().double(),
-                    same.double(),
-                    error.square().mean().sqrt() if error.numel() else zero,
-                    error.amax() if error.numel() else zero,
-                ]
-            )
-        )
-    worst = {}
-    for name, (special, same, rms, largest) in zip(names, torch.stack(numbers).tolist()):
-        worst[name] = largest
-        # With few elements the mean is a poor estimate, and a single rounding may be at its limit.
-        rms_limit = 1.0 if name == "lse" else RMS_LIMIT + 2.0 / math.sqrt(max(results[name].numel(), 1))
-        limit = 1.0 if name == "lse" else MAX_LIMIT
-        if special or not same or not rms <= rms_limit or not largest <= limit:
-            raise AssertionError(
-                _describe(name, results[name], repeats[name], truth, special, bool(same), rms, limit)
-            )
-    return worst
-
-
-def _bits(t: Tensor) -> Tensor:
-    return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
-
-
-def _in_noise_units(got: Tensor, truth: Truth, name: str) -> Tensor:
-    value, noise = truth.value[name], truth.noise[name]
-    error = (got.double() - value).abs() / noise
-    # Where the truth allows no error at all, none is zero units and any is infinitely many.
-    error = torch.where(noise > 0, error, torch.where(got.double() == value, 0.0, math.inf))
-    return torch.where(value.isfinite(), error, 0.0)
-
-
-def _describe(
-    name: str, got: Tensor, repeat: Tensor, truth: Truth, special: float, same: bool, rms: float, limit: float
-) -> str:
-    """Where and how far a tensor is off."""
-    value = truth.value[name]
-    lines = []
-    if special:
-        wrong = (got.isfinite() != value.isfinite()) | (
-            ~value.isfinite() & (got.double() != value) & ~(got.isnan() & value.isnan())
-        )
-        if name in truth.unspecified:
-            wrong &= ~truth.unspecified[name]
-        at = tuple(wrong.nonzero()[0].tolist())
-        lines.append(
-            f"{name}: {int(special)} special values differ, first at {at}: got {got[at].item()}, "
-            f"expected {value[at].item()}"
-        )
-    if not same:
-        wrong = _bits(got) != _bits(repeat)
-        at = tuple(wrong.nonzero()[0].tolist())
-        lines.append(
-            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ between two runs, first at "
-            f"{at}: {got[at].item()!r} and {repeat[at].item()!r}"
-        )
-    error = _in_noise_units(got, truth, name)
-    if name in truth.unspecified:
-        error = error.masked_fill(truth.unspecified[name], 0)
-    error = error.nan_to_num(0.0, math.inf)
-    if error.numel():
-        at = tuple(x.item() for x in torch.unravel_index(error.argmax(), error.shape))
-        lines.append(
-            f"{name}: error {rms:.3g} noise units in the mean, worst {error[at].item():.3g} (limit {limit}) "
-            f"at {at}: got {got[at].item():.9g}, expected {value[at].item():.9g}; "
-            f"{int((error > limit).sum())} of {error.numel()} elements beyond the limit"
-        )
-    return "\n    ".join(lines)
-
-
 # --------------------------------------------------------------------------------------------------
 # Many cases in one test
 
@@ -425,8 +328,8 @@ def run_cases(cases: Iterable[Case], target: Target) -> dict[str, float]:
     worst: dict[str, float] = {}
 
     def run(case: Case) -> None:
-        for name, largest in run_case(case, target).worst.items():
-            worst[name] = max(largest, worst.get(name, 0.0))
+        for name, error in run_case(case, target).errors.items():
+            worst[name] = max(error.largest, worst.get(name, 0.0))
 
     _for_each(cases, target, run)
     return worst

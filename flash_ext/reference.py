@@ -49,15 +49,14 @@ def attention_reference(
     bounds_q = sequence_bounds(cu_seqlens_q, q.shape[0])
     bounds_k = sequence_bounds(cu_seqlens_k, k.shape[0])
     rows_q, rows_k = _covered_rows(bounds_q, q.device), _covered_rows(bounds_k, q.device)
+    lens_q, lens_k = ([end - start for start, end in bounds] for bounds in (bounds_q, bounds_k))
     parts = zip(
-        q[rows_q].split([end - start for start, end in bounds_q]),
-        k[rows_k].split([end - start for start, end in bounds_k]),
-        v[rows_k].split([end - start for start, end in bounds_k]),
+        torch.split(q[rows_q], lens_q), torch.split(k[rows_k], lens_k), torch.split(v[rows_k], lens_k),
         strict=True,
-    )
+    )  # fmt: skip
     # The part without rows keeps the graph connected when there is no sequence at all.
-    parts = [(q[:0], k[:0], v[:0]), *parts]
-    results = [_attend(qb[None], kb[None], vb[None], spec, isolate_rows) for qb, kb, vb in parts]
+    every_part = [(q[:0], k[:0], v[:0]), *parts]
+    results = [_attend(qb[None], kb[None], vb[None], spec, isolate_rows) for qb, kb, vb in every_part]
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
     out = out.index_copy(0, rows_q, torch.cat([o[0] for o, _ in results]))

@@ -84,15 +84,15 @@ def tiled_backward(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return _backward_dense(dout, q, k, v, out, lse, dlse, spec, acc_dtype)
 
-    grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows_q, rows_k in _sequences(q, k, cu_seqlens_q, cu_seqlens_k):
         grads_b = _backward_dense(
             dout[None, rows_q], q[None, rows_q], k[None, rows_k], v[None, rows_k], out[None, rows_q],
             lse[None, :, rows_q], None if dlse is None else dlse[None, :, rows_q], spec, acc_dtype,
         )  # fmt: skip
-        for grad, rows, grad_b in zip(grads, (rows_q, rows_k, rows_k), grads_b, strict=True):
+        for grad, rows, grad_b in zip((dq, dk, dv), (rows_q, rows_k, rows_k), grads_b, strict=True):
             grad[rows] = grad_b[0]
-    return grads
+    return dq, dk, dv
 
 
 def _accumulator_dtype(q: Tensor) -> torch.dtype:
@@ -181,7 +181,7 @@ def _forward_dense(
         lse_block = (row_sum.log() + row_max).masked_fill_(empty, float("-inf"))
         acc_o.div_(row_sum.masked_fill_(empty, 1.0))
         rows = block.rows.stop - block.rows.start
-        out[:, block.rows] = _unfold(acc_o.unflatten(2, (group, rows)), out.dtype)
+        out[:, block.rows] = _unfold(torch.unflatten(acc_o, 2, (group, rows)), out.dtype)
         lse[:, :, block.rows] = lse_block.view(batch, num_heads, rows)
     return out, lse
 
@@ -196,11 +196,11 @@ def _backward_dense(
     q, dout, out = (_fold(x, num_heads_k, acc_dtype) for x in (q, dout, out))
     k, v = (_fold(x, num_heads_k, acc_dtype).squeeze(2).contiguous() for x in (k, v))
     group = q.shape[2]
-    lse = lse.to(acc_dtype).unflatten(1, (num_heads_k, group)).unsqueeze(-1)
+    lse = torch.unflatten(lse.to(acc_dtype), 1, (num_heads_k, group)).unsqueeze(-1)
 
     delta = (dout * out).sum(dim=-1, keepdim=True)
     if dlse is not None:
-        delta -= dlse.to(acc_dtype).unflatten(1, (num_heads_k, group)).unsqueeze(-1)
+        delta -= torch.unflatten(dlse.to(acc_dtype), 1, (num_heads_k, group)).unsqueeze(-1)
     # An empty row takes no part whatever its q, dout or dlse hold, NaN included; lse +inf gives weights of 0.
     empty = lse == float("-inf")
     q, dout, delta = (x.masked_fill(empty, 0.0) for x in (q, dout, delta))
@@ -223,5 +223,5 @@ def _backward_dense(
             dv[:, :, start:end] += weights.mT @ dout_block
             dk[:, :, start:end] += dscores.mT @ q_block
             dq_block += dscores @ k_block
-        dq[:, :, :, block.rows] = dq_block.unflatten(2, (group, -1))
+        dq[:, :, :, block.rows] = torch.unflatten(dq_block, 2, (group, -1))
     return _unfold(dq, in_dtype), _unfold(dk.unsqueeze(2), in_dtype), _unfold(dv.unsqueeze(2), in_dtype)

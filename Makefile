@@ -41,4 +41,4 @@ bench:
 	@$(prepared) && $$py -m bench.attention $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info flash_ext/_C.*.so
+	rm -rf build dist *.egg-info flash_ext/_C*.so

@@ -23,14 +23,15 @@ from .environment import BuildProblem, missing_requirements
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    return build_meta.get_requires_for_build_wheel(config_settings) + _missing()
+    return _missing() + build_meta.get_requires_for_build_wheel(config_settings)
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    return build_meta.get_requires_for_build_editable(config_settings) + _missing()
+    return _missing() + build_meta.get_requires_for_build_editable(config_settings)
 
 
 def _missing() -> list[str]:
+    """Asked before setuptools says anything, so that a refusal stands alone."""
     try:
         return missing_requirements()
     except BuildProblem as problem:

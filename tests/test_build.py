@@ -1,0 +1,271 @@
+"""Gates on the compiled module: what ptxas said of every kernel, its machine code, and what it links.
+
+No GPU is needed. Kernels are known by what build/resources.json holds (csrc/build_backend writes it) and by
+disassembling the module itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash_ext import ops
+from tests.built import ROOT, disassemblers, module_file
+
+sys.path.insert(0, str(ROOT / "csrc"))
+from build_backend import ptxas_log  # noqa: E402
+
+HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled sizes; every other head_dim runs in the next one up
+DTYPES = ("__half", "__nv_bfloat16")
+SMALL, LARGE = 0, 1  # shared-memory classes: 99 KB everywhere, 227 KB on sm_90
+ARCHS = ("sm_80", "sm_90a")
+# Shared memory a block may use, bytes, by compute capability.
+SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+MATMUL_KERNELS = {"fwd_kernel", "bwd_kernel", "bwd_q_kernel"}
+
+
+@pytest.fixture(scope="module")
+def resources() -> dict:
+    """The table of the build that the loaded module comes from."""
+    path = ROOT / "build" / "resources.json"
+    if not path.is_file():
+        pytest.skip("no build/resources.json: the module was not built in this tree")
+    table = json.loads(path.read_text())
+    if table["variant"] != "release" or "9.0a" not in table["archs"] or "8.0" not in table["archs"]:
+        pytest.skip(f"a {table['variant']} build for {' '.join(table['archs'])}: gates hold for releases")
+    return table
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[tuple[str, str], collections.Counter]:
+    """Opcodes, with their suffixes, of every kernel: {(arch, symbol): Counter}."""
+    tools = disassemblers()
+    if tools is None:
+        pytest.skip("no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    found: dict[tuple[str, str], collections.Counter] = {}
+    arch, opcodes = "", collections.Counter()
+    opcode = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
+    with subprocess.Popen(["cuobjdump", "-sass", str(module_file())], env=environment, text=True,
+                          stdout=subprocess.PIPE) as listing:
+        for line in listing.stdout:
+            if "arch = " in line:
+                arch = line.split("=")[1].strip()
+            elif "Function :" in line:
+                opcodes = found[arch, line.split(":")[1].strip()] = collections.Counter()
+            elif match := opcode.match(line):
+                opcodes[match.group(1)] += 1
+    assert listing.returncode == 0
+    return found
+
+
+def kernel_id(name: str) -> tuple[str, str, int, int | None]:
+    """(kernel, element type, head_dim, shared-memory class or None) of a demangled kernel name."""
+    kernel = re.search(r"(\w+_kernel)<", name)
+    config = re.search(r"(__half|__nv_bfloat16), (\d+)(?:, \(\w+(?:::\w+)*\)(\d))?>", name)
+    assert kernel and config, f"unexpected kernel {name}"
+    return kernel.group(1), config.group(1), int(config.group(2)), int(config.group(3)) if config.group(3) else None
+
+
+# ---- what ptxas said -------------------------------------------------------------------------------------
+
+def test_no_kernel_uses_local_memory(resources):
+    bad = [item for item in resources["kernels"] if item["stack"] or item["spill_stores"] or item["spill_loads"]]
+    assert bad == []
+
+
+def test_no_compiler_warning(resources):
+    """CG-02: C7508 and C7510-C7519 would be among these; no other one is tolerated either."""
+    assert resources["warnings"] == []
+
+
+def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
+    """CG-07: for both machine codes; what is missing would be a launch error, what is extra dead weight."""
+    by_class = itertools.product(("fwd_kernel", "bwd_kernel"), DTYPES, HEAD_DIMS, (SMALL, LARGE))
+    plain = itertools.product(("bwd_q_kernel", "bwd_preprocess_kernel", "bwd_postprocess_kernel"), DTYPES,
+                              HEAD_DIMS, (None,))
+    expected = set(by_class) | set(plain)
+    for arch in ARCHS:
+        ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
+        assert sorted(ours, key=str) == sorted(expected, key=str)
+
+
+def test_a_build_from_nothing_stays_in_its_budget(resources):
+    """Five minutes on two cores and 4 GB for two compilers at once; CPU time, as wall time knows other load."""
+    cost = resources["full_build"]
+    assert cost is not None, "the build folder is older than its log: remove build/ and build again"
+    assert cost["cpu_seconds"] < 2 * 300
+    assert cost["peak_gib"] < 2
+
+
+LOG_OF_ONE_KERNEL = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1kPf' for 'sm_90a'
+ptxas info    : Function properties for _Z1kPf
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 16 bytes smem, 400 bytes cmem[0]
+ptxas info    : Compile time = 1.548 ms
+"""
+
+
+@pytest.mark.parametrize("stack, stores, loads", [(8, 0, 0), (0, 4, 0), (0, 0, 4)])
+def test_gate_refuses_local_memory_by_name(stack, stores, loads):
+    kernels, warnings = ptxas_log.parse_log("a.cu", LOG_OF_ONE_KERNEL.format(stack=stack, stores=stores, loads=loads))
+    (said,) = ptxas_log.violations(kernels, warnings)
+    assert "_Z1kPf" in said and "sm_90a" in said
+
+
+@pytest.mark.parametrize("line", [
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...",
+    "ptxas warning : (C7508) setmaxnreg ignored to maintain minimum register requirements.",
+    "ptxas info    : (C7519) Potential Performance Loss: ...",
+])
+def test_gate_refuses_lost_hopper_instructions(line):
+    clean = LOG_OF_ONE_KERNEL.format(stack=0, stores=0, loads=0)
+    assert ptxas_log.violations(*ptxas_log.parse_log("a.cu", clean)) == []
+    assert ptxas_log.violations(*ptxas_log.parse_log("a.cu", clean + line)) == [line.strip()]
+
+
+def test_log_reader_takes_every_number():
+    (kernel,), warnings = ptxas_log.parse_log("a.cu", LOG_OF_ONE_KERNEL.format(stack=1, stores=2, loads=3))
+    assert kernel == ptxas_log.KernelResources("a.cu", "_Z1kPf", "sm_90a", registers=40, barriers=1, static_smem=16,
+                                               stack=1, spill_stores=2, spill_loads=3)
+    assert warnings == []
+
+
+# ---- machine code ----------------------------------------------------------------------------------------
+
+def test_machine_code_holds_what_the_table_lists(resources, machine_code):
+    listed = {(item["arch"], item["symbol"]) for item in resources["kernels"]}
+    assert set(machine_code) == listed
+
+
+def test_no_local_loads_or_stores(machine_code):
+    for key, opcodes in machine_code.items():
+        assert not [name for name in opcodes if name.split(".")[0] in ("LDL", "STL")], key
+
+
+def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, machine_code):
+    """CG-03: HMMA.16816 fed by LDGSTS and LDSM. Large tiles do not fit sm_80, whose copy of them traps."""
+    seen = 0
+    for item in resources["kernels"]:
+        kernel, _, _, smem_class = kernel_id(item["name"])
+        if kernel not in MATMUL_KERNELS:
+            continue
+        opcodes = machine_code[item["arch"], item["symbol"]]
+        if item["arch"] == "sm_80" and smem_class == LARGE:
+            assert opcodes["BPT.TRAP"] and sum(opcodes.values()) < 100, item["name"]
+            continue
+        names = " ".join(opcodes)
+        assert re.search(r"HMMA\.16816\.F32", names), f"{item['name']} for {item['arch']}: no HMMA.16816.F32"
+        for wanted in ("LDGSTS.", "LDSM."):
+            assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
+        seen += 1
+    assert seen == 2 * len(HEAD_DIMS) * (3 + 5)  # sm_80: small ones and bwd_q; sm_90a: both classes and bwd_q
+
+
+# ---- plans against limits --------------------------------------------------------------------------------
+
+@pytest.fixture
+def device_switches():
+    """Pretends to be a device; undone afterwards."""
+    names = ("compute_capability", "num_sms", "smem_per_block")
+    before = {name: ops._C.get_switch(name) for name in names}
+
+    def pretend(compute_capability: int, smem: int) -> None:
+        for name, value in zip(names, (compute_capability, 108, smem), strict=True):
+            ops._C.set_switch(name, value)
+
+    yield pretend
+    for name, value in before.items():
+        ops._C.set_switch(name, value)
+
+
+def plan(direction: str, head_dim: int, deterministic: bool = False) -> dict:
+    return ops._C.plan(direction, seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_k=4, head_dim=head_dim,
+                       head_dim_v=head_dim, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("compute_capability", SMEM_LIMITS)
+def test_shared_memory_fits_every_device(device_switches, resources, compute_capability):
+    """HD-05: the plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
+    limit = SMEM_LIMITS[compute_capability]
+    device_switches(compute_capability, limit)
+    static = max(item["static_smem"] for item in resources["kernels"])
+    for direction, head_dim, deterministic in itertools.product(("fwd", "bwd"), range(1, 257), (False, True)):
+        chosen = plan(direction, head_dim, deterministic)
+        assert chosen["path"] == "sm80"
+        assert 0 < chosen["smem_bytes"] + static <= limit, chosen
+        size = int(re.search(r"hd(\d+)$", chosen["kernel"]).group(1))
+        assert size == min(item for item in HEAD_DIMS if item >= head_dim), chosen
+
+
+@pytest.mark.parametrize("compute_capability, smem, reason", [
+    (75, 65536, "below 8.0"),
+    (87, 49152, "shared memory"),
+])
+def test_devices_that_cannot_run_it_are_refused_in_words(device_switches, compute_capability, smem, reason):
+    device_switches(compute_capability, smem)
+    for direction in ("fwd", "bwd"):
+        refused = plan(direction, 64)
+        assert refused["path"] is None
+        assert reason in refused["reasons"]["sm80"]
+
+
+# ---- linking ---------------------------------------------------------------------------------------------
+
+def needs_binutils() -> None:
+    if shutil.which("readelf") is None or shutil.which("nm") is None:
+        pytest.skip("no readelf and nm: install binutils")
+
+
+def test_module_needs_no_cuda_library():
+    """Neither a driver nor torch's CUDA libraries: the module loads with a CPU-only torch on any machine."""
+    needs_binutils()
+    dynamic = subprocess.run(["readelf", "-d", str(module_file())], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
+    assert "libtorch_cpu.so" in needed
+    allowed = {"libcudart.so.13"}  # only where the toolkit has no static runtime
+    assert {name for name in needed if re.search(r"cuda|cudnn|cublas", name)} <= allowed
+
+
+def test_runtime_symbols_stay_inside():
+    """A static CUDA runtime must neither export its symbols to torch's nor take torch's for its own."""
+    needs_binutils()
+    symbols = subprocess.run(["nm", "-D", str(module_file())], capture_output=True, text=True, check=True).stdout
+    exported = [line for line in symbols.splitlines() if re.search(r" [TtWVB] _?_?cuda", line)]
+    assert exported == []
+
+
+def test_build_record_matches_the_package():
+    import flash_ext
+    import torch
+
+    built = ops._C.build_info
+    assert built["version"] == flash_ext.__version__
+    assert built["torch"] == torch.__version__
+    assert "fast_math" not in built["flags"]  # CG-05: exp, log and division keep their accuracy
+    assert "-lineinfo" in built["flags"]
+
+
+def test_stub_names_what_the_module_has():
+    """flash_ext/_C.pyi, by which type checkers know the module, lists its functions and their arguments."""
+    stub = ast.parse((ROOT / "flash_ext" / "_C.pyi").read_text())
+    typed = {node.name: [item.arg for item in node.args.args + node.args.kwonlyargs]
+             for node in stub.body if isinstance(node, ast.FunctionDef)}
+    built = {name for name in dir(ops._C) if callable(getattr(ops._C, name))}
+    assert built == set(typed)
+    for name, arguments in typed.items():
+        signature = getattr(ops._C, name).__doc__.splitlines()[0]
+        named = re.findall(r"[(,]\s*(?!arg\d)(\w+):", signature)
+        assert not named or named == arguments, signature

@@ -1,0 +1,369 @@
+"""Installing: what a build finds, what it fetches, and what it says when a piece is missing or does not match."""
+
+from __future__ import annotations
+
+import email.parser
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext import info, ops
+from tests.built import ROOT
+
+sys.path.insert(0, str(ROOT / "csrc"))
+from build_backend import compile as kernels_build  # noqa: E402
+from build_backend import environment, pins, prepare  # noqa: E402
+
+TOOLKIT = environment.Toolkit(Path("/toolkit"), "13.0", Path("/toolkit/lib/libcudart_static.a"))
+
+
+def fake_torch(folder: Path, version: str, cuda: str | None = None, hip: str | None = None) -> environment.TorchInstall:
+    root = folder / "torch"
+    root.mkdir(parents=True)
+    (root / "version.py").write_text(
+        f"from typing import Optional\n__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\n"
+        f"hip: Optional[str] = {hip!r}\n")
+    return environment.read_torch(root)
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def fake_toolkit(home: Path, release: str = "13.0") -> Path:
+    """A toolkit with everything that is looked at, and nothing that works."""
+    executable(home / "bin" / "nvcc", f'case "$1" in --version) echo "release {release}, V{release}.88";; '
+                                      f'--dryrun) echo "#$ TOP={home}/bin/..";; esac')
+    major, minor = release.split(".")
+    for name, text in {"include/cuda_runtime.h": "", "include/crt/host_config.h": "#if __GNUC__ > 15\n",
+                       "include/cuda_runtime_api.h": f"#define CUDART_VERSION {int(major) * 1000 + int(minor) * 10}\n",
+                       "include/cccl/nv/target": "", "nvvm/bin/cicc": "", "lib/libcudart_static.a": ""}.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
+    return home
+
+
+def refusal(action) -> str:
+    with pytest.raises(environment.BuildProblem) as caught:
+        action()
+    text = str(caught.value)
+    assert re.search(r"^  found:  .+\n  needed: .+\n  mend:   .+$", text, re.M), text
+    return text
+
+
+# ---- torch -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("version, cuda, minor", [
+    ("2.11.0+cu130", "13.0", "2.11"),
+    ("2.13.0+cpu", None, "2.13"),
+    ("2.15.0+cu132", "13.2", "2.15"),
+    ("2.16.0.dev20261101+cu130", "13.0", "2.16"),
+])
+def test_torch_that_fits(tmp_path, version, cuda, minor):
+    found = environment.check_torch(fake_torch(tmp_path, version, cuda))
+    assert (found.version, found.minor) == (version, minor)
+
+
+@pytest.mark.parametrize("version, cuda, hip, said", [
+    ("2.10.0+cu130", "13.0", None, "torch 2.10.0+cu130"),
+    ("2.9.1", "12.8", None, "CUDA 12.8"),
+    ("2.13.0+cu126", "12.6", None, "CUDA 12.6"),
+    ("2.13.0+rocm7", None, "7.0", "ROCm 7.0"),
+])
+def test_torch_that_does_not_fit(tmp_path, version, cuda, hip, said):
+    text = refusal(lambda: environment.check_torch(fake_torch(tmp_path, version, cuda, hip)))
+    assert said in text and f'pip install "torch=={pins.pin("torch")}"' in text and str(tmp_path) in text
+
+
+def test_no_torch():
+    assert sys.executable in refusal(lambda: environment.check_torch(None))
+
+
+def test_torch_of_this_environment_is_found_without_importing_it():
+    assert environment.find_torch().version == torch.__version__
+
+
+@pytest.mark.parametrize("text, numbers", [
+    ("2.13.0+cpu", (2, 13, 0)), ("2.16.0.dev1", (2, 16, 0)), ("13.0", (13, 0)), ("2.11.0a0+git1", (2, 11, 0)),
+])
+def test_version_numbers(text, numbers):
+    assert pins.as_numbers(text) == numbers
+
+
+# ---- toolkit ---------------------------------------------------------------------------------------------
+
+def test_complete_toolkit(tmp_path):
+    found = environment.inspect_toolkit(fake_toolkit(tmp_path))
+    assert isinstance(found, environment.Toolkit)
+    assert (found.version, found.cudart.name) == ("13.0", "libcudart_static.a")
+
+
+@pytest.mark.parametrize("missing, said", [
+    ("bin/nvcc", "no bin/nvcc"),
+    ("include/cuda_runtime.h", "cudart package"),
+    ("include/crt/host_config.h", "crt package"),
+    ("include/cccl/nv/target", "cccl package"),
+    ("nvvm/bin/cicc", "nvvm package"),
+    ("lib/libcudart_static.a", "cudart package"),
+])
+def test_incomplete_toolkit(tmp_path, missing, said):
+    (fake_toolkit(tmp_path) / missing).unlink()
+    assert said in environment.inspect_toolkit(tmp_path)
+
+
+def test_shared_runtime_when_there_is_no_static_one(tmp_path):
+    (fake_toolkit(tmp_path) / "lib/libcudart_static.a").rename(tmp_path / "lib/libcudart.so.13")
+    assert environment.inspect_toolkit(tmp_path).cudart.name == "libcudart.so.13"
+
+
+@pytest.mark.parametrize("release", ["12.8", "14.0"])
+def test_toolkit_of_another_major_release(tmp_path, release):
+    assert f"nvcc is {release}" in environment.inspect_toolkit(fake_toolkit(tmp_path, release))
+
+
+def test_toolkit_of_mixed_releases(tmp_path):
+    """What pip makes of a bare requirement on nvcc: newer headers than the compiler."""
+    (fake_toolkit(tmp_path) / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION 13050\n")
+    assert "nvcc is 13.0 but the headers are of 13.5" in environment.inspect_toolkit(tmp_path)
+
+
+def test_wrapper_on_path_leads_to_the_toolkit(tmp_path, monkeypatch):
+    """An nvcc on PATH may be a script in a folder without headers; nvcc itself says where it lives."""
+    home = fake_toolkit(tmp_path / "toolkit")
+    executable(tmp_path / "bin" / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    found, _ = environment.find_toolkit()
+    assert found.home == home
+
+
+def test_wrong_cuda_home_is_passed_over_and_named(tmp_path, monkeypatch):
+    fake_toolkit(tmp_path / "old", "12.4")
+    fake_toolkit(tmp_path / "new", "13.1")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "new"))
+    found, refused = environment.find_toolkit()
+    assert found.home == tmp_path / "new"
+    assert refused == [f"{tmp_path / 'old'}: nvcc is 12.4, CUDA 13 is needed"]
+
+
+def test_no_toolkit_names_what_was_looked_at(monkeypatch):
+    monkeypatch.setattr(environment, "find_toolkit", lambda: (None, ["/old: nvcc is 12.4, CUDA 13 is needed"]))
+    text = refusal(environment.check_toolkit)
+    assert "/old: nvcc is 12.4" in text and "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.0.2" in text
+
+
+# ---- host tools ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("version, fits", [("10", False), ("11", True), ("15", True), ("16", False)])
+def test_host_compiler_bounds(tmp_path, monkeypatch, version, fits):
+    toolkit = environment.inspect_toolkit(fake_toolkit(tmp_path / "toolkit"))
+    compiler = executable(tmp_path / "g++", f'case "$1" in -dumpversion) echo {version};; *) echo g++;; esac')
+    monkeypatch.setenv("CXX", str(compiler))
+    if fits:
+        assert environment.check_host_compiler(toolkit) == str(compiler)
+    else:
+        assert f"{compiler} is g++ {version}" in refusal(lambda: environment.check_host_compiler(toolkit))
+
+
+def test_missing_python_headers(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
+    text = refusal(environment.check_python_headers)
+    assert str(tmp_path) in text and "apt-get install python3" in text
+
+
+# ---- what an isolated build fetches ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("has_torch, has_toolkit, asked, fetched", [
+    (True, True, None, []),
+    (True, False, None, ["cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.0.2"]),
+    (False, True, None, ["torch==2.13.0"]),
+    # A CUDA build of torch pins the patch release of the toolkit itself.
+    (False, False, None, ["torch==2.13.0", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.0.*"]),
+    (True, True, "torch==2.15.0", ["torch==2.15.0"]),
+])
+def test_what_is_fetched(tmp_path, monkeypatch, has_torch, has_toolkit, asked, fetched):
+    present = fake_torch(tmp_path, "2.12.1+cu130", "13.0") if has_torch else None
+    monkeypatch.setattr(environment, "find_torch", lambda: present)
+    monkeypatch.setattr(environment, "find_toolkit", lambda: (TOOLKIT if has_toolkit else None, []))
+    monkeypatch.delenv("FLASH_EXT_BUILD_TORCH", raising=False)
+    if asked:
+        monkeypatch.setenv("FLASH_EXT_BUILD_TORCH", asked)
+    assert environment.missing_requirements() == fetched
+
+
+def test_unfit_torch_ends_before_anything_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLASH_EXT_BUILD_TORCH", raising=False)
+    monkeypatch.setattr(environment, "find_torch", lambda: fake_torch(tmp_path, "2.9.1", "12.8"))
+    refusal(environment.missing_requirements)
+
+
+def run_hook(call: str, *, path: Path | None = None) -> subprocess.CompletedProcess:
+    """Calls a PEP 517 hook as a front end does: in a fresh process, in the project's folder."""
+    code = f"import sys; sys.path.insert(0, 'csrc'); from build_backend import hooks; {call}"
+    before = {"PYTHONPATH": str(path)} if path else {}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | before, text=True,
+                          capture_output=True, check=False, timeout=300)
+
+
+def test_wheel_metadata_pins_the_torch_minor_it_was_built_with(tmp_path):
+    """Elsewhere the module would not load: C++ extensions of one torch have undefined symbols in the next."""
+    done = run_hook(f"hooks.prepare_metadata_for_build_wheel({str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    fields = email.parser.Parser().parsestr(metadata.read_text())
+    torch_minor = ".".join(torch.__version__.split(".")[:2])
+    runtime = [item for item in fields.get_all("Requires-Dist") if "extra ==" not in item]
+    assert runtime == [f"torch=={torch_minor}.*"]
+    assert fields["Version"] == flash_ext.__version__ and fields["License-Expression"] == "BSD-3-Clause"
+
+
+def test_source_archive_is_complete_and_made_without_torch(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('the source archive must not import torch')")
+    done = run_hook(f"hooks.build_sdist({str(tmp_path)!r})", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as content:
+        names = {name.partition("/")[2] for name in content.getnames()}
+        (info_name,) = (name for name in content.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
+        package_info = content.extractfile(info_name).read().decode()
+    needed = {path.relative_to(ROOT).as_posix() for folder in ("csrc", "flash_ext")
+              for path in (ROOT / folder).rglob("*")
+              if path.suffix in (".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh")}
+    assert needed <= names
+    assert {"LICENSE", "Makefile", "setup.py", "pyproject.toml", "README.md"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+    assert f"Requires-Dist: torch>={pins.pin('torch-minimum')}" in package_info
+
+
+def test_hook_ends_in_the_message_alone(tmp_path):
+    """No traceback around it: the front end shows what the hook prints."""
+    fake_torch(tmp_path, "2.9.1", "12.8")
+    done = run_hook("hooks.get_requires_for_build_wheel()", path=tmp_path)
+    assert done.returncode == 1
+    assert "torch 2.9.1, built for CUDA 12.8" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- choices of a build ----------------------------------------------------------------------------------
+
+def test_architectures_by_default(monkeypatch):
+    for name in ("FLASH_EXT_ARCHS", "FLASH_EXT_DEBUG", "FLASH_EXT_MUTANT"):
+        monkeypatch.delenv(name, raising=False)
+    variant = kernels_build.Variant.from_environment()
+    assert (variant.name, variant.defines) == ("release", [])
+    assert [flag for flag in variant.nvcc_flags if "gencode" in flag] == [
+        "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80",
+        "-gencode=arch=compute_90a,code=sm_90a"]
+
+
+@pytest.mark.parametrize("name, value, variant, define", [
+    ("FLASH_EXT_DEBUG", "1", "debug", "-DFLASH_EXT_DEBUG=1"),
+    ("FLASH_EXT_MUTANT", "7", "mutant7", "-DFLASH_EXT_MUTANT=7"),
+])
+def test_switches_of_a_build(monkeypatch, name, value, variant, define):
+    monkeypatch.setenv(name, value)
+    chosen = kernels_build.Variant.from_environment()
+    assert (chosen.name, chosen.defines) == (variant, [define])
+
+
+def test_unknown_architecture_is_refused(monkeypatch):
+    monkeypatch.setenv("FLASH_EXT_ARCHS", "hopper")
+    assert "'hopper'" in refusal(kernels_build.Variant.from_environment)
+
+
+def test_parallel_jobs(monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert kernels_build.parallel_jobs() == 3
+    monkeypatch.delenv("MAX_JOBS")
+    assert 1 <= kernels_build.parallel_jobs() <= os.cpu_count()
+    monkeypatch.setattr(kernels_build, "BYTES_PER_JOB", 2**60)
+    assert kernels_build.parallel_jobs() == 1
+
+
+def test_test_environment_needs_its_modules(monkeypatch):
+    monkeypatch.setattr(prepare, "NEEDED_MODULES", ("pytest", "a_module_nobody_has"))
+    text = refusal(prepare.check_system)
+    assert "a_module_nobody_has" in text and "pytest" not in text.split("needed:")[0]
+
+
+@pytest.mark.parametrize("cuda, reachable, system", [
+    ("13.0", False, True), ("13.0", True, False), (None, False, False),
+])
+def test_when_python3_itself_is_used(tmp_path, monkeypatch, cuda, reachable, system):
+    monkeypatch.setattr(environment, "find_torch", lambda: fake_torch(tmp_path, "2.11.0", cuda))
+    monkeypatch.setattr(prepare, "reaches_index", lambda: reachable)
+    assert prepare.must_use_system() == system
+
+
+# ---- info and a module that does not load ----------------------------------------------------------------
+
+def run_info(*args: str, package: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, "-m", "flash_ext.info", *args], cwd=package, capture_output=True,
+                          text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_info_as_json():
+    report = json.loads(run_info("--json"))
+    assert report["extension"]["loaded"] is True
+    assert report["extension"] | ops._C.build_info == report["extension"]
+    assert report["runtime"]["torch"] == torch.__version__
+    assert len(report["devices"]) == torch.cuda.device_count()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_info_without_a_gpu():
+    text = run_info()
+    assert "no GPU is visible" in text and "path cpu" in text and torch.__version__ in text
+
+
+@pytest.mark.gpu
+def test_info_names_the_path_and_kernels_of_each_gpu():
+    for device in info.collect()["devices"]:
+        for direction in ("fwd", "bwd"):
+            served = device["paths"][direction]
+            assert served["refused"]["cpu"]
+            for head_dim, choice in served["kernels"].items():
+                assert choice["path"] == "sm80" and choice["kernel"].endswith(f"hd{head_dim}")
+
+
+def copy_of_package(folder: Path) -> Path:
+    target = folder / "flash_ext"
+    target.mkdir()
+    for path in (ROOT / "flash_ext").glob("*.py"):
+        (target / path.name).write_text(path.read_text())
+    return target
+
+
+def test_module_of_another_torch_names_both_versions_and_the_mend(tmp_path):
+    """API-03: not an undefined symbol."""
+    package = copy_of_package(tmp_path)
+    (package / "_C.so").write_bytes(b'\x7fELF flash_ext build record: {"version": "0.1.0", "torch": "2.11.0+cu130"}\n')
+    for text in (run_info(package=tmp_path), json.loads(run_info("--json", package=tmp_path))["extension"]["message"]):
+        assert "2.11.0+cu130" in text and torch.__version__ in text and "pip install" in text
+
+
+def test_module_that_was_never_built_is_named(tmp_path):
+    copy_of_package(tmp_path)
+    report = json.loads(run_info("--json", package=tmp_path))["extension"]
+    assert report["loaded"] is False and "has not been built" in report["message"]
+
+
+def test_import_creates_no_cuda_context():
+    """API-02, SY-10: a process that imported flash_ext may still fork."""
+    code = "import flash_ext, torch; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

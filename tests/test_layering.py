@@ -1,0 +1,227 @@
+"""The rules that keep the tree readable and quick to compile: who includes whom, file lengths, forbidden text."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+LINE_CEILING = 600
+
+# What each part of csrc may include of ours, by path prefix. The first matching row counts.
+INCLUDES = [
+    ("params.h", ()),
+    ("heuristics.h", ("params.h",)),
+    ("build_info.", ("build_info.h", "build_record.h")),
+    ("launch.h", ()),
+    ("paths.h", ("params.h",)),
+    ("path_sm80.", ("heuristics.h", "paths.h", "sm80/")),
+    ("path_choice.", ("path_choice.h", "paths.h", "params.h")),
+    ("api", ("api.h", "path_choice.h", "paths.h", "params.h", "build_info.h")),
+    ("device.cu", ("paths.h",)),
+    ("ptx/", ()),
+    ("common/", ("common/", "ptx/", "params.h", "heuristics.h")),
+    ("sm80/run_", ("sm80/", "passes/", "common/", "params.h", "heuristics.h", "paths.h", "launch.h")),
+    ("sm80/", ("sm80/", "common/", "ptx/", "params.h", "heuristics.h", "paths.h", "launch.h")),
+    ("passes/", ("passes/", "common/", "ptx/", "params.h", "heuristics.h", "paths.h", "launch.h")),
+    ("inst/", ("sm80/", "passes/")),
+]
+TORCH_HEADER = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|caffe2|pybind11)/")
+CUDA_HEADER = re.compile(r"#\s*include\s*[<\"](cuda|cooperative_groups|mma\.h|nv/)")
+
+# Python modules from the ground up: each may import those of earlier rows only.
+PYTHON_LAYERS = [
+    {"spec"},
+    {"reference", "merge", "sharding"},
+    {"tiled", "ladder"},
+    {"ops"},
+    {"autograd"},
+    {"functional"},
+    {"sdpa"},
+    {"__init__"},
+    {"info", "demo"},
+]
+# Programs that print are run with `python -m`; the library never does.
+PROGRAMS = {"info.py", "demo.py"}
+
+
+def source_files(*suffixes: str) -> list[Path]:
+    """Files of the project, tracked or about to be, as git sees them."""
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        paths = [ROOT / line for line in listed.stdout.splitlines()]
+    else:  # an unpacked source archive
+        folders = ("csrc", "flash_ext", "tests", "bench", "docs", ".ci")
+        paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
+    return sorted(path for path in paths
+                  if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def cpp_files() -> list[Path]:
+    return source_files(".h", ".cpp", ".cu", ".cuh")
+
+
+def without_comments(text: str) -> str:
+    """C++ text with comments blanked, line numbers kept."""
+    def blank(match: re.Match[str]) -> str:
+        return "\n" * match.group().count("\n")
+    return re.sub(r"/\*.*?\*/|//[^\n]*", blank, text, flags=re.S)
+
+
+def findings(files: list[Path], pattern: re.Pattern[str], code_only: bool = False) -> list[str]:
+    found = []
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        for number, line in enumerate((without_comments(text) if code_only else text).splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{relative(path)}:{number}: {line.strip()}")
+    return found
+
+
+# ---- C++ -------------------------------------------------------------------------------------------------
+
+def test_includes_follow_the_layers():
+    wrong = []
+    for path in cpp_files():
+        name = path.relative_to(CSRC).as_posix()
+        allowed = next((targets for prefix, targets in INCLUDES if name.startswith(prefix)), None)
+        assert allowed is not None, f"{name} belongs to no layer: add it to INCLUDES"
+        for target in re.findall(r'#\s*include\s*"([^"]+)"', path.read_text()):
+            included = (path.parent / target).resolve()
+            if included.is_relative_to(CSRC):
+                target = included.relative_to(CSRC).as_posix()
+            if not any(target.startswith(prefix) for prefix in allowed):
+                wrong.append(f"{name} includes {target}")
+    assert wrong == []
+
+
+def test_every_instantiation_is_one_kernel_header():
+    inst = sorted((CSRC / "inst").glob("*.cu"))
+    assert inst, "no instantiations found"
+    for path in inst:
+        includes = re.findall(r'#\s*include\s*"([^"]+)"', path.read_text())
+        assert len(includes) == 1, f"{path.name} includes {includes}"
+
+
+def test_torch_stays_in_the_op_layer():
+    others = [path for path in cpp_files() if not path.name.startswith("api")]
+    assert findings(others, TORCH_HEADER) == []
+
+
+def test_host_headers_need_no_cuda():
+    host = [path for path in cpp_files() if path.suffix in (".h", ".cpp") and path.name != "launch.h"]
+    assert findings(host, CUDA_HEADER) == []
+
+
+def test_op_layer_uses_no_cuda_library_of_torch():
+    """Only then does the module link and load with a CPU-only torch."""
+    assert findings(cpp_files(), re.compile(r"c10/cuda|ATen/cuda|c10::cuda|at::cuda")) == []
+
+
+def test_launches_go_through_one_checked_helper():
+    kernels = [path for path in cpp_files() if path.name != "launch.h"]
+    assert findings(kernels, re.compile(r"<<<"), code_only=True) == []
+
+
+# A declaration of a 32-bit integer whose value multiplies two sizes, such as `int n = seqlen_q * num_heads`.
+SIZE = r"\w*(?:seqlen|total_|_stride|batch|num_heads|rows)\w*"
+NARROW_PRODUCT = re.compile(
+    rf"\b(?:int|int32_t|unsigned|uint32_t)\s+\w+\s*=(?![^;]*int64_t)[^;]*\b{SIZE}\)?\s*\*\s*\(?[\w.>-]*{SIZE}\b")
+
+
+def test_no_32_bit_product_of_sizes():
+    assert findings(cpp_files(), NARROW_PRODUCT, code_only=True) == []
+
+
+@pytest.mark.parametrize("line, caught", [
+    ("int n = p.seqlen_q * p.num_heads;", True),
+    ("const int32_t rows = batch * seqlen_q;", True),
+    ("int64_t n = int64_t(p.seqlen_q) * p.num_heads;", False),
+    ("int m = ceil_div(seqlen_q, kBlockM);", False),
+    ("int n = row * kBlockN;", False),
+])
+def test_the_product_rule_itself(line: str, caught: bool):
+    assert bool(NARROW_PRODUCT.search(line)) == caught
+
+
+def test_library_code_prints_nothing():
+    host = re.compile(r"\bstd::c(out|err)\b|\bf?printf\s*\(|\bexit\s*\(|\babort\s*\(")
+    assert findings(cpp_files(), host, code_only=True) == []
+    for path in source_files(".py"):
+        if relative(path).startswith("flash_ext/") and path.name not in PROGRAMS:
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+                     and isinstance(node.func, ast.Name) and node.func.id in ("print", "exit")]
+            assert not calls, f"{relative(path)}:{calls[0].lineno} prints or exits"
+
+
+# ---- Python ----------------------------------------------------------------------------------------------
+
+def package_imports(path: Path) -> set[str]:
+    """Names of the flash_ext modules that a module imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level == 1 or module.split(".")[0] == "flash_ext":
+                inner = module.removeprefix("flash_ext").lstrip(".") if node.level == 0 else module
+                found |= {inner.split(".")[0]} if inner else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("flash_ext.")}
+    return found
+
+
+def test_python_modules_import_downwards():
+    rank = {name: number for number, row in enumerate(PYTHON_LAYERS) for name in row}
+    wrong = []
+    for path in (ROOT / "flash_ext").glob("*.py"):
+        assert path.stem in rank, f"{path.name} belongs to no layer: add it to PYTHON_LAYERS"
+        for name in package_imports(path):
+            if name == "_C":
+                if path.stem != "ops":
+                    wrong.append(f"{path.stem} imports _C itself; ops does that")
+            elif name in rank and rank[name] >= rank[path.stem]:
+                wrong.append(f"{path.stem} imports {name}")
+    assert wrong == []
+
+
+def test_the_oracle_and_the_ladder_stand_alone():
+    """What the kernels are judged by must not share code with them."""
+    assert package_imports(ROOT / "flash_ext/reference.py") <= {"spec"}
+    assert package_imports(ROOT / "flash_ext/ladder.py") == set()
+
+
+# ---- every file ------------------------------------------------------------------------------------------
+
+def test_files_stay_short():
+    code = source_files(".py", ".h", ".cpp", ".cu", ".cuh", ".sh", ".toml")
+    long = {relative(path): count for path in code
+            if (count := len(path.read_text(encoding="utf-8").splitlines())) > LINE_CEILING}
+    assert long == {}
+
+
+def test_no_drawer_for_everything():
+    names = re.compile(r"^(utils?|helpers?|misc|common)\.\w+$")
+    assert [relative(path) for path in source_files(".py", ".h", ".cpp", ".cu", ".cuh") if names.match(path.name)] == []
+
+
+def test_no_dead_code_markers():
+    markers = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b|#if 0\b")
+    files = source_files(".py", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md")
+    assert findings([path for path in files if path != Path(__file__)], markers) == []
+
+
+def test_no_word_about_the_machine_it_was_written_on():
+    """No path of one machine, no registry host: both would be wrong everywhere else."""
+    places = re.compile(r"(?<![\w.])/(?:work|root|home|opt)/|pypi\.org|pythonhosted|download\.pytorch|index-url")
+    files = source_files(".py", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md", ".toml", ".in", "")
+    assert findings([path for path in files if path != Path(__file__)], places) == []

@@ -211,8 +211,18 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The forward pass as a plain function: out and lse of dense or packed input.
 
-    Arguments, results and errors are those of :func:`attention` or, with ``cu_seqlens_q`` and
-    ``cu_seqlens_k``, of :func:`attention_varlen`, always with the lse.
+    Args:
+        q, k, v: as in :func:`attention` or, with ``cu_seqlens_q`` and ``cu_seqlens_k``, as in
+            :func:`attention_varlen`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in :func:`attention_varlen`; None for dense
+            input.
+        causal, window, softmax_scale, deterministic, path: as in :func:`attention`.
+
+    Returns:
+        out (b, seqlen_q, h, dv) and lse (b, h, seqlen_q), or packed (total_q, h, dv) and (h, total_q).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
     """
     return _run_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,

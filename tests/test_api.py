@@ -1,0 +1,298 @@
+"""The public functions from outside: signatures, refusals in words, and what an import does.
+
+Ids such as API-01 name the rows of the gauntlet (docs/testing.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_ext
+from flash_ext import ops
+from flash_ext.ops import _C
+from tests.qkv import make_packed, make_qkv, null_kernels
+
+# ---- signatures (API-01) ---------------------------------------------------------------------------------
+
+OPERATOR_SCHEMAS = {
+    "fwd": "flash_ext::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
+    "SymInt window_right, bool deterministic, str? path) -> (Tensor out, Tensor lse)",
+    "bwd": "flash_ext::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float softmax_scale, SymInt window_left, SymInt window_right, bool deterministic, str? path) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+}
+# New parameters may only be added at the end, with defaults; anything else breaks a caller.
+PUBLIC_PARAMETERS = {
+    "attention": "q, k, v, *, causal=False, window=(-1, -1), softmax_scale=None, return_lse=False, "
+    "deterministic=False, path=None",
+    "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
+    "causal=False, window=(-1, -1), softmax_scale=None, return_lse=False, deterministic=False, path=None",
+    "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
+    "scale=None, enable_gqa=False",
+    "merge_attention_states": "out_a, lse_a, out_b, lse_b",
+    "forward": "q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+    "causal=False, window=(-1, -1), softmax_scale=None, deterministic=False, path=None",
+    "backward": "dout, q, k, v, out, lse, *, dlse=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, causal=False, window=(-1, -1), softmax_scale=None, "
+    "deterministic=False, path=None",
+}
+
+
+@pytest.mark.parametrize("name", OPERATOR_SCHEMAS)
+def test_operator_schema(name: str) -> None:
+    assert str(getattr(torch.ops.flash_ext, name).default._schema) == OPERATOR_SCHEMAS[name]
+
+
+@pytest.mark.parametrize("name", PUBLIC_PARAMETERS)
+def test_public_function(name: str) -> None:
+    function = getattr(flash_ext, name)
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == f"({PUBLIC_PARAMETERS[name]})"
+    annotated = [*(p.annotation for p in signature.parameters.values()), signature.return_annotation]
+    assert inspect.Parameter.empty not in annotated
+    for parameter in signature.parameters:
+        assert parameter in function.__doc__, f"{name} does not document {parameter}"
+
+
+def test_all_names_are_public_and_typed() -> None:
+    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, "__version__"}
+    assert (Path(flash_ext.__file__).parent / "py.typed").exists()
+
+
+def test_entries_of_the_extension_take_the_arguments_of_the_operators() -> None:
+    """causal is resolved into the window on the way; otherwise the order is the schema's."""
+    for name in ("fwd", "bwd"):
+        schema = [argument.name for argument in getattr(torch.ops.flash_ext, name).default._schema.arguments]
+        documented = getattr(_C, name).__doc__.split("->")[0]
+        entry = [
+            part.split(":")[0].strip() for part in documented.split("(", 1)[1].split(", ") if ":" in part
+        ]
+        assert [argument for argument in entry if argument != "causal"] == schema
+
+
+# ---- refusals (API-06, API-07) ---------------------------------------------------------------------------
+
+
+def dense(**changes: object) -> dict[str, object]:
+    q, k, v = make_qkv(dtype=torch.bfloat16, seqlen_q=8)
+    return {"q": q, "k": k, "v": v, **changes}
+
+
+def packed(**changes: object) -> dict[str, object]:
+    q, k, v, cu = make_packed()
+    half = {"q": q.bfloat16(), "k": k.bfloat16(), "v": v.bfloat16()}
+    return {**half, "cu_seqlens_q": cu, "cu_seqlens_k": cu, **changes}
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def transposed(*shape: int) -> Tensor:
+    return zeros(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def to_meta(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def all_of(dtype: torch.dtype) -> dict[str, object]:
+    return dense(**{name: tensor.to(dtype) for name, tensor in dense().items()})
+
+
+CU = torch.tensor([0, 3, 3, 12], dtype=torch.int32)
+EVERY_OTHER = torch.stack([CU, CU], 1)[:, 0]
+# Case: arguments of forward, the exception, and its message: the argument, what was got or wanted.
+REFUSED = {
+    "k batch": (dense(k=zeros(3, 8, 2, 16)), ValueError, r"k must have the batch size of q, 2, got 3"),
+    "v batch": (dense(v=zeros(3, 8, 2, 16)), ValueError, r"v must have the batch size of q, 2, got 3"),
+    "v length": (dense(v=zeros(2, 9, 2, 16)), ValueError, r"v must have the sequence length of k, 8, got 9"),
+    "v heads": (dense(v=zeros(2, 8, 1, 16)), ValueError, r"v must have the num_heads of k, 2, got 1"),
+    "k head_dim": (dense(k=zeros(2, 8, 2, 15)), ValueError, r"k must have the head_dim of q, 16, got 15"),
+    "no head_dim": (dense(q=zeros(2, 8, 4, 0), k=zeros(2, 8, 2, 0)), ValueError, r"head_dim of q and k"),
+    "no head_dim_v": (dense(v=zeros(2, 8, 2, 0)), ValueError, r"head_dim of v must be at least 1, got 0"),
+    "q rank": (dense(q=zeros(8, 4, 16)), ValueError, r"q must have shape \(batch, .*got \(8, 4, 16\)"),
+    "k rank": (dense(k=zeros(8, 2, 16)), ValueError, r"k must have shape \(batch, .*got \(8, 2, 16\)"),
+    "v scalar": (dense(v=zeros()), ValueError, r"v must have shape \(batch, .*got \(\)"),
+    "q strides": (dense(q=transposed(2, 8, 4, 16)), ValueError, r"q must have stride 1 .*contiguous\(\)"),
+    "k strides": (dense(k=transposed(2, 8, 2, 16)), ValueError, r"k must have stride 1 "),
+    "v strides": (dense(v=transposed(2, 8, 2, 16)), ValueError, r"v must have stride 1 "),
+    "q wider": (dense(q=zeros(2, 8, 4, 16).float()), TypeError, r"q torch.float32, k torch.b.*autocast"),
+    "k other half": (dense(k=zeros(2, 8, 2, 16).half()), TypeError, r"q torch.bfloat16, k torch.float16, v"),
+    "integers": (all_of(torch.int8), TypeError, r"q torch.int8, k torch.int8, v torch.int8"),
+    "complex": (all_of(torch.complex64), TypeError, r"must all be torch.float16, .* got q torch.complex64"),
+    "booleans": (all_of(torch.bool), TypeError, r"q torch.bool"),
+    "window left": (dense(window=(-2, 0)), ValueError, r"window .*\(-1 is unlimited\), got \(-2, 0\)"),
+    "window right": (dense(window=(3, -5)), ValueError, r"window .*got \(3, -5\)"),
+    "window and causal": (dense(window=(3, -5), causal=True), ValueError, r"window .*got \(3, -5\)"),
+    "scale nan": (dense(softmax_scale=math.nan), ValueError, r"softmax_scale must be finite, got nan"),
+    "scale inf": (dense(softmax_scale=-math.inf), ValueError, r"softmax_scale must be finite, got -inf"),
+    "path name": (dense(path="sm75"), ValueError, r"path .* one of sm80, cpu, got 'sm75'"),
+    "one cu_seqlens": (packed(cu_seqlens_k=None), ValueError, r"given together, got only cu_seqlens_q"),
+    "packed rank": (packed(q=zeros(1, 14, 4, 16)), ValueError, r"q must have shape \(total, num_heads"),
+    "no cu_seqlens": (packed(cu_seqlens_q=None, cu_seqlens_k=None), ValueError, r"q .* shape \(batch, "),
+    "cu_seqlens long": (packed(cu_seqlens_q=CU.long()), TypeError, r"cu_seqlens_q must be torch.int32"),
+    "cu_seqlens 2-d": (packed(cu_seqlens_k=CU[None]), ValueError, r"cu_seqlens_k .*1,\), got \(1, 4\)"),
+    "cu_seqlens empty": (packed(cu_seqlens_q=CU[:0]), ValueError, r"cu_seqlens_q .*1,\), got \(0,\)"),
+    "cu_seqlens lengths": (packed(cu_seqlens_q=CU[:3]), ValueError, r"the same length .*, got 3 and 4"),
+    "cu_seqlens strides": (packed(cu_seqlens_k=EVERY_OTHER), ValueError, r"cu_seqlens_k .* contiguous, .* 2"),
+    "max_seqlen": (packed(max_seqlen_k=-1), ValueError, r"max_seqlen_k must not be negative, got -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_the_same_words_everywhere(case: str) -> None:
+    """By the CPU path, by the road to the GPU, and while tracing for either."""
+    args, exception, words = REFUSED[case]
+    with pytest.raises(exception, match=words) as on_cpu:
+        flash_ext.forward(**args)
+    with null_kernels(), pytest.raises(exception) as before_launch:
+        flash_ext.forward(**args)
+    assert str(before_launch.value) == str(on_cpu.value)
+    on_meta = {name: to_meta(value) if isinstance(value, Tensor) else value for name, value in args.items()}
+    with pytest.raises(exception) as traced:
+        flash_ext.forward(**on_meta)
+    assert str(traced.value) == str(on_cpu.value)
+
+
+@pytest.mark.parametrize(("heads", "heads_k"), [(33, 2), (3, 2), (2, 4), (4, 0), (0, 2)])
+def test_head_counts_that_do_not_divide(heads: int, heads_k: int) -> None:  # HD-07
+    with pytest.raises(
+        ValueError, match=f"num_heads of q must be a positive multiple.*{heads} and {heads_k}"
+    ):
+        flash_ext.attention(*make_qkv(heads=heads, heads_k=heads_k))
+
+
+BACKWARD_REFUSED = {
+    "dout dtype": ({"dout": zeros(2, 8, 4, 16).float()}, TypeError, r"dout must have the dtype of q"),
+    "dout shape": ({"dout": zeros(2, 8, 4, 15)}, ValueError, r"dout .*\[2, 8, 4, 16\], got \(2, 8, 4, 15\)"),
+    "out dtype": ({"out": zeros(2, 8, 4, 16).half()}, TypeError, r"out must have the dtype of q"),
+    "out shape": ({"out": zeros(2, 9, 4, 16)}, ValueError, r"out must have shape"),
+    "out strides": ({"out": transposed(2, 8, 4, 16)}, ValueError, r"out must have stride 1"),
+    "lse dtype": ({"lse": zeros(2, 4, 8)}, TypeError, r"lse must be torch.float32, got torch.bfloat16"),
+    "lse shape": ({"lse": zeros(2, 8, 4).float()}, ValueError, r"lse must have shape \[2, 4, 8\]"),
+    "dlse dtype": ({"dlse": zeros(2, 4, 8)}, TypeError, r"dlse must be torch.float32"),
+    "dlse shape": ({"dlse": zeros(2, 4).float()}, ValueError, r"dlse must have shape"),
+    "dout none": ({"dout": None}, TypeError, r"dout must be a torch.Tensor, got NoneType"),
+    "dlse number": ({"dlse": 0.0}, TypeError, r"dlse must be a torch.Tensor or None, got float"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BACKWARD_REFUSED)
+def test_backward_refuses(case: str) -> None:  # AG-08
+    changes, exception, words = BACKWARD_REFUSED[case]
+    args = {"dout": zeros(2, 8, 4, 16), **dense(), "out": zeros(2, 8, 4, 16), "lse": torch.zeros(2, 4, 8)}
+    flash_ext.backward(**args)
+    with pytest.raises(exception, match=words):
+        flash_ext.backward(**args | changes)
+    with null_kernels(), pytest.raises(exception, match=words):
+        flash_ext.backward(**args | changes)
+
+
+MISUSED = {
+    "none": (dense(k=None), "k must be a torch.Tensor, got NoneType"),
+    "array": (dense(q=torch.zeros(1).numpy()), "q must be a torch.Tensor, got ndarray"),
+    "list": (dense(v=[1.0]), "v must be a torch.Tensor, got list"),
+    "window number": (dense(window=128), r"window must be a pair of ints \(left, right\), got 128"),
+    "window triple": (dense(window=(1, 2, 3)), "window must be a pair of ints"),
+    "window floats": (dense(window=(1.5, 0.0)), "window must be a pair of ints"),
+    "scale text": (dense(softmax_scale="1"), "softmax_scale must be a float or None, got str"),
+    "causal text": (dense(causal="yes"), "causal must be a bool, got str"),
+    "path number": (dense(path=80), "path must be a str or None, got int"),
+    "cu_seqlens list": (packed(cu_seqlens_q=[0, 3]), "cu_seqlens_q must be a torch.Tensor or None, got list"),
+    "max_seqlen text": (packed(max_seqlen_q="9"), "max_seqlen_q must be an int or None, got str"),
+    "unknown": (dense(is_causal=True), "unexpected keyword argument 'is_causal'"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_misuse_names_the_argument(case: str) -> None:  # API-06
+    args, words = MISUSED[case]
+    with pytest.raises(TypeError, match=words):
+        flash_ext.forward(**args)
+
+
+def test_options_are_keywords_only() -> None:  # API-06
+    with pytest.raises(TypeError, match="positional"):
+        flash_ext.attention(*make_qkv(), True)
+
+
+def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:  # HD-10, SY-02
+    with FakeTensorMode():
+        half, wide = (
+            torch.empty(2, 8, 4, 64, device="cuda", dtype=t) for t in (torch.float16, torch.float32)
+        )
+        large = torch.empty(2, 8, 4, 257, device="cuda", dtype=torch.float16)
+        with pytest.raises(TypeError, match=r"q torch.float32, k torch.float32, v torch.float32.*autocast"):
+            flash_ext.attention(wide, wide, wide)
+        with pytest.raises(TypeError, match="k torch.float16, v torch.float32"):
+            flash_ext.attention(half, half, wide)
+        with pytest.raises(
+            NotImplementedError, match="head_dim of q and k must be at most 256 on cuda, got 257"
+        ):
+            flash_ext.attention(large, large, half)
+        with pytest.raises(NotImplementedError, match="head_dim of v must be at most 256 on cuda, got 257"):
+            flash_ext.attention(half, half, large)
+        with pytest.raises(ValueError, match="one device, got q on cuda:0, k on cpu, v on cuda:0"):
+            flash_ext.attention(half, half.cpu(), half)
+        with pytest.raises(ValueError, match="cu_seqlens_k must be on the device of q"):
+            bounds = torch.empty(4, dtype=torch.int32, device="cuda")
+            rows = torch.empty(8, 4, 64, device="cuda", dtype=torch.float16)
+            flash_ext.attention_varlen(rows, rows, rows, bounds, bounds.cpu())
+
+
+def test_cpu_tensors_take_no_gpu_path() -> None:  # SY-02
+    q, k, v = make_qkv()
+    assert torch.equal(flash_ext.attention(q, k, v, path="cpu"), flash_ext.attention(q, k, v))
+    with pytest.raises(ValueError, match="sm80 path: q is on cpu; cpu path: accepts"):
+        flash_ext.attention(q, k, v, path="sm80")
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_take_no_cpu_path() -> None:
+    with pytest.raises(ValueError, match="sm80 path: accepts; cpu path: the tensors are on a GPU"):
+        flash_ext.attention(*make_qkv("cuda"), path="cpu")
+
+
+# ---- loading ---------------------------------------------------------------------------------------------
+
+
+def test_import_touches_no_gpu() -> None:  # API-02, SY-10
+    code = "import torch, flash_ext; print(torch.cuda.is_initialized(), flash_ext.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", flash_ext.__version__]
+
+
+def test_a_missing_extension_says_what_mends_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # API-03
+    error = ImportError("undefined symbol: _ZN5torch3abc")
+    monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops.py"))
+    message = ops.explain_missing(error)
+    assert "has not been built here" in message
+    assert "pip install" in message
+    module = tmp_path / "_C.cpython-311-x86_64-linux-gnu.so"
+    module.write_bytes(
+        b'\0\0flash_ext build record: {"version": "0.1.0", "torch": "2.1.0+cu99", "cuda": "13.0"}\n\0'
+    )
+    message = ops.explain_missing(error)
+    assert "built for torch 2.1.0+cu99" in message
+    assert torch.__version__ in message
+    assert "undefined symbol" in message
+    module.write_bytes(module.read_bytes().replace(b"2.1.0+cu99", torch.__version__.encode()))
+    assert f"does not load: {error}" in ops.explain_missing(error)
+    stand_in = ops.MissingExtension(message)
+    with pytest.raises(ImportError, match="pip install"):
+        stand_in.fwd(None)

@@ -1,0 +1,145 @@
+"""What a GPU call does before its launch, run without a GPU: empty problems, views, choice of the path.
+
+Ids such as EM-01 name the rows of the gauntlet (docs/testing.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext.ops import _C
+from tests.qkv import make_qkv, null_kernels
+
+on_roads = pytest.mark.parametrize(
+    ("device", "road"),
+    [
+        pytest.param("cpu", contextlib.nullcontext, id="cpu"),
+        pytest.param("cpu", null_kernels, id="gpu-without-launch"),
+        pytest.param("cuda", contextlib.nullcontext, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+
+
+def launch_of(q: Tensor, k: Tensor, v: Tensor, **options: object) -> dict:
+    flash_ext.forward(q, k, v, **options)
+    return _C.last_launch()
+
+
+def test_an_old_gpu_is_named() -> None:  # API-02
+    q, k, v = make_qkv(dtype=torch.bfloat16)
+    with null_kernels():
+        out, lse = flash_ext.forward(q, k, v)
+        _C.set_switch("compute_capability", 75)
+        for call in (
+            lambda: flash_ext.attention(q, k, v),
+            lambda: flash_ext.backward(out, q, k, v, out, lse),
+        ):
+            with pytest.raises(NotImplementedError, match=r"no path can run this call. sm80 path: .*7\.5"):
+                call()
+
+
+EMPTY = [
+    dict(batch=0, seqlen_q=3, seqlen_k=3),
+    dict(seqlen_q=0, seqlen_k=3),
+    dict(seqlen_q=3, seqlen_k=0),
+    dict(seqlen_q=0, seqlen_k=0),
+    dict(seqlen_q=3, heads=0, heads_k=0),
+]
+
+
+@on_roads
+@pytest.mark.parametrize("shape", EMPTY)
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_to_see(
+    shape: dict[str, int], causal: bool, device: str, road
+) -> None:  # EM-01, EM-02, EM-03, EM-09
+    leaves = make_qkv(device, **shape, dtype=torch.bfloat16, requires_grad=True)
+    with road():
+        out, lse = flash_ext.forward(*leaves, causal=causal)
+        (out.float().sum() + lse.exp().sum()).backward()
+    assert out.shape == (*leaves[0].shape[:-1], 16)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    for leaf in leaves:
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@on_roads
+@pytest.mark.parametrize(
+    ("total_q", "total_k", "cu_q", "cu_k"), [(0, 5, [0, 0], [0, 5]), (5, 0, [0, 5], [0, 0]), (5, 5, [0], [0])]
+)
+def test_nothing_to_see_packed(
+    total_q: int, total_k: int, cu_q: list[int], cu_k: list[int], device: str, road
+) -> None:
+    leaves = [
+        torch.randn(rows, heads, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for rows, heads in ((total_q, 4), (total_k, 2), (total_k, 2))
+    ]
+    cu_seqlens = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k)]
+    with road():
+        out, lse = flash_ext.attention_varlen(*leaves, *cu_seqlens, return_lse=True)
+        (out.float().sum() + lse.exp().sum()).backward()
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    assert all(torch.equal(leaf.grad, torch.zeros_like(leaf)) for leaf in leaves)
+
+
+def shifted(t: Tensor) -> Tensor:
+    """The same values one element further in memory."""
+    buffer = t.new_empty(t.numel() + 1)[1:].view(t.shape)
+    return buffer.copy_(t)
+
+
+def test_alignment_is_seen_per_tensor() -> None:  # LY-09, LY-10, LY-14
+    q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=64)
+    odd_rows = torch.zeros(2, 17, 4, 65, dtype=torch.bfloat16)[..., :64]
+    with null_kernels():
+        assert launch_of(q, k, v)["aligned"]
+        for i, t in enumerate((q, k, v)):
+            tensors = [q, k, v]
+            tensors[i] = shifted(t)
+            assert not launch_of(*tensors)["aligned"]
+        assert not launch_of(odd_rows, k, v)["aligned"]
+        assert launch_of(q, k, v)["aligned"]
+        _C.set_switch("unaligned", 1)
+        assert not launch_of(q, k, v)["aligned"]
+        _C.set_switch("unaligned", None)
+
+
+def test_strides_of_single_dimensions_do_not_count() -> None:  # LY-11
+    for dim, stride in itertools.product(range(3), (0, 3331333, 99990001)):
+        shape = [2, 17, 4, 64]
+        shape[dim] = 1
+        plain = torch.randn(shape, dtype=torch.bfloat16)
+        strides = list(plain.stride())
+        strides[dim] = stride
+        odd = plain.as_strided(shape, strides)
+        with null_kernels():
+            assert launch_of(odd, odd, odd)["aligned"]
+        assert torch.equal(flash_ext.attention(odd, odd, odd), flash_ext.attention(plain, plain, plain))
+
+
+def test_memory_beside_the_results() -> None:
+    """The forward allocates out and lse only; the backward's workspace is linear in the rows."""
+    with null_kernels():
+        for direction in ("fwd", "bwd"):
+            small, large = (
+                _C.plan(
+                    direction, seqlen_q=n, seqlen_k=n, num_heads=4, num_heads_k=2, head_dim=64, head_dim_v=64
+                )
+                for n in (1024, 4096)
+            )
+            assert large["workspace_bytes"] == 4 * small["workspace_bytes"]
+            assert (large["workspace_bytes"] > 0) == (direction == "bwd")
+
+
+def test_switches_have_names() -> None:
+    with pytest.raises(ValueError, match="unknown switch 'x'; known: compute_capability, num_sms"):
+        _C.set_switch("x", 1)
+    assert _C.get_switch("num_sms") is None

@@ -1,0 +1,511 @@
+"""The operators inside PyTorch: schema checks, shapes, autograd, transforms, autocast, checkpoints, counters.
+
+Ids such as AG-02 name the rows of the gauntlet (docs/testing.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_ext
+from flash_ext.ops import _C
+from tests.qkv import make_packed, make_qkv, null_kernels, on_devices, reference, tolerance
+
+FWD = torch.ops.flash_ext.fwd.default
+BWD = torch.ops.flash_ext.bwd.default
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the operators that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[object, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] = self.counts.get(func, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+# ---- registration ----------------------------------------------------------------------------------------
+
+OPTIONS = (0, 0, 0.3, 5, 0, False, None)  # max_seqlen_*, softmax_scale, window, deterministic, path
+
+
+def operator_inputs(layout: str, device: str) -> tuple:
+    """Arguments of fwd with strides that a contiguous assumption would break."""
+    if layout == "packed":
+        q, k, v, cu = make_packed(device)
+        return q, k, v, cu, cu, *OPTIONS
+    if layout == "contiguous":
+        return *make_qkv(device, seqlen_k=23, head_dim_v=24), None, None, *OPTIONS
+    if layout == "split":  # of one projection, rows of all three interleaved
+        q, k, v = make_qkv(device, batch=2, seqlen_q=11)
+        joint = torch.cat([q, k, v], dim=2)
+        return *joint.split([4, 2, 2], dim=2), None, None, *OPTIONS
+    if layout == "heads first":  # (b, h, s, d) seen as (b, s, h, d), keys expanded over the batch
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in make_qkv(device, seqlen_q=11))
+        return q, k[:1].expand_as(k), v, None, None, *OPTIONS
+    raise AssertionError(layout)
+
+
+LAYOUTS = ("contiguous", "split", "heads first", "packed")
+
+
+def backward_inputs(layout: str, device: str, with_dlse: bool) -> tuple:
+    q, k, v, *rest = operator_inputs(layout, device)
+    out, lse = FWD(q, k, v, *rest)
+    dout = torch.randn_like(out).transpose(0, 1).contiguous().transpose(0, 1)
+    return dout, q, k, v, out, lse, torch.randn_like(lse) if with_dlse else None, *rest
+
+
+@on_devices
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck_fwd(layout: str, device: str) -> None:  # TC-01
+    args = operator_inputs(layout, device)
+    torch.library.opcheck(FWD, args)
+    leaves = tuple(t.detach().requires_grad_() for t in args[:3])
+    torch.library.opcheck(FWD, (*leaves, *args[3:]))
+
+
+@on_devices
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck_bwd(layout: str, with_dlse: bool, device: str) -> None:  # TC-01, TC-05
+    torch.library.opcheck(BWD, backward_inputs(layout, device, with_dlse))
+
+
+@on_devices
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shapes_for_tracing_are_the_real_ones(layout: str, device: str) -> None:  # TC-02
+    calls = [(FWD, operator_inputs(layout, device)), (BWD, backward_inputs(layout, device, True))]
+    for op, args in calls:
+        real = op(*args)
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+        meta = op(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
+        for expected, traced, on_meta in zip(real, fake, meta, strict=True):
+            assert expected.is_contiguous()
+            for got in (traced, on_meta):
+                assert (got.shape, got.stride(), got.dtype) == (
+                    expected.shape,
+                    expected.stride(),
+                    expected.dtype,
+                )
+            assert traced.device == expected.device
+
+
+def test_lse_is_as_wide_as_float64_inputs() -> None:
+    q, k, v = make_qkv(dtype=torch.float64)
+    out, lse = flash_ext.attention(q, k, v, return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.float64, torch.float64)
+    assert FWD(q.to("meta"), k.to("meta"), v.to("meta"), None, None, *OPTIONS)[1].dtype == torch.float64
+
+
+def test_the_fast_entry_goes_through_the_dispatcher() -> None:
+    q, k, v = make_qkv(requires_grad=True)
+    with CallCounter() as counter:
+        flash_ext.attention(q, k, v).sum().backward()
+    assert counter.counts[FWD] == 1
+    assert counter.counts[BWD] == 1
+
+
+# ---- autograd --------------------------------------------------------------------------------------------
+
+
+@on_devices
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
+def test_any_subset_of_inputs(needs: tuple[bool, ...], device: str) -> None:  # AG-01
+    inputs = make_qkv(device)
+    leaves = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+    out = flash_ext.attention(*leaves, causal=True, deterministic=True)
+    assert out.requires_grad == any(needs)
+    if not any(needs):
+        return
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    everything = [t.clone().requires_grad_() for t in inputs]
+    expected = torch.autograd.grad(
+        flash_ext.attention(*everything, causal=True, deterministic=True), everything, dout
+    )
+    for leaf, need, grad in zip(leaves, needs, expected, strict=True):
+        assert (leaf.grad is not None) == need
+        assert not need or torch.equal(leaf.grad, grad)
+
+
+@on_devices
+@pytest.mark.parametrize("used", ["out", "lse", "both"])
+def test_gradients_through_out_and_lse(used: str, device: str) -> None:
+    inputs = make_qkv(device, seqlen_q=13, seqlen_k=19, head_dim_v=24, requires_grad=True)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    grads = []
+    for call, leaves in ((flash_ext.forward, inputs), (reference, exact)):
+        out, lse = call(*leaves, causal=True)
+        loss = {"out": out.double().sin().sum(), "lse": lse.double().sin().sum()}
+        loss["both"] = loss["out"] + loss["lse"]
+        grads.append(torch.autograd.grad(loss[used], leaves, allow_unused=True))
+    for got, expected in zip(*grads, strict=True):
+        exact_grad = torch.zeros_like(got) if expected is None else expected.to(got.dtype)
+        torch.testing.assert_close(got, exact_grad, **tolerance(device))
+
+
+def test_gradcheck_of_both_results() -> None:
+    inputs = make_qkv(
+        seqlen_q=4, seqlen_k=5, head_dim=3, head_dim_v=2, dtype=torch.float64, requires_grad=True
+    )
+    assert torch.autograd.gradcheck(functools.partial(flash_ext.forward, window=(2, 1)), inputs)
+
+
+@on_devices
+def test_second_derivative_raises(device: str) -> None:  # AG-02
+    inputs = make_qkv(device, requires_grad=True)
+    out = flash_ext.attention(*inputs)
+    grad, *_ = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_ext::bwd is not implemented"):
+        grad.sum().backward()
+
+
+@on_devices
+def test_second_derivative_raises_under_torch_func(device: str) -> None:  # AG-02, AG-09
+    q, k, v = make_qkv(device)
+
+    def loss(q: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v).square().sum()
+
+    with pytest.raises(RuntimeError, match="flash_ext::bwd is not implemented"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q)
+
+
+@on_devices
+def test_backward_twice(device: str) -> None:  # AG-03
+    inputs = make_qkv(device, requires_grad=True)
+    out = flash_ext.attention(*inputs, deterministic=True)
+    first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    second = torch.autograd.grad(out.sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), inputs)
+
+
+@on_devices
+@pytest.mark.parametrize("which", ["q", "k", "v", "out"])
+def test_writing_to_a_saved_tensor_is_noticed(which: str, device: str) -> None:  # AG-04
+    leaves = make_qkv(device, requires_grad=True)
+    q, k, v = (t * 1 for t in leaves)
+    out = flash_ext.attention(q, k, v)
+    loss = out.sum()
+    with torch.no_grad():
+        {"q": q, "k": k, "v": v, "out": out}[which].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@on_devices
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_graph_without_gradients(mode, device: str) -> None:  # AG-06
+    inputs = make_qkv(device, requires_grad=True)
+    with mode():
+        out, lse = flash_ext.forward(*inputs)
+    assert out.grad_fn is None
+    assert lse.grad_fn is None
+    assert not out.requires_grad
+
+
+@on_devices
+def test_zero_gradient_in_zero_gradient_out(device: str) -> None:  # AG-07
+    inputs = make_qkv(device, requires_grad=True)
+    out = flash_ext.attention(*inputs, causal=True)
+    for grad in torch.autograd.grad(out, inputs, torch.zeros_like(out)):
+        assert not grad.any()
+
+
+@on_devices
+def test_incoming_gradient_of_any_strides(device: str) -> None:  # LY-04, LY-05
+    inputs = make_qkv(device, requires_grad=True)
+    out = flash_ext.attention(*inputs, deterministic=True)
+    dout = torch.randn_like(out)
+    grads = functools.partial(torch.autograd.grad, out, inputs, retain_graph=True)
+    for contiguous, strided in (
+        (torch.ones_like(out), torch.ones((), device=device, dtype=out.dtype).expand_as(out)),
+        (dout, dout.transpose(0, 2).contiguous().transpose(0, 2)),
+        (dout, dout.transpose(1, 3).contiguous().transpose(1, 3)),
+        (dout[..., :1].expand_as(dout).contiguous(), dout[..., :1].expand_as(dout)),
+    ):
+        assert strided.stride() != contiguous.stride()
+        for a, b in zip(grads(contiguous), grads(strided), strict=True):
+            torch.testing.assert_close(a, b, **tolerance(device))
+
+
+@on_devices
+def test_one_tensor_as_q_k_and_v(device: str) -> None:  # LY-19
+    x, _, _ = make_qkv(device, heads_k=4)
+    shared = x.clone().requires_grad_()
+    separate = [x.clone().requires_grad_() for _ in range(3)]
+    flash_ext.attention(shared, shared, shared, deterministic=True).sum().backward()
+    flash_ext.attention(*separate, deterministic=True).sum().backward()
+    total = sum(t.grad.float() for t in separate)
+    torch.testing.assert_close(shared.grad.float(), total, **tolerance(device))
+
+
+def test_gradients_flow_to_strided_leaves() -> None:  # LY-02
+    joint = torch.randn(2, 9, 8, 16, requires_grad=True)
+    q, k, v = joint.split([4, 2, 2], dim=2)
+    out, _ = reference(q, k, v)
+    (expected,) = torch.autograd.grad(out.sin().sum(), joint)
+    (got,) = torch.autograd.grad(flash_ext.attention(q, k, v).sin().sum(), joint)
+    torch.testing.assert_close(got, expected.float(), **tolerance("cpu"))
+
+
+def test_forward_mode_raises() -> None:  # AG-09
+    q, k, v = make_qkv()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            flash_ext.attention(dual, k, v)
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(lambda q: flash_ext.attention(q, k, v), (q,), (q,))
+
+
+# ---- the functional pair ---------------------------------------------------------------------------------
+
+
+@on_devices
+@pytest.mark.parametrize("packed", [False, True])
+def test_functional_pair_equals_autograd(packed: bool, device: str) -> None:
+    options: dict = {"causal": True, "deterministic": True}
+    if packed:
+        *inputs, cu = make_packed(device, requires_grad=True)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        out, lse = flash_ext.attention_varlen(
+            *inputs, cu, cu, causal=True, return_lse=True, deterministic=True
+        )
+    else:
+        inputs = make_qkv(device, requires_grad=True)
+        out, lse = flash_ext.attention(*inputs, causal=True, return_lse=True, deterministic=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse).where(lse.isfinite(), 0)
+    expected = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    with torch.no_grad():
+        out_, lse_ = flash_ext.forward(*inputs, **options)
+        grads = flash_ext.backward(dout, *inputs, out_, lse_, dlse=dlse, **options)
+    assert torch.equal(out, out_)
+    assert torch.equal(lse, lse_)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@on_devices
+def test_backward_takes_results_over_more_keys(device: str) -> None:
+    """What ring attention does: each block of keys gets its share from the merged out and lse."""
+    q, k, v = make_qkv(device, seqlen_q=13, seqlen_k=21)
+    blocks = [slice(0, 8), slice(8, 9), slice(9, 21)]
+    out, lse = torch.zeros(*q.shape, device=device), torch.full((2, 4, 13), -torch.inf, device=device)
+    for block in blocks:
+        part_out, part_lse = flash_ext.forward(q, k[:, block], v[:, block])
+        out, lse = flash_ext.merge_attention_states(out, lse, part_out.float(), part_lse)
+    out = out.to(q.dtype)
+    whole_out, whole_lse = flash_ext.forward(q, k, v)
+    torch.testing.assert_close(out, whole_out, **tolerance(device))
+    torch.testing.assert_close(lse, whole_lse, **tolerance("cpu"))
+
+    dout = torch.randn_like(out)
+    dq, dk, dv = flash_ext.backward(dout, q, k, v, whole_out, whole_lse)
+    parts = [flash_ext.backward(dout, q, k[:, block], v[:, block], out, lse) for block in blocks]
+    torch.testing.assert_close(sum(part[0].float() for part in parts), dq.float(), **tolerance(device))
+    torch.testing.assert_close(torch.cat([part[1] for part in parts], 1), dk, **tolerance(device))
+    torch.testing.assert_close(torch.cat([part[2] for part in parts], 1), dv, **tolerance(device))
+
+
+# ---- torch.func ------------------------------------------------------------------------------------------
+
+
+@on_devices
+def test_func_grad(device: str) -> None:  # AG-09
+    q, k, v = make_qkv(device)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True, deterministic=True)
+        return out.float().sin().sum() + lse.sum()
+
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@on_devices
+@pytest.mark.parametrize("dim", [0, 2, -1])
+def test_vmap_dense(dim: int, device: str) -> None:
+    q, k, v = make_qkv(device)
+    stacked = torch.stack([q, 2 * q, -q], dim)
+    out, lse = torch.vmap(lambda q: flash_ext.attention(q, k, v, causal=True, return_lse=True), in_dims=dim)(
+        stacked
+    )
+    for i, one in enumerate((q, 2 * q, -q)):
+        one_out, one_lse = flash_ext.attention(one, k, v, causal=True, return_lse=True)
+        assert torch.equal(out[i], one_out)
+        assert torch.equal(lse[i], one_lse)
+
+
+@on_devices
+def test_vmap_packed(device: str) -> None:
+    sets = [make_packed(device) for _ in range(3)]
+    cu = sets[0][3]
+    q, k, v = (torch.stack([one[i] for one in sets]) for i in range(3))
+    call = functools.partial(flash_ext.attention_varlen, causal=True, return_lse=True)
+    out, lse = torch.vmap(lambda q, k, v: call(q, k, v, cu, cu))(q, k, v)
+    for i in range(3):
+        one_out, one_lse = call(q[i], k[i], v[i], cu, cu)
+        assert torch.equal(out[i], one_out)
+        assert torch.equal(lse[i], one_lse)
+    with pytest.raises(NotImplementedError, match="cu_seqlens"):
+        torch.vmap(lambda cu: flash_ext.attention_varlen(q[0], k[0], v[0], cu, cu))(torch.stack([cu, cu]))
+
+
+@on_devices
+@pytest.mark.parametrize("packed", [False, True])
+def test_per_sample_gradients(packed: bool, device: str) -> None:
+    """vmap over grad: the rule of the backward operator."""
+    if packed:
+        sets = [make_packed(device) for _ in range(3)]
+        cu = sets[0][3]
+        inputs = [torch.stack([one[i] for one in sets]) for i in range(3)]
+        call = functools.partial(flash_ext.attention_varlen, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    else:
+        inputs = [torch.stack([t, t.flip(0), 2 * t]) for t in make_qkv(device)]
+        call = flash_ext.attention
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return call(q, k, v, causal=True, deterministic=True).float().sin().sum()
+
+    grad = torch.func.grad(loss, argnums=(0, 1, 2))
+    got = torch.vmap(grad)(*inputs)
+    for i in range(3):
+        for a, b in zip(got, grad(*(t[i] for t in inputs)), strict=True):
+            torch.testing.assert_close(a[i], b, **tolerance(device))
+
+
+def test_jacobian_of_a_small_case() -> None:
+    q, k, v = make_qkv(batch=1, seqlen_q=3, head_dim=4, dtype=torch.float64)
+    jacobian = torch.func.jacrev(lambda q: flash_ext.attention(q, k, v))(q)
+    leaf = q.clone().requires_grad_()
+    rows = [
+        torch.autograd.grad(value, leaf, retain_graph=True)[0]
+        for value in flash_ext.attention(leaf, k, v).flatten()
+    ]
+    torch.testing.assert_close(jacobian.flatten(0, 3), torch.stack(rows))
+
+
+# ---- autocast --------------------------------------------------------------------------------------------
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype, device: str) -> None:  # HD-11, TC-08
+    q, k, v = make_qkv(device, dtype=torch.float32, requires_grad=True)
+    with torch.autocast(device, dtype):
+        out, lse = flash_ext.attention(q, k, v.to(dtype), return_lse=True)
+        with torch.autocast(device, enabled=False):
+            plain = flash_ext.attention(*(t.to(dtype) for t in (q, k, v)))
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert torch.equal(out, plain)
+    out.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in (q, k, v))
+    with torch.autocast(device, dtype):
+        grads = flash_ext.backward(torch.ones_like(out), q, k, v, out, lse)
+    assert all(grad.dtype == dtype for grad in grads)
+
+
+# ---- what training setups attach -------------------------------------------------------------------------
+
+
+@on_devices
+def test_checkpoint_recomputes_once(device: str) -> None:
+    inputs = make_qkv(device, requires_grad=True)
+    with CallCounter() as counter:
+        checkpoint(flash_ext.attention, *inputs, use_reentrant=False).sum().backward()
+    assert counter.counts[FWD] == 2
+
+
+@on_devices
+def test_selective_checkpoint_saves_the_operator(device: str) -> None:  # AG-10
+    inputs = make_qkv(device, requires_grad=True)
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is FWD else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    with CallCounter() as counter:
+        out = checkpoint(
+            lambda q, k, v: flash_ext.attention(q.sin(), k, v),
+            *inputs,
+            use_reentrant=False,
+            context_fn=contexts,
+        )
+        out.sum().backward()
+    assert counter.counts[FWD] == 1
+    assert torch.Tag.nondeterministic_seeded not in FWD.tags
+
+
+@on_devices
+def test_saved_tensors_can_be_offloaded(device: str) -> None:
+    inputs = make_qkv(device, requires_grad=True)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t) or t.cpu(), lambda t: t.to(device)
+    ):
+        out = flash_ext.attention(*inputs, deterministic=True)
+    grads = torch.autograd.grad(out.sum(), inputs)
+    assert len(packed) == 5  # q, k, v, out, lse
+    expected = torch.autograd.grad(flash_ext.attention(*inputs, deterministic=True).sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@on_devices
+def test_flop_counts_are_those_of_sdpa(device: str) -> None:
+    b, s_q, s_k, h, d, d_v = 2, 17, 23, 4, 16, 24
+    inputs = make_qkv(device, seqlen_q=s_q, seqlen_k=s_k, head_dim_v=d_v, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        out = flash_ext.attention(*inputs, causal=True)
+    forward = 2 * b * h * s_q * s_k * (d + d_v)
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * b * h * s_q * s_k * (3 * d + 2 * d_v)
+
+
+def test_flop_counts_of_packed_input() -> None:
+    q, k, v, cu = make_packed(lengths=(3, 0, 9), spare=2)
+    per_score = 2 * 4 * (16 + 16)
+    with FlopCounterMode(display=False) as counter:
+        flash_ext.attention_varlen(q, k, v, cu, cu)
+    assert counter.get_total_flops() == per_score * (3 * 3 + 9 * 9)
+    on_meta = [t.to("meta") for t in (q, k, v, cu, cu)]
+    with FlopCounterMode(display=False) as counter:  # lengths unknown: bounds when given, else equal lengths
+        flash_ext.attention_varlen(*on_meta, max_seqlen_q=9, max_seqlen_k=9)
+    assert counter.get_total_flops() == per_score * 3 * 9 * 9
+    with FlopCounterMode(display=False) as counter:
+        flash_ext.attention_varlen(*on_meta)
+    assert counter.get_total_flops() == per_score * (14 * 14 // 3)
+
+
+@pytest.mark.parametrize("how", ["argument", "global", "neither"])
+def test_deterministic_mode_reaches_the_launch(how: str) -> None:
+    leaves = make_qkv(dtype=torch.bfloat16, requires_grad=True)
+    with null_kernels():
+        out = flash_ext.attention(*leaves, deterministic=how == "argument")
+        torch.use_deterministic_algorithms(how == "global")
+        try:
+            out.sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        launch = _C.last_launch()
+    assert launch["direction"] == "bwd"
+    assert launch["deterministic"] == (how != "neither")

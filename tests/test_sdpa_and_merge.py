@@ -1,0 +1,173 @@
+"""The twin of PyTorch's attention against PyTorch's own, and the merging of partial results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_ext
+from tests.qkv import make_qkv, on_devices, reference, tolerance
+
+# ---- scaled_dot_product_attention ------------------------------------------------------------------------
+
+SDPA_SHAPES = {
+    "2-d": ((5, 8), (7, 8), (7, 4)),
+    "3-d": ((3, 5, 8), (3, 7, 8), (3, 7, 8)),
+    "4-d": ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 12)),
+    "5-d": ((2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (2, 2, 3, 7, 8)),
+    "more queries": ((2, 3, 9, 8), (2, 3, 4, 8), (2, 3, 4, 8)),
+    "same lengths": ((2, 3, 6, 8), (2, 3, 6, 8), (2, 3, 6, 8)),
+    "one key": ((2, 3, 6, 8), (2, 3, 1, 8), (2, 3, 1, 8)),
+    "one key head": ((2, 3, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8)),
+    "one value head": ((2, 3, 5, 8), (2, 3, 7, 8), (2, 1, 7, 8)),
+    "one query head": ((2, 1, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+    "one batch of keys": ((2, 3, 5, 8), (1, 3, 7, 8), (3, 7, 8)),
+    "broadcast to 5-d": ((3, 3, 5, 8), (3, 1, 3, 7, 8), (3, 1, 3, 7, 8)),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("case", SDPA_SHAPES)
+def test_sdpa_agrees_with_pytorch(case: str, is_causal: bool) -> None:
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in SDPA_SHAPES[case]]
+    results = []
+    for function in (flash_ext.scaled_dot_product_attention, torch_sdpa):
+        out = function(*inputs, is_causal=is_causal, scale=0.4)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), inputs)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@on_devices
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(33, 33), (20, 45), (45, 20)])
+def test_sdpa_grouped_heads(lengths: tuple[int, int], is_causal: bool, device: str) -> None:
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(device, seqlen_q=lengths[0], seqlen_k=lengths[1]))
+    out = flash_ext.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+    expected = torch_sdpa(q.double(), k.double(), v.double(), is_causal=is_causal, enable_gqa=True)
+    torch.testing.assert_close(out.double(), expected, **tolerance(device))
+
+
+def test_sdpa_reads_its_inputs_in_place() -> None:
+    """No copies: what reaches the operator is the caller's memory, whichever order its dimensions have."""
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
+    contiguous = [t.contiguous() for t in (q, k, v)]
+    seen: list[int] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.flash_ext.fwd.default:
+                seen.extend(t.data_ptr() for t in args[:3])
+            return func(*args, **(kwargs or {}))
+
+    for inputs in ((q, k, v), contiguous):
+        seen.clear()
+        with Spy():
+            flash_ext.scaled_dot_product_attention(*inputs, is_causal=True)
+        assert seen == [t.data_ptr() for t in inputs]
+
+
+def test_sdpa_refuses_in_words() -> None:
+    q, k, v = (t.transpose(1, 2) for t in make_qkv())
+    sdpa = flash_ext.scaled_dot_product_attention
+    with pytest.raises(NotImplementedError, match="attn_mask is not supported; use is_causal"):
+        sdpa(q, k, v, torch.ones(17, 17, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match=r"dropout_p must be 0, got 0\.1"):
+        sdpa(q, k, v, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"same number of heads.*\(4, 2, 2\).*enable_gqa=True"):
+        sdpa(q, k, v)
+    with pytest.raises(ValueError, match="leading dimensions of query, key and value must broadcast"):
+        sdpa(q, k[:1].expand(3, -1, -1, -1), v)
+    with pytest.raises(ValueError, match="value must have at least 2 dimensions"):
+        sdpa(q, k, torch.ones(3))
+    with FakeTensorMode():
+        wide = torch.empty(2, 4, 8, 64, device="cuda")
+        with pytest.raises(TypeError, match="torch.float32.*autocast"):
+            sdpa(wide, wide, wide)
+
+
+# ---- merge_attention_states ------------------------------------------------------------------------------
+
+
+@on_devices
+@pytest.mark.parametrize("packed", [False, True])
+def test_merging_parts_gives_the_whole(packed: bool, device: str) -> None:
+    q, k, v = make_qkv(device, batch=1, seqlen_q=9, seqlen_k=20)
+    whole = flash_ext.forward(q, k, v)
+    parts = [flash_ext.forward(q, k[:, s], v[:, s]) for s in (slice(0, 13), slice(13, 20))]
+    if packed:
+        whole, *parts = ([t[0] for t in state] for state in (whole, *parts))
+    out, lse = flash_ext.merge_attention_states(*parts[0], *parts[1])
+    assert out.dtype == q.dtype
+    torch.testing.assert_close(out, whole[0], **tolerance(device))
+    torch.testing.assert_close(lse, whole[1], **tolerance("cpu"))
+
+
+def random_state(*, empty: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    """A float64 state (2, 5, 3, 4) in which the rows ``empty`` have seen no key."""
+    out, lse = torch.randn(2, 5, 3, 4, dtype=torch.float64), 20 * torch.randn(2, 3, 5, dtype=torch.float64)
+    for row in empty:
+        out[:, row], lse[:, :, row] = 0, -torch.inf
+    return out.requires_grad_(), lse.requires_grad_()
+
+
+def test_merging_is_a_commutative_monoid() -> None:
+    a, b, c = random_state(), random_state(empty=(1, 2)), random_state(empty=(2,))
+    merge = flash_ext.merge_attention_states
+    neutral = random_state(empty=tuple(range(5)))
+    for got, expected in (
+        (merge(*a, *b), merge(*b, *a)),
+        (merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c))),
+        (merge(*a, *neutral), a),
+        (merge(*neutral, *a), a),
+        (merge(*neutral, *neutral), neutral),
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+def test_merging_does_not_overflow() -> None:
+    out = torch.ones(1, 1, 1, 1)
+    high, low = (torch.full((1, 1, 1), value) for value in (1e4, -1e4))
+    merged, lse = flash_ext.merge_attention_states(out, high, 3 * out, high)
+    assert merged.item() == 2.0
+    assert lse.item() == pytest.approx(1e4 + 0.6931, abs=1e-3)
+    assert flash_ext.merge_attention_states(out, high, 3 * out, low)[0].item() == 1.0
+
+
+def test_merging_is_differentiable() -> None:
+    a, b = random_state(), random_state()
+    assert torch.autograd.gradcheck(flash_ext.merge_attention_states, (*a, *b))
+    # Rows that saw nothing, on either side or on both, give exact zeros and no NaN.
+    a, b = random_state(empty=(0, 1)), random_state(empty=(1, 2))
+    out, lse = flash_ext.merge_attention_states(*a, *b)
+    grads = torch.autograd.grad(out.sum() + lse.where(lse.isfinite(), 0).sum(), (*a, *b))
+    assert all(grad.isfinite().all() for grad in grads)
+    for grad, empty in zip(grads[1::2], ((0, 1), (1, 2)), strict=True):
+        assert not grad[:, :, list(empty)].any()
+
+
+def test_attention_over_merged_states_trains_like_the_whole() -> None:
+    leaves = make_qkv(seqlen_q=9, seqlen_k=20, dtype=torch.float64, requires_grad=True)
+    q, k, v = leaves
+    parts = [flash_ext.forward(q, k[:, s], v[:, s]) for s in (slice(0, 13), slice(13, 20))]
+    out, lse = flash_ext.merge_attention_states(*parts[0], *parts[1])
+    whole_out, whole_lse = reference(q, k, v)
+    got = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
+    expected = torch.autograd.grad(whole_out.sin().sum() + whole_lse.cos().sum(), leaves)
+    torch.testing.assert_close(got, expected)
+
+
+def test_merging_refuses_shapes_that_do_not_agree() -> None:
+    (out, lse), merge = random_state(), flash_ext.merge_attention_states
+    with pytest.raises(ValueError, match="out_a must have shape"):
+        merge(out[0, 0], lse, out, lse)
+    with pytest.raises(ValueError, match="out_b must have the shape of out_a"):
+        merge(out, lse, out[:1], lse)
+    with pytest.raises(ValueError, match=r"lse_a must have shape \(2, 3, 5\), got \(2, 5, 3\)"):
+        merge(out, lse.transpose(1, 2), out, lse)
+    with pytest.raises(ValueError, match="lse_b must have shape"):
+        merge(out, lse, out, lse[:, :1])

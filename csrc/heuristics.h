@@ -48,30 +48,34 @@ constexpr FwdTile fwd_tile_sm80(int d, SmemClass c) {
   switch (d) {
     // 32 rows a warp where the registers allow it: every K/V fragment then feeds two mma, which halves the
     // shared-memory reads per FLOP.
-    case 64: return {128, 64, 4, 2, 2};
+    case 64: return {128, large ? 96 : 64, 4, 2, 2};
     case 96: return {128, 64, 4, large ? 2 : 1, 2};
-    case 128: return {128, 64, 4, large ? 2 : 1, 2};
+    case 128: return {128, large ? 64 : 32, 4, 2, 2};
     // 16 rows a warp: the output alone takes head_dim / 2 registers per 16 rows.
     case 192: return large ? FwdTile{128, 64, 8, 2, 1} : FwdTile{64, 32, 4, 2, 1};
-    default: return large ? FwdTile{128, 64, 8, 1, 1} : FwdTile{64, 32, 4, 2, 1};
+    default: return large ? FwdTile{64, 64, 4, 1, 2} : FwdTile{64, 32, 4, 2, 1};
   }
 }
 
-// Backward over keys on sm_80: a CTA owns block_n keys. Its warps form `pairs`; the first warp of a pair
-// computes P and dV, the second dS and dK, both for the same 16 * key_blocks keys.
+// Backward over keys on sm_80: a CTA owns block_n keys, `key_warps` groups of 16 * key_blocks. A group is one
+// warp, or with `paired` two: the first computes P and dV, the second dS and dK, because dK and dV together
+// would not fit the registers of one.
 struct BwdTile {
   int block_m;
-  int pairs;
+  int key_warps;
   int key_blocks;
+  bool paired;
+  int part_m;  // queries a warp takes at a time
   int stages;  // Q/dO buffers
   int dq_warps_m;  // split of dQ's block_m x d over the warps; warps beyond dq_warps_m * dq_warps_d skip it
   int dq_warps_d;
+  int ctas_per_sm;
 
-  constexpr int warps() const { return 2 * pairs; }
-  constexpr int threads() const { return 64 * pairs; }
-  constexpr int block_n() const { return pairs * 16 * key_blocks; }
-  constexpr int p_bytes() const { return 4 * block_n() * block_m; }   // fp32, from the first warp to the second
-  constexpr int ds_bytes() const { return 2 * block_n() * block_m; }  // one buffer
+  constexpr int warps() const { return paired ? 2 * key_warps : key_warps; }
+  constexpr int threads() const { return 32 * warps(); }
+  constexpr int block_n() const { return key_warps * 16 * key_blocks; }
+  constexpr int p_bytes() const { return paired ? 4 * block_n() * block_m : 0; }  // fp32, between the two of a pair
+  constexpr int ds_bytes() const { return 2 * block_n() * block_m; }              // one buffer
   constexpr int smem_bytes(int d) const {
     return 4 * d * block_n() + stages * (4 * d * block_m + 8 * block_m) + p_bytes() + 2 * ds_bytes();
   }
@@ -80,11 +84,11 @@ struct BwdTile {
 constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
   const bool large = c == SmemClass::kLarge;
   switch (d) {
-    case 64: return large ? BwdTile{64, 4, 2, 2, 2, 4} : BwdTile{32, 4, 2, 2, 2, 4};
-    case 96: return large ? BwdTile{64, 4, 2, 2, 4, 2} : BwdTile{32, 2, 2, 2, 2, 2};
-    case 128: return large ? BwdTile{64, 4, 2, 2, 2, 4} : BwdTile{32, 2, 2, 2, 2, 2};
-    case 192: return large ? BwdTile{64, 4, 1, 2, 2, 4} : BwdTile{32, 2, 1, 2, 2, 2};
-    default: return large ? BwdTile{64, 4, 1, 2, 2, 4} : BwdTile{32, 2, 1, 1, 2, 2};
+    case 64: return large ? BwdTile{64, 4, 2, false, 32, 2, 2, 2, 2} : BwdTile{32, 4, 1, false, 32, 2, 2, 2, 1};
+    case 96: return large ? BwdTile{64, 4, 2, true, 64, 2, 4, 2, 1} : BwdTile{32, 2, 2, true, 32, 2, 2, 2, 1};
+    case 128: return large ? BwdTile{64, 4, 2, true, 64, 2, 2, 4, 1} : BwdTile{32, 4, 1, true, 32, 2, 2, 4, 1};
+    case 192: return large ? BwdTile{64, 4, 1, true, 32, 2, 2, 4, 1} : BwdTile{32, 2, 1, true, 32, 2, 2, 2, 1};
+    default: return large ? BwdTile{64, 4, 1, true, 32, 2, 2, 4, 1} : BwdTile{32, 2, 1, true, 32, 1, 2, 2, 1};
   }
 }
 

@@ -1,1 +1,1 @@
-"""How flash_ext is built: PEP 517 hooks, what a build needs and where it is found, the compile graph, the gates."""
+"""How flash_ext is built: the hooks, what a build needs and where it is, the compile graph, the gates."""

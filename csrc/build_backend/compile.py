@@ -8,7 +8,7 @@ said of every kernel goes to build/resources.json, which tests read.
 Environment variables:
     FLASH_EXT_ARCHS: architectures to compile for, e.g. "9.0a" while developing (default "8.0 8.0+PTX 9.0a").
     FLASH_EXT_DEBUG=1: defines FLASH_EXT_DEBUG (device assertions); the gates then only report.
-    FLASH_EXT_MUTANT=n: defines FLASH_EXT_MUTANT=n, one planted bug for the tests of the tests; gates only report.
+    FLASH_EXT_MUTANT=n: defines FLASH_EXT_MUTANT=n, one planted bug to test the tests; gates only report.
     MAX_JOBS: parallel compiler runs (default: by cores and available memory).
     CXX: the host compiler.
 """
@@ -27,12 +27,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 from . import environment, ptxas_log
-from .pins import ROOT
+from .pins import ROOT, toolkit_requirement
 
 DEFAULT_ARCHS = "8.0 8.0+PTX 9.0a"
 # The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
@@ -100,7 +100,7 @@ class Tools:
     @classmethod
     def find(cls) -> Tools:
         if sys.platform != "linux":
-            raise environment.BuildProblem("the platform", sys.platform, "Linux", "build on Linux, or in WSL 2")
+            raise environment.BuildProblem("the platform", sys.platform, "Linux", "build in WSL 2")
         torch = environment.check_torch(environment.find_torch())
         toolkit = environment.check_toolkit()
         return cls(torch, toolkit, environment.check_host_compiler(toolkit), environment.find_ninja(),
@@ -172,7 +172,8 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
     link = [tools.cxx, "-shared", f"-L{tools.torch.root / 'lib'}", *runtime_paths,
             # Symbols of the static CUDA runtime stay inside: torch may have one of its own loaded.
             "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
-    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", str(cudart), "-lpthread", "-ldl", "-lrt"]
+    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", str(cudart),
+                 "-lpthread", "-ldl", "-lrt"]
     lines = [
         "ninja_required_version = 1.5",
         "rule cxx",
@@ -180,7 +181,8 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
         "  depfile = $out.d", "  deps = gcc", "  description = c++ $name",
         "rule nvcc",
         # The log outlives the run, for the gates; what the compiler refuses goes to the screen as well.
-        f"  command = {_shell(nvcc)} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
+        f"  command = {_shell(nvcc)} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1"
+        " || (cat $out.log; exit 1)",
         "  depfile = $out.d", "  deps = gcc", "  description = nvcc $name",
         "rule link",
         f"  command = {_shell(link)} $in -o $out {_shell(libraries)}",
@@ -242,7 +244,7 @@ def _probe_toolkit(tools: Tools, folder: Path) -> None:
         raise environment.BuildProblem(
             "the CUDA toolkit", f"{tools.toolkit.home} with {tools.cxx} compiles no empty kernel: {said}",
             "nvcc, nvvm, crt, cccl and cudart of one CUDA 13 release",
-            f'python -m pip install "{environment.toolkit_requirement(beside_torch=False)}"')
+            f'python -m pip install "{toolkit_requirement()}"')
     stamp.write_text(signature)
 
 

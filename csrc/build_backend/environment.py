@@ -1,7 +1,7 @@
 """Finds what a build needs: torch, a CUDA 13 toolkit, a host compiler, Python's headers, ninja.
 
-Nothing here imports torch: its version is read from its files, so that a broken or foreign torch still ends in
-a message. Whatever is missing or does not match raises BuildProblem, which says what was found, what is
+Nothing here imports torch: its version is read from its files, so that a broken or foreign torch still ends
+in a message. Whatever is missing or does not match raises BuildProblem, which says what was found, what is
 needed, and the command that mends it.
 """
 
@@ -16,12 +16,12 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Iterator
 
-from .pins import as_numbers, pin, toolkit_requirement
+from .pins import as_numbers, pin, toolkit_requirement, torch_requirement
 
 
 class BuildProblem(Exception):
@@ -90,11 +90,11 @@ def find_torch() -> TorchInstall | None:
 
 
 def read_torch(root: Path) -> TorchInstall:
-    values: dict[str, str | None] = {}
+    values: dict[str, str] = {}
     for node in ast.parse((root / "version.py").read_text(encoding="utf-8")).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
             values[target.id] = value.value
     return TorchInstall(root, values.get("__version__") or "0", values.get("cuda"), values.get("hip"))
 
@@ -105,15 +105,16 @@ def check_torch(torch: TorchInstall | None) -> TorchInstall:
     Raises:
         BuildProblem: no torch, one before the minimum, or one built for CUDA 12, ROCm or another platform.
     """
-    minimum, wanted = pin("torch-minimum"), pin("torch")
+    minimum = pin("torch-minimum")
     needed = f"torch {minimum} or newer, built for CUDA 13 or for the CPU only"
-    mend = f'python -m pip install "torch=={wanted}"'
+    mend = f'python -m pip install "{torch_requirement()}"'
     if torch is None:
         raise BuildProblem("torch", f"none for {sys.executable}", needed, mend)
     if as_numbers(torch.version) < as_numbers(minimum) or torch.hip or (
             torch.cuda and as_numbers(torch.cuda)[0] != 13):
-        built_for = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU only"
-        raise BuildProblem("torch", f"torch {torch.version}, built for {built_for}, in {torch.root}", needed, mend)
+        target = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU only"
+        found = f"torch {torch.version}, built for {target}, in {torch.root}"
+        raise BuildProblem("torch", found, needed, mend)
     return torch
 
 
@@ -139,7 +140,7 @@ class Toolkit:
 
 def find_toolkit() -> tuple[Toolkit | None, list[str]]:
     """The first toolkit that can build flash_ext, and why each one before it cannot."""
-    refused = []
+    refused: list[str] = []
     seen = set()
     for folder in _toolkit_candidates():
         folder = _home_of_nvcc(folder / "bin" / "nvcc") or folder
@@ -158,7 +159,7 @@ def check_toolkit() -> Toolkit:
     if toolkit is None:
         raise BuildProblem(
             "the CUDA toolkit", "; ".join(refused) or "no nvcc", "a complete CUDA 13 toolkit, 13.0 or newer",
-            f'python -m pip install "{toolkit_requirement(beside_torch=False)}" (or set CUDA_HOME)')
+            f'python -m pip install "{toolkit_requirement()}" (or set CUDA_HOME)')
     return toolkit
 
 
@@ -179,7 +180,7 @@ def _toolkit_candidates() -> Iterator[Path]:
             yield folder / "nvidia" / "cu13"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _home_of_nvcc(nvcc: Path) -> Path | None:
     """The toolkit an nvcc belongs to by its own account: the one on PATH may be a wrapper script."""
     match = re.search(r"TOP=(.+)", _output([str(nvcc), "--dryrun", "none.cu"]))
@@ -228,7 +229,7 @@ def _cicc_version(cicc: Path) -> str | None:
 
 
 def _find_cudart(home: Path) -> Path | None:
-    """The static runtime where it is shipped: then the module needs no libcudart at run time, with any torch."""
+    """The static runtime where it is shipped: then the module needs no libcudart at run time."""
     folders = [home / "lib64", home / "lib", *home.glob("targets/*-linux/lib")]
     for name in ("libcudart_static.a", "libcudart.so.13"):
         for folder in folders:
@@ -309,7 +310,8 @@ def missing_requirements() -> list[str]:
     torch = None if asked else find_torch()
     if torch is not None:
         check_torch(torch)
-    needed = [] if torch is not None else [asked or f"torch=={pin('torch')}"]
+    fetched = None if torch is not None else asked or torch_requirement()
+    needed = [fetched] if fetched else []
     if find_toolkit()[0] is None:
-        needed.append(toolkit_requirement(beside_torch=bool(needed)))
+        needed.append(toolkit_requirement(beside=fetched))
     return needed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def _toml_reader() -> Any:
     raise SystemExit("no TOML reader found; mend: python3 -m pip install 'setuptools>=77.0.3,<82'")
 
 
-@lru_cache(maxsize=None)
+@cache
 def pyproject() -> dict[str, Any]:
     return _toml_reader().loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -43,13 +43,21 @@ def as_numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def toolkit_requirement(beside_torch: bool) -> str:
+def torch_requirement() -> str:
+    return f"torch=={pin('torch')}"
+
+
+def toolkit_requirement(beside: str | None = None) -> str:
     """nvcc and what it needs, as one metapackage that pins all pieces to one release.
 
-    Naming nvidia-cuda-nvcc alone lets pip pair it with a newer nvvm whose PTX its ptxas cannot read. A CUDA build
-    of torch pins the patch release of the metapackage itself, so ``beside_torch`` leaves that number to it.
+    Naming nvidia-cuda-nvcc alone lets pip pair it with a newer nvvm whose PTX its ptxas cannot read.
+
+    Args:
+        beside: the torch requirement that is installed with it. A CUDA build of torch pins the metapackage
+            itself, down to the patch release, so that much is left to it.
     """
     version = pin("cuda-toolkit")
-    if beside_torch:
-        version = ".".join(version.split(".")[:2]) + ".*"
+    if beside is not None:
+        kept = 2 if beside == torch_requirement() else 1
+        version = ".".join(version.split(".")[:kept]) + ".*"
     return f"cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]=={version}"

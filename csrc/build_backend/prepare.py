@@ -3,8 +3,9 @@
     python3 csrc/build_backend/prepare.py [--venv auto|system|FOLDER]
 
 ``auto`` uses .venv: it is made, and filled with the pinned torch and what tests and demo need, on the first
-run and reused afterwards. Only where no package index can be reached and python3 already has a CUDA build of
-torch does it use that python3 as it is; ``system`` asks for this outright. Standard output carries the path alone.
+run and reused afterwards. Only where no package index can be reached and python3 already has a CUDA build
+of torch does it use that python3 as it is; ``system`` asks for this outright. Standard output carries the
+path alone.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from build_backend import environment, pins  # noqa: E402
 
 STAMP = "flash_ext-requirements.json"
-# What `make test` imports besides torch; pytest-timeout and the disassemblers may be missing, tests then say so.
+# What `make test` imports besides torch. The disassemblers may be missing, tests then say so.
 NEEDED_MODULES = ("setuptools", "pytest", "hypothesis", "numpy")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default="auto", help="auto, system, or the folder of a virtual environment")
-    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)  # run by itself inside the venv
+    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)  # inside the venv, by itself
     args = parser.parse_args()
     try:
         if args.fill:
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def interpreter(venv: str) -> Path:
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036  (this script may be started by any python3)
         raise environment.BuildProblem("Python", sys.version.split()[0], "Python 3.10 or newer",
                                        "apt-get install python3, or make PYTHON=/path/to/python3")
     folder = pins.ROOT / (".venv" if venv == "auto" else venv)
@@ -78,7 +79,7 @@ def check_system() -> None:
     environment.find_ninja()
     missing = [name for name in NEEDED_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise environment.BuildProblem("the test environment", f"{sys.executable} has no {', '.join(missing)}",
+        raise environment.BuildProblem("the environment", f"{sys.executable} has no {', '.join(missing)}",
                                        ", ".join(NEEDED_MODULES), f"{sys.executable} -m pip install "
                                        f"{' '.join(missing)} (or leave VENV=system out)")
 
@@ -95,17 +96,18 @@ def make_venv(folder: Path) -> None:
 
 
 def fill() -> None:
-    """Installs what is missing into the environment this runs in; a second run finds the stamp and returns."""
+    """Installs what is missing into the environment this runs in; with its stamp there, nothing."""
     project = pins.pyproject()
     extras = project["project"]["optional-dependencies"]
-    wanted = [f"torch=={pins.pin('torch')}", *project["build-system"]["requires"], *extras["test"], *extras["demo"]]
+    build = project["build-system"]["requires"]
+    wanted = [pins.torch_requirement(), *build, *extras["test"], *extras["demo"]]
     stamp = Path(sys.prefix) / STAMP
     record = {"python": sys.version.split()[0], "wanted": wanted}
     toolkit, _ = environment.find_toolkit()
     if toolkit is not None and stamp.is_file() and json.loads(stamp.read_text()) == record:
         return
     if toolkit is None:
-        wanted = [*wanted, environment.toolkit_requirement(beside_torch=True)]
+        wanted = [*wanted, pins.toolkit_requirement(beside=pins.torch_requirement())]
     say(f"installing torch {pins.pin('torch')} and what tests and demo need into {sys.prefix}")
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--disable-pip-version-check",
                            "--progress-bar", "off", *wanted], stdout=sys.stderr, check=False)

@@ -39,8 +39,8 @@ class KernelResources:
 def parse_log(source: str, log: str) -> tuple[list[KernelResources], list[str]]:
     """Kernels and other warnings in the output of one nvcc run over ``source``.
 
-    Frames of functions that were not inlined count for the kernel that was compiled last before them, which is
-    the one that ptxas was working on.
+    Frames of functions that were not inlined count for the kernel that was compiled last before them, which
+    is the one that ptxas was working on.
     """
     kernels: list[KernelResources] = []
     other = []

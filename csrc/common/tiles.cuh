@@ -22,10 +22,16 @@ struct SmemTile {
     return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ x) << 4));
   }
 
-  // Address of this lane's ldmatrix row in the 16x16 block at (0, 0): lanes 0-15 name rows 0-15 of the
-  // left eight columns, lanes 16-31 those of the right eight. The four 8x8 matrices therefore arrive as
-  // r[0] = (rows 0-7, left), r[1] = (rows 8-15, left), r[2] = (rows 0-7, right), r[3] = (rows 8-15, right).
-  __device__ static uint32_t lane_address(uint32_t tile, int lane) { return tile + offset(lane & 15, lane >> 4); }
+  // Address of this lane's ldmatrix row in the 16x16 block at (0, 0). The four 8x8 matrices arrive in the
+  // order the operand wants them, since an mma takes consecutive registers (any other order costs moves):
+  //   by_rows: (rows 0-7, left), (rows 8-15, left), (rows 0-7, right), (rows 8-15, right)
+  //            A operands; with .trans, B operands whose rows are the summed dimension
+  //   by_cols: (rows 0-7, left), (rows 0-7, right), (rows 8-15, left), (rows 8-15, right)
+  //            B operands whose columns are the summed dimension; with .trans, A operands stored transposed
+  __device__ static uint32_t by_rows(uint32_t tile, int lane) { return tile + offset(lane & 15, lane >> 4); }
+  __device__ static uint32_t by_cols(uint32_t tile, int lane) {
+    return tile + offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+  }
 
   // The same for the block at (row0, 16 * col16), row0 a multiple of 16. The swizzle of a lane does not
   // depend on row0, so a block costs at most one XOR and one addition of constants.
@@ -66,12 +72,20 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const TileSource& src, 
     if (kThreads == kRowStep * Tile::kChunks || row < kRowStep) {
       const int col_bytes = min(16, max(0, (src.cols - chunk * 8) * 2));
       const uint16_t* p = src.ptr + row * src.row_stride + (col_bytes > 0 ? chunk * 8 : 0);
+      if (rows >= kRows) {
 #pragma unroll
-      for (int i = 0; i < kRows / kRowStep; ++i) {
-        const int r = row + i * kRowStep;
-        const bool in = r < rows;
-        ptx::cp_async_16(tile + Tile::offset(r, chunk), in ? p : src.ptr, in ? col_bytes : 0);
-        p += kRowStep * src.row_stride;
+        for (int i = 0; i < kRows / kRowStep; ++i) {
+          ptx::cp_async_16(tile + Tile::offset(row + i * kRowStep, chunk), p, col_bytes);
+          p += kRowStep * src.row_stride;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRows / kRowStep; ++i) {
+          const int r = row + i * kRowStep;
+          const bool in = r < rows;
+          ptx::cp_async_16(tile + Tile::offset(r, chunk), in ? p : src.ptr, in ? col_bytes : 0);
+          p += kRowStep * src.row_stride;
+        }
       }
     }
   } else {

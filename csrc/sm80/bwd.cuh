@@ -8,10 +8,11 @@
 // so dK and dV stay in registers and grouped heads need no further reduction. Scores are computed
 // transposed, keys along the rows: the accumulator of S^T is then already the A operand of dV and dK.
 //
-// Warps work in pairs on the same 16 * kKeyBlocks keys:
+// A key group is one warp while dK and dV of 16 * kKeyBlocks keys fit its registers (D = 64). Beyond that it is
+// a pair of warps on the same keys:
 //   first warp:  S^T -> P^T (handed over in fp32 through shared memory) -> dV += P^T dO
 //   second warp: dP^T, dS^T = P^T * (dP^T - delta) (to shared memory)   -> dK += dS^T Q
-// The first never waits for the second. dQ of the previous query tile, which needs the dS of all pairs, is
+// The first never waits for the second. dQ of the previous query tile, which needs the dS of all warps, is
 // computed by all warps one iteration late and added to an fp32 buffer; so one barrier an iteration is
 // enough. With p.dq_accum null (deterministic mode) dQ is left to bwd_q.cuh.
 //
@@ -19,14 +20,14 @@
 //   K, V       [kBlockN][D]            2 x 2 D kBlockN
 //   Q, dO      [kStages][kBlockM][D]   2 x 2 D kBlockM kStages
 //   row stats  [kStages][kBlockM]      8 kBlockM kStages    (lse * log2 e, delta)
-//   P          fragments, fp32         4 kBlockN kBlockM
+//   P          fragments, fp32         4 kBlockN kBlockM   (pairs only)
 //   dS         [2][kBlockN][kBlockM]   4 kBlockN kBlockM
-// Named barriers: 1 + pair, "P of this pair is written", 64 threads.
+// Named barriers of pairs: 1 + key_warp * kParts + part, "this part of P is written", 64 threads.
 #pragma once
 
 #include "../common/attn_mod.cuh"
 #include "../common/seqlen.cuh"
-#include "../common/tiles.cuh"
+#include "../common/fragments.cuh"
 #include "../heuristics.h"
 #include "compiled_here.cuh"
 
@@ -39,18 +40,24 @@ struct BwdTraits {
   static constexpr int kHeadDim = D;
   static constexpr BwdTile kTile = bwd_tile_sm80(D, kSmemClass);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;
-  static constexpr int kPairs = kTile.pairs, kKeyBlocks = kTile.key_blocks, kThreads = kTile.threads();
+  static constexpr int kKeyWarps = kTile.key_warps, kKeyBlocks = kTile.key_blocks, kThreads = kTile.threads();
+  static constexpr bool kPaired = kTile.paired;
   static constexpr int kDqWarpsM = kTile.dq_warps_m, kDqWarpsD = kTile.dq_warps_d;
   static constexpr int kDqRows = kBlockM / kDqWarpsM, kDqCols = D / kDqWarpsD;
+  static constexpr int kDqAhead = 2;
   // A warp's columns in one go while that leaves room beside dK or dV, else in two.
   static constexpr int kDqStep = kDqCols > 48 ? kDqCols / 2 : kDqCols;
   static_assert(kDqRows % 16 == 0 && kDqStep % 16 == 0 && kDqWarpsM * kDqWarpsD <= kTile.warps());
+  static constexpr int kAhead = kKeyBlocks == 2 ? 2 : 3;
   using Tile = SmemTile<D>;
   using DsTile = SmemTile<kBlockM>;  // rows are keys, columns queries
 
   static constexpr int kKBytes = 2 * D * kBlockN, kQBytes = 2 * D * kBlockM;
   static constexpr int kStatsBytes = 8 * kBlockM, kDsBytes = kTile.ds_bytes();
-  static constexpr int kPBytesOfPair = kTile.p_bytes() / kPairs;
+  // A warp takes the queries of a tile in parts where all of them at once would not fit its registers.
+  static constexpr int kPartM = kTile.part_m < kBlockM ? kTile.part_m : kBlockM, kParts = kBlockM / kPartM;
+  static_assert(!kPaired || kKeyWarps * kParts < 16, "one named barrier each, and barrier 0");
+  static constexpr int kPBytesOfPart = kTile.p_bytes() / (kKeyWarps * kParts);
   static constexpr int kKAt = 0, kVAt = kKAt + kKBytes, kQAt = kVAt + kKBytes;
   static constexpr int kDoAt = kQAt + kStages * kQBytes;
   static constexpr int kPAt = kDoAt + kStages * kQBytes;
@@ -58,72 +65,6 @@ struct BwdTraits {
   static constexpr int kStatsAt = kDsAt + 2 * kTile.ds_bytes();
   static_assert(kStatsAt + kStages * kStatsBytes == kTile.smem_bytes(D));
 };
-
-template <int kN, int kM>
-__device__ __forceinline__ void clear(float (&acc)[kN][kM][4]) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[n][m][i] = 0.f;
-    }
-  }
-}
-
-// acc[keys x queries] = A B^T: A is K or V (this pair's rows), B is Q or dO.
-template <typename T>
-__device__ __forceinline__ void keys_by_queries(float (&acc)[T::kKeyBlocks][T::kBlockM / 8][4], uint32_t a_lane,
-                                                uint32_t b_lane) {
-  clear(acc);
-#pragma unroll (T::kHeadDim >= 128 ? 4 : 8)
-  for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
-    uint32_t a[T::kKeyBlocks][4];
-#pragma unroll
-    for (int kb = 0; kb < T::kKeyBlocks; ++kb) ptx::ldmatrix_x4(a[kb], T::Tile::block(a_lane, kb * 16, ks));
-#pragma unroll
-    for (int mb = 0; mb < T::kBlockM / 16; ++mb) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, T::Tile::block(b_lane, mb * 16, ks));
-#pragma unroll
-      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-        ptx::mma_m16n8k16<typename T::Element>(acc[kb][2 * mb], a[kb], b[0], b[2]);
-        ptx::mma_m16n8k16<typename T::Element>(acc[kb][2 * mb + 1], a[kb], b[1], b[3]);
-      }
-    }
-  }
-}
-
-// acc[keys x D] += W B: W is P^T or dS^T in accumulator layout, B is dO or Q.
-template <typename T>
-__device__ __forceinline__ void accumulate_keys(float (&acc)[T::kKeyBlocks][T::kHeadDim / 8][4],
-                                                const float (&weights)[T::kKeyBlocks][T::kBlockM / 8][4],
-                                                uint32_t b_lane) {
-  using E = typename T::Element;
-#pragma unroll
-  for (int ms = 0; ms < T::kBlockM / 16; ++ms) {
-    uint32_t a[T::kKeyBlocks][4];
-#pragma unroll
-    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-      const auto& lo = weights[kb][2 * ms];
-      const auto& hi = weights[kb][2 * ms + 1];
-      a[kb][0] = ptx::pack2<E>(lo[0], lo[1]);
-      a[kb][1] = ptx::pack2<E>(lo[2], lo[3]);
-      a[kb][2] = ptx::pack2<E>(hi[0], hi[1]);
-      a[kb][3] = ptx::pack2<E>(hi[2], hi[3]);
-    }
-#pragma unroll
-    for (int db = 0; db < T::kHeadDim / 16; ++db) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, T::Tile::block(b_lane, ms * 16, db));
-#pragma unroll
-      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-        ptx::mma_m16n8k16<E>(acc[kb][2 * db], a[kb], b[0], b[1]);
-        ptx::mma_m16n8k16<E>(acc[kb][2 * db + 1], a[kb], b[2], b[3]);
-      }
-    }
-  }
-}
 
 struct DqRows {
   float* first;
@@ -146,32 +87,34 @@ __device__ __forceinline__ void add_dq(uint32_t ds_tile, uint32_t k_tile, int wa
     uint32_t a_at[T::kDqRows / 16], b_at[T::kDqStep / 16];
 #pragma unroll
     for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
-      a_at[mb] = T::DsTile::block(T::DsTile::lane_address(ds_tile, lane), 0, row0 / 16 + mb);
+      a_at[mb] = T::DsTile::block(T::DsTile::by_cols(ds_tile, lane), 0, row0 / 16 + mb);
     }
 #pragma unroll
     for (int db = 0; db < T::kDqStep / 16; ++db) {
-      b_at[db] = T::Tile::block(T::Tile::lane_address(k_tile, lane), 0, col0 / 16 + db);
+      b_at[db] = T::Tile::block(T::Tile::by_rows(k_tile, lane), 0, col0 / 16 + db);
     }
+    constexpr int kBlocks = T::kDqStep / 16;
+    constexpr int kSlots = kLeftSlots<T::kDqAhead, kBlocks>;
+    uint32_t a[kSlots][T::kDqRows / 16][4];
+    stream_fragments<T::kBlockN / 16 * kBlocks, T::kDqAhead>(
+        [&](int i, uint32_t(&b)[4]) {
+          const int ks = i / kBlocks, db = i % kBlocks;
+          if (db == 0) {
 #pragma unroll
-    for (int ks = 0; ks < T::kBlockN / 16; ++ks) {
-      uint32_t a[T::kDqRows / 16][4];
+            for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
+              ptx::ldmatrix_x4_trans(a[ks % kSlots][mb], a_at[mb] + ks * 16 * T::DsTile::kRowBytes);
+            }
+          }
+          ptx::ldmatrix_x4_trans(b, b_at[db] + ks * 16 * T::Tile::kRowBytes);
+        },
+        [&](int i, const uint32_t(&b)[4]) {
+          const int ks = i / kBlocks, db = i % kBlocks;
 #pragma unroll
-      for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
-        uint32_t r[4];
-        ptx::ldmatrix_x4_trans(r, a_at[mb] + ks * 16 * T::DsTile::kRowBytes);
-        a[mb][0] = r[0], a[mb][1] = r[2], a[mb][2] = r[1], a[mb][3] = r[3];
-      }
-#pragma unroll
-      for (int db = 0; db < T::kDqStep / 16; ++db) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, b_at[db] + ks * 16 * T::Tile::kRowBytes);
-#pragma unroll
-        for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
-          ptx::mma_m16n8k16<typename T::Element>(acc[mb][2 * db], a[mb], b[0], b[1]);
-          ptx::mma_m16n8k16<typename T::Element>(acc[mb][2 * db + 1], a[mb], b[2], b[3]);
-        }
-      }
-    }
+          for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
+            ptx::mma_m16n8k16<typename T::Element>(acc[mb][2 * db], a[ks % kSlots][mb], b[0], b[1]);
+            ptx::mma_m16n8k16<typename T::Element>(acc[mb][2 * db + 1], a[ks % kSlots][mb], b[2], b[3]);
+          }
+        });
     const DqRows out = destination();
 #pragma unroll
     for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
@@ -193,6 +136,7 @@ __device__ __forceinline__ void add_dq(uint32_t ds_tile, uint32_t k_tile, int wa
 struct BwdWork {
   Work w;
   BlockRange range;        // query tiles that see these keys
+  int iterations;          // those of all query heads that read them
   int64_t stats_per_head;  // rows between two heads of stats and dq_accum
   const uint16_t* q;       // row 0 of the sequence, first of the query heads that read these keys
   const uint16_t* dout;
@@ -200,84 +144,209 @@ struct BwdWork {
   float* dq_accum;         // likewise, or null
 };
 
+// Asynchronous loads of one query tile of head `g` of the group.
 template <typename T>
-__device__ __forceinline__ void bwd_body(const BwdParams& p, int64_t blocks, int heads_in_group) {
-  using E = typename T::Element;
-  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kKeyBlocks = T::kKeyBlocks;
-  extern __shared__ __align__(128) unsigned char smem_raw[];
-  const int thread_idx = threadIdx.x, lane = thread_idx % 32;
-  const int warp = __shfl_sync(0xffffffffu, thread_idx / 32, 0);
-  const int pair = warp % T::kPairs;
-  const bool makes_p = warp < T::kPairs;  // first warp of its pair
-
-  __shared__ BwdWork shared;
-  if (thread_idx == 0) {
-    const Work w = decode_work<kBlockN, false, false>(p.problem, p.problem.num_heads_k, blocks, heads_in_group);
-    const int h = w.h * (p.problem.num_heads / p.problem.num_heads_k);
-    const int64_t stat = row_stat_offset(p.problem, w, h);
-    shared.w = w;
-    shared.range = AttnMod{p.problem, w.q.length, w.k.length}.template q_blocks<kBlockM, kBlockN>(w.block);
-    shared.stats_per_head = p.problem.cu_seqlens_q != nullptr ? p.problem.total_q : p.problem.seqlen_q;
-    shared.q = row_pointer(p.q, w.b, w.q.start, h);
-    shared.dout = row_pointer(p.dout, w.b, w.q.start, h);
-    shared.stats = reinterpret_cast<const float2*>(p.row_stats) + stat;
-    shared.dq_accum = p.dq_accum == nullptr ? nullptr : p.dq_accum + stat * D;
+__device__ __forceinline__ void load_queries(const BwdParams& p, const BwdWork& work, uint32_t smem, int stage, int g,
+                                             int m_block, int thread_idx) {
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM;
+  const int first = m_block * kBlockM, rows = work.w.q.length - first;
+  const TileSource q{work.q + g * p.q.head_stride + first * p.q.row_stride, p.q.row_stride, p.problem.head_dim,
+                     p.q.aligned};
+  load_tile<kBlockM, D, T::kThreads>(smem + T::kQAt + stage * T::kQBytes, q, rows, thread_idx);
+  const TileSource dout{work.dout + g * p.dout.head_stride + first * p.dout.row_stride, p.dout.row_stride,
+                        p.problem.head_dim_v, p.dout.aligned};
+  load_tile<kBlockM, D, T::kThreads>(smem + T::kDoAt + stage * T::kQBytes, dout, rows, thread_idx);
+  // Rows past the end arrive as zeros: with q = dO = 0 they add nothing, whatever their lse.
+  if (thread_idx < kBlockM) {
+    const float2* stats = work.stats + g * work.stats_per_head + first + thread_idx;
+    const bool in = thread_idx < rows;
+    ptx::cp_async_8(smem + T::kStatsAt + stage * T::kStatsBytes + thread_idx * 8, in ? stats : work.stats, in ? 8 : 0);
   }
-  __syncthreads();
-  const Work& w = shared.w;
-  if (!w.active) return;
+}
 
-  const uint32_t smem = ptx::smem_address(smem_raw);
-  const int key0 = pair * 16 * kKeyBlocks;  // this pair's keys inside the tile
+// (lse * log2 e, delta) of the queries 8 mb + 2 (lane % 4) and the next one.
+__device__ __forceinline__ float4 load_stats(uint32_t stats, int mb, int lane) {
+  float4 s;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
+               : "=f"(s.x), "=f"(s.y), "=f"(s.z), "=f"(s.w)
+               : "r"(stats + mb * 64 + (lane % 4) * 16));
+  return s;
+}
 
-  const auto load_queries = [&](int stage, int g, int m_block) {
-    const int first = m_block * kBlockM, rows = w.q.length - first;
-    const TileSource q{shared.q + g * p.q.head_stride + first * p.q.row_stride, p.q.row_stride, p.problem.head_dim,
-                       p.q.aligned};
-    load_tile<kBlockM, D, T::kThreads>(smem + T::kQAt + stage * T::kQBytes, q, rows, thread_idx);
-    const TileSource dout{shared.dout + g * p.dout.head_stride + first * p.dout.row_stride, p.dout.row_stride,
-                          p.problem.head_dim_v, p.dout.aligned};
-    load_tile<kBlockM, D, T::kThreads>(smem + T::kDoAt + stage * T::kQBytes, dout, rows, thread_idx);
-    // Rows past the end arrive as zeros: with q = dO = 0 they add nothing, whatever their lse.
-    if (thread_idx < kBlockM) {
-      const float2* stats = shared.stats + g * shared.stats_per_head + first + thread_idx;
-      const bool in = thread_idx < rows;
-      ptx::cp_async_8(smem + T::kStatsAt + stage * T::kStatsBytes + thread_idx * 8, in ? stats : shared.stats, in ? 8 : 0);
+// P^T of kPartM queries and this warp's keys, in fp32.
+template <typename T>
+__device__ __forceinline__ void weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], const BwdParams& p,
+                                        const Work& w, uint32_t smem, uint32_t smem_q, uint32_t stats, int m_block,
+                                        int query0, int key0, int lane) {
+  multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
+      acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
+      T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+    const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      float(&x)[4] = acc[kb][mb];
+      x[0] = ptx::ex2(fmaf(x[0], p.problem.scale_log2, -s.x));
+      x[1] = ptx::ex2(fmaf(x[1], p.problem.scale_log2, -s.z));
+      x[2] = ptx::ex2(fmaf(x[2], p.problem.scale_log2, -s.x));
+      x[3] = ptx::ex2(fmaf(x[3], p.problem.scale_log2, -s.z));
     }
-  };
-
-  const int tiles = shared.range.end - shared.range.begin;
-  const int iterations = max(tiles, 0) * (p.problem.num_heads / p.problem.num_heads_k);
-  float acc[kKeyBlocks][D / 8][4];  // dV of the first warp of a pair, dK of the second
-  clear(acc);
-
-  if (iterations > 0) {
-    const int first = w.block * kBlockN, keys = w.k.length - first;
-    const int h_k = w.h;
-    const TileSource k{row_pointer(p.k, w.b, w.k.start + first, h_k), p.k.row_stride, p.problem.head_dim, p.k.aligned};
-    const TileSource v{row_pointer(p.v, w.b, w.k.start + first, h_k), p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
-    load_tile<kBlockN, D, T::kThreads>(smem + T::kKAt, k, keys, thread_idx);
-    load_tile<kBlockN, D, T::kThreads>(smem + T::kVAt, v, keys, thread_idx);
-    if constexpr (T::kStages > 1) load_queries(0, 0, shared.range.begin);
-    ptx::cp_async_commit();
   }
+  const AttnMod mod{p.problem, w.q.length, w.k.length};
+  if (mod.template kind<T::kBlockM, T::kBlockN>(m_block, w.block) == TileKind::kFull) return;
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+    const int row = m_block * T::kBlockM + query0 + mb * 8 + (lane % 4) * 2;
+    const int col = w.block * T::kBlockN + key0 + lane / 4;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const VisibleKeys keys = mod.visible(row + c);
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        if (!keys.contains(col + kb * 16)) acc[kb][mb][c] = 0.f;
+        if (!keys.contains(col + kb * 16 + 8)) acc[kb][mb][2 + c] = 0.f;
+      }
+    }
+  }
+}
 
-  // dQ of the iteration before (it, g, m_block), whose dS all pairs have written.
-  const auto add_previous_dq = [&](int it, int g, int m_block) {
-    add_dq<T>(smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt, warp, lane, [&]() -> DqRows {
-      const bool first_tile = m_block == shared.range.begin;
-      const int tile_g = first_tile ? g - 1 : g, row = (first_tile ? shared.range.end - 1 : m_block - 1) * kBlockM;
-      return {shared.dq_accum + (tile_g * shared.stats_per_head + row) * D, w.q.length - row};
-    });
-  };
+// dS = P * (dP - delta) of one accumulator block, in place of dP and rounded into the shared dS tile.
+template <typename T>
+__device__ __forceinline__ void score_gradient(float (&dp)[4], float4 weight, float4 stats, uint32_t ds_tile, int key,
+                                               int query8, int lane) {
+  dp[0] = weight.x * (dp[0] - stats.y);
+  dp[1] = weight.y * (dp[1] - stats.w);
+  dp[2] = weight.z * (dp[2] - stats.y);
+  dp[3] = weight.w * (dp[3] - stats.w);
+  put_fragment<typename T::Element, T::kBlockM>(ds_tile, dp, key, query8, lane, 1.f, 1.f);
+}
 
-  int g = 0, m_block = shared.range.begin;  // head of the group and query tile of this iteration
+// S^T, P^T and dV of one query tile: the first warp of a pair.
+template <typename T>
+__device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                       const Work& w, uint32_t smem, int stage, int m_block, int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
 #pragma unroll 1
-  for (int it = 0; it < iterations; ++it) {
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
+    weights<T>(acc_p, p, w, smem, smem_q, smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, m_block, query0,
+               key0, lane);
+    const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        const float(&x)[4] = acc_p[kb][mb];
+        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(p_slot + (mb * T::kKeyBlocks + kb) * 512),
+                     "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                     : "memory");
+      }
+    }
+    ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);
+    multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+// dP^T, dS^T and dK of one query tile: the second warp of a pair.
+template <typename T>
+__device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], uint32_t smem, int stage,
+                                        int ds_buffer, int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
+    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
+                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    ptx::bar_sync(1 + key_warp * T::kParts + part, 64);
+    const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+      const float4 s = load_stats(smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, mb, lane);
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        float4 weight;
+        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
+                     : "=f"(weight.x), "=f"(weight.y), "=f"(weight.z), "=f"(weight.w)
+                     : "r"(p_slot + (mb * T::kKeyBlocks + kb) * 512));
+        score_gradient<T>(acc_ds[kb][mb], weight, s, smem + T::kDsAt + ds_buffer * T::kDsBytes, key0 + kb * 16,
+                          query0 / 8 + mb, lane);
+      }
+    }
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+// Everything of one query tile for one key group: a warp that holds both dK and dV.
+template <typename T>
+__device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4],
+                                          float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                          const Work& w, uint32_t smem, int stage, int ds_buffer, int m_block,
+                                          int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
+    float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
+    weights<T>(acc_p, p, w, smem, smem_q, stats, m_block, query0, key0, lane);
+    multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
+    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
+                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+      const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        const float(&weight)[4] = acc_p[kb][mb];
+        score_gradient<T>(acc_ds[kb][mb], make_float4(weight[0], weight[1], weight[2], weight[3]), s,
+                          smem + T::kDsAt + ds_buffer * T::kDsBytes, key0 + kb * 16, query0 / 8 + mb, lane);
+      }
+    }
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+// The three kinds of warps; each is its own instance of the walk below, with its own register allocation.
+// Their barriers meet all the same, since bar.sync counts warps, not program locations.
+enum class Role { kP, kDs, kBoth };
+
+// dV of kP in acc[0], dK of kDs in acc[0]; kBoth has dV in acc[0] and dK in acc[1].
+template <typename T, Role kRole, int kAcc>
+__device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                             const BwdWork& work, uint32_t smem) {
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM;
+  // dQ of the iteration before (it, g, m_block), whose dS all warps have written.
+  const auto add_previous_dq = [&](int it, int g, int m_block) {
+    const int thread_idx = ptx::fresh_thread_idx();
+    add_dq<T>(smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt, thread_idx / 32, thread_idx % 32,
+              [&]() -> DqRows {
+                const bool first_tile = m_block == work.range.begin;
+                const int tile_g = first_tile ? g - 1 : g;
+                const int row = (first_tile ? work.range.end - 1 : m_block - 1) * kBlockM;
+                return {work.dq_accum + (tile_g * work.stats_per_head + row) * D, work.w.q.length - row};
+              });
+  };
+  int g = 0, m_block = work.range.begin;  // head of the group and query tile of this iteration
+#pragma unroll 1
+  for (int it = 0; it < work.iterations; ++it) {
+    const int thread_idx = ptx::fresh_thread_idx(), lane = thread_idx % 32, key_warp = thread_idx / 32 % T::kKeyWarps;
     const int stage = T::kStages > 1 ? it & 1 : 0;
     if constexpr (T::kStages == 1) {
       __syncthreads();  // everybody has left the Q and dO of the previous iteration
-      load_queries(0, g, m_block);
+      load_queries<T>(p, work, smem, 0, g, m_block, thread_idx);
       ptx::cp_async_commit();
     }
     ptx::cp_async_wait<0>();
@@ -285,117 +354,114 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, int64_t blocks, int
     // buffers of two iterations ago are free.
     __syncthreads();
     if constexpr (T::kStages > 1) {
-      if (it + 1 < iterations) {
-        const bool last_tile = m_block + 1 == shared.range.end;
-        load_queries(stage ^ 1, last_tile ? g + 1 : g, last_tile ? shared.range.begin : m_block + 1);
+      if (it + 1 < work.iterations) {
+        const bool last_tile = m_block + 1 == work.range.end;
+        load_queries<T>(p, work, smem, stage ^ 1, last_tile ? g + 1 : g, last_tile ? work.range.begin : m_block + 1,
+                        thread_idx);
         ptx::cp_async_commit();
       }
     }
-    const uint32_t q_lane = T::Tile::lane_address(smem + T::kQAt + stage * T::kQBytes, lane);
-    const uint32_t do_lane = T::Tile::lane_address(smem + T::kDoAt + stage * T::kQBytes, lane);
-    const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + (lane % 4) * 16;
-    const uint32_t p_slot = smem + T::kPAt + pair * T::kPBytesOfPair + lane * 16;
-    const auto previous_dq = [&] {
-      if (it > 0 && shared.dq_accum != nullptr) add_previous_dq(it, g, m_block);
-    };
-    if (makes_p) {
-      float acc_s[kKeyBlocks][kBlockM / 8][4];
-      keys_by_queries<T>(acc_s, T::Tile::lane_address(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes, q_lane);
-      const AttnMod mod{p.problem, w.q.length, w.k.length};
-      const bool partial = mod.template kind<kBlockM, kBlockN>(m_block, w.block) == TileKind::kPartial;
-#pragma unroll
-      for (int mb = 0; mb < kBlockM / 8; ++mb) {
-        float4 s2;  // (lse, delta) of two neighbouring queries
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
-                     : "=f"(s2.x), "=f"(s2.y), "=f"(s2.z), "=f"(s2.w)
-                     : "r"(stats + mb * 64));
-#pragma unroll
-        for (int kb = 0; kb < kKeyBlocks; ++kb) {
-          float(&s)[4] = acc_s[kb][mb];
-          s[0] = ptx::ex2(fmaf(s[0], p.problem.scale_log2, -s2.x));
-          s[1] = ptx::ex2(fmaf(s[1], p.problem.scale_log2, -s2.z));
-          s[2] = ptx::ex2(fmaf(s[2], p.problem.scale_log2, -s2.x));
-          s[3] = ptx::ex2(fmaf(s[3], p.problem.scale_log2, -s2.z));
-        }
-        if (partial) {
-          const int row = m_block * kBlockM + mb * 8 + (lane % 4) * 2;
-          const int col = w.block * kBlockN + key0 + lane / 4;
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const VisibleKeys keys = mod.visible(row + c);
-#pragma unroll
-            for (int kb = 0; kb < kKeyBlocks; ++kb) {
-              if (!keys.contains(col + kb * 16)) acc_s[kb][mb][c] = 0.f;
-              if (!keys.contains(col + kb * 16 + 8)) acc_s[kb][mb][2 + c] = 0.f;
-            }
-          }
-        }
-#pragma unroll
-        for (int kb = 0; kb < kKeyBlocks; ++kb) {
-          const float(&s)[4] = acc_s[kb][mb];
-          asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(p_slot + (kb * (kBlockM / 8) + mb) * 512),
-                       "f"(s[0]), "f"(s[1]), "f"(s[2]), "f"(s[3])
-                       : "memory");
-        }
-      }
-      ptx::bar_arrive(1 + pair, 64);
-      accumulate_keys<T>(acc, acc_s, do_lane);
-      previous_dq();
+    const bool dq_due = it > 0 && work.dq_accum != nullptr;
+    if constexpr (kRole == Role::kP) {
+      // The other warp of the pair waits for P: dQ comes last here and first there.
+      step_p<T>(acc[0], p, work.w, smem, stage, m_block, key_warp, lane);
+      if (dq_due) add_previous_dq(it, g, m_block);
     } else {
-      previous_dq();
-      float acc_dp[kKeyBlocks][kBlockM / 8][4];
-      keys_by_queries<T>(acc_dp, T::Tile::lane_address(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes, do_lane);
-      ptx::bar_sync(1 + pair, 64);
-      const uint32_t ds = smem + T::kDsAt + (it & 1) * T::kDsBytes;
-#pragma unroll
-      for (int mb = 0; mb < kBlockM / 8; ++mb) {
-        float4 s2;
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
-                     : "=f"(s2.x), "=f"(s2.y), "=f"(s2.z), "=f"(s2.w)
-                     : "r"(stats + mb * 64));
-#pragma unroll
-        for (int kb = 0; kb < kKeyBlocks; ++kb) {
-          float4 w4;
-          asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
-                       : "=f"(w4.x), "=f"(w4.y), "=f"(w4.z), "=f"(w4.w)
-                       : "r"(p_slot + (kb * (kBlockM / 8) + mb) * 512));
-          float(&d)[4] = acc_dp[kb][mb];
-          d[0] = w4.x * (d[0] - s2.y);
-          d[1] = w4.y * (d[1] - s2.w);
-          d[2] = w4.z * (d[2] - s2.y);
-          d[3] = w4.w * (d[3] - s2.w);
-          put_fragment<E, kBlockM>(ds, d, key0 + kb * 16, mb, lane, 1.f, 1.f);
-        }
+      if (dq_due) add_previous_dq(it, g, m_block);
+      if constexpr (kRole == Role::kDs) step_ds<T>(acc[0], smem, stage, it & 1, key_warp, lane);
+      if constexpr (kRole == Role::kBoth) {
+        step_both<T>(acc[0], acc[1], p, work.w, smem, stage, it & 1, m_block, key_warp, lane);
       }
-      accumulate_keys<T>(acc, acc_dp, q_lane);
     }
-    if (++m_block == shared.range.end) {
-      m_block = shared.range.begin;
+    if (++m_block == work.range.end) {
+      m_block = work.range.begin;
       ++g;
     }
   }
+  __syncthreads();
+  if (work.iterations > 0 && work.dq_accum != nullptr) add_previous_dq(work.iterations, g, m_block);
+  __syncthreads();
+}
 
-  __syncthreads();
-  if (iterations > 0 && shared.dq_accum != nullptr) add_previous_dq(iterations, g, m_block);
-  __syncthreads();
-  // The K tile's place takes dK, the V tile's dV; a warp stores the rows it wrote itself.
-  const uint32_t tile = smem + (makes_p ? T::kVAt : T::kKAt);
-  const float scale = makes_p ? 1.f : p.problem.softmax_scale;
+// Rounds this warp's dK or dV into its rows of a tile whose input is no longer needed, and stores them.
+template <typename T>
+__device__ __forceinline__ void write_gradient(const float (&acc)[T::kKeyBlocks][T::kHeadDim / 8][4],
+                                               const StridedView& grad, int cols, float scale, uint32_t tile,
+                                               const Work& w, int key0, int lane) {
+  constexpr int D = T::kHeadDim;
 #pragma unroll
-  for (int kb = 0; kb < kKeyBlocks; ++kb) {
+  for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
 #pragma unroll
-    for (int db = 0; db < D / 8; ++db) put_fragment<E, D>(tile, acc[kb][db], key0 + kb * 16, db, lane, scale, scale);
+    for (int db = 0; db < D / 8; ++db) {
+      put_fragment<typename T::Element, D>(tile, acc[kb][db], key0 + kb * 16, db, lane, scale, scale);
+    }
   }
   __syncwarp();
-  const int first = w.block * kBlockN;
-  const StridedView& grad = makes_p ? p.dv : p.dk;
-  const TileDestination dst{row_pointer(grad, w.b, w.k.start + first, w.h), grad.row_stride,
-                            makes_p ? p.problem.head_dim_v : p.problem.head_dim, grad.aligned};
-  store_tile<16 * kKeyBlocks, D, 32>(dst, tile, key0, w.k.length - first, lane);
+  const int first = w.block * T::kBlockN;
+  const TileDestination dst{row_pointer(grad, w.b, w.k.start + first, w.h), grad.row_stride, cols, grad.aligned};
+  store_tile<16 * T::kKeyBlocks, D, 32>(dst, tile, key0, w.k.length - first, lane);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 1)
+__device__ __forceinline__ void bwd_body(const BwdParams& p, int64_t blocks, int heads_in_group) {
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kKeyBlocks = T::kKeyBlocks;
+  extern __shared__ __align__(128) unsigned char smem_raw[];
+  const int thread_idx = threadIdx.x, lane = thread_idx % 32;
+  const int warp = __shfl_sync(0xffffffffu, thread_idx / 32, 0);
+
+  __shared__ BwdWork work;
+  const int group = p.problem.num_heads / p.problem.num_heads_k;
+  if (thread_idx == 0) {
+    const Work w = decode_work<kBlockN, false, false>(p.problem, p.problem.num_heads_k, blocks, heads_in_group);
+    const int h = w.h * group;
+    const int64_t stat = row_stat_offset(p.problem, w, h);
+    work.w = w;
+    work.range = AttnMod{p.problem, w.q.length, w.k.length}.template q_blocks<kBlockM, kBlockN>(w.block);
+    work.iterations = max(work.range.end - work.range.begin, 0) * group;
+    work.stats_per_head = p.problem.cu_seqlens_q != nullptr ? p.problem.total_q : p.problem.seqlen_q;
+    work.q = row_pointer(p.q, w.b, w.q.start, h);
+    work.dout = row_pointer(p.dout, w.b, w.q.start, h);
+    work.stats = reinterpret_cast<const float2*>(p.row_stats) + stat;
+    work.dq_accum = p.dq_accum == nullptr ? nullptr : p.dq_accum + stat * D;
+  }
+  __syncthreads();
+  const Work& w = work.w;
+  if (!w.active) return;
+
+  const uint32_t smem = ptx::smem_address(smem_raw);
+  if (work.iterations > 0) {
+    const int first = w.block * kBlockN, keys = w.k.length - first;
+    const TileSource k{row_pointer(p.k, w.b, w.k.start + first, w.h), p.k.row_stride, p.problem.head_dim, p.k.aligned};
+    const TileSource v{row_pointer(p.v, w.b, w.k.start + first, w.h), p.v.row_stride, p.problem.head_dim_v,
+                       p.v.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem + T::kKAt, k, keys, thread_idx);
+    load_tile<kBlockN, D, T::kThreads>(smem + T::kVAt, v, keys, thread_idx);
+    if constexpr (T::kStages > 1) load_queries<T>(p, work, smem, 0, 0, work.range.begin, thread_idx);
+    ptx::cp_async_commit();
+  }
+  const int key0 = warp % T::kKeyWarps * 16 * kKeyBlocks;
+  if constexpr (T::kPaired) {
+    float acc[1][kKeyBlocks][D / 8][4];
+    clear(acc[0]);
+    if (warp < T::kKeyWarps) {
+      walk_queries<T, Role::kP>(acc, p, work, smem);
+      write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, 1.f, smem + T::kVAt, w, key0, lane);
+    } else {
+      walk_queries<T, Role::kDs>(acc, p, work, smem);
+      write_gradient<T>(acc[0], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kKAt, w, key0, lane);
+    }
+  } else {
+    float acc[2][kKeyBlocks][D / 8][4];
+    clear(acc[0]);
+    clear(acc[1]);
+    walk_queries<T, Role::kBoth>(acc, p, work, smem);
+    write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, 1.f, smem + T::kVAt, w, key0, lane);
+    write_gradient<T>(acc[1], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kKAt, w, key0, lane);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdParams p, int64_t blocks, int heads_in_group) {
   if constexpr (kCompiledHere<T::kClass>) {
     bwd_body<T>(p, blocks, heads_in_group);

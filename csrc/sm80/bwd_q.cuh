@@ -12,7 +12,7 @@
 
 #include "../common/attn_mod.cuh"
 #include "../common/seqlen.cuh"
-#include "../common/tiles.cuh"
+#include "../common/fragments.cuh"
 #include "../heuristics.h"
 
 namespace flash_ext::sm80 {
@@ -28,25 +28,6 @@ struct BwdQTraits {
   using Tile = SmemTile<D>;
 };
 
-// acc[16 queries x keys] = A B^T for one warp.
-template <typename T>
-__device__ __forceinline__ void queries_by_keys(float (&acc)[T::kBlockN / 8][4], uint32_t a_lane, uint32_t b_lane) {
-#pragma unroll
-  for (int nb = 0; nb < T::kBlockN / 8; ++nb) acc[nb][0] = acc[nb][1] = acc[nb][2] = acc[nb][3] = 0.f;
-#pragma unroll
-  for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
-    uint32_t a[4];
-    ptx::ldmatrix_x4(a, T::Tile::block(a_lane, 0, ks));
-#pragma unroll
-    for (int nb = 0; nb < T::kBlockN / 16; ++nb) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, T::Tile::block(b_lane, nb * 16, ks));
-      ptx::mma_m16n8k16<typename T::Element>(acc[2 * nb], a, b[0], b[2]);
-      ptx::mma_m16n8k16<typename T::Element>(acc[2 * nb + 1], a, b[1], b[3]);
-    }
-  }
-}
-
 struct BwdQWork {
   Work w;
   const uint16_t* k;
@@ -57,7 +38,7 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_q_kernel(const __grid_constant__ BwdParams p, int64_t blocks, int heads_in_group) {
   using E = typename T::Element;
-  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN;
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kAhead = 3;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
 
@@ -90,9 +71,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, v, w.k.length - first, thread_idx);
   };
 
-  float acc_dq[D / 8][4];
-#pragma unroll
-  for (int db = 0; db < D / 8; ++db) acc_dq[db][0] = acc_dq[db][1] = acc_dq[db][2] = acc_dq[db][3] = 0.f;
+  float acc_dq[1][D / 8][4];
+  clear(acc_dq);
   float2 stats[2];  // (lse * log2 e, delta) of this thread's rows
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -123,11 +103,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         ptx::cp_async_commit();
       }
     }
-    float acc_s[kBlockN / 8][4], acc_dp[kBlockN / 8][4];
-    queries_by_keys<T>(acc_s, T::Tile::lane_address(smem_q, lane) + warp_row * T::Tile::kRowBytes,
-                       T::Tile::lane_address(smem_k + kv_at, lane));
-    queries_by_keys<T>(acc_dp, T::Tile::lane_address(smem_do, lane) + warp_row * T::Tile::kRowBytes,
-                       T::Tile::lane_address(smem_v + kv_at, lane));
+    float acc_s[1][kBlockN / 8][4], acc_dp[1][kBlockN / 8][4];
+    multiply_transposed<E, D, kAhead>(acc_s, T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes,
+                       T::Tile::by_cols(smem_k + kv_at, lane));
+    multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, lane) + warp_row * T::Tile::kRowBytes,
+                       T::Tile::by_cols(smem_v + kv_at, lane));
     const bool partial = mod.template kind<kBlockM, kBlockN>(w.block, n_block) == TileKind::kPartial;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -136,28 +116,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       for (int nb = 0; nb < kBlockN / 8; ++nb) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          float& s = acc_s[nb][2 * half + c];
+          float& s = acc_s[0][nb][2 * half + c];
           s = ptx::ex2(fmaf(s, p.problem.scale_log2, -stats[half].x));
           if (partial && !keys.contains(n_block * kBlockN + nb * 8 + (lane % 4) * 2 + c)) s = 0.f;
-          s *= acc_dp[nb][2 * half + c] - stats[half].y;
+          s *= acc_dp[0][nb][2 * half + c] - stats[half].y;
         }
       }
     }
-#pragma unroll
-    for (int ks = 0; ks < kBlockN / 16; ++ks) {
-      const float(&lo)[4] = acc_s[2 * ks];
-      const float(&hi)[4] = acc_s[2 * ks + 1];
-      const uint32_t a[4] = {ptx::pack2<E>(lo[0], lo[1]), ptx::pack2<E>(lo[2], lo[3]), ptx::pack2<E>(hi[0], hi[1]),
-                             ptx::pack2<E>(hi[2], hi[3])};
-      const uint32_t k_lane = T::Tile::lane_address(smem_k + kv_at, lane);
-#pragma unroll
-      for (int db = 0; db < D / 16; ++db) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, T::Tile::block(k_lane, ks * 16, db));
-        ptx::mma_m16n8k16<E>(acc_dq[2 * db], a, b[0], b[1]);
-        ptx::mma_m16n8k16<E>(acc_dq[2 * db + 1], a, b[2], b[3]);
-      }
-    }
+    multiply_accumulate<E, D, kAhead>(acc_dq, acc_s, T::Tile::by_rows(smem_k + kv_at, lane));
     if constexpr (T::kStages == 1) {
       __syncthreads();
       if (n_block > range.begin) {
@@ -169,7 +135,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // Each warp reuses its own rows of Q for the result.
 #pragma unroll
   for (int db = 0; db < D / 8; ++db) {
-    put_fragment<E, D>(smem_q, acc_dq[db], warp_row, db, lane, p.problem.softmax_scale, p.problem.softmax_scale);
+    put_fragment<E, D>(smem_q, acc_dq[0][db], warp_row, db, lane, p.problem.softmax_scale, p.problem.softmax_scale);
   }
   __syncwarp();
   const TileDestination dst{row_pointer(p.dq, w.b, w.q.start + first_row, w.h), p.dq.row_stride, p.problem.head_dim,

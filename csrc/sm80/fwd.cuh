@@ -16,7 +16,7 @@
 #include "../common/attn_mod.cuh"
 #include "../common/seqlen.cuh"
 #include "../common/softmax.cuh"
-#include "../common/tiles.cuh"
+#include "../common/fragments.cuh"
 #include "../heuristics.h"
 #include "compiled_here.cuh"
 
@@ -31,69 +31,10 @@ struct FwdTraits {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = kTile.threads(), kMBlocks = kTile.m_blocks();
   static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
+  // One fragment of K or V feeds 2 kMBlocks mma.
+  static constexpr int kAhead = kMBlocks == 1 ? 3 : 2;
   using Tile = SmemTile<D>;
 };
-
-// acc_s = Q K^T for this warp's rows.
-template <typename T>
-__device__ __forceinline__ void scores(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4], uint32_t q_lane,
-                                       uint32_t k_lane) {
-#pragma unroll
-  for (int mb = 0; mb < T::kMBlocks; ++mb) {
-#pragma unroll
-    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc_s[mb][nb][i] = 0.f;
-    }
-  }
-#pragma unroll
-  for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
-    uint32_t frag_q[T::kMBlocks][4];
-#pragma unroll
-    for (int mb = 0; mb < T::kMBlocks; ++mb) ptx::ldmatrix_x4(frag_q[mb], T::Tile::block(q_lane, mb * 16, ks));
-#pragma unroll
-    for (int nb = 0; nb < T::kBlockN / 16; ++nb) {
-      uint32_t frag_k[4];
-      ptx::ldmatrix_x4(frag_k, T::Tile::block(k_lane, nb * 16, ks));
-#pragma unroll
-      for (int mb = 0; mb < T::kMBlocks; ++mb) {
-        ptx::mma_m16n8k16<typename T::Element>(acc_s[mb][2 * nb], frag_q[mb], frag_k[0], frag_k[2]);
-        ptx::mma_m16n8k16<typename T::Element>(acc_s[mb][2 * nb + 1], frag_q[mb], frag_k[1], frag_k[3]);
-      }
-    }
-  }
-}
-
-// acc_o += P V; P comes straight from the score accumulators, whose layout is that of an A operand.
-template <typename T>
-__device__ __forceinline__ void accumulate(float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
-                                           const float (&acc_p)[T::kMBlocks][T::kBlockN / 8][4],
-                                           uint32_t v_lane) {
-  using E = typename T::Element;
-#pragma unroll
-  for (int ks = 0; ks < T::kBlockN / 16; ++ks) {
-    uint32_t frag_p[T::kMBlocks][4];
-#pragma unroll
-    for (int mb = 0; mb < T::kMBlocks; ++mb) {
-      const auto& lo = acc_p[mb][2 * ks];
-      const auto& hi = acc_p[mb][2 * ks + 1];
-      frag_p[mb][0] = ptx::pack2<E>(lo[0], lo[1]);
-      frag_p[mb][1] = ptx::pack2<E>(lo[2], lo[3]);
-      frag_p[mb][2] = ptx::pack2<E>(hi[0], hi[1]);
-      frag_p[mb][3] = ptx::pack2<E>(hi[2], hi[3]);
-    }
-#pragma unroll
-    for (int db = 0; db < T::kHeadDim / 16; ++db) {
-      uint32_t frag_v[4];
-      ptx::ldmatrix_x4_trans(frag_v, T::Tile::block(v_lane, ks * 16, db));
-#pragma unroll
-      for (int mb = 0; mb < T::kMBlocks; ++mb) {
-        ptx::mma_m16n8k16<E>(acc_o[mb][2 * db], frag_p[mb], frag_v[0], frag_v[1]);
-        ptx::mma_m16n8k16<E>(acc_o[mb][2 * db + 1], frag_p[mb], frag_v[2], frag_v[3]);
-      }
-    }
-  }
-}
 
 // Applies the mask, updates the running state and turns scores into weights in place.
 template <typename T>
@@ -182,9 +123,9 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
   const uint32_t smem_k = smem_q + T::kQBytes;
   const uint32_t smem_v = smem_k + T::kStages * T::kKvBytes;
   const int warp_row = warp * 16 * T::kMBlocks;
-  const uint32_t q_lane = T::Tile::lane_address(smem_q, lane) + warp_row * T::Tile::kRowBytes;
-  const uint32_t k_lane = T::Tile::lane_address(smem_k, lane);
-  const uint32_t v_lane = T::Tile::lane_address(smem_v, lane);
+  const uint32_t q_lane = T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes;
+  const uint32_t k_lane = T::Tile::by_cols(smem_k, lane);
+  const uint32_t v_lane = T::Tile::by_rows(smem_v, lane);
 
   const auto load_k = [&](int stage, int n_block) {
     const int first = n_block * kBlockN;
@@ -198,14 +139,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
   };
 
   float acc_o[T::kMBlocks][D / 8][4];
-#pragma unroll
-  for (int mb = 0; mb < T::kMBlocks; ++mb) {
-#pragma unroll
-    for (int db = 0; db < D / 8; ++db) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc_o[mb][db][i] = 0.f;
-    }
-  }
+  clear(acc_o);
   SoftmaxState<2 * T::kMBlocks> state;
 
   if (range.begin < range.end) {
@@ -236,7 +170,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
       ptx::cp_async_commit();
     }
     float acc_s[T::kMBlocks][kBlockN / 8][4];
-    scores<T>(acc_s, q_lane, k_lane + kv_at);
+    multiply_transposed<E, D, T::kAhead>(acc_s, q_lane, k_lane + kv_at);
     const AttnMod mod{p.problem, w.q.length, w.k.length};
     softmax_step<T>(acc_s, acc_o, state, mod, mod.template kind<kBlockM, kBlockN>(w.block, n_block),
                     w.block * kBlockM + warp_row + lane / 4, n_block * kBlockN + (lane % 4) * 2);
@@ -248,7 +182,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
         ptx::cp_async_commit();
       }
     }
-    accumulate<T>(acc_o, acc_s, v_lane + kv_at);
+    multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
   }
 
   const int first_row = w.block * kBlockM, rows = w.q.length - first_row;

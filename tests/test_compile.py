@@ -1,0 +1,170 @@
+"""torch.compile and torch.export: no graph breaks, few recompilations, the numbers of eager mode.
+
+Ids such as TC-03 name the rows of the gauntlet (docs/testing.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flash_ext
+from tests.qkv import make_packed, make_qkv, on_devices, tolerance
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def check_training_step(compiled: Callable, eager: Callable, inputs: tuple[Tensor, ...]) -> None:
+    """Results and gradients of a function that returns one tensor or several."""
+    everything = []
+    for function in (compiled, eager):
+        leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in inputs]
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        loss = sum(result.float().sin().where(result.isfinite(), 0).sum() for result in results)
+        everything.append((*results, *torch.autograd.grad(loss, leaves)))
+    for got, expected in zip(*everything, strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, **tolerance(inputs[0].device.type))
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return flash_ext.attention(1.5 * q, k, v, causal=True, return_lse=True)
+
+
+@on_devices
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_graph_serves_many_lengths(backend: str, device: str) -> None:  # TC-03
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(with_lse, fullgraph=True, backend=counter)
+    for seqlen in (5, 9, 17, 33, 34, 41, 57, 64, 65, 80):
+        check_training_step(compiled, with_lse, make_qkv(device, seqlen_q=seqlen))
+    assert counter.frame_count <= 2  # the first length, then any length
+
+
+@on_devices
+@pytest.mark.parametrize("bounds", ["none", "int"])
+def test_packed_calls_do_not_break_the_graph(bounds: str, device: str) -> None:  # TC-04
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+        known = {"max_seqlen_q": longest, "max_seqlen_k": longest} if bounds == "int" else {}
+        return flash_ext.attention_varlen(q, k, v, cu, cu, causal=True, **known)
+
+    compiled = torch.compile(packed, fullgraph=True, backend=counter)
+    for lengths in ((3, 0, 9), (4, 1, 7), (20, 2, 1), (5, 6, 7), (8, 8, 8)):
+        q, k, v, cu = make_packed(device, lengths=lengths)
+        # Plain functions of three tensors, so that gradients are checked for those only.
+        check_training_step(
+            lambda q, k, v: compiled(q, k, v, cu, max(lengths)),  # noqa: B023
+            lambda q, k, v: packed(q, k, v, cu, max(lengths)),  # noqa: B023
+            (q, k, v),
+        )
+    assert counter.frame_count <= 3
+
+
+@on_devices
+def test_sdpa_twin(device: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_ext.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(sdpa, fullgraph=True, dynamic=True, backend=counter)
+    # Equal lengths, more keys, more queries: one graph each, which serves other lengths of its kind.
+    for first, other in (((7, 7), (9, 9)), ((8, 13), (20, 31)), ((13, 8), (31, 20))):
+        for lengths in (first, other):
+            q, k, v = make_qkv(device, seqlen_q=lengths[0], seqlen_k=lengths[1])
+            compiled_before = counter.frame_count
+            check_training_step(compiled, sdpa, tuple(t.transpose(1, 2) for t in (q, k, v)))
+        assert counter.frame_count == compiled_before
+
+
+def test_merging_compiles() -> None:
+    def both_halves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [flash_ext.forward(q, k[:, s], v[:, s]) for s in (slice(0, 8), slice(8, None))]
+        return flash_ext.merge_attention_states(*parts[0], *parts[1])
+
+    compiled = torch.compile(both_halves, fullgraph=True, backend="aot_eager")
+    check_training_step(compiled, both_halves, make_qkv(seqlen_k=21))
+
+
+@on_devices
+def test_autocast_inside_and_outside(device: str) -> None:  # TC-08
+    inputs = make_qkv(device, dtype=torch.float32)
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return flash_ext.attention(q, k, v, causal=True)
+
+    def outside(function: Callable) -> Callable:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with torch.autocast(device, torch.bfloat16):
+                return function(q, k, v, causal=True)
+
+        return call
+
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    assert compiled(*inputs).dtype == torch.bfloat16
+    check_training_step(compiled, inside, inputs)
+    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
+    check_training_step(outside(compiled), outside(flash_ext.attention), inputs)
+
+
+@pytest.mark.slow
+@on_devices
+def test_inductor_keeps_strides(device: str) -> None:
+    """Inductor may choose layouts of what it computes; the operator needs unit strides and gets them."""
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (x @ weight).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
+        out = flash_ext.attention(q.sin(), k.transpose(1, 2).cos().transpose(1, 2), v, causal=True)
+        twin = flash_ext.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+        )
+        return (out + twin.transpose(1, 2)).flatten(2).tanh()
+
+    x = torch.randn(2, 33, 64, device=device, dtype=make_qkv(device)[0].dtype)
+    weight = torch.randn(64, 128, device=device, dtype=x.dtype) / 8
+    check_training_step(torch.compile(layer, fullgraph=True), layer, (x, weight))
+
+
+def test_compiled_autograd() -> None:
+    inputs = make_qkv(requires_grad=True)
+    expected = torch.autograd.grad(flash_ext.attention(*inputs).sum(), inputs)
+    out = flash_ext.attention(*inputs)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        out.sum().backward()
+    for leaf, grad in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, grad)
+
+
+def test_export_with_open_lengths() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flash_ext.attention(q, k, v, causal=True)
+
+    seqlen = torch.export.Dim("seqlen")
+    program = torch.export.export(Layer(), make_qkv(), dynamic_shapes={n: {1: seqlen} for n in "qkv"})
+    inputs = make_qkv(seqlen_q=40)
+    assert torch.equal(program.module()(*inputs), flash_ext.attention(*inputs, causal=True))
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_the_compiler() -> None:  # TC-06
+    compiled = torch.compile(with_lse, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        check_training_step(
+            lambda *inputs: tuple(t.clone() for t in compiled(*inputs)),
+            with_lse,
+            make_qkv("cuda", seqlen_q=128),
+        )

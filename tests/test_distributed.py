@@ -1,0 +1,136 @@
+"""DTensor: two processes, replicated, batch-sharded and head-sharded, against one process. TC-10."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, distributed
+
+import flash_ext
+
+WORLD_SIZE = 2
+
+
+def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """The same tensors in every process."""
+    generator = torch.Generator().manual_seed(len(shapes[0]))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+# ---- what each process runs ------------------------------------------------------------------------------
+
+
+def check_dense(mesh) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs = draw((4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
+    leaves = [t.requires_grad_() for t in inputs]
+    out, lse = flash_ext.attention(*leaves, causal=True, return_lse=True)
+    grads = torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)
+    for placement, lse_placement in (
+        (Replicate(), Replicate()),
+        (Shard(0), Shard(0)),  # batch
+        (Shard(2), Shard(1)),  # heads
+        (Shard(1), None),  # sequence: redistributed to something that works
+    ):
+        sharded = [distribute_tensor(t.detach(), mesh, [placement]).requires_grad_() for t in inputs]
+        got_out, got_lse = flash_ext.attention(*sharded, causal=True, return_lse=True)
+        if lse_placement is not None:
+            assert got_out.placements == (placement,)
+            assert got_lse.placements == (lse_placement,)
+        (got_out.sin().sum() + got_lse.sum()).backward()
+        results = [got_out, got_lse, *(t.grad for t in sharded)]
+        for got, expected in zip(results, (out, lse, *grads), strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)
+
+
+def check_packed(mesh) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs = draw((10, 4, 8), (10, 2, 8), (10, 2, 8))
+    cu_seqlens = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    leaves = [t.requires_grad_() for t in inputs]
+    out = flash_ext.attention_varlen(*leaves, cu_seqlens, cu_seqlens, causal=True)
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    for placement, kept in ((Replicate(), True), (Shard(1), True), (Shard(0), False)):
+        sharded = [distribute_tensor(t.detach(), mesh, [placement]).requires_grad_() for t in inputs]
+        bounds = distribute_tensor(cu_seqlens, mesh, [Replicate()])
+        got = flash_ext.attention_varlen(*sharded, bounds, bounds, causal=True)
+        assert (got.placements == (placement,)) == kept
+        got.sin().sum().backward()
+        torch.testing.assert_close(got.full_tensor(), out)
+        for t, grad in zip(sharded, grads, strict=True):
+            torch.testing.assert_close(t.grad.full_tensor(), grad)
+
+
+def check_groups_stay_whole(mesh) -> None:
+    """Three key heads on two ranks: sharding heads would part query heads from their key head."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs = draw((4, 10, 6, 8), (4, 10, 3, 8), (4, 10, 3, 8))
+    got = flash_ext.attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in inputs))
+    assert got.placements != (Shard(2),)
+    assert got.placements in ((Replicate(),), (Shard(0),))
+    torch.testing.assert_close(got.full_tensor(), flash_ext.attention(*inputs))
+
+
+def check_compiled(mesh) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    inputs = draw((4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
+    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
+    sharded = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
+    got = compiled(*sharded, causal=True)
+    got.sum().backward()
+    leaves = [t.requires_grad_() for t in inputs]
+    out = flash_ext.attention(*leaves, causal=True)
+    torch.testing.assert_close(got.full_tensor(), out)
+    for t, grad in zip(sharded, torch.autograd.grad(out.sum(), leaves), strict=True):
+        torch.testing.assert_close(t.grad.full_tensor(), grad)
+
+
+CHECKS: dict[str, Callable] = {
+    function.__name__: function
+    for function in (check_dense, check_packed, check_groups_stay_whole, check_compiled)
+}
+
+
+@contextlib.contextmanager
+def process_group(rank: int, port: int) -> Iterator[None]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def run_all(rank: int, port: int) -> None:
+    # Sharding rules are registered when DTensor comes into use, and not by importing flash_ext.
+    assert "torch.distributed.tensor" not in sys.modules
+    with process_group(rank, port):
+        from torch.distributed.tensor import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        for check in CHECKS.values():
+            check(mesh)
+
+
+# ---- the test --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
+def test_dtensor_on_two_processes() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_all, (port,), nprocs=WORLD_SIZE)

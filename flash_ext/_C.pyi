@@ -1,25 +1,10 @@
-"""The extension module (csrc/api_bindings.cpp). Use the functions of the package instead of these."""
+"""The extension module; written in csrc/api_bindings.cpp."""
 
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 from torch import Tensor
 
-class BuildInfo(TypedDict):
-    version: str
-    git_sha: str
-    torch: str
-    cuda: str
-    archs: str
-    flags: str
-    variant: str
-
-class DeviceFacts(TypedDict):
-    compute_capability: tuple[int, int]
-    num_sms: int
-    smem_per_block: int
-    l2_bytes: int
-
-build_info: BuildInfo
+build_info: dict[str, str]
 
 def fwd(
     q: Tensor,
@@ -27,8 +12,8 @@ def fwd(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -46,8 +31,8 @@ def bwd(
     dlse: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -55,61 +40,31 @@ def bwd(
     deterministic: bool,
     path: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-def check_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    path: str | None,
-    /,
-) -> None: ...
-def check_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    path: str | None,
-    /,
-) -> None: ...
+def check_fwd(*arguments: Any) -> None: ...
+def check_bwd(*arguments: Any) -> None: ...
 def path_names() -> str: ...
 def plan(
-    direction: Literal["fwd", "bwd"],
+    direction: str,
     *,
-    dtype: Literal["float16", "bfloat16"] = ...,
-    batch: int = ...,
+    dtype: str = "bfloat16",
+    batch: int = 1,
     seqlen_q: int,
     seqlen_k: int,
     num_heads: int,
     num_heads_k: int,
     head_dim: int,
     head_dim_v: int,
-    packed: bool = ...,
-    max_seqlen_q: int = ...,
-    max_seqlen_k: int = ...,
-    window_left: int = ...,
-    window_right: int = ...,
-    deterministic: bool = ...,
-    path: str | None = ...,
-    device: int = ...,
+    packed: bool = False,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    deterministic: bool = False,
+    path: str | None = None,
+    device: int = 0,
 ) -> dict[str, Any]: ...
-def device_facts(device: int = ...) -> DeviceFacts: ...
-def get_switch(name: str, /) -> int | None: ...
-def set_switch(name: str, value: int | None, /) -> None: ...
+def device_facts(device: int = 0) -> dict[str, Any]: ...
+def get_switch(name: str) -> int | None: ...
+def set_switch(name: str, value: int | None) -> None: ...
 def last_launch() -> dict[str, Any] | None: ...
-def use_null_kernels_on_cpu(enable: bool, /) -> None: ...
+def use_null_kernels_on_cpu(enable: bool) -> None: ...

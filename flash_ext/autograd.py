@@ -20,7 +20,8 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.flash_ext.fwd.default(*args)
+        result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(*args)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -274,8 +274,10 @@ def backward(
     """
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+    grads: tuple[Tensor, Tensor, Tensor]
     if _is_compiling() or _in_functorch():
-        return torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options))
+        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options))
+        return grads
     try:
         left, right = window
         return _C.bwd(
@@ -311,15 +313,18 @@ def _run_fwd(
     everything else takes the extension's own entry, which costs less than half of torch.ops.
     """
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+    result: tuple[Tensor, Tensor]
     if _is_compiling():
-        return torch.ops.flash_ext.fwd.default(
+        result = torch.ops.flash_ext.fwd.default(
             q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
         )
+        return result
     try:
         if _in_functorch():
-            return AttentionFunction.apply(
+            result = AttentionFunction.apply(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
             )
+            return result
         left, right = window
         return _C.fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left,
@@ -374,16 +379,17 @@ def _explain_options(
     deterministic: Any,
     path: Any,
 ) -> None:
+    # What pybind11 converts: anything with __index__ is an int, with __float__ a float, with __bool__ a bool.
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not is_pair or not all(isinstance(value, int) for value in window):
+    if not is_pair or not all(hasattr(value, "__index__") for value in window):
         raise TypeError(f"window must be a pair of ints (left, right), got {window!r}.")
     for name, value in {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}.items():
-        if value is not None and not isinstance(value, (int, torch.SymInt)):
+        if value is not None and not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an int or None, got {type(value).__qualname__}.")
-    if softmax_scale is not None and not isinstance(softmax_scale, (int, float)):
+    if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
         raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__qualname__}.")
     for name, value in {"causal": causal, "deterministic": deterministic}.items():
-        if not isinstance(value, (bool, int)):
+        if not hasattr(value, "__bool__"):
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
     if path is not None and not isinstance(path, str):
         raise TypeError(f"path must be a str or None, got {type(path).__qualname__}.")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -65,7 +65,10 @@ def _load() -> Any:
     return _C
 
 
-_C: Any = _load()
+if TYPE_CHECKING:
+    from . import _C as _C
+else:
+    _C = _load()
 is_built = not isinstance(_C, MissingExtension)
 
 
@@ -165,7 +168,7 @@ def _fold_all(
 
 
 def _unfold(t: Tensor, size: int, dim: int) -> Tensor:
-    return t.unflatten(dim, (size, t.shape[dim] // size))
+    return t.reshape(*t.shape[:dim], size, t.shape[dim] // size, *t.shape[dim + 1 :])
 
 
 def vmap_fwd(

@@ -79,7 +79,7 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
     if key.shape[:-3] == batch and value.shape[:-3] == batch:
         return batch
     try:
-        return torch.broadcast_shapes(batch, key.shape[:-3], value.shape[:-3])
+        return torch.Size(torch.broadcast_shapes(batch, key.shape[:-3], value.shape[:-3]))
     except RuntimeError:
         raise ValueError(
             "the leading dimensions of query, key and value must broadcast, got shapes "

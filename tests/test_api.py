@@ -5,8 +5,10 @@ Ids such as API-01 name the rows of the gauntlet (docs/testing.md).
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,15 +73,27 @@ def test_all_names_are_public_and_typed() -> None:
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 
+def arguments_of_entry(name: str) -> list[str]:
+    """As pybind11 documents them: ``name(q: torch.Tensor, ...) -> ...``."""
+    line = getattr(_C, name).__doc__.splitlines()[0]
+    return re.findall(r"(?:\(|, )(\w+): ", line.split(" -> ")[0])
+
+
 def test_entries_of_the_extension_take_the_arguments_of_the_operators() -> None:
     """causal is resolved into the window on the way; otherwise the order is the schema's."""
     for name in ("fwd", "bwd"):
         schema = [argument.name for argument in getattr(torch.ops.flash_ext, name).default._schema.arguments]
-        documented = getattr(_C, name).__doc__.split("->")[0]
-        entry = [
-            part.split(":")[0].strip() for part in documented.split("(", 1)[1].split(", ") if ":" in part
-        ]
-        assert [argument for argument in entry if argument != "causal"] == schema
+        assert [argument for argument in arguments_of_entry(name) if argument != "causal"] == schema
+
+
+def test_types_of_the_extension_are_declared() -> None:
+    stub = ast.parse((Path(flash_ext.__file__).parent / "_C.pyi").read_text())
+    functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+    values = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    assert {*functions, *values} == {name for name in dir(_C) if not name.startswith("__")}
+    for name in ("fwd", "bwd", "plan"):
+        declared = functions[name].args
+        assert [a.arg for a in (*declared.args, *declared.kwonlyargs)] == arguments_of_entry(name)
 
 
 # ---- refusals (API-06, API-07) ---------------------------------------------------------------------------

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from bench import host_cost
 from flash_ext.ops import _C
-from tests.qkv import make_qkv, null_kernels
+from tests.qkv import make_qkv, null_kernels, reference
 
 on_roads = pytest.mark.parametrize(
     ("device", "road"),
@@ -143,3 +144,12 @@ def test_switches_have_names() -> None:
     with pytest.raises(ValueError, match="unknown switch 'x'; known: compute_capability, num_sms"):
         _C.set_switch("x", 1)
     assert _C.get_switch("num_sms") is None
+
+
+def test_host_cost_is_measured_and_leaves_nothing_behind() -> None:
+    times = host_cost.measure("cpu", number=2, repeats=1)
+    assert set(times) > {"empty op", "attention", "attention and its gradient"}
+    assert all(0 < value < 1e6 for value in times.values())
+    assert _C.get_switch("skip_launch") is None
+    q, k, v = make_qkv()
+    torch.testing.assert_close(flash_ext.attention(q, k, v), reference(q, k, v)[0].float())

@@ -12,7 +12,7 @@ PYTHON ?= python3
 ARGS ?=
 
 # Shell text that sets $$py to the interpreter of the prepared environment, with the extension built in place.
-prepared = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV)) && \
+prepared = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV) --modules $(MODULES)) && \
            $$py setup.py --quiet build_ext --inplace
 
 .PHONY: help build test demo info bench clean
@@ -28,15 +28,18 @@ help:
 build:
 	@$(prepared)
 
+test: MODULES = pytest hypothesis numpy
 test:
 	@$(prepared) && $$py -m pytest $(ARGS)
 
+demo: MODULES = numpy matplotlib rich
 demo:
 	@$(prepared) && $$py -m flash_ext.demo $(ARGS)
 
 info:
 	@$(prepared) && $$py -m flash_ext.info $(ARGS)
 
+bench: MODULES = numpy
 bench:
 	@$(prepared) && $$py -m bench.attention $(ARGS)
 

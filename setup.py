@@ -1,4 +1,4 @@
-"""Builds the extension module flash_ext._C; what is fixed lies in pyproject.toml, how in csrc/build_backend/."""
+"""Builds the extension module flash_ext._C; how, is in csrc/build_backend/, the rest in pyproject.toml."""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ def as_text(info: dict[str, Any]) -> str:
     if extension["loaded"]:
         commit = extension["git_sha"] or "not from a repository"
         lines += [
-            f"built for     torch {extension['torch']}, CUDA {extension['cuda']} ({extension['variant']}, commit {commit})",
+            f"built for     torch {extension['torch']}, CUDA {extension['cuda']}",
+            f"built as      {extension['variant']}, commit {commit}",
             f"machine code  {extension['archs']}",
             f"nvcc flags    {extension['flags']}",
         ]
@@ -138,7 +139,8 @@ def as_text(info: dict[str, Any]) -> str:
 
 
 def _device_lines(device: dict[str, Any]) -> list[str]:
-    lines = [f"GPU {device['index']}         {device['name']}, compute capability {device['compute_capability']}, "
+    lines = [f"GPU {device['index']}         {device['name']}, "
+             f"compute capability {device['compute_capability']}, "
              f"{device['num_sms']} SMs, {device['memory_gib']} GiB"]
     for direction, served in device.get("paths", {}).items():
         for head_dim, choice in served["kernels"].items():
@@ -149,7 +151,8 @@ def _device_lines(device: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flash_ext.info", description="What is installed and what runs.")
+    parser = argparse.ArgumentParser(prog="python -m flash_ext.info",
+                                     description="What is installed and what runs.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     args = parser.parse_args()
     info = collect()

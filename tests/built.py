@@ -19,7 +19,7 @@ def module_file() -> Path:
 def disassemblers() -> Path | None:
     """A folder with cuobjdump and nvdisasm: pip's, else one on PATH, else the toolkit's."""
     on_path = shutil.which("cuobjdump")
-    candidates = [Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13" / "bin", Path("/usr/local/cuda/bin")]
+    candidates = [Path(sysconfig.get_path("platlib")) / "nvidia/cu13/bin", Path("/usr/local/cuda/bin")]
     if on_path:
         candidates.insert(1, Path(on_path).parent)
     for folder in candidates:

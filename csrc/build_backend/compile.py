@@ -62,8 +62,9 @@ class Variant:
         archs = tuple(re.split(r"[\s;,]+", (os.environ.get("FLASH_EXT_ARCHS") or DEFAULT_ARCHS).strip()))
         for arch in archs:
             if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
-                raise environment.BuildProblem("FLASH_EXT_ARCHS", repr(arch), "e.g. 8.0, 8.0+PTX or 9.0a",
-                                               f"export FLASH_EXT_ARCHS='{DEFAULT_ARCHS}'")
+                raise environment.BuildProblem(
+                    "FLASH_EXT_ARCHS is not understood", repr(arch), "e.g. 8.0, 8.0+PTX or 9.0a",
+                    f"export FLASH_EXT_ARCHS='{DEFAULT_ARCHS}'")
         mutant = os.environ.get("FLASH_EXT_MUTANT") or None
         return cls(archs, os.environ.get("FLASH_EXT_DEBUG", "") not in ("", "0"),
                    int(mutant) if mutant else None)
@@ -100,7 +101,7 @@ class Tools:
     @classmethod
     def find(cls) -> Tools:
         if sys.platform != "linux":
-            raise environment.BuildProblem("the platform", sys.platform, "Linux", "build in WSL 2")
+            raise environment.BuildProblem("unknown platform", sys.platform, "Linux", "use WSL 2")
         torch = environment.check_torch(environment.find_torch())
         toolkit = environment.check_toolkit()
         return cls(torch, toolkit, environment.check_host_compiler(toolkit), environment.find_ninja(),
@@ -242,7 +243,8 @@ def _probe_toolkit(tools: Tools, folder: Path) -> None:
     if done.returncode:
         said = " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
         raise environment.BuildProblem(
-            "the CUDA toolkit", f"{tools.toolkit.home} with {tools.cxx} compiles no empty kernel: {said}",
+            "the CUDA toolkit does not work",
+            f"{tools.toolkit.home} with {tools.cxx} compiles no empty kernel: {said}",
             "nvcc, nvvm, crt, cccl and cudart of one CUDA 13 release",
             f'python -m pip install "{toolkit_requirement()}"')
     stamp.write_text(signature)

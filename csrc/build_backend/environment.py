@@ -28,13 +28,12 @@ class BuildProblem(Exception):
     """A piece of the build environment is missing or does not match.
 
     Args:
-        piece: what the problem is about, e.g. "torch".
+        what: the problem in a few words, e.g. "no torch that fits".
         found, needed, mend: one line each; ``mend`` is a command.
     """
 
-    def __init__(self, piece: str, found: str, needed: str, mend: str) -> None:
-        self.piece = piece
-        super().__init__(f"flash_ext cannot be built: {piece} does not fit.\n"
+    def __init__(self, what: str, found: str, needed: str, mend: str) -> None:
+        super().__init__(f"flash_ext cannot be built: {what}.\n"
                          f"  found:  {found}\n  needed: {needed}\n  mend:   {mend}")
 
 
@@ -109,12 +108,12 @@ def check_torch(torch: TorchInstall | None) -> TorchInstall:
     needed = f"torch {minimum} or newer, built for CUDA 13 or for the CPU only"
     mend = f'python -m pip install "{torch_requirement()}"'
     if torch is None:
-        raise BuildProblem("torch", f"none for {sys.executable}", needed, mend)
+        raise BuildProblem("no torch that fits", f"none for {sys.executable}", needed, mend)
     if as_numbers(torch.version) < as_numbers(minimum) or torch.hip or (
             torch.cuda and as_numbers(torch.cuda)[0] != 13):
         target = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU only"
         found = f"torch {torch.version}, built for {target}, in {torch.root}"
-        raise BuildProblem("torch", found, needed, mend)
+        raise BuildProblem("no torch that fits", found, needed, mend)
     return torch
 
 
@@ -158,7 +157,8 @@ def check_toolkit() -> Toolkit:
     toolkit, refused = find_toolkit()
     if toolkit is None:
         raise BuildProblem(
-            "the CUDA toolkit", "; ".join(refused) or "no nvcc", "a complete CUDA 13 toolkit, 13.0 or newer",
+            "no CUDA toolkit that fits", "; ".join(refused) or "no nvcc",
+            "a complete CUDA 13 toolkit, 13.0 or newer",
             f'python -m pip install "{toolkit_requirement()}" (or set CUDA_HOME)')
     return toolkit
 
@@ -259,7 +259,7 @@ def check_host_compiler(toolkit: Toolkit) -> str:
         if "clang" in said or (version.isdigit() and 11 <= int(version) <= limit):
             return path
         refused.append(f"{path} is g++ {version}")
-    raise BuildProblem("the C++ compiler", "; ".join(refused) or f"no {named or 'g++'}",
+    raise BuildProblem("no C++ compiler that fits", "; ".join(refused) or f"no {named or 'g++'}",
                        f"g++ 11 to {limit} (CUDA {toolkit.version} takes no newer one)",
                        "apt-get install g++-12, or set CXX to the one to use")
 
@@ -268,8 +268,8 @@ def check_python_headers() -> Path:
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         number = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        raise BuildProblem("Python's headers", f"no Python.h in {include}", f"the headers of Python {number}",
-                           f"apt-get install python{number}-dev")
+        raise BuildProblem("Python's headers are missing", f"no Python.h in {include}",
+                           f"the headers of Python {number}", f"apt-get install python{number}-dev")
     return include
 
 
@@ -281,7 +281,7 @@ def find_ninja() -> str:
     else:
         path = shutil.which("ninja", path=ninja.BIN_DIR) or shutil.which("ninja")
     if path is None:
-        raise BuildProblem("ninja", "no ninja on PATH and no ninja module", "ninja 1.11 or newer",
+        raise BuildProblem("ninja is missing", "no ninja on PATH and no ninja module", "ninja 1.11 or newer",
                            "python -m pip install ninja")
     return path
 

@@ -1,6 +1,6 @@
 """Prepares the environment that `make` runs in, and prints the path of its interpreter.
 
-    python3 csrc/build_backend/prepare.py [--venv auto|system|FOLDER]
+    python3 csrc/build_backend/prepare.py [--venv auto|system|FOLDER] [--modules NAME ...]
 
 ``auto`` uses .venv: it is made, and filled with the pinned torch and what tests and demo need, on the first
 run and reused afterwards. Only where no package index can be reached and python3 already has a CUDA build
@@ -23,31 +23,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from build_backend import environment, pins  # noqa: E402
 
 STAMP = "flash_ext-requirements.json"
-# What `make test` imports besides torch. The disassemblers may be missing, tests then say so.
-NEEDED_MODULES = ("setuptools", "pytest", "hypothesis", "numpy")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default="auto", help="auto, system, or the folder of a virtual environment")
+    parser.add_argument("--modules", nargs="*", default=[], help="what a python3 used as it is must have")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)  # inside the venv, by itself
     args = parser.parse_args()
     try:
         if args.fill:
             fill()
         else:
-            print(interpreter(args.venv))
+            print(interpreter(args.venv, args.modules))
     except environment.BuildProblem as problem:
         raise SystemExit(f"\n{problem}") from None
 
 
-def interpreter(venv: str) -> Path:
+def interpreter(venv: str, modules: list[str]) -> Path:
     if sys.version_info < (3, 10):  # noqa: UP036  (this script may be started by any python3)
-        raise environment.BuildProblem("Python", sys.version.split()[0], "Python 3.10 or newer",
+        raise environment.BuildProblem("Python is too old", sys.version.split()[0], "Python 3.10 or newer",
                                        "apt-get install python3, or make PYTHON=/path/to/python3")
     folder = pins.ROOT / (".venv" if venv == "auto" else venv)
     if venv == "system" or (venv == "auto" and not (folder / STAMP).is_file() and must_use_system()):
-        check_system()
+        check_system(modules)
         return Path(sys.executable)
     python = folder / "bin" / "python"
     if not python.exists():
@@ -65,23 +64,26 @@ def must_use_system() -> bool:
 
 
 def reaches_index() -> bool:
-    """Whether pip can fetch a package; the smallest of those that the tests need is tried."""
+    """Whether pip can fetch a package; a small one that the tests need is tried."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-             "--no-cache-dir", "--retries", "0", "--timeout", "8", "--dest", folder, "iniconfig"],
+             "--no-cache-dir", "--retries", "0", "--timeout", "8", "--dest", folder, "nvidia-cuda-cuobjdump"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     return done.returncode == 0
 
 
-def check_system() -> None:
+def check_system(modules: list[str]) -> None:
+    """Refuses a python3 without a fitting torch, ninja, or one of the modules that are wanted."""
     environment.check_torch(environment.find_torch())
     environment.find_ninja()
-    missing = [name for name in NEEDED_MODULES if importlib.util.find_spec(name) is None]
+    wanted = ["setuptools", *modules]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
-        raise environment.BuildProblem("the environment", f"{sys.executable} has no {', '.join(missing)}",
-                                       ", ".join(NEEDED_MODULES), f"{sys.executable} -m pip install "
-                                       f"{' '.join(missing)} (or leave VENV=system out)")
+        raise environment.BuildProblem("this Python lacks modules",
+                                       f"{sys.executable} has no {', '.join(missing)}", ", ".join(wanted),
+                                       f"{sys.executable} -m pip install {' '.join(missing)} "
+                                       "(or leave VENV=system out)")
 
 
 def make_venv(folder: Path) -> None:
@@ -90,9 +92,9 @@ def make_venv(folder: Path) -> None:
                           stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         number = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        raise environment.BuildProblem("Python's venv module", " ".join(done.stdout.split())[:300],
-                                       "a Python that makes virtual environments with pip in them",
-                                       f"apt-get install python{number}-venv")
+        raise environment.BuildProblem(
+            "no virtual environment can be made", " ".join(done.stdout.split())[:300],
+            "a Python whose virtual environments have pip", f"apt-get install python{number}-venv")
 
 
 def fill() -> None:
@@ -113,7 +115,7 @@ def fill() -> None:
                            "--progress-bar", "off", *wanted], stdout=sys.stderr, check=False)
     if done.returncode:
         raise environment.BuildProblem(
-            "the package index", "pip could not install the packages, its words are above",
+            "pip could not install what is needed", "its words are above",
             "a package index that pip can reach, or a python3 that has them all",
             "make test VENV=system (uses python3's own torch)")
     stamp.write_text(json.dumps(record))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import threading
@@ -210,12 +209,6 @@ from tests import harness, test_gauntlet_races as races
 print(races.digest(races.REPEATED["causal"], harness.TARGETS["{target.name}"]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=True,
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=True
     )
     assert done.stdout.strip() == here

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flash_ext.ops import _C
-from tests.cases import dense
+from tests.cases import COMPILED_HEAD_DIMS, dense
 from tests.harness import Target, on_gpu_paths, run_cases
 from tests.large import Large, random_tensor, run_large
 
@@ -237,6 +237,58 @@ def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) 
         assert peak_extra_bytes(backward) <= 3 * row_bytes + plan["workspace_bytes"] + mib
 
 
+@pytest.fixture
+def pretended_gpu():
+    """Every fact of a GPU by switches, so that plans need none."""
+    facts = {"compute_capability": 90, "num_sms": 132, "smem_per_block": 232448}
+    for name, value in facts.items():
+        _C.set_switch(name, value)
+    yield
+    for name in facts:
+        _C.set_switch(name, None)
+
+
+def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int) -> None:
+    """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(20_000):
+        packed, deterministic = rng.random() < 0.5, rng.random() < 0.5
+        batch, group = 2 ** rng.randint(0, 20) - rng.randint(0, 1), rng.choice((1, 2, 3, 8))
+        heads_k = rng.choice((1, 2, 7, 16, 1024))
+        rows_q, rows_k = (2 ** rng.randint(0, 40 if packed else 29) + rng.randint(-1, 1) for _ in range(2))
+        head_dim, head_dim_v = rng.randint(1, 256), rng.randint(1, 256)
+        if heads_k * group * max(rows_q, rows_k) * (1 if packed else batch) > 2**50:
+            continue  # its bytes could not be counted in 63 bits either
+        direction = rng.choice(("fwd", "bwd"))
+        plan = _C.plan(
+            direction,
+            batch=batch,
+            seqlen_q=rows_q,
+            seqlen_k=rows_k,
+            num_heads=heads_k * group,
+            num_heads_k=heads_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            packed=packed,
+            deterministic=deterministic,
+            path="sm80",
+        )
+        if plan["path"] is None:
+            assert "sequence length" in plan["reasons"]["sm80"] and max(rows_q, rows_k) >= 2**30 - 1024
+            refused += 1
+            continue
+        heads, rows, block = heads_k * group, rows_q, plan["block_m"]
+        if direction == "bwd":
+            heads, rows, block = heads_k, rows_k, plan["block_n"]
+            total = heads_k * group * (rows_q if packed else batch * rows_q)
+            padded = next(size for size in COMPILED_HEAD_DIMS if size >= max(head_dim, head_dim_v))
+            assert plan["workspace_bytes"] == 4 * total * (2 + (0 if deterministic else padded))
+        tiles = rows // block + batch + 2 if packed else -(-rows // block) * batch
+        assert plan["grid"] == tiles * heads
+    assert 100 < refused < 15_000
+
+
 # ---- GR ----
 
 
@@ -254,6 +306,16 @@ def test_gr03_a_million_batch_heads(target: Target, seed: int) -> None:
 @on_gpu_paths
 def test_gr05_more_query_tiles_than_a_grid_dimension(target: Target, seed: int) -> None:
     run_large(dense_large(1, 128 * 65536 + 1, 16, 1, 1, 16), target, seed, samples=24)
+
+
+@on_gpu_paths
+def test_gr06_more_thread_blocks_than_a_grid_holds_are_an_exception(target: Target) -> None:
+    needs_memory(32)
+    q = torch.zeros(65536, 1, 32768, 1, dtype=torch.bfloat16, device="cuda")
+    k = torch.zeros(65536, 1, 1, 1, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(RuntimeError, match="thread blocks"):
+        torch.ops.flash_ext.fwd(q, k, k, None, None, 0, 0, 1.0, -1, -1, False, target.path)
+    run_cases([dense(1, 5, 5, 1, 1, 64)], target)  # the context is as before
 
 
 @on_gpu_paths

@@ -35,3 +35,16 @@ class AttentionFunction(torch.autograd.Function):
             dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *ctx.options
         )
         return *grads, None, None, *(None for _ in ctx.options)
+
+
+def apply_under_transforms(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """:class:`AttentionFunction` with the operator's arguments.
+
+    Autocast happens here, before anything is saved, as it does above the C++ function.
+    """
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    result: tuple[Tensor, Tensor] = AttentionFunction.apply(q, k, v, *rest)
+    return result

@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .autograd import AttentionFunction
+from .autograd import apply_under_transforms
 from .ops import _C
 from .spec import default_scale
 
@@ -313,18 +313,16 @@ def _run_fwd(
     everything else takes the extension's own entry, which costs less than half of torch.ops.
     """
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
-    result: tuple[Tensor, Tensor]
     if _is_compiling():
-        result = torch.ops.flash_ext.fwd.default(
+        result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
             q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
         )
         return result
     try:
         if _in_functorch():
-            result = AttentionFunction.apply(
+            return apply_under_transforms(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
             )
-            return result
         left, right = window
         return _C.fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left,

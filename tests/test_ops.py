@@ -423,6 +423,21 @@ def test_autocast(dtype: torch.dtype, device: str) -> None:  # HD-11, TC-08
     assert all(grad.dtype == dtype for grad in grads)
 
 
+@on_devices
+def test_autocast_under_torch_func(device: str) -> None:
+    q, k, v = make_qkv(device, dtype=torch.float32)
+
+    def loss(q: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return flash_ext.attention(q, k, v, deterministic=True).float().sin().sum()
+
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    got = torch.func.grad(loss)(q)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, expected)
+
+
 # ---- what training setups attach -------------------------------------------------------------------------
 
 

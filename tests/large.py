@@ -6,6 +6,7 @@ a few dozen well spread samples with the first and the last element among them s
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from dataclasses import dataclass
@@ -89,7 +90,26 @@ def run_large(x: Large, target: Target, seed: int, samples: int = 64) -> None:
         if name == "lse":
             compare.assert_lse(actual, expected, largest)
         else:
-            compare.assert_within_gates(name, actual, expected)
+            _check_gates(name, actual, expected, x.q.shape[-3] if name in ("dk", "dv") else x.k.shape[-3])
+
+
+def _check_gates(name: str, actual: Tensor, expected: Tensor, terms: int) -> None:
+    """The gates of compare.py, wider for few samples and by what float32 sums of that many terms lose.
+
+    Tensor cores truncate when they add 16 terms to an accumulator, which takes half a unit in the last place
+    each time: nothing beside 16 bits for 10^5 terms, but 2 % for 10^7.
+    """
+    extra = 2.0**-24 * terms / 16
+    gate = compare.GATES[actual.dtype][name]
+    gate = dataclasses.replace(
+        gate,
+        rel_l2=1.25 * gate.rel_l2 + extra,
+        worst_row=2 * gate.worst_row + 2 * extra,
+        signed_bias=gate.signed_bias + extra,
+    )
+    errors = compare.measure(actual, expected, gate.row_floor)
+    failed = compare.violations(errors, gate)
+    assert not failed, f"{name}: {'; '.join(failed)}\n  {errors}"
 
 
 def _poison(size: int) -> None:

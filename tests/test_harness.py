@@ -215,7 +215,7 @@ def test_watchdog_survives_a_hang_and_a_crash() -> None:
     endless = dense(1, 9000, 9000, 8, 8, 256)
     outcomes = run_guarded([short, endless, short, short.replace(data="no such kind")], CPU, seconds=4)
     problems = [o.problem for o in outcomes]
-    assert [bool(p) for p in problems] == [False, True, False, True]
+    assert [bool(p) for p in problems] == [False, True, False, True], problems
     assert "no answer" in problems[1] and "died" in problems[3]
 
 

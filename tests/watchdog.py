@@ -14,8 +14,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tests.cases import Case
-from tests.harness import TARGETS, CaseFailure, Target, repro_line, run_case
+from tests.harness import TARGETS, CaseFailure, Target, poisoned, repro_line, run_case
 
 CASE_SECONDS = 20.0
 START_SECONDS = 120.0  # importing torch and making a CUDA context on a busy machine
@@ -93,9 +95,12 @@ def problems(outcomes: list[Outcome], target: Target) -> str:
 
 
 def main() -> None:
-    """The child: reads cases from standard input, answers "start" and "done" for each."""
+    """The child: reads cases from standard input; answers "ready", then "start" and "done" for each."""
     target = TARGETS[sys.argv[1]]
     with target.active():
+        with poisoned(target.device, []):  # what only the first call in a process pays for
+            torch.zeros(1, device=target.device).sum().item()
+        print("ready", flush=True)
         for line in sys.stdin:
             print("start", flush=True)
             problem = ""

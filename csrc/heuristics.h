@@ -67,8 +67,7 @@ struct BwdTile {
   bool paired;
   int part_m;  // queries a warp takes at a time
   int stages;  // Q/dO buffers
-  int dq_warps_m;  // split of dQ's block_m x d over the warps; warps beyond dq_warps_m * dq_warps_d skip it
-  int dq_warps_d;
+  int dq_warps_m;  // dQ's rows are split over this many warps, its columns over key_warps / dq_warps_m
   int ctas_per_sm;
 
   constexpr int warps() const { return paired ? 2 * key_warps : key_warps; }
@@ -84,11 +83,11 @@ struct BwdTile {
 constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
   const bool large = c == SmemClass::kLarge;
   switch (d) {
-    case 64: return large ? BwdTile{64, 4, 2, false, 32, 2, 2, 2, 2} : BwdTile{32, 4, 1, false, 32, 2, 2, 2, 1};
-    case 96: return large ? BwdTile{64, 4, 2, true, 64, 2, 4, 2, 1} : BwdTile{32, 2, 2, true, 32, 2, 2, 2, 1};
-    case 128: return large ? BwdTile{64, 4, 2, true, 64, 2, 2, 4, 1} : BwdTile{32, 4, 1, true, 32, 2, 2, 4, 1};
-    case 192: return large ? BwdTile{64, 4, 1, true, 32, 2, 2, 4, 1} : BwdTile{32, 2, 1, true, 32, 2, 2, 2, 1};
-    default: return large ? BwdTile{64, 4, 1, true, 32, 2, 2, 4, 1} : BwdTile{32, 2, 1, true, 32, 1, 2, 2, 1};
+    case 64: return large ? BwdTile{64, 4, 2, false, 32, 2, 2, 2} : BwdTile{32, 4, 1, false, 32, 2, 2, 1};
+    case 96: return large ? BwdTile{64, 4, 2, true, 64, 2, 2, 1} : BwdTile{32, 2, 2, true, 32, 2, 2, 1};
+    case 128: return large ? BwdTile{64, 4, 2, true, 64, 2, 2, 1} : BwdTile{32, 4, 1, true, 32, 2, 2, 1};
+    case 192: return large ? BwdTile{64, 4, 1, true, 32, 2, 2, 1} : BwdTile{32, 2, 1, true, 32, 2, 2, 1};
+    default: return large ? BwdTile{64, 4, 1, true, 64, 2, 2, 1} : BwdTile{32, 2, 1, true, 32, 1, 2, 1};
   }
 }
 

@@ -1,9 +1,9 @@
 // The sm80 path on the host: what it accepts, how it would launch, and which instance runs.
 #include <algorithm>
 
+#include "grid.h"
 #include "heuristics.h"
 #include "paths.h"
-#include "sm80/grid.h"
 #include "sm80/instances.h"
 
 namespace flash_ext::sm80 {

@@ -1,6 +1,7 @@
 // Where the rows of one sequence live, and which (tile, head, sequence) a CTA of a one-dimensional grid owns.
 #pragma once
 
+#include "../grid.h"
 #include "../params.h"
 
 namespace flash_ext {
@@ -68,21 +69,22 @@ struct Work {
   bool active;  // false: nothing to compute or write
 };
 
-// Decodes blockIdx.x. Heads are taken in groups of `heads_per_group` (batch * heads counted together) whose
-// K/V fit the L2 cache; inside a group the tile index is the slow dimension, so that causal tiles of all
-// heads are started longest first.
+__device__ __forceinline__ uint32_t divide(uint32_t n, const Divisor& d) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(n) * d.factor) >> d.shift);
+}
+
+// Decodes blockIdx.x; grid.h tells the order.
 template <int kBlock, bool kTilesAreQueries, bool kDescending>
-__device__ __forceinline__ Work decode_work(const Problem& p, int heads, int64_t blocks, int heads_per_group) {
-  // The grid has fewer than 2^31 CTAs and heads_per_group never exceeds the heads there are: 32 bits suffice.
+__device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g) {
   const bool packed = p.cu_seqlens_q != nullptr;
-  const uint32_t head_slots = packed ? heads : static_cast<uint32_t>(p.batch) * heads;
-  const uint32_t group_tiles = static_cast<uint32_t>(blocks) * heads_per_group;
-  const uint32_t group = blockIdx.x / group_tiles;
-  const uint32_t rest = blockIdx.x - group * group_tiles;
-  const uint32_t in_group = min(static_cast<uint32_t>(heads_per_group), head_slots - group * heads_per_group);
-  const uint32_t slow = rest / in_group;
-  const uint32_t bh = group * heads_per_group + (rest - slow * in_group);
-  const int tile = static_cast<int>(kDescending ? blocks - 1 - slow : slow);
+  const uint32_t group = divide(blockIdx.x, g.group_tiles);
+  const uint32_t rest = blockIdx.x - group * g.group_tiles.divisor;
+  const uint32_t first_head = group * g.heads_in_group.divisor;
+  // Only the last group may be smaller.
+  const uint32_t in_group = min(g.heads_in_group.divisor, g.head_slots - first_head);
+  const uint32_t slow = in_group == g.heads_in_group.divisor ? divide(rest, g.heads_in_group) : rest / in_group;
+  const uint32_t bh = first_head + (rest - slow * in_group);
+  const int tile = static_cast<int>(kDescending ? g.blocks - 1 - slow : slow);
   Work w;
   if (packed) {
     const int32_t* cu = kTilesAreQueries ? p.cu_seqlens_q : p.cu_seqlens_k;
@@ -100,8 +102,9 @@ __device__ __forceinline__ Work decode_work(const Problem& p, int heads, int64_t
     w.k = kTilesAreQueries ? other : mine;
     w.active = static_cast<int64_t>(slot.block) * kBlock < mine.length;
   } else {
-    w.b = static_cast<int>(bh / heads);
-    w.h = static_cast<int>(bh - static_cast<uint32_t>(w.b) * heads);
+    const uint32_t b = divide(bh, g.heads);
+    w.b = static_cast<int>(b);
+    w.h = static_cast<int>(bh - b * g.heads.divisor);
     w.block = tile;
     w.q = {0, p.seqlen_q};
     w.k = {0, p.seqlen_k};

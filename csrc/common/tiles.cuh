@@ -116,25 +116,36 @@ struct TileDestination {
   bool aligned;
 };
 
-// Writes rows [0, kRows) of a shared tile that are below `rows`; called by kThreads threads together.
+// Writes kRows rows of a shared tile from row0 on, as far as they are below `rows`; for kThreads threads together.
 template <int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void store_tile(const TileDestination& dst, uint32_t tile, int row0, int rows,
                                            int thread_idx) {
   using Tile = SmemTile<kCols>;
-#pragma unroll 1
-  for (int index = thread_idx; index < kRows * Tile::kChunks; index += kThreads) {
-    const int chunk = index % Tile::kChunks;
-    const int r = row0 + index / Tile::kChunks;
-    const int valid = r < rows ? dst.cols - chunk * 8 : 0;
-    if (valid <= 0) continue;
-    uint32_t w[4];
+  const auto load = [&](int index, uint32_t(&w)[4]) {
+    const uint32_t at = tile + Tile::offset(row0 + index / Tile::kChunks, index % Tile::kChunks);
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "r"(tile + Tile::offset(r, chunk)));
-    uint16_t* p = dst.ptr + r * dst.row_stride + chunk * 8;
-    if (dst.aligned && valid >= 8) {
-      *reinterpret_cast<uint4*>(p) = make_uint4(w[0], w[1], w[2], w[3]);
-    } else {
+                 : "r"(at));
+  };
+  if (dst.aligned && dst.cols % 8 == 0) {
+    // Four rows in flight hide the latency of shared memory.
+#pragma unroll 4
+    for (int index = thread_idx; index < kRows * Tile::kChunks; index += kThreads) {
+      const int chunk = index % Tile::kChunks, r = row0 + index / Tile::kChunks;
+      if (r >= rows || chunk * 8 >= dst.cols) continue;
+      uint32_t w[4];
+      load(index, w);
+      *reinterpret_cast<uint4*>(dst.ptr + r * dst.row_stride + chunk * 8) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+  } else {
+#pragma unroll 1
+    for (int index = thread_idx; index < kRows * Tile::kChunks; index += kThreads) {
+      const int chunk = index % Tile::kChunks, r = row0 + index / Tile::kChunks;
+      const int valid = r < rows ? dst.cols - chunk * 8 : 0;
+      if (valid <= 0) continue;
+      uint32_t w[4];
+      load(index, w);
+      uint16_t* p = dst.ptr + r * dst.row_stride + chunk * 8;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (j < valid) p[j] = static_cast<uint16_t>(w[j / 2] >> (16 * (j & 1)));
@@ -143,19 +154,27 @@ __device__ __forceinline__ void store_tile(const TileDestination& dst, uint32_t 
   }
 }
 
-// Puts an accumulator block (16 rows x 8 columns at row0, 8 * col8) into a tile, rounded to E.
-template <typename E, int kCols>
-__device__ __forceinline__ void put_fragment(uint32_t tile, const float (&d)[4], int row0, int col8, int lane,
-                                             float scale_lo, float scale_hi) {
-  using Tile = SmemTile<kCols>;
-  const int r = row0 + lane / 4;
-  const uint32_t within = (lane & 3) * 4;
-  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(tile + Tile::offset(r, col8) + within),
-               "r"(ptx::pack2<E>(d[0] * scale_lo, d[1] * scale_lo))
-               : "memory");
-  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(tile + Tile::offset(r + 8, col8) + within),
-               "r"(ptx::pack2<E>(d[2] * scale_hi, d[3] * scale_hi))
-               : "memory");
+// Puts a 16x16 block, held as two 16x8 accumulators side by side, into a tile, rounded to E.
+// `address` is SmemTile::block of by_rows: lane l's row of the 8x8 matrix that stmatrix writes for it.
+template <typename E>
+__device__ __forceinline__ void put_block(uint32_t address, const float (&left)[4], const float (&right)[4], int lane) {
+  const uint32_t r[4] = {ptx::pack2<E>(left[0], left[1]), ptx::pack2<E>(left[2], left[3]),
+                         ptx::pack2<E>(right[0], right[1]), ptx::pack2<E>(right[2], right[3])};
+#if __CUDA_ARCH__ >= 900
+  ptx::stmatrix_x4(address, r);
+#else
+  // Lane 8 i + j names row j of matrix i; this lane's words belong to row lane / 4 of each.
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t row = __shfl_sync(0xffffffffu, address, 8 * i + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(row + (lane % 4) * 4), "r"(r[i]) : "memory");
+  }
+#endif
+}
+
+// Multiplies the two rows an accumulator block holds per thread.
+__device__ __forceinline__ void scale_block(float (&d)[4], float upper, float lower) {
+  d[0] *= upper, d[1] *= upper, d[2] *= lower, d[3] *= lower;
 }
 
 }  // namespace flash_ext

@@ -42,13 +42,14 @@ struct BwdTraits {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;
   static constexpr int kKeyWarps = kTile.key_warps, kKeyBlocks = kTile.key_blocks, kThreads = kTile.threads();
   static constexpr bool kPaired = kTile.paired;
-  static constexpr int kDqWarpsM = kTile.dq_warps_m, kDqWarpsD = kTile.dq_warps_d;
-  static constexpr int kDqRows = kBlockM / kDqWarpsM, kDqCols = D / kDqWarpsD;
+  static constexpr int kDqRows = kBlockM / kTile.dq_warps_m, kDqWarpsD = kKeyWarps / kTile.dq_warps_m;
+  static_assert(kDqRows % 16 == 0 && kKeyWarps % kTile.dq_warps_m == 0);
+  // The first warps of the pairs take half of dQ's columns, in whole 16-column steps a warp. (Giving them more,
+  // since the second ones wait for P, was slower: docs/performance.md.)
+  static constexpr int kDqSteps = kPaired ? 2 * 16 * kDqWarpsD : 1;
+  static constexpr int kDqColsFirst = kPaired ? (D + kDqSteps - 1) / kDqSteps * kDqSteps / 2 : D;
   static constexpr int kDqAhead = 2;
-  // A warp's columns in one go while that leaves room beside dK or dV, else in two.
-  static constexpr int kDqStep = kDqCols > 48 ? kDqCols / 2 : kDqCols;
-  static_assert(kDqRows % 16 == 0 && kDqStep % 16 == 0 && kDqWarpsM * kDqWarpsD <= kTile.warps());
-  static constexpr int kAhead = kKeyBlocks == 2 ? 2 : 3;
+  static constexpr int kAhead = kPaired && kKeyBlocks == 2 ? 2 : 3;
   using Tile = SmemTile<D>;
   using DsTile = SmemTile<kBlockM>;  // rows are keys, columns queries
 
@@ -71,29 +72,32 @@ struct DqRows {
   int rows;
 };
 
-// dQ[queries x D] of one query tile, this warp's share, added to the fp32 buffer (row pitch D).
-// `destination()` gives the tile's first row and its number of rows; asked for late, they cost no registers
-// while the matrix products run.
-template <typename T, typename Destination>
-__device__ __forceinline__ void add_dq(uint32_t ds_tile, uint32_t k_tile, int warp, int lane,
+// dQ[queries x D] of one query tile, kCols of its columns from `first_col` on, spread over the key_warps warps
+// of a role, added to the fp32 buffer (row pitch D). `destination()` gives the tile's first row and its number
+// of rows; asked for late, they cost no registers while the matrix products run.
+template <typename T, int kCols, typename Destination>
+__device__ __forceinline__ void add_dq(int first_col, uint32_t ds_tile, uint32_t k_tile, int warp, int lane,
                                        const Destination& destination) {
-  if (warp >= T::kDqWarpsM * T::kDqWarpsD) return;
-  const int row0 = (warp % T::kDqWarpsM) * T::kDqRows;
+  constexpr int kWarpCols = kCols / T::kDqWarpsD;
+  // Columns in one go: as many as leave room beside dK or dV.
+  constexpr int kStep = kWarpCols % 48 == 0 ? 48 : kWarpCols % 32 == 0 ? 32 : 16;
+  static_assert(kCols % T::kDqWarpsD == 0 && kWarpCols % kStep == 0);
+  const int row0 = warp % T::kTile.dq_warps_m * T::kDqRows;
   // dS is stored keys by queries, so a transposing load yields the queries-by-keys operand.
 #pragma unroll 1
-  for (int col0 = warp / T::kDqWarpsM * T::kDqCols, end = col0 + T::kDqCols; col0 < end; col0 += T::kDqStep) {
-    float acc[T::kDqRows / 16][T::kDqStep / 8][4];
+  for (int col0 = first_col + warp / T::kTile.dq_warps_m * kWarpCols, end = col0 + kWarpCols; col0 < end; col0 += kStep) {
+    float acc[T::kDqRows / 16][kStep / 8][4];
     clear(acc);
-    uint32_t a_at[T::kDqRows / 16], b_at[T::kDqStep / 16];
+    uint32_t a_at[T::kDqRows / 16], b_at[kStep / 16];
 #pragma unroll
     for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
       a_at[mb] = T::DsTile::block(T::DsTile::by_cols(ds_tile, lane), 0, row0 / 16 + mb);
     }
 #pragma unroll
-    for (int db = 0; db < T::kDqStep / 16; ++db) {
+    for (int db = 0; db < kStep / 16; ++db) {
       b_at[db] = T::Tile::block(T::Tile::by_rows(k_tile, lane), 0, col0 / 16 + db);
     }
-    constexpr int kBlocks = T::kDqStep / 16;
+    constexpr int kBlocks = kStep / 16;
     constexpr int kSlots = kLeftSlots<T::kDqAhead, kBlocks>;
     uint32_t a[kSlots][T::kDqRows / 16][4];
     stream_fragments<T::kBlockN / 16 * kBlocks, T::kDqAhead>(
@@ -124,7 +128,7 @@ __device__ __forceinline__ void add_dq(uint32_t ds_tile, uint32_t k_tile, int wa
         if (r < out.rows) {
           float* at = out.first + r * T::kHeadDim + col0 + (lane % 4) * 2;
 #pragma unroll
-          for (int db = 0; db < T::kDqStep / 8; ++db) {
+          for (int db = 0; db < kStep / 8; ++db) {
             ptx::red_add_f32x2(at + db * 8, acc[mb][db][2 * half], acc[mb][db][2 * half + 1]);
           }
         }
@@ -211,15 +215,28 @@ __device__ __forceinline__ void weights(float (&acc)[T::kKeyBlocks][T::kPartM / 
   }
 }
 
-// dS = P * (dP - delta) of one accumulator block, in place of dP and rounded into the shared dS tile.
-template <typename T>
-__device__ __forceinline__ void score_gradient(float (&dp)[4], float4 weight, float4 stats, uint32_t ds_tile, int key,
-                                               int query8, int lane) {
+// dS = P * (dP - delta) of one accumulator block, in place of dP.
+__device__ __forceinline__ void score_gradient(float (&dp)[4], float4 weight, float4 stats) {
   dp[0] = weight.x * (dp[0] - stats.y);
   dp[1] = weight.y * (dp[1] - stats.w);
   dp[2] = weight.z * (dp[2] - stats.y);
   dp[3] = weight.w * (dp[3] - stats.w);
-  put_fragment<typename T::Element, T::kBlockM>(ds_tile, dp, key, query8, lane, 1.f, 1.f);
+}
+
+// Rounds this warp's part of dS into the shared dS tile (keys by queries).
+template <typename T>
+__device__ __forceinline__ void put_score_gradients(uint32_t ds_tile,
+                                                    const float (&ds)[T::kKeyBlocks][T::kPartM / 8][4], int key0,
+                                                    int query0, int lane) {
+  const uint32_t at = T::DsTile::by_rows(ds_tile, lane) + key0 * T::DsTile::kRowBytes;
+#pragma unroll
+  for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 16; ++mb) {
+      put_block<typename T::Element>(T::DsTile::block(at, kb * 16, query0 / 16 + mb), ds[kb][2 * mb], ds[kb][2 * mb + 1],
+                                     lane);
+    }
+  }
 }
 
 // S^T, P^T and dV of one query tile: the first warp of a pair.
@@ -277,10 +294,10 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
         asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
                      : "=f"(weight.x), "=f"(weight.y), "=f"(weight.z), "=f"(weight.w)
                      : "r"(p_slot + (mb * T::kKeyBlocks + kb) * 512));
-        score_gradient<T>(acc_ds[kb][mb], weight, s, smem + T::kDsAt + ds_buffer * T::kDsBytes, key0 + kb * 16,
-                          query0 / 8 + mb, lane);
+        score_gradient(acc_ds[kb][mb], weight, s);
       }
     }
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
     multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
   }
 }
@@ -311,10 +328,10 @@ __device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHea
 #pragma unroll
       for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
         const float(&weight)[4] = acc_p[kb][mb];
-        score_gradient<T>(acc_ds[kb][mb], make_float4(weight[0], weight[1], weight[2], weight[3]), s,
-                          smem + T::kDsAt + ds_buffer * T::kDsBytes, key0 + kb * 16, query0 / 8 + mb, lane);
+        score_gradient(acc_ds[kb][mb], make_float4(weight[0], weight[1], weight[2], weight[3]), s);
       }
     }
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
     multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
   }
 }
@@ -331,8 +348,9 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
   // dQ of the iteration before (it, g, m_block), whose dS all warps have written.
   const auto add_previous_dq = [&](int it, int g, int m_block) {
     const int thread_idx = ptx::fresh_thread_idx();
-    add_dq<T>(smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt, thread_idx / 32, thread_idx % 32,
-              [&]() -> DqRows {
+    constexpr int kCols = kRole == Role::kDs ? D - T::kDqColsFirst : T::kDqColsFirst;
+    add_dq<T, kCols>(kRole == Role::kDs ? T::kDqColsFirst : 0, smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt,
+                     thread_idx / 32 % T::kKeyWarps, thread_idx % 32, [&]() -> DqRows {
                 const bool first_tile = m_block == work.range.begin;
                 const int tile_g = first_tile ? g - 1 : g;
                 const int row = (first_tile ? work.range.end - 1 : m_block - 1) * kBlockM;
@@ -353,21 +371,24 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
     // Q, dO of this iteration and dS of the previous one are visible; the other stage and the P and dS
     // buffers of two iterations ago are free.
     __syncthreads();
-    if constexpr (T::kStages > 1) {
-      if (it + 1 < work.iterations) {
+    // Asked for behind the first matrix products, so that the tensor cores do not wait for address arithmetic.
+    const auto prefetch = [&] {
+      if (T::kStages > 1 && it + 1 < work.iterations) {
         const bool last_tile = m_block + 1 == work.range.end;
         load_queries<T>(p, work, smem, stage ^ 1, last_tile ? g + 1 : g, last_tile ? work.range.begin : m_block + 1,
-                        thread_idx);
+                        ptx::fresh_thread_idx());
         ptx::cp_async_commit();
       }
-    }
+    };
     const bool dq_due = it > 0 && work.dq_accum != nullptr;
     if constexpr (kRole == Role::kP) {
       // The other warp of the pair waits for P: dQ comes last here and first there.
       step_p<T>(acc[0], p, work.w, smem, stage, m_block, key_warp, lane);
+      prefetch();
       if (dq_due) add_previous_dq(it, g, m_block);
     } else {
       if (dq_due) add_previous_dq(it, g, m_block);
+      prefetch();
       if constexpr (kRole == Role::kDs) step_ds<T>(acc[0], smem, stage, it & 1, key_warp, lane);
       if constexpr (kRole == Role::kBoth) {
         step_both<T>(acc[0], acc[1], p, work.w, smem, stage, it & 1, m_block, key_warp, lane);
@@ -385,15 +406,18 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
 
 // Rounds this warp's dK or dV into its rows of a tile whose input is no longer needed, and stores them.
 template <typename T>
-__device__ __forceinline__ void write_gradient(const float (&acc)[T::kKeyBlocks][T::kHeadDim / 8][4],
+__device__ __forceinline__ void write_gradient(float (&acc)[T::kKeyBlocks][T::kHeadDim / 8][4],
                                                const StridedView& grad, int cols, float scale, uint32_t tile,
                                                const Work& w, int key0, int lane) {
   constexpr int D = T::kHeadDim;
+  const uint32_t at = T::Tile::by_rows(tile, lane) + key0 * T::Tile::kRowBytes;
 #pragma unroll
   for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
 #pragma unroll
-    for (int db = 0; db < D / 8; ++db) {
-      put_fragment<typename T::Element, D>(tile, acc[kb][db], key0 + kb * 16, db, lane, scale, scale);
+    for (int db = 0; db < D / 16; ++db) {
+      scale_block(acc[kb][2 * db], scale, scale);
+      scale_block(acc[kb][2 * db + 1], scale, scale);
+      put_block<typename T::Element>(T::Tile::block(at, kb * 16, db), acc[kb][2 * db], acc[kb][2 * db + 1], lane);
     }
   }
   __syncwarp();
@@ -403,16 +427,16 @@ __device__ __forceinline__ void write_gradient(const float (&acc)[T::kKeyBlocks]
 }
 
 template <typename T>
-__device__ __forceinline__ void bwd_body(const BwdParams& p, int64_t blocks, int heads_in_group) {
+__device__ __forceinline__ void bwd_body(const BwdParams& p, const Grid& grid) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kKeyBlocks = T::kKeyBlocks;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   const int thread_idx = threadIdx.x, lane = thread_idx % 32;
   const int warp = __shfl_sync(0xffffffffu, thread_idx / 32, 0);
 
   __shared__ BwdWork work;
-  const int group = p.problem.num_heads / p.problem.num_heads_k;
+  const int group = static_cast<int>(grid.shared.divisor);
   if (thread_idx == 0) {
-    const Work w = decode_work<kBlockN, false, false>(p.problem, p.problem.num_heads_k, blocks, heads_in_group);
+    const Work w = decode_work<kBlockN, false, false>(p.problem, grid);
     const int h = w.h * group;
     const int64_t stat = row_stat_offset(p.problem, w, h);
     work.w = w;
@@ -462,9 +486,9 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, int64_t blocks, int
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
-    bwd_kernel(const __grid_constant__ BwdParams p, int64_t blocks, int heads_in_group) {
+    bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid) {
   if constexpr (kCompiledHere<T::kClass>) {
-    bwd_body<T>(p, blocks, heads_in_group);
+    bwd_body<T>(p, grid);
   } else {
     __trap();
   }

@@ -36,7 +36,7 @@ struct BwdQWork {
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    bwd_q_kernel(const __grid_constant__ BwdParams p, int64_t blocks, int heads_in_group) {
+    bwd_q_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kAhead = 3;
   extern __shared__ __align__(128) unsigned char smem_raw[];
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 
   __shared__ BwdQWork shared;
   if (thread_idx == 0) {
-    const Work w = decode_work<kBlockM, true, true>(p.problem, p.problem.num_heads, blocks, heads_in_group);
-    const int h_k = w.h / (p.problem.num_heads / p.problem.num_heads_k);
+    const Work w = decode_work<kBlockM, true, true>(p.problem, grid);
+    const int h_k = static_cast<int>(divide(w.h, grid.shared));
     shared.w = w;
     shared.k = row_pointer(p.k, w.b, w.k.start, h_k);
     shared.v = row_pointer(p.v, w.b, w.k.start, h_k);
@@ -134,8 +134,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
   // Each warp reuses its own rows of Q for the result.
 #pragma unroll
-  for (int db = 0; db < D / 8; ++db) {
-    put_fragment<E, D>(smem_q, acc_dq[0][db], warp_row, db, lane, p.problem.softmax_scale, p.problem.softmax_scale);
+  for (int db = 0; db < D / 16; ++db) {
+    const float scale = p.problem.softmax_scale;
+    scale_block(acc_dq[0][2 * db], scale, scale);
+    scale_block(acc_dq[0][2 * db + 1], scale, scale);
+    put_block<E>(T::Tile::block(T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes, 0, db),
+                 acc_dq[0][2 * db], acc_dq[0][2 * db + 1], lane);
   }
   __syncwarp();
   const TileDestination dst{row_pointer(p.dq, w.b, w.q.start + first_row, w.h), p.dq.row_stride, p.problem.head_dim,

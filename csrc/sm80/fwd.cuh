@@ -97,27 +97,23 @@ struct FwdWork {
 };
 
 template <typename T>
-__device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int heads_in_group) {
+__device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN;
   extern __shared__ __align__(128) unsigned char smem[];
   const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
 
-  // What the CTA works on is read back from shared memory where it is needed: kept in registers it would
-  // spill at D = 128, where output and scores take 192 of the 255.
+  // What the CTA works on is read back from shared memory where the loop and the epilogue need it: kept in
+  // registers it would spill at D = 128, where output and scores take 192 of the 255.
   __shared__ FwdWork shared;
-  if (thread_idx == 0) {
-    const Work w = decode_work<kBlockM, true, true>(p.problem, p.problem.num_heads, blocks, heads_in_group);
-    const int h_k = w.h / (p.problem.num_heads / p.problem.num_heads_k);
-    shared.w = w;
-    shared.k = row_pointer(p.k, w.b, w.k.start, h_k);
-    shared.v = row_pointer(p.v, w.b, w.k.start, h_k);
-  }
-  __syncthreads();
+  const Work mine = decode_work<kBlockM, true, true>(p.problem, grid);
+  if (!mine.active) return;
+  const int h_k = static_cast<int>(divide(mine.h, grid.shared));
+  const FwdWork work{mine, row_pointer(p.k, mine.b, mine.k.start, h_k), row_pointer(p.v, mine.b, mine.k.start, h_k)};
+  if (thread_idx == 0) shared = work;
   const Work& w = shared.w;
-  if (!w.active) return;
   const BlockRange range =
-      AttnMod{p.problem, w.q.length, w.k.length}.template kv_blocks<kBlockM, kBlockN>(w.block);
+      AttnMod{p.problem, mine.q.length, mine.k.length}.template kv_blocks<kBlockM, kBlockN>(mine.block);
 
   const uint32_t smem_q = ptx::smem_address(smem);
   const uint32_t smem_k = smem_q + T::kQBytes;
@@ -127,15 +123,15 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
   const uint32_t k_lane = T::Tile::by_cols(smem_k, lane);
   const uint32_t v_lane = T::Tile::by_rows(smem_v, lane);
 
-  const auto load_k = [&](int stage, int n_block) {
+  const auto load_k = [&](const FwdWork& work, int stage, int n_block) {
     const int first = n_block * kBlockN;
-    const TileSource src{shared.k + first * p.k.row_stride, p.k.row_stride, p.problem.head_dim, p.k.aligned};
-    load_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, src, w.k.length - first, thread_idx);
+    const TileSource src{work.k + first * p.k.row_stride, p.k.row_stride, p.problem.head_dim, p.k.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
   };
-  const auto load_v = [&](int stage, int n_block) {
+  const auto load_v = [&](const FwdWork& work, int stage, int n_block) {
     const int first = n_block * kBlockN;
-    const TileSource src{shared.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
-    load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, w.k.length - first, thread_idx);
+    const TileSource src{work.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
   };
 
   float acc_o[T::kMBlocks][D / 8][4];
@@ -144,11 +140,12 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
 
   if (range.begin < range.end) {
     // Last tile first: with a causal mask the tiles that need element tests come before the plain ones.
-    const int first = w.block * kBlockM;
-    const TileSource src{row_pointer(p.q, w.b, w.q.start + first, w.h), p.q.row_stride, p.problem.head_dim, p.q.aligned};
-    load_tile<kBlockM, D, T::kThreads>(smem_q, src, w.q.length - first, thread_idx);
-    load_k(0, range.end - 1);
-    if constexpr (T::kStages > 1) load_v(0, range.end - 1);
+    const int first = mine.block * kBlockM;
+    const TileSource src{row_pointer(p.q, mine.b, mine.q.start + first, mine.h), p.q.row_stride, p.problem.head_dim,
+                         p.q.aligned};
+    load_tile<kBlockM, D, T::kThreads>(smem_q, src, mine.q.length - first, thread_idx);
+    load_k(work, 0, range.end - 1);
+    if constexpr (T::kStages > 1) load_v(work, 0, range.end - 1);
     ptx::cp_async_commit();
   }
   int stage = 0;
@@ -161,12 +158,12 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
       // Everybody has left the other buffer, whose tile the previous iteration used.
       stage ^= 1;
       if (n_block > range.begin) {
-        load_k(stage, n_block - 1);
-        load_v(stage, n_block - 1);
+        load_k(shared, stage, n_block - 1);
+        load_v(shared, stage, n_block - 1);
         ptx::cp_async_commit();
       }
     } else {
-      load_v(0, n_block);
+      load_v(shared, 0, n_block);
       ptx::cp_async_commit();
     }
     float acc_s[T::kMBlocks][kBlockN / 8][4];
@@ -178,13 +175,14 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
       ptx::cp_async_wait<0>();
       __syncthreads();
       if (n_block > range.begin) {
-        load_k(0, n_block - 1);
+        load_k(shared, 0, n_block - 1);
         ptx::cp_async_commit();
       }
     }
     multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
   }
 
+  if (range.begin >= range.end) __syncthreads();  // no tile's barrier has made `shared` visible
   const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
   float* lse = p.lse + row_stat_offset(p.problem, w, w.h) + first_row;
 #pragma unroll
@@ -198,8 +196,10 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
       if (lane % 4 == 0 && r < rows) lse[r] = row_lse;
     }
 #pragma unroll
-    for (int db = 0; db < D / 8; ++db) {
-      put_fragment<E, D>(smem_q, acc_o[mb][db], warp_row + mb * 16, db, lane, inverse[0], inverse[1]);
+    for (int db = 0; db < D / 16; ++db) {
+      scale_block(acc_o[mb][2 * db], inverse[0], inverse[1]);
+      scale_block(acc_o[mb][2 * db + 1], inverse[0], inverse[1]);
+      put_block<E>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
     }
   }
   // A warp stores the rows it wrote itself; nobody else reads its rows of Q.
@@ -211,9 +211,9 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, int64_t blocks, int
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
-    fwd_kernel(const __grid_constant__ FwdParams p, int64_t blocks, int heads_in_group) {
+    fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Grid grid) {
   if constexpr (kCompiledHere<T::kClass>) {
-    fwd_body<T>(p, blocks, heads_in_group);
+    fwd_body<T>(p, grid);
   } else {
     __trap();
   }

@@ -1,11 +1,11 @@
 // From a backward request to launches, for one compiled head dim. Included by the instantiation files only.
 #pragma once
 
+#include "../grid.h"
 #include "../launch.h"
 #include "../passes/bwd_passes.cuh"
 #include "bwd.cuh"
 #include "bwd_q.cuh"
-#include "grid.h"
 #include "instances.h"
 
 namespace flash_ext::sm80 {
@@ -14,16 +14,14 @@ template <typename E, int D, SmemClass kClass>
 std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
   using T = BwdTraits<E, D, kClass>;
   const Grid g = make_grid(p.problem, d, false, T::kBlockN);
-  return launch("bwd_sm80", bwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g.blocks,
-                g.heads_in_group);
+  return launch("bwd_sm80", bwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
 }
 
 template <typename E, int D>
 std::string launch_bwd_q(const BwdParams& p, const DeviceInfo& d) {
   using T = BwdQTraits<E, D>;
   const Grid g = make_grid(p.problem, d, true, T::kBlockM);
-  return launch("bwd_q_sm80", bwd_q_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g.blocks,
-                g.heads_in_group);
+  return launch("bwd_q_sm80", bwd_q_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
 }
 
 template <typename E, int D>

@@ -1,9 +1,9 @@
 // From a forward request to launches, for one compiled head dim. Included by the instantiation files only.
 #pragma once
 
+#include "../grid.h"
 #include "../launch.h"
 #include "fwd.cuh"
-#include "grid.h"
 #include "instances.h"
 
 namespace flash_ext::sm80 {
@@ -12,8 +12,7 @@ template <typename E, int D, SmemClass kClass>
 std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
   using T = FwdTraits<E, D, kClass>;
   const Grid g = make_grid(p.problem, d, true, T::kBlockM);
-  return launch("fwd_sm80", fwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g.blocks,
-                g.heads_in_group);
+  return launch("fwd_sm80", fwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
 }
 
 template <typename E, int D>

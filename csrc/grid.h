@@ -1,0 +1,63 @@
+// The one-dimensional grid of a kernel that walks (tile, head, sequence); decode_work() is its inverse.
+// No CUDA, no torch.
+#pragma once
+
+#include "heuristics.h"
+#include "paths.h"
+
+namespace flash_ext {
+
+// Division of n < 2^31 by a fixed d as (n * factor) >> shift: with shift = 31 + ceil(log2 d) and factor =
+// floor(2^shift / d) + 1 the quotient is off by less than n / 2^shift <= 1 / d, so its floor is exact.
+struct Divisor {
+  uint32_t divisor = 1;
+  uint32_t factor = (1u << 31) + 1;
+  uint32_t shift = 31;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t d) : divisor(d) {
+    uint32_t log2 = 0;
+    while ((uint64_t{1} << log2) < d) ++log2;
+    shift = 31 + log2;
+    factor = static_cast<uint32_t>((uint64_t{1} << shift) / d + 1);
+  }
+};
+
+// Heads are taken in groups of heads_in_group (batch * heads counted together) whose shared rows fit the L2
+// cache; inside a group the tile index is the slow dimension, so that causal tiles of all heads are started
+// longest first.
+struct Grid {
+  uint32_t blocks = 0;      // tiles of one head
+  uint32_t head_slots = 0;  // heads, times the batch when dense
+  Divisor group_tiles;      // blocks * heads_in_group
+  Divisor heads_in_group;
+  Divisor heads;   // of the tensor whose tiles are walked
+  Divisor shared;  // query heads per key/value head
+  int64_t ctas = 0;
+};
+
+inline Grid make_grid(const Problem& p, const DeviceInfo& d, bool over_queries, int block) {
+  const int heads = over_queries ? p.num_heads : p.num_heads_k;
+  const int group_size = p.num_heads / p.num_heads_k;
+  const int64_t rows = over_queries ? p.seqlen_q : p.seqlen_k;
+  const int64_t total = over_queries ? p.total_q : p.total_k;
+  const int64_t blocks = p.is_varlen() ? packed_slots(total, p.batch, block) : (rows + block - 1) / block;
+  const int64_t head_slots = p.is_varlen() ? heads : static_cast<int64_t>(p.batch) * heads;
+  Grid g;
+  g.ctas = blocks * head_slots;
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;  // nothing to launch, or refused by launch()
+  // What the tiles of one head share: K and V of its key head, or Q and dO of the query heads of a key head.
+  const int64_t shared_rows = over_queries ? (p.is_varlen() ? p.total_k : p.seqlen_k)
+                                           : (p.is_varlen() ? p.total_q : p.seqlen_q) * group_size;
+  const int64_t bytes = 2 * shared_rows * (p.head_dim + p.head_dim_v);
+  const int in_group = heads_per_group(head_slots, bytes, d.l2_bytes);
+  g.blocks = static_cast<uint32_t>(blocks);
+  g.head_slots = static_cast<uint32_t>(head_slots);
+  g.group_tiles = Divisor(static_cast<uint32_t>(blocks * in_group));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(in_group));
+  g.heads = Divisor(static_cast<uint32_t>(heads));
+  g.shared = Divisor(static_cast<uint32_t>(group_size));
+  return g;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,361 @@
+"""The documents against the code: links, names, numbers, signatures, and every Python example in them.
+
+The tile tables of docs/kernels.md are computed from csrc/heuristics.h. After a change there,
+
+    python -m tests.test_docs
+
+writes them anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_ext
+from flash_ext.ops import _C
+from tests import compare
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "csrc"))
+from build_backend import compile as build_compile  # noqa: E402
+from build_backend import pins  # noqa: E402
+
+README = ROOT / "README.md"
+KERNELS = ROOT / "docs" / "kernels.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")])
+FUNCTIONS = (flash_ext.attention, flash_ext.attention_varlen, flash_ext.forward, flash_ext.backward)
+# Shared memory a block may use, bytes, by compute capability.
+SMEM_OF = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+on_every_document = each(DOCUMENTS)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    """Markdown without its fenced blocks, where brackets and backticks mean something else."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def code_blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(path), re.M | re.S)
+
+
+def section(path: Path, heading: str) -> str:
+    """The text below a heading, up to the next one of the same level."""
+    found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^\1 |\Z)", text_of(path), re.M | re.S)
+    assert found, f"{path.name} has no section {heading!r}"
+    return found.group(2)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Body rows of the first table in ``text``."""
+    table = re.search(r"(?:^\|.*\n)+", text, re.M)
+    assert table, "no table"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.group().splitlines()[2:]]
+
+
+# ---- words, links, names -------------------------------------------------------------------------------
+
+
+@on_every_document
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(path))):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), f"{target} does not exist"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", without_code(text_of(file)), re.M)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{target}: no such heading"
+
+
+@on_every_document
+def test_named_files_exist(path: Path) -> None:
+    for name in re.findall(r"`((?:csrc|flash_ext|tests|bench|docs|\.ci)/[^`\s:]+)[^`]*`", text_of(path)):
+        assert "<" in name or list(ROOT.glob(name.rstrip("/"))), f"{name} does not exist"
+
+
+@on_every_document
+def test_named_commands_exist(path: Path) -> None:
+    text = text_of(path)
+    for module in set(re.findall(r"python3? -m ((?:flash_ext|bench|tests)\.[\w.]*\w)", text)):
+        assert importlib.util.find_spec(module), f"python -m {module}: no such module"
+    targets = set(re.findall(r"^(\w+):", text_of(ROOT / "Makefile"), re.M))
+    code = "\n".join(re.findall(r"`([^`\n]+)`", text) + code_blocks(path, "(?:sh)?"))
+    for target in re.findall(r"^(?:.* )?make (?!-)(\w+)", code, re.M):
+        assert target in targets, f"make {target}: no such target"
+
+
+@on_every_document
+def test_plain_words(path: Path) -> None:
+    """Nothing that praises instead of saying, and nothing left to be written."""
+    praise = r"blazing|lightning|cutting[- ]edge|state[- ]of[- ]the[- ]art|world[- ]class|seamless|revolution"
+    unfinished = r"coming soon|to be written|\bTBD\b|lorem"
+    found = re.search(rf"{praise}|{unfinished}", text_of(path), re.I)
+    assert not found, f"{found.group()!r}"
+
+
+# ---- code ----------------------------------------------------------------------------------------------
+
+
+@each([path for path in DOCUMENTS if code_blocks(path, "python")])
+def test_examples_run(path: Path) -> None:
+    """All Python blocks of a document, in order, in one namespace."""
+    names: dict[str, object] = {}
+    for number, block in enumerate(code_blocks(path, "python"), 1):
+        exec(compile(block, f"{path.name}, block {number}", "exec"), names)  # noqa: S102
+
+
+def test_readme_signatures_are_those_of_the_functions() -> None:
+    (block,) = code_blocks(README, "py")
+    written = {node.name: node for node in ast.parse(block).body if isinstance(node, ast.FunctionDef)}
+    public = {name for name in flash_ext.__all__ if callable(getattr(flash_ext, name))}
+    assert set(written) == public
+    for name, node in written.items():
+        parameters = inspect.signature(getattr(flash_ext, name)).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        assert [arg.arg for arg in node.args.args] == positional, name
+        assert [arg.arg for arg in node.args.kwonlyargs] == keywords, name
+        defaults = [ast.literal_eval(item) for item in node.args.defaults + node.args.kw_defaults if item]
+        assert defaults == [p.default for p in parameters if p.default is not p.empty], name
+
+
+# ---- what is supported ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretend() -> Iterator[object]:
+    """Makes plans for another GPU; undone afterwards."""
+    names = ("compute_capability", "num_sms", "smem_per_block")
+    before = {name: _C.get_switch(name) for name in names}
+
+    def set_device(compute_capability: int) -> None:
+        values = (compute_capability, 108, SMEM_OF[compute_capability])
+        for name, value in zip(names, values, strict=True):
+            _C.set_switch(name, value)
+
+    yield set_device
+    for name, value in before.items():
+        _C.set_switch(name, value)
+
+
+def plan(direction: str, head_dim: int, deterministic: bool = False, **shape: int) -> dict:
+    shape = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 4, "num_heads_k": 4} | shape
+    return _C.plan(
+        direction, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic, **shape
+    )
+
+
+def test_readme_devices_are_served_as_said(pretend) -> None:
+    archs = build_compile.DEFAULT_ARCHS.split()
+    seen = set()
+    for capability, _, path, code, tiles, types, sizes in rows(section(README, "What is supported")):
+        for number in re.findall(r"\d+\.\d", capability):
+            cc = round(float(number) * 10)
+            pretend(cc)
+            chosen = plan("fwd", 128)
+            seen.add(cc)
+            if path == "none":
+                assert chosen["path"] is None
+                continue
+            assert f"`{chosen['path']}`" == path
+            # The compiled code a GPU runs: its own architecture, else that of its generation, else PTX.
+            own = next((arch for arch in archs if arch.rstrip("a") == number), None)
+            family = next((arch for arch in archs if arch.split(".")[0] == number.split(".")[0]), None)
+            expected = own or family
+            assert code == (f"sm_{expected.replace('.', '')}" if expected else "PTX of sm_80")
+            smem = max(plan(way, size)["smem_bytes"] for way in ("fwd", "bwd") for size in (64, 128, 256))
+            assert tiles == ("99 KB" if smem <= SMEM_OF[86] else "227 KB")
+            assert (types, sizes) == ("fp16, bf16", "1 to 256")
+    assert seen == set(SMEM_OF)
+    assert _C.path_names() == "sm80, cpu"
+
+
+def test_readme_types_and_head_sizes() -> None:
+    sizes = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+    (cpu,) = (row for row in rows(section(README, "What is supported")) if row[0] == "CPU")
+    assert cpu[2] == "`cpu`" and cpu[5] == ", ".join(sizes.values()) and cpu[6] == "any"
+    for dtype, name in sizes.items():
+        x = torch.randn(1, 4, 1, 300).to(dtype)
+        assert flash_ext.attention(x, x, x).dtype == dtype
+        with FakeTensorMode():
+            y = torch.empty(1, 4, 1, 256, dtype=dtype, device="cuda")
+            if name in ("fp16", "bf16"):
+                assert flash_ext.attention(y, y, y).shape == y.shape
+                z = torch.empty(1, 4, 1, 257, dtype=dtype, device="cuda")
+                with pytest.raises(NotImplementedError):
+                    flash_ext.attention(z, z, z)
+            else:
+                with pytest.raises(TypeError):
+                    flash_ext.attention(y, y, y)
+
+
+def test_readme_features() -> None:
+    parameters = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
+    table = rows(section(README, "Features"))
+    assert {row[1] for row in table} == {"yes", "no"}
+    for feature, state, how in table:
+        for name in re.findall(r"`(\w+)`", how):
+            known = name in parameters or hasattr(flash_ext, name) or hasattr(torch.Tensor, name)
+            assert known == (state == "yes"), f"{feature}: {name}"
+    x = torch.randn(1, 2, 8, 16)
+    for refused in ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, {"dropout_p": 0.1}):
+        with pytest.raises(NotImplementedError):
+            flash_ext.scaled_dot_product_attention(x, x, x, **refused)
+
+
+def test_versions_are_those_of_the_project() -> None:
+    install = " ".join(section(README, "Install").split())
+    assert f"torch {pins.pin('torch-minimum')} or newer" in install
+    assert f"torch {pins.pin('torch')}" in install
+    python = pins.pyproject()["project"]["requires-python"].removeprefix(">=")
+    assert f"Python {python} or newer" in install
+    changes = re.findall(r"^## \[?([\w.]+)", text_of(ROOT / "CHANGELOG.md"), re.M)
+    assert changes[0] == "Unreleased" or changes[0] == flash_ext.__version__
+    assert flash_ext.__version__ in changes
+
+
+# ---- numbers -------------------------------------------------------------------------------------------
+
+
+def test_memory_formula(pretend) -> None:
+    """The formula of docs/design.md gives the bytes that the backward asks for."""
+    (formula,) = re.findall(r"^workspace_bytes = (.+)$", text_of(ROOT / "docs" / "design.md"), re.M)
+    for head_dim, padded in ((1, 64), (64, 64), (72, 96), (128, 128), (130, 192), (256, 256)):
+        for deterministic in (False, True):
+            for cc in (80, 90):
+                pretend(cc)
+                asked = plan("bwd", head_dim, deterministic, batch=3, num_heads=8)["workspace_bytes"]
+                known = {"rows": 3 * 1024 * 8, "padded_head_dim": padded, "deterministic": deterministic}
+                assert eval(formula, known) == asked  # noqa: S307
+
+
+def test_gates_are_those_that_are_applied() -> None:
+    table = rows(section(ROOT / "docs" / "testing.md", "How large an error may be"))
+    for dtype, gates in compare.GATES.items():
+        u = compare.UNIT_ROUNDOFF[dtype]
+        if dtype not in (torch.float16, torch.bfloat16):
+            continue
+        for metric, row in zip(("rel_l2", "worst_row"), table):
+            for names, cell in zip(("out", "dq", "dk dv"), row[1:]):
+                for name in names.split():
+                    assert getattr(gates[name], metric) == float(cell.removesuffix(" u")) * u, (name, metric)
+        name = "fp16" if dtype == torch.float16 else "bf16"
+        (bias,) = re.findall(rf"([\d.e-]+) \({name}\)", table[2][1])
+        assert {gate.signed_bias for gate in gates.values()} == {float(bias)}
+
+
+def test_performance_log_is_dated_and_newest_first() -> None:
+    log = section(ROOT / "docs" / "performance.md", "Log")
+    headings = re.findall(r"^### (.+)$", log, re.M)
+    dates = [heading[:10] for heading in headings]
+    assert headings and all(re.fullmatch(r"\d{4}-\d{2}-\d{2}", date) for date in dates), headings
+    assert dates == sorted(dates, reverse=True)
+
+
+# Prints every tile of heuristics.h: kind, head_dim, class, then the columns of its table.
+TILE_PROGRAM = r"""
+#include "heuristics.h"
+#include <cstdio>
+using namespace flash_ext;
+int main() {
+  for (int d : kHeadDims) {
+    for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
+      const char* name = c == SmemClass::kLarge ? "227 KB" : "99 KB";
+      const FwdTile f = fwd_tile_sm80(d, c);
+      std::printf("fwd|%d|%s|%d|%d|%d|%d|%d|%d|%d\n", d, name, f.block_m, f.block_n, f.stages, f.warps,
+                  16 * f.m_blocks(), f.ctas_per_sm, f.smem_bytes(d));
+      const BwdTile b = bwd_tile_sm80(d, c);
+      const int part = b.part_m < b.block_m ? b.part_m : b.block_m;
+      std::printf("bwd|%d|%s|%d|%d|%d|%d|%s|%d|%d|%d|%d\n", d, name, b.block_m, b.block_n(), b.stages,
+                  b.warps(), b.paired ? "pairs" : "single", 16 * b.key_blocks, part, b.ctas_per_sm,
+                  b.smem_bytes(d));
+    }
+    const BwdQTile q = bwd_q_tile_sm80(d);
+    std::printf("bwd_q|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.stages, q.warps, q.smem_bytes(d));
+  }
+}
+"""
+TILE_HEADERS = {
+    "fwd": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|shared memory, bytes",
+    "bwd": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|CTAs an SM|"
+    "shared memory, bytes",
+    "bwd_q": "head_dim|kBlockM|kBlockN|stages|warps|shared memory, bytes",
+}
+TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
+
+
+def tile_tables() -> dict[str, str]:
+    """{kernel: markdown table}, from csrc/heuristics.h as it is now."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "tiles"
+        subprocess.run(
+            [*compiler.split(), "-std=c++20", f"-I{ROOT / 'csrc'}", "-xc++", "-", "-o", str(program)],
+            input=TILE_PROGRAM, text=True, check=True)  # fmt: skip
+        lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
+    tables = {}
+    for kind, header in TILE_HEADERS.items():
+        body = [line.split("|")[1:] for line in lines if line.split("|")[0] == kind]
+        table = [header.split("|"), ["---"] * (header.count("|") + 1), *body]
+        tables[kind] = "".join("| " + " | ".join(row) + " |\n" for row in table)
+    return tables
+
+
+def with_tile_tables(text: str, tables: dict[str, str]) -> str:
+    for kind, table in tables.items():
+        pattern = re.escape(TILE_BLOCK).replace(r"\{0\}", kind).replace(r"\{1\}", ".*?")
+        text, count = re.subn(pattern, lambda _, k=kind, t=table: TILE_BLOCK.format(k, t), text, flags=re.S)
+        assert count == 1, f"docs/kernels.md has {count} tables of {kind}"
+    return text
+
+
+def test_tile_tables_are_those_of_heuristics_h() -> None:
+    text = text_of(KERNELS)
+    assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_tile_tables_are_those_of_the_plans(pretend, direction: str) -> None:
+    """What the loaded module would launch, on a GPU of each shared-memory class."""
+    (table,) = re.findall(rf"<!-- {direction}: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    listed = rows(table)
+    assert len(listed) == 10
+    for head_dim, smem_class, block_m, block_n, stages, warps, *_, smem in listed:
+        pretend(90 if smem_class == "227 KB" else 86)
+        chosen = plan(direction, int(head_dim))
+        assert (int(block_m), int(block_n), int(stages)) == tuple(
+            chosen[name] for name in ("block_m", "block_n", "stages")
+        )
+        assert (32 * int(warps), int(smem)) == (chosen["threads"], chosen["smem_bytes"])
+
+
+if __name__ == "__main__":
+    KERNELS.write_text(with_tile_tables(text_of(KERNELS), tile_tables()), encoding="utf-8")

@@ -84,10 +84,7 @@ def check_case(case: Case, target: Target, probe: bool) -> None:
     """Everything one case has to hold. Raises CaseFailure or DeviceLost."""
     run_case(case, target)
     if probe:
-        try:
-            probe_case(case, target)
-        except AssertionError as failure:
-            raise CaseFailure(f"{repro_line(case, target)}\n    {failure}") from failure
+        probe_case(case, target)
 
 
 def smaller_cases(case: Case) -> Iterator[Case]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -81,16 +82,16 @@ TARGETS = {
 
 
 def on_targets(*names: str):
-    """Parametrizes a test by targets; those on a GPU get the `gpu` marker."""
-    return pytest.mark.parametrize(
-        "target",
-        [
-            pytest.param(
-                TARGETS[name], id=name, marks=[pytest.mark.gpu] if TARGETS[name].device == "cuda" else []
-            )
-            for name in names
-        ],
-    )
+    """Parametrizes a test by targets; those on a GPU get the `gpu` marker and a limit that ends a hang.
+
+    A process that waits for a kernel handles no signal, hence the thread, which prints all stacks and exits.
+    """
+    on_gpu = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
+    parameters = [
+        pytest.param(TARGETS[name], id=name, marks=on_gpu if TARGETS[name].device == "cuda" else [])
+        for name in names
+    ]
+    return pytest.mark.parametrize("target", parameters)
 
 
 # Most tests: each path once. Those about tiles: also with the tiles of GPUs with little shared memory.
@@ -237,12 +238,28 @@ def run_case(case: Case, target: Target) -> Results:
         CaseFailure: something does not hold; the message begins with the line that repeats the case.
         DeviceLost: a CUDA error; the process cannot go on.
     """
-    try:
+    with _naming(case, target):
         return _run_case(case, target)
-    except AssertionError as failure:
-        raise CaseFailure(f"{repro_line(case, target)}\n    {failure}") from failure
-    except torch.AcceleratorError as error:
-        raise DeviceLost(f"{repro_line(case, target)}\n    {error}") from error
+
+
+@contextlib.contextmanager
+def _naming(case: Case, target: Target) -> Iterator[None]:
+    """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
+    thread = threading.current_thread()
+    name, thread.name = thread.name, repro_line(case, target)  # where a timeout prints it
+    try:
+        yield
+    except Exception as error:
+        words = f"{repro_line(case, target)}\n    "
+        words += str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, AssertionError) and target.device == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # every later call would fail, whatever it does
+                raise DeviceLost(words) from error
+        raise CaseFailure(words) from error
+    finally:
+        thread.name = name
 
 
 def _run_case(case: Case, target: Target) -> Results:
@@ -349,20 +366,16 @@ def run_cases(cases: Iterable[Case], target: Target) -> dict[str, float]:
 def run_probes(cases: Iterable[Case], target: Target, only: Callable | None = None) -> None:
     """Runs the exact probes that fit each case, or one of them; masks, shapes and packing are what counts."""
 
-    def run(case: Case) -> None:
-        try:
-            probe_case(case, target, only)
-        except AssertionError as failure:
-            raise CaseFailure(f"{repro_line(case, target)}\n    {failure}") from failure
-        except torch.AcceleratorError as error:
-            raise DeviceLost(f"{repro_line(case, target)}\n    {error}") from error
-
-    _for_each(cases, target, run)
+    _for_each(cases, target, lambda case: probe_case(case, target, only))
 
 
 def probe_case(case: Case, target: Target, only: Callable | None = None) -> None:
-    """The exact probes of one case, or just one, with the default scale. Raises AssertionError."""
-    case = case.replace(softmax_scale=None)
+    """The exact probes of one case, or just one, with the default scale. Raises as run_case() does."""
+    with _naming(case, target):
+        _probe_case(case.replace(softmax_scale=None), target, only)
+
+
+def _probe_case(case: Case, target: Target, only: Callable | None) -> None:
 
     def options(spec: AttnSpec) -> tuple:
         return 0, 0, spec.softmax_scale, spec.window_left, spec.window_right, case.deterministic, target.path

@@ -53,7 +53,7 @@ def sanitizer_cases() -> list[Case]:
 
 
 def exact(t: Tensor | None) -> Tensor | None:
-    """The same values and strides in an allocation that ends with the last element."""
+    """The same values and strides in an allocation that ends with the last element (VL-09)."""
     if t is None:
         return None
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)

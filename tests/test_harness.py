@@ -5,6 +5,7 @@ The kernel is the model of emulated.py, so all of this runs without a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import re
@@ -213,10 +214,13 @@ def test_watchdog_survives_a_hang_and_a_crash() -> None:
     """A child that stays silent, and one that dies, cost one case each; the others are still judged."""
     short = dense(1, 8, 8, 1, 1, 8)
     endless = dense(1, 9000, 9000, 8, 8, 256)
-    outcomes = run_guarded([short, endless, short, short.replace(data="no such kind")], CPU, seconds=4)
-    problems = [o.problem for o in outcomes]
+    cases = [short, endless, short, short.replace(data="no such kind")]
+    problems = [o.problem for o in run_guarded(cases, CPU, seconds=6)]
     assert [bool(p) for p in problems] == [False, True, False, True], problems
-    assert "no answer" in problems[1] and "died" in problems[3]
+    assert "no answer" in problems[1] and "unknown data kind" in problems[3]
+    # A child that knows no such target dies at once: each of its cases is one child's last.
+    (outcome,) = run_guarded([short], dataclasses.replace(CPU, name="nowhere"))
+    assert "died with code 1: KeyError: 'nowhere'" in outcome.problem
 
 
 def test_hooks_and_mutants_match() -> None:

@@ -336,27 +336,31 @@ __device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHea
   }
 }
 
-// The three kinds of warps; each is its own instance of the walk below, with its own register allocation.
-// Their barriers meet all the same, since bar.sync counts warps, not program locations.
-enum class Role { kP, kDs, kBoth };
-
-// dV of kP in acc[0], dK of kDs in acc[0]; kBoth has dV in acc[0] and dK in acc[1].
-template <typename T, Role kRole, int kAcc>
+// The whole walk of one warp. With pairs acc[0] is dV in the first warp of a pair and dK in the second; without,
+// acc[0] is dV and acc[1] is dK.
+template <typename T, int kAcc>
 __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
                                              const BwdWork& work, uint32_t smem) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM;
   // dQ of the iteration before (it, g, m_block), whose dS all warps have written.
-  const auto add_previous_dq = [&](int it, int g, int m_block) {
+  const auto add_previous_dq = [&]<int kFirstCol, int kCols>(int it, int g, int m_block) {
+    if (it == 0 || work.dq_accum == nullptr) return;
     const int thread_idx = ptx::fresh_thread_idx();
-    constexpr int kCols = kRole == Role::kDs ? D - T::kDqColsFirst : T::kDqColsFirst;
-    add_dq<T, kCols>(kRole == Role::kDs ? T::kDqColsFirst : 0, smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt,
+    add_dq<T, kCols>(kFirstCol, smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt,
                      thread_idx / 32 % T::kKeyWarps, thread_idx % 32, [&]() -> DqRows {
-                const bool first_tile = m_block == work.range.begin;
-                const int tile_g = first_tile ? g - 1 : g;
-                const int row = (first_tile ? work.range.end - 1 : m_block - 1) * kBlockM;
-                return {work.dq_accum + (tile_g * work.stats_per_head + row) * D, work.w.q.length - row};
-              });
+                       const bool first_tile = m_block == work.range.begin;
+                       const int tile_g = first_tile ? g - 1 : g;
+                       const int row = (first_tile ? work.range.end - 1 : m_block - 1) * kBlockM;
+                       return {work.dq_accum + (tile_g * work.stats_per_head + row) * D, work.w.q.length - row};
+                     });
   };
+  const auto add_first_columns = [&](int it, int g, int m_block) {
+    add_previous_dq.template operator()<0, T::kDqColsFirst>(it, g, m_block);
+  };
+  const auto add_other_columns = [&](int it, int g, int m_block) {
+    add_previous_dq.template operator()<T::kDqColsFirst, D - T::kDqColsFirst>(it, g, m_block);
+  };
+  const auto is_second = [] { return T::kPaired && ptx::fresh_thread_idx() >= 32 * T::kKeyWarps; };
   int g = 0, m_block = work.range.begin;  // head of the group and query tile of this iteration
 #pragma unroll 1
   for (int it = 0; it < work.iterations; ++it) {
@@ -380,19 +384,19 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
         ptx::cp_async_commit();
       }
     };
-    const bool dq_due = it > 0 && work.dq_accum != nullptr;
-    if constexpr (kRole == Role::kP) {
-      // The other warp of the pair waits for P: dQ comes last here and first there.
+    if constexpr (!T::kPaired) {
+      add_first_columns(it, g, m_block);
+      prefetch();
+      step_both<T>(acc[0], acc[1], p, work.w, smem, stage, it & 1, m_block, key_warp, lane);
+    } else if (is_second()) {
+      // It waits for P of the first warp: dQ comes first here and last there.
+      add_other_columns(it, g, m_block);
+      prefetch();
+      step_ds<T>(acc[0], smem, stage, it & 1, key_warp, lane);
+    } else {
       step_p<T>(acc[0], p, work.w, smem, stage, m_block, key_warp, lane);
       prefetch();
-      if (dq_due) add_previous_dq(it, g, m_block);
-    } else {
-      if (dq_due) add_previous_dq(it, g, m_block);
-      prefetch();
-      if constexpr (kRole == Role::kDs) step_ds<T>(acc[0], smem, stage, it & 1, key_warp, lane);
-      if constexpr (kRole == Role::kBoth) {
-        step_both<T>(acc[0], acc[1], p, work.w, smem, stage, it & 1, m_block, key_warp, lane);
-      }
+      add_first_columns(it, g, m_block);
     }
     if (++m_block == work.range.end) {
       m_block = work.range.begin;
@@ -400,7 +404,12 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
     }
   }
   __syncthreads();
-  if (work.iterations > 0 && work.dq_accum != nullptr) add_previous_dq(work.iterations, g, m_block);
+  if constexpr (T::kPaired) {
+    if (is_second()) add_other_columns(work.iterations, g, m_block);
+    else add_first_columns(work.iterations, g, m_block);
+  } else {
+    add_first_columns(work.iterations, g, m_block);
+  }
   __syncthreads();
 }
 
@@ -430,8 +439,7 @@ template <typename T>
 __device__ __forceinline__ void bwd_body(const BwdParams& p, const Grid& grid) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kKeyBlocks = T::kKeyBlocks;
   extern __shared__ __align__(128) unsigned char smem_raw[];
-  const int thread_idx = threadIdx.x, lane = thread_idx % 32;
-  const int warp = __shfl_sync(0xffffffffu, thread_idx / 32, 0);
+  const int thread_idx = threadIdx.x;
 
   __shared__ BwdWork work;
   const int group = static_cast<int>(grid.shared.divisor);
@@ -463,24 +471,18 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const Grid& grid) {
     if constexpr (T::kStages > 1) load_queries<T>(p, work, smem, 0, 0, work.range.begin, thread_idx);
     ptx::cp_async_commit();
   }
+  float acc[T::kPaired ? 1 : 2][kKeyBlocks][D / 8][4];
+  for (auto& part : acc) clear(part);
+  walk_queries<T>(acc, p, work, smem);
+
+  const int warp = ptx::fresh_thread_idx() / 32, lane = ptx::fresh_thread_idx() % 32;
   const int key0 = warp % T::kKeyWarps * 16 * kKeyBlocks;
-  if constexpr (T::kPaired) {
-    float acc[1][kKeyBlocks][D / 8][4];
-    clear(acc[0]);
-    if (warp < T::kKeyWarps) {
-      walk_queries<T, Role::kP>(acc, p, work, smem);
-      write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, 1.f, smem + T::kVAt, w, key0, lane);
-    } else {
-      walk_queries<T, Role::kDs>(acc, p, work, smem);
-      write_gradient<T>(acc[0], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kKAt, w, key0, lane);
-    }
-  } else {
-    float acc[2][kKeyBlocks][D / 8][4];
-    clear(acc[0]);
-    clear(acc[1]);
-    walk_queries<T, Role::kBoth>(acc, p, work, smem);
+  if (warp < T::kKeyWarps) {
     write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, 1.f, smem + T::kVAt, w, key0, lane);
-    write_gradient<T>(acc[1], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kKAt, w, key0, lane);
+  }
+  if (!T::kPaired || warp >= T::kKeyWarps) {
+    write_gradient<T>(acc[T::kPaired ? 0 : 1], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kKAt, w,
+                      key0, lane);
   }
 }
 

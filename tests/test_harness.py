@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import re
 
 import pytest
 import torch
 
 from flash_ext.reference import attention_reference
-from tests import emulated, harness, mutants
+from tests import emulated, harness
 from tests.cases import Case, covering_cases, dense, packed, random_cases
 from tests.covering import covering_array
 from tests.inputs import make_inputs
@@ -221,16 +220,3 @@ def test_watchdog_survives_a_hang_and_a_crash() -> None:
     # A child that knows no such target dies at once: each of its cases is one child's last.
     (outcome,) = run_guarded([short], dataclasses.replace(CPU, name="nowhere"))
     assert "died with code 1: KeyError: 'nowhere'" in outcome.problem
-
-
-def test_hooks_and_mutants_match() -> None:
-    """Every planted bug in csrc/ is in the list; each number stands for one bug."""
-    hooks = set()
-    for path in (mutants.ROOT / "csrc").rglob("*.*"):
-        if path.suffix in (".cpp", ".cu", ".cuh", ".h"):
-            hooks |= {
-                int(n) for n in re.findall(r"FLASH_EXT_MUTANT\s*==\s*(\d+)", path.read_text(encoding="utf-8"))
-            }
-    numbers = [m.number for m in mutants.MUTANTS]
-    assert len(set(numbers)) == len(numbers)
-    assert hooks <= set(numbers)

@@ -8,7 +8,8 @@ said of every kernel goes to build/resources.json, which tests read.
 Environment variables:
     FLASH_EXT_ARCHS: architectures to compile for, e.g. "9.0a" while developing (default "8.0 8.0+PTX 9.0a").
     FLASH_EXT_DEBUG=1: defines FLASH_EXT_DEBUG (device assertions); the gates then only report.
-    FLASH_EXT_MUTANT=n: defines FLASH_EXT_MUTANT=n, one planted bug to test the tests; gates only report.
+    FLASH_EXT_MUTANT=n: the sources hold planted bug n, a test of the tests: the gates only report, and the
+        module names itself mutant<n>.
     MAX_JOBS: parallel compiler runs (default: by cores and available memory).
     CXX: the host compiler.
 """
@@ -51,7 +52,7 @@ class GateFailure(Exception):
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compiled: architectures and planted switches. Each variant has its own objects."""
+    """What is compiled: architectures, switches, and which planted bug. Each variant has its own objects."""
 
     archs: tuple[str, ...]
     debug: bool = False
@@ -84,8 +85,7 @@ class Variant:
 
     @property
     def defines(self) -> list[str]:
-        found = ["-DFLASH_EXT_DEBUG=1"] if self.debug else []
-        return found + ([f"-DFLASH_EXT_MUTANT={self.mutant}"] if self.mutant is not None else [])
+        return ["-DFLASH_EXT_DEBUG=1"] if self.debug else []
 
 
 @dataclass(frozen=True)

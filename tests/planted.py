@@ -1,0 +1,305 @@
+"""The planted bugs of the kill matrix: what each changes in the sources. mutants.py builds and runs them.
+
+Of the catalogue's 24: M8 needs an asynchronous proxy (sm90); M12, M13, M15, M17, M19 to M22 and M24 are
+bugs in split-KV, paging, semaphores, dropout, softcap, sinks, fp8, launch caches and bias, none of which
+exists here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of csrc/<file>: the text ``find``, which occurs exactly once, becomes ``replace``."""
+
+    file: str
+    find: str
+    replace: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug. name: in the catalogue; first: the file of tests most likely to notice it."""
+
+    number: int
+    name: str
+    bug: str
+    edits: tuple[Edit, ...]
+    first: str = "masks"
+    needs_gpus: int = 1
+
+    def patched(self) -> dict[str, str]:
+        """The changed files of csrc/ and their new text.
+
+        Raises:
+            ValueError: the sources have moved on; the edit has to follow them.
+        """
+        texts: dict[str, str] = {}
+        for edit in self.edits:
+            text = texts.get(edit.file) or (ROOT / "csrc" / edit.file).read_text(encoding="utf-8")
+            if text.count(edit.find) != 1:
+                raise ValueError(
+                    f"mutant {self.number}: csrc/{edit.file} holds {text.count(edit.find)} times\n{edit.find}"
+                )
+            texts[edit.file] = text.replace(edit.find, edit.replace)
+        return texts
+
+
+CONTROL = Mutant(0, "no bug", "the kernels as they are", ())
+
+LAST_KEY_SEEN = "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right);"
+
+MUTANTS = (
+    Mutant(
+        101,
+        "M1 causal diagonal + 1",
+        "a causal row sees one key too many, in the masks of elements and in the ranges of tiles",
+        (
+            Edit(
+                "common/attn_mod.cuh",
+                "last_row + shift() + p.reach_right);",
+                "last_row + shift() + p.reach_right + (p.reach_right == 0));",
+            ),
+            Edit(
+                "common/attn_mod.cuh",
+                "first_col - shift() - p.reach_right);",
+                "first_col - shift() - p.reach_right - (p.reach_right == 0));",
+            ),
+            Edit(
+                "common/attn_mod.cuh",
+                LAST_KEY_SEEN,
+                "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right + (p.reach_right == 0));",
+            ),
+        ),
+    ),
+    Mutant(
+        102,
+        "M1 causal diagonal - 1",
+        "a causal row misses its own key in tiles that are masked by element",
+        (
+            Edit(
+                "common/attn_mod.cuh",
+                LAST_KEY_SEEN,
+                "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right - (p.reach_right == 0));",
+            ),
+        ),
+    ),
+    Mutant(
+        201,
+        "M2 last partial key tile unmasked",
+        "zero-filled keys behind the last one take part with score 0",
+        (Edit("common/attn_mod.cuh", "last_col < seqlen_k && last_col <=", "last_col <="),),
+    ),
+    Mutant(
+        301,
+        "M3 newest key dropped",
+        "the last row of a sequence ends one key early in tiles that are masked by element",
+        (Edit("common/attn_mod.cuh", LAST_KEY_SEEN, LAST_KEY_SEEN[:-1] + " - (row == seqlen_q - 1);"),),
+    ),
+    Mutant(
+        401,
+        "M4 window left + 1",
+        "a window that is limited to the left holds one key more there",
+        (
+            Edit(
+                "common/attn_mod.cuh",
+                "row + shift() - p.reach_left);\n    " + LAST_KEY_SEEN,
+                "row + shift() - p.reach_left - (p.window_left >= 0));\n    " + LAST_KEY_SEEN,
+            ),
+        ),
+    ),
+    Mutant(
+        501,
+        "M5 -inf minus -inf not guarded",
+        "the offset of a row that has seen nothing is -inf",
+        (
+            Edit(
+                "common/softmax.cuh",
+                "return row_max[r] == -INFINITY ? 0.f : row_max[r] * scale_log2;",
+                "return row_max[r] * scale_log2;",
+            ),
+        ),
+    ),
+    Mutant(
+        601,
+        "M6 rescale skipped",
+        "the running output keeps its scale when the maximum rises",
+        (Edit("sm80/fwd.cuh", "acc_o[mb][db][i] *= factor[2 * mb + i / 2];", "acc_o[mb][db][i] *= 1.f;"),),
+        "values",
+    ),
+    Mutant(
+        701,
+        "M7 barrier removed: forward loop",
+        "no barrier between the arrival of a tile of K and V and its use",
+        (
+            Edit(
+                "sm80/fwd.cuh",
+                "    __syncthreads();\n    const uint32_t kv_at",
+                "    const uint32_t kv_at",
+            ),
+        ),
+        "races",
+    ),
+    Mutant(
+        702,
+        "M7 barrier removed: backward loop",
+        "no barrier between the arrival of a tile of Q and dO and its use",
+        (
+            Edit(
+                "sm80/bwd.cuh",
+                "buffers of two iterations ago are free.\n    __syncthreads();\n",
+                "buffers of two iterations ago are free.\n",
+            ),
+        ),
+        "races",
+    ),
+    Mutant(
+        703,
+        "M7 barrier removed: P of a pair",
+        "the second warp of a pair does not wait for the weights of the first",
+        (
+            Edit("sm80/bwd.cuh", "    ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);\n", ""),
+            Edit("sm80/bwd.cuh", "    ptx::bar_sync(1 + key_warp * T::kParts + part, 64);\n", ""),
+        ),
+        "races",
+    ),
+    Mutant(
+        704,
+        "M7 barrier removed: deterministic dQ loop",
+        "no barrier between the arrival of a tile of K and V and its use",
+        (
+            Edit(
+                "sm80/bwd_q.cuh",
+                "    __syncthreads();\n    const uint32_t kv_at",
+                "    const uint32_t kv_at",
+            ),
+        ),
+        "races",
+    ),
+    Mutant(
+        901,
+        "M9 32-bit offset",
+        "the offset of a row, in elements, is computed in 32 bits",
+        (
+            Edit(
+                "common/seqlen.cuh",
+                "+ b * x.batch_stride + row * x.row_stride + h * x.head_stride;",
+                "+ static_cast<int32_t>(b * x.batch_stride + row * x.row_stride + h * x.head_stride);",
+            ),
+        ),
+        "sizes",
+    ),
+    Mutant(
+        1001,
+        "M10 dout read with the strides of out",
+        "rowsum(dO * O) takes strides and alignment of dO from O",
+        (
+            Edit(
+                "passes/bwd_passes.cuh",
+                "load_8<E>(d, row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned);",
+                "StridedView like_out = p.out;\n    like_out.ptr = p.dout.ptr;\n"
+                "    load_8<E>(d, row_pointer(like_out, r.b, r.row, r.h) + chunk * 8, valid, p.out.aligned);",
+            ),
+        ),
+        "layout",
+    ),
+    Mutant(
+        1101,
+        "M11 lse in base 2",
+        "the logarithm of the sum is taken to base 2",
+        (Edit("common/softmax.cuh", "+ logf(row_sum[r]);", "+ log2f(row_sum[r]);"),),
+    ),
+    Mutant(
+        1401,
+        "M14 tail of V not zero-filled",
+        "rows of V behind the last one keep what shared memory held before",
+        (
+            Edit(
+                "common/tiles.cuh",
+                "int kThreads>\n__device__ __forceinline__ void load_tile(",
+                "int kThreads, bool kZeroTail = true>\n__device__ __forceinline__ void load_tile(",
+            ),
+            Edit(
+                "common/tiles.cuh",
+                "ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?",
+                "if (in || kZeroTail) ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?",
+            ),
+            Edit(
+                "common/tiles.cuh",
+                "const int valid = r < rows ? src.cols",
+                "if (!kZeroTail && r >= rows) continue;\n      const int valid = r < rows ? src.cols",
+            ),
+            Edit(
+                "sm80/fwd.cuh",
+                "load_tile<kBlockN, D, T::kThreads>(smem_v",
+                "load_tile<kBlockN, D, T::kThreads, false>(smem_v",
+            ),
+        ),
+        "values",
+    ),
+    Mutant(
+        1601,
+        "M16 deterministic flag ignored",
+        "dQ is summed by atomic additions in the deterministic mode, too",
+        (Edit("path_sm80.cpp", "deterministic ? 0 : rows * padded", "rows * padded"),),
+        "races",
+    ),
+    Mutant(
+        1801,
+        "M18 grouped heads by modulo",
+        "query head h reads key head h % num_heads_k in the forward",
+        (
+            Edit(
+                "sm80/fwd.cuh",
+                "static_cast<int>(divide(mine.h, grid.shared));",
+                "mine.h % p.problem.num_heads_k;",
+            ),
+        ),
+        "layout",
+    ),
+    Mutant(
+        2301,
+        "M23 device guard removed",
+        "kernels are launched on the current device, not on that of the tensors",
+        tuple(
+            Edit(
+                "api.cpp",
+                f'range("{name}");\n  const c10::OptionalDeviceGuard device_guard(q.device());\n',
+                f'range("{name}");\n',
+            )
+            for name in ("fwd", "bwd")
+        ),
+        "system",
+        needs_gpus=2,
+    ),
+    Mutant(
+        2501,
+        "gradient of lse dropped",
+        "dlse is not subtracted from rowsum(dO * O)",
+        (Edit("passes/bwd_passes.cuh", "sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat])", "sum"),),
+        "autograd",
+    ),
+    Mutant(
+        2601,
+        "cu_seqlens not clamped",
+        "the bounds of a sequence are taken as they are",
+        (
+            Edit(
+                "common/seqlen.cuh",
+                "const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total);",
+                "const int64_t lo = cu_seqlens[b];",
+            ),
+            Edit(
+                "common/seqlen.cuh",
+                "const int64_t hi = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), lo), total);",
+                "const int64_t hi = cu_seqlens[b + 1];",
+            ),
+        ),
+        "varlen",
+    ),
+)

@@ -1,0 +1,72 @@
+"""Tests of the kill matrix: its planted bugs fit the sources, and its verdicts are fair. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from tests import mutants, planted
+
+
+@pytest.mark.parametrize("mutant", planted.MUTANTS, ids=lambda m: str(m.number))
+def test_planted_bugs_fit_the_sources(mutant: planted.Mutant) -> None:
+    """Every edit finds its place exactly once and changes it."""
+    for file, text in mutant.patched().items():
+        source = (planted.ROOT / "csrc" / file).read_text(encoding="utf-8")
+        edits = [edit for edit in mutant.edits if edit.file == file]
+        assert all(source.count(edit.find) == 1 and edit.find != edit.replace for edit in edits)
+        assert all(edit.replace in text for edit in edits)
+        assert len(text) - len(source) == sum(len(edit.replace) - len(edit.find) for edit in edits)
+    assert mutant.edits and mutant.first in mutants.FIRST_FILES
+
+
+def test_planted_bugs_are_named_apart_and_only_there() -> None:
+    """Each number stands for one bug, the kernels hold none, and an edit without its place is refused."""
+    numbers = [mutant.number for mutant in (planted.CONTROL, *planted.MUTANTS)]
+    assert len(set(numbers)) == len(numbers)
+    suffixes = (".cpp", ".cu", ".cuh", ".h")
+    sources = [path for path in (planted.ROOT / "csrc").rglob("*") if path.suffix in suffixes]
+    assert sources and not [path for path in sources if "MUTANT" in path.read_text(encoding="utf-8")]
+    for nowhere in ("no such text", "const"):
+        with pytest.raises(ValueError, match=r"mutant 1: csrc/api.cpp holds (0|\d\d+) times"):
+            planted.Mutant(1, "", "", (planted.Edit("api.cpp", nowhere, ""),)).patched()
+
+
+def test_what_a_run_says_about_a_mutant() -> None:
+    """A kill needs a failing test; time that is up and a run without tests are neither kill nor proof."""
+    started = "tests/test_gauntlet_masks.py::test_a PASSED [ 1%]\ntests/test_gauntlet_masks.py::test_b[x-1] "
+    b = "tests/test_gauntlet_masks.py::test_b[x-1]"
+    expected = {
+        (1, started + "FAILED [ 2%]\n"): ("killed", b),
+        (1, started + f"\nFAILED {b} - AssertionError: 1"): ("killed", b),
+        (3, started + "\n!!! Exit: CUDA context lost in\n"): ("killed", b),
+        (-11, started): ("killed", b),
+        (None, started): (f"survived the first {mutants.RUN_SECONDS} s", b),
+        (0, started + "PASSED\n"): ("survived", ""),
+        (0, started.replace("PASSED", "SKIPPED") + "SKIPPED\n"): ("not run", b),
+        (None, "no test yet"): ("not run", ""),
+        (4, "no module named torch"): ("not run", ""),
+        (-9, ""): ("not run", ""),
+    }
+    for (code, output), (status, test) in expected.items():
+        outcome = mutants.verdict(101, code, output, 1.0)
+        assert (outcome.status, outcome.test) == (status, test), output
+
+
+def test_a_test_that_always_fails_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["tests/test_a.py::test_right", "tests/test_a.py::test_broken", "tests/test_a.py::test_slow"]
+    outcomes = [mutants.Outcome(n, "killed", name, seconds=n) for n, name in enumerate(names)]
+    output = f"{names[0]} PASSED [33%]\n{names[1]} FAILED [66%]\n{names[2]} "
+    monkeypatch.setattr(mutants, "_pytest", lambda *_: (None, output))
+    mutants.hold_against_control(outcomes, seed=0)
+    assert [outcome.status for outcome in outcomes] == ["killed", "not counted", "killed"]
+    assert "no time" in outcomes[2].note and not outcomes[0].note
+
+
+def test_parts_of_the_kill_matrix_are_all_of_it() -> None:
+    parts = [planted.MUTANTS[mutants.part(text)] for text in ("1/3", "2/3", "3/3")]
+    assert sorted(m.number for part in parts for m in part) == sorted(m.number for m in planted.MUTANTS)
+    for text in ("0/2", "3/2", "half"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            mutants.part(text)

@@ -262,9 +262,8 @@ def test_gates_are_those_that_are_applied() -> None:
         if dtype not in (torch.float16, torch.bfloat16):
             continue
         for metric, row in zip(("rel_l2", "worst_row"), table):
-            for names, cell in zip(("out", "dq", "dk dv"), row[1:]):
-                for name in names.split():
-                    assert getattr(gates[name], metric) == float(cell.removesuffix(" u")) * u, (name, metric)
+            for name, cell in zip(("out", "dq", "dk", "dv"), row[1:], strict=True):
+                assert getattr(gates[name], metric) == float(cell.removesuffix(" u")) * u, (name, metric)
         name = "fp16" if dtype == torch.float16 else "bf16"
         (bias,) = re.findall(rf"([\d.e-]+) \({name}\)", table[2][1])
         assert {gate.signed_bias for gate in gates.values()} == {float(bias)}

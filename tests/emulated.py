@@ -90,6 +90,7 @@ def backward(
         here = (lse if case.is_packed else lse[b])[:, rows, None]
         visible = _visible(x, q.shape[1], k.shape[1], bug) & (here > -math.inf)
         p = torch.exp(case.scale * (q @ k.mT) - here).masked_fill(~visible & ~here.isnan(), 0)
+        p = p.masked_fill(p < torch.finfo(torch.float32).tiny, 0)  # as ex2.approx.ftz does
         features = slice(0, -1) if bug == "delta_unrounded_p" else slice(None)
         delta = (dout * o)[..., features].sum(-1, keepdim=True)
         if x.dlse is not None and bug != "no_dlse":

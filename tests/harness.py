@@ -267,7 +267,7 @@ def _run_case(case: Case, target: Target) -> Results:
     x = make_inputs(case, target.device)
     if case.invalid:
         check_refused(x, target.device)
-        return Results(x, {}, Truth({}, {}, {}), {})
+        return Results(x, {}, Truth({}, {}, {}, {}), {})
     place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
     forward_sizes, backward_sizes = _expected_allocations(case)
     results: dict[str, Tensor] = {}

@@ -73,7 +73,7 @@ def run_large(x: Large, target: Target, seed: int, samples: int = 64) -> None:
     largest = 0.0
     chosen = _choose_sequences(x, rng)
     for b in chosen:
-        seq = _sequence(x, out, lse, grads, b)
+        seq = sequence_of(x, out, lse, grads, b)
         count = -(-samples // len(chosen))
         rows = corner_samples(rng, count, seq.q.shape[1], seq.q.shape[0])
         pair_out, pair_lse, bound = forward_rows(seq, spec, rows)
@@ -89,24 +89,34 @@ def run_large(x: Large, target: Target, seed: int, samples: int = 64) -> None:
         actual, expected = (torch.cat([getattr(p, side) for p in parts]) for side in ("actual", "expected"))
         if name == "lse":
             compare.assert_lse(actual, expected, largest)
-        else:
-            _check_gates(name, actual, expected, x.q.shape[-3] if name in ("dk", "dv") else x.k.shape[-3])
+            continue
+        terms = x.q.shape[-3] if name in ("dk", "dv") else x.k.shape[-3]
+        cancelled = torch.cat([p.cancelled for p in parts]) if name in ("dq", "dk") else None
+        check_gates(name, Pair(actual, expected, cancelled), terms)
 
 
-def _check_gates(name: str, actual: Tensor, expected: Tensor, terms: int) -> None:
+def check_gates(name: str, pair: Pair, terms: int) -> None:
     """The gates of compare.py, wider for few samples and by what float32 sums of that many terms lose.
 
     Tensor cores truncate when they add 16 terms to an accumulator, which takes half a unit in the last place
-    each time: nothing beside 16 bits for 10^5 terms, but 2 % for 10^7.
+    each time: nothing beside 16 bits for 10^5 terms, but 2 % for 10^7. The errors that ``pair.cancelled``
+    allows are forgiven before anything is measured relatively.
+
+    The truth of these gradients takes out as given, so the error of delta, which makes the worst rows of dq
+    and dk wide, is none here: their worst rows are held to the gate of dv.
     """
+    actual, expected = pair.actual, pair.expected
     extra = 2.0**-24 * terms / 16
-    gate = compare.GATES[actual.dtype][name]
+    gates = compare.GATES[actual.dtype]
     gate = dataclasses.replace(
-        gate,
-        rel_l2=1.25 * gate.rel_l2 + extra,
-        worst_row=2 * gate.worst_row + 2 * extra,
-        signed_bias=gate.signed_bias + extra,
+        gates[name],
+        rel_l2=1.25 * gates[name].rel_l2 + extra,
+        worst_row=2 * gates["out" if name == "out" else "dv"].worst_row + 2 * extra,
+        signed_bias=gates[name].signed_bias + extra,
     )
+    if pair.cancelled is not None:
+        error = actual.double() - expected
+        expected = expected + error.clamp(-pair.cancelled, pair.cancelled)
     errors = compare.measure(actual, expected, gate.row_floor)
     failed = compare.violations(errors, gate)
     assert not failed, f"{name}: {'; '.join(failed)}\n  {errors}"
@@ -132,7 +142,8 @@ def _choose_sequences(x: Large, rng: random.Random) -> list[int]:
     return sorted({candidates[0], candidates[-1], *rng.sample(inner, min(len(inner), SEQUENCES - 2))})
 
 
-def _sequence(x: Large, out: Tensor, lse: Tensor, grads: tuple[Tensor | None, ...], b: int) -> Sequence:
+def sequence_of(x: Large, out: Tensor, lse: Tensor, grads: tuple[Tensor | None, ...], b: int) -> Sequence:
+    """Views of batch entry or packed sequence ``b``."""
     dq, dk, dv = grads
     if x.lens is None:
         parts = (t if t is None else t[b] for t in (x.dout, None, dq, dk, dv))

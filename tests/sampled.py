@@ -38,10 +38,22 @@ class Sequence:
 
 @dataclass
 class Pair:
-    """What was computed, in its own type, and what is true, float64; both (samples, features)."""
+    """What was computed, in its own type, and what is true, float64; both (samples, features).
+
+    ``cancelled`` is the absolute error of each element of a gradient that fp32 sums may leave where
+    dP - delta cancels, those of several rows or keys in quadrature; None for other results.
+    """
 
     actual: Tensor
     expected: Tensor
+    cancelled: Tensor | None = None
+
+
+# dP and delta are sums in fp32, of head_dim_v terms each. Tensor cores truncate where they add 16 terms to
+# the accumulator: 16 times for 256 terms, an error of at most 16 * 2^-23 = 2^-19 of the sum of the terms'
+# sizes. Where both sums are equal, as for a row with a single key, whose dP - delta is exactly 0, this is all
+# of dS.
+FP32_SUM_ERROR = 2.0**-19
 
 
 def corner_samples(rng: random.Random, count: int, *sizes: int) -> list[tuple[int, ...]]:
@@ -71,8 +83,13 @@ def forward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) 
     )
 
 
-def _score_gradient(seq: Sequence, spec: AttnSpec, h: int, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-    """P and dS, (rows, keys) of head ``h``, for a block in which every row sees every key."""
+def _score_gradient(
+    seq: Sequence, spec: AttnSpec, h: int, rows: slice, keys: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P, dS and the error that fp32 sums leave in dS, (rows, keys) of head ``h``.
+
+    For a block in which every row sees every key.
+    """
     h_k = h // seq.group
     q, dout, out = (t[rows, h].double() for t in (seq.q, seq.dout, seq.out))
     k, v = seq.k[keys, h_k].double(), seq.v[keys, h_k].double()
@@ -80,19 +97,22 @@ def _score_gradient(seq: Sequence, spec: AttnSpec, h: int, rows: slice, keys: sl
     delta = (dout * out).sum(-1)
     if seq.dlse is not None:
         delta = delta - seq.dlse[h, rows].double()
-    return p, p * (dout @ v.T - delta[:, None])
+    terms = dout.abs() @ v.abs().T + (dout * out).abs().sum(-1)[:, None]
+    return p, p * (dout @ v.T - delta[:, None]), p * FP32_SUM_ERROR * terms
 
 
 def backward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) -> Pair:
     """dq of (head, row) samples."""
-    actual, expected = [], []
+    actual, expected, cancelled = [], [], []
     for h, row in samples:
         lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
         keys = slice(lo, max(lo, hi))
-        _, ds = _score_gradient(seq, spec, h, slice(row, row + 1), keys)
+        _, ds, ds_error = _score_gradient(seq, spec, h, slice(row, row + 1), keys)
         actual.append(seq.dq[row, h])
-        expected.append(spec.softmax_scale * (ds @ seq.k[keys, h // seq.group].double())[0])
-    return Pair(torch.stack(actual), torch.stack(expected))
+        k = seq.k[keys, h // seq.group].double()
+        expected.append(spec.softmax_scale * (ds @ k)[0])
+        cancelled.append(abs(spec.softmax_scale) * (ds_error**2 @ k**2).sqrt()[0])
+    return Pair(torch.stack(actual), torch.stack(expected), torch.stack(cancelled))
 
 
 def rows_seeing(key: int, spec: AttnSpec, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -105,17 +125,24 @@ def rows_seeing(key: int, spec: AttnSpec, seqlen_q: int, seqlen_k: int) -> tuple
 
 def backward_keys(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) -> tuple[Pair, Pair]:
     """dk and dv of (key head, key) samples."""
-    dk, dk_true, dv, dv_true = [], [], [], []
+    dk, dk_true, dk_cancelled, dv, dv_true = [], [], [], [], []
     for h_k, key in samples:
         rows = slice(*rows_seeing(key, spec, seq.q.shape[0], seq.k.shape[0]))
         sum_k = torch.zeros(seq.k.shape[-1], dtype=torch.float64, device=seq.k.device)
+        sum_error = torch.zeros_like(sum_k)
         sum_v = torch.zeros(seq.v.shape[-1], dtype=torch.float64, device=seq.k.device)
         for h in range(h_k * seq.group, (h_k + 1) * seq.group):
-            p, ds = _score_gradient(seq, spec, h, rows, slice(key, key + 1))
-            sum_k += spec.softmax_scale * (ds.T @ seq.q[rows, h].double())[0]
+            p, ds, ds_error = _score_gradient(seq, spec, h, rows, slice(key, key + 1))
+            q = seq.q[rows, h].double()
+            sum_k += spec.softmax_scale * (ds.T @ q)[0]
+            sum_error += spec.softmax_scale**2 * (ds_error.T**2 @ q**2)[0]
             sum_v += (p.T @ seq.dout[rows, h].double())[0]
         dk.append(seq.dk[key, h_k])
         dv.append(seq.dv[key, h_k])
         dk_true.append(sum_k)
+        dk_cancelled.append(sum_error.sqrt())
         dv_true.append(sum_v)
-    return Pair(torch.stack(dk), torch.stack(dk_true)), Pair(torch.stack(dv), torch.stack(dv_true))
+    return (
+        Pair(torch.stack(dk), torch.stack(dk_true), torch.stack(dk_cancelled)),
+        Pair(torch.stack(dv), torch.stack(dv_true)),
+    )

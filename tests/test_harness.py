@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from flash_ext.reference import attention_reference
-from tests import emulated, harness
+from tests import emulated, harness, large
 from tests.cases import Case, covering_cases, dense, packed, random_cases
 from tests.covering import covering_array
 from tests.inputs import make_inputs
-from tests.sampled import Sequence, backward_keys, backward_rows, corner_samples, forward_rows
+from tests.judge import RMS_LIMIT, rms_limit
+from tests.sampled import Pair, Sequence, backward_keys, backward_rows, corner_samples, forward_rows
 from tests.truth import compute_truth
 from tests.watchdog import run_guarded
 
@@ -121,6 +122,49 @@ def test_planted_bug_is_noticed(model, bug: str) -> None:
     assert all("--repro" in text for text in noticed)
 
 
+# dk of keys whose weights lie around 2^-126, where the model loses them as ex2.approx.ftz does.
+VANISHING = [
+    dense(1, 31, 127, 3, 3, 192, softmax_scale=0.5, data="large"),
+    packed([33, 2], [33, 204], num_heads=8, num_heads_k=1, head_dim=256, softmax_scale=0.5, data="peaked"),
+]
+
+
+@pytest.mark.parametrize("case", VANISHING, ids=["large", "peaked"])
+def test_weights_below_the_normal_range_are_allowed_for(model, case, monkeypatch) -> None:
+    harness.run_case(case, CPU)
+    monkeypatch.setattr("tests.truth.WEIGHT_FLUSH", 2.0**-149)
+    with pytest.raises(harness.CaseFailure, match="dk: error"):
+        harness.run_case(case, CPU)
+
+
+def test_limit_of_the_mean_follows_the_number_of_independent_errors() -> None:
+    """As tight as can be where errors are independent, and no tighter than chance where they are not."""
+
+    def limits(case: Case) -> dict[str, float]:
+        independent = compute_truth(make_inputs(case, "cpu"), backward=True).independent
+        return {name: rms_limit(count) for name, count in independent.items()}
+
+    for causal in (False, True):
+        assert max(limits(dense(2, 150, 200, 4, 4, 128, causal=causal)).values()) < RMS_LIMIT + 0.06
+    for case in (
+        dense(1, 1, 50, 1, 1, 64),  # one query: dk is a multiple of q, and delta is off by one number
+        dense(1, 30, 50, 1, 1, 64, data="twins"),  # equal weights and nearly equal queries
+    ):
+        assert limits(case)["dk"] > 2 * RMS_LIMIT
+    flat = limits(dense(1, 61, 255, 1, 1, 32, data="zero_q"))  # every key has the same dv
+    assert flat["dv"] > RMS_LIMIT + 0.2 and flat["out"] > RMS_LIMIT + 0.2
+
+
+def test_equal_heads_of_a_group_err_alike() -> None:
+    """dv of seven heads with the same weights and dout is seven times as uncertain as of one, not sqrt(7)."""
+    noise = []
+    for heads in (1, 7):
+        x = make_inputs(dense(1, 9, 15, heads, 1, 8, data="zero_q"), "cpu")
+        x.dout.copy_(x.dout[:, :, :1].clone() if heads == 1 else noise[0][1].expand_as(x.dout))
+        noise.append((compute_truth(x, backward=True).noise["dv"], x.dout))
+    torch.testing.assert_close(noise[1][0], 7 * noise[0][0])
+
+
 def test_lost_key_is_noticed_in_a_long_row(model) -> None:
     """The bug that a comparison with twice PyTorch's error misses in bf16: one key of 2048."""
     case = dense(1, 8, 2048, 1, 1, 64, causal=True, backward=False)
@@ -190,6 +234,30 @@ def test_sampled_truth_agrees_with_the_oracle() -> None:
         out, lse, _ = forward_rows(seq, case.spec, rows)
         for pair in (out, lse, backward_rows(seq, case.spec, rows), *backward_keys(seq, case.spec, keys)):
             torch.testing.assert_close(pair.actual.double(), pair.expected, rtol=1e-9, atol=1e-9)
+
+
+def test_sampled_rows_that_cancel() -> None:
+    """One query, one key: the exact dk is 0, and what fp32 sums leave of it is forgiven, but no more."""
+    heads = {"num_heads": 2, "num_heads_k": 2, "head_dim": 192}
+    case = packed([3, 1, 64], [3000, 1, 2000], dtype="fp16", causal=True, **heads)
+    x = make_inputs(case, "cpu")
+    out, lse = emulated.forward(x, CPU)
+    all_inputs = large.Large(x.q, x.k, x.v, x.dout, lens=[(3, 3000), (1, 1), (64, 2000)], causal=True)
+    grads = emulated.backward(x, out, lse, CPU)
+    pairs = []
+    for b in range(3):
+        seq = large.sequence_of(all_inputs, out, lse, grads, b)
+        samples = corner_samples(random.Random(b), 10, 2, seq.k.shape[0])
+        pairs.append(backward_keys(seq, case.spec, samples)[0])
+    dk = Pair(*(torch.cat([getattr(p, part) for p in pairs]) for part in ("actual", "expected", "cancelled")))
+    assert not dk.expected[10:20].any() and dk.actual[10:20].any()
+    large.check_gates("dk", dk, 68)
+    with pytest.raises(AssertionError, match=r"worst row .* at \(1\d,\)"):
+        large.check_gates("dk", dataclasses.replace(dk, cancelled=0 * dk.cancelled), 68)
+    wrong = dk.actual.clone()
+    wrong[10] += 1e-3 * dk.expected[20:].abs().max()
+    with pytest.raises(AssertionError, match="worst row"):
+        large.check_gates("dk", dataclasses.replace(dk, actual=wrong), 68)
 
 
 def test_case_survives_its_repro_line(seed: int) -> None:

@@ -7,6 +7,8 @@ So every element gets its own standard deviation, from the roundings that the al
     forward   P to the storage type before P V, the output; the logits in fp32
     backward  P before P^T dO, dS before dS K and dS^T Q, delta from the rounded output; the results
 
+Weights below the normal range of fp32 are lost altogether: see WEIGHT_FLUSH.
+
 The gradients are explicit formulas here, not autograd, and all sequences of a packed batch are computed at
 once in padded form; test_harness.py holds them against flash_ext.reference, which shares no code with this.
 """
@@ -25,6 +27,12 @@ from tests.inputs import Inputs
 # fp32 flush-to-zero threshold where bf16 itself would reach further down.
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126}
+# A weight of the backward is an fp32 exponential that comes out as 0 below 2^-126 (ex2.approx.ftz). What is
+# lost lies anywhere in [0, 2^-126), so it enters dS times |dP - delta| and dv times |dout|. An error spread
+# evenly over [0, a) has the root mean square 0.58 a, one of rounding to nearest 0.43 u: to weigh the same in
+# units of noise, a must be counted 1.35 times. 2 leaves room for tensors of a few elements that are all just
+# below.
+WEIGHT_FLUSH = 2 * 2.0**-126
 
 
 @dataclass
@@ -34,11 +42,14 @@ class Truth:
     ``unspecified`` marks elements about which nothing is promised: a NaN reaches what shares its tile, as a
     matrix product multiplies it by the zero weight of a masked pair.
     For lse, ``noise`` is the largest allowed absolute error rather than a deviation.
+    ``independent`` is, for each result but lse, how many of its errors are independent of each other: at most
+    one per element, but a single one where a single rounding (of a weight, of delta) reaches all elements.
     """
 
     value: dict[str, Tensor]
     noise: dict[str, Tensor]
     unspecified: dict[str, Tensor]
+    independent: dict[str, float]
 
 
 @dataclass
@@ -96,33 +107,37 @@ def compute_truth(inputs: Inputs, backward: bool) -> Truth:
         "lse": 3e-6 * reach.clamp(min=1) + 2.0**-23 * lse.abs().masked_fill(lse.isinf(), 0),
     }
 
+    by_delta: dict[str, Tensor] = {}
     if backward:
         delta = (dout * out).sum(-1, keepdim=True) - padded.dlse
         ds = p * (dout @ v.mT - delta)
         delta_var = (square(dout) * out_var).sum(-1, keepdim=True)
         rounding = u**2 + square(tilt)
+        lost = seen * (floor**2 + WEIGHT_FLUSH**2 * square(dout @ v.mT - delta))  # of dS, below any precision
         dq = scale * (ds @ k)
-        dq_var = scale**2 * (
-            rounding * (square(ds) @ square(k)) + delta_var * square(p @ k) + floor**2 * (seen @ square(k))
-        )
+        dq_by_delta = scale**2 * delta_var * square(p @ k)
+        dq_var = scale**2 * ((rounding * square(ds) + lost) @ square(k)) + dq_by_delta
         dk = scale * (ds.mT @ q)
-        dk_var = scale**2 * (
-            (rounding * square(ds) + delta_var * square(p)).mT @ square(q) + floor**2 * (seen.mT @ square(q))
-        )
+        dk_by_delta = scale**2 * ((delta_var * square(p)).mT @ square(q))
+        dk_var = scale**2 * ((rounding * square(ds) + lost).mT @ square(q)) + dk_by_delta
         dv = p.mT @ dout
-        dv_var = (rounding * square(p)).mT @ square(dout) + floor**2 * (seen.mT @ square(dout))
-        dk, dk_var, dv, dv_var = (_sum_groups(t, case) for t in (dk, dk_var, dv, dv_var))
+        lost = seen * max(floor, WEIGHT_FLUSH) ** 2
+        dv_var = (rounding * square(p) + lost).mT @ square(dout)
+        dk, dk_var, dk_by_delta, dv = (_sum_groups(t, case) for t in (dk, dk_var, dk_by_delta, dv))
+        dv_var = _sum_groups(dv_var, case) * _alike_in_group(p, dout, case)
         for name, t, var in (("dq", dq, dq_var), ("dk", dk, dk_var), ("dv", dv, dv_var)):
             value[name] = t
             noise[name] = (var + u**2 * square(t) + floor**2).sqrt()
+        by_delta = {"dq": dq_by_delta, "dk": dk_by_delta}
 
+    independent = _count_independent(padded, p, case, value, noise, by_delta)
     value = {name: _unpad(name, t, padded, inputs) for name, t in value.items()}
     noise = {name: _unpad(name, t, padded, inputs) for name, t in noise.items()}
     if case.is_packed:  # rows of no sequence
         outside = torch.ones(inputs.q.shape[0], dtype=torch.bool, device=q.device)
         outside[padded.rows_q[padded.valid_q]] = False
         value["lse"][:, outside] = float("-inf")
-    truth = Truth(value, noise, {})
+    truth = Truth(value, noise, {}, independent)
     _plant_special_values(truth, padded, inputs)
     return truth
 
@@ -176,6 +191,79 @@ def _pad(inputs: Inputs) -> _Padded:
 def _sum_groups(t: Tensor, case: Case) -> Tensor:
     """Sums query heads that share a key head: (b, h, mk, d) to (b, h_k, mk, d)."""
     return t.unflatten(1, (case.num_heads_k, -1)).sum(2) if case.num_heads else t
+
+
+def _alike_in_group(p: Tensor, dout: Tensor, case: Case) -> int:
+    """By how much the variance of a sum over a group exceeds the sum of the variances.
+
+    Query heads with the same weights and the same dout make the same error in dv, and equal errors add up
+    while independent ones add in quadrature: n^2 variances instead of n. That needs weights that do not
+    depend on q and dout that the heads share; any difference makes the roundings differ.
+    """
+    group = case.num_heads // max(case.num_heads_k, 1)
+    heads = [t.unflatten(1, (case.num_heads_k, group)) for t in (p, dout)] if group > 1 else []
+    alike = heads and all(torch.equal(t, t[:, :, :1].expand_as(t)) for t in heads)
+    return group if alike else 1
+
+
+def _count_independent(
+    padded: _Padded,
+    p: Tensor,
+    case: Case,
+    value: dict[str, Tensor],
+    noise: dict[str, Tensor],
+    by_delta: dict[str, Tensor],
+) -> dict[str, float]:
+    """How many independent errors each result has, at least; see ``Truth``.
+
+    The errors of a product E X, with errors E of the first factor, lie in the row space of X: per row of E
+    there are as many independent ones as X has directions of weight, not as X has columns. An error of delta
+    reaches a whole row of dq, and in dk all keys that the row sees, by one number; of dk no more than one
+    independent number per head is taken for granted. Elements with equal truth err alike.
+
+    The mean of m squares, n = (1 - f) / m_product + f in m_delta squares, of deviations that have the share f
+    of their variance from delta varies as one of 1 / ((1 - f)^2 / m_product + f^2 / m_delta) squares.
+    """
+    if not value["out"].numel() or not padded.k.shape[2]:
+        return {name: 1.0 for name in value if name != "lse"}
+    rows = padded.visible.any(-1).sum(-1).double()  # (b, 1)
+    keys = padded.visible.any(-2).sum(-1).double()
+    heads = float(len(rows) * case.num_heads_k)
+    # Keys that share a row's largest weight share its rounding. Where they hold most of most rows, the errors
+    # of dv differ between columns only.
+    tied = (p >= (1 - 1e-9) * p.amax(-1, keepdim=True)) & padded.visible
+    flat = (tied.sum(-1) > 1) & ((p * tied).sum(-1) > 0.5)
+    flat = bool(flat.sum() > 0.5 * case.num_heads * rows.sum())
+    found: dict[str, float] = {}
+    for name, second, lines in (
+        ("out", padded.v, rows),
+        ("dq", padded.k, rows),
+        ("dk", padded.q, keys),
+        ("dv", padded.dout, keys.clamp(max=1) if flat else keys),
+    ):
+        if name not in value:
+            continue
+        by_head = _directions(second) * lines
+        if name in ("dk", "dv"):
+            by_head = by_head.unflatten(1, (case.num_heads_k, -1)).amin(2)
+        count = min(float(by_head.sum()), float(value[name].float().unique().numel()))
+        if name in by_delta:
+            share = torch.nan_to_num(by_delta[name] / noise[name] ** 2, nan=0.0)
+            f = float(share.sum() / (noise[name] > 0).sum().clamp(min=1))
+            of_delta = float(rows.sum()) * case.num_heads if name == "dq" else heads
+            count = 1 / ((1 - f) ** 2 / max(count, 1.0) + f**2 / max(of_delta, 1.0))
+        found[name] = max(count, 1.0)
+    return found
+
+
+def _directions(x: Tensor) -> Tensor:
+    """Participation ratio of the singular values of x (b, h, rows, columns): (sum s^2)^2 / sum s^4, (b, h).
+
+    1 if all rows are multiples of one, about the number of columns (or of rows, if fewer) if they are random.
+    """
+    gram = x.mT @ x
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.nan_to_num(trace**2 / (gram**2).sum((-2, -1)), nan=0.0)
 
 
 def _unpad(name: str, t: Tensor, padded: _Padded, inputs: Inputs) -> Tensor:

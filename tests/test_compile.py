@@ -23,8 +23,21 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def check_training_step(compiled: Callable, eager: Callable, inputs: tuple[Tensor, ...]) -> None:
-    """Results and gradients of a function that returns one tensor or several."""
+# Inductor keeps in fp32 what eager mode rounds to bf16 between two operators, and so may be closer to the
+# truth or further from it. Of the layer below, eager mode in bf16 is 0.75 u of the root mean square off in
+# the mean (u = 2^-8), and in 40 tries of 4224 to 8448 elements at most 5.1 u beyond 3 %. The difference of
+# two such results is sqrt(2) times that: 7.2 u. A result in wrong strides is off by 256 u and more.
+BF16_ROUNDINGS = 8 * 2.0**-8
+
+
+def check_training_step(
+    compiled: Callable, eager: Callable, inputs: tuple[Tensor, ...], fuses: bool = False
+) -> None:
+    """Results and gradients of a function that returns one tensor or several.
+
+    Args:
+        fuses: whether the compiler may round elsewhere than eager mode does, see ``BF16_ROUNDINGS``.
+    """
     everything = []
     for function in (compiled, eager):
         leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in inputs]
@@ -34,7 +47,10 @@ def check_training_step(compiled: Callable, eager: Callable, inputs: tuple[Tenso
         everything.append((*results, *torch.autograd.grad(loss, leaves)))
     for got, expected in zip(*everything, strict=True):
         assert got.dtype == expected.dtype
-        torch.testing.assert_close(got, expected, **tolerance(inputs[0].device.type))
+        limits = tolerance(inputs[0].device.type)
+        if fuses and expected.dtype == torch.bfloat16:
+            limits["atol"] = BF16_ROUNDINGS * float(expected.detach().float().square().mean().sqrt())
+        torch.testing.assert_close(got, expected, **limits)
 
 
 def with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +151,7 @@ def test_inductor_keeps_strides(device: str) -> None:
 
     x = torch.randn(2, 33, 64, device=device, dtype=make_qkv(device)[0].dtype)
     weight = torch.randn(64, 128, device=device, dtype=x.dtype) / 8
-    check_training_step(torch.compile(layer, fullgraph=True), layer, (x, weight))
+    check_training_step(torch.compile(layer, fullgraph=True), layer, (x, weight), fuses=True)
 
 
 def test_compiled_autograd() -> None:

@@ -32,7 +32,7 @@ test: MODULES = pytest hypothesis numpy
 test:
 	@$(prepared) && $$py -m pytest $(ARGS)
 
-demo: MODULES = numpy matplotlib rich
+demo: MODULES = numpy
 demo:
 	@$(prepared) && $$py -m flash_ext.demo $(ARGS)
 

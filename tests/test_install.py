@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import types
 from pathlib import Path
 
 import pytest
@@ -332,6 +333,27 @@ def test_info_as_json():
 def test_info_without_a_gpu():
     text = run_info()
     assert "no GPU is visible" in text and "path cpu" in text and torch.__version__ in text
+
+
+def test_info_tells_what_serves_a_gpu_and_why_the_rest_does_not(monkeypatch):
+    """On a pretended GPU: first one that the sm80 path serves, then one that is too old for it."""
+    for compute_capability, said in ((90, "fwd, head_dim 128  path sm80: fwd_sm80_hd128"),
+                                     (75, "fwd, not sm80: compute capability 7.5 is below 8.0")):
+        major, minor = divmod(compute_capability, 10)
+        properties = types.SimpleNamespace(name="pretended", major=major, minor=minor, total_memory=2**35,
+                                           multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
+        facts = {"compute_capability": compute_capability, "num_sms": 132, "smem_per_block": 232448}
+        before = {name: ops._C.get_switch(name) for name in facts}
+        try:
+            for name, value in facts.items():
+                ops._C.set_switch(name, value)
+            text = info.as_text(info.collect())
+        finally:
+            for name, value in before.items():
+                ops._C.set_switch(name, value)
+        assert said in text and f"compute capability {major}.{minor}, 132 SMs, 32.0 GiB" in text
 
 
 @pytest.mark.gpu

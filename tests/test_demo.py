@@ -270,6 +270,20 @@ def test_accesses_are_those_of_the_ladder(results: Results):
         assert counted.flash == io_complexity("flash1", counted.seqlen, 16, 2048)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_in_bfloat16():
+    """Gates are wide: that the kernels are right is for other tests, this one is for the way to them."""
+    device = torch.device("cuda")
+    results = demo.run(TINY, device, read_text(standard_library()), 0, Progress())
+    ours, pytorch = results.curves[OURS].losses, results.curves[PYTORCH].losses
+    assert demo_report.last_loss(results.curves[OURS]) < ours[0] - 1.0
+    assert max(abs(a - b) for a, b in zip(ours, pytorch)) < 0.1
+    for distance in results.distances.values():
+        assert 0 < distance.difference[OURS] < 0.02 * distance.largest_value
+    assert results.attention_memory[1024][OURS] < results.attention_memory[1024][MATERIALISED] / 4
+    assert "bfloat16" in results.heading[0]
+
+
 def test_the_report_carries_the_numbers(results: Results):
     text = demo_report.as_text(results)
     for curve in results.curves.values():

@@ -1,8 +1,7 @@
 // Matrix products of one warp whose B operand streams from a shared tile through a small ring of fragments.
 //
-// A fragment is asked for kAhead steps before its mma: ldmatrix takes about 30 cycles, one mma m16n8k16
-// issues every 6 or so, and ptxas does not move loads that far by itself (short-scoreboard stalls were the
-// second largest on an H200 without the ring).
+// A fragment is asked for kAhead steps before its mma. ptxas schedules ldmatrix by itself and mostly ignores
+// that order (the same register counts with and without), but kAhead decides whether D = 128 spills.
 #pragma once
 
 #include "tiles.cuh"

@@ -279,7 +279,7 @@ void use_null_kernels_on_cpu(bool enable) {
 }
 
 // Everything is functional: no argument is written or aliased by a result. max_seqlen_* is 0 when
-// unknown and steers scheduling only; windows are inclusive reaches, -1 unlimited.
+// unknown and serves FLOP counts only; windows are inclusive reaches, -1 unlimited.
 TORCH_LIBRARY(flash_ext, m) {
   m.def(
       "fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt "

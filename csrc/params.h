@@ -34,7 +34,7 @@ struct Problem {
   int64_t total_k = 0;
   const int32_t* cu_seqlens_q = nullptr;  // (batch + 1,) or null for dense
   const int32_t* cu_seqlens_k = nullptr;  // (batch + 1,) or null for dense
-  // Upper bounds on the packed lengths, 0 when unknown. They steer scheduling only, never results.
+  // Upper bounds on the packed lengths, 0 when unknown. No kernel reads them today.
   int32_t max_seqlen_q_hint = 0;
   int32_t max_seqlen_k_hint = 0;
   float softmax_scale = 1.f;

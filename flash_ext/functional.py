@@ -176,8 +176,8 @@ def attention_varlen(
         v: (total_k, h_k, dv).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q, contiguous: where each sequence
             starts, and where the last one ends.
-        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows. They only steer scheduling and FLOP
-            counts; leave them out when they are not at hand.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows. They are checked and serve FLOP counts;
+            no kernel needs them, and they change no result. Leave them out when they are not at hand.
         causal, window, softmax_scale, return_lse, deterministic, path: as in :func:`attention`, with the
             alignment of each sequence by its own lengths.
 

@@ -66,8 +66,7 @@ StridedView view_of(const Tensor& t) {
 
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
-                   int64_t window_left, int64_t window_right) {
+                   double softmax_scale, int64_t window_left, int64_t window_right) {
   Problem p;
   p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
   p.num_heads = static_cast<int32_t>(q.size(-2));
@@ -80,8 +79,6 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
     p.total_k = k.size(0);
     p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
     p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
-    p.max_seqlen_q_hint = clamp_to_int32(max_seqlen_q);
-    p.max_seqlen_k_hint = clamp_to_int32(max_seqlen_k);
   } else {
     p.batch = static_cast<int32_t>(q.size(0));
     p.seqlen_q = static_cast<int32_t>(q.size(1));
@@ -129,8 +126,8 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
             window_left, window_right, deterministic, path_name);
   const ProfilerRange range("fwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
-  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                     max_seqlen_k, softmax_scale, window_left, window_right);
+  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale,
+                                     window_left, window_right);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
@@ -178,8 +175,8 @@ BwdResult bwd_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, cons
             max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
   const ProfilerRange range("bwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
-  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                     max_seqlen_k, softmax_scale, window_left, window_right);
+  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale,
+                                     window_left, window_right);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
 

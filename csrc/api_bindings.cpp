@@ -80,9 +80,9 @@ Direction direction_of(const std::string& name) {
 // the device given through switches, no GPU either.
 py::dict plan(const std::string& direction_name, const std::string& dtype, int32_t batch,
               int64_t seqlen_q, int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k,
-              int32_t head_dim, int32_t head_dim_v, bool packed, int32_t max_seqlen_q,
-              int32_t max_seqlen_k, int32_t window_left, int32_t window_right, bool deterministic,
-              std::optional<std::string> path_name, int device) {
+              int32_t head_dim, int32_t head_dim_v, bool packed, int32_t window_left,
+              int32_t window_right, bool deterministic, std::optional<std::string> path_name,
+              int device) {
   const Direction direction = direction_of(direction_name);
   if (dtype != "float16" && dtype != "bfloat16") {
     throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + dtype);
@@ -101,8 +101,6 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
     p.cu_seqlens_q = p.cu_seqlens_k = &no_cu_seqlens;
     p.total_q = seqlen_q;
     p.total_k = seqlen_k;
-    p.max_seqlen_q_hint = max_seqlen_q;
-    p.max_seqlen_k_hint = max_seqlen_k;
   } else {
     p.seqlen_q = static_cast<int32_t>(seqlen_q);
     p.seqlen_k = static_cast<int32_t>(seqlen_k);
@@ -197,9 +195,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("plan", &plan, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",
         py::arg("batch") = 1, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("num_heads"),
         py::arg("num_heads_k"), py::arg("head_dim"), py::arg("head_dim_v"),
-        py::arg("packed") = false, py::arg("max_seqlen_q") = 0, py::arg("max_seqlen_k") = 0,
-        py::arg("window_left") = -1, py::arg("window_right") = -1, py::arg("deterministic") = false,
-        py::arg("path") = py::none(), py::arg("device") = 0);
+        py::arg("packed") = false, py::arg("window_left") = -1, py::arg("window_right") = -1,
+        py::arg("deterministic") = false, py::arg("path") = py::none(), py::arg("device") = 0);
   m.def("device_facts", &device_facts, py::arg("device") = 0);
 
   m.def("get_switch", [](const std::string& name) { return get_switch(required_switch(name)); });

@@ -34,9 +34,6 @@ struct Problem {
   int64_t total_k = 0;
   const int32_t* cu_seqlens_q = nullptr;  // (batch + 1,) or null for dense
   const int32_t* cu_seqlens_k = nullptr;  // (batch + 1,) or null for dense
-  // Upper bounds on the packed lengths, 0 when unknown. No kernel reads them today.
-  int32_t max_seqlen_q_hint = 0;
-  int32_t max_seqlen_k_hint = 0;
   float softmax_scale = 1.f;
   int32_t window_left = -1;   // inclusive reach; -1 = unlimited
   int32_t window_right = -1;  // causal is window_right == 0

@@ -55,8 +55,6 @@ def plan(
     head_dim: int,
     head_dim_v: int,
     packed: bool = False,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
     window_left: int = -1,
     window_right: int = -1,
     deterministic: bool = False,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,8 +47,27 @@ def assert_same(got: list[Tensor], expected: list[Tensor], what: str) -> None:
 # ---- devices ----
 
 
+@contextlib.contextmanager
+def stream_of_another_device(device: int) -> Iterator[torch.cuda.Stream]:
+    """A new stream is the current one of that device, which itself is not the current device."""
+    current = torch.cuda.current_device()
+    before = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    try:
+        torch.cuda.set_stream(stream)  # this makes its device the current one
+        torch.cuda.set_device(current)
+        yield stream
+        before.wait_stream(stream)
+    finally:
+        torch.cuda.set_stream(before)
+        torch.cuda.set_device(current)
+
+
 @on_gpu_paths
 def test_sy01_tensors_on_a_device_that_is_not_current(target: Target) -> None:
+    """Also with a stream of that device: where GPUs reach each other's memory, a kernel that was launched on
+    the wrong one gives the right numbers, but no other device launches into this stream."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     for case in CASES:
@@ -54,10 +75,14 @@ def test_sy01_tensors_on_a_device_that_is_not_current(target: Target) -> None:
         for name in ("q", "k", "v", "dout", "dlse"):
             if getattr(here, name) is not None:
                 getattr(there, name).copy_(getattr(here, name))
-        got = results(there, target)
-        assert torch.cuda.current_device() == 0
-        assert all(t.device == torch.device("cuda:1") for t in got)
-        assert_same([t.to("cuda:0") for t in got], results(here, target), str(case))
+        expected = results(here, target)
+        for streams in (contextlib.nullcontext(), stream_of_another_device(1)):
+            with streams:
+                assert torch.cuda.current_device() == 0
+                got = results(there, target)
+                assert torch.cuda.current_device() == 0
+            assert all(t.device == torch.device("cuda:1") for t in got)
+            assert_same([t.to("cuda:0") for t in got], expected, str(case))
 
 
 @on_gpu_paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 
 import pytest
 
@@ -31,6 +32,23 @@ def test_planted_bugs_are_named_apart_and_only_there() -> None:
     for nowhere in ("no such text", "const"):
         with pytest.raises(ValueError, match=r"mutant 1: csrc/api.cpp holds (0|\d\d+) times"):
             planted.Mutant(1, "", "", (planted.Edit("api.cpp", nowhere, ""),)).patched()
+
+
+@pytest.mark.parametrize("mutant", planted.MUTANTS, ids=lambda m: str(m.number))
+def test_the_file_made_for_a_mutant_runs_first(
+    mutant: planted.Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the seconds of a mutant reach the test that can notice it; the rest follows, each file once."""
+    commands = []
+    built = subprocess.CompletedProcess([], 0, stdout=f"mutant{mutant.number}\n", stderr="")
+    monkeypatch.setattr(mutants.subprocess, "run", lambda *_, **__: built)
+    monkeypatch.setattr(mutants, "_pytest", lambda m, arguments, *_: (commands.append(arguments), (0, ""))[1])
+    mutants.run(mutant, seed=0)
+    (arguments,) = commands
+    files = [name for name in arguments if name.endswith(".py")]
+    assert files[0] == f"tests/test_gauntlet_{mutant.first}.py"
+    assert len(set(files)) == len(files) and all((planted.ROOT / name).is_file() for name in files)
+    assert len(files) == 1 + len(list((planted.ROOT / "tests").glob("test_gauntlet_*.py")))
 
 
 def test_what_a_run_says_about_a_mutant() -> None:

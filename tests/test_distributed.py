@@ -1,8 +1,12 @@
-"""DTensor: two processes, replicated, batch-sharded and head-sharded, against one process. TC-10."""
+"""DTensor: two processes, replicated, batch-sharded and head-sharded, against one process. TC-10.
+
+The same checks run over gloo on the CPU and over NCCL on two GPUs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import socket
 import sys
@@ -18,10 +22,11 @@ import flash_ext
 WORLD_SIZE = 2
 
 
-def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
-    """The same tensors in every process."""
+def draw(mesh, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """The same tensors in every process, on its device: float32 on the CPU, bfloat16 on a GPU."""
     generator = torch.Generator().manual_seed(len(shapes[0]))
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    dtype = torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
+    return [torch.randn(shape, generator=generator).to(mesh.device_type, dtype) for shape in shapes]
 
 
 # ---- what each process runs ------------------------------------------------------------------------------
@@ -30,7 +35,7 @@ def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
 def check_dense(mesh) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    inputs = draw((4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
+    inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
     leaves = [t.requires_grad_() for t in inputs]
     out, lse = flash_ext.attention(*leaves, causal=True, return_lse=True)
     grads = torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)
@@ -54,8 +59,8 @@ def check_dense(mesh) -> None:
 def check_packed(mesh) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    inputs = draw((10, 4, 8), (10, 2, 8), (10, 2, 8))
-    cu_seqlens = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    inputs = draw(mesh, (10, 4, 8), (10, 2, 8), (10, 2, 8))
+    cu_seqlens = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=mesh.device_type)
     leaves = [t.requires_grad_() for t in inputs]
     out = flash_ext.attention_varlen(*leaves, cu_seqlens, cu_seqlens, causal=True)
     grads = torch.autograd.grad(out.sin().sum(), leaves)
@@ -74,7 +79,7 @@ def check_groups_stay_whole(mesh) -> None:
     """Three key heads on two ranks: sharding heads would part query heads from their key head."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    inputs = draw((4, 10, 6, 8), (4, 10, 3, 8), (4, 10, 3, 8))
+    inputs = draw(mesh, (4, 10, 6, 8), (4, 10, 3, 8), (4, 10, 3, 8))
     got = flash_ext.attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in inputs))
     assert got.placements != (Shard(2),)
     assert got.placements in ((Replicate(),), (Shard(0),))
@@ -84,7 +89,7 @@ def check_groups_stay_whole(mesh) -> None:
 def check_compiled(mesh) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    inputs = draw((4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
+    inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
     compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
     sharded = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
     got = compiled(*sharded, causal=True)
@@ -103,34 +108,53 @@ CHECKS: dict[str, Callable] = {
 
 
 @contextlib.contextmanager
-def process_group(rank: int, port: int) -> Iterator[None]:
+def process_group(rank: int, port: int, backend: str) -> Iterator[None]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # two ranks gain nothing by it, and some machines lack it
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    limit = datetime.timedelta(seconds=120)
+    distributed.init_process_group(backend, rank=rank, world_size=WORLD_SIZE, timeout=limit)
     try:
         yield
     finally:
         distributed.destroy_process_group()
 
 
-def run_all(rank: int, port: int) -> None:
+def run_all(rank: int, port: int, backend: str) -> None:
     # Sharding rules are registered when DTensor comes into use, and not by importing flash_ext.
     assert "torch.distributed.tensor" not in sys.modules
-    with process_group(rank, port):
+    with process_group(rank, port, backend):
         from torch.distributed.tensor import init_device_mesh
 
-        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        mesh = init_device_mesh("cuda" if backend == "nccl" else "cpu", (WORLD_SIZE,))
         for check in CHECKS.values():
             check(mesh)
 
 
-# ---- the test --------------------------------------------------------------------------------------------
+# ---- the tests -------------------------------------------------------------------------------------------
+
+
+def spawn(backend: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_all, (port, backend), nprocs=WORLD_SIZE)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 def test_dtensor_on_two_processes() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_all, (port,), nprocs=WORLD_SIZE)
+    spawn("gloo")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
+def test_dtensor_on_two_gpus() -> None:
+    if torch.cuda.device_count() < WORLD_SIZE:
+        pytest.skip("needs two CUDA devices")
+    if not distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    spawn("nccl")

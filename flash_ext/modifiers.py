@@ -67,7 +67,9 @@ class Modifiers:
     top_left: bool = False
 
 
-def of_sequence(mods: Modifiers, b: int, rows_q: slice | None = None, rows_k: slice | None = None) -> Modifiers:
+def of_sequence(
+    mods: Modifiers, b: int, rows_q: slice | None = None, rows_k: slice | None = None
+) -> Modifiers:
     """The modifiers of sequence ``b`` by itself: those of a dense call with a batch of one, all views.
 
     Args:

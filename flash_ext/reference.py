@@ -193,7 +193,7 @@ def _intervals(bounds: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _score_terms(mods: Modifiers, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor | None:
-    """(batch|1, num_heads|1, seqlen_q, seqlen_k) float64: bias and ALiBi of a dense call, None for neither."""
+    """(batch|1, num_heads|1, seqlen_q, seqlen_k) float64: bias and ALiBi of a dense call, or None."""
     if mods.bias is None and mods.slopes is None:
         return None
     terms = torch.zeros(1, 1, seqlen_q, seqlen_k, dtype=torch.float64, device=device)
@@ -238,11 +238,12 @@ def _attend(
         out, lse, row_max = _softmax_product(q, k, v, visible, terms, kept, sinks, spec, mods)
     else:
         grid = (batch, num_heads, seqlen_q)
-        visible, terms, kept = (x if x is None else x.expand(*grid, -1) for x in (visible, terms, kept))
+        visible = visible.expand(*grid, -1)
+        extras = [x if x is None else x.expand(*grid, -1) for x in (terms, kept)]
         results = []
         for b, h, i in itertools.product(*map(range, grid)):
             keys = visible[b, h, i].nonzero().squeeze(1)
-            own_terms, own_kept = (x if x is None else x[b, h, i, keys] for x in (terms, kept))
+            own_terms, own_kept = (x if x is None else x[b, h, i, keys] for x in extras)
             results.append(_softmax_product(
                 q[b, h, i : i + 1], k[b, h, keys], v[b, h, keys], None, own_terms, own_kept, sinks[h], spec,
                 mods,

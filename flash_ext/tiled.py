@@ -42,13 +42,13 @@ def tiled_forward(
         out: dtype of q, contiguous; 0 in rows that see no key or lie outside every sequence.
         lse: float32 (float64 for float64 inputs), contiguous; -inf in such rows.
     """
-    acc_dtype = _accumulator_dtype(q)
+    acc_dtype = accumulator_dtype(q)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return _forward_dense(q, k, v, spec, acc_dtype)
 
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=acc_dtype)
-    for rows_q, rows_k in _sequences(q, k, cu_seqlens_q, cu_seqlens_k):
+    for rows_q, rows_k in packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k):
         out_b, lse_b = _forward_dense(q[None, rows_q], k[None, rows_k], v[None, rows_k], spec, acc_dtype)
         out[rows_q], lse[:, rows_q] = out_b[0], lse_b[0]
     return out, lse
@@ -80,12 +80,12 @@ def tiled_backward(
     Returns:
         dq, dk, dv: shapes and dtypes of q, k and v, contiguous. Rows with lse -inf give and get exactly 0.
     """
-    acc_dtype = _accumulator_dtype(q)
+    acc_dtype = accumulator_dtype(q)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return _backward_dense(dout, q, k, v, out, lse, dlse, spec, acc_dtype)
 
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for rows_q, rows_k in _sequences(q, k, cu_seqlens_q, cu_seqlens_k):
+    for rows_q, rows_k in packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k):
         grads_b = _backward_dense(
             dout[None, rows_q], q[None, rows_q], k[None, rows_k], v[None, rows_k], out[None, rows_q],
             lse[None, :, rows_q], None if dlse is None else dlse[None, :, rows_q], spec, acc_dtype,
@@ -95,11 +95,14 @@ def tiled_backward(
     return dq, dk, dv
 
 
-def _accumulator_dtype(q: Tensor) -> torch.dtype:
+def accumulator_dtype(q: Tensor) -> torch.dtype:
+    """What scores, sums and lse are held in: float64 for float64 inputs, else float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _sequences(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+def packed_sequences(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> list[tuple[slice, slice]]:
     """Row slices of q and of k for each packed sequence."""
     bounds_q, bounds_k = sequence_bounds(cu_seqlens_q, q.shape[0]), sequence_bounds(cu_seqlens_k, k.shape[0])
     return [(slice(*bq), slice(*bk)) for bq, bk in zip(bounds_q, bounds_k, strict=True)]

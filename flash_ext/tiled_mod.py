@@ -126,7 +126,7 @@ def modified_backward(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Where one sequence lies: ``q`` and ``k`` index q- and k-shaped tensors, ``lse`` those shaped like lse."""
+    """Where one sequence lies: ``q`` and ``k`` index q- and k-shaped tensors, ``lse`` the shape of lse."""
 
     index: int
     q: int | slice

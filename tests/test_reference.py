@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_ext.reference import attention_reference, sequence_bounds, visible_mask
+from flash_ext.modifiers import Modifiers
+from flash_ext.philox import keep_mask
+from flash_ext.reference import attention_reference, row_max_reference, sequence_bounds, visible_mask
 from flash_ext.spec import AttnSpec, default_scale
 
 INF = float("inf")
@@ -232,3 +234,128 @@ class TestIsolateRows:
         dout = torch.ones(1, 9, 1, 2, dtype=torch.float64)
         dout[0, 0] = math.nan
         assert not any(grad.isnan().any() for grad in self.run(q, k, v, dout)[2:])
+
+
+def brute_force_rule(row, col, seqlen_q, seqlen_k, left, right, top_left, prefix, sink_tokens, chunk):
+    """The rule by position for one pair, in intervals as the contract states it."""
+    centre = row + (0 if top_left else seqlen_k - seqlen_q)
+    before_chunks = hi = seqlen_k if right == -1 else min(seqlen_k, centre + right + 1)
+    lo = 0 if left == -1 else max(0, centre - left)
+    if chunk:
+        first = centre // chunk * chunk
+        lo, hi = (0, 0) if centre < 0 else (max(lo, first), min(hi, first + chunk))
+    return lo <= col < hi or col < max(min(prefix, seqlen_k), min(sink_tokens, before_chunks))
+
+
+@given(st.data())
+def test_rule_by_position(data):
+    """Prefix, sink tokens, chunks, windows and both alignments in any combination (MK-14)."""
+    seqlen_q, seqlen_k = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))
+    left, right, top_left = data.draw(WINDOW_EDGES), data.draw(WINDOW_EDGES), data.draw(st.booleans())
+    prefix, sink_tokens, chunk = (data.draw(st.integers(low, 10)) for low in (-2, 0, 0))
+    mods = Modifiers(prefix_lens=torch.tensor([0, prefix], dtype=torch.int32), sink_tokens=sink_tokens,
+                     chunk=chunk, top_left=top_left)  # fmt: skip
+    got = visible_mask(AttnSpec(1.0, left, right), seqlen_q, seqlen_k, mods=mods, b=1)
+    rule = (seqlen_q, seqlen_k, left, right, top_left, prefix, sink_tokens, chunk)
+    expected = [[brute_force_rule(i, j, *rule) for j in range(seqlen_k)] for i in range(seqlen_q)]
+    assert torch.equal(got, torch.tensor(expected, dtype=torch.bool).view(seqlen_q, seqlen_k))
+
+
+def test_masks_by_content():
+    """Documents, intervals of rows and keys, and blocks: each pair judged by itself."""
+    seqlen_q, seqlen_k = 20, 37
+    document_q, document_k = torch.randint(-1, 3, (2, seqlen_q)), torch.randint(-1, 3, (2, seqlen_k))
+    hidden_rows = torch.randint(-2, seqlen_q + 3, (1, 3, seqlen_k, 4))
+    hidden_keys = torch.randint(-2, seqlen_k + 3, (2, 1, seqlen_q, 2))
+    blocks = torch.rand(1, 3, 2, 2) > 0.4
+    one_by_one = {
+        "documents": (Modifiers(document_q=document_q, document_k=document_k),
+                      lambda b, h, i, j: document_q[b, i] == document_k[b, j] >= 0),
+        "hidden_rows": (Modifiers(hidden_rows=hidden_rows), lambda b, h, i, j: not any(
+            s <= i < e for s, e in hidden_rows[0, h, j].view(2, 2))),
+        "hidden_keys": (Modifiers(hidden_keys=hidden_keys), lambda b, h, i, j: not (
+            hidden_keys[b, 0, i, 0] <= j < hidden_keys[b, 0, i, 1])),
+        "blocks": (Modifiers(blocks=blocks, block_rows=16, block_cols=32),
+                   lambda b, h, i, j: blocks[0, h, i // 16, j // 32]),
+    }  # fmt: skip
+    for name, (mods, sees) in one_by_one.items():
+        for b, h in ((0, 0), (1, 2)):
+            got = visible_mask(AttnSpec(1.0), seqlen_q, seqlen_k, mods=mods, b=b, h=h)
+            expected = [[bool(sees(b, h, i, j)) for j in range(seqlen_k)] for i in range(seqlen_q)]
+            assert torch.equal(got, torch.tensor(expected)), name
+            assert got.any() and not got.all(), name
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 20, 37), (1, 4, 1, 37), (2, 1, 20, 1), (1, 1, 20, 37)])
+@pytest.mark.parametrize("kind", ["bool", "float", "causal"])
+def test_masks_match_sdpa_math(kind, shape):
+    """BI-01: what SDPA can express, with the gradient of an additive mask; its causal is top-left."""
+    q, k, v = normal(2, 20, 4, 8, grad=True), normal(2, 37, 2, 8, grad=True), normal(2, 37, 2, 6, grad=True)
+    bias = normal(*shape, grad=True)
+    mask = torch.rand(shape) > 0.4
+    mask[..., :2] = True  # SDPA's math has NaN in rows that see nothing
+    mods = {"bool": Modifiers(mask=mask), "float": Modifiers(bias=bias), "causal": Modifiers(top_left=True)}
+    spec = AttnSpec(default_scale(8), -1, 0 if kind == "causal" else -1)
+    out, _ = attention_reference(q, k, v, spec, mods=mods[kind])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        sdpa = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=kind == "causal", enable_gqa=True,
+            attn_mask={"bool": mask, "float": bias, "causal": None}[kind],
+        ).transpose(1, 2)  # fmt: skip
+    torch.testing.assert_close(out, sdpa, rtol=0, atol=1e-13)
+    leaves = (q, k, v, bias) if kind == "float" else (q, k, v)
+    ours, theirs = (torch.autograd.grad(x, leaves, torch.ones_like(out).cumsum(1)) for x in (out, sdpa))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+def test_order_of_operations_in_scalar_loops():
+    """BI-08: scale, softcap, bias, ALiBi; then the sink in the denominator; dropout on the weights."""
+    q, k, v = normal(1, 3, 2, 4), normal(1, 5, 1, 4), normal(1, 5, 1, 1)
+    bias, slopes, sinks = normal(1, 1, 3, 5), torch.rand(1, 2), normal(2)
+    rng = torch.tensor([3, 4])
+    mods = Modifiers(bias=bias, slopes=slopes, sinks=sinks, softcap=0.7, dropout_p=0.25, rng=rng)
+    out, lse = attention_reference(q, k, v, AttnSpec(0.9), mods=mods)
+    row_max = row_max_reference(q, k, v, AttnSpec(0.9), mods=mods)
+    keep = keep_mask(rng, 0.25, torch.tensor([0]), 2, torch.arange(3), torch.arange(5))
+    for h in range(2):
+        for i in range(3):
+            scores = [0.7 * math.tanh(0.9 * float(q[0, i, h] @ k[0, j, 0]) / 0.7) + float(bias[0, 0, i, j])
+                      - float(slopes[0, h]) * abs(i + 2 - j) for j in range(5)]  # fmt: skip
+            weights = [math.exp(s) for s in scores]
+            denominator = sum(weights) + math.exp(float(sinks[h]))
+            total = sum(w * float(v[0, j, 0, 0]) / 0.75 for j, w in enumerate(weights) if keep[0, h, i, j])
+            assert float(lse[0, h, i]) == pytest.approx(math.log(denominator), abs=1e-13)
+            assert float(out[0, i, h, 0]) == pytest.approx(total / denominator, abs=1e-13)
+            assert float(row_max[0, h, i]) == pytest.approx(max(scores), abs=1e-13)
+
+
+def test_sink_formula():
+    """BI-09: q = 0, n keys, v = 1: out = n / (n + e^sink); a row without keys keeps the sink as its lse."""
+    sinks = torch.tensor([0.3, -2.0, 5.0], dtype=torch.float64)
+    q, k, v = torch.zeros(1, 7, 3, 2), normal(1, 4, 3, 2), torch.ones(1, 4, 3, 1)
+    out, lse = attention_reference(q, k, v, AttnSpec(1.0, -1, 0), mods=Modifiers(sinks=sinks))
+    count = torch.tensor([0, 0, 0, 1, 2, 3, 4])[:, None]
+    torch.testing.assert_close(out[0, :, :, 0], count / (count + sinks.exp()), rtol=1e-14, atol=0)
+    torch.testing.assert_close(lse[0].T, (count + sinks.exp()).log(), rtol=1e-14, atol=1e-15)
+
+
+def test_the_lowest_number_is_a_bias_and_minus_infinity_is_a_mask():
+    """NF-02: over a whole row the first gives uniform weights, the second an empty row."""
+    q, k, v = normal(1, 2, 1, 4), normal(1, 5, 1, 4), normal(1, 5, 1, 3, grad=True)
+    bias = torch.stack([torch.full((5,), torch.finfo(torch.float32).min), torch.full((5,), -INF)])
+    bias = bias.view(1, 1, 2, 5).requires_grad_()
+    out, lse = attention_reference(q, k, v, AttnSpec(0.5), mods=Modifiers(bias=bias))
+    torch.testing.assert_close(out[0, 0, 0], v[0, :, 0].mean(0))
+    assert (out[0, 1] == 0).all() and lse[0, 0, 1] == -INF and lse[0, 0, 0].isfinite()
+    dv, dbias = torch.autograd.grad(out.sum(), (v, bias))
+    torch.testing.assert_close(dv, torch.full_like(dv, 0.2))
+    assert (dbias[0, 0, 1] == 0).all() and dbias.isfinite().all()
+
+
+def test_isolated_rows_give_the_same_numbers_with_modifiers():
+    q, k, v = normal(2, 9, 4, 3), normal(2, 7, 2, 3), normal(2, 7, 2, 2)
+    mods = Modifiers(bias=normal(1, 4, 1, 7), mask=torch.rand(2, 1, 9, 7) > 0.4, slopes=torch.rand(4),
+                     sinks=normal(4), softcap=2.0, dropout_p=0.3, rng=torch.tensor([1, 2]))  # fmt: skip
+    together = attention_reference(q, k, v, AttnSpec(0.5, 3, 0), mods=mods)
+    alone = attention_reference(q, k, v, AttnSpec(0.5, 3, 0), isolate_rows=True, mods=mods)
+    torch.testing.assert_close(alone, together, rtol=0, atol=1e-14)

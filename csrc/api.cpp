@@ -13,109 +13,13 @@
 #include <string>
 
 #include "api.h"
+#include "api_params.h"
 #include "path_choice.h"
-
-#if __has_include(<nvtx3/nvtx3.hpp>)
-#include <nvtx3/nvtx3.hpp>
-#endif
 
 namespace flash_ext {
 namespace {
 
-// ---- from tensors to parameters -----------------------------------------------------------------
-
-#if __has_include(<nvtx3/nvtx3.hpp>)
-struct NvtxDomain {
-  static constexpr char const* name{"flash_ext"};
-};
-using ProfilerRange = nvtx3::scoped_range_in<NvtxDomain>;
-#else
-struct ProfilerRange {
-  explicit ProfilerRange(const char*) {}
-};
-#endif
-
-int32_t clamp_to_int32(int64_t value) {
-  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
-}
-
-bool is_packed(const Tensor& t) { return t.dim() == 3; }
-
-// A dimension of size 1 has no meaningful stride, so it neither counts nor travels.
-int64_t stride_or_zero(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
-
-bool is_row_aligned(const Tensor& t) {
-  constexpr int64_t kBytes = 16;
-  const int64_t elements = kBytes / static_cast<int64_t>(t.element_size());
-  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kBytes != 0) return false;
-  for (int64_t dim = 0; dim < t.dim() - 1; ++dim) {
-    if (stride_or_zero(t, dim) % elements != 0) return false;
-  }
-  return true;
-}
-
-StridedView view_of(const Tensor& t) {
-  StridedView view;
-  view.ptr = const_cast<void*>(t.const_data_ptr());
-  view.batch_stride = is_packed(t) ? 0 : stride_or_zero(t, 0);
-  view.row_stride = stride_or_zero(t, -3);
-  view.head_stride = stride_or_zero(t, -2);
-  view.aligned = is_row_aligned(t) && get_switch(Switch::kUnaligned) != 1;
-  return view;
-}
-
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   double softmax_scale, int64_t window_left, int64_t window_right) {
-  Problem p;
-  p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
-  p.num_heads = static_cast<int32_t>(q.size(-2));
-  p.num_heads_k = static_cast<int32_t>(k.size(-2));
-  p.head_dim = static_cast<int32_t>(q.size(-1));
-  p.head_dim_v = static_cast<int32_t>(v.size(-1));
-  if (cu_seqlens_q.has_value()) {
-    p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
-    p.total_q = q.size(0);
-    p.total_k = k.size(0);
-    p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
-    p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
-  } else {
-    p.batch = static_cast<int32_t>(q.size(0));
-    p.seqlen_q = static_cast<int32_t>(q.size(1));
-    p.seqlen_k = static_cast<int32_t>(k.size(1));
-    p.total_q = q.size(0) * q.size(1);
-    p.total_k = k.size(0) * k.size(1);
-  }
-  p.softmax_scale = static_cast<float>(softmax_scale);
-  p.window_left = clamp_to_int32(window_left);
-  p.window_right = clamp_to_int32(window_right);
-  return p;
-}
-
 // ---- one launch ---------------------------------------------------------------------------------
-
-// The path that will run; raises with the reasons of every path when none can.
-const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,
-                          OptionalName wanted) {
-  TORCH_CHECK(info.error.empty(), "flash_ext cannot read the GPU: ", info.error);
-  const Path* path = choose_path(direction, p, info, wanted);
-  if (C10_LIKELY(path != nullptr)) return *path;
-  TORCH_CHECK_VALUE(!wanted.has_value(), "path '", *wanted, "' cannot run this call. ",
-                    refusal_text(direction, p, info), ".");
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "no path can run this call. ",
-                              refusal_text(direction, p, info), ".");
-}
-
-void* stream_handle(const c10::Device& device) {
-  if (!device.is_cuda()) return nullptr;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return guard.getStreamNativeHandle(guard.getStream(device));
-}
-
-// CPU tensors come here only under the null kernels, whose switches describe the device.
-DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.get_device() : 0); }
-
-bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
 
 FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
@@ -131,14 +35,7 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
-  Tensor out, lse;
-  if (is_packed(q)) {
-    out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
-    lse = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
-  } else {
-    out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-    lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat));
-  }
+  const auto [out, lse] = empty_results(q, v);
   if (out.numel() == 0) return {out, lse};
   if (problem.batch == 0 || problem.total_k == 0) {
     out.zero_();
@@ -273,6 +170,7 @@ void use_null_kernels_on_cpu(bool enable) {
                                              c10::DispatchKey::CPU, __FILE__, __LINE__);
   library->impl("fwd", &fwd_gpu);
   library->impl("bwd", &bwd_gpu);
+  implement_modifiers(*library);
 }
 
 // Everything is functional: no argument is written or aliased by a result. max_seqlen_* is 0 when

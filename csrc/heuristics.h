@@ -13,6 +13,9 @@ enum class SmemClass : int { kSmall = 0, kLarge = 1 };
 
 inline constexpr int kSmemLimitSmall = 101376;  // 99 KB
 inline constexpr int kSmemLimitLarge = 232448;  // 227 KB
+inline constexpr int kModStatic = 3072;         // what kernels with modifiers declare statically, at most
+
+constexpr int smem_limit(SmemClass c) { return c == SmemClass::kLarge ? kSmemLimitLarge : kSmemLimitSmall; }
 
 // Compiled head dims; a request runs in the smallest one that holds both head_dim and head_dim_v.
 inline constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
@@ -57,6 +60,18 @@ constexpr FwdTile fwd_tile_sm80(int d, SmemClass c) {
   }
 }
 
+// With modifiers: the same tiles but for 32 keys where the output leaves too few registers for 64.
+constexpr FwdTile fwd_mod_tile_sm80(int d, SmemClass c) {
+  const bool large = c == SmemClass::kLarge;
+  switch (d) {
+    case 64:
+    case 96:
+    case 128: return {128, 32, 4, 2, 2};
+    case 256: return large ? FwdTile{64, 32, 4, 2, 2} : FwdTile{64, 32, 4, 1, 1};
+    default: return fwd_tile_sm80(d, c);
+  }
+}
+
 // Backward over keys on sm_80: a CTA owns block_n keys, `key_warps` groups of 16 * key_blocks. A group is one
 // warp, or with `paired` two: the first computes P and dV, the second dS and dK, because dK and dV together
 // would not fit the registers of one.
@@ -91,6 +106,19 @@ constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
   }
 }
 
+// With modifiers: always pairs, so that a warp holds one gradient beside the scores and their derivative, and 32
+// queries at a time.
+constexpr BwdTile bwd_mod_tile_sm80(int d, SmemClass c) {
+  const bool large = c == SmemClass::kLarge;
+  switch (d) {
+    case 64: return large ? BwdTile{64, 4, 2, true, 32, 2, 2, 1} : BwdTile{32, 4, 1, true, 32, 2, 2, 1};
+    case 96:
+    case 128: return large ? BwdTile{64, 4, 2, true, 32, 2, 2, 1} : bwd_tile_sm80(d, c);
+    case 256: return large ? BwdTile{32, 4, 1, true, 32, 2, 2, 1} : bwd_tile_sm80(d, c);
+    default: return bwd_tile_sm80(d, c);
+  }
+}
+
 // Backward over queries (dQ of the deterministic mode): 16 rows a warp, K/V streamed. Fits 99 KB throughout.
 struct BwdQTile {
   int block_n;
@@ -112,10 +140,27 @@ constexpr BwdQTile bwd_q_tile_sm80(int d) {
   }
 }
 
+constexpr BwdQTile bwd_q_mod_tile_sm80(int d) { return d == 192 ? BwdQTile{32, 4, 1} : bwd_q_tile_sm80(d); }
+
+// Gradient of a bias: the scores of a tile of queries and keys again, summed over what the bias is broadcast over.
+constexpr BwdQTile bwd_bias_tile_sm80(int d) { return {d <= 128 ? 64 : 32, 4, 1}; }
+
+// Bytes of the bias that `warps` warps stage, `rows` x `cols` each (common/bias_stage.cuh); 0 where it does not fit.
+constexpr int bias_stage_bytes(int warps, int rows, int cols, int used, int limit) {
+  const int bytes = warps * rows * (2 * cols + 16);
+  return used + bytes <= limit - kModStatic ? bytes : 0;
+}
+
 constexpr bool tiles_fit(SmemClass c, int limit) {
   for (int d : kHeadDims) {
     if (fwd_tile_sm80(d, c).smem_bytes(d) > limit || bwd_tile_sm80(d, c).smem_bytes(d) > limit ||
         bwd_q_tile_sm80(d).smem_bytes(d) > kSmemLimitSmall) {
+      return false;
+    }
+    if (fwd_mod_tile_sm80(d, c).smem_bytes(d) > limit - kModStatic ||
+        bwd_mod_tile_sm80(d, c).smem_bytes(d) > limit - kModStatic ||
+        bwd_q_mod_tile_sm80(d).smem_bytes(d) > kSmemLimitSmall - kModStatic ||
+        bwd_bias_tile_sm80(d).smem_bytes(d) > kSmemLimitSmall - kModStatic) {
       return false;
     }
   }

@@ -12,7 +12,8 @@ namespace flash_ext {
 const std::vector<Path>& gpu_paths() {
   static const std::vector<Path> paths = {
       {"sm80", sm80::why_not_fwd, sm80::why_not_bwd, sm80::bwd_workspace, sm80::plan_fwd,
-       sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd},
+       sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::plan_fwd_mod, sm80::plan_bwd_mod,
+       sm80::run_fwd_mod, sm80::run_bwd_mod},
   };
   return paths;
 }

@@ -23,6 +23,11 @@ struct Path {
   LaunchPlan (*plan_bwd)(const Problem&, bool deterministic, const DeviceInfo&);
   std::string (*run_fwd)(const FwdParams&, const DeviceInfo&);
   std::string (*run_bwd)(const BwdParams&, const DeviceInfo&);
+  // With modifiers; the conditions of why_not_* hold for them, too.
+  LaunchPlan (*plan_fwd_mod)(const Problem&, const DeviceInfo&);
+  LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const DeviceInfo&);
+  std::string (*run_fwd_mod)(const FwdParams&, const Modifiers&, const DeviceInfo&);
+  std::string (*run_bwd_mod)(const BwdParams&, const BwdExtras&, const DeviceInfo&);
 
   std::string why_not(Direction direction, const Problem& p, const DeviceInfo& d) const {
     return direction == Direction::kForward ? why_not_fwd(p, d) : why_not_bwd(p, d);

@@ -1,5 +1,6 @@
 // The sm80 path on the host: what it accepts, how it would launch, and which instance runs.
 #include <algorithm>
+#include <array>
 
 #include "grid.h"
 #include "heuristics.h"
@@ -33,16 +34,26 @@ std::string why_not(const Problem& p, const DeviceInfo& d) {
 
 std::string name(const char* kernel, int d) { return std::string(kernel) + "_sm80_hd" + std::to_string(d); }
 
-template <typename Params>
-using Run = std::string (*)(const Params&, SmemClass, const DeviceInfo&);
+LaunchPlan plan_of(const char* kernel, const Problem& p, const DeviceInfo& d, const FwdTile& t, int extra_smem) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  return {"sm80", name(kernel, size), t.block_m, t.block_n, t.stages, t.threads(), t.smem_bytes(size) + extra_smem,
+          make_grid(p, d, true, t.block_m).ctas};
+}
 
-template <typename Params>
-std::string run(const Params& p, const DeviceInfo& d, const Run<Params> (&instances)[std::size(kHeadDims)]) {
+LaunchPlan plan_of(const char* kernel, const Problem& p, const DeviceInfo& d, const BwdTile& t, int extra_smem) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  return {"sm80", name(kernel, size), t.block_m, t.block_n(), t.stages, t.threads(), t.smem_bytes(size) + extra_smem,
+          make_grid(p, d, false, t.block_n()).ctas};
+}
+
+template <typename Params, typename Instance, typename... Extras>
+std::string run(const Params& p, const DeviceInfo& d, const std::array<Instance, std::size(kHeadDims)>& instances,
+                const Extras&... extras) {
   Params prepared = p;
   prepared.problem.prepare();
   const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
   for (size_t i = 0; i < std::size(kHeadDims); ++i) {
-    if (kHeadDims[i] == size) return instances[i](prepared, class_of(d), d);
+    if (kHeadDims[i] == size) return instances[i](prepared, extras..., class_of(d), d);
   }
   return "sm80 path: head_dim > 256";
 }
@@ -59,25 +70,47 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  const FwdTile t = fwd_tile_sm80(size, class_of(d));
-  return {"sm80", name("fwd", size), t.block_m, t.block_n, t.stages, t.threads(), t.smem_bytes(size),
-          make_grid(p, d, true, t.block_m).ctas};
+  return plan_of("fwd", p, d, fwd_tile_sm80(size, class_of(d)), 0);
 }
 
+LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const FwdTile t = fwd_mod_tile_sm80(size, class_of(d));
+  return plan_of("fwd_mod", p, d, t,
+                 bias_stage_bytes(t.warps, 16 * t.m_blocks(), t.block_n, t.smem_bytes(size), smem_limit(class_of(d))));
+}
+
+// The deterministic mode runs the same kernel without its dQ, then bwd_q.
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  const BwdTile t = bwd_tile_sm80(size, class_of(d));
-  // The deterministic mode runs the same kernel without its dQ, then bwd_q.
-  return {"sm80", name(deterministic ? "bwd+bwd_q" : "bwd", size), t.block_m, t.block_n(), t.stages, t.threads(),
-          t.smem_bytes(size), make_grid(p, d, false, t.block_n()).ctas};
+  return plan_of(deterministic ? "bwd+bwd_q" : "bwd", p, d, bwd_tile_sm80(size, class_of(d)), 0);
+}
+
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const BwdTile t = bwd_mod_tile_sm80(size, class_of(d));
+  return plan_of(deterministic ? "bwd_mod+bwd_q_mod" : "bwd_mod", p, d, t,
+                 bias_stage_bytes(t.key_warps, t.block_m, 16 * t.key_blocks, t.smem_bytes(size), smem_limit(class_of(d))));
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
-  return run<FwdParams>(p, d, {run_fwd_hd64, run_fwd_hd96, run_fwd_hd128, run_fwd_hd192, run_fwd_hd256});
+  return run(p, d, std::to_array({run_fwd_hd64, run_fwd_hd96, run_fwd_hd128, run_fwd_hd192, run_fwd_hd256}));
 }
 
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
-  return run<BwdParams>(p, d, {run_bwd_hd64, run_bwd_hd96, run_bwd_hd128, run_bwd_hd192, run_bwd_hd256});
+  return run(p, d, std::to_array({run_bwd_hd64, run_bwd_hd96, run_bwd_hd128, run_bwd_hd192, run_bwd_hd256}));
+}
+
+std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  return run(p, d,
+             std::to_array({run_fwd_mod_hd64, run_fwd_mod_hd96, run_fwd_mod_hd128, run_fwd_mod_hd192, run_fwd_mod_hd256}),
+             m);
+}
+
+std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
+  return run(p, d,
+             std::to_array({run_bwd_mod_hd64, run_bwd_mod_hd96, run_bwd_mod_hd128, run_bwd_mod_hd192, run_bwd_mod_hd256}),
+             x);
 }
 
 }  // namespace flash_ext::sm80

@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "modifiers.h"
 #include "params.h"
 
 namespace flash_ext {
@@ -34,6 +35,16 @@ struct LaunchPlan {
 
 DeviceInfo query_device(int device_index);  // csrc/device.cu
 
+// Bring masks into the form the kernels read (passes/mask_passes.cuh); errors as of launchers.
+std::string pack_mask(const BoolView& x, uint32_t* words, int num_words, bool fill, void* stream);
+std::string group_mask(const uint32_t* words, uint32_t* any, uint32_t* all, int64_t heads, int rows, int num_words,
+                       void* stream);
+std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, int num_words, int rows_per_block,
+                        int cols_per_block, void* stream);
+std::string group_labels(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream);
+std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count,
+                            void* stream);
+
 namespace sm80 {
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
@@ -42,6 +53,10 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d);
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
+LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d);
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const DeviceInfo& d);
+std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 }  // namespace sm80
 
 }  // namespace flash_ext

@@ -73,9 +73,10 @@ __device__ __forceinline__ uint32_t divide(uint32_t n, const Divisor& d) {
   return static_cast<uint32_t>((static_cast<uint64_t>(n) * d.factor) >> d.shift);
 }
 
-// Decodes blockIdx.x; grid.h tells the order.
+// Decodes blockIdx.x; grid.h tells the order. `sequence`, if given, receives the number of the sequence, which is -1
+// or batch for rows outside every one.
 template <int kBlock, bool kTilesAreQueries, bool kDescending>
-__device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g) {
+__device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g, int* sequence = nullptr) {
   const bool packed = p.cu_seqlens_q != nullptr;
   const uint32_t group = divide(blockIdx.x, g.group_tiles);
   const uint32_t rest = blockIdx.x - group * g.group_tiles.divisor;
@@ -101,6 +102,7 @@ __device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g) {
     w.q = kTilesAreQueries ? mine : other;
     w.k = kTilesAreQueries ? other : mine;
     w.active = static_cast<int64_t>(slot.block) * kBlock < mine.length;
+    if (sequence != nullptr) *sequence = slot.b;
   } else {
     const uint32_t b = divide(bh, g.heads);
     w.b = static_cast<int>(b);
@@ -109,6 +111,7 @@ __device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g) {
     w.q = {0, p.seqlen_q};
     w.k = {0, p.seqlen_k};
     w.active = true;
+    if (sequence != nullptr) *sequence = w.b;
   }
   return w;
 }

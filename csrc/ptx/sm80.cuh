@@ -38,6 +38,33 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
+// A global load that stays where it is written: dozens of them hoisted together would spill.
+template <typename X>
+__device__ __forceinline__ X load_late(const void* address) {
+  static_assert(sizeof(X) == 2 || sizeof(X) == 4);
+  X x;
+  if constexpr (sizeof(X) == 4) {
+    uint32_t bits;
+    asm volatile("ld.global.b32 %0, [%1];\n" : "=r"(bits) : "l"(address) : "memory");
+    x = *reinterpret_cast<const X*>(&bits);
+  } else {
+    uint16_t bits;
+    asm volatile("ld.global.b16 %0, [%1];\n" : "=h"(bits) : "l"(address) : "memory");
+    x = *reinterpret_cast<const X*>(&bits);
+  }
+  return x;
+}
+
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+  return x;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -16,29 +16,38 @@
 // computed by all warps one iteration late and added to an fp32 buffer; so one barrier an iteration is
 // enough. With p.dq_accum null (deterministic mode) dQ is left to bwd_q.cuh.
 //
+// With modifiers (kMods) the tiles to visit come from a list, P is handed over times the derivative of the softcap and
+// with the sign set where dropout hit it, and the first warp stages its own keys of a 16-bit bias.
+//
 // Shared memory (bytes, D = padded head_dim):
 //   K, V       [kBlockN][D]            2 x 2 D kBlockN
 //   Q, dO      [kStages][kBlockM][D]   2 x 2 D kBlockM kStages
 //   row stats  [kStages][kBlockM]      8 kBlockM kStages    (lse * log2 e, delta)
 //   P          fragments, fp32         4 kBlockN kBlockM   (pairs only)
 //   dS         [2][kBlockN][kBlockM]   4 kBlockN kBlockM
+//   bias       queries x a warp's keys, 16-bit, padded (modifiers only, where it fits)
 // Named barriers of pairs: 1 + key_warp * kParts + part, "this part of P is written", 64 threads.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/attn_mod.cuh"
-#include "../common/seqlen.cuh"
+#include "../common/bias_stage.cuh"
 #include "../common/fragments.cuh"
+#include "../common/seqlen.cuh"
+#include "../common/visits.cuh"
 #include "../heuristics.h"
 #include "compiled_here.cuh"
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, SmemClass kSmemClass>
+template <typename E, int D, SmemClass kSmemClass, bool kWithModifiers = false>
 struct BwdTraits {
   using Element = E;
   static constexpr SmemClass kClass = kSmemClass;
+  static constexpr bool kMods = kWithModifiers;
   static constexpr int kHeadDim = D;
-  static constexpr BwdTile kTile = bwd_tile_sm80(D, kSmemClass);
+  static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass) : bwd_tile_sm80(D, kSmemClass);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;
   static constexpr int kKeyWarps = kTile.key_warps, kKeyBlocks = kTile.key_blocks, kThreads = kTile.threads();
   static constexpr bool kPaired = kTile.paired;
@@ -65,6 +74,11 @@ struct BwdTraits {
   static constexpr int kDsAt = kPAt + kTile.p_bytes();
   static constexpr int kStatsAt = kDsAt + 2 * kTile.ds_bytes();
   static_assert(kStatsAt + kStages * kStatsBytes == kTile.smem_bytes(D));
+  static constexpr int kBiasAt = kTile.smem_bytes(D);
+  static constexpr int kBiasBytes =
+      kMods ? bias_stage_bytes(kKeyWarps, kBlockM, 16 * kKeyBlocks, kBiasAt, smem_limit(kSmemClass)) : 0;
+  static constexpr int kSmemBytes = kBiasAt + kBiasBytes;
+  using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<kBlockM, 16 * kKeyBlocks>, NoBiasStage>;
 };
 
 struct DqRows {
@@ -148,6 +162,18 @@ struct BwdWork {
   float* dq_accum;         // likewise, or null
 };
 
+struct BwdModWork : BwdWork {
+  Seat seat;
+  int first_head;  // first of the query heads that read these keys
+  Visits visits;
+};
+
+template <typename T>
+using WorkOf = std::conditional_t<T::kMods, BwdModWork, BwdWork>;
+
+template <typename T>
+using ModifiersOf = std::conditional_t<T::kMods, Modifiers, NoModifiers>;
+
 // Asynchronous loads of one query tile of head `g` of the group.
 template <typename T>
 __device__ __forceinline__ void load_queries(const BwdParams& p, const BwdWork& work, uint32_t smem, int stage, int g,
@@ -170,11 +196,7 @@ __device__ __forceinline__ void load_queries(const BwdParams& p, const BwdWork& 
 
 // (lse * log2 e, delta) of the queries 8 mb + 2 (lane % 4) and the next one.
 __device__ __forceinline__ float4 load_stats(uint32_t stats, int mb, int lane) {
-  float4 s;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
-               : "=f"(s.x), "=f"(s.y), "=f"(s.z), "=f"(s.w)
-               : "r"(stats + mb * 64 + (lane % 4) * 16));
-  return s;
+  return ptx::load_shared(stats + mb * 64 + (lane % 4) * 16);
 }
 
 // P^T of kPartM queries and this warp's keys, in fp32.
@@ -215,12 +237,54 @@ __device__ __forceinline__ void weights(float (&acc)[T::kKeyBlocks][T::kPartM / 
   }
 }
 
+// The same with modifiers. The derivative of a softcap goes where P will be handed over; dropped weights come out
+// negative.
+template <typename T>
+__device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], const Scores& scores,
+                                                 uint32_t smem, uint32_t smem_q, uint32_t stats, int n_block,
+                                                 const VisitedTile& tile, int query0, int key0, uint32_t bias,
+                                                 uint32_t p_slot, int lane) {
+  multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
+      acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
+      T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
+  const int row0 = tile.block * T::kBlockM + query0, col0 = n_block * T::kBlockN + key0;
+  scores.template modify<typename T::Element, true, typename T::Stage>(
+      acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
+        ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(slope[0], slope[1], slope[2], slope[3]));
+      });
+  if (tile.is_partial) scores.template hide<true>(acc, row0, col0);
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+    const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      float(&x)[4] = acc[kb][mb];
+      x[0] = ptx::ex2((x[0] - s.x) * kLog2e);
+      x[1] = ptx::ex2((x[1] - s.z) * kLog2e);
+      x[2] = ptx::ex2((x[2] - s.x) * kLog2e);
+      x[3] = ptx::ex2((x[3] - s.z) * kLog2e);
+    }
+  }
+  if (scores.m.rng != nullptr) scores.template drop<true, true>(acc, row0, col0);
+}
+
 // dS = P * (dP - delta) of one accumulator block, in place of dP.
 __device__ __forceinline__ void score_gradient(float (&dp)[4], float4 weight, float4 stats) {
   dp[0] = weight.x * (dp[0] - stats.y);
   dp[1] = weight.y * (dp[1] - stats.w);
   dp[2] = weight.z * (dp[2] - stats.y);
   dp[3] = weight.w * (dp[3] - stats.w);
+}
+
+// The same where a negative weight is one that dropout hit: its dP counts nothing, that of others keep_scale times.
+__device__ __forceinline__ void dropped_score_gradient(float (&dp)[4], float4 weight, float4 stats, float keep_scale) {
+  const auto gradient = [keep_scale](float dp, float weight, float delta) {
+    return fabsf(weight) * ((signbit(weight) ? 0.f : dp * keep_scale) - delta);
+  };
+  dp[0] = gradient(dp[0], weight.x, stats.y);
+  dp[1] = gradient(dp[1], weight.y, stats.w);
+  dp[2] = gradient(dp[2], weight.z, stats.y);
+  dp[3] = gradient(dp[3], weight.w, stats.w);
 }
 
 // Rounds this warp's part of dS into the shared dS tile (keys by queries).
@@ -242,7 +306,8 @@ __device__ __forceinline__ void put_score_gradients(uint32_t ds_tile,
 // S^T, P^T and dV of one query tile: the first warp of a pair.
 template <typename T>
 __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
-                                       const Work& w, uint32_t smem, int stage, int m_block, int key_warp, int lane) {
+                                       const ModifiersOf<T>& m, const WorkOf<T>& work, uint32_t smem, int stage,
+                                       const VisitedTile& tile, int key_warp, int lane) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim;
   const int key0 = key_warp * 16 * T::kKeyBlocks;
@@ -251,17 +316,34 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
   for (int part = 0; part < T::kParts; ++part) {
     const int query0 = part * T::kPartM;
     float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
-    weights<T>(acc_p, p, w, smem, smem_q, smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, m_block, query0,
-               key0, lane);
     const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+    const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
+    if constexpr (T::kMods) {
+      uint32_t bias = 0;
+      if constexpr (T::Stage::kBytes > 0) bias = smem + T::kBiasAt + key_warp * T::Stage::kBytes + query0 * T::Stage::kPitch;
+      const Scores scores{p.problem, m, work.seat, work.first_head + tile.head};
+      modified_weights<T>(acc_p, scores, smem, smem_q, stats, work.w.block, tile, query0, key0, bias, p_slot, lane);
+    } else {
+      weights<T>(acc_p, p, work.w, smem, smem_q, stats, tile.block, query0, key0, lane);
+    }
 #pragma unroll
     for (int mb = 0; mb < T::kPartM / 8; ++mb) {
 #pragma unroll
       for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-        const float(&x)[4] = acc_p[kb][mb];
-        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(p_slot + (mb * T::kKeyBlocks + kb) * 512),
-                     "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
-                     : "memory");
+        float(&x)[4] = acc_p[kb][mb];
+        const uint32_t at = p_slot + (mb * T::kKeyBlocks + kb) * 512;
+        float4 handed = make_float4(x[0], x[1], x[2], x[3]);
+        if constexpr (T::kMods) {
+          if (m.softcap > 0.f) {
+            const float4 slope = ptx::load_shared(at);
+            handed = make_float4(x[0] * slope.x, x[1] * slope.y, x[2] * slope.z, x[3] * slope.w);
+          }
+          if (m.rng != nullptr) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = fmaxf(x[i], 0.f);
+          }
+        }
+        ptx::store_shared(at, handed);
       }
     }
     ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);
@@ -271,8 +353,8 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
 
 // dP^T, dS^T and dK of one query tile: the second warp of a pair.
 template <typename T>
-__device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], uint32_t smem, int stage,
-                                        int ds_buffer, int key_warp, int lane) {
+__device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const ModifiersOf<T>& m,
+                                        uint32_t smem, int stage, int ds_buffer, int key_warp, int lane) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim;
   const int key0 = key_warp * 16 * T::kKeyBlocks;
@@ -290,11 +372,12 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
       const float4 s = load_stats(smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, mb, lane);
 #pragma unroll
       for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-        float4 weight;
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n"
-                     : "=f"(weight.x), "=f"(weight.y), "=f"(weight.z), "=f"(weight.w)
-                     : "r"(p_slot + (mb * T::kKeyBlocks + kb) * 512));
-        score_gradient(acc_ds[kb][mb], weight, s);
+        const float4 weight = ptx::load_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512);
+        if constexpr (T::kMods) {
+          dropped_score_gradient(acc_ds[kb][mb], weight, s, m.keep_scale);
+        } else {
+          score_gradient(acc_ds[kb][mb], weight, s);
+        }
       }
     }
     put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
@@ -336,21 +419,47 @@ __device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHea
   }
 }
 
-// The whole walk of one warp. With pairs acc[0] is dV in the first warp of a pair and dK in the second; without,
-// acc[0] is dV and acc[1] is dK.
+// Stages this warp's keys of the bias of a query tile, if it is one that can be staged.
+template <typename T>
+__device__ __forceinline__ void load_bias(const BwdParams& p, const Modifiers& m, const BwdModWork& work, uint32_t smem,
+                                          const VisitedTile& tile, int key_warp) {
+  if (T::Stage::kBytes == 0 || m.bias.ptr == nullptr || !m.bias.staged) return;
+  __syncwarp();
+  T::Stage::load(smem + T::kBiasAt + key_warp * T::Stage::kBytes,
+                 Scores{p.problem, m, work.seat, work.first_head + tile.head}, tile.block * T::kBlockM,
+                 work.w.block * T::kBlockN + key_warp * 16 * T::kKeyBlocks);
+  ptx::cp_async_commit();
+}
+
+// The whole walk of one warp, with modifiers that of one segment of visits. With pairs acc[0] is dV in the first warp
+// of a pair and dK in the second; without, acc[0] is dV and acc[1] is dK.
 template <typename T, int kAcc>
 __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
-                                             const BwdWork& work, uint32_t smem) {
+                                             const ModifiersOf<T>& m, const WorkOf<T>& work, uint32_t smem) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM;
+  const auto iterations = [&] {
+    if constexpr (T::kMods) {
+      return work.visits.count;
+    } else {
+      return work.iterations;
+    }
+  };
   // dQ of the iteration before (it, g, m_block), whose dS all warps have written.
   const auto add_previous_dq = [&]<int kFirstCol, int kCols>(int it, int g, int m_block) {
     if (it == 0 || work.dq_accum == nullptr) return;
     const int thread_idx = ptx::fresh_thread_idx();
     add_dq<T, kCols>(kFirstCol, smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt,
                      thread_idx / 32 % T::kKeyWarps, thread_idx % 32, [&]() -> DqRows {
-                       const bool first_tile = m_block == work.range.begin;
-                       const int tile_g = first_tile ? g - 1 : g;
-                       const int row = (first_tile ? work.range.end - 1 : m_block - 1) * kBlockM;
+                       int tile_g, row;
+                       if constexpr (T::kMods) {
+                         const VisitedTile tile = work.visits[it - 1];
+                         tile_g = tile.head;
+                         row = tile.block * kBlockM;
+                       } else {
+                         const bool first_tile = m_block == work.range.begin;
+                         tile_g = first_tile ? g - 1 : g;
+                         row = (first_tile ? work.range.end - 1 : m_block - 1) * kBlockM;
+                       }
                        return {work.dq_accum + (tile_g * work.stats_per_head + row) * D, work.w.q.length - row};
                      });
   };
@@ -361,14 +470,23 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
     add_previous_dq.template operator()<T::kDqColsFirst, D - T::kDqColsFirst>(it, g, m_block);
   };
   const auto is_second = [] { return T::kPaired && ptx::fresh_thread_idx() >= 32 * T::kKeyWarps; };
-  int g = 0, m_block = work.range.begin;  // head of the group and query tile of this iteration
+  // Head of the group and query tile of an iteration: counted, or read from the list.
+  int g = 0, m_block = work.range.begin;
+  const auto current = [&](int it) -> VisitedTile {
+    if constexpr (T::kMods) {
+      return work.visits[it];
+    } else {
+      return {m_block, g, false};
+    }
+  };
 #pragma unroll 1
-  for (int it = 0; it < work.iterations; ++it) {
+  for (int it = 0; it < iterations(); ++it) {
     const int thread_idx = ptx::fresh_thread_idx(), lane = thread_idx % 32, key_warp = thread_idx / 32 % T::kKeyWarps;
     const int stage = T::kStages > 1 ? it & 1 : 0;
     if constexpr (T::kStages == 1) {
       __syncthreads();  // everybody has left the Q and dO of the previous iteration
-      load_queries<T>(p, work, smem, 0, g, m_block, thread_idx);
+      const VisitedTile tile = current(it);
+      load_queries<T>(p, work, smem, 0, tile.head, tile.block, thread_idx);
       ptx::cp_async_commit();
     }
     ptx::cp_async_wait<0>();
@@ -377,10 +495,15 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
     __syncthreads();
     // Asked for behind the first matrix products, so that the tensor cores do not wait for address arithmetic.
     const auto prefetch = [&] {
-      if (T::kStages > 1 && it + 1 < work.iterations) {
-        const bool last_tile = m_block + 1 == work.range.end;
-        load_queries<T>(p, work, smem, stage ^ 1, last_tile ? g + 1 : g, last_tile ? work.range.begin : m_block + 1,
-                        ptx::fresh_thread_idx());
+      if (T::kStages > 1 && it + 1 < iterations()) {
+        if constexpr (T::kMods) {
+          const VisitedTile next = work.visits[it + 1];
+          load_queries<T>(p, work, smem, stage ^ 1, next.head, next.block, ptx::fresh_thread_idx());
+        } else {
+          const bool last_tile = m_block + 1 == work.range.end;
+          load_queries<T>(p, work, smem, stage ^ 1, last_tile ? g + 1 : g, last_tile ? work.range.begin : m_block + 1,
+                          ptx::fresh_thread_idx());
+        }
         ptx::cp_async_commit();
       }
     };
@@ -392,25 +515,59 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
       // It waits for P of the first warp: dQ comes first here and last there.
       add_other_columns(it, g, m_block);
       prefetch();
-      step_ds<T>(acc[0], smem, stage, it & 1, key_warp, lane);
+      step_ds<T>(acc[0], m, smem, stage, it & 1, key_warp, lane);
     } else {
-      step_p<T>(acc[0], p, work.w, smem, stage, m_block, key_warp, lane);
+      step_p<T>(acc[0], p, m, work, smem, stage, current(it), key_warp, lane);
       prefetch();
+      if constexpr (T::kMods) {
+        if (it + 1 < iterations()) load_bias<T>(p, m, work, smem, work.visits[it + 1], key_warp);
+      }
       add_first_columns(it, g, m_block);
     }
-    if (++m_block == work.range.end) {
+    if (!T::kMods && ++m_block == work.range.end) {
       m_block = work.range.begin;
       ++g;
     }
   }
   __syncthreads();
   if constexpr (T::kPaired) {
-    if (is_second()) add_other_columns(work.iterations, g, m_block);
-    else add_first_columns(work.iterations, g, m_block);
+    if (is_second()) add_other_columns(iterations(), g, m_block);
+    else add_first_columns(iterations(), g, m_block);
   } else {
-    add_first_columns(work.iterations, g, m_block);
+    add_first_columns(iterations(), g, m_block);
   }
   __syncthreads();
+}
+
+// With modifiers: the tiles of all heads of the group that matter, a segment of the list at a time.
+template <typename T, int kAcc>
+__device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                              const Modifiers& m, BwdModWork& work, uint32_t smem) {
+  int scanned = 0;
+#pragma unroll 1
+  do {
+    const int thread_idx = ptx::fresh_thread_idx();
+    if (thread_idx < 32) {
+      const int length = max(work.range.end - work.range.begin, 1);
+      work.visits.find(scanned, work.iterations, thread_idx, [&](int x, VisitedTile& tile) {
+        tile.head = x / length;
+        tile.block = work.range.begin + x - tile.head * length;
+        return Scores{p.problem, m, work.seat, work.first_head + tile.head}.template visit<T::kBlockM, T::kBlockN>(
+            tile.block, work.w.block);
+      });
+    }
+    __syncthreads();
+    scanned = work.visits.scanned;
+    const int count = work.visits.count;
+    if (count > 0) {
+      const VisitedTile tile = work.visits[0];
+      if constexpr (T::kStages > 1) load_queries<T>(p, work, smem, 0, tile.head, tile.block, thread_idx);
+      if (thread_idx < 32 * T::kKeyWarps) load_bias<T>(p, m, work, smem, tile, thread_idx / 32);
+      ptx::cp_async_commit();
+      walk_queries<T>(acc, p, m, work, smem);
+    }
+    __syncthreads();
+  } while (scanned < work.iterations);
 }
 
 // Rounds this warp's dK or dV into its rows of a tile whose input is no longer needed, and stores them.
@@ -436,19 +593,27 @@ __device__ __forceinline__ void write_gradient(float (&acc)[T::kKeyBlocks][T::kH
 }
 
 template <typename T>
-__device__ __forceinline__ void bwd_body(const BwdParams& p, const Grid& grid) {
+__device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T>& m, const Grid& grid) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kKeyBlocks = T::kKeyBlocks;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   const int thread_idx = threadIdx.x;
 
-  __shared__ BwdWork work;
+  __shared__ WorkOf<T> work;
   const int group = static_cast<int>(grid.shared.divisor);
   if (thread_idx == 0) {
-    const Work w = decode_work<kBlockN, false, false>(p.problem, grid);
+    int b = 0;
+    Work w = decode_work<kBlockN, false, false>(p.problem, grid, T::kMods ? &b : nullptr);
+    if constexpr (T::kMods) reorder_batch(m, w, p.problem.num_heads_k, b);
     const int h = w.h * group;
     const int64_t stat = row_stat_offset(p.problem, w, h);
     work.w = w;
-    work.range = AttnMod{p.problem, w.q.length, w.k.length}.template q_blocks<kBlockM, kBlockN>(w.block);
+    if constexpr (T::kMods) {
+      work.seat = make_seat(p.problem, m, w, b);
+      work.first_head = h;
+      work.range = Scores{p.problem, m, work.seat, h}.template q_blocks<kBlockM, kBlockN>(w.block);
+    } else {
+      work.range = AttnMod{p.problem, w.q.length, w.k.length}.template q_blocks<kBlockM, kBlockN>(w.block);
+    }
     work.iterations = max(work.range.end - work.range.begin, 0) * group;
     work.stats_per_head = p.problem.cu_seqlens_q != nullptr ? p.problem.total_q : p.problem.seqlen_q;
     work.q = row_pointer(p.q, w.b, w.q.start, h);
@@ -468,17 +633,23 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const Grid& grid) {
                        p.v.aligned};
     load_tile<kBlockN, D, T::kThreads>(smem + T::kKAt, k, keys, thread_idx);
     load_tile<kBlockN, D, T::kThreads>(smem + T::kVAt, v, keys, thread_idx);
-    if constexpr (T::kStages > 1) load_queries<T>(p, work, smem, 0, 0, work.range.begin, thread_idx);
+    if constexpr (T::kStages > 1 && !T::kMods) load_queries<T>(p, work, smem, 0, 0, work.range.begin, thread_idx);
     ptx::cp_async_commit();
   }
   float acc[T::kPaired ? 1 : 2][kKeyBlocks][D / 8][4];
   for (auto& part : acc) clear(part);
-  walk_queries<T>(acc, p, work, smem);
+  if constexpr (T::kMods) {
+    walk_segments<T>(acc, p, m, work, smem);
+  } else {
+    walk_queries<T>(acc, p, m, work, smem);
+  }
 
   const int warp = ptx::fresh_thread_idx() / 32, lane = ptx::fresh_thread_idx() % 32;
   const int key0 = warp % T::kKeyWarps * 16 * kKeyBlocks;
   if (warp < T::kKeyWarps) {
-    write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, 1.f, smem + T::kVAt, w, key0, lane);
+    float scale = 1.f;
+    if constexpr (T::kMods) scale = m.keep_scale;
+    write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, scale, smem + T::kVAt, w, key0, lane);
   }
   if (!T::kPaired || warp >= T::kKeyWarps) {
     write_gradient<T>(acc[T::kPaired ? 0 : 1], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kKAt, w,
@@ -490,7 +661,18 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid) {
   if constexpr (kCompiledHere<T::kClass>) {
-    bwd_body<T>(p, grid);
+    bwd_body<T>(p, NoModifiers{}, grid);
+  } else {
+    __trap();
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
+    bwd_mod_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
+                   const __grid_constant__ Grid grid) {
+  if constexpr (kCompiledHere<T::kClass>) {
+    bwd_body<T>(p, m, grid);
   } else {
     __trap();
   }

@@ -8,23 +8,33 @@
 // Shared memory (bytes, D = padded head_dim):
 //   Q, dO  [kBlockM][D]           2 x 2 D kBlockM
 //   K, V   [kStages][kBlockN][D]  2 x 2 D kBlockN kStages
+//   bias   a warp's rows x keys   (2 kBlockN + 16) kBlockM, with modifiers and where it fits
 #pragma once
 
+#include <type_traits>
+
 #include "../common/attn_mod.cuh"
-#include "../common/seqlen.cuh"
+#include "../common/bias_stage.cuh"
 #include "../common/fragments.cuh"
+#include "../common/seqlen.cuh"
+#include "../common/visits.cuh"
 #include "../heuristics.h"
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D>
+template <typename E, int D, bool kWithModifiers = false>
 struct BwdQTraits {
   using Element = E;
   static constexpr int kHeadDim = D;
-  static constexpr BwdQTile kTile = bwd_q_tile_sm80(D);
+  static constexpr bool kMods = kWithModifiers;
+  static constexpr BwdQTile kTile = kMods ? bwd_q_mod_tile_sm80(D) : bwd_q_tile_sm80(D);
   static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
+  static constexpr int kBiasBytes =
+      kMods ? bias_stage_bytes(kTile.warps, 16, kBlockN, kTile.smem_bytes(D), kSmemLimitSmall) : 0;
+  static constexpr int kSmemBytes = kTile.smem_bytes(D) + kBiasBytes;
+  using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<16, kBlockN>, NoBiasStage>;
   using Tile = SmemTile<D>;
 };
 
@@ -34,33 +44,78 @@ struct BwdQWork {
   const uint16_t* v;
 };
 
+// dS of 16 rows a warp and kBlockN keys, in place of the raw products S; dP is used up. `slope` is written and read
+// only with a softcap.
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 1)
-    bwd_q_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid) {
+__device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kBlockN / 8][4],
+                                                         float (&acc_dp)[1][T::kBlockN / 8][4], const Scores& scores,
+                                                         const float2 (&stats)[2], bool is_partial, int row0, int col0,
+                                                         uint32_t bias, bool through_softcap) {
+  const Modifiers& m = scores.m;
+  float slope[T::kBlockN / 8][4];
+  scores.template modify<typename T::Element, false, typename T::Stage>(acc_s, row0, col0, bias,
+                                                                        [&](int, int nb, const float(&x)[4]) {
+#pragma unroll
+                                                                          for (int i = 0; i < 4; ++i) slope[nb][i] = x[i];
+                                                                        });
+  if (is_partial) scores.template hide<false>(acc_s, row0, col0);
+#pragma unroll
+  for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc_s[0][nb][i] = ptx::ex2((acc_s[0][nb][i] - stats[i / 2].x) * kLog2e);
+  }
+  if (m.rng != nullptr) scores.template drop<false, true>(acc_s, row0, col0);
+#pragma unroll
+  for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& s = acc_s[0][nb][i];
+      const float dp = signbit(s) ? 0.f : acc_dp[0][nb][i] * m.keep_scale;
+      s = fabsf(s) * (dp - stats[i / 2].y);
+      if (through_softcap && m.softcap > 0.f) s *= slope[nb][i];
+    }
+  }
+}
+
+struct BwdQModWork : BwdQWork {
+  Seat seat;
+  BlockRange range;
+  Visits visits;
+};
+
+template <typename T>
+__device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::conditional_t<T::kMods, Modifiers, NoModifiers>& m,
+                                           const Grid& grid) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kAhead = 3;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
 
-  __shared__ BwdQWork shared;
+  __shared__ std::conditional_t<T::kMods, BwdQModWork, BwdQWork> shared;
   if (thread_idx == 0) {
-    const Work w = decode_work<kBlockM, true, true>(p.problem, grid);
+    int b = 0;
+    Work w = decode_work<kBlockM, true, true>(p.problem, grid, T::kMods ? &b : nullptr);
+    if constexpr (T::kMods) reorder_batch(m, w, p.problem.num_heads, b);
     const int h_k = static_cast<int>(divide(w.h, grid.shared));
     shared.w = w;
     shared.k = row_pointer(p.k, w.b, w.k.start, h_k);
     shared.v = row_pointer(p.v, w.b, w.k.start, h_k);
+    if constexpr (T::kMods) {
+      shared.seat = make_seat(p.problem, m, w, b);
+      shared.range = BlockRange{0, 0};
+      if (w.active) shared.range = Scores{p.problem, m, shared.seat, w.h}.template kv_blocks<kBlockM, kBlockN>(w.block);
+    }
   }
   __syncthreads();
   const Work& w = shared.w;
   if (!w.active) return;
-  const AttnMod mod{p.problem, w.q.length, w.k.length};
-  const BlockRange range = mod.template kv_blocks<kBlockM, kBlockN>(w.block);
   const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
 
   const uint32_t smem_q = ptx::smem_address(smem_raw);
   const uint32_t smem_do = smem_q + T::kQBytes;
   const uint32_t smem_k = smem_do + T::kQBytes;
   const uint32_t smem_v = smem_k + T::kStages * T::kKvBytes;
+  const uint32_t stage_bias = smem_v + T::kStages * T::kKvBytes + warp * T::Stage::kBytes;
   const int warp_row = warp * 16;
 
   const auto load_kv = [&](int stage, int n_block) {
@@ -70,10 +125,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const TileSource v{shared.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
     load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, v, w.k.length - first, thread_idx);
   };
+  const auto load_queries = [&] {
+    const TileSource q{row_pointer(p.q, w.b, w.q.start + first_row, w.h), p.q.row_stride, p.problem.head_dim, p.q.aligned};
+    const TileSource dout{row_pointer(p.dout, w.b, w.q.start + first_row, w.h), p.dout.row_stride, p.problem.head_dim_v,
+                          p.dout.aligned};
+    load_tile<kBlockM, D, T::kThreads>(smem_q, q, rows, thread_idx);
+    load_tile<kBlockM, D, T::kThreads>(smem_do, dout, rows, thread_idx);
+  };
 
   float acc_dq[1][D / 8][4];
   clear(acc_dq);
-  float2 stats[2];  // (lse * log2 e, delta) of this thread's rows
+  float2 stats[2];  // (lse * log2 e, delta) of this thread's rows; with modifiers (lse, delta)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = warp_row + half * 8 + lane / 4;
@@ -81,25 +143,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     stats[half] = r < rows ? at[r] : make_float2(INFINITY, 0.f);
   }
 
-  if (range.begin < range.end) {
-    const TileSource q{row_pointer(p.q, w.b, w.q.start + first_row, w.h), p.q.row_stride, p.problem.head_dim, p.q.aligned};
-    const TileSource dout{row_pointer(p.dout, w.b, w.q.start + first_row, w.h), p.dout.row_stride, p.problem.head_dim_v,
-                          p.dout.aligned};
-    load_tile<kBlockM, D, T::kThreads>(smem_q, q, rows, thread_idx);
-    load_tile<kBlockM, D, T::kThreads>(smem_do, dout, rows, thread_idx);
-    load_kv(0, range.end - 1);
-    ptx::cp_async_commit();
-  }
-  int stage = 0;
-#pragma unroll 1
-  for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
+  // The products of one tile of keys; `gradients` turns S and dP into dS, in place of S.
+  const auto step = [&](int& stage, int n_block, int next_block, const auto& gradients) {
     ptx::cp_async_wait<0>();
     __syncthreads();
     const uint32_t kv_at = stage * T::kKvBytes;
     if constexpr (T::kStages > 1) {
       stage ^= 1;
-      if (n_block > range.begin) {
-        load_kv(stage, n_block - 1);
+      if (next_block >= 0) {
+        load_kv(stage, next_block);
         ptx::cp_async_commit();
       }
     }
@@ -108,28 +160,90 @@ __global__ void __launch_bounds__(T::kThreads, 1)
                        T::Tile::by_cols(smem_k + kv_at, lane));
     multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, lane) + warp_row * T::Tile::kRowBytes,
                        T::Tile::by_cols(smem_v + kv_at, lane));
-    const bool partial = mod.template kind<kBlockM, kBlockN>(w.block, n_block) == TileKind::kPartial;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const VisibleKeys keys = mod.visible(first_row + warp_row + half * 8 + lane / 4);
-#pragma unroll
-      for (int nb = 0; nb < kBlockN / 8; ++nb) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& s = acc_s[0][nb][2 * half + c];
-          s = ptx::ex2(fmaf(s, p.problem.scale_log2, -stats[half].x));
-          if (partial && !keys.contains(n_block * kBlockN + nb * 8 + (lane % 4) * 2 + c)) s = 0.f;
-          s *= acc_dp[0][nb][2 * half + c] - stats[half].y;
-        }
-      }
-    }
+    gradients(acc_s, acc_dp);
     multiply_accumulate<E, D, kAhead>(acc_dq, acc_s, T::Tile::by_rows(smem_k + kv_at, lane));
     if constexpr (T::kStages == 1) {
       __syncthreads();
-      if (n_block > range.begin) {
-        load_kv(0, n_block - 1);
+      if (next_block >= 0) {
+        load_kv(0, next_block);
         ptx::cp_async_commit();
       }
+    }
+  };
+
+  if constexpr (T::kMods) {
+    const Scores scores{p.problem, m, shared.seat, w.h};
+    const auto load_bias = [&](int n_block) {
+      if (T::Stage::kBytes > 0 && m.bias.ptr != nullptr && m.bias.staged) {
+        T::Stage::load(stage_bias, scores, first_row + warp_row, n_block * kBlockN);
+        ptx::cp_async_commit();
+      }
+    };
+    const int total = shared.range.end - shared.range.begin;
+    bool has_q = false;
+    int scanned = 0;
+#pragma unroll 1
+    do {
+      if (warp == 0) {
+        shared.visits.find(scanned, total, lane, [&](int x, VisitedTile& tile) {
+          tile.block = shared.range.end - 1 - x;
+          return scores.template visit<kBlockM, kBlockN>(w.block, tile.block);
+        });
+      }
+      __syncthreads();
+      scanned = shared.visits.scanned;
+      const int count = shared.visits.count;
+      if (count > 0) {
+        if (!has_q) load_queries();
+        has_q = true;
+        load_kv(0, shared.visits[0].block);
+        load_bias(shared.visits[0].block);
+        ptx::cp_async_commit();
+      }
+      int stage = 0;
+#pragma unroll 1
+      for (int it = 0; it < count; ++it) {
+        const VisitedTile tile = shared.visits[it];
+        const int next = it + 1 < count ? shared.visits[it + 1].block : -1;
+        step(stage, tile.block, next, [&](auto& acc_s, auto& acc_dp) {
+          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.is_partial, first_row + warp_row,
+                                      tile.block * kBlockN, stage_bias, true);
+          if (next >= 0) {
+            __syncwarp();
+            load_bias(next);
+          }
+        });
+      }
+      __syncthreads();  // everybody has left this segment's list and tiles
+    } while (scanned < total);
+  } else {
+    const AttnMod mod{p.problem, w.q.length, w.k.length};
+    const BlockRange range = mod.template kv_blocks<kBlockM, kBlockN>(w.block);
+    if (range.begin < range.end) {
+      load_queries();
+      load_kv(0, range.end - 1);
+      ptx::cp_async_commit();
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
+      step(stage, n_block, n_block > range.begin ? n_block - 1 : -1, [&](auto& acc_s, auto& acc_dp) {
+        const bool partial = mod.template kind<kBlockM, kBlockN>(w.block, n_block) == TileKind::kPartial;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const VisibleKeys keys = mod.visible(first_row + warp_row + half * 8 + lane / 4);
+#pragma unroll
+          for (int nb = 0; nb < kBlockN / 8; ++nb) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              float& s = acc_s[0][nb][2 * half + c];
+              s = ptx::ex2(fmaf(s, p.problem.scale_log2, -stats[half].x));
+              if (partial && !keys.contains(n_block * kBlockN + nb * 8 + (lane % 4) * 2 + c)) s = 0.f;
+              s *= acc_dp[0][nb][2 * half + c] - stats[half].y;
+            }
+          }
+        }
+      });
     }
   }
   // Each warp reuses its own rows of Q for the result.
@@ -145,6 +259,19 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const TileDestination dst{row_pointer(p.dq, w.b, w.q.start + first_row, w.h), p.dq.row_stride, p.problem.head_dim,
                             p.dq.aligned};
   store_tile<16, D, 32>(dst, smem_q, warp_row, rows, lane);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_q_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid) {
+  bwd_q_body<T>(p, NoModifiers{}, grid);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_q_mod_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
+                     const __grid_constant__ Grid grid) {
+  bwd_q_body<T>(p, m, grid);
 }
 
 }  // namespace flash_ext::sm80

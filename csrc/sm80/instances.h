@@ -20,4 +20,16 @@ std::string run_bwd_hd128(const BwdParams& p, SmemClass c, const DeviceInfo& d);
 std::string run_bwd_hd192(const BwdParams& p, SmemClass c, const DeviceInfo& d);
 std::string run_bwd_hd256(const BwdParams& p, SmemClass c, const DeviceInfo& d);
 
+std::string run_fwd_mod_hd64(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
+std::string run_fwd_mod_hd96(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
+std::string run_fwd_mod_hd128(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
+std::string run_fwd_mod_hd192(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
+std::string run_fwd_mod_hd256(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
+
+std::string run_bwd_mod_hd64(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
+std::string run_bwd_mod_hd96(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
+std::string run_bwd_mod_hd128(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
+std::string run_bwd_mod_hd192(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
+std::string run_bwd_mod_hd256(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
+
 }  // namespace flash_ext::sm80

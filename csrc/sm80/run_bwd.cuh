@@ -14,14 +14,14 @@ template <typename E, int D, SmemClass kClass>
 std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
   using T = BwdTraits<E, D, kClass>;
   const Grid g = make_grid(p.problem, d, false, T::kBlockN);
-  return launch("bwd_sm80", bwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
+  return launch("bwd_sm80", bwd_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, g);
 }
 
 template <typename E, int D>
 std::string launch_bwd_q(const BwdParams& p, const DeviceInfo& d) {
   using T = BwdQTraits<E, D>;
   const Grid g = make_grid(p.problem, d, true, T::kBlockM);
-  return launch("bwd_q_sm80", bwd_q_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
+  return launch("bwd_q_sm80", bwd_q_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, g);
 }
 
 template <typename E, int D>
@@ -29,7 +29,7 @@ std::string run_bwd_as(const BwdParams& p, SmemClass c, const DeviceInfo& d) {
   const int64_t rows = p.problem.total_q * p.problem.num_heads;
   const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
   std::string error =
-      launch("bwd_preprocess", bwd_preprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
+      launch("bwd_preprocess", bwd_preprocess_kernel<E, D, false>, pass_ctas, kPassThreads, 0, p.stream, p);
   if (!error.empty()) return error;
   error = c == SmemClass::kLarge ? launch_bwd<E, D, SmemClass::kLarge>(p, d)
                                  : launch_bwd<E, D, SmemClass::kSmall>(p, d);

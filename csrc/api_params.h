@@ -1,0 +1,76 @@
+// From tensors to what the kernel paths take: shared by the operators with and without modifiers.
+#pragma once
+
+#include <torch/library.h>
+
+#include "api.h"
+#include "path_choice.h"
+
+#if __has_include(<nvtx3/nvtx3.hpp>)
+#include <nvtx3/nvtx3.hpp>
+#endif
+
+namespace flash_ext {
+
+#if __has_include(<nvtx3/nvtx3.hpp>)
+struct NvtxDomain {
+  static constexpr char const* name{"flash_ext"};
+};
+using ProfilerRange = nvtx3::scoped_range_in<NvtxDomain>;
+#else
+struct ProfilerRange {
+  explicit ProfilerRange(const char*) {}
+};
+#endif
+
+int32_t clamp_to_int32(int64_t value);
+
+// `aligned` holds when every row starts on a 16-byte boundary.
+StridedView view_of(const Tensor& t);
+
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
+                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                   double softmax_scale, int64_t window_left, int64_t window_right);
+
+// out and lse, not filled.
+FwdResult empty_results(const Tensor& q, const Tensor& v);
+
+// The path that will run; raises with the reasons of every path when none can.
+const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,
+                          OptionalName wanted);
+
+void* stream_handle(const c10::Device& device);
+DeviceInfo device_info_of(const Tensor& q);
+bool should_launch();
+
+// The arguments of the operators with modifiers, in the order of their schemas.
+struct ModifierArguments {
+  const OptionalTensor& bias;
+  const OptionalTensor& mask;
+  const OptionalTensor& document_q;
+  const OptionalTensor& document_k;
+  const OptionalTensor& prefix_lens;
+  const OptionalTensor& hidden_rows;
+  const OptionalTensor& hidden_keys;
+  const OptionalTensor& blocks;
+  const OptionalTensor& slopes;
+  const OptionalTensor& sinks;
+  const OptionalTensor& rng;
+  double softcap;
+  double dropout_p;
+  int64_t block_rows;
+  int64_t block_cols;
+  int64_t sink_tokens;
+  int64_t chunk;
+  bool top_left;
+};
+
+// Raises unless the kernels may read what the arguments point to (api_mod_checks.cpp). The public functions check
+// more, in the caller's words.
+void check_modifiers(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
+                     const ModifierArguments& a);
+
+// Registers the GPU implementation of the operators with modifiers (api_mod.cpp).
+void implement_modifiers(torch::Library& library);
+
+}  // namespace flash_ext

@@ -1,0 +1,467 @@
+// What a call may ask of masks and scores beyond scale and window; attn_mod.cuh is the same for calls that ask
+// for nothing else, whose kernels must not pay for any of this.
+//
+//   s = softcap(scale * q k) + bias - slope * |row + shift - key|, -inf where a mask hides the key
+//   out = (softmax(s) * keep) v
+//
+// Scores are in natural units: bias may hold finfo.min, which units of log2 would turn into -inf.
+//
+// Every function works on accumulators of S (queries along the 16 rows of a block, kT = false) and of S^T
+// (keys along them, kT = true). In both a thread holds the rows lane / 4 and lane / 4 + 8 of a block ("few")
+// and the columns 2 (lane % 4) and the next of every 8 ("many").
+#pragma once
+
+#include "../modifiers.h"
+#include "../ptx/sm80.cuh"
+#include "attn_mod.cuh"
+#include "philox.cuh"
+#include "seqlen.cuh"
+
+namespace flash_ext {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+
+// Stands in for the modifiers of a kernel that has none.
+struct NoModifiers {};
+
+enum class Visit : int { kSkip = 0, kPartial = 1, kFull = 2 };
+
+// Keys one row sees by causal, window, chunk, prefix and sink rules: [begin, end) and [0, always).
+struct RowKeys {
+  int begin;
+  int end;
+  int always;
+  __device__ bool contains(int col) const { return (col >= begin && col < end) || col < always; }
+};
+
+// What one head of one sequence needs. Made anew where it is used: all of it comes from the constant bank and
+// from `seat`, which lies in shared memory.
+struct Seat {
+  int b;  // sequence
+  int seqlen_q, seqlen_k;
+  int64_t q_start, k_start;  // packed rows before the sequence; 0 when dense
+  int prefix;                // of this sequence, 0 without
+};
+
+__device__ __forceinline__ Seat make_seat(const Problem& p, const Modifiers& m, const Work& w, int b) {
+  const int prefix = m.prefix_lens == nullptr || b < 0 || b >= p.batch ? 0 : min(max(m.prefix_lens[b], 0), w.k.length);
+  return {b, w.q.length, w.k.length, w.q.start, w.k.start, prefix};
+}
+
+// Neighbouring CTAs share the bias of one head among batch entries, where that is broadcast: its tiles then come
+// from the L2 cache for all but one of them. Dense only.
+__device__ __forceinline__ void reorder_batch(const Modifiers& m, Work& w, int heads, int& b) {
+  if (!m.batch_fastest) return;
+  const uint32_t bh = static_cast<uint32_t>(w.b * heads + w.h);
+  w.h = static_cast<int>(divide(bh, m.batches));
+  w.b = static_cast<int>(bh) - w.h * static_cast<int>(m.batches.divisor);
+  b = w.b;
+}
+
+struct Scores {
+  const Problem& p;
+  const Modifiers& m;
+  const Seat& seat;
+  int h;  // query head
+
+  __device__ int shift() const { return m.top_left ? 0 : seat.seqlen_k - seat.seqlen_q; }
+
+  // ---- which keys a row sees -------------------------------------------------------------------
+
+  __device__ RowKeys row_keys(int row) const {
+    if (row >= seat.seqlen_q) return {0, 0, 0};
+    const int centre = row + shift();
+    int begin = max(0, centre - p.reach_left);
+    int end = min(seat.seqlen_k, centre + p.reach_right + 1);
+    const int always = max(seat.prefix, min(m.sink_tokens, end));
+    if (m.chunk > 0) {
+      if (centre < 0) {
+        end = 0;
+      } else {
+        const int first = static_cast<int>(divide(static_cast<uint32_t>(centre), m.chunk_divisor)) * m.chunk;
+        begin = max(begin, first);
+        end = min(end, first + m.chunk);
+      }
+    }
+    return {begin, end, always};
+  }
+
+  __device__ static uint32_t word(const BitRows& x, int b, int h, int row, int w) {
+    if (row >= x.rows || w >= x.num_words) return 0;
+    return x.words[b * x.batch_stride + h * x.head_stride + row * x.row_stride + w * x.word_stride];
+  }
+
+  // ---- which tiles matter ----------------------------------------------------------------------
+
+  // Tiles of keys that may matter to a tile of queries; visit() decides.
+  template <int kBlockM, int kBlockN>
+  __device__ BlockRange kv_blocks(int m_block) const {
+    const int first_row = m_block * kBlockM;
+    const RowKeys first = row_keys(first_row), last = row_keys(min(first_row + kBlockM, seat.seqlen_q) - 1);
+    const int lo = last.always > 0 ? 0 : first.begin, hi = max(last.end, last.always);
+    if (hi <= lo) return {0, 0};
+    return {lo / kBlockN, (hi - 1) / kBlockN + 1};
+  }
+
+  template <int kBlockM, int kBlockN>
+  __device__ BlockRange q_blocks(int n_block) const {
+    const int first_col = n_block * kBlockN, last_col = min(first_col + kBlockN, seat.seqlen_k) - 1;
+    int lo = max(0, first_col - shift() - p.reach_right);
+    int hi = min(seat.seqlen_q - 1, last_col - shift() + p.reach_left);
+    if (first_col < m.sink_tokens) hi = seat.seqlen_q - 1;
+    if (first_col < seat.prefix) lo = 0, hi = seat.seqlen_q - 1;
+    if (hi < lo) return {0, 0};
+    return {lo / kBlockM, hi / kBlockM + 1};
+  }
+
+  // Bounds of the labels of positions [first, last] (absolute), from groups that may reach beyond them.
+  __device__ int2 label_bounds(const Labels& x, int first, int last, int64_t start) const {
+    const int2* groups = reinterpret_cast<const int2*>(x.groups) + seat_batch() * x.group_batch_stride;
+    const int64_t lo = (start + first) / Labels::kGroup, hi = (start + last) / Labels::kGroup;
+    int2 bounds = groups[lo];
+#pragma unroll 1
+    for (int64_t i = lo + 1; i <= hi; ++i) {
+      bounds.x = min(bounds.x, groups[i].x);
+      bounds.y = max(bounds.y, groups[i].y);
+    }
+    return bounds;
+  }
+  __device__ int seat_batch() const { return p.cu_seqlens_q != nullptr ? 0 : seat.b; }
+
+  // Do the intervals of positions [first, last] hide all, some or none of [other_first, other_last]?
+  __device__ Visit hidden(const HiddenIntervals& x, int first, int last, int64_t start, int other_first,
+                          int other_last) const {
+    Visit result = Visit::kFull;
+    const int4* groups = reinterpret_cast<const int4*>(x.groups) + seat_batch() * x.group_batch_stride +
+                         h * x.group_head_stride;
+    const int64_t lo = (start + first) / Labels::kGroup, hi = (start + last) / Labels::kGroup;
+#pragma unroll 1
+    for (int k = 0; k < x.count; ++k) {
+      int4 g = groups[lo * x.count + k];
+#pragma unroll 1
+      for (int64_t i = lo + 1; i <= hi; ++i) {
+        const int4 next = groups[i * x.count + k];
+        g = make_int4(min(g.x, next.x), max(g.y, next.y), min(g.z, next.z), max(g.w, next.w));
+      }
+      if (g.y <= other_first && g.z > other_last) return Visit::kSkip;
+      if (g.x <= other_last && g.w > other_first) result = Visit::kPartial;
+    }
+    return result;
+  }
+
+  // Is a tile worth a visit, and does it need tests? Conservative: kPartial where it is not certain.
+  template <int kBlockM, int kBlockN>
+  __device__ Visit visit(int m_block, int n_block) const {
+    const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
+    const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
+    const RowKeys first = row_keys(r0), last = row_keys(r1);
+    if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return Visit::kSkip;
+    const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
+    bool full = inside && c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
+
+    if (m.document_k.ids != nullptr) {
+      const int2 q = label_bounds(m.document_q, r0, r1, seat.q_start);
+      const int2 k = label_bounds(m.document_k, c0, c1, seat.k_start);
+      if (k.y < 0 || q.y < k.x || k.y < q.x) return Visit::kSkip;
+      full &= q.x == q.y && k.x == k.y && k.x >= 0;
+    }
+    if (m.hidden_rows.count > 0) {
+      const Visit v = hidden(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
+      if (v == Visit::kSkip) return v;
+      full &= v == Visit::kFull;
+    }
+    if (m.hidden_keys.count > 0) {
+      const Visit v = hidden(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
+      if (v == Visit::kSkip) return v;
+      full &= v == Visit::kFull;
+    }
+    if (m.blocks.words != nullptr) {
+      uint32_t any = 0;
+      bool all = true;
+      // The tile's columns fill kBlockN / 16 bits of one word, or a part of them at the end.
+      const int bit = c0 / 16 % 32, bits = c1 / 16 - c0 / 16 + 1;
+      const uint32_t wanted = (bits == 32 ? ~0u : (1u << bits) - 1) << bit;
+#pragma unroll 1
+      for (int g = r0 / 16; g <= r1 / 16; ++g) {
+        const uint32_t seen = word(m.blocks, seat.b, h, g, c0 / 512) & wanted;
+        any |= seen;
+        all &= seen == wanted;
+      }
+      if (any == 0) return Visit::kSkip;
+      full &= all;
+    }
+    if (m.mask.words != nullptr) {
+      uint32_t any = 0, all = ~0u;
+#pragma unroll 1
+      for (int w = c0 / 32; w <= c1 / 32; ++w) {
+#pragma unroll 1
+        for (int g = r0 / Modifiers::kMaskGroup; g <= r1 / Modifiers::kMaskGroup; ++g) {
+          if (w >= m.mask.num_words || r0 >= m.mask.rows) {
+            all = 0;
+            continue;
+          }
+          const int64_t at = seat.b * m.mask_group_batch_stride + h * m.mask_group_head_stride +
+                             min(g, (m.mask.rows - 1) / Modifiers::kMaskGroup) * m.mask_group_stride +
+                             w * m.mask.word_stride;
+          any |= m.mask_any[at];
+          all &= m.mask_all[at];
+        }
+      }
+      if (any == 0) return Visit::kSkip;
+      full &= all == ~0u && r1 < m.mask.rows;
+    }
+    return full ? Visit::kFull : Visit::kPartial;
+  }
+
+  // ---- scores ----------------------------------------------------------------------------------
+
+  // tanh(x) to 2e-7: a series where 1 - 2 / (1 + e^2x) would cancel.
+  __device__ static float tanh_of(float x) {
+    const float series = x * fmaf(x * x, fmaf(x * x, fmaf(x * x, -17.f / 315.f, 2.f / 15.f), -1.f / 3.f), 1.f);
+    const float e = ptx::ex2(fminf(fabsf(x), 44.f) * (2.f * kLog2e));
+    const float far = copysignf(1.f - __fdividef(2.f, 1.f + e), x);
+    return fabsf(x) < 0.2f ? series : far;
+  }
+
+  template <bool kT, int kA, int kN, typename F>
+  __device__ static void for_each(float (&acc)[kA][kN][4], int row0, int col0, const F& f) {
+    const int lane = ptx::fresh_thread_idx() % 32;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int many = n * 8 + 2 * (lane % 4) + c;
+#pragma unroll
+        for (int a = 0; a < kA; ++a) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int few = a * 16 + half * 8 + lane / 4;
+            f(acc[a][n][half * 2 + c], row0 + (kT ? many : few), col0 + (kT ? few : many));
+          }
+        }
+      }
+    }
+  }
+
+  // A test that reads one value per position of the queries and one per position of the keys.
+  template <bool kT, int kA, int kN, typename OfRow, typename OfKey, typename Hides>
+  __device__ static void hide_if(float (&acc)[kA][kN][4], int row0, int col0, const OfRow& of_row, const OfKey& of_key,
+                                 const Hides& hides) {
+    const int lane = ptx::fresh_thread_idx() % 32;
+    const auto walk = [&](int few0, int many0, const auto& of_few, const auto& of_many, const auto& hides_pair) {
+      decltype(of_few(0)) few[2 * kA];
+#pragma unroll
+      for (int r = 0; r < 2 * kA; ++r) few[r] = of_few(few0 + r / 2 * 16 + r % 2 * 8 + lane / 4);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int at = many0 + n * 8 + 2 * (lane % 4) + c;
+          const auto many = of_many(at);
+#pragma unroll
+          for (int r = 0; r < 2 * kA; ++r) {
+            if (hides_pair(few[r], many, few0 + r / 2 * 16 + r % 2 * 8 + lane / 4, at)) {
+              acc[r / 2][n][r % 2 * 2 + c] = -INFINITY;
+            }
+          }
+        }
+      }
+    };
+    if constexpr (kT) {
+      walk(col0, row0, of_key, of_row, [&](auto key, auto row, int j, int i) { return hides(row, key, i, j); });
+    } else {
+      walk(row0, col0, of_row, of_key, hides);
+    }
+  }
+
+  // Raw products to scores, without masks. With a softcap put_slope(a, n, ...) receives d score / d (scale * q k).
+  // `stage` is this warp's staged bias, where the call has one.
+  template <typename E, bool kT, typename Stage, int kA, int kN, typename PutSlope>
+  __device__ void modify(float (&acc)[kA][kN][4], int row0, int col0, uint32_t stage, const PutSlope& put_slope) const {
+    const float scale = p.softmax_scale;
+    if (m.softcap > 0.f) {
+#pragma unroll
+      for (int a = 0; a < kA; ++a) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          float slope[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float t = tanh_of(acc[a][n][i] * scale * m.inv_softcap);
+            acc[a][n][i] = m.softcap * t;
+            slope[i] = fmaf(-t, t, 1.f);
+          }
+          put_slope(a, n, slope);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int a = 0; a < kA; ++a) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[a][n][i] *= scale;
+        }
+      }
+    }
+    if (m.bias.ptr != nullptr) {
+      if (Stage::kBytes > 0 && m.bias.staged) {
+        Stage::template add<E, kT>(acc, stage);
+      } else {
+        add_bias<E, kT>(acc, row0, col0);
+      }
+    }
+    if (m.slopes != nullptr) {
+      const float weight = m.slopes[seat.b * m.slopes_batch_stride + h];
+      for_each<kT>(acc, row0 + shift(), col0,
+                   [&](float& s, int centre, int col) { s = fmaf(-weight, fabsf(static_cast<float>(centre - col)), s); });
+    }
+  }
+
+  // Any strides, fp32 or the dtype of q, element by element.
+  template <typename E, bool kT, int kA, int kN>
+  __device__ void add_bias(float (&acc)[kA][kN][4], int row0, int col0) const {
+    const BiasView& x = m.bias;
+    const int last_row = min(x.rows, seat.seqlen_q), last_col = min(x.cols, seat.seqlen_k);
+    const char* base = static_cast<const char*>(x.ptr) +
+                       (seat.b * x.batch_stride + h * x.head_stride) * (x.is_float ? 4 : 2);
+    for_each<kT>(acc, row0, col0, [&](float& s, int row, int col) {
+      if (row < last_row && col < last_col) {
+        const int64_t at = row * x.row_stride + col * x.col_stride;
+        s += x.is_float ? ptx::load_late<float>(base + 4 * at) : ptx::to_float<E>(ptx::load_late<E>(base + 2 * at));
+      }
+    });
+  }
+
+  // -inf for every key a row does not see. For tiles that visit() calls partial.
+  template <bool kT, int kA, int kN>
+  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0) const {
+    const int last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+    hide_if<kT>(
+        acc, row0, col0, [&](int row) { return row_keys(row); }, [](int) { return 0; },
+        [](RowKeys keys, int, int, int col) { return !keys.contains(col); });
+    if (m.document_k.ids != nullptr) {
+      const int32_t* q = m.document_q.ids + seat_batch() * m.document_q.batch_stride + seat.q_start;
+      const int32_t* k = m.document_k.ids + seat_batch() * m.document_k.batch_stride + seat.k_start;
+      hide_if<kT>(
+          acc, row0, col0, [&](int row) { return q[min(row, last_row)]; }, [&](int key) { return k[min(key, last_key)]; },
+          [](int row_id, int key_id, int, int) { return row_id != key_id || key_id < 0; });
+    }
+    if (m.hidden_rows.count > 0) {
+      const int64_t base = seat_batch() * m.hidden_rows.batch_stride + h * m.hidden_rows.head_stride;
+#pragma unroll 1
+      for (int k = 0; k < m.hidden_rows.count; ++k) {
+        hide_if<kT>(
+            acc, row0, col0, [](int) { return 0; },
+            [&](int key) { return interval(m.hidden_rows, base, seat.k_start + min(key, last_key), k); },
+            [](int, int2 rows, int row, int) { return row >= rows.x && row < rows.y; });
+      }
+    }
+    if (m.hidden_keys.count > 0) {
+      const int64_t base = seat_batch() * m.hidden_keys.batch_stride + h * m.hidden_keys.head_stride;
+#pragma unroll 1
+      for (int k = 0; k < m.hidden_keys.count; ++k) {
+        hide_if<kT>(
+            acc, row0, col0, [&](int row) { return interval(m.hidden_keys, base, seat.q_start + min(row, last_row), k); },
+            [](int) { return 0; }, [](int2 keys, int, int, int col) { return col >= keys.x && col < keys.y; });
+      }
+    }
+    if (m.blocks.words != nullptr) {
+      for_each<kT>(acc, row0, col0, [&](float& s, int row, int col) {
+        if ((word(m.blocks, seat.b, h, row / 16, col / 512) >> (col / 16 % 32) & 1) == 0) s = -INFINITY;
+      });
+    }
+    if (m.mask.words != nullptr) hide_by_bits<kT>(acc, row0, col0);
+  }
+
+  __device__ static int2 interval(const HiddenIntervals& x, int64_t base, int64_t position, int k) {
+    return *reinterpret_cast<const int2*>(x.bounds + base + (position * x.count + k) * 2);
+  }
+
+  template <bool kT, int kA, int kN>
+  __device__ void hide_by_bits(float (&acc)[kA][kN][4], int row0, int col0) const {
+    // A block of 32 keys at a time: one word a row.
+    if constexpr (kT) {
+      // 16 kA keys along the accumulator's rows, all of one word.
+      static_assert(kA <= 2);
+      hide_if<kT>(
+          acc, row0, col0, [&](int row) { return word(m.mask, seat.b, h, row, col0 / 32); }, [](int) { return 0; },
+          [](uint32_t bits, int, int, int col) { return (bits >> (col % 32) & 1) == 0; });
+    } else {
+      const int lane = ptx::fresh_thread_idx() % 32;
+#pragma unroll
+      for (int n4 = 0; n4 < kN / 4; ++n4) {
+#pragma unroll
+        for (int r = 0; r < 2 * kA; ++r) {
+          const uint32_t bits = word(m.mask, seat.b, h, row0 + r / 2 * 16 + r % 2 * 8 + lane / 4, col0 / 32 + n4);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if ((bits >> (i / 2 * 8 + 2 * (lane % 4) + i % 2) & 1) == 0) {
+              acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // ---- dropout ---------------------------------------------------------------------------------
+
+  // Marks dropped weights by their sign (kSign), or makes them 0. The draws depend on seed, offset, sequence,
+  // head, row and key only. One Philox block serves the rows r, r + 8 and the keys c, c + 8, c + 16, c + 24:
+  // the largest set that a thread owns both in S and in S^T.
+  template <bool kT, bool kSign, int kA, int kN>
+  __device__ void drop(float (&acc)[kA][kN][4], int row0, int col0) const {
+    const int lane = ptx::fresh_thread_idx() % 32;
+    const int64_t seed = m.rng[0], offset = m.rng[1];
+    const uint4 head = philox(make_uint4(static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32),
+                                         static_cast<uint32_t>(seat.b), static_cast<uint32_t>(h)),
+                              make_uint2(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)));
+    const uint2 key = make_uint2(head.x, head.y);
+    const auto mark = [&](float& weight, uint32_t draw) {
+      if (draw < m.drop_below) weight = kSign ? -weight : 0.f;
+    };
+    if constexpr (kT) {
+      static_assert(kA <= 2 && kN % 2 == 0);
+      const uint32_t col_id = static_cast<uint32_t>(col0 / 32 * 8 + lane / 4);
+      const int first_quarter = col0 % 32 / 8;
+#pragma unroll
+      for (int n2 = 0; n2 < kN / 2; ++n2) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + n2) * 8 + 2 * (lane % 4) + c);
+          const uint4 draws = philox(make_uint4(row_id, col_id, head.z, head.w), key);
+          const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
+#pragma unroll
+          for (int r = 0; r < 2 * kA; ++r) {
+            const uint32_t draw = kA == 2 ? words[r] : (first_quarter == 0 ? words[r] : words[r + 2]);
+            mark(acc[r / 2][2 * n2][r % 2 * 2 + c], draw & 0xffffu);
+            mark(acc[r / 2][2 * n2 + 1][r % 2 * 2 + c], draw >> 16);
+          }
+        }
+      }
+    } else {
+      static_assert(kN % 4 == 0);
+#pragma unroll
+      for (int a = 0; a < kA; ++a) {
+#pragma unroll
+        for (int n4 = 0; n4 < kN / 4; ++n4) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + a) * 8 + lane / 4);
+            const uint32_t col_id = static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c);
+            const uint4 draws = philox(make_uint4(row_id, col_id, head.z, head.w), key);
+            const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+              mark(acc[a][4 * n4 + q][c], words[q] & 0xffffu);
+              mark(acc[a][4 * n4 + q][2 + c], words[q] >> 16);
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,7 @@
+#include "../sm80/run_bwd_mod.cuh"
+
+namespace flash_ext::sm80 {
+std::string run_bwd_mod_hd64(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d) {
+  return run_bwd_mod_hd<64>(p, x, c, d);
+}
+}  // namespace flash_ext::sm80

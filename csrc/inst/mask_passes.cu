@@ -1,0 +1,44 @@
+#include "../launch.h"
+#include "../passes/mask_passes.cuh"
+#include "../paths.h"
+
+namespace flash_ext {
+namespace {
+
+int64_t ctas(int64_t threads) { return (threads + kMaskThreads - 1) / kMaskThreads; }
+
+}  // namespace
+
+std::string pack_mask(const BoolView& x, uint32_t* words, int num_words, bool fill, void* stream) {
+  const int64_t rows = int64_t{1} * x.sizes[0] * x.sizes[1] * x.sizes[2];
+  return launch("pack_mask", pack_mask_kernel, ctas(rows * ((num_words + 31) / 32) * 32), kMaskThreads, 0, stream, x,
+                words, num_words, fill);
+}
+
+std::string group_mask(const uint32_t* words, uint32_t* any, uint32_t* all, int64_t heads, int rows, int num_words,
+                       void* stream) {
+  const int64_t groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
+  return launch("group_mask", group_mask_kernel, ctas(heads * groups * num_words), kMaskThreads, 0, stream, words, any,
+                all, heads, rows, num_words);
+}
+
+std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, int num_words, int rows_per_block,
+                        int cols_per_block, void* stream) {
+  const int64_t count = int64_t{1} * x.sizes[0] * x.sizes[1] * granule_rows * num_words;
+  return launch("pack_blocks", pack_blocks_kernel, ctas(count), kMaskThreads, 0, stream, x, words, granule_rows,
+                num_words, rows_per_block, cols_per_block);
+}
+
+std::string group_labels(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream) {
+  const int64_t count = rows * ((length + Labels::kGroup - 1) / Labels::kGroup);
+  return launch("group_labels", group_labels_kernel, ctas(count), kMaskThreads, 0, stream, ids, groups, rows, length);
+}
+
+std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count,
+                            void* stream) {
+  const int64_t threads = rows * ((length + Labels::kGroup - 1) / Labels::kGroup) * count;
+  return launch("group_intervals", group_intervals_kernel, ctas(threads), kMaskThreads, 0, stream, bounds, groups, rows,
+                length, count);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,127 @@
+// What a call may ask of masks and scores beyond scale and window, as it crosses from the host to a kernel.
+// No torch, no CUDA headers. Meaning and order: common/attn_mod.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "divisor.h"
+#include "params.h"
+
+namespace flash_ext {
+
+// Rows of bits, 32 columns a word; bits past the last column are 0.
+struct BitRows {
+  static constexpr int32_t kAny = INT32_MAX;  // extent of a broadcast dimension
+
+  const uint32_t* words = nullptr;  // null: no such mask
+  int64_t batch_stride = 0;         // in words, 0: broadcast
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int32_t word_stride = 0;  // 1, or 0 when columns are broadcast
+  int32_t rows = 0;         // what lies beyond is 0
+  int32_t num_words = 0;
+};
+
+// Additive bias. Elements beyond rows or cols add 0.
+struct BiasView {
+  const void* ptr = nullptr;  // null: none
+  int64_t batch_stride = 0;   // in elements, 0: broadcast
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  int32_t rows = 0;  // BitRows::kAny when broadcast
+  int32_t cols = 0;
+  bool is_float = false;  // fp32; else the dtype of q
+  bool staged = false;    // 16-byte asynchronous copies of its rows are legal
+};
+
+// One value per position and its smallest and largest value over groups of 32 positions.
+struct Labels {
+  static constexpr int kGroup = 32;
+
+  const int32_t* ids = nullptr;
+  const int32_t* groups = nullptr;  // (min, max) pairs
+  int64_t batch_stride = 0;         // positions; 0 when packed
+  int64_t group_batch_stride = 0;   // groups
+};
+
+// Per position, kMost or fewer half-open intervals on the other side that it may not see.
+struct HiddenIntervals {
+  static constexpr int kMost = 2;
+
+  const int32_t* bounds = nullptr;  // [position][count][2]
+  const int32_t* groups = nullptr;  // [group][count][4]: smallest and largest start, smallest and largest end
+  int64_t batch_stride = 0;         // in int32
+  int64_t head_stride = 0;
+  int64_t group_batch_stride = 0;
+  int64_t group_head_stride = 0;
+  int32_t count = 0;  // intervals a position
+};
+
+struct Modifiers {
+  float softcap = 0.f;      // 0: off
+  float inv_softcap = 0.f;  // 1 / softcap
+  BiasView bias;
+  const float* slopes = nullptr;  // ALiBi, (h) or (b, h)
+  int32_t slopes_batch_stride = 0;
+  const float* sinks = nullptr;  // (h)
+
+  bool top_left = false;  // row i is level with key i, not with i + seqlen_k - seqlen_q
+  int32_t chunk = 0;      // keys of the same chunk of so many positions only; 0: off
+  Divisor chunk_divisor;
+  int32_t sink_tokens = 0;               // first keys that no left bound hides
+  const int32_t* prefix_lens = nullptr;  // (b): first keys that every row sees
+  BitRows mask;
+  const uint32_t* mask_any = nullptr;  // per 64 rows: columns that some row sees, as words laid out as `mask` is
+  const uint32_t* mask_all = nullptr;  // and columns that all of them see
+  int64_t mask_group_batch_stride = 0;
+  int64_t mask_group_head_stride = 0;
+  int64_t mask_group_stride = 0;
+  BitRows blocks;  // one bit per 16 x 16 scores
+  Labels document_q, document_k;
+  HiddenIntervals hidden_rows;  // of each key
+  HiddenIntervals hidden_keys;  // of each row
+
+  const int64_t* rng = nullptr;  // (seed, offset); null: no dropout
+  uint32_t drop_below = 0;       // 16-bit draws below this are dropped; 65536: all
+  float keep_scale = 1.f;        // 65536 / (65536 - drop_below)
+
+  // Heads whose batch entries share bias tiles run side by side: see common/seqlen.cuh.
+  bool batch_fastest = false;
+  Divisor batches;
+
+  float* row_max = nullptr;  // forward: like lse, largest score of a row; null: not wanted
+
+  static constexpr int kMaskGroup = 64;  // rows a summary word stands for
+};
+
+// What the gradient of a bias or of ALiBi slopes is summed into: a tensor (batch|1, h|1, rows|1, cols|1).
+struct BiasGradient {
+  void* out = nullptr;         // [splits][batch][heads][rows][cols], contiguous
+  int32_t batch = 1;           // 1: summed over
+  int32_t heads = 1;
+  int32_t rows = 1;            // 1 with sum_rows
+  int32_t cols = 1;
+  bool sum_rows = false;
+  bool sum_cols = false;
+  bool is_slope = false;  // weights every element by -|row + shift - col|
+  bool is_float = false;  // out is fp32; else the dtype of q. Always fp32 with splits > 1
+  int32_t splits = 1;     // over the rows, and the caller adds the parts in order
+};
+
+// What a backward with modifiers computes beside dq, dk and dv.
+struct BwdExtras {
+  const Modifiers* modifiers = nullptr;
+  const BiasGradient* bias = nullptr;    // null: not wanted
+  const BiasGradient* slopes = nullptr;  // null: not wanted
+  bool need_qkv = true;
+};
+
+// A bool tensor (batch|1, h|1, rows|1, cols|1) with any strides.
+struct BoolView {
+  const bool* ptr = nullptr;
+  int64_t strides[4] = {0, 0, 0, 0};
+  int32_t sizes[4] = {1, 1, 1, 1};
+};
+
+}  // namespace flash_ext

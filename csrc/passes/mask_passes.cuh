@@ -1,0 +1,103 @@
+// Brings masks into the form the kernels read: bits instead of bytes, and what a whole tile needs to know of them.
+#pragma once
+
+#include "../modifiers.h"
+#include "../ptx/sm80.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kMaskThreads = 256;
+
+// words[batch][head][row][word]: one warp a row of 32 words at a time, a bit a lane by ballot.
+__global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_constant__ BoolView x, uint32_t* words,
+                                                                 int num_words, bool fill) {
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32, pieces = (num_words + 31) / 32;
+  const int64_t row = warp / pieces;
+  const int piece = static_cast<int>(warp - row * pieces);
+  if (row >= int64_t{1} * x.sizes[0] * x.sizes[1] * x.sizes[2]) return;
+  const int64_t r = row % x.sizes[2], h = row / x.sizes[2] % x.sizes[1], b = row / x.sizes[2] / x.sizes[1];
+  const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + r * x.strides[2];
+  uint32_t mine = 0;
+  for (int i = 0; i < 32; ++i) {
+    const int col = (piece * 32 + i) * 32 + lane;
+    // With `fill` one column stands for all.
+    const bool bit = fill ? *at : col < x.sizes[3] && at[col * x.strides[3]];
+    const uint32_t word = __ballot_sync(0xffffffffu, bit);
+    if (lane == i) mine = word;
+  }
+  if (piece * 32 + lane < num_words) words[row * num_words + piece * 32 + lane] = mine;
+}
+
+// any and all of each word over groups of kMaskGroup rows; rows that are not there count for neither.
+__global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t* words, uint32_t* any, uint32_t* all,
+                                                                  int64_t heads, int rows, int num_words) {
+  const int groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
+  if (index >= heads * groups * num_words) return;
+  const int w = static_cast<int>(index % num_words);
+  const int64_t group = index / num_words % groups, head = index / num_words / groups;
+  uint32_t some = 0, every = ~0u;
+  for (int64_t r = group * Modifiers::kMaskGroup; r < min((group + 1) * Modifiers::kMaskGroup, int64_t{rows}); ++r) {
+    const uint32_t word = words[(head * rows + r) * num_words + w];
+    some |= word;
+    every &= word;
+  }
+  any[index] = some;
+  all[index] = every;
+}
+
+// A block mask as one bit per 16 x 16 scores: words[batch][head][row of granules][word].
+__global__ void __launch_bounds__(kMaskThreads) pack_blocks_kernel(const __grid_constant__ BoolView x, uint32_t* words,
+                                                                   int granule_rows, int num_words, int rows_per_block,
+                                                                   int cols_per_block) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
+  if (index >= int64_t{1} * x.sizes[0] * x.sizes[1] * granule_rows * num_words) return;
+  const int w = static_cast<int>(index % num_words);
+  const int64_t row = index / num_words;
+  const int64_t r = row % granule_rows / rows_per_block, h = row / granule_rows % x.sizes[1];
+  const int64_t b = row / granule_rows / x.sizes[1];
+  uint32_t word = 0;
+  if (r < x.sizes[2]) {
+    const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + r * x.strides[2];
+    for (int i = 0; i < 32; ++i) {
+      const int64_t col = (int64_t{w} * 32 + i) / cols_per_block;
+      if (col < x.sizes[3] && at[col * x.strides[3]]) word |= 1u << i;
+    }
+  }
+  words[index] = word;
+}
+
+// Smallest and largest label of each group of Labels::kGroup positions: (rows, length) -> (rows, groups, 2).
+__global__ void __launch_bounds__(kMaskThreads) group_labels_kernel(const int32_t* ids, int32_t* groups, int64_t rows,
+                                                                    int64_t length) {
+  const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
+  if (index >= rows * per_row) return;
+  const int64_t row = index / per_row, first = (index - row * per_row) * Labels::kGroup;
+  int lo = INT32_MAX, hi = INT32_MIN;
+  for (int64_t i = first; i < min(first + Labels::kGroup, length); ++i) {
+    lo = min(lo, ids[row * length + i]);
+    hi = max(hi, ids[row * length + i]);
+  }
+  groups[2 * index] = lo;
+  groups[2 * index + 1] = hi;
+}
+
+// Bounds of the interval starts and ends of each group: (rows, length, count, 2) -> (rows, groups, count, 4).
+__global__ void __launch_bounds__(kMaskThreads) group_intervals_kernel(const int32_t* bounds, int32_t* groups,
+                                                                       int64_t rows, int64_t length, int count) {
+  const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
+  if (index >= rows * per_row * count) return;
+  const int k = static_cast<int>(index % count);
+  const int64_t group = index / count, row = group / per_row, first = (group - row * per_row) * Labels::kGroup;
+  int4 g = make_int4(INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN);
+  for (int64_t i = first; i < min(first + Labels::kGroup, length); ++i) {
+    const int2 x = *reinterpret_cast<const int2*>(bounds + ((row * length + i) * count + k) * 2);
+    g = make_int4(min(g.x, x.x), max(g.y, x.x), min(g.z, x.y), max(g.w, x.y));
+  }
+  *reinterpret_cast<int4*>(groups + index * 4) = g;
+}
+
+}  // namespace flash_ext

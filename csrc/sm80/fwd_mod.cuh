@@ -1,0 +1,281 @@
+// The forward of fwd.cuh with everything of common/modifiers.cuh: masks, biases, softcap, sinks, dropout.
+//
+// What differs: the tiles to visit come from a list (common/visits.cuh), scores are in natural units, and each
+// warp stages its own part of a 16-bit bias.
+//
+// Shared memory (bytes, D = padded head_dim):
+//   Q     [kBlockM][D]           2 D kBlockM      (each warp reuses its own rows for the output)
+//   K, V  [kStages][kBlockN][D]  2 x 2 D kBlockN kStages
+//   bias  a warp's rows x keys   (2 kBlockN + 16) kBlockM, where it fits
+#pragma once
+
+#include <type_traits>
+
+#include "../common/bias_stage.cuh"
+#include "../common/fragments.cuh"
+#include "../common/softmax.cuh"
+#include "../common/visits.cuh"
+#include "../heuristics.h"
+#include "compiled_here.cuh"
+
+namespace flash_ext::sm80 {
+
+template <typename E, int D, SmemClass kSmemClass>
+struct FwdModTraits {
+  using Element = E;
+  static constexpr SmemClass kClass = kSmemClass;
+  static constexpr int kHeadDim = D;
+  static constexpr FwdTile kTile = fwd_mod_tile_sm80(D, kSmemClass);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kThreads = kTile.threads(), kMBlocks = kTile.m_blocks();
+  static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
+  static constexpr int kAhead = kMBlocks == 1 && D < 256 ? 3 : 2;
+  static constexpr int kBiasBytes =
+      bias_stage_bytes(kTile.warps, 16 * kMBlocks, kBlockN, kTile.smem_bytes(D), smem_limit(kSmemClass));
+  static constexpr int kSmemBytes = kTile.smem_bytes(D) + kBiasBytes;
+  using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<16 * kMBlocks, kBlockN>, NoBiasStage>;
+  using Tile = SmemTile<D>;
+};
+
+// Raises the maxima and turns scores into weights in place; `top` follows the exact maxima.
+template <typename T>
+__device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4],
+                                                  float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
+                                                  SoftmaxState<2 * T::kMBlocks>& state, float (&top)[2 * T::kMBlocks]) {
+  float tile_max[2 * T::kMBlocks], factor[2 * T::kMBlocks];
+#pragma unroll
+  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
+    tile_max[r] = -INFINITY;
+#pragma unroll
+    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+      tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
+    }
+  }
+  const bool rescale = state.raise(tile_max, kLog2e, factor);
+#pragma unroll
+  for (int r = 0; r < 2 * T::kMBlocks; ++r) top[r] = fmaxf(top[r], tile_max[r]);
+  if (rescale) {
+#pragma unroll
+    for (int mb = 0; mb < T::kMBlocks; ++mb) {
+#pragma unroll
+      for (int db = 0; db < T::kHeadDim / 8; ++db) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc_o[mb][db][i] *= factor[2 * mb + i / 2];
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
+    // Subtracted before the change of base: with scores near finfo.min their product with log2(e) is -inf.
+    const float shift = state.row_max[r] == -INFINITY ? 0.f : state.row_max[r];
+#pragma unroll
+    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
+        s = ptx::ex2((s - shift) * kLog2e);
+        state.row_sum[r] += s;
+      }
+    }
+  }
+}
+
+// Completes a row with its sink (-inf: none): returns the factor for the output, and the lse.
+__device__ __forceinline__ float finish_row(float row_max, float row_sum, float sink, float& lse) {
+  row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
+  row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
+  const bool seen = row_max != -INFINITY || row_sum != 0.f;
+  if (sink == -INFINITY) {
+    lse = seen ? (row_max == -INFINITY ? 0.f : row_max) + logf(row_sum) : -INFINITY;
+    return seen ? 1.f / row_sum : 0.f;
+  }
+  const float top = fmaxf(row_max, sink);
+  const float factor = seen ? ptx::ex2((row_max - top) * kLog2e) : 0.f;
+  const float sum = (seen ? row_sum * factor : 0.f) + ptx::ex2((sink - top) * kLog2e);
+  lse = top + logf(sum);
+  return factor / sum;
+}
+
+struct FwdModWork {
+  Work w;
+  Seat seat;
+  bool in_sequence;  // false for rows outside every sequence
+  BlockRange range;
+  const uint16_t* k;  // first key row of the CTA's sequence and head
+  const uint16_t* v;
+  Visits visits;
+};
+
+template <typename T>
+__device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers& m, const Grid& grid) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN;
+  extern __shared__ __align__(128) unsigned char smem[];
+  const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
+
+  __shared__ FwdModWork shared;
+  if (thread_idx == 0) {
+    int b = 0;
+    Work w = decode_work<kBlockM, true, true>(p.problem, grid, &b);
+    reorder_batch(m, w, p.problem.num_heads, b);
+    const int h_k = static_cast<int>(divide(w.h, grid.shared));
+    shared.w = w;
+    shared.in_sequence = b >= 0 && b < p.problem.batch;
+    shared.seat = make_seat(p.problem, m, w, b);
+    shared.k = row_pointer(p.k, w.b, w.k.start, h_k);
+    shared.v = row_pointer(p.v, w.b, w.k.start, h_k);
+    shared.range = BlockRange{0, 0};
+    if (w.active) shared.range = Scores{p.problem, m, shared.seat, w.h}.template kv_blocks<kBlockM, kBlockN>(w.block);
+  }
+  __syncthreads();
+  const Work& w = shared.w;
+  if (!w.active) return;
+  const Scores scores{p.problem, m, shared.seat, w.h};
+
+  const uint32_t smem_q = ptx::smem_address(smem);
+  const uint32_t smem_k = smem_q + T::kQBytes;
+  const uint32_t smem_v = smem_k + T::kStages * T::kKvBytes;
+  const int warp_row = warp * 16 * T::kMBlocks;
+  const uint32_t stage_bias = smem_v + T::kStages * T::kKvBytes + warp * T::Stage::kBytes;
+  const uint32_t q_lane = T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes;
+  const uint32_t k_lane = T::Tile::by_cols(smem_k, lane);
+  const uint32_t v_lane = T::Tile::by_rows(smem_v, lane);
+
+  const auto load_k = [&](int stage, int n_block) {
+    const int first = n_block * kBlockN;
+    const TileSource src{shared.k + first * p.k.row_stride, p.k.row_stride, p.problem.head_dim, p.k.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, src, w.k.length - first, thread_idx);
+  };
+  const auto load_v = [&](int stage, int n_block) {
+    const int first = n_block * kBlockN;
+    const TileSource src{shared.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, w.k.length - first, thread_idx);
+  };
+  const auto load_bias = [&](int n_block) {
+    if (T::Stage::kBytes > 0 && m.bias.ptr != nullptr && m.bias.staged) {
+      T::Stage::load(stage_bias, scores, w.block * kBlockM + warp_row, n_block * kBlockN);
+    }
+  };
+
+  float acc_o[T::kMBlocks][D / 8][4];
+  clear(acc_o);
+  SoftmaxState<2 * T::kMBlocks> state;
+  float top[2 * T::kMBlocks];
+#pragma unroll
+  for (int r = 0; r < 2 * T::kMBlocks; ++r) top[r] = -INFINITY;
+
+  bool has_q = false;
+  int scanned = 0;
+#pragma unroll 1
+  do {
+    // Last tile first, as in fwd.cuh.
+    const int total = shared.range.end - shared.range.begin;
+    if (warp == 0) {
+      shared.visits.find(scanned, total, lane, [&](int x, VisitedTile& tile) {
+        tile.block = shared.range.end - 1 - x;
+        return scores.template visit<kBlockM, kBlockN>(w.block, tile.block);
+      });
+    }
+    __syncthreads();
+    scanned = shared.visits.scanned;
+    const int count = shared.visits.count;
+    if (count > 0) {
+      if (!has_q) {
+        const int first = w.block * kBlockM;
+        const TileSource src{row_pointer(p.q, w.b, w.q.start + first, w.h), p.q.row_stride, p.problem.head_dim,
+                             p.q.aligned};
+        load_tile<kBlockM, D, T::kThreads>(smem_q, src, w.q.length - first, thread_idx);
+        has_q = true;
+      }
+      load_k(0, shared.visits[0].block);
+      if constexpr (T::kStages > 1) load_v(0, shared.visits[0].block);
+      load_bias(shared.visits[0].block);
+      ptx::cp_async_commit();
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int it = 0; it < count; ++it) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      const uint32_t kv_at = stage * T::kKvBytes;
+      const VisitedTile tile = shared.visits[it];
+      const bool more = it + 1 < count;
+      if constexpr (T::kStages > 1) {
+        stage ^= 1;
+        if (more) {
+          load_k(stage, shared.visits[it + 1].block);
+          load_v(stage, shared.visits[it + 1].block);
+          ptx::cp_async_commit();
+        }
+      } else {
+        load_v(0, tile.block);
+        ptx::cp_async_commit();
+      }
+      float acc_s[T::kMBlocks][kBlockN / 8][4];
+      multiply_transposed<E, D, T::kAhead>(acc_s, q_lane, k_lane + kv_at);
+      const int row0 = w.block * kBlockM + warp_row, col0 = tile.block * kBlockN;
+      scores.template modify<E, false, typename T::Stage>(acc_s, row0, col0, stage_bias,
+                                                          [](int, int, const float(&)[4]) {});
+      if (more) {
+        __syncwarp();
+        load_bias(shared.visits[it + 1].block);
+        ptx::cp_async_commit();
+      }
+      if (tile.is_partial) scores.template hide<false>(acc_s, row0, col0);
+      weights_of_scores<T>(acc_s, acc_o, state, top);
+      if (m.rng != nullptr) scores.template drop<false, false>(acc_s, row0, col0);
+      if constexpr (T::kStages == 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (more) {
+          load_k(0, shared.visits[it + 1].block);
+          ptx::cp_async_commit();
+        }
+      }
+      multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
+    }
+    __syncthreads();  // everybody has left this segment's list and tiles
+  } while (scanned < shared.range.end - shared.range.begin);
+
+  const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
+  const int64_t stat = row_stat_offset(p.problem, w, w.h) + first_row;
+  const float sink = m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;
+#pragma unroll
+  for (int mb = 0; mb < T::kMBlocks; ++mb) {
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float row_lse;
+      inverse[half] =
+          finish_row(state.row_max[2 * mb + half], state.row_sum[2 * mb + half], sink, row_lse) * m.keep_scale;
+      const int r = warp_row + mb * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0 && r < rows) {
+        p.lse[stat + r] = row_lse;
+        if (m.row_max != nullptr) m.row_max[stat + r] = top[2 * mb + half];
+      }
+    }
+#pragma unroll
+    for (int db = 0; db < D / 16; ++db) {
+      scale_block(acc_o[mb][2 * db], inverse[0], inverse[1]);
+      scale_block(acc_o[mb][2 * db + 1], inverse[0], inverse[1]);
+      put_block<E>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
+    }
+  }
+  __syncwarp();
+  const TileDestination out{row_pointer(p.out, w.b, w.q.start + first_row, w.h), p.out.row_stride, p.problem.head_dim_v,
+                            p.out.aligned};
+  store_tile<16 * T::kMBlocks, D, 32>(out, smem_q, warp_row, rows, lane);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
+    fwd_mod_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Modifiers m,
+                   const __grid_constant__ Grid grid) {
+  if constexpr (kCompiledHere<T::kClass>) {
+    fwd_mod_body<T>(p, m, grid);
+  } else {
+    __trap();
+  }
+}
+
+}  // namespace flash_ext::sm80

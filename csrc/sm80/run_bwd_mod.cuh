@@ -1,0 +1,56 @@
+// From a backward request with modifiers to launches. Included by the instantiation files only.
+#pragma once
+
+#include "../grid.h"
+#include "../launch.h"
+#include "../passes/bwd_passes.cuh"
+#include "bwd.cuh"
+#include "bwd_bias.cuh"
+#include "bwd_q.cuh"
+#include "instances.h"
+
+namespace flash_ext::sm80 {
+
+template <typename E, int D, SmemClass kClass>
+std::string launch_bwd_mod(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  using T = BwdTraits<E, D, kClass, true>;
+  const Grid g = make_grid(p.problem, d, false, T::kBlockN);
+  return launch("bwd_mod_sm80", bwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
+}
+
+template <typename E, int D>
+std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient* g) {
+  using T = BwdBiasTraits<E, D>;
+  if (g == nullptr) return {};
+  return launch("bwd_bias_sm80", bwd_bias_kernel<T>, BiasOwners::of<T>(*g).ctas(*g), T::kThreads, T::kSmemBytes, p.stream,
+                p, m, *g);
+}
+
+template <typename E, int D>
+std::string run_bwd_mod_as(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d) {
+  const Modifiers& m = *x.modifiers;
+  const int64_t rows = p.problem.total_q * p.problem.num_heads;
+  const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
+  std::string error =
+      launch("bwd_preprocess", bwd_preprocess_kernel<E, D, true>, pass_ctas, kPassThreads, 0, p.stream, p);
+  if (error.empty()) error = launch_bwd_bias<E, D>(p, m, x.bias);
+  if (error.empty()) error = launch_bwd_bias<E, D>(p, m, x.slopes);
+  if (!error.empty() || !x.need_qkv) return error;
+  error = c == SmemClass::kLarge ? launch_bwd_mod<E, D, SmemClass::kLarge>(p, m, d)
+                                 : launch_bwd_mod<E, D, SmemClass::kSmall>(p, m, d);
+  if (!error.empty()) return error;
+  if (p.dq_accum == nullptr) {
+    using T = BwdQTraits<E, D, true>;
+    const Grid g = make_grid(p.problem, d, true, T::kBlockM);
+    return launch("bwd_q_mod_sm80", bwd_q_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
+  }
+  return launch("bwd_postprocess", bwd_postprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
+}
+
+template <int D>
+std::string run_bwd_mod_hd(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? run_bwd_mod_as<__half, D>(p, x, c, d)
+                                            : run_bwd_mod_as<__nv_bfloat16, D>(p, x, c, d);
+}
+
+}  // namespace flash_ext::sm80

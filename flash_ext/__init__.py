@@ -1,20 +1,26 @@
 """Exact attention for PyTorch: FlashAttention kernels for NVIDIA GPUs, and a CPU implementation.
 
 Public names: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_product_attention`,
-:func:`merge_attention_states`, and the functional pair :func:`forward` and :func:`backward`.
+:class:`BlockMask` for block-sparse attention, :func:`merge_attention_states`, and the functional pair
+:func:`forward` and :func:`backward` with :func:`dropout_rng`.
 """
 
-from .functional import attention, attention_varlen, backward, forward
+from .block_mask import BlockMask
+from .functional import attention, attention_varlen
 from .merge import merge_attention_states
+from .normalise import dropout_rng
+from .pair import backward, forward
 from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "__version__",
     "attention",
     "attention_varlen",
     "backward",
+    "dropout_rng",
     "forward",
     "merge_attention_states",
     "scaled_dot_product_attention",

@@ -1,8 +1,8 @@
 """Gradients under ``torch.func`` transforms.
 
-Ordinary autograd is in the extension module (csrc/api_autograd.cpp), which costs a training step less than a
-Python function does. The transforms of torch.func refuse C++ functions, so they get this one, which calls the
-same operators.
+Ordinary autograd of ``fwd`` is in the extension module (csrc/api_autograd.cpp), which costs a training step
+less than a Python function does; that of ``fwd_mod`` is in ops_mod.py. The transforms of
+torch.func accept neither, so they get these functions, which call the same operators.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import ops_mod
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -42,9 +44,60 @@ def apply_under_transforms(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple
 
     Autocast happens here, before anything is saved, as it does above the C++ function.
     """
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
-    result: tuple[Tensor, Tensor] = AttentionFunction.apply(q, k, v, *rest)
+    result: tuple[Tensor, Tensor] = AttentionFunction.apply(*_cast(q, k, v), *rest)
     return result
+
+
+class ModifiedAttentionFunction(torch.autograd.Function):
+    """``flash_ext::fwd_mod`` with ``flash_ext::bwd_mod`` as its gradient; takes the operator's arguments."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_ext.fwd_mod.default(*args)
+        return result
+
+    setup_context = staticmethod(ops_mod.setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return ops_mod.gradients(ModifiedGradientFunction.apply, ctx, dout, dlse)
+
+
+class ModifiedGradientFunction(torch.autograd.Function):
+    """``flash_ext::bwd_mod``, whose own derivative raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        grads: tuple[Tensor, ...] = torch.ops.flash_ext.bwd_mod.default(*args)
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        ops_mod.refuse_second_derivative()
+
+
+def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`ModifiedAttentionFunction` with the operator's arguments, cast as autocast would."""
+    q, k, v = _cast(*args[:3])
+    rest = list(args[3:])
+    bias = ops_mod.BIAS - 3
+    if rest[bias] is not None and rest[bias].dtype not in (torch.float32, q.dtype):
+        rest[bias] = rest[bias].float()
+    result: tuple[Tensor, Tensor, Tensor] = ModifiedAttentionFunction.apply(q, k, v, *rest)
+    return result
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -13,20 +13,42 @@ Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
-from .autograd import apply_under_transforms
-from .ops import _C
-from .spec import default_scale
+from .block_mask import BlockMask
+from .normalise import ModifierOptions
+from .routes import run_fwd, run_modified_fwd
 
-_is_compiling = torch.compiler.is_compiling
-_in_functorch = torch._C._are_functorch_transforms_active
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Alignment: TypeAlias = Literal["bottom_right", "top_left"]
+
+# The defaults as objects: what a caller left out is recognised by identity, without asking a tensor for its
+# value. An explicit 0 takes the way through all checks, and means the same.
+_OFF = 0.0
+_NONE = 0
 
 
-# ---- public functions ----------------------------------------------------------------------------------
+class Options(ModifierOptions, total=False):
+    """The keywords of :func:`attention` that do not change what it returns."""
+
+    causal: bool | Alignment
+    window: tuple[int, int]
+    softmax_scale: float | None
+    generator: torch.Generator | None
+    deterministic: bool
+    path: str | None
+
+
+class VarlenOptions(Options, total=False):
+    """Those of :func:`attention_varlen`."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 @overload
@@ -35,12 +57,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
     return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    path: str | None = None,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -50,13 +69,34 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
     return_lse: Literal[True],
-    deterministic: bool = False,
-    path: str | None = None,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[True, "row", "head"],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True, "row", "head"],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention(
@@ -64,36 +104,84 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
+    causal: bool | Alignment = False,
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = _OFF,
+    dropout_p: float = _OFF,
+    generator: torch.Generator | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    prefix_lens: Tensor | None = None,
+    sink_tokens: int = _NONE,
+    chunk_size: int = _NONE,
+    hidden_rows: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
+    return_max_logits: bool | Literal["row", "head"] = False,
     deterministic: bool = False,
     path: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(softmax_scale * q @ k^T) @ v, exact, differentiable in q, k and v.
+) -> Tensor | tuple[Tensor, ...]:
+    """softmax(softmax_scale * q @ k^T) @ v, exact, differentiable in q, k and v, with every mask and bias.
 
     Causal and window masks are aligned at the bottom right: row i sits at key i + seqlen_k - seqlen_q, so the
     last query sees the last key whatever the lengths. A row that sees no key has out 0, lse -inf, and
     contributes nothing to any gradient.
 
+    The order is: scale, softcap, bias and ALiBi added, masks, sinks in the denominator, softmax, dropout. All
+    options combine; a key takes part when every mask lets it, and what is per head counts query heads. A
+    float ``attn_mask``, ``alibi_slopes`` and ``sinks`` get their gradients, the first summed over its
+    broadcast dimensions.
+
     Args:
         q: (b, seqlen_q, h, d) float16 or bfloat16; on CPU also float32 or float64.
         k: (b, seqlen_k, h_k, d), dtype of q.
         v: (b, seqlen_k, h_k, dv), dtype of q.
-        causal: hide the keys after a row's aligned position; the same as a right window of 0.
+        causal: hide the keys after a row's aligned position; the same as a right window of 0. True or
+            "bottom_right" aligns as said above, "top_left" puts row i at key i, for the window as well.
         window: (left, right), how many keys before and after the aligned position a row sees, both inclusive;
             -1 is unlimited.
         softmax_scale: factor on the dot products, any finite number; None is 1/sqrt(d).
+        attn_mask: bool (True = take part), or float32 or the dtype of q and then added to the scores: -inf
+            hides. 1 to 4 dimensions that broadcast from the right to (b, h, seqlen_q, seqlen_k); any strides,
+            read in place. A float mask of only 0 and 1 warns once, because it hides nothing.
+        key_padding_mask: (b, seqlen_k) bool, True = take part; holes anywhere.
+        alibi_slopes: (h,) or (b, h) floating point: slope * |aligned position - key| is subtracted from the
+            scores.
+        sinks: (h,) floating point: one more logit per head in the denominator. A row that sees no key then
+            has out 0 and lse = its sink.
+        softcap: c > 0 makes a scaled score x into c * tanh(x / c); 0 is off. A number, without a gradient.
+        dropout_p: probability, 0..1, of dropping a weight after the softmax; the others grow by 1/(1 - p),
+            lse does not change. What is dropped depends on the random numbers and on the position only.
+        generator: the source of dropout's random numbers, on the device of q; None is the device's default
+            one. Each call with dropout draws two int64 from it. Checkpointing and torch.compile know the
+            default one only.
+        document_ids: (b, seqlen) or (seqlen,) int32, or a pair of them (of q, of k): a row sees the keys of
+            its own document. Negative ids match nothing.
+        prefix_lens: (b,) int32: the first keys of each sequence, visible to every row whatever ``causal``,
+            ``window`` and ``chunk_size`` say.
+        sink_tokens: this many first keys stay visible whatever the left window and ``chunk_size`` say.
+        chunk_size: rows see the keys of their own chunk of this many positions; 0 is off.
+        hidden_rows: (b, h, seqlen_k, 2 n) int32, n = 1 or 2; b and h may be 1 or left out: for each key, n
+            intervals [start, end) of query rows that may not see it.
+        hidden_keys: (b, h, seqlen_q, 2 n) int32: for each row, n intervals of keys it may not see.
+        block_mask: a :class:`flash_ext.BlockMask`, the blocks of scores that take part.
         return_lse: also return the logsumexp of every row.
-        deterministic: make the gradient of q repeatable bit for bit, as those of k and v always are. Slower
-            on a GPU. ``torch.use_deterministic_algorithms(True)`` switches it on as well.
+        return_max_logits: also return the largest final score (after bias and ALiBi, sinks not counted, -inf
+            without any): True or "row" for every row, "head" for every head over batch and rows. Carries no
+            gradient.
+        deterministic: make the gradient of q repeatable bit for bit, as all others always are. Slower on a
+            GPU. ``torch.use_deterministic_algorithms(True)`` switches it on as well.
         path: the implementation: "sm80" on a GPU, "cpu" on CPU, None for the fastest that serves the call.
 
     Returns:
         out (b, seqlen_q, h, dv), dtype of q; with ``return_lse`` also lse (b, h, seqlen_q), natural logarithm
-        of the sum of exponentials of the scaled scores, float32 (float64 for float64 inputs). Both carry
-        gradients.
+        of the sum of exponentials of the final scores and the sink, float32 (float64 for float64 inputs).
+        Both carry gradients. With ``return_max_logits`` last (b, h, seqlen_q) or (h,), dtype of lse.
 
     Raises:
         ValueError, TypeError: an argument has a shape, stride, device, dtype or value that does not fit; the
@@ -105,8 +193,34 @@ def attention(
         >>> flash_ext.attention(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
-    result = _run_fwd(q, k, v, None, None, None, None, softmax_scale, causal, window, deterministic, path)
-    return result if return_lse else result[0]
+    if (
+        attn_mask is None
+        and key_padding_mask is None
+        and alibi_slopes is None
+        and sinks is None
+        and softcap is _OFF
+        and dropout_p is _OFF
+        and document_ids is None
+        and prefix_lens is None
+        and sink_tokens is _NONE
+        and chunk_size is _NONE
+        and hidden_rows is None
+        and hidden_keys is None
+        and block_mask is None
+        and generator is None
+        and return_max_logits is False
+        and causal.__class__ is not str
+    ):
+        result = run_fwd(q, k, v, None, None, None, None, softmax_scale, causal, window, deterministic, path)
+        return result if return_lse else result[0]
+    options = (None, None, softmax_scale, causal, window, deterministic, path)
+    asked = {
+        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
+        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
+        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
+        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+    }  # fmt: skip
+    return _with_statistics(q, k, v, None, None, options, asked, generator, return_lse, return_max_logits)
 
 
 @overload
@@ -117,14 +231,9 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
     return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    path: str | None = None,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 
 
@@ -136,15 +245,38 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
     return_lse: Literal[True],
-    deterministic: bool = False,
-    path: str | None = None,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[True, "row", "head"],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True, "row", "head"],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -156,13 +288,28 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
+    causal: bool | Alignment = False,
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = _OFF,
+    dropout_p: float = _OFF,
+    generator: torch.Generator | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    prefix_lens: Tensor | None = None,
+    sink_tokens: int = _NONE,
+    chunk_size: int = _NONE,
+    hidden_rows: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
+    return_max_logits: bool | Literal["row", "head"] = False,
     deterministic: bool = False,
     path: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`attention` for sequences of different lengths, packed one after the other without padding.
 
     Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q and the corresponding rows of k and v; it
@@ -176,10 +323,20 @@ def attention_varlen(
         v: (total_k, h_k, dv).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q, contiguous: where each sequence
             starts, and where the last one ends.
-        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows. They are checked and serve FLOP counts;
-            no kernel needs them, and they change no result. Leave them out when they are not at hand.
-        causal, window, softmax_scale, return_lse, deterministic, path: as in :func:`attention`, with the
-            alignment of each sequence by its own lengths.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows. They are checked and serve FLOP
+            counts; no kernel needs them, and they change no result. Leave them out when not at hand.
+        causal, window: as in :func:`attention`, with the alignment of each sequence by its own lengths.
+        attn_mask: (batch, h, rows, keys) in coordinates inside each sequence; where rows or keys (unless 1)
+            end before a sequence does, a bool mask hides and a float one adds 0.
+        key_padding_mask: (total_k,) bool.
+        document_ids: (total,) int32, or a pair (total_q,), (total_k,).
+        hidden_rows, hidden_keys: (h, total_k, 2 n) and (h, total_q, 2 n) int32, h may be 1 or left out; the
+            intervals count inside each sequence.
+        block_mask: blocks inside each sequence; what lies beyond the map is hidden.
+        alibi_slopes, prefix_lens: as in :func:`attention`, b being the number of sequences.
+        softmax_scale, sinks, softcap, dropout_p, generator, sink_tokens, chunk_size, return_lse,
+            deterministic, path: as in :func:`attention`.
+        return_max_logits: as in :func:`attention`; (h, total_q) by row.
 
     Returns:
         out (total_q, h, dv); with ``return_lse`` also lse (h, total_q). As in :func:`attention`.
@@ -187,207 +344,67 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as in :func:`attention`.
     """
-    result = _run_fwd(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
-        deterministic, path,
-    )  # fmt: skip
-    return result if return_lse else result[0]
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    deterministic: bool = False,
-    path: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The forward pass as a plain function: out and lse of dense or packed input.
-
-    Args:
-        q, k, v: as in :func:`attention` or, with ``cu_seqlens_q`` and ``cu_seqlens_k``, as in
-            :func:`attention_varlen`.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in :func:`attention_varlen`; None for dense
-            input.
-        causal, window, softmax_scale, deterministic, path: as in :func:`attention`.
-
-    Returns:
-        out (b, seqlen_q, h, dv) and lse (b, h, seqlen_q), or packed (total_q, h, dv) and (h, total_q).
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
-    """
-    return _run_fwd(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
-        deterministic, path,
-    )  # fmt: skip
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    dlse: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    deterministic: bool = False,
-    path: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from given results of the forward pass, whoever computed them.
-
-    The weights are recomputed as exp(softmax_scale * q @ k^T - lse). When ``out`` and ``lse`` belong to a
-    softmax over more keys than ``k`` holds (ring attention after merging), the results are this block's share
-    of the gradients. It cannot be differentiated again: a second derivative raises.
-
-    Args:
-        dout: gradient of out, its shape and dtype, any strides.
-        q, k, v: as in the forward pass.
-        out: (b, seqlen_q, h, dv) or packed (total_q, h, dv), dtype of q.
-        lse: (b, h, seqlen_q) or packed (h, total_q), float32 (float64 for float64 inputs). Rows with -inf
-            contribute nothing.
-        dlse: gradient of lse, its shape and dtype; None is zero.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, softmax_scale, path: as in the
-            forward pass.
-        deterministic: as in :func:`attention`.
-
-    Returns:
-        dq, dk, dv: shapes and dtypes of q, k, v, contiguous.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
-    """
-    tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
+    if (
+        attn_mask is None
+        and key_padding_mask is None
+        and alibi_slopes is None
+        and sinks is None
+        and softcap is _OFF
+        and dropout_p is _OFF
+        and document_ids is None
+        and prefix_lens is None
+        and sink_tokens is _NONE
+        and chunk_size is _NONE
+        and hidden_rows is None
+        and hidden_keys is None
+        and block_mask is None
+        and generator is None
+        and return_max_logits is False
+        and causal.__class__ is not str
+    ):
+        result = run_fwd(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
+            deterministic, path,
+        )  # fmt: skip
+        return result if return_lse else result[0]
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
-    grads: tuple[Tensor, Tensor, Tensor]
-    if _is_compiling() or _in_functorch():
-        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options))
-        return grads
-    try:
-        left, right = window
-        return _C.bwd(
-            *tensors, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, deterministic, path
-        )
-    except (TypeError, ValueError):
-        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _explain_options(*options)
-        raise
+    asked = {
+        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
+        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
+        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
+        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+    }  # fmt: skip
+    return _with_statistics(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, generator, return_lse, return_max_logits
+    )
 
 
-# ---- routes --------------------------------------------------------------------------------------------
-
-
-def _run_fwd(
+def _with_statistics(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-    deterministic: bool,
-    path: str | None,
-) -> tuple[Tensor, Tensor]:
-    """Calls the operator by the route that the situation needs; the last one is the everyday one.
-
-    A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
-    everything else takes the extension's own entry, which costs less than half of torch.ops.
-    """
-    options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
-    if _is_compiling():
-        result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
-        )
-        return result
-    try:
-        if _in_functorch():
-            return apply_under_transforms(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
-            )
-        left, right = window
-        return _C.fwd(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left,
-            right, deterministic, path,
-        )  # fmt: skip
-    except (TypeError, ValueError):
-        _explain_tensors(q=q, k=k, v=v)
-        _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _explain_options(*options)
-        raise
+    options: tuple[Any, ...],
+    asked: dict[str, Any],
+    generator: torch.Generator | None,
+    return_lse: bool,
+    return_max_logits: bool | Literal["row", "head"],
+) -> Tensor | tuple[Tensor, ...]:
+    """out, then lse and the maxima if they are asked for."""
+    if return_max_logits not in (False, True, "row", "head"):
+        raise ValueError(f'return_max_logits must be a bool, "row" or "head", got {return_max_logits!r}.')
+    out, lse, row_max = run_modified_fwd(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, generator=generator, draws=True,
+        want_row_max=return_max_logits is not False,
+    )  # fmt: skip
+    results = [out, lse] if return_lse else [out]
+    if return_max_logits is not False and row_max is not None:
+        results.append(_over_rows(row_max) if return_max_logits == "head" else row_max)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-def _operator_options(
-    q: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-    deterministic: bool,
-    path: str | None,
-) -> tuple[int, int, float, int, int, bool, str | None]:
-    """The operator's options, with the defaults resolved and causal folded into the window.
-
-    The entries of the extension module do the same (csrc/api_bindings.cpp).
-    """
-    left, right = window
-    if softmax_scale is None:
-        softmax_scale = default_scale(q.shape[-1])
-    if causal and right >= -1:
-        right = 0
-    return max_seqlen_q or 0, max_seqlen_k or 0, softmax_scale, left, right, deterministic, path
-
-
-# ---- words for arguments of a wrong type ---------------------------------------------------------------
-# Only called after a failure, so that the everyday call pays nothing for them.
-
-
-def _explain_tensors(may_be_none: bool = False, /, **tensors: Any) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor) and not (may_be_none and value is None):
-            wanted = "a torch.Tensor or None" if may_be_none else "a torch.Tensor"
-            raise TypeError(f"{name} must be {wanted}, got {type(value).__qualname__}.")
-
-
-def _explain_options(
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window: Any,
-    deterministic: Any,
-    path: Any,
-) -> None:
-    # What pybind11 converts: anything with __index__ is an int, with __float__ a float, with __bool__ a bool.
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not is_pair or not all(hasattr(value, "__index__") for value in window):
-        raise TypeError(f"window must be a pair of ints (left, right), got {window!r}.")
-    for name, value in {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}.items():
-        if value is not None and not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int or None, got {type(value).__qualname__}.")
-    if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
-        raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__qualname__}.")
-    for name, value in {"causal": causal, "deterministic": deterministic}.items():
-        if not hasattr(value, "__bool__"):
-            raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
-    if path is not None and not isinstance(path, str):
-        raise TypeError(f"path must be a str or None, got {type(path).__qualname__}.")
+def _over_rows(row_max: Tensor) -> Tensor:
+    """(b, h, seqlen_q) or (h, total_q) to (h,); -inf where there is no row."""
+    by_head = row_max.movedim(-2, 0).flatten(1)
+    return by_head.amax(1) if by_head.shape[1] else by_head.new_full(by_head.shape[:1], float("-inf"))

@@ -18,20 +18,23 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Drop-in for :func:`torch.nn.functional.scaled_dot_product_attention`, for what it supports.
+    """Drop-in for :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     The one difference in meaning between PyTorch's convention and :func:`flash_ext.attention` is respected:
     ``is_causal`` is aligned at the **top left** here (query i sees keys 0 to i), which matters when the
-    lengths differ. Inputs are read in place.
+    lengths differ. Inputs and masks are read in place. Rows that see no key are 0.
 
     Args:
         query: (..., heads, seqlen_q, head_dim), with any number of leading dimensions, as in PyTorch; or
             (seqlen_q, head_dim).
         key: (..., heads_k, seqlen_k, head_dim); leading dimensions broadcast with those of query.
         value: (..., heads_k, seqlen_k, head_dim_v).
-        attn_mask: must be None.
-        dropout_p: must be 0.
-        is_causal: hide keys after the query's own index.
+        attn_mask: broadcasts to (..., heads, seqlen_q, seqlen_k); bool (True = take part), or float32 or the
+            dtype of query and then added to the scores, with a gradient.
+        dropout_p: probability, 0..1, of dropping a weight; applied whenever it is not 0, in evaluation too,
+            as in PyTorch. Which weights it drops is not what PyTorch would drop from the same seed.
+        is_causal: hide keys after the query's own index. Unlike in PyTorch it may go with attn_mask: a key
+            takes part if both let it.
         scale: factor on the dot products; None is 1/sqrt(head_dim).
         enable_gqa: allow heads to be a multiple of heads_k.
 
@@ -40,31 +43,28 @@ def scaled_dot_product_attention(
         (..., seqlen_q, heads, head_dim_v).
 
     Raises:
-        NotImplementedError: attn_mask or dropout_p is given.
         ValueError, TypeError: as :func:`flash_ext.attention`; float32 on a GPU is refused.
     """
-    if attn_mask is not None:
-        raise NotImplementedError(
-            "attn_mask is not supported; use is_causal=True, flash_ext.attention(..., window=) for a band, "
-            "flash_ext.attention_varlen instead of a padding mask, or PyTorch's function."
-        )
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"dropout_p must be 0, got {dropout_p}; apply dropout to the result, or use PyTorch's function."
-        )
     batch = _broadcast_batch(query, key, value)
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     q, k, v = _to_dense(query, batch), _to_dense(key, batch), _to_dense(value, batch)
     if not enable_gqa:
         q, k, v = _broadcast_heads(q, k, v)
 
-    window = (-1, -1)
-    if is_causal:
-        if seqlen_k > seqlen_q:
-            # Keys beyond the last query are seen by nobody; without them both alignments are the same.
-            k, v = k[:, :seqlen_q], v[:, :seqlen_q]
-        window = (-1, max(seqlen_q - seqlen_k, 0))
-    out = attention(q, k, v, window=window, softmax_scale=scale).transpose(1, 2)
+    if attn_mask is not None or dropout_p != 0.0:
+        out = attention(
+            q, k, v, causal="top_left" if is_causal else False, softmax_scale=scale,
+            attn_mask=_to_dense_mask(attn_mask, batch), dropout_p=dropout_p,
+        )  # fmt: skip
+    else:
+        window = (-1, -1)
+        if is_causal:
+            if seqlen_k > seqlen_q:
+                # Keys beyond the last query are seen by nobody; without them both alignments are the same.
+                k, v = k[:, :seqlen_q], v[:, :seqlen_q]
+            window = (-1, max(seqlen_q - seqlen_k, 0))
+        out = attention(q, k, v, window=window, softmax_scale=scale)
+    out = out.transpose(1, 2)
     if query.dim() == 2:
         return out[0, 0]
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
@@ -109,3 +109,17 @@ def _to_dense(t: Tensor, batch: torch.Size) -> Tensor:
         t = t.expand(*batch, *t.shape[-3:])
         t = t.reshape(-1, *t.shape[-3:]) if batch else t.unsqueeze(0)
     return t.transpose(1, 2)
+
+
+def _to_dense_mask(mask: Tensor | None, batch: torch.Size) -> Tensor | None:
+    """A mask whose dimensions before heads, if any, are one batch dimension."""
+    if not isinstance(mask, Tensor) or mask.dim() < 4 or len(batch) == 1:
+        return mask
+    try:
+        mask = mask.expand(*batch, *mask.shape[-3:])
+    except RuntimeError:
+        raise ValueError(
+            f"attn_mask must broadcast to (..., heads, seqlen_q, seqlen_k) with {tuple(batch)} in front, got "
+            f"{tuple(mask.shape)}."
+        ) from None
+    return mask.reshape(-1, *mask.shape[-3:]) if batch else mask

@@ -25,6 +25,12 @@ from tests.qkv import make_packed, make_qkv, null_kernels
 
 # ---- signatures (API-01) ---------------------------------------------------------------------------------
 
+MODIFIERS = (
+    "Tensor? bias, Tensor? mask, Tensor? document_q, Tensor? document_k, Tensor? prefix_lens, "
+    "Tensor? hidden_rows, Tensor? hidden_keys, Tensor? blocks, Tensor? slopes, Tensor? sinks, Tensor? rng, "
+    "float softcap, float dropout_p, SymInt block_rows, SymInt block_cols, SymInt sink_tokens, SymInt chunk, "
+    "bool top_left"
+)
 OPERATOR_SCHEMAS = {
     "fwd": "flash_ext::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
@@ -33,21 +39,38 @@ OPERATOR_SCHEMAS = {
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float softmax_scale, SymInt window_left, SymInt window_right, bool deterministic, str? path) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
+    "fwd_mod": "flash_ext::fwd_mod(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
+    f"SymInt window_right, {MODIFIERS}, bool want_row_max, bool deterministic, str? path) "
+    "-> (Tensor out, Tensor lse, Tensor row_max)",
+    "bwd_mod": "flash_ext::bwd_mod(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? dlse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    f"float softmax_scale, SymInt window_left, SymInt window_right, {MODIFIERS}, bool need_qkv, "
+    "bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path) -> (Tensor dq, "
+    "Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
 }
-# New parameters may only be added at the end, with defaults; anything else breaks a caller.
+# New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
+MASKS = "attn_mask=None, key_padding_mask=None, alibi_slopes=None, sinks=None, softcap=0.0, dropout_p=0.0"
+STRUCTURE = (
+    "document_ids=None, prefix_lens=None, sink_tokens=0, chunk_size=0, hidden_rows=None, hidden_keys=None, "
+    "block_mask=None"
+)
+STATISTICS = "return_lse=False, return_max_logits=False, deterministic=False, path=None"
 PUBLIC_PARAMETERS = {
-    "attention": "q, k, v, *, causal=False, window=(-1, -1), softmax_scale=None, return_lse=False, "
-    "deterministic=False, path=None",
+    "attention": f"q, k, v, *, causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, generator=None, "
+    f"{STRUCTURE}, {STATISTICS}",
     "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
-    "causal=False, window=(-1, -1), softmax_scale=None, return_lse=False, deterministic=False, path=None",
+    f"causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, generator=None, {STRUCTURE}, {STATISTICS}",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
     "merge_attention_states": "out_a, lse_a, out_b, lse_b",
     "forward": "q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
-    "causal=False, window=(-1, -1), softmax_scale=None, deterministic=False, path=None",
-    "backward": "dout, q, k, v, out, lse, *, dlse=None, cu_seqlens_q=None, cu_seqlens_k=None, "
-    "max_seqlen_q=None, max_seqlen_k=None, causal=False, window=(-1, -1), softmax_scale=None, "
+    f"causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, rng=None, {STRUCTURE}, "
     "deterministic=False, path=None",
+    "backward": "dout, q, k, v, out, lse, *, dlse=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+    f"max_seqlen_q=None, max_seqlen_k=None, causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, "
+    f"rng=None, {STRUCTURE}, needs=('q', 'k', 'v'), deterministic=False, path=None",
+    "dropout_rng": "device, generator=None",
 }
 
 
@@ -69,7 +92,7 @@ def test_public_function(name: str) -> None:
 
 
 def test_all_names_are_public_and_typed() -> None:
-    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, "__version__"}
+    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, "BlockMask", "__version__"}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 
@@ -151,6 +174,7 @@ REFUSED = {
     "window left": (dense(window=(-2, 0)), ValueError, r"window .*\(-1 is unlimited\), got \(-2, 0\)"),
     "window right": (dense(window=(3, -5)), ValueError, r"window .*got \(3, -5\)"),
     "window and causal": (dense(window=(3, -5), causal=True), ValueError, r"window .*got \(3, -5\)"),
+    "causal text": (dense(causal="yes"), ValueError, r'causal must be a bool, "bottom_right" .* got \'yes\''),
     "scale nan": (dense(softmax_scale=math.nan), ValueError, r"softmax_scale must be finite, got nan"),
     "scale inf": (dense(softmax_scale=-math.inf), ValueError, r"softmax_scale must be finite, got -inf"),
     "path name": (dense(path="sm75"), ValueError, r"path .* one of sm80, cpu, got 'sm75'"),
@@ -223,7 +247,6 @@ MISUSED = {
     "window triple": (dense(window=(1, 2, 3)), "window must be a pair of ints"),
     "window floats": (dense(window=(1.5, 0.0)), "window must be a pair of ints"),
     "scale text": (dense(softmax_scale="1"), "softmax_scale must be a float or None, got str"),
-    "causal text": (dense(causal="yes"), "causal must be a bool, got str"),
     "path number": (dense(path=80), "path must be a str or None, got int"),
     "cu_seqlens list": (packed(cu_seqlens_q=[0, 3]), "cu_seqlens_q must be a torch.Tensor or None, got list"),
     "max_seqlen text": (packed(max_seqlen_q="9"), "max_seqlen_q must be an int or None, got str"),

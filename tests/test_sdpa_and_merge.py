@@ -42,6 +42,55 @@ def test_sdpa_agrees_with_pytorch(case: str, is_causal: bool) -> None:
         torch.testing.assert_close(got, expected)
 
 
+MASK_SHAPES = {
+    "4-d": [(5, 7), (5, 1), (3, 5, 7), (2, 1, 1, 7), (2, 3, 5, 7), (1, 3, 1, 7)],
+    "2-d": [(5, 7), (1, 7)],
+    "3-d": [(5, 7), (3, 5, 7), (3, 1, 7)],
+    "5-d": [(5, 7), (2, 3, 5, 7), (2, 2, 1, 5, 7), (2, 1, 3, 1, 7), (1, 1, 1, 5, 7)],
+    "more queries": [(9, 4), (2, 1, 9, 1)],
+    "one key head": [(3, 5, 7)],
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("case", MASK_SHAPES)
+def test_sdpa_with_masks_agrees_with_pytorch(case: str, kind: str) -> None:
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in SDPA_SHAPES[case]]
+    for shape in MASK_SHAPES[case]:
+        mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        if kind == "bool":
+            mask = (mask > 0).index_fill(-1, torch.tensor(0), True)  # no row is empty
+        leaves = [*inputs, mask] if kind == "float" else inputs
+        results = []
+        for function in (flash_ext.scaled_dot_product_attention, torch_sdpa):
+            out = function(*inputs, attn_mask=mask, scale=0.4)
+            results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 8), (8, 5)])
+def test_sdpa_mask_and_causal_are_both_obeyed(lengths: tuple[int, int]) -> None:
+    q, k, v = (
+        t.transpose(1, 2)
+        for t in make_qkv(seqlen_q=lengths[0], seqlen_k=lengths[1], heads_k=4, dtype=torch.float64)
+    )
+    mask = (torch.rand(2, 1, *lengths) > 0.3).index_fill(-1, torch.tensor(0), True)
+    out = flash_ext.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    torch.testing.assert_close(out, torch_sdpa(q, k, v, mask & torch.ones(lengths).tril().bool()))
+
+
+def test_sdpa_dropout_keeps_the_mean() -> None:
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(seqlen_q=8, heads_k=4))
+    plain = flash_ext.scaled_dot_product_attention(q, k, v)
+    draws = torch.stack(
+        [flash_ext.scaled_dot_product_attention(q, k, v, dropout_p=0.25) for _ in range(400)]
+    )
+    assert not torch.equal(draws[0], draws[1])
+    error = (draws.mean(0) - plain).abs() / (draws.std(0) / 20 + 1e-6)
+    assert error.max() < 6  # standard errors, over 1024 elements
+
+
 @on_devices
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [(33, 33), (20, 45), (45, 20)])
@@ -74,10 +123,15 @@ def test_sdpa_reads_its_inputs_in_place() -> None:
 def test_sdpa_refuses_in_words() -> None:
     q, k, v = (t.transpose(1, 2) for t in make_qkv())
     sdpa = flash_ext.scaled_dot_product_attention
-    with pytest.raises(NotImplementedError, match="attn_mask is not supported; use is_causal"):
-        sdpa(q, k, v, torch.ones(17, 17, dtype=torch.bool))
-    with pytest.raises(NotImplementedError, match=r"dropout_p must be 0, got 0\.1"):
-        sdpa(q, k, v, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"attn_mask must broadcast to .*\(2, 4, 17, 17\), got \(17, 16\)"):
+        sdpa(q, k, v, torch.ones(17, 16, dtype=torch.bool), enable_gqa=True)
+    with pytest.raises(TypeError, match=r"attn_mask must be torch.bool .* got torch.uint8.*\.bool\(\)"):
+        sdpa(q, k, v, torch.ones(17, 17, dtype=torch.uint8), enable_gqa=True)
+    with pytest.raises(ValueError, match=r"dropout_p must be a probability from 0 to 1, got 1\.5"):
+        sdpa(q, k, v, dropout_p=1.5, enable_gqa=True)
+    five = [t.expand(3, 2, 4, 17, 16) for t in (q, q, q)]
+    with pytest.raises(ValueError, match=r"attn_mask must broadcast .*\(3, 2\) in front, got \(5, 1, "):
+        sdpa(*five, torch.ones(5, 1, 17, 17, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"same number of heads.*\(4, 2, 2\).*enable_gqa=True"):
         sdpa(q, k, v)
     with pytest.raises(ValueError, match="leading dimensions of query, key and value must broadcast"):

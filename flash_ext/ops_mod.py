@@ -1,0 +1,341 @@
+"""The operators ``flash_ext::fwd_mod`` and ``flash_ext::bwd_mod``: attention with masks, biases and the rest.
+
+They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`flash_ext.modifiers.Modifiers` in
+between. The extension module registers schemas and the GPU implementation (csrc/api_mod.cpp); this module
+adds the CPU implementation, shapes for tracing, gradients, autocast, vmap and FLOP formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .modifiers import Modifiers
+from .ops import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules
+from .spec import AttnSpec
+from .tiled_mod import modified_backward, modified_forward
+
+# ---- arguments -----------------------------------------------------------------------------------------
+# fwd_mod: q, k, v | cu_seqlens_q, cu_seqlens_k | max_seqlen_q, max_seqlen_k, softmax_scale, window_left,
+#          window_right | the modifiers | want_row_max | deterministic, path
+# bwd_mod: dout, q, k, v, out, lse, dlse | the same up to the modifiers | need_* of qkv, bias, slopes, sinks |
+#          deterministic, path
+
+NUM_MODIFIERS = 18
+NUM_MODIFIER_TENSORS = 11
+NUM_FWD_ARGUMENTS = 31
+BIAS, SLOPES, SINKS = 10, 18, 19  # places in the arguments of fwd_mod
+
+
+def modifier_arguments(mods: Modifiers) -> tuple[Any, ...]:
+    """The fields in the operators' order."""
+    return (
+        mods.bias, mods.mask, mods.document_q, mods.document_k, mods.prefix_lens, mods.hidden_rows,
+        mods.hidden_keys, mods.blocks, mods.slopes, mods.sinks, mods.rng, mods.softcap, mods.dropout_p,
+        mods.block_rows, mods.block_cols, mods.sink_tokens, mods.chunk, mods.top_left,
+    )  # fmt: skip
+
+
+def _split(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], Modifiers, tuple[Any, ...]]:
+    """What follows v, or dlse: (cu_seqlens and the five numbers), the modifiers, the flags at the end."""
+    return rest[:7], Modifiers(*rest[7 : 7 + NUM_MODIFIERS]), rest[7 + NUM_MODIFIERS :]
+
+
+# ---- checks --------------------------------------------------------------------------------------------
+
+
+def check_modifiers(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, mods: Modifiers) -> None:
+    """Refuses modifiers that are not normalised; a caller of the public functions never gets here.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    packed = cu_seqlens_q is not None
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    rows, heads, keys = q.shape[-3], q.shape[-2], k.shape[-3]
+    lead = ((heads, 1),) if packed else ((batch, 1), (heads, 1))
+    statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
+    anything = None
+    sides = (anything, anything) if packed else ((rows, 1), (keys, 1))
+
+    _check(mods.bias, "bias", q, {torch.float32, q.dtype}, ((batch, 1), (heads, 1), *sides))
+    _check(mods.mask, "mask", q, {torch.bool}, ((batch, 1), (heads, 1), *sides))
+    ints = {torch.int32}
+    _check(mods.document_q, "document_q", q, ints, ((rows,),) if packed else ((batch,), (rows,)), True)
+    _check(mods.document_k, "document_k", q, ints, ((keys,),) if packed else ((batch,), (keys,)), True)
+    _check(mods.prefix_lens, "prefix_lens", q, ints, ((batch,),), True)
+    _check(mods.hidden_rows, "hidden_rows", q, ints, (*lead, (keys,), (2, 4)), True)
+    _check(mods.hidden_keys, "hidden_keys", q, ints, (*lead, (rows,), (2, 4)), True)
+    slopes_lead = () if mods.slopes is None or mods.slopes.dim() == 1 else ((batch,),)
+    _check(mods.slopes, "slopes", q, {statistic}, (*slopes_lead, (heads,)), True)
+    _check(mods.sinks, "sinks", q, {statistic}, ((heads,),), True)
+    _check(mods.rng, "rng", q, {torch.int64}, ((2,),), True)
+    if (mods.document_q is None) != (mods.document_k is None):
+        raise ValueError("document_q and document_k must be given together.")
+    if not 0.0 <= mods.softcap < float("inf"):
+        raise ValueError(f"softcap must be 0 (off) or a positive finite number, got {mods.softcap}.")
+    if not 0.0 <= mods.dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be a probability from 0 to 1, got {mods.dropout_p}.")
+    if mods.dropout_p > 0 and mods.rng is None:
+        raise ValueError(f"rng must be given with dropout_p {mods.dropout_p}.")
+    if mods.sink_tokens < 0 or mods.chunk < 0:
+        raise ValueError(
+            f"sink_tokens and chunk must not be negative, got {mods.sink_tokens} and {mods.chunk}."
+        )
+    if mods.blocks is not None:
+        size = (mods.block_rows, mods.block_cols)
+        if min(size) <= 0 or size[0] % 16 or size[1] % 16:
+            raise ValueError(f"block_rows and block_cols must be positive multiples of 16, got {size}.")
+        counts = (anything,) * 2 if packed else ((-(-rows // size[0]),), (-(-keys // size[1]),))
+        _check(mods.blocks, "blocks", q, {torch.bool}, ((batch, 1), (heads, 1), *counts))
+
+
+def _check(
+    t: Tensor | None,
+    name: str,
+    q: Tensor,
+    dtypes: set[torch.dtype],
+    sizes: tuple[tuple[Any, ...] | None, ...],
+    contiguous: bool = False,
+) -> None:
+    """``sizes`` lists what each dimension may be; None is any size."""
+    if t is None:
+        return
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(sorted(map(str, dtypes)))}, got {t.dtype}.")
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}.")
+    fits = t.dim() == len(sizes) and all(
+        allowed is None or any(n == size for size in allowed) for n, allowed in zip(t.shape, sizes)
+    )
+    if not fits:
+        wanted = ", ".join("any" if s is None else " or ".join(map(str, s)) for s in sizes)
+        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(t.shape)}.")
+    if contiguous and not t.is_contiguous():
+        raise ValueError(f"{name} must be contiguous. Call .contiguous() on it.")
+
+
+# ---- CPU -----------------------------------------------------------------------------------------------
+
+
+def cpu_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    head, mods, (want_row_max, *flags) = _split(rest)
+    _C.check_fwd(q, k, v, *head, *flags)
+    check_modifiers(q, k, head[0], mods)
+    cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
+    return modified_forward(q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max)
+
+
+def cpu_bwd_mod(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    head, mods, (need_qkv, need_bias, need_slopes, need_sinks, *flags) = _split(rest)
+    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, *flags)
+    check_modifiers(q, k, head[0], mods)
+    need_bias, need_slopes, need_sinks = _given_needs(mods, need_bias, need_slopes, need_sinks)
+    cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
+    *qkv, dbias, dslopes, dsinks = modified_backward(
+        dout, q, k, v, out, lse, AttnSpec(*spec), mods, dlse, cu_seqlens_q, cu_seqlens_k, need_bias,
+        need_slopes, need_sinks,
+    )  # fmt: skip
+    grads = (*(qkv if need_qkv else (None,) * 3), dbias, dslopes, dsinks)
+    like = _gradients_are_like(q, k, v, lse, mods)
+    return tuple(t.new_empty(0) if grad is None else grad for grad, t in zip(grads, like))
+
+
+def _gradients_are_like(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mods: Modifiers) -> tuple[Tensor, ...]:
+    """What each gradient has the dtype of; one that is not needed has shape (0,)."""
+    bias = q if mods.bias is None else mods.bias
+    return q, k, v, bias, *(lse if t is None else t for t in (mods.slopes, mods.sinks))
+
+
+def _given_needs(mods: Modifiers, need_bias: bool, need_slopes: bool, need_sinks: bool) -> tuple[bool, ...]:
+    """What is absent has no gradient, whatever is asked."""
+    asked = ((need_bias, mods.bias), (need_slopes, mods.slopes), (need_sinks, mods.sinks))
+    return tuple(needed and t is not None for needed, t in asked)
+
+
+# ---- shapes for tracing --------------------------------------------------------------------------------
+
+
+def fake_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    register_sharding_rules()
+    head, mods, (want_row_max, *flags) = _split(rest)
+    _C.check_fwd(q, k, v, *head, *flags)
+    check_modifiers(q, k, head[0], mods)
+    *batch, rows, heads, _ = q.shape
+    statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty((*batch, heads, rows), dtype=statistic)
+    return (
+        q.new_empty((*batch, rows, heads, v.shape[-1])),
+        lse,
+        lse.new_empty(lse.shape if want_row_max else 0),
+    )
+
+
+def fake_bwd_mod(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    register_sharding_rules()
+    head, mods, (need_qkv, need_bias, need_slopes, need_sinks, *flags) = _split(rest)
+    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, *flags)
+    check_modifiers(q, k, head[0], mods)
+    needs = (*(need_qkv,) * 3, *_given_needs(mods, need_bias, need_slopes, need_sinks))
+    like = _gradients_are_like(q, k, v, lse, mods)
+    return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip(like, needs))
+
+
+# ---- gradients -----------------------------------------------------------------------------------------
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse, row_max = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max)
+    first_number = 10 + NUM_MODIFIER_TENSORS
+    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5], *inputs[10:first_number])
+    *ctx.modifier_numbers, _, deterministic, path = inputs[first_number:]
+    ctx.numbers = inputs[5:10]
+    ctx.flags = (deterministic or torch.are_deterministic_algorithms_enabled(), path)
+
+
+def gradients(
+    bwd_mod: Callable[..., tuple[Tensor, ...]], ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the operator's arguments, by ``bwd_mod`` or a function around it."""
+    grads: list[Tensor | None] = [None] * NUM_FWD_ARGUMENTS
+    if dout is None and dlse is None:
+        return tuple(grads)
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *modifier_tensors = ctx.saved_tensors
+    need_q, need_k, need_v, *_ = ctx.needs_input_grad
+    needs = [need_q or need_k or need_v, *(ctx.needs_input_grad[at] for at in (BIAS, SLOPES, SINKS))]
+    found = bwd_mod(
+        torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k,
+        *ctx.numbers, *modifier_tensors, *ctx.modifier_numbers, *needs, *ctx.flags,
+    )  # fmt: skip
+    for at, grad in zip((0, 1, 2, BIAS, SLOPES, SINKS), found, strict=True):
+        if ctx.needs_input_grad[at]:
+            grads[at] = grad
+    return tuple(grads)
+
+
+class _Differentiable(torch.autograd.Function):
+    """``fwd_mod`` below autograd, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _below_autograd(torch.ops.flash_ext.fwd_mod.default, args)
+        setup_context(ctx, args, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return gradients(torch.ops.flash_ext.bwd_mod.default, ctx, dout, dlse)
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """``bwd_mod`` below autograd; its own derivative raises instead of being silently zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(torch.ops.flash_ext.bwd_mod.default, args)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        refuse_second_derivative()
+
+
+def refuse_second_derivative() -> None:
+    raise RuntimeError("derivative for flash_ext::bwd_mod is not implemented")
+
+
+def _below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _autograd(op: Any, function: type[torch.autograd.Function]) -> Any:
+    """The operator at autograd.
+
+    ``torch.library.register_autograd`` would take a millisecond per call, most of it to look up defaults in a
+    schema of 31 arguments that has none.
+    """
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+            return function.apply(*args)
+        return _below_autograd(op, args)
+
+    return call
+
+
+# ---- autocast ------------------------------------------------------------------------------------------
+
+
+def _autocast(op: Any, device: str, num_cast: int) -> Any:
+    """The operator below autocast, with its first ``num_cast`` arguments (q, k, v, dout, out) in its dtype.
+
+    A bias keeps float32 or autocast's dtype, whichever it has, and else becomes float32.
+    """
+    keys = torch._C.DispatchKeySet(
+        torch._C.DispatchKey.AutocastCUDA if device == "cuda" else torch._C.DispatchKey.AutocastCPU
+    )
+    bias_at = num_cast + (7 if num_cast == 3 else 9)
+
+    def call(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        cast = list(args)
+        for at in range(num_cast):
+            if args[at].dtype != torch.float64:
+                cast[at] = args[at].to(dtype)
+        bias = args[bias_at]
+        if bias is not None and bias.dtype not in (torch.float32, cast[0].dtype):
+            cast[bias_at] = bias.float()
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*cast)
+
+    return call
+
+
+# ---- vmap ----------------------------------------------------------------------------------------------
+
+
+def _mapped_by_calls(op: Any) -> Any:
+    """One call per mapped element: right for every argument, and no faster than a loop.
+
+    A dropout that is not mapped drops the same weights in every element.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        calls = [
+            op(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+        return results, (0,) * len(results)
+
+    return rule
+
+
+# ---- registration --------------------------------------------------------------------------------------
+
+if is_built and hasattr(torch.ops.flash_ext, "fwd_mod"):
+    _ops = torch.ops.flash_ext
+    _library = torch.library.Library("flash_ext", "IMPL")
+    _library.impl("fwd_mod", cpu_fwd_mod, "CPU")
+    _library.impl("bwd_mod", cpu_bwd_mod, "CPU")
+    _library.impl("fwd_mod", _autograd(_ops.fwd_mod.default, _Differentiable), "Autograd")
+    _library.impl("bwd_mod", _autograd(_ops.bwd_mod.default, _DifferentiableOnce), "Autograd")
+    for _device in ("CPU", "CUDA"):
+        _library.impl("fwd_mod", _autocast(_ops.fwd_mod.default, _device.lower(), 3), f"Autocast{_device}")
+        _library.impl("bwd_mod", _autocast(_ops.bwd_mod.default, _device.lower(), 5), f"Autocast{_device}")
+    torch.library.register_fake("flash_ext::fwd_mod", fake_fwd_mod, lib=_library)
+    torch.library.register_fake("flash_ext::bwd_mod", fake_bwd_mod, lib=_library)
+    torch.library.register_vmap("flash_ext::fwd_mod", _mapped_by_calls(_ops.fwd_mod.default), lib=_library)
+    torch.library.register_vmap("flash_ext::bwd_mod", _mapped_by_calls(_ops.bwd_mod.default), lib=_library)
+    register_flop_formula(_ops.fwd_mod, get_raw=True)(flops_fwd)
+    register_flop_formula(_ops.bwd_mod, get_raw=True)(flops_bwd)

@@ -1,0 +1,192 @@
+"""The functional pair: the forward and the backward pass as plain functions, dense or packed.
+
+They are for code that keeps out and lse itself, such as ring attention; everything else is served by
+:func:`flash_ext.attention`, which differentiates.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from .block_mask import BlockMask
+from .functional import Alignment
+from .routes import run_bwd, run_fwd, run_modified_bwd, run_modified_fwd
+
+Gradient: TypeAlias = Literal["q", "k", "v", "attn_mask", "alibi_slopes", "sinks"]
+
+_OFF = 0.0  # see functional.py
+_NONE = 0
+_QKV: tuple[Gradient, ...] = ("q", "k", "v")
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | Alignment = False,
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = _OFF,
+    dropout_p: float = _OFF,
+    rng: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    prefix_lens: Tensor | None = None,
+    sink_tokens: int = _NONE,
+    chunk_size: int = _NONE,
+    hidden_rows: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    deterministic: bool = False,
+    path: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The forward pass as a plain function: out and lse of dense or packed input.
+
+    Args:
+        q, k, v: as in :func:`attention` or, with ``cu_seqlens_q`` and ``cu_seqlens_k``, as in
+            :func:`attention_varlen`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in :func:`attention_varlen`; None for dense
+            input.
+        causal, window, softmax_scale, attn_mask, key_padding_mask, alibi_slopes, sinks, softcap, dropout_p,
+            document_ids, prefix_lens, sink_tokens, chunk_size, hidden_rows, hidden_keys, block_mask,
+            deterministic, path: as in these two.
+        rng: (2,) int64, the random numbers of dropout, from :func:`flash_ext.dropout_rng`. Needed with
+            ``dropout_p``; the backward pass takes the same.
+
+    Returns:
+        out (b, seqlen_q, h, dv) and lse (b, h, seqlen_q), or packed (total_q, h, dv) and (h, total_q).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
+    """
+    if (
+        attn_mask is None
+        and key_padding_mask is None
+        and alibi_slopes is None
+        and sinks is None
+        and softcap is _OFF
+        and dropout_p is _OFF
+        and document_ids is None
+        and prefix_lens is None
+        and sink_tokens is _NONE
+        and chunk_size is _NONE
+        and hidden_rows is None
+        and hidden_keys is None
+        and block_mask is None
+        and rng is None
+        and causal.__class__ is not str
+    ):
+        return run_fwd(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
+            deterministic, path,
+        )  # fmt: skip
+    options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+    asked = {
+        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
+        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
+        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
+        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+    }  # fmt: skip
+    out, lse, _ = run_modified_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, rng=rng)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | Alignment = False,
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = _OFF,
+    dropout_p: float = _OFF,
+    rng: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    prefix_lens: Tensor | None = None,
+    sink_tokens: int = _NONE,
+    chunk_size: int = _NONE,
+    hidden_rows: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    needs: tuple[Gradient, ...] = _QKV,
+    deterministic: bool = False,
+    path: str | None = None,
+) -> tuple[Tensor, ...]:
+    """Gradients from given results of the forward pass, whoever computed them.
+
+    The weights are recomputed as exp(score - lse). When ``out`` and ``lse`` belong to a softmax over more
+    keys than ``k`` holds (ring attention after merging), the results are this block's share of the gradients.
+    It cannot be differentiated again: a second derivative raises.
+
+    Args:
+        dout: gradient of out, its shape and dtype, any strides.
+        q, k, v: as in the forward pass.
+        out: (b, seqlen_q, h, dv) or packed (total_q, h, dv), dtype of q.
+        lse: (b, h, seqlen_q) or packed (h, total_q), float32 (float64 for float64 inputs). Rows with -inf
+            contribute nothing.
+        dlse: gradient of lse, its shape and dtype; None is zero.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, softmax_scale, attn_mask,
+            key_padding_mask, alibi_slopes, sinks, softcap, dropout_p, rng, document_ids, prefix_lens,
+            sink_tokens, chunk_size, hidden_rows, hidden_keys, block_mask, path: as in the forward pass.
+        needs: which gradients, out of "q", "k", "v", "attn_mask" (a float one), "alibi_slopes" and "sinks".
+        deterministic: as in :func:`attention`.
+
+    Returns:
+        The gradients named in ``needs``, in its order; by default dq, dk, dv. Shapes and dtypes are those of
+        the arguments; contiguous.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
+    """
+    options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+    if (
+        attn_mask is None
+        and key_padding_mask is None
+        and alibi_slopes is None
+        and sinks is None
+        and softcap is _OFF
+        and dropout_p is _OFF
+        and document_ids is None
+        and prefix_lens is None
+        and sink_tokens is _NONE
+        and chunk_size is _NONE
+        and hidden_rows is None
+        and hidden_keys is None
+        and block_mask is None
+        and rng is None
+        and needs is _QKV
+        and causal.__class__ is not str
+    ):
+        return run_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *options)
+    asked = {
+        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
+        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
+        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
+        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+    }  # fmt: skip
+    return run_modified_bwd(
+        dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, options, asked, rng, needs
+    )

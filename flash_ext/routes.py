@@ -1,0 +1,298 @@
+"""From the public functions to the operators: which operator, by which road, and words for wrong types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .autograd import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
+from .modifiers import Modifiers
+from .normalise import check_generator, checked_dropout_p, checked_rng, dropout_rng, normalise
+from .ops import _C
+from .ops_mod import modifier_arguments
+from .spec import default_scale
+
+_is_compiling = torch.compiler.is_compiling
+_in_functorch = torch._C._are_functorch_transforms_active
+
+# What `causal` may be besides a bool, and whether it aligns at the top left.
+ALIGNMENTS = {"bottom_right": False, "top_left": True}
+
+# ---- calls without modifiers ---------------------------------------------------------------------------
+
+
+def run_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: Any,
+    window: tuple[int, int],
+    deterministic: bool,
+    path: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Calls ``fwd`` by the route that the situation needs; the last one is the everyday one.
+
+    A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
+    everything else takes the extension's own entry, which costs less than half of torch.ops.
+    """
+    if _is_compiling():
+        options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+        result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
+        )
+        return result
+    try:
+        if _in_functorch():
+            options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+            return apply_under_transforms(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
+            )
+        left, right = window
+        return _C.fwd(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left,
+            right, deterministic, path,
+        )  # fmt: skip
+    except (TypeError, ValueError):
+        _explain_tensors(q=q, k=k, v=v)
+        _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        _explain_options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+        raise
+
+
+def run_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Calls ``bwd``; ``options`` as in :func:`run_fwd`."""
+    tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
+    grads: tuple[Tensor, Tensor, Tensor]
+    if _is_compiling() or _in_functorch():
+        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options))
+        return grads
+    try:
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, (left, right), deterministic, path = options
+        return _C.bwd(
+            *tensors, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, deterministic, path
+        )
+    except (TypeError, ValueError):
+        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        _explain_options(*options)
+        raise
+
+
+# ---- calls with modifiers ------------------------------------------------------------------------------
+
+
+def run_modified_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    options: tuple[Any, ...],
+    asked: dict[str, Any],
+    *,
+    generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
+    draws: bool = False,
+    want_row_max: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and row_max of a call that names modifiers; ``fwd`` if none of them turns out to be on.
+
+    Args:
+        options: what :func:`run_fwd` takes after cu_seqlens_k, with ``causal`` as the caller wrote it.
+        asked: the keywords of :class:`flash_ext.normalise.ModifierOptions`.
+        generator: where dropout's random numbers come from if ``draws``.
+        rng: seed and offset, if it does not draw.
+        want_row_max: also return the largest final score of every row.
+    """
+    if not _is_compiling():
+        _explain_tensors(q=q, k=k, v=v)
+        _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        _refuse_forward_mode(q, k, v, asked["attn_mask"], asked["alibi_slopes"], asked["sinks"])
+    options, top_left = resolve_causal(q, k, cu_seqlens_q, options)
+    if generator is not None:
+        check_generator(generator, q.device)
+    if draws and checked_dropout_p(asked["dropout_p"]) > 0:
+        rng = dropout_rng(q.device, generator)
+    else:
+        rng = _given_rng(q, rng, asked["dropout_p"])
+    mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, **asked)
+    if mods is None and not want_row_max:
+        return *run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
+    *numbers, deterministic, path = _operator_options(q, *options)
+    call = apply_modified_under_transforms if _in_functorch() else torch.ops.flash_ext.fwd_mod.default
+    result: tuple[Tensor, Tensor, Tensor] = call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, *modifier_arguments(mods or Modifiers()), want_row_max,
+        deterministic, path,
+    )  # fmt: skip
+    return result
+
+
+GRADIENTS = ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks")
+
+
+def run_modified_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    options: tuple[Any, ...],
+    asked: dict[str, Any],
+    rng: Tensor | None,
+    needs: tuple[str, ...],
+) -> tuple[Tensor, ...]:
+    """The gradients named in ``needs``, in its order."""
+    if not _is_compiling():
+        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    options, top_left = resolve_causal(q, k, cu_seqlens_q, options)
+    _check_needs(needs, asked)
+    rng = _given_rng(q, rng, asked["dropout_p"])
+    mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, keep_repeats=True, **asked)
+    tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
+    if mods is None:
+        named = dict(zip(GRADIENTS, run_bwd(*tensors, *options)))
+        return tuple(named[name] for name in needs)
+    *numbers, deterministic, path = _operator_options(q, *options)
+    wanted = [bool({"q", "k", "v"} & {*needs}), *(name in needs for name in GRADIENTS[3:])]
+    call = ModifiedGradientFunction.apply if _in_functorch() else torch.ops.flash_ext.bwd_mod.default
+    grads = call(*tensors, *numbers, *modifier_arguments(mods), *wanted, deterministic, path)
+    named = dict(zip(GRADIENTS, grads))
+    for name in {*GRADIENTS[3:]} & {*needs}:
+        named[name] = named[name].reshape(asked[name].shape).to(asked[name].dtype)
+    return tuple(named[name] for name in needs)
+
+
+def _refuse_forward_mode(*tensors: Any) -> None:
+    """Raises if one of them carries a tangent, which the operator would drop."""
+    if forward_ad._current_level < 0:
+        return
+    for t in tensors:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                "forward-mode automatic differentiation of attention is not implemented; use reverse mode."
+            )
+
+
+def _given_rng(q: Tensor, rng: Tensor | None, dropout_p: float) -> Tensor | None:
+    """The random numbers that a caller holds, because forward and backward must use the same."""
+    if rng is not None:
+        return checked_rng(rng, q)
+    if checked_dropout_p(dropout_p) > 0:
+        raise ValueError(
+            f"rng must be given with dropout_p {dropout_p}, the same in forward and backward. Draw it with "
+            "flash_ext.dropout_rng(q.device)."
+        )
+    return None
+
+
+def _check_needs(needs: Any, asked: dict[str, Any]) -> None:
+    if not isinstance(needs, (tuple, list)) or any(name not in GRADIENTS for name in needs):
+        raise ValueError(f"needs must be a tuple of names out of {GRADIENTS}, got {needs!r}.")
+    for name in needs:
+        if name in GRADIENTS[3:] and asked[name] is None:
+            raise ValueError(f"needs names {name}, which is not given.")
+    if "attn_mask" in needs and getattr(asked["attn_mask"], "dtype", None) == torch.bool:
+        raise ValueError("needs names attn_mask, but a bool mask has no gradient.")
+
+
+def resolve_causal(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], bool]:
+    """The options with ``causal`` as a bool, and whether the alignment is at the top left.
+
+    With equal lengths of a dense call both alignments are the same one.
+    """
+    causal = options[3]
+    top_left = False
+    if isinstance(causal, str):
+        if causal not in ALIGNMENTS:
+            raise ValueError(f'causal must be a bool, "bottom_right" or "top_left", got {causal!r}.')
+        top_left, causal = ALIGNMENTS[causal], True
+        if cu_seqlens_q is None and q.dim() == 4 and k.dim() == 4 and q.shape[1] == k.shape[1]:
+            top_left = False
+    options = (*options[:3], causal, *options[4:])
+    if not _is_compiling():
+        _explain_options(*options)
+    return options, top_left
+
+
+def _operator_options(
+    q: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: Any,
+    window: tuple[int, int],
+    deterministic: bool,
+    path: str | None,
+) -> tuple[int, int, float, int, int, bool, str | None]:
+    """The operator's options, with the defaults resolved and causal folded into the window.
+
+    The entries of the extension module do the same (csrc/api_bindings.cpp).
+    """
+    left, right = window
+    if softmax_scale is None:
+        softmax_scale = default_scale(q.shape[-1])
+    if causal and right >= -1:
+        right = 0
+    return max_seqlen_q or 0, max_seqlen_k or 0, softmax_scale, left, right, deterministic, path
+
+
+# ---- words for arguments of a wrong type ---------------------------------------------------------------
+# The everyday call asks for them only after a failure, and pays nothing for them.
+
+
+def _explain_tensors(may_be_none: bool = False, /, **tensors: Any) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) and not (may_be_none and value is None):
+            wanted = "a torch.Tensor or None" if may_be_none else "a torch.Tensor"
+            raise TypeError(f"{name} must be {wanted}, got {type(value).__qualname__}.")
+
+
+def _explain_options(
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window: Any,
+    deterministic: Any,
+    path: Any,
+) -> None:
+    # What pybind11 converts: anything with __index__ is an int, with __float__ a float, with __bool__ a bool.
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(hasattr(value, "__index__") for value in window):
+        raise TypeError(f"window must be a pair of ints (left, right), got {window!r}.")
+    for name, value in {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}.items():
+        if value is not None and not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int or None, got {type(value).__qualname__}.")
+    if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
+        raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__qualname__}.")
+    for name, value in {"causal": causal, "deterministic": deterministic}.items():
+        if not hasattr(value, "__bool__"):
+            raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
+    if path is not None and not isinstance(path, str):
+        raise TypeError(f"path must be a str or None, got {type(path).__qualname__}.")

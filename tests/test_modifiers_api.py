@@ -1,0 +1,404 @@
+"""Masks, biases and the other modifiers from outside: every pair of options, gradients, dropout."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
+
+import flash_ext
+from flash_ext import normalise
+from tests.modifier_options import (
+    DIFFERENTIABLE,
+    call,
+    combined,
+    exclude_each_other,
+    expected,
+    gradients,
+    leaves_of,
+    make_inputs,
+    make_options,
+    seed_generators,
+)
+from tests.qkv import make_packed, make_qkv
+
+OPTIONS = tuple(make_options(make_inputs(packed=False)))
+
+
+# ---- all pairs -------------------------------------------------------------------------------------------
+
+
+def test_the_options_are_all_there_are() -> None:
+    for packed, function in ((False, flash_ext.attention), (True, flash_ext.attention_varlen)):
+        options = make_options(make_inputs(packed)).values()
+        named = {keyword for option in options for keyword in option.keywords}
+        needed = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+        assert named == set(inspect.signature(function).parameters) - needed
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("first", OPTIONS)
+def test_every_pair_of_options(first: str, packed: bool) -> None:
+    """Both options act, on results and gradients; none is dropped silently."""
+    inputs = make_inputs(packed)
+    options = make_options(inputs)
+    for second in OPTIONS[OPTIONS.index(first) :]:
+        if first != second and exclude_each_other(options[first], options[second]):
+            continue
+        both = combined(options[first], options[second])
+        leaves = leaves_of(inputs, both.keywords)
+        results, exact = call(inputs, both.keywords), expected(inputs, both)
+        assert len(results) == len(exact)
+        for got, want in zip(results, exact, strict=True):
+            torch.testing.assert_close(got, want, msg=lambda text, at=second: f"{first} + {at}: {text}")
+        for got, want in zip(gradients(results, leaves), gradients(exact, leaves), strict=True):
+            torch.testing.assert_close(got, want, msg=lambda text, at=second: f"{first} + {at}: {text}")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_no_option_is_without_effect(packed: bool) -> None:
+    """Guards the test of pairs: an option that changes nothing here could be dropped unnoticed."""
+    inputs = make_inputs(packed)
+    plain = call(inputs, {})[0]
+    silent = {"generator", "lse", "row maxima", "head maxima", "deterministic", "path"}
+    only_with_others = {"prefix", "sink tokens"}  # they show what another option hides
+    for name, option in make_options(inputs).items():
+        changed = not torch.equal(call(inputs, option.keywords)[0], plain)
+        assert changed == (name not in silent | only_with_others), name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_functional_pair_equals_autograd(packed: bool) -> None:
+    inputs = make_inputs(packed)
+    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
+    for name, option in make_options(inputs).items():
+        skipped = {"generator", "return_lse", "return_max_logits"} & option.keywords.keys()
+        if skipped:
+            continue
+        keywords = {**option.keywords, **bounds}
+        if "dropout_p" in keywords:
+            keywords["rng"] = flash_ext.dropout_rng("cpu")
+        with torch.no_grad():
+            out, lse = flash_ext.forward(*inputs.qkv, **keywords)
+            dout, dlse = torch.randn_like(out), torch.randn_like(lse).where(lse.isfinite(), 0)
+            needs = ("v", "k", "q") + tuple(
+                key for key in DIFFERENTIABLE if key in keywords and keywords[key].is_floating_point()
+            )
+            grads = flash_ext.backward(dout, *inputs.qkv, out, lse, dlse=dlse, needs=needs, **keywords)
+        named = dict(zip("qkv", inputs.qkv, strict=True)) | keywords
+        leaves = [named[need] for need in needs]
+        want = torch.autograd.grad(flash_ext.forward(*inputs.qkv, **keywords), leaves, (dout, dlse))
+        for got, exact, leaf in zip(grads, want, leaves, strict=True):
+            assert got.shape == leaf.shape
+            torch.testing.assert_close(got, exact, rtol=0, atol=0, msg=lambda text, at=name: f"{at}: {text}")
+
+
+# ---- masks -----------------------------------------------------------------------------------------------
+
+
+def test_a_mask_may_have_any_strides() -> None:
+    q, k, v = make_qkv(dtype=torch.float64)
+    bias = torch.randn(2, 4, 17, 17, dtype=torch.float64)
+    wide = torch.randn(2, 4, 17, 41, dtype=torch.float64)
+    for strided in (
+        bias.transpose(2, 3),
+        bias.permute(1, 0, 3, 2).contiguous().permute(1, 0, 3, 2),
+        wide[..., 3:20],
+        wide[..., ::2][..., :17],
+        bias[:1, :1].expand(2, 4, 17, 17),
+        bias[..., :1].expand(2, 4, 17, 17),
+        bias.flip(3),
+    ):
+        for mask in (strided, strided > 0):
+            got = flash_ext.attention(q, k, v, attn_mask=mask)
+            assert torch.equal(got, flash_ext.attention(q, k, v, attn_mask=mask.contiguous()))
+
+
+def test_minus_infinity_hides_and_the_lowest_number_does_not() -> None:
+    q, k, v = make_qkv(dtype=torch.float64)
+    hidden = torch.rand(17, 17) > 0.6
+    hidden[3] = True
+    as_bias = torch.zeros(17, 17, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    for got, want in zip(
+        flash_ext.attention(q, k, v, attn_mask=as_bias, return_lse=True),
+        flash_ext.attention(q, k, v, attn_mask=~hidden, return_lse=True),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
+    low = torch.full((17, 17), torch.finfo(torch.float32).min)
+    out = flash_ext.attention(*(t.float() for t in (q, k, v)), attn_mask=low)
+    assert out.abs().amax(-1).all()
+
+
+def test_a_mask_inside_packed_sequences_may_be_shorter_or_longer() -> None:
+    q, k, v, cu = make_packed(lengths=(3, 0, 9))
+    bias, mask = torch.randn(5, 20), torch.rand(5, 20) > 0.4
+    out_bias = flash_ext.attention_varlen(q, k, v, cu, cu, attn_mask=bias)
+    out_mask = flash_ext.attention_varlen(q, k, v, cu, cu, attn_mask=mask)
+    for start, length in ((0, 3), (3, 9)):
+        one = [t[None, start : start + length] for t in (q, k, v)]
+        own_bias, own_mask = torch.zeros(length, length), torch.zeros(length, length, dtype=torch.bool)
+        rows = min(length, 5)
+        own_bias[:rows], own_mask[:rows] = bias[:rows, :length], mask[:rows, :length]
+        torch.testing.assert_close(
+            out_bias[start : start + length], flash_ext.attention(*one, attn_mask=own_bias)[0]
+        )
+        torch.testing.assert_close(
+            out_mask[start : start + length], flash_ext.attention(*one, attn_mask=own_mask)[0]
+        )
+
+
+@pytest.mark.parametrize("dims", [("batch",), ("batch", "rows"), ("keys",)])
+def test_an_expanded_bias_gets_the_gradient_of_its_source(dims: tuple[str, ...]) -> None:
+    names = ("batch", "heads", "rows", "keys")
+    shape = [1 if name in dims else n for name, n in zip(names, (2, 4, 17, 17), strict=True)]
+    q, k, v = make_qkv(dtype=torch.float64)
+    source = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for bias in (source, source.expand(2, 4, 17, 17), source.expand(2, 4, 17, 17) * 1):
+        out = flash_ext.attention(q, k, v, attn_mask=bias, causal=True)
+        grads.append(torch.autograd.grad(out.sin().sum(), source)[0])
+    assert torch.equal(grads[0], grads[1])
+    torch.testing.assert_close(grads[0], grads[2])
+    # One that collects a gradient of its own gets it element by element.
+    kept = source.expand(2, 4, 17, 17)
+    kept.retain_grad()
+    leaf = source.detach().expand(2, 4, 17, 17).requires_grad_()
+    view_of_leaf = source.detach().expand(2, 4, 17, 17).requires_grad_()
+    for bias, used in ((kept, kept), (leaf, leaf), (view_of_leaf, view_of_leaf[:])):
+        flash_ext.attention(q, k, v, attn_mask=used, causal=True).sin().sum().backward()
+        torch.testing.assert_close(bias.grad.sum_to_size(shape), grads[0])
+        assert bias.grad.ne(0).sum() > source.numel()
+
+
+def test_an_expanded_bias_costs_no_expanded_gradient() -> None:
+    q, k, v = make_qkv(seqlen_q=4, dtype=torch.float64)
+    source = torch.randn(1, 4, 4, 4, dtype=torch.float64, requires_grad=True)
+    sizes: list[int] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            results = func(*args, **(kwargs or {}))
+            if func is torch.ops.flash_ext.bwd_mod.default:
+                sizes.append(results[3].numel())
+            return results
+
+    out = flash_ext.attention(q, k, v, attn_mask=source.expand(2, 4, 4, 4))
+    with Spy():
+        out.sum().backward()
+    assert sizes == [source.numel()]
+
+
+@pytest.fixture
+def _watching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalise._ZeroOneWatch, "left", normalise.FLOAT_MASKS_LOOKED_AT)
+
+
+@pytest.mark.usefixtures("_watching")
+def test_a_float_mask_of_zeros_and_ones_warns_once() -> None:
+    q, k, v = make_qkv()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for harmless in (torch.zeros(17), torch.randn(17, 17), torch.ones(17) > 0, torch.full((17,), 2.0)):
+            flash_ext.attention(q, k, v, attn_mask=harmless)
+    zero_one = torch.ones(2, 1, 1, 17)
+    zero_one[..., 9:] = 0
+    with pytest.warns(UserWarning, match=r"holds only 0 and 1: .*pass attn_mask.bool\(\)") as caught:
+        flash_ext.attention(q, k, v, attn_mask=zero_one)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_ext.attention(q, k, v, attn_mask=zero_one)
+
+
+@pytest.mark.usefixtures("_watching")
+def test_only_the_first_masks_are_looked_at() -> None:
+    q, k, v = make_qkv()
+    for _ in range(normalise.FLOAT_MASKS_LOOKED_AT):
+        flash_ext.attention(q, k, v, attn_mask=torch.randn(17))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_ext.attention(q, k, v, attn_mask=torch.ones(17))
+
+
+# ---- block masks -----------------------------------------------------------------------------------------
+
+
+def test_block_masks_of_three_origins_agree() -> None:
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ((i // 32 + j // 16 + b) % 3 > 0) & (i - j < 40 + h)
+
+    q, k, v = make_qkv(seqlen_q=70, seqlen_k=90, dtype=torch.float64)
+    index = [torch.arange(n).view([-1 if at == dim else 1 for at in range(4)])
+             for dim, n in enumerate((2, 4, 70, 90))]  # fmt: skip
+    mask = rule(*index)
+    want = flash_ext.attention(q, k, v, attn_mask=mask)
+    of_torch = create_block_mask(rule, 2, 4, 70, 90, device="cpu", BLOCK_SIZE=(32, 16))
+    for block_mask in (
+        flash_ext.BlockMask.from_dense(mask, (32, 16)),
+        flash_ext.BlockMask.from_rule(rule, 2, 4, 70, 90, (32, 16)),
+        flash_ext.BlockMask.from_torch(of_torch),
+    ):
+        assert block_mask.elements is not None
+        assert 0.5 < block_mask.density() < 1
+        torch.testing.assert_close(flash_ext.attention(q, k, v, block_mask=block_mask), want)
+        both = {"block_mask": block_mask.to("cpu"), "attn_mask": mask.flip(3)}
+        torch.testing.assert_close(
+            flash_ext.attention(q, k, v, causal=True, **both),
+            flash_ext.attention(q, k, v, causal=True, attn_mask=mask & mask.flip(3)),
+        )
+
+
+def test_whole_blocks_carry_no_element_mask() -> None:
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i // 16) >= (j // 16)
+
+    of_torch = create_block_mask(rule, None, None, 40, 50, device="cpu", BLOCK_SIZE=16)
+    dense_mask = rule(None, None, torch.arange(40)[:, None], torch.arange(50))
+    for block_mask in (
+        flash_ext.BlockMask.from_dense(dense_mask, 16),
+        flash_ext.BlockMask.from_rule(rule, None, None, 40, 50, 16),
+        flash_ext.BlockMask.from_torch(of_torch),
+    ):
+        assert block_mask.elements is None
+        assert block_mask.blocks.squeeze().tolist() == torch.ones(3, 4).tril().bool().tolist()
+        assert repr(block_mask) == "BlockMask(blocks (1, 1, 3, 4), block_size (16, 16), whole blocks)"
+
+
+# ---- gradients of single options -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", DIFFERENTIABLE)
+def test_only_an_option_needs_its_gradient(which: str) -> None:
+    inputs = make_inputs(packed=False)
+    option = next(o for o in make_options(inputs).values()
+                  if which in o.keywords and o.keywords[which].is_floating_point())  # fmt: skip
+    leaf = option.keywords[which]
+    (want,) = gradients(expected(inputs, option), [leaf])
+    detached = [t.detach() for t in inputs.qkv]
+    out = flash_ext.attention(*detached, **option.keywords)
+    (got,) = torch.autograd.grad(out.sin().sum(), leaf)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_per_head_options_take_any_float_and_give_its_gradient(dtype: torch.dtype) -> None:
+    q, k, v = make_qkv()
+    for name in ("alibi_slopes", "sinks"):
+        wide = torch.randn(4, requires_grad=True)
+        leaf = wide.detach().to(dtype).requires_grad_()
+        out = flash_ext.attention(q, k, v, **{name: leaf})
+        (grad,) = torch.autograd.grad(out.sin().sum(), leaf)
+        assert grad.dtype == dtype
+        rounded = leaf.detach().float().requires_grad_()
+        (want,) = torch.autograd.grad(flash_ext.attention(q, k, v, **{name: rounded}).sin().sum(), rounded)
+        torch.testing.assert_close(grad, want.to(dtype))
+
+
+def test_maxima_carry_no_gradient() -> None:
+    q, k, v = make_qkv(requires_grad=True)
+    out, lse, maxima = flash_ext.attention(q, k, v, return_lse=True, return_max_logits="row")
+    assert (out.requires_grad, lse.requires_grad, maxima.requires_grad) == (True, True, False)
+    assert maxima.shape == lse.shape
+    _, by_head = flash_ext.attention(q, k[:, :0], v[:, :0], return_max_logits="head")
+    assert by_head.tolist() == [-torch.inf] * 4
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------
+
+
+def test_two_calls_drop_different_weights_and_a_seed_repeats_them() -> None:
+    q, k, v = make_qkv()
+    generator = torch.Generator()
+    for keywords, seed in (({}, torch.manual_seed), ({"generator": generator}, generator.manual_seed)):
+        seed(1)
+        first, second = (flash_ext.attention(q, k, v, dropout_p=0.3, **keywords) for _ in range(2))
+        assert not torch.equal(first, second)
+        seed(1)
+        assert torch.equal(first, flash_ext.attention(q, k, v, dropout_p=0.3, **keywords))
+
+
+def test_a_call_advances_only_its_generator_and_only_with_dropout() -> None:
+    q, k, v = make_qkv()
+    generator = torch.Generator().manual_seed(3)
+    twin = torch.Generator().manual_seed(3)
+    state = torch.get_rng_state()
+    flash_ext.attention(q, k, v, generator=generator)
+    assert torch.equal(generator.get_state(), twin.get_state())
+    flash_ext.attention(q, k, v, generator=generator, dropout_p=0.5)
+    torch.randint(0, 2**63 - 1, (2,), generator=twin)
+    assert torch.equal(generator.get_state(), twin.get_state())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_everything_dropped_is_zero_and_keeps_lse() -> None:
+    q, k, v = make_qkv(requires_grad=True)
+    out, lse = flash_ext.attention(q, k, v, dropout_p=1.0, return_lse=True)
+    assert not out.any()
+    torch.testing.assert_close(lse, flash_ext.attention(q, k, v, return_lse=True)[1])
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_checkpointing_repeats_dropout() -> None:
+    inputs = make_qkv(requires_grad=True)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_ext.attention(q.sin(), k, v, dropout_p=0.4)
+
+    grads = []
+    for function in (layer, lambda *qkv: checkpoint(layer, *qkv, use_reentrant=False)):
+        seed_generators({})
+        grads.append(torch.autograd.grad(function(*inputs).sin().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_generator_of_another_device_is_refused() -> None:
+    q, k, v = (t.to("meta") for t in make_qkv())
+    with pytest.raises(ValueError, match=r'generator must be on the device of q, meta, got cpu. .*"meta"'):
+        flash_ext.attention(q, k, v, dropout_p=0.1, generator=torch.Generator())
+
+
+# ---- alignment -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 14), (14, 9)])
+def test_alignments(lengths: tuple[int, int]) -> None:
+    q, k, v = make_qkv(seqlen_q=lengths[0], seqlen_k=lengths[1], dtype=torch.float64)
+    rows, keys = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
+    for causal, shift in (("top_left", 0), ("bottom_right", lengths[1] - lengths[0])):
+        for window in ((-1, -1), (2, 5)):
+            visible = keys <= rows + shift
+            if window[0] >= 0:
+                visible &= keys >= rows + shift - window[0]
+            got = flash_ext.attention(q, k, v, causal=causal, window=window)
+            torch.testing.assert_close(got, flash_ext.attention(q, k, v, attn_mask=visible))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "operator"),
+    [
+        ({"causal": "bottom_right"}, "fwd"),
+        ({"causal": "top_left"}, "fwd"),
+        ({"softcap": 0.0, "dropout_p": 0.0, "sink_tokens": 0, "chunk_size": 0}, "fwd"),
+        ({"generator": torch.Generator()}, "fwd"),
+        ({"return_max_logits": True}, "fwd_mod"),
+        ({"softcap": 1.0}, "fwd_mod"),
+    ],
+)
+def test_what_asks_for_nothing_takes_the_plain_operator(keywords: dict, operator: str) -> None:
+    seen: list[str] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "flash_ext":
+                seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        flash_ext.attention(*make_qkv(), **keywords)
+    assert seen == [operator]

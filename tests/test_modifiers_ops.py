@@ -1,0 +1,495 @@
+"""``fwd_mod`` and ``bwd_mod`` inside PyTorch: schema checks, shapes, tracing, transforms, autocast, counters.
+
+Ids such as TC-01 name the rows of the gauntlet (docs/testing.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_ext
+from flash_ext.modifiers import Modifiers
+from flash_ext.ops_mod import modifier_arguments
+from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
+
+FWD = torch.ops.flash_ext.fwd_mod.default
+BWD = torch.ops.flash_ext.bwd_mod.default
+
+ROWS, KEYS, HEADS = 17, 23, 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# ---- registration ----------------------------------------------------------------------------------------
+
+
+def everything(device: str, packed: bool) -> Modifiers:
+    """All modifiers at once, in awkward strides."""
+    batch = 3 if packed else 2
+    rows, keys = ((14, 14) if packed else (ROWS, KEYS))  # fmt: skip
+
+    def intervals(n: int) -> Tensor:
+        bounds = torch.randint(0, 9, (n, 2), device=device, dtype=torch.int32)
+        return bounds.expand(1, n, 2) if packed else bounds.expand(1, 1, n, 2)
+
+    documents = [
+        torch.randint(0, 2, (n,) if packed else (batch, n), device=device).int() for n in (rows, keys)
+    ]
+    return Modifiers(
+        bias=torch.randn(HEADS, 1, KEYS, ROWS, device=device).permute(1, 0, 3, 2),
+        mask=torch.rand(batch, 1, ROWS, 2 * KEYS, device=device)[..., ::2] > 0.1,
+        document_q=documents[0],
+        document_k=documents[1],
+        prefix_lens=torch.arange(batch, device=device).int(),
+        hidden_rows=intervals(keys).contiguous(),
+        hidden_keys=intervals(rows).contiguous(),
+        blocks=(torch.rand(2, 2, HEADS, batch, device=device) > 0.2).permute(3, 2, 1, 0),
+        slopes=torch.rand(batch, HEADS, device=device),
+        sinks=torch.randn(HEADS, device=device),
+        rng=flash_ext.dropout_rng(device),
+        softcap=3.0, dropout_p=0.2, block_rows=16, block_cols=16, sink_tokens=1, chunk=8, top_left=True,
+    )  # fmt: skip
+
+
+def operator_inputs(kind: str, device: str) -> tuple:
+    """Arguments of fwd_mod without the three flags at the end."""
+    packed = kind.endswith("packed")
+    if packed:
+        q, k, v, cu = make_packed(device)
+        tensors = (q, k, v, cu, cu)
+    else:
+        tensors = (*make_qkv(device, seqlen_q=ROWS, seqlen_k=KEYS, head_dim_v=24), None, None)
+    mods = everything(device, packed) if kind.startswith("all") else Modifiers()
+    if kind == "bias":
+        mods = Modifiers(bias=torch.randn(1, HEADS, ROWS, 1, device=device, dtype=dtype_on(device)))
+    if kind == "sinks":
+        mods = Modifiers(
+            sinks=torch.randn(HEADS, device=device), mask=torch.rand(1, 1, 1, KEYS, device=device) > 0.5
+        )
+    return *tensors, 0, 0, 0.3, 9, 4, *modifier_arguments(mods)
+
+
+KINDS = ("all", "all packed", "bias", "sinks", "none")
+
+
+def backward_inputs(kind: str, device: str) -> tuple:
+    args = operator_inputs(kind, device)
+    out, lse, _ = FWD(*args, False, False, None)
+    needs = (kind != "sinks", *(args[at] is not None for at in (10, 18, 19)))
+    return torch.randn_like(out), *args[:3], out, lse, torch.randn_like(lse), *args[3:], *needs, False, None
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_fwd_mod(kind: str, device: str) -> None:  # TC-01
+    args = (*operator_inputs(kind, device), kind != "bias", False, None)
+    torch.library.opcheck(FWD, args)
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+    ]
+    torch.library.opcheck(FWD, tuple(leaves))
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_bwd_mod(kind: str, device: str) -> None:  # TC-01, TC-05
+    torch.library.opcheck(BWD, backward_inputs(kind, device))
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_for_tracing_are_the_real_ones(kind: str, device: str) -> None:  # TC-02
+    calls = [(FWD, (*operator_inputs(kind, device), True, False, None)), (BWD, backward_inputs(kind, device))]
+    for op, args in calls:
+        real = op(*args)
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+        meta = op(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
+        for expected, traced, on_meta in zip(real, fake, meta, strict=True):
+            assert expected.is_contiguous()
+            for got in (traced, on_meta):
+                assert (got.shape, got.stride(), got.dtype) == (
+                    expected.shape,
+                    expected.stride(),
+                    expected.dtype,
+                )
+            assert traced.device == expected.device
+
+
+def test_public_calls_trace_on_meta() -> None:
+    q, k, v = (t.to("meta") for t in make_qkv())
+    mask = torch.empty(17, 17, device="meta", dtype=torch.bool)
+    bias = torch.ones(17, 17, device="meta", requires_grad=True)
+    out, lse, maxima = flash_ext.attention(
+        q, k, v, attn_mask=bias, dropout_p=0.1, return_lse=True, return_max_logits="head"
+    )
+    assert (out.shape, lse.shape, maxima.shape) == (q.shape, (2, 4, 17), (4,))
+    (grad,) = torch.autograd.grad(out, bias, torch.empty_like(out))
+    assert grad.shape == bias.shape
+    assert flash_ext.attention(q, k, v, attn_mask=mask).shape == q.shape
+
+
+def test_calls_trace_for_a_gpu() -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 16, HEADS, 64, dtype=torch.bfloat16, device="cuda")
+        bias = torch.empty(16, 16, device="cuda")
+        out = flash_ext.attention(q, q, q, attn_mask=bias, dropout_p=0.1)
+        assert (out.shape, out.device.type) == (q.shape, "cuda")
+        with pytest.raises(ValueError, match="attn_mask must be on the device of q, cuda:0, got cpu"):
+            flash_ext.attention(q, q, q, attn_mask=torch.zeros(16, 16))
+
+
+# Field, the value of a direct call of the operator, and words of the refusal.
+NOT_NORMALISED = {
+    "bias rank": ({"bias": torch.zeros(ROWS, KEYS)}, ValueError, r"bias must have shape .*got \(17, 23\)"),
+    "bias dtype": ({"bias": torch.zeros(1, 1, 1, 1).double()}, TypeError, "bias must be torch.float32, got"),
+    "mask dtype": ({"mask": torch.zeros(1, 1, 1, 1)}, TypeError, "mask must be torch.bool"),
+    "one document": ({"document_q": torch.zeros(2, ROWS).int()}, ValueError, "must be given together"),
+    "strides": ({"prefix_lens": torch.zeros(4).int()[::2]}, ValueError, "prefix_lens must be contiguous"),
+    "slopes": ({"slopes": torch.zeros(2, 3)}, ValueError, r"slopes must have shape \(2, 4\), got \(2, 3\)"),
+    "sinks": ({"sinks": torch.zeros(4).double()}, TypeError, "sinks must be torch.float32, got"),
+    "no rng": ({"dropout_p": 0.5}, ValueError, "rng must be given with dropout_p"),
+    "rng": ({"rng": torch.zeros(2)}, TypeError, "rng must be torch.int64"),
+    "dropout": ({"dropout_p": 2.0}, ValueError, "dropout_p must be a probability"),
+    "softcap": ({"softcap": -2.0}, ValueError, "softcap must be"),
+    "chunk": ({"chunk": -1}, ValueError, "sink_tokens and chunk must not be negative, got 0 and -1"),
+    "intervals": ({"hidden_rows": torch.zeros(1, 1, KEYS, 3).int()}, ValueError, "hidden_rows must have"),
+    "block size": ({"blocks": torch.ones(1, 1, 1, 1) > 0, "block_rows": 8, "block_cols": 16}, ValueError,
+                   r"block_rows and block_cols must be positive multiples of 16, got \(8, 16\)"),
+    "blocks": ({"blocks": torch.ones(1, 1, 1, 1) > 0, "block_rows": 16, "block_cols": 16}, ValueError,
+               "blocks must have shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_NORMALISED)
+def test_the_operator_refuses_what_is_not_normalised(case: str) -> None:
+    fields, exception, words = NOT_NORMALISED[case]
+    q, k, v = make_qkv(seqlen_q=ROWS, seqlen_k=KEYS)
+    for device in ("cpu", "meta"):
+        moved = {
+            n: t.to(device) if isinstance(t, Tensor) and case != "strides" else t for n, t in fields.items()
+        }
+        if case == "strides" and device == "meta":
+            continue
+        args = (*(t.to(device) for t in (q, k, v)), None, None, 0, 0, 0.3, -1, -1)
+        with pytest.raises(exception, match=words):
+            FWD(*args, *modifier_arguments(Modifiers(**moved)), False, False, None)
+
+
+@on_devices
+def test_a_gradient_that_is_not_needed_or_not_there_has_no_elements(device: str) -> None:
+    args = backward_inputs("none", device)
+    for needs, with_elements in (((False, True, True, True), 0), ((True, True, True, True), 3)):
+        sizes = [grad.numel() > 0 for grad in BWD(*args[:-6], *needs, False, None)]
+        assert sizes == [True] * with_elements + [False] * (6 - with_elements)
+
+
+# ---- autograd and transforms -----------------------------------------------------------------------------
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    out, lse = flash_ext.attention(
+        q, k, v, attn_mask=bias, sinks=sinks, softcap=5.0, causal=True, return_lse=True
+    )
+    return out.sin().sum() + lse.cos().sum()
+
+
+def biased_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    tensors = (*make_qkv(dtype=dtype), torch.randn(2, 1, 17, 17), torch.randn(HEADS))
+    return [t.requires_grad_() for t in tensors]
+
+
+def test_second_derivative_raises() -> None:  # AG-02
+    inputs = biased_inputs()
+    for order in (inputs, inputs[::-1]):
+        grad, *_ = torch.autograd.grad(biased(*inputs), order, create_graph=True)
+        with pytest.raises(RuntimeError, match="flash_ext::bwd_mod is not implemented"):
+            grad.sum().backward()
+    detached = [t.detach() for t in inputs]
+
+    def slope(bias: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: biased(*detached[:3], x, detached[4]))(bias).sum()
+
+    with pytest.raises(RuntimeError, match="flash_ext::bwd_mod is not implemented"):
+        torch.func.grad(slope)(detached[3])
+
+
+def test_forward_mode_raises() -> None:  # AG-09
+    inputs = [t.detach() for t in biased_inputs()]
+    for at in (0, 3, 4):
+        with torch.autograd.forward_ad.dual_level():
+            duals = list(inputs)
+            duals[at] = torch.autograd.forward_ad.make_dual(inputs[at], torch.ones_like(inputs[at]))
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                biased(*duals)
+
+
+def test_saved_tensors_are_guarded_against_writing() -> None:  # AG-04
+    *inputs, sinks = biased_inputs()
+    bias = inputs[3] * 1
+    loss = biased(*inputs[:3], bias, sinks)
+    with torch.no_grad():
+        bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_func_grad_and_vmap() -> None:  # AG-09
+    inputs = biased_inputs()
+    expected = torch.autograd.grad(biased(*inputs), inputs)
+    detached = [t.detach() for t in inputs]
+    got = torch.func.grad(biased, argnums=tuple(range(5)))(*detached)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    # Per-sample gradients: queries and sinks mapped, the bias shared.
+    queries, sinks = torch.stack([detached[0], -detached[0]]), torch.stack([detached[4], 2 * detached[4]])
+    per_sample = torch.func.grad(biased, argnums=(0, 3, 4))
+    dims = (0, None, None, None, 0)
+    got = torch.vmap(per_sample, in_dims=dims)(queries, *detached[1:4], sinks)
+    for i in range(2):
+        want = per_sample(queries[i], *detached[1:4], sinks[i])
+        assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
+
+
+def test_vmap_over_packed_calls_and_dropout() -> None:
+    q, k, v, cu = make_packed()
+    shorter = cu.clone().clamp_(max=7)
+
+    def call(q: Tensor, cu: Tensor) -> Tensor:
+        return flash_ext.attention_varlen(q, k, v, cu, cu, sinks=torch.ones(HEADS))
+
+    got = torch.vmap(call, in_dims=(None, 0))(q, torch.stack([cu, shorter]))
+    assert torch.equal(got, torch.stack([call(q, cu), call(q, shorter)]))
+
+    x = make_qkv()
+    alike, different = (
+        torch.vmap(lambda q: flash_ext.attention(q, *x[1:], dropout_p=0.5), randomness=mode)(
+            torch.stack([x[0]] * 2)
+        )
+        for mode in ("same", "different")
+    )
+    assert torch.equal(alike[0], alike[1])
+    assert not torch.equal(different[0], different[1])
+
+
+def test_deterministic_mode_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is BWD:
+                seen.append(args[-2])
+            return func(*args, **(kwargs or {}))
+
+    for how in ("argument", "global", "neither"):
+        leaves = make_qkv(requires_grad=True)
+        torch.use_deterministic_algorithms(how == "global")
+        try:
+            out = flash_ext.attention(*leaves, softcap=2.0, deterministic=how == "argument")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        with Spy():
+            out.sum().backward()
+    assert seen == [True, True, False]
+
+
+# ---- autocast --------------------------------------------------------------------------------------------
+
+
+@on_devices
+def test_autocast(device: str) -> None:  # HD-11, TC-08
+    q, k, v = make_qkv(device, dtype=torch.float32, requires_grad=True)
+    half = [t.detach().bfloat16() for t in (q, k, v)]
+    for bias_dtype in (torch.float32, torch.bfloat16):
+        bias = torch.randn(17, 17, device=device).to(bias_dtype).requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            out, lse = flash_ext.attention(q, k, v, attn_mask=bias, return_lse=True)
+        plain, _ = flash_ext.forward(*half, attn_mask=bias)
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(out, plain)
+        out.float().sum().backward()
+        assert (q.grad.dtype, bias.grad.dtype) == (torch.float32, bias_dtype)
+    with torch.autocast(device, torch.bfloat16):
+        dq, dbias = flash_ext.backward(
+            torch.ones_like(out), q, k, v, out, lse, attn_mask=bias, needs=("q", "attn_mask")
+        )
+    assert (dq.dtype, dbias.dtype) == (torch.bfloat16, torch.bfloat16)
+
+    def loss(q: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return (
+                flash_ext.attention(q, k.detach(), v.detach(), softcap=3.0, deterministic=True).float().sum()
+            )
+
+    (expected,) = torch.autograd.grad(loss(q), q)
+    assert torch.equal(torch.func.grad(loss)(q.detach()), expected)
+
+
+def test_a_half_bias_of_float32_inputs_is_taken_under_autocast_only() -> None:
+    q, k, v = make_qkv()
+    bias = torch.randn(17, 17).bfloat16()
+    with pytest.raises(TypeError, match="attn_mask must be .* got torch.bfloat16"):
+        flash_ext.attention(q, k, v, attn_mask=bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flash_ext.attention(q, k, v, attn_mask=bias).dtype == torch.bfloat16
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------
+
+
+def check_training_step(compiled: Callable, eager: Callable, inputs: list[Tensor], **limits: float) -> None:
+    everything = []
+    for function in (compiled, eager):
+        torch.manual_seed(11)
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        loss = function(*leaves)
+        everything.append((loss, *torch.autograd.grad(loss, leaves)))
+    for got, expected in zip(*everything, strict=True):
+        torch.testing.assert_close(got, expected, **limits)
+
+
+@on_devices
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_graph_serves_many_lengths_of_masks_and_dropout(backend: str, device: str) -> None:  # TC-03
+    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        visible = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril()
+        out = flash_ext.attention(q, k, v, attn_mask=visible, dropout_p=0.2)
+        out = out + flash_ext.attention(
+            q, k, v, attn_mask=bias, causal="top_left", softcap=4.0, sink_tokens=1
+        )
+        return out.float().sin().sum()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seqlen in (5, 9, 17, 33, 41):
+        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(HEADS, 1, seqlen, device=device)]
+        check_training_step(compiled, layer, inputs, **tolerance(device))
+    assert counter.frame_count <= 3
+
+
+@on_devices
+def test_every_modifier_compiles(device: str) -> None:
+    slopes, sinks = torch.rand(HEADS, device=device), torch.randn(HEADS, device=device)
+    ids = torch.arange(17, device=device, dtype=torch.int32) // 5
+    present = torch.rand(2, 17, device=device) > 0.2
+    intervals = torch.zeros(17, 2, device=device, dtype=torch.int32)
+    prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
+    blocks = flash_ext.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor) -> Tensor:
+        out, maxima = flash_ext.attention(
+            q, k, v, causal=True, alibi_slopes=slopes, sinks=sinks, document_ids=ids,
+            key_padding_mask=present, hidden_rows=intervals, hidden_keys=intervals, prefix_lens=prefixes,
+            block_mask=blocks, chunk_size=9, return_max_logits="head",
+        )  # fmt: skip
+        return out.float().sin().sum() + maxima.sum()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    check_training_step(compiled, layer, [*make_qkv(device), slopes, sinks], **tolerance(device))
+
+
+@pytest.mark.slow
+@on_devices
+def test_inductor(device: str) -> None:
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (x @ weight).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
+        out = flash_ext.attention(q.sin(), k.cos(), v, causal=True, attn_mask=bias.tanh().mT)
+        return out.float().sin().sum()
+
+    x, weight, bias = (
+        torch.randn(shape, device=device) for shape in ((2, 33, 64), (64, 128), (HEADS, 33, 33))
+    )
+    inputs = [t.to(dtype_on(device)) for t in (x, weight / 8)] + [bias]
+    limits = {"atol": 1e-4, "rtol": 1e-4} if device == "cpu" else {"atol": 0.1, "rtol": 0.1}
+    check_training_step(torch.compile(layer, fullgraph=True), layer, inputs, **limits)
+
+
+@pytest.mark.slow
+@on_devices
+def test_inductor_draws_new_numbers_for_every_call(device: str) -> None:
+    @torch.compile(fullgraph=True)
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v, dropout_p=0.5)
+
+    inputs = make_qkv(device, heads_k=4)
+    draws = torch.stack([layer(*inputs) for _ in range(64)]).float()
+    assert all(not torch.equal(a, b) for a, b in zip(draws, draws[1:]))
+    plain = flash_ext.attention(*inputs).float()
+    error = (draws.mean(0) - plain).abs() / (draws.std(0) / 8 + 1e-6)
+    assert error.max() < 7  # standard errors, over 2176 elements
+
+
+@pytest.mark.parametrize("expanded", ["inside", "outside"])
+def test_an_expanded_bias_compiles(expanded: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v, attn_mask=bias.expand(2, HEADS, 17, 17)).sin().sum()
+
+    inputs = [*make_qkv(), torch.randn(HEADS, 1, 17)]
+    if expanded == "outside":
+        inputs[3] = inputs[3].expand(2, HEADS, 17, 17)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    check_training_step(compiled, layer, inputs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_mask_with_a_warning_compiles() -> None:
+    """A look at values would break the graph."""
+    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
+    q, k, v = make_qkv()
+    mask = torch.ones(17, 17)
+    torch.testing.assert_close(
+        compiled(q, k, v, attn_mask=mask), flash_ext.attention(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_export() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+            return flash_ext.attention(q, k, v, attn_mask=bias, softcap=2.0)
+
+    inputs = (*make_qkv(), torch.randn(HEADS, 1, 1))
+    program = torch.export.export(Layer(), inputs)
+    assert torch.equal(
+        program.module()(*inputs), flash_ext.attention(*inputs[:3], attn_mask=inputs[3], softcap=2.0)
+    )
+
+
+# ---- counters --------------------------------------------------------------------------------------------
+
+
+@on_devices
+def test_flop_counts_are_those_of_sdpa(device: str) -> None:
+    inputs = make_qkv(device, seqlen_q=ROWS, seqlen_k=KEYS, head_dim_v=24, requires_grad=True)
+    per_feature = 2 * 2 * HEADS * ROWS * KEYS
+    with FlopCounterMode(display=False) as counter:
+        out = flash_ext.attention(*inputs, softcap=1.0)
+    assert counter.get_total_flops() == per_feature * (16 + 24)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == per_feature * (3 * 16 + 2 * 24)
+
+
+@pytest.mark.gpu
+def test_dropout_in_a_cuda_graph_draws_anew_at_every_replay() -> None:
+    q, k, v = make_qkv("cuda")
+    flash_ext.attention(q, k, v, dropout_p=0.5, attn_mask=torch.ones(17, 17, device="cuda"))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    mask = torch.ones(17, 17, device="cuda")
+    with torch.cuda.graph(graph):
+        out = flash_ext.attention(q, k, v, dropout_p=0.5, attn_mask=mask)
+    draws = []
+    for _ in range(2):
+        graph.replay()
+        draws.append(out.clone())
+    assert not torch.equal(*draws)

@@ -136,12 +136,12 @@ def _covered_rows(bounds: list[tuple[int, int]], device: torch.device) -> Tensor
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def _grid(x: Tensor, seqlen_q: int, seqlen_k: int, beyond: float) -> Tensor:
-    """(b, h, rows, cols) with rows and cols cut or continued with ``beyond``; a single one is broadcast."""
+def _grid(x: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """(b, h, rows, cols) with rows and cols cut or continued with 0 or False; a single one is broadcast."""
     rows = 1 if x.shape[2] == 1 else seqlen_q
     cols = 1 if x.shape[3] == 1 else seqlen_k
     x = x[:, :, :rows, :cols]
-    return F.pad(x, (0, cols - x.shape[3], 0, rows - x.shape[2]), value=beyond)
+    return F.pad(x, (0, cols - x.shape[3], 0, rows - x.shape[2]))
 
 
 def _centres(mods: Modifiers, seqlen_q: int, seqlen_k: int, device: torch.device | None) -> Tensor:
@@ -163,13 +163,14 @@ def _visible(
     if spec.window_left >= 0:
         visible = visible & (cols >= centres - spec.window_left)
     if mods.chunk:
-        visible = visible & (centres >= 0) & (cols // mods.chunk == centres // mods.chunk)
+        # Rows aligned before the first key have a negative chunk, hence no key.
+        visible = visible & (cols // mods.chunk == centres // mods.chunk)
     visible = visible | ((cols < mods.sink_tokens) & before_right_edge)
     if mods.prefix_lens is not None:
         visible = visible | (cols < mods.prefix_lens[:, None, None, None])
 
     if mods.mask is not None:
-        visible = visible & _grid(mods.mask, seqlen_q, seqlen_k, False)
+        visible = visible & _grid(mods.mask, seqlen_q, seqlen_k)
     if mods.document_q is not None and mods.document_k is not None:
         of_row, of_key = mods.document_q[:, None, :, None], mods.document_k[:, None, None, :]
         visible = visible & (of_row == of_key) & (of_key >= 0)
@@ -183,7 +184,7 @@ def _visible(
         elements = mods.blocks.repeat_interleave(mods.block_rows, dim=2)
         elements = elements.repeat_interleave(mods.block_cols, dim=3)[:, :, :seqlen_q, :seqlen_k]
         short = (0, seqlen_k - elements.shape[3], 0, seqlen_q - elements.shape[2])
-        visible = visible & F.pad(elements, short, value=False)
+        visible = visible & F.pad(elements, short)
     return visible
 
 
@@ -198,7 +199,7 @@ def _score_terms(mods: Modifiers, seqlen_q: int, seqlen_k: int, device: torch.de
         return None
     terms = torch.zeros(1, 1, seqlen_q, seqlen_k, dtype=torch.float64, device=device)
     if mods.bias is not None:
-        terms = terms + _grid(mods.bias.double(), seqlen_q, seqlen_k, 0.0)
+        terms = terms + _grid(mods.bias.double(), seqlen_q, seqlen_k)
     if mods.slopes is not None:
         distance = _centres(mods, seqlen_q, seqlen_k, device) - torch.arange(seqlen_k, device=device)
         terms = terms - mods.slopes.double()[..., None, None] * distance.abs()

@@ -148,14 +148,14 @@ def _span(span: slice, size: int) -> slice:
     return slice(0, 1) if size == 1 else slice(min(span.start, size), min(span.stop, size))
 
 
-def _tile(x: Tensor, rows: slice, cols: slice, beyond: float) -> Tensor:
-    """(heads, rows|1, cols|1) of a (heads, R|1, C|1) tensor, continued with ``beyond`` where that ends."""
+def _tile(x: Tensor, rows: slice, cols: slice) -> Tensor:
+    """(heads, rows|1, cols|1) of a (heads, R|1, C|1) tensor, continued with 0 or False where that ends."""
     part = x[:, _span(rows, x.shape[1]), _span(cols, x.shape[2])]
     missing_rows, missing_cols = (
         0 if size == 1 else span.stop - span.start - part.shape[dim]
         for dim, size, span in ((1, x.shape[1], rows), (2, x.shape[2], cols))
     )
-    return F.pad(part, (0, missing_cols, 0, missing_rows), value=beyond)
+    return F.pad(part, (0, missing_cols, 0, missing_rows))
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _ScoreTiles:
                     (self.seqlen_q, mods.block_rows, mods.blocks.shape[2]),
                 )
             ]
-            self.blocks = F.pad(mods.blocks[0], (0, missing[0], 0, missing[1]), value=False)
+            self.blocks = F.pad(mods.blocks[0], (0, missing[0], 0, missing[1]))
 
     def _base_rule(self) -> tuple[Tensor, Tensor, Tensor]:
         """(seqlen_q,) int64 each: by position, a row sees the keys [lo, hi) and those before ``always``."""
@@ -223,9 +223,9 @@ class _ScoreTiles:
         if mods.prefix_lens is not None:
             always = always.clamp(min=min(int(mods.prefix_lens[0]), seqlen_k))
         if mods.chunk:
+            # Rows aligned before the first key have a chunk of negative positions, hence no key.
             first = centre.div(mods.chunk, rounding_mode="floor") * mods.chunk
             lo, hi = torch.maximum(lo, first), torch.minimum(hi, first + mods.chunk)
-            hi = hi.masked_fill(centre < 0, 0)
         return lo, hi, always
 
     def query_blocks(self) -> list[slice]:
@@ -262,7 +262,7 @@ class _ScoreTiles:
         if mods.blocks is not None:
             visible = visible & self.blocks[:, row // mods.block_rows, col // mods.block_cols]
         if mods.mask is not None:
-            visible = visible & _tile(mods.mask[0], rows, cols, False)
+            visible = visible & _tile(mods.mask[0], rows, cols)
         if mods.hidden_rows is not None:
             for start, end in _intervals(mods.hidden_rows[0, :, cols]):
                 visible = visible & ((row < start[:, None, :]) | (row >= end[:, None, :]))
@@ -279,7 +279,7 @@ class _ScoreTiles:
             tanh = scores.div_(mods.softcap).tanh_()
             scores = tanh * mods.softcap
         if mods.bias is not None:
-            scores.add_(_tile(mods.bias[0], rows, cols, 0.0).to(self.dtype))
+            scores.add_(_tile(mods.bias[0], rows, cols).to(self.dtype))
         if mods.slopes is not None:
             scores.sub_(mods.slopes.to(self.dtype).view(-1, 1, 1) * self.distance(rows, cols))
         return scores, tanh

@@ -267,7 +267,7 @@ def test_masks_by_content():
     document_q, document_k = torch.randint(-1, 3, (2, seqlen_q)), torch.randint(-1, 3, (2, seqlen_k))
     hidden_rows = torch.randint(-2, seqlen_q + 3, (1, 3, seqlen_k, 4))
     hidden_keys = torch.randint(-2, seqlen_k + 3, (2, 1, seqlen_q, 2))
-    blocks = torch.rand(1, 3, 2, 2) > 0.4
+    blocks = torch.tensor([[[[1, 0], [0, 1]], [[1, 1], [1, 1]], [[0, 1], [1, 1]]]], dtype=torch.bool)
     one_by_one = {
         "documents": (Modifiers(document_q=document_q, document_k=document_k),
                       lambda b, h, i, j: document_q[b, i] == document_k[b, j] >= 0),

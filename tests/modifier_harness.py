@@ -1,0 +1,353 @@
+"""Runs cases with modifiers through the public functions, both ways, under the rules of harness.py.
+
+F1 to F7 hold as there: poisoned memory, guards around every tensor that the call reads, unchanged inputs, the
+same bits twice (dq: in deterministic mode), nothing left behind, special values and noise, and the launch
+that was asked for.
+
+    python -m tests.modifier_harness --target sm80 --repro '{"mods":"bias_1hqk,drop0.5","causal":true}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext.modifiers import of_sequence
+from flash_ext.ops import _C
+from flash_ext.reference import visible_mask
+from tests import compare
+from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, leaving_nothing_behind, poisoned
+from tests.inputs import tensor_shapes
+from tests.judge import judge
+from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs
+from tests.modifier_truth import GRADIENTS, compute_modifier_truth
+
+RESULTS = ("out", "lse", "row_max")
+
+
+def repro_line(mcase: ModifierCase, target: Target) -> str:
+    return f"python -m tests.modifier_harness --target {target.name} --repro '{mcase.to_json()}'"
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+
+
+def call(
+    x: ModifierInputs, target: Target, qkv: list[Tensor] | None = None, **changes: Any
+) -> tuple[Tensor, ...]:
+    """out, lse and row_max of the public function; ``changes`` replace keywords."""
+    case, plain = x.mcase.case, x.plain
+    qkv = [plain.q, plain.k, plain.v] if qkv is None else qkv
+    options = dict(
+        causal=case.causal, window=case.window, softmax_scale=case.softmax_scale, return_lse=True,
+        return_max_logits=True, deterministic=case.deterministic, path=target.path,
+    )  # fmt: skip
+    if not case.is_packed:
+        return flash_ext.attention(*qkv, **(options | x.keywords({}) | changes))
+    if case.hints:
+        options["max_seqlen_q"], options["max_seqlen_k"] = plain.max_seqlens
+    options |= x.keywords({}) | changes
+    return flash_ext.attention_varlen(*qkv, plain.cu_seqlens_q, plain.cu_seqlens_k, **options)
+
+
+def call_and_differentiate(x: ModifierInputs, target: Target) -> dict[str, Tensor]:
+    """All results of the public function and the gradients that the case needs, detached."""
+    case, plain, needs = x.mcase.case, x.plain, x.mcase.needs
+    qkv = [t.detach().requires_grad_("qkv" in needs) for t in (plain.q, plain.k, plain.v)]
+    leaves = {name: t.requires_grad_("mods" in needs) for name, t in x.leaves().items()}
+    with poisoned(target.device, _allocations(x, False)):
+        results = call(x, target, qkv, **x.keywords(leaves))
+    found = {name: t.detach() for name, t in zip(RESULTS, results)}
+    wanted = dict(zip(("dq", "dk", "dv"), qkv)) if "qkv" in needs else {}
+    if "mods" in needs:
+        wanted |= {GRADIENTS[name]: t for name, t in leaves.items()}
+    if not case.backward or not wanted:
+        return found
+    _check_launch(x, target, "fwd")
+    outputs, gradients = [results[0]], [plain.dout]
+    if plain.dlse is not None:
+        outputs, gradients = [*outputs, results[1]], [*gradients, plain.dlse]
+    with poisoned(target.device, _allocations(x, True)):
+        grads = torch.autograd.grad(outputs, list(wanted.values()), gradients)
+    found |= dict(zip(wanted, grads))
+    _check_launch(x, target, "bwd")
+    return found
+
+
+def _allocations(x: ModifierInputs, backward: bool) -> list[int]:
+    """Byte counts that a call is expected to allocate, and many others for its workspaces."""
+    shapes = {name: math.prod(shape) for name, shape in tensor_shapes(x.mcase.case).items()}
+    sizes = [512 << i for i in range(8)]
+    if not backward:
+        return [*sizes, 2 * shapes["out"], 4 * shapes["lse"], 4 * shapes["lse"]]
+    leaves = [t.numel() * t.element_size() for t in x.leaves().values()]
+    wide = 4 * shapes["lse"] * -(-x.mcase.case.head_dim // 32) * 32
+    return [*sizes, 2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], 8 * shapes["lse"], wide, *leaves]
+
+
+def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
+    """F7: the recorded launch is the one that was asked for."""
+    case = x.mcase.case
+    nothing_to_do = not all(math.prod(shape) for shape in tensor_shapes(case).values()) or case.lens_q == ()
+    if target.device == "cpu" or nothing_to_do:
+        return
+    launch = _C.last_launch()
+    assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
+    assert launch["path"] == target.path, f"path {target.path} was asked for, {launch['path']} ran"
+    compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
+    assert compiled >= max(case.head_dim, case.dim_v), (
+        f"{launch['kernel']} for head sizes {case.head_dim}, {case.dim_v}"
+    )
+    if direction == "bwd":
+        assert launch["deterministic"] == case.deterministic, f"deterministic={launch['deterministic']} ran"
+    limit = dict(target.switches).get("smem_per_block")
+    assert limit is None or launch["smem_bytes"] <= limit, f"{launch['smem_bytes']} bytes of shared memory"
+
+
+# --------------------------------------------------------------------------------------------------
+# One case
+
+
+@contextlib.contextmanager
+def _naming(mcase: ModifierCase, target: Target) -> Iterator[None]:
+    """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
+    thread = threading.current_thread()
+    name, thread.name = thread.name, repro_line(mcase, target)  # where a timeout prints it
+    try:
+        yield
+    except Exception as error:
+        words = f"{repro_line(mcase, target)}\n    "
+        words += str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, AssertionError) and target.device == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # every later call would fail, whatever it does
+                raise DeviceLost(words) from error
+        raise CaseFailure(words) from error
+    finally:
+        thread.name = name
+
+
+def run_case(mcase: ModifierCase, target: Target) -> dict[str, Any]:
+    """Runs a case twice, checks F1 to F7 and returns the errors in noise units by result.
+
+    Raises:
+        CaseFailure: something does not hold; the message begins with the line that repeats the case.
+        DeviceLost: a CUDA error; the process cannot go on.
+    """
+    with _naming(mcase, target):
+        on_gpu = target.device == "cuda"
+        x = make_modifier_inputs(mcase, target.device)
+        place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
+        runs: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for run in runs:
+            with leaving_nothing_behind(target.device, run):
+                run |= call_and_differentiate(x, target)
+        if on_gpu:
+            torch.cuda.synchronize()
+            now = (torch.cuda.current_device(), torch.cuda.current_stream())
+            assert place == now, f"current device or stream moved from {place} to {now}"
+        assert x.unchanged(), "an input or the memory around it was written"
+        _check_forms(x, runs[0])
+        return judge(*runs, compute_modifier_truth(x), mcase.case.deterministic)
+
+
+def _check_forms(x: ModifierInputs, results: dict[str, Tensor]) -> None:
+    """Shapes and types of the results; contiguity of those that the operators make."""
+    case, leaves = x.mcase.case, {GRADIENTS[name]: t for name, t in x.leaves().items()}
+    shapes = tensor_shapes(case)
+    shapes["row_max"] = shapes["lse"]
+    for name, t in results.items():
+        if name in leaves:
+            shape, dtype = tuple(leaves[name].shape), leaves[name].dtype
+        else:
+            shape = shapes[name if name in RESULTS else name.removeprefix("d")]
+            dtype = torch.float32 if name in ("lse", "row_max") else case.torch_dtype
+        assert tuple(t.shape) == shape, f"{name} has shape {tuple(t.shape)}, not {shape}"
+        assert t.dtype == dtype, f"{name} is {t.dtype}, not {dtype}"
+        assert name in leaves or t.is_contiguous(), f"{name} has strides {t.stride()}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Exact probes
+
+
+def visible_of(x: ModifierInputs) -> list[tuple[slice, slice, Tensor]]:
+    """For each sequence its rows, its keys and (h, rows, keys) bool, who sees whom; a bias counts as none."""
+    case, mods = x.mcase.case, x.meaning({})
+    found, start_q, start_k = [], 0, 0
+    for b, (len_q, len_k) in enumerate(case.sequences()):
+        rows, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
+        own = of_sequence(mods, b, rows, keys) if case.is_packed else of_sequence(mods, b)
+        seen = [
+            visible_mask(case.spec, len_q, len_k, x.plain.q.device, own, 0, h) for h in range(case.num_heads)
+        ]
+        found.append((rows, keys, torch.stack(seen)))
+        start_q, start_k = start_q + len_q, start_k + len_k
+    return found
+
+
+def count_probe(mcase: ModifierCase, target: Target) -> None:
+    """q = 0: lse is the logarithm of the number of visible keys; rows without any give 0 and -inf."""
+    with _naming(mcase, target):
+        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
+        out, lse, row_max = call(x, target)
+        out, lse = _flat(x, out), _flat_statistic(x, lse)
+        row_max = _flat_statistic(x, row_max)
+        for rows, _, seen in visible_of(x):
+            n = seen.sum(-1)
+            empty = (n == 0).T
+            wrong = (lse[rows].double() - n.T.double().log()).abs() > compare.COUNT_LSE_GATE
+            wrong = torch.where(empty, lse[rows] != -math.inf, wrong)
+            assert not wrong.any(), _at("lse", wrong, lse[rows].double().exp(), n.T)
+            leak = empty & (out[rows] != 0).any(-1)
+            assert not leak.any(), _at("out of rows that see nothing", leak, out[rows].amax(-1), n.T)
+            wrong = row_max[rows] != torch.where(empty, -math.inf, 0.0)
+            assert not wrong.any(), _at("row_max", wrong, row_max[rows], n.T)
+
+
+def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
+    """dout on single rows: dk and dv are exactly 0 at keys the row does not see, and dv is not elsewhere."""
+    with _naming(mcase, target):
+        x = make_modifier_inputs(mcase, target.device)
+        q, k, v = (t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v))
+        out = call(x, target, [q, k, v])[0]
+        parts = visible_of(x)
+        rows, keys, seen = max(parts, key=lambda part: part[2].shape[1])
+        group, len_q = mcase.case.num_heads // mcase.case.num_heads_k, seen.shape[1]
+        for row in sorted({0, len_q // 3, len_q // 2, len_q - 1}):
+            dout = torch.zeros_like(out)
+            _flat(x, dout)[rows.start + row] = 8
+            dq, dk, dv = torch.autograd.grad(out, [q, k, v], dout, retain_graph=True)
+            by_key = torch.zeros(dk.shape[-2], _flat(x, dk, 1).shape[0], dtype=torch.bool, device=dk.device)
+            by_key[:, keys] = seen[:, row].unflatten(0, (-1, group)).any(1)
+            for name, grad in (("dk", dk), ("dv", dv)):
+                size = _flat(x, grad, 1).abs().amax(-1).T
+                wrong = ~by_key & (size != 0)
+                assert not wrong.any(), _at(f"row {row}: {name} of a hidden key", wrong, size, by_key)
+                wrong = by_key & (size == 0)
+                certain = name == "dv" and not any(m.startswith(("drop", "alibi")) for m in mcase.mods)
+                assert not (wrong.any() and certain), _at(f"row {row}: {name} of a key", wrong, size, by_key)
+            others = _flat(x, dq).clone()
+            others[rows.start + row] = 0
+            assert not others.any(), f"row {row}: dq of another row is not 0"
+
+
+def needle_probe(mcase: ModifierCase, target: Target) -> None:
+    """Each row asks loudly for one key, the last hidden or the first visible of a change: its value, or not.
+
+    Row i asks for key (i * step) % seqlen_k in three ways. If the key is visible out is its value, up to what
+    the other keys weigh; if it is hidden its logit leaves no trace in row_max.
+    """
+    with _naming(mcase, target):
+        x = make_modifier_inputs(mcase, target.device)
+        case, generator = mcase.case, torch.Generator().manual_seed(mcase.case.seed)
+        scale = 1 / math.sqrt(case.head_dim)
+        sign = torch.randint(0, 2, x.plain.k.shape, generator=generator) * 2 - 1
+        k = sign.to(x.plain.k)
+        v = torch.randn(x.plain.v.shape, generator=generator).to(x.plain.v)
+        group = case.num_heads // case.num_heads_k
+        logit = 4 * math.sqrt(case.head_dim)
+        u = compare.UNIT_ROUNDOFF[case.torch_dtype]
+        for step in (1, 7, 31):
+            q = torch.zeros_like(x.plain.q)
+            asked = []
+            for rows, keys, seen in visible_of(x):
+                if not seen.numel():
+                    continue
+                wanted = (torch.arange(seen.shape[1], device=q.device) * step) % seen.shape[2]
+                asked.append((rows, keys, seen, wanted))
+                _flat(x, q)[rows] = 4 * _flat(x, k, 1)[keys][wanted].repeat_interleave(group, 1)
+            out, _, row_max = call(x, target, [q, k, v], softmax_scale=scale)
+            out, row_max = _flat(x, out), _flat_statistic(x, row_max)
+            for rows, keys, seen, wanted in asked:
+                sees = seen[:, torch.arange(len(wanted)), wanted].T
+                hidden = ~sees & (row_max[rows] > 0.75 * logit)
+                assert not hidden.any(), _at("a hidden key's logit", hidden, row_max[rows], sees)
+                value = _flat(x, v, 1)[keys][wanted].repeat_interleave(group, 1)
+                error = (out[rows].double() - value.double()).abs()
+                # A key with the same code by chance, or a near one, is not excluded for few features.
+                wrong = sees & (error > 2 * u * value.double().abs() + u).any(-1)
+                assert not wrong.any(), _at("a visible key's value", wrong, out[rows].amax(-1), sees)
+
+
+def _flat(x: ModifierInputs, t: Tensor, side: int = 0) -> Tensor:
+    """(rows of all sequences, heads, features), a view."""
+    return t if x.mcase.case.is_packed else t.flatten(0, 1)
+
+
+def _flat_statistic(x: ModifierInputs, t: Tensor) -> Tensor:
+    """(rows of all sequences, heads) of lse or row_max."""
+    return t.T if x.mcase.case.is_packed else t.transpose(1, 2).flatten(0, 1)
+
+
+def _at(what: str, wrong: Tensor, got: Tensor, expected: Tensor) -> str:
+    index = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} places are wrong; first at {index}: got "
+        f"{got[index].item():.9g}, expected by {expected[index].item()}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Many cases in one test
+
+
+def for_each(
+    mcases: Iterable[ModifierCase],
+    target: Target,
+    run: Callable[[ModifierCase, Target], Any] = run_case,
+    cpu: int | None = None,
+    show: int = 8,
+) -> None:
+    """Runs all cases in one test and fails with the first failures; about ``cpu`` of them without a GPU."""
+    reason = target.why_not()
+    if reason:
+        pytest.skip(reason)
+    mcases = list(mcases)
+    if cpu is not None:
+        mcases = target.pick(mcases, cpu)
+    failures = []
+    with target.active():
+        for mcase in mcases:
+            try:
+                run(mcase, target)
+            except CaseFailure as failure:
+                failures.append(str(failure))
+            except DeviceLost as lost:
+                pytest.exit(f"CUDA context lost in\n{lost}", returncode=3)
+    if failures:
+        shown = "\n".join(failures[:show])
+        pytest.fail(f"{len(failures)} of {len(mcases)} cases failed\n{shown}", pytrace=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.modifier_harness", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--target", choices=TARGETS, default="cpu")
+    parser.add_argument("--repro", type=ModifierCase.from_json, required=True, help="the case, as JSON")
+    options = parser.parse_args()
+    target = TARGETS[options.target]
+    if target.why_not():
+        print(f"target {target.name}: {target.why_not()}", file=sys.stderr)
+        return 2
+    with target.active():
+        for name, error in run_case(options.repro, target).items():
+            print(f"{name}: rms {error.rms:.3g}, largest {error.largest:.3g} noise units")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

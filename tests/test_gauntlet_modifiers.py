@@ -1,0 +1,98 @@
+"""Gauntlet: every modifier alone and in pairs, forward and backward, and exact probes of every mask."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import dense, packed
+from tests.harness import Target, on_all_tiles, on_paths
+from tests.modifier_cases import (
+    ALL_MODIFIERS,
+    MASKS,
+    STRUCTURE,
+    ModifierCase,
+    paired_cases,
+    single_cases,
+)
+from tests.modifier_harness import count_probe, for_each, needle_probe, sparse_dout_probe
+
+
+@on_all_tiles
+def test_every_modifier_alone(target: Target) -> None:
+    """With every head size, type, packing, group, window and mode somewhere; gradients of all inputs."""
+    for_each(single_cases(), target, cpu=40)
+
+
+@on_all_tiles
+def test_every_pair_of_modifiers(target: Target) -> None:
+    """A covering array: every two choices of all modifiers, shapes, types and modes occur together."""
+    for_each(paired_cases(), target, cpu=20)
+
+
+def test_case_lists_say_what_they_cover() -> None:
+    """All names occur, every case survives its line of JSON, and causal is on where "top" asks for it."""
+    for mcases in (single_cases(), paired_cases()):
+        for mcase in mcases:
+            assert ModifierCase.from_json(mcase.to_json()) == mcase
+            assert mcase.case.causal or not mcase.has_top_left
+    alone = {name for mcase in single_cases() for name in mcase.mods}
+    assert alone >= set(ALL_MODIFIERS)
+
+
+# --------------------------------------------------------------------------------------------------
+# Who sees whom, exactly
+
+HIDING = [*MASKS, *STRUCTURE, "padding,documents", "hrows1,hkeys2_b", "prefix,sinktok5,chunk32",
+          "blocks64x128_bh,mask_b1qk", "top,chunk32,sinktok3", "documents,prefix,blocks16x16_h"]  # fmt: skip
+
+
+def mask_cases() -> list[ModifierCase]:
+    """Every mask with tiles of several sizes cut, causal, windows, both alignments, dense and packed."""
+    mcases = []
+    for index, names in enumerate(HIDING):
+        mods = tuple(names.split(","))
+        for at, (causal, window) in enumerate(((False, (-1, -1)), (True, (-1, -1)), (False, (50, 3)))):
+            common = {"causal": causal or "top" in mods, "window": window, "seed": index + at}
+            head_dim = (64, 128, 256)[(index + at) % 3]
+            mcases.append(ModifierCase(
+                packed([7, 0, 190, 64], [90, 9, 130, 0], num_heads=4, num_heads_k=2, tail=3 * at,
+                       head_dim=head_dim, **common), mods))  # fmt: skip
+            cut = tuple(name.removesuffix("_short").removesuffix("_long") for name in mods)
+            for seqlen_q, seqlen_k in ((200, 257), (129, 65)) if at == 1 else ((193, 320),):
+                mcases.append(ModifierCase(dense(2, seqlen_q, seqlen_k, 4, 2, head_dim, **common), cut))
+    return mcases
+
+
+@on_all_tiles
+def test_mk_every_mask_shows_exactly_its_keys(target: Target) -> None:
+    """Count probe: with q = 0 lse is the logarithm of how many keys the rules, written as one mask, leave."""
+    for_each(mask_cases(), target, count_probe, cpu=40)
+
+
+@on_all_tiles
+def test_mk_hidden_keys_get_exactly_no_gradient(target: Target) -> None:
+    """Sparse dout, also without any key: dk and dv are 0 where nothing is visible, bit for bit."""
+    for_each(mask_cases()[::3], target, sparse_dout_probe, cpu=12)
+
+
+@on_paths
+def test_mk_needles(target: Target) -> None:
+    for_each(mask_cases()[1::3], target, needle_probe, cpu=8)
+
+
+@pytest.mark.parametrize("alignment", ["top", ""])
+@on_all_tiles
+def test_mk01_mk14_both_alignments_around_tile_edges(target: Target, alignment: str) -> None:
+    """MK-01, MK-03, MK-14 with the alignment at the top left and with chunks and sink tokens around tiles."""
+    mcases = [
+        ModifierCase(
+            dense(1, tile + dq, tile + dk, 2, 1, 64, causal=True, window=window),
+            tuple(filter(None, (alignment, f"sinktok{tile + dk}" if dk == 1 else "sinktok1",
+                                f"chunk{tile + dq}" if dq else ""))),
+        )
+        for tile in (64, 80, 128, 192)
+        for dq in (-1, 0, 1)
+        for dk in (-tile // 2, -1, 0, 1)
+        for window in ((-1, -1), (31, -1))
+    ]  # fmt: skip
+    for_each(mcases, target, count_probe, cpu=16)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import operator
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flash_ext
 from flash_ext.ops import _C
 from tests import compare
+from tests.qkv import make_qkv, null_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -36,6 +38,7 @@ from build_backend import pins  # noqa: E402
 
 README = ROOT / "README.md"
 KERNELS = ROOT / "docs" / "kernels.md"
+MASKS = ROOT / "docs" / "masks.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")])
 FUNCTIONS = (flash_ext.attention, flash_ext.attention_varlen, flash_ext.forward, flash_ext.backward)
 # Shared memory a block may use, bytes, by compute capability.
@@ -132,14 +135,22 @@ def test_examples_run(path: Path) -> None:
 
 def test_readme_signatures_are_those_of_the_functions() -> None:
     (block,) = code_blocks(README, "py")
-    written = {node.name: node for node in ast.parse(block).body if isinstance(node, ast.FunctionDef)}
+    body = ast.parse(block).body
     public = {name for name in flash_ext.__all__ if callable(getattr(flash_ext, name))}
-    assert set(written) == public
+    assert {node.name for node in body} == public
+    written = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            methods = {name for name in vars(getattr(flash_ext, node.name)) if not name.startswith("_")}
+            assert {item.name for item in node.body} == methods | {"__init__"}
+            written |= {f"{node.name}.{item.name}": item for item in node.body}
+        else:
+            written[node.name] = node
     for name, node in written.items():
-        parameters = inspect.signature(getattr(flash_ext, name)).parameters.values()
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        parameters = inspect.signature(operator.attrgetter(name)(flash_ext)).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
         keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        assert [arg.arg for arg in node.args.args] == positional, name
+        assert [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")] == positional, name
         assert [arg.arg for arg in node.args.kwonlyargs] == keywords, name
         defaults = [ast.literal_eval(item) for item in node.args.defaults + node.args.kw_defaults if item]
         assert defaults == [p.default for p in parameters if p.default is not p.empty], name
@@ -215,18 +226,29 @@ def test_readme_types_and_head_sizes() -> None:
                     flash_ext.attention(y, y, y)
 
 
+def keywords_of_attention() -> set[str]:
+    parameters = inspect.signature(flash_ext.attention).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
 def test_readme_features() -> None:
     parameters = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
     table = rows(section(README, "Features"))
     assert {row[1] for row in table} == {"yes", "no"}
+    named = {name for row in table for name in re.findall(r"`(\w+)`", row[2])}
+    assert keywords_of_attention() - {"softmax_scale", "path"} <= named
     for feature, state, how in table:
         for name in re.findall(r"`(\w+)`", how):
             known = name in parameters or hasattr(flash_ext, name) or hasattr(torch.Tensor, name)
             assert known == (state == "yes"), f"{feature}: {name}"
-    x = torch.randn(1, 2, 8, 16)
-    for refused in ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, {"dropout_p": 0.1}):
-        with pytest.raises(NotImplementedError):
-            flash_ext.scaled_dot_product_attention(x, x, x, **refused)
+
+
+def test_masks_page_names_every_option() -> None:
+    """And no option that is not there."""
+    table = rows(section(MASKS, "Every keyword"))
+    named = {name for row in table for name in re.findall(r"`(\w+)[=`]", row[0])}
+    no_masks = {"softmax_scale", "generator", "return_lse", "return_max_logits", "deterministic", "path"}
+    assert named == keywords_of_attention() - no_masks
 
 
 def test_versions_are_those_of_the_project() -> None:
@@ -284,6 +306,16 @@ TILE_PROGRAM = r"""
 #include "heuristics.h"
 #include <cstdio>
 using namespace flash_ext;
+void put_bwd(const char* kind, int d, const char* name, const BwdTile& b) {
+  const int part = b.part_m < b.block_m ? b.part_m : b.block_m;
+  std::printf("%s|%d|%s|%d|%d|%d|%d|%s|%d|%d|%d|", kind, d, name, b.block_m, b.block_n(), b.stages, b.warps(),
+              b.paired ? "pairs" : "single", 16 * b.key_blocks, part, b.ctas_per_sm);
+}
+void put_bwd_q_mod(const char* kind, int d, const BwdQTile& q) {
+  const int bias = bias_stage_bytes(q.warps, 16, q.block_n, q.smem_bytes(d), kSmemLimitSmall);
+  std::printf("%s|%d|%d|%d|%d|%d|%d|%d\n", kind, d, q.block_m(), q.block_n, q.stages, q.warps, bias,
+              q.smem_bytes(d) + bias);
+}
 int main() {
   for (int d : kHeadDims) {
     for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
@@ -291,14 +323,23 @@ int main() {
       const FwdTile f = fwd_tile_sm80(d, c);
       std::printf("fwd|%d|%s|%d|%d|%d|%d|%d|%d|%d\n", d, name, f.block_m, f.block_n, f.stages, f.warps,
                   16 * f.m_blocks(), f.ctas_per_sm, f.smem_bytes(d));
-      const BwdTile b = bwd_tile_sm80(d, c);
-      const int part = b.part_m < b.block_m ? b.part_m : b.block_m;
-      std::printf("bwd|%d|%s|%d|%d|%d|%d|%s|%d|%d|%d|%d\n", d, name, b.block_m, b.block_n(), b.stages,
-                  b.warps(), b.paired ? "pairs" : "single", 16 * b.key_blocks, part, b.ctas_per_sm,
-                  b.smem_bytes(d));
+      const FwdTile m = fwd_mod_tile_sm80(d, c);
+      const int fwd_bias =
+          bias_stage_bytes(m.warps, 16 * m.m_blocks(), m.block_n, m.smem_bytes(d), smem_limit(c));
+      std::printf("fwd_mod|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, m.block_m, m.block_n, m.stages, m.warps,
+                  16 * m.m_blocks(), m.ctas_per_sm, fwd_bias, m.smem_bytes(d) + fwd_bias);
+      put_bwd("bwd", d, name, bwd_tile_sm80(d, c));
+      std::printf("%d\n", bwd_tile_sm80(d, c).smem_bytes(d));
+      const BwdTile b = bwd_mod_tile_sm80(d, c);
+      const int bwd_bias =
+          bias_stage_bytes(b.key_warps, b.block_m, 16 * b.key_blocks, b.smem_bytes(d), smem_limit(c));
+      put_bwd("bwd_mod", d, name, b);
+      std::printf("%d|%d\n", bwd_bias, b.smem_bytes(d) + bwd_bias);
     }
     const BwdQTile q = bwd_q_tile_sm80(d);
     std::printf("bwd_q|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.stages, q.warps, q.smem_bytes(d));
+    put_bwd_q_mod("bwd_q_mod", d, bwd_q_mod_tile_sm80(d));
+    put_bwd_q_mod("bwd_bias", d, bwd_bias_tile_sm80(d));
   }
 }
 """
@@ -307,6 +348,12 @@ TILE_HEADERS = {
     "bwd": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|CTAs an SM|"
     "shared memory, bytes",
     "bwd_q": "head_dim|kBlockM|kBlockN|stages|warps|shared memory, bytes",
+    "fwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|bias, bytes|"
+    "shared memory, bytes",
+    "bwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|"
+    "CTAs an SM|bias, bytes|shared memory, bytes",
+    "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
+    "bwd_bias": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
 }
 TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
 
@@ -343,15 +390,32 @@ def test_tile_tables_are_those_of_heuristics_h() -> None:
     assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_tile_tables_are_those_of_the_plans(pretend, direction: str) -> None:
+def launch_with_modifiers(direction: str, head_dim: int, compute_capability: int, pretend) -> dict:
+    """As :func:`plan`, for a call that has one; these are known only by making the call."""
+    q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
+    with null_kernels():
+        pretend(compute_capability)
+        out, lse = flash_ext.forward(q, k, v, softcap=2.0)
+        if direction == "bwd":
+            flash_ext.backward(out, q, k, v, out, lse, softcap=2.0)
+        return _C.last_launch()
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "bwd", "fwd_mod", "bwd_mod"])
+def test_tile_tables_are_those_of_the_plans(pretend, kernel: str) -> None:
     """What the loaded module would launch, on a GPU of each shared-memory class."""
-    (table,) = re.findall(rf"<!-- {direction}: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    (table,) = re.findall(rf"<!-- {kernel}: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
     listed = rows(table)
     assert len(listed) == 10
+    direction, _, modified = kernel.partition("_")
     for head_dim, smem_class, block_m, block_n, stages, warps, *_, smem in listed:
-        pretend(90 if smem_class == "227 KB" else 86)
-        chosen = plan(direction, int(head_dim))
+        compute_capability = 90 if smem_class == "227 KB" else 86
+        pretend(compute_capability)
+        if modified:
+            chosen = launch_with_modifiers(direction, int(head_dim), compute_capability, pretend)
+        else:
+            chosen = plan(direction, int(head_dim))
+        assert chosen["kernel"] == f"{kernel}_sm80_hd{head_dim}"
         assert (int(block_m), int(block_n), int(stages)) == tuple(
             chosen[name] for name in ("block_m", "block_n", "stages")
         )

@@ -188,7 +188,14 @@ class _Noise:
         p = torch.exp(scores + terms - lse).masked_fill(~visible, 0)
         w = p * keep
 
-        reach = abs(scale) * (q.abs() @ k.abs().mT).masked_fill(~visible, 0).amax(-1, keepdim=True)
+        size = abs(scale) * (q.abs() @ k.abs().mT)
+        slope_error = CAP_ERROR
+        if mods.softcap:  # an error of the product arrives as much smaller as the cap is flat there
+            wrong = 2.0**-21 * size
+            steepest = 1 - torch.tanh((raw.abs() - 8 * wrong).clamp(min=0) / mods.softcap) ** 2
+            size = torch.minimum(size * steepest, torch.full_like(size, 2.0**22 * mods.softcap))
+            slope_error = CAP_ERROR + (2 * wrong / mods.softcap * steepest).clamp(max=1)
+        reach = size.masked_fill(~visible, 0).amax(-1, keepdim=True)
         added = (terms.abs() * visible).amax(-1, keepdim=True)
         cap_error = CAP_ERROR * min(mods.softcap, CAP_FINE) + (2e-6 * reach if mods.softcap > CAP_FINE else 0)
         tilt = 2.0**-21 * reach + FP32 * added + 2.0**-23 * lse.abs() + cap_error
@@ -226,7 +233,7 @@ class _Noise:
         if "dq" in self.value:
             psc = p * slope
             lost = seen * (floor**2 + WEIGHT_FLUSH**2 * dp**2)
-            ds_var = (u**2 + tilt**2) * (ds * slope) ** 2 + lost + terms_of_ds**2 + (CAP_ERROR * ds) ** 2
+            ds_var = (u**2 + tilt**2) * (ds * slope) ** 2 + lost + terms_of_ds**2 + (slope_error * ds) ** 2
             by_delta = scale**2 * delta_var * (psc @ k) ** 2
             self._put("dq", scale**2 * (ds_var @ k**2) + by_delta, piece.place_q)
             self.by_delta["dq"] += float(by_delta.sum())

@@ -1,0 +1,354 @@
+"""Gauntlet groups BI and parts of NF: biases, mask tensors, ALiBi, sinks, softcap, and their gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from tests.cases import dense, packed
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths
+from tests.modifier_cases import ModifierCase, make_modifier_inputs
+from tests.modifier_harness import call, for_each
+
+LARGE = 4096  # rows and keys in tests of memory: their product is far above everything linear
+
+
+def bias_cases() -> list[ModifierCase]:
+    """Every choice of broadcast dimensions, dense and packed, in the three types."""
+    mcases = []
+    for index, picks in enumerate(itertools.product((True, False), repeat=4)):
+        dims = "".join(dim if pick else "1" for dim, pick in zip("bhqk", picks))
+        common = {"dtype": ("bf16", "fp16")[index % 2], "causal": index % 3 == 0, "seed": index,
+                  "deterministic": index % 2 == 1, "dlse": True}  # fmt: skip
+        for flags in ("", "_f32"):
+            mcases.append(ModifierCase(dense(3, 150, 190, 4, 2, 64, **common), (f"bias_{dims}{flags}",)))
+        lens = {"num_heads": 4, "num_heads_k": 2, "head_dim": (64, 128)[index % 2]}
+        mcases.append(ModifierCase(packed([70, 0, 131], [90, 8, 70], **lens, **common), (f"bias_{dims}",)))
+        mcases.append(
+            ModifierCase(dense(2, 300, 300, 2, 1, 128, **common), (f"bias_{dims}", "drop0.5"), ("mods",))
+        )
+    for dims in ("qk", "hqk", "k", "1k", "q1"):
+        mcases.append(ModifierCase(dense(2, 65, 129, 3, 1, 64), (f"bias_{dims}",)))
+    return mcases
+
+
+@on_all_tiles
+def test_bi01_gradient_of_every_broadcast(target: Target) -> None:
+    """The gradient of a bias is the sum over its broadcast dimensions, whichever they are."""
+    for_each(bias_cases(), target, cpu=14)
+
+
+@on_paths
+def test_bi02_bi04_any_strides(target: Target) -> None:
+    """BI-02: 43 keys, rows off 16 bytes, slices of wider ones; BI-04: transposed, expanded, every second."""
+    names = [f"{kind}_{dims}_{flag}" for kind in ("bias", "mask") for dims in ("1hqk", "b1qk", "qk")
+             for flag in ("odd", "t", "skip", "expanded", "odd_skip")]  # fmt: skip
+    mcases = [
+        ModifierCase(dense(2, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, seed=seqlen_k), (name,))
+        for name in names
+        for seqlen_q, seqlen_k, causal in ((43, 43, True), (130, 171, False))
+    ]
+    for_each(mcases, target, cpu=15)
+
+
+@on_paths
+def test_bi03_bi11_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
+    shapes = (dense(2, 100, 140, 4, 2, 64, causal=True), packed([70, 0, 33], [80, 9, 64], num_heads_k=1),
+              dense(1, 257, 65, 6, 3, 128, dlse=True, deterministic=True))  # fmt: skip
+    names = ("bias_bhqk", "bias_11qk_f32", "bias_b11k", "bias_h11_expanded", "alibi", "alibi_b", "sinks")
+    mcases = [ModifierCase(case, (name,), ("mods",)) for case in shapes for name in names]
+    mcases += [ModifierCase(case, ("bias_1hqk", "alibi", "sinks", "softcap5"), ("mods",)) for case in shapes]
+    for_each(mcases, target, cpu=12)
+
+
+@on_paths
+def test_bi05_types_that_do_not_fit_are_refused(target: Target) -> None:
+    """No reinterpretation: a mask of bytes or of the other half precision raises before any launch."""
+    q, k, v = (torch.randn(1, 8, 2, 64, device=target.device).to(torch.float16) for _ in range(3))
+    ones = torch.ones(8, 8, device=target.device)
+    for dtype in (torch.bfloat16, torch.uint8, torch.int32, torch.float64):
+        with pytest.raises(TypeError, match="attn_mask must be torch.bool"):
+            flash_ext.attention(q, k, v, attn_mask=ones.to(dtype), path=target.path)
+    single = flash_ext.attention(q, k, v, attn_mask=ones * 0.5, path=target.path)
+    half = flash_ext.attention(q, k, v, attn_mask=ones.half() * 0.5, path=target.path)
+    torch.testing.assert_close(single, half, rtol=2.0**-10, atol=1e-4)
+
+
+@on_paths
+def test_bi06_bi13_masks_by_query_head_for_every_group(target: Target) -> None:
+    """BI-06, BI-13 and BI-10: what is per head counts query heads, with 1 to 8 of them to a key head."""
+    mcases = [
+        ModifierCase(dense(2, 66, 100, group * kv_heads, kv_heads, 64, seed=group), (name, *more))
+        for group in range(1, 9)
+        for kv_heads in (1, 2)
+        for name, *more in (
+            ("mask_bhqk", "sinks"),
+            ("bias_1hqk", "alibi_b"),
+            ("hkeys1_h", "hrows1_bh"),
+            ("blocks16x16_bh", "sinks"),
+        )
+    ]  # fmt: skip
+    for_each(mcases, target, cpu=12)
+
+
+@on_paths
+def test_bi08_order_of_operations(target: Target) -> None:
+    """Scale, softcap, bias, mask, and after them sink and dropout: every subset, scores beyond the cap."""
+    parts = ("softcap2", "bias_1hqk_f32", "padding", "sinks", "drop0.5")
+    mcases = [
+        ModifierCase(dense(2, 90, 130, 4, 2, 64, data="large", seed=7), tuple(itertools.compress(parts, on)))
+        for on in itertools.product((False, True), repeat=len(parts))
+    ]  # fmt: skip
+    for_each(mcases, target, cpu=32)
+
+
+@on_paths
+def test_bi09_a_sink_takes_its_share_once(target: Target) -> None:
+    """q = 0, v = 1: out = n / (n + e^sink) and lse = ln(n + e^sink), for one key, one tile and many."""
+    for keys, rows in ((1, 7), (7, 7), (64, 1), (129, 130), (1000, 3)):
+        q = torch.zeros(2, rows, 4, 64, device=target.device, dtype=torch.float16)
+        k = torch.randn(2, keys, 2, 64, device=target.device).half()
+        v = torch.ones_like(k)
+        sinks = torch.tensor([-3.0, 0.0, 1.5, 6.0], device=target.device)
+        out, lse = flash_ext.attention(q, k, v, sinks=sinks, return_lse=True, path=target.path)
+        total = keys + sinks.double().exp()
+        wanted = (keys / total).view(1, 1, 4, 1).expand_as(out)
+        assert ((out.double() - wanted).abs() <= 2 * 2.0**-11 * wanted).all(), f"{keys} keys"
+        assert ((lse.double() - total.log().view(1, 4, 1)).abs() < 4e-6).all(), f"{keys} keys"
+
+
+@on_paths
+def test_bi09_rows_without_keys_give_everything_to_the_sink(target: Target) -> None:
+    """out 0, lse = sink, and dlse is the gradient of the sink; also when there is no key at all."""
+    for keys in (0, 20):
+        q, k, v = (
+            torch.randn(2, n, h, 64, device=target.device, dtype=torch.bfloat16).requires_grad_()
+            for n, h in ((50, 4), (keys, 2), (keys, 2))
+        )
+        sinks = torch.randn(4, device=target.device).requires_grad_()
+        out, lse = flash_ext.attention(
+            q, k, v, sinks=sinks, causal=True, return_lse=True, path=target.path
+        )  # rows 0 to 50 - keys - 1 see nothing
+        empty = slice(0, 50 - keys)
+        assert (out[:, empty] == 0).all()
+        expected = sinks.view(1, 4, 1).expand(2, 4, 50 - keys)
+        torch.testing.assert_close(lse[:, :, empty], expected, rtol=1e-6, atol=1e-6)
+        dlse = torch.zeros_like(lse)
+        dlse[:, :, empty] = torch.rand(2, 4, 50 - keys, device=target.device)
+        dq, dk, dv, dsinks = torch.autograd.grad([out, lse], [q, k, v, sinks], [torch.zeros_like(out), dlse])
+        torch.testing.assert_close(dsinks, dlse.sum((0, 2)), rtol=1e-5, atol=1e-5)
+        assert not (dq.any() or dk.any() or dv.any())
+
+
+@on_paths
+def test_bi10_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
+    mcases = [
+        ModifierCase(dense(2, rows, 77, 2 * group, 2, head_dim, causal=causal), ("sinks", "alibi"))
+        for group in (3, 5, 8)
+        for rows in (1, 7, 130)
+        for head_dim, causal in ((64, False), (128, True))
+    ]
+    for_each(mcases, target, cpu=6)
+
+
+@on_paths
+def test_bi12_small_masks_ten_times(target: Target) -> None:
+    """A (20, 4, 4, 32) mask gives the same bits each time, and so does one of a single row."""
+    for rows in (4, 1):
+        x = make_modifier_inputs(ModifierCase(dense(20, rows, 32, 4, 4, 64), ("mask_bhqk",)), target.device)
+        first = call(x, target)
+        for _ in range(10):
+            assert all(torch.equal(a, b) for a, b in zip(first, call(x, target)))
+    mcases = [ModifierCase(dense(20, rows, 32, 4, 4, 64), (f"{kind}_bhqk",)) for rows in (4, 1)
+              for kind in ("mask", "bias")]  # fmt: skip
+    for_each(mcases, target)
+
+
+@on_paths
+def test_bi_slopes_are_the_bias_they_stand_for(target: Target) -> None:
+    """ALiBi against the same numbers given as a bias in float32: both alignments, lengths that differ."""
+    for rows, keys, causal in ((100, 160, True), (160, 100, "top_left"), (65, 65, False)):
+        q, k, v = (
+            torch.randn(2, n, h, 64, device=target.device).half()
+            for n, h in ((rows, 4), (keys, 2), (keys, 2))
+        )
+        slopes = torch.tensor([0.5, 0.25, 0.125, -0.0625], device=target.device)
+        shift = 0 if causal == "top_left" else keys - rows
+        centre = torch.arange(rows, device=target.device)[:, None] + shift
+        bias = -slopes[:, None, None] * (centre - torch.arange(keys, device=target.device)).abs()
+        options = {"causal": causal, "return_lse": True, "path": target.path}
+        by_slope = flash_ext.attention(q, k, v, alibi_slopes=slopes, **options)
+        by_bias = flash_ext.attention(q, k, v, attn_mask=bias, **options)
+        torch.testing.assert_close(by_slope[0], by_bias[0], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(by_slope[1], by_bias[1], rtol=1e-5, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# NF
+
+
+def rows_with(value: float, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """A bias (2, 4, 90, 150) of which every third row holds ``value`` only, and which rows do."""
+    generator = torch.Generator(device).manual_seed(3)
+    bias = torch.randn(2, 4, 90, 150, device=device, generator=generator).to(dtype)
+    rows = torch.arange(90, device=device) % 3 == 1
+    bias[:, :, rows] = value
+    return bias, rows
+
+
+@pytest.mark.parametrize("bias_dtype", ["half", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_paths
+def test_nf02_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
+    target: Target, dtype: torch.dtype, bias_dtype: str
+) -> None:
+    """-inf: out and gradients 0, lse -inf, exactly. finfo.min: a softmax of what is left of the scores.
+
+    Next to 1e38 nothing is left, so out is the mean of v; next to 65504, the largest of fp16, a resolution of
+    2^-8 is, so out is that of a call without the bias.
+
+    A limit on GPUs: weights of the backward are exp(score - lse), and next to 1e38 lse has no room for ln n.
+    The gradients that such rows themselves pass on are finite, and n times too large; other rows are not
+    touched, as is shown with a dout of 0 there.
+    """
+    device = target.device
+    generator = torch.Generator(device).manual_seed(4)
+    kind = dtype if bias_dtype == "half" else torch.float32
+    q, k, v, dout = (
+        torch.randn(2, n, h, 64, device=device, generator=generator).to(dtype).requires_grad_()
+        for n, h in ((90, 4), (150, 2), (150, 2), (90, 4))
+    )
+    dout = dout.detach()
+    u = 2.0**-11 if dtype == torch.float16 else 2.0**-8
+    found = {}
+    for value in (-math.inf, torch.finfo(kind).min):
+        bias, rows = rows_with(value, kind, device)
+        bias.requires_grad_()
+        out, lse = flash_ext.attention(
+            q, k, v, attn_mask=bias, return_lse=True, deterministic=True, path=target.path
+        )
+        grads = torch.autograd.grad(out, [q, k, v, bias], dout, retain_graph=True)
+        assert all(bool(t.isfinite().all()) for t in (out, *grads))
+        quiet = dout * ~rows.view(1, -1, 1, 1)
+        found[value] = (out[:, ~rows], lse[:, :, ~rows], *torch.autograd.grad(out, [q, k, v, bias], quiet))
+        if value == -math.inf:
+            assert (lse[:, :, rows] == -math.inf).all() and not out[:, rows].any()
+            assert not grads[0][:, rows].any() and not grads[3][:, :, rows].any()
+        else:
+            left = flash_ext.attention(q * (kind == torch.float16), k, v, path=target.path)[:, rows]
+            torch.testing.assert_close(out[:, rows], left, rtol=2 * u, atol=max(2 * u / 8, 5e-3))
+            assert (lse[:, :, rows] < -6e4).all()
+    hidden, lowest = found.values()
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dbias"), hidden, lowest):
+        words = f"{name} of other rows changes with rows of the lowest number: "
+        torch.testing.assert_close(a, b, rtol=4 * u, atol=u, msg=lambda text, words=words: words + text)
+
+
+@on_all_tiles
+def test_nf03_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
+    """The running maximum stays -inf over whole tiles, for some rows for all of them."""
+    mcases = [
+        ModifierCase(
+            dense(2, 130, 512, 4, 2, head_dim, causal=causal, dtype=dtype), (f"bias_{dims}_inf{f32}",)
+        )
+        for head_dim, dtype in ((64, "fp16"), (128, "bf16"), (256, "bf16"))
+        for causal in (False, True)
+        for dims, f32 in (("1hqk", ""), ("b1qk", "_f32"), ("b11k", "_f32"))
+    ]  # fmt: skip
+    for_each(mcases, target, cpu=5)
+
+
+@on_paths
+def test_nf14_softcap_of_every_size(target: Target) -> None:
+    """1e-3 to 1e6 with scores up to 1e5: saturated, in between and as good as off; 0 is off, bit for bit."""
+    mcases = [
+        ModifierCase(
+            dense(2, 100, 140, 4, 2, 64, softmax_scale=scale, dtype=dtype, dlse=True), (f"softcap{cap}",)
+        )
+        for cap in ("0.001", "1", "30", "99", "101", "1e6")
+        for scale in (None, 5000.0)
+        for dtype in ("fp16", "bf16")
+    ]  # fmt: skip
+    for_each(mcases, target, cpu=24)
+    x = make_modifier_inputs(ModifierCase(dense(2, 100, 140, 4, 2, 64)), target.device)
+    off, explicit = call(x, target), call(x, target, softcap=float("0"))
+    assert all(torch.equal(a, b) for a, b in zip(off, explicit))
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="softcap must be 0"):
+            call(x, target, softcap=wrong)
+
+
+# --------------------------------------------------------------------------------------------------
+# Determinism and memory
+
+REPEATED = {
+    "bias_1hqk": dense(3, 200, 300, 4, 2, 128, deterministic=True),
+    "bias_b11k_f32": dense(3, 700, 200, 4, 2, 64, deterministic=True, causal=True),
+    "bias_1111_f32": dense(2, 500, 200, 4, 2, 64, deterministic=True),
+    "bias_h11_expanded": dense(2, 300, 200, 8, 1, 64, deterministic=True),
+    "alibi": dense(2, 600, 300, 4, 2, 64, deterministic=True, causal=True),
+    "sinks": packed([1, 300, 0, 77], [5, 290, 3, 77], num_heads=4, num_heads_k=2, deterministic=True),
+    "drop0.5": dense(2, 257, 300, 4, 2, 64, deterministic=True, dtype="fp16"),
+    "mask_b1qk": dense(2, 257, 300, 4, 1, 256, deterministic=True),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@on_paths
+def test_rc_fifty_repeats_give_the_same_bits(target: Target, name: str) -> None:
+    """All results, the gradients of bias, slopes and sinks and, in the deterministic mode, dq."""
+    x = make_modifier_inputs(ModifierCase(REPEATED[name], (name,)), target.device)
+    qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
+    leaves = {keyword: t.requires_grad_() for keyword, t in x.leaves().items()}
+
+    def results() -> list[Tensor]:
+        out, lse, _ = call(x, target, qkv, **x.keywords(leaves))
+        return [out, lse, *torch.autograd.grad(out, [*qkv, *leaves.values()], x.plain.dout)]
+
+    with torch.random.fork_rng():
+        expected = results()
+        differences = sum(
+            torch.stack([(a != b).sum() for a, b in zip(results(), expected)])
+            for _ in range(50 if target.device == "cuda" else 2)
+        )
+    assert not differences.any(), f"elements of out, lse, dq, dk, dv, ... that differ: {differences.tolist()}"
+
+
+def peak_of(call) -> int:
+    """Bytes beyond what was allocated before, at the worst moment of a call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("dims", ["1h11", "b11k", "1hq1", "1111", "11qk", "h11"])
+@on_gpu_paths
+def test_bi01_memory_of_a_bias_gradient_is_that_of_its_result(target: Target, dims: str) -> None:
+    """Beyond dq, dk, dv and what is linear in them: the gradient itself, and never one score per pair."""
+    name = f"bias_{dims}_f32" if len(dims) == 4 else f"bias_{dims}_expanded"
+    mcase = ModifierCase(dense(2, LARGE, LARGE, 4, 2, 64), (name,))
+    x = make_modifier_inputs(mcase, target.device)
+    qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
+    leaves = {keyword: t.requires_grad_() for keyword, t in x.leaves().items()}
+    keywords = x.keywords(leaves)
+
+    def run() -> None:
+        out, *_ = call(x, target, qkv, **keywords)
+        torch.autograd.grad(out, [*qkv, *leaves.values()], x.plain.dout)
+
+    run()
+    (leaf,) = leaves.values()
+    linear = sum(t.numel() * 2 for t in qkv)
+    limit = 8 * linear + 2 * leaf.numel() * leaf.element_size()
+    scores = 2 * 4 * LARGE**2
+    assert limit < scores or dims == "11qk"
+    peak = peak_of(run)
+    assert peak <= limit, f"{peak} bytes; inputs have {linear}, one byte per score would be {scores}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import importlib.util
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from bench import machine, timing
+from bench import host_cost, machine, timing
 from bench.peers import CPU_PEERS, GPU_PEERS, Entrant, make_ours, make_peers
 from bench.record import Results, Row, bars_against_every_peer
 from bench.report import describe, write_all, write_json
@@ -32,16 +31,13 @@ from bench.runner import DTYPES, Setup, run
 from bench.shapes import DIRECTIONS, SETS, Case
 
 
-def host_cost_rows() -> list[dict]:
-    """What one call costs the host, from ``bench.host_cost`` where it is there and runs."""
-    if importlib.util.find_spec("bench.host_cost") is None:
-        return []
+def host_cost_rows(device: str, number: int = 200, repeats: int = 30) -> list[dict]:
+    """What one call costs the host in microseconds, by ``bench.host_cost``."""
     try:
-        from bench import host_cost
-
-        return host_cost.measure()
+        times = host_cost.measure(device, number, repeats)
     except Exception as error:  # noqa: BLE001 - an extra must not cost the rows already timed
         return [{"call": "not measured", "error": f"{type(error).__name__}: {error}"}]
+    return [{"call": name, "us": round(value, 2)} for name, value in times.items()]
 
 
 def _words(text: str) -> list[str]:
@@ -195,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"stopped early: {metadata['stopped']}", highlight=False, markup=False)
     else:
         setup.ceilings["matmul_tflops_after"] = timing.matmul_tflops(setup.timer, setup.device, setup.dtype)
-        results.host_cost = host_cost_rows()
+        results.host_cost = host_cost_rows(setup.device.type)
     if setup.device.type == "cuda":
         metadata |= machine.gpu_state(machine.CHANGING_STATE, "_after")
     metadata["seconds"] = round(time.monotonic() - started, 1)

@@ -187,6 +187,7 @@ Prepared prepare(const Problem& p, const ModifierArguments& a, void* stream) {
   }
   const bool shares_bias = a.bias.has_value() && a.bias->size(0) == 1 && a.bias->size(2) > 1;
   m.batch_fastest = shares_bias && !p.is_varlen() && p.batch > 1;
+  m.is_natural = a.softcap > 0 || a.bias.has_value() || a.slopes.has_value();
   m.batches = Divisor(static_cast<uint32_t>(std::max(p.batch, 1)));
   return made;
 }

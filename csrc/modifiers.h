@@ -59,6 +59,9 @@ struct HiddenIntervals {
 };
 
 struct Modifiers {
+  // Scores are kept in units of 1 / (unit_log2 ln 2): raw products where nothing is added to them, else natural ones.
+  bool is_natural = false;  // softcap, bias or slopes
+  float unit_log2 = 0.f;    // log2(e), or abs_scale_log2 of the problem
   float softcap = 0.f;      // 0: off
   float inv_softcap = 0.f;  // 1 / softcap
   BiasView bias;

@@ -58,6 +58,13 @@ std::string run(const Params& p, const DeviceInfo& d, const std::array<Instance,
   return "sm80 path: head_dim > 256";
 }
 
+Modifiers with_unit(Modifiers m, Problem p) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  p.prepare();
+  m.unit_log2 = m.is_natural ? kLog2e : p.abs_scale_log2;
+  return m;
+}
+
 }  // namespace
 
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
@@ -101,13 +108,17 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
   return run(p, d, std::to_array({run_bwd_hd64, run_bwd_hd96, run_bwd_hd128, run_bwd_hd192, run_bwd_hd256}));
 }
 
-std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
+  const Modifiers m = with_unit(modifiers, p.problem);
   return run(p, d,
              std::to_array({run_fwd_mod_hd64, run_fwd_mod_hd96, run_fwd_mod_hd128, run_fwd_mod_hd192, run_fwd_mod_hd256}),
              m);
 }
 
-std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
+std::string run_bwd_mod(const BwdParams& p, const BwdExtras& extras, const DeviceInfo& d) {
+  const Modifiers m = with_unit(*extras.modifiers, p.problem);
+  BwdExtras x = extras;
+  x.modifiers = &m;
   return run(p, d,
              std::to_array({run_bwd_mod_hd64, run_bwd_mod_hd96, run_bwd_mod_hd128, run_bwd_mod_hd192, run_bwd_mod_hd256}),
              x);

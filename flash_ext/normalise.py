@@ -101,6 +101,11 @@ def normalise(
         if block_mask.elements is not None:
             elements = _checked_mask(block_mask.elements, "block_mask.elements", q, sizes, False)
             mask = elements if mask is None else _both(mask, elements, sizes)
+    if key_padding_mask is not None:
+        _check_key_padding(key_padding_mask, q, sizes)
+        if mask is None and document_ids is None and not sizes.packed:
+            # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
+            mask, key_padding_mask = key_padding_mask[:, None, None, :], None
     document_q, document_k = _documents(document_ids, key_padding_mask, q, sizes)
     if prefix_lens is not None:
         prefix_lens = _int_tensor(prefix_lens, "prefix_lens", q, [(sizes.batch,)], "(batch,)").contiguous()
@@ -365,8 +370,24 @@ def warn_about_zero_one_mask(t: Tensor) -> None:
 # ---- structure -----------------------------------------------------------------------------------------
 
 
+def _check_key_padding(key_padding_mask: Any, q: Tensor, sizes: _Sizes) -> None:
+    _check_tensor(key_padding_mask, "key_padding_mask")
+    if key_padding_mask.dtype != torch.bool:
+        raise TypeError(
+            "key_padding_mask must be torch.bool (True = take part), got "
+            f"{key_padding_mask.dtype}. Convert it with .bool()."
+        )
+    _check_device(key_padding_mask, "key_padding_mask", q)
+    shape = (sizes.keys,) if sizes.packed else (sizes.batch, sizes.keys)
+    if key_padding_mask.shape != shape:
+        layout = "(total_k,)" if sizes.packed else "(batch, seqlen_k)"
+        raise ValueError(
+            f"key_padding_mask must have shape {layout} = {shape}, got {_shape(key_padding_mask)}."
+        )
+
+
 def _documents(
-    document_ids: Any, key_padding_mask: Any, q: Tensor, sizes: _Sizes
+    document_ids: Any, key_padding_mask: Tensor | None, q: Tensor, sizes: _Sizes
 ) -> tuple[Tensor | None, Tensor | None]:
     """Ids of rows and keys; a hidden key is one of no document (-1)."""
     shape_q, shape_k = ((n,) if sizes.packed else (sizes.batch, n) for n in (sizes.rows, sizes.keys))
@@ -394,18 +415,6 @@ def _documents(
             for ids, name, shape in zip(pair, names, (shape_q, shape_k))
         )
     if key_padding_mask is not None:
-        _check_tensor(key_padding_mask, "key_padding_mask")
-        if key_padding_mask.dtype != torch.bool:
-            raise TypeError(
-                "key_padding_mask must be torch.bool (True = take part), got "
-                f"{key_padding_mask.dtype}. Convert it with .bool()."
-            )
-        _check_device(key_padding_mask, "key_padding_mask", q)
-        if key_padding_mask.shape != shape_k:
-            layout = "(total_k,)" if sizes.packed else "(batch, seqlen_k)"
-            raise ValueError(
-                f"key_padding_mask must have shape {layout} = {shape_k}, got {_shape(key_padding_mask)}."
-            )
         if ids_k is None:
             ids_q = torch.zeros(shape_q, dtype=torch.int32, device=q.device)
             ids_k = key_padding_mask.to(torch.int32) - 1

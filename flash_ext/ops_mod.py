@@ -323,7 +323,7 @@ def _mapped_by_calls(op: Any) -> Any:
 
 # ---- registration --------------------------------------------------------------------------------------
 
-if is_built and hasattr(torch.ops.flash_ext, "fwd_mod"):
+if is_built:
     _ops = torch.ops.flash_ext
     _library = torch.library.Library("flash_ext", "IMPL")
     _library.impl("fwd_mod", cpu_fwd_mod, "CPU")

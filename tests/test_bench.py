@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import profile_case, report, timing
+from bench import attention, profile_case, report, timing
 from bench.peers import Entrant, Flex, Inputs, make_peers, visible_mask
 from bench.record import Entry, Results, Row, bar
 from bench.runner import Setup, run
@@ -535,3 +535,8 @@ else:
     assert (
         (tmp_path / f"out/d128-causal-s4096-{direction}-{entrant}.csv").read_text().startswith("metric,unit,")
     )
+
+
+def test_report_ends_with_the_cost_of_a_call_on_the_host():
+    rows = {row["call"]: row["us"] for row in attention.host_cost_rows("cpu", number=2, repeats=2)}
+    assert 0 < rows["empty op"] < rows["attention"] < rows["attention that records a graph"]

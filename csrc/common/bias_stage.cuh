@@ -34,8 +34,8 @@ struct BiasStage {
     const int lane = ptx::fresh_thread_idx() % 32;
     const auto add_pair = [](float& lo, float& hi, uint32_t pair) {
       const uint16_t bits[2] = {static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16)};
-      lo += ptx::to_float<E>(*reinterpret_cast<const E*>(&bits[0]));
-      hi += ptx::to_float<E>(*reinterpret_cast<const E*>(&bits[1]));
+      lo += Scores::clamped_bias(ptx::to_float<E>(*reinterpret_cast<const E*>(&bits[0])));
+      hi += Scores::clamped_bias(ptx::to_float<E>(*reinterpret_cast<const E*>(&bits[1])));
     };
 #pragma unroll
     for (int a = 0; a < kA; ++a) {

@@ -1,10 +1,12 @@
 // What a call may ask of masks and scores beyond scale and window; attn_mod.cuh is the same for calls that ask
 // for nothing else, whose kernels must not pay for any of this.
 //
-//   s = softcap(scale * q k) + bias - slope * |row + shift - key|, -inf where a mask hides the key
+//   s = softcap(scale * q k) - slope * |row + shift - key| + bias, -inf where a mask hides the key
 //   out = (softmax(s) * keep) v
 //
-// Scores are in natural units: bias may hold finfo.min, which units of log2 would turn into -inf.
+// Where nothing is added to the scaled products, scores stay raw products, as in the plain kernels; else they are in
+// natural units. Finite biases count as no less than kLowestBias, so that times log2(e) they stay finite: a mask made
+// of finfo.min then means what it says, a softmax over equals where a row holds nothing else.
 //
 // Every function works on accumulators of S (queries along the 16 rows of a block, kT = false) and of S^T
 // (keys along them, kT = true). In both a thread holds the rows lane / 4 and lane / 4 + 8 of a block ("few")
@@ -20,18 +22,23 @@
 namespace flash_ext {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLowestBias = -2.3e38f;
 
 // Stands in for the modifiers of a kernel that has none.
 struct NoModifiers {};
 
-enum class Visit : int { kSkip = 0, kPartial = 1, kFull = 2 };
+// What a tile asks for: nothing at all, or a set of tests per element. 0 is a tile that every row sees in full.
+using TileTests = int;
+inline constexpr TileTests kSkipTile = -1;
+inline constexpr TileTests kTestInterval = 1;  // causal, window, chunk, prefix, sink tokens, ends of sequences
+inline constexpr TileTests kTestRows = 2;      // mask, blocks, hidden_keys: known row by row
+inline constexpr TileTests kTestKeys = 4;      // documents, hidden_rows: need the key
 
 // Keys one row sees by causal, window, chunk, prefix and sink rules: [begin, end) and [0, always).
 struct RowKeys {
   int begin;
   int end;
   int always;
-  __device__ bool contains(int col) const { return (col >= begin && col < end) || col < always; }
 };
 
 // What one head of one sequence needs. Made anew where it is used: all of it comes from the constant bank and
@@ -128,10 +135,10 @@ struct Scores {
   }
   __device__ int seat_batch() const { return p.cu_seqlens_q != nullptr ? 0 : seat.b; }
 
-  // Do the intervals of positions [first, last] hide all, some or none of [other_first, other_last]?
-  __device__ Visit hidden(const HiddenIntervals& x, int first, int last, int64_t start, int other_first,
+  // Do the intervals of positions [first, last] hide all (2), some (1) or none (0) of [other_first, other_last]?
+  __device__ int hidden(const HiddenIntervals& x, int first, int last, int64_t start, int other_first,
                           int other_last) const {
-    Visit result = Visit::kFull;
+    int result = 0;
     const int4* groups = reinterpret_cast<const int4*>(x.groups) + seat_batch() * x.group_batch_stride +
                          h * x.group_head_stride;
     const int64_t lo = (start + first) / Labels::kGroup, hi = (start + last) / Labels::kGroup;
@@ -143,37 +150,38 @@ struct Scores {
         const int4 next = groups[i * x.count + k];
         g = make_int4(min(g.x, next.x), max(g.y, next.y), min(g.z, next.z), max(g.w, next.w));
       }
-      if (g.y <= other_first && g.z > other_last) return Visit::kSkip;
-      if (g.x <= other_last && g.w > other_first) result = Visit::kPartial;
+      if (g.y <= other_first && g.z > other_last) return 2;
+      if (g.x <= other_last && g.w > other_first) result = 1;
     }
     return result;
   }
 
-  // Is a tile worth a visit, and does it need tests? Conservative: kPartial where it is not certain.
+  // Is a tile worth a visit, and which tests does it need? Conservative: tests where it is not certain.
   template <int kBlockM, int kBlockN>
-  __device__ Visit visit(int m_block, int n_block) const {
+  __device__ TileTests visit(int m_block, int n_block) const {
     const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
     const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
     const RowKeys first = row_keys(r0), last = row_keys(r1);
-    if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return Visit::kSkip;
+    if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return kSkipTile;
     const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
-    bool full = inside && c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
+    const bool whole = c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
+    TileTests tests = inside && whole ? 0 : kTestInterval;
 
     if (m.document_k.ids != nullptr) {
       const int2 q = label_bounds(m.document_q, r0, r1, seat.q_start);
       const int2 k = label_bounds(m.document_k, c0, c1, seat.k_start);
-      if (k.y < 0 || q.y < k.x || k.y < q.x) return Visit::kSkip;
-      full &= q.x == q.y && k.x == k.y && k.x >= 0;
+      if (k.y < 0 || q.y < k.x || k.y < q.x) return kSkipTile;
+      if (!(q.x == q.y && k.x == k.y && k.x >= 0)) tests |= kTestKeys;
     }
     if (m.hidden_rows.count > 0) {
-      const Visit v = hidden(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
-      if (v == Visit::kSkip) return v;
-      full &= v == Visit::kFull;
+      const int how = hidden(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
+      if (how == 2) return kSkipTile;
+      if (how == 1) tests |= kTestKeys;
     }
     if (m.hidden_keys.count > 0) {
-      const Visit v = hidden(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
-      if (v == Visit::kSkip) return v;
-      full &= v == Visit::kFull;
+      const int how = hidden(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
+      if (how == 2) return kSkipTile;
+      if (how == 1) tests |= kTestRows;
     }
     if (m.blocks.words != nullptr) {
       uint32_t any = 0;
@@ -187,8 +195,8 @@ struct Scores {
         any |= seen;
         all &= seen == wanted;
       }
-      if (any == 0) return Visit::kSkip;
-      full &= all;
+      if (any == 0) return kSkipTile;
+      if (!all) tests |= kTestRows;
     }
     if (m.mask.words != nullptr) {
       uint32_t any = 0, all = ~0u;
@@ -207,20 +215,22 @@ struct Scores {
           all &= m.mask_all[at];
         }
       }
-      if (any == 0) return Visit::kSkip;
-      full &= all == ~0u && r1 < m.mask.rows;
+      if (any == 0) return kSkipTile;
+      if (all != ~0u || r1 >= m.mask.rows) tests |= kTestRows;
     }
-    return full ? Visit::kFull : Visit::kPartial;
+    return tests;
   }
 
   // ---- scores ----------------------------------------------------------------------------------
 
-  // tanh(x) to 2e-7: a series where 1 - 2 / (1 + e^2x) would cancel.
+  // tanh(x) to 2e-7, which a cap multiplies.
   __device__ static float tanh_of(float x) {
+    return fmaf(-2.f, ptx::reciprocal(1.f + ptx::ex2(x * (2.f * kLog2e))), 1.f);
+  }
+  // The same with a series where the difference would cancel, for caps so large that it would show.
+  __device__ static float fine_tanh_of(float x) {
     const float series = x * fmaf(x * x, fmaf(x * x, fmaf(x * x, -17.f / 315.f, 2.f / 15.f), -1.f / 3.f), 1.f);
-    const float e = ptx::ex2(fminf(fabsf(x), 44.f) * (2.f * kLog2e));
-    const float far = copysignf(1.f - __fdividef(2.f, 1.f + e), x);
-    return fabsf(x) < 0.2f ? series : far;
+    return fabsf(x) < 0.2f ? series : tanh_of(x);
   }
 
   template <bool kT, int kA, int kN, typename F>
@@ -274,49 +284,72 @@ struct Scores {
     }
   }
 
+  static constexpr float kFineSoftcap = 100.f;
+
   // Raw products to scores, without masks. With a softcap put_slope(a, n, ...) receives d score / d (scale * q k).
   // `stage` is this warp's staged bias, where the call has one.
   template <typename E, bool kT, typename Stage, int kA, int kN, typename PutSlope>
   __device__ void modify(float (&acc)[kA][kN][4], int row0, int col0, uint32_t stage, const PutSlope& put_slope) const {
-    const float scale = p.softmax_scale;
+    if (!m.is_natural) {
+      if (p.score_factor != 1.f) scale_all(acc, p.score_factor);
+      return;
+    }
     if (m.softcap > 0.f) {
-#pragma unroll
-      for (int a = 0; a < kA; ++a) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          float slope[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float t = tanh_of(acc[a][n][i] * scale * m.inv_softcap);
-            acc[a][n][i] = m.softcap * t;
-            slope[i] = fmaf(-t, t, 1.f);
-          }
-          put_slope(a, n, slope);
-        }
+      // The choice lies outside the loops: inside, every element would pay for both.
+      if (m.softcap > kFineSoftcap) {
+        cap(acc, fine_tanh_of, put_slope);
+      } else {
+        cap(acc, tanh_of, put_slope);
       }
     } else {
-#pragma unroll
-      for (int a = 0; a < kA; ++a) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) acc[a][n][i] *= scale;
-        }
-      }
-    }
-    if (m.bias.ptr != nullptr) {
-      if (Stage::kBytes > 0 && m.bias.staged) {
-        Stage::template add<E, kT>(acc, stage);
-      } else {
-        add_bias<E, kT>(acc, row0, col0);
-      }
+      scale_all(acc, p.softmax_scale);
     }
     if (m.slopes != nullptr) {
       const float weight = m.slopes[seat.b * m.slopes_batch_stride + h];
-      for_each<kT>(acc, row0 + shift(), col0,
-                   [&](float& s, int centre, int col) { s = fmaf(-weight, fabsf(static_cast<float>(centre - col)), s); });
+      for_each<kT>(acc, row0 + shift(), col0, [&](float& s, int centre, int col) {
+        s = fmaf(-weight, fabsf(static_cast<float>(centre - col)), s);
+      });
+    }
+    if (m.bias.ptr == nullptr) return;
+    if (Stage::kBytes > 0 && m.bias.staged) {
+      Stage::template add<E, kT>(acc, stage);
+    } else {
+      add_bias<E, kT>(acc, row0, col0);
     }
   }
+
+  template <int kA, int kN, typename Tanh, typename PutSlope>
+  __device__ void cap(float (&acc)[kA][kN][4], const Tanh& tanh, const PutSlope& put_slope) const {
+    const float factor = p.softmax_scale * m.inv_softcap;
+#pragma unroll
+    for (int a = 0; a < kA; ++a) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        float slope[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float t = tanh(acc[a][n][i] * factor);
+          acc[a][n][i] = m.softcap * t;
+          slope[i] = fmaf(-t, t, 1.f);
+        }
+        put_slope(a, n, slope);
+      }
+    }
+  }
+
+  template <int kA, int kN>
+  __device__ static void scale_all(float (&acc)[kA][kN][4], float factor) {
+#pragma unroll
+    for (int a = 0; a < kA; ++a) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[a][n][i] *= factor;
+      }
+    }
+  }
+
+  __device__ static float clamped_bias(float x) { return fmaxf(x, x == -INFINITY ? x : kLowestBias); }
 
   // Any strides, fp32 or the dtype of q, element by element.
   template <typename E, bool kT, int kA, int kN>
@@ -326,20 +359,100 @@ struct Scores {
     const char* base = static_cast<const char*>(x.ptr) +
                        (seat.b * x.batch_stride + h * x.head_stride) * (x.is_float ? 4 : 2);
     for_each<kT>(acc, row0, col0, [&](float& s, int row, int col) {
+      float bias = 0.f;
       if (row < last_row && col < last_col) {
         const int64_t at = row * x.row_stride + col * x.col_stride;
-        s += x.is_float ? ptx::load_late<float>(base + 4 * at) : ptx::to_float<E>(ptx::load_late<E>(base + 2 * at));
+        bias = x.is_float ? ptx::load_late<float>(base + 4 * at) : ptx::to_float<E>(ptx::load_late<E>(base + 2 * at));
       }
+      s += clamped_bias(bias);
     });
   }
 
-  // -inf for every key a row does not see. For tiles that visit() calls partial.
+  // The lowest n bits, n in [0, 32].
+  __device__ static uint32_t low_bits(int n) { return static_cast<uint32_t>((uint64_t{1} << n) - 1); }
+  __device__ static uint32_t bits_between(int first, int end, int col0) {
+    const int lo = min(max(first - col0, 0), 32), hi = min(max(end - col0, lo), 32);
+    return low_bits(hi) & ~low_bits(lo);
+  }
+
+  // Which of the keys [col0, col0 + 32) each row of this thread sees by what is known from the rows' side; col0 is a
+  // multiple of 32. All words are asked for before one is used: one after the other they cost a trip to memory each.
+  template <int kRows, typename RowOf>
+  __device__ void row_bits(uint32_t (&bits)[kRows], const RowOf& row_of, int col0, TileTests tests) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      bits[r] = ~0u;
+      if (tests & kTestInterval) {
+        const RowKeys keys = row_keys(row_of(r));
+        bits[r] = bits_between(keys.begin, keys.end, col0) | bits_between(0, keys.always, col0);
+      }
+    }
+    if (!(tests & kTestRows)) return;
+    if (m.mask.words != nullptr) {
+      const int last = min(m.mask.rows, seat.seqlen_q) - 1, w = col0 / 32;
+      const uint32_t* at = m.mask.words + seat.b * m.mask.batch_stride + h * m.mask.head_stride +
+                           min(w, m.mask.num_words - 1) * m.mask.word_stride;
+      uint32_t words[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) words[r] = at[min(row_of(r), last) * m.mask.row_stride];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) bits[r] &= row_of(r) < m.mask.rows && w < m.mask.num_words ? words[r] : 0;
+    }
+    if (m.blocks.words != nullptr) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const uint32_t two = word(m.blocks, seat.b, h, row_of(r) / 16, col0 / 512) >> (col0 / 16 % 32);
+        bits[r] &= ((two & 1) * 0xffffu) | ((two >> 1 & 1) * 0xffff0000u);
+      }
+    }
+    if (m.hidden_keys.count > 0) {
+      const int64_t base = seat_batch() * m.hidden_keys.batch_stride + h * m.hidden_keys.head_stride;
+#pragma unroll 1
+      for (int k = 0; k < m.hidden_keys.count; ++k) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int2 keys = interval(m.hidden_keys, base, seat.q_start + min(row_of(r), seat.seqlen_q - 1), k);
+          bits[r] &= ~bits_between(keys.x, keys.y, col0);
+        }
+      }
+    }
+  }
+
+  // -inf for every key a row does not see, by the tests that visit() named.
   template <bool kT, int kA, int kN>
-  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0) const {
+  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0, TileTests tests) const {
+    const int lane = ptx::fresh_thread_idx() % 32;
+    if (tests & (kTestInterval | kTestRows)) {
+      if constexpr (kT) {
+        static_assert(kA <= 2);  // the keys of a warp lie in one word
+        uint32_t bits[2 * kN];
+        row_bits(bits, [&](int i) { return row0 + i / 2 * 8 + 2 * (lane % 4) + i % 2; }, col0 & ~31, tests);
+#pragma unroll
+        for (int i = 0; i < 2 * kN; ++i) {
+          const uint32_t mine = bits[i] >> (col0 % 32 + lane / 4);
+#pragma unroll
+          for (int r = 0; r < 2 * kA; ++r) {
+            if ((mine & (1u << (r * 8))) == 0) acc[r / 2][i / 2][r % 2 * 2 + i % 2] = -INFINITY;
+          }
+        }
+      } else {
+#pragma unroll
+        for (int n4 = 0; n4 < kN / 4; ++n4) {
+          uint32_t bits[2 * kA];
+          row_bits(bits, [&](int r) { return row0 + r / 2 * 16 + r % 2 * 8 + lane / 4; }, col0 + 32 * n4, tests);
+#pragma unroll
+          for (int r = 0; r < 2 * kA; ++r) {
+            const uint32_t mine = bits[r] >> (2 * (lane % 4));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              if ((mine & (1u << (i / 2 * 8 + i % 2))) == 0) acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
+            }
+          }
+        }
+      }
+    }
+    if (!(tests & kTestKeys)) return;
     const int last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
-    hide_if<kT>(
-        acc, row0, col0, [&](int row) { return row_keys(row); }, [](int) { return 0; },
-        [](RowKeys keys, int, int, int col) { return !keys.contains(col); });
     if (m.document_k.ids != nullptr) {
       const int32_t* q = m.document_q.ids + seat_batch() * m.document_q.batch_stride + seat.q_start;
       const int32_t* k = m.document_k.ids + seat_batch() * m.document_k.batch_stride + seat.k_start;
@@ -349,60 +462,27 @@ struct Scores {
     }
     if (m.hidden_rows.count > 0) {
       const int64_t base = seat_batch() * m.hidden_rows.batch_stride + h * m.hidden_rows.head_stride;
+      // Key by key: addresses of all keys at once would not fit the registers.
+#pragma unroll
+      for (int slot = 0; slot < (kT ? 2 * kA : 2 * kN); ++slot) {
+        const int few = slot / 2 * 16 + slot % 2 * 8 + lane / 4, many = slot / 2 * 8 + slot % 2 + 2 * (lane % 4);
+        const int64_t position = seat.k_start + min(col0 + (kT ? few : many), last_key);
 #pragma unroll 1
-      for (int k = 0; k < m.hidden_rows.count; ++k) {
-        hide_if<kT>(
-            acc, row0, col0, [](int) { return 0; },
-            [&](int key) { return interval(m.hidden_rows, base, seat.k_start + min(key, last_key), k); },
-            [](int, int2 rows, int row, int) { return row >= rows.x && row < rows.y; });
-      }
-    }
-    if (m.hidden_keys.count > 0) {
-      const int64_t base = seat_batch() * m.hidden_keys.batch_stride + h * m.hidden_keys.head_stride;
-#pragma unroll 1
-      for (int k = 0; k < m.hidden_keys.count; ++k) {
-        hide_if<kT>(
-            acc, row0, col0, [&](int row) { return interval(m.hidden_keys, base, seat.q_start + min(row, last_row), k); },
-            [](int) { return 0; }, [](int2 keys, int, int, int col) { return col >= keys.x && col < keys.y; });
-      }
-    }
-    if (m.blocks.words != nullptr) {
-      for_each<kT>(acc, row0, col0, [&](float& s, int row, int col) {
-        if ((word(m.blocks, seat.b, h, row / 16, col / 512) >> (col / 16 % 32) & 1) == 0) s = -INFINITY;
-      });
-    }
-    if (m.mask.words != nullptr) hide_by_bits<kT>(acc, row0, col0);
-  }
-
-  __device__ static int2 interval(const HiddenIntervals& x, int64_t base, int64_t position, int k) {
-    return *reinterpret_cast<const int2*>(x.bounds + base + (position * x.count + k) * 2);
-  }
-
-  template <bool kT, int kA, int kN>
-  __device__ void hide_by_bits(float (&acc)[kA][kN][4], int row0, int col0) const {
-    // A block of 32 keys at a time: one word a row.
-    if constexpr (kT) {
-      // 16 kA keys along the accumulator's rows, all of one word.
-      static_assert(kA <= 2);
-      hide_if<kT>(
-          acc, row0, col0, [&](int row) { return word(m.mask, seat.b, h, row, col0 / 32); }, [](int) { return 0; },
-          [](uint32_t bits, int, int, int col) { return (bits >> (col % 32) & 1) == 0; });
-    } else {
-      const int lane = ptx::fresh_thread_idx() % 32;
+        for (int k = 0; k < m.hidden_rows.count; ++k) {
+          const int2 rows = interval(m.hidden_rows, base, position, k);
 #pragma unroll
-      for (int n4 = 0; n4 < kN / 4; ++n4) {
-#pragma unroll
-        for (int r = 0; r < 2 * kA; ++r) {
-          const uint32_t bits = word(m.mask, seat.b, h, row0 + r / 2 * 16 + r % 2 * 8 + lane / 4, col0 / 32 + n4);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            if ((bits >> (i / 2 * 8 + 2 * (lane % 4) + i % 2) & 1) == 0) {
-              acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
-            }
+          for (int other = 0; other < (kT ? 2 * kN : 2 * kA); ++other) {
+            const int row = row0 + (kT ? other / 2 * 8 + other % 2 + 2 * (lane % 4) : other / 2 * 16 + other % 2 * 8 + lane / 4);
+            const int r = kT ? slot : other, at = kT ? other : slot;
+            if (row >= rows.x && row < rows.y) acc[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
           }
         }
       }
     }
+  }
+
+  __device__ static int2 interval(const HiddenIntervals& x, int64_t base, int64_t position, int k) {
+    return *reinterpret_cast<const int2*>(x.bounds + base + (position * x.count + k) * 2);
   }
 
   // ---- dropout ---------------------------------------------------------------------------------

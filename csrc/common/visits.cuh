@@ -9,7 +9,7 @@ namespace flash_ext {
 struct VisitedTile {
   int block;       // tile index; of keys or of queries
   int head;        // query head inside the group of a key head; 0 where the CTA has one
-  bool is_partial;  // needs tests per element
+  TileTests tests;  // per element
 };
 
 struct Visits {
@@ -17,25 +17,25 @@ struct Visits {
 
   int count;    // of this segment
   int scanned;  // tiles looked at so far
-  uint32_t tiles[kCapacity];  // head << 1 | is_partial, and the block
+  uint32_t tiles[kCapacity];  // head << 3 | tests, and the block
   int blocks[kCapacity];
 
   __device__ VisitedTile operator[](int i) const {
-    return {blocks[i], static_cast<int>(tiles[i] >> 1), (tiles[i] & 1) != 0};
+    return {blocks[i], static_cast<int>(tiles[i] >> 3), static_cast<TileTests>(tiles[i] & 7)};
   }
 
-  // Finds the next segment among `total` tiles; look(x) gives tile x and whether to visit it. All lanes of one warp.
+  // Finds the next segment among `total` tiles; look(x) gives tile x and its tests. All lanes of one warp.
   template <typename Look>
   __device__ void find(int first, int total, int lane, const Look& look) {
     int found = 0, x0 = first;
 #pragma unroll 1
     for (; x0 < total && found <= kCapacity - 32; x0 += 32) {
-      VisitedTile tile{0, 0, false};
-      const Visit visit = x0 + lane < total ? look(x0 + lane, tile) : Visit::kSkip;
-      const uint32_t visited = __ballot_sync(0xffffffffu, visit != Visit::kSkip);
-      if (visit != Visit::kSkip) {
+      VisitedTile tile{0, 0, 0};
+      const TileTests tests = x0 + lane < total ? look(x0 + lane, tile) : kSkipTile;
+      const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+      if (tests != kSkipTile) {
         const int at = found + __popc(visited & ((1u << lane) - 1));
-        tiles[at] = static_cast<uint32_t>(tile.head) << 1 | (visit == Visit::kPartial ? 1u : 0u);
+        tiles[at] = static_cast<uint32_t>(tile.head) << 3 | static_cast<uint32_t>(tests);
         blocks[at] = tile.block;
       }
       found += __popc(visited);

@@ -65,10 +65,9 @@ __device__ __forceinline__ void load_8(float (&x)[8], const uint16_t* p, int val
   }
 }
 
-// kNatural: the lse as it is, for kernels whose scores are in natural units; else times log2(e).
-template <typename E, int D, bool kNatural>
+template <typename E, int D>
 __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __grid_constant__ BwdParams p) {
-  constexpr float kUnit = kNatural ? 1.f : 1.4426950408889634f;
+  constexpr float kLog2e = 1.4426950408889634f;
   constexpr int kLanes = kPassLanes<D>;
   const RowHead r = locate_row<kLanes>(p.problem);
   const int chunk = threadIdx.x % kLanes;
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
   if (chunk == 0) {
     const float lse = p.lse[r.stat];
     reinterpret_cast<float2*>(p.row_stats)[r.stat] =
-        make_float2(lse == -INFINITY ? INFINITY : lse * kUnit, sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat]));
+        make_float2(lse == -INFINITY ? INFINITY : lse * kLog2e, sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat]));
   }
   if (p.dq_accum != nullptr && chunk * 8 < D) {
     float4* at = reinterpret_cast<float4*>(p.dq_accum + r.stat * D + chunk * 8);

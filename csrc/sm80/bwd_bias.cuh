@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
         for (int n_block = g.sum_cols ? 0 : own.n; g.sum_cols || n_block <= own.n; ++n_block) {
           const int first_key = n_block * kBlockN, keys = w.k.length - first_key;
           if (keys <= 0) break;
-          const Visit visit = scores.template visit<kBlockM, kBlockN>(m_block, n_block);
-          if (visit == Visit::kSkip) continue;
+          const TileTests tests = scores.template visit<kBlockM, kBlockN>(m_block, n_block);
+          if (tests == kSkipTile) continue;
           __syncthreads();  // everybody has left the tiles before
           if (!has_q) {
             const TileSource q{row_pointer(p.q, w.b, w.q.start + first_row, h), p.q.row_stride, p.problem.head_dim,
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(T::kThreads, 2)
             T::Stage::load(stage_bias, scores, first_row + warp_row, first_key);
           }
           ptx::cp_async_commit();
-          float2 stats[2];  // (lse, delta) of this thread's rows
+          float2 stats[2];  // (lse * log2 e, delta) of this thread's rows
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int r = warp_row + half * 8 + lane / 4;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(T::kThreads, 2)
           multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, lane) + warp_row * T::Tile::kRowBytes,
                                             T::Tile::by_cols(smem_v, lane));
           const int row0 = first_row + warp_row, col0 = first_key;
-          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, visit == Visit::kPartial, row0, col0, stage_bias,
+          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tests, row0, col0, stage_bias,
                                       false);
           if (g.is_slope) {
             Scores::for_each<false>(acc_s, row0 + scores.shift(), col0,

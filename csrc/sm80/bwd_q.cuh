@@ -49,7 +49,7 @@ struct BwdQWork {
 template <typename T>
 __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kBlockN / 8][4],
                                                          float (&acc_dp)[1][T::kBlockN / 8][4], const Scores& scores,
-                                                         const float2 (&stats)[2], bool is_partial, int row0, int col0,
+                                                         const float2 (&stats)[2], TileTests tests, int row0, int col0,
                                                          uint32_t bias, bool through_softcap) {
   const Modifiers& m = scores.m;
   float slope[T::kBlockN / 8][4];
@@ -58,11 +58,11 @@ __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kB
 #pragma unroll
                                                                           for (int i = 0; i < 4; ++i) slope[nb][i] = x[i];
                                                                         });
-  if (is_partial) scores.template hide<false>(acc_s, row0, col0);
+  if (tests != 0) scores.template hide<false>(acc_s, row0, col0, tests);
 #pragma unroll
   for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc_s[0][nb][i] = ptx::ex2((acc_s[0][nb][i] - stats[i / 2].x) * kLog2e);
+    for (int i = 0; i < 4; ++i) acc_s[0][nb][i] = ptx::ex2(fmaf(acc_s[0][nb][i], m.unit_log2, -stats[i / 2].x));
   }
   if (m.rng != nullptr) scores.template drop<false, true>(acc_s, row0, col0);
 #pragma unroll
@@ -135,7 +135,7 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
 
   float acc_dq[1][D / 8][4];
   clear(acc_dq);
-  float2 stats[2];  // (lse * log2 e, delta) of this thread's rows; with modifiers (lse, delta)
+  float2 stats[2];  // (lse * log2 e, delta) of this thread's rows
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = warp_row + half * 8 + lane / 4;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
         const VisitedTile tile = shared.visits[it];
         const int next = it + 1 < count ? shared.visits[it + 1].block : -1;
         step(stage, tile.block, next, [&](auto& acc_s, auto& acc_dp) {
-          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.is_partial, first_row + warp_row,
+          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.tests, first_row + warp_row,
                                       tile.block * kBlockN, stage_bias, true);
           if (next >= 0) {
             __syncwarp();

@@ -1,7 +1,7 @@
 // The forward of fwd.cuh with everything of common/modifiers.cuh: masks, biases, softcap, sinks, dropout.
 //
-// What differs: the tiles to visit come from a list (common/visits.cuh), scores are in natural units, and each
-// warp stages its own part of a 16-bit bias.
+// What differs: the tiles to visit come from a list (common/visits.cuh), and each warp stages its own part of a 16-bit
+// bias.
 //
 // Shared memory (bytes, D = padded head_dim):
 //   Q     [kBlockM][D]           2 D kBlockM      (each warp reuses its own rows for the output)
@@ -35,13 +35,17 @@ struct FwdModTraits {
   static constexpr int kSmemBytes = kTile.smem_bytes(D) + kBiasBytes;
   using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<16 * kMBlocks, kBlockN>, NoBiasStage>;
   using Tile = SmemTile<D>;
+  static constexpr int kTopBytes = 4 * kThreads * (2 * kMBlocks + 1);
+  static_assert(kSmemBytes + kTopBytes + kModStatic <= smem_limit(kSmemClass));
 };
 
-// Raises the maxima and turns scores into weights in place; `top` follows the exact maxima.
+// Raises the maxima and turns scores into weights in place. The exact maxima, which `state` only follows from a
+// distance, go to `top` of this lane, if it is not null.
 template <typename T>
 __device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4],
                                                   float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
-                                                  SoftmaxState<2 * T::kMBlocks>& state, float (&top)[2 * T::kMBlocks]) {
+                                                  SoftmaxState<2 * T::kMBlocks>& state, float unit_log2,
+                                                  float* top) {
   float tile_max[2 * T::kMBlocks], factor[2 * T::kMBlocks];
 #pragma unroll
   for (int r = 0; r < 2 * T::kMBlocks; ++r) {
@@ -51,9 +55,11 @@ __device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T:
       tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
     }
   }
-  const bool rescale = state.raise(tile_max, kLog2e, factor);
+  const bool rescale = state.raise(tile_max, unit_log2, factor);
+  if (top != nullptr) {
 #pragma unroll
-  for (int r = 0; r < 2 * T::kMBlocks; ++r) top[r] = fmaxf(top[r], tile_max[r]);
+    for (int r = 0; r < 2 * T::kMBlocks; ++r) top[r] = fmaxf(top[r], tile_max[r]);
+  }
   if (rescale) {
 #pragma unroll
     for (int mb = 0; mb < T::kMBlocks; ++mb) {
@@ -66,14 +72,13 @@ __device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T:
   }
 #pragma unroll
   for (int r = 0; r < 2 * T::kMBlocks; ++r) {
-    // Subtracted before the change of base: with scores near finfo.min their product with log2(e) is -inf.
-    const float shift = state.row_max[r] == -INFINITY ? 0.f : state.row_max[r];
+    const float offset = state.offset(r, unit_log2);
 #pragma unroll
     for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
-        s = ptx::ex2((s - shift) * kLog2e);
+        s = ptx::ex2(fmaf(s, unit_log2, -offset));
         state.row_sum[r] += s;
       }
     }
@@ -81,19 +86,15 @@ __device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T:
 }
 
 // Completes a row with its sink (-inf: none): returns the factor for the output, and the lse.
-__device__ __forceinline__ float finish_row(float row_max, float row_sum, float sink, float& lse) {
-  row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
-  row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
-  const bool seen = row_max != -INFINITY || row_sum != 0.f;
-  if (sink == -INFINITY) {
-    lse = seen ? (row_max == -INFINITY ? 0.f : row_max) + logf(row_sum) : -INFINITY;
-    return seen ? 1.f / row_sum : 0.f;
-  }
-  const float top = fmaxf(row_max, sink);
-  const float factor = seen ? ptx::ex2((row_max - top) * kLog2e) : 0.f;
-  const float sum = (seen ? row_sum * factor : 0.f) + ptx::ex2((sink - top) * kLog2e);
+template <int kRows>
+__device__ __forceinline__ float finish_row(SoftmaxState<kRows>& state, int r, float unit_log2, float sink, float& lse) {
+  const float inverse = state.finish(r, unit_log2, lse);
+  if (sink == -INFINITY) return inverse;
+  // Both denominators, e^lse and e^sink, over the larger of the two.
+  const float top = fmaxf(lse, sink);
+  const float share = ptx::ex2((lse - top) * kLog2e), sum = share + ptx::ex2((sink - top) * kLog2e);
   lse = top + logf(sum);
-  return factor / sum;
+  return inverse * share / sum;
 }
 
 struct FwdModWork {
@@ -114,6 +115,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
 
   __shared__ FwdModWork shared;
+  __shared__ float shared_top[T::kThreads][2 * T::kMBlocks + 1];
   if (thread_idx == 0) {
     int b = 0;
     Work w = decode_work<kBlockM, true, true>(p.problem, grid, &b);
@@ -160,9 +162,10 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   float acc_o[T::kMBlocks][D / 8][4];
   clear(acc_o);
   SoftmaxState<2 * T::kMBlocks> state;
-  float top[2 * T::kMBlocks];
+  if (m.row_max != nullptr) {
 #pragma unroll
-  for (int r = 0; r < 2 * T::kMBlocks; ++r) top[r] = -INFINITY;
+    for (int r = 0; r < 2 * T::kMBlocks; ++r) shared_top[thread_idx][r] = -INFINITY;
+  }
 
   bool has_q = false;
   int scanned = 0;
@@ -221,8 +224,9 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
         load_bias(shared.visits[it + 1].block);
         ptx::cp_async_commit();
       }
-      if (tile.is_partial) scores.template hide<false>(acc_s, row0, col0);
-      weights_of_scores<T>(acc_s, acc_o, state, top);
+      if (tile.tests != 0) scores.template hide<false>(acc_s, row0, col0, tile.tests);
+      weights_of_scores<T>(acc_s, acc_o, state, m.unit_log2,
+                           m.row_max != nullptr ? shared_top[thread_idx] : nullptr);
       if (m.rng != nullptr) scores.template drop<false, false>(acc_s, row0, col0);
       if constexpr (T::kStages == 1) {
         ptx::cp_async_wait<0>();
@@ -247,11 +251,11 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     for (int half = 0; half < 2; ++half) {
       float row_lse;
       inverse[half] =
-          finish_row(state.row_max[2 * mb + half], state.row_sum[2 * mb + half], sink, row_lse) * m.keep_scale;
+          finish_row(state, 2 * mb + half, m.unit_log2, sink, row_lse) * m.keep_scale;
       const int r = warp_row + mb * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && r < rows) {
         p.lse[stat + r] = row_lse;
-        if (m.row_max != nullptr) m.row_max[stat + r] = top[2 * mb + half];
+        if (m.row_max != nullptr) m.row_max[stat + r] = shared_top[thread_idx][2 * mb + half] * (m.unit_log2 * kLn2);
       }
     }
 #pragma unroll

@@ -29,7 +29,7 @@ std::string run_bwd_as(const BwdParams& p, SmemClass c, const DeviceInfo& d) {
   const int64_t rows = p.problem.total_q * p.problem.num_heads;
   const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
   std::string error =
-      launch("bwd_preprocess", bwd_preprocess_kernel<E, D, false>, pass_ctas, kPassThreads, 0, p.stream, p);
+      launch("bwd_preprocess", bwd_preprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
   if (!error.empty()) return error;
   error = c == SmemClass::kLarge ? launch_bwd<E, D, SmemClass::kLarge>(p, d)
                                  : launch_bwd<E, D, SmemClass::kSmall>(p, d);

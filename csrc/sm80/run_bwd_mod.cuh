@@ -32,7 +32,7 @@ std::string run_bwd_mod_as(const BwdParams& p, const BwdExtras& x, SmemClass c, 
   const int64_t rows = p.problem.total_q * p.problem.num_heads;
   const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
   std::string error =
-      launch("bwd_preprocess", bwd_preprocess_kernel<E, D, true>, pass_ctas, kPassThreads, 0, p.stream, p);
+      launch("bwd_preprocess", bwd_preprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
   if (error.empty()) error = launch_bwd_bias<E, D>(p, m, x.bias);
   if (error.empty()) error = launch_bwd_bias<E, D>(p, m, x.slopes);
   if (!error.empty() || !x.need_qkv) return error;

@@ -1,0 +1,393 @@
+// What one warp of bwd.cuh does with one query tile: loads, weights, score gradients, and its share of dV, dK and dQ.
+#pragma once
+
+#include <type_traits>
+
+#include "../common/attn_mod.cuh"
+#include "../common/bias_stage.cuh"
+#include "../common/fragments.cuh"
+#include "../common/seqlen.cuh"
+#include "../common/visits.cuh"
+#include "../heuristics.h"
+
+namespace flash_ext::sm80 {
+
+template <typename E, int D, SmemClass kSmemClass, bool kWithModifiers = false>
+struct BwdTraits {
+  using Element = E;
+  static constexpr SmemClass kClass = kSmemClass;
+  static constexpr bool kMods = kWithModifiers;
+  static constexpr int kHeadDim = D;
+  static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass) : bwd_tile_sm80(D, kSmemClass);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;
+  static constexpr int kKeyWarps = kTile.key_warps, kKeyBlocks = kTile.key_blocks, kThreads = kTile.threads();
+  static constexpr bool kPaired = kTile.paired;
+  static constexpr int kDqRows = kBlockM / kTile.dq_warps_m, kDqWarpsD = kKeyWarps / kTile.dq_warps_m;
+  static_assert(kDqRows % 16 == 0 && kKeyWarps % kTile.dq_warps_m == 0);
+  // The first warps of the pairs take half of dQ's columns, in whole 16-column steps a warp. (Giving them more,
+  // since the second ones wait for P, was slower: docs/performance.md.)
+  static constexpr int kDqSteps = kPaired ? 2 * 16 * kDqWarpsD : 1;
+  static constexpr int kDqColsFirst = kPaired ? (D + kDqSteps - 1) / kDqSteps * kDqSteps / 2 : D;
+  static constexpr int kDqAhead = 2;
+  static constexpr int kAhead = kPaired && kKeyBlocks == 2 ? 2 : 3;
+  using Tile = SmemTile<D>;
+  using DsTile = SmemTile<kBlockM>;  // rows are keys, columns queries
+
+  static constexpr int kKBytes = 2 * D * kBlockN, kQBytes = 2 * D * kBlockM;
+  static constexpr int kStatsBytes = 8 * kBlockM, kDsBytes = kTile.ds_bytes();
+  // A warp takes the queries of a tile in parts where all of them at once would not fit its registers.
+  static constexpr int kPartM = kTile.part_m < kBlockM ? kTile.part_m : kBlockM, kParts = kBlockM / kPartM;
+  static_assert(!kPaired || kKeyWarps * kParts < 16, "one named barrier each, and barrier 0");
+  static constexpr int kPBytesOfPart = kTile.p_bytes() / (kKeyWarps * kParts);
+  static constexpr int kKAt = 0, kVAt = kKAt + kKBytes, kQAt = kVAt + kKBytes;
+  static constexpr int kDoAt = kQAt + kStages * kQBytes;
+  static constexpr int kPAt = kDoAt + kStages * kQBytes;
+  static constexpr int kDsAt = kPAt + kTile.p_bytes();
+  static constexpr int kStatsAt = kDsAt + 2 * kTile.ds_bytes();
+  static_assert(kStatsAt + kStages * kStatsBytes == kTile.smem_bytes(D));
+  static constexpr int kBiasAt = kTile.smem_bytes(D);
+  static constexpr int kBiasBytes =
+      kMods ? bias_stage_bytes(kKeyWarps, kBlockM, 16 * kKeyBlocks, kBiasAt, smem_limit(kSmemClass)) : 0;
+  static constexpr int kSmemBytes = kBiasAt + kBiasBytes;
+  using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<kBlockM, 16 * kKeyBlocks>, NoBiasStage>;
+};
+
+struct DqRows {
+  float* first;
+  int rows;
+};
+
+// dQ[queries x D] of one query tile, kCols of its columns from `first_col` on, spread over the key_warps warps
+// of a role, added to the fp32 buffer (row pitch D). `destination()` gives the tile's first row and its number
+// of rows; asked for late, they cost no registers while the matrix products run.
+template <typename T, int kCols, typename Destination>
+__device__ __forceinline__ void add_dq(int first_col, uint32_t ds_tile, uint32_t k_tile, int warp, int lane,
+                                       const Destination& destination) {
+  constexpr int kWarpCols = kCols / T::kDqWarpsD;
+  // Columns in one go: as many as leave room beside dK or dV.
+  constexpr int kStep = kWarpCols % 48 == 0 ? 48 : kWarpCols % 32 == 0 ? 32 : 16;
+  static_assert(kCols % T::kDqWarpsD == 0 && kWarpCols % kStep == 0);
+  const int row0 = warp % T::kTile.dq_warps_m * T::kDqRows;
+  // dS is stored keys by queries, so a transposing load yields the queries-by-keys operand.
+#pragma unroll 1
+  for (int col0 = first_col + warp / T::kTile.dq_warps_m * kWarpCols, end = col0 + kWarpCols; col0 < end; col0 += kStep) {
+    float acc[T::kDqRows / 16][kStep / 8][4];
+    clear(acc);
+    uint32_t a_at[T::kDqRows / 16], b_at[kStep / 16];
+#pragma unroll
+    for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
+      a_at[mb] = T::DsTile::block(T::DsTile::by_cols(ds_tile, lane), 0, row0 / 16 + mb);
+    }
+#pragma unroll
+    for (int db = 0; db < kStep / 16; ++db) {
+      b_at[db] = T::Tile::block(T::Tile::by_rows(k_tile, lane), 0, col0 / 16 + db);
+    }
+    constexpr int kBlocks = kStep / 16;
+    constexpr int kSlots = kLeftSlots<T::kDqAhead, kBlocks>;
+    uint32_t a[kSlots][T::kDqRows / 16][4];
+    stream_fragments<T::kBlockN / 16 * kBlocks, T::kDqAhead>(
+        [&](int i, uint32_t(&b)[4]) {
+          const int ks = i / kBlocks, db = i % kBlocks;
+          if (db == 0) {
+#pragma unroll
+            for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
+              ptx::ldmatrix_x4_trans(a[ks % kSlots][mb], a_at[mb] + ks * 16 * T::DsTile::kRowBytes);
+            }
+          }
+          ptx::ldmatrix_x4_trans(b, b_at[db] + ks * 16 * T::Tile::kRowBytes);
+        },
+        [&](int i, const uint32_t(&b)[4]) {
+          const int ks = i / kBlocks, db = i % kBlocks;
+#pragma unroll
+          for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
+            ptx::mma_m16n8k16<typename T::Element>(acc[mb][2 * db], a[ks % kSlots][mb], b[0], b[1]);
+            ptx::mma_m16n8k16<typename T::Element>(acc[mb][2 * db + 1], a[ks % kSlots][mb], b[2], b[3]);
+          }
+        });
+    const DqRows out = destination();
+#pragma unroll
+    for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row0 + mb * 16 + half * 8 + lane / 4;
+        if (r < out.rows) {
+          float* at = out.first + r * T::kHeadDim + col0 + (lane % 4) * 2;
+#pragma unroll
+          for (int db = 0; db < kStep / 8; ++db) {
+            ptx::red_add_f32x2(at + db * 8, acc[mb][db][2 * half], acc[mb][db][2 * half + 1]);
+          }
+        }
+      }
+    }
+  }
+}
+
+struct BwdWork {
+  Work w;
+  BlockRange range;        // query tiles that see these keys
+  int iterations;          // those of all query heads that read them
+  int64_t stats_per_head;  // rows between two heads of stats and dq_accum
+  const uint16_t* q;       // row 0 of the sequence, first of the query heads that read these keys
+  const uint16_t* dout;
+  const float2* stats;     // (lse * log2 e, delta) of that row and head
+  float* dq_accum;         // likewise, or null
+};
+
+struct BwdModWork : BwdWork {
+  Seat seat;
+  int first_head;  // first of the query heads that read these keys
+  Visits visits;
+};
+
+template <typename T>
+using WorkOf = std::conditional_t<T::kMods, BwdModWork, BwdWork>;
+
+template <typename T>
+using ModifiersOf = std::conditional_t<T::kMods, Modifiers, NoModifiers>;
+
+// Asynchronous loads of one query tile of head `g` of the group.
+template <typename T>
+__device__ __forceinline__ void load_queries(const BwdParams& p, const BwdWork& work, uint32_t smem, int stage, int g,
+                                             int m_block, int thread_idx) {
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM;
+  const int first = m_block * kBlockM, rows = work.w.q.length - first;
+  const TileSource q{work.q + g * p.q.head_stride + first * p.q.row_stride, p.q.row_stride, p.problem.head_dim,
+                     p.q.aligned};
+  load_tile<kBlockM, D, T::kThreads>(smem + T::kQAt + stage * T::kQBytes, q, rows, thread_idx);
+  const TileSource dout{work.dout + g * p.dout.head_stride + first * p.dout.row_stride, p.dout.row_stride,
+                        p.problem.head_dim_v, p.dout.aligned};
+  load_tile<kBlockM, D, T::kThreads>(smem + T::kDoAt + stage * T::kQBytes, dout, rows, thread_idx);
+  // Rows past the end arrive as zeros: with q = dO = 0 they add nothing, whatever their lse.
+  if (thread_idx < kBlockM) {
+    const float2* stats = work.stats + g * work.stats_per_head + first + thread_idx;
+    const bool in = thread_idx < rows;
+    ptx::cp_async_8(smem + T::kStatsAt + stage * T::kStatsBytes + thread_idx * 8, in ? stats : work.stats, in ? 8 : 0);
+  }
+}
+
+// (lse * log2 e, delta) of the queries 8 mb + 2 (lane % 4) and the next one.
+__device__ __forceinline__ float4 load_stats(uint32_t stats, int mb, int lane) {
+  return ptx::load_shared(stats + mb * 64 + (lane % 4) * 16);
+}
+
+// P^T of kPartM queries and this warp's keys, in fp32.
+template <typename T>
+__device__ __forceinline__ void weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], const BwdParams& p,
+                                        const Work& w, uint32_t smem, uint32_t smem_q, uint32_t stats, int m_block,
+                                        int query0, int key0, int lane) {
+  multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
+      acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
+      T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+    const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      float(&x)[4] = acc[kb][mb];
+      x[0] = ptx::ex2(fmaf(x[0], p.problem.scale_log2, -s.x));
+      x[1] = ptx::ex2(fmaf(x[1], p.problem.scale_log2, -s.z));
+      x[2] = ptx::ex2(fmaf(x[2], p.problem.scale_log2, -s.x));
+      x[3] = ptx::ex2(fmaf(x[3], p.problem.scale_log2, -s.z));
+    }
+  }
+  const AttnMod mod{p.problem, w.q.length, w.k.length};
+  if (mod.template kind<T::kBlockM, T::kBlockN>(m_block, w.block) == TileKind::kFull) return;
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+    const int row = m_block * T::kBlockM + query0 + mb * 8 + (lane % 4) * 2;
+    const int col = w.block * T::kBlockN + key0 + lane / 4;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const VisibleKeys keys = mod.visible(row + c);
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        if (!keys.contains(col + kb * 16)) acc[kb][mb][c] = 0.f;
+        if (!keys.contains(col + kb * 16 + 8)) acc[kb][mb][2 + c] = 0.f;
+      }
+    }
+  }
+}
+
+// The same with modifiers. The derivative of a softcap goes where P will be handed over; dropped weights come out
+// negative.
+template <typename T>
+__device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], const Scores& scores,
+                                                 uint32_t smem, uint32_t smem_q, uint32_t stats, int n_block,
+                                                 const VisitedTile& tile, int query0, int key0, uint32_t bias,
+                                                 uint32_t p_slot, int lane) {
+  multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
+      acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
+      T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
+  const int row0 = tile.block * T::kBlockM + query0, col0 = n_block * T::kBlockN + key0;
+  scores.template modify<typename T::Element, true, typename T::Stage>(
+      acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
+        ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(slope[0], slope[1], slope[2], slope[3]));
+      });
+  if (tile.tests != 0) scores.template hide<true>(acc, row0, col0, tile.tests);
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+    const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      float(&x)[4] = acc[kb][mb];
+      x[0] = ptx::ex2(fmaf(x[0], scores.m.unit_log2, -s.x));
+      x[1] = ptx::ex2(fmaf(x[1], scores.m.unit_log2, -s.z));
+      x[2] = ptx::ex2(fmaf(x[2], scores.m.unit_log2, -s.x));
+      x[3] = ptx::ex2(fmaf(x[3], scores.m.unit_log2, -s.z));
+    }
+  }
+  if (scores.m.rng != nullptr) scores.template drop<true, true>(acc, row0, col0);
+}
+
+// dS = P * (dP - delta) of one accumulator block, in place of dP.
+__device__ __forceinline__ void score_gradient(float (&dp)[4], float4 weight, float4 stats) {
+  dp[0] = weight.x * (dp[0] - stats.y);
+  dp[1] = weight.y * (dp[1] - stats.w);
+  dp[2] = weight.z * (dp[2] - stats.y);
+  dp[3] = weight.w * (dp[3] - stats.w);
+}
+
+// The same where a negative weight is one that dropout hit: its dP counts nothing, that of others keep_scale times.
+__device__ __forceinline__ void dropped_score_gradient(float (&dp)[4], float4 weight, float4 stats, float keep_scale) {
+  const auto gradient = [keep_scale](float dp, float weight, float delta) {
+    return fabsf(weight) * ((signbit(weight) ? 0.f : dp * keep_scale) - delta);
+  };
+  dp[0] = gradient(dp[0], weight.x, stats.y);
+  dp[1] = gradient(dp[1], weight.y, stats.w);
+  dp[2] = gradient(dp[2], weight.z, stats.y);
+  dp[3] = gradient(dp[3], weight.w, stats.w);
+}
+
+// Rounds this warp's part of dS into the shared dS tile (keys by queries).
+template <typename T>
+__device__ __forceinline__ void put_score_gradients(uint32_t ds_tile,
+                                                    const float (&ds)[T::kKeyBlocks][T::kPartM / 8][4], int key0,
+                                                    int query0, int lane) {
+  const uint32_t at = T::DsTile::by_rows(ds_tile, lane) + key0 * T::DsTile::kRowBytes;
+#pragma unroll
+  for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 16; ++mb) {
+      put_block<typename T::Element>(T::DsTile::block(at, kb * 16, query0 / 16 + mb), ds[kb][2 * mb], ds[kb][2 * mb + 1],
+                                     lane);
+    }
+  }
+}
+
+// S^T, P^T and dV of one query tile: the first warp of a pair.
+template <typename T>
+__device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                       const ModifiersOf<T>& m, const WorkOf<T>& work, uint32_t smem, int stage,
+                                       const VisitedTile& tile, int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
+    const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+    const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
+    if constexpr (T::kMods) {
+      uint32_t bias = 0;
+      if constexpr (T::Stage::kBytes > 0) bias = smem + T::kBiasAt + key_warp * T::Stage::kBytes + query0 * T::Stage::kPitch;
+      const Scores scores{p.problem, m, work.seat, work.first_head + tile.head};
+      modified_weights<T>(acc_p, scores, smem, smem_q, stats, work.w.block, tile, query0, key0, bias, p_slot, lane);
+    } else {
+      weights<T>(acc_p, p, work.w, smem, smem_q, stats, tile.block, query0, key0, lane);
+    }
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        float(&x)[4] = acc_p[kb][mb];
+        const uint32_t at = p_slot + (mb * T::kKeyBlocks + kb) * 512;
+        float4 handed = make_float4(x[0], x[1], x[2], x[3]);
+        if constexpr (T::kMods) {
+          if (m.softcap > 0.f) {
+            const float4 slope = ptx::load_shared(at);
+            handed = make_float4(x[0] * slope.x, x[1] * slope.y, x[2] * slope.z, x[3] * slope.w);
+          }
+          if (m.rng != nullptr) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = fmaxf(x[i], 0.f);
+          }
+        }
+        ptx::store_shared(at, handed);
+      }
+    }
+    ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);
+    multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+// dP^T, dS^T and dK of one query tile: the second warp of a pair.
+template <typename T>
+__device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const ModifiersOf<T>& m,
+                                        uint32_t smem, int stage, int ds_buffer, int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
+    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
+                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    ptx::bar_sync(1 + key_warp * T::kParts + part, 64);
+    const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+      const float4 s = load_stats(smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, mb, lane);
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        const float4 weight = ptx::load_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512);
+        if constexpr (T::kMods) {
+          dropped_score_gradient(acc_ds[kb][mb], weight, s, m.keep_scale);
+        } else {
+          score_gradient(acc_ds[kb][mb], weight, s);
+        }
+      }
+    }
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+// Everything of one query tile for one key group: a warp that holds both dK and dV.
+template <typename T>
+__device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4],
+                                          float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                          const Work& w, uint32_t smem, int stage, int ds_buffer, int m_block,
+                                          int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
+    float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
+    weights<T>(acc_p, p, w, smem, smem_q, stats, m_block, query0, key0, lane);
+    multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
+    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
+                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+      const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        const float(&weight)[4] = acc_p[kb][mb];
+        score_gradient(acc_ds[kb][mb], make_float4(weight[0], weight[1], weight[2], weight[3]), s);
+      }
+    }
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+}  // namespace flash_ext::sm80

@@ -1,5 +1,5 @@
-"""Trains a small language model with flash_ext and with PyTorch's attention side by side and shows what
-comes of it: ``python -m flash_ext.demo``.
+"""Trains a small language model with flash_ext and with PyTorch's attention side by side, another one with a
+mask, ALiBi and dropout, and shows what comes of it: ``python -m flash_ext.demo``.
 
 The text is Python's own standard library. Everything printed is measured in the run that prints it; it takes
 less than two minutes on two CPU cores or on a GPU. ``--help`` names the options.
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from . import __version__
+from .demo_masked import run_masked
 from .demo_measure import (
     Schedule,
     attention_memory,
@@ -56,6 +57,7 @@ class Preset:
         total, longest: size of a pack, and of a document in it at most.
         held_out_packs: how many packs the final loss is taken over.
         checked: size of the pack that is compared with float64.
+        masked_schedule, masked_total: of the masked model's training.
         memory_seqlens, access_seqlens: lengths at which memory and accesses are measured.
         access_head_dim, sram: head size and elements of fast memory for counting accesses. 48k elements are
             96 KiB of float16, what a block of threads gets on many GPUs.
@@ -68,6 +70,8 @@ class Preset:
     longest: int
     held_out_packs: int
     checked: int
+    masked_schedule: Schedule
+    masked_total: int
     memory_seqlens: tuple[int, ...]
     access_seqlens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     access_head_dim: int = 64
@@ -76,7 +80,7 @@ class Preset:
 
 
 # On two idle cores a step takes about 0.07 s with either attention, and the whole demo three quarters of a
-# minute. Most of a step is the rest of the model.
+# minute; the masked model takes at most ten seconds of it. Most of a step is the rest of the model.
 CPU = Preset(
     size=ModelSize(width=128, num_layers=2, num_heads=4, num_heads_k=2, head_dim=32),
     schedule=Schedule(steps=240, seconds=60.0, learning_rate=2.5e-3),
@@ -84,6 +88,8 @@ CPU = Preset(
     longest=512,
     held_out_packs=8,
     checked=1024,
+    masked_schedule=Schedule(steps=60, seconds=10.0, learning_rate=2.5e-3),
+    masked_total=256,
     memory_seqlens=(256, 512, 1024, 2048),
 )
 GPU = Preset(
@@ -93,6 +99,8 @@ GPU = Preset(
     longest=2048,
     held_out_packs=8,
     checked=2048,
+    masked_schedule=Schedule(steps=150, seconds=10.0, learning_rate=1e-3),
+    masked_total=2048,
     memory_seqlens=(1024, 2048, 4096, 8192, 16384),
 )
 
@@ -133,6 +141,12 @@ def run(preset: Preset, device: torch.device, text: Text, seed: int, progress: P
     progress.stage("Comparing with float64 ...")
     distances = distance_from_float64(model, checked, {name: ATTENTIONS[name] for name in TRAINED})
 
+    progress.stage("Training with a mask, ALiBi and dropout ...")
+    masked = run_masked(
+        preset.size, preset.masked_schedule, text, preset.masked_total, preset.masked_total // 2,
+        (OURS, MATERIALISED), device, seed,
+    )  # fmt: skip
+
     progress.stage("Measuring memory ...")
     of_step = {name: step_memory(model, judged[0], ATTENTIONS[name]) for name in ATTENTIONS}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -156,6 +170,7 @@ def run(preset: Preset, device: torch.device, text: Text, seed: int, progress: P
         curves=curves,
         held_out=held_out,
         distances=distances,
+        masked=masked,
         step_memory=of_step,
         attention_memory=of_attention,
         accesses=accesses,

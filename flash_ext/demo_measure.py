@@ -174,7 +174,7 @@ def distance_from_float64(
     Returns:
         "out", "dq", "dk" and "dv" -> their distance.
     """
-    recorder = _Recorder(next(iter(attentions.values())))
+    recorder = Recorder(next(iter(attentions.values())))
     (mean_loss(model, pack, recorder) * pack.total).backward()
     model.zero_grad()
 
@@ -193,7 +193,7 @@ def distance_from_float64(
     return {tensor: Distance(largest_values[tensor], differences[tensor]) for tensor in largest_values}
 
 
-class _Recorder:
+class Recorder:
     """An attention that keeps what every layer gave it and what it answered."""
 
     def __init__(self, attention: Attention) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .demo_masked import DROPOUT, MaskedResults
 from .demo_measure import Accesses, Curve, Distance
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Results:
         curves: name -> training with that attention.
         held_out: name -> loss in nats per byte of text that no training saw.
         distances: "out", "dq", "dk", "dv" -> distance from float64.
+        masked: the masked model.
         step_memory: name -> peak bytes of a training step; None where the memory did not suffice.
         attention_memory: sequence length -> name -> the same for attention alone.
         accesses: one entry per sequence length.
@@ -48,6 +50,7 @@ class Results:
     curves: dict[str, Curve]
     held_out: dict[str, float]
     distances: dict[str, Distance]
+    masked: MaskedResults
     step_memory: dict[str, int | None]
     attention_memory: dict[int, dict[str, int | None]]
     accesses: list[Accesses]
@@ -132,7 +135,10 @@ def as_text(results: Results) -> str:
     """The whole report."""
     parts = [
         loss_table(results.curves),
-        distance_table(results.distances),
+        distance_table(
+            results.distances, "Largest difference from float64, over all layers of the trained model"
+        ),
+        masked_part(results.masked),
         attention_memory_table(results.attention_memory),
         accesses_table(results),
         f"Generated through {OURS}, from the prompt 'def '\n{_indented(results.sample)}",
@@ -161,14 +167,26 @@ def _apart(losses: Sequence[Sequence[float]]) -> float:
     return max((max(values) - min(values) for values in zip(*losses)), default=0.0)
 
 
-def distance_table(distances: dict[str, Distance]) -> str:
+def distance_table(distances: dict[str, Distance], title: str) -> str:
     names = list(next(iter(distances.values())).difference)
     rows = [
         [tensor, f"{d.largest_value:.3g}", *(f"{d.difference[name]:.2e}" for name in names)]
         for tensor, d in distances.items()
     ]
-    title = "Largest difference from float64, over all layers of the trained model"
     return table(title, ["tensor", "largest value", *names], rows)
+
+
+def masked_part(masked: MaskedResults) -> str:
+    """What was asked for, how it trained, and how far it is from float64."""
+    curve = masked.curve
+    steps = f"{len(curve.losses)} of {masked.planned_steps}"
+    title = (
+        f"Masked model: documents apart in one sequence, causal, ALiBi, dropout {DROPOUT}\n"
+        f"{steps} steps of {curve.median_seconds * 1e3:.1f} ms, loss {curve.losses[0]:.4f} to "
+        f"{last_loss(curve):.4f}, held-out files without dropout {masked.held_out:.4f}\n"
+        "Largest difference from float64, dropping the same weights"
+    )
+    return distance_table(masked.distances, title)
 
 
 def attention_memory_table(memory: dict[int, dict[str, int | None]]) -> str:
@@ -268,14 +286,20 @@ def draw(results: Results, path: Path) -> Path | None:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(16, 9), layout="constrained")
-    axes = figure.subplots(2, 3)
+    figure = Figure(figsize=(20, 9), layout="constrained")
+    axes = figure.subplots(2, 4)
     _draw_losses(axes[0, 0], results)
     _draw_times(axes[0, 1], results)
-    _draw_distances(axes[0, 2], results)
+    _draw_distances(axes[0, 2], results.distances, "Largest difference from float64")
+    _draw_weights(axes[0, 3], results.masked)
     _draw_memory(axes[1, 0], results)
     _draw_accesses(axes[1, 1], results)
-    _draw_sample(axes[1, 2], results)
+    _draw_distances(
+        axes[1, 2],
+        {tensor: in_units_of_largest(d) for tensor, d in results.masked.distances.items()},
+        "Masked model: difference from float64 / largest value",
+    )
+    _draw_sample(axes[1, 3], results)
     figure.suptitle("\n".join(results.heading), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=110)
@@ -305,18 +329,34 @@ def _draw_times(axis: Axes, results: Results) -> None:
     axis.set(title="Time per training step (median, quartiles)", ylabel="ms")
 
 
-def _draw_distances(axis: Axes, results: Results) -> None:
-    tensors = list(results.distances)
-    names = list(next(iter(results.distances.values())).difference)
+def _draw_distances(axis: Axes, distances: dict[str, Distance], title: str) -> None:
+    tensors = list(distances)
+    names = list(next(iter(distances.values())).difference)
     for index, name in enumerate(names):
         places = [i + 0.4 * (index - (len(names) - 1) / 2) for i in range(len(tensors))]
-        heights = [results.distances[tensor].difference[name] for tensor in tensors]
+        heights = [distances[tensor].difference[name] for tensor in tensors]
         axis.bar(places, heights, 0.36, color=COLOURS[name], label=name)
     axis.set_xticks(range(len(tensors)), tensors)
-    axis.set(title="Largest difference from float64")
+    axis.set(title=title)
     axis.ticklabel_format(axis="y", scilimits=(0, 0))
     axis.legend()
     axis.grid(axis="y", alpha=0.3)
+
+
+def in_units_of_largest(distance: Distance) -> Distance:
+    """For tensors of different sizes side by side."""
+    largest = distance.largest_value
+    return Distance(1.0, {name: value / largest for name, value in distance.difference.items()})
+
+
+def _draw_weights(axis: Axes, masked: MaskedResults) -> None:
+    """Fourth roots, since a weight of 1 beside many small ones would be all there is to see."""
+    axis.imshow((masked.weights**0.25).tolist(), cmap="Blues", interpolation="nearest")
+    axis.set(
+        title=f"Masked model: weights of one head\n(documents, causal, ALiBi, dropout {DROPOUT})",
+        xlabel="key",
+        ylabel="query",
+    )
 
 
 def _draw_memory(axis: Axes, results: Results) -> None:

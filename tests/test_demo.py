@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_ext import demo, demo_measure, demo_report
+from flash_ext import attention_varlen, demo, demo_masked, demo_measure, demo_report
 from flash_ext.demo_measure import Curve, Schedule
 from flash_ext.demo_model import ModelSize, Transformer, document_mask, generate, rotary_angles, rotate
 from flash_ext.demo_report import MATERIALISED, OURS, PYTORCH, Progress, Results
@@ -27,6 +27,8 @@ TINY = demo.Preset(
     longest=100,
     held_out_packs=2,
     checked=128,
+    masked_schedule=Schedule(steps=24, seconds=120.0, learning_rate=4e-3),
+    masked_total=128,
     memory_seqlens=(256, 512, 1024),
     access_seqlens=(64, 128),
     access_head_dim=16,
@@ -255,6 +257,53 @@ def test_distance_finds_a_wrong_attention():
     assert distances["dq"].difference["wrong"] < 1e-5
 
 
+def test_the_masked_model_learns_and_is_as_near_to_float64_as_float32_can_be(results: Results):
+    masked = results.masked
+    assert len(masked.curve.losses) == masked.planned_steps == TINY.masked_schedule.steps
+    assert demo_report.last_loss(masked.curve) < masked.curve.losses[0] - 1.0
+    assert masked.held_out < masked.curve.losses[0] - 1.0
+    assert set(masked.distances) == {"out", "dq", "dk", "dv", "dslopes"}
+    for tensor, distance in masked.distances.items():
+        assert distance.largest_value > 1e-3, tensor
+        for name in (OURS, MATERIALISED):
+            assert 0 < distance.difference[name] < 1e-5 * max(1.0, distance.largest_value), (tensor, name)
+
+
+def test_the_pictured_weights_are_masked_and_dropped():
+    """Rows add up to 1 without dropout; with it a tenth of the visible weights is gone, the rest grows."""
+    pack = some_pack((60, 1, 67))
+    q, k = torch.randn(pack.total, 4, 16), torch.randn(pack.total, 2, 16)
+    slopes = demo_masked.alibi_slopes(4, CPU)
+    assert slopes.tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+    whole, dropped = (demo_masked.weights_of(pack, q, k, slopes, p, seed=3) for p in (0.0, 0.1))
+    torch.testing.assert_close(whole.sum(-1), torch.ones(4, pack.total))
+    seen = document_mask(pack)
+    assert torch.equal(whole > 0, seen.expand_as(whole))
+    kept = dropped > 0
+    assert 0.87 < (kept.sum() / (whole > 0).sum()).item() < 0.93
+    torch.testing.assert_close(dropped[kept], whole[kept] / 0.9, rtol=1e-4, atol=0)
+
+
+def test_masked_training_is_the_packed_one_with_other_words():
+    """Documents in one sequence, with ALiBi, attend as in a packed call; dropout differs by call."""
+    pack = some_pack((33, 1, 20, 10))
+    q, k, v = (torch.randn(pack.total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    slopes = demo_masked.alibi_slopes(4, CPU)
+    packed = attention_varlen(q, k, v, pack.cu_seqlens, pack.cu_seqlens, causal=True, alibi_slopes=slopes)
+    torch.testing.assert_close(demo_masked.masked_attention_without_dropout(pack)(q, k, v), packed)
+    attend = demo_masked.masked_attention(pack)
+    assert (attend(q, k, v) - attend(q, k, v)).abs().max() > 1e-3
+
+
+def test_masked_comparison_finds_other_weights_dropped(monkeypatch: pytest.MonkeyPatch):
+    model, pack = Transformer(TINY.size), some_pack((40, 50))
+    right = demo_masked.ours
+    monkeypatch.setattr(demo_masked, "ours", lambda pack, p, seed=None: right(pack, p, seed and seed + 1))
+    distances, _ = demo_masked.compare_with_float64(model, pack, (OURS, MATERIALISED), 7)
+    for distance in distances.values():
+        assert distance.difference[OURS] > 100 * distance.difference[MATERIALISED]
+
+
 def test_memory_grows_linearly_unless_materialised(results: Results):
     short, long = (results.attention_memory[n] for n in (512, 1024))
     assert long[OURS] < 2.1 * short[OURS]
@@ -280,6 +329,8 @@ def test_on_a_gpu_in_bfloat16():
     assert max(abs(a - b) for a, b in zip(ours, pytorch)) < 0.1
     for distance in results.distances.values():
         assert 0 < distance.difference[OURS] < 0.02 * distance.largest_value
+    for distance in results.masked.distances.values():
+        assert 0 < distance.difference[OURS] < 0.03 * distance.largest_value
     assert results.attention_memory[1024][OURS] < results.attention_memory[1024][MATERIALISED] / 4
     assert "bfloat16" in results.heading[0]
 
@@ -291,6 +342,9 @@ def test_the_report_carries_the_numbers(results: Results):
         assert f"{curve.median_seconds * 1e3:.1f}" in text
     for distance in results.distances.values():
         assert f"{distance.difference[OURS]:.2e}" in text
+    for distance in results.masked.distances.values():
+        assert f"{distance.difference[MATERIALISED]:.2e}" in text
+    assert f"{results.masked.held_out:.4f}" in text and "24 of 24 steps" in text
     for size in results.attention_memory[1024].values():
         assert demo_report.mib(size) in text
     for counted in results.accesses:
@@ -324,7 +378,8 @@ def test_the_program_prints_a_report_and_writes_a_picture(
     run_main(monkeypatch, "--out", str(path))
     printed = capsys.readouterr().out
     assert f"Picture: {path}" in printed
-    for heading in ("Loss in nats", "from float64", "Peak memory", "HBM accesses", "Generated", "Summary"):
+    headings = ("Loss in nats", "from float64", "Masked model", "Peak memory", "HBM accesses", "Generated")
+    for heading in (*headings, "Summary"):
         assert heading in printed
     assert "100%" in printed
     data = path.read_bytes()

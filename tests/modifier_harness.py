@@ -217,6 +217,25 @@ def count_probe(mcase: ModifierCase, target: Target) -> None:
             assert not wrong.any(), _at("row_max", wrong, row_max[rows], n.T)
 
 
+def mask_probe(mcase: ModifierCase, target: Target) -> None:
+    """q = 0, v = I on as many keys at a time as v has columns: out is not 0 just where a key is visible."""
+    with _naming(mcase, target):
+        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
+        parts, width = visible_of(x), mcase.case.dim_v
+        for first in range(0, max((seen.shape[2] for _, _, seen in parts), default=0), width):
+            v = torch.zeros_like(x.plain.v)
+            for _, keys, seen in parts:
+                end = max(first, min(first + width, seen.shape[2]))
+                here = torch.arange(first, end, device=v.device)
+                _flat(x, v)[keys.start + here, :, here - first] = 1
+            out = _flat(x, call(x, target, [x.plain.q, x.plain.k, v])[0])
+            for rows, _, seen in parts:
+                wanted = seen[..., first : first + width].transpose(0, 1)
+                got = out[rows, :, : wanted.shape[2]]
+                wrong = (got != 0) != wanted
+                assert not wrong.any(), _at(f"keys from {first} on", wrong, got, wanted)
+
+
 def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
     """dout on single rows: dk and dv are exactly 0 at keys the row does not see, and dv is not elsewhere."""
     with _naming(mcase, target):
@@ -230,10 +249,10 @@ def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
             dout = torch.zeros_like(out)
             _flat(x, dout)[rows.start + row] = 8
             dq, dk, dv = torch.autograd.grad(out, [q, k, v], dout, retain_graph=True)
-            by_key = torch.zeros(dk.shape[-2], _flat(x, dk, 1).shape[0], dtype=torch.bool, device=dk.device)
+            by_key = torch.zeros(dk.shape[-2], _flat(x, dk).shape[0], dtype=torch.bool, device=dk.device)
             by_key[:, keys] = seen[:, row].unflatten(0, (-1, group)).any(1)
             for name, grad in (("dk", dk), ("dv", dv)):
-                size = _flat(x, grad, 1).abs().amax(-1).T
+                size = _flat(x, grad).abs().amax(-1).T
                 wrong = ~by_key & (size != 0)
                 assert not wrong.any(), _at(f"row {row}: {name} of a hidden key", wrong, size, by_key)
                 wrong = by_key & (size == 0)
@@ -245,10 +264,10 @@ def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
 
 
 def needle_probe(mcase: ModifierCase, target: Target) -> None:
-    """Each row asks loudly for one key, the last hidden or the first visible of a change: its value, or not.
+    """Row i asks loudly for key (i * step) % seqlen_k, with three steps.
 
-    Row i asks for key (i * step) % seqlen_k in three ways. If the key is visible out is its value, up to what
-    the other keys weigh; if it is hidden its logit leaves no trace in row_max.
+    If the key is visible out is its value, up to what the other keys weigh; if it is hidden its large logit
+    leaves no trace in row_max.
     """
     with _naming(mcase, target):
         x = make_modifier_inputs(mcase, target.device)
@@ -268,21 +287,20 @@ def needle_probe(mcase: ModifierCase, target: Target) -> None:
                     continue
                 wanted = (torch.arange(seen.shape[1], device=q.device) * step) % seen.shape[2]
                 asked.append((rows, keys, seen, wanted))
-                _flat(x, q)[rows] = 4 * _flat(x, k, 1)[keys][wanted].repeat_interleave(group, 1)
+                _flat(x, q)[rows] = 4 * _flat(x, k)[keys][wanted].repeat_interleave(group, 1)
             out, _, row_max = call(x, target, [q, k, v], softmax_scale=scale)
             out, row_max = _flat(x, out), _flat_statistic(x, row_max)
             for rows, keys, seen, wanted in asked:
                 sees = seen[:, torch.arange(len(wanted)), wanted].T
                 hidden = ~sees & (row_max[rows] > 0.75 * logit)
                 assert not hidden.any(), _at("a hidden key's logit", hidden, row_max[rows], sees)
-                value = _flat(x, v, 1)[keys][wanted].repeat_interleave(group, 1)
+                value = _flat(x, v)[keys][wanted].repeat_interleave(group, 1)
                 error = (out[rows].double() - value.double()).abs()
-                # A key with the same code by chance, or a near one, is not excluded for few features.
                 wrong = sees & (error > 2 * u * value.double().abs() + u).any(-1)
                 assert not wrong.any(), _at("a visible key's value", wrong, out[rows].amax(-1), sees)
 
 
-def _flat(x: ModifierInputs, t: Tensor, side: int = 0) -> Tensor:
+def _flat(x: ModifierInputs, t: Tensor) -> Tensor:
     """(rows of all sequences, heads, features), a view."""
     return t if x.mcase.case.is_packed else t.flatten(0, 1)
 

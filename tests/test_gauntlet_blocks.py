@@ -14,7 +14,7 @@ from tests import compare
 from tests.cases import dense, packed
 from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths
 from tests.modifier_cases import ModifierCase
-from tests.modifier_harness import count_probe, for_each, sparse_dout_probe
+from tests.modifier_harness import count_probe, for_each, mask_probe, sparse_dout_probe
 from tests.test_gauntlet_bias import peak_of
 
 BLOCK_SIZES = ((16, 16), (16, 128), (48, 80), (64, 64), (128, 128), (64, 192), (192, 64), (256, 16))
@@ -81,7 +81,8 @@ def sized_cases() -> list[ModifierCase]:
 @on_all_tiles
 def test_bs02_bs03_every_block_size_shows_its_keys(target: Target) -> None:
     """BS-02: tiles and blocks that do not divide each other; BS-03: a causal edge through partial blocks."""
-    for_each(sized_cases(), target, count_probe, cpu=24)
+    for_each(sized_cases(), target, count_probe, cpu=12)
+    for_each(sized_cases(), target, mask_probe, cpu=12)
 
 
 @on_all_tiles

@@ -14,7 +14,7 @@ from tests.modifier_cases import (
     paired_cases,
     single_cases,
 )
-from tests.modifier_harness import count_probe, for_each, needle_probe, sparse_dout_probe
+from tests.modifier_harness import count_probe, for_each, mask_probe, needle_probe, sparse_dout_probe
 
 
 @on_all_tiles
@@ -67,6 +67,12 @@ def mask_cases() -> list[ModifierCase]:
 def test_mk_every_mask_shows_exactly_its_keys(target: Target) -> None:
     """Count probe: with q = 0 lse is the logarithm of how many keys the rules, written as one mask, leave."""
     for_each(mask_cases(), target, count_probe, cpu=40)
+
+
+@on_all_tiles
+def test_mk_every_mask_seen_through_v(target: Target) -> None:
+    """The whole mask, key by key: with q = 0 and v = I it stands in out."""
+    for_each(mask_cases()[1::2], target, mask_probe, cpu=16)
 
 
 @on_all_tiles

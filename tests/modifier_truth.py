@@ -101,7 +101,9 @@ class _Noise:
 
     def all(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         for piece in self._pieces():
-            if piece.q.numel() and piece.k.numel():
+            if not piece.k.numel():
+                self._add_without_keys(piece)
+            elif piece.q.numel():
                 self._add(piece)
         noise, independent = {}, {}
         for name, t in self.value.items():
@@ -166,6 +168,18 @@ class _Noise:
 
     # ---- variances ----
 
+    def _put_statistics(self, bound: Tensor, piece: _Piece) -> None:
+        """``bound`` (b, h, rows, 1) of lse, which row_max shares."""
+        for name in ("lse", "row_max"):
+            by_row = self.variance[name].transpose(-1, -2)
+            piece.place_q(by_row).transpose(1, 2).copy_(bound[..., 0])
+
+    def _add_without_keys(self, piece: _Piece) -> None:
+        """Nothing but sinks: lse is the sink, and dsinks the sum of dlse."""
+        self._put_statistics(FP32 * piece.lse.abs().masked_fill(piece.lse.isinf(), 0), piece)
+        if "dsinks" in self.value:
+            self.variance["dsinks"] += (FP32 * piece.dlse.abs()).sum((0, 2, 3)) ** 2
+
     def _add(self, piece: _Piece) -> None:
         case, mods = self.case, piece.mods
         u, floor, scale = self.u, self.floor, case.scale
@@ -209,10 +223,7 @@ class _Noise:
             + (keep_factor * floor) ** 2 * (1 + seen @ v**2)
         )
         self._put("out", out_var, piece.place_q)
-        for name in ("lse", "row_max"):
-            by_row = self.variance[name].transpose(-1, -2)
-            piece.place_q(by_row).transpose(1, 2).copy_(bound[..., 0])
-
+        self._put_statistics(bound, piece)
         n_rows, n_keys = seen.amax(-1).sum(-1), seen.amax(-2).sum(-1)
         self.delta_rows += float(n_rows.sum())
         group = heads // case.num_heads_k

@@ -39,7 +39,8 @@ COPIED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "flash_e
 RUN_SECONDS = 60  # for all tests of one mutant, the start of Python included
 CONTROL_SECONDS = 150  # for the tests that noticed something, on the unchanged kernels
 # Quickest to notice most bugs first; files of tests that are not named come last.
-FIRST_FILES = ("masks", "varlen", "values", "layout", "lists", "races", "autograd", "system", "sizes")
+FIRST_FILES = ("masks", "varlen", "values", "layout", "lists", "races", "autograd", "modifiers", "bias",
+               "dropout", "blocks", "system", "sizes")  # fmt: skip
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The planted bugs of the kill matrix: what each changes in the sources. mutants.py builds and runs them.
 
-Of the catalogue's 24: M8 needs an asynchronous proxy (sm90); M12, M13, M15, M17, M19 to M22 and M24 are
-bugs in split-KV, paging, semaphores, dropout, softcap, sinks, fp8, launch caches and bias, none of which
-exists here.
+Of the catalogue's 24: M8 needs an asynchronous proxy (sm90); M12, M13, M15, M21 and M22 are bugs in
+split-KV, paging, semaphores, fp8 and launch caches, none of which exists here, and M17, a dropout offset that
+does not advance, in what PyTorch's generator does.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ MUTANTS = (
         "M7 barrier removed: P of a pair",
         "the second warp of a pair does not wait for the weights of the first",
         (
-            Edit("sm80/bwd.cuh", "    ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);\n", ""),
-            Edit("sm80/bwd.cuh", "    ptx::bar_sync(1 + key_warp * T::kParts + part, 64);\n", ""),
+            Edit("sm80/bwd_steps.cuh", "    ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);\n", ""),
+            Edit("sm80/bwd_steps.cuh", "    ptx::bar_sync(1 + key_warp * T::kParts + part, 64);\n", ""),
         ),
         "races",
     ),
@@ -301,5 +301,91 @@ MUTANTS = (
             ),
         ),
         "varlen",
+    ),
+    Mutant(
+        1701,
+        "dropout counter of the tile",
+        "forward and dQ draw by the key's place in its tile, not in its sequence",
+        (
+            Edit(
+                "common/modifiers.cuh",
+                "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
+                "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)",
+            ),
+        ),
+        "dropout",
+    ),
+    Mutant(
+        1901,
+        "M19 softcap ignored in the backward",
+        "dS is not multiplied by the slope of the cap",
+        (
+            Edit("sm80/bwd_q.cuh", "if (through_softcap && m.softcap > 0.f) s *= slope[nb][i];", ""),
+            Edit(
+                "sm80/bwd_steps.cuh",
+                "make_float4(x[0] * slope.x, x[1] * slope.y, x[2] * slope.z, x[3] * slope.w);",
+                "make_float4(x[0], x[1], x[2], x[3] + 0.f * slope.x);",
+            ),
+        ),
+        "modifiers",
+    ),
+    Mutant(
+        2001,
+        "M20 sink counted in no row",
+        "the denominator goes without the sink",
+        (
+            Edit(
+                "sm80/fwd_mod.cuh",
+                "m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;",
+                "-INFINITY;",
+            ),
+        ),
+        "bias",
+    ),
+    Mutant(
+        2401,
+        "M24 last writer of a bias gradient wins",
+        "what a bias is broadcast over is not summed: the last tile counts",
+        (Edit("sm80/bwd_bias.cuh", "acc[nb][i] += acc_s[0][nb][i];", "acc[nb][i] = acc_s[0][nb][i];"),),
+        "bias",
+    ),
+    Mutant(
+        2701,
+        "bias of another head",
+        "a bias that is read element by element takes the head's stride times the batch index",
+        (
+            Edit(
+                "common/modifiers.cuh",
+                "(seat.b * x.batch_stride + h * x.head_stride) * (x.is_float ? 4 : 2);",
+                "(seat.b * x.batch_stride + seat.b * x.head_stride) * (x.is_float ? 4 : 2);",
+            ),
+        ),
+        "bias",
+    ),
+    Mutant(
+        2702,
+        "mask word shifted",
+        "a bool mask is read 32 keys too far",
+        (
+            Edit(
+                "common/modifiers.cuh",
+                "const int last = min(m.mask.rows, seat.seqlen_q) - 1, w = col0 / 32;",
+                "const int last = min(m.mask.rows, seat.seqlen_q) - 1, w = col0 / 32 + 1;",
+            ),
+        ),
+        "modifiers",
+    ),
+    Mutant(
+        2703,
+        "end of a hidden interval inclusive",
+        "the key at the end of an interval is hidden, too",
+        (
+            Edit(
+                "common/modifiers.cuh",
+                "bits[r] &= ~bits_between(keys.x, keys.y, col0);",
+                "bits[r] &= ~bits_between(keys.x, keys.y + 1, col0);",
+            ),
+        ),
+        "modifiers",
     ),
 )

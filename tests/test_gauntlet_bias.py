@@ -153,7 +153,10 @@ def test_bi10_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
         for rows in (1, 7, 130)
         for head_dim, causal in ((64, False), (128, True))
     ]
-    for_each(mcases, target, cpu=6)
+    for lens_q, lens_k in (([5, 0, 90], [0, 4, 70]), ([5, 30], [0, 0]), ([70, 3], [2, 140])):
+        case = packed(lens_q, lens_k, num_heads=6, causal=True, dlse=True, tail=4)
+        mcases.append(ModifierCase(case, ("sinks",)))
+    for_each(mcases, target, cpu=21)
 
 
 @on_paths

@@ -398,10 +398,10 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
     // d sink = -sum of exp(sink - lse) * delta over the rows of a head; the second row statistic is delta.
     const Tensor delta = row_stats.view({-1, 2}).select(1, 1).view(lse.sizes());
     const Tensor of_head = lse.dim() == 3 ? sinks->view({1, -1, 1}) : sinks->view({-1, 1});
-    // Rows that have no sink (outside every sequence) have lse -inf, and exp(sink + inf) times 0 would be NaN.
-    const Tensor share = at::where(lse.eq(-std::numeric_limits<double>::infinity()), at::zeros({}, float_options),
-                                   (of_head - lse).exp());
-    dsinks = -sum_over_rows(share * delta);
+    // Rows outside every sequence have lse -inf and no sink; whatever their dout holds must not count.
+    const Tensor of_rows = at::where(lse.eq(-std::numeric_limits<double>::infinity()), at::zeros({}, float_options),
+                                     (of_head - lse).exp() * delta);
+    dsinks = -sum_over_rows(of_rows);
   }
   return {dq, dk, dv, dbias, dslopes, dsinks};
 }

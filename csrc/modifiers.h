@@ -1,5 +1,5 @@
 // What a call may ask of masks and scores beyond scale and window, as it crosses from the host to a kernel.
-// No torch, no CUDA headers. Meaning and order: common/attn_mod.cuh.
+// No torch, no CUDA headers. Meaning and order: common/modifiers.cuh.
 #pragma once
 
 #include <cstdint>

@@ -12,6 +12,10 @@ namespace flash_ext {
 
 inline constexpr int kPassThreads = 256;
 
+// Rows below count as rows that see nothing. A row whose every score holds finfo.min gets there: next to 1e38 its lse
+// has no room for the logarithm of a sum, so its weights cannot be told from it.
+inline constexpr float kLowestLse = -1e30f;
+
 // One row of one head is handled by kLanes neighbouring lanes, 8 elements a lane.
 template <int D>
 inline constexpr int kPassLanes = D <= 64 ? 8 : D <= 128 ? 16 : 32;
@@ -86,7 +90,7 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
   if (chunk == 0) {
     const float lse = p.lse[r.stat];
     reinterpret_cast<float2*>(p.row_stats)[r.stat] =
-        make_float2(lse == -INFINITY ? INFINITY : lse * kLog2e, sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat]));
+        make_float2(lse < kLowestLse ? INFINITY : lse * kLog2e, sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat]));
   }
   if (p.dq_accum != nullptr && chunk * 8 < D) {
     float4* at = reinterpret_cast<float4*>(p.dq_accum + r.stat * D + chunk * 8);

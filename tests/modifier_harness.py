@@ -291,7 +291,7 @@ def needle_probe(mcase: ModifierCase, target: Target) -> None:
             out, _, row_max = call(x, target, [q, k, v], softmax_scale=scale)
             out, row_max = _flat(x, out), _flat_statistic(x, row_max)
             for rows, keys, seen, wanted in asked:
-                sees = seen[:, torch.arange(len(wanted)), wanted].T
+                sees = seen.gather(2, wanted.expand(len(seen), -1)[..., None])[..., 0].T
                 hidden = ~sees & (row_max[rows] > 0.75 * logit)
                 assert not hidden.any(), _at("a hidden key's logit", hidden, row_max[rows], sees)
                 value = _flat(x, v)[keys][wanted].repeat_interleave(group, 1)

@@ -40,7 +40,7 @@ def bias_cases() -> list[ModifierCase]:
 @on_all_tiles
 def test_bi01_gradient_of_every_broadcast(target: Target) -> None:
     """The gradient of a bias is the sum over its broadcast dimensions, whichever they are."""
-    for_each(bias_cases(), target, cpu=14)
+    for_each(bias_cases(), target, cpu=10)
 
 
 @on_paths
@@ -104,7 +104,7 @@ def test_bi08_order_of_operations(target: Target) -> None:
         ModifierCase(dense(2, 90, 130, 4, 2, 64, data="large", seed=7), tuple(itertools.compress(parts, on)))
         for on in itertools.product((False, True), repeat=len(parts))
     ]  # fmt: skip
-    for_each(mcases, target, cpu=32)
+    for_each(mcases, target, cpu=16)
 
 
 @on_paths
@@ -277,7 +277,7 @@ def test_nf14_softcap_of_every_size(target: Target) -> None:
         for scale in (None, 5000.0)
         for dtype in ("fp16", "bf16")
     ]  # fmt: skip
-    for_each(mcases, target, cpu=24)
+    for_each(mcases, target, cpu=12)
     x = make_modifier_inputs(ModifierCase(dense(2, 100, 140, 4, 2, 64)), target.device)
     off, explicit = call(x, target), call(x, target, softcap=float("0"))
     assert all(torch.equal(a, b) for a, b in zip(off, explicit))

@@ -91,7 +91,7 @@ def test_bs04_maps_by_head_and_batch_under_groups(target: Target) -> None:
     mcases = [
         ModifierCase(m.case, (*m.mods, "mask_b1qk") if i % 2 else m.mods) for i, m in enumerate(sized_cases())
     ]
-    for_each(mcases, target, cpu=8)
+    for_each(mcases, target, cpu=5)
 
 
 @on_paths

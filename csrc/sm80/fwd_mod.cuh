@@ -44,7 +44,7 @@ struct FwdModTraits {
 template <typename T>
 __device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4],
                                                   float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
-                                                  SoftmaxState<2 * T::kMBlocks>& state, float unit_log2,
+                                                  SoftmaxState<2 * T::kMBlocks>& state, const Modifiers& m,
                                                   float* top) {
   float tile_max[2 * T::kMBlocks], factor[2 * T::kMBlocks];
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T:
       tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
     }
   }
-  const bool rescale = state.raise(tile_max, unit_log2, factor);
+  const bool rescale = state.raise(tile_max, m.unit_log2, factor);
   if (top != nullptr) {
 #pragma unroll
     for (int r = 0; r < 2 * T::kMBlocks; ++r) top[r] = fmaxf(top[r], tile_max[r]);
@@ -72,15 +72,24 @@ __device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T:
   }
 #pragma unroll
   for (int r = 0; r < 2 * T::kMBlocks; ++r) {
-    const float offset = state.offset(r, unit_log2);
+    const auto weigh = [&](const auto& exponent) {
 #pragma unroll
-    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+      for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
-        s = ptx::ex2(fmaf(s, unit_log2, -offset));
-        state.row_sum[r] += s;
+        for (int c = 0; c < 2; ++c) {
+          float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
+          s = ptx::ex2(exponent(s));
+          state.row_sum[r] += s;
+        }
       }
+    };
+    if (m.bias.ptr != nullptr) {
+      // Next to finfo.min the product inside an fma and the rounded one it is compared with are 1e31 apart.
+      const float shift = state.row_max[r] == -INFINITY ? 0.f : state.row_max[r];
+      weigh([&](float s) { return (s - shift) * m.unit_log2; });
+    } else {
+      const float offset = state.offset(r, m.unit_log2);
+      weigh([&](float s) { return fmaf(s, m.unit_log2, -offset); });
     }
   }
 }
@@ -225,7 +234,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
         ptx::cp_async_commit();
       }
       if (tile.tests != 0) scores.template hide<false>(acc_s, row0, col0, tile.tests);
-      weights_of_scores<T>(acc_s, acc_o, state, m.unit_log2,
+      weights_of_scores<T>(acc_s, acc_o, state, m,
                            m.row_max != nullptr ? shared_top[thread_idx] : nullptr);
       if (m.rng != nullptr) scores.template drop<false, false>(acc_s, row0, col0);
       if constexpr (T::kStages == 1) {

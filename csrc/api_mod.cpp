@@ -80,7 +80,7 @@ void prepare_mask(Prepared& made, const Tensor& mask) {
   auto* bits_ptr = reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>());
   auto* any_ptr = reinterpret_cast<uint32_t*>(any.mutable_data_ptr<int32_t>());
   auto* all_ptr = reinterpret_cast<uint32_t*>(all.mutable_data_ptr<int32_t>());
-  if (get_switch(Switch::kSkipLaunch) != 1) {
+  if (should_launch()) {
     check_launch(pack_mask(bool_view(mask), bits_ptr, static_cast<int>(words), fill, made.stream));
     check_launch(group_mask(bits_ptr, any_ptr, all_ptr, heads, static_cast<int>(rows),
                             static_cast<int>(words), made.stream));
@@ -108,7 +108,7 @@ void prepare_blocks(Prepared& made, const Tensor& blocks, int64_t block_rows, in
   // Blocks are not broadcast over rows and columns, and a stride of 0 is one like any other.
   BoolView view = bool_view(blocks);
   for (int dim = 2; dim < 4; ++dim) view.strides[dim] = blocks.stride(dim);
-  if (get_switch(Switch::kSkipLaunch) != 1) {
+  if (should_launch()) {
     check_launch(pack_blocks(view, bits_ptr, static_cast<int>(granule_rows), static_cast<int>(words),
                              static_cast<int>(block_rows / 16), static_cast<int>(block_cols / 16), made.stream));
   }
@@ -130,7 +130,7 @@ Labels prepare_labels(Prepared& made, const Tensor& ids) {
   x.groups = bounds.mutable_data_ptr<int32_t>();
   x.batch_stride = ids.dim() == 2 ? length : 0;
   x.group_batch_stride = ids.dim() == 2 ? groups : 0;
-  if (get_switch(Switch::kSkipLaunch) != 1) {
+  if (should_launch()) {
     check_launch(group_labels(x.ids, bounds.mutable_data_ptr<int32_t>(), rows, length, made.stream));
   }
   return x;
@@ -150,7 +150,7 @@ HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds) {
   x.batch_stride = batch == 1 ? 0 : heads * length * count * 2;
   x.group_head_stride = heads == 1 ? 0 : groups * count;
   x.group_batch_stride = batch == 1 ? 0 : heads * groups * count;
-  if (get_switch(Switch::kSkipLaunch) != 1) {
+  if (should_launch()) {
     check_launch(group_intervals(x.bounds, summary.mutable_data_ptr<int32_t>(), batch * heads, length,
                                  static_cast<int>(count), made.stream));
   }

@@ -45,10 +45,8 @@ struct Labels {
   int64_t group_batch_stride = 0;   // groups
 };
 
-// Per position, kMost or fewer half-open intervals on the other side that it may not see.
+// Per position, `count` half-open intervals on the other side that it may not see.
 struct HiddenIntervals {
-  static constexpr int kMost = 2;
-
   const int32_t* bounds = nullptr;  // [position][count][2]
   const int32_t* groups = nullptr;  // [group][count][4]: smallest and largest start, smallest and largest end
   int64_t batch_stride = 0;         // in int32

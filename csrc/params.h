@@ -8,6 +8,8 @@
 
 namespace flash_ext {
 
+inline constexpr float kLog2e = 1.4426950408889634f;
+
 enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1 };
 
 struct StridedView {
@@ -54,7 +56,6 @@ struct Problem {
   bool is_varlen() const { return cu_seqlens_q != nullptr; }
 
   void prepare() {
-    constexpr float kLog2e = 1.4426950408889634f;
     reach_left = window_left < 0 || window_left > kUnlimited ? kUnlimited : window_left;
     reach_right = window_right < 0 || window_right > kUnlimited ? kUnlimited : window_right;
     scale_log2 = softmax_scale * kLog2e;

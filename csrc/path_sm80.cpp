@@ -59,7 +59,6 @@ std::string run(const Params& p, const DeviceInfo& d, const std::array<Instance,
 }
 
 Modifiers with_unit(Modifiers m, Problem p) {
-  constexpr float kLog2e = 1.4426950408889634f;
   p.prepare();
   m.unit_log2 = m.is_natural ? kLog2e : p.abs_scale_log2;
   return m;

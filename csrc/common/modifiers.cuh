@@ -21,7 +21,6 @@
 
 namespace flash_ext {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLowestBias = -2.3e38f;
 
 // Stands in for the modifiers of a kernel that has none.

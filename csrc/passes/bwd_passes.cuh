@@ -71,7 +71,6 @@ __device__ __forceinline__ void load_8(float (&x)[8], const uint16_t* p, int val
 
 template <typename E, int D>
 __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __grid_constant__ BwdParams p) {
-  constexpr float kLog2e = 1.4426950408889634f;
   constexpr int kLanes = kPassLanes<D>;
   const RowHead r = locate_row<kLanes>(p.problem);
   const int chunk = threadIdx.x % kLanes;

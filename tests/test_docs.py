@@ -39,7 +39,11 @@ from build_backend import pins  # noqa: E402
 README = ROOT / "README.md"
 KERNELS = ROOT / "docs" / "kernels.md"
 MASKS = ROOT / "docs" / "masks.md"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")])
+# Their examples need other libraries: tests/test_integrations_docs.py runs them.
+INTEGRATIONS = sorted((ROOT / "docs" / "integrations").glob("*.md"))
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md"), *INTEGRATIONS]
+)
 FUNCTIONS = (flash_ext.attention, flash_ext.attention_varlen, flash_ext.forward, flash_ext.backward)
 # Shared memory a block may use, bytes, by compute capability.
 SMEM_OF = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -125,7 +129,7 @@ def test_plain_words(path: Path) -> None:
 # ---- code ----------------------------------------------------------------------------------------------
 
 
-@each([path for path in DOCUMENTS if code_blocks(path, "python")])
+@each([path for path in DOCUMENTS if code_blocks(path, "python") and path not in INTEGRATIONS])
 def test_examples_run(path: Path) -> None:
     """All Python blocks of a document, in order, in one namespace."""
     names: dict[str, object] = {}

@@ -210,6 +210,20 @@ def test_python_modules_import_downwards():
     assert wrong == []
 
 
+@pytest.mark.parametrize("folder", ["compat", "integrations"])
+def test_packages_for_other_libraries_use_public_names_only(folder: str):
+    """What they need, everybody may need: it belongs into the public interface."""
+    exported = re.search(r"__all__ = \[(.*?)\]", (ROOT / "flash_ext/__init__.py").read_text(), re.S).group(1)
+    wrong = []
+    for path in (ROOT / "flash_ext" / folder).rglob("*.py"):
+        depth = len(path.relative_to(ROOT / "flash_ext").parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level >= depth:
+                wrong += [f"{relative(path)} imports {node.module or ''} {alias.name}" for alias in node.names
+                          if node.module or f'"{alias.name}"' not in exported]
+    assert wrong == []
+
+
 def test_the_oracle_and_the_ladder_stand_alone():
     """What the kernels are judged by must not share code with them."""
     assert package_imports(ROOT / "flash_ext/reference.py") <= {"spec", "modifiers", "philox"}

@@ -1,0 +1,4 @@
+"""Other libraries' function names and signatures on top of :mod:`flash_ext`.
+
+:mod:`flash_ext.compat.flash_attn` has the functions of the package flash-attn, version 2.8.
+"""

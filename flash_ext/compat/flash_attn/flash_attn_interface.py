@@ -1,0 +1,416 @@
+"""The functions of ``flash_attn.flash_attn_interface``, version 2.8, on :func:`flash_ext.forward`.
+
+What all of them share:
+
+* Shapes: q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim); packed, called
+  varlen here, (total, nheads, headdim) with ``cu_seqlens`` (batch + 1,) int32.
+* dropout_p: probability of dropping a weight. Which ones a seed drops is not what flash-attn would drop.
+* softmax_scale: None is 1 / sqrt(headdim).
+* causal, window_size: aligned at the bottom right; window_size counts (left, right) keys inclusive, -1 is
+  unlimited.
+* softcap: 0 is off. It may go with dropout here.
+* alibi_slopes: (nheads,) or (batch, nheads): slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
+* deterministic: a gradient of q that repeats bit for bit.
+* return_attn_probs: return (out, softmax_lse, S_dmask). The lse carries a gradient here. S_dmask is empty
+  without dropout; with it, softmax weights with a minus where one was dropped, see
+  :func:`flash_ext.compat.flash_attn.probabilities.signed_weights`.
+
+On a GPU tensors are float16 or bfloat16, on the CPU also float32 and float64; headdim is any size up to 256,
+and that of v may differ. Errors are those of :func:`flash_ext.attention`; NotImplementedError for a paged
+cache.
+
+Source: the interface of flash-attn 2.8, https://github.com/Dao-AILab/flash-attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backward, dropout_rng, forward
+from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
+from .probabilities import rounded, signed_weights
+
+Window = tuple[int, int]
+# (out, softmax_lse, S_dmask) with return_attn_probs, else out.
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+NO_PAGES = (
+    "block_table: a paged key/value cache is not supported. Pass dense or packed k and v, or a dense cache to "
+    "flash_attn_with_kvcache."
+)
+
+
+# ---- dense ---------------------------------------------------------------------------------------------
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of (batch, seqlen, nheads, headdim) tensors; arguments as the module says.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim); with ``return_attn_probs`` also softmax_lse (batch, nheads,
+        seqlen_q) float32 and S_dmask.
+    """
+    options = {
+        "causal": causal, "window": tuple(window_size), "softmax_scale": softmax_scale, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    }  # fmt: skip
+    return _attend(q, k, v, dropout_p, return_attn_probs, None, options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of one tensor qkv (batch, seqlen, 3, nheads, headdim), read in place."""
+    q, k, v = _unpacked(qkv, "qkv", 3, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` with kv (batch, seqlen_k, 2, nheads_k, headdim), read in place."""
+    k, v = _unpacked(kv, "kv", 2, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+# ---- packed --------------------------------------------------------------------------------------------
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Attention of packed sequences; arguments as the module says.
+
+    ``max_seqlen_q`` and ``max_seqlen_k`` are not needed here; as tensors they are not read, so that the host
+    need not wait, unless weights are asked for.
+
+    Returns:
+        out (total_q, nheads, headdim); with ``return_attn_probs`` also softmax_lse (nheads, total_q) and
+        S_dmask (batch, nheads, max_seqlen_q, max_seqlen_k), both rounded up.
+    """
+    if block_table is not None:
+        raise NotImplementedError(NO_PAGES)
+    options = {
+        "causal": causal, "window": tuple(window_size), "softmax_scale": softmax_scale, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "deterministic": deterministic, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    return _attend(q, k, v, dropout_p, return_attn_probs, (max_seqlen_q, max_seqlen_k), options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
+    q, k, v = _unpacked(qkv, "qkv", 3, 1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` with kv (total_k, 2, nheads_k, headdim)."""
+    k, v = _unpacked(kv, "kv", 2, 1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+# ---- the pairs that other libraries import ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, softmax_lse, S_dmask and rng_state (2,) int64, without autograd; the last is for the backward."""
+    options = {
+        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+        "softcap": softcap, "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    return _run(q, k, v, dropout_p, return_softmax, None, options)
+
+
+@torch.no_grad()
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Writes the gradients into dq, dk and dv (None: not wanted) and returns rowsum(dout * out).
+
+    Its shape is (batch, nheads, seqlen_q rounded up to 128), float32. ``out`` and ``softmax_lse`` may belong
+    to a softmax over more keys than k has, as in ring attention.
+    """
+    options = {
+        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    }  # fmt: skip
+    _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    return torch.nn.functional.pad(delta, (0, rounded(q.shape[1]) - q.shape[1]))
+
+
+@torch.no_grad()
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`_flash_attn_forward` of packed sequences; softmax_lse is (nheads, total_q)."""
+    if block_table is not None:
+        raise NotImplementedError(NO_PAGES)
+    if leftpad_k is not None or seqused_k is not None:
+        name = "leftpad_k" if leftpad_k is not None else "seqused_k"
+        raise NotImplementedError(f"{name} is not supported; cut the keys and pass their own cu_seqlens_k.")
+    options = {
+        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    return _run(q, k, v, dropout_p, return_softmax, (max_seqlen_q, max_seqlen_k), options)
+
+
+@torch.no_grad()
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """:func:`_flash_attn_backward` of packed sequences.
+
+    Returns rowsum(dout * out) as (nheads, total_q + 128 * batch) float32, sequence i's rows from
+    cu_seqlens_q[i] + 128 * i on, where flash-attn has them.
+    """
+    options = {
+        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
+    batch, total = cu_seqlens_q.numel() - 1, q.shape[0]
+    at = torch.arange(total, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].long(), at, right=True).clamp(max=max(batch - 1, 0))
+    delta = q.new_zeros(q.shape[1], total + 128 * batch, dtype=torch.float32)
+    delta[:, at + 128 * sequence] = (dout.float() * out.float()).sum(-1).t()
+    return delta
+
+
+# Names under which flash-attn keeps the same functions as operators.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+# ---- what they do --------------------------------------------------------------------------------------
+
+
+def _unpacked(t: Tensor, name: str, count: int, dim: int) -> tuple[Tensor, ...]:
+    if t.dim() != dim + 3 or t.shape[dim] != count:
+        layout = ("batch, seqlen" if dim == 2 else "total") + f", {count}, nheads, headdim"
+        raise ValueError(f"{name} must have shape ({layout}), got {tuple(t.shape)}.")
+    return t.unbind(dim)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    return_attn_probs: bool,
+    max_seqlens: tuple[int | Tensor, int | Tensor] | None,
+    options: dict[str, Any],
+) -> Result:
+    weights_wanted = return_attn_probs and dropout_p > 0
+    out, lse, weights, _ = _run(q, k, v, dropout_p, weights_wanted, max_seqlens, options)
+    return (out, lse, weights) if return_attn_probs else out
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    return_softmax: bool,
+    max_seqlens: tuple[int | Tensor, int | Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, weights and the random numbers of one call, differentiable where autograd is on."""
+    if return_softmax and dropout_p <= 0:
+        raise ValueError("return_softmax needs dropout_p > 0, as in flash-attn.")
+    q, k, v = (_with_unit_stride(t) for t in (q, k, v))
+    if dropout_p > 0:
+        rng = dropout_rng(q.device)
+        out, lse = forward(q, k, v, dropout_p=dropout_p, rng=rng, **options)
+    else:
+        rng = q.new_zeros(2, dtype=torch.int64)
+        out, lse = forward(q, k, v, **options)
+    weights = q.new_empty(0)
+    if return_softmax:
+        longest = None if max_seqlens is None else (int(max_seqlens[0]), int(max_seqlens[1]))
+        with torch.no_grad():
+            weights = signed_weights(q, k, rng, dropout_p, longest, **options)
+    return out, lse, weights, rng
+
+
+def _write_gradients(
+    tensors: tuple[Tensor, ...],
+    into: tuple[Tensor | None, ...],
+    dropout_p: float,
+    rng_state: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    dout, q, k, v, out, lse = tensors
+    q, k, v, out = (_with_unit_stride(t) for t in (q, k, v, out))
+    if dropout_p > 0:
+        if rng_state is None:
+            raise ValueError(f"rng_state must be given with dropout_p {dropout_p}: the one of the forward pass.")
+        options = {**options, "dropout_p": dropout_p, "rng": rng_state}
+    for target, grad in zip(into, backward(dout, q, k, v, out, lse, **options)):
+        if target is not None:
+            target.copy_(grad)
+
+
+def _with_unit_stride(t: Tensor) -> Tensor:
+    """As flash-attn does: a copy where the last stride is not 1."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()

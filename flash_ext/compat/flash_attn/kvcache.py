@@ -1,0 +1,129 @@
+"""``flash_attn_with_kvcache`` of flash-attn 2.8: attention over a dense cache, with append in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import forward
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over the keys in a cache, after k and v, if given, were written into it.
+
+    Causal and window masks are aligned at the bottom right of what each sequence has in the cache: its last
+    query sits at its last key. Nothing waits for the device. No gradient, as in flash-attn.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim); written in place if k is given.
+        k, v: (batch, seqlen_new, nheads_k, headdim), placed at ``cache_seqlens`` of their sequence.
+        cache_seqlens: int or (batch,) int32, how many keys each sequence has before the append; None is
+            all of the cache, and then nothing can be appended.
+        cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. The
+            chosen entries are copied for the call.
+        cache_leftpad: (batch,) int32, how many keys at the start are padding.
+        softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
+        alibi_slopes: (nheads,) or (batch, nheads); here they cost a bias of batch * nheads * seqlen_q *
+            seqlen_cache numbers.
+        num_splits: 0 or 1.
+        return_softmax_lse: also return the lse.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim) and, if asked for, softmax_lse (batch, nheads, seqlen_q).
+
+    Raises:
+        NotImplementedError: ``block_table`` (paged cache), ``rotary_cos`` and ``rotary_sin``, or
+            ``num_splits`` above 1.
+        ValueError: k without v or without ``cache_seqlens``, and what :func:`flash_ext.attention` refuses.
+    """
+    _refuse_unsupported(block_table, rotary_cos, rotary_sin, num_splits)
+    batch, seqlen_q = q.shape[:2]
+    lengths = _lengths(cache_seqlens, batch, k_cache)
+    entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+    if k is not None or v is not None:
+        if k is None or v is None or cache_seqlens is None:
+            raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
+        at = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
+        k_cache[entries[:, None], at] = k.to(k_cache.dtype)
+        v_cache[entries[:, None], at] = v.to(v_cache.dtype)
+        lengths = lengths + k.shape[1]
+    keys, values = k_cache[:batch], v_cache[:batch]
+    if cache_batch_idx is not None:
+        keys, values = k_cache[entries], v_cache[entries]
+
+    centre = lengths[:, None] - seqlen_q + torch.arange(seqlen_q, device=q.device)  # (batch, seqlen_q)
+    hidden = _hidden_keys(centre, lengths, keys.shape[1], causal, window_size, cache_leftpad)
+    bias = None if alibi_slopes is None else _alibi(alibi_slopes, centre, keys.shape[1])
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out, lse = forward(
+        q, keys, values, softmax_scale=softmax_scale, softcap=softcap, hidden_keys=hidden, attn_mask=bias
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def _refuse_unsupported(
+    block_table: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None, num_splits: int
+) -> None:
+    if block_table is not None:
+        raise NotImplementedError("block_table: only a dense cache (batch, seqlen, ...) is supported.")
+    if rotary_cos is not None or rotary_sin is not None:
+        raise NotImplementedError("rotary_cos, rotary_sin: rotate q and k before the call.")
+    if num_splits not in (0, 1):
+        raise NotImplementedError(f"num_splits must be 0 or 1, keys are not split yet; got {num_splits}.")
+
+
+def _lengths(cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor) -> Tensor:
+    """(batch,) int64: keys of each sequence before the append."""
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens.long().expand(batch)
+    length = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    return torch.full((batch,), length, device=k_cache.device)
+
+
+def _hidden_keys(
+    centre: Tensor,
+    lengths: Tensor,
+    seqlen_cache: int,
+    causal: bool,
+    window_size: tuple[int, int],
+    cache_leftpad: Tensor | None,
+) -> Tensor:
+    """(batch, 1, seqlen_q, 4) int32: the intervals before and after the keys that each row sees."""
+    left, right = window_size
+    right = 0 if causal else right
+    end = lengths[:, None].expand_as(centre)
+    if right >= 0:
+        end = torch.minimum(end, centre + right + 1)
+    start = torch.zeros_like(centre) if left < 0 else centre - left
+    if cache_leftpad is not None:
+        start = torch.maximum(start, cache_leftpad.long()[:, None])
+    bounds = (torch.zeros_like(centre), start, end, torch.full_like(centre, seqlen_cache))
+    return torch.stack(bounds, dim=-1).clamp(0, seqlen_cache).to(torch.int32)[:, None]
+
+
+def _alibi(slopes: Tensor, centre: Tensor, seqlen_cache: int) -> Tensor:
+    """(batch, nheads, seqlen_q, seqlen_cache) float32; the kernels measure from the end of the whole cache."""
+    distance = (centre[:, None, :, None] - torch.arange(seqlen_cache, device=centre.device)).abs()
+    return -slopes.float()[..., None, None] * distance

@@ -1,0 +1,1 @@
+"""Hooks that make other libraries call :mod:`flash_ext`; each imports its library when it is used."""

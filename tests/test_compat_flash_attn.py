@@ -1,0 +1,386 @@
+"""flash_ext.compat.flash_attn: signatures, layouts, values and refusals of flash-attn 2.8."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_ext.compat import flash_attn as fa
+from flash_ext.compat.flash_attn import bert_padding
+from flash_ext.compat.flash_attn import flash_attn_interface as interface
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def draw(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, device=device, dtype=dtype_of(device)) for shape in shapes]
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    limit = 1e-5 if got.dtype in (torch.float32, torch.float64) and not got.is_cuda else 3e-2
+    torch.testing.assert_close(got.double(), expected.double(), atol=limit, rtol=limit)
+
+
+def by_definition(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None):
+    """out, lse and weights (b, h, rows, keys) by the sentences of flash-attn's docstrings, in float64."""
+    rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    offset = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device)[:, None] - keys + rows
+    if slopes is not None:
+        scores = scores - slopes.double()[..., None, None] * offset.abs()
+    left, right = window
+    right = 0 if causal else right
+    hidden = torch.zeros_like(offset, dtype=torch.bool)
+    if left >= 0:
+        hidden |= offset < -left
+    if right >= 0:
+        hidden |= offset > right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), torch.logsumexp(scores, -1), weights
+
+
+VARIANTS = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 1)},
+    {"causal": True, "window_size": (4, -1), "softmax_scale": 0.3},
+    {"softcap": 2.0, "causal": True},
+    {"alibi": True},
+]
+
+
+def split(variant: dict, heads: int, batch: int, device: str) -> tuple[dict, dict]:
+    """Keywords for flash-attn's functions and for the definition."""
+    ours = {name: value for name, value in variant.items() if name != "alibi"}
+    slopes = torch.rand(batch, heads, device=device) if "alibi" in variant else None
+    if slopes is not None:
+        ours["alibi_slopes"] = slopes
+    theirs = {"scale": ours.get("softmax_scale"), "causal": ours.get("causal", False), "slopes": slopes,
+              "window": ours.get("window_size", (-1, -1)), "softcap": ours.get("softcap", 0.0)}
+    return ours, theirs
+
+
+# ---- signatures ------------------------------------------------------------------------------------------
+
+_DROPOUT = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+_DROPOUT += "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+_BOUNDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+_FLAT = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+_OF_BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {_DROPOUT}",
+    "flash_attn_qkvpacked_func": f"qkv, {_DROPOUT}",
+    "flash_attn_kvpacked_func": f"q, kv, {_DROPOUT}",
+    "flash_attn_varlen_func": f"q, k, v, {_BOUNDS}, {_DROPOUT}, block_table=None",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_DROPOUT}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {_BOUNDS}, {_DROPOUT}",
+    "flash_attn_with_kvcache":
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False",
+    "_flash_attn_forward": f"q, k, v, {_FLAT}, return_softmax",
+    "_flash_attn_backward": f"{_OF_BACKWARD}, {_FLAT}, deterministic, rng_state=None",
+    "_flash_attn_varlen_forward":
+        f"q, k, v, {_BOUNDS}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, "
+        "softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
+        "seqused_k=None",
+    "_flash_attn_varlen_backward": f"{_OF_BACKWARD}, {_BOUNDS}, {_FLAT}, deterministic, rng_state=None",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_flash_attn(name: str) -> None:
+    parameters = inspect.signature(getattr(interface, name)).parameters.values()
+    written = [str(p.replace(annotation=p.empty)).replace(" ", "") for p in parameters]
+    assert ",".join(written) == SIGNATURES[name].replace(" ", "")
+
+
+def test_public_names() -> None:
+    assert set(fa.__all__) == {name for name in SIGNATURES if not name.startswith("_")}
+
+
+# ---- dense -----------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_dense_values_and_gradients(device: str, variant: dict) -> None:
+    q, k, v = draw(device, (2, 9, 4, 16), (2, 13, 2, 16), (2, 13, 2, 16))
+    ours, theirs = split(variant, 4, 2, device)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = fa.flash_attn_func(q, k, v, deterministic=True, **ours)
+    expected, lse, _ = by_definition(q, k, v, **theirs)
+    close(out, expected)
+    dout = torch.randn_like(out)
+    for got, wanted in zip(torch.autograd.grad(out, leaves, dout),
+                           torch.autograd.grad(expected, leaves, dout.double())):  # fmt: skip
+        close(got, wanted)
+    again, got_lse, weights = fa.flash_attn_func(q, k, v, return_attn_probs=True, **ours)
+    assert torch.equal(again, out) and weights.shape == (0,)
+    close(got_lse, lse)
+
+
+def test_rows_without_keys_are_zero() -> None:
+    q, k = draw("cpu", (1, 5, 1, 8), (1, 2, 1, 8))
+    out, lse, _ = fa.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert (out[0, :3] == 0).all() and (lse[0, 0, :3] == -torch.inf).all()
+    assert (out[0, 3:] != 0).all()
+
+
+@on_each_device
+def test_packed_projections_are_read_in_place(device: str) -> None:
+    (qkv,) = draw(device, (2, 7, 3, 4, 16))
+    qkv.requires_grad_()
+    out = fa.flash_attn_qkvpacked_func(qkv, causal=True)
+    expected, _, _ = by_definition(*qkv.unbind(2), causal=True)
+    close(out, expected)
+    dout = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, qkv, dout)
+    close(grad, torch.autograd.grad(expected, qkv, dout.double())[0])
+
+    (q, kv) = draw(device, (2, 5, 4, 16), (2, 7, 2, 2, 16))
+    close(fa.flash_attn_kvpacked_func(q, kv, window_size=(2, 0)),
+          by_definition(q, *kv.unbind(2), window=(2, 0))[0])  # fmt: skip
+    with pytest.raises(ValueError, match=r"qkv must have shape \(batch, seqlen, 3"):
+        fa.flash_attn_qkvpacked_func(kv)
+
+
+@on_each_device
+def test_a_last_stride_that_is_not_one_is_copied(device: str) -> None:
+    q, k, v = draw(device, (1, 6, 2, 8), (1, 6, 2, 8), (1, 6, 2, 8))
+    strided = q.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert strided.stride(-1) != 1
+    assert torch.equal(fa.flash_attn_func(strided, k, v), fa.flash_attn_func(q, k, v))
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_weights_have_a_minus_where_dropped(device: str, packed: bool) -> None:
+    heads, keys = 2, 300  # more keys than one call of the weights carries out
+    shapes = ((1, 40, heads, 16), (1, keys, 1, 16), (1, keys, 1, 16))
+    q, k, v = draw(device, *shapes)
+    options = {"dropout_p": 0.3, "causal": True, "return_attn_probs": True}
+    if packed:
+        bounds = [torch.tensor([0, 0, n], dtype=torch.int32, device=device) for n in (40, keys)]
+        out, lse, weights = fa.flash_attn_varlen_func(q[0], k[0], v[0], *bounds, 40, keys, **options)
+        assert weights.shape == (2, heads, 128, 384) and (weights[0] == 0).all()
+        out, weights = out[None], weights[1:]
+    else:
+        out, lse, weights = fa.flash_attn_func(q, k, v, **options)
+        assert weights.shape == (1, heads, 128, 384)
+    _, expected_lse, expected = by_definition(q, k, v, causal=True)
+    close(lse if not packed else lse[None], expected_lse)
+    assert (weights[:, :, 40:] == 0).all() and (weights[..., keys:] == 0).all()
+    weights = weights[:, :, :40, :keys]
+    close(weights.abs(), expected)
+    seen = expected > 1e-6
+    dropped = (weights < 0)[seen].double().mean()
+    assert 0.27 < dropped < 0.33
+    kept = weights.double().clamp(min=0) / 0.7
+    close(out, torch.einsum("bhij,bjhd->bihd", kept, v.double().repeat_interleave(heads, 2)))
+
+
+@on_each_device
+def test_dropout_pair_uses_the_same_mask(device: str) -> None:
+    q, k, v = draw(device, (2, 9, 2, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    flat = (0.4, None, True, -1, -1, 0.0, None)
+    out, lse, weights, rng = interface._flash_attn_forward(q, k, v, *flat, True)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    _, _, plain = by_definition(*leaves, causal=True)
+    kept = (weights[:, :, :9, :9] > 0).double()
+    expected = torch.einsum("bhij,bjhd->bihd", plain * kept / 0.6, leaves[2].double())
+    close(out, expected)
+    dout = torch.randn_like(out)
+    into = [torch.full_like(t, torch.nan) for t in (q, k, v)]
+    interface._flash_attn_backward(dout, q, k, v, out, lse, *into, *flat, False, rng)
+    for got, wanted in zip(into, torch.autograd.grad(expected, leaves, dout.double())):
+        close(got, wanted)
+    with pytest.raises(ValueError, match="rng_state must be given"):
+        interface._flash_attn_backward(dout, q, k, v, out, lse, *into, *flat, False)
+    with pytest.raises(ValueError, match="return_softmax needs dropout_p"):
+        interface._flash_attn_forward(q, k, v, 0.0, *flat[1:], True)
+
+
+def test_dropout_is_repeatable_by_the_default_generator() -> None:
+    q, k, v = draw("cpu", (1, 30, 2, 8), (1, 30, 2, 8), (1, 30, 2, 8))
+    torch.manual_seed(3)
+    first = fa.flash_attn_func(q, k, v, 0.5)
+    second = fa.flash_attn_func(q, k, v, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(fa.flash_attn_func(q, k, v, 0.5), first) and not torch.equal(first, second)
+
+
+# ---- packed ----------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_varlen_is_dense_sequence_by_sequence(device: str, variant: dict) -> None:
+    lengths_q, lengths_k = (4, 0, 7), (6, 3, 7)
+    q, k, v = draw(device, (11, 4, 16), (16, 2, 16), (16, 2, 16))
+    ours, theirs = split(variant, 4, 3, device)
+    bounds = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32, device=device)
+              for n in (lengths_q, lengths_k)]  # fmt: skip
+    longest = torch.tensor(7, device=device)  # as a tensor it is not read
+    out = fa.flash_attn_varlen_func(q, k, v, *bounds, longest, longest, **ours)
+    kv = fa.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *bounds, 7, 7, **ours)
+    assert torch.equal(kv, out)
+    slopes = theirs.pop("slopes")
+    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
+    for i, ((qi, ki, vi), got) in enumerate(zip(parts, out.split(lengths_q))):
+        own = None if slopes is None else slopes[i : i + 1]
+        expected, _, _ = by_definition(qi[None], ki[None], vi[None], slopes=own, **theirs)
+        close(got, expected[0])
+
+
+@on_each_device
+def test_varlen_pair(device: str) -> None:
+    q, k, v, dout = draw(device, (11, 4, 16), (11, 2, 16), (11, 2, 16), (11, 4, 16))
+    bounds = torch.tensor([0, 4, 11], dtype=torch.int32, device=device)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    whole = fa.flash_attn_varlen_func(*leaves, bounds, bounds, 7, 7, causal=True)
+    grads = torch.autograd.grad(whole, leaves, dout)
+    sizes = (bounds, bounds, 7, 7)
+    out, lse, weights, _ = interface._flash_attn_varlen_forward(q, k, v, *sizes, 0.0, None, True)
+    assert torch.equal(out, whole) and lse.shape == (4, 11) and weights.shape == (0,)
+    into = [torch.full_like(t, torch.nan) for t in (q, k, v)]
+    flat = (0.0, None, True, -1, -1, 0.0, None)
+    delta = interface._flash_attn_varlen_backward(dout, q, k, v, out, lse, *into, *sizes, *flat, True)
+    for got, wanted in zip(into, grads):
+        close(got, wanted)
+    expected = (dout.float() * out.float()).sum(-1).t()
+    assert delta.shape == (4, 11 + 2 * 128)
+    close(delta[:, :4], expected[:, :4])
+    close(delta[:, 132:139], expected[:, 4:])
+    qkv = torch.stack([k, k, v], 1)
+    close(fa.flash_attn_varlen_qkvpacked_func(qkv, bounds, 7, causal=True),
+          fa.flash_attn_varlen_func(k, k, v, bounds, bounds, 7, 7, causal=True))  # fmt: skip
+
+
+def test_padding_and_back() -> None:
+    x = torch.randn(3, 5, 2, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    packed, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask)
+    assert cu_seqlens.tolist() == [0, 2, 7, 7] and longest == 5 and used.tolist() == [2, 5, 0]
+    back = bert_padding.pad_input(packed, indices, 3, 5)
+    assert torch.equal(back, x * mask[..., None])
+    back.sum().backward()
+    assert torch.equal(x.grad, mask[..., None].expand_as(x).float())
+    unused = torch.tensor([[0, 0, 1, 0, 0], [0] * 5, [0] * 5])
+    _, _, cu_seqlens, _, used = bert_padding.unpad_input(x, mask, unused)
+    assert cu_seqlens.tolist() == [0, 3, 8, 8] and used.tolist() == [2, 5, 0]
+
+
+# ---- the pair, as ring implementations use it ------------------------------------------------------------
+
+
+@on_each_device
+def test_pair_takes_merged_results(device: str) -> None:
+    """A backward over half of the keys with the results over all of them: shares that add up."""
+    q, k, v, dout = draw(device, (1, 6, 2, 16), (1, 8, 2, 16), (1, 8, 2, 16), (1, 6, 2, 16))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected, _, _ = by_definition(*leaves)
+    wanted = torch.autograd.grad(expected, leaves, dout.double())
+    flat = (0.0, None, False, -1, -1, 0.0, None)
+    out, lse, _, _ = interface._flash_attn_forward(q, k, v, *flat, False)
+    assert not out.requires_grad
+    dq_sum, parts = torch.zeros_like(q, dtype=torch.float32), []
+    for half in (slice(0, 4), slice(4, 8)):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k[:, half]), torch.empty_like(v[:, half])
+        delta = interface._flash_attn_backward(
+            dout, q, k[:, half], v[:, half], out, lse, dq, dk, dv, *flat, False
+        )
+        dq_sum += dq
+        parts.append((dk, dv))
+    close(dq_sum, wanted[0])
+    close(torch.cat([dk for dk, _ in parts], 1), wanted[1])
+    close(torch.cat([dv for _, dv in parts], 1), wanted[2])
+    assert delta.shape == (1, 2, 128)
+    close(delta[..., :6], (dout.double() * out.double()).sum(-1).transpose(1, 2))
+
+
+# ---- cache -----------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("seqlen_new", [0, 1, 3])
+def test_kvcache(device: str, variant: dict, seqlen_new: int) -> None:
+    batch, size, seqlen_q = 3, 12, 2
+    q, k_cache, v_cache, k, v = draw(device, (batch, seqlen_q, 4, 16), *((5, size, 2, 16),) * 2,
+                                     *((batch, seqlen_new, 2, 16),) * 2)  # fmt: skip
+    lengths, entries = (0, 4, 9), (4, 0, 2)
+    ours, theirs = split(variant, 4, batch, device)
+    slopes = theirs.pop("slopes")
+    before = k_cache.clone(), v_cache.clone()
+    appended = {"k": k, "v": v} if seqlen_new else {}
+    out, lse = fa.flash_attn_with_kvcache(
+        q, k_cache, v_cache, **appended, cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        cache_batch_idx=torch.tensor(entries, dtype=torch.int32, device=device), return_softmax_lse=True,
+        **ours,
+    )  # fmt: skip
+    for i, (length, entry) in enumerate(zip(lengths, entries)):
+        for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
+            old[entry, length : length + seqlen_new] = new[i]
+        end = length + seqlen_new
+        own = None if slopes is None else slopes[i : i + 1]
+        expected, expected_lse, _ = by_definition(
+            q[i : i + 1], before[0][entry, None, :end], before[1][entry, None, :end], slopes=own, **theirs
+        )
+        close(out[i], expected[0])
+        close(lse[i], expected_lse[0])
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+@on_each_device
+def test_kvcache_whole_and_with_left_padding(device: str) -> None:
+    q, k, v = draw(device, (2, 1, 2, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    close(fa.flash_attn_with_kvcache(q, k, v), by_definition(q, k, v)[0])
+    close(fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=5), by_definition(q, k[:, :5], v[:, :5])[0])
+    pad = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    out = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=6, cache_leftpad=pad)
+    for i, start in enumerate((2, 0)):
+        close(out[i], by_definition(q[i : i + 1], k[i : i + 1, start:6], v[i : i + 1, start:6])[0][0])
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra, message", [
+    ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "dense cache"),
+    ({"rotary_cos": torch.ones(4, 4), "rotary_sin": torch.ones(4, 4)}, "rotate q and k before"),
+    ({"num_splits": 3}, "num_splits must be 0 or 1"),
+])  # fmt: skip
+def test_kvcache_refuses_in_words(extra: dict, message: str) -> None:
+    q, k = draw("cpu", (1, 1, 1, 8), (1, 4, 1, 8))
+    with pytest.raises(NotImplementedError, match=message):
+        fa.flash_attn_with_kvcache(q, k, k, **extra)
+
+
+def test_refusals() -> None:
+    q, k = draw("cpu", (1, 1, 1, 8), (1, 4, 1, 8))
+    with pytest.raises(ValueError, match="must be given together"):
+        fa.flash_attn_with_kvcache(q, k, k, q, q)
+    bounds = torch.tensor([0, 1], dtype=torch.int32)
+    arguments = (q[0], q[0], q[0], bounds, bounds, 1, 1)
+    with pytest.raises(NotImplementedError, match="paged"):
+        fa.flash_attn_varlen_func(*arguments, block_table=bounds)
+    with pytest.raises(NotImplementedError, match="seqused_k is not supported"):
+        interface._flash_attn_varlen_forward(*arguments, 0.0, None, False, seqused_k=bounds)

@@ -1,183 +1,24 @@
-"""Everything that is timed: our paths, and the implementations they are compared with.
+"""The implementations that ours are compared with.
 
-An entrant turns the inputs of a case into one callable per direction. What it lays out, copies or compiles
-beforehand is not timed. None of the peers is ever needed: what is not there is reported and left out.
+None of the peers is ever needed: what is not there is reported and left out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import dataclasses
 import functools
-import zlib
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.shapes import DIRECTIONS, Case
-
-Call = Callable[[], object]
-
-
-class Inputs:
-    """Random N(0, 1) tensors of one case, the same for every entrant, in the layout each one wants.
-
-    Attributes:
-        q, k, v, dout: contiguous (batch, seqlen, heads, size), or (total, heads, size) for a packed case.
-        cu_seqlens: int32 (batch + 1,) on the device for a packed case, else None.
-    """
-
-    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.case, self.dtype, self.device = case, dtype, device
-        generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(case.name.encode()))
-
-        def draw(rows: int, heads: int, size: int) -> torch.Tensor:
-            shape = (rows, heads, size) if case.packed else (case.batch, rows // case.batch, heads, size)
-            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-        self.q = draw(case.total_q, case.num_heads, case.head_dim)
-        self.k = draw(case.total_k, case.num_heads_k, case.head_dim)
-        self.v = draw(case.total_k, case.num_heads_k, case.head_dim_v)
-        self.dout = draw(case.total_q, case.num_heads, case.head_dim_v)
-        self.cu_seqlens = None
-        if case.packed:
-            ends = torch.tensor((0, *case.lengths)).cumsum(0)
-            self.cu_seqlens = ends.to(device=device, dtype=torch.int32)
-
-    @property
-    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v as drawn."""
-        return self.q, self.k, self.v
-
-    @functools.cached_property
-    def bhsd(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v and dout as contiguous (batch, heads, seqlen, size); a packed case is one long sequence."""
-        tensors = (self.q, self.k, self.v, self.dout)
-        if self.case.packed:
-            tensors = tuple(t.unsqueeze(0) for t in tensors)
-        return tuple(t.transpose(1, 2).contiguous() for t in tensors)
-
-
-def visible_mask(case: Case, device: torch.device) -> torch.Tensor:
-    """Boolean (seqlen_q, seqlen_k), True where a query sees a key: the one way SDPA takes most masks."""
-    aligned = torch.arange(case.seqlen_q, device=device)[:, None] + case.seqlen_k - case.seqlen_q
-    col = torch.arange(case.seqlen_k, device=device)[None, :]
-    left, right = case.window
-    mask = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=device)
-    if case.causal:
-        mask &= col <= aligned
-    if left >= 0:
-        mask &= col >= aligned - left
-    if right >= 0:
-        mask &= col <= aligned + right
-    return mask
-
-
-def through_autograd(
-    forward: Callable[..., torch.Tensor], qkv: tuple[torch.Tensor, ...], dout: torch.Tensor, direction: str
-) -> Call:
-    """The timed callable of an implementation that autograd can differentiate.
-
-    The backward is ``torch.autograd.grad(out, inputs, dout, retain_graph=True)``; ``dout`` takes the strides
-    of ``out``, which is what a peer's fast road wants and what a training step hands over.
-    """
-    if direction == "fwd":
-        return lambda: forward(*qkv)
-    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
-    out = forward(*leaves)
-    grad = torch.empty_like(out).copy_(dout)
-    if direction == "bwd":
-        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
-    return lambda: torch.autograd.grad(forward(*leaves), leaves, grad)
-
-
-@contextlib.contextmanager
-def deterministic_algorithms(enabled: bool):
-    """PyTorch's own switch for repeatable kernels, without its habit of filling fresh memory."""
-    if not enabled:
-        yield
-        return
-    import torch.utils.deterministic as settings
-
-    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        settings.fill_uninitialized_memory = fill
-
-
-class Entrant:
-    """One column of the benchmark.
-
-    Attributes:
-        name: column name.
-        ours: True for flash_ext itself.
-        directions: which of fwd, bwd and both it takes part in.
-    """
-
-    name = ""
-    ours = False
-    directions: tuple[str, ...] = DIRECTIONS
-
-    def why_not(self, case: Case, direction: str) -> str:
-        """Why this entrant cannot take the case, in words; empty when it can."""
-        return ""
-
-    def prepare(self, inputs: Inputs, direction: str) -> Call:
-        """The callable to time. May raise anything: the text ends up in the row."""
-        raise NotImplementedError
-
-
-class Ours(Entrant):
-    """``flash_ext.attention`` or ``attention_varlen`` as a user calls them, on one forced path."""
-
-    ours = True
-
-    def __init__(self, path: str) -> None:
-        self.name = path
-        self.path = None if path == "auto" else path
-
-    def _options(self, inputs: Inputs) -> dict:
-        case = inputs.case
-        options = {
-            "causal": case.causal,
-            "window": case.window,
-            "deterministic": case.deterministic,
-            "path": self.path,
-        }
-        if case.packed:
-            options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
-            options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
-        return options
-
-    def prepare(self, inputs: Inputs, direction: str) -> Call:
-        import flash_ext
-
-        attention = flash_ext.attention_varlen if inputs.case.packed else flash_ext.attention
-        forward = functools.partial(attention, **self._options(inputs))
-        return through_autograd(forward, inputs.qkv, inputs.dout, direction)
-
-
-class OursRaw(Ours):
-    """``flash_ext.backward`` by itself, with no autograd around it, as raw kernels of peers are timed."""
-
-    directions = ("bwd",)
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.name = f"{path}-raw"
-
-    def prepare(self, inputs: Inputs, direction: str) -> Call:
-        import flash_ext
-
-        options = self._options(inputs)
-        q, k, v, dout = *inputs.qkv, inputs.dout
-        out, lse = flash_ext.forward(q, k, v, **options)
-        return lambda: flash_ext.backward(dout, q, k, v, out, lse, **options)
+from bench import features
+from bench.entrants import Entrant, lacks
+from bench.features import FEATURES, window_rule
+from bench.inputs import Call, Inputs, deterministic_algorithms, through_autograd
+from bench.shapes import Case
 
 
 class Sdpa(Entrant):
@@ -187,23 +28,34 @@ class Sdpa(Entrant):
         self.name, self.backend = name, backend
 
     def why_not(self, case: Case, direction: str) -> str:
-        return "packed sequences are not expressible through SDPA" if case.packed else ""
+        if case.packed:
+            return "packed sequences are not expressible through SDPA"
+        refused = case.feature and "sdpa" in FEATURES[case.feature].refused_by
+        return f"SDPA does not do {case.feature}" if refused else ""
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
-        case = inputs.case
-        options = {"enable_gqa": True} if case.num_heads_k != case.num_heads else {}
+        case, asked = inputs.case, inputs.asked
+        options: dict = {"dropout_p": asked.options.get("dropout_p", 0.0)}
+        if case.num_heads_k != case.num_heads:
+            options["enable_gqa"] = True
         # SDPA's own causal flag is aligned top-left; it means the same as ours only for squares.
-        if case.causal and case.window == (-1, -1) and case.seqlen_q == case.seqlen_k:
+        plain = not case.feature or FEATURES[case.feature].plain
+        if plain and case.causal and case.window == (-1, -1) and case.seqlen_q == case.seqlen_k:
             options["is_causal"] = True
-        elif case.masked:
-            options["attn_mask"] = visible_mask(case, inputs.device)
+        elif asked.rule is not None:
+            by = {"by_batch": asked.by_batch, "by_head": asked.by_head}
+            options["attn_mask"] = features.dense_mask(case, asked.rule, inputs.device, **by)
+        elif asked.bias is not None:
+            options["attn_mask"] = asked.bias
 
-        def forward(q, k, v):
+        def forward(q, k, v, attn_mask=None):
             with sdpa_kernel(self.backend):
-                return F.scaled_dot_product_attention(q, k, v, **options)
+                given = options if attn_mask is None else options | {"attn_mask": attn_mask}
+                return F.scaled_dot_product_attention(q, k, v, **given)
 
         *qkv, dout = inputs.bhsd
-        call = through_autograd(forward, tuple(qkv), dout, direction)
+        learned = (asked.bias,) if asked.learned is not None and asked.bias is not None else ()
+        call = through_autograd(forward, (*qkv, *learned), dout, direction)
 
         def repeatable() -> object:
             with deterministic_algorithms(True):
@@ -219,7 +71,7 @@ class Fa2(Sdpa):
         super().__init__("fa2", SDPBackend.FLASH_ATTENTION)
 
     def why_not(self, case: Case, direction: str) -> str:
-        return ""
+        return lacks(case, "dropout")
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case = inputs.case
@@ -263,48 +115,54 @@ class Flex(Entrant):
         self._attention = torch.compile(flex_attention, dynamic=False)
         self._block_mask = torch.compile(create_block_mask, dynamic=False)
 
+    def why_not(self, case: Case, direction: str) -> str:
+        refused = case.feature and "flex" in FEATURES[case.feature].refused_by
+        return f"FlexAttention does not do {case.feature}" if refused else ""
+
     def prepare(self, inputs: Inputs, direction: str) -> Call:
-        case = inputs.case
+        case, asked = inputs.case, inputs.asked
         *qkv, dout = inputs.bhsd
-        block_mask = None
-        if case.masked or case.packed:
+        block_mask, rule = None, self._mask_mod(inputs)
+        if rule is not None:
             block_mask = self._block_mask(
-                self._mask_mod(inputs),
-                None,
-                None,
+                rule,
+                case.batch if asked.by_batch else None,
+                case.num_heads if asked.by_head else None,
                 qkv[0].shape[2],
                 qkv[1].shape[2],
                 device=str(inputs.device),
             )
+        options = {"block_mask": block_mask, "enable_gqa": case.num_heads_k != case.num_heads}
+        if "sinks" in asked.options:
+            forward = functools.partial(self._with_sinks, options)
+        else:
 
-        def forward(q, k, v):
-            return self._attention(
-                q, k, v, block_mask=block_mask, enable_gqa=case.num_heads_k != case.num_heads
-            )
+            def forward(q, k, v, learned=None):
+                change = asked.score and asked.score(learned)
+                return self._attention(q, k, v, score_mod=change, **options)
 
-        return through_autograd(forward, tuple(qkv), dout, direction)
+        learned = () if asked.learned is None else (asked.learned,)
+        return through_autograd(forward, (*qkv, *learned), dout, direction)
+
+    def _with_sinks(self, options: dict, q, k, v, sinks) -> torch.Tensor:
+        """A sink scales a row by e^lse / (e^lse + e^sink)."""
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, extra = self._attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+        return out * torch.sigmoid(extra.lse - sinks[:, None])[..., None].to(out.dtype)
 
     @staticmethod
-    def _mask_mod(inputs: Inputs) -> Callable[..., torch.Tensor]:
+    def _mask_mod(inputs: Inputs) -> features.Rule | None:
         case = inputs.case
-        shift = 0 if case.packed else case.seqlen_k - case.seqlen_q
-        left, right = case.window
-        documents = None
-        if case.packed:
-            documents = torch.repeat_interleave(torch.tensor(case.lengths)).to(inputs.device)
+        if not case.packed:
+            return inputs.asked.rule
+        # One long square without a shift: causal and window are the same inside each document.
+        base = window_rule(dataclasses.replace(case, seqlen_k=case.seqlen_q, lengths=()))
+        documents = torch.repeat_interleave(torch.tensor(case.lengths)).to(inputs.device)
 
         def visible(b, h, row, col):
-            aligned = row + shift
-            seen = col >= 0
-            if case.causal:
-                seen = seen & (col <= aligned)
-            if left >= 0:
-                seen = seen & (col >= aligned - left)
-            if right >= 0:
-                seen = seen & (col <= aligned + right)
-            if documents is not None:
-                seen = seen & (documents[row] == documents[col])
-            return seen
+            seen = documents[row] == documents[col]
+            return seen if base is None else seen & base(b, h, row, col)
 
         return visible
 
@@ -328,6 +186,9 @@ class Fa3(Entrant):
             import flash_attn_interface  # noqa: F401 - importing it registers the ops
         self._ops = torch.ops.flash_attn_3
         self._ops.fwd  # noqa: B018 - raises here, not in the first row, when the library lacks it
+
+    def why_not(self, case: Case, direction: str) -> str:
+        return lacks(case)
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case, (q, k, v), dout = inputs.case, inputs.qkv, inputs.dout
@@ -368,7 +229,7 @@ class Fa4(Entrant):
         self._interface = interface
 
     def why_not(self, case: Case, direction: str) -> str:
-        if case.packed or case.window != (-1, -1):
+        if case.packed or case.window != (-1, -1) or lacks(case):
             return "only dense full and causal cases are wired up for it"
         return (
             "no deterministic backward is wired up for it"
@@ -429,8 +290,3 @@ def make_peers(
         except Exception as error:  # noqa: BLE001 - a broken peer library must not end the run
             absent[name] = f"{type(error).__name__}: {error}"
     return found, absent
-
-
-def make_ours(paths: list[str]) -> list[Entrant]:
-    """Two columns per path of ours: as called by a user, and the raw backward."""
-    return [entrant for path in paths for entrant in (Ours(path), OursRaw(path))]

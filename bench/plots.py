@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.record import DIRECTION_FILES, Results, Row, column_names
+from bench.feature_report import MIN_OF_PLAIN, feature_rows
+from bench.record import DIRECTION_FILES, PLAIN_SUFFIX, Results, Row, column_names
 from bench.shapes import DIRECTIONS
 
 # One colour per entrant in every plot of every run (Okabe and Ito's palette, safe for colour-blind readers).
@@ -28,7 +29,8 @@ COLOURS = {
 def plot(results: Results, folder: Path) -> list[Path]:
     """Draws one PNG per direction: TFLOP/s over sequence length, a panel per head_dim and mask.
 
-    Cases that are alone in their panel have no curve to draw; they share one bar chart per direction.
+    Cases that are alone in their panel have no curve to draw; they share one bar chart per direction. Feature
+    rows share one picture of speeds over the plain kernel's.
 
     Returns:
         The files written; none without matplotlib.
@@ -42,7 +44,8 @@ def plot(results: Results, folder: Path) -> list[Path]:
     for direction in DIRECTIONS:
         panels: dict[tuple, list[Row]] = {}
         for row in results.rows:
-            if row.direction == direction and any(entry.status == "ok" for entry in row.entries):
+            ran = any(entry.status == "ok" for entry in row.entries)
+            if row.direction == direction and ran and not row.case.feature:
                 panels.setdefault(row.case.panel, []).append(row)
         curves = [sorted(rows, key=lambda r: r.case.seqlen_q) for rows in panels.values() if len(rows) > 1]
         single = [rows[0] for rows in panels.values() if len(rows) == 1]
@@ -50,6 +53,8 @@ def plot(results: Results, folder: Path) -> list[Path]:
             written.append(_plot_curves(results, curves, folder / f"{DIRECTION_FILES[direction]}.png"))
         if single:
             written.append(_plot_bars(results, single, folder / f"{DIRECTION_FILES[direction]}-cases.png"))
+    if any(entry.of_plain for row in feature_rows(results) for entry in row.entries):
+        written.append(_plot_features(results, folder / "features.png"))
     return written
 
 
@@ -148,12 +153,45 @@ def _plot_bars(results: Results, rows: list[Row], path: Path) -> Path:
     return _save(figure, results, rows[0], path)
 
 
-def _save(figure, results: Results, row: Row, path: Path) -> Path:
+def _plot_features(results: Results, path: Path) -> Path:
+    """A panel per direction: by feature, speed on the tiles that ours visits over the plain kernel's."""
+    import matplotlib.pyplot as plt
+
+    directions = [d for d in ("fwd", "bwd") if feature_rows(results, d)]
+    names = [n for n in column_names(feature_rows(results)) if not n.endswith(PLAIN_SUFFIX)]
+    features = list(dict.fromkeys(row.case.feature for row in feature_rows(results)))
+    size = (6.5 * len(directions), 1.5 + 0.14 * len(features) * (len(names) + 1))
+    figure, axes = plt.subplots(
+        1, len(directions), figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
+    height = 0.8 / len(names)
+    for axis, direction in zip(axes[0], directions, strict=True):
+        for index, name in enumerate(names):
+            done = [
+                (features.index(row.case.feature) + index * height, row.entry(name).of_plain)
+                for row in feature_rows(results, direction)
+                if row.entry(name) is not None and row.entry(name).of_plain is not None
+            ]
+            places, ratios = [place for place, _ in done], [ratio for _, ratio in done]
+            axis.barh(places, ratios, height, label=name, color=COLOURS.get(name))
+        axis.axvline(1.0, color="#000000", linewidth=1)
+        axis.axvline(MIN_OF_PLAIN, color="#000000", linewidth=1, linestyle=":")
+        axis.set_title(DIRECTION_FILES[direction])
+        axis.set_xlabel("speed on visited tiles over the plain kernel's")
+        axis.grid(axis="x", alpha=0.3)
+    axes[0][0].set_yticks([place + 0.4 - height / 2 for place in range(len(features))], features)
+    axes[0][0].invert_yaxis()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(handles)))
+    return _save(figure, results, feature_rows(results)[0], path, "features")
+
+
+def _save(figure, results: Results, row: Row, path: Path, title: str = "") -> Path:
     import matplotlib.pyplot as plt
 
     about = results.metadata
     figure.suptitle(
-        f"{DIRECTION_FILES[row.direction]}, {row.dtype}, {about.get('device', 'unknown device')}, "
+        f"{title or DIRECTION_FILES[row.direction]}, {row.dtype}, {about.get('device', 'unknown device')}, "
         f"torch {about.get('torch', '?')}, {about.get('date', '')}",
         fontsize=11,
     )

@@ -42,7 +42,9 @@ def run_case(options: argparse.Namespace) -> None:
     """
     import torch
 
-    from bench.peers import GPU_PEERS, Inputs, make_ours, make_peers
+    from bench.entrants import make_ours
+    from bench.inputs import Inputs
+    from bench.peers import GPU_PEERS, make_peers
     from bench.runner import DTYPES
     from bench.shapes import find_case
     from bench.timing import CudaTimer

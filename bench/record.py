@@ -29,6 +29,12 @@ class Entry:
         gbps, copy_pct: least traffic over time, and its share of the copy measured in the same run.
         peak_bytes: highest allocation during one call, outputs included; None where it is not known.
         extra_bytes: ``peak_bytes`` less the outputs: workspace.
+        tile: (queries, keys) of the kernel's tiles, in feature rows of ours; so are the next three.
+        tiles: tiles with at least one visible pair, over all heads and batch entries.
+        tile_scores: scores in those tiles.
+        tile_tflops: arithmetic rate counting all of those scores.
+        of_plain: in feature rows, ``tile_tflops`` over that of the plain kernel in the same row; a peer is
+            credited with the tiles of ours.
     """
 
     name: str
@@ -47,6 +53,11 @@ class Entry:
     copy_pct: float | None = None
     peak_bytes: int | None = None
     extra_bytes: int | None = None
+    tile: tuple[int, int] | None = None
+    tiles: int | None = None
+    tile_scores: int | None = None
+    tile_tflops: float | None = None
+    of_plain: float | None = None
 
     @property
     def spread_pct(self) -> float:
@@ -60,6 +71,7 @@ class Row:
 
     Attributes:
         clocks: median SM clock (MHz) and power (W) while the row ran, or None.
+        pairs: visible (query, key) pairs over all heads and batch entries, in feature rows.
     """
 
     case: Case
@@ -69,6 +81,7 @@ class Row:
     traffic_bytes: int
     entries: list[Entry] = field(default_factory=list)
     clocks: tuple[float, float] | None = None
+    pairs: int | None = None
 
     def entry(self, name: str) -> Entry | None:
         """The entry of that name, whatever its status."""
@@ -103,7 +116,7 @@ class Results:
                 **{
                     **row,
                     "case": _case(row["case"]),
-                    "entries": [Entry(**e) for e in row["entries"]],
+                    "entries": [_entry(e) for e in row["entries"]],
                     "clocks": tuple(row["clocks"]) if row["clocks"] else None,
                 }
             )
@@ -112,8 +125,36 @@ class Results:
         return Results(rows=rows, **data)
 
 
+def _entry(data: dict) -> Entry:
+    tile = data.get("tile")
+    return Entry(**{**data, "tile": tuple(tile) if tile else None})
+
+
 def _case(data: dict) -> Case:
     return Case(**{**data, "window": tuple(data["window"]), "lengths": tuple(data["lengths"])})
+
+
+PLAIN_SUFFIX = "-plain"  # of our columns that leave the feature of a row out
+
+
+def fill_ratios(row: Row) -> None:
+    """Rates on visited tiles, and their ratio to the plain column's, where a feature row has both.
+
+    A peer is credited with the tiles of our first column: the same work, done its way.
+    """
+    plain = next((e for e in row.entries if e.name.endswith(PLAIN_SUFFIX)), None)
+    if plain is None or plain.status != "ok" or not plain.tile_scores:
+        return
+    ours = next((e for e in row.entries if e.ours and e is not plain), plain)
+    flops_per_score = row.flops / row.pairs if row.pairs else 0.0
+    for entry in row.entries:
+        scores = entry.tile_scores if entry.ours else ours.tile_scores
+        if entry.status != "ok" or not scores:
+            continue
+        if entry.ours:
+            entry.tile_tflops = scores * flops_per_score / entry.median_ms * 1e-9
+        if entry.ours or ours is not plain:
+            entry.of_plain = (scores / entry.median_ms) / (plain.tile_scores / plain.median_ms)
 
 
 @dataclass
@@ -156,12 +197,15 @@ class Bar:
 
 
 def bar(results: Results, ours: str = "sm80", peer: str = "fa2") -> list[Bar]:
-    """Geometric mean and worst row of ours against a peer, one summary per direction both took part in."""
+    """Geometric mean and worst row of ours against a peer, one summary per direction both took part in.
+
+    Feature rows are left out: they have demands of their own, see :mod:`bench.feature_report`.
+    """
     bars = []
     for direction in DIRECTIONS:
         ratios, missing = {}, []
         for row in results.rows:
-            if row.direction != direction:
+            if row.direction != direction or row.case.feature:
                 continue
             mine, theirs = row.entry(ours), row.entry(peer)
             if mine is None or theirs is None or theirs.status != "ok":
@@ -177,7 +221,7 @@ def bar(results: Results, ours: str = "sm80", peer: str = "fa2") -> list[Bar]:
 
 def bars_against_every_peer(results: Results) -> list[Bar]:
     """:func:`bar` for each of our columns against each peer column."""
-    ours = column_names(results.rows, ours=True)
+    ours = [name for name in column_names(results.rows, ours=True) if not name.endswith(PLAIN_SUFFIX)]
     peers = column_names(results.rows, ours=False)
     return [summary for mine in ours for peer in peers for summary in bar(results, mine, peer)]
 

@@ -11,6 +11,7 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+from bench.feature_report import checks, feature_tables
 from bench.plots import plot
 from bench.record import DIRECTION_FILES, Entry, Results, Row, bar, bars_against_every_peer, column_names
 from bench.shapes import DIRECTIONS, Case
@@ -36,6 +37,7 @@ def write_csv(results: Results, path: Path) -> None:
                 *(f"case_{c}" if c == "name" else c for c in case_columns),
                 "flops",
                 "traffic_bytes",
+                "pairs",
                 "sm_mhz",
                 "power_w",
                 *(f"entry_{c}" if c == "name" else c for c in entry_columns),
@@ -50,6 +52,7 @@ def write_csv(results: Results, path: Path) -> None:
                     *(getattr(row.case, c) for c in case_columns),
                     row.flops,
                     row.traffic_bytes,
+                    "" if row.pairs is None else row.pairs,
                     *clocks,
                     *(getattr(entry, c) for c in entry_columns),
                 ]
@@ -64,7 +67,7 @@ def markdown(results: Results) -> str:
     lines += ["", "A ratio above 1 means that ours is faster.", ""]
     lines += [f"- {summary}" for summary in bars_against_every_peer(results)]
     for direction in DIRECTIONS:
-        rows = [row for row in results.rows if row.direction == direction]
+        rows = [row for row in results.rows if row.direction == direction and not row.case.feature]
         if rows:
             lines += [
                 "",
@@ -72,6 +75,7 @@ def markdown(results: Results) -> str:
                 "",
             ]
             lines += _table(rows)
+    lines += feature_tables(results, DIRECTION_FILES)
     notes = [
         f"- {row.direction} {row.case.name}, {entry.name} ({entry.status}): {' '.join(entry.text.split())}"
         for row in results.rows
@@ -136,7 +140,7 @@ def write_all(results: Results, folder: Path) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rebuilds the files of a run from its JSON and prints the summaries."""
+    """Rebuilds the files of a run from its JSON, prints the summaries and says whether the bars hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=main.__doc__)
     parser.add_argument("results", type=Path, help="results.json of a run")
     parser.add_argument("--ours", default="sm80", help="our column")
@@ -150,7 +154,12 @@ def main(argv: list[str] | None = None) -> int:
     bars = bar(results, options.ours, options.peer)
     for summary in bars:
         print(f"{summary}: {'holds' if summary.holds(options.geomean, options.worst) else 'does not hold'}")
-    return 0 if bars and all(summary.holds(options.geomean, options.worst) for summary in bars) else 1
+    demands = checks(results)
+    for check in demands:
+        print(check)
+    held = [summary.holds(options.geomean, options.worst) for summary in bars]
+    held += [check.holds for check in demands]
+    return 0 if held and all(held) else 1
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from bench import machine, timing
-from bench.peers import Entrant, Inputs
-from bench.record import Entry, Results, Row
+from bench.entrants import Entrant
+from bench.inputs import Inputs
+from bench.record import Entry, Results, Row, fill_ratios
 from bench.shapes import Case, flops, output_bytes, traffic_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,16 +56,10 @@ def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
         DeviceLost: a failure left the device unusable.
     """
     timer, itemsize = setup.timer, inputs.q.element_size()
-    row = Row(
-        case,
-        direction,
-        _dtype_name(inputs.dtype),
-        flops(case, direction),
-        traffic_bytes(case, direction, itemsize),
-    )
+    row = _empty_row(case, direction, inputs)
     calls: dict[str, timing.Call] = {}
     for entrant in setup.entrants:
-        if direction not in entrant.directions:
+        if direction not in entrant.directions or not entrant.takes(case):
             continue
         entry = Entry(entrant.name, ours=entrant.ours)
         row.entries.append(entry)
@@ -79,18 +74,44 @@ def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
                 call()
                 timer.synchronize()
                 entry.peak_bytes = timer.peak_bytes(call)
+                _count_tiles(entry, entrant, inputs, direction, call)
             except Exception as error:  # noqa: BLE001 - a peer's failure is a result
                 _record_failure(entry, error, timer, caught)
                 continue
         if entry.peak_bytes is not None:
-            entry.extra_bytes = entry.peak_bytes - output_bytes(case, direction, itemsize)
+            outputs = output_bytes(case, direction, itemsize) + _learned_bytes(inputs, direction)
+            entry.extra_bytes = entry.peak_bytes - outputs
         calls[entry.name] = call
     samples, failures = timing.measure(calls, timer, setup.rounds, setup.budget_s)
     for name, error in failures.items():
         _record_failure(row.entry(name), error, timer)
     for name, taken in samples.items():
         _fill(row.entry(name), taken, row, setup.ceilings)
+    fill_ratios(row)
     return row
+
+
+def _empty_row(case: Case, direction: str, inputs: Inputs) -> Row:
+    """The row's arithmetic and traffic; a feature's pairs are counted, and its tensors move as well."""
+    pairs = inputs.work().pairs if case.feature else None
+    traffic = traffic_bytes(case, direction, inputs.q.element_size())
+    if case.feature:
+        passes = 2 if direction == "both" else 1
+        traffic += passes * inputs.asked.option_bytes + _learned_bytes(inputs, direction)
+    name = _dtype_name(inputs.dtype)
+    return Row(case, direction, name, flops(case, direction, pairs), traffic, pairs=pairs)
+
+
+def _learned_bytes(inputs: Inputs, direction: str) -> int:
+    return 0 if direction == "fwd" else inputs.asked.learned_bytes
+
+
+def _count_tiles(entry: Entry, entrant: Entrant, inputs: Inputs, direction: str, call: timing.Call) -> None:
+    """Notes the tiles that a call visits, where the entrant knows its own. "both" has two kinds of them."""
+    tile = None if direction == "both" else entrant.tile(inputs, call)
+    if tile is not None:
+        work = entrant.work(inputs, tile)
+        entry.tile, entry.tiles, entry.tile_scores = tile, work.tiles, work.tile_scores
 
 
 def _record_failure(entry: Entry, error: Exception, timer: timing.Timer, caught: Iterable = ()) -> None:

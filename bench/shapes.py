@@ -30,6 +30,8 @@ class Case:
         window: inclusive reach (left, right) in keys, -1 unlimited.
         lengths: packed sequence lengths, queries and keys alike; empty for a dense case.
         deterministic: asks for a bitwise repeatable backward.
+        feature: what a row of the set ``features`` asks for beyond causal and window, a name of
+            ``bench.features.FEATURES``; empty elsewhere.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     lengths: tuple[int, ...] = ()
     deterministic: bool = False
+    feature: str = ""
 
     @property
     def packed(self) -> bool:
@@ -116,13 +119,17 @@ def _pairs_of_sequence(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple
     return pairs
 
 
-def flops(case: Case, direction: str) -> float:
+def flops(case: Case, direction: str, pairs: float | None = None) -> float:
     """Floating-point operations of the matrix products, a multiply-add counting as two.
 
     Forward: QK^T over head_dim and PV over head_dim_v. Backward: QK^T again, dS K and dS^T Q over head_dim,
     dO V^T and P^T dO over head_dim_v, so 2.5 times the forward where both are equal. Softmax is not counted.
+
+    Args:
+        pairs: (query, key) pairs that are scored, over all heads and sequences; None for those of the case's
+            causal mask and window.
     """
-    pairs = visible_pairs(case) * case.num_heads
+    pairs = visible_pairs(case) * case.num_heads if pairs is None else pairs
     forward = 2.0 * pairs * (case.head_dim + case.head_dim_v)
     backward = 2.0 * pairs * (3 * case.head_dim + 2 * case.head_dim_v)
     return {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
@@ -250,7 +257,7 @@ def _around() -> list[Case]:
     return cases
 
 
-def _features() -> list[Case]:
+def _shapes() -> list[Case]:
     """What is served beyond the headline: sizes, heads, windows, packing, uneven lengths, repeatability."""
     cases = [_dense(f"d{d}-causal", 4, 4096, 16, d, causal=True) for d in (40, 80, 160, 224)]
     cases += [
@@ -279,6 +286,53 @@ def _features() -> list[Case]:
     return cases
 
 
+# Features with a causal mask, and those whose window is a quarter of the length.
+_CAUSAL_FEATURES = ("plain-causal", "window", "documents", "prefix", "sink-tokens", "chunked", "hidden-rows")
+_WINDOWED_FEATURES = ("window", "sink-tokens")
+FEATURE_NAMES = (
+    "plain",
+    "plain-causal",
+    "window",
+    "key-padding",
+    "bool-mask",
+    "bool-mask-causal",
+    "bias",
+    "bias-grad",
+    "bias-fp32",
+    "alibi",
+    "alibi-grad",
+    "softcap",
+    "sinks",
+    "dropout",
+    "documents",
+    "prefix",
+    "sink-tokens",
+    "chunked",
+    "hidden-rows",
+    "blocks-128-all",
+    "blocks-128-half",
+    "blocks-128-quarter",
+    "blocks-64-half",
+)
+
+
+def _features(prefix: str, batch: int, seqlen: int, num_heads: int, head_dim: int) -> list[Case]:
+    """One case per mask, bias and modifier, all of one shape."""
+    return [
+        _dense(
+            prefix + name,
+            batch,
+            seqlen,
+            num_heads,
+            head_dim,
+            causal=name in _CAUSAL_FEATURES,
+            window=(seqlen // 4, 0) if name in _WINDOWED_FEATURES else (-1, -1),
+            feature=name,
+        )
+        for name in FEATURE_NAMES
+    ]
+
+
 def _smoke() -> list[Case]:
     """Seconds on a CPU: one case of every kind, to try the program itself."""
     return [
@@ -296,8 +350,10 @@ def _smoke() -> list[Case]:
 SETS: dict[str, list[Case]] = {
     "headline": _headline(),
     "around": _around(),
-    "features": _features(),
+    "features": _features("feature-", 4, 4096, 16, 128),
+    "shapes": _shapes(),
     "smoke": _smoke(),
+    "smoke-features": _features("smoke-feature-", 2, 128, 2, 16),
 }
 
 

@@ -1,0 +1,490 @@
+"""The benchmark's set of features: every column solves one problem, and what it visits is counted right."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from bench import features, report
+from bench.entrants import Entrant, OursPlain, OursRaw, launched_tile, make_ours
+from bench.feature_report import checks, feature_rows
+from bench.features import FEATURES, Work, count_work
+from bench.inputs import Inputs
+from bench.peers import Fa2, Fa3, Fa4, Flex, make_peers
+from bench.record import Entry, Results, Row, bar, fill_ratios
+from bench.runner import Setup, run
+from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
+from flash_ext.normalise import normalise
+from flash_ext.ops import _C
+from flash_ext.reference import attention_reference, visible_mask
+from flash_ext.spec import AttnSpec, default_scale
+from tests.qkv import null_kernels
+
+CPU = torch.device("cpu")
+SMOKE = SETS["smoke-features"]
+by_case = pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.feature)
+
+
+def spec_of(case: Case) -> AttnSpec:
+    left, right = case.window
+    return AttnSpec(default_scale(case.head_dim), left, 0 if case.causal else right)
+
+
+def modifiers_of(inputs: Inputs, **changed: torch.Tensor):
+    options = inputs.asked.options | changed
+    return normalise(inputs.q, inputs.k, None, top_left=False, rng=None, **options)
+
+
+def oracle(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """out and the gradients of q, k, v and what is learned, float64."""
+    asked, leaves = inputs.asked, [t.detach().double().requires_grad_() for t in inputs.qkv]
+    changed = {}
+    if asked.learned is not None:
+        leaves.append(asked.learned.detach().clone().requires_grad_())
+        changed = {asked.learns: leaves[-1]}
+    mods = modifiers_of(inputs, **changed)
+    out, _ = attention_reference(*leaves[:3], spec_of(inputs.case), mods=mods)
+    return out.detach(), torch.autograd.grad(out, leaves, inputs.dout.double())
+
+
+# ---- the set ---------------------------------------------------------------------------------------------
+
+
+def test_every_feature_is_a_row_of_both_sets():
+    for name in ("features", "smoke-features"):
+        assert tuple(case.feature for case in SETS[name]) == FEATURE_NAMES == tuple(FEATURES)
+    for case in SETS["features"]:
+        shape = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.head_dim_v)
+        assert shape == (4, 16, 4096, 4096, 128, 128)
+    assert find_case("feature-window").window == (1024, 0)
+    assert all(not case.feature for name in ("headline", "around", "shapes", "smoke") for case in SETS[name])
+
+
+@by_case
+def test_the_rule_is_what_our_options_mean(case: Case):
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    asked = inputs.asked
+    seen = features.dense_mask(
+        case, asked.rule or features.everything, CPU, by_batch=asked.by_batch, by_head=asked.by_head
+    ).expand(case.batch, case.num_heads, -1, -1)
+    options = {k: v for k, v in asked.options.items() if k != "dropout_p"}
+    mods = normalise(inputs.q, inputs.k, None, top_left=False, rng=None, **options)
+    for b, h in itertools.product(range(case.batch), range(case.num_heads)):
+        expected = visible_mask(spec_of(case), case.seqlen_q, case.seqlen_k, None, mods, b, h)
+        assert torch.equal(seen[b, h], expected)
+
+
+def test_documents_are_the_same_mask_by_ids_and_by_intervals():
+    masks = []
+    for name in ("documents", "hidden-rows"):
+        inputs = Inputs(find_case(f"smoke-feature-{name}"), torch.float32, CPU, 0)
+        masks.append(features.dense_mask(inputs.case, inputs.asked.rule, CPU, by_batch=True))
+    assert torch.equal(*masks)
+    assert not torch.equal(masks[0][0], masks[0][1])  # batch entries have documents of their own
+
+
+@pytest.mark.parametrize(("name", "share"), [("all", 1.0), ("half", 0.5), ("quarter", 0.25)])
+def test_block_maps_have_their_density_in_every_row_and_column(name: str, share: float):
+    case = dataclasses.replace(find_case(f"feature-blocks-128-{name}"), batch=1, num_heads=2)
+    asked = features.ask(case, torch.bfloat16, CPU)
+    blocks = asked.options["block_mask"].blocks
+    assert blocks.shape == (1, 2, 32, 32)
+    assert (blocks.sum(2) == 32 * share).all() and (blocks.sum(3) == 32 * share).all()
+    work = count_work(case, asked.rule, CPU, by_head=True, tile=(128, 32))
+    assert work == Work(int(2 * share * 4096**2), int(2 * share * 32 * 128), int(2 * share * 4096**2))
+
+
+# ---- what is counted -------------------------------------------------------------------------------------
+
+
+def brute_force(case: Case, rule, tile: tuple[int, int]) -> Work:
+    """Pairs, tiles and scores of tiles by walking over every score."""
+    pairs, tiles = 0, {}
+    for b, h, row, col in itertools.product(
+        *map(range, (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k))
+    ):
+        if rule is None or bool(rule(*(torch.tensor(at) for at in (b, h, row, col)))):
+            pairs += 1
+            m, n = row // tile[0], col // tile[1]
+            rows = min(tile[0], case.seqlen_q - m * tile[0])
+            tiles[b, h, m, n] = rows * min(tile[1], case.seqlen_k - n * tile[1])
+    return Work(pairs, len(tiles), sum(tiles.values()))
+
+
+@pytest.mark.parametrize("tile", [(16, 8), (7, 13), (64, 64)])
+@pytest.mark.parametrize("name", ["plain", "window", "documents", "blocks-64-half", "key-padding"])
+def test_work_is_what_a_walk_over_all_scores_finds(name: str, tile: tuple[int, int]):
+    case = dataclasses.replace(find_case(f"smoke-feature-{name}"), seqlen_q=40, seqlen_k=40)
+    asked = features.ask(case, torch.float32, CPU)
+    by = {"by_batch": asked.by_batch, "by_head": asked.by_head}
+    assert count_work(case, asked.rule, CPU, tile=tile, **by) == brute_force(case, asked.rule, tile)
+
+
+def test_work_of_a_causal_square_in_closed_form():
+    case = dataclasses.replace(
+        find_case("feature-plain-causal"), batch=3, num_heads=5, seqlen_q=1024, seqlen_k=1024
+    )
+    asked = features.ask(case, torch.bfloat16, CPU)
+    assert count_work(case, asked.rule, CPU) == Work(15 * 1024 * 1025 // 2)
+    tiles = sum(4 * (m + 1) for m in range(8))  # 128 x 32: four tiles a diagonal block
+    assert count_work(case, asked.rule, CPU, tile=(128, 32)) == Work(
+        15 * 1024 * 1025 // 2, 15 * tiles, 15 * tiles * 128 * 32
+    )
+
+
+@by_case
+def test_rows_count_pairs_and_bytes(case: Case):
+    """A row's work is its visible pairs, and what a feature reads and learns is traffic."""
+    setup = Setup([Idle()], IdleTimer(), CPU, torch.float32, {"matmul_tflops": 1.0, "copy_gbps": 1.0}, 1, 0.0)
+    results = Results({}, setup.ceilings)
+    run(results, [case], ["fwd", "bwd", "both"], setup, lambda row: None)
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    pairs, asked = inputs.work().pairs, inputs.asked
+    read = sum(t.numel() * t.element_size() for t in asked.options.values() if isinstance(t, torch.Tensor))
+    if "block_mask" in asked.options:
+        read = asked.options["block_mask"].blocks.numel()
+    learned = 0 if asked.learned is None else asked.learned.numel() * 4
+    extra = {"fwd": read, "bwd": read + learned, "both": 2 * read + learned}
+    for row in results.rows:
+        assert row.pairs == pairs and row.flops == flops(case, row.direction, pairs)
+        assert row.traffic_bytes == traffic_bytes(case, row.direction, 4) + extra[row.direction]
+
+
+class Idle(Entrant):
+    name = "idle"
+    ours = True
+
+    def prepare(self, inputs, direction):
+        return lambda: 1.0
+
+    def tile(self, inputs, call):
+        return 32, 16
+
+
+class IdleTimer:
+    def launch(self, call, count):
+        return [call() for _ in range(count)], 1.0
+
+    def synchronize(self):
+        pass
+
+    def peak_bytes(self, call):
+        return 0
+
+    def release(self):
+        pass
+
+
+# ---- who solves what -------------------------------------------------------------------------------------
+
+
+@by_case
+def test_ours_solves_what_is_asked(case: Case):
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    ours, raw, plain = make_ours(["cpu"])
+    assert ours.takes(case) and plain.takes(case) and not raw.takes(case)
+    results = {d: ours.prepare(inputs, d)() for d in ("fwd", "bwd", "both")}
+    if case.feature == "dropout":  # other draws in every call: its mean is the case without it
+        kept = torch.stack([results["fwd"], *(ours.prepare(inputs, "fwd")() for _ in range(400))]).mean(0)
+        expected, _ = attention_reference(*inputs.qkv, spec_of(case))
+        assert (kept.double() - expected).abs().mean() < 0.02
+        return
+    out, grads = oracle(inputs)
+    torch.testing.assert_close(results["fwd"].double(), out, rtol=1e-4, atol=1e-5)
+    for direction in ("bwd", "both"):
+        for mine, truth in zip(results[direction], grads, strict=True):
+            torch.testing.assert_close(mine.double(), truth.double(), rtol=1e-4, atol=2e-5)
+
+
+@by_case
+def test_plain_column_leaves_out_the_feature(case: Case):
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    plain = features.plain_case(case)
+    out, _ = attention_reference(*inputs.qkv, spec_of(plain))
+    column = OursPlain("cpu")
+    torch.testing.assert_close(column.prepare(inputs, "fwd")().double(), out, rtol=1e-4, atol=1e-5)
+    by_itself = count_work(plain, features.window_rule(plain), CPU, tile=(32, 16))
+    assert column.work(inputs, (32, 16)) == by_itself
+    causal = case.causal or case.feature == "bool-mask-causal"
+    assert (plain.causal, plain.feature) == (causal, "")
+    assert plain.window == ((-1, -1) if case.feature == "window" else case.window)
+
+
+@by_case
+def test_sdpa_peers_solve_the_same_problem(case: Case):
+    (peer,), _ = make_peers(["math"])
+    if case.feature in ("softcap", "sinks"):
+        assert case.feature in peer.why_not(case, "fwd")
+        return
+    assert peer.why_not(case, "fwd") == ""
+    if case.feature == "dropout":
+        return
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    out, grads = oracle(inputs)
+    torch.testing.assert_close(
+        peer.prepare(inputs, "fwd")().transpose(1, 2).double(), out, rtol=1e-4, atol=1e-5
+    )
+    found = peer.prepare(inputs, "bwd")()
+    assert len(found) == len(grads) or case.feature == "sinks"
+    for mine, truth in zip(found[:3], grads):
+        torch.testing.assert_close(mine.transpose(1, 2).double(), truth.double(), rtol=1e-4, atol=2e-5)
+    if case.feature == "bias-grad":
+        torch.testing.assert_close(found[3], grads[3], rtol=1e-4, atol=2e-5)
+
+
+@by_case
+def test_flex_solves_the_same_problem(case: Case):
+    """By its unfused, uncompiled road, which knows no gradients; what is compiled is the same functions."""
+    peer = Flex.__new__(Flex)
+    peer._attention, peer._block_mask = flex_attention, create_block_mask
+    if case.feature == "dropout":
+        assert "dropout" in peer.why_not(case, "fwd")
+        return
+    assert peer.why_not(case, "fwd") == ""
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    out = peer.prepare(inputs, "fwd")().transpose(1, 2)
+    torch.testing.assert_close(out.double(), oracle(inputs)[0], rtol=1e-4, atol=1e-5)
+
+
+@by_case
+def test_raw_peers_refuse_what_they_would_ignore(case: Case):
+    plain = case.feature in ("plain", "plain-causal", "window")
+    fa2, fa3, fa4 = (kind.__new__(kind) for kind in (Fa2, Fa3, Fa4))
+    assert (fa2.why_not(case, "fwd") == "") == (plain or case.feature == "dropout")
+    assert (fa3.why_not(case, "fwd") == "") == plain
+    assert (fa4.why_not(case, "fwd") == "") == (plain and case.feature != "window")
+
+
+def test_tiles_are_those_of_the_launch():
+    """Launches of the plain kernels are recorded without a GPU; those with modifiers only on one."""
+    sizes = {"seqlen_q": 64, "seqlen_k": 64, "num_heads": 1, "num_heads_k": 1}
+    case = dataclasses.replace(find_case("feature-alibi"), batch=1, **sizes)
+    inputs = Inputs(case, torch.bfloat16, CPU, 0)
+    with null_kernels():
+        _C.set_switch("record_launches", None)
+        for direction in ("fwd", "bwd"):
+            plan = _C.plan(direction, **sizes, head_dim=128, head_dim_v=128)
+            found = launched_tile(OursPlain("auto").prepare(inputs, direction))
+            assert found == (plan["block_m"], plan["block_n"])
+        assert _C.get_switch("record_launches") is None
+
+
+# ---- from a recorded run ---------------------------------------------------------------------------------
+
+
+def timed(name: str, ms: float, *, ours: bool = False, tile=None, scores: int | None = None) -> Entry:
+    return Entry(
+        name, ours, median_ms=ms, q1_ms=0.9 * ms, q3_ms=1.1 * ms, round_medians_ms=[ms], launches=9,
+        tflops=1.0, matmul_pct=1.0, gbps=1.0, copy_pct=1.0, tile=tile, tile_scores=scores,
+        tiles=scores and scores // 4096,
+    )  # fmt: skip
+
+
+def recorded(slow: str = "") -> Results:
+    """A run in which every feature works at 0.9 of the plain speed per visited score, `slow` at 0.4.
+
+    The plain kernel takes 1 ms for all scores in tiles of 128 x 64, ours visits 3/4 of them by 128 x 32; mem
+    takes 3 ms, and does not do softcap and sinks.
+    """
+    rows = []
+    for direction, case in itertools.product(("fwd", "bwd"), SETS["features"]):
+        full = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k
+        row = Row(case, direction, "bf16", flops(case, direction, full // 2), 1, pairs=full // 2)
+        speed = 0.4 if case.feature == slow else 0.9
+        row.entries = [
+            timed("sm80", 0.75 / speed, ours=True, tile=(128, 32), scores=full * 3 // 4),
+            timed("sm80-plain", 1.0, ours=True, tile=(128, 64), scores=full),
+            timed("mem", 3.0),
+        ]
+        if case.feature in ("softcap", "sinks"):
+            row.entries[2] = Entry("mem", status="refused", text=f"SDPA does not do {case.feature}")
+        fill_ratios(row)
+        rows.append(row)
+    about = {"device": "a GPU", "torch": "2.0", "date": "2026-01-01"}
+    return Results(about, {"matmul_tflops": 700.0, "copy_gbps": 4000.0}, rows)
+
+
+def test_ratios_are_speeds_on_visited_tiles():
+    row = recorded().rows[0]
+    ours, plain, mem = row.entries
+    assert ours.of_plain == pytest.approx(0.9) and plain.of_plain == pytest.approx(1.0)
+    assert mem.of_plain == pytest.approx(0.25)  # three quarters of the work in three times the time
+    assert ours.tile_tflops == pytest.approx(0.9 * plain.tile_tflops)
+    assert plain.tile_tflops == pytest.approx(2 * row.flops / 1e-3 / 1e12)  # half of the scores are visible
+
+
+def test_without_the_plain_column_there_is_no_ratio():
+    row = recorded().rows[0]
+    for entry in row.entries:
+        entry.of_plain = entry.tile_tflops = None
+    row.entries[1] = Entry("sm80-plain", True, status="error", text="no")
+    fill_ratios(row)
+    assert [entry.of_plain for entry in row.entries] == [None] * 3
+
+
+def test_demands_hold_and_fail_by_name():
+    assert all(check.holds for check in checks(recorded()))
+    names = {check.feature for check in checks(recorded())}
+    assert names == set(FEATURE_NAMES)
+    failed = {(c.direction, c.what) for c in checks(recorded("softcap")) if not c.holds}
+    assert failed == {(d, "speed on visited tiles over plain") for d in ("fwd", "bwd")}
+    per_tile = [
+        c for c in checks(recorded("blocks-128-quarter")) if "per visited tile" in c.what and not c.holds
+    ]
+    assert [c.feature for c in per_tile] == ["blocks-128-quarter"] * 2
+    assert per_tile[0].value == pytest.approx(2.25)
+
+
+def test_a_bias_gradient_may_take_twice_the_plain_backward():
+    results = recorded()
+    for row in feature_rows(results):
+        if row.case.feature == "bias-grad":
+            row.entries[0].of_plain = 0.55
+    failed = [c for c in checks(results) if not c.holds]
+    assert [(c.direction, c.feature) for c in failed] == [("fwd", "bias-grad")]
+    for row in feature_rows(results, "bwd"):
+        if row.case.feature == "bias-grad":
+            row.entries[0].of_plain = 0.45
+    assert [c.direction for c in checks(results) if not c.holds] == ["fwd", "bwd"]
+
+
+def test_what_was_not_measured_does_not_hold():
+    results = recorded()
+    results.rows[3].entries[0] = Entry("sm80", True, status="error", text="RuntimeError: no")
+    results.rows[3].entries[0].of_plain = None
+    failed = [c for c in checks(results) if not c.holds]
+    assert {c.feature for c in failed} == {results.rows[3].case.feature} and len(failed) == 2
+    assert all(c.value is None and "not measured" in str(c) for c in failed)
+
+
+def test_slower_than_memory_efficient_attention_is_a_failure():
+    results = recorded()
+    results.rows[4].entries[2].median_ms = 0.5
+    assert [(c.feature, c.what) for c in checks(results) if not c.holds] == [
+        (results.rows[4].case.feature, "speed over mem")
+    ]
+
+
+def test_report_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture):
+    results = recorded()
+    assert Results.from_json(results.to_json()) == results
+    (tmp_path / "results.json").write_text(results.to_json())
+    assert report.main([str(tmp_path / "results.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "fwd bias: speed on visited tiles over plain 0.900, at least 0.8: holds" in printed
+    text = (tmp_path / "results.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| bool-mask ")]
+    assert len(lines) == 2
+    assert lines[0].startswith("| bool-mask | 50.0 % | 128 x 32 | 75.0 % | 0.833 (±10.0%) | ")
+    assert lines[0].endswith("| 0.90 | 3.000 (±10.0%) | 0.25 |")
+    assert "fwd feature-sinks, mem (refused): SDPA does not do sinks" in text
+    table = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
+    first = next(line for line in table if line["feature"] == "bias" and line["entry_name"] == "sm80")
+    assert (first["tile"], float(first["of_plain"])) == ("128 32", pytest.approx(0.9))
+    assert int(first["pairs"]) == 2 * int(first["tile_scores"]) // 3
+    (tmp_path / "results.json").write_text(recorded("bias").to_json())
+    assert report.main([str(tmp_path / "results.json")]) == 1
+
+
+def test_feature_rows_are_no_part_of_the_comparison_with_one_peer():
+    assert bar(recorded(), peer="mem") == []
+
+
+def test_picture_of_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    import matplotlib.pyplot as plt
+
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    names = [path.name for path in report.write_all(recorded(), tmp_path)]
+    assert names == ["results.json", "results.csv", "results.md", "features.png"]
+    forward, backward = shown[0].axes
+    assert [axis.get_title() for axis in shown[0].axes] == ["forward", "backward"]
+    assert [label.get_text() for label in forward.get_yticklabels()] == list(FEATURE_NAMES)
+    ours, mem = forward.containers
+    assert [bar.get_width() for bar in ours] == pytest.approx([0.9] * len(FEATURE_NAMES))
+    assert len(mem) == len(FEATURE_NAMES) - 2
+
+
+# ---- whole program ---------------------------------------------------------------------------------------
+
+
+class Broken(Entrant):
+    name = "broken"
+
+    def prepare(self, inputs, direction):
+        raise RuntimeError("no kernel")
+
+
+class BrokenTiles(Idle):
+    name = "sm80"
+
+    def tile(self, inputs, call):
+        raise RuntimeError("no record")
+
+
+def test_a_failing_column_stays_its_own_problem():
+    entrants = [BrokenTiles(), Broken(), Idle()]
+    setup = Setup(entrants, IdleTimer(), CPU, torch.float32, {"matmul_tflops": 1.0, "copy_gbps": 1.0}, 1, 0.0)
+    results = Results({}, setup.ceilings)
+    run(results, SMOKE, ["fwd"], setup, lambda row: None)
+    assert len(results.rows) == len(SMOKE) and "stopped" not in results.metadata
+    for row in results.rows:
+        assert [row.entry(n).status for n in ("sm80", "broken", "idle")] == ["error", "error", "ok"]
+        assert "no record" in row.entry("sm80").text and row.entry("idle").tile == (32, 16)
+
+
+def test_whole_program_on_cpu(tmp_path: Path):
+    pytest.importorskip("rich")
+    from bench import attention
+
+    arguments = [
+        "--set",
+        "smoke-features",
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--budget",
+        "0",
+        "--peers",
+        "math",
+    ]
+    assert attention.main([*arguments, "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "results.json").read_text())
+    results = Results.from_json(json.dumps(data))
+    assert len(results.rows) == 2 * len(FEATURE_NAMES)
+    for row in results.rows:
+        assert [entry.name for entry in row.entries] == ["cpu", "cpu-plain", "math"]
+        assert row.entry("cpu").status == row.entry("cpu-plain").status == "ok"
+        assert row.entry("math").status == ("refused" if row.case.feature in ("softcap", "sinks") else "ok")
+    assert "## Features, backward" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.gpu
+def test_whole_program_on_gpu(tmp_path: Path):
+    pytest.importorskip("rich")
+    from bench import attention
+
+    arguments = ["--set", "smoke-features", "--rounds", "1", "--budget", "0", "--peers", "mem,cudnn,fa2"]
+    assert attention.main([*arguments, "--out", str(tmp_path)]) == 0
+    results = Results.from_json((tmp_path / "results.json").read_text())
+    assert len(results.rows) == 2 * len(FEATURE_NAMES) and "stopped" not in results.metadata
+    for row in results.rows:
+        for name in ("sm80", "sm80-plain"):
+            entry = row.entry(name)
+            assert entry.status == "ok", entry.text
+            assert entry.tiles > 0 and entry.of_plain > 0
+        assert row.entry("sm80").tile_scores >= row.pairs
+
+
+def test_raw_column_is_for_cases_without_features():
+    assert OursRaw("sm80").takes(find_case("d128-causal-s4096"))
+    assert not OursPlain("sm80").takes(find_case("d128-causal-s4096"))

@@ -332,12 +332,12 @@ def test_kvcache(device: str, variant: dict, seqlen_new: int) -> None:
     before = k_cache.clone(), v_cache.clone()
     appended = {"k": k, "v": v} if seqlen_new else {}
     out, lse = fa.flash_attn_with_kvcache(
-        q, k_cache, v_cache, **appended, cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        cache_batch_idx=torch.tensor(entries, dtype=torch.int32, device=device), return_softmax_lse=True,
-        **ours,
+        q, k_cache, v_cache, **appended, return_softmax_lse=True,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        cache_batch_idx=torch.tensor(entries, dtype=torch.int32, device=device), **ours,
     )  # fmt: skip
     for i, (length, entry) in enumerate(zip(lengths, entries)):
-        for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
+        for old, new in ((before[0], k), (before[1], v)):
             old[entry, length : length + seqlen_new] = new[i]
         end = length + seqlen_new
         own = None if slopes is None else slopes[i : i + 1]

@@ -38,8 +38,8 @@ Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 NO_PAGES = (
-    "block_table: a paged key/value cache is not supported. Pass dense or packed k and v, or a dense cache to "
-    "flash_attn_with_kvcache."
+    "block_table: a paged key/value cache is not supported. Pass dense or packed k and v, or a dense cache "
+    "to flash_attn_with_kvcache."
 )
 
 
@@ -404,7 +404,7 @@ def _write_gradients(
     q, k, v, out = (_with_unit_stride(t) for t in (q, k, v, out))
     if dropout_p > 0:
         if rng_state is None:
-            raise ValueError(f"rng_state must be given with dropout_p {dropout_p}: the one of the forward pass.")
+            raise ValueError(f"rng_state must be given with dropout_p {dropout_p}: that of the forward pass.")
         options = {**options, "dropout_p": dropout_p, "rng": rng_state}
     for target, grad in zip(into, backward(dout, q, k, v, out, lse, **options)):
         if target is not None:

@@ -124,6 +124,6 @@ def _hidden_keys(
 
 
 def _alibi(slopes: Tensor, centre: Tensor, seqlen_cache: int) -> Tensor:
-    """(batch, nheads, seqlen_q, seqlen_cache) float32; the kernels measure from the end of the whole cache."""
+    """(batch, nheads, seqlen_q, seqlen_cache) float32; kernels measure from the end of the whole cache."""
     distance = (centre[:, None, :, None] - torch.arange(seqlen_cache, device=centre.device)).abs()
     return -slopes.float()[..., None, None] * distance

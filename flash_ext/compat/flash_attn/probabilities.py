@@ -41,7 +41,7 @@ def signed_weights(
         options: further keywords of :func:`flash_ext.forward`.
 
     Returns:
-        (b, h, seqlen_q, seqlen_k), the last two rounded up to a multiple of 128 and filled with 0; dtype of q.
+        (b, h, seqlen_q, seqlen_k), the last two rounded up to multiples of 128 and filled with 0; dtype of q.
         Softmax weights before the factor 1 / (1 - p).
     """
     cu_seqlens_q, cu_seqlens_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")

@@ -1,0 +1,374 @@
+"""Hugging Face transformers: ``attn_implementation="fext"`` after one call of :func:`register`.
+
+Two functions are put into the library's registries. The one for masks (:func:`attention_mask`) recognises the
+patterns that the kernels know by rule (causal, sliding windows, packed sequences, padding) and hands them on
+in a few bytes per key; any other pattern becomes the mask that the library makes for PyTorch's attention.
+The other one (:func:`attention_forward`) calls :func:`flash_ext.attention`.
+
+The name is not "flash_ext" because transformers 5 takes every name with "flash" in it for a flash-attention
+package that it loads itself, and refuses those it does not know.
+
+Tested with transformers 4.57 and 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import attention, attention_varlen
+
+NAME = "fext"
+
+# Where a mask from here keeps its pattern.
+_ATTRIBUTE = "flash_ext_pattern"
+
+
+def register(name: str = NAME) -> str:
+    """Makes ``attn_implementation=name`` run on flash_ext, for every model that asks the library's registry.
+
+    Args:
+        name: the name to register. One with "flash" in it is refused, see the module.
+
+    Returns:
+        The name.
+
+    Raises:
+        ImportError: transformers is not installed, or has no such registries (before 4.57).
+        ValueError: the name cannot work.
+
+    Example:
+        >>> flash_ext.integrations.transformers.register()
+        'fext'
+        >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fext")
+    """
+    if "flash" in name:
+        raise ValueError(
+            f"name must not contain 'flash', got {name!r}: transformers 5 takes such names for packages that "
+            f"it loads itself. The default is {NAME!r}."
+        )
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionMaskInterface.register(name, attention_mask)
+    AttentionInterface.register(name, attention_forward)
+    return name
+
+
+# ---- masks ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a mask function of the library hides, in the terms of :func:`flash_ext.attention`.
+
+    Attributes:
+        causal: hide later keys.
+        left, right: how many keys before and after its own a row sees, inclusive; -1 is unlimited.
+        documents: (batch, length) ids of packed sequences, of which each sees itself only.
+        padded: whether the mask that carries the pattern hides keys itself.
+    """
+
+    causal: bool = False
+    left: int = -1
+    right: int = -1
+    documents: Tensor | None = None
+    padded: bool = False
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of one forward pass, in the library's own terms.
+
+    Args:
+        batch_size, kv_length, kv_offset, mask_function, attention_mask, kwargs: as in the library's
+            ``sdpa_mask``; attention_mask is (batch, seen) bool, True for tokens.
+        q_length, q_offset: length and first position of the queries (transformers 5).
+        cache_position: (q_length,) their positions (transformers 4).
+
+    Returns:
+        None (no mask, or a causal one by the module's own flag); a 2-D tensor with a :class:`Pattern`, bool
+        (True = token) or int32 (ids of packed sequences), aligned at the bottom right; or a 4-D bool mask in
+        which everything is said, if the pattern is not known here, while tracing, and for single queries.
+    """
+    from transformers import masking_utils
+
+    arguments = {
+        "batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset,
+        "attention_mask": attention_mask, **kwargs,
+    }  # fmt: skip
+    if mask_function is not None:
+        arguments["mask_function"] = mask_function
+    if cache_position is not None:
+        arguments["cache_position"] = cache_position
+        q_length, q_offset = cache_position.shape[0], cache_position[:1]
+    else:
+        arguments |= {"q_length": q_length, "q_offset": q_offset}
+    pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
+    if pattern is None or q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
+        # For one query the library's mask has as many elements as there are keys.
+        full: Tensor | None = masking_utils.sdpa_mask(**arguments)
+        return full
+
+    square = kv_length == q_length and kv_offset == 0
+    end = kv_offset + kv_length
+    if square or not (pattern.causal or pattern.left >= 0 or pattern.right >= 0):
+        last = end  # equal lengths, or nothing depends on positions, as in cross attention
+    else:
+        last = int(q_offset) + q_length  # reads the device once a forward pass
+    # A static cache is longer than what it holds; the mask ends with the last query, where the keys are cut.
+    if last != end and not (pattern.causal and kv_offset == 0 and last < end):
+        full = masking_utils.sdpa_mask(**arguments)
+        return full
+    keys = last - kv_offset
+    padding = _padding(attention_mask, kv_offset, keys)
+    skippable = kwargs.get("allow_is_causal_skip", True) if pattern.causal else (
+        kwargs.get("allow_is_bidirectional_skip", False))  # fmt: skip
+    hides_by_window = 0 <= pattern.left < keys - 1 or 0 <= pattern.right < keys - 1
+    if square and padding is None and pattern.documents is None and not hides_by_window and skippable:
+        return None
+    return _mask_with(pattern, padding, batch_size, keys, kwargs.get("device") or _device(cache_position))
+
+
+def recognise(function: Callable[..., Any]) -> Pattern | None:
+    """The pattern of a mask function of the library, None for one that is not known here.
+
+    The library makes these functions by closures, so they are told apart by the names of their makers, and
+    what they hold is read from the closure.
+    """
+    maker = getattr(function, "__qualname__", "").split(".")[0]
+    if maker == "causal_mask_function":
+        return Pattern(causal=True)
+    if maker == "bidirectional_mask_function":
+        return Pattern()
+    held = _held_by(function)
+    if maker == "sliding_window_overlay":
+        return Pattern(left=held["sliding_window"] - 1)  # the library counts a row's own key
+    if maker == "sliding_window_bidirectional_overlay":
+        return Pattern(left=held["sliding_window"], right=held["sliding_window"])
+    if maker == "packed_sequence_mask_function":
+        ids = held["packed_sequence_mask"]
+        # transformers 4 makes ids for a single sequence as well.
+        several = _is_tracing(ids) or bool((ids[:, -1] != 0).any())
+        return Pattern(documents=ids if several else None)
+    if maker == "remap_positions_for_packed_sequence":
+        # Positions count up by one within a sequence, so that distances, and with them windows, stay.
+        return recognise(held["mask_function"])
+    if maker != "and_masks":
+        return None
+    parts = [recognise(part) for part in held["mask_functions"]]
+    found: Pattern | None = Pattern()
+    for part in parts:
+        found = None if part is None or found is None else _both(found, part)
+    return found
+
+
+def _held_by(function: Callable[..., Any]) -> dict[str, Any]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    return {} if code is None else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells)}
+
+
+def _both(a: Pattern, b: Pattern) -> Pattern | None:
+    """What both show. Two sets of documents are not combined: the library makes one at most."""
+    if a.documents is not None and b.documents is not None:
+        return None
+    documents = b.documents if a.documents is None else a.documents
+    return Pattern(a.causal or b.causal, _narrower(a.left, b.left), _narrower(a.right, b.right), documents)
+
+
+def _narrower(a: int, b: int) -> int:
+    return max(a, b) if min(a, b) < 0 else min(a, b)
+
+
+def _padding(mask: Tensor | None, kv_offset: int, keys: int) -> Tensor | None:
+    """(batch, keys) bool of the keys that are there, or None if all are tokens; reads the device once."""
+    if mask is None:
+        return None
+    mask = mask[:, kv_offset : kv_offset + keys].bool()
+    mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[1]))
+    return None if bool(mask.all()) else mask
+
+
+def _mask_with(
+    pattern: Pattern, padding: Tensor | None, batch: int, keys: int, device: torch.device | str | None
+) -> Tensor:
+    if pattern.documents is not None:
+        mask = pattern.documents.to(torch.int32)
+        if padding is not None:
+            mask = mask.masked_fill(~padding, -1)
+    elif padding is not None:
+        mask = padding
+    else:
+        mask = torch.ones(batch, keys, dtype=torch.bool, device=device)
+    setattr(mask, _ATTRIBUTE, replace(pattern, padded=padding is not None))
+    return mask
+
+
+def _device(cache_position: Tensor | None) -> torch.device | None:
+    return None if cache_position is None else cache_position.device
+
+
+def _is_tracing(*values: Any) -> bool:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return any(
+        isinstance(value, (torch.fx.Proxy, torch._subclasses.fake_tensor.FakeTensor)) for value in values
+    )
+
+
+# ---- attention -----------------------------------------------------------------------------------------
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention function.
+
+    Args:
+        module: the layer; its ``is_causal`` counts where neither ``is_causal`` nor the mask says.
+        query: (batch, heads, q_length, head_dim).
+        key, value: (batch, heads_k, kv_length, head_dim and head_dim_v), not repeated for the query heads.
+        attention_mask: what :func:`attention_mask` returns, or a 4-D mask, bool or added, of the caller.
+        dropout: probability of dropping a weight.
+        scaling: factor on the dot products; None is 1 / sqrt(head_dim).
+        is_causal: hide later keys, if there is no mask.
+        sliding_window: how many keys a row sees, itself among them, where the mask does not say.
+        softcap: None is off.
+        s_aux: (heads,) attention sinks.
+        position_bias: (1 or batch, heads, q_length, kv_length), added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k: bounds of packed sequences, (sequences + 1,).
+        kwargs: what else the library passes along; what would change the result is refused.
+
+    Returns:
+        (batch, q_length, heads, head_dim_v) and None.
+
+    Raises:
+        ValueError: attention weights are asked for, or heads masked.
+        NotImplementedError: the paged cache of continuous batching.
+        Otherwise as :func:`flash_ext.attention`; it takes no float32 on a GPU.
+    """
+    _refuse(kwargs)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    pattern = getattr(attention_mask, _ATTRIBUTE, None)
+    if pattern is None:
+        pattern = _pattern_of_module(module, attention_mask, is_causal, sliding_window, q, k)
+    options: dict[str, Any] = {
+        "causal": pattern.causal, "window": (pattern.left, pattern.right), "softmax_scale": scaling,
+        "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout,
+    }  # fmt: skip
+    bounds = [bound.to(torch.int32) for bound in (cu_seq_lens_q, cu_seq_lens_k) if bound is not None]
+    if len(bounds) == 2 and not pattern.padded and position_bias is None:
+        out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *bounds, **options)
+        return out.unflatten(0, q.shape[:2]), None
+
+    said = pattern.documents is not None or pattern.padded
+    if not said and (attention_mask is None or attention_mask.dim() == 2):
+        # Not every model shows its positions to the mask function.
+        ids = _documents(kwargs.get("position_ids"), q, k)
+        attention_mask = attention_mask if ids is None else ids
+    if attention_mask is None:
+        if pattern.causal and k.shape[1] > q.shape[1] > 1:
+            # What the library means without a mask: a first pass into a longer, still empty static cache.
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    elif attention_mask.dim() == 2:
+        k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
+        if attention_mask.dtype == torch.int32:
+            options["document_ids"] = attention_mask.expand(q.shape[0], -1)
+        elif pattern.padded:
+            options["key_padding_mask"] = attention_mask.expand(q.shape[0], -1)
+    else:
+        options["attn_mask"] = _fitting(attention_mask[..., : k.shape[1]], q)
+    if position_bias is not None:
+        options["attn_mask"] = _with_bias(position_bias[..., : k.shape[1]], options.get("attn_mask"), q)
+    return attention(q, k, v, **options), None
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: the weights are never formed. Use attn_implementation='eager'."
+        )
+    if kwargs.get("head_mask") is not None:
+        raise ValueError("head_mask is not supported. Use attn_implementation='eager'.")
+    if kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
+        raise NotImplementedError(
+            "continuous batching with a paged cache is not supported; generate() with its own caches is."
+        )
+
+
+def _pattern_of_module(
+    module: torch.nn.Module,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    q: Tensor,
+    k: Tensor,
+) -> Pattern:
+    """Without a pattern on the mask: a 4-D mask says it all, else the module and its arguments do.
+
+    A 2-D mask loses its pattern when it is copied to another device. What then counts is what the library
+    tells flash-attn.
+    """
+    if mask is not None and mask.dim() != 2:
+        return Pattern()
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and q.shape[1] > 1
+    window = (-1, -1)
+    if sliding_window is not None and k.shape[1] > sliding_window:
+        window = (sliding_window - 1, sliding_window - 1)
+    return Pattern(causal, *window, padded=mask is not None)
+
+
+def _documents(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Ids of packed sequences, which restarting positions mark; None for a single one.
+
+    The rule is the library's, ``find_packed_sequence_indices``. Reads the device once a forward pass: all
+    layers are given the same tensor, which keeps the answer.
+    """
+    if position_ids is None or position_ids.dim() != 2 or not 1 < q.shape[1] == k.shape[1] or _is_tracing(q):
+        return None
+    if not hasattr(position_ids, _ATTRIBUTE):
+        ids = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1, dtype=torch.int32)
+        setattr(position_ids, _ATTRIBUTE, ids if bool((ids[:, -1] != 0).any()) else None)
+    found: Tensor | None = getattr(position_ids, _ATTRIBUTE)
+    return found
+
+
+def _fitting(mask: Tensor, q: Tensor) -> Tensor:
+    """A mask of a dtype that is taken: some models make theirs in float32 or in the dtype of the weights."""
+    return mask if mask.dtype in (torch.bool, torch.float32, q.dtype) else mask.to(q.dtype)
+
+
+def _with_bias(bias: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
+    """The bias with what the mask hides hidden."""
+    bias = _fitting(bias, q)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask

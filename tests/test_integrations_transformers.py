@@ -1,0 +1,393 @@
+"""transformers: models with random weights give what they give with the library's own attention.
+
+Truth is the library's eager attention in float32 on the CPU, in bfloat16 on a GPU. (In float64 its rows
+without keys are NaN.) A mask that is off by one key changes results by a tenth and more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_ext.integrations import transformers as integration
+
+transformers = pytest.importorskip("transformers", minversion="4.57")
+from transformers import masking_utils  # noqa: E402
+
+# Before 5 BERT and T5 choose their attention without asking the registry.
+IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+NAME = integration.register()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+
+VOCABULARY = 67
+DECODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "attention_dropout": 0.0, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def config_of(shape: str) -> Any:
+    """Small configs with what makes each family special: windows, softcap, sinks, biases."""
+    if shape == "llama":
+        return transformers.LlamaConfig(**DECODER)
+    if shape == "mistral":
+        return transformers.MistralConfig(**DECODER, sliding_window=4)
+    if shape == "gemma2":
+        layers = ["sliding_attention", "full_attention"]
+        return transformers.Gemma2Config(
+            **DECODER, sliding_window=4, attn_logit_softcapping=1.0, query_pre_attn_scalar=16,
+            final_logit_softcapping=None, layer_types=layers,
+        )  # fmt: skip
+    if shape == "gpt_oss":
+        layers = ["sliding_attention", "full_attention"]
+        return transformers.GptOssConfig(
+            **DECODER, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, layer_types=layers
+        )
+    if shape == "bert":
+        return transformers.BertConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+    return transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        relative_attention_num_buckets=8, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+
+
+DECODERS = ["llama", "mistral", "gemma2", "gpt_oss"]
+needs_5 = pytest.mark.skipif(not IS_5, reason="this model asks the registry from transformers 5 on")
+ALL_SHAPES = [*DECODERS, *(pytest.param(name, marks=needs_5) for name in ("bert", "t5"))]
+
+
+def make(shape: str, device: str, **changes: Any) -> Any:
+    config = config_of(shape)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(1)
+    kinds = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+    kind = kinds.get(shape, transformers.AutoModelForCausalLM)
+    model = kind.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Larger than the library draws them, so that attention is not the mean of all values.
+            if "norm" not in parameter_name:
+                parameter.normal_(0, 0.1 if shape == "t5" else 0.3)
+    model.eval()
+    return model if device == "cpu" else model.to(device, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
+    """Options of every call that reaches flash_ext."""
+    seen: list[dict] = []
+    for name in ("attention", "attention_varlen"):
+        original = getattr(integration, name)
+
+        def spy(*args: Any, _original: Any = original, _name: str = name, **options: Any) -> Any:
+            seen.append({"function": _name, **options})
+            return _original(*args, **options)
+
+        monkeypatch.setattr(integration, name, spy)
+    yield seen
+    monkeypatch.undo()
+
+
+def close(got: Tensor, expected: Tensor, device: str) -> None:
+    assert got.shape == expected.shape and not got.isnan().any()
+    error = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-3)
+    limit = 2e-5 if device == "cpu" else 0.03
+    assert error < limit, f"relative error {error:.2g}"
+
+
+def tokens(device: str, batch: int = 2, length: int = 11) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length), device=device)
+
+
+def padding(side: str, device: str) -> Tensor | None:
+    if side == "none":
+        return None
+    mask = torch.ones(2, 11, dtype=torch.long, device=device)
+    mask[1, slice(0, 5) if side == "left" else slice(6, 11)] = 0
+    return mask
+
+
+def run(model: Any, name: str, loss_mask: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients of a loss over real tokens."""
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    logits = model(**inputs).logits
+    weights = torch.linspace(-1, 1, logits.shape[-1], device=logits.device, dtype=logits.dtype)
+    ((logits * weights).sum(-1) * loss_mask).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), grads
+
+
+def compare(model: Any, device: str, loss_mask: Tensor, **inputs: Any) -> None:
+    expected, wanted = run(model, "eager", loss_mask, **inputs)
+    got, grads = run(model, NAME, loss_mask, **inputs)
+    real = loss_mask.bool()
+    close(got[real], expected[real], device)
+    assert grads.keys() == wanted.keys()
+    for name in grads:
+        if wanted[name].abs().sum() > 1e-3:  # a key's bias has none but rounding
+            close(grads[name], wanted[name], device)
+
+
+# ---- logits and gradients --------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("shape", ALL_SHAPES)
+def test_padded(shape: str, side: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, mask = make(shape, device), tokens(device), padding(side, device)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    loss_mask = torch.ones_like(ids) if mask is None else mask
+    if shape == "t5":
+        inputs["decoder_input_ids"] = tokens(device)
+        loss_mask = torch.ones_like(ids)
+    with calls(monkeypatch) as seen:
+        compare(model, device, loss_mask, **inputs)
+    assert len(seen) == (6 if shape == "t5" else 2)
+    if shape != "t5":
+        # Said by rule: no mask of the size of the scores was made.
+        assert all("attn_mask" not in options for options in seen)
+        assert all(("key_padding_mask" in options) == (mask is not None) for options in seen)
+        assert all(options["causal"] == (shape != "bert") for options in seen)
+    if shape in ("mistral", "gemma2", "gpt_oss"):
+        assert any(options["window"][0] == 3 for options in seen)
+    assert any(options["sinks"] is not None for options in seen) == (shape == "gpt_oss")
+    assert any(options["softcap"] > 0 for options in seen) == (shape == "gemma2")
+
+
+def each_alone(model: Any, ids: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients of sequences that are passed through the library's attention one by one."""
+    sequences = [own[None] for own in ids[0].split(lengths)]
+    parts = [run(model, "eager", torch.ones_like(own), input_ids=own) for own in sequences]
+    names = {name for _, grads in parts for name in grads}
+    sums = {name: sum(grads[name] for _, grads in parts if name in grads) for name in names}
+    return torch.cat([logits for logits, _ in parts], 1), sums
+
+
+@on_each_device
+@pytest.mark.parametrize("bounds", [False, True], ids=["positions", "bounds"])
+@pytest.mark.parametrize("shape", DECODERS)
+def test_packed(shape: str, bounds: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarting positions mark sequences; the library's flattening collator gives their bounds as well."""
+    model, ids, lengths = make(shape, device), tokens(device, 1, 16), (6, 1, 9)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    if bounds:
+        ends = torch.tensor([0, 6, 7, 16], device=device)
+        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+    expected, wanted = each_alone(model, ids, lengths)
+    with calls(monkeypatch) as seen:
+        got, grads = run(model, NAME, torch.ones_like(ids), **inputs)
+    assert {options["function"] for options in seen} == {"attention_varlen" if bounds else "attention"}
+    assert all("attn_mask" not in options and ("document_ids" in options) != bounds for options in seen)
+    close(got, expected, device)
+    for name in wanted:
+        close(grads[name], wanted[name], device)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model, ids, mask = make("mistral", "cpu"), tokens("cpu"), padding("left", "cpu")
+    expected, wanted = run(model, "eager", mask, input_ids=ids, attention_mask=mask, use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    model.model.embed_tokens.weight.requires_grad_()
+    got, grads = run(model, NAME, mask, input_ids=ids, attention_mask=mask, use_cache=False)
+    close(got[mask.bool()], expected[mask.bool()], "cpu")
+    for name in wanted:
+        close(grads[name], wanted[name], "cpu")
+
+
+def test_cross_attention_over_more_keys_than_queries() -> None:
+    """The mask function of an encoder's keys is told nothing but lengths."""
+    if not IS_5:
+        pytest.skip("bidirectional mask functions came with transformers 5")
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 7:] = False
+    got = integration.attention_mask(batch_size=2, q_length=3, kv_length=9, attention_mask=mask,
+                                     mask_function=masking_utils.bidirectional_mask_function)  # fmt: skip
+    assert torch.equal(got, mask)
+
+
+def test_dropout_reaches_the_kernels_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make("llama", "cpu", attention_dropout=0.4), tokens("cpu")
+    model.set_attn_implementation(NAME)
+    with calls(monkeypatch) as seen:
+        model.train()(input_ids=ids)
+        model.eval()(input_ids=ids)
+    assert [options["dropout_p"] for options in seen] == [0.4, 0.4, 0.0, 0.0]
+
+
+# ---- caches ----------------------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("shape", ALL_SHAPES)
+def test_generate(shape: str, cache: str, device: str) -> None:
+    if shape == "bert":
+        pytest.skip("BERT does not generate")
+    model, ids, mask = make(shape, device), tokens(device), padding("left", device)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "use_cache": cache != "none",
+                               "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
+    if cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    results = []
+    for name in ("eager", NAME):
+        model.set_attn_implementation(name)
+        results.append(model.generate(ids, attention_mask=mask, **options))
+    if device == "cpu":
+        assert torch.equal(results[1].sequences, results[0].sequences)
+        close(torch.stack(results[1].logits), torch.stack(results[0].logits), device)
+    else:
+        close(results[1].logits[0], results[0].logits[0], device)  # later ones follow other tokens
+
+
+@on_each_device
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("shape", DECODERS)
+def test_several_queries_against_a_cache(shape: str, static: bool, side: str, device: str) -> None:
+    """A prompt in pieces: queries that do not start at position 0, keys that do not end at the last one."""
+    model, ids, mask = make(shape, device), tokens(device), padding(side, device)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        whole = model(input_ids=ids, attention_mask=mask).logits
+        model.set_attn_implementation(NAME)
+        cache = transformers.DynamicCache(config=model.config)
+        if static:
+            cache = transformers.StaticCache(config=model.config, max_cache_len=20, max_batch_size=2,
+                                             device=device, dtype=model.dtype)  # fmt: skip
+        parts = []
+        for start, end in ((0, 5), (5, 8), (8, 9), (9, 11)):
+            own = None if mask is None else mask[:, :end]
+            positions = torch.arange(start, end, device=device)
+            extra = {} if IS_5 else {"cache_position": positions}
+            if mask is not None:
+                extra["position_ids"] = torch.arange(start, end, device=device)[None].expand(2, -1)
+            parts.append(model(input_ids=ids[:, start:end], attention_mask=own, past_key_values=cache,
+                               use_cache=True, **extra).logits)  # fmt: skip
+    got, real = torch.cat(parts, 1), torch.ones_like(ids).bool() if mask is None else mask.bool()
+    close(got[real], whole[real], device)
+
+
+# ---- masks -----------------------------------------------------------------------------------------------
+
+
+def test_patterns_are_recognised() -> None:
+    causal = masking_utils.causal_mask_function
+    assert integration.recognise(causal) == integration.Pattern(causal=True)
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    assert integration.recognise(window) == integration.Pattern(causal=True, left=3)
+    nested = masking_utils.and_masks(window, masking_utils.sliding_window_overlay(3))
+    assert integration.recognise(nested) == integration.Pattern(causal=True, left=2)
+    ids = torch.tensor([[0, 0, 1]])
+    packed = masking_utils.packed_sequence_mask_function(ids)
+    found = integration.recognise(masking_utils.and_masks(window, packed))
+    assert (found.causal, found.left) == (True, 3) and found.documents is ids
+    single = masking_utils.packed_sequence_mask_function(torch.zeros(1, 3))
+    assert integration.recognise(single) == integration.Pattern()
+    for unknown in (
+        masking_utils.or_masks(causal, window),
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
+        masking_utils.and_masks(causal, lambda b, h, i, j: j >= 0),
+        masking_utils.and_masks(packed, packed),
+    ):
+        assert integration.recognise(unknown) is None
+
+
+@pytest.mark.skipif(not IS_5, reason="bidirectional mask functions came with transformers 5")
+def test_bidirectional_patterns_are_recognised() -> None:
+    assert integration.recognise(masking_utils.bidirectional_mask_function) == integration.Pattern()
+    window = masking_utils.sliding_window_bidirectional_mask_function(4)
+    assert integration.recognise(window) == integration.Pattern(left=4, right=4)
+
+
+def test_an_unknown_pattern_becomes_the_librarys_mask() -> None:
+    """Chunks: image tokens, blocks and the like take the same way."""
+    function = masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2]))
+    place = {"q_length": 9, "q_offset": 0} if IS_5 else {"cache_position": torch.arange(9)}
+    arguments = {"batch_size": 2, "kv_length": 9, "mask_function": function, "allow_is_causal_skip": False,
+                 "attention_mask": torch.ones(2, 9).bool(), **place}  # fmt: skip
+    got = integration.attention_mask(**arguments)
+    assert got.shape == (2, 1, 9, 9) and torch.equal(got, masking_utils.sdpa_mask(**arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_callers_own_4d_mask(dtype: torch.dtype) -> None:
+    model, ids = make("llama", "cpu"), tokens("cpu")
+    keep = torch.rand(2, 1, 11, 11) < 0.5
+    keep |= torch.eye(11, dtype=torch.bool)
+    mask = keep if dtype == torch.bool else torch.where(keep, 0.0, torch.finfo(dtype).min)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        model.set_attn_implementation(NAME)
+        close(model(input_ids=ids, attention_mask=mask).logits, expected, "cpu")
+
+
+def test_a_mask_that_lost_its_pattern_means_what_flash_attn_is_told() -> None:
+    """As after a copy to another device."""
+    model, mask = make("mistral", "cpu"), padding("right", "cpu")
+    layer = model.model.layers[0].self_attn
+    q, k, v = (torch.randn(2, heads, 11, 16) for heads in (4, 2, 2))
+    place = {"q_length": 11, "q_offset": 0} if IS_5 else {"cache_position": torch.arange(11)}
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    carried = integration.attention_mask(batch_size=2, kv_length=11, mask_function=window,
+                                         attention_mask=mask.bool(), **place)  # fmt: skip
+    expected, _ = integration.attention_forward(layer, q, k, v, carried)
+    got, _ = integration.attention_forward(layer, q, k, v, carried.clone(), sliding_window=4)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.slow
+def test_compiled_model() -> None:
+    model, ids, mask = make("mistral", "cpu"), tokens("cpu"), padding("left", "cpu")
+    model.set_attn_implementation(NAME)
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager")
+        got = compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    close(got[mask.bool()], expected[mask.bool()], "cpu")
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+
+def test_names_with_flash_are_refused_and_why() -> None:
+    with pytest.raises(ValueError, match="must not contain 'flash'"):
+        integration.register("flash_ext")
+    if IS_5:  # the reason: the library takes it for a package of its own
+        transformers.AttentionInterface.register("flash_ext", integration.attention_forward)
+        try:
+            with pytest.raises(Exception, match="flash"):
+                make("llama", "cpu").set_attn_implementation("flash_ext")
+        finally:
+            transformers.AttentionInterface._global_mapping.pop("flash_ext")
+
+
+@pytest.mark.parametrize("extra, error, message", [
+    ({"output_attentions": True}, ValueError, "weights are never formed"),
+    ({"head_mask": torch.ones(4)}, ValueError, "head_mask"),
+    ({"cache": object()}, NotImplementedError, "continuous batching"),
+])  # fmt: skip
+def test_refusals(extra: dict, error: type[Exception], message: str) -> None:
+    layer = make("llama", "cpu").model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
+    with pytest.raises(error, match=message):
+        integration.attention_forward(layer, q, k, k, None, **extra)

@@ -5,6 +5,7 @@ Public names: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_pro
 :func:`forward` and :func:`backward` with :func:`dropout_rng`.
 """
 
+from . import nn as nn
 from .block_mask import BlockMask
 from .functional import attention, attention_varlen
 from .merge import merge_attention_states

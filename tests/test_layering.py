@@ -51,6 +51,7 @@ PYTHON_LAYERS = [
     {"routes"},
     {"functional"},
     {"pair", "sdpa"},
+    {"nn"},
     {"__init__"},
     {"info", "demo"},
 ]

@@ -120,8 +120,7 @@ def attention_mask(
     pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
     if pattern is None or q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
         # For one query the library's mask has as many elements as there are keys.
-        full: Tensor | None = masking_utils.sdpa_mask(**arguments)
-        return full
+        return _library_mask(arguments)
 
     square = kv_length == q_length and kv_offset == 0
     end = kv_offset + kv_length
@@ -131,8 +130,7 @@ def attention_mask(
         last = int(q_offset) + q_length  # reads the device once a forward pass
     # A static cache is longer than what it holds; the mask ends with the last query, where the keys are cut.
     if last != end and not (pattern.causal and kv_offset == 0 and last < end):
-        full = masking_utils.sdpa_mask(**arguments)
-        return full
+        return _library_mask(arguments)
     keys = last - kv_offset
     padding = _padding(attention_mask, kv_offset, keys)
     skippable = kwargs.get("allow_is_causal_skip", True) if pattern.causal else (
@@ -141,6 +139,13 @@ def attention_mask(
     if square and padding is None and pattern.documents is None and not hides_by_window and skippable:
         return None
     return _mask_with(pattern, padding, batch_size, keys, kwargs.get("device") or _device(cache_position))
+
+
+def _library_mask(arguments: dict[str, Any]) -> Tensor | None:
+    from transformers import masking_utils
+
+    mask: Tensor | None = masking_utils.sdpa_mask(**arguments)
+    return mask
 
 
 def recognise(function: Callable[..., Any]) -> Pattern | None:

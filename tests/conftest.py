@@ -1,7 +1,12 @@
-"""Shared test setup: the `gpu` and `slow` markers, one printed seed, and a closing word on every skip.
+"""Shared test setup: markers, one printed seed, one thread, and a closing word on every skip.
 
 The whole suite runs from one seed: ``--seed N`` or FLASH_EXT_TEST_SEED, else today's date. It is printed
 first and last, so a failure of any day can be repeated.
+
+Where there is a GPU, a run of everything leaves out most tests that say nothing about it: those without the
+`gpu` marker ran where there is none. One in eight stays, other ones with every seed; ``--all`` or
+FLASH_EXT_TEST_ALL=1 keeps all of them. Modules marked `everywhere` look at the build, the driver or the
+documents beside the GPU and always run.
 """
 
 from __future__ import annotations
@@ -10,10 +15,15 @@ import collections
 import datetime
 import os
 import random
+import signal
 import zlib
 
 import hypothesis
 import pytest
+
+# Inputs are small, and with a thread per core the threads mostly wait for each other: where other work runs
+# beside, a call of the CPU backend took 47 ms with two threads and 3 ms with one. Child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
     import torch
@@ -22,17 +32,26 @@ except ImportError as error:
 
 
 SEED = pytest.StashKey[int]()
+ONE_IN = 8  # of the tests that say nothing about a GPU, where there is one
+LEFT_OUT = f"says nothing about a GPU and ran without one; one in {ONE_IN} runs here, all with --all"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every random choice (default: the date)")
+    parser.addoption(
+        "--all", action="store_true", help="where there is a GPU, also every test that says nothing about it"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, and counted, without one")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
+    config.addinivalue_line("markers", "everywhere: depends on the machine; a run with a GPU leaves none out")
     config.stash[SEED] = _chosen_seed(config)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # A run that a time limit ends still says what it did and how long that took.
+    signal.signal(signal.SIGTERM, _interrupt)
     # Hypothesis draws from the same seed; a wall-clock deadline would only measure how busy the machine is.
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(config.stash[SEED])
@@ -52,13 +71,35 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"torch {torch.__version__}, CUDA device: {device}", f"seed: {config.stash[SEED]} (--seed)"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device, none is visible")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt("terminated")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device, none is visible")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+    elif thins_out(config):
+        skip = pytest.mark.skip(reason=LEFT_OUT)
+        for item in items:
+            if left_out_beside_a_gpu(item, config.stash[SEED]):
+                item.add_marker(skip)
+
+
+def thins_out(config: pytest.Config) -> bool:
+    """Whether a run beside a GPU leaves tests out: not if asked for by file, by name or with ``--all``."""
+    by_hand = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+    wants_all = config.getoption("--all") or os.environ.get("FLASH_EXT_TEST_ALL", "") not in ("", "0")
+    return not by_hand and not wants_all
+
+
+def left_out_beside_a_gpu(item: pytest.Item, seed: int) -> bool:
+    """Whether a test that says nothing about a GPU is none of the sample that a seed draws."""
+    if item.get_closest_marker("gpu") or item.get_closest_marker("everywhere"):
+        return False
+    return zlib.crc32(f"{seed} {item.nodeid}".encode()) % ONE_IN != 0
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +123,13 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         longrepr = report.longrepr
         reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
         reasons[reason.removeprefix("Skipped: ")] += 1
+    spent: collections.Counter[str] = collections.Counter()
+    for outcome in ("passed", "failed", "error", ""):  # the last holds what went before and after each test
+        for report in terminalreporter.stats.get(outcome, []):
+            spent[report.nodeid.partition("::")[0]] += getattr(report, "duration", 0.0)
+    terminalreporter.section("where the time went")
+    for name, seconds in spent.most_common(12):
+        terminalreporter.line(f"  {seconds:6.1f} s  {name}")
     terminalreporter.section("what did not run")
     terminalreporter.line(f"{sum(reasons.values())} tests skipped")
     for reason, count in reasons.most_common():

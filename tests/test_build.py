@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from tests.qkv import make_qkv, null_kernels
 
 sys.path.insert(0, str(ROOT / "csrc"))
 from build_backend import ptxas_log  # noqa: E402
+
+pytestmark = pytest.mark.everywhere
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled sizes; every other head_dim runs in the next one up
 DTYPES = ("__half", "__nv_bfloat16")
@@ -58,11 +61,18 @@ def machine_code() -> dict[tuple[str, str], collections.Counter]:
     if tools is None:
         pytest.skip("no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    with ThreadPoolExecutor() as pool:  # the disassembler takes most of the time, 12 s an architecture
+        parts = list(pool.map(lambda arch: opcodes_of(arch, environment), ARCHS))
+    return {key: opcodes for part in parts for key, opcodes in part.items()}
+
+
+def opcodes_of(wanted: str, environment: dict[str, str]) -> dict[tuple[str, str], collections.Counter]:
+    """What the module holds for one architecture."""
     found: dict[tuple[str, str], collections.Counter] = {}
     arch, opcodes = "", collections.Counter()
     opcode = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
-    with subprocess.Popen(["cuobjdump", "-sass", str(module_file())], env=environment, text=True,
-                          stdout=subprocess.PIPE) as listing:
+    with subprocess.Popen(["cuobjdump", "-sass", "-arch", wanted, str(module_file())], env=environment,
+                          text=True, stdout=subprocess.PIPE) as listing:
         for line in listing.stdout:
             if "arch = " in line:
                 arch = line.split("=")[1].strip()

@@ -165,7 +165,7 @@ def test_bi12_small_masks_ten_times(target: Target) -> None:
     for rows in (4, 1):
         x = make_modifier_inputs(ModifierCase(dense(20, rows, 32, 4, 4, 64), ("mask_bhqk",)), target.device)
         first = call(x, target)
-        for _ in range(10):
+        for _ in range(10 if target.device == "cuda" else 3):
             assert all(torch.equal(a, b) for a, b in zip(first, call(x, target)))
     mcases = [ModifierCase(dense(20, rows, 32, 4, 4, 64), (f"{kind}_bhqk",)) for rows in (4, 1)
               for kind in ("mask", "bias")]  # fmt: skip

@@ -23,6 +23,8 @@ sys.path.insert(0, str(ROOT / "csrc"))
 from build_backend import compile as kernels_build  # noqa: E402
 from build_backend import environment, pins, prepare  # noqa: E402
 
+pytestmark = pytest.mark.everywhere
+
 TOOLKIT = environment.Toolkit(Path("/toolkit"), "13.0", Path("/toolkit/lib/libcudart_static.a"))
 
 

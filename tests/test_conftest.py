@@ -1,0 +1,107 @@
+"""What a run with a GPU leaves out, and what a run that is ended still says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import conftest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Item:
+    """As much of a pytest item as the choice looks at."""
+
+    def __init__(self, nodeid: str, *markers: str) -> None:
+        self.nodeid, self.markers, self.added = nodeid, markers, []
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.markers else None
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self.added.append(marker.kwargs["reason"])
+
+
+def config_of(*, asked_for: bool = False, keyword: str = "", everything: bool = False) -> SimpleNamespace:
+    source = pytest.Config.ArgsSource
+    return SimpleNamespace(
+        args_source=source.ARGS if asked_for else source.TESTPATHS,
+        option=SimpleNamespace(keyword=keyword),
+        getoption={"--all": everything}.__getitem__,
+        stash={conftest.SEED: 7},
+    )
+
+
+def left_out(monkeypatch: pytest.MonkeyPatch, gpu: bool, **options: object) -> list[str]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.delenv("FLASH_EXT_TEST_ALL", raising=False)
+    items = [Item(f"tests/test_a.py::test_{i}") for i in range(800)]
+    items += [Item("tests/test_b.py::test_g", "gpu"), Item("tests/test_c.py::test_e", "everywhere")]
+    conftest.pytest_collection_modifyitems(config_of(**options), items)
+    assert not items[-1].added
+    assert bool(items[-2].added) != gpu
+    return [item.nodeid for item in items[:-2] if item.added]
+
+
+def test_a_gpu_run_keeps_a_sample_of_what_says_nothing_about_it(monkeypatch: pytest.MonkeyPatch):
+    skipped = left_out(monkeypatch, gpu=True)
+    assert 0.8 * 800 < len(skipped) < 0.95 * 800
+    assert left_out(monkeypatch, gpu=True) == skipped  # by seed, not by luck
+    others = [
+        i for i in range(800) if not conftest.left_out_beside_a_gpu(Item(f"tests/test_a.py::test_{i}"), 8)
+    ]
+    assert {f"tests/test_a.py::test_{i}" for i in others} & set(skipped)  # another seed keeps other ones
+
+
+@pytest.mark.parametrize("options", [{"asked_for": True}, {"keyword": "varlen"}, {"everything": True}])
+def test_what_is_asked_for_runs(monkeypatch: pytest.MonkeyPatch, options: dict):
+    assert left_out(monkeypatch, gpu=True, **options) == []
+
+
+def test_without_a_gpu_everything_else_runs(monkeypatch: pytest.MonkeyPatch):
+    assert left_out(monkeypatch, gpu=False) == []
+
+
+def test_the_environment_asks_for_all(monkeypatch: pytest.MonkeyPatch):
+    config = config_of()
+    monkeypatch.setenv("FLASH_EXT_TEST_ALL", "1")
+    assert not conftest.thins_out(config)
+    monkeypatch.setenv("FLASH_EXT_TEST_ALL", "0")
+    assert conftest.thins_out(config)
+
+
+def test_a_terminated_run_says_what_it_did(tmp_path: Path):
+    """A time limit sends SIGTERM: the summary, with the seed and the seconds of each file, still comes."""
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import *\nfrom tests.conftest import _seeded\n"
+    )
+    (tmp_path / "test_slow.py").write_text(
+        textwrap.dedent(
+            """
+            import os, time
+            def test_quick(): pass
+            def test_endless():
+                print("waiting", file=os.fdopen(os.dup(2), "w"), flush=True)
+                time.sleep(60)
+            """
+        )
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        assert "waiting" in run.stderr.readline()
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=60)
+    assert run.returncode == pytest.ExitCode.INTERRUPTED
+    assert "1 passed" in out and "where the time went" in out and "seed of this run" in out

@@ -6,8 +6,12 @@ Ids such as API-01 name the rows of the gauntlet (docs/testing.md).
 from __future__ import annotations
 
 import ast
+import copy
+import functools
 import inspect
+import io
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -306,6 +310,7 @@ def test_gpu_tensors_take_no_cpu_path() -> None:
 # ---- loading ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
 def test_import_touches_no_gpu() -> None:  # API-02, SY-10
     code = "import torch, flash_ext; print(torch.cuda.is_initialized(), flash_ext.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -333,3 +338,69 @@ def test_a_missing_extension_says_what_mends_it(
     stand_in = ops.MissingExtension(message)
     with pytest.raises(ImportError, match="pip install"):
         stand_in.fwd(None)
+
+
+# ---- pickles and copies (API-05) -------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """A user's module: it holds functions of the package, a block map and learned sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.randn(4))
+        self.block_mask = flash_ext.BlockMask.from_dense(torch.rand(2, 1, 48, 48) < 0.5, 16)
+        self.attention = functools.partial(flash_ext.attention, causal="top_left")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention(q, k, v, sinks=self.sinks, block_mask=self.block_mask)
+
+
+def saved_and_loaded(layer: Layer, way: str) -> Layer:
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(layer))
+    if way == "deepcopy":
+        return copy.deepcopy(layer)
+    file = io.BytesIO()
+    if way == "torch.save":
+        torch.save(layer, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = Layer()
+    other.block_mask = layer.block_mask  # no state of a module: the rule that made it is the user's
+    state = torch.load(file, weights_only=True)
+    assert set(state) == {"sinks"}
+    other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save", "state_dict"])
+def test_api05_modules_survive_being_saved(way: str) -> None:
+    layer = Layer()
+    q, k, v = make_qkv(seqlen_q=48)
+    copied = saved_and_loaded(layer, way)
+    assert copied.sinks is not layer.sinks and torch.equal(copied.sinks, layer.sinks)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    for module in (layer, copied):
+        module(*leaves).square().sum().backward()
+    assert torch.equal(copied(q, k, v), layer(q, k, v))
+    assert torch.equal(copied.sinks.grad, layer.sinks.grad)
+
+
+def test_api05_results_carry_nothing_that_cannot_be_saved() -> None:
+    """Outputs and a block map are plain tensors and an object of tensors; a loaded one works as the first."""
+    q, k, v = make_qkv(seqlen_q=48)
+    file = io.BytesIO()
+    torch.save(flash_ext.attention(q, k, v, return_lse=True), file)
+    file.seek(0)
+    out, lse = torch.load(file, weights_only=True)
+    expected = flash_ext.attention(q, k, v, return_lse=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    first = flash_ext.BlockMask.from_rule(lambda b, h, i, j: i >= j, None, None, 48, 48, 16)
+    for second in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
+        assert second.block_size == first.block_size and torch.equal(second.blocks, first.blocks)
+        assert torch.equal(second.elements, first.elements)
+    for function in (flash_ext.attention, flash_ext.attention_varlen, flash_ext.backward):
+        assert pickle.loads(pickle.dumps(function)) is function

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -281,6 +284,121 @@ def test_sy10_fork_after_import(target: Target) -> None:
         [sys.executable, "-c", FORK], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+TRAP = """
+import time
+import torch, flash_ext
+
+q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+assert torch.isfinite(flash_ext.attention(q, q, q)).all()
+torch._assert_async(torch.zeros(1, device="cuda"))
+time.sleep(1)  # the trap has come by then, and nobody has asked for it yet
+for call in range(3):
+    try:
+        flash_ext.attention(q, q, q)
+        print("no exception")
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0])
+"""
+
+
+@on_gpu_paths
+def test_sy12_a_lost_context_is_an_exception_that_says_so(target: Target) -> None:
+    """After a trap on the device, here an assertion of PyTorch's: one exception a call, no crash, no hang."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAP], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout
+    for line in lines:
+        assert "flash_ext forward, path sm80" in line and "the CUDA context is lost" in line, line
+
+
+CHILD = """
+import torch
+from tests.harness import TARGETS
+from tests.test_gauntlet_system import digest
+print("ready", flush=True)
+input()
+for _ in range(20):
+    print(digest(TARGETS["sm80"]), flush=True)
+"""
+
+
+def digest(target: Target) -> str:
+    """Hash of the bits of all results of all cases."""
+    bits = hashlib.sha256()
+    for case in CASES:
+        for t in results(make_inputs(case, target.device), target):
+            bits.update(t.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return bits.hexdigest()
+
+
+def digests_of_children(count: int, environment: dict[str, str]) -> list[str]:
+    """What processes that run at the same time print, each 20 digests."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", CHILD],
+                    cwd=ROOT,
+                    env=environment,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            for _ in range(count)
+        ]
+        try:
+            for child in children:
+                assert child.stdout.readline() == "ready\n"
+            for child in children:
+                child.stdin.write("\n")
+                child.stdin.flush()
+            printed = [child.communicate(timeout=120)[0].split() for child in children]
+        finally:
+            for child in children:
+                child.kill()
+    assert all(child.returncode == 0 for child in children)
+    return [line for lines in printed for line in lines]
+
+
+@on_gpu_paths
+def test_sy13_processes_share_a_gpu(target: Target) -> None:
+    """Three at a time give the bits of one by itself. MIG-sized numbers of SMs: GR-07."""
+    expected = digest(target)
+    found = digests_of_children(3, {})
+    assert found == [expected] * 60
+
+
+@on_gpu_paths
+def test_sy13_processes_share_a_gpu_through_mps(target: Target, tmp_path: Path) -> None:
+    """The same as clients of one server, whose kernels run side by side."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        pytest.skip("needs nvidia-cuda-mps-control")
+    expected = digest(target)
+    environment = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(tmp_path / "log"),
+    }
+    for folder in environment.values():
+        Path(folder).mkdir()
+    own = {**os.environ, **environment}
+    started = subprocess.run([control, "-d"], env=own, capture_output=True, text=True, check=False)
+    if started.returncode:
+        pytest.skip("nvidia-cuda-mps-control does not start here")
+    try:
+        probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"]
+        if subprocess.run(probe, env=own, capture_output=True, timeout=120, check=False).returncode:
+            pytest.skip("no process reaches the GPU through MPS here")
+        assert digests_of_children(3, environment) == [expected] * 60
+    finally:
+        subprocess.run([control], input="quit\n", env=own, text=True, timeout=60, check=False)
 
 
 @on_gpu_paths

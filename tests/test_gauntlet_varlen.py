@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext.normalise import _ZeroOneWatch
 from tests import probes
 from tests.cases import dense, packed
 from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_case, run_cases, run_probes
@@ -210,3 +211,72 @@ def test_ix04_cu_seqlens_on_another_device_are_refused(target: Target) -> None:
     x = make_inputs(packed([4, 5], [4, 5]), target.device)
     with pytest.raises(ValueError, match="cu_seqlens"):
         flash_ext.attention_varlen(x.q, x.k, x.v, x.cu_seqlens_q.cpu(), x.cu_seqlens_k, path=target.path)
+
+
+# ---- nothing waits for the device ----
+
+# Keywords of a packed call with three sequences of up to 200 rows, 4 heads and 400 rows in all.
+PACKED_MODIFIERS = {
+    "nothing": lambda device: {},
+    "bias": lambda device: {"attn_mask": torch.randn(1, 4, 200, 200, device=device).requires_grad_()},
+    "mask": lambda device: {"attn_mask": torch.rand(3, 1, 200, 200, device=device) < 0.7},
+    "padding": lambda device: {"key_padding_mask": torch.rand(400, device=device) < 0.7},
+    "documents": lambda device: {"document_ids": (torch.arange(400, device=device) // 60).int()},
+    "prefix": lambda device: {"prefix_lens": torch.tensor([3, 0, 90], device=device).int()},
+    "structure": lambda device: {"sink_tokens": 3, "chunk_size": 64},
+    "hidden rows": lambda device: {
+        "hidden_rows": torch.tensor([20, 50], device=device).int().repeat(1, 400, 1)
+    },
+    "blocks": lambda device: {
+        "block_mask": flash_ext.BlockMask(torch.rand(1, 4, 4, 4, device=device) < 0.7, 64)
+    },
+    "learned": lambda device: {
+        "alibi_slopes": torch.rand(4, device=device).requires_grad_(),
+        "sinks": torch.randn(4, device=device).requires_grad_(),
+        "softcap": 20.0,
+    },
+    "dropout": lambda device: {"dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", PACKED_MODIFIERS)
+@on_gpu_paths
+def test_vl_packed_calls_do_not_wait_for_the_device(
+    target: Target, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, plain and modified. The look at the first float masks of a process is documented
+    to wait, and switched off here."""
+    monkeypatch.setattr(_ZeroOneWatch, "left", 0)
+    bounds = torch.tensor([0, 137, 200, 400], dtype=torch.int32, device=target.device)
+    qkv = [
+        torch.randn(400, heads, 64, device=target.device).bfloat16().requires_grad_() for heads in (4, 2, 2)
+    ]
+    keywords = PACKED_MODIFIERS[name](target.device)
+    leaves = [*qkv, *(t for t in keywords.values() if isinstance(t, Tensor) and t.requires_grad)]
+    options = {"causal": True, "deterministic": deterministic, "path": target.path} | keywords
+
+    def step() -> tuple[Tensor, ...]:
+        out, lse = flash_ext.attention_varlen(*qkv, bounds, bounds, return_lse=True, **options)
+        return torch.autograd.grad((out, lse), leaves, (out.detach(), lse.detach()))
+
+    step()  # what only a first call in a process pays for
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grads = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(grad).all() for grad in grads)
+
+
+@on_gpu_paths
+def test_vl_a_wait_would_be_noticed(target: Target) -> None:
+    """The mode that the test above trusts raises for what reads a value back."""
+    bounds = torch.tensor([0, 5], device=target.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            bounds.tolist()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -6,10 +6,33 @@
 #include <cstdint>
 #include <string>
 
+#include "common/debug_delay.cuh"
+
 namespace flash_ext {
 
+// Errors of the device after which no call of this process reaches it any more.
+inline bool loses_context(cudaError_t err) {
+  switch (err) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorECCUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
 inline std::string cuda_error_text(cudaError_t err, const char* what) {
-  return std::string(what) + ": " + cudaGetErrorName(err) + ": " + cudaGetErrorString(err);
+  const std::string text = std::string(what) + ": " + cudaGetErrorName(err) + ": " + cudaGetErrorString(err);
+  if (!loses_context(err)) return text;
+  return text + "; an earlier kernel failed and the CUDA context is lost: only a new process can use the GPU again";
 }
 
 // Launches a one-dimensional grid. Returns an empty string, or the error with the kernel's name.
@@ -27,6 +50,7 @@ std::string launch(const char* name, Kernel kernel, int64_t grid, int threads, i
       return cuda_error_text(err, name);
     }
   }
+  if (const cudaError_t err = set_debug_delays(stream); err != cudaSuccess) return cuda_error_text(err, name);
   kernel<<<dim3(static_cast<unsigned>(grid)), dim3(threads), smem_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
   const cudaError_t err = cudaGetLastError();
   return err == cudaSuccess ? std::string() : cuda_error_text(err, name);

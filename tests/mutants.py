@@ -62,9 +62,8 @@ def folder_of(mutant: Mutant) -> Path:
     return FOLDER / str(mutant.number)
 
 
-def plant(mutant: Mutant) -> None:
-    """Puts a fresh copy of the project, with the bug, where the mutant is built."""
-    folder = folder_of(mutant)
+def plant(mutant: Mutant, folder: Path) -> None:
+    """Puts a fresh copy of the project, with the bug, into a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in COPIED:
@@ -78,9 +77,9 @@ def plant(mutant: Mutant) -> None:
 
 def build(mutant: Mutant, compilers: int) -> str:
     """Builds a mutant, that many compilers at a time; returns the end of the log if that failed, else ""."""
-    plant(mutant)
+    plant(mutant, folder_of(mutant))
     environment = {**os.environ, "FLASH_EXT_MUTANT": str(mutant.number)}
-    environment.setdefault("FLASH_EXT_ARCHS", _arch_of_this_gpu())
+    environment.setdefault("FLASH_EXT_ARCHS", arch_of_this_gpu())
     environment.setdefault("MAX_JOBS", str(compilers))
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
@@ -93,7 +92,8 @@ def build(mutant: Mutant, compilers: int) -> str:
     return (done.stdout + done.stderr)[-2000:] if done.returncode else ""
 
 
-def _arch_of_this_gpu() -> str:
+def arch_of_this_gpu() -> str:
+    """What to compile for: the GPU that is here, or 8.0 without one."""
     import torch
 
     if not torch.cuda.is_available():

@@ -139,8 +139,8 @@ MUTANTS = (
         (
             Edit(
                 "sm80/fwd.cuh",
-                "    __syncthreads();\n    const uint32_t kv_at",
-                "    const uint32_t kv_at",
+                "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
+                "    debug_delay();\n    const uint32_t kv_at",
             ),
         ),
         "races",
@@ -175,8 +175,8 @@ MUTANTS = (
         (
             Edit(
                 "sm80/bwd_q.cuh",
-                "    __syncthreads();\n    const uint32_t kv_at",
-                "    const uint32_t kv_at",
+                "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
+                "    debug_delay();\n    const uint32_t kv_at",
             ),
         ),
         "races",

@@ -20,7 +20,7 @@ INCLUDES = [
     ("modifiers.h", ("divisor.h", "params.h")),
     ("heuristics.h", ("params.h",)),
     ("build_info.", ("build_info.h", "build_record.h")),
-    ("launch.h", ()),
+    ("launch.h", ("common/debug_delay.cuh",)),
     ("paths.h", ("params.h", "modifiers.h")),
     ("grid.h", ("params.h", "divisor.h", "heuristics.h", "paths.h")),
     ("path_sm80.", ("grid.h", "heuristics.h", "paths.h", "sm80/instances.h")),

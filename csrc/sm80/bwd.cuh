@@ -99,15 +99,19 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
     const int thread_idx = ptx::fresh_thread_idx(), lane = thread_idx % 32, key_warp = thread_idx / 32 % T::kKeyWarps;
     const int stage = T::kStages > 1 ? it & 1 : 0;
     if constexpr (T::kStages == 1) {
+      debug_delay();
       __syncthreads();  // everybody has left the Q and dO of the previous iteration
+      debug_delay();
       const VisitedTile tile = current(it);
       load_queries<T>(p, work, smem, 0, tile.head, tile.block, thread_idx);
       ptx::cp_async_commit();
     }
+    debug_delay();
     ptx::cp_async_wait<0>();
     // Q, dO of this iteration and dS of the previous one are visible; the other stage and the P and dS
     // buffers of two iterations ago are free.
     __syncthreads();
+    debug_delay();
     // Asked for behind the first matrix products, so that the tensor cores do not wait for address arithmetic.
     const auto prefetch = [&] {
       if (T::kStages > 1 && it + 1 < iterations()) {
@@ -144,14 +148,18 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
       ++g;
     }
   }
+  debug_delay();
   __syncthreads();
+  debug_delay();
   if constexpr (T::kPaired) {
     if (is_second()) add_other_columns(iterations(), g, m_block);
     else add_first_columns(iterations(), g, m_block);
   } else {
     add_first_columns(iterations(), g, m_block);
   }
+  debug_delay();
   __syncthreads();
+  debug_delay();
 }
 
 // With modifiers: the tiles of all heads of the group that matter, a segment of the list at a time.
@@ -171,7 +179,9 @@ __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][
             tile.block, work.w.block);
       });
     }
+    debug_delay();
     __syncthreads();
+    debug_delay();
     scanned = work.visits.scanned;
     const int count = work.visits.count;
     if (count > 0) {
@@ -181,7 +191,9 @@ __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][
       ptx::cp_async_commit();
       walk_queries<T>(acc, p, m, work, smem);
     }
+    debug_delay();
     __syncthreads();
+    debug_delay();
   } while (scanned < work.iterations);
 }
 
@@ -236,7 +248,9 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
     work.stats = reinterpret_cast<const float2*>(p.row_stats) + stat;
     work.dq_accum = p.dq_accum == nullptr ? nullptr : p.dq_accum + stat * D;
   }
+  debug_delay();
   __syncthreads();
+  debug_delay();
   const Work& w = work.w;
   if (!w.active) return;
 

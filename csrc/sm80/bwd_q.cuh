@@ -15,6 +15,7 @@
 
 #include "../common/attn_mod.cuh"
 #include "../common/bias_stage.cuh"
+#include "../common/debug_delay.cuh"
 #include "../common/fragments.cuh"
 #include "../common/seqlen.cuh"
 #include "../common/visits.cuh"
@@ -106,7 +107,9 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
       if (w.active) shared.range = Scores{p.problem, m, shared.seat, w.h}.template kv_blocks<kBlockM, kBlockN>(w.block);
     }
   }
+  debug_delay();
   __syncthreads();
+  debug_delay();
   const Work& w = shared.w;
   if (!w.active) return;
   const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
@@ -145,8 +148,10 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
 
   // The products of one tile of keys; `gradients` turns S and dP into dS, in place of S.
   const auto step = [&](int& stage, int n_block, int next_block, const auto& gradients) {
+    debug_delay();
     ptx::cp_async_wait<0>();
     __syncthreads();
+    debug_delay();
     const uint32_t kv_at = stage * T::kKvBytes;
     if constexpr (T::kStages > 1) {
       stage ^= 1;
@@ -163,7 +168,9 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
     gradients(acc_s, acc_dp);
     multiply_accumulate<E, D, kAhead>(acc_dq, acc_s, T::Tile::by_rows(smem_k + kv_at, lane));
     if constexpr (T::kStages == 1) {
+      debug_delay();
       __syncthreads();
+      debug_delay();
       if (next_block >= 0) {
         load_kv(0, next_block);
         ptx::cp_async_commit();
@@ -190,7 +197,9 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
           return scores.template visit<kBlockM, kBlockN>(w.block, tile.block);
         });
       }
+      debug_delay();
       __syncthreads();
+      debug_delay();
       scanned = shared.visits.scanned;
       const int count = shared.visits.count;
       if (count > 0) {
@@ -214,7 +223,9 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
           }
         });
       }
+      debug_delay();
       __syncthreads();  // everybody has left this segment's list and tiles
+      debug_delay();
     } while (scanned < total);
   } else {
     const AttnMod mod{p.problem, w.q.length, w.k.length};

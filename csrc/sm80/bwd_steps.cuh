@@ -5,6 +5,7 @@
 
 #include "../common/attn_mod.cuh"
 #include "../common/bias_stage.cuh"
+#include "../common/debug_delay.cuh"
 #include "../common/fragments.cuh"
 #include "../common/seqlen.cuh"
 #include "../common/visits.cuh"
@@ -317,7 +318,9 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
         ptx::store_shared(at, handed);
       }
     }
+    debug_delay();
     ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);
+    debug_delay();
     multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
   }
 }
@@ -336,7 +339,9 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
     float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
     multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
                                          T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    debug_delay();
     ptx::bar_sync(1 + key_warp * T::kParts + part, 64);
+    debug_delay();
     const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
 #pragma unroll
     for (int mb = 0; mb < T::kPartM / 8; ++mb) {

@@ -16,6 +16,7 @@
 #include "../common/attn_mod.cuh"
 #include "../common/seqlen.cuh"
 #include "../common/softmax.cuh"
+#include "../common/debug_delay.cuh"
 #include "../common/fragments.cuh"
 #include "../heuristics.h"
 #include "compiled_here.cuh"
@@ -151,8 +152,10 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
   int stage = 0;
 #pragma unroll 1
   for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
+    debug_delay();
     ptx::cp_async_wait<0>();
     __syncthreads();
+    debug_delay();
     const uint32_t kv_at = stage * T::kKvBytes;
     if constexpr (T::kStages > 1) {
       // Everybody has left the other buffer, whose tile the previous iteration used.
@@ -172,8 +175,10 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
     softmax_step<T>(acc_s, acc_o, state, mod, mod.template kind<kBlockM, kBlockN>(w.block, n_block),
                     w.block * kBlockM + warp_row + lane / 4, n_block * kBlockN + (lane % 4) * 2);
     if constexpr (T::kStages == 1) {
+      debug_delay();
       ptx::cp_async_wait<0>();
       __syncthreads();
+      debug_delay();
       if (n_block > range.begin) {
         load_k(shared, 0, n_block - 1);
         ptx::cp_async_commit();
@@ -182,6 +187,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
     multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
   }
 
+  debug_delay();
   if (range.begin >= range.end) __syncthreads();  // no tile's barrier has made `shared` visible
   const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
   float* lse = p.lse + row_stat_offset(p.problem, w, w.h) + first_row;

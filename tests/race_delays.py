@@ -1,0 +1,205 @@
+"""RC-11: random pauses around every barrier must not change a bit.
+
+A copy of the project is built with FLASH_EXT_DEBUG=1, whose kernels pause warps around barriers as a seed
+says (csrc/common/debug_delay.cuh). Small cases of every plain kernel, and of the backward with modifiers,
+which shares its loops, run without pauses and then with those of 200 seeds: out, lse, dk and dv must keep
+their bits, and dq in the deterministic mode. For racecheck a debug build orders a pair's P by a full barrier;
+the copy keeps what a release does.
+
+    python -m tests.race_delays                      builds, then runs; needs a GPU and the CUDA toolkit
+    python -m tests.race_delays --mutant 702         with a planted bug, which the pauses should show
+    python -m tests.race_delays --build-only         then --run-only: the two halves in separate commands
+    python -m tests.race_delays --seeds 20 --target sm80-99k
+
+Exit status: 0 the same bits throughout (with --mutant: a difference was found), 1 otherwise, 2 not a debug
+build or no build, 3 no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests import modifier_harness, mutants
+from tests.cases import Case, packed, small_cases
+from tests.harness import TARGETS, Target, call_backward, call_forward
+from tests.inputs import make_inputs
+from tests.modifier_cases import ModifierCase, make_modifier_inputs
+from tests.planted import CONTROL, MUTANTS, Edit, Mutant
+
+SEED_VARIABLE = "FLASH_EXT_DEBUG_DELAY_SEED"
+# In a debug build a pair's first warp waits where it only arrives in a release.
+AS_IN_A_RELEASE = Edit(
+    "ptx/sm80.cuh",
+    "#if FLASH_EXT_DEBUG\n  // compute-sanitizer",
+    "#if !FLASH_EXT_DEBUG\n  // compute-sanitizer",
+)
+
+Run = Callable[[], dict[str, Tensor]]
+
+
+# ---- the build -------------------------------------------------------------------------------------------
+
+
+def build(mutant: Mutant) -> Path:
+    """A copy of the project in build/race_delays, built for this GPU; returns its folder.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile.
+        ValueError: an edit has lost its place in the sources.
+    """
+    folder = folder_of(mutant)
+    mutants.plant(mutant, folder)
+    for file, text in with_edits(folder / "csrc", AS_IN_A_RELEASE).items():
+        (folder / "csrc" / file).write_text(text, encoding="utf-8")
+    environment = {**os.environ, "FLASH_EXT_DEBUG": "1"}
+    environment.setdefault("FLASH_EXT_ARCHS", mutants.arch_of_this_gpu())
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=folder, env=environment, check=True)
+    return folder
+
+
+def folder_of(mutant: Mutant) -> Path:
+    return mutants.ROOT / "build" / "race_delays" / str(mutant.number)
+
+
+def with_edits(csrc: Path, edit: Edit) -> dict[str, str]:
+    """File to text after an edit that must have exactly one place."""
+    text = (csrc / edit.file).read_text(encoding="utf-8")
+    if text.count(edit.find) != 1:
+        raise ValueError(f"{edit.file} holds {text.count(edit.find)} times: {edit.find!r}")
+    return {edit.file: text.replace(edit.find, edit.replace)}
+
+
+# ---- the runs --------------------------------------------------------------------------------------------
+
+
+def modifier_cases() -> list[ModifierCase]:
+    """The shared loops of the backward with a list of tiles, deterministic and not."""
+    found = []
+    for head_dim in (64, 128, 256):
+        for deterministic in (False, True):
+            case = packed(
+                [3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim, causal=True,
+                deterministic=deterministic,
+            )  # fmt: skip
+            found += [ModifierCase(case, mods) for mods in (("mask_bhqk",), ("documents", "alibi"))]
+    return found
+
+
+def runs(target: Target) -> Iterator[tuple[str, Run]]:
+    """What is compared, by name: results of one call and of its gradients, without those that may differ."""
+    for case in small_cases():
+        yield str(case), plain_run(case, target)
+    for mcase in modifier_cases():
+        yield str(mcase), modified_run(mcase, target)
+
+
+def plain_run(case: Case, target: Target) -> Run:
+    x = make_inputs(case, target.device)
+
+    def run() -> dict[str, Tensor]:
+        out, lse = call_forward(x, target)
+        dq, dk, dv = call_backward(x, out, lse, target)
+        found = {"out": out, "lse": lse, "dk": dk, "dv": dv}
+        return found | ({"dq": dq} if case.deterministic else {})
+
+    return run
+
+
+def modified_run(mcase: ModifierCase, target: Target) -> Run:
+    x = make_modifier_inputs(mcase, target.device)
+
+    def run() -> dict[str, Tensor]:
+        found = modifier_harness.call_and_differentiate(x, target)
+        return {name: t for name, t in found.items() if name != "dq" or mcase.case.deterministic}
+
+    return run
+
+
+def differences(run: Run, seeds: range) -> Iterator[str]:
+    """Every seed whose pauses change a bit, and in what."""
+    os.environ[SEED_VARIABLE] = "0"
+    expected = run()
+    try:
+        for seed in seeds:
+            os.environ[SEED_VARIABLE] = str(seed)
+            found = run()
+            wrong = [name for name, t in expected.items() if not torch.equal(t, found[name])]
+            if wrong:
+                yield f"seed {seed}: {', '.join(wrong)}"
+    finally:
+        os.environ[SEED_VARIABLE] = "0"
+
+
+def compare(target: Target, seeds: int, most: int = 10) -> int:
+    """Prints what differs, the first ``most`` cases of it; returns how many cases differ."""
+    wrong = count = 0
+    with target.active():
+        for name, run in runs(target):
+            count += 1
+            first = next(differences(run, range(1, seeds + 1)), None)
+            if first is not None:
+                wrong += 1
+                print(f"DIFFERS {name}, {first}", flush=True)
+                if wrong == most:
+                    break
+    print(f"{target.name}: {wrong} of {count} cases differ under the pauses of {seeds} seeds", flush=True)
+    return wrong
+
+
+def run_here(targets: list[str], seeds: int) -> int:
+    """Compares in this tree, whose build must be a debug one."""
+    from flash_ext.ops import _C
+
+    if _C.build_info["variant"] != "debug":
+        print(f"this is a {_C.build_info['variant']} build, which pauses nowhere", file=sys.stderr)
+        return 2
+    for name in targets:
+        if TARGETS[name].why_not():
+            print(f"NOT CHECKED: target {name}: {TARGETS[name].why_not()}", file=sys.stderr)
+            return 3
+    return int(sum(compare(TARGETS[name], seeds) for name in targets) > 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Builds the copy and starts this program there with ``--here``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.race_delays",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--target", choices=[n for n in TARGETS if n != "cpu"], help="default: all on a GPU")
+    parser.add_argument("--mutant", type=int, choices=[m.number for m in MUTANTS], help="plant a bug first")
+    parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--run-only", action="store_true")
+    parser.add_argument("--here", action="store_true", help="compare in this tree as it is built")
+    options = parser.parse_args(argv)
+    targets = [options.target] if options.target else [name for name in TARGETS if name != "cpu"]
+    if options.here:
+        return run_here(targets, options.seeds)
+    mutant = next((m for m in MUTANTS if m.number == options.mutant), CONTROL)
+    if not options.run_only:
+        build(mutant)
+    if options.build_only:
+        return 0
+    if not folder_of(mutant).is_dir():
+        print(f"{folder_of(mutant)} is not there: build first", file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "tests.race_delays", "--here", "--seeds", str(options.seeds)]
+    command += ["--target", options.target] if options.target else []
+    code = subprocess.run(command, cwd=folder_of(mutant), check=False).returncode
+    # A planted bug is to be found: bits that differ are then what was asked for.
+    return {0: 1, 1: 0}.get(code, code) if options.mutant is not None else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,9 +14,11 @@ import sys
 import torch
 from torch import Tensor
 
+import flash_ext
 from tests.cases import COMPILED_HEAD_DIMS, Case, dense, packed
 from tests.harness import TARGETS, Target
 from tests.inputs import make_inputs
+from tests.modifier_cases import ModifierCase, make_modifier_inputs
 
 
 def sanitizer_cases() -> list[Case]:
@@ -52,11 +54,45 @@ def sanitizer_cases() -> list[Case]:
     return cases
 
 
+# Beside each: which kernels it is there for, beyond fwd_mod and bwd_mod, which all of them launch.
+MODIFIED = (
+    (False, ("bias_1hqk", "sinks", "softcap30")),  # bwd_bias over the batch; the bias staged
+    (True, ("documents", "hrows1", "mask_b1qk", "alibi")),  # pack_mask and groups of masks, labels, intervals
+    (False, ("bias_b1qk_skip_f32", "hkeys2_b", "blocks16x16_h", "drop0.5")),  # pack_blocks; bias by element
+    (False, ("bias_bhqk_odd", "padding", "alibi_b", "prefix")),  # a bias off 16 bytes; mask bits by key
+    (True, ("bias_hqk_inf", "sinktok5", "chunk32", "blocks64x128", "hrows2_bh", "sinks", "drop0.1")),
+)
+
+
+def sanitizer_modifier_cases() -> list[ModifierCase]:
+    """The same for the kernels with modifiers: each of them, for every head size, with every loader."""
+    found = []
+    for i, head_dim in enumerate(COMPILED_HEAD_DIMS):
+        for j, (is_packed, mods) in enumerate(MODIFIED):
+            common = {"dtype": ("bf16", "fp16")[(i + j) % 2], "num_heads_k": 1, "causal": j % 2 == 0}
+            common |= {"deterministic": (i + j // 2) % 2 == 0, "dlse": j == 1, "seed": 10 * i + j}
+            if is_packed:
+                case = packed([3, 0, 130], [65, 9, 67], num_heads=2, tail=5, head_dim=head_dim, **common)
+            else:
+                case = Case(batch=2, seqlen_q=131, seqlen_k=150, num_heads=2, head_dim=head_dim - j, **common)
+            found.append(ModifierCase(case, mods))
+    # Nothing but the bias asks for a gradient: bwd_bias by itself. And lists of tiles that are empty.
+    alone = Case(batch=2, seqlen_q=70, seqlen_k=90, num_heads=2, num_heads_k=1)
+    found += [ModifierCase(alone, ("bias_11qk_odd",), ("mods",)), ModifierCase(alone, ("alibi",), ("mods",))]
+    found.append(ModifierCase(packed([0, 0, 7], [0, 5, 0], num_heads_k=1), ("mask_b1qk", "sinks")))
+    return found
+
+
 def exact(t: Tensor | None) -> Tensor | None:
     """The same values and strides in an allocation that ends with the last element (VL-09)."""
     if t is None:
         return None
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+    once = t
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0:
+            once = once.narrow(dim, 0, 1)  # what is repeated is held, and written, once
+    held = torch.empty_strided(once.shape, once.stride(), dtype=t.dtype, device=t.device).copy_(once)
+    return held.expand(t.shape)
 
 
 def run(case: Case, target: Target) -> None:
@@ -74,6 +110,36 @@ def run(case: Case, target: Target) -> None:
         assert not t.isnan().any(), f"{case}: {name} holds NaN"
 
 
+def run_modified(mcase: ModifierCase, target: Target) -> None:
+    """Forward and backward of one call with modifiers. Raises AssertionError on NaN."""
+    x, case = make_modifier_inputs(mcase, target.device), mcase.case
+    qkv = [exact(t).requires_grad_("qkv" in mcase.needs) for t in (x.plain.q, x.plain.k, x.plain.v)]
+    for choice in x.choices:
+        choice.tensor = exact(choice.tensor)
+    dout, dlse, bounds = exact(x.plain.dout), exact(x.plain.dlse), ()
+    leaves = {name: t.requires_grad_() for name, t in x.leaves().items()}
+    options = {
+        "causal": case.causal,
+        "window": case.window,
+        "return_lse": True,
+        "return_max_logits": True,
+        "deterministic": case.deterministic,
+        "path": target.path,
+    }
+    attention = flash_ext.attention
+    if case.is_packed:
+        attention = flash_ext.attention_varlen
+        bounds = (exact(x.plain.cu_seqlens_q), exact(x.plain.cu_seqlens_k))
+    options |= x.keywords(leaves)
+    del x
+    out, lse, top = attention(*qkv, *bounds, **options)
+    wanted = [t for t in (*qkv, *leaves.values()) if t.requires_grad]
+    outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    grads = torch.autograd.grad(outputs, wanted, gradients)
+    for t in (out, lse, top, *grads):
+        assert not t.isnan().any(), f"{mcase}: a result holds NaN"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.sanitizer_cases", description=__doc__.splitlines()[0]
@@ -85,14 +151,14 @@ def main() -> int:
     if target.why_not():
         print(f"target {target.name}: {target.why_not()}", file=sys.stderr)
         return 2
-    cases = sanitizer_cases()
+    cases = [*sanitizer_cases(), *sanitizer_modifier_cases()]
     with target.active():
         for case in cases:
             if options.list:
                 print(case)
                 continue
             print(f"case {case}", flush=True)
-            run(case, target)
+            (run_modified if isinstance(case, ModifierCase) else run)(case, target)
     print(f"{len(cases)} cases, target {target.name}")
     return 0
 

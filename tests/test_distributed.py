@@ -101,9 +101,130 @@ def check_compiled(mesh) -> None:
         torch.testing.assert_close(t.grad.full_tensor(), grad)
 
 
+def modifier_options(mesh, batch: int, rows: int, heads: int, packed: bool) -> dict[str, dict[str, Tensor]]:
+    """Calls with modifiers that have a batch or head dimension, and with some that are broadcast over it."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(mesh.device_type)
+
+    def ints(highest: int, *shape: int) -> Tensor:
+        return torch.randint(0, highest, shape, generator=generator).int().to(mesh.device_type)
+
+    lead = () if packed else (batch,)
+    spans = ints(rows, *lead, heads, rows, 2).sort(-1).values
+    return {
+        "own bias": {"attn_mask": normal(batch, heads, rows, rows)},
+        "shared bias": {"attn_mask": normal(1, heads, rows, rows)},
+        "bias of all": {"attn_mask": normal(1, 1, rows, rows)},
+        "bias by entry": {"attn_mask": normal(batch, 1, 1, rows)},
+        "own mask": {"attn_mask": normal(batch, heads, rows, rows) > -1},
+        "shared mask": {"attn_mask": normal(1, 1, rows, rows) > -1},
+        "structure": {"document_ids": ints(2, *lead, rows), "prefix_lens": ints(rows, batch)},
+        "own intervals": {"hidden_rows": spans},
+        "shared intervals": {"hidden_keys": spans[..., :1, :, :].contiguous()},
+        "slopes": {"alibi_slopes": normal(heads), "sinks": normal(heads)},
+        "own slopes": {"alibi_slopes": normal(batch, heads)},
+    }
+
+
+def check_modifiers(mesh, packed: bool = False) -> None:
+    """Every modifier, sharded along or broadcast: results and all gradients are those of one process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    batch, heads, rows = 4, 4, 10
+    shapes = [(batch, rows, h, 8) for h in (heads, 2, 2)]
+    bounds: tuple[Tensor, ...] = ()
+    if packed:
+        batch, shapes = 3, [(rows, h, 8) for h in (heads, 2, 2)]
+        bounds = (torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=mesh.device_type),) * 2
+    inputs = draw(mesh, *shapes)
+    attention = flash_ext.attention_varlen if packed else flash_ext.attention
+    heads_at = 1 if packed else 2
+    for name, options in modifier_options(mesh, batch, rows, heads, packed).items():
+        learned = [key for key, t in options.items() if t.is_floating_point()]
+
+        def run(qkv, cu, options, learned=learned) -> tuple[list, list]:
+            leaves = [t.detach().requires_grad_() for t in qkv]
+            own = {key: t.detach().requires_grad_() if key in learned else t for key, t in options.items()}
+            asked = {"causal": True, "return_lse": True, "return_max_logits": True} | own
+            out, lse, top = attention(*leaves, *cu, **asked)
+            finite = torch.where(lse.isfinite(), lse, 0.0)
+            wanted = [*leaves, *(own[key] for key in learned)]
+            grads = torch.autograd.grad(out.sin().sum() + finite.sum(), wanted)
+            return [out, lse, top], [*grads]
+
+        results, grads = run(inputs, bounds, options)
+        placements = [Replicate(), Shard(heads_at)] + ([] if packed else [Shard(0)])
+        for placement in placements:
+            everywhere = {key: distribute_tensor(t, mesh, [Replicate()]) for key, t in options.items()}
+            sharded = [distribute_tensor(t, mesh, [placement]) for t in inputs]
+            cu = tuple(distribute_tensor(t, mesh, [Replicate()]) for t in bounds)
+            got, got_grads = run(sharded, cu, everywhere)
+            assert got[0].placements == (placement,), f"{name}: {placement} became {got[0].placements}"
+            for mine, truth in zip((*got, *got_grads), (*results, *grads), strict=True):
+                close(mine.full_tensor(), truth, f"{name}, {placement}")
+
+
+def close(got: Tensor, expected: Tensor, what: str) -> None:
+    """On a GPU gradients are summed in another order, from weights that are rounded to bfloat16."""
+    limits = {} if not got.is_cuda else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(got, expected, **limits, msg=lambda text: f"{what}: {text}")
+
+
+def check_packed_modifiers(mesh) -> None:
+    check_modifiers(mesh, packed=True)
+
+
+def check_sharded_modifiers(mesh) -> None:
+    """Modifiers that come sharded already stay where they are, and a gradient has their shape."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
+    bias, slopes = draw(mesh, (4, 4, 10, 10), (4, 4))
+    leaves = [t.requires_grad_() for t in (*inputs, bias, slopes.float())]
+    out = flash_ext.attention(*leaves[:3], attn_mask=leaves[3], alibi_slopes=leaves[4])
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    for qkv, mask in ((Shard(0), Shard(0)), (Shard(2), Shard(1))):
+        placements = (qkv, qkv, qkv, mask, mask)
+        sharded = [
+            distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+            for t, p in zip(leaves, placements, strict=True)
+        ]
+        got = flash_ext.attention(*sharded[:3], attn_mask=sharded[3], alibi_slopes=sharded[4])
+        got.sin().sum().backward()
+        close(got.full_tensor(), out, f"out, {qkv}")
+        for t, grad, placement in zip(sharded, grads, placements, strict=True):
+            assert t.grad.placements == (placement,)
+            close(t.grad.full_tensor(), grad, f"gradient, {qkv}")
+
+
+def check_dropout_is_not_sharded(mesh) -> None:
+    """Which weights are dropped depends on the place in the whole call: inputs are gathered first."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
+    rng = torch.tensor([5, 3], device=mesh.device_type)
+    expected, _ = flash_ext.forward(*inputs, dropout_p=0.4, rng=rng)
+    for placement in (Shard(0), Shard(2)):
+        sharded = [distribute_tensor(t, mesh, [placement]) for t in inputs]
+        got, _ = flash_ext.forward(*sharded, dropout_p=0.4, rng=distribute_tensor(rng, mesh, [Replicate()]))
+        assert got.placements == (Replicate(),)
+        torch.testing.assert_close(got.full_tensor(), expected)
+
+
 CHECKS: dict[str, Callable] = {
     function.__name__: function
-    for function in (check_dense, check_packed, check_groups_stay_whole, check_compiled)
+    for function in (
+        check_dense,
+        check_packed,
+        check_groups_stay_whole,
+        check_compiled,
+        check_modifiers,
+        check_packed_modifiers,
+        check_sharded_modifiers,
+        check_dropout_is_not_sharded,
+    )
 }
 
 

@@ -1,8 +1,10 @@
 """Exact attention for PyTorch: FlashAttention kernels for NVIDIA GPUs, and a CPU implementation.
 
 Public names: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_product_attention`,
-:class:`BlockMask` for block-sparse attention, :func:`merge_attention_states`, and the functional pair
-:func:`forward` and :func:`backward` with :func:`dropout_rng`.
+:class:`BlockMask` for block-sparse attention, :func:`merge_attention_states`, the functional pair
+:func:`forward` and :func:`backward` with :func:`dropout_rng`, and :func:`enable_sdpa` and
+:func:`disable_sdpa` for PyTorch's own attention. Modules: :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`,
+:mod:`flash_ext.compat`, :mod:`flash_ext.integrations`.
 """
 
 from . import nn as nn
@@ -12,6 +14,7 @@ from .merge import merge_attention_states
 from .normalise import dropout_rng
 from .pair import backward, forward
 from .sdpa import scaled_dot_product_attention
+from .sdpa_override import disable_sdpa, enable_sdpa
 
 __version__ = "0.1.0"
 
@@ -21,7 +24,9 @@ __all__ = [
     "attention",
     "attention_varlen",
     "backward",
+    "disable_sdpa",
     "dropout_rng",
+    "enable_sdpa",
     "forward",
     "merge_attention_states",
     "scaled_dot_product_attention",

@@ -67,6 +67,8 @@ PUBLIC_PARAMETERS = {
     f"causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, generator=None, {STRUCTURE}, {STATISTICS}",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
+    "enable_sdpa": "",
+    "disable_sdpa": "",
     "merge_attention_states": "out_a, lse_a, out_b, lse_b",
     "forward": "q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
     f"causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, rng=None, {STRUCTURE}, "

@@ -50,7 +50,7 @@ PYTHON_LAYERS = [
     {"autograd"},
     {"routes"},
     {"functional"},
-    {"pair", "sdpa"},
+    {"pair", "sdpa", "sdpa_override"},
     {"nn"},
     {"__init__"},
     {"info", "demo"},

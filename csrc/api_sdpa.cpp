@@ -1,0 +1,435 @@
+// torch's own attention operators on these kernels: implementations that take the place of the ones
+// in the dispatcher for as long as flash_ext.enable_sdpa() holds (flash_ext/sdpa_override.py).
+//
+// A call that the kernels do not serve goes to the implementation that was there, so that switching
+// on can break no model. Layouts and extra results are those of torch's shape functions, which
+// compilers rely on.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/boxing/impl/boxing.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_flash_attention_backward_ops.h>
+#include <ATen/ops/_flash_attention_forward_ops.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward_ops.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_ops.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward_ops.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "api.h"
+#include "api_params.h"
+#include "path_choice.h"
+
+namespace flash_ext {
+namespace {
+
+using OptionalSymInt = std::optional<SymInt>;
+using OptionalScale = std::optional<double>;
+
+// ---- the operators, and what they were ----------------------------------------------------------
+
+enum Operator {
+  kSdpaForward,
+  kSdpaBackward,
+  kFlashForward,
+  kFlashBackward,
+  kMaskedForward,
+  kMaskedBackward
+};
+constexpr int kNumOperators = 6;
+constexpr std::array<const char*, kNumOperators> kNames = {
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_flash_attention_forward",
+    "_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward"};
+
+struct Before {
+  std::optional<c10::OperatorHandle> op;
+  std::optional<c10::SafeKernelFunction> kernel;  // none in a torch without CUDA
+};
+std::array<Before, kNumOperators> before;
+std::unique_ptr<torch::Library> overrides;
+
+// How many calls of each operator ran here, then how many went back.
+std::array<std::atomic<int64_t>, 2 * kNumOperators> counts;
+
+void count(Operator which, bool served) {
+  counts[which + (served ? 0 : kNumOperators)].fetch_add(1, std::memory_order_relaxed);
+}
+
+// Calls the implementation that was there before; its own checks and words apply.
+template <class Result, class... Args>
+Result call_before(Operator which, c10::DispatchKeySet keys, Args&&... args) {
+  count(which, false);
+  const Before& b = before[which];
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      b.kernel.has_value(), "aten::", kNames[which],
+      ": flash_ext does not serve this call (flash_ext.attention says why), and this torch "
+      "has no implementation of its own.");
+  torch::jit::Stack stack;
+  stack.reserve(sizeof...(args));
+  (stack.emplace_back(std::forward<Args>(args)), ...);
+  b.kernel->callBoxed(*b.op, keys, &stack);
+  return c10::impl::PopResult<Result>::call(stack);
+}
+
+// Below autograd, and without autocast, which has done its work by now and would cast once more.
+struct BelowAll {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// ---- what is served -----------------------------------------------------------------------------
+
+bool unit_stride(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
+// Tensors (batch, rows, heads, features) or (total, heads, features) that a path takes.
+bool serves(Direction direction, const Tensor& q, const Tensor& k, const Tensor& v,
+            const OptionalTensor& cu_q, const OptionalTensor& cu_k) {
+  constexpr int64_t kLargestHeadDim = 256;
+  const auto dtype = q.scalar_type();
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
+  if (k.scalar_type() != dtype || v.scalar_type() != dtype) return false;
+  if (k.device() != q.device() || v.device() != q.device()) return false;
+  const int64_t dims = cu_q.has_value() ? 3 : 4;
+  if (q.dim() != dims || k.dim() != dims || v.dim() != dims) return false;
+  if (q.size(-1) < 1 || q.size(-1) > kLargestHeadDim || v.size(-1) < 1 ||
+      v.size(-1) > kLargestHeadDim)
+    return false;
+  if (k.size(-1) != q.size(-1) || k.size(-2) != v.size(-2) || k.size(-3) != v.size(-3))
+    return false;
+  if (k.size(-2) < 1 || q.size(-2) % k.size(-2) != 0) return false;
+  if (dims == 4 && (k.size(0) != q.size(0) || v.size(0) != q.size(0))) return false;
+  if (!unit_stride(q) || !unit_stride(k) || !unit_stride(v)) return false;
+  for (const OptionalTensor& cu : {cu_q, cu_k}) {
+    if (cu.has_value() &&
+        (cu->scalar_type() != at::kInt || cu->dim() != 1 || !cu->is_contiguous() ||
+         cu->device() != q.device() || cu->size(0) != cu_q->size(0))) {
+      return false;
+    }
+  }
+  if (!q.is_cuda()) return true;  // tests register on the CPU, where there is nothing to choose
+  const DeviceInfo info = device_info_of(q);
+  const Problem p = problem_of(q, k, v, cu_q, cu_k, 1.0, -1, -1);
+  return info.error.empty() && choose_path(direction, p, info, std::nullopt) != nullptr;
+}
+
+double scale_of(OptionalScale scale, const Tensor& q) {
+  return scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
+}
+
+// The strides that torch promises for a result like `like`; a copy where the kernels' own differ.
+Tensor in_layout_of(const Tensor& result, const Tensor& like) {
+  if (result.strides() == like.strides()) return result;
+  const Tensor wanted = at::empty_like(like, result.options());
+  if (wanted.strides() == result.strides()) return result;
+  wanted.copy_(result);
+  return wanted;
+}
+
+// The random state of a call without dropout: shapes that a backward pass hands on and nobody
+// reads.
+Tensor no_state(const Tensor& q, at::IntArrayRef shape) {
+  return at::empty(shape, q.options().dtype(at::kUInt64));
+}
+
+OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
+// ---- F.scaled_dot_product_attention without a mask ----------------------------------------------
+
+using SdpaResult =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+
+SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
+                        const Tensor& value, double dropout_p, bool is_causal,
+                        bool return_debug_mask, OptionalScale scale) {
+  const bool fits = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 &&
+                    !return_debug_mask;
+  if (fits) {
+    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    if (serves(Direction::kForward, q, k, v, std::nullopt, std::nullopt)) {
+      count(kSdpaForward, true);
+      const BelowAll guard;
+      auto [out, lse] = call_fwd(q, k, v, std::nullopt, std::nullopt, 0, 0, scale_of(scale, q), -1,
+                                 is_causal ? 0 : -1, false, std::nullopt);
+      return {in_layout_of(out.transpose(1, 2), query),
+              std::move(lse),
+              Tensor(),
+              Tensor(),
+              query.size(2),
+              key.size(2),
+              no_state(query, {2}),
+              no_state(query, {}),
+              at::empty({0}, query.options())};
+    }
+  }
+  return call_before<SdpaResult>(kSdpaForward, keys, query, key, value, dropout_p, is_causal,
+                                 return_debug_mask, scale);
+}
+
+BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query,
+                        const Tensor& key, const Tensor& value, const Tensor& out,
+                        const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k, SymInt max_q,
+                        SymInt max_k, double dropout_p, bool is_causal, const Tensor& seed,
+                        const Tensor& offset, OptionalScale scale) {
+  if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 && !cu_q.defined()) {
+    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    if (serves(Direction::kBackward, q, k, v, std::nullopt, std::nullopt) && unit_stride(out)) {
+      count(kSdpaBackward, true);
+      const BelowAll guard;
+      const auto [dq, dk, dv] = call_bwd(
+          grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse, std::nullopt, std::nullopt,
+          std::nullopt, 0, 0, scale_of(scale, q), -1, is_causal ? 0 : -1, false, std::nullopt);
+      return {in_layout_of(dq.transpose(1, 2), query), in_layout_of(dk.transpose(1, 2), key),
+              in_layout_of(dv.transpose(1, 2), value)};
+    }
+  }
+  return call_before<BwdResult>(kSdpaBackward, keys, grad_out, query, key, value, out, lse, cu_q,
+                                cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, scale);
+}
+
+// ---- varlen_attn, nested tensors ----------------------------------------------------------------
+
+using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+int64_t window_of(const OptionalSymInt& side) {
+  return side.has_value() ? side->guard_int(__FILE__, __LINE__) : -1;
+}
+
+// Negative sides other than -1 mean unlimited as well there.
+int64_t unlimited_if_negative(int64_t side) { return side < 0 ? -1 : side; }
+
+// The operator has gained arguments at its end (block_table and num_splits after torch 2.11), so
+// that the signature is taken from torch's header; with any of them given, the call goes back.
+template <class Signature>
+struct FlashForward;
+
+template <class Result, class... Args>
+struct FlashForward<Result(Args...)> {
+  static Result call(c10::DispatchKeySet keys, Args... args) {
+    const auto all = std::forward_as_tuple(args...);
+    constexpr size_t kScale = 10, kLeft = 11, kRight = 12, kFirstRefused = 13;
+    const Tensor &q = std::get<0>(all), &k = std::get<1>(all), &v = std::get<2>(all);
+    const OptionalTensor &cu_q = std::get<3>(all), &cu_k = std::get<4>(all);
+    const double dropout_p = std::get<7>(all);
+    const bool is_causal = std::get<8>(all), return_debug_mask = std::get<9>(all);
+    const bool fits = dropout_p == 0 && !return_debug_mask &&
+                      cu_q.has_value() == cu_k.has_value() && !any_given<kFirstRefused>(all);
+    if (fits && serves(Direction::kForward, q, k, v, cu_q, cu_k)) {
+      count(kFlashForward, true);
+      const BelowAll guard;
+      const int64_t right = is_causal ? 0 : unlimited_if_negative(window_of(std::get<kRight>(all)));
+      auto [out, lse] = call_fwd(q, k, v, cu_q, cu_k, 0, 0, scale_of(std::get<kScale>(all), q),
+                                 unlimited_if_negative(window_of(std::get<kLeft>(all))), right,
+                                 false, std::nullopt);
+      return {in_layout_of(out, q), std::move(lse), no_state(q, {2}), no_state(q, {}),
+              at::empty({0}, q.options())};
+    }
+    return call_before<Result>(kFlashForward, keys, args...);
+  }
+
+  template <size_t kFrom, class Tuple>
+  static bool any_given(const Tuple& all) {
+    if constexpr (kFrom == std::tuple_size_v<Tuple>) {
+      return false;
+    } else {
+      return std::get<kFrom>(all).has_value() || any_given<kFrom + 1>(all);
+    }
+  }
+};
+
+BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& q,
+                         const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                         const Tensor& cu_q, const Tensor& cu_k, SymInt max_q, SymInt max_k,
+                         double dropout_p, bool is_causal, const Tensor& rng_state,
+                         const Tensor& unused, OptionalScale scale, OptionalSymInt left,
+                         OptionalSymInt right) {
+  const OptionalTensor bounds_q = optional(cu_q), bounds_k = optional(cu_k);
+  if (dropout_p == 0 && cu_q.defined() == cu_k.defined() &&
+      serves(Direction::kBackward, q, k, v, bounds_q, bounds_k) && unit_stride(out)) {
+    count(kFlashBackward, true);
+    const BelowAll guard;
+    const auto [dq, dk, dv] =
+        call_bwd(grad_out, q, k, v, out, lse, std::nullopt, bounds_q, bounds_k, 0, 0,
+                 scale_of(scale, q), unlimited_if_negative(window_of(left)),
+                 is_causal ? 0 : unlimited_if_negative(window_of(right)), false, std::nullopt);
+    return {in_layout_of(dq, q), in_layout_of(dk, k), in_layout_of(dv, v)};
+  }
+  return call_before<BwdResult>(kFlashBackward, keys, grad_out, q, k, v, out, lse, cu_q, cu_k,
+                                max_q, max_k, dropout_p, is_causal, rng_state, unused, scale, left,
+                                right);
+}
+
+// ---- F.scaled_dot_product_attention with a mask, or causal with lengths that differ
+// ---------------- The selector gives such calls to the memory-efficient operator. There the causal
+// mask is aligned at the top left, and lse is padded to a multiple of 32 rows.
+
+using MaskedResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+constexpr int64_t kLseRows = 32;
+
+using FwdModResult = std::tuple<Tensor, Tensor, Tensor>;
+using BwdModResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// Schemas in api_mod.cpp; every modifier but the bias and the alignment is off.
+FwdModResult call_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
+                          int64_t right, const OptionalTensor& bias, bool top_left) {
+  using T = const Tensor&;
+  using O = const OptionalTensor&;
+  using Signature = FwdModResult(T, T, T, O, O, SymInt, SymInt, double, SymInt, SymInt, O, O, O, O,
+                                 O, O, O, O, O, O, O, double, double, SymInt, SymInt, SymInt,
+                                 SymInt, bool, bool, bool, OptionalName);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::fwd_mod", "").typed<Signature>();
+  const OptionalTensor none;
+  return op.call(q, k, v, none, none, 0, 0, scale, -1, right, bias, none, none, none, none, none,
+                 none, none, none, none, none, 0.0, 0.0, 0, 0, 0, 0, top_left, false, false,
+                 std::nullopt);
+}
+
+BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                          const Tensor& out, const Tensor& lse, double scale, int64_t right,
+                          const OptionalTensor& bias, bool top_left, bool need_qkv,
+                          bool need_bias) {
+  using T = const Tensor&;
+  using O = const OptionalTensor&;
+  using Signature = BwdModResult(T, T, T, T, T, T, O, O, O, SymInt, SymInt, double, SymInt, SymInt,
+                                 O, O, O, O, O, O, O, O, O, O, O, double, double, SymInt, SymInt,
+                                 SymInt, SymInt, bool, bool, bool, bool, bool, bool, OptionalName);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::bwd_mod", "").typed<Signature>();
+  const OptionalTensor none;
+  return op.call(dout, q, k, v, out, lse, none, none, none, 0, 0, scale, -1, right, bias, none,
+                 none, none, none, none, none, none, none, none, none, 0.0, 0.0, 0, 0, 0, 0,
+                 top_left, need_qkv, need_bias, false, false, false, std::nullopt);
+}
+
+bool takes_bias(const OptionalTensor& bias, const Tensor& q, const Tensor& k) {
+  if (!bias.has_value()) return true;
+  if (bias->dim() != 4 ||
+      (bias->scalar_type() != q.scalar_type() && bias->scalar_type() != at::kFloat))
+    return false;
+  const std::array<int64_t, 4> sizes = {q.size(0), q.size(2), q.size(1), k.size(1)};
+  for (int dim = 0; dim < 4; ++dim) {
+    if (bias->size(dim) != 1 && bias->size(dim) != sizes[dim]) return false;
+  }
+  return bias->device() == q.device();
+}
+
+// torch expands a mask to the size of the scores; as dimensions of size 1 the repeats are read
+// once.
+OptionalTensor without_repeats(const OptionalTensor& bias) {
+  if (!bias.has_value()) return bias;
+  Tensor t = *bias;
+  for (int64_t dim = 0; dim < 4; ++dim) {
+    if (t.stride(dim) == 0 && t.size(dim) > 1) t = t.narrow(dim, 0, 1);
+  }
+  return t;
+}
+
+MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
+                            const Tensor& value, const OptionalTensor& bias, bool compute_lse,
+                            double dropout_p, bool is_causal, OptionalScale scale) {
+  if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0) {
+    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    if (serves(Direction::kForward, q, k, v, std::nullopt, std::nullopt) &&
+        takes_bias(bias, q, k)) {
+      count(kMaskedForward, true);
+      const BelowAll guard;
+      const auto [out, own_lse, row_max] = call_fwd_mod(
+          q, k, v, scale_of(scale, q), is_causal ? 0 : -1, without_repeats(bias), is_causal);
+      const int64_t rows = q.size(1);
+      const int64_t padded = compute_lse ? (rows + kLseRows - 1) / kLseRows * kLseRows : 0;
+      Tensor lse = own_lse;
+      if (padded != rows) {
+        lse = at::empty({q.size(0), q.size(2), padded}, own_lse.options());
+        if (compute_lse) lse.narrow(2, 0, rows).copy_(own_lse);
+      }
+      const auto state = at::TensorOptions().dtype(at::kLong);
+      return {out.transpose(1, 2), std::move(lse), at::empty({}, state), at::empty({}, state)};
+    }
+  }
+  return call_before<MaskedResult>(kMaskedForward, keys, query, key, value, bias, compute_lse,
+                                   dropout_p, is_causal, scale);
+}
+
+MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query,
+                             const Tensor& key, const Tensor& value, const Tensor& bias,
+                             const Tensor& out, const Tensor& lse, const Tensor& seed,
+                             const Tensor& offset, double dropout_p, std::array<bool, 4> needs,
+                             bool is_causal, OptionalScale scale) {
+  if (grad_out.defined() && query.dim() == 4 && key.dim() == 4 && value.dim() == 4 &&
+      dropout_p == 0) {
+    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    const OptionalTensor given = optional(bias);
+    const bool need_bias = needs[3] && given.has_value();
+    // A gradient of the bias has every element, also those of a mask that repeats.
+    if (serves(Direction::kBackward, q, k, v, std::nullopt, std::nullopt) &&
+        takes_bias(given, q, k) && unit_stride(out) && lse.dim() == 3 && lse.size(2) >= q.size(1)) {
+      count(kMaskedBackward, true);
+      const BelowAll guard;
+      auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(
+          grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.narrow(2, 0, q.size(1)),
+          scale_of(scale, q), is_causal ? 0 : -1, need_bias ? given : without_repeats(given),
+          is_causal, needs[0] || needs[1] || needs[2], need_bias);
+      const auto wanted = [](bool needed, Tensor t) { return needed ? t : Tensor(); };
+      return {wanted(needs[0], dq.transpose(1, 2)), wanted(needs[1], dk.transpose(1, 2)),
+              wanted(needs[2], dv.transpose(1, 2)), wanted(need_bias, dbias)};
+    }
+  }
+  return call_before<MaskedResult>(kMaskedBackward, keys, grad_out, query, key, value, bias, out,
+                                   lse, seed, offset, dropout_p, needs, is_causal, scale);
+}
+
+// ---- on and off ---------------------------------------------------------------------------------
+
+void remember(Operator which, c10::DispatchKey key) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+      (std::string("aten::") + kNames[which]).c_str(), "");
+  before[which].kernel.reset();
+  if (op.hasKernelForDispatchKey(key))
+    before[which].kernel.emplace(op.getComputedKernelForDispatchKey(key));
+  before[which].op.emplace(std::move(op));
+}
+
+// Registers the implementations for a dispatch key by its name ("CUDA"; tests say "CPU"), or takes
+// them away with an empty name.
+void set_sdpa(std::string_view key_name) {
+  overrides.reset();
+  if (key_name.empty()) return;
+  const c10::DispatchKey key = c10::parseDispatchKey(std::string(key_name));
+  for (int which = 0; which < kNumOperators; ++which) remember(static_cast<Operator>(which), key);
+  auto library =
+      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  library->impl(kNames[kSdpaForward], &sdpa_forward);
+  library->impl(kNames[kSdpaBackward], &sdpa_backward);
+  library->impl(kNames[kFlashForward],
+                &FlashForward<at::_ops::_flash_attention_forward::schema>::call);
+  library->impl(kNames[kFlashBackward], &flash_backward);
+  library->impl(kNames[kMaskedForward], &masked_forward);
+  library->impl(kNames[kMaskedBackward], &masked_backward);
+  overrides = std::move(library);
+}
+
+std::vector<int64_t> sdpa_counts() {
+  std::vector<int64_t> result;
+  for (const auto& n : counts) result.push_back(n.load(std::memory_order_relaxed));
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
+  m.def("_set_sdpa(str key) -> ()", &set_sdpa);
+  m.def("_sdpa_counts() -> int[]", &sdpa_counts);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,140 @@
+"""PyTorch's own attention on these kernels: :func:`enable_sdpa` and :func:`disable_sdpa`.
+
+``torch.nn.functional.scaled_dot_product_attention`` asks a selector for a backend and calls that backend's
+operator. Two things are changed, through torch's registry of flash-attention implementations:
+
+* The operators of two backends, flash and memory-efficient, get implementations on the dispatch key CUDA
+  (csrc/api_sdpa.cpp). The first serves calls without a mask, ``varlen_attn`` and jagged nested tensors; the
+  second calls with ``attn_mask``, and causal ones whose lengths differ, which the selector never gives to the
+  first. What the kernels do not serve goes to the implementation that was there.
+* The selector's order puts these two first; else cuDNN would get the calls on Hopper.
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+
+from .ops import is_built
+
+# The name in torch's registry, for torch.nn.attention.activate_flash_attention_impl.
+NAME = "flash_ext"
+
+_FIRST = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value)
+
+
+class SdpaSwitch:
+    """What :func:`enable_sdpa` returns; as a context manager it switches back at the end.
+
+    Switching back restores the implementation that was active before: none, another one, or this one.
+    """
+
+    def __init__(self, previous: str | None) -> None:
+        self._previous = previous
+
+    def __enter__(self) -> SdpaSwitch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        disable_sdpa()
+        if self._previous is not None:
+            activate_flash_attention_impl(self._previous)
+
+
+def enable_sdpa() -> SdpaSwitch:
+    """Lets PyTorch's own attention functions run on flash_ext's kernels.
+
+    That is ``F.scaled_dot_product_attention``, with masks as well, ``torch.nn.attention.varlen_attn``, jagged
+    nested tensors, torch's ``context_parallel``, and what is built on them, forward and backward, compiled or
+    not. Calls that the kernels do not serve (dropout, float32, paged caches and so on) run as before. CPU
+    tensors are not affected.
+
+    The selector's order becomes flash, memory-efficient, then the others as they were. The order that torch
+    chooses by itself is installed at the first call, so that one tiny call is made on the current GPU; enable
+    after forking processes, not before.
+
+    Returns:
+        An object that may be ignored or used in a ``with`` statement, at whose end all is as before.
+
+    Raises:
+        ImportError: the extension module is missing; the message says what mends it.
+
+    Example:
+        >>> with flash_ext.enable_sdpa():
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
+    if not is_built:
+        from .ops import _C
+
+        _C.fwd  # noqa: B018  raises, in words
+    previous = current_flash_attention_impl()
+    if previous != NAME:
+        register_flash_attention_impl(NAME, register_fn=_Active)
+        activate_flash_attention_impl(NAME)
+    return SdpaSwitch(previous)
+
+
+def disable_sdpa() -> None:
+    """Takes back what :func:`enable_sdpa` did; does nothing if flash_ext is not active.
+
+    The operators' previous implementations and the selector's previous order are in force again.
+    """
+    if current_flash_attention_impl() == NAME:
+        restore_flash_attention_impl()
+
+
+def sdpa_counts() -> dict[str, tuple[int, int]]:
+    """How many calls of each of torch's operators ran here since the program started, and how many went back.
+
+    Returns:
+        (served, gone back) by the operator's name.
+    """
+    names = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    )
+    counts = torch.ops.flash_ext._sdpa_counts()
+    return dict(zip(names, zip(counts[: len(names)], counts[len(names) :])))
+
+
+class _Active:
+    """The handle that torch's registry keeps while flash_ext is the active implementation."""
+
+    def __init__(self) -> None:
+        self._order = _prefer_own_backends()
+        torch.ops.flash_ext._set_sdpa("CUDA")
+
+    def remove(self) -> None:
+        """Called by the registry when something else is activated, or nothing."""
+        torch.ops.flash_ext._set_sdpa("")
+        if self._order is not None:
+            torch._C._set_sdp_priority_order(self._order)
+
+
+def _prefer_own_backends() -> list[int] | None:
+    """Puts the overridden backends first and returns the order as it was; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    # torch installs its default order at the first selection, over whatever was set before.
+    probe = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+    torch._fused_sdp_choice(probe, probe, probe)
+    order: list[int] = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order([*_FIRST, *(backend for backend in order if backend not in _FIRST)])
+    return order

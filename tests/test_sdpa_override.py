@@ -1,0 +1,589 @@
+"""enable_sdpa: torch's operators on our kernels, and back.
+
+The implementations are the same for every device. Without a GPU they are registered for CPU tensors, for
+which torch has no implementation of these operators, and run on the CPU path; what chooses the operators, and
+what was there before, needs a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import attention as torch_attention
+
+import flash_ext
+from flash_ext.sdpa_override import NAME, sdpa_counts
+
+aten = torch.ops.aten
+SDPA, SDPA_BACKWARD, FLASH, FLASH_BACKWARD, MASKED, MASKED_BACKWARD = sdpa_counts()
+FORWARDS = (SDPA, FLASH, MASKED)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    torch.ops.flash_ext._set_sdpa("CPU")
+    try:
+        yield
+    finally:
+        torch.ops.flash_ext._set_sdpa("")
+
+
+@contextlib.contextmanager
+def counted(**expected: int) -> Iterator[None]:
+    """Exactly these calls are served, and none goes back."""
+    before = sdpa_counts()
+    yield
+    after = sdpa_counts()
+    served = {name: after[name][0] - before[name][0] for name in after if after[name][0] != before[name][0]}
+    assert served == expected
+    assert all(after[name][1] == before[name][1] for name in after), "a call went back"
+
+
+def draw(layout: str = "bshd", heads_k: int = 2) -> list[Tensor]:
+    """q (2, 4, 9, 16), k and v (2, heads_k, 13, 16) in several memory layouts, bfloat16."""
+    made = []
+    for n, h in ((9, 4), (13, heads_k), (13, heads_k)):
+        if layout == "bhsd":
+            t = torch.randn(2, h, n, 16).bfloat16()
+        elif layout == "bshd":
+            t = torch.randn(2, n, h, 16).bfloat16().transpose(1, 2)
+        elif layout == "sbhd":
+            t = torch.randn(n, 2, h, 16).bfloat16().permute(1, 2, 0, 3)
+        else:  # a slice of a fused projection
+            t = torch.randn(2, n, 3, h, 16).bfloat16()[:, :, 1].transpose(1, 2)
+        made.append(t)
+    return made
+
+
+LAYOUTS = ["bhsd", "bshd", "sbhd", "fused"]
+
+
+def grads_of(out: Tensor, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """flash_ext's own function in torch's layout."""
+    out, lse = flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, v)), return_lse=True, **options)
+    return out.transpose(1, 2), lse
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sdpa_operator(layout: str, causal: bool) -> None:
+    leaves = [t.requires_grad_() for t in draw(layout)]
+    expected, lse = dense(*leaves, causal=causal, softmax_scale=0.3)
+    dout = torch.randn_like(expected)
+    wanted = grads_of(expected, leaves, dout)
+    with on_cpu(), counted(**{SDPA: 1, SDPA_BACKWARD: 1}):
+        out, got_lse, *_ = aten._scaled_dot_product_flash_attention(*leaves, is_causal=causal, scale=0.3)
+        grads = grads_of(out, leaves, dout)
+    assert torch.equal(out, expected) and torch.equal(got_lse, lse)
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted))
+    # The layout that torch promises: that of the inputs.
+    assert out.stride() == torch.empty_like(leaves[0]).stride()
+    assert [g.stride() for g in grads] == [torch.empty_like(t).stride() for t in leaves]
+
+
+def test_backward_takes_merged_results() -> None:
+    """As ring attention calls it: out and lse belong to more keys than k has."""
+    q, k, v = draw()
+    out, lse = dense(q, torch.cat([k, k], 2), torch.cat([v, v], 2))
+    dout = torch.randn_like(out)
+    as_ours = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
+    expected = flash_ext.backward(*as_ours, lse)
+    state = torch.zeros(2).long()
+    with on_cpu(), counted(**{SDPA_BACKWARD: 1}):
+        got = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, 9, 13, 0.0, False, state, state
+        )
+    assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sides", [(None, None), (3, 0), (-1, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_operator(causal: bool, sides: tuple, packed: bool) -> None:
+    window = tuple(-1 if side is None else side for side in sides)
+    q, k, v = (torch.randn(2, 8, h, 16).bfloat16() for h in (4, 2, 2))
+    bounds = None
+    if packed:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        bounds = torch.tensor([0, 5, 5, 16], dtype=torch.int32)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    options = {"causal": causal, "window": window, "return_lse": True}
+    if packed:
+        expected, lse = flash_ext.attention_varlen(*leaves, bounds, bounds, **options)
+    else:
+        expected, lse = flash_ext.attention(*leaves, **options)
+    dout = torch.randn_like(expected)
+    wanted = grads_of(expected, leaves, dout)
+    with on_cpu(), counted(**{FLASH: 1, FLASH_BACKWARD: 1}):
+        out, got_lse, *_ = aten._flash_attention_forward(
+            *leaves, bounds, bounds, 11, 11, 0.0, causal, False, window_size_left=sides[0],
+            window_size_right=sides[1],
+        )  # fmt: skip
+        grads = grads_of(out, leaves, dout)
+    assert torch.equal(out, expected) and torch.equal(got_lse, lse)
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted))
+
+
+BIASES = ["none", "full", "row", "key", "float32", "minus infinity"]
+
+
+def make_bias(kind: str) -> Tensor | None:
+    if kind == "none":
+        return None
+    shape = {"row": (1, 4, 9, 1), "key": (2, 1, 1, 13)}.get(kind, (2, 4, 9, 13))
+    bias = torch.randn(shape).to(torch.float32 if kind == "float32" else torch.bfloat16)
+    if kind == "minus infinity":  # what torch makes of a bool mask
+        bias = torch.where(bias > 0, 0.0, -torch.inf).to(bias.dtype)
+    return bias.expand(2, 4, 9, 13)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_operator(causal: bool, kind: str) -> None:
+    leaves = [t.requires_grad_() for t in draw(heads_k=4)]
+    bias = make_bias(kind)
+    if bias is not None:
+        leaves.append(bias.detach().clone().requires_grad_())
+    own = leaves[3] if bias is not None else None
+    expected, lse = dense(*leaves[:3], causal="top_left" if causal else False, attn_mask=own)
+    dout = torch.randn_like(expected)
+    wanted = grads_of(expected, leaves, dout)
+    with on_cpu(), counted(**{MASKED: 1, MASKED_BACKWARD: 1}):
+        out, got_lse, *_ = aten._scaled_dot_product_efficient_attention(
+            *leaves[:3], own, True, is_causal=causal
+        )
+        grads = grads_of(out, leaves, dout)
+    assert torch.equal(out, expected)
+    assert got_lse.shape == (2, 4, 32) and torch.equal(got_lse[..., :9], lse)
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
+def test_repeats_of_a_mask_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(heads_k=4)
+    shapes = []
+    original = flash_ext.ops_mod.modified_forward
+    monkeypatch.setattr(flash_ext.ops_mod, "modified_forward",
+                        lambda *a: shapes.append(a[4].bias) or original(*a))  # fmt: skip
+    with on_cpu():
+        for kind in ("full", "row", "key"):
+            aten._scaled_dot_product_efficient_attention(q, k, v, make_bias(kind), False)
+        _, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, False)
+    assert [b if b is None else b.shape for b in shapes] == [(2, 4, 9, 13), (1, 4, 9, 1), (2, 1, 1, 13), None]
+    assert lse.shape == (2, 4, 0)
+
+
+def test_autocast_does_not_cast_again() -> None:
+    """bfloat16 tensors inside a float16 region: operators that autocast leaves alone keep their type."""
+    q, k, v = (t.transpose(1, 2) for t in draw())
+    with on_cpu(), torch.autocast("cpu", dtype=torch.float16), counted(**{FLASH: 1}):
+        out = aten._flash_attention_forward(q, k, v, None, None, 9, 13, 0.0, False, False)[0]
+    assert out.dtype == torch.bfloat16
+
+
+# ---- shapes that compilers rely on -----------------------------------------------------------------------
+
+
+def calls_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """One call of every forward operator for tensors (batch, heads, rows, head_dim)."""
+    mask = q.new_zeros(()).expand(2, 4, q.shape[2], k.shape[2])
+    as_ours = [t.transpose(1, 2) for t in (q, k, v)]
+    return {
+        SDPA: lambda: aten._scaled_dot_product_flash_attention(q, k, v),
+        FLASH: lambda: aten._flash_attention_forward(*as_ours, None, None, 9, 13, 0.0, False, False),
+        MASKED: lambda: aten._scaled_dot_product_efficient_attention(q, k, v, mask, True),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_results_are_as_torch_foresees(name: str, layout: str) -> None:
+    tensors = draw(layout, heads_k=4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        foreseen = calls_of(*(mode.from_tensor(t) for t in tensors))[name]()
+    with on_cpu():
+        got = calls_of(*tensors)[name]()
+    for a, b in zip(got, foreseen, strict=True):
+        assert type(a) in (Tensor, int, type(None)) and (a is None) == (b is None)
+        if isinstance(a, Tensor):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_compiled(name: str) -> None:
+    leaves = [t.requires_grad_() for t in draw(heads_k=4)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return calls_of(q, k, v)[name]()[0]
+
+    with on_cpu():
+        expected = call(*leaves)
+        wanted = grads_of(expected, leaves, torch.ones_like(expected))
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+        grads = grads_of(got, leaves, torch.ones_like(got))
+    assert torch.equal(got, expected) and all(torch.equal(a, b) for a, b in zip(grads, wanted))
+
+
+# ---- what goes back --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def with_a_stock_kernel() -> Iterator[list[str]]:
+    """Implementations that note their name and return marked results, in the place of torch's."""
+    library = torch.library.Library("aten", "IMPL")
+    reached: list[str] = []
+
+    def kernel(name: str, count: int) -> Any:
+        def run(*args: Any, **kwargs: Any) -> tuple:
+            reached.append(name)
+            marks = [torch.full_like(args[0], 7.0) for _ in range(count)]
+            if name == SDPA:
+                marks[2] = marks[3] = None
+                marks[4], marks[5] = 1, 2
+            return tuple(marks)
+
+        return run
+
+    for name, count in ((SDPA, 9), (SDPA_BACKWARD, 3), (FLASH, 5), (FLASH_BACKWARD, 3), (MASKED, 4),
+                        (MASKED_BACKWARD, 4)):  # fmt: skip
+        library.impl(name, kernel(name, count), "CPU")
+    try:
+        yield reached
+    finally:
+        library._destroy()
+
+
+def refused_calls() -> dict[str, tuple[str, Any]]:
+    q, k, v = draw(heads_k=4)
+    b, lse, seed = [t.transpose(1, 2) for t in (q, k, v)], torch.zeros(2, 4, 9), torch.zeros(2).long()
+    wide = [torch.randn(1, 2, 4, 264).bfloat16() for _ in range(3)]
+    bounds = torch.tensor([0, 9], dtype=torch.int32)
+    sdpa, flash = aten._scaled_dot_product_flash_attention, aten._flash_attention_forward
+    masked = aten._scaled_dot_product_efficient_attention
+    dense_call = (None, None, 9, 13, 0.0, False, False)
+    return {
+        "dropout": (SDPA, lambda: sdpa(q, k, v, 0.1)),
+        "debug mask": (SDPA, lambda: sdpa(q, k, v, 0.0, False, True)),
+        "float32": (SDPA, lambda: sdpa(q.float(), k.float(), v.float())),
+        "head_dim 264": (SDPA, lambda: sdpa(*wide)),
+        "strided features": (SDPA, lambda: sdpa(q[..., ::2], k[..., ::2], v[..., ::2])),
+        "heads do not divide": (SDPA, lambda: sdpa(q[:, :3], k[:, :2], v[:, :2])),
+        "mixed types": (SDPA, lambda: sdpa(q, k.half(), v)),
+        "dropout in backward": (SDPA_BACKWARD, lambda: aten._scaled_dot_product_flash_attention_backward(
+            q, q, k, v, q, lse, None, None, 9, 13, 0.1, False, seed, seed)),
+        "packed dropout": (FLASH, lambda: flash(*b, None, None, 9, 13, 0.1, False, False)),
+        "seqused_k": (FLASH, lambda: flash(*b, *dense_call, seqused_k=bounds)),
+        "alibi_slopes": (FLASH, lambda: flash(*b, *dense_call, alibi_slopes=lse[0, 0])),
+        "block_table": (FLASH, lambda: flash(*b, *dense_call, block_table=bounds)),
+        "num_splits": (FLASH, lambda: flash(*b, *dense_call, num_splits=2)),
+        "int64 bounds": (FLASH, lambda: flash(
+            *(t[0] for t in b), bounds.long(), bounds.long(), 9, 9, 0.0, False, False)),
+        "one side of bounds": (FLASH, lambda: flash(
+            *(t[0] for t in b), bounds, None, 9, 9, 0.0, False, False)),
+        "packed dropout in backward": (FLASH_BACKWARD, lambda: aten._flash_attention_backward(
+            b[0], *b, b[0], lse, None, None, 9, 13, 0.1, False, seed, seed)),
+        "mask and dropout": (MASKED, lambda: masked(q, k, v, None, True, 0.1)),
+        "3-d mask": (MASKED, lambda: masked(q, k, v, torch.zeros(4, 9, 13).bfloat16(), True)),
+        "float64 mask": (MASKED, lambda: masked(q, k, v, torch.zeros(2, 4, 9, 13).double(), True)),
+        "mask and dropout in backward": (
+            MASKED_BACKWARD, lambda: aten._scaled_dot_product_efficient_attention_backward(
+                q, q, k, v, None, q, lse, seed, seed, 0.1, [True, True, True, False])),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", refused_calls())
+def test_what_is_not_served_goes_back(reason: str) -> None:
+    name, call = refused_calls()[reason]
+    with with_a_stock_kernel() as reached:
+        before = sdpa_counts()[name]
+        with on_cpu():
+            results = call()
+        assert reached == [name]
+        assert (results[0] == 7).all() and len(results) in (3, 4, 5, 9)
+        assert sdpa_counts()[name] == (before[0], before[1] + 1)
+
+
+def test_without_anything_to_go_back_to_it_says_so() -> None:
+    q, k, v = (t.float() for t in draw())
+    with on_cpu(), pytest.raises(NotImplementedError, match="does not serve this call"):
+        aten._scaled_dot_product_flash_attention(q, k, v)
+
+
+def test_switching_off_restores_the_dispatcher() -> None:
+    q, k, v = draw()
+    names = [*sdpa_counts()]
+    with with_a_stock_kernel() as reached:
+        before = [torch._C._dispatch_dump(f"aten::{name}") for name in names]
+        with on_cpu():
+            assert [torch._C._dispatch_dump(f"aten::{name}") for name in names] != before
+        assert [torch._C._dispatch_dump(f"aten::{name}") for name in names] == before
+        aten._scaled_dot_product_flash_attention(q, k, v)
+        assert reached == [SDPA]
+
+
+# ---- the switch ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """Whatever a test does to the switch, nothing stays."""
+    names = [*sdpa_counts()]
+    before = [torch._C._dispatch_dump(f"aten::{name}") for name in names]
+    yield
+    flash_ext.disable_sdpa()
+    assert [torch._C._dispatch_dump(f"aten::{name}") for name in names] == before
+    assert torch_attention.current_flash_attention_impl() is None
+
+
+def is_on() -> bool:
+    return "api_sdpa.cpp" in torch._C._dispatch_dump(f"aten::{SDPA}")
+
+
+@pytest.mark.usefixtures("untouched")
+def test_on_and_off() -> None:
+    assert not is_on()
+    for _ in range(2):  # twice is as good as once
+        flash_ext.enable_sdpa()
+        assert is_on() and torch_attention.current_flash_attention_impl() == NAME
+    flash_ext.disable_sdpa()
+    assert not is_on() and torch_attention.current_flash_attention_impl() is None
+    flash_ext.disable_sdpa()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_as_a_context_manager() -> None:
+    with flash_ext.enable_sdpa():
+        with flash_ext.enable_sdpa():
+            assert is_on()
+        assert is_on(), "the outer one still holds"
+    assert not is_on()
+    with pytest.raises(KeyError), flash_ext.enable_sdpa():
+        raise KeyError
+    assert not is_on()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_another_implementation_takes_over_and_comes_back() -> None:
+    events = []
+
+    class Other:
+        def __init__(self) -> None:
+            events.append("on")
+
+        def remove(self) -> None:
+            events.append("off")
+
+    torch_attention.register_flash_attention_impl("other", register_fn=Other)
+    with flash_ext.enable_sdpa():
+        torch_attention.activate_flash_attention_impl("other")
+        assert not is_on() and events == ["on"]
+        torch_attention.restore_flash_attention_impl()
+    events.clear()
+    torch_attention.activate_flash_attention_impl("other")
+    with flash_ext.enable_sdpa():
+        assert is_on() and events == ["on", "off"]
+    assert events == ["on", "off", "on"] and torch_attention.current_flash_attention_impl() == "other"
+    torch_attention.restore_flash_attention_impl()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_torchs_own_names_work() -> None:
+    flash_ext.enable_sdpa()
+    flash_ext.disable_sdpa()
+    assert NAME in torch_attention.list_flash_attention_impls()
+    torch_attention.activate_flash_attention_impl(NAME)
+    assert is_on()
+    torch_attention.restore_flash_attention_impl()
+    assert not is_on()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_cpu_tensors_are_not_affected() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with flash_ext.enable_sdpa(), counted():
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q, is_causal=True), expected)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------
+
+
+def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    error = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6)
+    assert error < 0.02, f"relative error {error:.3g}"
+
+
+def beside_math(leaves: list[Tensor], served: dict[str, int], **options: Any) -> None:
+    """F.sdpa on our kernels against torch's unfused one, forward and backward."""
+    bias = options.get("attn_mask")
+    every = [*leaves, bias] if bias is not None and bias.requires_grad else leaves
+    with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(*leaves, **options)
+        dout = torch.randn_like(expected)
+        wanted = torch.autograd.grad(expected, every, dout)
+    with flash_ext.enable_sdpa(), counted(**served):
+        out = F.scaled_dot_product_attention(*leaves, **options)
+        grads = torch.autograd.grad(out, every, dout)
+    close(out, expected)
+    for got, own in zip(grads, wanted, strict=True):
+        close(got, own)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("shape", [(2, 4, 128, 64), (1, 2, 100, 128), (1, 1, 33, 80), (1, 2, 64, 256)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.2}], ids=str)
+def test_gpu_sdpa(shape: tuple, options: dict) -> None:
+    beside_math(gpu(*shape), {SDPA: 1, SDPA_BACKWARD: 1}, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("kind", ["bool", "float", "float with a gradient", "padding"])
+def test_gpu_sdpa_with_a_mask(kind: str) -> None:
+    leaves = gpu(2, 4, 96, 64)
+    mask = torch.randn(2, 4, 96, 96, device="cuda", dtype=torch.bfloat16)
+    if kind == "bool":
+        mask = mask > -1
+    elif kind == "padding":
+        mask = (torch.arange(96, device="cuda") < torch.tensor([[96], [50]], device="cuda"))[:, None, None]
+    elif kind == "float with a gradient":
+        mask.requires_grad_()
+    beside_math(leaves, {MASKED: 1, MASKED_BACKWARD: 1}, attn_mask=mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+def test_gpu_causal_with_lengths_that_differ() -> None:
+    q, k, v = gpu(2, 4, 96, 64)
+    longer = gpu(2, 4, 160, 64)[1:]
+    beside_math([q, *longer], {MASKED: 1, MASKED_BACKWARD: 1}, is_causal=True)
+    beside_math([longer[0], k, v], {MASKED: 1, MASKED_BACKWARD: 1}, is_causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("call", ["dropout", "float32", "head_dim 320"])
+def test_gpu_what_is_not_served_runs_as_before(call: str) -> None:
+    dtype = torch.float32 if call == "float32" else torch.half
+    leaves = gpu(1, 2, 64, 320 if "320" in call else 64, dtype=dtype)
+    options = {"dropout_p": 0.5} if call == "dropout" else {}
+    torch.manual_seed(0)
+    expected = F.scaled_dot_product_attention(*leaves, **options)
+    with flash_ext.enable_sdpa():
+        before = sdpa_counts()
+        torch.manual_seed(0)
+        got = F.scaled_dot_product_attention(*leaves, **options)
+        got.sum().backward()
+        assert all(sdpa_counts()[name][0] == before[name][0] for name in before)
+    assert got.shape == expected.shape and got.isfinite().all()
+    if call != "dropout":
+        close(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+def test_gpu_order_of_the_selector_is_restored() -> None:
+    q, k, v = gpu(1, 1, 16, 64)
+    F.scaled_dot_product_attention(q, k, v)  # installs torch's order
+    for order in (torch._C._get_sdp_priority_order(), [0, 1, 2, 3, 4]):
+        torch._C._set_sdp_priority_order(order)
+        with flash_ext.enable_sdpa():
+            assert torch._C._get_sdp_priority_order()[:2] == [1, 2]
+        assert torch._C._get_sdp_priority_order() == order
+        before = F.scaled_dot_product_attention(q, k, v)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+def test_gpu_grouped_heads() -> None:
+    q = torch.randn(2, 8, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(2, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    beside_math([q, k, v], {SDPA: 1, SDPA_BACKWARD: 1}, enable_gqa=True, is_causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+def test_gpu_varlen_attn() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, k, v = (t.detach().flatten(0, 1).requires_grad_() for t in gpu(1, 150, 4, 64))
+    bounds = torch.tensor([0, 50, 150], dtype=torch.int32, device="cuda")
+    with flash_ext.enable_sdpa(), counted(**{FLASH: 1, FLASH_BACKWARD: 1}):
+        out = varlen.varlen_attn(q, k, v, bounds, bounds, 100, 100)
+        out.sum().backward()
+    expected = flash_ext.attention_varlen(q, k, v, bounds, bounds)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+def test_gpu_jagged_nested_tensors() -> None:
+    rows = [torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (30, 64)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    before = sdpa_counts()[FLASH][0]
+    with flash_ext.enable_sdpa():
+        out = F.scaled_dot_product_attention(nested, nested, nested)
+    assert sdpa_counts()[FLASH][0] == before + 1
+    for got, own in zip(out.transpose(1, 2).unbind(), rows):
+        close(got, flash_ext.attention(own[None], own[None], own[None])[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gpu_compiled(backend: str, masked: bool) -> None:
+    if backend == "inductor":
+        pytest.importorskip("triton")
+    leaves = gpu(2, 4, 96, 64)
+    options = {"attn_mask": torch.randn(96, 96, device="cuda", dtype=torch.bfloat16)} if masked else {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 1.5, k, v, **options).sin()
+
+    with flash_ext.enable_sdpa():
+        expected = call(*leaves)
+        wanted = torch.autograd.grad(expected.sum(), leaves)
+        before = sdpa_counts()[MASKED if masked else SDPA][0]
+        got = torch.compile(call, fullgraph=True, backend=backend)(*leaves)
+        grads = torch.autograd.grad(got.sum(), leaves)
+        assert sdpa_counts()[MASKED if masked else SDPA][0] == before + 1
+    close(got, expected)
+    for a, b in zip(grads, wanted):
+        close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untouched")
+def test_gpu_graph_capture() -> None:
+    q, k, v = (t.detach() for t in gpu(2, 4, 96, 64))
+    with flash_ext.enable_sdpa(), counted(**{SDPA: 2}):
+        F.scaled_dot_product_attention(q, k, v)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = F.scaled_dot_product_attention(q, k, v)
+    q.normal_()
+    graph.replay()
+    close(out, F.scaled_dot_product_attention(q, k, v))

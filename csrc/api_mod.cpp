@@ -180,9 +180,9 @@ Prepared prepare(const Problem& p, const ModifierArguments& a, void* stream) {
   if (a.document_k.has_value()) m.document_k = prepare_labels(made, *a.document_k);
   if (a.hidden_rows.has_value()) m.hidden_rows = prepare_intervals(made, *a.hidden_rows);
   if (a.hidden_keys.has_value()) m.hidden_keys = prepare_intervals(made, *a.hidden_keys);
-  if (a.dropout_p > 0) {
+  m.drop_below = static_cast<uint32_t>(std::nearbyint(a.dropout_p * 65536));
+  if (m.drop_below > 0) {
     m.rng = a.rng->const_data_ptr<int64_t>();
-    m.drop_below = static_cast<uint32_t>(std::nearbyint(a.dropout_p * 65536));
     m.keep_scale = m.drop_below >= 65536 ? 0.f : 65536.f / static_cast<float>(65536 - m.drop_below);
   }
   const bool shares_bias = a.bias.has_value() && a.bias->size(0) == 1 && a.bias->size(2) > 1;

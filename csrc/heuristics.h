@@ -40,7 +40,9 @@ struct FwdTile {
   int warps;
   int stages;  // K/V buffers
   int ctas_per_sm;
+  int keys_at_a_time = 0;  // whose scores a warp holds; 0: all of the tile
 
+  constexpr int part_n() const { return keys_at_a_time > 0 ? keys_at_a_time : block_n; }
   constexpr int threads() const { return warps * 32; }
   constexpr int m_blocks() const { return block_m / (16 * warps); }
   constexpr int smem_bytes(int d) const { return 2 * d * (block_m + 2 * stages * block_n); }
@@ -60,13 +62,13 @@ constexpr FwdTile fwd_tile_sm80(int d, SmemClass c) {
   }
 }
 
-// With modifiers: the same tiles but for 32 keys where the output leaves too few registers for 64.
+// With modifiers: scores of 32 rows and 64 keys would leave too few registers for what is added to them.
 constexpr FwdTile fwd_mod_tile_sm80(int d, SmemClass c) {
   const bool large = c == SmemClass::kLarge;
   switch (d) {
-    case 64: return {128, 64, 4, 2, 2};
-    case 96:
-    case 128: return {128, 32, 4, 2, 2};
+    case 64: return {128, 64, 4, 2, 2, 32};
+    case 96: return {128, large ? 64 : 32, 4, 2, 2, 32};
+    case 128: return {128, large ? 64 : 32, 4, 2, 2, 32};
     case 256: return large ? FwdTile{64, 32, 4, 2, 2} : FwdTile{64, 32, 4, 1, 1};
     default: return fwd_tile_sm80(d, c);
   }

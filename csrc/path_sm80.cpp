@@ -83,7 +83,7 @@ LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const FwdTile t = fwd_mod_tile_sm80(size, class_of(d));
   return plan_of("fwd_mod", p, d, t,
-                 bias_stage_bytes(t.warps, 16 * t.m_blocks(), t.block_n, t.smem_bytes(size), smem_limit(class_of(d))));
+                 bias_stage_bytes(t.warps, 16 * t.m_blocks(), t.part_n(), t.smem_bytes(size), smem_limit(class_of(d))));
 }
 
 // The deterministic mode runs the same kernel without its dQ, then bwd_q.

@@ -329,7 +329,7 @@ int main() {
                   16 * f.m_blocks(), f.ctas_per_sm, f.smem_bytes(d));
       const FwdTile m = fwd_mod_tile_sm80(d, c);
       const int fwd_bias =
-          bias_stage_bytes(m.warps, 16 * m.m_blocks(), m.block_n, m.smem_bytes(d), smem_limit(c));
+          bias_stage_bytes(m.warps, 16 * m.m_blocks(), m.part_n(), m.smem_bytes(d), smem_limit(c));
       std::printf("fwd_mod|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, m.block_m, m.block_n, m.stages, m.warps,
                   16 * m.m_blocks(), m.ctas_per_sm, fwd_bias, m.smem_bytes(d) + fwd_bias);
       put_bwd("bwd", d, name, bwd_tile_sm80(d, c));

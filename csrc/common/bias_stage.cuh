@@ -14,28 +14,37 @@ struct BiasStage {
   __device__ static void load(uint32_t stage, const Scores& s, int row0, int col0) {
     const BiasView& x = s.m.bias;
     constexpr int kChunks = kCols / 8, kStep = 32 / kChunks;
-    const int lane = ptx::fresh_thread_idx() % 32, chunk = lane % kChunks, first = lane / kChunks;
+    const int lane = ptx::fresh_lane(), chunk = lane % kChunks, first = lane / kChunks;
+    const int row = row0 + first, col = col0 + chunk * 8;
+    const int last_row = min(x.rows, s.seat.seqlen_q), last_col = min(x.cols, s.seat.seqlen_k);
     const uint16_t* base = static_cast<const uint16_t*>(x.ptr) + s.seat.b * x.batch_stride + s.h * x.head_stride;
-    const int col = col0 + chunk * 8;
-    const int bytes = min(16, max(0, 2 * (min(x.cols, s.seat.seqlen_k) - col)));
-    const int last_row = min(x.rows, s.seat.seqlen_q);
+    const uint16_t* from = base + row * x.row_stride + col;
+    const uint32_t to = stage + first * kPitch + chunk * 16;
+    if (row0 + kRows <= last_row && col0 + kCols <= last_col) {
 #pragma unroll
-    for (int i = 0; i < kRows / kStep; ++i) {
-      const int row = row0 + first + i * kStep;
-      const bool in = bytes > 0 && row < last_row;
-      ptx::cp_async_16(stage + (first + i * kStep) * kPitch + chunk * 16, in ? base + row * x.row_stride + col : base,
-                       in ? bytes : 0);
+      for (int i = 0; i < kRows / kStep; ++i) {
+        ptx::cp_async_16(to + i * kStep * kPitch, from, 16);
+        from += kStep * x.row_stride;
+      }
+    } else {
+      const int bytes = min(16, max(0, 2 * (last_col - col)));
+#pragma unroll
+      for (int i = 0; i < kRows / kStep; ++i) {
+        const bool in = bytes > 0 && row + i * kStep < last_row;
+        ptx::cp_async_16(to + i * kStep * kPitch, in ? from : base, in ? bytes : 0);
+        from += kStep * x.row_stride;
+      }
     }
   }
 
-  // acc += bias, for accumulators of S or (kT) of S^T.
+  // acc = acc * scale + bias, for accumulators of S or (kT) of S^T.
   template <typename E, bool kT, int kA, int kN>
-  __device__ static void add(float (&acc)[kA][kN][4], uint32_t stage) {
-    const int lane = ptx::fresh_thread_idx() % 32;
-    const auto add_pair = [](float& lo, float& hi, uint32_t pair) {
-      const uint16_t bits[2] = {static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16)};
-      lo += Scores::clamped_bias(ptx::to_float<E>(*reinterpret_cast<const E*>(&bits[0])));
-      hi += Scores::clamped_bias(ptx::to_float<E>(*reinterpret_cast<const E*>(&bits[1])));
+  __device__ static void add(float (&acc)[kA][kN][4], float scale, uint32_t stage) {
+    const int lane = ptx::fresh_lane();
+    const auto add_pair = [scale](float& lo, float& hi, uint32_t pair) {
+      const float2 bias = ptx::unpack2<E>(pair);
+      lo = fmaf(lo, scale, bias.x);
+      hi = fmaf(hi, scale, bias.y);
     };
 #pragma unroll
     for (int a = 0; a < kA; ++a) {
@@ -60,10 +69,10 @@ struct BiasStage {
 
 // Where shared memory has no room for one.
 struct NoBiasStage {
-  static constexpr int kBytes = 0;
+  static constexpr int kBytes = 0, kPitch = 0;
   __device__ static void load(uint32_t, const Scores&, int, int) {}
   template <typename E, bool kT, int kA, int kN>
-  __device__ static void add(float (&)[kA][kN][4], uint32_t) {}
+  __device__ static void add(float (&)[kA][kN][4], float, uint32_t) {}
 };
 
 }  // namespace flash_ext

@@ -5,8 +5,8 @@
 //   out = (softmax(s) * keep) v
 //
 // Where nothing is added to the scaled products, scores stay raw products, as in the plain kernels; else they are in
-// natural units. Finite biases count as no less than kLowestBias, so that times log2(e) they stay finite: a mask made
-// of finfo.min then means what it says, a softmax over equals where a row holds nothing else.
+// natural units. A mask made of finfo.min means what it says, a softmax over equals where a row holds nothing else; times
+// log2(e) such scores are no longer finite, so rows whose maximum is below kLowMaximum subtract it first.
 //
 // Every function works on accumulators of S (queries along the 16 rows of a block, kT = false) and of S^T
 // (keys along them, kT = true). In both a thread holds the rows lane / 4 and lane / 4 + 8 of a block ("few")
@@ -16,12 +16,11 @@
 #include "../modifiers.h"
 #include "../ptx/sm80.cuh"
 #include "attn_mod.cuh"
-#include "philox.cuh"
 #include "seqlen.cuh"
 
 namespace flash_ext {
 
-inline constexpr float kLowestBias = -2.3e38f;
+inline constexpr float kLowMaximum = -1e30f;
 
 // Stands in for the modifiers of a kernel that has none.
 struct NoModifiers {};
@@ -222,11 +221,12 @@ struct Scores {
 
   // ---- scores ----------------------------------------------------------------------------------
 
-  // tanh(x) to 2e-7, which a cap multiplies.
-  __device__ static float tanh_of(float x) {
-    return fmaf(-2.f, ptx::reciprocal(1.f + ptx::ex2(x * (2.f * kLog2e))), 1.f);
+  // cap * tanh(factor x) to 2e-7 of the cap, from factor_log2 = 2 log2(e) factor.
+  __device__ static float capped(float x, float factor_log2, float cap) {
+    return fmaf(-2.f * cap, ptx::reciprocal(1.f + ptx::ex2(x * factor_log2)), cap);
   }
-  // The same with a series where the difference would cancel, for caps so large that it would show.
+  __device__ static float tanh_of(float x) { return capped(x, 2.f * kLog2e, 1.f); }
+  // tanh with a series where the difference would cancel, for caps so large that it would show.
   __device__ static float fine_tanh_of(float x) {
     const float series = x * fmaf(x * x, fmaf(x * x, fmaf(x * x, -17.f / 315.f, 2.f / 15.f), -1.f / 3.f), 1.f);
     return fabsf(x) < 0.2f ? series : tanh_of(x);
@@ -234,7 +234,7 @@ struct Scores {
 
   template <bool kT, int kA, int kN, typename F>
   __device__ static void for_each(float (&acc)[kA][kN][4], int row0, int col0, const F& f) {
-    const int lane = ptx::fresh_thread_idx() % 32;
+    const int lane = ptx::fresh_lane();
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -256,7 +256,7 @@ struct Scores {
   template <bool kT, int kA, int kN, typename OfRow, typename OfKey, typename Hides>
   __device__ static void hide_if(float (&acc)[kA][kN][4], int row0, int col0, const OfRow& of_row, const OfKey& of_key,
                                  const Hides& hides) {
-    const int lane = ptx::fresh_thread_idx() % 32;
+    const int lane = ptx::fresh_lane();
     const auto walk = [&](int few0, int many0, const auto& of_few, const auto& of_many, const auto& hides_pair) {
       decltype(of_few(0)) few[2 * kA];
 #pragma unroll
@@ -289,37 +289,82 @@ struct Scores {
   // `stage` is this warp's staged bias, where the call has one.
   template <typename E, bool kT, typename Stage, int kA, int kN, typename PutSlope>
   __device__ void modify(float (&acc)[kA][kN][4], int row0, int col0, uint32_t stage, const PutSlope& put_slope) const {
-    if (!m.is_natural) {
-      if (p.score_factor != 1.f) scale_all(acc, p.score_factor);
-      return;
-    }
-    if (m.softcap > 0.f) {
-      // The choice lies outside the loops: inside, every element would pay for both.
-      if (m.softcap > kFineSoftcap) {
-        cap(acc, fine_tanh_of, put_slope);
-      } else {
-        cap(acc, tanh_of, put_slope);
-      }
-    } else {
-      scale_all(acc, p.softmax_scale);
-    }
-    if (m.slopes != nullptr) {
-      const float weight = m.slopes[seat.b * m.slopes_batch_stride + h];
-      for_each<kT>(acc, row0 + shift(), col0, [&](float& s, int centre, int col) {
-        s = fmaf(-weight, fabsf(static_cast<float>(centre - col)), s);
-      });
-    }
-    if (m.bias.ptr == nullptr) return;
-    if (Stage::kBytes > 0 && m.bias.staged) {
-      Stage::template add<E, kT>(acc, stage);
-    } else {
-      add_bias<E, kT>(acc, row0, col0);
+    if (m.is_natural) [[unlikely]] {
+      modify_natural<E, kT, Stage>(acc, row0, col0, stage, put_slope);
+    } else if (p.score_factor != 1.f) [[unlikely]] {
+      scale_all(acc, p.score_factor);
     }
   }
 
-  template <int kA, int kN, typename Tanh, typename PutSlope>
-  __device__ void cap(float (&acc)[kA][kN][4], const Tanh& tanh, const PutSlope& put_slope) const {
-    const float factor = p.softmax_scale * m.inv_softcap;
+  template <typename E, bool kT, typename Stage, int kA, int kN, typename PutSlope>
+  __device__ __forceinline__ void modify_natural(float (&acc)[kA][kN][4], int row0, int col0, uint32_t stage,
+                                                 const PutSlope& put_slope) const {
+    if (m.softcap > 0.f) {
+      // The choice lies outside the loops: inside, every element would pay for both.
+      const float factor = p.softmax_scale * m.inv_softcap;
+      if (m.softcap > kFineSoftcap) {
+        cap(acc, [&](float x) { return m.softcap * fine_tanh_of(x * factor); }, put_slope);
+      } else {
+        cap(acc, [&](float x) { return capped(x, 2.f * kLog2e * factor, m.softcap); }, put_slope);
+      }
+    }
+    // What is added takes the scale along, as the factor of its fma.
+    float scale = m.softcap > 0.f ? 1.f : p.softmax_scale;
+    if (m.slopes != nullptr) {
+      add_slopes<kT>(acc, row0, col0, scale);
+      scale = 1.f;
+    }
+    if (m.bias.ptr == nullptr) return;
+    if (Stage::kBytes > 0 && m.bias.staged) {
+      Stage::template add<E, kT>(acc, scale, stage);
+    } else {
+      add_bias<E, kT>(acc, row0, col0, scale);
+    }
+  }
+
+  // acc = acc * scale - slope * |row + shift - key|. Away from the diagonal the distance is linear in both: two fma.
+  // Distances are formed from the difference of this thread's first positions, which is small where they are.
+  template <bool kT, int kA, int kN>
+  __device__ void add_slopes(float (&acc)[kA][kN][4], int row0, int col0, float scale) const {
+    const int lane = ptx::fresh_lane();
+    const float weight = m.slopes[seat.b * m.slopes_batch_stride + h];
+    constexpr int kRows = kT ? 8 * kN : 16 * kA, kCols = kT ? 16 * kA : 8 * kN;
+    const int centre0 = row0 + shift();
+    constexpr float kStep = kT ? 1.f : -1.f;  // of the distance, per position along the many side
+    const auto add = [&](const auto& penalised) {
+#pragma unroll
+      for (int a = 0; a < kA; ++a) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int few = a * 16 + half * 8 + lane / 4, many = 2 * (lane % 4);
+          const float first = static_cast<float>(centre0 - col0 + (kT ? many - few : few - many));
+          const auto score = penalised(first);
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              float& s = acc[a][n][half * 2 + c];
+              s = score(s, kStep * static_cast<float>(8 * n + c));
+            }
+          }
+        }
+      }
+    };
+    const bool before = col0 + kCols - 1 <= centre0, after = centre0 + kRows - 1 <= col0;
+    if (before || after) {
+      const float sloped = before ? -weight : weight;
+      add([&](float first) {
+        return [=, base = sloped * first](float s, float step) { return fmaf(s, scale, fmaf(sloped, step, base)); };
+      });
+    } else {
+      add([&](float first) {
+        return [=](float s, float step) { return fmaf(-weight, fabsf(first + step), s * scale); };
+      });
+    }
+  }
+
+  template <int kA, int kN, typename Capped, typename PutSlope>
+  __device__ void cap(float (&acc)[kA][kN][4], const Capped& capped_score, const PutSlope& put_slope) const {
 #pragma unroll
     for (int a = 0; a < kA; ++a) {
 #pragma unroll
@@ -327,8 +372,8 @@ struct Scores {
         float slope[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float t = tanh(acc[a][n][i] * factor);
-          acc[a][n][i] = m.softcap * t;
+          acc[a][n][i] = capped_score(acc[a][n][i]);
+          const float t = acc[a][n][i] * m.inv_softcap;
           slope[i] = fmaf(-t, t, 1.f);
         }
         put_slope(a, n, slope);
@@ -348,23 +393,52 @@ struct Scores {
     }
   }
 
-  __device__ static float clamped_bias(float x) { return fmaxf(x, x == -INFINITY ? x : kLowestBias); }
-
-  // Any strides, fp32 or the dtype of q, element by element.
+  // acc = acc * scale + bias, for a bias of any strides, fp32 or the dtype of q.
   template <typename E, bool kT, int kA, int kN>
-  __device__ void add_bias(float (&acc)[kA][kN][4], int row0, int col0) const {
+  __device__ void add_bias(float (&acc)[kA][kN][4], int row0, int col0, float scale) const {
     const BiasView& x = m.bias;
+    const int lane = ptx::fresh_lane(), size = x.is_float ? 4 : 2;
     const int last_row = min(x.rows, seat.seqlen_q), last_col = min(x.cols, seat.seqlen_k);
-    const char* base = static_cast<const char*>(x.ptr) +
-                       (seat.b * x.batch_stride + h * x.head_stride) * (x.is_float ? 4 : 2);
-    for_each<kT>(acc, row0, col0, [&](float& s, int row, int col) {
-      float bias = 0.f;
-      if (row < last_row && col < last_col) {
-        const int64_t at = row * x.row_stride + col * x.col_stride;
-        bias = x.is_float ? ptx::load_late<float>(base + 4 * at) : ptx::to_float<E>(ptx::load_late<E>(base + 2 * at));
+    const int few0 = (kT ? col0 : row0) + lane / 4, many0 = (kT ? row0 : col0) + 2 * (lane % 4);
+    const int last_few = kT ? last_col : last_row, last_many = kT ? last_row : last_col;
+    const int64_t few_bytes = (kT ? x.col_stride : x.row_stride) * size;
+    const int64_t many_bytes = (kT ? x.row_stride : x.col_stride) * size;
+    const char* base = static_cast<const char*>(x.ptr) + (seat.b * x.batch_stride + h * x.head_stride) * size +
+                       few0 * few_bytes + many0 * many_bytes;
+    // Pairs of fp32 side by side inside the bias: one load each, at constant distances.
+    const bool whole = (kT ? col0 + 16 * kA : row0 + 16 * kA) <= last_few && (kT ? row0 : col0) + 8 * kN <= last_many;
+    const bool pairs = whole && x.is_float && many_bytes == 4 && reinterpret_cast<uintptr_t>(base) % 8 == 0;
+    if (__all_sync(0xffffffffu, pairs)) {
+#pragma unroll
+      for (int r = 0; r < 2 * kA; ++r) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          const float2 pair = ptx::load_late<float2>(base + r * 8 * few_bytes + n * 32);
+          float(&s)[4] = acc[r / 2][n];
+          s[r % 2 * 2] = fmaf(s[r % 2 * 2], scale, pair.x);
+          s[r % 2 * 2 + 1] = fmaf(s[r % 2 * 2 + 1], scale, pair.y);
+        }
       }
-      s += clamped_bias(bias);
-    });
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2 * kA; ++r) {
+      const bool in = few0 + r * 8 < last_few;
+      const char* at = base + r * 8 * few_bytes;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float bias = 0.f;
+          if (in && many0 + 8 * n + c < last_many) {
+            bias = x.is_float ? ptx::load_late<float>(at) : ptx::to_float<E>(ptx::load_late<E>(at));
+          }
+          at += c == 0 ? many_bytes : 7 * many_bytes;
+          float& s = acc[r / 2][n][r % 2 * 2 + c];
+          s = fmaf(s, scale, bias);
+        }
+      }
+    }
   }
 
   // The lowest n bits, n in [0, 32].
@@ -374,29 +448,42 @@ struct Scores {
     return low_bits(hi) & ~low_bits(lo);
   }
 
+  // The words of a bit mask that a warp needs for its part of a tile, one a lane: rows [row0, row0 + kRows) and keys
+  // [col0, col0 + kCols), of which S^T has one word. Asked for before the products, and handed out by hide().
+  template <bool kT, int kRows, int kCols>
+  __device__ uint32_t fetch_mask(int row0, int col0, TileTests tests) const {
+    constexpr int kWords = mask_words<kT>(kCols);
+    static_assert(kRows * kWords <= 32 && (!kT || kCols <= 32));
+    if (m.mask.words == nullptr || !(tests & kTestRows)) return 0;
+    const int lane = ptx::fresh_lane(), row = row0 + lane / kWords, w = col0 / 32 + lane % kWords;
+    if (lane >= kRows * kWords || row >= min(m.mask.rows, seat.seqlen_q) || w >= m.mask.num_words) return 0;
+    return m.mask.words[seat.b * m.mask.batch_stride + h * m.mask.head_stride + row * m.mask.row_stride +
+                        w * m.mask.word_stride];
+  }
+  template <bool kT>
+  __host__ __device__ static constexpr int mask_words(int cols) {
+    return kT ? 1 : cols / 32;
+  }
+
   // Which of the keys [col0, col0 + 32) each row of this thread sees by what is known from the rows' side; col0 is a
-  // multiple of 32. All words are asked for before one is used: one after the other they cost a trip to memory each.
-  template <int kRows, typename RowOf>
-  __device__ void row_bits(uint32_t (&bits)[kRows], const RowOf& row_of, int col0, TileTests tests) const {
+  // multiple of 32. lane_of(r) has fetched the mask's word of row r.
+  template <int kRows, typename RowOf, typename LaneOf>
+  __device__ void row_bits(uint32_t (&bits)[kRows], const RowOf& row_of, const LaneOf& lane_of, int col0,
+                           TileTests tests, uint32_t mask_word) const {
+    const bool has_mask = (tests & kTestRows) && m.mask.words != nullptr;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      bits[r] = ~0u;
-      if (tests & kTestInterval) {
+      const uint32_t word = __shfl_sync(0xffffffffu, mask_word, lane_of(r));
+      bits[r] = has_mask ? word : ~0u;
+    }
+    if (tests & kTestInterval) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
         const RowKeys keys = row_keys(row_of(r));
-        bits[r] = bits_between(keys.begin, keys.end, col0) | bits_between(0, keys.always, col0);
+        bits[r] &= bits_between(keys.begin, keys.end, col0) | bits_between(0, keys.always, col0);
       }
     }
     if (!(tests & kTestRows)) return;
-    if (m.mask.words != nullptr) {
-      const int last = min(m.mask.rows, seat.seqlen_q) - 1, w = col0 / 32;
-      const uint32_t* at = m.mask.words + seat.b * m.mask.batch_stride + h * m.mask.head_stride +
-                           min(w, m.mask.num_words - 1) * m.mask.word_stride;
-      uint32_t words[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) words[r] = at[min(row_of(r), last) * m.mask.row_stride];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) bits[r] &= row_of(r) < m.mask.rows && w < m.mask.num_words ? words[r] : 0;
-    }
     if (m.blocks.words != nullptr) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -417,15 +504,16 @@ struct Scores {
     }
   }
 
-  // -inf for every key a row does not see, by the tests that visit() named.
+  // -inf for every key a row does not see, by the tests that visit() named and the words that fetch_mask() fetched.
   template <bool kT, int kA, int kN>
-  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0, TileTests tests) const {
-    const int lane = ptx::fresh_thread_idx() % 32;
+  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0, TileTests tests, uint32_t mask_word) const {
+    const int lane = ptx::fresh_lane();
     if (tests & (kTestInterval | kTestRows)) {
       if constexpr (kT) {
         static_assert(kA <= 2);  // the keys of a warp lie in one word
         uint32_t bits[2 * kN];
-        row_bits(bits, [&](int i) { return row0 + i / 2 * 8 + 2 * (lane % 4) + i % 2; }, col0 & ~31, tests);
+        const auto place = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
+        row_bits(bits, [&](int i) { return row0 + place(i); }, place, col0 & ~31, tests, mask_word);
 #pragma unroll
         for (int i = 0; i < 2 * kN; ++i) {
           const uint32_t mine = bits[i] >> (col0 % 32 + lane / 4);
@@ -438,7 +526,9 @@ struct Scores {
 #pragma unroll
         for (int n4 = 0; n4 < kN / 4; ++n4) {
           uint32_t bits[2 * kA];
-          row_bits(bits, [&](int r) { return row0 + r / 2 * 16 + r % 2 * 8 + lane / 4; }, col0 + 32 * n4, tests);
+          const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
+          row_bits(bits, [&](int r) { return row0 + place(r); },
+                   [&](int r) { return place(r) * mask_words<false>(8 * kN) + n4; }, col0 + 32 * n4, tests, mask_word);
 #pragma unroll
           for (int r = 0; r < 2 * kA; ++r) {
             const uint32_t mine = bits[r] >> (2 * (lane % 4));
@@ -482,64 +572,6 @@ struct Scores {
 
   __device__ static int2 interval(const HiddenIntervals& x, int64_t base, int64_t position, int k) {
     return *reinterpret_cast<const int2*>(x.bounds + base + (position * x.count + k) * 2);
-  }
-
-  // ---- dropout ---------------------------------------------------------------------------------
-
-  // Marks dropped weights by their sign (kSign), or makes them 0. The draws depend on seed, offset, sequence,
-  // head, row and key only. One Philox block serves the rows r, r + 8 and the keys c, c + 8, c + 16, c + 24:
-  // the largest set that a thread owns both in S and in S^T.
-  template <bool kT, bool kSign, int kA, int kN>
-  __device__ void drop(float (&acc)[kA][kN][4], int row0, int col0) const {
-    const int lane = ptx::fresh_thread_idx() % 32;
-    const int64_t seed = m.rng[0], offset = m.rng[1];
-    const uint4 head = philox(make_uint4(static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32),
-                                         static_cast<uint32_t>(seat.b), static_cast<uint32_t>(h)),
-                              make_uint2(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)));
-    const uint2 key = make_uint2(head.x, head.y);
-    const auto mark = [&](float& weight, uint32_t draw) {
-      if (draw < m.drop_below) weight = kSign ? -weight : 0.f;
-    };
-    if constexpr (kT) {
-      static_assert(kA <= 2 && kN % 2 == 0);
-      const uint32_t col_id = static_cast<uint32_t>(col0 / 32 * 8 + lane / 4);
-      const int first_quarter = col0 % 32 / 8;
-#pragma unroll
-      for (int n2 = 0; n2 < kN / 2; ++n2) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + n2) * 8 + 2 * (lane % 4) + c);
-          const uint4 draws = philox(make_uint4(row_id, col_id, head.z, head.w), key);
-          const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
-#pragma unroll
-          for (int r = 0; r < 2 * kA; ++r) {
-            const uint32_t draw = kA == 2 ? words[r] : (first_quarter == 0 ? words[r] : words[r + 2]);
-            mark(acc[r / 2][2 * n2][r % 2 * 2 + c], draw & 0xffffu);
-            mark(acc[r / 2][2 * n2 + 1][r % 2 * 2 + c], draw >> 16);
-          }
-        }
-      }
-    } else {
-      static_assert(kN % 4 == 0);
-#pragma unroll
-      for (int a = 0; a < kA; ++a) {
-#pragma unroll
-        for (int n4 = 0; n4 < kN / 4; ++n4) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + a) * 8 + lane / 4);
-            const uint32_t col_id = static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c);
-            const uint4 draws = philox(make_uint4(row_id, col_id, head.z, head.w), key);
-            const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              mark(acc[a][4 * n4 + q][c], words[q] & 0xffffu);
-              mark(acc[a][4 * n4 + q][2 + c], words[q] >> 16);
-            }
-          }
-        }
-      }
-    }
   }
 };
 

@@ -73,13 +73,13 @@ __device__ __forceinline__ uint32_t divide(uint32_t n, const Divisor& d) {
   return static_cast<uint32_t>((static_cast<uint64_t>(n) * d.factor) >> d.shift);
 }
 
-// Decodes blockIdx.x; grid.h tells the order. `sequence`, if given, receives the number of the sequence, which is -1
-// or batch for rows outside every one.
+// Decodes a number in [0, g.ctas); grid.h tells the order. `sequence`, if given, receives the number of the sequence,
+// which is -1 or batch for rows outside every one.
 template <int kBlock, bool kTilesAreQueries, bool kDescending>
-__device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g, int* sequence = nullptr) {
+__device__ __forceinline__ Work decode_index(uint32_t index, const Problem& p, const Grid& g, int* sequence) {
   const bool packed = p.cu_seqlens_q != nullptr;
-  const uint32_t group = divide(blockIdx.x, g.group_tiles);
-  const uint32_t rest = blockIdx.x - group * g.group_tiles.divisor;
+  const uint32_t group = divide(index, g.group_tiles);
+  const uint32_t rest = index - group * g.group_tiles.divisor;
   const uint32_t first_head = group * g.heads_in_group.divisor;
   // Only the last group may be smaller.
   const uint32_t in_group = min(g.heads_in_group.divisor, g.head_slots - first_head);
@@ -114,6 +114,12 @@ __device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g, int
     if (sequence != nullptr) *sequence = w.b;
   }
   return w;
+}
+
+// What a CTA of a grid of g.ctas works on.
+template <int kBlock, bool kTilesAreQueries, bool kDescending>
+__device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g, int* sequence = nullptr) {
+  return decode_index<kBlock, kTilesAreQueries, kDescending>(blockIdx.x, p, g, sequence);
 }
 
 // First element of a row of a head; `row` counts from the batch entry's first row.

@@ -47,17 +47,16 @@ struct SoftmaxState {
     return true;
   }
 
-  // What to subtract from scale_log2 * s; 0 for a row that has seen nothing, whose scores are all -inf.
-  __device__ float offset(int r, float scale_log2) const {
-    return row_max[r] == -INFINITY ? 0.f : row_max[r] * scale_log2;
-  }
+  // What to subtract from s, and from scale_log2 * s; 0 for a row that has seen nothing, whose scores are all -inf.
+  __device__ float shift(int r) const { return row_max[r] == -INFINITY ? 0.f : row_max[r]; }
+  __device__ float offset(int r, float scale_log2) const { return shift(r) * scale_log2; }
 
   // Completes the sum over the quad; returns the factor for the output and the natural-log lse.
   __device__ float finish(int r, float scale_log2, float& lse) {
     row_sum[r] += __shfl_xor_sync(0xffffffffu, row_sum[r], 1);
     row_sum[r] += __shfl_xor_sync(0xffffffffu, row_sum[r], 2);
     const bool empty = row_max[r] == -INFINITY && row_sum[r] == 0.f;
-    lse = empty ? -INFINITY : offset(r, scale_log2) * kLn2 + logf(row_sum[r]);
+    lse = empty ? -INFINITY : shift(r) * (scale_log2 * kLn2) + logf(row_sum[r]);
     return empty ? 0.f : 1.f / row_sum[r];
   }
 };

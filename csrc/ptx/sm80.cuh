@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_ext::ptx {
 
@@ -17,6 +18,14 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
 __device__ __forceinline__ int fresh_thread_idx() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(x));
+  return x;
+}
+
+// The same for the lane, in one instruction.
+__device__ __forceinline__ int fresh_lane() {
+  int x;
+  asm volatile("mov.u32 %0, %%laneid;\n" : "=r"(x));
+  __builtin_assume(x >= 0 && x < 32);
   return x;
 }
 
@@ -47,9 +56,13 @@ __device__ __forceinline__ float reciprocal(float x) {
 // A global load that stays where it is written: dozens of them hoisted together would spill.
 template <typename X>
 __device__ __forceinline__ X load_late(const void* address) {
-  static_assert(sizeof(X) == 2 || sizeof(X) == 4);
+  static_assert(sizeof(X) == 2 || sizeof(X) == 4 || sizeof(X) == 8);
   X x;
-  if constexpr (sizeof(X) == 4) {
+  if constexpr (sizeof(X) == 8) {
+    uint64_t bits;
+    asm volatile("ld.global.b64 %0, [%1];\n" : "=l"(bits) : "l"(address) : "memory");
+    x = *reinterpret_cast<const X*>(&bits);
+  } else if constexpr (sizeof(X) == 4) {
     uint32_t bits;
     asm volatile("ld.global.b32 %0, [%1];\n" : "=r"(bits) : "l"(address) : "memory");
     x = *reinterpret_cast<const X*>(&bits);
@@ -147,6 +160,16 @@ __device__ __forceinline__ float to_float<__half>(__half x) {
 template <>
 __device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 x) {
   return __bfloat162float(x);
+}
+
+// Both halves of a word, the lower first.
+template <typename E>
+__device__ __forceinline__ float2 unpack2(uint32_t pair) {
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
 }
 
 // Named barriers: `threads` is the number of threads that arrive or wait, a multiple of 32.

@@ -46,11 +46,22 @@ __device__ __forceinline__ void load_bias(const BwdParams& p, const Modifiers& m
   ptx::cp_async_commit();
 }
 
+// Brings this warp's keys of dropout to a head of the group.
+__device__ __forceinline__ void renew_drop_keys(const Modifiers& m, BwdModWork& work, int head, int key_warp) {
+  if (m.rng == nullptr || work.drop_head[key_warp] == head) return;
+  __syncwarp();
+  if (ptx::fresh_lane() == 0) {
+    work.drop_keys[key_warp].make(m, work.seat.b, work.first_head + head);
+    work.drop_head[key_warp] = head;
+  }
+  __syncwarp();
+}
+
 // The whole walk of one warp, with modifiers that of one segment of visits. With pairs acc[0] is dV in the first warp
 // of a pair and dK in the second; without, acc[0] is dV and acc[1] is dK.
 template <typename T, int kAcc>
 __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
-                                             const ModifiersOf<T>& m, const WorkOf<T>& work, uint32_t smem) {
+                                             const ModifiersOf<T>& m, WorkOf<T>& work, uint32_t smem) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM;
   const auto iterations = [&] {
     if constexpr (T::kMods) {
@@ -136,6 +147,7 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
       prefetch();
       step_ds<T>(acc[0], m, smem, stage, it & 1, key_warp, lane);
     } else {
+      if constexpr (T::kMods) renew_drop_keys(m, work, work.visits[it].head, key_warp);
       step_p<T>(acc[0], p, m, work, smem, stage, current(it), key_warp, lane);
       prefetch();
       if constexpr (T::kMods) {
@@ -237,6 +249,7 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
     if constexpr (T::kMods) {
       work.seat = make_seat(p.problem, m, w, b);
       work.first_head = h;
+      for (int& head : work.drop_head) head = -1;
       work.range = Scores{p.problem, m, work.seat, h}.template q_blocks<kBlockM, kBlockN>(w.block);
     } else {
       work.range = AttnMod{p.problem, w.q.length, w.k.length}.template q_blocks<kBlockM, kBlockN>(w.block);

@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     int n, m, h, b, split;  // the tile of the result, and its part of the rows
     Work w;                 // of the sequence at hand
     Seat seat;
+    DropKeys drop_keys;
   } own;
   __shared__ float sums[T::kWarps][kBlockN];
   const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
@@ -107,6 +108,11 @@ __global__ void __launch_bounds__(T::kThreads, 2)
 #pragma unroll 1
     for (int h = g.heads == 1 ? 0 : own.h; h < (g.heads == 1 ? p.problem.num_heads : own.h + 1); ++h) {
       const Scores scores{p.problem, m, own.seat, h};
+      if (m.rng != nullptr) {
+        __syncthreads();
+        if (thread_idx == 0) own.drop_keys.make(m, b, h);
+        __syncthreads();
+      }
 #pragma unroll 1
       for (int m_block = g.sum_rows ? own.split : own.m; g.sum_rows || m_block <= own.m; m_block += g.splits) {
         const int first_row = m_block * kBlockM, rows = w.q.length - first_row;
@@ -124,8 +130,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
                                p.q.aligned};
             const TileSource dout{row_pointer(p.dout, w.b, w.q.start + first_row, h), p.dout.row_stride,
                                   p.problem.head_dim_v, p.dout.aligned};
-            load_tile<kBlockM, D, T::kThreads>(smem_q, q, rows, thread_idx);
-            load_tile<kBlockM, D, T::kThreads>(smem_do, dout, rows, thread_idx);
+            load_tile<kBlockM, D, T::kThreads>(smem_q, q, rows, ptx::fresh_thread_idx());
+            load_tile<kBlockM, D, T::kThreads>(smem_do, dout, rows, ptx::fresh_thread_idx());
             has_q = true;
           }
           const int h_k = h / (p.problem.num_heads / p.problem.num_heads_k);
@@ -133,8 +139,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
                              p.problem.head_dim, p.k.aligned};
           const TileSource v{row_pointer(p.v, w.b, w.k.start + first_key, h_k), p.v.row_stride,
                              p.problem.head_dim_v, p.v.aligned};
-          load_tile<kBlockN, D, T::kThreads>(smem_k, k, keys, thread_idx);
-          load_tile<kBlockN, D, T::kThreads>(smem_v, v, keys, thread_idx);
+          load_tile<kBlockN, D, T::kThreads>(smem_k, k, keys, ptx::fresh_thread_idx());
+          load_tile<kBlockN, D, T::kThreads>(smem_v, v, keys, ptx::fresh_thread_idx());
           if (T::Stage::kBytes > 0 && m.bias.ptr != nullptr && m.bias.staged) {
             T::Stage::load(stage_bias, scores, first_row + warp_row, first_key);
           }
@@ -142,20 +148,21 @@ __global__ void __launch_bounds__(T::kThreads, 2)
           float2 stats[2];  // (lse * log2 e, delta) of this thread's rows
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int r = warp_row + half * 8 + lane / 4;
+            const int r = warp_row + half * 8 + ptx::fresh_lane() / 4;
             const float2* at = reinterpret_cast<const float2*>(p.row_stats) + row_stat_offset(p.problem, w, h) + first_row;
             stats[half] = r < rows ? at[r] : make_float2(INFINITY, 0.f);
           }
+          const int row0 = first_row + warp_row, col0 = first_key;
           ptx::cp_async_wait<0>();
           __syncthreads();
           float acc_s[1][kBlockN / 8][4], acc_dp[1][kBlockN / 8][4];
-          multiply_transposed<E, D, kAhead>(acc_s, T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes,
-                                            T::Tile::by_cols(smem_k, lane));
-          multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, lane) + warp_row * T::Tile::kRowBytes,
-                                            T::Tile::by_cols(smem_v, lane));
-          const int row0 = first_row + warp_row, col0 = first_key;
-          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tests, row0, col0, stage_bias,
-                                      false);
+          multiply_transposed<E, D, kAhead>(acc_s, T::Tile::by_rows(smem_q, ptx::fresh_lane()) + warp_row * T::Tile::kRowBytes,
+                                            T::Tile::by_cols(smem_k, ptx::fresh_lane()));
+          const uint32_t mask_word = scores.template fetch_mask<false, 16, kBlockN>(row0, col0, tests);
+          multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, ptx::fresh_lane()) + warp_row * T::Tile::kRowBytes,
+                                            T::Tile::by_cols(smem_v, ptx::fresh_lane()));
+          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tests, mask_word, row0, col0, stage_bias,
+                                      own.drop_keys, false);
           if (g.is_slope) {
             Scores::for_each<false>(acc_s, row0 + scores.shift(), col0,
                                     [](float& s, int centre, int col) { s *= -fabsf(static_cast<float>(centre - col)); });

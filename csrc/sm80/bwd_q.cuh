@@ -15,6 +15,7 @@
 
 #include "../common/attn_mod.cuh"
 #include "../common/bias_stage.cuh"
+#include "../common/dropout.cuh"
 #include "../common/debug_delay.cuh"
 #include "../common/fragments.cuh"
 #include "../common/seqlen.cuh"
@@ -50,8 +51,9 @@ struct BwdQWork {
 template <typename T>
 __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kBlockN / 8][4],
                                                          float (&acc_dp)[1][T::kBlockN / 8][4], const Scores& scores,
-                                                         const float2 (&stats)[2], TileTests tests, int row0, int col0,
-                                                         uint32_t bias, bool through_softcap) {
+                                                         const float2 (&stats)[2], TileTests tests, uint32_t mask_word,
+                                                         int row0, int col0, uint32_t bias,
+                                                         const DropKeys& drop_keys, bool through_softcap) {
   const Modifiers& m = scores.m;
   float slope[T::kBlockN / 8][4];
   scores.template modify<typename T::Element, false, typename T::Stage>(acc_s, row0, col0, bias,
@@ -59,20 +61,20 @@ __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kB
 #pragma unroll
                                                                           for (int i = 0; i < 4; ++i) slope[nb][i] = x[i];
                                                                         });
-  if (tests != 0) scores.template hide<false>(acc_s, row0, col0, tests);
+  if (tests != 0) scores.template hide<false>(acc_s, row0, col0, tests, mask_word);
 #pragma unroll
   for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc_s[0][nb][i] = ptx::ex2(fmaf(acc_s[0][nb][i], m.unit_log2, -stats[i / 2].x));
   }
-  if (m.rng != nullptr) scores.template drop<false, true>(acc_s, row0, col0);
+  if (m.rng != nullptr) drop<false, true>(acc_s, m, row0, col0, drop_keys);
 #pragma unroll
   for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& s = acc_s[0][nb][i];
-      const float dp = signbit(s) ? 0.f : acc_dp[0][nb][i] * m.keep_scale;
-      s = fabsf(s) * (dp - stats[i / 2].y);
+      const float dp = acc_dp[0][nb][i], delta = stats[i / 2].y;
+      s = fabsf(s) * (signbit(s) ? -delta : fmaf(dp, m.keep_scale, -delta));
       if (through_softcap && m.softcap > 0.f) s *= slope[nb][i];
     }
   }
@@ -82,6 +84,7 @@ struct BwdQModWork : BwdQWork {
   Seat seat;
   BlockRange range;
   Visits visits;
+  DropKeys drop_keys;
 };
 
 template <typename T>
@@ -105,6 +108,7 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
       shared.seat = make_seat(p.problem, m, w, b);
       shared.range = BlockRange{0, 0};
       if (w.active) shared.range = Scores{p.problem, m, shared.seat, w.h}.template kv_blocks<kBlockM, kBlockN>(w.block);
+      shared.drop_keys.make(m, b, w.h);
     }
   }
   debug_delay();
@@ -146,8 +150,8 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
     stats[half] = r < rows ? at[r] : make_float2(INFINITY, 0.f);
   }
 
-  // The products of one tile of keys; `gradients` turns S and dP into dS, in place of S.
-  const auto step = [&](int& stage, int n_block, int next_block, const auto& gradients) {
+  // The products of one tile of keys; `gradients` turns S and dP into dS, in place of S, with what `prepare` asked for.
+  const auto step = [&](int& stage, int next_block, const auto& prepare, const auto& gradients) {
     debug_delay();
     ptx::cp_async_wait<0>();
     __syncthreads();
@@ -161,11 +165,12 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
       }
     }
     float acc_s[1][kBlockN / 8][4], acc_dp[1][kBlockN / 8][4];
+    const auto fetched = prepare();
     multiply_transposed<E, D, kAhead>(acc_s, T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes,
                        T::Tile::by_cols(smem_k + kv_at, lane));
     multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, lane) + warp_row * T::Tile::kRowBytes,
                        T::Tile::by_cols(smem_v + kv_at, lane));
-    gradients(acc_s, acc_dp);
+    gradients(acc_s, acc_dp, fetched);
     multiply_accumulate<E, D, kAhead>(acc_dq, acc_s, T::Tile::by_rows(smem_k + kv_at, lane));
     if constexpr (T::kStages == 1) {
       debug_delay();
@@ -214,14 +219,17 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
       for (int it = 0; it < count; ++it) {
         const VisitedTile tile = shared.visits[it];
         const int next = it + 1 < count ? shared.visits[it + 1].block : -1;
-        step(stage, tile.block, next, [&](auto& acc_s, auto& acc_dp) {
-          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.tests, first_row + warp_row,
-                                      tile.block * kBlockN, stage_bias, true);
-          if (next >= 0) {
-            __syncwarp();
-            load_bias(next);
-          }
-        });
+        const int row0 = first_row + warp_row, col0 = tile.block * kBlockN;
+        step(
+            stage, next, [&] { return scores.template fetch_mask<false, 16, kBlockN>(row0, col0, tile.tests); },
+            [&](auto& acc_s, auto& acc_dp, uint32_t mask_word) {
+              modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.tests, mask_word, row0, col0, stage_bias,
+                                          shared.drop_keys, true);
+              if (next >= 0) {
+                __syncwarp();
+                load_bias(next);
+              }
+            });
       }
       debug_delay();
       __syncthreads();  // everybody has left this segment's list and tiles
@@ -238,7 +246,8 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
     int stage = 0;
 #pragma unroll 1
     for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
-      step(stage, n_block, n_block > range.begin ? n_block - 1 : -1, [&](auto& acc_s, auto& acc_dp) {
+      const auto nothing = [] { return 0; };
+      step(stage, n_block > range.begin ? n_block - 1 : -1, nothing, [&](auto& acc_s, auto& acc_dp, int) {
         const bool partial = mod.template kind<kBlockM, kBlockN>(w.block, n_block) == TileKind::kPartial;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -5,6 +5,7 @@
 
 #include "../common/attn_mod.cuh"
 #include "../common/bias_stage.cuh"
+#include "../common/dropout.cuh"
 #include "../common/debug_delay.cuh"
 #include "../common/fragments.cuh"
 #include "../common/seqlen.cuh"
@@ -138,6 +139,10 @@ struct BwdModWork : BwdWork {
   Seat seat;
   int first_head;  // first of the query heads that read these keys
   Visits visits;
+  // A warp of keys has its own, since it may be a tile ahead of another, and in grouped heads a head.
+  static constexpr int kMaxKeyWarps = 4;
+  DropKeys drop_keys[kMaxKeyWarps];
+  int drop_head[kMaxKeyWarps];  // -1: none yet
 };
 
 template <typename T>
@@ -215,16 +220,18 @@ template <typename T>
 __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], const Scores& scores,
                                                  uint32_t smem, uint32_t smem_q, uint32_t stats, int n_block,
                                                  const VisitedTile& tile, int query0, int key0, uint32_t bias,
-                                                 uint32_t p_slot, int lane) {
+                                                 uint32_t p_slot, const DropKeys& drop_keys, int lane) {
+  const int row0 = tile.block * T::kBlockM + query0, col0 = n_block * T::kBlockN + key0;
+  const uint32_t mask_word =
+      scores.template fetch_mask<true, T::kPartM, 16 * T::kKeyBlocks>(row0, col0, tile.tests);
   multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
       acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
       T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
-  const int row0 = tile.block * T::kBlockM + query0, col0 = n_block * T::kBlockN + key0;
   scores.template modify<typename T::Element, true, typename T::Stage>(
       acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
         ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(slope[0], slope[1], slope[2], slope[3]));
       });
-  if (tile.tests != 0) scores.template hide<true>(acc, row0, col0, tile.tests);
+  if (tile.tests != 0) scores.template hide<true>(acc, row0, col0, tile.tests, mask_word);
 #pragma unroll
   for (int mb = 0; mb < T::kPartM / 8; ++mb) {
     const float4 s = load_stats(stats, mb, lane);
@@ -237,7 +244,7 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
       x[3] = ptx::ex2(fmaf(x[3], scores.m.unit_log2, -s.z));
     }
   }
-  if (scores.m.rng != nullptr) scores.template drop<true, true>(acc, row0, col0);
+  if (scores.m.rng != nullptr) drop<true, true>(acc, scores.m, row0, col0, drop_keys);
 }
 
 // dS = P * (dP - delta) of one accumulator block, in place of dP.
@@ -251,7 +258,7 @@ __device__ __forceinline__ void score_gradient(float (&dp)[4], float4 weight, fl
 // The same where a negative weight is one that dropout hit: its dP counts nothing, that of others keep_scale times.
 __device__ __forceinline__ void dropped_score_gradient(float (&dp)[4], float4 weight, float4 stats, float keep_scale) {
   const auto gradient = [keep_scale](float dp, float weight, float delta) {
-    return fabsf(weight) * ((signbit(weight) ? 0.f : dp * keep_scale) - delta);
+    return fabsf(weight) * (signbit(weight) ? -delta : fmaf(dp, keep_scale, -delta));
   };
   dp[0] = gradient(dp[0], weight.x, stats.y);
   dp[1] = gradient(dp[1], weight.y, stats.w);
@@ -294,7 +301,8 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
       uint32_t bias = 0;
       if constexpr (T::Stage::kBytes > 0) bias = smem + T::kBiasAt + key_warp * T::Stage::kBytes + query0 * T::Stage::kPitch;
       const Scores scores{p.problem, m, work.seat, work.first_head + tile.head};
-      modified_weights<T>(acc_p, scores, smem, smem_q, stats, work.w.block, tile, query0, key0, bias, p_slot, lane);
+      modified_weights<T>(acc_p, scores, smem, smem_q, stats, work.w.block, tile, query0, key0, bias, p_slot,
+                          work.drop_keys[key_warp], lane);
     } else {
       weights<T>(acc_p, p, work.w, smem, smem_q, stats, tile.block, query0, key0, lane);
     }
@@ -342,19 +350,27 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
     debug_delay();
     ptx::bar_sync(1 + key_warp * T::kParts + part, 64);
     debug_delay();
-    const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+    const auto for_each_block = [&](const auto& gradient) {
+      const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
 #pragma unroll
-    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
-      const float4 s = load_stats(smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, mb, lane);
+      for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+        const float4 s = load_stats(smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, mb, lane);
 #pragma unroll
-      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-        const float4 weight = ptx::load_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512);
-        if constexpr (T::kMods) {
-          dropped_score_gradient(acc_ds[kb][mb], weight, s, m.keep_scale);
-        } else {
-          score_gradient(acc_ds[kb][mb], weight, s);
+        for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+          gradient(acc_ds[kb][mb], ptx::load_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512), s);
         }
       }
+    };
+    bool has_dropout = false;
+    if constexpr (T::kMods) has_dropout = m.rng != nullptr;
+    if (has_dropout) {
+      if constexpr (T::kMods) {
+        for_each_block([&](float(&dp)[4], float4 weight, float4 s) {
+          dropped_score_gradient(dp, weight, s, m.keep_scale);
+        });
+      }
+    } else {
+      for_each_block([](float(&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
     }
     put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
     multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);

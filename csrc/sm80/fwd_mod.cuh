@@ -1,17 +1,18 @@
 // The forward of fwd.cuh with everything of common/modifiers.cuh: masks, biases, softcap, sinks, dropout.
 //
-// What differs: the tiles to visit come from a list (common/visits.cuh), and each warp stages its own part of a 16-bit
-// bias.
+// What differs: the tiles to visit come from a list (common/visits.cuh), a tile's keys are taken in parts of kPartN,
+// whose scores leave registers for what is added to them, and each warp stages its own part of a 16-bit bias.
 //
 // Shared memory (bytes, D = padded head_dim):
-//   Q     [kBlockM][D]           2 D kBlockM      (each warp reuses its own rows for the output)
-//   K, V  [kStages][kBlockN][D]  2 x 2 D kBlockN kStages
-//   bias  a warp's rows x keys   (2 kBlockN + 16) kBlockM, where it fits
+//   Q     [kBlockM][D]             2 D kBlockM      (each warp reuses its own rows for the output)
+//   K, V  [kStages][kBlockN][D]    2 x 2 D kBlockN kStages
+//   bias  a warp's rows x kPartN   (2 kPartN + 16) kBlockM, where it fits
 #pragma once
 
 #include <type_traits>
 
 #include "../common/bias_stage.cuh"
+#include "../common/dropout.cuh"
 #include "../common/fragments.cuh"
 #include "../common/softmax.cuh"
 #include "../common/visits.cuh"
@@ -27,71 +28,72 @@ struct FwdModTraits {
   static constexpr int kHeadDim = D;
   static constexpr FwdTile kTile = fwd_mod_tile_sm80(D, kSmemClass);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
-  static constexpr int kThreads = kTile.threads(), kMBlocks = kTile.m_blocks();
+  static constexpr int kPartN = kTile.part_n(), kParts = kBlockN / kPartN;
+  static constexpr int kThreads = kTile.threads(), kMBlocks = kTile.m_blocks(), kRows = 2 * kMBlocks;
   static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
   static constexpr int kAhead = kMBlocks == 1 && D < 256 ? 3 : 2;
   static constexpr int kBiasBytes =
-      bias_stage_bytes(kTile.warps, 16 * kMBlocks, kBlockN, kTile.smem_bytes(D), smem_limit(kSmemClass));
+      bias_stage_bytes(kTile.warps, 16 * kMBlocks, kPartN, kTile.smem_bytes(D), smem_limit(kSmemClass));
   static constexpr int kSmemBytes = kTile.smem_bytes(D) + kBiasBytes;
-  using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<16 * kMBlocks, kBlockN>, NoBiasStage>;
+  using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<16 * kMBlocks, kPartN>, NoBiasStage>;
   using Tile = SmemTile<D>;
-  static constexpr int kTopBytes = 4 * kThreads * (2 * kMBlocks + 1);
+  static constexpr int kTopBytes = 4 * kThreads * (kRows + 1);
   static_assert(kSmemBytes + kTopBytes + kModStatic <= smem_limit(kSmemClass));
 };
 
-// Raises the maxima and turns scores into weights in place. The exact maxima, which `state` only follows from a
-// distance, go to `top` of this lane, if it is not null.
+// Raises the maxima and turns the scores of a part into weights in place. The exact maxima, which `state` only follows
+// from a distance, go to `top` of this lane, if it is not null.
 template <typename T>
-__device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4],
+__device__ __forceinline__ void weights_of_scores(float (&acc_s)[T::kMBlocks][T::kPartN / 8][4],
                                                   float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
-                                                  SoftmaxState<2 * T::kMBlocks>& state, const Modifiers& m,
-                                                  float* top) {
-  float tile_max[2 * T::kMBlocks], factor[2 * T::kMBlocks];
+                                                  SoftmaxState<T::kRows>& state, const Modifiers& m, float* top) {
+  float tile_max[T::kRows], factor[T::kRows];
 #pragma unroll
-  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
+  for (int r = 0; r < T::kRows; ++r) {
     tile_max[r] = -INFINITY;
 #pragma unroll
-    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+    for (int nb = 0; nb < T::kPartN / 8; ++nb) {
       tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
     }
   }
   const bool rescale = state.raise(tile_max, m.unit_log2, factor);
   if (top != nullptr) {
 #pragma unroll
-    for (int r = 0; r < 2 * T::kMBlocks; ++r) top[r] = fmaxf(top[r], tile_max[r]);
+    for (int r = 0; r < T::kRows; ++r) top[r] = fmaxf(top[r], tile_max[r]);
   }
   if (rescale) {
 #pragma unroll
     for (int mb = 0; mb < T::kMBlocks; ++mb) {
 #pragma unroll
-      for (int db = 0; db < T::kHeadDim / 8; ++db) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc_o[mb][db][i] *= factor[2 * mb + i / 2];
-      }
+      for (int db = 0; db < T::kHeadDim / 8; ++db) scale_block(acc_o[mb][db], factor[2 * mb], factor[2 * mb + 1]);
     }
   }
+  const auto weigh = [&](const auto& exponent) {
 #pragma unroll
-  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
-    const auto weigh = [&](const auto& exponent) {
+    for (int r = 0; r < T::kRows; ++r) {
 #pragma unroll
-      for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+      for (int nb = 0; nb < T::kPartN / 8; ++nb) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
-          s = ptx::ex2(exponent(s));
+          s = ptx::ex2(exponent(s, r));
           state.row_sum[r] += s;
         }
       }
-    };
-    if (m.bias.ptr != nullptr) {
-      // Next to finfo.min the product inside an fma and the rounded one it is compared with are 1e31 apart.
-      const float shift = state.row_max[r] == -INFINITY ? 0.f : state.row_max[r];
-      weigh([&](float s) { return (s - shift) * m.unit_log2; });
-    } else {
-      const float offset = state.offset(r, m.unit_log2);
-      weigh([&](float s) { return fmaf(s, m.unit_log2, -offset); });
+    }
+  };
+  if (m.bias.ptr != nullptr) {
+    // Next to finfo.min the product inside an fma and the rounded one it is compared with are 1e31 apart, and the
+    // product with log2(e) is infinite.
+    float lowest = state.row_max[0];
+#pragma unroll
+    for (int r = 1; r < T::kRows; ++r) lowest = fminf(lowest, state.row_max[r]);
+    if (__any_sync(0xffffffffu, lowest < kLowMaximum)) {
+      weigh([&](float s, int r) { return (s - state.shift(r)) * m.unit_log2; });
+      return;
     }
   }
+  weigh([&](float s, int r) { return fmaf(s, m.unit_log2, -state.offset(r, m.unit_log2)); });
 }
 
 // Completes a row with its sink (-inf: none): returns the factor for the output, and the lse.
@@ -114,6 +116,7 @@ struct FwdModWork {
   const uint16_t* k;  // first key row of the CTA's sequence and head
   const uint16_t* v;
   Visits visits;
+  DropKeys drop_keys;
 };
 
 template <typename T>
@@ -124,7 +127,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
 
   __shared__ FwdModWork shared;
-  __shared__ float shared_top[T::kThreads][2 * T::kMBlocks + 1];
+  __shared__ float shared_top[T::kThreads][T::kRows + 1];
   if (thread_idx == 0) {
     int b = 0;
     Work w = decode_work<kBlockM, true, true>(p.problem, grid, &b);
@@ -137,6 +140,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     shared.v = row_pointer(p.v, w.b, w.k.start, h_k);
     shared.range = BlockRange{0, 0};
     if (w.active) shared.range = Scores{p.problem, m, shared.seat, w.h}.template kv_blocks<kBlockM, kBlockN>(w.block);
+    shared.drop_keys.make(m, b, w.h);
   }
   __syncthreads();
   const Work& w = shared.w;
@@ -162,18 +166,19 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     const TileSource src{shared.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
     load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, w.k.length - first, thread_idx);
   };
-  const auto load_bias = [&](int n_block) {
-    if (T::Stage::kBytes > 0 && m.bias.ptr != nullptr && m.bias.staged) {
-      T::Stage::load(stage_bias, scores, w.block * kBlockM + warp_row, n_block * kBlockN);
-    }
+  const bool stages_bias = T::Stage::kBytes > 0 && m.bias.ptr != nullptr && m.bias.staged;
+  const auto load_bias = [&](int n_block, int part) {
+    if (!stages_bias) return;
+    T::Stage::load(stage_bias, scores, w.block * kBlockM + warp_row, n_block * kBlockN + part * T::kPartN);
+    ptx::cp_async_commit();
   };
 
   float acc_o[T::kMBlocks][D / 8][4];
   clear(acc_o);
-  SoftmaxState<2 * T::kMBlocks> state;
+  SoftmaxState<T::kRows> state;
   if (m.row_max != nullptr) {
 #pragma unroll
-    for (int r = 0; r < 2 * T::kMBlocks; ++r) shared_top[thread_idx][r] = -INFINITY;
+    for (int r = 0; r < T::kRows; ++r) shared_top[thread_idx][r] = -INFINITY;
   }
 
   bool has_q = false;
@@ -201,7 +206,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
       }
       load_k(0, shared.visits[0].block);
       if constexpr (T::kStages > 1) load_v(0, shared.visits[0].block);
-      load_bias(shared.visits[0].block);
+      load_bias(shared.visits[0].block, 0);
       ptx::cp_async_commit();
     }
     int stage = 0;
@@ -223,29 +228,39 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
         load_v(0, tile.block);
         ptx::cp_async_commit();
       }
-      float acc_s[T::kMBlocks][kBlockN / 8][4];
-      multiply_transposed<E, D, T::kAhead>(acc_s, q_lane, k_lane + kv_at);
-      const int row0 = w.block * kBlockM + warp_row, col0 = tile.block * kBlockN;
-      scores.template modify<E, false, typename T::Stage>(acc_s, row0, col0, stage_bias,
-                                                          [](int, int, const float(&)[4]) {});
-      if (more) {
-        __syncwarp();
-        load_bias(shared.visits[it + 1].block);
-        ptx::cp_async_commit();
-      }
-      if (tile.tests != 0) scores.template hide<false>(acc_s, row0, col0, tile.tests);
-      weights_of_scores<T>(acc_s, acc_o, state, m,
-                           m.row_max != nullptr ? shared_top[thread_idx] : nullptr);
-      if (m.rng != nullptr) scores.template drop<false, false>(acc_s, row0, col0);
-      if constexpr (T::kStages == 1) {
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        if (more) {
-          load_k(0, shared.visits[it + 1].block);
-          ptx::cp_async_commit();
+#pragma unroll 1
+      for (int part = 0; part < T::kParts; ++part) {
+        const int row0 = w.block * kBlockM + warp_row, col0 = tile.block * kBlockN + part * T::kPartN;
+        const uint32_t part_at = kv_at + part * T::kPartN * T::Tile::kRowBytes;
+        const uint32_t mask_word = scores.template fetch_mask<false, 16 * T::kMBlocks, T::kPartN>(row0, col0, tile.tests);
+        float acc_s[T::kMBlocks][T::kPartN / 8][4];
+        multiply_transposed<E, D, T::kAhead>(acc_s, q_lane, k_lane + part_at);
+        if (part > 0 && stages_bias) {
+          ptx::cp_async_wait<0>();
+          __syncwarp();
         }
+        scores.template modify<E, false, typename T::Stage>(acc_s, row0, col0, stage_bias,
+                                                            [](int, int, const float(&)[4]) {});
+        __syncwarp();
+        if (part + 1 < T::kParts) {
+          load_bias(tile.block, part + 1);
+        } else if (more) {
+          load_bias(shared.visits[it + 1].block, 0);
+        }
+        if (tile.tests != 0) scores.template hide<false>(acc_s, row0, col0, tile.tests, mask_word);
+        weights_of_scores<T>(acc_s, acc_o, state, m, m.row_max != nullptr ? shared_top[thread_idx] : nullptr);
+        if (m.rng != nullptr) drop<false, false>(acc_s, m, row0, col0, shared.drop_keys);
+        if constexpr (T::kStages == 1) {
+          static_assert(T::kParts == 1);
+          ptx::cp_async_wait<0>();
+          __syncthreads();
+          if (more) {
+            load_k(0, shared.visits[it + 1].block);
+            ptx::cp_async_commit();
+          }
+        }
+        multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + part_at);
       }
-      multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
     }
     __syncthreads();  // everybody has left this segment's list and tiles
   } while (scanned < shared.range.end - shared.range.begin);

@@ -12,7 +12,8 @@ import functools
 from bench import features
 from bench.features import FEATURES, Work
 from bench.inputs import Call, Inputs, through_autograd
-from bench.shapes import DIRECTIONS, Case
+from bench.record import Row
+from bench.shapes import DIRECTIONS, Case, flops
 
 
 def lacks(case: Case, *known: str) -> str:
@@ -45,6 +46,10 @@ class Entrant:
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         """The callable to time. May raise anything: the text ends up in the row."""
         raise NotImplementedError
+
+    def flops(self, row: Row) -> float:
+        """What the column computes in a row: the row's own count, unless it solves another problem."""
+        return row.flops
 
     def tile(self, inputs: Inputs, call: Call) -> tuple[int, int] | None:
         """(queries, keys) of the tiles that a call works through, where that is known."""
@@ -119,6 +124,9 @@ class OursPlain(Ours):
 
     def takes(self, case: Case) -> bool:
         return bool(case.feature)
+
+    def flops(self, row: Row) -> float:
+        return flops(features.plain_case(row.case), row.direction)
 
     def _plain(self, inputs: Inputs) -> Inputs:
         plain = copy.copy(inputs)

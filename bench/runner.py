@@ -58,6 +58,7 @@ def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
     timer, itemsize = setup.timer, inputs.q.element_size()
     row = _empty_row(case, direction, inputs)
     calls: dict[str, timing.Call] = {}
+    work: dict[str, float] = {}
     for entrant in setup.entrants:
         if direction not in entrant.directions or not entrant.takes(case):
             continue
@@ -81,12 +82,12 @@ def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
         if entry.peak_bytes is not None:
             outputs = output_bytes(case, direction, itemsize) + _learned_bytes(inputs, direction)
             entry.extra_bytes = entry.peak_bytes - outputs
-        calls[entry.name] = call
+        calls[entry.name], work[entry.name] = call, entrant.flops(row)
     samples, failures = timing.measure(calls, timer, setup.rounds, setup.budget_s)
     for name, error in failures.items():
         _record_failure(row.entry(name), error, timer)
     for name, taken in samples.items():
-        _fill(row.entry(name), taken, row, setup.ceilings)
+        _fill(row.entry(name), taken, work[name], row.traffic_bytes, setup.ceilings)
     fill_ratios(row)
     return row
 
@@ -127,13 +128,16 @@ def _record_failure(entry: Entry, error: Exception, timer: timing.Timer, caught:
         raise DeviceLost(f"after {entry.name}: {entry.text}") from lost
 
 
-def _fill(entry: Entry, samples: timing.Samples, row: Row, ceilings: dict[str, float]) -> None:
+def _fill(
+    entry: Entry, samples: timing.Samples, work: float, traffic: int, ceilings: dict[str, float]
+) -> None:
+    """Quartiles, and the rates of so many operations and bytes."""
     entry.q1_ms, entry.median_ms, entry.q3_ms = samples.quartiles()
     entry.round_medians_ms = samples.round_medians()
     entry.launches = len(samples.all)
     entry.call_us = statistics.median(samples.call_us) if samples.call_us else None
-    entry.tflops = row.flops / entry.median_ms * 1e-9
-    entry.gbps = row.traffic_bytes / entry.median_ms * 1e-6
+    entry.tflops = work / entry.median_ms * 1e-9
+    entry.gbps = traffic / entry.median_ms * 1e-6
     entry.matmul_pct = 100.0 * entry.tflops / ceilings["matmul_tflops"]
     entry.copy_pct = 100.0 * entry.gbps / ceilings["copy_gbps"]
 

@@ -212,6 +212,8 @@ def test_plain_column_leaves_out_the_feature(case: Case):
     torch.testing.assert_close(column.prepare(inputs, "fwd")().double(), out, rtol=1e-4, atol=1e-5)
     by_itself = count_work(plain, features.window_rule(plain), CPU, tile=(32, 16))
     assert column.work(inputs, (32, 16)) == by_itself
+    row = Row(case, "bwd", "fp32", 1.0, 1)
+    assert column.flops(row) == flops(plain, "bwd") and make_ours(["cpu"])[0].flops(row) == 1.0
     causal = case.causal or case.feature == "bool-mask-causal"
     assert (plain.causal, plain.feature) == (causal, "")
     assert plain.window == ((-1, -1) if case.feature == "window" else case.window)

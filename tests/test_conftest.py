@@ -31,10 +31,9 @@ class Item:
         self.added.append(marker.kwargs["reason"])
 
 
-def config_of(*, asked_for: bool = False, keyword: str = "", everything: bool = False) -> SimpleNamespace:
-    source = pytest.Config.ArgsSource
+def config_of(*, args: str = "tests", keyword: str = "", everything: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        args_source=source.ARGS if asked_for else source.TESTPATHS,
+        args=args.split(),
         option=SimpleNamespace(keyword=keyword),
         getoption={"--all": everything}.__getitem__,
         stash={conftest.SEED: 7},
@@ -62,7 +61,15 @@ def test_a_gpu_run_keeps_a_sample_of_what_says_nothing_about_it(monkeypatch: pyt
     assert {f"tests/test_a.py::test_{i}" for i in others} & set(skipped)  # another seed keeps other ones
 
 
-@pytest.mark.parametrize("options", [{"asked_for": True}, {"keyword": "varlen"}, {"everything": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"args": "tests/test_a.py::test_1"},
+        {"args": "x tests/a.py"},
+        {"keyword": "varlen"},
+        {"everything": True},
+    ],
+)
 def test_what_is_asked_for_runs(monkeypatch: pytest.MonkeyPatch, options: dict):
     assert left_out(monkeypatch, gpu=True, **options) == []
 

@@ -1,5 +1,6 @@
 // What the kernels with modifiers rely on: dtypes, devices, shapes. Values stay on the device; kernels clamp them.
 #include <array>
+#include <cmath>
 #include <string>
 
 #include "api_params.h"
@@ -100,7 +101,8 @@ void check_modifiers(const Tensor& q, const Tensor& k, const OptionalTensor& cu_
   check_shape(a.rng, "rng", {2});
   TORCH_CHECK_VALUE(a.dropout_p >= 0 && a.dropout_p <= 1, "dropout_p must lie in [0, 1], got ", a.dropout_p, ".");
   TORCH_CHECK_VALUE(a.dropout_p == 0 || a.rng.has_value(), "dropout needs rng, its seed and offset.");
-  TORCH_CHECK_VALUE(a.softcap >= 0, "softcap must not be negative, got ", a.softcap, ".");
+  TORCH_CHECK_VALUE(a.softcap >= 0 && std::isfinite(a.softcap),
+                    "softcap must be 0 (off) or a positive finite number, got ", a.softcap, ".");
   TORCH_CHECK_VALUE(a.sink_tokens >= 0, "sink_tokens must not be negative, got ", a.sink_tokens, ".");
   TORCH_CHECK_VALUE(a.chunk >= 0, "chunk must not be negative, got ", a.chunk, ".");
 }

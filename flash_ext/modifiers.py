@@ -6,7 +6,7 @@ The tensors here are already validated and normalised; user input becomes this i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -65,6 +65,10 @@ class Modifiers:
     sink_tokens: int = 0
     chunk: int = 0
     top_left: bool = False
+
+
+NAMES = tuple(field.name for field in fields(Modifiers))
+NUM_TENSORS = NAMES.index("softcap")  # tensors come first
 
 
 def of_sequence(

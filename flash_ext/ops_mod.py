@@ -8,13 +8,14 @@ adds the CPU implementation, shapes for tracing, gradients, autocast, vmap and F
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .modifiers import Modifiers
+from .modifiers import NAMES, NUM_TENSORS, Modifiers
 from .ops import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules
 from .spec import AttnSpec
 from .tiled_mod import modified_backward, modified_forward
@@ -25,19 +26,17 @@ from .tiled_mod import modified_backward, modified_forward
 # bwd_mod: dout, q, k, v, out, lse, dlse | the same up to the modifiers | need_* of qkv, bias, slopes, sinks |
 #          deterministic, path
 
-NUM_MODIFIERS = 18
-NUM_MODIFIER_TENSORS = 11
-NUM_FWD_ARGUMENTS = 31
-BIAS, SLOPES, SINKS = 10, 18, 19  # places in the arguments of fwd_mod
+NUM_MODIFIERS = len(NAMES)
+FIRST_MODIFIER = 10  # places in the arguments of fwd_mod
+NUM_FWD_ARGUMENTS = FIRST_MODIFIER + NUM_MODIFIERS + 3
+BIAS, SLOPES, SINKS = (FIRST_MODIFIER + NAMES.index(name) for name in ("bias", "slopes", "sinks"))
+
+_fields_of = attrgetter(*NAMES)
 
 
 def modifier_arguments(mods: Modifiers) -> tuple[Any, ...]:
     """The fields in the operators' order."""
-    return (
-        mods.bias, mods.mask, mods.document_q, mods.document_k, mods.prefix_lens, mods.hidden_rows,
-        mods.hidden_keys, mods.blocks, mods.slopes, mods.sinks, mods.rng, mods.softcap, mods.dropout_p,
-        mods.block_rows, mods.block_cols, mods.sink_tokens, mods.chunk, mods.top_left,
-    )  # fmt: skip
+    return _fields_of(mods)
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], Modifiers, tuple[Any, ...]]:
@@ -196,7 +195,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     out, lse, row_max = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(row_max)
-    first_number = 10 + NUM_MODIFIER_TENSORS
+    first_number = FIRST_MODIFIER + NUM_TENSORS
     ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5], *inputs[10:first_number])
     *ctx.modifier_numbers, _, deterministic, path = inputs[first_number:]
     ctx.numbers = inputs[5:10]

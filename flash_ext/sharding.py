@@ -20,15 +20,15 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .modifiers import Modifiers
+from .modifiers import NAMES, Modifiers
 
 # For one mesh dimension: placements of the results, then of the arguments (None for what is no tensor).
 Strategy = tuple[list[Any], list[Any]]
 
 NUM_OPTIONS = 7  # of the plain operators' arguments, the last ones that are no tensors
 # Of the operators with modifiers: lengths, scale and window; then the fields of Modifiers.
-NUM_NUMBERS, NUM_MODIFIERS = 5, 18
-BIAS, SLOPES, SINKS = 0, 8, 9  # places among the modifiers
+NUM_NUMBERS, NUM_MODIFIERS = 5, len(NAMES)
+BIAS, SLOPES, SINKS = map(NAMES.index, ("bias", "slopes", "sinks"))  # places among the modifiers
 
 
 @functools.cache

@@ -66,7 +66,7 @@ constexpr FwdTile fwd_tile_sm80(int d, SmemClass c) {
 constexpr FwdTile fwd_mod_tile_sm80(int d, SmemClass c) {
   const bool large = c == SmemClass::kLarge;
   switch (d) {
-    case 64: return {128, 64, 4, 2, 2, 32};
+    case 64: return {128, 64, 4, 2, 2};
     case 96: return {128, large ? 64 : 32, 4, 2, 2, 32};
     case 128: return {128, large ? 64 : 32, 4, 2, 2, 32};
     case 256: return large ? FwdTile{64, 32, 4, 2, 2} : FwdTile{64, 32, 4, 1, 1};

@@ -63,6 +63,19 @@ __device__ __forceinline__ void reorder_batch(const Modifiers& m, Work& w, int h
   b = w.b;
 }
 
+// Words of a bit mask that a warp has fetched together; see fetch_mask().
+template <bool kT, int kRows, int kCols>
+struct MaskWords {
+  static constexpr int kARow = kT ? 1 : kCols / 32, kALane = (kRows * kARow + 31) / 32;
+  static_assert(!kT || (kCols <= 32 && kRows <= 32));
+  uint32_t of[kALane];
+
+  // Word w of row 16 block + row, whichever lane has it; all lanes ask for the same block and w.
+  __device__ uint32_t word(int block, int row, int w) const {
+    return __shfl_sync(0xffffffffu, of[16 * block * kARow / 32], (16 * block + row) * kARow % 32 + w);
+  }
+};
+
 struct Scores {
   const Problem& p;
   const Modifiers& m;
@@ -448,32 +461,33 @@ struct Scores {
     return low_bits(hi) & ~low_bits(lo);
   }
 
-  // The words of a bit mask that a warp needs for its part of a tile, one a lane: rows [row0, row0 + kRows) and keys
-  // [col0, col0 + kCols), of which S^T has one word. Asked for before the products, and handed out by hide().
+  // The words of a bit mask that a warp needs for its part of a tile, spread over its lanes: rows [row0, row0 + kRows)
+  // and keys [col0, col0 + kCols), of which S^T has one word. Asked for before the products, handed out by hide().
   template <bool kT, int kRows, int kCols>
-  __device__ uint32_t fetch_mask(int row0, int col0, TileTests tests) const {
-    constexpr int kWords = mask_words<kT>(kCols);
-    static_assert(kRows * kWords <= 32 && (!kT || kCols <= 32));
-    if (m.mask.words == nullptr || !(tests & kTestRows)) return 0;
-    const int lane = ptx::fresh_lane(), row = row0 + lane / kWords, w = col0 / 32 + lane % kWords;
-    if (lane >= kRows * kWords || row >= min(m.mask.rows, seat.seqlen_q) || w >= m.mask.num_words) return 0;
-    return m.mask.words[seat.b * m.mask.batch_stride + h * m.mask.head_stride + row * m.mask.row_stride +
-                        w * m.mask.word_stride];
-  }
-  template <bool kT>
-  __host__ __device__ static constexpr int mask_words(int cols) {
-    return kT ? 1 : cols / 32;
+  __device__ MaskWords<kT, kRows, kCols> fetch_mask(int row0, int col0, TileTests tests) const {
+    using Words = MaskWords<kT, kRows, kCols>;
+    Words result{};
+    if (m.mask.words == nullptr || !(tests & kTestRows)) return result;
+    const int lane = ptx::fresh_lane(), w = col0 / 32 + lane % Words::kARow;
+    const int last_row = min(m.mask.rows, seat.seqlen_q);
+    const uint32_t* at = m.mask.words + seat.b * m.mask.batch_stride + h * m.mask.head_stride + w * m.mask.word_stride;
+#pragma unroll
+    for (int i = 0; i < Words::kALane; ++i) {
+      const int in_part = i * 32 / Words::kARow + lane / Words::kARow, row = row0 + in_part;
+      if (in_part < kRows && row < last_row && w < m.mask.num_words) result.of[i] = at[row * m.mask.row_stride];
+    }
+    return result;
   }
 
   // Which of the keys [col0, col0 + 32) each row of this thread sees by what is known from the rows' side; col0 is a
-  // multiple of 32. lane_of(r) has fetched the mask's word of row r.
-  template <int kRows, typename RowOf, typename LaneOf>
-  __device__ void row_bits(uint32_t (&bits)[kRows], const RowOf& row_of, const LaneOf& lane_of, int col0,
-                           TileTests tests, uint32_t mask_word) const {
+  // multiple of 32. mask_word(r) is the mask's word of row r.
+  template <int kRows, typename RowOf, typename MaskWord>
+  __device__ void row_bits(uint32_t (&bits)[kRows], const RowOf& row_of, const MaskWord& mask_word, int col0,
+                           TileTests tests) const {
     const bool has_mask = (tests & kTestRows) && m.mask.words != nullptr;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const uint32_t word = __shfl_sync(0xffffffffu, mask_word, lane_of(r));
+      const uint32_t word = mask_word(r);
       bits[r] = has_mask ? word : ~0u;
     }
     if (tests & kTestInterval) {
@@ -505,15 +519,16 @@ struct Scores {
   }
 
   // -inf for every key a row does not see, by the tests that visit() named and the words that fetch_mask() fetched.
-  template <bool kT, int kA, int kN>
-  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0, TileTests tests, uint32_t mask_word) const {
+  template <bool kT, int kA, int kN, typename Words>
+  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0, TileTests tests, const Words& mask) const {
     const int lane = ptx::fresh_lane();
     if (tests & (kTestInterval | kTestRows)) {
       if constexpr (kT) {
         static_assert(kA <= 2);  // the keys of a warp lie in one word
         uint32_t bits[2 * kN];
         const auto place = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
-        row_bits(bits, [&](int i) { return row0 + place(i); }, place, col0 & ~31, tests, mask_word);
+        row_bits(bits, [&](int i) { return row0 + place(i); }, [&](int i) { return mask.word(0, place(i), 0); }, col0 & ~31,
+                 tests);
 #pragma unroll
         for (int i = 0; i < 2 * kN; ++i) {
           const uint32_t mine = bits[i] >> (col0 % 32 + lane / 4);
@@ -528,7 +543,7 @@ struct Scores {
           uint32_t bits[2 * kA];
           const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
           row_bits(bits, [&](int r) { return row0 + place(r); },
-                   [&](int r) { return place(r) * mask_words<false>(8 * kN) + n4; }, col0 + 32 * n4, tests, mask_word);
+                   [&](int r) { return mask.word(r / 2, r % 2 * 8 + lane / 4, n4); }, col0 + 32 * n4, tests);
 #pragma unroll
           for (int r = 0; r < 2 * kA; ++r) {
             const uint32_t mine = bits[r] >> (2 * (lane % 4));

@@ -158,10 +158,10 @@ __global__ void __launch_bounds__(T::kThreads, 2)
           float acc_s[1][kBlockN / 8][4], acc_dp[1][kBlockN / 8][4];
           multiply_transposed<E, D, kAhead>(acc_s, T::Tile::by_rows(smem_q, ptx::fresh_lane()) + warp_row * T::Tile::kRowBytes,
                                             T::Tile::by_cols(smem_k, ptx::fresh_lane()));
-          const uint32_t mask_word = scores.template fetch_mask<false, 16, kBlockN>(row0, col0, tests);
+          const auto mask = scores.template fetch_mask<false, 16, kBlockN>(row0, col0, tests);
           multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, ptx::fresh_lane()) + warp_row * T::Tile::kRowBytes,
                                             T::Tile::by_cols(smem_v, ptx::fresh_lane()));
-          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tests, mask_word, row0, col0, stage_bias,
+          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tests, mask, row0, col0, stage_bias,
                                       own.drop_keys, false);
           if (g.is_slope) {
             Scores::for_each<false>(acc_s, row0 + scores.shift(), col0,

@@ -51,7 +51,8 @@ struct BwdQWork {
 template <typename T>
 __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kBlockN / 8][4],
                                                          float (&acc_dp)[1][T::kBlockN / 8][4], const Scores& scores,
-                                                         const float2 (&stats)[2], TileTests tests, uint32_t mask_word,
+                                                         const float2 (&stats)[2], TileTests tests,
+                                                         const MaskWords<false, 16, T::kBlockN>& mask,
                                                          int row0, int col0, uint32_t bias,
                                                          const DropKeys& drop_keys, bool through_softcap) {
   const Modifiers& m = scores.m;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kB
 #pragma unroll
                                                                           for (int i = 0; i < 4; ++i) slope[nb][i] = x[i];
                                                                         });
-  if (tests != 0) scores.template hide<false>(acc_s, row0, col0, tests, mask_word);
+  if (tests != 0) scores.template hide<false>(acc_s, row0, col0, tests, mask);
 #pragma unroll
   for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
 #pragma unroll
@@ -222,8 +223,8 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
         const int row0 = first_row + warp_row, col0 = tile.block * kBlockN;
         step(
             stage, next, [&] { return scores.template fetch_mask<false, 16, kBlockN>(row0, col0, tile.tests); },
-            [&](auto& acc_s, auto& acc_dp, uint32_t mask_word) {
-              modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.tests, mask_word, row0, col0, stage_bias,
+            [&](auto& acc_s, auto& acc_dp, const auto& mask) {
+              modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.tests, mask, row0, col0, stage_bias,
                                           shared.drop_keys, true);
               if (next >= 0) {
                 __syncwarp();

@@ -222,8 +222,7 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
                                                  const VisitedTile& tile, int query0, int key0, uint32_t bias,
                                                  uint32_t p_slot, const DropKeys& drop_keys, int lane) {
   const int row0 = tile.block * T::kBlockM + query0, col0 = n_block * T::kBlockN + key0;
-  const uint32_t mask_word =
-      scores.template fetch_mask<true, T::kPartM, 16 * T::kKeyBlocks>(row0, col0, tile.tests);
+  const auto mask = scores.template fetch_mask<true, T::kPartM, 16 * T::kKeyBlocks>(row0, col0, tile.tests);
   multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
       acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
       T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
@@ -231,7 +230,7 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
       acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
         ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(slope[0], slope[1], slope[2], slope[3]));
       });
-  if (tile.tests != 0) scores.template hide<true>(acc, row0, col0, tile.tests, mask_word);
+  if (tile.tests != 0) scores.template hide<true>(acc, row0, col0, tile.tests, mask);
 #pragma unroll
   for (int mb = 0; mb < T::kPartM / 8; ++mb) {
     const float4 s = load_stats(stats, mb, lane);

@@ -232,7 +232,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
       for (int part = 0; part < T::kParts; ++part) {
         const int row0 = w.block * kBlockM + warp_row, col0 = tile.block * kBlockN + part * T::kPartN;
         const uint32_t part_at = kv_at + part * T::kPartN * T::Tile::kRowBytes;
-        const uint32_t mask_word = scores.template fetch_mask<false, 16 * T::kMBlocks, T::kPartN>(row0, col0, tile.tests);
+        const auto mask = scores.template fetch_mask<false, 16 * T::kMBlocks, T::kPartN>(row0, col0, tile.tests);
         float acc_s[T::kMBlocks][T::kPartN / 8][4];
         multiply_transposed<E, D, T::kAhead>(acc_s, q_lane, k_lane + part_at);
         if (part > 0 && stages_bias) {
@@ -247,7 +247,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
         } else if (more) {
           load_bias(shared.visits[it + 1].block, 0);
         }
-        if (tile.tests != 0) scores.template hide<false>(acc_s, row0, col0, tile.tests, mask_word);
+        if (tile.tests != 0) scores.template hide<false>(acc_s, row0, col0, tile.tests, mask);
         weights_of_scores<T>(acc_s, acc_o, state, m, m.row_max != nullptr ? shared_top[thread_idx] : nullptr);
         if (m.rng != nullptr) drop<false, false>(acc_s, m, row0, col0, shared.drop_keys);
         if constexpr (T::kStages == 1) {

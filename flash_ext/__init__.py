@@ -7,6 +7,7 @@ Public names: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_pro
 :mod:`flash_ext.compat`, :mod:`flash_ext.integrations`.
 """
 
+from . import distributed as distributed
 from . import nn as nn
 from .block_mask import BlockMask
 from .functional import attention, attention_varlen

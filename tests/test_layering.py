@@ -51,7 +51,7 @@ PYTHON_LAYERS = [
     {"routes"},
     {"functional"},
     {"pair", "sdpa", "sdpa_override"},
-    {"nn"},
+    {"nn", "distributed"},
     {"__init__"},
     {"info", "demo"},
 ]

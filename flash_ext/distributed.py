@@ -1,0 +1,359 @@
+"""Attention over sequences that are split across processes: a ring, and Ulysses.
+
+Both take a process group of torch.distributed (NCCL on GPUs, gloo on CPU) and the process's own share of the
+sequence, and are differentiable. :func:`shard_sequence` makes the shares.
+
+* :func:`ring_attention` passes keys and values around; each process computes its queries against every share
+  as it comes by, while the next one is on its way, and merges the results in float32. The sequence may be as
+  long as all processes together can hold.
+* :func:`ulysses_attention` exchanges the sequence for the heads, attends over all of the sequence with its
+  share of the heads, and changes back. Less communication, but no more processes than heads.
+
+Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889 (ring); the zigzag order is that of
+https://github.com/zhuzilin/ring-flash-attention; Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
+(Ulysses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .functional import attention
+from .merge import merge_attention_states
+from .pair import backward, forward
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+
+
+# ---- shares of a sequence --------------------------------------------------------------------------------
+
+
+def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1, zigzag: bool = True) -> Tensor:
+    """This process's share of a sequence that every process holds.
+
+    With ``zigzag`` the sequence is cut into twice as many pieces as there are processes, and process r takes
+    the pieces r and 2 n - 1 - r: under a causal mask all processes then have the same work.
+
+    Args:
+        t: a tensor with the whole sequence along ``dim``: q, k, v, token or document ids, positions.
+        group: the process group, None for all processes.
+        dim: the dimension of the sequence.
+        zigzag: the order for :func:`ring_attention`; False is one piece each, for :func:`ulysses_attention`.
+
+    Returns:
+        A contiguous copy with 1 / n of the length.
+
+    Raises:
+        ValueError: the length does not divide by 2 n (n without zigzag).
+    """
+    rank, world = _place(group)
+    count = 2 * world if zigzag else world
+    if t.shape[dim] % count:
+        raise ValueError(f"the length along dim {dim} must divide by {count}, got {t.shape[dim]}; pad it.")
+    pieces = t.chunk(count, dim) if t.shape[dim] else (t,) * count
+    return torch.cat([pieces[i] for i in _piece_numbers(rank, world, zigzag)], dim)
+
+
+@torch.no_grad()
+def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1, zigzag: bool = True) -> Tensor:
+    """The whole sequence from every process's share, on every process: undoes :func:`shard_sequence`.
+
+    Without gradient.
+    """
+    _, world = _place(group)
+    shares = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(world)]
+    if world == 1:
+        shares = [t]
+    else:
+        dist.all_gather(shares, t.contiguous(), group=group)
+    pieces: dict[int, Tensor] = {}
+    for rank, share in enumerate(shares):
+        numbers = _piece_numbers(rank, world, zigzag)
+        pieces |= dict(zip(numbers, share.chunk(len(numbers), dim)))
+    return torch.cat([pieces[i] for i in sorted(pieces)], dim)
+
+
+def _place(group: Group) -> tuple[int, int]:
+    """Rank and size; a program without process groups is a group of one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _piece_numbers(rank: int, world: int, zigzag: bool) -> tuple[int, ...]:
+    return (rank, 2 * world - 1 - rank) if zigzag else (rank,)
+
+
+# ---- ring ------------------------------------------------------------------------------------------------
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    document_ids: Tensor | None = None,
+    zigzag: bool = True,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_ext.attention` over a sequence of which every process holds a share.
+
+    Shares have the same length on every process. Of what a mask hides between two shares nothing is computed;
+    shares that are hidden as a whole still come by. Results of single shares are rounded to the dtype of q by
+    the kernels; they are merged, and gradients are summed, in float32 (float64 for float64).
+
+    Args:
+        q: (b, share, h, d), this process's queries.
+        k, v: (b, share, h_k, d) and (b, share, h_k, dv).
+        group: the process group, None for all processes.
+        causal, window, softmax_scale, softcap, deterministic: as in :func:`flash_ext.attention`, in positions
+            of the whole sequence.
+        document_ids: (b, share) int32, this process's share of the ids of packed documents: a row sees the
+            keys of its own document.
+        zigzag: whether shares are in the order of :func:`shard_sequence` by default; False is one piece each.
+        return_lse: also return the logsumexp.
+
+    Returns:
+        out (b, share, h, dv), dtype of q; with ``return_lse`` also lse (b, h, share). Both carry gradients.
+
+    Raises:
+        ValueError: shares that cannot be halved in zigzag order, and what :func:`flash_ext.attention`
+            refuses.
+    """
+    rank, world = _place(group)
+    share = q.shape[1]
+    if k.shape[1] != share:
+        raise ValueError(f"q and k must have shares of the same length, got {share} and {k.shape[1]}.")
+    if zigzag and share % 2:
+        raise ValueError(f"a share in zigzag order has two halves; its length must be even, got {share}.")
+    left, right = window
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    plan = _Plan(rank, world, share, zigzag, left, 0 if causal else right, options)
+    out, lse = _RingFunction.apply(q, k, v, document_ids, plan, group)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who holds what, and which rows of one share see which keys of another."""
+
+    rank: int
+    world: int
+    share: int
+    zigzag: bool
+    left: int
+    right: int
+    options: dict[str, Any]
+
+    def visits(self, source: int) -> list[tuple[slice, slice, tuple[int, int]]]:
+        """Rows here, keys of ``source``, and the window between them, for every pair of pieces with any."""
+        own = _piece_numbers(self.rank, self.world, self.zigzag)
+        other = _piece_numbers(source, self.world, self.zigzag)
+        n = self.share // len(own)
+        found = []
+        for a, q_piece in enumerate(own):
+            for b, k_piece in enumerate(other):
+                visit = visible_block((q_piece - k_piece) * n, n, n, self.left, self.right)
+                if visit is not None:
+                    (r0, r1), (k0, k1), window = visit
+                    found.append((slice(a * n + r0, a * n + r1), slice(b * n + k0, b * n + k1), window))
+        return found
+
+
+def visible_block(
+    offset: int, rows: int, keys: int, left: int, right: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
+    """A window between two pieces of a sequence, as one between parts of them aligned at the bottom right.
+
+    Row i of the first piece sits at key i + offset of the second and sees the keys from ``left`` before to
+    ``right`` after it (-1: no end). What sees nothing, or is seen by nobody, is cut off; for what remains the
+    window of :func:`flash_ext.attention` has two sides that are not negative.
+
+    Returns:
+        (first row, end), (first key, end), window; None if nothing is visible.
+    """
+    # Row i sees the keys from i + low to i + high.
+    low = -(rows + keys) if left < 0 else offset - left
+    high = rows + keys if right < 0 else offset + right
+    r0, r1 = max(0, -high), min(rows, keys - low)
+    if r0 >= r1:
+        return None
+    k0, k1 = max(0, r0 + low), min(keys, r1 + high)
+    if k0 >= k1:
+        return None
+    centre = (k1 - k0) - (r1 - r0)  # row 0 of the parts sits here
+    shift = r0 - k0
+    window = (-1 if left < 0 else centre - shift - low, -1 if right < 0 else shift + high - centre)
+    return (r0, r1), (k0, k1), window
+
+
+class _RingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, plan: _Plan, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide)
+        held = [k, v] if ids is None else [k, v, ids]
+        for step in range(plan.world):
+            coming = _pass_on(held, group) if step + 1 < plan.world else None
+            for rows, keys, window in plan.visits((plan.rank - step) % plan.world):
+                part = forward(
+                    q[:, rows], held[0][:, keys], held[1][:, keys], window=window, **plan.options,
+                    **_documents(ids, held, rows, keys),
+                )  # fmt: skip
+                merged = merge_attention_states(out[:, rows], lse[:, :, rows], *part)
+                out[:, rows], lse[:, :, rows] = merged
+            held = held if coming is None else coming.wait()
+        rounded = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, rounded, lse, ids)
+        ctx.plan, ctx.group = plan, group
+        return rounded, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, ids = ctx.saved_tensors
+        plan, group = ctx.plan, ctx.group
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        held = [k, v] if ids is None else [k, v, ids]
+        returning = None
+        sums: list[Tensor] = []
+        for step in range(plan.world):
+            coming = _pass_on(held, group) if step + 1 < plan.world else None
+            sums = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in held[:2]]
+            for rows, keys, window in plan.visits((plan.rank - step) % plan.world):
+                parts = backward(
+                    dout[:, rows], q[:, rows], held[0][:, keys], held[1][:, keys], out[:, rows],
+                    lse[:, :, rows], dlse=dlse[:, :, rows], window=window, **plan.options,
+                    **_documents(ids, held, rows, keys),
+                )  # fmt: skip
+                for total, at, part in zip((dq, *sums), (rows, keys, keys), parts):
+                    total[:, at] += part
+            if returning is not None:  # what the processes before found for these keys
+                sums = [own + others for own, others in zip(sums, returning.wait())]
+            # Gradients follow their keys, and after the last step go home, which is one further.
+            returning = _pass_on(sums, group) if plan.world > 1 else None
+            held = held if coming is None else coming.wait()
+        dk, dv = sums if returning is None else returning.wait()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _documents(ids: Tensor | None, held: list[Tensor], rows: slice, keys: slice) -> dict[str, Any]:
+    return {} if ids is None else {"document_ids": (ids[:, rows], held[2][:, keys])}
+
+
+class _Coming:
+    """Tensors on their way from the process before; what is being sent is kept until it has left."""
+
+    def __init__(self, works: list[Any], received: list[Tensor], sent: list[Tensor]) -> None:
+        self._works, self._received, self._sent = works, received, sent
+
+    def wait(self) -> list[Tensor]:
+        """On a GPU the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._sent = []
+        return self._received
+
+
+def _pass_on(tensors: list[Tensor], group: Group) -> _Coming:
+    """Sends the tensors to the next process of the ring while those of the one before arrive."""
+    rank, world = _place(group)
+    after, before = (rank + 1) % world, (rank - 1) % world
+    if group is not None:
+        after, before = dist.get_global_rank(group, after), dist.get_global_rank(group, before)
+    sent = [t.contiguous() for t in tensors]
+    received = [torch.empty_like(t) for t in sent]
+    operations = []
+    for t, into in zip(sent, received):
+        operations += [dist.P2POp(dist.isend, t, after, group), dist.P2POp(dist.irecv, into, before, group)]
+    return _Coming(dist.batch_isend_irecv(operations), received, sent)
+
+
+# ---- Ulysses ---------------------------------------------------------------------------------------------
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    document_ids: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """:func:`flash_ext.attention` over a sequence of which every process holds one piece, by its heads.
+
+    Args:
+        q: (b, share, h, d), this process's queries; the pieces are in the order of the processes, as of
+            ``shard_sequence(..., zigzag=False)``. h divides by the number of processes.
+        k, v: (b, share, h_k, d) and (b, share, h_k, dv). h_k divides by that number, or it by h_k: then key
+            heads are repeated for the exchange.
+        group: the process group, None for all processes.
+        causal, window, softmax_scale, softcap, deterministic: as in :func:`flash_ext.attention`.
+        document_ids: (b, share) int32, this process's share of the ids of packed documents.
+
+    Returns:
+        out (b, share, h, dv), dtype of q.
+
+    Raises:
+        ValueError: heads that do not divide, and what :func:`flash_ext.attention` refuses.
+    """
+    _, world = _place(group)
+    h, h_k = q.shape[2], k.shape[2]
+    if h % world or (h_k % world and world % h_k):
+        raise ValueError(
+            f"the heads of q ({h}) must divide by the {world} processes, and those of k ({h_k}) divide by "
+            "them or they by those; use ring_attention for any number of heads."
+        )
+    if h_k % world:
+        k, v = (t.repeat_interleave(world // h_k, dim=2) for t in (k, v))
+    if document_ids is not None:
+        document_ids = gather_sequence(document_ids, group, zigzag=False)
+    out = attention(
+        *(_Exchange.apply(t, group, True) for t in (q, k, v)), causal=causal, window=window,
+        softmax_scale=softmax_scale, softcap=softcap, document_ids=document_ids, deterministic=deterministic,
+    )  # fmt: skip
+    result: Tensor = _Exchange.apply(out, group, False)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """(b, share, h, d) of a part of the sequence to (b, seqlen, h / n, d) of a part of the heads, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: Group, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _exchanged(t, group, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _exchanged(grad, ctx.group, not ctx.to_heads), None, None
+
+
+def _exchanged(t: Tensor, group: Group, to_heads: bool) -> Tensor:
+    _, world = _place(group)
+    if world == 1:
+        return t
+    split, joined = (2, 1) if to_heads else (1, 2)
+    sent = torch.stack(t.chunk(world, dim=split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), dim=joined)

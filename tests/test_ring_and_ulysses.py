@@ -1,0 +1,285 @@
+"""flash_ext.distributed: several processes with a share of the sequence each give what one gives with all.
+
+One start of four processes runs everything over gloo, in the group of all four and in two groups of two; on
+GPUs the same checks run over NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, distributed
+
+import flash_ext
+from flash_ext.distributed import (
+    gather_sequence,
+    ring_attention,
+    shard_sequence,
+    ulysses_attention,
+    visible_block,
+)
+
+available = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+# ---- one process -----------------------------------------------------------------------------------------
+
+
+def test_windows_between_pieces_by_brute_force() -> None:
+    """Every row of the parts sees exactly what the window of the whole sequence shows it."""
+    numbers = range(-9, 10)
+    for offset, rows, keys in itertools.product(numbers, (1, 2, 5), (1, 3, 5)):
+        for left, right in itertools.product((-1, 0, 1, 3, 8), (-1, 0, 1, 3, 8)):
+            wanted = {
+                (i, j) for i in range(rows) for j in range(keys)
+                if (left < 0 or j >= i + offset - left) and (right < 0 or j <= i + offset + right)
+            }  # fmt: skip
+            found = visible_block(offset, rows, keys, left, right)
+            if found is None:
+                assert not wanted
+                continue
+            (r0, r1), (k0, k1), (own_left, own_right) = found
+            assert min(own_left, own_right) >= -1
+            centre = (k1 - k0) - (r1 - r0)
+            assert wanted == {
+                (r0 + i, k0 + j) for i in range(r1 - r0) for j in range(k1 - k0)
+                if (own_left < 0 or j >= i + centre - own_left)
+                and (own_right < 0 or j <= i + centre + own_right)
+            }  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [ring_attention, ulysses_attention])
+def test_without_process_groups_it_is_plain_attention(function: Callable) -> None:
+    q, k, v = (torch.randn(2, 12, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    got = function(q, k, v, causal=True, window=(5, 0), softcap=3.0)
+    expected = flash_ext.attention(q, k, v, causal=True, window=(5, 0), softcap=3.0)
+    if function is ring_attention:  # its share is in zigzag order: two halves of one piece each
+        assert torch.equal(shard_sequence(q), q)
+    torch.testing.assert_close(got, expected)
+
+
+def test_refusals() -> None:
+    q, k = torch.randn(1, 6, 3, 8), torch.randn(1, 5, 3, 8)
+    with pytest.raises(ValueError, match="same length, got 6 and 5"):
+        ring_attention(q, k, k)
+    with pytest.raises(ValueError, match="must be even, got 5"):
+        ring_attention(k, k, k)
+    with pytest.raises(ValueError, match="must divide by 2, got 5"):
+        shard_sequence(k)
+
+
+# ---- what each process runs ------------------------------------------------------------------------------
+
+
+class World:
+    """A group, a device and a type; float64 leaves no room for rounding."""
+
+    def __init__(self, group: Any, device: str) -> None:
+        self.group, self.device = group, device
+        self.size, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.dtype = torch.float64 if device == "cpu" else torch.bfloat16
+        self.generator = torch.Generator().manual_seed(5)
+
+    def draw(self, *shape: int) -> Tensor:
+        """The same in every process, rounded to what a GPU takes, in float64."""
+        t = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return (t if self.device == "cpu" else t.bfloat16()).to(self.device, torch.float64)
+
+    def share(self, t: Tensor, zigzag: bool) -> Tensor:
+        t = shard_sequence(t.detach(), self.group, zigzag=zigzag)
+        return t.to(self.dtype).requires_grad_() if t.is_floating_point() else t
+
+    def close(self, got: Tensor, expected: Tensor) -> None:
+        if self.device == "cpu":
+            torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
+        else:
+            error = (got.double() - expected).norm() / expected.norm()
+            assert error < 0.01, f"relative error {error:.3g}"
+
+
+def check_against_one_process(
+    world: World, function: Callable, zigzag: bool, length: int, heads_k: int, head_dim_v: int = 8,
+    documents: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    whole = [world.draw(2, length, h, d) for h, d in ((4, 8), (heads_k, 8), (heads_k, head_dim_v))]
+    mine = [world.share(t, zigzag) for t in whole]
+    ids = None
+    if documents:  # of many lengths, some across pieces
+        ids = torch.arange(length).mul(7).div(11, rounding_mode="floor").bitwise_and(3).cumsum(0).div(5).int()
+        ids = torch.stack([ids, ids.flip(0)]).to(world.device)
+    dout = world.draw(2, length, 4, head_dim_v)
+
+    leaves = [t.requires_grad_() for t in whole]
+    expected, lse = _truth(leaves, ids, options)
+    with_lse = function is ring_attention
+    dlse = world.draw(2, 4, length) if with_lse else torch.zeros(2, 4, length, device=world.device).double()
+    dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+    wanted = torch.autograd.grad((expected, lse), leaves, (dout, dlse))
+
+    if ids is not None:
+        options["document_ids"] = world.share(ids, zigzag)
+    calls = {"zigzag": zigzag, "return_lse": True} if with_lse else {}
+    result = function(*mine, world.group, **options, **calls)
+    out = result[0] if with_lse else result
+    cut = {"group": world.group, "zigzag": zigzag}
+    outs, douts = [out], [shard_sequence(dout, **cut).to(out.dtype)]
+    if with_lse:
+        outs.append(result[1])
+        douts.append(shard_sequence(dlse, dim=2, **cut).to(result[1].dtype))
+        world.close(result[1].exp(), shard_sequence(lse.detach(), dim=2, **cut).exp())
+    grads = torch.autograd.grad(outs, mine, douts)
+    world.close(out, shard_sequence(expected.detach(), **cut))
+    for got, own in zip(grads, wanted):
+        world.close(got, shard_sequence(own, **cut))
+    assert torch.equal(gather_sequence(mine[0], **cut).double(), whole[0])
+
+
+def _truth(leaves: list[Tensor], ids: Tensor | None, options: dict) -> tuple[Tensor, Tensor]:
+    """One process, float64, which runs on the CPU."""
+    on_cpu = [t.cpu() for t in leaves]
+    out, lse = flash_ext.attention(
+        *on_cpu, document_ids=None if ids is None else ids.cpu(), return_lse=True, **options
+    )
+    return out.to(leaves[0].device), lse.to(leaves[0].device)
+
+
+RINGS = [
+    {"zigzag": True},
+    {"zigzag": True, "causal": True},
+    {"zigzag": False, "causal": True},
+    {"zigzag": True, "causal": True, "window": (9, 0)},
+    {"zigzag": True, "causal": True, "window": (40, 0)},
+    {"zigzag": True, "window": (3, 12)},
+    {"zigzag": False, "window": (-1, 5)},
+    {"zigzag": True, "window": (0, 0)},
+    {"zigzag": True, "causal": True, "documents": True},
+    {"zigzag": True, "documents": True, "softcap": 2.0, "softmax_scale": 0.5},
+    {"zigzag": True, "causal": True, "head_dim_v": 12},
+    {"zigzag": True, "causal": True, "deterministic": True},
+]
+ULYSSES: list[dict[str, Any]] = [
+    {}, {"causal": True}, {"window": (5, 2)}, {"causal": True, "documents": True},
+    {"softcap": 2.0, "softmax_scale": 0.5, "deterministic": True}, {"head_dim_v": 12},
+]  # fmt: skip
+
+
+def check_all(world: World) -> None:
+    for options in RINGS:
+        for pieces, heads_k in ((3, 2), (5, 1)):  # odd pieces
+            length = 2 * world.size * pieces if options["zigzag"] else world.size * pieces
+            check_against_one_process(world, ring_attention, length=length, heads_k=heads_k, **options)
+    for options in ULYSSES:
+        for heads_k in (4, 2, 1):  # with four processes the last two repeat key heads
+            check_against_one_process(world, ulysses_attention, False, 7 * world.size, heads_k, **options)
+    with pytest.raises(ValueError, match="use ring_attention"):
+        x = torch.randn(1, 2, 3, 8, device=world.device)
+        ulysses_attention(x, x, x, world.group)
+
+
+def check_rounding(world: World) -> None:
+    """bfloat16: merging in float32 adds little to the error that one process has."""
+    whole = [t.bfloat16() for t in (world.draw(1, 16 * world.size, 2, 16) for _ in range(3))]
+    truth, _ = _truth([t.double() for t in whole], None, {"causal": True})
+    single = flash_ext.attention(*whole, causal=True)
+    got = ring_attention(*(shard_sequence(t, world.group) for t in whole), world.group, causal=True)
+    errors = [(t.double() - truth).norm() for t in (gather_sequence(got, world.group), single)]
+    assert got.dtype == torch.bfloat16 and errors[0] < 1.5 * errors[1], errors
+
+
+@contextlib.contextmanager
+def process_group(rank: int, size: int, port: int, backend: str) -> Iterator[None]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a few ranks gain nothing, and some machines lack it
+    torch.set_num_threads(1)
+    random.seed(0)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    limit = datetime.timedelta(seconds=120)
+    distributed.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def run(rank: int, size: int, port: int, backend: str) -> None:
+    device = "cpu" if backend == "gloo" else f"cuda:{rank}"
+    with process_group(rank, size, port, backend):
+        groups = [None]
+        if size == 4:
+            pairs = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+            groups.append(pairs[rank // 2])
+        for group in groups:
+            world = World(group, device)
+            check_all(world)
+            check_rounding(world)
+
+
+def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
+    """torch's own engine over our SDPA: it calls the flash operators share by share and merges."""
+    with process_group(rank, size, port, backend):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cuda", (size,))
+        whole = [torch.randn(2, 4, 64 * size, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        for t in whole:
+            distributed.broadcast(t, 0)
+        leaves = [t.double().cpu().transpose(1, 2).requires_grad_() for t in whole]
+        expected = flash_ext.attention(*leaves, causal=True)
+        wanted = torch.autograd.grad(expected.sum(), leaves)
+        before = flash_ext.sdpa_override.sdpa_counts()
+        with flash_ext.enable_sdpa():
+            with context_parallel(mesh, buffers=tuple(whole), buffer_seq_dims=(2, 2, 2)):
+                mine = [t.detach().requires_grad_() for t in whole]
+                out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True)
+                out.sum().backward()
+                results = [out.detach(), *(t.grad for t in mine)]
+            gathered = context_parallel_unshard(mesh, results, [2] * 4)
+        after = flash_ext.sdpa_override.sdpa_counts()
+        for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
+            assert after[name][0] > before[name][0] and after[name][1] == before[name][1]
+        for got, own in zip(gathered, (expected, *wanted)):
+            error = (got.double().cpu().transpose(1, 2) - own).norm() / own.norm()
+            assert error < 0.02, f"relative error {error:.3g}"
+
+
+def spawn(size: int, backend: str, function: Callable = run) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(function, (size, port, backend), nprocs=size)
+
+
+# ---- several processes -----------------------------------------------------------------------------------
+
+
+@available
+@pytest.mark.slow
+def test_four_processes_and_two_pairs() -> None:
+    spawn(4, "gloo")
+
+
+@available
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [run, run_context_parallel])
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_gpus(size: int, function: Callable) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    if not distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    spawn(size, "nccl", function)

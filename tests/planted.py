@@ -116,12 +116,12 @@ MUTANTS = (
     Mutant(
         501,
         "M5 -inf minus -inf not guarded",
-        "the offset of a row that has seen nothing is -inf",
+        "what is subtracted from the scores of a row that has seen nothing is -inf",
         (
             Edit(
                 "common/softmax.cuh",
-                "return row_max[r] == -INFINITY ? 0.f : row_max[r] * scale_log2;",
-                "return row_max[r] * scale_log2;",
+                "return row_max[r] == -INFINITY ? 0.f : row_max[r];",
+                "return row_max[r];",
             ),
         ),
     ),
@@ -308,7 +308,7 @@ MUTANTS = (
         "forward and dQ draw by the key's place in its tile, not in its sequence",
         (
             Edit(
-                "common/modifiers.cuh",
+                "common/dropout.cuh",
                 "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
                 "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)",
             ),
@@ -356,8 +356,8 @@ MUTANTS = (
         (
             Edit(
                 "common/modifiers.cuh",
-                "(seat.b * x.batch_stride + h * x.head_stride) * (x.is_float ? 4 : 2);",
-                "(seat.b * x.batch_stride + seat.b * x.head_stride) * (x.is_float ? 4 : 2);",
+                "(seat.b * x.batch_stride + h * x.head_stride) * size +",
+                "(seat.b * x.batch_stride + seat.b * x.head_stride) * size +",
             ),
         ),
         "bias",
@@ -369,8 +369,8 @@ MUTANTS = (
         (
             Edit(
                 "common/modifiers.cuh",
-                "const int last = min(m.mask.rows, seat.seqlen_q) - 1, w = col0 / 32;",
-                "const int last = min(m.mask.rows, seat.seqlen_q) - 1, w = col0 / 32 + 1;",
+                "w = col0 / 32 + lane % Words::kARow;",
+                "w = col0 / 32 + 1 + lane % Words::kARow;",
             ),
         ),
         "modifiers",

@@ -81,7 +81,7 @@ def test_flops_agree_with_the_matrix_products_of_plain_attention():
 
 
 @pytest.mark.parametrize(
-    "case", [c for name in ("around", "features", "smoke") for c in SETS[name]], ids=lambda case: case.name
+    "case", [c for name in ("around", "shapes", "smoke") for c in SETS[name]], ids=lambda case: case.name
 )
 def test_visible_pairs_follow_the_mask(case: Case):
     spec = spec_of(case)

@@ -11,11 +11,18 @@ from . import distributed as distributed
 from . import nn as nn
 from .block_mask import BlockMask
 from .functional import attention, attention_varlen
+from .log import logged
 from .merge import merge_attention_states
 from .normalise import dropout_rng
 from .pair import backward, forward
 from .sdpa import scaled_dot_product_attention
 from .sdpa_override import disable_sdpa, enable_sdpa
+
+# These are what is called; with FLASH_EXT_LOG unset they stay the functions themselves.
+attention, attention_varlen = logged(attention), logged(attention_varlen)
+forward, backward = logged(forward), logged(backward)
+merge_attention_states = logged(merge_attention_states)
+scaled_dot_product_attention = logged(scaled_dot_product_attention)
 
 __version__ = "0.1.0"
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .functional import attention
+from .log import logged
 from .merge import merge_attention_states
 from .pair import backward, forward
 
@@ -92,6 +93,7 @@ def _piece_numbers(rank: int, world: int, zigzag: bool) -> tuple[int, ...]:
 # ---- ring ------------------------------------------------------------------------------------------------
 
 
+@logged
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -286,6 +288,7 @@ def _pass_on(tensors: list[Tensor], group: Group) -> _Coming:
 # ---- Ulysses ---------------------------------------------------------------------------------------------
 
 
+@logged
 def ulysses_attention(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from . import __version__, ops
 
@@ -28,7 +29,7 @@ def collect() -> dict[str, Any]:
 
     Keys: "flash_ext" (version, location), "extension" (loaded, message, and what it was built from),
     "runtime" (Python, torch, CUDA, driver, platform), "devices" (one entry per GPU with the path that serves
-    it), "cpu" and "packages".
+    it), "cpu", "sdpa" (who serves PyTorch's own attention, and in which order it asks) and "packages".
     """
     return {
         "flash_ext": {"version": __version__, "location": str(Path(__file__).parent)},
@@ -36,6 +37,7 @@ def collect() -> dict[str, Any]:
         "runtime": _runtime(),
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
         "cpu": {"path": "cpu", "threads": torch.get_num_threads()},
+        "sdpa": _sdpa(),
         "packages": _packages(),
     }
 
@@ -97,6 +99,14 @@ def _served(direction: str, device: int) -> dict[str, Any]:
     return {"kernels": chosen, "refused": refused}
 
 
+def _sdpa() -> dict[str, Any]:
+    backends = {backend.value: backend.name for backend in SDPBackend.__members__.values()}
+    return {
+        "flash_attention": current_flash_attention_impl() or "PyTorch's own",
+        "order": [backends[number] for number in torch._C._get_sdp_priority_order()],
+    }
+
+
 def _packages() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in OTHER_PACKAGES:
@@ -133,6 +143,9 @@ def as_text(info: dict[str, Any]) -> str:
     if not info["devices"]:
         lines += ["no GPU is visible to torch: tensors on the CPU are served by path cpu "
                   f"({info['cpu']['threads']} threads)"]
+    sdpa = info["sdpa"]
+    lines += ["", f"torch SDPA    flash attention by {sdpa['flash_attention']}",
+              f"  order       {', '.join(sdpa['order'])}"]
     found = [f"{name} {version}" for name, version in info["packages"].items() if version]
     lines += ["", f"also here     {', '.join(found) or 'none of ' + ', '.join(OTHER_PACKAGES)}"]
     return "\n".join(lines)

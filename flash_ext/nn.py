@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .log import logged
 from .normalise import dropout_rng
 from .pair import forward as attend
 
@@ -39,6 +40,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         torch.Size([2, 10, 64])
     """
 
+    @logged
     def forward(
         self,
         query: Tensor,

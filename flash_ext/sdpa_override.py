@@ -23,6 +23,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from .log import logged, note
 from .ops import is_built
 
 # The name in torch's registry, for torch.nn.attention.activate_flash_attention_impl.
@@ -54,6 +55,7 @@ class SdpaSwitch:
             activate_flash_attention_impl(self._previous)
 
 
+@logged
 def enable_sdpa() -> SdpaSwitch:
     """Lets PyTorch's own attention functions run on flash_ext's kernels.
 
@@ -120,12 +122,14 @@ class _Active:
     def __init__(self) -> None:
         self._order = _prefer_own_backends()
         torch.ops.flash_ext._set_sdpa("CUDA")
+        note("PyTorch's attention runs on flash_ext")
 
     def remove(self) -> None:
         """Called by the registry when something else is activated, or nothing."""
         torch.ops.flash_ext._set_sdpa("")
         if self._order is not None:
             torch._C._set_sdp_priority_order(self._order)
+        note("PyTorch's attention runs as before")
 
 
 def _prefer_own_backends() -> list[int] | None:

@@ -24,6 +24,7 @@ INCLUDES = [
     ("paths.h", ("params.h", "modifiers.h")),
     ("grid.h", ("params.h", "divisor.h", "heuristics.h", "paths.h")),
     ("path_sm80.", ("grid.h", "heuristics.h", "paths.h", "sm80/instances.h")),
+    ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm90/instances.h")),
     ("path_choice.", ("path_choice.h", "paths.h", "params.h")),
     ("api", ("api.h", "api_params.h", "path_choice.h", "paths.h", "params.h", "build_info.h")),
     ("device.cu", ("paths.h",)),
@@ -31,8 +32,12 @@ INCLUDES = [
     ("common/", ("common/", "ptx/", "grid.h", "params.h", "modifiers.h", "heuristics.h")),
     ("sm80/run_", ("sm80/", "passes/", "grid.h", "launch.h")),
     ("sm80/", ("sm80/", "common/", "ptx/", "params.h", "heuristics.h", "paths.h")),
+    ("sm90/tensor_maps.cuh", ("params.h",)),
+    ("sm90/run_", ("sm90/", "grid.h", "launch.h")),
+    ("sm90/", ("sm90/", "common/", "ptx/", "grid.h", "params.h", "heuristics.h")),
     ("passes/", ("common/", "ptx/", "params.h", "modifiers.h", "heuristics.h")),
     ("inst/mask_passes.cu", ("passes/", "launch.h", "paths.h")),
+    ("inst/fwd_sm90_", ("sm90/",)),
     ("inst/", ("sm80/",)),
 ]
 TORCH_HEADER = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|caffe2|pybind11)/")
@@ -46,6 +51,7 @@ PYTHON_LAYERS = [
     {"tiled", "ladder"},
     {"tiled_mod"},
     {"ops"},
+    {"log"},
     {"ops_mod"},
     {"autograd"},
     {"routes"},

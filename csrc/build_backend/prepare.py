@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from build_backend import environment, pins  # noqa: E402
 
 STAMP = "flash_ext-requirements.json"
+# A second transformers, for tests/test_integrations_versions.py; a folder that no interpreter looks into.
+OTHER_TRANSFORMERS = "flash_ext-other-transformers"
 
 
 def main() -> None:
@@ -103,22 +106,30 @@ def fill() -> None:
     extras = project["project"]["optional-dependencies"]
     build = project["build-system"]["requires"]
     wanted = [pins.torch_requirement(), *build, *extras["test"], *extras["demo"]]
+    other = f"transformers=={pins.pin('transformers-other')}"
     stamp = Path(sys.prefix) / STAMP
-    record = {"python": sys.version.split()[0], "wanted": wanted}
+    record = {"python": sys.version.split()[0], "wanted": wanted, "other": other}
     toolkit, _ = environment.find_toolkit()
     if toolkit is not None and stamp.is_file() and json.loads(stamp.read_text()) == record:
         return
     if toolkit is None:
         wanted = [*wanted, pins.toolkit_requirement(beside=pins.torch_requirement())]
     say(f"installing torch {pins.pin('torch')} and what tests and demo need into {sys.prefix}")
+    install(*wanted)
+    folder = Path(sys.prefix) / OTHER_TRANSFORMERS
+    shutil.rmtree(folder, ignore_errors=True)
+    install("--target", str(folder), other)
+    stamp.write_text(json.dumps(record))
+
+
+def install(*what: str) -> None:
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--disable-pip-version-check",
-                           "--progress-bar", "off", *wanted], stdout=sys.stderr, check=False)
+                           "--progress-bar", "off", *what], stdout=sys.stderr, check=False)
     if done.returncode:
         raise environment.BuildProblem(
             "pip could not install what is needed", "its words are above",
             "a package index that pip can reach, or a python3 that has them all",
             "make test VENV=system (uses python3's own torch)")
-    stamp.write_text(json.dumps(record))
 
 
 def subprocess_or_exit(command: list[str]) -> None:

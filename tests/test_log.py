@@ -1,0 +1,92 @@
+"""FLASH_EXT_LOG: what each level writes, and that the default writes nothing and costs nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext import log
+
+PROGRAM = """
+import torch, flash_ext
+q = torch.zeros(2, 5, 4, 8, dtype=torch.bfloat16)
+flash_ext.attention(q, q[:, :, :2], v=q[:, :, :2], causal=True, window=(-1, -1), softcap=2.0)
+with flash_ext.enable_sdpa():
+    pass
+layer = flash_ext.nn.MultiheadAttention(8, 2)
+x = torch.zeros(3, 1, 8)
+layer(x, x, x, need_weights=False)
+from flash_ext.compat.flash_attn import flash_attn_func
+flash_attn_func(q, q, q)
+compiled = torch.compile(flash_ext.attention, backend="eager", fullgraph=True)
+compiled(q, q, q)
+"""
+
+
+def run(level: str, program: str = PROGRAM) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "FLASH_EXT_LOG": level}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def lines(level: str) -> list[str]:
+    done = run(level)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    return [line.removeprefix("flash_ext: ") for line in done.stderr.splitlines() if "flash_ext:" in line]
+
+
+def test_default_is_silent_and_undecorated() -> None:
+    assert log.LEVEL == 0 and log.logged(test_refusal) is test_refusal
+    assert not hasattr(flash_ext.attention, "__wrapped__")
+    assert log.level_from(None) == log.level_from("") == log.level_from("0") == 0
+
+
+@pytest.mark.slow
+def test_levels() -> None:
+    names = lines("1")
+    switches = ["enable_sdpa", "PyTorch's attention runs on flash_ext", "PyTorch's attention runs as before"]
+    assert names == ["attention", *switches, "MultiheadAttention.forward", "forward"]
+    full = lines("3")
+    assert full[0] == (
+        "attention(q=bfloat16 (2, 5, 4, 8) on cpu, strides (160, 32, 8, 1), "
+        "k=bfloat16 (2, 5, 2, 8) on cpu, strides (160, 32, 8, 1), "
+        "v=bfloat16 (2, 5, 2, 8) on cpu, strides (160, 32, 8, 1), causal=True, window=(-1, -1), softcap=2.0)"
+    )
+    assert full[1] == "enable_sdpa()" and len(full) == len(names)
+    assert full[4].startswith("MultiheadAttention.forward(query=float32 (3, 1, 8) on cpu")
+    assert "need_weights=False" in full[4] and "is_causal" not in full[4]
+
+
+def test_refusal() -> None:
+    done = run("verbose")
+    assert done.returncode != 0 and "FLASH_EXT_LOG must be 0, 1, 2 or 3, got 'verbose'" in done.stderr
+
+
+def test_a_logged_function_keeps_its_signature_and_results(caplog: pytest.LogCaptureFixture) -> None:
+    function = log.logged(flash_ext.merge_attention_states, level=2)  # no strides
+    out, lse = torch.ones(1, 2, 3, 4), torch.zeros(1, 3, 2)
+    log.logger.propagate = True
+    with caplog.at_level(logging.INFO, logger="flash_ext"):
+        merged = function(out, lse, out, lse)
+    assert torch.equal(merged[0], out) and function.__doc__ == flash_ext.merge_attention_states.__doc__
+    tensors = "out_a=float32 (1, 2, 3, 4) on cpu, lse_a=float32 (1, 3, 2) on cpu, out_b="
+    assert f"merge_attention_states({tensors}" in caplog.text
+
+
+@pytest.mark.gpu
+def test_level_three_names_the_kernel() -> None:
+    program = (
+        "import torch, flash_ext\n"
+        "q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16, device='cuda')\n"
+        "flash_ext.attention(q, q, q)"
+    )
+    done = run("3", program)
+    assert done.returncode == 0 and "attention launched fwd_" in done.stderr

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "../common/bias_stage.cuh"
+#include "../common/debug_delay.cuh"
 #include "../common/dropout.cuh"
 #include "../common/fragments.cuh"
 #include "../common/softmax.cuh"
@@ -193,7 +194,9 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
         return scores.template visit<kBlockM, kBlockN>(w.block, tile.block);
       });
     }
+    debug_delay();
     __syncthreads();
+    debug_delay();
     scanned = shared.visits.scanned;
     const int count = shared.visits.count;
     if (count > 0) {
@@ -212,8 +215,10 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     int stage = 0;
 #pragma unroll 1
     for (int it = 0; it < count; ++it) {
+      debug_delay();
       ptx::cp_async_wait<0>();
       __syncthreads();
+      debug_delay();
       const uint32_t kv_at = stage * T::kKvBytes;
       const VisitedTile tile = shared.visits[it];
       const bool more = it + 1 < count;
@@ -252,8 +257,10 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
         if (m.rng != nullptr) drop<false, false>(acc_s, m, row0, col0, shared.drop_keys);
         if constexpr (T::kStages == 1) {
           static_assert(T::kParts == 1);
+          debug_delay();
           ptx::cp_async_wait<0>();
           __syncthreads();
+          debug_delay();
           if (more) {
             load_k(0, shared.visits[it + 1].block);
             ptx::cp_async_commit();
@@ -262,6 +269,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
         multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + part_at);
       }
     }
+    debug_delay();
     __syncthreads();  // everybody has left this segment's list and tiles
   } while (scanned < shared.range.end - shared.range.begin);
 

@@ -15,12 +15,16 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -128,11 +132,38 @@ double scale_of(OptionalScale scale, const Tensor& q) {
   return scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
 }
 
-// The strides that torch promises for a result like `like`; a copy where the kernels' own differ.
+// A dimension of size 1 has no meaningful stride.
+bool same_strides(const Tensor& a, const Tensor& b) {
+  for (int64_t dim = 0; dim < a.dim(); ++dim) {
+    if (a.size(dim) != 1 && a.stride(dim) != b.stride(dim)) return false;
+  }
+  return true;
+}
+
+// What torch allocates for a result of these sizes that goes with `like`: its strides, or with
+// another head_dim its order of dimensions.
+Tensor empty_with_layout_of(const Tensor& like, const Tensor& result) {
+  if (result.sizes() == like.sizes()) return at::empty_like(like, result.options());
+  std::vector<int64_t> order(like.dim()), strides(like.dim());
+  std::iota(order.begin(), order.end(), 0);
+  const auto length = [&](int64_t dim) {
+    return like.stride(dim) == 0 ? std::numeric_limits<int64_t>::max() : like.stride(dim);
+  };
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return length(a) < length(b); });
+  int64_t stride = 1;
+  for (const int64_t dim : order) {
+    strides[dim] = stride;
+    stride *= result.size(dim);
+  }
+  return at::empty_strided(result.sizes(), strides, result.options());
+}
+
+// `result` in the layout that torch promises for it; a copy where the kernels' own differs.
 Tensor in_layout_of(const Tensor& result, const Tensor& like) {
-  if (result.strides() == like.strides()) return result;
-  const Tensor wanted = at::empty_like(like, result.options());
-  if (wanted.strides() == result.strides()) return result;
+  if (result.sizes() == like.sizes() && same_strides(result, like)) return result;
+  const Tensor wanted = empty_with_layout_of(like, result);
+  if (same_strides(result, wanted)) return result;
   wanted.copy_(result);
   return wanted;
 }

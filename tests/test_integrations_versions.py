@@ -26,6 +26,7 @@ def test_with_the_other_transformers(request: pytest.FixtureRequest) -> None:
     assert found.stdout.strip() == pins.pin("transformers-other"), found.stderr
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "tests/test_integrations_transformers.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500,
+        [*command, "tests/test_integrations_transformers.py"], cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-2000:]

@@ -95,6 +95,19 @@ def test_sdpa_operator(layout: str, causal: bool) -> None:
     assert [g.stride() for g in grads] == [torch.empty_like(t).stride() for t in leaves]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_head_dim_of_v(layout: str) -> None:
+    """Results keep the order of dimensions of q, as newer versions of torch allocate them."""
+    q, k, v = draw(layout)
+    v = v[..., :8]
+    expected, _ = dense(q, k, v)
+    with on_cpu(), counted(**{SDPA: 1}):
+        out = aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    assert torch.equal(out, expected)
+    order = [sorted(range(4), key=t.stride) for t in (out, q)]
+    assert order[0] == order[1] and out.permute(order[0][::-1]).is_contiguous()
+
+
 def test_backward_takes_merged_results() -> None:
     """As ring attention calls it: out and lse belong to more keys than k has."""
     q, k, v = draw()

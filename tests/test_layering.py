@@ -127,7 +127,7 @@ def test_includes_follow_the_layers():
 def test_every_instantiation_is_one_kernel_header():
     """One file a kernel and head_dim; the mask passes, which know neither, launch themselves in one more."""
     inst = sorted((CSRC / "inst").glob("*.cu"))
-    of_a_head_dim = [path for path in inst if re.fullmatch(r"(fwd|bwd)(_mod)?_sm80_hd\d+\.cu", path.name)]
+    of_a_head_dim = [path for path in inst if re.fullmatch(r"((fwd|bwd)(_mod)?_sm80|fwd_sm90)_hd\d+(_v\d+)?\.cu", path.name)]
     assert of_a_head_dim, "no instantiations found"
     assert [path.name for path in inst if path not in of_a_head_dim] == ["mask_passes.cu"]
     for path in of_a_head_dim:
@@ -215,6 +215,12 @@ def test_python_modules_import_downwards():
             elif name != own and name in rank and rank[name] >= rank[own]:
                 wrong.append(f"{path.stem} imports {name}")
     assert wrong == []
+
+
+def test_every_package_is_shipped():
+    folders = {path.parent for path in (ROOT / "flash_ext").rglob("*.py") if "__pycache__" not in path.parts}
+    packages = re.search(r"^packages = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+    assert set(ast.literal_eval(packages)) == {relative(folder).replace("/", ".") for folder in folders}
 
 
 @pytest.mark.parametrize("folder", ["compat", "integrations"])

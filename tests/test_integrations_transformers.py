@@ -371,6 +371,11 @@ def test_compiled_model() -> None:
 def test_names_with_flash_are_refused_and_why() -> None:
     with pytest.raises(ValueError, match="must not contain 'flash'"):
         integration.register("flash_ext")
+    if not IS_5:
+        model, ids = make("llama", "cpu"), tokens("cpu")
+        expected, wanted = run(model, NAME, torch.ones_like(ids), input_ids=ids)
+        got, grads = run(model, "flash_ext", torch.ones_like(ids), input_ids=ids)
+        assert torch.equal(got, expected) and all(torch.equal(grads[name], wanted[name]) for name in wanted)
     if IS_5:  # the reason: the library takes it for a package of its own
         transformers.AttentionInterface.register("flash_ext", integration.attention_forward)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import itertools
 import os
 import random
@@ -28,6 +29,10 @@ from flash_ext.distributed import (
     ulysses_attention,
     visible_block,
 )
+
+# torch's context_parallel, where this version keeps it.
+ENGINE = "torch.distributed.tensor.experimental._context_parallel"
+HAS_ENGINE = distributed.is_available() and importlib.util.find_spec(ENGINE) is not None
 
 available = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -196,6 +201,39 @@ def check_rounding(world: World) -> None:
     assert got.dtype == torch.bfloat16 and errors[0] < 1.5 * errors[1], errors
 
 
+def check_torchs_engine(world: World) -> None:
+    """The ring inside torch's context_parallel, with our implementations of the operators that it calls.
+
+    It hands on merged results to the backward. Here the operators are registered for CPU tensors; on GPUs the
+    whole engine runs in run_context_parallel.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental._context_parallel import _attention as engine
+
+    mesh = DeviceMesh.from_group(world.group or distributed.group.WORLD, "cpu")
+    whole = [world.draw(2, 4, 12 * world.size, 16).bfloat16() for _ in range(4)]
+    q, k, v, dout = (shard_sequence(t, world.group, dim=2) for t in whole)
+    leaves = [t.double().transpose(1, 2).requires_grad_() for t in whole[:3]]
+    expected, _ = _truth(leaves, None, {"causal": True})
+    wanted = torch.autograd.grad(expected, leaves, whole[3].double().transpose(1, 2))
+    before = flash_ext.sdpa_override.sdpa_counts()
+    torch.ops.flash_ext._set_sdpa("CPU")
+    try:
+        out, lse, *rest = engine._scaled_dot_product_ring_flash_attention(mesh, q, k, v, is_causal=True)
+        grads = engine._scaled_dot_product_ring_flash_attention_backward(
+            mesh, dout, q, k, v, out, lse, *rest[:4], 0.0, True, *rest[4:6]
+        )
+    finally:
+        torch.ops.flash_ext._set_sdpa("")
+    after = flash_ext.sdpa_override.sdpa_counts()
+    for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
+        assert after[name][0] - before[name][0] == world.size
+    for got, own in zip((out, *grads), (expected, *wanted)):
+        own = shard_sequence(own.detach(), world.group).transpose(1, 2)
+        error = (got.double() - own).norm() / own.norm()
+        assert error < 0.01, f"relative error {error:.3g}"
+
+
 @contextlib.contextmanager
 def process_group(rank: int, size: int, port: int, backend: str) -> Iterator[None]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -223,6 +261,8 @@ def run(rank: int, size: int, port: int, backend: str) -> None:
             world = World(group, device)
             check_all(world)
             check_rounding(world)
+            if device == "cpu" and HAS_ENGINE:
+                check_torchs_engine(world)
 
 
 def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:

@@ -6,7 +6,7 @@ in a few bytes per key; any other pattern becomes the mask that the library make
 The other one (:func:`attention_forward`) calls :func:`flash_ext.attention`.
 
 The name is not "flash_ext" because transformers 5 takes every name with "flash" in it for a flash-attention
-package that it loads itself, and refuses those it does not know.
+package that it loads itself, and refuses those it does not know. Transformers 4 takes that name, too.
 
 Tested with transformers 4.57 and 5.23.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import attention, attention_varlen
 
 NAME = "fext"
+NAME_IN_4 = "flash_ext"
 
 # Where a mask from here keeps its pattern.
 _ATTRIBUTE = "flash_ext_pattern"
@@ -30,6 +31,8 @@ _ATTRIBUTE = "flash_ext_pattern"
 
 def register(name: str = NAME) -> str:
     """Makes ``attn_implementation=name`` run on flash_ext, for every model that asks the library's registry.
+
+    In transformers 4 "flash_ext" is registered as well.
 
     Args:
         name: the name to register. One with "flash" in it is refused, see the module.
@@ -51,11 +54,12 @@ def register(name: str = NAME) -> str:
             f"name must not contain 'flash', got {name!r}: transformers 5 takes such names for packages that "
             f"it loads itself. The default is {NAME!r}."
         )
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, __version__
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionMaskInterface.register(name, attention_mask)
-    AttentionInterface.register(name, attention_forward)
+    for accepted in (name, NAME_IN_4) if __version__.startswith("4.") else (name,):
+        AttentionMaskInterface.register(accepted, attention_mask)
+        AttentionInterface.register(accepted, attention_forward)
     return name
 
 

@@ -39,3 +39,7 @@ __all__ = [
     "merge_attention_states",
     "scaled_dot_product_attention",
 ]
+
+# These use the names above.
+from . import compat as compat  # noqa: E402
+from . import integrations as integrations  # noqa: E402

@@ -14,7 +14,7 @@ import flash_ext
 from flash_ext import log
 
 PROGRAM = """
-import torch, flash_ext
+import sys, torch, flash_ext
 q = torch.zeros(2, 5, 4, 8, dtype=torch.bfloat16)
 flash_ext.attention(q, q[:, :, :2], v=q[:, :, :2], causal=True, window=(-1, -1), softcap=2.0)
 with flash_ext.enable_sdpa():
@@ -22,8 +22,8 @@ with flash_ext.enable_sdpa():
 layer = flash_ext.nn.MultiheadAttention(8, 2)
 x = torch.zeros(3, 1, 8)
 layer(x, x, x, need_weights=False)
-from flash_ext.compat.flash_attn import flash_attn_func
-flash_attn_func(q, q, q)
+flash_ext.compat.flash_attn.flash_attn_func(q, q, q)
+assert callable(flash_ext.integrations.transformers.register) and "transformers" not in sys.modules
 compiled = torch.compile(flash_ext.attention, backend="eager", fullgraph=True)
 compiled(q, q, q)
 """

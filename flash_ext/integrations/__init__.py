@@ -1,1 +1,3 @@
 """Hooks that make other libraries call :mod:`flash_ext`; each imports its library when it is used."""
+
+from . import transformers as transformers

@@ -231,7 +231,10 @@ def _device(cache_position: Tensor | None) -> torch.device | None:
 
 
 def _is_tracing(*values: Any) -> bool:
+    """Whether values must not be read: while a compiler or a tracer looks on, or a CUDA graph is captured."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
     return any(
         isinstance(value, (torch.fx.Proxy, torch._subclasses.fake_tensor.FakeTensor)) for value in values

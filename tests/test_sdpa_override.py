@@ -426,6 +426,31 @@ def test_torchs_own_names_work() -> None:
 
 
 @pytest.mark.usefixtures("untouched")
+def test_the_order_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose first selection installs an order."""
+    own = torch._C._get_sdp_priority_order()
+    probe = torch.empty(1, 1, 1, 8, dtype=torch.float16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: probe)
+    monkeypatch.setattr(torch, "_fused_sdp_choice",
+                        lambda *tensors: torch._C._set_sdp_priority_order([3, 1, 2, 0, 4]))  # fmt: skip
+    try:
+        flash_ext.enable_sdpa()
+        assert torch._C._get_sdp_priority_order() == [1, 2, 3, 0, 4]
+        flash_ext.disable_sdpa()
+        assert torch._C._get_sdp_priority_order() == [3, 1, 2, 0, 4]
+    finally:
+        torch._C._set_sdp_priority_order(own)
+
+
+def test_without_the_extension_it_says_what_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_ext.sdpa_override, "is_built", False)
+    monkeypatch.setattr(flash_ext.ops, "_C", flash_ext.ops.MissingExtension("not built: pip install ."))
+    with pytest.raises(ImportError, match="pip install"):
+        flash_ext.enable_sdpa()
+
+
+@pytest.mark.usefixtures("untouched")
 def test_cpu_tensors_are_not_affected() -> None:
     q = torch.randn(1, 2, 5, 8)
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)

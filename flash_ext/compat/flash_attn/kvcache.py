@@ -39,12 +39,15 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, nheads, headdim).
         k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim); written in place if k is given.
         k, v: (batch, seqlen_new, nheads_k, headdim), placed at ``cache_seqlens`` of their sequence.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are rotated by their positions, counted
+            without left padding, before the call; without causal and window all of q by that of its first.
         cache_seqlens: int or (batch,) int32, how many keys each sequence has before the append; None is
             all of the cache, and then nothing can be appended.
         cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. The
             chosen entries are copied for the call.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
+        rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
         alibi_slopes: (nheads,) or (batch, nheads); here they cost a bias of batch * nheads * seqlen_q *
             seqlen_cache numbers.
         num_splits: 0 or 1.
@@ -54,14 +57,22 @@ def flash_attn_with_kvcache(
         out (batch, seqlen_q, nheads, headdim) and, if asked for, softmax_lse (batch, nheads, seqlen_q).
 
     Raises:
-        NotImplementedError: ``block_table`` (paged cache), ``rotary_cos`` and ``rotary_sin``, or
-            ``num_splits`` above 1.
-        ValueError: k without v or without ``cache_seqlens``, and what :func:`flash_ext.attention` refuses.
+        NotImplementedError: ``block_table`` (paged cache), or ``num_splits`` above 1.
+        ValueError: k without v or without ``cache_seqlens``, rotary factors without k or one without the
+            other, and what :func:`flash_ext.attention` refuses.
     """
-    _refuse_unsupported(block_table, rotary_cos, rotary_sin, num_splits)
+    _refuse_unsupported(block_table, num_splits)
     batch, seqlen_q = q.shape[:2]
     lengths = _lengths(cache_seqlens, batch, k_cache)
     entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+    if rotary_cos is not None or rotary_sin is not None:
+        if rotary_cos is None or rotary_sin is None or k is None:
+            raise ValueError("rotary_cos, rotary_sin and k must be given together.")
+        first = lengths if cache_leftpad is None else lengths - cache_leftpad.long()
+        factors = (rotary_cos, rotary_sin, rotary_interleaved)
+        k = _rotated(k, first[:, None] + torch.arange(k.shape[1], device=q.device), *factors)
+        counts = causal or tuple(window_size) != (-1, -1)
+        q = _rotated(q, first[:, None] + torch.arange(seqlen_q, device=q.device) * counts, *factors)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
             raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
@@ -83,15 +94,24 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _refuse_unsupported(
-    block_table: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None, num_splits: int
-) -> None:
+def _refuse_unsupported(block_table: Tensor | None, num_splits: int) -> None:
     if block_table is not None:
         raise NotImplementedError("block_table: only a dense cache (batch, seqlen, ...) is supported.")
-    if rotary_cos is not None or rotary_sin is not None:
-        raise NotImplementedError("rotary_cos, rotary_sin: rotate q and k before the call.")
     if num_splits not in (0, 1):
         raise NotImplementedError(f"num_splits must be 0 or 1, keys are not split yet; got {num_splits}.")
+
+
+def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (batch, rows, heads, features) with its first 2 * cos.shape[1] features turned by the positions.
+
+    Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
+    """
+    c, s = (t.float()[positions][:, :, None] for t in (cos, sin))
+    turned, rest = x.float().split([2 * cos.shape[1], x.shape[-1] - 2 * cos.shape[1]], dim=-1)
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    parts = (a * c - b * s, a * s + b * c)
+    turned = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([turned, rest], dim=-1).to(x.dtype)
 
 
 def _lengths(cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor) -> Tensor:

@@ -369,10 +369,12 @@ def test_info_names_the_path_and_kernels_of_each_gpu():
 
 
 def copy_of_package(folder: Path) -> Path:
+    """The Python files, without the extension module."""
     target = folder / "flash_ext"
-    target.mkdir()
-    for path in (ROOT / "flash_ext").glob("*.py"):
-        (target / path.name).write_text(path.read_text())
+    for path in (ROOT / "flash_ext").rglob("*.py"):
+        copy = target / path.relative_to(ROOT / "flash_ext")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
     return target
 
 

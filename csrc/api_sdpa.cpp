@@ -168,8 +168,7 @@ Tensor in_layout_of(const Tensor& result, const Tensor& like) {
   return wanted;
 }
 
-// The random state of a call without dropout: shapes that a backward pass hands on and nobody
-// reads.
+// The random state of a call without dropout: shapes that a backward pass hands on, nobody reads.
 Tensor no_state(const Tensor& q, at::IntArrayRef shape) {
   return at::empty(shape, q.options().dtype(at::kUInt64));
 }
@@ -301,9 +300,9 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
                                 right);
 }
 
-// ---- F.scaled_dot_product_attention with a mask, or causal with lengths that differ
-// ---------------- The selector gives such calls to the memory-efficient operator. There the causal
-// mask is aligned at the top left, and lse is padded to a multiple of 32 rows.
+// ---- F.scaled_dot_product_attention with a mask, or causal with lengths that differ -------------
+// The selector gives such calls to the memory-efficient operator. There the causal mask is aligned at
+// the top left, and lse is padded to a multiple of 32 rows.
 
 using MaskedResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 constexpr int64_t kLseRows = 32;
@@ -355,8 +354,7 @@ bool takes_bias(const OptionalTensor& bias, const Tensor& q, const Tensor& k) {
   return bias->device() == q.device();
 }
 
-// torch expands a mask to the size of the scores; as dimensions of size 1 the repeats are read
-// once.
+// torch expands a mask to the size of the scores; as dimensions of size 1 repeats are read once.
 OptionalTensor without_repeats(const OptionalTensor& bias) {
   if (!bias.has_value()) return bias;
   Tensor t = *bias;

@@ -51,6 +51,11 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   params.out = view_of(out);
   params.lse = lse.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
+  Tensor schedule;
+  if (const int64_t bytes = path.fwd_workspace(problem, info); bytes > 0) {
+    schedule = at::empty({bytes}, q.options().dtype(at::kByte));
+    params.schedule = schedule.mutable_data_ptr();
+  }
   if (get_switch(Switch::kRecordLaunches) == 1) {
     record_launch({Direction::kForward, path.plan_fwd(problem, info), false,
                    params.q.aligned && params.k.aligned && params.v.aligned});

@@ -114,10 +114,12 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
   if (const Path* path = choose_path(direction, p, info, path_name)) {
     result = dict_of(direction == Direction::kForward ? path->plan_fwd(p, info)
                                                       : path->plan_bwd(p, deterministic, info));
-    const BwdWorkspace workspace = direction == Direction::kForward
-                                       ? BwdWorkspace{}
-                                       : path->bwd_workspace(p, deterministic, info);
-    result["workspace_bytes"] = 4 * (workspace.row_stats_elements + workspace.dq_accum_elements);
+    if (direction == Direction::kForward) {
+      result["workspace_bytes"] = path->fwd_workspace(p, info);
+    } else {
+      const BwdWorkspace workspace = path->bwd_workspace(p, deterministic, info);
+      result["workspace_bytes"] = 4 * (workspace.row_stats_elements + workspace.dq_accum_elements);
+    }
   } else {
     result["path"] = py::none();
   }

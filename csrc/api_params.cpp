@@ -29,6 +29,11 @@ bool is_row_aligned(const Tensor& t) {
   return true;
 }
 
+bool is_tma_ready(const Tensor& t) {
+  if (!is_row_aligned(t) || get_switch(Switch::kUnaligned) == 1) return false;
+  return t.size(-3) <= 1 || t.stride(-3) > 0;
+}
+
 }  // namespace
 
 StridedView view_of(const Tensor& t) {
@@ -66,6 +71,7 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.window_left = clamp_to_int32(window_left);
   p.window_right = clamp_to_int32(window_right);
+  p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
 }
 

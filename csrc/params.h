@@ -39,6 +39,8 @@ struct Problem {
   float softmax_scale = 1.f;
   int32_t window_left = -1;   // inclusive reach; -1 = unlimited
   int32_t window_right = -1;  // causal is window_right == 0
+  // What TMA can address: rows of q, k and v start on 16 bytes, and rows are not expanded from one.
+  bool tma_ready = true;
 
   // Derived by prepare(); kernels read these, straight from the constant bank.
   int32_t reach_left = 0;     // window_left, kUnlimited when open
@@ -71,6 +73,7 @@ struct FwdParams {
   StridedView v;    // (b, seqlen_k, h_k, dv) or (total_k, h_k, dv)
   StridedView out;  // (b, seqlen_q, h, dv)   or (total_q, h, dv)
   float* lse = nullptr;  // (b, h, seqlen_q) or (h, total_q), contiguous; natural log, -inf for empty rows
+  void* schedule = nullptr;  // fwd_workspace() bytes of anything, or null
   void* stream = nullptr;  // cudaStream_t
 };
 

@@ -18,6 +18,7 @@ struct Path {
   const char* name;
   std::string (*why_not_fwd)(const Problem&, const DeviceInfo&);
   std::string (*why_not_bwd)(const Problem&, const DeviceInfo&);
+  int64_t (*fwd_workspace)(const Problem&, const DeviceInfo&);  // bytes; their content does not matter
   BwdWorkspace (*bwd_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
   LaunchPlan (*plan_fwd)(const Problem&, const DeviceInfo&);
   LaunchPlan (*plan_bwd)(const Problem&, bool deterministic, const DeviceInfo&);
@@ -37,7 +38,7 @@ struct Path {
 // The GPU paths in the order they are tried: the first that accepts runs.
 const std::vector<Path>& gpu_paths();
 
-// "sm80, cpu": every name that `path=` takes.
+// "sm90, sm80, cpu": every name that `path=` takes.
 std::string path_names();
 bool is_path_name(std::string_view name);
 

@@ -69,6 +69,8 @@ Modifiers with_unit(Modifiers m, Problem p) {
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
 
+int64_t fwd_workspace(const Problem&, const DeviceInfo&) { return 0; }
+
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo&) {
   const int64_t rows = p.total_q * p.num_heads;
   return {2 * rows, deterministic ? 0 : rows * padded_head_dim(p.head_dim, p.head_dim_v)};

@@ -45,9 +45,18 @@ std::string group_labels(const int32_t* ids, int32_t* groups, int64_t rows, int6
 std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count,
                             void* stream);
 
+namespace sm90 {
+std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
+std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
+int64_t fwd_workspace(const Problem& p, const DeviceInfo& d);
+LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d);
+std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
+}  // namespace sm90
+
 namespace sm80 {
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
+int64_t fwd_workspace(const Problem& p, const DeviceInfo& d);
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d);
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);

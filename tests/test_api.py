@@ -183,7 +183,7 @@ REFUSED = {
     "causal text": (dense(causal="yes"), ValueError, r'causal must be a bool, "bottom_right" .* got \'yes\''),
     "scale nan": (dense(softmax_scale=math.nan), ValueError, r"softmax_scale must be finite, got nan"),
     "scale inf": (dense(softmax_scale=-math.inf), ValueError, r"softmax_scale must be finite, got -inf"),
-    "path name": (dense(path="sm75"), ValueError, r"path .* one of sm80, cpu, got 'sm75'"),
+    "path name": (dense(path="sm75"), ValueError, r"path .* one of sm90, sm80, cpu, got 'sm75'"),
     "one cu_seqlens": (packed(cu_seqlens_k=None), ValueError, r"given together, got only cu_seqlens_q"),
     "packed rank": (packed(q=zeros(1, 14, 4, 16)), ValueError, r"q must have shape \(total, num_heads"),
     "no cu_seqlens": (packed(cu_seqlens_q=None, cu_seqlens_k=None), ValueError, r"q .* shape \(batch, "),

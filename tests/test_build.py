@@ -37,6 +37,8 @@ ARCHS = ("sm_80", "sm_90a")
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 BY_CLASS = ("fwd_kernel", "fwd_mod_kernel", "bwd_kernel", "bwd_mod_kernel")  # compiled for both classes
 ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel", "bwd_bias_kernel")
+HOPPER = ("fwd_sm90_kernel",)  # machine code of sm_90a only; elsewhere they trap
+HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192)  # 192 for head_dim_v of 192 and of 128
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
                "group_intervals_kernel")
@@ -95,7 +97,7 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     if kernel.group(2) == "(":
         return kernel.group(1), None, None, None
     config = re.search(
-        r"(__half|__nv_bfloat16), (\d+)(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))?>", name)
+        r"(__half|__nv_bfloat16), (\d+)(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))?>", name)
     assert config, f"unexpected kernel {name}"
     smem_class = int(config.group(3)) if config.group(3) else None
     return kernel.group(1), config.group(1), int(config.group(2)), smem_class
@@ -126,7 +128,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     """
     by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (SMALL, LARGE))
     others = itertools.product(ONE_CLASS + 2 * PASSES, DTYPES, HEAD_DIMS, (None,))
-    expected = [*by_class, *others, *((kernel, None, None, None) for kernel in MASK_PASSES)]
+    hopper = itertools.product(HOPPER, DTYPES, HOPPER_HEAD_DIMS, (None,))
+    expected = [*by_class, *others, *hopper, *((kernel, None, None, None) for kernel in MASK_PASSES)]
     for arch in ARCHS:
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
@@ -208,6 +211,26 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
     assert seen == len(DTYPES) * len(HEAD_DIMS) * (3 * len(BY_CLASS) + 2 * len(ONE_CLASS))
 
 
+def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):
+    """Each product group is fenced once and waited for once: serialised ones would have a pair for each HGMMA."""
+    seen = 0
+    for item in resources["kernels"]:
+        if kernel_id(item["name"])[0] not in HOPPER:
+            continue
+        opcodes = machine_code[item["arch"], item["symbol"]]
+        if item["arch"] == "sm_80":
+            assert opcodes["BPT.TRAP"] and sum(opcodes.values()) < 100, item["name"]
+            continue
+        count = collections.Counter()
+        for name, number in opcodes.items():
+            count[name.split(".")[0]] += number
+            count[name] += number
+        assert count["HGMMA"] >= 6 * 3 and count["UTMALDG"] > 0, item["name"]
+        assert 0 < count["WARPGROUP.ARRIVE"] <= 8 and 0 < count["WARPGROUP.DEPBAR.LE"] <= 8, item["name"]
+        seen += 1
+    assert seen == len(HOPPER) * len(DTYPES) * len(HOPPER_HEAD_DIMS)
+
+
 # ---- plans against limits --------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -235,10 +258,11 @@ def test_shared_memory_fits_every_device(device_switches, resources, compute_cap
     """HD-05: the plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
     limit = SMEM_LIMITS[compute_capability]
     device_switches(compute_capability, limit)
-    static = static_smem(resources, ("fwd_kernel", "bwd_kernel", "bwd_q_kernel"))
+    static = static_smem(resources, ("fwd_kernel", "fwd_sm90_kernel", "bwd_kernel", "bwd_q_kernel"))
     for direction, head_dim, deterministic in itertools.product(("fwd", "bwd"), range(1, 257), (False, True)):
         chosen = plan(direction, head_dim, deterministic)
-        assert chosen["path"] == "sm80"
+        hopper = compute_capability == 90 and direction == "fwd" and head_dim % 8 == 0
+        assert chosen["path"] == ("sm90" if hopper else "sm80")
         assert 0 < chosen["smem_bytes"] + static <= limit, chosen
         size = int(re.search(r"hd(\d+)$", chosen["kernel"]).group(1))
         assert size == min(item for item in HEAD_DIMS if item >= head_dim), chosen

@@ -179,7 +179,7 @@ def pretend() -> Iterator[object]:
         _C.set_switch(name, value)
 
 
-def plan(direction: str, head_dim: int, deterministic: bool = False, **shape: int) -> dict:
+def plan(direction: str, head_dim: int, deterministic: bool = False, **shape: int | str) -> dict:
     shape = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 4, "num_heads_k": 4} | shape
     return _C.plan(
         direction, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic, **shape
@@ -208,7 +208,7 @@ def test_readme_devices_are_served_as_said(pretend) -> None:
             assert tiles == ("99 KB" if smem <= SMEM_OF[86] else "227 KB")
             assert (types, sizes) == ("fp16, bf16", "1 to 256")
     assert seen == set(SMEM_OF)
-    assert _C.path_names() == "sm80, cpu"
+    assert _C.path_names() == "sm90, sm80, cpu"
 
 
 def test_readme_types_and_head_sizes() -> None:
@@ -308,7 +308,9 @@ def test_performance_log_is_dated_and_newest_first() -> None:
 # Prints every tile of heuristics.h: kind, head_dim, class, then the columns of its table.
 TILE_PROGRAM = r"""
 #include "heuristics.h"
+#include "sm90/tiles.h"
 #include <cstdio>
+#include <utility>
 using namespace flash_ext;
 void put_bwd(const char* kind, int d, const char* name, const BwdTile& b) {
   const int part = b.part_m < b.block_m ? b.part_m : b.block_m;
@@ -345,6 +347,11 @@ int main() {
     put_bwd_q_mod("bwd_q_mod", d, bwd_q_mod_tile_sm80(d));
     put_bwd_q_mod("bwd_bias", d, bwd_bias_tile_sm80(d));
   }
+  for (const auto [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
+    const sm90::FwdTile t = sm90::fwd_tile(d, dv);
+    std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%s|%d\n", d, dv, t.block_m(), t.block_n, t.consumers, t.kv_slots,
+                t.q_slots, t.staged ? "yes" : "no", t.smem_bytes(d, dv));
+  }
 }
 """
 TILE_HEADERS = {
@@ -358,6 +365,8 @@ TILE_HEADERS = {
     "CTAs an SM|bias, bytes|shared memory, bytes",
     "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
     "bwd_bias": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
+    "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|stage|"
+    "shared memory, bytes",
 }
 TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
 
@@ -418,12 +427,27 @@ def test_tile_tables_are_those_of_the_plans(pretend, kernel: str) -> None:
         if modified:
             chosen = launch_with_modifiers(direction, int(head_dim), compute_capability, pretend)
         else:
-            chosen = plan(direction, int(head_dim))
+            chosen = plan(direction, int(head_dim), path="sm80")
         assert chosen["kernel"] == f"{kernel}_sm80_hd{head_dim}"
         assert (int(block_m), int(block_n), int(stages)) == tuple(
             chosen[name] for name in ("block_m", "block_n", "stages")
         )
         assert (32 * int(warps), int(smem)) == (chosen["threads"], chosen["smem_bytes"])
+
+
+def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
+    (table,) = re.findall(r"<!-- fwd_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    listed = rows(table)
+    assert len(listed) == 6
+    pretend(90)
+    for d, dv, block_m, block_n, consumers, slots, _, _, smem in listed:
+        chosen = _C.plan("fwd", seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_k=4, head_dim=int(d),
+                         head_dim_v=int(dv))
+        wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}")
+        assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
+        assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
+        assert chosen["threads"] == 128 * (int(consumers) + 1)
+        assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from tests.cases import dense, packed
-from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths
+from tests.harness import Target, on_modifier_tiles, on_modifier_gpu_paths, on_modifier_paths
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call, for_each
 
@@ -37,13 +37,13 @@ def bias_cases() -> list[ModifierCase]:
     return mcases
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_bi01_gradient_of_every_broadcast(target: Target) -> None:
     """The gradient of a bias is the sum over its broadcast dimensions, whichever they are."""
     for_each(bias_cases(), target, cpu=10)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi02_bi04_any_strides(target: Target) -> None:
     """BI-02: 43 keys, rows off 16 bytes, slices of wider ones; BI-04: transposed, expanded, every second."""
     names = [f"{kind}_{dims}_{flag}" for kind in ("bias", "mask") for dims in ("1hqk", "b1qk", "qk")
@@ -56,7 +56,7 @@ def test_bi02_bi04_any_strides(target: Target) -> None:
     for_each(mcases, target, cpu=15)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi03_bi11_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
     shapes = (dense(2, 100, 140, 4, 2, 64, causal=True), packed([70, 0, 33], [80, 9, 64], num_heads_k=1),
               dense(1, 257, 65, 6, 3, 128, dlse=True, deterministic=True))  # fmt: skip
@@ -66,7 +66,7 @@ def test_bi03_bi11_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target
     for_each(mcases, target, cpu=12)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi05_types_that_do_not_fit_are_refused(target: Target) -> None:
     """No reinterpretation: a mask of bytes or of the other half precision raises before any launch."""
     q, k, v = (torch.randn(1, 8, 2, 64, device=target.device).to(torch.float16) for _ in range(3))
@@ -79,7 +79,7 @@ def test_bi05_types_that_do_not_fit_are_refused(target: Target) -> None:
     torch.testing.assert_close(single, half, rtol=2.0**-10, atol=1e-4)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi06_bi13_masks_by_query_head_for_every_group(target: Target) -> None:
     """BI-06, BI-13 and BI-10: what is per head counts query heads, with 1 to 8 of them to a key head."""
     mcases = [
@@ -96,7 +96,7 @@ def test_bi06_bi13_masks_by_query_head_for_every_group(target: Target) -> None:
     for_each(mcases, target, cpu=12)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi08_order_of_operations(target: Target) -> None:
     """Scale, softcap, bias, mask, and after them sink and dropout: every subset, scores beyond the cap."""
     parts = ("softcap2", "bias_1hqk_f32", "padding", "sinks", "drop0.5")
@@ -107,7 +107,7 @@ def test_bi08_order_of_operations(target: Target) -> None:
     for_each(mcases, target, cpu=16)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi09_a_sink_takes_its_share_once(target: Target) -> None:
     """q = 0, v = 1: out = n / (n + e^sink) and lse = ln(n + e^sink), for one key, one tile and many."""
     for keys, rows in ((1, 7), (7, 7), (64, 1), (129, 130), (1000, 3)):
@@ -122,7 +122,7 @@ def test_bi09_a_sink_takes_its_share_once(target: Target) -> None:
         assert ((lse.double() - total.log().view(1, 4, 1)).abs() < 4e-6).all(), f"{keys} keys"
 
 
-@on_paths
+@on_modifier_paths
 def test_bi09_rows_without_keys_give_everything_to_the_sink(target: Target) -> None:
     """out 0, lse = sink, and dlse is the gradient of the sink; also when there is no key at all."""
     for keys in (0, 20):
@@ -145,7 +145,7 @@ def test_bi09_rows_without_keys_give_everything_to_the_sink(target: Target) -> N
         assert not (dq.any() or dk.any() or dv.any())
 
 
-@on_paths
+@on_modifier_paths
 def test_bi10_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
     mcases = [
         ModifierCase(dense(2, rows, 77, 2 * group, 2, head_dim, causal=causal), ("sinks", "alibi"))
@@ -159,7 +159,7 @@ def test_bi10_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
     for_each(mcases, target, cpu=21)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi12_small_masks_ten_times(target: Target) -> None:
     """A (20, 4, 4, 32) mask gives the same bits each time, and so does one of a single row."""
     for rows in (4, 1):
@@ -172,7 +172,7 @@ def test_bi12_small_masks_ten_times(target: Target) -> None:
     for_each(mcases, target)
 
 
-@on_paths
+@on_modifier_paths
 def test_bi_slopes_are_the_bias_they_stand_for(target: Target) -> None:
     """ALiBi against the same numbers given as a bias in float32: both alignments, lengths that differ."""
     for rows, keys, causal in ((100, 160, True), (160, 100, "top_left"), (65, 65, False)):
@@ -206,7 +206,7 @@ def rows_with(value: float, dtype: torch.dtype, device: str) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("bias_dtype", ["half", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@on_paths
+@on_modifier_paths
 def test_nf02_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
     target: Target, dtype: torch.dtype, bias_dtype: str
 ) -> None:
@@ -252,7 +252,7 @@ def test_nf02_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
         torch.testing.assert_close(a, b, rtol=4 * u, atol=u, msg=lambda text, words=words: words + text)
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_nf03_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
     """The running maximum stays -inf over whole tiles, for some rows for all of them."""
     mcases = [
@@ -266,7 +266,7 @@ def test_nf03_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
     for_each(mcases, target, cpu=5)
 
 
-@on_paths
+@on_modifier_paths
 def test_nf14_softcap_of_every_size(target: Target) -> None:
     """1e-3 to 1e6 with scores up to 1e5: saturated, in between and as good as off; 0 is off, bit for bit."""
     mcases = [
@@ -302,7 +302,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("name", REPEATED)
-@on_paths
+@on_modifier_paths
 def test_rc_fifty_repeats_give_the_same_bits(target: Target, name: str) -> None:
     """All results, the gradients of bias, slopes and sinks and, in the deterministic mode, dq."""
     x = make_modifier_inputs(ModifierCase(REPEATED[name], (name,)), target.device)
@@ -333,7 +333,7 @@ def peak_of(call) -> int:
 
 
 @pytest.mark.parametrize("dims", ["1h11", "b11k", "1hq1", "1111", "11qk", "h11"])
-@on_gpu_paths
+@on_modifier_gpu_paths
 def test_bi01_memory_of_a_bias_gradient_is_that_of_its_result(target: Target, dims: str) -> None:
     """Beyond dq, dk, dv and what is linear in them: the gradient itself, and never one score per pair."""
     name = f"bias_{dims}_f32" if len(dims) == 4 else f"bias_{dims}_expanded"

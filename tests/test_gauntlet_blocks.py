@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flash_ext
 from tests import compare
 from tests.cases import dense, packed
-from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths
+from tests.harness import Target, on_modifier_tiles, on_modifier_gpu_paths, on_modifier_paths
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import count_probe, for_each, mask_probe, sparse_dout_probe
 from tests.test_gauntlet_bias import peak_of
@@ -39,7 +39,7 @@ def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@on_all_tiles
+@on_modifier_tiles
 def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) -> None:
     """Nothing to see gives exactly nothing; everything gives the bits of a call without a map."""
     with target.active():
@@ -78,14 +78,14 @@ def sized_cases() -> list[ModifierCase]:
     return mcases
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_bs02_bs03_every_block_size_shows_its_keys(target: Target) -> None:
     """BS-02: tiles and blocks that do not divide each other; BS-03: a causal edge through partial blocks."""
     for_each(sized_cases(), target, count_probe, cpu=12)
     for_each(sized_cases(), target, mask_probe, cpu=12)
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_bs04_maps_by_head_and_batch_under_groups(target: Target) -> None:
     """Values and all gradients; every second one beside an element mask."""
     mcases = [
@@ -94,7 +94,7 @@ def test_bs04_maps_by_head_and_batch_under_groups(target: Target) -> None:
     for_each(mcases, target, cpu=5)
 
 
-@on_paths
+@on_modifier_paths
 def test_bs05_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) -> None:
     """Also a whole column of blocks, and rows that visit nothing."""
     for_each(sized_cases()[::2], target, sparse_dout_probe, cpu=6)
@@ -107,7 +107,7 @@ def test_bs05_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) ->
     assert not dq[:, 64:128].any() and not out[:, 64:128].any()
 
 
-@on_paths
+@on_modifier_paths
 def test_bs03_maps_of_four_origins_agree(target: Target) -> None:
     """A map with cut blocks from a rule, from a dense mask and from PyTorch's own, and the mask itself."""
     rows, keys, device = 260, 330, target.device
@@ -161,7 +161,7 @@ def hiding_keywords(device: str) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("kind", hiding_keywords("cpu"))
-@on_all_tiles
+@on_modifier_tiles
 def test_nl_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind: str) -> None:
     """K and V hold NaN where no tile of any kernel reaches: results and gradients are those of zeros there.
 
@@ -182,7 +182,7 @@ def test_nl_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind
             assert not found[1][3][:, HIDDEN].any() and not found[1][4][:, HIDDEN].any()
 
 
-@on_gpu_paths
+@on_modifier_gpu_paths
 def test_structured_masks_take_linear_memory(target: Target) -> None:
     """Forward and backward at 32768: one bit per pair of positions would already be beyond the limit."""
     length, heads = 32768, 2

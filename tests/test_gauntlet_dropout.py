@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import flash_ext
 from flash_ext.philox import drop_threshold, keep_mask
 from tests.cases import dense, packed
-from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths
+from tests.harness import Target, on_modifier_tiles, on_modifier_gpu_paths, on_modifier_paths
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import for_each
 
@@ -78,7 +78,7 @@ def defined_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int, int]) -
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@on_all_tiles
+@on_modifier_tiles
 def test_dr03_forward_and_backward_drop_what_the_definition_says(
     target: Target, head_dim: int, p: float
 ) -> None:
@@ -92,7 +92,7 @@ def test_dr03_forward_and_backward_drop_what_the_definition_says(
             assert torch.equal(backward_mask(rng, p, shape, head_dim, target.path), wanted), f"dv, {shape}"
 
 
-@on_paths
+@on_modifier_paths
 def test_dr03_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
     """A key outside a window draws like any other; a sequence draws by its place in the batch."""
     rng, shape = random_rng(target.device, 5), (2, 130, 190, 2, 1)
@@ -114,7 +114,7 @@ def test_dr03_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
         assert torch.equal(out[:7, :, :9].transpose(0, 1) != 0, wanted[0, :, :7, :9])
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_dr03_gradients_of_everything_under_dropout(target: Target) -> None:
     """dq by either kernel, dk, and the gradient of a bias see the same mask as out: against the oracle."""
     mcases = [
@@ -131,7 +131,7 @@ def test_dr03_gradients_of_everything_under_dropout(target: Target) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("offset", [0, 2**32 - 1, 2**32, 2**63 - 1, -1])
-@on_paths
+@on_modifier_paths
 def test_dr05_seeds_and_offsets_are_64_bits_wide(target: Target, seed: int, offset: int) -> None:
     """Read as unsigned: -1 is 2^64 - 1. No half is lost on the way to the kernels."""
     shape, rng = (2, 33, 64, 2, 1), torch.tensor([seed, offset], device=target.device)
@@ -140,7 +140,7 @@ def test_dr05_seeds_and_offsets_are_64_bits_wide(target: Target, seed: int, offs
     assert torch.equal(backward_mask(rng, 0.5, shape, 64, target.path), wanted)
 
 
-@on_paths
+@on_modifier_paths
 def test_dr02_keep_rate_of_a_thousand_masks(target: Target) -> None:
     """Over all, by row, key, head, place in 8 x 8 and by single weight: within a binomial's reach."""
     batch, p = (1000 if target.device == "cuda" else 150), 0.3
@@ -175,7 +175,7 @@ def small_qkv(device: str) -> list[Tensor]:
     ]
 
 
-@on_paths
+@on_modifier_paths
 def test_dr04_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
     """Two calls differ, manual_seed repeats both bitwise, and each takes two draws from the generator."""
     device = target.device
@@ -195,7 +195,7 @@ def test_dr04_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
     assert torch.equal(after, torch.rand(3, device=device))
 
 
-@on_paths
+@on_modifier_paths
 def test_dr10_a_generator_is_honoured_and_the_default_one_untouched(target: Target) -> None:
     device = target.device
     qkv = small_qkv(device)
@@ -214,7 +214,7 @@ def test_dr10_a_generator_is_honoured_and_the_default_one_untouched(target: Targ
     assert torch.equal(a, flash_ext.forward(*qkv, dropout_p=0.3, rng=rng, path=target.path)[0])
 
 
-@on_paths
+@on_modifier_paths
 def test_dr07_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
     """The recomputed mask is that of the first pass: bitwise the same gradients."""
     qkv = small_qkv(target.device)
@@ -231,7 +231,7 @@ def test_dr07_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-@on_paths
+@on_modifier_paths
 def test_dr09_short_sequences_and_everything_dropped(target: Target) -> None:
     cases = [dense(2, 1, 1, 4, 2, 64), dense(2, 1, 300, 4, 4, 128), dense(3, 5, 1, 2, 1, 64, causal=True),
              packed([1] * 9, [3] * 9, num_heads_k=1), packed([1, 0, 2], [0, 4, 1])]  # fmt: skip
@@ -239,7 +239,7 @@ def test_dr09_short_sequences_and_everything_dropped(target: Target) -> None:
     for_each(mcases, target)
 
 
-@on_gpu_paths
+@on_modifier_gpu_paths
 def test_dr06_every_replay_of_a_graph_drops_others_and_its_backward_the_same(target: Target) -> None:
     """With q = 0, v = I and dout = I the mask shows in out and, transposed, in dv."""
     size, replays = 64, 20
@@ -268,7 +268,7 @@ def test_dr06_every_replay_of_a_graph_drops_others_and_its_backward_the_same(tar
     assert len(masks) == replays
 
 
-@on_paths
+@on_modifier_paths
 def test_dropout_of_nothing_is_off_and_of_everything_is_zero(target: Target) -> None:
     qkv = small_qkv(target.device)
     plain = flash_ext.attention(*qkv, path=target.path)

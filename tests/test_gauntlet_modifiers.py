@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cases import dense, packed
-from tests.harness import Target, on_all_tiles, on_paths
+from tests.harness import Target, on_modifier_tiles, on_modifier_paths
 from tests.modifier_cases import (
     ALL_MODIFIERS,
     MASKS,
@@ -17,14 +17,14 @@ from tests.modifier_cases import (
 from tests.modifier_harness import count_probe, for_each, mask_probe, needle_probe, sparse_dout_probe
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_every_modifier_alone(target: Target) -> None:
     """With every head size, type, packing, group, window and mode somewhere; gradients of all inputs."""
     mcases = single_cases()
     for_each(mcases[::2] if target.switches else mcases, target, cpu=40)
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_every_pair_of_modifiers(target: Target) -> None:
     """A covering array: every two choices of all modifiers, shapes, types and modes occur together."""
     for_each(paired_cases(), target, cpu=20)
@@ -64,31 +64,31 @@ def mask_cases() -> list[ModifierCase]:
     return mcases
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_mk_every_mask_shows_exactly_its_keys(target: Target) -> None:
     """Count probe: with q = 0 lse is the logarithm of how many keys the rules, written as one mask, leave."""
     for_each(mask_cases(), target, count_probe, cpu=40)
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_mk_every_mask_seen_through_v(target: Target) -> None:
     """The whole mask, key by key: with q = 0 and v = I it stands in out."""
     for_each(mask_cases()[1::2], target, mask_probe, cpu=16)
 
 
-@on_all_tiles
+@on_modifier_tiles
 def test_mk_hidden_keys_get_exactly_no_gradient(target: Target) -> None:
     """Sparse dout, also without any key: dk and dv are 0 where nothing is visible, bit for bit."""
     for_each(mask_cases()[::3], target, sparse_dout_probe, cpu=12)
 
 
-@on_paths
+@on_modifier_paths
 def test_mk_needles(target: Target) -> None:
     for_each(mask_cases()[1::3], target, needle_probe, cpu=8)
 
 
 @pytest.mark.parametrize("alignment", ["top", ""])
-@on_all_tiles
+@on_modifier_tiles
 def test_mk01_mk14_both_alignments_around_tile_edges(target: Target, alignment: str) -> None:
     """MK-01, MK-03, MK-14 with the alignment at the top left and with chunks and sink tokens around tiles."""
     mcases = [

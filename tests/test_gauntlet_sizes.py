@@ -182,10 +182,11 @@ def test_sz22_strides_that_no_descriptor_holds(target: Target) -> None:
     x = random_tensor(1, 200, 1, 64)
     huge = x.as_strided(x.shape, (2**40, 64, 2**41, 1))
     odd = random_tensor(200 * 1041).as_strided(x.shape, (0, 1041, 0, 1)).copy_(x)
-    options = (None, None, 0, 0, 0.125, -1, 0, True, target.path)
-    expected = torch.ops.flash_ext.fwd(x, x, x, *options)
-    for view in (huge, odd):
-        for got, wanted in zip(torch.ops.flash_ext.fwd(view, view, view, *options), expected):
+    options = (None, None, 0, 0, 0.125, -1, 0, True)
+    # Rows off 16 bytes run in the sm80 kernels on every path.
+    for view, kernels in ((huge, target.path), (odd, "sm80")):
+        found = torch.ops.flash_ext.fwd(view, view, view, *options, target.path)
+        for got, wanted in zip(found, torch.ops.flash_ext.fwd(x, x, x, *options, kernels)):
             assert torch.equal(got, wanted)
 
 

@@ -1,0 +1,82 @@
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards without modifiers; what they do not
+// take, backwards and modifiers run in the sm80 kernels, and the plan of such a call names those.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "build_info.h"
+#include "heuristics.h"
+#include "paths.h"
+#include "sm90/instances.h"
+
+namespace flash_ext::sm90 {
+namespace {
+
+struct Instance {
+  int head_dim, head_dim_v;
+  std::string (*run)(const FwdParams&, const DeviceInfo&);
+  const char* name;
+};
+constexpr std::array<Instance, 6> kInstances = {{{64, 64, run_fwd_hd64, "fwd_sm90_hd64"},
+                                                 {96, 96, run_fwd_hd96, "fwd_sm90_hd96"},
+                                                 {128, 128, run_fwd_hd128, "fwd_sm90_hd128"},
+                                                 {192, 128, run_fwd_hd192_v128, "fwd_sm90_hd192_v128"},
+                                                 {192, 192, run_fwd_hd192, "fwd_sm90_hd192"},
+                                                 {256, 256, run_fwd_hd256, "fwd_sm90_hd256"}}};
+
+// The first that holds both; callers have made sure that there is one.
+const Instance& instance_of(const Problem& p) {
+  return *std::find_if(kInstances.begin(), kInstances.end() - 1, [&](const Instance& i) {
+    return p.head_dim <= i.head_dim && p.head_dim_v <= i.head_dim_v;
+  });
+}
+
+// Whether the forward kernels here take it: TMA reads tensors that are ready for it only, and the rows of the output,
+// which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
+bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
+
+std::string why_not_device(const DeviceInfo& d) {
+  if (d.cc_major != 9 || d.cc_minor != 0) {
+    const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
+    return "compute capability " + found + " is not 9.0 (Hopper)";
+  }
+  if (std::strstr(build_info().archs, "9.0a") == nullptr) {
+    return std::string("built for ") + build_info().archs + ", without 9.0a";
+  }
+  if (d.smem_per_block < kSmemLimitLarge) {
+    return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " + std::to_string(kSmemLimitLarge) +
+           " needed";
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string why_not_fwd(const Problem& p, const DeviceInfo& d) {
+  const std::string reason = why_not_device(d);
+  return reason.empty() ? sm80::why_not_fwd(p, d) : reason;
+}
+
+std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
+  const std::string reason = why_not_device(d);
+  return reason.empty() ? sm80::why_not_bwd(p, d) : reason;
+}
+
+int64_t fwd_workspace(const Problem& p, const DeviceInfo&) { return is_taken(p) && draws_items(p) ? kCounterBytes : 0; }
+
+LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
+  if (!is_taken(p)) return sm80::plan_fwd(p, d);
+  const Instance& i = instance_of(p);
+  const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v);
+  return {"sm90", i.name, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(), t.smem_bytes(i.head_dim, i.head_dim_v),
+          std::min<int64_t>(fwd_grid(p, d, t.block_m()).ctas, d.num_sms)};
+}
+
+std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
+  if (!is_taken(p.problem)) return sm80::run_fwd(p, d);
+  FwdParams prepared = p;
+  prepared.problem.prepare();
+  return instance_of(p.problem).run(prepared, d);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,269 @@
+// One function per PTX instruction of Hopper (sm_90a), named after it.
+// Reference: PTX ISA (mbarrier, cp.async.bulk.tensor, wgmma, setmaxnreg).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash_ext::ptx {
+
+// ---- mbarrier -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(count) : "memory");
+}
+
+// Makes initialised barriers visible to the asynchronous proxy; a barrier of the CTA must follow.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// ---- TMA ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+
+// Box at (c0 .. c4), innermost first, to shared memory; completes `bar` by the bytes of the whole box.
+__device__ __forceinline__ void tma_load_5d(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, int c1, int c2,
+                                            int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];\n" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Box at (c0 .. c4) from shared memory to global memory; rows and columns outside the tensor are dropped.
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, uint32_t src, int c0, int c1, int c2, int c3,
+                                             int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n" ::"l"(map),
+      "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Neighbouring bytes, a multiple of 16 and aligned to that.
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
+
+// Adds neighbouring floats in shared memory to global memory, 16-byte aligned.
+__device__ __forceinline__ void bulk_add_f32(float* dst, uint32_t src, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(src), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+
+// Until shared memory of all bulk stores of this thread has been read.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
+
+// Orders ordinary accesses to shared memory before those of TMA and wgmma.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// The same, each matrix transposed on its way.
+__device__ __forceinline__ void stmatrix_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
+               : "memory");
+}
+
+// Adds four neighbouring floats, 16-byte aligned, in one transaction.
+__device__ __forceinline__ void red_add_f32x4(float* address, float x, float y, float z, float w) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// ---- warps and registers ------------------------------------------------------------------------
+
+__device__ __forceinline__ bool elect_one() {
+  uint32_t chosen;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(chosen));
+  return chosen != 0;
+}
+
+// bar.arrive in every build, for barriers at which the arriving side must not wait.
+__device__ __forceinline__ void bar_arrive_only(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// ---- wgmma --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving uses of registers that an asynchronous product reads or writes across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// Upper word of a matrix descriptor: 128-byte swizzle, 1024 bytes between groups of 8 rows.
+inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
+
+// Operand lists: names of the first 8 n registers, and the accumulators behind them.
+#define FX_N8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
+#define FX_NAMES_16 FX_N8(0, 1, 2, 3, 4, 5, 6, 7) "," FX_N8(8, 9, 10, 11, 12, 13, 14, 15)
+#define FX_NAMES_32                                                            \
+  FX_N8(0, 1, 2, 3, 4, 5, 6, 7)                                                \
+  "," FX_N8(8, 9, 10, 11, 12, 13, 14, 15) "," FX_N8(16, 17, 18, 19, 20, 21, 22, 23) "," FX_N8(24, 25, 26, 27, 28, 29, 30, 31)
+#define FX_NAMES_40 FX_NAMES_32 "," FX_N8(32, 33, 34, 35, 36, 37, 38, 39)
+#define FX_NAMES_48 FX_NAMES_40 "," FX_N8(40, 41, 42, 43, 44, 45, 46, 47)
+#define FX_NAMES_56 FX_NAMES_48 "," FX_N8(48, 49, 50, 51, 52, 53, 54, 55)
+#define FX_NAMES_64 FX_NAMES_56 "," FX_N8(56, 57, 58, 59, 60, 61, 62, 63)
+#define FX_NAMES_72 FX_NAMES_64 "," FX_N8(64, 65, 66, 67, 68, 69, 70, 71)
+#define FX_NAMES_80 FX_NAMES_72 "," FX_N8(72, 73, 74, 75, 76, 77, 78, 79)
+#define FX_NAMES_88 FX_NAMES_80 "," FX_N8(80, 81, 82, 83, 84, 85, 86, 87)
+#define FX_NAMES_96 FX_NAMES_88 "," FX_N8(88, 89, 90, 91, 92, 93, 94, 95)
+#define FX_NAMES_128                                                                                     \
+  FX_NAMES_96 "," FX_N8(96, 97, 98, 99, 100, 101, 102, 103) "," FX_N8(104, 105, 106, 107, 108, 109, 110, 111) "," FX_N8( \
+      112, 113, 114, 115, 116, 117, 118, 119) "," FX_N8(120, 121, 122, 123, 124, 125, 126, 127)
+
+#define FX_D8(i)                                                                                                 \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define FX_REGS_16 FX_D8(0), FX_D8(8)
+#define FX_REGS_32 FX_D8(0), FX_D8(8), FX_D8(16), FX_D8(24)
+#define FX_REGS_40 FX_REGS_32, FX_D8(32)
+#define FX_REGS_48 FX_REGS_40, FX_D8(40)
+#define FX_REGS_56 FX_REGS_48, FX_D8(48)
+#define FX_REGS_64 FX_REGS_56, FX_D8(56)
+#define FX_REGS_72 FX_REGS_64, FX_D8(64)
+#define FX_REGS_80 FX_REGS_72, FX_D8(72)
+#define FX_REGS_88 FX_REGS_80, FX_D8(80)
+#define FX_REGS_96 FX_REGS_88, FX_D8(88)
+#define FX_REGS_128 FX_REGS_96, FX_D8(96), FX_D8(104), FX_D8(112), FX_D8(120)
+
+// Descriptors come as their lower words: the upper one is the same for all (kDescriptorHigh), and 32-bit sums of an
+// address are cheap. A and B from shared memory, both K-major; p decides between D = A B and D += A B.
+#define FX_WGMMA_SS(N, COUNT, A, B, H, P, TYPE, TB)                                                                        \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #H "};\nmov.b64 b, {%" #B ", %" #H            \
+               "};\nsetp.ne.b32 p, %" #P ", 0;\n"                                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT                  \
+               "}, a, b, p, 1, 1, 0, " #TB ";\n}\n"                                                                       \
+               : FX_REGS_##COUNT                                                                                       \
+               : "r"(low_a), "r"(low_b), "n"(kDescriptorHigh), "n"(kAccumulate ? 1 : 0))
+// A from registers, B from shared memory with keys as rows (MN-major).
+#define FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, TYPE)                                                              \
+  asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\n"                                                    \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT "}, {%" #A0      \
+               ", %" #A1 ", %" #A2 ", %" #A3 "}, b, 1, 1, 1, 1;\n}\n"                                                 \
+               : FX_REGS_##COUNT                                                                                       \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(low_b), "n"(kDescriptorHigh))
+
+#define FX_WGMMA_SS_TYPED(N, COUNT, A, B, H, P)        \
+  if constexpr (std::is_same_v<E, __half>) {        \
+    FX_WGMMA_SS(N, COUNT, A, B, H, P, "f16", 0);        \
+  } else {                                          \
+    FX_WGMMA_SS(N, COUNT, A, B, H, P, "bf16", 0);       \
+  }
+#define FX_WGMMA_RS_TYPED(N, COUNT, A0, A1, A2, A3, B, H) \
+  if constexpr (std::is_same_v<E, __half>) {           \
+    FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "f16");   \
+  } else {                                             \
+    FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "bf16");  \
+  }
+
+// d (64 x 2 kCount, fp32) = or += A (64 x 16) B (16 x 2 kCount).
+template <typename E, bool kAccumulate, int kCount>
+__device__ __forceinline__ void wgmma_ss(float (&d)[kCount], uint32_t low_a, uint32_t low_b) {
+  if constexpr (kCount == 32) { FX_WGMMA_SS_TYPED(64, 32, 32, 33, 34, 35) }
+  else if constexpr (kCount == 40) { FX_WGMMA_SS_TYPED(80, 40, 40, 41, 42, 43) }
+  else if constexpr (kCount == 48) { FX_WGMMA_SS_TYPED(96, 48, 48, 49, 50, 51) }
+  else if constexpr (kCount == 56) { FX_WGMMA_SS_TYPED(112, 56, 56, 57, 58, 59) }
+  else if constexpr (kCount == 64) { FX_WGMMA_SS_TYPED(128, 64, 64, 65, 66, 67) }
+  else if constexpr (kCount == 72) { FX_WGMMA_SS_TYPED(144, 72, 72, 73, 74, 75) }
+  else if constexpr (kCount == 80) { FX_WGMMA_SS_TYPED(160, 80, 80, 81, 82, 83) }
+  else if constexpr (kCount == 88) { FX_WGMMA_SS_TYPED(176, 88, 88, 89, 90, 91) }
+  else { static_assert(kCount == 96); FX_WGMMA_SS_TYPED(192, 96, 96, 97, 98, 99) }
+}
+
+// d (64 x 2 kCount, fp32) += A (64 x 16, registers) B (16 x 2 kCount).
+template <typename E, int kCount>
+__device__ __forceinline__ void wgmma_rs(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint32_t low_b) {
+  if constexpr (kCount == 32) { FX_WGMMA_RS_TYPED(64, 32, 32, 33, 34, 35, 36, 37) }
+  else if constexpr (kCount == 48) { FX_WGMMA_RS_TYPED(96, 48, 48, 49, 50, 51, 52, 53) }
+  else if constexpr (kCount == 64) { FX_WGMMA_RS_TYPED(128, 64, 64, 65, 66, 67, 68, 69) }
+  else if constexpr (kCount == 96) { FX_WGMMA_RS_TYPED(192, 96, 96, 97, 98, 99, 100, 101) }
+  else { static_assert(kCount == 128); FX_WGMMA_RS_TYPED(256, 128, 128, 129, 130, 131, 132, 133) }
+}
+
+// d (64 x 2 kCount, fp32) = or += A (64 x 16) B (16 x 2 kCount), B with its columns side by side (MN-major).
+template <typename E, bool kAccumulate, int kCount>
+__device__ __forceinline__ void wgmma_ss_rows(float (&d)[kCount], uint32_t low_a, uint32_t low_b) {
+  if constexpr (kCount == 16) {
+    if constexpr (std::is_same_v<E, __half>) {
+      FX_WGMMA_SS(32, 16, 16, 17, 18, 19, "f16", 1);
+    } else {
+      FX_WGMMA_SS(32, 16, 16, 17, 18, 19, "bf16", 1);
+    }
+  } else {
+    static_assert(kCount == 32);
+    if constexpr (std::is_same_v<E, __half>) {
+      FX_WGMMA_SS(64, 32, 32, 33, 34, 35, "f16", 1);
+    } else {
+      FX_WGMMA_SS(64, 32, 32, 33, 34, 35, "bf16", 1);
+    }
+  }
+}
+
+}  // namespace flash_ext::ptx

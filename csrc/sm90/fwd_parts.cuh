@@ -1,0 +1,122 @@
+// What the roles of the sm90 forward share: traits, shared memory, barriers, items.
+#pragma once
+
+#include "../common/attn_mod.cuh"
+#include "../common/debug_delay.cuh"
+#include "../common/seqlen.cuh"
+#include "matmul.cuh"
+#include "schedule.cuh"
+
+namespace flash_ext::sm90 {
+
+// Tensor maps; host side: tensor_maps.cuh. Boxes have 64 columns and the rows of a tile, of `out` 16.
+struct FwdMaps {
+  CUtensorMap q, k, v, out;
+};
+
+// 1, or 0 where a dimension is expanded (stride 0): its map then has one entry, because TMA knows no stride 0.
+struct Steps {
+  int head, batch;
+};
+
+struct FwdArgs {
+  FwdParams p;
+  Grid grid;
+  Draw draw;
+  Steps q_steps, k_steps, v_steps;
+};
+
+// An item, a tile of queries of one head, as the producer leaves it to the consumers.
+struct Item {
+  Work w;             // block < 0: there is none any more
+  BlockRange blocks;  // tiles of keys, at least one
+};
+
+template <typename E, int D, int Dv>
+struct FwdTraits {
+  using Element = E;
+  static constexpr int kHeadDim = D, kHeadDimV = Dv;
+  static constexpr FwdTile kTile = fwd_tile(D, Dv);
+  static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
+  static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
+  static constexpr bool kStaged = kTile.staged;
+  static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
+  // A thread; 512 for the warpgroups together. The producers want 40 for packed sequences, where consumers leave it.
+  static constexpr int kConsumerRegs = kConsumers == 2 ? 232 : D == 96 ? 152 : 160;
+  static constexpr int kProducerRegs = 512 - kConsumers * kConsumerRegs - (kConsumers == 2 ? 8 : 0);
+  static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
+  static constexpr int kSlotBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
+  static constexpr int kQAt = kKvSlots * kSlotBytes, kStageAt = kQAt + kQSlots * kQBytes;
+  static constexpr int kItemsAt = kStageAt + kTile.stage_bytes(Dv);
+  static constexpr int kSmemBytes = kTile.smem_bytes(D, Dv);
+  // The producer writes item i + 2 at the earliest when every consumer has asked Q of item i + 1 for its last scores;
+  // the slowest may then still store the output of item i.
+  static constexpr int kItems = 4;
+  static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(Item));
+  static_assert(kBarriersAt + 8 * (2 * kKvSlots + 2 * kQSlots + kItems) <= kSmemBytes);
+  static_assert(kSlotBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
+};
+
+// Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of a copy, "empty" ones when every
+// consumer warp has arrived.
+template <typename T>
+struct Barriers {
+  uint32_t base;
+  __device__ uint32_t kv_full(int slot) const { return base + 8 * slot; }
+  __device__ uint32_t kv_empty(int slot) const { return base + 8 * (T::kKvSlots + slot); }
+  __device__ uint32_t q_full(int slot) const { return base + 8 * (2 * T::kKvSlots + slot); }
+  __device__ uint32_t q_empty(int slot) const { return base + 8 * (2 * T::kKvSlots + T::kQSlots + slot); }
+  __device__ uint32_t item_full(int place) const { return base + 8 * (2 * T::kKvSlots + 2 * T::kQSlots + place); }
+
+  __device__ void init() const {
+    for (int i = 0; i < T::kKvSlots; ++i) {
+      ptx::mbarrier_init(kv_full(i), 1);
+      ptx::mbarrier_init(kv_empty(i), 4 * T::kConsumers);
+    }
+    for (int i = 0; i < T::kQSlots; ++i) {
+      ptx::mbarrier_init(q_full(i), 1);
+      ptx::mbarrier_init(q_empty(i), 4 * T::kConsumers);
+    }
+    for (int i = 0; i < T::kItems; ++i) ptx::mbarrier_init(item_full(i), 1);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// All lanes poll: a hand-over then takes 107 clocks, and 500 when one lane polls for its warp.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  debug_delay();
+#if FLASH_EXT_DEBUG
+  for (int tries = 0; !ptx::mbarrier_try_wait(barrier, parity); ++tries) {
+    if (tries > 50'000'000) __trap();  // an error instead of a hang
+  }
+#else
+  while (!ptx::mbarrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// Position in a ring of slots, with the parity of the barrier phase to wait for.
+template <int kSlots>
+struct RingPosition {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Where TMA finds row `row` of a sequence. Maps of dense tensors have dimensions (columns, rows, heads, batch, 1). Those
+// of packed ones have (columns, 2^30, heads, 2^31 - 1, 2^31 - 1), with strides such that coordinates (2^30 - length +
+// row, 2^30, first + length) meet the row modulo 2^64, and rows from `length` on lie outside: zeros, and not stored.
+struct RowCoordinates {
+  int row, outer, outermost;
+};
+__device__ __forceinline__ RowCoordinates row_coordinates(const Problem& p, const Span& span, int b, int row) {
+  if (p.cu_seqlens_q == nullptr) return {row, b, 0};
+  return {(1 << 30) - span.length + row, 1 << 30, static_cast<int>(span.start) + span.length};
+}
+
+}  // namespace flash_ext::sm90

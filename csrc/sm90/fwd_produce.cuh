@@ -1,0 +1,122 @@
+// The producers of the sm90 forward: two warps, because one would spill in its 24 registers a thread.
+#pragma once
+
+#include "fwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// Rows without any key: output 0, lse -inf. Consumers meet items with tiles only.
+template <typename T>
+__device__ __forceinline__ void store_empty(const FwdArgs& a, const Work& w, int lane) {
+  const int first_row = w.block * T::kBlockM, rows = min(T::kBlockM, w.q.length - first_row);
+  float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h) + first_row;
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row) {
+    if (lane == 0) lse[row] = -INFINITY;
+    uint16_t* out = row_pointer(a.p.out, w.b, w.q.start + first_row + row, w.h);
+    if (8 * lane < a.p.problem.head_dim_v) *reinterpret_cast<uint4*>(out + 8 * lane) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+template <int kChunks, int kRows>
+__device__ __forceinline__ void copy_tile(const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t bar,
+                                          RowCoordinates at, int h) {
+  h *= steps.head;
+  at.outer *= steps.batch;
+  ptx::mbarrier_arrive_expect_tx(bar, kChunks * kRows * 128);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    ptx::tma_load_5d(to + i * kRows * 128, &map, bar, 64 * i, at.row, h, at.outer, at.outermost);
+  }
+}
+
+// First warp: decides what is next, loads its Q.
+template <typename T>
+__device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, Item* items,
+                                               Barriers<T> bars) {
+  const Problem& p = a.p.problem;
+  const int lane = threadIdx.x % 32;
+  const bool draws = a.draw.counter != nullptr;
+  if (draws && lane == 0) own_counter(a.draw);
+  RingPosition<T::kQSlots> q_ring;
+  RingPosition<T::kItems> place;
+  q_ring.parity = 1;  // the first wait for an empty slot passes
+  uint32_t index = blockIdx.x;
+#pragma unroll 1
+  while (index < a.draw.num_items) {
+    // Asked for now, needed when this item is on its way.
+    uint32_t next = index + gridDim.x;
+    if (draws && lane == 0) next = draw_item(a.draw);
+    const Work w = decode_index<T::kBlockM, true, true>(index, p, a.grid, nullptr);
+    if (w.active) {
+      const BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
+      if (blocks.begin < blocks.end) {
+        wait(bars.q_empty(q_ring.slot), q_ring.parity);
+        if (lane == 0) {
+          items[place.slot] = {w, blocks};
+          ptx::mbarrier_arrive(bars.item_full(place.slot));
+          copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q_steps, smem + T::kQAt + q_ring.slot * T::kQBytes,
+                                            bars.q_full(q_ring.slot),
+                                            row_coordinates(p, w.q, w.b, w.block * T::kBlockM), w.h);
+        }
+        q_ring.advance();
+        place.advance();
+      } else {
+        store_empty<T>(a, w, lane);
+      }
+    }
+    index = draws ? __shfl_sync(0xffffffffu, next, 0) : next;
+  }
+  wait(bars.q_empty(q_ring.slot), q_ring.parity);
+  if (lane == 0) {
+    items[place.slot].w.block = -1;
+    ptx::mbarrier_arrive(bars.item_full(place.slot));
+    ptx::mbarrier_arrive(bars.q_full(q_ring.slot));
+  }
+}
+
+// Second warp: streams K and V through the ring in the order of use, K0, K1, V0, K2, V1, ... without a seam between
+// items.
+template <typename T>
+__device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, const Item* items,
+                                           Barriers<T> bars) {
+  const Problem& p = a.p.problem;
+  const int lane = threadIdx.x % 32;
+  RingPosition<T::kKvSlots> ring;
+  RingPosition<T::kItems> place;
+  ring.parity = 1;
+  const auto load_k = [&](RowCoordinates at, int h) {
+    wait(bars.kv_empty(ring.slot), ring.parity);
+    const uint32_t to = smem + ring.slot * T::kSlotBytes;
+    if (lane == 0) copy_tile<T::kChunks, T::kBlockN>(maps.k, a.k_steps, to, bars.kv_full(ring.slot), at, h);
+    ring.advance();
+  };
+  const auto load_v = [&](RowCoordinates at, int h) {
+    wait(bars.kv_empty(ring.slot), ring.parity);
+    const uint32_t to = smem + ring.slot * T::kSlotBytes;
+    if (lane == 0) copy_tile<T::kChunksV, T::kBlockN>(maps.v, a.v_steps, to, bars.kv_full(ring.slot), at, h);
+    ring.advance();
+  };
+  int v_h = -1;  // head of the V tile that is still to load
+  RowCoordinates v_at{};
+#pragma unroll 1
+  while (true) {
+    wait(bars.item_full(place.slot), place.parity);
+    const Item& item = items[place.slot];
+    if (item.w.block < 0) break;
+    place.advance();
+    const int h = static_cast<int>(divide(item.w.h, a.grid.shared));
+    RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.blocks.end * T::kBlockN);
+#pragma unroll 1
+    for (int left = item.blocks.end - item.blocks.begin; left > 0; --left) {
+      at.row -= T::kBlockN;
+      load_k(at, h);
+      if (v_h >= 0) load_v(v_at, v_h);
+      v_at = at;
+      v_h = h;
+    }
+  }
+  if (v_h >= 0) load_v(v_at, v_h);
+}
+
+}  // namespace flash_ext::sm90

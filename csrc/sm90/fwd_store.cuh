@@ -1,0 +1,103 @@
+// How output leaves the sm90 forward: row sums, lse, and a warp's 16 rows from its accumulators to global memory.
+#pragma once
+
+#include "fwd_parts.cuh"
+#include "weights.cuh"
+
+namespace flash_ext::sm90 {
+
+// Transposes 4 words across the 4 lanes of a quad: lane q ends with word q of every lane.
+__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = (q & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t away = upper ? w[i] : w[i | step];
+      const uint32_t back = __shfl_xor_sync(0xffffffffu, away, step);
+      if (upper) {
+        w[i] = back;
+      } else {
+        w[i | step] = back;
+      }
+    }
+  }
+}
+
+// Sums of two rows over their quad; stores lse and returns the factors for the output, 0 for rows without keys.
+__device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, const RowState& state, int row, int lane,
+                                            float (&inverse)[2]) {
+  float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = state.sum[half];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
+    inverse[half] = empty ? 0.f : 1.f / sum;
+    if (lane % 4 == 0 && row + 8 * half < w.q.length) {
+      lse[row + 8 * half] = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
+    }
+  }
+}
+
+// Stores a warp's 16 rows straight from registers.
+template <typename T>
+__device__ __forceinline__ void store_direct(const FwdArgs& a, const Work& w, const float (&o)[T::kHeadDimV / 2],
+                                             const float (&inverse)[2], int row, int lane) {
+  const int q = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint16_t* out = row_pointer(a.p.out, w.b, w.q.start + row + 8 * half, w.h);
+#pragma unroll
+    for (int j = 0; j < T::kHeadDimV / 32; ++j) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (4 * j + i) + 2 * half;
+        words[i] = ptx::pack2<typename T::Element>(o[at] * inverse[half], o[at + 1] * inverse[half]);
+      }
+      transpose_quad(words, q);
+      const int column = 32 * j + 8 * q;
+      if (row + 8 * half < w.q.length && column < a.p.problem.head_dim_v) {
+        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
+// Stores a warp's 16 rows by TMA from the warp's own part of shared memory.
+template <typename T>
+__device__ __forceinline__ void store_staged(const FwdArgs& a, const FwdMaps& maps, const Work& w,
+                                             const float (&o)[T::kHeadDimV / 2], const float (&inverse)[2],
+                                             uint32_t stage, int warp_row, int lane) {
+  const RowCoordinates at = row_coordinates(a.p.problem, w.q, w.b, w.block * T::kBlockM + warp_row);
+#pragma unroll
+  for (int c = 0; c < T::kChunksV; ++c) {
+    const uint32_t chunk = stage + (c % T::kStageChunks) * 16 * 128;
+    if (c % T::kStageChunks == 0) {
+      // Until the latest stores from here, of these rows or of the previous item's, have been read.
+      if (lane == 0) ptx::bulk_wait_read();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int j = 4 * c; j < 4 * (c + 1) && j < T::kHeadDimV / 16; ++j) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] =
+            ptx::pack2<typename T::Element>(o[8 * j + 2 * i] * inverse[i % 2], o[8 * j + 2 * i + 1] * inverse[i % 2]);
+      }
+      ptx::stmatrix(chunk + lane % 16 * 128 + ((((j % 4) * 2 + lane / 16) ^ (lane % 8)) << 4), words);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      ptx::tma_store_5d(&maps.out, chunk, c * 64, at.row, w.h, at.outer, at.outermost);
+      ptx::bulk_commit();
+    }
+  }
+}
+
+}  // namespace flash_ext::sm90

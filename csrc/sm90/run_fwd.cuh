@@ -1,0 +1,53 @@
+// From a forward request to a launch, for one compiled head dim. Included by the instantiation files only.
+#pragma once
+
+#include <atomic>
+#include <random>
+
+#include "../grid.h"
+#include "../launch.h"
+#include "fwd.cuh"
+#include "instances.h"
+#include "tensor_maps.cuh"
+
+namespace flash_ext::sm90 {
+
+// An even number for each launch of the process; random above, so that memory left by others holds none of them.
+inline unsigned long long next_launch() {
+  static std::atomic<unsigned long long> latest = [] {
+    std::random_device random;
+    return (static_cast<unsigned long long>(random()) << 32 | random()) | 1ull << 63;
+  }();
+  return latest.fetch_add(2) & ~1ull;
+}
+
+template <typename E, int D, int Dv>
+std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
+  using T = FwdTraits<E, D, Dv>;
+  const Problem& r = p.problem;
+  const auto steps = [&](const StridedView& x) {
+    return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
+  };
+  FwdArgs a{p, fwd_grid(r, d, T::kBlockM), {}, steps(p.q), steps(p.k), steps(p.v)};
+  if (a.grid.ctas > INT32_MAX) return "fwd_sm90: the problem needs more than 2^31 - 1 tiles";
+  a.draw.num_items = static_cast<uint32_t>(a.grid.ctas);
+  if (p.schedule != nullptr) {
+    a.draw.counter = static_cast<Counter*>(p.schedule);
+    a.draw.launch = next_launch();
+  }
+  FwdMaps maps;
+  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
+  if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, T::kBlockN);
+  if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, T::kBlockN);
+  if (error.empty()) error = encode_map(maps.out, p.out, r, r.head_dim_v, r.seqlen_q, r.num_heads, 16);
+  if (!error.empty()) return "fwd_sm90: " + error;
+  const int64_t ctas = std::min<int64_t>(a.grid.ctas, d.num_sms);
+  return launch("fwd_sm90", fwd_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
+}
+
+template <int D, int Dv>
+std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? launch_fwd<__half, D, Dv>(p, d) : launch_fwd<__nv_bfloat16, D, Dv>(p, d);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,71 @@
+// Tile shapes of the sm90 path, for the host and the kernels alike. No CUDA, no torch.
+#pragma once
+
+#include "../heuristics.h"
+#include "../params.h"
+
+namespace flash_ext::sm90 {
+
+inline constexpr int kControlBytes = 512;  // items and barriers
+inline constexpr int kCounterBytes = 16;   // of schedule.cuh, in global memory
+
+// A chunk is 64 columns of a tile, 128 bytes a row; the last one may be half used.
+constexpr int chunks_of(int columns) { return (columns + 63) / 64; }
+constexpr int tile_bytes(int rows, int columns) { return rows * chunks_of(columns) * 128; }
+
+struct FwdTile {
+  int block_n;    // keys
+  int consumers;  // warpgroups, 64 query rows each
+  int kv_slots;   // tiles of K or V in the ring
+  int q_slots;
+  bool staged;    // output leaves through shared memory, else from registers
+
+  constexpr int block_m() const { return 64 * consumers; }
+  constexpr int threads() const { return 128 * (consumers + 1); }
+  // Two chunks of 16 rows for every consumer warp.
+  constexpr int stage_chunks(int dv) const { return chunks_of(dv) < 2 ? chunks_of(dv) : 2; }
+  constexpr int stage_bytes(int dv) const { return staged ? 4 * consumers * stage_chunks(dv) * 16 * 128 : 0; }
+  constexpr int smem_bytes(int d, int dv) const {
+    return kv_slots * tile_bytes(block_n, d > dv ? d : dv) + q_slots * tile_bytes(block_m(), d) + stage_bytes(dv) +
+           kControlBytes;
+  }
+};
+
+// Three warpgroups where 160 registers a thread hold output, scores and weights (dv / 2 + 3 / 4 block_n): more query
+// rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores.
+constexpr FwdTile fwd_tile(int d, int dv) {
+  if (d == 64) return {128, 3, 8, 2, true};
+  if (d == 96) return {96, 3, 5, 2, false};
+  if (d == 128) return {80, 3, 4, 2, true};
+  if (d == 192 && dv == 128) return {80, 3, 5, 1, false};
+  if (d == 192) return {112, 2, 4, 1, false};
+  return {80, 2, 4, 1, false};
+}
+
+constexpr bool tiles_fit() {
+  for (int d : kHeadDims) {
+    if (fwd_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+  }
+  return fwd_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge;
+}
+static_assert(tiles_fit());
+
+// Whether items (tiles of queries) differ in length so much that CTAs should draw them one by one.
+inline bool draws_items(const Problem& p) {
+  return p.is_varlen() || (p.window_right >= 0 && p.window_left < 0) || (p.window_right < 0 && p.window_left >= 0);
+}
+
+// Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs
+// stream the same tiles at once; with one head all of them ask one place of the L2 cache (16k rows: 663 TFLOP/s with
+// one, 699 with four), with many each tile comes once for every CTA. Items of different lengths run longest first in
+// a group: groups whose K and V take half of the L2 cache, and equal ones, because the last one ends with what is left.
+constexpr int heads_in_group(bool drawn, int64_t head_slots, int64_t blocks, int fit, int num_sms) {
+  if (!drawn) {
+    const int64_t wanted = (4 * blocks + num_sms - 1) / std::max(1, num_sms);
+    return static_cast<int>(std::clamp<int64_t>(wanted, 1, head_slots));
+  }
+  const int64_t groups = std::max<int64_t>(1, head_slots / fit);
+  return static_cast<int>((head_slots + groups - 1) / groups);
+}
+
+}  // namespace flash_ext::sm90

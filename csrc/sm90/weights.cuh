@@ -1,0 +1,89 @@
+// Softmax of the scores a thread holds in a wgmma accumulator: two rows, s[4 j + 2 half + c].
+//
+// Weights are 2^(scale s - m) with a maximum m that may be stale. What must hold is that weights neither overflow nor
+// all vanish, not that m is the largest score seen: the result is the same softmax. So a tile's weights are formed
+// with the m that is there, and their sum, needed anyway, tells whether that was right: weights are positive, so a
+// sum of at most 2^14 bounds every one of them, inside fp16's range. Otherwise the tile is done again with its own
+// maximum. A row that has seen no key has m = -inf, which makes the sum infinite or NaN: it needs no test of its own.
+#pragma once
+
+#include <cmath>
+
+#include "../ptx/sm80.cuh"
+
+namespace flash_ext::sm90 {
+
+inline constexpr float kSumLimit = 16384.f;
+
+struct RowState {
+  float minus_max[2] = {INFINITY, INFINITY};  // -m, in units of log2
+  float sum[2] = {0.f, 0.f};                  // this lane's share of the row sum
+};
+
+// p = weights of s by the maxima there are. False when they must not be used.
+template <typename E, int kCount>
+__device__ __forceinline__ bool try_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
+                                            float scale) {
+  float sum[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const int r = i % 2;
+    const float x = ptx::ex2(fmaf(s[2 * i], scale, state.minus_max[r]));
+    const float y = ptx::ex2(fmaf(s[2 * i + 1], scale, state.minus_max[r]));
+    sum[r][0] += x;
+    sum[r][1] += y;
+    p[i] = ptx::pack2<E>(x, y);
+  }
+  const float sum0 = sum[0][0] + sum[0][1], sum1 = sum[1][0] + sum[1][1];
+  // NaN compares false.
+  const bool fine = sum0 <= kSumLimit && sum1 <= kSumLimit;
+  if (__any_sync(0xffffffffu, !fine)) return false;
+  state.sum[0] += sum0;
+  state.sum[1] += sum1;
+  return true;
+}
+
+// The maximum of a quarter of the first tile, as a first guess for try_weights() to judge.
+template <int kCount>
+__device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState& state, float scale) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = r; i < kCount / 8; i += 2) largest = fmaxf(largest, fmaxf(s[2 * i], s[2 * i + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    state.minus_max[r] = -largest * scale;
+  }
+}
+
+// p = weights of s by the larger of the maxima there are and the tile's; factor is what the output so far is worth.
+template <typename E, int kCount>
+__device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
+                                                   float (&factor)[2], float scale) {
+  float offset[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = r; i < kCount / 2; i += 2) largest = fmaxf(largest, fmaxf(s[2 * i], s[2 * i + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const float lower = fminf(state.minus_max[r], -largest * scale);
+    // Nothing seen yet: the scores are all -inf and need an offset that is a number.
+    factor[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - state.minus_max[r]);
+    offset[r] = lower == INFINITY ? 0.f : lower;
+    state.minus_max[r] = lower;
+    state.sum[r] *= factor[r];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const int r = i % 2;
+    const float x = ptx::ex2(fmaf(s[2 * i], scale, offset[r]));
+    const float y = ptx::ex2(fmaf(s[2 * i + 1], scale, offset[r]));
+    state.sum[r] += x + y;
+    p[i] = ptx::pack2<E>(x, y);
+  }
+}
+
+}  // namespace flash_ext::sm90

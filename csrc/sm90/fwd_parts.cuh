@@ -53,7 +53,7 @@ struct FwdTraits {
   // the slowest may then still store the output of item i.
   static constexpr int kItems = 4;
   static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(Item));
-  static_assert(kBarriersAt + 8 * (2 * kKvSlots + 2 * kQSlots + kItems) <= kSmemBytes);
+  static_assert(kBarriersAt + 8 * (2 * kKvSlots + 2 * kQSlots + kItems + 1) <= kSmemBytes);
   static_assert(kSlotBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
 };
 
@@ -67,6 +67,7 @@ struct Barriers {
   __device__ uint32_t q_full(int slot) const { return base + 8 * (2 * T::kKvSlots + slot); }
   __device__ uint32_t q_empty(int slot) const { return base + 8 * (2 * T::kKvSlots + T::kQSlots + slot); }
   __device__ uint32_t item_full(int place) const { return base + 8 * (2 * T::kKvSlots + 2 * T::kQSlots + place); }
+  __device__ uint32_t item_ending() const { return item_full(T::kItems); }
 
   __device__ void init() const {
     for (int i = 0; i < T::kKvSlots; ++i) {
@@ -78,6 +79,7 @@ struct Barriers {
       ptx::mbarrier_init(q_empty(i), 4 * T::kConsumers);
     }
     for (int i = 0; i < T::kItems; ++i) ptx::mbarrier_init(item_full(i), 1);
+    ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();
   }
 };

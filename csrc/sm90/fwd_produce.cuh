@@ -30,6 +30,8 @@ __device__ __forceinline__ void copy_tile(const CUtensorMap& map, const Steps& s
   }
 }
 
+inline constexpr int kDrawAhead = 3;  // tiles of an item still to load when the next one is drawn
+
 // First warp: decides what is next, loads its Q.
 template <typename T>
 __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, Item* items,
@@ -44,9 +46,6 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   while (index < a.draw.num_items) {
-    // Asked for now, needed when this item is on its way.
-    uint32_t next = index + gridDim.x;
-    if (draws && lane == 0) next = draw_item(a.draw);
     const Work w = decode_index<T::kBlockM, true, true>(index, p, a.grid, nullptr);
     if (w.active) {
       const BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
@@ -60,11 +59,15 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
                                             row_coordinates(p, w.q, w.b, w.block * T::kBlockM), w.h);
         }
         q_ring.advance();
+        static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
+        if (draws) wait(bars.item_ending(), place.slot % 2);
         place.advance();
       } else {
         store_empty<T>(a, w, lane);
       }
     }
+    uint32_t next = index + gridDim.x;
+    if (draws && lane == 0) next = draw_item(a.draw);
     index = draws ? __shfl_sync(0xffffffffu, next, 0) : next;
   }
   wait(bars.q_empty(q_ring.slot), q_ring.parity);
@@ -106,9 +109,12 @@ __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps
     if (item.w.block < 0) break;
     place.advance();
     const int h = static_cast<int>(divide(item.w.h, a.grid.shared));
+    const int tiles = item.blocks.end - item.blocks.begin;
     RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.blocks.end * T::kBlockN);
 #pragma unroll 1
-    for (int left = item.blocks.end - item.blocks.begin; left > 0; --left) {
+    for (int left = tiles; left > 0; --left) {
+      // The next item is drawn as late as its Q can wait: one drawn early is kept from a CTA that is free before.
+      if (left == min(kDrawAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
       at.row -= T::kBlockN;
       load_k(at, h);
       if (v_h >= 0) load_v(v_at, v_h);

@@ -6,6 +6,7 @@ Ids such as TC-01 name the rows of the gauntlet (docs/testing.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
-from flash_ext.modifiers import Modifiers
+from flash_ext.modifiers import NAMES, Modifiers
 from flash_ext.ops_mod import modifier_arguments
 from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
 
@@ -89,6 +90,11 @@ def backward_inputs(kind: str, device: str) -> tuple:
     out, lse, _ = FWD(*args, False, False, None)
     needs = (kind != "sinks", *(args[at] is not None for at in (10, 18, 19)))
     return torch.randn_like(out), *args[:3], out, lse, torch.randn_like(lse), *args[3:], *needs, False, None
+
+
+def test_arguments_stand_in_the_order_of_the_fields() -> None:
+    fields: dict[str, Any] = {name: name for name in NAMES}
+    assert modifier_arguments(Modifiers(**fields)) == NAMES
 
 
 @on_devices

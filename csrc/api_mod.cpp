@@ -343,7 +343,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   const Tensor dout = unit_stride ? dout_any : dout_any.contiguous();
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
-  const BwdWorkspace workspace = path.bwd_workspace(problem, deterministic || !need_qkv, info);
+  const BwdWorkspace workspace = path.bwd_mod_workspace(problem, deterministic || !need_qkv, info);
   const Tensor row_stats = at::empty({workspace.row_stats_elements}, float_options);
   Tensor dq_accum;
   if (workspace.dq_accum_elements > 0) dq_accum = at::empty({workspace.dq_accum_elements}, float_options);

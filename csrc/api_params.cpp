@@ -29,12 +29,12 @@ bool is_row_aligned(const Tensor& t) {
   return true;
 }
 
+}  // namespace
+
 bool is_tma_ready(const Tensor& t) {
   if (!is_row_aligned(t) || get_switch(Switch::kUnaligned) == 1) return false;
   return t.size(-3) <= 1 || t.stride(-3) > 0;
 }
-
-}  // namespace
 
 StridedView view_of(const Tensor& t) {
   StridedView view;

@@ -25,6 +25,9 @@ struct ProfilerRange {
 
 int32_t clamp_to_int32(int64_t value);
 
+// Whether TMA can read it (Problem::tma_ready).
+bool is_tma_ready(const Tensor& t);
+
 // `aligned` holds when every row starts on a 16-byte boundary.
 StridedView view_of(const Tensor& t);
 

@@ -11,13 +11,13 @@ namespace flash_ext {
 
 const std::vector<Path>& gpu_paths() {
   static const std::vector<Path> paths = {
-      // Backwards and modifiers of the sm90 path run in the sm80 kernels.
-      {"sm90", sm90::why_not_fwd, sm90::why_not_bwd, sm90::fwd_workspace, sm80::bwd_workspace,
-       sm90::plan_fwd, sm80::plan_bwd, sm90::run_fwd, sm80::run_bwd, sm80::plan_fwd_mod,
-       sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
+      // Modifiers of the sm90 path run in the sm80 kernels.
+      {"sm90", sm90::why_not_fwd, sm90::why_not_bwd, sm90::fwd_workspace, sm90::bwd_workspace,
+       sm90::plan_fwd, sm90::plan_bwd, sm90::run_fwd, sm90::run_bwd, sm80::bwd_workspace,
+       sm80::plan_fwd_mod, sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
       {"sm80", sm80::why_not_fwd, sm80::why_not_bwd, sm80::fwd_workspace, sm80::bwd_workspace,
-       sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::plan_fwd_mod,
-       sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
+       sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::bwd_workspace,
+       sm80::plan_fwd_mod, sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
   };
   return paths;
 }

@@ -25,6 +25,7 @@ struct Path {
   std::string (*run_fwd)(const FwdParams&, const DeviceInfo&);
   std::string (*run_bwd)(const BwdParams&, const DeviceInfo&);
   // With modifiers; the conditions of why_not_* hold for them, too.
+  BwdWorkspace (*bwd_mod_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
   LaunchPlan (*plan_fwd_mod)(const Problem&, const DeviceInfo&);
   LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const DeviceInfo&);
   std::string (*run_fwd_mod)(const FwdParams&, const Modifiers&, const DeviceInfo&);

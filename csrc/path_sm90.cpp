@@ -1,5 +1,6 @@
-// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards without modifiers; what they do not
-// take, backwards and modifiers run in the sm80 kernels, and the plan of such a call names those.
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards, and backwards up to head_dim 128
+// that need not be deterministic, both without modifiers; the rest runs in the sm80 kernels, and the plan of such a
+// call names those.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -35,6 +36,11 @@ const Instance& instance_of(const Problem& p) {
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
 bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
 
+// Whether the backward kernels here take it; dq and dk, contiguous like the output, want the same of head_dim.
+bool is_bwd_taken(const Problem& p, bool deterministic) {
+  return is_taken(p) && p.head_dim % 8 == 0 && padded_head_dim(p.head_dim, p.head_dim_v) <= 128 && !deterministic;
+}
+
 std::string why_not_device(const DeviceInfo& d) {
   if (d.cc_major != 9 || d.cc_minor != 0) {
     const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
@@ -64,6 +70,13 @@ std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
 
 int64_t fwd_workspace(const Problem& p, const DeviceInfo&) { return is_taken(p) && draws_items(p) ? kCounterBytes : 0; }
 
+BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  if (!is_bwd_taken(p, deterministic)) return sm80::bwd_workspace(p, deterministic, d);
+  const int64_t rows = query_tiles(p) * BwdTile::kBlockM;
+  const int counter = draws_items(p) ? kCounterBytes / 4 : 0;
+  return {2 * rows + counter, rows * padded_head_dim(p.head_dim, p.head_dim_v)};
+}
+
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
   if (!is_taken(p)) return sm80::plan_fwd(p, d);
   const Instance& i = instance_of(p);
@@ -72,11 +85,27 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
           std::min<int64_t>(fwd_grid(p, d, t.block_m()).ctas, d.num_sms)};
 }
 
+LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  if (!is_bwd_taken(p, deterministic)) return sm80::plan_bwd(p, deterministic, d);
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const BwdTile t = bwd_tile(size);
+  return {"sm90", "bwd_sm90_hd" + std::to_string(size), BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
+          t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n()).ctas, d.num_sms)};
+}
+
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
   if (!is_taken(p.problem)) return sm80::run_fwd(p, d);
   FwdParams prepared = p;
   prepared.problem.prepare();
   return instance_of(p.problem).run(prepared, d);
+}
+
+std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
+  if (!is_bwd_taken(p.problem, p.deterministic)) return sm80::run_bwd(p, d);
+  BwdParams prepared = p;
+  prepared.problem.prepare();
+  const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
+  return size == 64 ? run_bwd_hd64(prepared, d) : size == 96 ? run_bwd_hd96(prepared, d) : run_bwd_hd128(prepared, d);
 }
 
 }  // namespace flash_ext::sm90

@@ -49,8 +49,11 @@ namespace sm90 {
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
 int64_t fwd_workspace(const Problem& p, const DeviceInfo& d);
+BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d);
+LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
+std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
 }  // namespace sm90
 
 namespace sm80 {

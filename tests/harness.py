@@ -320,7 +320,8 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    wanted = kernels_of(target, plain_forward=direction == "fwd", tensors=tensors)
+    bwd_is_native = case.head_dim <= 128 and case.dim_v <= 128 and case.head_dim % 8 == 0 and not case.deterministic
+    wanted = kernels_of(target, native=direction == "fwd" or bwd_is_native, tensors=tensors)
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
     assert compiled >= max(case.head_dim, case.dim_v), (
@@ -333,11 +334,12 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
     assert limit is None or launch["smem_bytes"] <= limit, f"{launch['smem_bytes']} bytes of shared memory"
 
 
-def kernels_of(target: Target, plain_forward: bool, tensors: tuple[Tensor, ...]) -> str:
-    """The path whose kernels run: sm90 has forwards without modifiers, for what TMA can read and write."""
+def kernels_of(target: Target, native: bool, tensors: tuple[Tensor, ...]) -> str:
+    """The path whose kernels run: sm90 has some of its own (``native``), for what TMA can read and write."""
     if target.path != "sm90":
         return target.path
-    ready = plain_forward and tensors[-1].shape[-1] % 8 == 0 and all(_is_aligned(t) for t in tensors)
+    tensors = tensors[:4]  # out, which only forwards write and a backward reads in rows, is not among them
+    ready = native and tensors[-1].shape[-1] % 8 == 0 and all(_is_aligned(t) for t in tensors)
     expanded = any(t.shape[-3] > 1 and t.stride(-3) == 0 for t in tensors)
     return "sm90" if ready and not expanded else "sm80"
 

@@ -36,9 +36,13 @@ ARCHS = ("sm_80", "sm_90a")
 # Shared memory a block may use, bytes, by compute capability.
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 BY_CLASS = ("fwd_kernel", "fwd_mod_kernel", "bwd_kernel", "bwd_mod_kernel")  # compiled for both classes
-ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel", "bwd_bias_kernel")
+ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
+ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # machine code of sm_90a only; elsewhere they trap
 HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192)  # 192 for head_dim_v of 192 and of 128
+HOPPER_BWD = ("bwd_sm90_kernel",)
+HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
+HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
                "group_intervals_kernel")
@@ -97,10 +101,10 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     if kernel.group(2) == "(":
         return kernel.group(1), None, None, None
     config = re.search(
-        r"(__half|__nv_bfloat16), (\d+)(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))?>", name)
+        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))?>", name)
     assert config, f"unexpected kernel {name}"
-    smem_class = int(config.group(3)) if config.group(3) else None
-    return kernel.group(1), config.group(1), int(config.group(2)), smem_class
+    head_dim, smem_class = (int(number) if number else None for number in config.groups()[1:3])
+    return kernel.group(1), config.group(1), head_dim, smem_class
 
 
 def static_smem(resources: dict, kernels: tuple[str, ...]) -> int:
@@ -127,9 +131,12 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     its own.
     """
     by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (SMALL, LARGE))
+    any_size = itertools.product(ANY_HEAD_DIM, DTYPES, (None,), (SMALL, LARGE))
     others = itertools.product(ONE_CLASS + 2 * PASSES, DTYPES, HEAD_DIMS, (None,))
     hopper = itertools.product(HOPPER, DTYPES, HOPPER_HEAD_DIMS, (None,))
-    expected = [*by_class, *others, *hopper, *((kernel, None, None, None) for kernel in MASK_PASSES)]
+    hopper_bwd = itertools.product(HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
+    expected = [*by_class, *any_size, *others, *hopper, *hopper_bwd]
+    expected += [(kernel, None, None, None) for kernel in MASK_PASSES]
     for arch in ARCHS:
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
@@ -196,7 +203,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
     seen = 0
     for item in resources["kernels"]:
         kernel, _, _, smem_class = kernel_id(item["name"])
-        if kernel not in BY_CLASS + ONE_CLASS:
+        if kernel not in BY_CLASS + ANY_HEAD_DIM + ONE_CLASS:
             continue
         opcodes = machine_code[item["arch"], item["symbol"]]
         if item["arch"] == "sm_80" and smem_class == LARGE:
@@ -208,14 +215,15 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
     # sm_80: one class; sm_90a: both
-    assert seen == len(DTYPES) * len(HEAD_DIMS) * (3 * len(BY_CLASS) + 2 * len(ONE_CLASS))
+    sizes = len(HEAD_DIMS) * (3 * len(BY_CLASS) + 2 * len(ONE_CLASS)) + 3 * len(ANY_HEAD_DIM)
+    assert seen == len(DTYPES) * sizes
 
 
 def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):
     """Each product group is fenced once and waited for once: serialised ones would have a pair for each HGMMA."""
     seen = 0
     for item in resources["kernels"]:
-        if kernel_id(item["name"])[0] not in HOPPER:
+        if kernel_id(item["name"])[0] not in HOPPER + HOPPER_BWD:
             continue
         opcodes = machine_code[item["arch"], item["symbol"]]
         if item["arch"] == "sm_80":
@@ -226,9 +234,11 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
             count[name.split(".")[0]] += number
             count[name] += number
         assert count["HGMMA"] >= 6 * 3 and count["UTMALDG"] > 0, item["name"]
-        assert 0 < count["WARPGROUP.ARRIVE"] <= 8 and 0 < count["WARPGROUP.DEPBAR.LE"] <= 8, item["name"]
+        # The backward of head_dim 96 has two copies, one for each warpgroup.
+        groups = 16 if kernel_id(item["name"])[0] in HOPPER_BWD and kernel_id(item["name"])[2] == 96 else 8
+        assert 0 < count["WARPGROUP.ARRIVE"] <= groups and 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1
-    assert seen == len(HOPPER) * len(DTYPES) * len(HOPPER_HEAD_DIMS)
+    assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS))
 
 
 # ---- plans against limits --------------------------------------------------------------------------------
@@ -258,10 +268,11 @@ def test_shared_memory_fits_every_device(device_switches, resources, compute_cap
     """HD-05: the plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
     limit = SMEM_LIMITS[compute_capability]
     device_switches(compute_capability, limit)
-    static = static_smem(resources, ("fwd_kernel", "fwd_sm90_kernel", "bwd_kernel", "bwd_q_kernel"))
+    static = static_smem(resources, ("fwd_kernel", "fwd_sm90_kernel", "bwd_kernel", "bwd_sm90_kernel", "bwd_q_kernel"))
     for direction, head_dim, deterministic in itertools.product(("fwd", "bwd"), range(1, 257), (False, True)):
         chosen = plan(direction, head_dim, deterministic)
-        hopper = compute_capability == 90 and direction == "fwd" and head_dim % 8 == 0
+        native = direction == "fwd" or (head_dim <= 128 and not deterministic)
+        hopper = compute_capability == 90 and native and head_dim % 8 == 0
         assert chosen["path"] == ("sm90" if hopper else "sm80")
         assert 0 < chosen["smem_bytes"] + static <= limit, chosen
         size = int(re.search(r"hd(\d+)$", chosen["kernel"]).group(1))

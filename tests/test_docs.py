@@ -308,6 +308,7 @@ def test_performance_log_is_dated_and_newest_first() -> None:
 # Prints every tile of heuristics.h: kind, head_dim, class, then the columns of its table.
 TILE_PROGRAM = r"""
 #include "heuristics.h"
+#include "sm90/bwd_tiles.h"
 #include "sm90/tiles.h"
 #include <cstdio>
 #include <utility>
@@ -345,12 +346,21 @@ int main() {
     const BwdQTile q = bwd_q_tile_sm80(d);
     std::printf("bwd_q|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.stages, q.warps, q.smem_bytes(d));
     put_bwd_q_mod("bwd_q_mod", d, bwd_q_mod_tile_sm80(d));
-    put_bwd_q_mod("bwd_bias", d, bwd_bias_tile_sm80(d));
+  }
+  for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
+    const BwdBiasTile t = bwd_bias_tile_sm80(c);
+    std::printf("bwd_bias|%s|%d|%d|%d|%d|32 x %d|%d|%d|%d\n", c == SmemClass::kLarge ? "227 KB" : "99 KB", t.block_m(),
+                t.block_n(), t.stages, t.warps(), t.warp_n, t.ctas_per_sm, t.bias_bytes(), t.smem_bytes());
   }
   for (const auto [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
     const sm90::FwdTile t = sm90::fwd_tile(d, dv);
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%s|%d\n", d, dv, t.block_m(), t.block_n, t.consumers, t.kv_slots,
                 t.q_slots, t.staged ? "yes" : "no", t.smem_bytes(d, dv));
+  }
+  for (int d : {64, 96, 128}) {
+    const sm90::BwdTile t = sm90::bwd_tile(d);
+    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(), t.apart ? "apart" : "together", t.slots,
+                t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
   }
 }
 """
@@ -364,7 +374,8 @@ TILE_HEADERS = {
     "bwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|"
     "CTAs an SM|bias, bytes|shared memory, bytes",
     "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
-    "bwd_bias": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
+    "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
+    "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
     "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|stage|"
     "shared memory, bytes",
 }
@@ -448,6 +459,18 @@ def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert chosen["threads"] == 128 * (int(consumers) + 1)
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
+
+
+def test_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
+    (table,) = re.findall(r"<!-- bwd_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    listed = rows(table)
+    assert len(listed) == 3
+    pretend(90)
+    for d, block_m, block_n, _, slots, _, _, smem in listed:
+        chosen = plan("bwd", int(d))
+        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"bwd_sm90_hd{d}")
+        assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
+        assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
 
 
 if __name__ == "__main__":

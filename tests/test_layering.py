@@ -34,10 +34,12 @@ INCLUDES = [
     ("sm80/", ("sm80/", "common/", "ptx/", "params.h", "heuristics.h", "paths.h")),
     ("sm90/tensor_maps.cuh", ("launch.h", "params.h")),
     ("sm90/run_", ("sm90/", "passes/", "grid.h", "launch.h")),
+    ("sm90/bwd_passes.cuh", ("sm90/", "passes/")),
     ("sm90/", ("sm90/", "common/", "ptx/", "grid.h", "params.h", "heuristics.h")),
     ("passes/", ("common/", "ptx/", "params.h", "modifiers.h", "heuristics.h")),
     ("inst/mask_passes.cu", ("passes/", "launch.h", "paths.h")),
     ("inst/fwd_sm90_", ("sm90/",)),
+    ("inst/bwd_sm90_", ("sm90/",)),
     ("inst/", ("sm80/",)),
 ]
 TORCH_HEADER = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|caffe2|pybind11)/")
@@ -125,12 +127,12 @@ def test_includes_follow_the_layers():
 
 
 def test_every_instantiation_is_one_kernel_header():
-    """One file a kernel and head_dim; the mask passes, which know neither, launch themselves in one more."""
+    """One file a kernel and head_dim, and one for what serves any head_dim; the mask passes launch themselves."""
     inst = sorted((CSRC / "inst").glob("*.cu"))
-    of_a_head_dim = [path for path in inst if re.fullmatch(r"((fwd|bwd)(_mod)?_sm80|fwd_sm90)_hd\d+(_v\d+)?\.cu", path.name)]
+    of_a_head_dim = [path for path in inst if re.fullmatch(r"((fwd|bwd)(_mod)?_sm80|(fwd|bwd)_sm90)_hd\d+(_v\d+)?\.cu", path.name)]
     assert of_a_head_dim, "no instantiations found"
-    assert [path.name for path in inst if path not in of_a_head_dim] == ["mask_passes.cu"]
-    for path in of_a_head_dim:
+    assert [path.name for path in inst if path not in of_a_head_dim] == ["bwd_bias_sm80.cu", "mask_passes.cu"]
+    for path in [*of_a_head_dim, CSRC / "inst" / "bwd_bias_sm80.cu"]:
         includes = re.findall(r'#\s*include\s*"([^"]+)"', path.read_text())
         assert len(includes) == 1, f"{path.name} includes {includes}"
 

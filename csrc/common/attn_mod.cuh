@@ -25,6 +25,13 @@ struct VisibleKeys {
   __device__ bool contains(int col) const { return static_cast<unsigned>(col - begin) < count; }
 };
 
+// The transpose: queries that see one key, [begin, begin + count).
+struct VisibleQueries {
+  int begin;
+  unsigned count;
+  __device__ bool contains(int row) const { return static_cast<unsigned>(row - begin) < count; }
+};
+
 struct AttnMod {
   const Problem& p;  // a kernel parameter: its fields cost no registers
   int seqlen_q;
@@ -75,6 +82,12 @@ struct AttnMod {
     const int lo = max(0, row + shift() - p.reach_left);
     const int hi = min(seqlen_k - 1, row + shift() + p.reach_right);
     return {lo, static_cast<unsigned>(max(0, hi - lo + 1))};
+  }
+
+  __device__ VisibleQueries visible_queries(int col) const {
+    const int lo = max(0, col - shift() - p.reach_right);
+    const int hi = min(seqlen_q - 1, col - shift() + p.reach_left);
+    return {lo, col < seqlen_k ? static_cast<unsigned>(max(0, hi - lo + 1)) : 0u};
   }
 };
 

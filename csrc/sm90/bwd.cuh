@@ -1,0 +1,65 @@
+// FlashAttention backward over keys for Hopper: TMA loads, wgmma products, specialised warpgroups, a persistent grid.
+//
+//   P = exp(scale * Q K^T - lse)        dV = P^T dO
+//   dP = dO V^T                         dK = scale * dS^T Q
+//   dS = P * (dP - delta)               dQ = scale * dS K
+//
+// Shared memory, 128-byte swizzled tiles first:
+//   K, V     [block_n rows], in parts of 128
+//   Q, dO    [kSlots][64 rows]
+//   dS       [2][64 queries x 128 keys], for each warpgroup where they work apart
+//   stats    [kSlots][-lse * log2 e of 64 queries, -delta]
+//   items    [kItems], barriers
+#pragma once
+
+#include "bwd_consume.cuh"
+#include "bwd_produce.cuh"
+
+namespace flash_ext::sm90 {
+
+template <typename T>
+__device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = ptx::smem_address(smem_bytes);
+  BwdItem* items = reinterpret_cast<BwdItem*>(smem_bytes + T::kItemsAt);
+  const BwdBarriers<T> bars{smem + T::kBarriersAt};
+  if (threadIdx.x == 0) bars.init();
+  __syncthreads();
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (group == 0) {
+    ptx::setmaxnreg_dec<T::kProducerRegs>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      schedule_keys<T>(a, items, bars);
+    } else if (warp == 1) {
+      load_keys<T>(a, maps, smem, items, bars);
+    } else if (warp == 2) {
+      load_queries<T>(a, maps, smem, items, bars);
+    } else {
+      load_douts<T>(a, maps, smem, items, bars);
+    }
+  } else {
+    ptx::setmaxnreg_inc<T::kConsumerRegs>();
+    if constexpr (T::kApart) {
+      consume_apart<T>(a, smem, smem_bytes, items, bars, group - 1);
+    } else if constexpr (T::kHeadDim == 128) {
+      consume_together<T, -1>(a, smem, smem_bytes, items, bars, group - 1);
+    } else if (group == 1) {
+      consume_together<T, 0>(a, smem, smem_bytes, items, bars, 0);
+    } else {
+      consume_together<T, 1>(a, smem, smem_bytes, items, bars, 1);
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_sm90_kernel(const __grid_constant__ BwdArgs a, const __grid_constant__ BwdMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  bwd_body<T>(a, maps);
+#else
+  __trap();  // wgmma exists in sm_90a machine code only
+#endif
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,309 @@
+// The consumers of the sm90 backward.
+#pragma once
+
+#include "bwd_steps.cuh"
+
+namespace flash_ext::sm90 {
+
+// Two warpgroups with 64 keys each of the same 128. dS of both meets in shared memory, and each adds its share of the
+// columns of dQ, one step late, so that neither waits for the other. kGroup: which one, or -1 to tell at run time
+// (where both have the same number of columns).
+template <typename T, int kGroup>
+__device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
+                                                 const BwdItem* items, BwdBarriers<T> bars, int group) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kM = T::kBlockM, kN = T::kBlockN;
+  constexpr int kDqCount = kGroup < 0 ? D / 4 : kGroup == 0 ? 32 : D / 2 - 32;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
+  const int heads = static_cast<int>(a.grid.shared.divisor);
+  const float scale = a.p.problem.scale_log2;
+  const uint32_t k_low = uniform(descriptor_low(smem + group * 64 * 128, 16));
+  const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt + group * 64 * 128, 16));
+  const uint32_t k_rows = uniform(descriptor_low(smem + group * kN * 128, 16));
+  const uint32_t ds_to = smem + T::kDsAt + group * 64 * 128 + ds_offset(warp, lane);
+  const int row = warp * 16 + lane / 4;  // a lane's first key of the warpgroup's
+  float* const dq_warp = a.p.dq_accum + group * 64 * 64 + warp * 32 * kDqCount;
+  const uint32_t stage = smem + T::kStageAt + (group * 4 + warp) * T::kStageBytes;
+
+  float dk[D / 2], dv[D / 2];
+  RingPosition<T::kItems> place;
+  RingPosition<T::kSlots> ring;
+  RingPosition<T::kDsSlots> ds_ring;
+  uint32_t kv_parity = 0;
+  const auto arrive = [&](uint32_t bar) {
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  };
+#pragma unroll 1
+  while (true) {
+    wait(bars.item_full(place.slot), place.parity);
+    const BwdItem& item = items[place.slot];
+    if (item.w.block < 0) {
+      if (T::kStaged && lane == 0) ptx::bulk_wait_read();
+      break;
+    }
+    const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
+    const int first_key = item.w.block * kN + group * 64;
+    const KeyReach reach = KeyReach::of<kM>(mod, first_key, 64);
+    clear(dk);
+    clear(dv);
+    QueryWalk walk(item);
+    uint32_t ds_before = 0;  // slot of the previous step's dS
+    int tile_before = 0;     // its tile of queries
+    const auto wait_for_ds_before = [&] {
+      const bool wraps = ds_ring.slot == 0;
+      wait(bars.ds_full(wraps ? T::kDsSlots - 1 : ds_ring.slot - 1), wraps ? ds_ring.parity ^ 1 : ds_ring.parity);
+    };
+    const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
+      issue_dq<E>(dq, uniform(descriptor_low(smem + T::kDsAt + ds_before * T::kDsBytes, 16)), k_rows);
+      ptx::wgmma_commit();
+    };
+    const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
+      add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile_before) * (kM * D), dq, stage, lane);
+    };
+    const auto step = [&](auto is_first) {
+      constexpr bool kFirst = decltype(is_first)::value;
+      const uint32_t q_at = smem + T::kQAt + ring.slot * T::kQBytes, dout_at = q_at + (T::kDoutAt - T::kQAt);
+      const float* stats =
+          reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + ring.slot * 2 * kM + 2 * (lane % 4);
+      float s[32], dp[32], dq[kDqCount];
+      uint32_t p_words[16], ds_words[16];
+      ptx::pin(dk);
+      ptx::pin(dv);
+      wait(bars.q_full(ring.slot), ring.parity);
+      begin_dp(dp, stats + kM);
+      ptx::pin(s);
+      ptx::pin(dp);
+      ptx::wgmma_fence();
+      issue_products<E, D, kN, kM, false>(s, k_low, uniform(descriptor_low(q_at, 16)));
+      ptx::wgmma_commit();
+      if constexpr (kFirst) wait(bars.v_full(), kv_parity);
+      wait(bars.dout_full(ring.slot), ring.parity);
+      ptx::wgmma_fence();
+      issue_products<E, D, kN, kM, true>(dp, v_low, uniform(descriptor_low(dout_at, 16)));
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      scores_to_weights(s, stats, scale);
+      if (!reach.whole(walk.block)) hide(s, mod, first_key + row, walk.block * kM + 2 * (lane % 4));
+      ptx::pin(s);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) dp[i] *= s[i];
+      pack<E>(p_words, s);
+      pack<E>(ds_words, dp);
+      // When both have written dS of the step before, both are through with dS of three steps ago: its place is free.
+      if constexpr (!kFirst) wait_for_ds_before();
+      store_ds(ds_to + ds_ring.slot * T::kDsBytes, ds_words);
+      ptx::fence_proxy_async();
+      __syncwarp();
+      arrive(bars.ds_full(ds_ring.slot));
+      ptx::pin(p_words);
+      ptx::pin(ds_words);
+      ptx::wgmma_fence();
+      issue_pv<E>(dv, p_words, uniform(descriptor_low(dout_at, kM * 128)));
+      if constexpr (!kFirst) {
+        ptx::wgmma_fence();
+        issue_dq_before(dq);
+      }
+      issue_pv<E>(dk, ds_words, uniform(descriptor_low(q_at, kM * 128)));
+      ptx::wgmma_commit();
+      if constexpr (!kFirst) {
+        ptx::wgmma_wait<1>();
+        ptx::pin(dq);
+        add_dq_before(dq);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::pin(dk);
+      ptx::pin(dv);
+      arrive(bars.q_empty(ring.slot));
+      arrive(bars.dout_empty(ring.slot));
+      ring.advance();
+      ds_before = ds_ring.slot;
+      ds_ring.advance();
+      tile_before = item.tile + walk.head * a.tiles_per_head + walk.block;
+      walk.advance(item, heads);
+    };
+    if (walk.left > 0) {
+      wait(bars.k_full(), kv_parity);
+      step(std::true_type{});
+      kv_parity ^= 1;
+#pragma unroll 1
+      while (walk.left > 0) step(std::false_type{});
+      arrive(bars.v_empty());
+      wait_for_ds_before();
+      float dq[kDqCount];
+      ptx::wgmma_fence();
+      issue_dq_before(dq);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      arrive(bars.k_empty());
+      add_dq_before(dq);
+    }
+    const Problem& p = a.p.problem;
+    store_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, dv, 1.f, p.head_dim_v, first_key + row, lane);
+    store_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, dk, p.softmax_scale, p.head_dim, first_key + row, lane);
+    __syncwarp();
+    arrive(bars.item_empty(place.slot));
+    place.advance();
+  }
+}
+
+// Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO.
+template <typename T>
+__device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
+                                              const BwdItem* items, BwdBarriers<T> bars, int group) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kM = T::kBlockM;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
+  const int heads = static_cast<int>(a.grid.shared.divisor);
+  const float scale = a.p.problem.scale_log2;
+  constexpr uint32_t kBlockStep = 64 * 128 / 16;  // from one block of keys to the next
+  const uint32_t k_low = uniform(descriptor_low(smem + group * 128 * 128, 16));
+  const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt + group * 128 * 128, 16));
+  const uint32_t ds_at = smem + T::kDsAt + group * T::kDsSlots * T::kDsBytes, ds_to = ds_at + ds_offset(warp, lane);
+  const int row = warp * 16 + lane / 4;
+  float* const dq_warp = a.p.dq_accum + warp * 16 * D;
+  const uint32_t stage = smem + T::kStageAt + (group * 4 + warp) * T::kStageBytes;
+
+  float dk[2][D / 2], dv[2][D / 2];
+  RingPosition<T::kItems> place;
+  RingPosition<T::kSlots> ring;
+  uint32_t kv_parity = 0, ds_slot = 0;
+  const auto arrive = [&](uint32_t bar) {
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  };
+#pragma unroll 1
+  while (true) {
+    wait(bars.item_full(place.slot), place.parity);
+    const BwdItem& item = items[place.slot];
+    if (item.w.block < 0) {
+      if (T::kStaged && lane == 0) ptx::bulk_wait_read();
+      break;
+    }
+    const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
+    const int first_key = item.w.block * T::kBlockN + group * 128;
+    const KeyReach reach = KeyReach::of<kM>(mod, first_key, 128);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      clear(dk[b]);
+      clear(dv[b]);
+    }
+    QueryWalk walk(item);
+    if (walk.left > 0) {
+      wait(bars.k_full(), kv_parity);
+      wait(bars.v_full(), kv_parity);
+      kv_parity ^= 1;
+    }
+#pragma unroll 1
+    while (walk.left > 0) {
+      wait(bars.q_full(ring.slot), ring.parity);
+      wait(bars.dout_full(ring.slot), ring.parity);
+      if (!reach.sees(walk.block)) {
+        arrive(bars.q_empty(ring.slot));
+        arrive(bars.dout_empty(ring.slot));
+        ring.advance();
+        walk.advance(item, heads);
+        continue;
+      }
+      const uint32_t q_at = smem + T::kQAt + ring.slot * T::kQBytes, dout_at = q_at + (T::kDoutAt - T::kQAt);
+      const uint32_t q_low = uniform(descriptor_low(q_at, 16)), dout_low = uniform(descriptor_low(dout_at, 16));
+      const float* stats =
+          reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + ring.slot * 2 * kM + 2 * (lane % 4);
+      float s[32], dp[32];
+      uint32_t p_words[16], ds_words[16];
+      const auto issue_s = [&](int b) {
+        ptx::wgmma_fence();
+        issue_products<E, D, 128, kM, false>(s, k_low + b * kBlockStep, q_low);
+        ptx::wgmma_commit();
+      };
+      const auto form = [&](int b) {
+        ptx::wgmma_wait<1>();
+        ptx::pin(s);
+        scores_to_weights(s, stats, scale);
+        if (!reach.whole(walk.block)) hide(s, mod, first_key + b * 64 + row, walk.block * kM + 2 * (lane % 4));
+        ptx::wgmma_wait<0>();
+        ptx::pin(dp);
+        if (b > 0) add_minus_delta(dp, stats + kM);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) dp[i] *= s[i];
+        pack<E>(p_words, s);
+        pack<E>(ds_words, dp);
+        store_ds(ds_to + ds_slot * T::kDsBytes + b * 64 * 128, ds_words);
+        ptx::pin(p_words);
+        ptx::pin(ds_words);
+      };
+      const auto issue_gradients = [&](int b) {
+        ptx::wgmma_fence();
+        issue_pv<E>(dv[b], p_words, dout_low);
+        issue_pv<E>(dk[b], ds_words, q_low);
+        ptx::wgmma_commit();
+      };
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        ptx::pin(dk[b]);
+        ptx::pin(dv[b]);
+      }
+      begin_dp(dp, stats + kM);
+      ptx::pin(s);
+      ptx::pin(dp);
+      issue_s(0);
+      issue_products<E, D, 128, kM, true>(dp, v_low, dout_low);
+      ptx::wgmma_commit();
+      form(0);
+      issue_gradients(0);
+      ptx::pin(s);
+      issue_s(1);
+      // The words are free again before dP needs registers: there are not enough for both.
+      ptx::wgmma_wait<1>();
+      ptx::pin(dk[0]);
+      ptx::pin(dv[0]);
+      ptx::pin(p_words);
+      ptx::pin(ds_words);
+      ptx::pin(dp);
+      ptx::wgmma_fence();
+      issue_products<E, D, 128, kM, false>(dp, v_low + kBlockStep, dout_low);
+      ptx::wgmma_commit();
+      form(1);
+      ptx::fence_proxy_async();
+      issue_gradients(1);
+      debug_delay();
+      ptx::bar_sync(1 + group, 128);
+      float dq[32];
+      ptx::wgmma_fence();
+      issue_dq<E>(dq, uniform(descriptor_low(ds_at + ds_slot * T::kDsBytes, 16)), k_low);
+      ptx::wgmma_commit();
+      const int tile = item.tile + walk.head * a.tiles_per_head + walk.block;
+      ptx::wgmma_wait<1>();
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        ptx::pin(dk[b]);
+        ptx::pin(dv[b]);
+      }
+      arrive(bars.q_empty(ring.slot));
+      arrive(bars.dout_empty(ring.slot));
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile) * (kM * D), dq, stage, lane);
+      ring.advance();
+      ds_slot ^= 1;
+      walk.advance(item, heads);
+    }
+    if (item.steps > 0) {
+      arrive(bars.k_empty());
+      arrive(bars.v_empty());
+    }
+    const Problem& p = a.p.problem;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int key = first_key + b * 64 + row;
+      store_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, dv[b], 1.f, p.head_dim_v, key, lane);
+      store_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, dk[b], p.softmax_scale, p.head_dim, key, lane);
+    }
+    __syncwarp();
+    arrive(bars.item_empty(place.slot));
+    place.advance();
+  }
+}
+
+}  // namespace flash_ext::sm90

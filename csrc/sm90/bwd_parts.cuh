@@ -1,0 +1,116 @@
+// What the roles of the sm90 backward share: traits, shared memory, barriers, items.
+#pragma once
+
+#include "bwd_tiles.h"
+#include "fwd_consume.cuh"
+#include "fwd_produce.cuh"
+
+namespace flash_ext::sm90 {
+
+// Tensor maps; host side: tensor_maps.cuh. Boxes have 64 columns, and 64 rows of q and dout, 128 of k and v.
+struct BwdMaps {
+  CUtensorMap q, k, v, dout;
+};
+
+struct BwdArgs {
+  BwdParams p;
+  Grid grid;
+  Draw draw;
+  Steps q, k, v, dout;
+  int tiles_per_head;  // of queries, in the workspace
+  int rotate;  // tiles by which a block of keys starts its walk later than the block before
+};
+
+// An item, a block of keys of one key head, as the producer leaves it to the others.
+struct BwdItem {
+  Work w;             // block < 0: there is none any more
+  BlockRange blocks;  // tiles of queries, the same for all query heads
+  int first;          // of them, where the walk starts
+  int steps;          // tiles of all heads together, may be 0
+  int tile;           // first one of the first query head in the workspace
+};
+
+// Number in the workspace of the first tile of queries of a sequence. Packed ones have places as the slots of
+// common/seqlen.cuh, which no two sequences share.
+__device__ __forceinline__ int64_t first_tile(const Problem& p, const Work& w, int sequence, int h,
+                                              int tiles_per_head) {
+  if (p.cu_seqlens_q == nullptr) return (static_cast<int64_t>(w.b) * p.num_heads + h) * tiles_per_head;
+  return static_cast<int64_t>(h) * tiles_per_head + w.q.start / 64 + sequence;
+}
+
+// The tiles of queries that see an item, of one query head after the other.
+struct QueryWalk {
+  int block, head, left;
+  __device__ explicit QueryWalk(const BwdItem& item) : block(item.first), head(0), left(item.steps) {}
+  __device__ __forceinline__ void advance(const BwdItem& item, int heads) {
+    --left;
+    if (++block == item.blocks.end) {
+      block = item.blocks.begin;
+      if (++head == heads) head = 0;
+    }
+  }
+};
+
+template <typename E, int D>
+struct BwdTraits {
+  using Element = E;
+  static constexpr int kHeadDim = D;
+  static constexpr BwdTile kTile = bwd_tile(D);
+  static constexpr bool kApart = kTile.apart;
+  static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = BwdTile::kThreads;
+  static constexpr int kGroupKeys = kBlockN / 2;  // of a consumer warpgroup
+  static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kConsumerWarps = 8;
+  static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
+  static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
+  static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
+  static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kStatsAt = kDsAt + kTile.ds_bytes();
+  static constexpr bool kStaged = kTile.staged;
+  static constexpr int kStageAt = kStatsAt + kTile.stats_bytes(), kStageBytes = 4096;  // a warp: 16 queries, 64 columns
+  static constexpr int kItemsAt = kStageAt + kTile.stage_bytes();
+  static constexpr int kSmemBytes = kTile.smem_bytes(D);
+  static constexpr int kItems = 2;
+  static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
+  static constexpr int kDsSlots = kTile.ds_slots(), kStatsBytes = kBlockM * 8;
+  static_assert(sizeof(BwdItem) % 8 == 0 && kStageAt % 16 == 0);
+  static_assert(kBarriersAt + 8 * (4 + 4 * kSlots + 2 * kItems + kDsSlots) <= kSmemBytes);
+};
+
+// Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of copies (of Q with those of lse and
+// delta; of dS when every consumer warp has written its part), "empty" ones when every consumer warp has arrived.
+template <typename T>
+struct BwdBarriers {
+  uint32_t base;
+  __device__ uint32_t k_full() const { return base; }
+  __device__ uint32_t k_empty() const { return base + 8; }
+  __device__ uint32_t v_full() const { return base + 16; }
+  __device__ uint32_t v_empty() const { return base + 24; }
+  __device__ uint32_t q_full(int slot) const { return base + 32 + 8 * slot; }
+  __device__ uint32_t q_empty(int slot) const { return base + 32 + 8 * (T::kSlots + slot); }
+  __device__ uint32_t dout_full(int slot) const { return base + 32 + 8 * (2 * T::kSlots + slot); }
+  __device__ uint32_t dout_empty(int slot) const { return base + 32 + 8 * (3 * T::kSlots + slot); }
+  __device__ uint32_t item_full(int place) const { return base + 32 + 8 * (4 * T::kSlots + place); }
+  __device__ uint32_t item_empty(int place) const { return base + 32 + 8 * (4 * T::kSlots + T::kItems + place); }
+
+  __device__ uint32_t ds_full(int slot) const { return base + 32 + 8 * (4 * T::kSlots + 2 * T::kItems + slot); }
+
+  __device__ void init() const {
+    ptx::mbarrier_init(k_full(), T::kBlockN / 128);
+    ptx::mbarrier_init(k_empty(), T::kConsumerWarps);
+    ptx::mbarrier_init(v_full(), T::kBlockN / 128);
+    ptx::mbarrier_init(v_empty(), T::kConsumerWarps);
+    for (int i = 0; i < T::kSlots; ++i) {
+      ptx::mbarrier_init(q_full(i), 2);
+      ptx::mbarrier_init(q_empty(i), T::kConsumerWarps);
+      ptx::mbarrier_init(dout_full(i), 1);
+      ptx::mbarrier_init(dout_empty(i), T::kConsumerWarps);
+    }
+    for (int i = 0; i < T::kItems; ++i) {
+      ptx::mbarrier_init(item_full(i), 1);
+      ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + 3);  // and the other producers
+    }
+    for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+}  // namespace flash_ext::sm90

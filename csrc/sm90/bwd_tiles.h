@@ -1,0 +1,66 @@
+// Tile shapes of the sm90 backward, for the host and the kernels alike. No CUDA, no torch.
+#pragma once
+
+#include "../grid.h"
+#include "tiles.h"
+
+namespace flash_ext::sm90 {
+
+inline constexpr int kBwdControlBytes = 1024;  // items and barriers
+
+// A CTA owns block_n keys and streams tiles of 64 queries. Its two consumer warpgroups share one block of 128 keys, 64
+// each, or (`apart`) have 128 keys each and nothing in common but the stream.
+struct BwdTile {
+  bool apart;
+  int slots;    // tiles of Q and of dO in the ring
+  bool staged;  // dQ leaves through shared memory, else from registers
+
+  static constexpr int kBlockM = 64, kThreads = 384, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
+  constexpr int block_n() const { return apart ? 256 : 128; }
+  constexpr int kv_bytes(int d) const { return tile_bytes(block_n(), d); }
+  constexpr int slot_bytes(int d) const { return 2 * tile_bytes(kBlockM, d); }
+  constexpr int ds_slots() const { return apart ? 2 : 3; }
+  constexpr int ds_bytes() const { return (apart ? 2 * ds_slots() : ds_slots()) * kDsBytes; }
+  constexpr int stats_bytes() const { return slots * kBlockM * 8; }
+  constexpr int stage_bytes() const { return staged ? 8 * 4096 : 0; }
+  constexpr int smem_bytes(int d) const {
+    return 2 * kv_bytes(d) + slots * slot_bytes(d) + ds_bytes() + stats_bytes() + stage_bytes() + kBwdControlBytes;
+  }
+};
+
+// Whether dQ should be staged was measured, too: 646 against 575 TFLOP/s with 128 columns, 480 against 525 with 64.
+constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : BwdTile{false, 2, true}; }
+
+static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge);
+
+// Items in the order in which CTAs take them; `ctas` counts items, of which a CTA takes many. Heads go in groups whose
+// dQ, in fp32, stays in the L2 cache with Q and dO: additions to it run at 3.6 TB/s up to 40 MB, at 1.5 TB/s beyond.
+inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n) {
+  Grid g = make_grid(p, d, false, block_n);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  const int64_t rows = (p.is_varlen() ? p.total_q : p.seqlen_q) * static_cast<int64_t>(p.num_heads / p.num_heads_k);
+  const int64_t bytes = rows * (2 * (p.head_dim + p.head_dim_v) + 4 * padded_head_dim(p.head_dim, p.head_dim_v));
+  int heads = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
+  if (draws_items(p)) {
+    // At least 8 heads, for longest-first order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8),
+    // and groups of one size, because the last one ends with what is left.
+    const int at_least = std::min<int>(8, static_cast<int>(g.head_slots));
+    const int fit = std::max(heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20), at_least);
+    const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / fit);
+    heads = (static_cast<int>(g.head_slots) + groups - 1) / groups;
+  }
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  return g;
+}
+
+// Tiles of 64 queries of one head in the workspace; packed sequences as in packed_slots().
+inline int64_t query_tiles_per_head(const Problem& p) {
+  constexpr int kBlockM = BwdTile::kBlockM;
+  return p.is_varlen() ? p.total_q / kBlockM + p.batch + 1 : (p.seqlen_q + kBlockM - 1) / kBlockM;
+}
+inline int64_t query_tiles(const Problem& p) {
+  return query_tiles_per_head(p) * p.num_heads * (p.is_varlen() ? 1 : p.batch);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,55 @@
+// From a backward request to launches, for one compiled head dim. Included by the instantiation files only.
+#pragma once
+
+#include "bwd.cuh"
+#include "bwd_passes.cuh"
+#include "run_fwd.cuh"
+
+namespace flash_ext::sm90 {
+
+template <typename E, int D>
+std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
+  using T = BwdTraits<E, D>;
+  const Problem& r = p.problem;
+  const auto steps = [&](const StridedView& x) {
+    return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
+  };
+  BwdArgs a{};
+  a.p = p;
+  a.grid = bwd_grid(r, d, T::kBlockN);
+  a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
+  a.tiles_per_head = static_cast<int>(query_tiles_per_head(r));
+  if (a.grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
+  a.draw.num_items = static_cast<uint32_t>(a.grid.ctas);
+  if (draws_items(r)) {
+    a.draw.counter = reinterpret_cast<Counter*>(p.row_stats + query_tiles(r) * 2 * T::kBlockM);
+    a.draw.launch = next_launch();
+  } else {
+    a.rotate = T::kBlockN / T::kBlockM;
+  }
+  BwdMaps maps;
+  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
+  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, T::kBlockM);
+  if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, 128);
+  if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, 128);
+  if (!error.empty()) return "bwd_sm90: " + error;
+  return launch("bwd_sm90", bwd_sm90_kernel<T>, std::min<int64_t>(a.grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes,
+                p.stream, a, maps);
+}
+
+template <typename E, int D>
+std::string run_bwd_as(const BwdParams& p, const DeviceInfo& d) {
+  const Grid g = make_grid(p.problem, d, true, BwdTile::kBlockM);
+  const int tiles = static_cast<int>(query_tiles_per_head(p.problem));
+  std::string error = launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles);
+  if (error.empty()) error = launch_bwd<E, D>(p, d);
+  if (!error.empty()) return error;
+  return launch("bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream, p, g, tiles);
+}
+
+template <int D>
+std::string run_bwd_hd(const BwdParams& p, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D>(p, d) : run_bwd_as<__nv_bfloat16, D>(p, d);
+}
+
+}  // namespace flash_ext::sm90

@@ -320,7 +320,8 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    bwd_is_native = case.head_dim <= 128 and case.dim_v <= 128 and case.head_dim % 8 == 0 and not case.deterministic
+    bwd_is_native = (_C.get_switch("hopper_backward") == 1 and not case.deterministic
+                     and case.head_dim <= 128 and case.dim_v <= 128 and case.head_dim % 8 == 0)
     wanted = kernels_of(target, native=direction == "fwd" or bwd_is_native, tensors=tensors)
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])

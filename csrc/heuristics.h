@@ -144,13 +144,39 @@ constexpr BwdQTile bwd_q_tile_sm80(int d) {
 
 constexpr BwdQTile bwd_q_mod_tile_sm80(int d) { return d == 192 ? BwdQTile{32, 4, 1} : bwd_q_tile_sm80(d); }
 
-// Gradient of a bias: the scores of a tile of queries and keys again, summed over what the bias is broadcast over.
-constexpr BwdQTile bwd_bias_tile_sm80(int d) { return {d <= 128 ? 64 : 32, 4, 1}; }
-
 // Bytes of the bias that `warps` warps stage, `rows` x `cols` each (common/bias_stage.cuh); 0 where it does not fit.
 constexpr int bias_stage_bytes(int warps, int rows, int cols, int used, int limit) {
   const int bytes = warps * rows * (2 * cols + 16);
   return used + bytes <= limit - kModStatic ? bytes : 0;
+}
+
+// Gradient of a bias: the scores of a tile of queries and keys again, in slices of their columns. A warp holds 32
+// queries x warp_n keys of S, of dP and of the sum: 3 x warp_n registers.
+struct BwdBiasTile {
+  int warps_m;
+  int warps_n;
+  int warp_n;
+  int stages;  // slices of Q and K, or of dO and V
+  int ctas_per_sm;
+
+  static constexpr int kSlice = 64;                    // columns
+  static constexpr int kSteps = 64, kStepBytes = 136;  // found ahead
+  constexpr int warps() const { return warps_m * warps_n; }
+  constexpr int threads() const { return 32 * warps(); }
+  constexpr int block_m() const { return 32 * warps_m; }
+  constexpr int block_n() const { return warp_n * warps_n; }
+  constexpr int slice_bytes() const { return 2 * kSlice * (block_m() + block_n()); }
+  constexpr int bias_bytes() const { return 2 * bias_stage_bytes(warps(), 32, warp_n, 0, kSmemLimitLarge); }
+  constexpr int mask_bytes() const { return 4 * block_m() * block_n() / 32; }
+  constexpr int sums_bytes() const { return 4 * std::max(warps_m * block_n(), warps_n * block_m()); }
+  constexpr int smem_bytes() const {
+    return stages * slice_bytes() + bias_bytes() + 2 * (8 * block_m() + mask_bytes()) + sums_bytes() +
+           kSteps * kStepBytes;
+  }
+};
+
+constexpr BwdBiasTile bwd_bias_tile_sm80(SmemClass c) {
+  return c == SmemClass::kLarge ? BwdBiasTile{4, 2, 64, 4, 1} : BwdBiasTile{2, 2, 32, 3, 2};
 }
 
 constexpr bool tiles_fit(SmemClass c, int limit) {
@@ -162,7 +188,7 @@ constexpr bool tiles_fit(SmemClass c, int limit) {
     if (fwd_mod_tile_sm80(d, c).smem_bytes(d) > limit - kModStatic ||
         bwd_mod_tile_sm80(d, c).smem_bytes(d) > limit - kModStatic ||
         bwd_q_mod_tile_sm80(d).smem_bytes(d) > kSmemLimitSmall - kModStatic ||
-        bwd_bias_tile_sm80(d).smem_bytes(d) > kSmemLimitSmall - kModStatic) {
+        bwd_bias_tile_sm80(c).smem_bytes() > limit - kModStatic) {
       return false;
     }
   }

@@ -320,7 +320,7 @@ MUTANTS = (
         "M19 softcap ignored in the backward",
         "dS is not multiplied by the slope of the cap",
         (
-            Edit("sm80/bwd_q.cuh", "if (through_softcap && m.softcap > 0.f) s *= slope[nb][i];", ""),
+            Edit("sm80/score_gradients.cuh", "if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];", ""),
             Edit(
                 "sm80/bwd_steps.cuh",
                 "make_float4(x[0] * slope.x, x[1] * slope.y, x[2] * slope.z, x[3] * slope.w);",
@@ -346,7 +346,10 @@ MUTANTS = (
         2401,
         "M24 last writer of a bias gradient wins",
         "what a bias is broadcast over is not summed: the last tile counts",
-        (Edit("sm80/bwd_bias.cuh", "acc[nb][i] += acc_s[0][nb][i];", "acc[nb][i] = acc_s[0][nb][i];"),),
+        (
+            Edit("sm80/bwd_bias_steps.cuh", "sum = fmaf(weight, gradient, sum);", "sum = weight * gradient;"),
+            Edit("sm80/bwd_bias_steps.cuh", "[nb][i] += acc_s[unit][0][nb][i];", "[nb][i] = acc_s[unit][0][nb][i];"),
+        ),
         "bias",
     ),
     Mutant(

@@ -40,6 +40,11 @@ __device__ __forceinline__ void cp_async_8(uint32_t dst, const void* src, int by
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
+// The same for 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 template <int kPending>
@@ -77,6 +82,16 @@ __device__ __forceinline__ X load_late(const void* address) {
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+  return x;
+}
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  return x;
+}
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(address));
   return x;
 }
 __device__ __forceinline__ void store_shared(uint32_t address, float4 x) {

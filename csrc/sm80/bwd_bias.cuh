@@ -1,241 +1,238 @@
-// Gradient of an additive bias, and of ALiBi slopes, on mma.sync. One CTA owns a tile of the result and walks
+// Gradient of an additive bias, and of ALiBi slopes, on mma.sync. A CTA owns a tile of the result and walks
 // whatever the bias is broadcast over, recomputing the scores, so that every element is summed by one thread in a
 // fixed order and memory is that of the result:
 //
 //   dS = P * (keep * dO V^T - delta),  dbias = sum of dS over broadcast dimensions,
 //   dslope = -sum of dS * |row + shift - key|
 //
-// Two matrix products more than a backward without it. Where the rows are broadcast there may be few CTAs, so they
+// Two matrix products more than a backward without it. Where the rows are broadcast there may be few tiles, so they
 // are split over parts that the caller adds in order.
 //
-// Shared memory (bytes, D = padded head_dim):
-//   Q, dO  [kBlockM][D]  2 x 2 D kBlockM
-//   K, V   [kBlockN][D]  2 x 2 D kBlockN
-//   bias   a warp's rows x keys, where it fits
+// A step is one tile of scores. Q and K, then dO and V, pass through a ring of slices of 64 columns, so neither
+// registers nor shared memory depend on head_dim, and one kernel serves all of them. CTAs are as many as fit the GPU;
+// each takes tile after tile, and loads the first slices of one while it finishes the one before.
+//
+// Shared memory (bytes):
+//   slices  [kStages][2 kBlockM][64]   of Q or dO, then of K or V
+//   bias    [2][a warp's queries][its keys], rows padded
+//   stats   [2][kBlockM]               8 a row
+//   mask    [2][kBlockM][kBlockN / 32] words
+//   sums    of warps beside or below each other, where columns or rows are summed
+//   steps   [kSteps]                   found, and not yet taken
 #pragma once
 
-#include "bwd_q.cuh"
+#include "../common/debug_delay.cuh"
+#include "bwd_bias_search.cuh"
+#include "bwd_bias_steps.cuh"
+#include "compiled_here.cuh"
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D>
-struct BwdBiasTraits {
-  using Element = E;
-  static constexpr int kHeadDim = D;
-  static constexpr BwdQTile kTile = bwd_bias_tile_sm80(D);
-  static constexpr int kBlockM = kTile.block_m(), kBlockN = kTile.block_n;
-  static constexpr int kThreads = kTile.threads(), kWarps = kTile.warps;
-  static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
-  static constexpr int kBiasBytes = bias_stage_bytes(kTile.warps, 16, kBlockN, kTile.smem_bytes(D), kSmemLimitSmall);
-  static constexpr int kSmemBytes = kTile.smem_bytes(D) + kBiasBytes;
-  using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<16, kBlockN>, NoBiasStage>;
-  using Tile = SmemTile<D>;
-};
-
-// Tiles of the result, times the parts that its rows are split into.
-struct BiasOwners {
-  int tiles_m, tiles_n;
-  template <typename T>
-  __host__ __device__ static BiasOwners of(const BiasGradient& g) {
-    return {g.sum_rows ? 1 : (g.rows + T::kBlockM - 1) / T::kBlockM,
-            g.sum_cols ? 1 : (g.cols + T::kBlockN - 1) / T::kBlockN};
-  }
-  __host__ __device__ int64_t ctas(const BiasGradient& g) const {
-    return int64_t{1} * tiles_m * tiles_n * g.heads * g.batch * g.splits;
-  }
-};
-
+// Writes a tile of the result. `stage` is what this warp has staged of the bias, no longer needed.
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 2)
-    bwd_bias_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
-                    const __grid_constant__ BiasGradient g) {
+__device__ __forceinline__ void write_bias_tile(const BiasUnits<T>& acc, const BiasGradient& g,
+                                                const BiasTile& tile, uint32_t stage, float* sums) {
   using E = typename T::Element;
-  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kAhead = 3;
-  extern __shared__ __align__(128) unsigned char smem_raw[];
-  // Loops four deep would keep all of this in registers, which spills.
-  __shared__ struct {
-    int n, m, h, b, split;  // the tile of the result, and its part of the rows
-    Work w;                 // of the sequence at hand
-    Seat seat;
-    DropKeys drop_keys;
-  } own;
-  __shared__ float sums[T::kWarps][kBlockN];
-  const int thread_idx = threadIdx.x, lane = thread_idx % 32, warp = thread_idx / 32;
-  if (thread_idx == 0) {
-    const BiasOwners owners = BiasOwners::of<T>(g);
-    uint32_t rest = blockIdx.x;
-    const auto next_digit = [&](int base) {
-      const uint32_t digit = rest % static_cast<uint32_t>(base);
-      rest /= static_cast<uint32_t>(base);
-      return static_cast<int>(digit);
-    };
-    own.n = next_digit(owners.tiles_n);
-    own.m = next_digit(owners.tiles_m);
-    own.h = next_digit(g.heads);
-    own.b = next_digit(g.batch);
-    own.split = static_cast<int>(rest);
-  }
-  __syncthreads();
-
-  const uint32_t smem_q = ptx::smem_address(smem_raw);
-  const uint32_t smem_do = smem_q + T::kQBytes;
-  const uint32_t smem_k = smem_do + T::kQBytes;
-  const uint32_t smem_v = smem_k + T::kKvBytes;
-  const uint32_t stage_bias = smem_v + T::kKvBytes + warp * T::Stage::kBytes;
-  const int warp_row = warp * 16;
-
-  float acc[kBlockN / 8][4];
+  const int thread_idx = ptx::fresh_thread_idx(), lane = ptx::fresh_lane(), warp = thread_idx / 32;
+  const int warp_m = warp % T::kTile.warps_m, warp_n = warp / T::kTile.warps_m;
+  const int row0 = tile.m * T::kBlockM + warp_m * 32, col0 = tile.n * T::kBlockN + warp_n * T::kWarpN;
+  const int64_t head = ((static_cast<int64_t>(tile.split) * g.batch + tile.b) * g.heads + tile.h) * g.rows * g.cols;
+  if (!g.sum_rows && !g.sum_cols && !g.is_float && g.cols % 8 == 0) {
+    __syncwarp();
 #pragma unroll
-  for (int nb = 0; nb < kBlockN / 8; ++nb) {
+    for (int unit = 0; unit < T::kUnits; ++unit) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[nb][i] = 0.f;
-  }
-
-#pragma unroll 1
-  for (int b = g.batch == 1 ? 0 : own.b; b < (g.batch == 1 ? p.problem.batch : own.b + 1); ++b) {
-    __syncthreads();
-    if (thread_idx == 0) {
-      const bool packed = p.problem.cu_seqlens_q != nullptr;
-      Work w{};
-      w.b = packed ? 0 : b;
-      w.q = packed ? packed_span(p.problem.cu_seqlens_q, b, p.problem.total_q) : Span{0, p.problem.seqlen_q};
-      w.k = packed ? packed_span(p.problem.cu_seqlens_k, b, p.problem.total_k) : Span{0, p.problem.seqlen_k};
-      own.w = w;
-      own.seat = make_seat(p.problem, m, w, b);
-    }
-    __syncthreads();
-    const Work& w = own.w;
-#pragma unroll 1
-    for (int h = g.heads == 1 ? 0 : own.h; h < (g.heads == 1 ? p.problem.num_heads : own.h + 1); ++h) {
-      const Scores scores{p.problem, m, own.seat, h};
-      if (m.rng != nullptr) {
-        __syncthreads();
-        if (thread_idx == 0) own.drop_keys.make(m, b, h);
-        __syncthreads();
-      }
-#pragma unroll 1
-      for (int m_block = g.sum_rows ? own.split : own.m; g.sum_rows || m_block <= own.m; m_block += g.splits) {
-        const int first_row = m_block * kBlockM, rows = w.q.length - first_row;
-        if (rows <= 0) break;
-        bool has_q = false;
-#pragma unroll 1
-        for (int n_block = g.sum_cols ? 0 : own.n; g.sum_cols || n_block <= own.n; ++n_block) {
-          const int first_key = n_block * kBlockN, keys = w.k.length - first_key;
-          if (keys <= 0) break;
-          const TileTests tests = scores.template visit<kBlockM, kBlockN>(m_block, n_block);
-          if (tests == kSkipTile) continue;
-          __syncthreads();  // everybody has left the tiles before
-          if (!has_q) {
-            const TileSource q{row_pointer(p.q, w.b, w.q.start + first_row, h), p.q.row_stride, p.problem.head_dim,
-                               p.q.aligned};
-            const TileSource dout{row_pointer(p.dout, w.b, w.q.start + first_row, h), p.dout.row_stride,
-                                  p.problem.head_dim_v, p.dout.aligned};
-            load_tile<kBlockM, D, T::kThreads>(smem_q, q, rows, ptx::fresh_thread_idx());
-            load_tile<kBlockM, D, T::kThreads>(smem_do, dout, rows, ptx::fresh_thread_idx());
-            has_q = true;
-          }
-          const int h_k = h / (p.problem.num_heads / p.problem.num_heads_k);
-          const TileSource k{row_pointer(p.k, w.b, w.k.start + first_key, h_k), p.k.row_stride,
-                             p.problem.head_dim, p.k.aligned};
-          const TileSource v{row_pointer(p.v, w.b, w.k.start + first_key, h_k), p.v.row_stride,
-                             p.problem.head_dim_v, p.v.aligned};
-          load_tile<kBlockN, D, T::kThreads>(smem_k, k, keys, ptx::fresh_thread_idx());
-          load_tile<kBlockN, D, T::kThreads>(smem_v, v, keys, ptx::fresh_thread_idx());
-          if (T::Stage::kBytes > 0 && m.bias.ptr != nullptr && m.bias.staged) {
-            T::Stage::load(stage_bias, scores, first_row + warp_row, first_key);
-          }
-          ptx::cp_async_commit();
-          float2 stats[2];  // (lse * log2 e, delta) of this thread's rows
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int r = warp_row + half * 8 + ptx::fresh_lane() / 4;
-            const float2* at = reinterpret_cast<const float2*>(p.row_stats) + row_stat_offset(p.problem, w, h) + first_row;
-            stats[half] = r < rows ? at[r] : make_float2(INFINITY, 0.f);
-          }
-          const int row0 = first_row + warp_row, col0 = first_key;
-          ptx::cp_async_wait<0>();
-          __syncthreads();
-          float acc_s[1][kBlockN / 8][4], acc_dp[1][kBlockN / 8][4];
-          multiply_transposed<E, D, kAhead>(acc_s, T::Tile::by_rows(smem_q, ptx::fresh_lane()) + warp_row * T::Tile::kRowBytes,
-                                            T::Tile::by_cols(smem_k, ptx::fresh_lane()));
-          const auto mask = scores.template fetch_mask<false, 16, kBlockN>(row0, col0, tests);
-          multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, ptx::fresh_lane()) + warp_row * T::Tile::kRowBytes,
-                                            T::Tile::by_cols(smem_v, ptx::fresh_lane()));
-          modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tests, mask, row0, col0, stage_bias,
-                                      own.drop_keys, false);
-          if (g.is_slope) {
-            Scores::for_each<false>(acc_s, row0 + scores.shift(), col0,
-                                    [](float& s, int centre, int col) { s *= -fabsf(static_cast<float>(centre - col)); });
-          }
-#pragma unroll
-          for (int nb = 0; nb < kBlockN / 8; ++nb) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[nb][i] += acc_s[0][nb][i];
-          }
-        }
+      for (int half = 0; half < 2; ++half) {
+        const int row = unit % 2 * 16 + lane % 16, col = unit / 2 * 32 + half * 16 + lane / 16 * 8;
+        const uint32_t at = stage + row * T::Stage::kPitch + col * 2;
+        put_block<E>(at, acc[unit][0][2 * half], acc[unit][0][2 * half + 1], lane);
       }
     }
+    __syncwarp();
+    constexpr int kChunks = T::kWarpN / 8, kRowStep = 32 / kChunks;
+    const int row = row0 + lane / kChunks, col = col0 + lane % kChunks * 8;
+    uint16_t* out = static_cast<uint16_t*>(g.out) + head + static_cast<int64_t>(row) * g.cols + col;
+#pragma unroll
+    for (int i = 0; i < 32 / kRowStep; ++i) {
+      const int in_part = lane / kChunks + i * kRowStep;
+      const float4 x = ptx::load_shared(stage + in_part * T::Stage::kPitch + lane % kChunks * 16);
+      if (col < g.cols && row + i * kRowStep < g.rows) *reinterpret_cast<float4*>(out) = x;
+      out += static_cast<int64_t>(kRowStep) * g.cols;
+    }
+    return;
   }
-
-  const int64_t out_head = ((static_cast<int64_t>(own.split) * g.batch + own.b) * g.heads + own.h) * g.rows * g.cols;
   const auto put = [&](int row, int col, float x) {
     if (row >= g.rows || col >= g.cols) return;
-    const int64_t at = out_head + static_cast<int64_t>(row) * g.cols + col;
+    const int64_t at = head + static_cast<int64_t>(row) * g.cols + col;
     if (g.is_float) {
       static_cast<float*>(g.out)[at] = x;
     } else {
-      const uint32_t pair = ptx::pack2<E>(x, 0.f);
-      static_cast<uint16_t*>(g.out)[at] = static_cast<uint16_t>(pair);
+      static_cast<uint16_t*>(g.out)[at] = static_cast<uint16_t>(ptx::pack2<E>(x, 0.f));
     }
   };
   if (!g.sum_rows && !g.sum_cols) {
 #pragma unroll
-    for (int nb = 0; nb < kBlockN / 8; ++nb) {
+    for (int i = 0; i < 4; ++i) {  // rows lane / 4 + 8 i
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        put(own.m * kBlockM + warp_row + i / 2 * 8 + lane / 4, own.n * kBlockN + nb * 8 + 2 * (lane % 4) + i % 2,
-            acc[nb][i]);
+      for (int nb = 0; nb < 4 * T::kParts; ++nb) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float x = acc[nb / 4 * 2 + i / 2][0][nb % 4][i % 2 * 2 + c];
+          put(row0 + i * 8 + lane / 4, col0 + nb * 8 + 2 * (lane % 4) + c, x);
+        }
       }
     }
     return;
   }
   if (!g.sum_rows) {  // columns only: a row lies in the four lanes of a quad
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < 4; ++i) {
       float sum = 0.f;
 #pragma unroll
-      for (int nb = 0; nb < kBlockN / 8; ++nb) sum += acc[nb][2 * half] + acc[nb][2 * half + 1];
+      for (int nb = 0; nb < 4 * T::kParts; ++nb) {
+        sum += acc[nb / 4 * 2 + i / 2][0][nb % 4][i % 2 * 2] + acc[nb / 4 * 2 + i / 2][0][nb % 4][i % 2 * 2 + 1];
+      }
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if (lane % 4 == 0) put(own.m * kBlockM + warp_row + half * 8 + lane / 4, 0, sum);
+      if (lane % 4 == 0) sums[warp_n * T::kBlockM + warp_m * 32 + i * 8 + lane / 4] = sum;
     }
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int nb = 0; nb < kBlockN / 8; ++nb) {
+    for (int nb = 0; nb < 4 * T::kParts; ++nb) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      float sum = acc[nb][c] + acc[nb][2 + c];
+      for (int c = 0; c < 2; ++c) {
+        float sum = 0.f;
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-      if (lane < 4) sums[warp][nb * 8 + 2 * lane + c] = sum;
+        for (int i = 0; i < 4; ++i) sum += acc[nb / 4 * 2 + i / 2][0][nb % 4][i % 2 * 2 + c];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (lane < 4) sums[warp_m * T::kBlockN + warp_n * T::kWarpN + nb * 8 + 2 * lane + c] = sum;
+      }
     }
   }
+  debug_delay();
   __syncthreads();
-  if (g.sum_cols) {
+  debug_delay();
+  if (g.sum_rows && g.sum_cols) {
     if (warp > 0) return;
     float sum = 0.f;
-    for (int i = lane; i < T::kWarps * kBlockN; i += 32) sum += sums[i / kBlockN][i % kBlockN];
+    for (int i = lane; i < T::kTile.warps_m * T::kBlockN; i += 32) sum += sums[i];
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) put(0, 0, sum);
-    return;
-  }
-  if (thread_idx < kBlockN) {
+  } else if (thread_idx < T::kBlockM) {
     float sum = 0.f;
+    const int count = g.sum_rows ? T::kTile.warps_m : T::kTile.warps_n;
+    for (int i = 0; i < count; ++i) sum += sums[i * T::kBlockM + thread_idx];
+    const int at = (g.sum_rows ? tile.n : tile.m) * T::kBlockM + thread_idx;
+    put(g.sum_rows ? 0 : at, g.sum_rows ? at : 0, sum);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void bwd_bias_body(const BwdParams& p, const Modifiers& m, const BiasGradient& g,
+                                              const BiasGrid& grid) {
+  constexpr int kAhead = T::kStages - 1;
+  extern __shared__ __align__(128) unsigned char smem_raw[];
+  __shared__ BiasSearch search;
+  __shared__ DropKeys drop_keys[2];
+  const uint32_t smem = ptx::smem_address(smem_raw);
+  const BiasSteps<T> steps{p, m, g, grid, search, reinterpret_cast<BiasStep*>(smem_raw + T::kStepsAt)};
+  if (threadIdx.x < 32) {
+    if (ptx::fresh_lane() == 0) steps.begin();
+    __syncwarp();
+    steps.find(2, ptx::fresh_lane());
+  }
+  debug_delay();
+  __syncthreads();
+  debug_delay();
+  if (steps[0].tests == kSkipTile) return;
+
+  // Loads what comes kAhead slices after slice `slice` of step `it`, which lies in stage `stage`.
+  const auto load_ahead = [&](uint32_t it, int slice, uint32_t stage) {
+    int ahead = slice + kAhead;
 #pragma unroll
-    for (int i = 0; i < T::kWarps; ++i) sum += sums[i][thread_idx];
-    put(0, own.n * kBlockN + thread_idx, sum);
+    for (int i = 0; i < (kAhead + 1) / 2; ++i) {  // a step has two slices at least
+      if (ahead >= grid.slices) ahead -= grid.slices, ++it;
+    }
+    const BiasStep& step = steps[it];
+    if (step.tests != kSkipTile) {
+      load_slice<T>(p, m, grid, step, smem, smem + (stage + kAhead) % T::kStages * T::kStageBytes, ahead, it);
+    }
+    ptx::cp_async_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < kAhead; ++i) load_ahead(0, i - kAhead, i + T::kStages - kAhead);
+
+  BiasUnits<T> acc;
+  clear_units<T>(acc);
+#pragma unroll 1
+  for (uint32_t it = 0, more = true; more; ++it) {
+    // What these write is read behind the next barrier, and what they overwrite was read before the last one.
+    if (BiasPart<T>::warp() == 0) steps.find(it + 3, ptx::fresh_lane());
+    if (m.rng != nullptr && ptx::fresh_thread_idx() == T::kThreads - 1) {
+      drop_keys[it % 2].make(m, steps[it].seat.b, steps[it].h);
+    }
+    BiasUnits<T> acc_s, acc_dp;
+    clear_units<T>(acc_s);
+    clear_units<T>(acc_dp);
+#pragma unroll 1
+    for (int slice = 0; slice < grid.slices; ++slice) {
+      ptx::cp_async_wait<kAhead - 1>();
+      debug_delay();
+      __syncthreads();  // this slice is there, and everybody has left the one before it
+      debug_delay();
+      const uint32_t stage = (it * grid.slices + slice) % T::kStages;
+      // Half of the warps load first and the others multiply first: tensor cores work while addresses are made.
+#pragma unroll 1
+      for (int turn = 0; turn < 2; ++turn) {
+        if ((turn == 0) == (BiasPart<T>::warp() < T::kWarps / 2)) {
+          load_ahead(it, slice, stage);
+          continue;
+        }
+        const bool qk = slice < grid.slices_qk;
+        const int cols = qk ? p.problem.head_dim - T::kSlice * slice
+                            : p.problem.head_dim_v - T::kSlice * (slice - grid.slices_qk);
+        const uint32_t a = smem + stage * T::kStageBytes, b = a + T::kOperandBytes;
+        const uint32_t a_lane = T::Tile::by_rows(a, ptx::fresh_lane()) + BiasPart<T>::row() * T::Tile::kRowBytes;
+        const uint32_t b_lane = T::Tile::by_cols(b, ptx::fresh_lane()) + BiasPart<T>::key() * T::Tile::kRowBytes;
+        if (qk) {
+          multiply_slice<T>(acc_s, a_lane, b_lane, cols);
+        } else {
+          multiply_slice<T>(acc_dp, a_lane, b_lane, cols);
+        }
+      }
+    }
+
+    const BiasPart<T> part{smem, it};
+    const BiasStep& step = steps[it];
+    const Scores scores{p.problem, m, step.seat, step.h};
+    const bool light = m.softcap == 0.f && m.rng == nullptr && is_light(m, step.tests);
+    if (light && m.slopes == nullptr && m.bias.staged) {
+      add_light_gradients<T, false>(acc, acc_s, acc_dp, scores, step, part);
+    } else if (light && m.bias.ptr == nullptr && g.is_slope) {
+      add_light_gradients<T, true>(acc, acc_s, acc_dp, scores, step, part);
+    } else {
+      add_gradients<T>(acc, acc_s, acc_dp, scores, step, part, g.is_slope, drop_keys[it % 2]);
+    }
+
+    const BiasStep& next = steps[it + 1];
+    more = next.tests != kSkipTile;
+    if (!more || next.tile.index != step.tile.index) {
+      write_bias_tile<T>(acc, g, step.tile, part.bias(), reinterpret_cast<float*>(smem_raw + T::kSumsAt));
+      clear_units<T>(acc);
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
+    bwd_bias_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
+                    const __grid_constant__ BiasGradient g, const __grid_constant__ BiasGrid grid) {
+  if constexpr (kCompiledHere<T::kClass>) {
+    bwd_bias_body<T>(p, m, g, grid);
+  } else {
+    __trap();
   }
 }
 

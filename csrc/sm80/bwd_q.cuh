@@ -21,6 +21,7 @@
 #include "../common/seqlen.cuh"
 #include "../common/visits.cuh"
 #include "../heuristics.h"
+#include "score_gradients.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -45,41 +46,6 @@ struct BwdQWork {
   const uint16_t* k;
   const uint16_t* v;
 };
-
-// dS of 16 rows a warp and kBlockN keys, in place of the raw products S; dP is used up. `slope` is written and read
-// only with a softcap.
-template <typename T>
-__device__ __forceinline__ void modified_score_gradients(float (&acc_s)[1][T::kBlockN / 8][4],
-                                                         float (&acc_dp)[1][T::kBlockN / 8][4], const Scores& scores,
-                                                         const float2 (&stats)[2], TileTests tests,
-                                                         const MaskWords<false, 16, T::kBlockN>& mask,
-                                                         int row0, int col0, uint32_t bias,
-                                                         const DropKeys& drop_keys, bool through_softcap) {
-  const Modifiers& m = scores.m;
-  float slope[T::kBlockN / 8][4];
-  scores.template modify<typename T::Element, false, typename T::Stage>(acc_s, row0, col0, bias,
-                                                                        [&](int, int nb, const float(&x)[4]) {
-#pragma unroll
-                                                                          for (int i = 0; i < 4; ++i) slope[nb][i] = x[i];
-                                                                        });
-  if (tests != 0) scores.template hide<false>(acc_s, row0, col0, tests, mask);
-#pragma unroll
-  for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) acc_s[0][nb][i] = ptx::ex2(fmaf(acc_s[0][nb][i], m.unit_log2, -stats[i / 2].x));
-  }
-  if (m.rng != nullptr) drop<false, true>(acc_s, m, row0, col0, drop_keys);
-#pragma unroll
-  for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& s = acc_s[0][nb][i];
-      const float dp = acc_dp[0][nb][i], delta = stats[i / 2].y;
-      s = fabsf(s) * (signbit(s) ? -delta : fmaf(dp, m.keep_scale, -delta));
-      if (through_softcap && m.softcap > 0.f) s *= slope[nb][i];
-    }
-  }
-}
 
 struct BwdQModWork : BwdQWork {
   Seat seat;
@@ -224,8 +190,8 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
         step(
             stage, next, [&] { return scores.template fetch_mask<false, 16, kBlockN>(row0, col0, tile.tests); },
             [&](auto& acc_s, auto& acc_dp, const auto& mask) {
-              modified_score_gradients<T>(acc_s, acc_dp, scores, stats, tile.tests, mask, row0, col0, stage_bias,
-                                          shared.drop_keys, true);
+              modified_score_gradients<E, typename T::Stage, true>(acc_s, acc_dp, scores, stats, tile.tests, mask, row0,
+                                                                   col0, stage_bias, shared.drop_keys);
               if (next >= 0) {
                 __syncwarp();
                 load_bias(next);

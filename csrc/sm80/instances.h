@@ -1,4 +1,4 @@
-// The launchers that csrc/inst/ defines, one per direction and compiled head dim. No CUDA, no torch.
+// The launchers that csrc/inst/ defines, one per direction and compiled head dim but for the last. No CUDA, no torch.
 #pragma once
 
 #include <string>
@@ -31,5 +31,9 @@ std::string run_bwd_mod_hd96(const BwdParams& p, const BwdExtras& x, SmemClass c
 std::string run_bwd_mod_hd128(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
 std::string run_bwd_mod_hd192(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
 std::string run_bwd_mod_hd256(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
+
+// Any head dim.
+std::string run_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, SmemClass c,
+                         const DeviceInfo& d);
 
 }  // namespace flash_ext::sm80

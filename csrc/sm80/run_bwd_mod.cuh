@@ -5,7 +5,6 @@
 #include "../launch.h"
 #include "../passes/bwd_passes.cuh"
 #include "bwd.cuh"
-#include "bwd_bias.cuh"
 #include "bwd_q.cuh"
 #include "instances.h"
 
@@ -19,22 +18,14 @@ std::string launch_bwd_mod(const BwdParams& p, const Modifiers& m, const DeviceI
 }
 
 template <typename E, int D>
-std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient* g) {
-  using T = BwdBiasTraits<E, D>;
-  if (g == nullptr) return {};
-  return launch("bwd_bias_sm80", bwd_bias_kernel<T>, BiasOwners::of<T>(*g).ctas(*g), T::kThreads, T::kSmemBytes, p.stream,
-                p, m, *g);
-}
-
-template <typename E, int D>
 std::string run_bwd_mod_as(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d) {
   const Modifiers& m = *x.modifiers;
   const int64_t rows = p.problem.total_q * p.problem.num_heads;
   const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
   std::string error =
       launch("bwd_preprocess", bwd_preprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
-  if (error.empty()) error = launch_bwd_bias<E, D>(p, m, x.bias);
-  if (error.empty()) error = launch_bwd_bias<E, D>(p, m, x.slopes);
+  if (error.empty() && x.bias != nullptr) error = run_bwd_bias(p, m, *x.bias, c, d);
+  if (error.empty() && x.slopes != nullptr) error = run_bwd_bias(p, m, *x.slopes, c, d);
   if (!error.empty() || !x.need_qkv) return error;
   error = c == SmemClass::kLarge ? launch_bwd_mod<E, D, SmemClass::kLarge>(p, m, d)
                                  : launch_bwd_mod<E, D, SmemClass::kSmall>(p, m, d);

@@ -1,0 +1,26 @@
+// From the gradient of a bias to a launch. Included by its instantiation file only.
+#pragma once
+
+#include "../launch.h"
+#include "bwd_bias.cuh"
+#include "instances.h"
+
+namespace flash_ext::sm80 {
+
+template <typename E, SmemClass kClass>
+std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
+  using T = BwdBiasTraits<E, kClass>;
+  const BiasGrid grid = BiasGrid::of<T>(p, g);
+  // As many CTAs as run at a time; launch() refuses more tiles than their 31-bit numbers can count.
+  const int64_t resident = int64_t{1} * std::max(d.num_sms, 1) * T::kTile.ctas_per_sm;
+  const int64_t ctas = grid.tiles > INT32_MAX ? grid.tiles : std::min(grid.tiles, resident);
+  return launch("bwd_bias_sm80", bwd_bias_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g, grid);
+}
+
+template <SmemClass kClass>
+std::string launch_bwd_bias_as(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? launch_bwd_bias<__half, kClass>(p, m, g, d)
+                                            : launch_bwd_bias<__nv_bfloat16, kClass>(p, m, g, d);
+}
+
+}  // namespace flash_ext::sm80

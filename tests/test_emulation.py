@@ -1,0 +1,129 @@
+"""The bias-gradient kernel on warps, barriers and copies emulated on a CPU, against a model in float64.
+
+Needs g++ and no GPU. The kernel's own sources are compiled, after a few edits of a copy: the header of PTX is
+replaced by tests/emulation/sm80.cuh, and what is declared in shared memory becomes static. All cases, with an
+option of the program, take minutes:
+
+    python -m tests.test_emulation --all
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATION = ROOT / "tests" / "emulation"
+
+# Edits of the copied sources: (file, text there, what replaces it). Every text must be found once: a change
+# of the sources that the emulation has to follow fails here, with the text, and not in the compiler.
+EDITS = [
+    ("sm80/bwd_bias.cuh", "extern __shared__ __align__(128) unsigned char smem_raw[];",
+     "unsigned char* const smem_raw = emu::smem;"),
+    ("sm80/bwd_bias.cuh", "__shared__ BiasSearch search;", "static BiasSearch search;"),
+    ("sm80/bwd_bias.cuh", "__shared__ DropKeys drop_keys[2];", "static DropKeys drop_keys[2];"),
+    ("common/tiles.cuh", """\
+      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(tile + Tile::offset(r, chunk)), "r"(w[0]),
+                   "r"(w[1]), "r"(w[2]), "r"(w[3])
+                   : "memory");""",
+     "      ptx::store_words(tile + Tile::offset(r, chunk), w);"),
+    ("common/tiles.cuh",
+     """    asm volatile("st.shared.b32 [%0], %1;\\n" ::"r"(row + (lane % 4) * 4), "r"(r[i]) : "memory");""",
+     "    ptx::store_word(row + (lane % 4) * 4, r[i]);"),
+    # store_tile is not called by this kernel, and must compile.
+    ("common/tiles.cuh", """\
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\\n"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(at));""",
+     "    emu::fail(\"store_tile is not emulated\"), (void)at, (void)w;"),
+]
+# Mistakes of synchronisation, by number; each is in the program, and `--fault` turns it on.
+FAULTS = {
+    1: ("one wait too few", "sm80/bwd_bias.cuh", "ptx::cp_async_wait<kAhead - 1>();",
+        "emu::fault == 1 ? ptx::cp_async_wait<kAhead>() : ptx::cp_async_wait<kAhead - 1>();"),
+    2: ("no barrier between slices", "sm80/bwd_bias.cuh", "__syncthreads();  // this slice is there",
+        "if (emu::fault != 2) __syncthreads();  // this slice is there"),
+    3: ("no barrier before sums of warps", "sm80/bwd_bias.cuh", """\
+  __syncthreads();
+  debug_delay();
+  if (g.sum_rows && g.sum_cols) {""", """\
+  if (emu::fault != 3) __syncthreads();
+  debug_delay();
+  if (g.sum_rows && g.sum_cols) {"""),
+}
+
+
+def replace_once(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{path.name} has this {text.count(old)} times, once was expected: {old}"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def copy_sources(folder: Path) -> Path:
+    """A copy of csrc that g++ compiles, with the faults in it, turned off."""
+    csrc = folder / "csrc"
+    for part in ("common", "ptx", "sm80"):
+        shutil.copytree(ROOT / "csrc" / part, csrc / part)
+    for header in (ROOT / "csrc").glob("*.h"):
+        shutil.copy(header, csrc)
+    shutil.copy(EMULATION / "sm80.cuh", csrc / "ptx")
+    shutil.copy(EMULATION / "cuda_shim.h", csrc / "ptx")
+    (csrc / "cuda_runtime.h").write_text("#pragma once\n", encoding="utf-8")
+    (csrc / "common" / "debug_delay.cuh").write_text(
+        "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8")
+    for name, old, new in EDITS:
+        replace_once(csrc / name, old, new)
+    for _, name, old, new in FAULTS.values():
+        replace_once(csrc / name, old, new)
+    return csrc
+
+
+def build(folder: Path) -> Path:
+    """The program tests/emulation/bwd_bias.cpp, built in an empty folder."""
+    csrc = copy_sources(folder)
+    program = folder / "bwd_bias"
+    # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.
+    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}",
+               str(EMULATION / "bwd_bias.cpp"), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if shutil.which("g++") is None:
+        pytest.skip("the emulation is built with g++, which is not here")
+    return build(tmp_path_factory.mktemp("emulation"))
+
+
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_bias_gradient_agrees_with_float64(program: Path) -> None:
+    done = run(program)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines[-1] == "0 of 16 runs are wrong"
+    assert len([line for line in lines if line.startswith("ok ")]) == 16
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[name for name, *_ in FAULTS.values()])
+def test_planted_faults_are_noticed(program: Path, fault: int) -> None:
+    """Noticed as wrong results, or as a state that must not be; a crash would say nothing."""
+    done = run(program, "--fault", str(fault))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert any(line.startswith("FAIL") for line in done.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as where:
+        sys.exit(subprocess.run([str(build(Path(where))), *sys.argv[1:]], check=False).returncode)

@@ -1,0 +1,251 @@
+// The sm90 backward without torch: against an fp32 reference, and timed.
+//
+//   bwd_sm90 test [HEAD_DIMS]
+//   bwd_sm90 time [HEAD_DIMS [SEQLENS [REPS]]]
+//
+// Lists have commas. VERBOSE=1 in the environment prints tests that pass as well. -DONLY=128 compiles one head_dim.
+#include "sm90/run_bwd.cuh"
+
+#include "bwd_cases.cuh"
+#include "bwd_reference.cuh"
+
+namespace standalone {
+
+namespace sm90 = flash_ext::sm90;
+using bf16 = __nv_bfloat16;
+
+struct Variant {
+  int head_dim;
+  std::string (*run)(const BwdParams&, const DeviceInfo&);        // as the operator does
+  std::string (*run_main)(const BwdParams&, const DeviceInfo&);  // bf16, without the passes before and after
+};
+
+template <int D>
+Variant variant() {
+  return {D, sm90::run_bwd_hd<D>, sm90::launch_bwd<bf16, D>};
+}
+
+std::vector<Variant> compiled_variants() {
+  std::vector<Variant> all;
+#if !defined(ONLY) || ONLY == 64
+  all.push_back(variant<64>());
+#endif
+#if !defined(ONLY) || ONLY == 96
+  all.push_back(variant<96>());
+#endif
+#if !defined(ONLY) || ONLY == 128
+  all.push_back(variant<128>());
+#endif
+  return all;
+}
+
+constexpr int kTokens = 16384;
+constexpr size_t kElements = size_t{kTokens} * 2048;
+// Tiles of the workspace are 64 whole rows, so that odd lengths and packed sequences need more than their rows.
+constexpr size_t kWorkspace = kElements + (1 << 20);
+
+struct Buffers {
+  void* q = device_alloc<uint16_t>(kElements);
+  void* k = device_alloc<uint16_t>(kElements);
+  void* v = device_alloc<uint16_t>(kElements);
+  void* out = device_alloc<uint16_t>(kElements);
+  void* dout = device_alloc<uint16_t>(kElements);
+  void* dq = device_alloc<uint16_t>(kElements);
+  void* dk = device_alloc<uint16_t>(kElements);
+  void* dv = device_alloc<uint16_t>(kElements);
+  float* lse = device_alloc<float>(2 << 20);
+  float* dlse = device_alloc<float>(2 << 20);
+  float* row_stats = device_alloc<float>(4 << 20);
+  float* dq_accum = device_alloc<float>(kWorkspace);
+  Scores scores = {device_alloc<float>(64 << 20), device_alloc<float>(64 << 20)};
+  int* cu_seqlens_q = device_alloc<int>(64);
+  int* cu_seqlens_k = device_alloc<int>(64);
+  Errors* errors = device_alloc<Errors>(3);  // of dq, dk, dv
+};
+
+class Harness {
+ public:
+  explicit Harness(const DeviceInfo& device) : device_(device) {}
+
+  template <typename E>
+  bool passes(const Variant& v, const Case& c);
+  void print_time(const Variant& v, bool causal, int seqlen, int reps);
+
+ private:
+  BwdParams params_of(const Case& c, DType dtype);
+  template <typename E>
+  void fill(const BwdParams& p, const Case& c);
+  template <typename E>
+  std::vector<Errors> errors_of(const BwdParams& p, const std::vector<Sequence>& sequences);
+
+  DeviceInfo device_;
+  Buffers buffers_;
+  ColdCache cold_;
+};
+
+void set_lengths(Problem& r, const Case& c, Buffers& buffers) {
+  if (c.lengths_q.empty()) {
+    r.batch = c.batch;
+    r.seqlen_q = c.seqlen_q;
+    r.seqlen_k = c.seqlen_k;
+    r.total_q = static_cast<int64_t>(c.batch) * c.seqlen_q;
+    r.total_k = static_cast<int64_t>(c.batch) * c.seqlen_k;
+    return;
+  }
+  const std::vector<int> sums_q = running_sums(c.lengths_q), sums_k = running_sums(c.lengths_k);
+  upload(buffers.cu_seqlens_q, sums_q);
+  upload(buffers.cu_seqlens_k, sums_k);
+  r.batch = static_cast<int>(c.lengths_q.size());
+  r.total_q = sums_q.back();
+  r.total_k = sums_k.back();
+  r.cu_seqlens_q = buffers.cu_seqlens_q;
+  r.cu_seqlens_k = buffers.cu_seqlens_k;
+}
+
+BwdParams Harness::params_of(const Case& c, DType dtype) {
+  BwdParams p;
+  Problem& r = p.problem;
+  r.dtype = dtype;
+  r.num_heads = c.heads;
+  r.num_heads_k = c.heads_k;
+  r.head_dim = r.head_dim_v = c.head_dim;
+  r.softmax_scale = c.scale;
+  r.window_left = c.window_left;
+  r.window_right = c.window_right;
+  set_lengths(r, c, buffers_);
+  r.prepare();
+  const auto queries = [&](void* x) { return contiguous_view(x, r.seqlen_q, c.heads, c.head_dim); };
+  const auto keys = [&](void* x) { return contiguous_view(x, r.seqlen_k, c.heads_k, c.head_dim); };
+  p.q = queries(buffers_.q);
+  p.k = keys(buffers_.k);
+  p.v = keys(buffers_.v);
+  p.out = queries(buffers_.out);
+  p.dout = queries(buffers_.dout);
+  p.dq = queries(buffers_.dq);
+  p.dk = keys(buffers_.dk);
+  p.dv = keys(buffers_.dv);
+  p.lse = buffers_.lse;
+  p.dlse = c.has_dlse ? buffers_.dlse : nullptr;
+  p.row_stats = buffers_.row_stats;
+  p.dq_accum = buffers_.dq_accum;
+  return p;
+}
+
+// Inputs are random; what the kernels write starts as NaN.
+template <typename E>
+void Harness::fill(const BwdParams& p, const Case& c) {
+  const size_t rows = static_cast<size_t>(p.problem.total_q) * c.heads;
+  const size_t queries = rows * c.head_dim;
+  const size_t keys = static_cast<size_t>(p.problem.total_k) * c.heads_k * c.head_dim;
+  fill_normal<E>(buffers_.q, queries, 1, c.amplitude);
+  fill_normal<E>(buffers_.k, keys, 2);
+  fill_normal<E>(buffers_.v, keys, 3);
+  fill_normal<E>(buffers_.dout, queries, 4);
+  fill_normal<float>(buffers_.dlse, rows, 5);
+  CHECK_CUDA(cudaMemset(buffers_.dq, 0xff, queries * sizeof(E)));
+  CHECK_CUDA(cudaMemset(buffers_.dk, 0xff, keys * sizeof(E)));
+  CHECK_CUDA(cudaMemset(buffers_.dv, 0xff, keys * sizeof(E)));
+  CHECK_CUDA(cudaMemset(buffers_.row_stats, 0xff, (4 << 20) * sizeof(float)));
+  CHECK_CUDA(cudaMemset(buffers_.dq_accum, 0xff, kWorkspace * sizeof(float)));
+}
+
+template <typename E>
+std::vector<Errors> Harness::errors_of(const BwdParams& p, const std::vector<Sequence>& sequences) {
+  const unsigned heads = p.problem.num_heads, heads_k = p.problem.num_heads_k;
+  CHECK_CUDA(cudaMemset(buffers_.errors, 0, 3 * sizeof(Errors)));
+  for (const Sequence& s : sequences) {
+    const dim3 rows(s.seqlen_q, heads), keys(s.seqlen_k, heads_k);
+    if (s.seqlen_q > 0) check_dq_kernel<E><<<rows, 128>>>(p, s, buffers_.scores, buffers_.errors);
+    if (s.seqlen_k > 0) check_dkv_kernel<E><<<keys, 128>>>(p, s, buffers_.scores, buffers_.errors + 1);
+    CHECK_CUDA(cudaGetLastError());
+  }
+  return download(buffers_.errors, 3);
+}
+
+// Runs it twice: the second time the workspace holds what the first has left.
+template <typename E>
+bool Harness::passes(const Variant& v, const Case& c) {
+  const BwdParams p = params_of(c, kDTypeOf<E>);
+  fill<E>(p, c);
+  const std::vector<Sequence> sequences = sequences_of(c);
+  for (const Sequence& s : sequences) {
+    const dim3 rows(s.seqlen_q, c.heads);
+    if (s.seqlen_q > 0) reference_rows_kernel<E><<<rows, 128>>>(p, buffers_.lse, s, buffers_.scores);
+    CHECK_CUDA(cudaGetLastError());
+  }
+  for (int run = 0; run < 2; ++run) require(v.run(p, device_));
+  CHECK_CUDA(cudaDeviceSynchronize());
+  bool ok = true;
+  std::string text;
+  for (const Errors& e : errors_of<E>(p, sequences)) {
+    // Gradients that are 0, such as dq of rows that see one key, are judged by their absolute error.
+    const double relative = std::sqrt(e.squares) / std::max(1e-2, std::sqrt(e.want_squares));
+    ok &= relative < (kDTypeOf<E> == DType::kFloat16 ? 2e-3 : 1.2e-2);
+    char part[64];
+    std::snprintf(part, sizeof(part), " %.2e (largest %.1e)", relative, e.largest);
+    text += part;
+  }
+  if (ok && std::getenv("VERBOSE") == nullptr) return true;
+  std::printf("%s d%d/%d %s b%d h%d/%d sq%d sk%d window (%d, %d) scale %.3g q x %.3g%s%s: dq, dk, dv%s\n",
+              ok ? "ok  " : "FAIL", c.head_dim, v.head_dim, kDTypeOf<E> == DType::kFloat16 ? "fp16" : "bf16",
+              p.problem.batch, c.heads, c.heads_k, c.seqlen_q, c.seqlen_k, c.window_left, c.window_right, c.scale,
+              c.amplitude, c.has_dlse ? " dlse" : "", c.lengths_q.empty() ? "" : " packed", text.c_str());
+  std::fflush(stdout);
+  return ok;
+}
+
+// Random outputs of about the right size, and an lse near that of N(0, 1) scores.
+void Harness::print_time(const Variant& v, bool causal, int seqlen, int reps) {
+  const int d = v.head_dim, heads = 2048 / d;
+  const Case c{kTokens / seqlen, heads, heads, seqlen, seqlen, d, -1, causal ? 0 : -1,
+               1.f / std::sqrt(static_cast<float>(d))};
+  const BwdParams p = params_of(c, DType::kBFloat16);
+  fill<bf16>(p, c);
+  fill_normal<bf16>(buffers_.out, static_cast<size_t>(kTokens) * heads * d, 6, 0.05f);
+  upload(buffers_.lse, std::vector<float>(static_cast<size_t>(kTokens) * heads, std::log(seqlen * 0.7f) + 0.5f));
+  const auto all = [&] { require(v.run(p, device_)); };
+  const auto main_kernel = [&] { require(v.run_main(p, device_)); };
+  time_calls(all, 2, nullptr);
+  const double all_ms = median(time_calls(all, reps, &cold_));
+  // Not cold: the pass before it has just read what it reads.
+  const double main_ms = median(time_calls(main_kernel, reps, nullptr));
+  const double gflop = 10e-9 * c.batch * heads * d * seqlen * seqlen * (causal ? .5 : 1.);
+  std::printf("d%d %s %-6d all %.0f TFLOP/s (%.3f ms)  main kernel %.0f TFLOP/s (%.3f ms)\n", d,
+              causal ? "causal" : "full  ", seqlen, gflop / all_ms, all_ms, gflop / main_ms, main_ms);
+  std::fflush(stdout);
+}
+
+int run_tests(Harness& harness, const Variant& v) {
+  const std::vector<Case> cases = cases_of(v.head_dim);
+  int failed = 0;
+  for (size_t i = 0; i < cases.size(); ++i) {
+    failed += i % 3 == 2 ? !harness.passes<__half>(v, cases[i]) : !harness.passes<bf16>(v, cases[i]);
+  }
+  std::printf("d%d: %zu tests, %d failed\n", v.head_dim, cases.size(), failed);
+  return failed;
+}
+
+void run_timing(Harness& harness, const Variant& v, const std::vector<int>& seqlens, int reps) {
+  for (bool causal : {false, true}) {
+    for (int seqlen : seqlens) harness.print_time(v, causal, seqlen, reps);
+  }
+}
+
+}  // namespace standalone
+
+int main(int argc, char** argv) {
+  using namespace standalone;
+  Harness harness(this_device());
+  const std::string command = argument(argc, argv, 1, "test");
+  const std::vector<int> head_dims = split_numbers(argument(argc, argv, 2, "128,64,96"));
+  const std::vector<int> seqlens = split_numbers(argument(argc, argv, 3, kSeqlens));
+  const int reps = std::atoi(argument(argc, argv, 4, "10").c_str());
+  int failed = 0, found = 0;
+  for (const Variant& v : compiled_variants()) {
+    if (std::find(head_dims.begin(), head_dims.end(), v.head_dim) == head_dims.end()) continue;
+    ++found;
+    if (command == "test") failed += run_tests(harness, v);
+    if (command == "time") run_timing(harness, v, seqlens, reps);
+  }
+  return found == 0 || failed != 0;
+}

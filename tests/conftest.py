@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import zlib
-from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -107,21 +106,6 @@ def left_out_beside_a_gpu(item: pytest.Item, seed: int) -> bool:
 def seed(request: pytest.FixtureRequest) -> int:
     """The run's seed, for tests that draw their own random cases."""
     return request.config.stash[SEED]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _hopper_backward() -> Iterator[None]:
-    """The tests run the backward kernels of the sm90 path, which calls do not choose yet."""
-    from flash_ext import ops
-
-    if not ops.is_built:
-        yield
-        return
-    ops._C.set_switch("hopper_backward", 1)
-    try:
-        yield
-    finally:
-        ops._C.set_switch("hopper_backward", None)
 
 
 @pytest.fixture(autouse=True)

@@ -320,8 +320,7 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    bwd_is_native = (_C.get_switch("hopper_backward") == 1 and not case.deterministic
-                     and case.head_dim <= 128 and case.dim_v <= 128 and case.head_dim % 8 == 0)
+    bwd_is_native = not case.deterministic and max(case.head_dim, case.dim_v) <= 128 and case.head_dim % 8 == 0
     wanted = kernels_of(target, native=direction == "fwd" or bwd_is_native, tensors=tensors)
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])

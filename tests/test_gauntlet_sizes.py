@@ -206,8 +206,8 @@ def peak_extra_bytes(call) -> int:
 @on_gpu_paths
 def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) -> None:
     """Forward: out, lse and at most 1 MB. Backward: the gradients and the workspace that the plan states,
-    which is at most a float32 dq and two numbers per row. Nothing is sized batch * max_seqlen: one long and a
-    thousand short sequences cost no more than their rows."""
+    which is at most a float32 dq and two numbers per row, for Hopper's kernels with up to 64 rows more a sequence.
+    Nothing is sized batch * max_seqlen: one long and a thousand short sequences cost no more than their rows."""
     h, d, mib = 8, 128, 1 << 20
     options = (0, 0, d**-0.5, 255, 0, deterministic, target.path)
     for lens in ([8192], [65536] + [1] * 1000):
@@ -233,7 +233,8 @@ def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) 
             deterministic=deterministic,
             path=target.path,
         )
-        assert plan["workspace_bytes"] <= 2 * row_bytes + 2 * stat_bytes + mib
+        padding = 64 * (len(lens) + 1) * h * 4 * (d + 2) if plan["path"] == "sm90" else 0
+        assert plan["workspace_bytes"] <= 2 * row_bytes + 2 * stat_bytes + padding + mib
         backward = functools.partial(torch.ops.flash_ext.bwd, dout, q, k, v, out, lse, None, *cu, *options)
         assert peak_extra_bytes(backward) <= 3 * row_bytes + plan["workspace_bytes"] + mib
 

@@ -1,13 +1,15 @@
 """transformers: models with random weights give what they give with the library's own attention.
 
-Truth is the library's eager attention in float32 on the CPU, in bfloat16 on a GPU. (In float64 its rows
-without keys are NaN.) A mask that is off by one key changes results by a tenth and more.
+Truth is the library's eager attention in float32. (In float64 its rows without keys are NaN.) On a GPU models are in
+bfloat16, and what the library's own attention loses by that is the measure of what ours may lose. A mask that is off
+by one key changes results by a tenth and more.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,8 +49,9 @@ def config_of(shape: str) -> Any:
         )  # fmt: skip
     if shape == "gpt_oss":
         layers = ["sliding_attention", "full_attention"]
+        # Every expert for every token: a choice would turn on the rounding of its score.
         return transformers.GptOssConfig(
-            **DECODER, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, layer_types=layers
+            **DECODER, sliding_window=4, num_local_experts=2, num_experts_per_tok=2, layer_types=layers
         )
     if shape == "bert":
         return transformers.BertConfig(
@@ -104,8 +107,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
 def close(got: Tensor, expected: Tensor, device: str) -> None:
     assert got.shape == expected.shape and not got.isnan().any()
     error = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-3)
-    limit = 2e-5 if device == "cpu" else 0.03
+    limit = 2e-5 if device == "cpu" else 0.06
     assert error < limit, f"relative error {error:.2g}"
+
+
+def as_close(got: Tensor, eager: Tensor, truth: Tensor, floor: float) -> None:
+    """On a GPU: not much farther from the truth than the library's attention in the same type."""
+    assert got.shape == truth.shape and not got.isnan().any()
+    error, allowed = ((t.float() - truth).norm().item() for t in (got, eager))
+    assert error <= 2.5 * allowed + 0.01 * truth.norm().item() + floor, f"error {error:.2g}, of eager {allowed:.2g}"
+
+
+Runner = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 
 
 def tokens(device: str, batch: int = 2, length: int = 11) -> Tensor:
@@ -132,14 +145,31 @@ def run(model: Any, name: str, loss_mask: Tensor, **inputs: Any) -> tuple[Tensor
 
 
 def compare(model: Any, device: str, loss_mask: Tensor, **inputs: Any) -> None:
-    expected, wanted = run(model, "eager", loss_mask, **inputs)
-    got, grads = run(model, NAME, loss_mask, **inputs)
-    real = loss_mask.bool()
-    close(got[real], expected[real], device)
+    compare_runs(
+        lambda m: run(m, "eager", loss_mask, **inputs),
+        lambda m: run(m, NAME, loss_mask, **inputs),
+        model,
+        device,
+        loss_mask.bool(),
+    )
+
+
+def compare_runs(eager: Runner, ours: Runner, model: Any, device: str, real: Tensor) -> None:
+    """Logits of real tokens, and gradients, of two ways to run a model."""
+    expected, wanted = eager(model)
+    got, grads = ours(model)
     assert grads.keys() == wanted.keys()
+    if device == "cpu":
+        close(got[real], expected[real], device)
+        for name in grads:
+            if wanted[name].abs().sum() > 1e-3:  # a key's bias has none but rounding
+                close(grads[name], wanted[name], device)
+        return
+    truth, true_grads = eager(copy.deepcopy(model).float())
+    as_close(got[real], expected[real], truth[real], 0.0)
+    floor = 1e-3 * sum(float(t.norm()) for t in true_grads.values()) / len(true_grads)
     for name in grads:
-        if wanted[name].abs().sum() > 1e-3:  # a key's bias has none but rounding
-            close(grads[name], wanted[name], device)
+        as_close(grads[name], wanted[name], true_grads[name], floor)
 
 
 # ---- logits and gradients --------------------------------------------------------------------------------
@@ -191,14 +221,16 @@ def test_packed(shape: str, bounds: bool, device: str, monkeypatch: pytest.Monke
     if bounds:
         ends = torch.tensor([0, 6, 7, 16], device=device)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
-    expected, wanted = each_alone(model, ids, lengths)
     with calls(monkeypatch) as seen:
-        got, grads = run(model, NAME, torch.ones_like(ids), **inputs)
+        compare_runs(
+            lambda m: each_alone(m, ids, lengths),
+            lambda m: run(m, NAME, torch.ones_like(ids), **inputs),
+            model,
+            device,
+            torch.ones_like(ids).bool(),
+        )
     assert {options["function"] for options in seen} == {"attention_varlen" if bounds else "attention"}
     assert all("attn_mask" not in options and ("document_ids" in options) != bounds for options in seen)
-    close(got, expected, device)
-    for name in wanted:
-        close(grads[name], wanted[name], device)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -124,7 +124,8 @@ def compute_truth(inputs: Inputs, backward: bool) -> Truth:
         lost = seen * max(floor, WEIGHT_FLUSH) ** 2
         dv_var = (rounding * square(p) + lost).mT @ square(dout)
         dk, dk_var, dk_by_delta, dv = (_sum_groups(t, case) for t in (dk, dk_var, dk_by_delta, dv))
-        dv_var = _sum_groups(dv_var, case) * _alike_in_group(p, dout, case)
+        alike = _alike_in_group(p, dout, case)
+        dk_var, dk_by_delta, dv_var = (t * alike for t in (dk_var, dk_by_delta, _sum_groups(dv_var, case)))
         for name, t, var in (("dq", dq, dq_var), ("dk", dk, dk_var), ("dv", dv, dv_var)):
             value[name] = t
             noise[name] = (var + u**2 * square(t) + floor**2).sqrt()
@@ -196,14 +197,18 @@ def _sum_groups(t: Tensor, case: Case) -> Tensor:
 def _alike_in_group(p: Tensor, dout: Tensor, case: Case) -> int:
     """By how much the variance of a sum over a group exceeds the sum of the variances.
 
-    Query heads with the same weights and the same dout make the same error in dv, and equal errors add up
-    while independent ones add in quadrature: n^2 variances instead of n. That needs weights that do not
-    depend on q and dout that the heads share; any difference makes the roundings differ.
+    Query heads with the same weights and the same dout make the same errors of P and dS, and equal errors add up
+    while independent ones add in quadrature: n^2 variances instead of n. Weights count as the same where they
+    differ by less than the 16-bit types can tell, which must hold for more than half of all weight.
     """
     group = case.num_heads // max(case.num_heads_k, 1)
-    heads = [t.unflatten(1, (case.num_heads_k, group)) for t in (p, dout)] if group > 1 else []
-    alike = heads and all(torch.equal(t, t[:, :, :1].expand_as(t)) for t in heads)
-    return group if alike else 1
+    if group < 2:
+        return 1
+    weights, same = (t.unflatten(1, (case.num_heads_k, group)) for t in (p, dout))
+    if not torch.equal(same, same[:, :, :1].expand_as(same)):
+        return 1
+    close = (weights - weights[:, :, :1]).abs() <= 2.0**-9 * weights[:, :, :1]
+    return group if (weights * close).sum() > 0.5 * weights.sum() else 1
 
 
 def _count_independent(

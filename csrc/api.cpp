@@ -2,7 +2,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
@@ -26,6 +25,27 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
                   int64_t window_left, int64_t window_right, bool deterministic,
                   OptionalName path_name) {
+  return fwd_into({}, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                  softmax_scale, window_left, window_right, deterministic, path_name);
+}
+
+BwdResult bwd_gpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
+                  const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                  int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
+                  int64_t window_left, int64_t window_right, bool deterministic,
+                  OptionalName path_name) {
+  return bwd_into({}, dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                  max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
+}
+
+}  // namespace
+
+FwdResult fwd_into(const Tensor& given_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
+                   int64_t window_left, int64_t window_right, bool deterministic,
+                   OptionalName path_name) {
   check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
             window_left, window_right, deterministic, path_name);
   const ProfilerRange range("fwd");
@@ -35,7 +55,7 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
-  const auto [out, lse] = empty_results(q, v);
+  const auto [out, lse] = empty_results(q, v, given_out);
   if (out.numel() == 0) return {out, lse};
   if (problem.batch == 0 || problem.total_k == 0) {
     out.zero_();
@@ -67,12 +87,12 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   return {out, lse};
 }
 
-BwdResult bwd_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
-                  const Tensor& out, const Tensor& lse_any, const OptionalTensor& dlse_any,
-                  const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                  int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
-                  int64_t window_left, int64_t window_right, bool deterministic,
-                  OptionalName path_name) {
+BwdResult bwd_into(const BwdResult& given, const Tensor& dout_any, const Tensor& q,
+                   const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse_any,
+                   const OptionalTensor& dlse_any, const OptionalTensor& cu_seqlens_q,
+                   const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                   double softmax_scale, int64_t window_left, int64_t window_right,
+                   bool deterministic, OptionalName path_name) {
   check_bwd(dout_any, q, k, v, out, lse_any, dlse_any, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
   const ProfilerRange range("bwd");
@@ -82,9 +102,15 @@ BwdResult bwd_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, cons
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
 
+  const auto gradient = [](const Tensor& given_place, const Tensor& x) {
+    return given_place.defined() ? given_place : at::empty(x.sizes(), x.options());
+  };
+  const Tensor dq = gradient(std::get<0>(given), q);
+  const Tensor dk = gradient(std::get<1>(given), k);
+  const Tensor dv = gradient(std::get<2>(given), v);
   if (out.numel() == 0 || problem.batch == 0 || problem.total_k == 0) {
-    return {at::zeros(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()),
-            at::zeros(v.sizes(), v.options())};
+    for (const Tensor& t : {dq, dk, dv}) t.zero_();
+    return {dq, dk, dv};
   }
 
   // The one copy the package makes: gradients such as that of out.sum() have stride 0 everywhere.
@@ -93,9 +119,6 @@ BwdResult bwd_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, cons
   problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
-  const Tensor dq = at::empty(q.sizes(), q.options());
-  const Tensor dk = at::empty(k.sizes(), k.options());
-  const Tensor dv = at::empty(v.sizes(), v.options());
   deterministic = deterministic || at::globalContext().deterministicAlgorithms();
 
   const BwdWorkspace workspace = path.bwd_workspace(problem, deterministic, info);
@@ -133,8 +156,6 @@ BwdResult bwd_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, cons
   }
   return {dq, dk, dv};
 }
-
-}  // namespace
 
 // ---- dispatcher ---------------------------------------------------------------------------------
 

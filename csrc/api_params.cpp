@@ -97,14 +97,15 @@ DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.
 
 bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
 
-FwdResult empty_results(const Tensor& q, const Tensor& v) {
-  const auto float_options = q.options().dtype(at::kFloat);
-  if (is_packed(q)) {
-    return {at::empty({q.size(0), q.size(1), v.size(2)}, q.options()),
-            at::empty({q.size(1), q.size(0)}, float_options)};
+FwdResult empty_results(const Tensor& q, const Tensor& v, Tensor out) {
+  if (!out.defined()) {
+    c10::SmallVector<int64_t, 4> sizes(q.sizes());
+    sizes.back() = v.size(-1);
+    out = at::empty(sizes, q.options());
   }
-  return {at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options()),
-          at::empty({q.size(0), q.size(2), q.size(1)}, float_options)};
+  const auto float_options = q.options().dtype(at::kFloat);
+  if (is_packed(q)) return {out, at::empty({q.size(1), q.size(0)}, float_options)};
+  return {out, at::empty({q.size(0), q.size(2), q.size(1)}, float_options)};
 }
 
 }  // namespace flash_ext

@@ -35,8 +35,8 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                    double softmax_scale, int64_t window_left, int64_t window_right);
 
-// out and lse, not filled.
-FwdResult empty_results(const Tensor& q, const Tensor& v);
+// out and lse, not filled; `out` where the caller has a place for it.
+FwdResult empty_results(const Tensor& q, const Tensor& v, Tensor out = {});
 
 // The path that will run; raises with the reasons of every path when none can.
 const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,

@@ -140,11 +140,12 @@ bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// What torch allocates for a result of these sizes that goes with `like`: its strides, or with
+// What torch allocates for a result of this head_dim that goes with `like`: its strides, or with
 // another head_dim its order of dimensions.
-Tensor empty_with_layout_of(const Tensor& like, const Tensor& result) {
-  if (result.sizes() == like.sizes()) return at::empty_like(like, result.options());
-  std::vector<int64_t> order(like.dim()), strides(like.dim());
+Tensor empty_beside(const Tensor& like, int64_t head_dim) {
+  if (head_dim == like.size(-1)) return at::empty_like(like);
+  std::vector<int64_t> sizes = like.sizes().vec(), order(like.dim()), strides(like.dim());
+  sizes.back() = head_dim;
   std::iota(order.begin(), order.end(), 0);
   const auto length = [&](int64_t dim) {
     return like.stride(dim) == 0 ? std::numeric_limits<int64_t>::max() : like.stride(dim);
@@ -154,19 +155,59 @@ Tensor empty_with_layout_of(const Tensor& like, const Tensor& result) {
   int64_t stride = 1;
   for (const int64_t dim : order) {
     strides[dim] = stride;
-    stride *= result.size(dim);
+    stride *= sizes[dim];
   }
-  return at::empty_strided(result.sizes(), strides, result.options());
+  return at::empty_strided(sizes, strides, like.options());
 }
 
-// `result` in the layout that torch promises for it; a copy where the kernels' own differs.
-Tensor in_layout_of(const Tensor& result, const Tensor& like) {
-  if (result.sizes() == like.sizes() && same_strides(result, like)) return result;
-  const Tensor wanted = empty_with_layout_of(like, result);
-  if (same_strides(result, wanted)) return result;
-  wanted.copy_(result);
-  return wanted;
-}
+// Forward and backward with results in the layout that torch promises for those of `query`, `key` and `value`, which
+// have the dimensions `rows` and `heads` in either order. The kernels write any order of dimensions but the last; what
+// has another last one gets a copy, and so do the CPU tensors of tests, whose operators choose their own layout.
+struct Layouts {
+  bool heads_first;
+  Tensor rows_first(const Tensor& t) const { return heads_first ? t.transpose(1, 2) : t; }
+
+  FwdResult forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                    const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
+                    int64_t left, int64_t right) const {
+    const Tensor wanted = empty_beside(query, value.size(-1));
+    const Tensor q = rows_first(query), k = rows_first(key), v = rows_first(value);
+    auto [out, lse] = is_written(wanted)
+                          ? fwd_into(rows_first(wanted), q, k, v, cu_q, cu_k, 0, 0, scale, left,
+                                     right, false, std::nullopt)
+                          : call_fwd(q, k, v, cu_q, cu_k, 0, 0, scale, left, right, false,
+                                     std::nullopt);
+    return {place(rows_first(out), wanted), std::move(lse)};
+  }
+
+  BwdResult backward(const Tensor& dout, const Tensor& query, const Tensor& key,
+                     const Tensor& value, const Tensor& out, const Tensor& lse,
+                     const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
+                     int64_t left, int64_t right) const {
+    const Tensor wanted_q = at::empty_like(query), wanted_k = at::empty_like(key),
+                 wanted_v = at::empty_like(value);
+    const Tensor d = rows_first(dout), q = rows_first(query), k = rows_first(key),
+                 v = rows_first(value), o = rows_first(out);
+    const bool written = is_written(wanted_q) && is_written(wanted_k) && is_written(wanted_v);
+    const auto [dq, dk, dv] =
+        written ? bwd_into({rows_first(wanted_q), rows_first(wanted_k), rows_first(wanted_v)}, d, q,
+                           k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left, right, false,
+                           std::nullopt)
+                : call_bwd(d, q, k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left, right,
+                           false, std::nullopt);
+    return {place(rows_first(dq), wanted_q), place(rows_first(dk), wanted_k),
+            place(rows_first(dv), wanted_v)};
+  }
+
+ private:
+  static bool is_written(const Tensor& wanted) { return wanted.is_cuda() && unit_stride(wanted); }
+  static Tensor place(const Tensor& result, const Tensor& wanted) {
+    if (result.is_alias_of(wanted)) return wanted;
+    if (same_strides(result, wanted)) return result;
+    wanted.copy_(result);
+    return wanted;
+  }
+};
 
 // The random state of a call without dropout: shapes that a backward pass hands on, nobody reads.
 Tensor no_state(const Tensor& q, at::IntArrayRef shape) {
@@ -190,9 +231,9 @@ SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Ten
     if (serves(Direction::kForward, q, k, v, std::nullopt, std::nullopt)) {
       count(kSdpaForward, true);
       const BelowAll guard;
-      auto [out, lse] = call_fwd(q, k, v, std::nullopt, std::nullopt, 0, 0, scale_of(scale, q), -1,
-                                 is_causal ? 0 : -1, false, std::nullopt);
-      return {in_layout_of(out.transpose(1, 2), query),
+      auto [out, lse] = Layouts{true}.forward(query, key, value, std::nullopt, std::nullopt,
+                                              scale_of(scale, q), -1, is_causal ? 0 : -1);
+      return {std::move(out),
               std::move(lse),
               Tensor(),
               Tensor(),
@@ -217,11 +258,8 @@ BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const 
     if (serves(Direction::kBackward, q, k, v, std::nullopt, std::nullopt) && unit_stride(out)) {
       count(kSdpaBackward, true);
       const BelowAll guard;
-      const auto [dq, dk, dv] = call_bwd(
-          grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse, std::nullopt, std::nullopt,
-          std::nullopt, 0, 0, scale_of(scale, q), -1, is_causal ? 0 : -1, false, std::nullopt);
-      return {in_layout_of(dq.transpose(1, 2), query), in_layout_of(dk.transpose(1, 2), key),
-              in_layout_of(dv.transpose(1, 2), value)};
+      return Layouts{true}.backward(grad_out, query, key, value, out, lse, std::nullopt,
+                                    std::nullopt, scale_of(scale, q), -1, is_causal ? 0 : -1);
     }
   }
   return call_before<BwdResult>(kSdpaBackward, keys, grad_out, query, key, value, out, lse, cu_q,
@@ -259,10 +297,10 @@ struct FlashForward<Result(Args...)> {
       count(kFlashForward, true);
       const BelowAll guard;
       const int64_t right = is_causal ? 0 : unlimited_if_negative(window_of(std::get<kRight>(all)));
-      auto [out, lse] = call_fwd(q, k, v, cu_q, cu_k, 0, 0, scale_of(std::get<kScale>(all), q),
-                                 unlimited_if_negative(window_of(std::get<kLeft>(all))), right,
-                                 false, std::nullopt);
-      return {in_layout_of(out, q), std::move(lse), no_state(q, {2}), no_state(q, {}),
+      auto [out, lse] = Layouts{false}.forward(
+          q, k, v, cu_q, cu_k, scale_of(std::get<kScale>(all), q),
+          unlimited_if_negative(window_of(std::get<kLeft>(all))), right);
+      return {std::move(out), std::move(lse), no_state(q, {2}), no_state(q, {}),
               at::empty({0}, q.options())};
     }
     return call_before<Result>(kFlashForward, keys, args...);
@@ -289,11 +327,9 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
       serves(Direction::kBackward, q, k, v, bounds_q, bounds_k) && unit_stride(out)) {
     count(kFlashBackward, true);
     const BelowAll guard;
-    const auto [dq, dk, dv] =
-        call_bwd(grad_out, q, k, v, out, lse, std::nullopt, bounds_q, bounds_k, 0, 0,
-                 scale_of(scale, q), unlimited_if_negative(window_of(left)),
-                 is_causal ? 0 : unlimited_if_negative(window_of(right)), false, std::nullopt);
-    return {in_layout_of(dq, q), in_layout_of(dk, k), in_layout_of(dv, v)};
+    return Layouts{false}.backward(grad_out, q, k, v, out, lse, bounds_q, bounds_k,
+                                   scale_of(scale, q), unlimited_if_negative(window_of(left)),
+                                   is_causal ? 0 : unlimited_if_negative(window_of(right)));
   }
   return call_before<BwdResult>(kFlashBackward, keys, grad_out, q, k, v, out, lse, cu_q, cu_k,
                                 max_q, max_k, dropout_p, is_causal, rng_state, unused, scale, left,

@@ -7,16 +7,24 @@ Where there is a GPU, a run of everything leaves out most tests that say nothing
 `gpu` marker ran where there is none. One in eight stays, other ones with every seed; ``--all`` or
 FLASH_EXT_TEST_ALL=1 keeps all of them. Modules marked `everywhere` look at the build, the driver or the
 documents beside the GPU and always run.
+
+With pytest-xdist (`-n auto`, which `make test` adds where it is installed) several processes share the GPU;
+tests marked `alone`, which need most of its memory, wait until no other test runs.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
+import fcntl
 import os
 import random
 import signal
+import tempfile
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -48,7 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, and counted, without one")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "everywhere: depends on the machine; a run with a GPU leaves none out")
-    config.stash[SEED] = _chosen_seed(config)
+    config.addinivalue_line("markers", "alone: needs a GPU that no other process of this run uses meanwhile")
+    # The processes of a run inherit the option.
+    config.stash[SEED] = config.option.seed = _chosen_seed(config)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # A run that a time limit ends still says what it did and how long that took.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -106,6 +116,31 @@ def left_out_beside_a_gpu(item: pytest.Item, seed: int) -> bool:
 def seed(request: pytest.FixtureRequest) -> int:
     """The run's seed, for tests that draw their own random cases."""
     return request.config.stash[SEED]
+
+
+@pytest.fixture(autouse=True)
+def _share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of several processes run side by side on one GPU, those marked `alone` by themselves."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None or not torch.cuda.is_available():
+        yield
+        return
+    name = Path(tempfile.gettempdir()) / f"flash_ext-tests-{run}"
+    with turn(name, alone=request.node.get_closest_marker("alone") is not None):
+        yield
+
+
+@contextlib.contextmanager
+def turn(name: Path, alone: bool) -> Iterator[None]:
+    """Holds a lock that others may share, or with ``alone`` nobody.
+
+    Who waits to be alone holds the gate, behind which newcomers queue: else there would always be another.
+    """
+    with name.with_suffix(".gate").open("w") as gate, name.with_suffix(".room").open("w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(autouse=True)

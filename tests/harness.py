@@ -320,7 +320,8 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    bwd_is_native = not case.deterministic and max(case.head_dim, case.dim_v) <= 128 and case.head_dim % 8 == 0
+    fits = max(case.head_dim, case.dim_v) <= 128 and case.head_dim % 8 == 0
+    bwd_is_native = fits and not case.deterministic
     wanted = kernels_of(target, native=direction == "fwd" or bwd_is_native, tensors=tensors)
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,3 +114,39 @@ def test_a_terminated_run_says_what_it_did(tmp_path: Path):
         out, _ = run.communicate(timeout=60)
     assert run.returncode == pytest.ExitCode.INTERRUPTED
     assert "1 passed" in out and "where the time went" in out and "seed of this run" in out
+
+
+def test_a_turn_alone_waits_for_the_others_and_comes_before_later_ones(tmp_path: Path):
+    """Two share, a third wants to be alone, a fourth that comes after it waits behind it."""
+    script = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from tests.conftest import turn
+        name, alone = sys.argv[1], sys.argv[2] == "alone"
+        with turn(Path({str(tmp_path / "run")!r}), alone):
+            print(name, flush=True)
+            sys.stdin.read()
+    """)
+
+    def enter(name: str, how: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", script, name, how], cwd=ROOT, text=True,
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+
+    def leave(process: subprocess.Popen) -> None:
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+    first, second = enter("first", "shared"), enter("second", "shared")
+    assert (first.stdout.readline(), second.stdout.readline()) == ("first\n", "second\n")
+    third = enter("third", "alone")
+    time.sleep(3)
+    fourth = enter("fourth", "shared")
+    leave(first)
+    time.sleep(3)
+    assert not select.select([third.stdout, fourth.stdout], [], [], 0)[0]
+    leave(second)
+    assert third.stdout.readline() == "third\n"
+    assert not select.select([fourth.stdout], [], [], 0.2)[0]
+    leave(third)
+    assert fourth.stdout.readline() == "fourth\n"
+    leave(fourth)

@@ -79,6 +79,7 @@ def test_rc02_all_but_dq_repeat_without_the_deterministic_mode(target: Target, n
         torch.testing.assert_close(got[2], expected[2], rtol=2.0**-7, atol=1e-3)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["gqa", "varlen"])
 @on_gpu_paths
 def test_rc03_repeats_under_load(target: Target, name: str) -> None:

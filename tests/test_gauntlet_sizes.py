@@ -18,6 +18,8 @@ from tests.cases import COMPILED_HEAD_DIMS, dense
 from tests.harness import Target, on_gpu_paths, run_cases
 from tests.large import Large, random_tensor, run_large
 
+pytestmark = pytest.mark.alone
+
 WINDOW = (255, 0)
 GIB = 1 << 30
 
@@ -206,8 +208,9 @@ def peak_extra_bytes(call) -> int:
 @on_gpu_paths
 def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) -> None:
     """Forward: out, lse and at most 1 MB. Backward: the gradients and the workspace that the plan states,
-    which is at most a float32 dq and two numbers per row, for Hopper's kernels with up to 64 rows more a sequence.
-    Nothing is sized batch * max_seqlen: one long and a thousand short sequences cost no more than their rows."""
+    which is at most a float32 dq and two numbers per row, for Hopper's kernels with up to 64 rows more a
+    sequence. Nothing is sized batch * max_seqlen: one long and a thousand short sequences cost no more than
+    their rows."""
     h, d, mib = 8, 128, 1 << 20
     options = (0, 0, d**-0.5, 255, 0, deterministic, target.path)
     for lens in ([8192], [65536] + [1] * 1000):

@@ -402,6 +402,7 @@ def test_sy13_processes_share_a_gpu_through_mps(target: Target, tmp_path: Path) 
         subprocess.run([control], input="quit\n", env=own, text=True, timeout=60, check=False)
 
 
+@pytest.mark.alone
 @on_gpu_paths
 def test_sy11_out_of_memory_is_an_exception_and_the_next_call_works(target: Target) -> None:
     case = CASES[0]

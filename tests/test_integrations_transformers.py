@@ -1,8 +1,8 @@
 """transformers: models with random weights give what they give with the library's own attention.
 
-Truth is the library's eager attention in float32. (In float64 its rows without keys are NaN.) On a GPU models are in
-bfloat16, and what the library's own attention loses by that is the measure of what ours may lose. A mask that is off
-by one key changes results by a tenth and more.
+Truth is the library's eager attention in float32. (In float64 its rows without keys are NaN.) On a GPU
+models are in bfloat16, and what the library's own attention loses by that is the measure of what ours may
+lose. A mask that is off by one key changes results by a tenth and more.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def as_close(got: Tensor, eager: Tensor, truth: Tensor, floor: float) -> None:
     """On a GPU: not much farther from the truth than the library's attention in the same type."""
     assert got.shape == truth.shape and not got.isnan().any()
     error, allowed = ((t.float() - truth).norm().item() for t in (got, eager))
-    assert error <= 2.5 * allowed + 0.01 * truth.norm().item() + floor, f"error {error:.2g}, of eager {allowed:.2g}"
+    limit = 2.5 * allowed + 0.01 * truth.norm().item() + floor
+    assert error <= limit, f"error {error:.2g}, of eager {allowed:.2g}"
 
 
 Runner = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]

@@ -197,9 +197,9 @@ def _sum_groups(t: Tensor, case: Case) -> Tensor:
 def _alike_in_group(p: Tensor, dout: Tensor, case: Case) -> int:
     """By how much the variance of a sum over a group exceeds the sum of the variances.
 
-    Query heads with the same weights and the same dout make the same errors of P and dS, and equal errors add up
-    while independent ones add in quadrature: n^2 variances instead of n. Weights count as the same where they
-    differ by less than the 16-bit types can tell, which must hold for more than half of all weight.
+    Query heads with the same weights and the same dout make the same errors of P and dS, and equal errors add
+    up while independent ones add in quadrature: n^2 variances instead of n. Weights count as the same where
+    they differ by less than the 16-bit types can tell, which must hold for more than half of all weight.
     """
     group = case.num_heads // max(case.num_heads_k, 1)
     if group < 2:

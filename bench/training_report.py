@@ -41,15 +41,8 @@ def answers(results: TrainingResults) -> list[str]:
 
 def speed_up(model: str, rows: list[TrainingRow], ours: str, other: str) -> list[str]:
     """Time of a step with another attention over that with ours, at each length where both ran."""
-    ratios, failed = {}, {}
-    for row in rows:
-        mine, theirs = row.entry(ours), row.entry(other)
-        if mine is None or theirs is None:
-            continue
-        if mine.timed and theirs.timed:
-            ratios[row.seqlen] = theirs.median_ms / mine.median_ms
-        elif theirs.status != "ok":
-            failed.setdefault(theirs.status, []).append(row.seqlen)
+    both = [row for row in rows if _timed(row, ours) and _timed(row, other)]
+    ratios = {row.seqlen: row.entry(other).median_ms / row.entry(ours).median_ms for row in both}
     parts = []
     if ratios:
         listed = ", ".join(f"{ratio:.2f} at {length_label(seqlen)}" for seqlen, ratio in ratios.items())
@@ -59,9 +52,18 @@ def speed_up(model: str, rows: list[TrainingRow], ours: str, other: str) -> list
         reached = [seqlen for seqlen, ratio in ratios.items() if ratio >= claim]
         verdict = f"is reached at {_lengths(reached)}" if reached else "is not reached"
         parts.append(f"the factor {claim:g} of the articles {verdict}")
-    words = {"out of memory": "runs out of memory", "error": "fails"}
-    parts += [f"{other} {words[status]} at {_lengths(at)}" for status, at in failed.items()]
+    parts += _failures(rows, other)
     return [f"Speed, {model}: {'; '.join(parts)}."] if parts else []
+
+
+def _failures(rows: list[TrainingRow], name: str) -> list[str]:
+    """Where an entrant did not run, in words."""
+    parts = []
+    for status, words in (("out of memory", "runs out of memory"), ("error", "fails")):
+        at = [row.seqlen for row in rows if row.entry(name) is not None and row.entry(name).status == status]
+        if at:
+            parts.append(f"{name} {words} at {_lengths(at)}")
+    return parts
 
 
 def memory(model: str, rows: list[TrainingRow], ours: str) -> list[str]:
@@ -89,8 +91,9 @@ def memory(model: str, rows: list[TrainingRow], ours: str) -> list[str]:
 def utilisation(results: TrainingResults, model: str, rows: list[TrainingRow], ours: str) -> list[str]:
     """Model TFLOP/s of whole steps, as shares of a matrix product and of what the device is sold with."""
     done = [(row, row.entry(ours)) for row in rows if _timed(row, ours)]
+    missing = "; ".join(_failures(rows, ours))
     if not done:
-        return []
+        return [f"Utilisation, {model}: {missing}."] if missing else []
     rates = [entry.tflops for _, entry in done]
     product, sold = results.ceilings["matmul_tflops"], results.metadata.get("datasheet_tflops")
     line = (
@@ -102,7 +105,7 @@ def utilisation(results: TrainingResults, model: str, rows: list[TrainingRow], o
         shares = _range([100 * rate / sold for rate in rates], "{:.3g}")
         line += f" and {shares} % of the {sold:.4g} TFLOP/s of the data sheet"
     where = ", ".join(f"{entry.tflops:.4g} at {length_label(row.seqlen)}" for row, entry in done)
-    return [f"{line}: {where}."]
+    return [f"{line}: {where}{'; ' if missing else ''}{missing}."]
 
 
 def agreement(results: TrainingResults) -> str:

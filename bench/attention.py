@@ -46,6 +46,19 @@ def _words(text: str) -> list[str]:
     return [word for word in (part.strip() for part in text.split(",")) if word]
 
 
+def serving_paths() -> list[str]:
+    """Our paths that run plain attention on the current GPU, the one that a call takes by itself first."""
+    try:
+        from flash_ext import _C
+
+        heads = {"num_heads": 16, "num_heads_k": 16, "head_dim": 128, "head_dim_v": 128}
+        device = torch.cuda.current_device()
+        reasons = _C.plan("fwd", seqlen_q=4096, seqlen_k=4096, **heads, device=device)["reasons"]
+    except (ImportError, RuntimeError):
+        return ["sm80"]  # its rows then say what is wrong
+    return [path for path, reason in reasons.items() if not reason] or ["sm80"]
+
+
 def choose_cases(sets: list[str], pattern: str) -> list[Case]:
     """Cases of the named sets whose name matches a shell pattern.
 
@@ -73,7 +86,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the cases and leave")
     parser.add_argument("--dirs", default="fwd,bwd", help=f"comma list of {', '.join(DIRECTIONS)}")
     parser.add_argument(
-        "--paths", default=None, help="comma list of our paths; default sm80 (GPU), cpu (CPU)"
+        "--paths", default=None, help="comma list of our paths; default all that serve this GPU, or cpu"
     )
     parser.add_argument(
         "--peers",
@@ -100,7 +113,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     on_gpu = options.device == "cuda"
     if options.paths is None:
-        options.paths = "sm80" if on_gpu else "cpu"
+        options.paths = ",".join(serving_paths()) if on_gpu else "cpu"
     if options.peers in (None, "all"):
         options.peers = ",".join(GPU_PEERS if on_gpu else CPU_PEERS)
     options.peers = "" if options.peers == "none" else options.peers

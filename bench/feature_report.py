@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.record import PLAIN_SUFFIX, Entry, Results, Row, column_names
+from bench.record import Entry, Results, Row, column_names, feature_pair
 from bench.shapes import DIRECTIONS
 
 MIN_OF_PLAIN = 0.8  # within 25 % of the plain kernel's time per visited tile
@@ -23,7 +23,7 @@ def feature_rows(results: Results, direction: str | None = None) -> list[Row]:
 
 def our_entry(row: Row) -> Entry | None:
     """The column that does what the row asks for."""
-    return next((e for e in row.entries if e.ours and not e.name.endswith(PLAIN_SUFFIX)), None)
+    return feature_pair(row)[0]
 
 
 # ---- bars ------------------------------------------------------------------------------------------------
@@ -117,8 +117,7 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _cells(row: Row, peers: list[str]) -> list[str]:
-    ours = our_entry(row)
-    plain = next((e for e in row.entries if e.name.endswith(PLAIN_SUFFIX)), None)
+    ours, plain = feature_pair(row)
     case = row.case
     full = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k
     cells = [case.feature, "" if row.pairs is None else f"{100 * row.pairs / full:.1f} %"]

@@ -137,24 +137,33 @@ def _case(data: dict) -> Case:
 PLAIN_SUFFIX = "-plain"  # of our columns that leave the feature of a row out
 
 
-def fill_ratios(row: Row) -> None:
-    """Rates on visited tiles, and their ratio to the plain column's, where a feature row has both.
+def feature_pair(row: Row) -> tuple[Entry | None, Entry | None]:
+    """Our column that does what a feature row asks for, and the plain one of the same path.
 
-    A peer is credited with the tiles of our first column: the same work, done its way.
+    Where several paths are timed it is the first one that ran: not every path knows every feature.
     """
-    plain = next((e for e in row.entries if e.name.endswith(PLAIN_SUFFIX)), None)
-    if plain is None or plain.status != "ok" or not plain.tile_scores:
-        return
-    ours = next((e for e in row.entries if e.ours and e is not plain), plain)
+    mine = [e for e in row.entries if e.ours and not e.name.endswith(PLAIN_SUFFIX)]
+    ours = next((e for e in mine if e.status == "ok"), mine[0] if mine else None)
+    return ours, row.entry(ours.name + PLAIN_SUFFIX) if ours else None
+
+
+def fill_ratios(row: Row) -> None:
+    """Rates on visited tiles, and their ratio to the plain column's of the same path, where a row has both.
+
+    A peer is credited with the tiles of our column in :func:`feature_pair`: the same work, done its way.
+    """
+    ours, plain = feature_pair(row)
     flops_per_score = row.flops / row.pairs if row.pairs else 0.0
     for entry in row.entries:
+        base = row.entry(entry.name.removesuffix(PLAIN_SUFFIX) + PLAIN_SUFFIX) if entry.ours else plain
+        if base is None or base.status != "ok" or not base.tile_scores:
+            continue
         scores = entry.tile_scores if entry.ours else ours.tile_scores
         if entry.status != "ok" or not scores:
             continue
         if entry.ours:
             entry.tile_tflops = scores * flops_per_score / entry.median_ms * 1e-9
-        if entry.ours or ours is not plain:
-            entry.of_plain = (scores / entry.median_ms) / (plain.tile_scores / plain.median_ms)
+        entry.of_plain = (scores / entry.median_ms) / (base.tile_scores / base.median_ms)
 
 
 @dataclass
@@ -221,9 +230,15 @@ def bar(results: Results, ours: str = "sm80", peer: str = "fa2") -> list[Bar]:
 
 def bars_against_every_peer(results: Results) -> list[Bar]:
     """:func:`bar` for each of our columns against each peer column."""
-    ours = [name for name in column_names(results.rows, ours=True) if not name.endswith(PLAIN_SUFFIX)]
     peers = column_names(results.rows, ours=False)
-    return [summary for mine in ours for peer in peers for summary in bar(results, mine, peer)]
+    return [
+        summary for mine in our_columns(results) for peer in peers for summary in bar(results, mine, peer)
+    ]
+
+
+def our_columns(results: Results) -> list[str]:
+    """Names of our columns that do what a row asks for, in order of first appearance."""
+    return [name for name in column_names(results.rows, ours=True) if not name.endswith(PLAIN_SUFFIX)]
 
 
 def column_names(rows: list[Row], ours: bool | None = None) -> list[str]:

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from bench.feature_report import checks, feature_tables
 from bench.plots import plot
-from bench.record import DIRECTION_FILES, Entry, Results, Row, bar, bars_against_every_peer, column_names
+from bench.record import (
+    DIRECTION_FILES,
+    Entry,
+    Results,
+    Row,
+    bar,
+    bars_against_every_peer,
+    column_names,
+    our_columns,
+)
 from bench.shapes import DIRECTIONS, Case
 
 
@@ -143,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     """Rebuilds the files of a run from its JSON, prints the summaries and says whether the bars hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=main.__doc__)
     parser.add_argument("results", type=Path, help="results.json of a run")
-    parser.add_argument("--ours", default="sm80", help="our column")
+    parser.add_argument("--ours", default=None, help="our column; default the first one of the run")
     parser.add_argument("--peer", default="fa2", help="the column it is held against")
     parser.add_argument("--geomean", type=float, default=1.0, help="geometric mean asked for")
     parser.add_argument("--worst", type=float, default=0.9, help="worst row allowed")
@@ -151,7 +160,8 @@ def main(argv: list[str] | None = None) -> int:
     results = Results.from_json(options.results.read_text())
     for path in write_all(results, options.results.parent):
         print(path)
-    bars = bar(results, options.ours, options.peer)
+    ours = options.ours or next(iter(our_columns(results)), "")
+    bars = bar(results, ours, options.peer)
     for summary in bars:
         print(f"{summary}: {'holds' if summary.holds(options.geomean, options.worst) else 'does not hold'}")
     demands = checks(results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import os
@@ -389,12 +390,65 @@ def test_report_command_says_whether_the_bar_holds(tmp_path: Path, capsys: pytes
     assert report.main([str(path), "--peer", "fa3"]) == 1  # nothing to compare is not a success
 
 
+def test_report_command_takes_the_first_of_our_columns(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path, results = tmp_path / "results.json", synthetic()
+    results.rows = results.rows[::6]
+    for row in results.rows:
+        row.entries.insert(0, dataclasses.replace(row.entries[0], name="sm90"))
+    report.write_json(results, path)
+    assert report.main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "sm90 against fa2" in printed and "sm80 against fa2" not in printed
+    assert report.main([str(path), "--ours", "sm80"]) == 0
+    assert "sm80 against fa2" in capsys.readouterr().out
+    for row in results.rows:
+        row.entries = row.entries[2:]
+    report.write_json(results, path)
+    assert report.main([str(path)]) == 1  # a run without ours holds nothing
+
+
 def test_reports_need_no_torch():
     check = "import sys, bench.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
 
 
 # ---- whole programs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "compute_capability, shared_memory, paths",
+    [(90, 232448, "sm90,sm80"), (80, 166912, "sm80"), (89, 101376, "sm80")],
+)
+def test_default_is_every_path_that_serves_the_gpu(
+    compute_capability: int, shared_memory: int, paths: str, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("rich")
+    _C = pytest.importorskip("flash_ext._C", reason="the extension is not built")
+    from bench import attention
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    pretended = {
+        "compute_capability": compute_capability, "num_sms": 108, "smem_per_block": shared_memory
+    }  # fmt: skip
+    before = {name: _C.get_switch(name) for name in pretended}
+    try:
+        for name, value in pretended.items():
+            _C.set_switch(name, value)
+        assert attention.parse(["--device", "cuda"]).paths == paths
+        assert attention.parse(["--device", "cuda", "--paths", "sm80"]).paths == "sm80"
+    finally:
+        for name, value in before.items():
+            _C.set_switch(name, value)
+    assert attention.parse(["--device", "cpu"]).paths == "cpu"
+
+
+def test_default_path_without_a_module_is_one_whose_rows_say_so(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("rich")
+    from bench import attention
+
+    monkeypatch.setitem(sys.modules, "flash_ext", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert attention.parse(["--device", "cuda"]).paths == "sm80"
 
 
 def test_whole_program_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -18,7 +18,7 @@ from bench.feature_report import checks, feature_rows
 from bench.features import FEATURES, Work, count_work
 from bench.inputs import Inputs
 from bench.peers import Fa2, Fa3, Fa4, Flex, make_peers
-from bench.record import Entry, Results, Row, bar, fill_ratios
+from bench.record import Entry, Results, Row, bar, feature_pair, fill_ratios
 from bench.runner import Setup, run
 from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
 from flash_ext.normalise import normalise
@@ -329,6 +329,36 @@ def test_without_the_plain_column_there_is_no_ratio():
     row.entries[1] = Entry("sm80-plain", True, status="error", text="no")
     fill_ratios(row)
     assert [entry.of_plain for entry in row.entries] == [None] * 3
+
+
+def test_each_path_is_held_against_its_own_plain_kernel():
+    row = recorded().rows[0]
+    full = row.entries[1].tile_scores
+    faster = [
+        timed("sm90", 0.5, ours=True, tile=(128, 128), scores=full),
+        timed("sm90-plain", 0.25, ours=True, tile=(128, 128), scores=full),
+    ]
+    row.entries = faster + row.entries
+    fill_ratios(row)
+    ratios = {entry.name: entry.of_plain for entry in row.entries}
+    assert ratios == pytest.approx(
+        {"sm90": 0.5, "sm90-plain": 1.0, "sm80": 0.9, "sm80-plain": 1.0, "mem": 0.25 / 3}
+    )
+    assert feature_pair(row) == (row.entry("sm90"), row.entry("sm90-plain"))
+
+
+def test_a_path_that_does_not_do_a_feature_leaves_the_row_to_the_next():
+    results = recorded()
+    for row in results.rows:
+        refused = Entry("sm90", True, status="error", text="path 'sm90' cannot run this call")
+        full = row.entries[1].tile_scores
+        plain = timed("sm90-plain", 0.25, ours=True, tile=(128, 128), scores=full)
+        row.entries = [refused, plain, *row.entries]
+        fill_ratios(row)
+        assert feature_pair(row) == (row.entry("sm80"), row.entry("sm80-plain"))
+        assert row.entry("sm80").of_plain == pytest.approx(0.9) and refused.of_plain is None
+    assert all(check.holds for check in checks(results))
+    assert "0.90" in report.markdown(results)
 
 
 def test_demands_hold_and_fail_by_name():

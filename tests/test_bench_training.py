@@ -1,0 +1,450 @@
+"""The training benchmark: its formulas, its models against plain ones, its files, and entrants that fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench import timing, training_entrants, training_models, training_report, training_runner
+from bench.training_models import ChunkedCrossEntropy, Trainer
+from bench.training_record import (
+    MODELS,
+    SMOKE_MODELS,
+    TrainingEntry,
+    TrainingResults,
+    TrainingRow,
+    model_flops,
+    multiplying_params,
+)
+from bench.training_runner import Setup
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny products only lose by threads, and much where other programs hold the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def smoke_setup(*entrants: str, **changes) -> Setup:
+    setup = Setup(
+        list(entrants), timing.CpuTimer(), CPU, torch.float32, "fp32", {"matmul_tflops": 1.0},
+        tokens=64, rounds=2, budget_s=0.0, first_steps=3, learning_rate=1e-3,
+    )  # fmt: skip
+    return replace(setup, **changes)
+
+
+def smoke_row(name: str, setup: Setup, seqlen: int = 32) -> TrainingRow:
+    shape = SMOKE_MODELS[name]
+    trainer = Trainer(shape, seqlen, CPU, setup.dtype, setup.learning_rate, setup.checkpointing)
+    return training_runner.time_row(trainer, shape, seqlen, setup)
+
+
+# ---- formulas --------------------------------------------------------------------------------------------
+
+
+def test_params_by_hand():
+    gpt2 = 24 * (4 * 1024**2 + 2 * 1024 * 4096) + 50304 * 1024
+    llama = 16 * (2048 * (2048 + 512 + 512 + 2048) + 3 * 2048 * 8192) + 128256 * 2048
+    assert multiplying_params(MODELS["gpt2-medium"]) == gpt2 == 353_501_184
+    assert multiplying_params(MODELS["llama-1b"]) == llama == 1_235_746_816
+
+
+@pytest.mark.parametrize("name, inner, layers", [("gpt2-medium", 1024, 24), ("llama-1b", 2048, 16)])
+@pytest.mark.parametrize("seqlen", [1024, 32768])
+def test_flops_of_a_step_by_hand(name: str, inner: int, layers: int, seqlen: int):
+    """6 N a token, and 3 times the two products of a causal square: 4 S^2 inner / 2 a layer and sequence."""
+    tokens = 32768
+    attention = 3 * layers * (tokens // seqlen) * 4 * seqlen**2 * inner / 2
+    expected = 6 * multiplying_params(MODELS[name]) * tokens + attention
+    assert model_flops(MODELS[name], tokens // seqlen, seqlen) == expected
+    per_token = 6 * multiplying_params(MODELS[name]) + 6 * layers * inner * seqlen
+    assert model_flops(MODELS[name], tokens // seqlen, seqlen) == per_token * tokens
+
+
+@pytest.mark.parametrize("name", SMOKE_MODELS)
+def test_flops_are_those_of_the_products_that_run(name: str):
+    """PyTorch counts the full square of a materialised attention; published formulas count half of it."""
+    shape, batch, seqlen = SMOKE_MODELS[name], 2, 32
+    trainer = Trainer(shape, seqlen, CPU, torch.float32, 1e-3)
+    data = training_runner.make_batch(shape, batch, seqlen, smoke_setup())
+
+    def added_in_place(target, left, right, out_shape=None, **options) -> int:
+        """What the counter does not know by itself."""
+        return 2 * left[0] * left[1] * right[1]
+
+    mapping = {torch.ops.aten.addmm_: added_in_place}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        trainer.step(*data, training_entrants.materialised)
+    other_half = 6 * shape.layers * shape.heads * shape.head_dim * batch * seqlen**2
+    assert counter.get_total_flops() == model_flops(shape, batch, seqlen) + other_half
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_have_the_published_sizes(name: str):
+    published = {"gpt2-medium": 354_823_168, "llama-1b": 1_235_814_400}
+    positions = 1024
+    with torch.device("meta"):
+        model = training_models.Decoder(MODELS[name], positions)
+    padding = (50304 - 50257) * 1024 if name == "gpt2-medium" else 0
+    assert sum(param.numel() for param in model.parameters()) == published[name] + padding
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+
+def test_chunked_cross_entropy_is_cross_entropy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training_models, "LOGIT_ROWS", 7)
+    hidden, weight = torch.randn(20, 8), torch.randn(11, 8)
+    targets = torch.randint(11, (20,))
+    results = []
+    for loss_of in (ChunkedCrossEntropy.apply, lambda h, w, t: F.cross_entropy(h @ w.T, t)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        loss = loss_of(*leaves, targets)
+        results.append((loss.detach(), *torch.autograd.grad(2.0 * loss, leaves)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("name", SMOKE_MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_entrant_trains_the_same_model(name: str, dtype: torch.dtype):
+    pytest.importorskip("flash_ext._C", reason="the extension is not built")
+    row = smoke_row(name, smoke_setup("flash_ext", "flash_ext-cpu", "sdpa", "materialised", dtype=dtype))
+    assert [entry.status for entry in row.entries] == ["ok"] * 4, [entry.text for entry in row.entries]
+    assert [entry.ours for entry in row.entries] == [True, True, False, False]
+    results = TrainingResults({}, {"matmul_tflops": 1.0}, [row])
+    assert ": within" in training_report.agreement(results), training_report.agreement(results)
+    losses = row.entries[0].losses
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.parametrize("name", SMOKE_MODELS)
+def test_a_wrong_mask_shows_in_the_sanity_check(name: str, monkeypatch: pytest.MonkeyPatch):
+    def sees_everything(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    attends = {"sdpa": sees_everything, "materialised": training_entrants.materialised}
+    monkeypatch.setattr(training_runner, "make_attend", attends.__getitem__)
+    row = smoke_row(name, smoke_setup("sdpa", "materialised"))
+    line = training_report.agreement(TrainingResults({}, {"matmul_tflops": 1.0}, [row]))
+    assert "NOT WITHIN" in line and name in line
+
+
+@pytest.mark.parametrize("name", SMOKE_MODELS)
+def test_checkpointing_changes_no_loss(name: str):
+    plain, again = (smoke_row(name, smoke_setup("materialised", checkpointing=on)) for on in (False, True))
+    assert again.entries[0].losses == pytest.approx(plain.entries[0].losses, rel=1e-6)
+    assert again.entries[0].grad_norms == pytest.approx(plain.entries[0].grad_norms, rel=1e-5)
+
+
+def test_peak_memory_is_that_of_a_whole_step_above_weights_and_moments():
+    class Timer(timing.CpuTimer):
+        def peak_bytes(self, call):
+            call()
+            return 1000
+
+    entry = smoke_row("llama-smoke", smoke_setup("materialised", timer=Timer())).entries[0]
+    shape = SMOKE_MODELS["llama-smoke"]
+    trainer = Trainer(shape, 32, CPU, torch.float32, 1e-3)
+    assert entry.step_bytes == 1000 and entry.peak_bytes == 1000 + trainer.state_bytes()
+    without = smoke_row("llama-smoke", smoke_setup("materialised")).entries[0]
+    assert entry.losses == without.losses and len(entry.losses) == 3
+    assert without.peak_bytes is None and without.step_bytes is None
+
+
+def test_reset_goes_back_to_the_start():
+    trainer = Trainer(SMOKE_MODELS["gpt2-smoke"], 16, CPU, torch.float32, 1e-2)
+    data = training_runner.make_batch(SMOKE_MODELS["gpt2-smoke"], 2, 16, smoke_setup())
+    runs = []
+    for _ in range(2):
+        trainer.reset(5)
+        runs.append([trainer.step(*data, training_entrants.materialised).item() for _ in range(3)])
+    assert runs[0] == runs[1]
+    trainer.reset(6)
+    assert trainer.step(*data, training_entrants.materialised).item() != runs[0][0]
+    weights = sum(param.numel() for param in trainer.model.parameters())
+    counts = 4 * len(list(trainer.model.parameters()))
+    assert trainer.state_bytes() == 3 * 4 * weights + counts
+
+
+def test_tokens_follow_one_another_and_are_the_same_at_every_length():
+    shape, setup = SMOKE_MODELS["llama-smoke"], smoke_setup()
+    tokens, targets = training_runner.make_batch(shape, 4, 16, setup)
+    longer, _ = training_runner.make_batch(shape, 1, 64, setup)
+    assert torch.equal(tokens.flatten(), longer.flatten())
+    assert torch.equal(tokens.flatten()[1:], targets.flatten()[:-1])
+
+
+# ---- entrants that fail ----------------------------------------------------------------------------------
+
+
+class Failing:
+    """Materialised attention up to a number of calls, then an error."""
+
+    def __init__(self, calls: int, error: Exception) -> None:
+        self.calls, self.error = calls, error
+
+    def __call__(self, q, k, v):
+        self.calls -= 1
+        if self.calls < 0:
+            raise self.error
+        return training_entrants.materialised(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"), "out of memory"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of memory"),
+        (RuntimeError("no kernel image"), "error"),
+    ],
+)
+# Two layers: the second layer of the first step, and the second step of the timed ones.
+@pytest.mark.parametrize("calls", [1, 3 * 2 + 2])
+def test_a_failing_entrant_stays_its_own_problem(
+    error: Exception, status: str, calls: int, monkeypatch: pytest.MonkeyPatch
+):
+    def make_attend(name):
+        return Failing(calls, error) if name == "sdpa" else training_entrants.materialised
+
+    monkeypatch.setattr(training_runner, "make_attend", make_attend)
+    row = smoke_row("gpt2-smoke", smoke_setup("sdpa", "materialised"))
+    bad, good = row.entries
+    assert bad.status == status and str(error) in bad.text and bad.median_ms is None
+    assert good.timed and good.steps == 2 and good.losses[0] > good.losses[2]
+
+
+def test_a_library_that_is_missing_is_an_error_of_its_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "flash_ext", None)
+    row = smoke_row("gpt2-smoke", smoke_setup("flash_ext", "materialised"))
+    assert row.entries[0].status == "error" and "flash_ext" in row.entries[0].text
+    assert row.entries[1].timed
+
+
+def test_a_lost_device_ends_the_run_with_what_is_there(monkeypatch: pytest.MonkeyPatch):
+    timer = timing.CpuTimer()
+    results, shape = TrainingResults({}, {"matmul_tflops": 1.0}), SMOKE_MODELS["gpt2-smoke"]
+
+    def make_attend(name):
+        def attend(q, k, v):
+            if len(results.rows) == 1:
+                timer.synchronize = lost
+                raise RuntimeError("illegal memory access")
+            return training_entrants.materialised(q, k, v)
+
+        return attend
+
+    def lost():
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(training_runner, "make_attend", make_attend)
+    training_runner.run(results, [shape], [16, 32], smoke_setup("sdpa", timer=timer), lambda row: None)
+    assert len(results.rows) == 1 and "illegal memory access" in results.metadata["stopped"]
+
+
+def test_a_launch_that_had_to_free_memory_is_taken_again(monkeypatch: pytest.MonkeyPatch):
+    retries = iter([0, 2])
+    monkeypatch.setattr(training_runner, "_alloc_retries", lambda: next(retries))
+    entry, calls = TrainingEntry("materialised"), []
+    times = training_runner._launch(entry, lambda: calls.append(0), 3, timing.CpuTimer())
+    assert (len(calls), len(times), entry.alloc_retries) == (6, 3, 2)
+
+
+def test_time_limit_leaves_each_model_its_share(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+
+    def slow_row(trainer, shape, seqlen, setup, deadline, on_entry):
+        clock[0] += 10.0
+        return TrainingRow(shape.name, seqlen, 1, "fp32", 1.0)
+
+    monkeypatch.setattr(training_runner.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(training_runner, "time_row", slow_row)
+    results, shapes = TrainingResults({}, {"matmul_tflops": 1.0}), list(SMOKE_MODELS.values())
+    setup = smoke_setup("materialised", time_limit_s=35.0)
+    training_runner.run(results, shapes, [8, 16, 32, 64], setup, lambda row: None)
+    rows = [(row.model, row.seqlen) for row in results.rows]
+    assert rows == [("gpt2-smoke", 8), ("gpt2-smoke", 16), ("llama-smoke", 8), ("llama-smoke", 16)]
+    assert results.metadata["stopped"] == "time limit"
+
+
+# ---- reports ---------------------------------------------------------------------------------------------
+
+
+def synthetic() -> TrainingResults:
+    """Two models, three lengths: flash_ext takes 100 ms and 20 GiB, materialised 250 and 350 ms and more."""
+    metadata = {"device": "a GPU", "torch": "2.0", "tokens": 4096, "datasheet_tflops": 1000.0}
+    results = TrainingResults(metadata, {"matmul_tflops": 500.0})
+    for name in MODELS:
+        for index, seqlen in enumerate((1024, 2048, 4096)):
+            batch, flops = 4096 // seqlen, 2e13
+            row = TrainingRow(name, seqlen, batch, "bf16", flops, clocks=(1500.0, 650.0))
+            for entrant, ms, gib in (
+                ("flash_ext", 100.0, 20),
+                ("materialised", 250.0 + 100.0 * index, 40 + index),
+            ):
+                row.entries.append(
+                    TrainingEntry(
+                        entrant, entrant == "flash_ext", losses=[10.0, 9.0, 8.0],
+                        grad_norms={"q": 0.1, "k": 0.1, "v": 1.0}, median_ms=ms, q1_ms=0.9 * ms,
+                        q3_ms=1.2 * ms, round_medians_ms=[ms], steps=6, tokens_per_s=4096 / ms * 1e3,
+                        tflops=flops / ms * 1e-9, matmul_pct=flops / ms * 1e-9 / 5, peak_bytes=gib << 30,
+                        step_bytes=(gib - 3) << 30,
+                    )
+                )  # fmt: skip
+            row.entries.append(TrainingEntry("sdpa", status="error", text="RuntimeError: line one\nline two"))
+            results.rows.append(row)
+    for row in (results.rows[2], results.rows[5]):
+        row.entries[1] = TrainingEntry("materialised", status="out of memory", text="OutOfMemoryError: CUDA")
+    return results
+
+
+def test_json_round_trip():
+    results = synthetic()
+    assert TrainingResults.from_json(results.to_json()) == results
+    for change in ({"schema": 0}, {"kind": "attention"}):
+        with pytest.raises(ValueError, match="schema"):
+            TrainingResults.from_json(json.dumps({**json.loads(results.to_json()), **change}))
+
+
+def test_answers_are_measured_sentences():
+    lines = training_report.answers(synthetic())
+    assert (
+        "Speed, gpt2-medium: compared with materialised, a step with flash_ext is so many times as fast: "
+        "2.50 at 1k, 3.50 at 2k; the factor 3 of the articles is reached at 2k; "
+        "materialised runs out of memory at 4k."
+    ) in lines
+    assert "Speed, gpt2-medium: sdpa fails at 1k, 2k and 4k." in lines
+    assert (
+        "Memory, gpt2-medium: with flash_ext a step of 4096 tokens peaks at 20.0 GiB at 1k and 20.0 at 4k, "
+        "1.00 times, for 4 times the length; highest over lowest of all lengths 1.00 (memory linear in the "
+        "length: 1)."
+    ) in lines
+    assert any(line.startswith("Memory, gpt2-medium: with materialised") for line in lines)
+    assert (
+        "Utilisation, llama-1b: flash_ext trains at 200 model TFLOP/s, 40 % of the matrix product of this "
+        "run (500 TFLOP/s) and 20 % of the 1000 TFLOP/s of the data sheet: 200 at 1k, 200 at 2k, 200 at 4k."
+    ) in lines
+    assert "Sanity: losses of the first steps differ by 0 % at most" in lines[-1]
+    assert not any("articles" in line for line in lines if "llama" in line)
+
+
+def test_a_nan_is_not_agreement():
+    results = synthetic()
+    results.rows[0].entries[0].losses[1] = float("nan")
+    assert "NOT WITHIN" in training_report.agreement(results)
+
+
+def test_answers_of_a_run_in_which_nothing_ran():
+    results = synthetic()
+    for row in results.rows:
+        row.entries = [TrainingEntry("flash_ext", True, status="error", text="no")]
+    lines = training_report.answers(results)
+    assert lines[:-1] == [f"Utilisation, {name}: flash_ext fails at 1k, 2k and 4k." for name in MODELS]
+    assert "nothing to compare" in lines[-1]
+    assert training_report.markdown(results).count("| error |") == 4 * len(results.rows)
+
+
+def test_report_from_a_stored_json(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "training.json"
+    path.write_text(synthetic().to_json())
+    assert training_report.main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Utilisation, gpt2-medium" in printed and "training.md" in printed
+    text = (tmp_path / "training.md").read_text()
+    assert "| 1024 | 4 | 40960 (±15.0%) | 16384 (±15.0%) | error |" in text
+    assert "| 4096 | 1 | 20.0 (17.0) | out of memory | error |" in text
+    assert "gpt2-medium at 1024, sdpa (error): RuntimeError: line one line two" in text
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_plot_has_speed_and_memory_of_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    import matplotlib.pyplot as plt
+
+    titles = []
+    monkeypatch.setattr(plt, "close", lambda figure: titles.extend(axis.get_title() for axis in figure.axes))
+    results = synthetic()
+    (path,) = training_report.plot_training(results, tmp_path / "training.png")
+    assert path.stat().st_size > 10_000 and titles == [*MODELS, *MODELS]
+    for row in results.rows:  # a CPU knows no peaks
+        for entry in row.entries:
+            entry.peak_bytes = None
+    training_report.plot_training(results, tmp_path / "training.png")
+    assert titles[4:] == [*MODELS]
+
+
+def test_training_reports_need_no_torch():
+    check = "import sys, bench.training_report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
+
+
+# ---- whole program ---------------------------------------------------------------------------------------
+
+
+def test_whole_training_program_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture):
+    pytest.importorskip("rich")
+    from bench import training
+
+    arguments = ["--smoke", "--device", "cpu", "--rounds", "2", "--commit", "abc", "--out", str(tmp_path)]
+    assert training.main(arguments) == 0
+    results = TrainingResults.from_json((tmp_path / "training.json").read_text())
+    places = [(row.model, row.seqlen, row.batch) for row in results.rows]
+    assert places == [(name, seqlen, 128 // seqlen) for name in SMOKE_MODELS for seqlen in (16, 64)]
+    for row in results.rows:
+        assert row.entry("materialised").timed and row.entry("sdpa").timed
+        assert row.entry("cudnn").status == "error"
+    assert results.metadata["commit"] == "abc" and results.metadata["seconds"] > 0
+    assert results.metadata["models"]["gpt2-smoke"]["multiplying_params"] == 19456
+    printed = capsys.readouterr().out
+    assert "Speed, llama-smoke: compared with materialised" in printed or "flash_ext error" in printed
+    assert ": within 0.1 and 2 %" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--models", "no"],
+        ["--entrants", "no"],
+        ["--entrants", ","],
+        ["--lengths", "0"],
+        ["--first-steps", "2"],
+    ],
+)
+def test_unknown_words_are_refused(arguments: list[str]):
+    pytest.importorskip("rich")
+    from bench import training
+
+    with pytest.raises(SystemExit) as refusal:
+        training.parse(["--device", "cpu", *arguments])
+    assert refusal.value.code not in (0, None)
+
+
+@pytest.mark.gpu
+def test_whole_training_program_on_gpu(tmp_path: Path):
+    pytest.importorskip("rich")
+    from bench import training
+
+    assert training.main(["--smoke", "--device", "cuda", "--out", str(tmp_path)]) == 0
+    results = TrainingResults.from_json((tmp_path / "training.json").read_text())
+    assert "stopped" not in results.metadata and len(results.rows) == 4
+    for row in results.rows:
+        for name in ("flash_ext", "sdpa", "materialised"):
+            entry = row.entry(name)
+            assert entry.timed, entry.text
+            assert entry.peak_bytes > entry.step_bytes > 0
+    assert ": within" in training_report.agreement(results)

@@ -29,7 +29,7 @@ build:
 	@$(prepared)
 
 # As many processes as the machine has cores, at most 8, where pytest-xdist is installed.
-side_by_side = $$($$py -c "import importlib.util as u; print('-n auto --maxprocesses 8' if u.find_spec('xdist') else '')")
+side_by_side = $$($$py -c "import importlib.util as u; print('-n auto --maxprocesses 8 --dist loadgroup' if u.find_spec('xdist') else '')")
 
 test: MODULES = pytest hypothesis numpy
 test:

@@ -23,7 +23,7 @@ import random
 import signal
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -85,7 +85,11 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt("terminated")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if wants_to_be_alone(item) and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("alone"))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, none is visible")
         for item in items:
@@ -118,16 +122,37 @@ def seed(request: pytest.FixtureRequest) -> int:
     return request.config.stash[SEED]
 
 
-@pytest.fixture(autouse=True)
-def _share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests of several processes run side by side on one GPU, those marked `alone` by themselves."""
+_alone: list[contextlib.ExitStack] = []  # one that holds the room, between two tests that want to be alone
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Tests of several processes run side by side on one GPU, those marked `alone` by themselves.
+
+    These are one group, which one process runs (`--dist loadgroup`), and it stays alone from the first to the
+    last of them: each time the others would have to come to an end.
+    """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None or not torch.cuda.is_available():
-        yield
-        return
-    name = Path(tempfile.gettempdir()) / f"flash_ext-tests-{run}"
-    with turn(name, alone=request.node.get_closest_marker("alone") is not None):
-        yield
+        return (yield)
+    room = Path(tempfile.gettempdir()) / f"flash_ext-tests-{run}"
+    if not wants_to_be_alone(item):
+        with turn(room, alone=False):
+            return (yield)
+    if not _alone:
+        _alone.append(contextlib.ExitStack())
+        _alone[0].enter_context(turn(room, alone=True))
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or not wants_to_be_alone(nextitem):
+            _alone.pop().close()
+
+
+def wants_to_be_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 @contextlib.contextmanager
@@ -146,7 +171,8 @@ def turn(name: Path, alone: bool) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Gives every test its own repeatable random state, whichever tests ran before it."""
-    own = (request.config.stash[SEED] ^ zlib.crc32(request.node.nodeid.encode())) & 0x7FFFFFFF
+    name = request.node.nodeid.removesuffix("@alone")  # which a group adds
+    own = (request.config.stash[SEED] ^ zlib.crc32(name.encode())) & 0x7FFFFFFF
     random.seed(own)
     torch.manual_seed(own)
 

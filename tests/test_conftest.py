@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -150,3 +151,41 @@ def test_a_turn_alone_waits_for_the_others_and_comes_before_later_ones(tmp_path:
     leave(third)
     assert fourth.stdout.readline() == "fourth\n"
     leave(fourth)
+
+
+def test_tests_marked_alone_run_alone(tmp_path: Path):
+    """A toy suite in three processes that take the CPU for a GPU."""
+    pytest.importorskip("xdist")
+    (tmp_path / "conftest.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch; torch.cuda.is_available = lambda: True\n"
+        "torch.cuda.get_device_name = lambda index: 'toy'\n"
+        "from tests.conftest import *\n"
+    )
+    (tmp_path / "test_toy.py").write_text(textwrap.dedent(f"""
+        import time, pytest
+        def note(name):
+            start = time.time()
+            time.sleep(0.3)
+            with open({str(tmp_path / "log")!r}, "a") as log:
+                log.write(f"{{name}} {{start}} {{time.time()}}\\n")
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("i", range(9))
+        def test_shared(i):
+            note("shared")
+        @pytest.mark.gpu
+        @pytest.mark.alone
+        @pytest.mark.parametrize("i", range(3))
+        def test_alone(i):
+            note("alone")
+    """))
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadgroup"]
+    command += ["--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "12 passed" in done.stdout, done.stdout + done.stderr
+    lines = (tmp_path / "log").read_text().splitlines()
+    times = [(name, float(a), float(b)) for name, a, b in map(str.split, lines)]
+    alone, shared = ([t[1:] for t in times if t[0] == name] for name in ("alone", "shared"))
+    assert (len(alone), len(shared)) == (3, 9)
+    assert not any(a < d and c < b for a, b in alone for c, d in shared)
+    assert any(a < d and c < b for (a, b), (c, d) in itertools.combinations(shared, 2))

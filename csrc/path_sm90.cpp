@@ -1,6 +1,6 @@
-// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards, and backwards up to head_dim 128
-// that need not be deterministic, both without modifiers; the rest runs in the sm80 kernels, and the plan of such a
-// call names those.
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards without modifiers, the
+// latter not where they should be deterministic up to head_dim 128; the rest runs in the sm80 kernels, and the plan of
+// such a call names those.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -8,6 +8,7 @@
 #include "build_info.h"
 #include "heuristics.h"
 #include "paths.h"
+#include "sm90/bwd_wide_tiles.h"
 #include "sm90/instances.h"
 
 namespace flash_ext::sm90 {
@@ -36,9 +37,30 @@ const Instance& instance_of(const Problem& p) {
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
 bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
 
+// Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
+bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
+
 // Whether the backward kernels here take it; dq and dk, contiguous like the output, want the same of head_dim.
 bool is_bwd_taken(const Problem& p, bool deterministic) {
-  return is_taken(p) && p.head_dim % 8 == 0 && padded_head_dim(p.head_dim, p.head_dim_v) <= 128 && !deterministic;
+  return is_taken(p) && p.head_dim % 8 == 0 && (is_wide(p) || !deterministic);
+}
+
+// Head dims of the backward above 128.
+struct WideInstance {
+  int head_dim, head_dim_v;
+  std::string (*run)(const BwdParams&, const DeviceInfo&);
+  const char* name;
+
+  WideBwdTile tile() const { return wide_bwd_tile(head_dim, head_dim_v); }
+};
+constexpr std::array<WideInstance, 3> kWideInstances = {{{192, 128, run_bwd_hd192_v128, "bwd_sm90_hd192_v128"},
+                                                         {192, 192, run_bwd_hd192, "bwd_sm90_hd192"},
+                                                         {256, 256, run_bwd_hd256, "bwd_sm90_hd256"}}};
+
+const WideInstance& wide_instance_of(const Problem& p) {
+  return *std::find_if(kWideInstances.begin(), kWideInstances.end() - 1, [&](const WideInstance& i) {
+    return p.head_dim <= i.head_dim && p.head_dim_v <= i.head_dim_v;
+  });
 }
 
 std::string why_not_device(const DeviceInfo& d) {
@@ -72,6 +94,10 @@ int64_t fwd_workspace(const Problem& p, const DeviceInfo&) { return is_taken(p) 
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
   if (!is_bwd_taken(p, deterministic)) return sm80::bwd_workspace(p, deterministic, d);
+  if (is_wide(p)) {
+    const int block_m = wide_instance_of(p).tile().block_m;
+    return {2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0), 0};
+  }
   const int64_t rows = query_tiles(p) * BwdTile::kBlockM;
   const int counter = draws_items(p) ? kCounterBytes / 4 : 0;
   return {2 * rows + counter, rows * padded_head_dim(p.head_dim, p.head_dim_v)};
@@ -87,6 +113,13 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
 
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   if (!is_bwd_taken(p, deterministic)) return sm80::plan_bwd(p, deterministic, d);
+  if (is_wide(p)) {
+    const WideInstance& i = wide_instance_of(p);
+    const WideBwdTile t = i.tile();
+    return {"sm90", i.name, t.block_m, WideBwdTile::kKeys, t.slots, WideBwdTile::kThreads,
+            t.dkv_smem_bytes(i.head_dim, i.head_dim_v),
+            std::min<int64_t>(bwd_grid(p, d, WideBwdTile::kKeys).ctas, d.num_sms)};
+  }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const BwdTile t = bwd_tile(size);
   return {"sm90", "bwd_sm90_hd" + std::to_string(size), BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
@@ -104,6 +137,7 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
   if (!is_bwd_taken(p.problem, p.deterministic)) return sm80::run_bwd(p, d);
   BwdParams prepared = p;
   prepared.problem.prepare();
+  if (is_wide(p.problem)) return wide_instance_of(p.problem).run(prepared, d);
   const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
   return size == 64 ? run_bwd_hd64(prepared, d) : size == 96 ? run_bwd_hd96(prepared, d) : run_bwd_hd128(prepared, d);
 }

@@ -13,6 +13,9 @@ struct Case {
   float amplitude = 1.f;  // of q
   bool has_dlse = false;
   std::vector<int> lengths_q = {}, lengths_k = {};  // packed sequences
+  int head_dim_v = 0;  // that of q and k where 0
+
+  int dv() const { return head_dim_v == 0 ? head_dim : head_dim_v; }
 };
 
 std::vector<int> running_sums(const std::vector<int>& lengths) {
@@ -39,7 +42,7 @@ std::vector<Sequence> sequences_of(const Case& c) {
 
 std::vector<Case> dense_cases(int d) {
   const float s = 1.f / std::sqrt(static_cast<float>(d));
-  const int odd = d == 64 ? 8 : d == 96 ? 72 : 104;
+  const int odd = d == 64 ? 8 : d == 96 ? 72 : d == 128 ? 104 : d == 192 ? 136 : 200;
   return {{1, 1, 1, 64, 128, d, -1, -1, s},       {1, 1, 1, 128, 128, d, -1, -1, s},
           {1, 2, 2, 256, 512, d, -1, -1, s},      {1, 1, 1, 1, 1, d, -1, -1, s},
           {1, 2, 2, 512, 512, d, -1, 0, s},       {1, 2, 1, 100, 77, d, -1, -1, s},
@@ -55,7 +58,8 @@ std::vector<Case> dense_cases(int d) {
           {1, 4, 2, 500, 500, odd, -1, -1, s, 1.f, true}};
 }
 
-std::vector<Case> cases_of(int d) {
+// v narrower than q and k by as much as the compiled sizes are.
+std::vector<Case> cases_of(int d, int dv) {
   std::vector<Case> cases = dense_cases(d);
   for (int right : {-1, 0}) {
     for (int left : {-1, 90}) {
@@ -65,6 +69,7 @@ std::vector<Case> cases_of(int d) {
       cases.push_back(c);
     }
   }
+  for (Case& c : cases) c.head_dim_v = c.head_dim - (d - dv);
   return cases;
 }
 

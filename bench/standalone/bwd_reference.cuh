@@ -54,10 +54,8 @@ __device__ float score_keys(const BwdParams& p, const Sequence& s, int row, int 
     const E* k = row_of<E>(p.k, s, s.start_k + j, head_k);
     const E* v = row_of<E>(p.v, s, s.start_k + j, head_k);
     float qk = 0.f;
-    for (int i = 0; i < p.problem.head_dim; ++i) {
-      qk += static_cast<float>(q[i]) * static_cast<float>(k[i]);
-      dp[j] += static_cast<float>(dout[i]) * static_cast<float>(v[i]);
-    }
+    for (int i = 0; i < p.problem.head_dim; ++i) qk += static_cast<float>(q[i]) * static_cast<float>(k[i]);
+    for (int i = 0; i < p.problem.head_dim_v; ++i) dp[j] += static_cast<float>(dout[i]) * static_cast<float>(v[i]);
     score[j] = qk * p.problem.softmax_scale;
     largest = fmaxf(largest, score[j]);
   }
@@ -95,7 +93,7 @@ __global__ void reference_rows_kernel(BwdParams p, float* lse, Sequence s, Score
   __syncthreads();
   const int head_k = head / heads_per_key_head(r);
   E* out = row_of<E>(p.out, s, s.start_q + row, head);
-  for (int c = threadIdx.x; c < r.head_dim; c += 128) {
+  for (int c = threadIdx.x; c < r.head_dim_v; c += 128) {
     float value = 0.f;
     for (int j = 0; j < s.seqlen_k; ++j) {
       value += weights[j] * static_cast<float>(row_of<E>(p.v, s, s.start_k + j, head_k)[c]);
@@ -124,18 +122,22 @@ template <typename E>
 __global__ void check_dkv_kernel(BwdParams p, Sequence s, Scores all, Errors* errors) {
   const int key = blockIdx.x, head_k = blockIdx.y, group = heads_per_key_head(p.problem);
   const Scores scores = all.of(s);
-  for (int c = threadIdx.x; c < p.problem.head_dim; c += 128) {
+  const Problem& r = p.problem;
+  for (int c = threadIdx.x; c < max(r.head_dim, r.head_dim_v); c += 128) {
+    const bool in_k = c < r.head_dim, in_v = c < r.head_dim_v;
     float want_dk = 0.f, want_dv = 0.f;
     for (int head = head_k * group; head < (head_k + 1) * group; ++head) {
       for (int row = 0; row < s.seqlen_q; ++row) {
         const int64_t at = (static_cast<int64_t>(head) * s.seqlen_q + row) * s.seqlen_k + key;
-        want_dk += scores.gradients[at] * static_cast<float>(row_of<E>(p.q, s, s.start_q + row, head)[c]);
-        want_dv += scores.weights[at] * static_cast<float>(row_of<E>(p.dout, s, s.start_q + row, head)[c]);
+        if (in_k) want_dk += scores.gradients[at] * static_cast<float>(row_of<E>(p.q, s, s.start_q + row, head)[c]);
+        if (in_v) want_dv += scores.weights[at] * static_cast<float>(row_of<E>(p.dout, s, s.start_q + row, head)[c]);
       }
     }
-    const float dk = static_cast<float>(row_of<E>(p.dk, s, s.start_k + key, head_k)[c]);
-    tally(errors, dk, want_dk * p.problem.softmax_scale);
-    tally(errors + 1, static_cast<float>(row_of<E>(p.dv, s, s.start_k + key, head_k)[c]), want_dv);
+    const auto got = [&](const StridedView& x) {
+      return static_cast<float>(row_of<E>(x, s, s.start_k + key, head_k)[c]);
+    };
+    if (in_k) tally(errors, got(p.dk), want_dk * r.softmax_scale);
+    if (in_v) tally(errors + 1, got(p.dv), want_dv);
   }
 }
 

@@ -3,8 +3,10 @@
 //   bwd_sm90 test [HEAD_DIMS]
 //   bwd_sm90 time [HEAD_DIMS [SEQLENS [REPS]]]
 //
-// Lists have commas. VERBOSE=1 in the environment prints tests that pass as well. -DONLY=128 compiles one head_dim.
+// Lists have commas. VERBOSE=1 in the environment prints tests that pass as well. -DONLY=128 compiles one head_dim;
+// 192 stands for both sizes of v.
 #include "sm90/run_bwd.cuh"
+#include "sm90/run_bwd_wide.cuh"
 
 #include "bwd_cases.cuh"
 #include "bwd_reference.cuh"
@@ -14,15 +16,23 @@ namespace standalone {
 namespace sm90 = flash_ext::sm90;
 using bf16 = __nv_bfloat16;
 
+using Run = std::string (*)(const BwdParams&, const DeviceInfo&);
+
 struct Variant {
-  int head_dim;
-  std::string (*run)(const BwdParams&, const DeviceInfo&);        // as the operator does
-  std::string (*run_main)(const BwdParams&, const DeviceInfo&);  // bf16, without the passes before and after
+  int head_dim, head_dim_v;
+  Run run;  // as the operator does
+  std::vector<std::pair<const char*, Run>> parts;  // bf16, timed one by one
 };
 
 template <int D>
 Variant variant() {
-  return {D, sm90::run_bwd_hd<D>, sm90::launch_bwd<bf16, D>};
+  return {D, D, sm90::run_bwd_hd<D>, {{"main kernel", sm90::launch_bwd<bf16, D>}}};
+}
+
+template <int D, int Dv>
+Variant wide_variant() {
+  return {D, Dv, sm90::run_bwd_wide_hd<D, Dv>, {{"dK, dV", sm90::launch_wide_keys<bf16, D, Dv>},
+                                                {"dQ", sm90::launch_wide_queries<bf16, D, Dv>}}};
 }
 
 std::vector<Variant> compiled_variants() {
@@ -35,6 +45,13 @@ std::vector<Variant> compiled_variants() {
 #endif
 #if !defined(ONLY) || ONLY == 128
   all.push_back(variant<128>());
+#endif
+#if !defined(ONLY) || ONLY == 192
+  all.push_back(wide_variant<192, 192>());
+  all.push_back(wide_variant<192, 128>());
+#endif
+#if !defined(ONLY) || ONLY == 256
+  all.push_back(wide_variant<256, 256>());
 #endif
   return all;
 }
@@ -108,22 +125,23 @@ BwdParams Harness::params_of(const Case& c, DType dtype) {
   r.dtype = dtype;
   r.num_heads = c.heads;
   r.num_heads_k = c.heads_k;
-  r.head_dim = r.head_dim_v = c.head_dim;
+  r.head_dim = c.head_dim;
+  r.head_dim_v = c.dv();
   r.softmax_scale = c.scale;
   r.window_left = c.window_left;
   r.window_right = c.window_right;
   set_lengths(r, c, buffers_);
   r.prepare();
-  const auto queries = [&](void* x) { return contiguous_view(x, r.seqlen_q, c.heads, c.head_dim); };
-  const auto keys = [&](void* x) { return contiguous_view(x, r.seqlen_k, c.heads_k, c.head_dim); };
-  p.q = queries(buffers_.q);
-  p.k = keys(buffers_.k);
-  p.v = keys(buffers_.v);
-  p.out = queries(buffers_.out);
-  p.dout = queries(buffers_.dout);
-  p.dq = queries(buffers_.dq);
-  p.dk = keys(buffers_.dk);
-  p.dv = keys(buffers_.dv);
+  const auto queries = [&](void* x, int dim) { return contiguous_view(x, r.seqlen_q, c.heads, dim); };
+  const auto keys = [&](void* x, int dim) { return contiguous_view(x, r.seqlen_k, c.heads_k, dim); };
+  p.q = queries(buffers_.q, c.head_dim);
+  p.k = keys(buffers_.k, c.head_dim);
+  p.v = keys(buffers_.v, c.dv());
+  p.out = queries(buffers_.out, c.dv());
+  p.dout = queries(buffers_.dout, c.dv());
+  p.dq = queries(buffers_.dq, c.head_dim);
+  p.dk = keys(buffers_.dk, c.head_dim);
+  p.dv = keys(buffers_.dv, c.dv());
   p.lse = buffers_.lse;
   p.dlse = c.has_dlse ? buffers_.dlse : nullptr;
   p.row_stats = buffers_.row_stats;
@@ -186,8 +204,8 @@ bool Harness::passes(const Variant& v, const Case& c) {
     text += part;
   }
   if (ok && std::getenv("VERBOSE") == nullptr) return true;
-  std::printf("%s d%d/%d %s b%d h%d/%d sq%d sk%d window (%d, %d) scale %.3g q x %.3g%s%s: dq, dk, dv%s\n",
-              ok ? "ok  " : "FAIL", c.head_dim, v.head_dim, kDTypeOf<E> == DType::kFloat16 ? "fp16" : "bf16",
+  std::printf("%s d%d/%d in %d/%d %s b%d h%d/%d sq%d sk%d window (%d, %d) scale %.3g q x %.3g%s%s: dq, dk, dv%s\n",
+              ok ? "ok  " : "FAIL", c.head_dim, c.dv(), v.head_dim, v.head_dim_v, kDTypeOf<E> == DType::kFloat16 ? "fp16" : "bf16",
               p.problem.batch, c.heads, c.heads_k, c.seqlen_q, c.seqlen_k, c.window_left, c.window_right, c.scale,
               c.amplitude, c.has_dlse ? " dlse" : "", c.lengths_q.empty() ? "" : " packed", text.c_str());
   std::fflush(stdout);
@@ -197,31 +215,35 @@ bool Harness::passes(const Variant& v, const Case& c) {
 // Random outputs of about the right size, and an lse near that of N(0, 1) scores.
 void Harness::print_time(const Variant& v, bool causal, int seqlen, int reps) {
   const int d = v.head_dim, heads = 2048 / d;
-  const Case c{kTokens / seqlen, heads, heads, seqlen, seqlen, d, -1, causal ? 0 : -1,
-               1.f / std::sqrt(static_cast<float>(d))};
+  Case c{kTokens / seqlen, heads, heads, seqlen, seqlen, d, -1, causal ? 0 : -1,
+         1.f / std::sqrt(static_cast<float>(d))};
+  c.head_dim_v = v.head_dim_v;
   const BwdParams p = params_of(c, DType::kBFloat16);
   fill<bf16>(p, c);
   fill_normal<bf16>(buffers_.out, static_cast<size_t>(kTokens) * heads * d, 6, 0.05f);
   upload(buffers_.lse, std::vector<float>(static_cast<size_t>(kTokens) * heads, std::log(seqlen * 0.7f) + 0.5f));
   const auto all = [&] { require(v.run(p, device_)); };
-  const auto main_kernel = [&] { require(v.run_main(p, device_)); };
   time_calls(all, 2, nullptr);
   const double all_ms = median(time_calls(all, reps, &cold_));
-  // Not cold: the pass before it has just read what it reads.
-  const double main_ms = median(time_calls(main_kernel, reps, nullptr));
-  const double gflop = 10e-9 * c.batch * heads * d * seqlen * seqlen * (causal ? .5 : 1.);
-  std::printf("d%d %s %-6d all %.0f TFLOP/s (%.3f ms)  main kernel %.0f TFLOP/s (%.3f ms)\n", d,
-              causal ? "causal" : "full  ", seqlen, gflop / all_ms, all_ms, gflop / main_ms, main_ms);
+  const double gflop = 5e-9 * c.batch * heads * (d + v.head_dim_v) * seqlen * seqlen * (causal ? .5 : 1.);
+  std::printf("d%d/%d %s %-6d all %.0f TFLOP/s (%.3f ms)", d, v.head_dim_v, causal ? "causal" : "full  ", seqlen,
+              gflop / all_ms, all_ms);
+  for (const auto& [name, run] : v.parts) {
+    // Not cold: the pass before it has just read what it reads.
+    const double ms = median(time_calls([&] { require(run(p, device_)); }, reps, nullptr));
+    std::printf("  %s %.0f TFLOP/s (%.3f ms)", name, gflop / ms, ms);
+  }
+  std::printf("\n");
   std::fflush(stdout);
 }
 
 int run_tests(Harness& harness, const Variant& v) {
-  const std::vector<Case> cases = cases_of(v.head_dim);
+  const std::vector<Case> cases = cases_of(v.head_dim, v.head_dim_v);
   int failed = 0;
   for (size_t i = 0; i < cases.size(); ++i) {
     failed += i % 3 == 2 ? !harness.passes<__half>(v, cases[i]) : !harness.passes<bf16>(v, cases[i]);
   }
-  std::printf("d%d: %zu tests, %d failed\n", v.head_dim, cases.size(), failed);
+  std::printf("d%d/%d: %zu tests, %d failed\n", v.head_dim, v.head_dim_v, cases.size(), failed);
   return failed;
 }
 

@@ -32,10 +32,11 @@ struct BwdItem {
 
 // Number in the workspace of the first tile of queries of a sequence. Packed ones have places as the slots of
 // common/seqlen.cuh, which no two sequences share.
+template <int kBlockM = BwdTile::kBlockM>
 __device__ __forceinline__ int64_t first_tile(const Problem& p, const Work& w, int sequence, int h,
                                               int tiles_per_head) {
   if (p.cu_seqlens_q == nullptr) return (static_cast<int64_t>(w.b) * p.num_heads + h) * tiles_per_head;
-  return static_cast<int64_t>(h) * tiles_per_head + w.q.start / 64 + sequence;
+  return static_cast<int64_t>(h) * tiles_per_head + w.q.start / kBlockM + sequence;
 }
 
 // The tiles of queries that see an item, of one query head after the other.
@@ -59,9 +60,12 @@ struct BwdTraits {
   static constexpr bool kApart = kTile.apart;
   static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = BwdTile::kThreads;
   static constexpr int kGroupKeys = kBlockN / 2;  // of a consumer warpgroup
-  static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kConsumerWarps = 8;
+  static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kChunksV = kChunks, kConsumerWarps = 8;
+  static constexpr int kKeyParts = kBlockN / 128, kPartRows = 128;  // boxes in which K and V come
+  static constexpr int kKeyReaders = kConsumerWarps, kDsWriters = kConsumerWarps;  // warps that use K or V, write dS
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
+  static constexpr int kDoutBytes = kQBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
   static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kStatsAt = kDsAt + kTile.ds_bytes();
   static constexpr bool kStaged = kTile.staged;
@@ -94,10 +98,10 @@ struct BwdBarriers {
   __device__ uint32_t ds_full(int slot) const { return base + 32 + 8 * (4 * T::kSlots + 2 * T::kItems + slot); }
 
   __device__ void init() const {
-    ptx::mbarrier_init(k_full(), T::kBlockN / 128);
-    ptx::mbarrier_init(k_empty(), T::kConsumerWarps);
-    ptx::mbarrier_init(v_full(), T::kBlockN / 128);
-    ptx::mbarrier_init(v_empty(), T::kConsumerWarps);
+    ptx::mbarrier_init(k_full(), T::kKeyParts);
+    ptx::mbarrier_init(k_empty(), T::kKeyReaders);
+    ptx::mbarrier_init(v_full(), T::kKeyParts);
+    ptx::mbarrier_init(v_empty(), T::kKeyReaders);
     for (int i = 0; i < T::kSlots; ++i) {
       ptx::mbarrier_init(q_full(i), 2);
       ptx::mbarrier_init(q_empty(i), T::kConsumerWarps);
@@ -108,7 +112,7 @@ struct BwdBarriers {
       ptx::mbarrier_init(item_full(i), 1);
       ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + 3);  // and the other producers
     }
-    for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
+    for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kDsWriters);
     ptx::fence_mbarrier_init();
   }
 };

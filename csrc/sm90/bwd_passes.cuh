@@ -18,26 +18,25 @@ struct QueryTile {
   bool outside;   // rows of no sequence: no place in the workspace, dq = 0
 };
 
+template <int kBlockM = BwdTile::kBlockM>
 __device__ __forceinline__ QueryTile locate_tile(const BwdParams& p, const Grid& grid, int tiles_per_head) {
   int b = 0;
   QueryTile t;
-  t.w = decode_work<64, true, false>(p.problem, grid, &b);
+  t.w = decode_work<kBlockM, true, false>(p.problem, grid, &b);
   t.outside = b < 0 || b >= p.problem.batch;
-  t.index = first_tile(p.problem, t.w, b, t.w.h, tiles_per_head) + t.w.block;
+  t.index = first_tile<kBlockM>(p.problem, t.w, b, t.w.h, tiles_per_head) + t.w.block;
   return t;
 }
 
-template <typename E, int D>
-__global__ void __launch_bounds__(kPassThreads)
-    bwd_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
-  const QueryTile tile = locate_tile(p, grid, tiles_per_head);
-  if (!tile.w.active || tile.outside) return;
+// lse and delta of the kBlockM rows of a tile.
+template <typename E, int D, int kBlockM>
+__device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryTile& tile) {
   constexpr int kLanes = kPassLanes<D>, kRows = kPassThreads / kLanes;
   const int chunk = threadIdx.x % kLanes, valid = p.problem.head_dim_v - chunk * 8;
-  float* stats = p.row_stats + tile.index * 128;
+  float* stats = p.row_stats + tile.index * (2 * kBlockM);
 #pragma unroll
-  for (int i = 0; i < 64 / kRows; ++i) {
-    const int in_tile = i * kRows + threadIdx.x / kLanes, row = tile.w.block * 64 + in_tile;
+  for (int i = 0; i < kBlockM / kRows; ++i) {
+    const int in_tile = i * kRows + threadIdx.x / kLanes, row = tile.w.block * kBlockM + in_tile;
     const bool inside = row < tile.w.q.length;
     float sum = 0.f;
     if (inside && valid > 0) {
@@ -53,9 +52,17 @@ __global__ void __launch_bounds__(kPassThreads)
       const int64_t at = row_stat_offset(p.problem, tile.w, tile.w.h) + row;
       const float lse = inside ? p.lse[at] : -INFINITY;
       stats[in_tile] = lse < kLowestLse ? -INFINITY : -lse * kLog2e;
-      stats[64 + in_tile] = !inside ? 0.f : p.dlse == nullptr ? -sum : p.dlse[at] - sum;
+      stats[kBlockM + in_tile] = !inside ? 0.f : p.dlse == nullptr ? -sum : p.dlse[at] - sum;
     }
   }
+}
+
+template <typename E, int D>
+__global__ void __launch_bounds__(kPassThreads)
+    bwd_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+  const QueryTile tile = locate_tile(p, grid, tiles_per_head);
+  if (!tile.w.active || tile.outside) return;
+  store_row_stats<E, D, BwdTile::kBlockM>(p, tile);
   float4* dq = reinterpret_cast<float4*>(p.dq_accum + tile.index * (64 * D));
 #pragma unroll
   for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);

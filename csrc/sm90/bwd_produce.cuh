@@ -25,7 +25,7 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, BwdItem* items, 
         BwdItem& item = items[place.slot];
         item.w = w;
         const int first_head = w.h * static_cast<int>(a.grid.shared.divisor);
-        item.tile = static_cast<int>(first_tile(p, w, b, first_head, a.tiles_per_head));
+        item.tile = static_cast<int>(first_tile<T::kBlockM>(p, w, b, first_head, a.tiles_per_head));
         asm volatile("" ::: "memory");  // reads it again below: not enough registers to keep it
         const AttnMod mod{p, item.w.q.length, item.w.k.length};
         item.blocks = mod.template q_blocks<T::kBlockM, T::kBlockN>(item.w.block);
@@ -90,17 +90,19 @@ __device__ __forceinline__ void load_keys(const BwdArgs& a, const BwdMaps& maps,
   for_items<T>(items, bars, [&](const BwdItem& item) {
     if (item.steps == 0) return;
     const RowCoordinates at = row_coordinates(a.p.problem, item.w.k, item.w.b, item.w.block * T::kBlockN);
-    const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
+    const auto load = [&](auto chunks, const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full,
+                          uint32_t empty) {
+      constexpr int kChunks = decltype(chunks)::value, kRows = T::kPartRows;
       wait(empty, parity);
       if (threadIdx.x % 32 != 0) return;
 #pragma unroll
-      for (int part = 0; part < T::kBlockN / 128; ++part) {
-        copy_tile<T::kChunks, 128>(map, steps, to + part * T::kChunks * 128 * 128, full,
-                                   {at.row + 128 * part, at.outer, at.outermost}, item.w.h);
+      for (int part = 0; part < T::kKeyParts; ++part) {
+        copy_tile<kChunks, kRows>(map, steps, to + part * kChunks * kRows * 128, full,
+                                  {at.row + kRows * part, at.outer, at.outermost}, item.w.h);
       }
     };
-    load(maps.k, a.k, smem, bars.k_full(), bars.k_empty());
-    load(maps.v, a.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
+    load(std::integral_constant<int, T::kChunks>{}, maps.k, a.k, smem, bars.k_full(), bars.k_empty());
+    load(std::integral_constant<int, T::kChunksV>{}, maps.v, a.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
     parity ^= 1;
   });
 }
@@ -130,10 +132,10 @@ __device__ __forceinline__ void load_douts(const BwdArgs& a, const BwdMaps& maps
   for_tiles<T>(a, items, bars, [&](const BwdItem& item, const QueryWalk& walk, const RingPosition<T::kSlots>& ring) {
     wait(bars.dout_empty(ring.slot), ring.parity);
     if (threadIdx.x % 32 != 0) return;
-    copy_tile<T::kChunks, T::kBlockM>(maps.dout, a.dout, smem + T::kDoutAt + ring.slot * T::kQBytes,
-                                      bars.dout_full(ring.slot),
-                                      row_coordinates(a.p.problem, item.w.q, item.w.b, walk.block * T::kBlockM),
-                                      item.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head);
+    copy_tile<T::kChunksV, T::kBlockM>(maps.dout, a.dout, smem + T::kDoutAt + ring.slot * T::kDoutBytes,
+                                       bars.dout_full(ring.slot),
+                                       row_coordinates(a.p.problem, item.w.q, item.w.b, walk.block * T::kBlockM),
+                                       item.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head);
   });
 }
 

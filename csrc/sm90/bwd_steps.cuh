@@ -28,9 +28,10 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint32_t ds, uint3
 }
 
 // dP starts from -delta: the products then give dP - delta.
-__device__ __forceinline__ void begin_dp(float (&dp)[32], const float* minus_delta) {
+template <int kCount>
+__device__ __forceinline__ void begin_dp(float (&dp)[kCount], const float* minus_delta) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kCount / 4; ++j) {
     const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
     dp[4 * j] = dp[4 * j + 2] = x.x;
     dp[4 * j + 1] = dp[4 * j + 3] = x.y;
@@ -38,9 +39,10 @@ __device__ __forceinline__ void begin_dp(float (&dp)[32], const float* minus_del
 }
 
 // The same afterwards.
-__device__ __forceinline__ void add_minus_delta(float (&dp)[32], const float* minus_delta) {
+template <int kCount>
+__device__ __forceinline__ void add_minus_delta(float (&dp)[kCount], const float* minus_delta) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kCount / 4; ++j) {
     const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
     dp[4 * j] += x.x;
     dp[4 * j + 1] += x.y;
@@ -50,9 +52,10 @@ __device__ __forceinline__ void add_minus_delta(float (&dp)[32], const float* mi
 }
 
 // s = P = 2^(scale s - lse).
-__device__ __forceinline__ void scores_to_weights(float (&s)[32], const float* minus_lse, float scale) {
+template <int kCount>
+__device__ __forceinline__ void scores_to_weights(float (&s)[kCount], const float* minus_lse, float scale) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kCount / 4; ++j) {
     const float2 x = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
     s[4 * j] = ptx::ex2(fmaf(s[4 * j], scale, x.x));
     s[4 * j + 1] = ptx::ex2(fmaf(s[4 * j + 1], scale, x.y));
@@ -62,12 +65,13 @@ __device__ __forceinline__ void scores_to_weights(float (&s)[32], const float* m
 }
 
 // Weights of pairs that do not see each other become 0. `key` and `query` are those of element 0.
-__device__ __forceinline__ void hide(float (&s)[32], const AttnMod& mod, int key, int query) {
+template <int kCount>
+__device__ __forceinline__ void hide(float (&s)[kCount], const AttnMod& mod, int key, int query) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const VisibleQueries queries = mod.visible_queries(key + 8 * half);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s[4 * j + 2 * half + c];
@@ -77,10 +81,10 @@ __device__ __forceinline__ void hide(float (&s)[32], const AttnMod& mod, int key
   }
 }
 
-template <typename E>
-__device__ __forceinline__ void pack(uint32_t (&words)[16], const float (&x)[32]) {
+template <typename E, int kCount>
+__device__ __forceinline__ void pack(uint32_t (&words)[kCount], const float (&x)[2 * kCount]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) words[i] = ptx::pack2<E>(x[2 * i], x[2 * i + 1]);
+  for (int i = 0; i < kCount; ++i) words[i] = ptx::pack2<E>(x[2 * i], x[2 * i + 1]);
 }
 
 // Where a lane's part of dS goes: rows are queries, 64 keys a row, swizzled.

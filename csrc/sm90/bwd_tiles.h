@@ -54,13 +54,12 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n) {
   return g;
 }
 
-// Tiles of 64 queries of one head in the workspace; packed sequences as in packed_slots().
-inline int64_t query_tiles_per_head(const Problem& p) {
-  constexpr int kBlockM = BwdTile::kBlockM;
-  return p.is_varlen() ? p.total_q / kBlockM + p.batch + 1 : (p.seqlen_q + kBlockM - 1) / kBlockM;
+// Tiles of queries of one head in the workspace; packed sequences as in packed_slots().
+inline int64_t query_tiles_per_head(const Problem& p, int block_m = BwdTile::kBlockM) {
+  return p.is_varlen() ? p.total_q / block_m + p.batch + 1 : (p.seqlen_q + block_m - 1) / block_m;
 }
-inline int64_t query_tiles(const Problem& p) {
-  return query_tiles_per_head(p) * p.num_heads * (p.is_varlen() ? 1 : p.batch);
+inline int64_t query_tiles(const Problem& p, int block_m = BwdTile::kBlockM) {
+  return query_tiles_per_head(p, block_m) * p.num_heads * (p.is_varlen() ? 1 : p.batch);
 }
 
 }  // namespace flash_ext::sm90

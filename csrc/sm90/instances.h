@@ -19,6 +19,9 @@ std::string run_fwd_hd256(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd96(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_hd192(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_hd192_v128(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_hd256(const BwdParams& p, const DeviceInfo& d);
 
 // Items in the order in which CTAs take them; `ctas` counts items, of which a CTA takes many.
 inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {

@@ -1,0 +1,455 @@
+// The consumers of the sm90 backward for head_dim above 128.
+//
+// Every warpgroup hands the tensor cores the gradient product of a step together with the scores of the next one, also
+// across items, so that only the arithmetic between the two waits, and then the other warpgroup has products running.
+// Gradients come first: their operands leave shared memory soonest, where there is room for two tiles of each.
+// The products of a step that does not exist (behind the last one) read what lies there, and nothing comes of them:
+// a branch around them would make ptxas serialise all.
+#pragma once
+
+#include "bwd_wide_produce.cuh"
+
+namespace flash_ext::sm90 {
+
+// Zeros in a warp's 16 rows of a gradient, from `row` of the sequence on.
+template <typename E>
+__device__ __forceinline__ void clear_rows(const StridedView& view, int b, const Span& span, int h, int columns, int row,
+                                           int lane) {
+  if (8 * lane >= columns) return;
+#pragma unroll 1
+  for (int i = row; i < min(row + 16, span.length); ++i) {
+    *reinterpret_cast<uint4*>(row_pointer(view, b, span.start + i, h) + 8 * lane) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+template <typename Bars, int kItems>
+__device__ __forceinline__ void release_item(Bars bars, int slot, int lane) {
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(bars.item_empty(slot));
+}
+
+// Waits for the next item with steps and returns its place, or -1 at the end. Those without go to `empty` on the way.
+template <int kItems, typename Item, typename Bars, typename Empty>
+__device__ __forceinline__ int next_item(const Item* items, Bars bars, RingPosition<kItems>& place, int lane,
+                                         const Empty& empty) {
+  while (true) {
+    wait(bars.item_full(place.slot), place.parity);
+    const Item& item = items[place.slot];
+    if (item.w.block < 0) return -1;
+    const int slot = place.slot;
+    place.advance();
+    if (item.steps > 0) return slot;
+    empty(item);
+    release_item<Bars, kItems>(bars, slot, lane);
+  }
+}
+
+// Tiles of queries that see all keys of an item, and its walk.
+template <typename T>
+struct KeyItem {
+  QueryWalk walk;
+  KeyReach reach;
+  int slot;
+  __device__ KeyItem(const BwdArgs& a, const BwdItem& item, int slot) : walk(item), slot(slot) {
+    const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
+    reach = KeyReach::of<T::kBlockM>(mod, item.w.block * T::kBlockN, T::kBlockN);
+  }
+};
+
+// First warpgroup of the kernel of dK and dV: P of 64 keys, which it leaves to the second one, and dV.
+template <typename T>
+__device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
+                                                const BwdItem* items, BwdBarriers<T> bars) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kM = T::kBlockM;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = warp * 16 + lane / 4;
+  const int heads = static_cast<int>(a.grid.shared.divisor);
+  const float scale = a.p.problem.scale_log2;
+  const uint32_t k_low = uniform(descriptor_low(smem, 16));
+  unsigned char* const weights_to = smem_bytes + T::kWeightsAt + threadIdx.x % 128 * 16;
+
+  float dv[Dv / 2], s[kM / 2];
+  uint32_t words[kM / 4];
+  RingPosition<T::kItems> place;
+  RingPosition<T::kSlots> q_ring, dout_ring;
+  RingPosition<T::kWeightSlots> handed;
+  handed.parity = 1;  // the first wait for an empty place passes
+  uint32_t k_parity = 0;
+  const auto arrive = [&](uint32_t bar) {
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  };
+  const auto next = [&] {
+    return next_item(items, bars, place, lane, [&](const BwdItem& item) {
+      clear_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, a.p.problem.head_dim_v, item.w.block * T::kBlockN + warp * 16,
+                    lane);
+    });
+  };
+  const auto issue_scores = [&] {
+    ptx::pin(s);
+    ptx::wgmma_fence();
+    issue_products<E, D, T::kBlockN, kM, false>(s, k_low,
+                                                uniform(descriptor_low(smem + T::kQAt + q_ring.slot * T::kQBytes, 16)));
+    ptx::wgmma_commit();
+  };
+  const auto form_weights = [&](const KeyItem<T>& at) {
+    const float* stats =
+        reinterpret_cast<const float*>(smem_bytes + T::kStatsAt + q_ring.slot * T::kStatsBytes) + 2 * (lane % 4);
+    scores_to_weights(s, stats, scale);
+    __syncwarp();
+    arrive(bars.q_empty(q_ring.slot));
+    if (at.walk.left == 1) arrive(bars.k_empty());
+    q_ring.advance();
+    if (!at.reach.whole(at.walk.block)) {
+      const BwdItem& item = items[at.slot];
+      const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
+      hide(s, mod, item.w.block * T::kBlockN + row, at.walk.block * kM + 2 * (lane % 4));
+    }
+    pack<E>(words, s);
+    wait(bars.ds_full(T::kWeightSlots + handed.slot), handed.parity);
+#pragma unroll
+    for (int i = 0; i < kM / 16; ++i) {
+      *reinterpret_cast<uint4*>(weights_to + handed.slot * T::kWeightBytes + i * 2048) =
+          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    }
+    __syncwarp();
+    arrive(bars.ds_full(handed.slot));
+    handed.advance();
+  };
+
+  const int first = next();
+  if (first < 0) return;
+  KeyItem<T> at(a, items[first], first);
+  clear(dv);
+  wait(bars.k_full(), k_parity);
+  k_parity ^= 1;
+  wait(bars.q_full(q_ring.slot), q_ring.parity);
+  issue_scores();
+  ptx::wgmma_wait<0>();
+  ptx::pin(s);
+  form_weights(at);
+#pragma unroll 1
+  while (true) {
+    const bool ends = at.walk.left == 1;
+    const int item_at = at.slot;
+    ptx::pin(dv);
+    ptx::pin(words);
+    wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
+    ptx::wgmma_fence();
+    issue_pv<E>(dv, words, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, kM * 128)));
+    ptx::wgmma_commit();
+    bool more = true;
+    if (ends) {
+      const int slot = next();
+      more = slot >= 0;
+      if (more) {
+        at = KeyItem<T>(a, items[slot], slot);
+        wait(bars.k_full(), k_parity);
+        k_parity ^= 1;
+      }
+    } else {
+      at.walk.advance(items[at.slot], heads);
+    }
+    if (more) wait(bars.q_full(q_ring.slot), q_ring.parity);
+    issue_scores();
+    ptx::wgmma_wait<1>();
+    ptx::pin(dv);
+    ptx::pin(words);
+    arrive(bars.dout_empty(dout_ring.slot));
+    dout_ring.advance();
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    if (more) form_weights(at);
+    if (ends) {
+      const BwdItem& item = items[item_at];
+      store_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, dv, 1.f, a.p.problem.head_dim_v,
+                    item.w.block * T::kBlockN + row, lane);
+      release_item<BwdBarriers<T>, T::kItems>(bars, item_at, lane);
+      clear(dv);
+    }
+    if (!more) break;
+  }
+}
+
+// Second warpgroup: dS from the weights of the first, and dK.
+template <typename T>
+__device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
+                                                  const BwdItem* items, BwdBarriers<T> bars) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kM = T::kBlockM;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = warp * 16 + lane / 4;
+  const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt, 16));
+  const unsigned char* const weights_from = smem_bytes + T::kWeightsAt + threadIdx.x % 128 * 16;
+  const float* const minus_delta = reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + kM + 2 * (lane % 4);
+
+  float dk[D / 2], dp[kM / 2];
+  uint32_t words[kM / 4];
+  RingPosition<T::kItems> place;
+  RingPosition<T::kSlots> q_ring, dout_ring;
+  RingPosition<T::kWeightSlots> handed;
+  uint32_t v_parity = 0;
+  const auto arrive = [&](uint32_t bar) {
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  };
+  const auto next = [&] {
+    return next_item(items, bars, place, lane, [&](const BwdItem& item) {
+      clear_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, a.p.problem.head_dim, item.w.block * T::kBlockN + warp * 16,
+                    lane);
+    });
+  };
+  // dP starts from -delta, so that the products give dP - delta.
+  const auto issue_dp = [&] {
+    begin_dp(dp, minus_delta + q_ring.slot * (T::kStatsBytes / 4));
+    ptx::pin(dp);
+    ptx::wgmma_fence();
+    issue_products<E, Dv, T::kBlockN, kM, true>(
+        dp, v_low, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, 16)));
+    ptx::wgmma_commit();
+  };
+  const auto form_ds = [&](int left) {
+    arrive(bars.dout_empty(dout_ring.slot));
+    if (left == 1) arrive(bars.v_empty());
+    dout_ring.advance();
+    wait(bars.ds_full(handed.slot), handed.parity);
+#pragma unroll
+    for (int i = 0; i < kM / 16; ++i) {
+      const uint4 p = *reinterpret_cast<const uint4*>(weights_from + handed.slot * T::kWeightBytes + i * 2048);
+      const uint32_t pairs[4] = {p.x, p.y, p.z, p.w};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 weights = ptx::unpack2<E>(pairs[c]);
+        dp[8 * i + 2 * c] *= weights.x;
+        dp[8 * i + 2 * c + 1] *= weights.y;
+      }
+    }
+    __syncwarp();
+    arrive(bars.ds_full(T::kWeightSlots + handed.slot));
+    handed.advance();
+    pack<E>(words, dp);
+  };
+
+  int item_at = next();
+  if (item_at < 0) return;
+  int left = items[item_at].steps;
+  clear(dk);
+  wait(bars.v_full(), v_parity);
+  v_parity ^= 1;
+  wait(bars.q_full(q_ring.slot), q_ring.parity);
+  wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
+  issue_dp();
+  ptx::wgmma_wait<0>();
+  ptx::pin(dp);
+  form_ds(left);
+#pragma unroll 1
+  while (true) {
+    const bool ends = left == 1;
+    const int ended = item_at, q_slot = q_ring.slot;
+    ptx::pin(dk);
+    ptx::pin(words);
+    ptx::wgmma_fence();
+    issue_pv<E>(dk, words, uniform(descriptor_low(smem + T::kQAt + q_slot * T::kQBytes, kM * 128)));
+    ptx::wgmma_commit();
+    q_ring.advance();
+    bool more = true;
+    --left;
+    if (ends) {
+      item_at = next();
+      more = item_at >= 0;
+      if (more) {
+        left = items[item_at].steps;
+        wait(bars.v_full(), v_parity);
+        v_parity ^= 1;
+      }
+    }
+    if (more) {
+      wait(bars.q_full(q_ring.slot), q_ring.parity);
+      wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
+    }
+    issue_dp();
+    ptx::wgmma_wait<1>();
+    ptx::pin(dk);
+    ptx::pin(words);
+    arrive(bars.q_empty(q_slot));
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
+    if (more) form_ds(left);
+    if (ends) {
+      const BwdItem& item = items[ended];
+      store_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, dk, a.p.problem.softmax_scale, a.p.problem.head_dim,
+                    item.w.block * T::kBlockN + row, lane);
+      release_item<BwdBarriers<T>, T::kItems>(bars, ended, lane);
+      clear(dk);
+    }
+    if (!more) break;
+  }
+}
+
+// s = P = 2^(scale s - lse), dp = P (dP - delta): a thread has two queries, x[4 j + 2 half + c] is query 8 half and
+// key 8 j + 2 (lane % 4) + c.
+struct QueryStats {
+  float minus_lse[2], minus_delta[2];
+};
+
+template <int kCount>
+__device__ __forceinline__ void scores_to_row_weights(float (&s)[kCount], const QueryStats& stats, float scale) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = ptx::ex2(fmaf(s[i], scale, stats.minus_lse[i / 2 % 2]));
+}
+
+template <int kCount>
+__device__ __forceinline__ void hide_keys(float (&s)[kCount], const AttnMod& mod, int query, int key) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const VisibleKeys keys = mod.visible(query + 8 * half);
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[4 * j + 2 * half + c];
+        x = keys.contains(key + 8 * j + c) ? x : 0.f;
+      }
+    }
+  }
+}
+
+// A warpgroup of the kernel of dQ: 64 queries of an item.
+template <typename T>
+__device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t smem, const QueryItem* items,
+                                             WideQueryBarriers<T> bars, int group) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kN = T::kBlockN;
+  const Problem& problem = a.p.problem;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = group * 64 + warp * 16 + lane / 4;
+  const float scale = problem.scale_log2;
+  const uint32_t q_low = uniform(descriptor_low(smem + group * 64 * 128, 16));
+  const uint32_t dout_low = uniform(descriptor_low(smem + T::kDoutAt + group * 64 * 128, 16));
+
+  float dq[D / 2], s[kN / 2], dp[kN / 2];
+  uint32_t words[kN / 4];
+  QueryStats stats;
+  RingPosition<T::kItems> place;
+  RingPosition<T::kKSlots> k_ring;
+  RingPosition<T::kVSlots> v_ring;
+  uint32_t q_parity = 0, dout_parity = 0;
+  int item_at = -1, block = 0, left = 0, first_row = 0;
+  const auto arrive = [&](uint32_t bar) {
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  };
+  const auto next = [&] {
+    const int slot = next_item(items, bars, place, lane, [&](const QueryItem& item) {
+      clear_rows<E>(a.p.dq, item.w.b, item.w.q, item.w.h, problem.head_dim, item.w.block * T::kBlockM + row - lane / 4,
+                    lane);
+    });
+    if (slot < 0) return slot;
+    const QueryItem& item = items[slot];
+    block = item.blocks.begin;
+    left = item.steps;
+    first_row = item.w.block * T::kBlockM + row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = first_row + 8 * half;
+      const bool inside = at < item.w.q.length;
+      const float* from = a.p.row_stats + (item.tile + static_cast<int64_t>(at / T::kStatRows)) * (2 * T::kStatRows) +
+                          at % T::kStatRows;
+      stats.minus_lse[half] = inside ? from[0] : -INFINITY;
+      stats.minus_delta[half] = inside ? from[T::kStatRows] : 0.f;
+    }
+    return slot;
+  };
+  const auto issue_scores = [&] {
+    ptx::pin(s);
+    ptx::wgmma_fence();
+    issue_products<E, D, T::kBlockM, kN, false>(
+        s, q_low, uniform(descriptor_low(smem + T::kKAt + k_ring.slot * T::kKBytes, 16)));
+    ptx::wgmma_commit();
+  };
+  const auto issue_dp = [&] {
+    ptx::pin(dp);
+    ptx::wgmma_fence();
+    issue_products<E, Dv, T::kBlockM, kN, false>(
+        dp, dout_low, uniform(descriptor_low(smem + T::kVAt + v_ring.slot * T::kVBytes, 16)));
+    ptx::wgmma_commit();
+  };
+  const auto form_weights = [&] {
+    if (left == 1) arrive(bars.q_empty());
+    scores_to_row_weights(s, stats, scale);
+    const QueryItem& item = items[item_at];
+    const AttnMod mod{problem, item.w.q.length, item.w.k.length};
+    // Rows outside the sequence have weight 0 anyway.
+    const int first_key = block * kN, first = first_row - lane / 4 - warp * 16;
+    const bool whole = first_key + kN <= min(item.w.k.length, first + mod.shift() + problem.reach_right + 1) &&
+                       first_key >= first + 63 + mod.shift() - problem.reach_left;
+    if (!whole) hide_keys(s, mod, first_row, first_key + 2 * (lane % 4));
+  };
+  const auto form_ds = [&] {
+    arrive(bars.v_empty(v_ring.slot));
+    if (left == 1) arrive(bars.dout_empty());
+    v_ring.advance();
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) dp[i] = s[i] * (dp[i] + stats.minus_delta[i / 2 % 2]);
+    pack<E>(words, dp);
+  };
+
+  item_at = next();
+  if (item_at < 0) return;
+  clear(dq);
+  wait(bars.q_full(), q_parity);
+  wait(bars.k_full(k_ring.slot), k_ring.parity);
+  issue_scores();
+  wait(bars.dout_full(), dout_parity);
+  wait(bars.v_full(v_ring.slot), v_ring.parity);
+  issue_dp();
+  ptx::wgmma_wait<1>();
+  ptx::pin(s);
+  form_weights();
+  ptx::wgmma_wait<0>();
+  ptx::pin(dp);
+  form_ds();
+#pragma unroll 1
+  while (true) {
+    const bool ends = left == 1;
+    const int ended = item_at, ended_row = first_row, k_slot = k_ring.slot;
+    ptx::pin(dq);
+    ptx::pin(words);
+    ptx::wgmma_fence();
+    issue_pv<E>(dq, words, uniform(descriptor_low(smem + T::kKAt + k_slot * T::kKBytes, kN * 128)));
+    ptx::wgmma_commit();
+    k_ring.advance();
+    ++block;
+    --left;
+    if (ends) {
+      item_at = next();
+      q_parity ^= 1;
+      dout_parity ^= 1;
+    }
+    const bool more = item_at >= 0;
+    if (more) {
+      if (ends) wait(bars.q_full(), q_parity);
+      wait(bars.k_full(k_ring.slot), k_ring.parity);
+    }
+    issue_scores();
+    if (more) {
+      if (ends) wait(bars.dout_full(), dout_parity);
+      wait(bars.v_full(v_ring.slot), v_ring.parity);
+    }
+    issue_dp();
+    ptx::wgmma_wait<2>();
+    ptx::pin(dq);
+    ptx::pin(words);
+    arrive(bars.k_empty(k_slot));
+    ptx::wgmma_wait<1>();
+    ptx::pin(s);
+    if (more) form_weights();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
+    if (more) form_ds();
+    if (ends) {
+      const QueryItem& item = items[ended];
+      store_rows<E>(a.p.dq, item.w.b, item.w.q, item.w.h, dq, problem.softmax_scale, problem.head_dim, ended_row, lane);
+      release_item<WideQueryBarriers<T>, T::kItems>(bars, ended, lane);
+      clear(dq);
+    }
+    if (!more) break;
+  }
+}
+
+}  // namespace flash_ext::sm90

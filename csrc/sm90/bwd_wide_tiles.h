@@ -1,0 +1,54 @@
+// Tile shapes of the sm90 backward for head_dim above 128, for the host and the kernels alike. No CUDA, no torch.
+#pragma once
+
+#include "bwd_tiles.h"
+
+namespace flash_ext::sm90 {
+
+// Two kernels. That of dK and dV owns 64 keys and streams tiles of block_m queries; one warpgroup has dV, the other dK,
+// because the registers of both together hold no more. That of dQ owns 128 queries, 64 a warpgroup, and streams block_n
+// keys.
+struct WideBwdTile {
+  int block_m, slots;  // tiles of Q and of dO in the ring
+  int block_n, k_slots, v_slots;
+
+  static constexpr int kKeys = 64, kQueries = 128, kThreads = 384, kWeightSlots = 2;
+  constexpr int weight_bytes() const { return block_m * kKeys * 2; }  // P on its way to the warpgroup of dK
+  constexpr int stats_bytes() const { return slots * block_m * 8; }
+  constexpr int dkv_smem_bytes(int d, int dv) const {
+    return tile_bytes(kKeys, d) + tile_bytes(kKeys, dv) + slots * (tile_bytes(block_m, d) + tile_bytes(block_m, dv)) +
+           kWeightSlots * weight_bytes() + stats_bytes() + kBwdControlBytes;
+  }
+  constexpr int dq_smem_bytes(int d, int dv) const {
+    return tile_bytes(kQueries, d) + tile_bytes(kQueries, dv) + k_slots * tile_bytes(block_n, d) +
+           v_slots * tile_bytes(block_n, dv) + kBwdControlBytes;
+  }
+};
+
+// More queries a tile read K and V less often from shared memory, whose bandwidth is the next limit after the tensor
+// cores: 125 instead of 136 bytes a clock of 128 with 96 queries, which two slots leave room for up to head_dim 192.
+constexpr WideBwdTile wide_bwd_tile(int d, int dv) {
+  if (d == 192 && dv == 128) return {96, 2, 80, 2, 2};
+  if (d == 192) return {96, 2, 80, 2, 2};
+  return {64, 2, 64, 2, 1};
+}
+
+constexpr bool wide_bwd_tile_fits(int d, int dv) {
+  const WideBwdTile t = wide_bwd_tile(d, dv);
+  return t.dkv_smem_bytes(d, dv) <= kSmemLimitLarge && t.dq_smem_bytes(d, dv) <= kSmemLimitLarge;
+}
+static_assert(wide_bwd_tile_fits(192, 128) && wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
+
+// Items of the kernel of dQ in the order in which CTAs take them; K and V are what the tiles of a head share, as in the
+// forward.
+inline Grid wide_dq_grid(const Problem& p, const DeviceInfo& d) {
+  Grid g = make_grid(p, d, true, WideBwdTile::kQueries);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  const int fit = static_cast<int>(g.heads_in_group.divisor);
+  const int heads = heads_in_group(draws_items(p), g.head_slots, g.blocks, fit, d.num_sms);
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  return g;
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,97 @@
+// From a backward request to launches, for one compiled pair of head dims above 128. Included by the instantiation
+// files only.
+#pragma once
+
+#include "bwd_passes.cuh"
+#include "bwd_wide.cuh"
+#include "run_fwd.cuh"
+
+namespace flash_ext::sm90 {
+
+// lse and delta; nothing is added to memory, so there is nothing else to prepare.
+template <typename E, int Dv, int kBlockM>
+__global__ void __launch_bounds__(kPassThreads)
+    bwd_wide_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+  const QueryTile tile = locate_tile<kBlockM>(p, grid, tiles_per_head);
+  if (tile.w.active && !tile.outside) store_row_stats<E, Dv, kBlockM>(p, tile);
+}
+
+// What both kernels get; `which` of the two counters behind the statistics is the launch's.
+template <typename Args>
+Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which) {
+  const Problem& r = p.problem;
+  const auto steps = [&](const StridedView& x) {
+    return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
+  };
+  Args a{};
+  a.p = p;
+  a.grid = grid;
+  a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
+  a.tiles_per_head = static_cast<int>(query_tiles_per_head(r, block_m));
+  a.draw.num_items = static_cast<uint32_t>(grid.ctas);
+  if (draws_items(r)) {
+    a.draw.counter = reinterpret_cast<Counter*>(p.row_stats + query_tiles(r, block_m) * 2 * block_m) + which;
+    a.draw.launch = next_launch();
+  }
+  return a;
+}
+
+inline std::string encode_bwd_maps(BwdMaps& maps, const BwdParams& p, int query_rows, int key_rows) {
+  const Problem& r = p.problem;
+  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, query_rows);
+  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, query_rows);
+  if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, key_rows);
+  if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, key_rows);
+  return error.empty() ? error : "bwd_sm90: " + error;
+}
+
+template <typename E, int D, int Dv>
+std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
+  using T = WideKeyTraits<E, D, Dv>;
+  const Grid grid = bwd_grid(p.problem, d, T::kBlockN);
+  if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
+  BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0);
+  if (a.draw.counter == nullptr) a.rotate = 1;
+  BwdMaps maps;
+  const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
+  if (!error.empty()) return error;
+  return launch("bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads,
+                T::kSmemBytes, p.stream, a, maps);
+}
+
+template <typename E, int D, int Dv>
+std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
+  using T = WideQueryTraits<E, D, Dv>;
+  const Grid grid = wide_dq_grid(p.problem, d);
+  if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
+  const WideQueryArgs a = wide_args<WideQueryArgs>(p, grid, T::kStatRows, 1);
+  BwdMaps maps;
+  const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
+  if (!error.empty()) return error;
+  return launch("bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
+                T::kThreads, T::kSmemBytes, p.stream, a, maps);
+}
+
+template <typename E, int D, int Dv>
+std::string launch_wide_begin(const BwdParams& p, const DeviceInfo& d) {
+  constexpr int kBlockM = wide_bwd_tile(D, Dv).block_m;
+  const Grid g = make_grid(p.problem, d, true, kBlockM);
+  const int tiles = static_cast<int>(query_tiles_per_head(p.problem, kBlockM));
+  return launch("bwd_wide_begin", bwd_wide_begin_kernel<E, Dv, kBlockM>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles);
+}
+
+template <typename E, int D, int Dv>
+std::string run_bwd_wide_as(const BwdParams& p, const DeviceInfo& d) {
+  std::string error = launch_wide_begin<E, D, Dv>(p, d);
+  if (error.empty()) error = launch_wide_keys<E, D, Dv>(p, d);
+  if (error.empty()) error = launch_wide_queries<E, D, Dv>(p, d);
+  return error;
+}
+
+template <int D, int Dv>
+std::string run_bwd_wide_hd(const BwdParams& p, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? run_bwd_wide_as<__half, D, Dv>(p, d)
+                                            : run_bwd_wide_as<__nv_bfloat16, D, Dv>(p, d);
+}
+
+}  // namespace flash_ext::sm90

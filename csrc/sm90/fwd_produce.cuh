@@ -1,6 +1,7 @@
 // The producers of the sm90 forward: two warps, because one would spill in its 24 registers a thread.
 #pragma once
 
+#include "../common/float_results.cuh"
 #include "fwd_parts.cuh"
 
 namespace flash_ext::sm90 {
@@ -11,10 +12,19 @@ __device__ __forceinline__ void store_empty(const FwdArgs& a, const Work& w, int
   const int first_row = w.block * T::kBlockM, rows = min(T::kBlockM, w.q.length - first_row);
   float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h) + first_row;
 #pragma unroll 1
+  for (int row = lane; row < rows; row += 32) lse[row] = -INFINITY;
+  // Bytes, because rows of fp32 are twice as long; two loops, because there are no registers for one.
+  const StridedView& out = a.p.out;
+  const int size = out.is_float ? 4 : 2, left = a.p.problem.head_dim_v * size - 16 * lane;
+  const int64_t first = w.q.start + first_row;
+  char* to = reinterpret_cast<char*>(row_pointer(out, w.b, first, w.h));
+  if (out.is_float) to = reinterpret_cast<char*>(float_row_pointer(out, w.b, first, w.h));
+  to += 16 * lane;
+#pragma unroll 1
   for (int row = 0; row < rows; ++row) {
-    if (lane == 0) lse[row] = -INFINITY;
-    uint16_t* out = row_pointer(a.p.out, w.b, w.q.start + first_row + row, w.h);
-    if (8 * lane < a.p.problem.head_dim_v) *reinterpret_cast<uint4*>(out + 8 * lane) = make_uint4(0, 0, 0, 0);
+    if (left > 0) *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    if (left > 512) *reinterpret_cast<uint4*>(to + 512) = make_uint4(0, 0, 0, 0);
+    to += out.row_stride * size;
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include "../common/bias_stage.cuh"
 #include "../common/debug_delay.cuh"
+#include "../common/float_results.cuh"
 #include "../common/dropout.cuh"
 #include "../common/fragments.cuh"
 #include "../common/softmax.cuh"

@@ -12,6 +12,20 @@ __device__ __forceinline__ float* float_row_pointer(const StridedView& x, int b,
   return static_cast<float*>(x.ptr) + b * x.batch_stride + row * x.row_stride + h * x.head_stride;
 }
 
+// Zeros in `rows` rows from `first` on, whatever their type, by one warp; `columns` is a multiple of 8 up to 256.
+__device__ __forceinline__ void zero_rows(const StridedView& x, int b, int64_t first, int h, int rows, int columns,
+                                          int lane) {
+  const int size = x.is_float ? 4 : 2, left = columns * size - 16 * lane;  // bytes
+  char* to = reinterpret_cast<char*>(row_pointer(x, b, first, h));
+  if (x.is_float) to = reinterpret_cast<char*>(float_row_pointer(x, b, first, h));
+  to += 16 * lane;
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row, to += x.row_stride * size) {
+    if (left > 0) *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    if (left > 512) *reinterpret_cast<uint4*>(to + 512) = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // Stores 8 consecutive elements of a row, or the `valid` first of them.
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[8], int valid, bool aligned) {
   if (aligned && valid >= 8) {
@@ -27,12 +41,12 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[8], int
 
 // Stores a warp's 16 rows. value(j, i) is element i of the accumulator of columns 8 j to 8 j + 7, as mma and wgmma
 // leave it: elements 0 and 1 belong to this lane's first row, `row` of the sequence, 2 and 3 to the row 8 further on.
-// A quad writes a whole sector of 32 bytes.
-template <int kBlocks, typename Value>
+// A quad writes a whole sector of 32 bytes. kEven: `columns` is known to be even.
+template <int kBlocks, bool kEven, typename Value>
 __device__ __forceinline__ void store_float_rows(const StridedView& view, int b, const Span& span, int h, int row,
                                                  int columns, int lane, const Value& value) {
   // Results are contiguous: with an even number of columns every pair lies on 8 bytes.
-  const bool in_pairs = columns % 2 == 0;
+  const bool in_pairs = kEven || columns % 2 == 0;
   const int first = 2 * (lane % 4);
   float* to = float_row_pointer(view, b, span.start + row, h) + first;
 #pragma unroll

@@ -220,8 +220,8 @@ __device__ __forceinline__ void write_gradient(float (&acc)[T::kKeyBlocks][T::kH
   if (grad.is_float) {
 #pragma unroll
     for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-      store_float_rows<D / 8>(grad, w.b, w.k, w.h, w.block * T::kBlockN + key0 + kb * 16 + lane / 4, cols, lane,
-                              [&](int j, int i) { return acc[kb][j][i] * scale; });
+      store_float_rows<D / 8, false>(grad, w.b, w.k, w.h, w.block * T::kBlockN + key0 + kb * 16 + lane / 4, cols, lane,
+                                     [&](int j, int i) { return acc[kb][j][i] * scale; });
     }
     return;
   }

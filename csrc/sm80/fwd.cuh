@@ -210,8 +210,8 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
       put_block<E>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
     }
     if (p.out.is_float) {
-      store_float_rows<D / 8>(p.out, w.b, w.q, w.h, first_row + warp_row + mb * 16 + lane / 4, p.problem.head_dim_v,
-                              lane, [&](int j, int i) { return acc_o[mb][j][i]; });
+      store_float_rows<D / 8, false>(p.out, w.b, w.q, w.h, first_row + warp_row + mb * 16 + lane / 4,
+                                     p.problem.head_dim_v, lane, [&](int j, int i) { return acc_o[mb][j][i]; });
     }
   }
   if (p.out.is_float) return;

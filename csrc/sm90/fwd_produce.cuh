@@ -13,19 +13,8 @@ __device__ __forceinline__ void store_empty(const FwdArgs& a, const Work& w, int
   float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h) + first_row;
 #pragma unroll 1
   for (int row = lane; row < rows; row += 32) lse[row] = -INFINITY;
-  // Bytes, because rows of fp32 are twice as long; two loops, because there are no registers for one.
-  const StridedView& out = a.p.out;
-  const int size = out.is_float ? 4 : 2, left = a.p.problem.head_dim_v * size - 16 * lane;
-  const int64_t first = w.q.start + first_row;
-  char* to = reinterpret_cast<char*>(row_pointer(out, w.b, first, w.h));
-  if (out.is_float) to = reinterpret_cast<char*>(float_row_pointer(out, w.b, first, w.h));
-  to += 16 * lane;
-#pragma unroll 1
-  for (int row = 0; row < rows; ++row) {
-    if (left > 0) *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-    if (left > 512) *reinterpret_cast<uint4*>(to + 512) = make_uint4(0, 0, 0, 0);
-    to += out.row_stride * size;
-  }
+  // In a loop of its own: there are no registers for one loop over both.
+  zero_rows(a.p.out, w.b, w.q.start + first_row, w.h, rows, a.p.problem.head_dim_v, lane);
 }
 
 template <int kChunks, int kRows>

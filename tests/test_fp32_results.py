@@ -27,7 +27,10 @@ PLAIN = (None, None, 0, 0, 0.3, 5, 0)  # cu_seqlens, max_seqlens, scale, window
 # ---- against the rounded results -------------------------------------------------------------------------
 
 # head_dim, head_dim_v: every compiled size, sizes below them, and rows that no 16-byte store fits.
-SIZES = [(64, 64), (40, 56), (96, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (33, 17), (5, 250)]
+SIZES = [
+    (64, 64), (40, 56), (96, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (33, 17),
+    (5, 250),
+]  # fmt: skip
 # seqlen_q, seqlen_k, options
 SHAPES: list[tuple[int, int, dict[str, Any]]] = [
     (150, 170, {}),
@@ -63,7 +66,9 @@ def check_rounding(rounded: list[Tensor], wide: list[Tensor], deterministic: boo
             torch.testing.assert_close(b.to(a.dtype), a, rtol=0.01, atol=1e-4)
 
 
-def check_distance(rounded: list[Tensor], wide: list[Tensor], x: list[Tensor], options: dict[str, Any]) -> None:
+def check_distance(
+    rounded: list[Tensor], wide: list[Tensor], x: list[Tensor], options: dict[str, Any]
+) -> None:
     """The wide results are closer to float64, which starts from the same rounded out."""
     q, k, v, dout = (t.double().cpu() for t in x)
     options = {n: o.cpu() if isinstance(o, Tensor) else o for n, o in options.items()}
@@ -99,9 +104,10 @@ def test_packed_input(target: Target, head_dim: int) -> None:
     """Sequences without queries or keys, and rows of no sequence, whose results are zeros."""
     torch.manual_seed(0)
     device = target.device
-    cu_q, cu_k = (torch.tensor(c, device=device, dtype=torch.int32) for c in ([3, 90, 90, 230, 300],
-                                                                             [2, 70, 140, 140, 260]))  # fmt: skip
-    x = [torch.randn(n, h, head_dim, device=device).bfloat16() for n, h in ((310, 4), (270, 2), (270, 2), (310, 4))]
+    bounds = ([3, 90, 90, 230, 300], [2, 70, 140, 140, 260])
+    cu_q, cu_k = (torch.tensor(b, device=device, dtype=torch.int32) for b in bounds)
+    sizes = ((310, 4), (270, 2), (270, 2), (310, 4))
+    x = [torch.randn(*size, head_dim, device=device).bfloat16() for size in sizes]
     for causal, deterministic in itertools.product((False, True), (True, False)):
         options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": causal}
         with target.active():
@@ -203,7 +209,8 @@ def test_a_wide_out_has_no_gradient(extra: dict[str, Any]) -> None:
     with torch.no_grad():
         out, lse = flash_ext.forward(q, k, v, out_dtype=torch.float32, **extra)
     assert not out.requires_grad
-    grads = flash_ext.backward(out.bfloat16(), q, k, v, out.bfloat16(), lse, grad_dtype=torch.float32, **extra)
+    small = out.bfloat16()
+    grads = flash_ext.backward(small, q, k, v, small, lse, grad_dtype=torch.float32, **extra)
     with pytest.raises(RuntimeError, match="is not implemented"):
         grads[0].sum().backward()
 
@@ -231,8 +238,8 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(BWD, (dout, *args[:3], out, lse, torch.randn_like(lse), *args[3:]))
     modifiers = (*(None,) * 11, 2.0, 0.0, 0, 0, 0, 0, False)
     torch.library.opcheck(FWD_MOD, (*args[:-3], *modifiers, True, *args[-3:]))
-    needs = (True, False, False, False)
-    torch.library.opcheck(BWD_MOD, (dout, *args[:3], out, lse, None, *args[3:-3], *modifiers, *needs, *args[-3:]))
+    modifiers += (True, False, False, False)  # needs
+    torch.library.opcheck(BWD_MOD, (dout, *args[:3], out, lse, None, *args[3:-3], *modifiers, *args[-3:]))
 
 
 def test_fake_results_and_those_on_the_way_to_a_kernel() -> None:
@@ -284,9 +291,10 @@ def test_compiled(device: str) -> None:
 def test_vmap_and_autocast() -> None:
     q, k, v = (t.unsqueeze(1) for t in make_qkv(batch=3, dtype=torch.bfloat16))
     for extra in ({}, {"softcap": 2.0}):
-        mapped = torch.func.vmap(lambda *x, e=extra: flash_ext.forward(*x, out_dtype=torch.float32, **e))(q, k, v)
+        options = {"out_dtype": torch.float32, **extra}
+        mapped = torch.func.vmap(lambda *x, o=options: flash_ext.forward(*x, **o))(q, k, v)
         for i in range(3):
-            one = flash_ext.forward(q[i], k[i], v[i], out_dtype=torch.float32, **extra)
+            one = flash_ext.forward(q[i], k[i], v[i], **options)
             torch.testing.assert_close([t[i] for t in mapped], [*one])
     wide = make_qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():

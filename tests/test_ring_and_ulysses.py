@@ -196,11 +196,12 @@ def check_all(world: World) -> None:
 def check_rounding(world: World) -> None:
     """bfloat16: every result is rounded once, whatever the number of hops.
 
-    On a CPU all but the last step is exact to float32, so nearly every element is the one nearest to the truth;
-    with a rounding for each of four hops a third of them is not. On a GPU the kernels round weights as well, as
-    those of one process do.
+    On a CPU all but the last step is exact to float32, so nearly every element is the one nearest to the
+    truth; with a rounding for each of four hops a third of them is not. On a GPU the kernels round weights as
+    well, as those of one process do.
     """
-    for documents, options in ((False, {"causal": True}), (False, {}), (True, {"causal": True, "softcap": 4.0})):
+    kinds = [(False, {"causal": True}), (False, {}), (True, {"causal": True, "softcap": 4.0})]
+    for documents, options in kinds:
         whole = [t.bfloat16() for t in (world.draw(1, 64 * world.size, h, 16) for h in (4, 2, 2, 4))]
         ids = torch.arange(64 * world.size, device=world.device).div(48).int()[None] if documents else None
         mine = [shard_sequence(t, world.group).requires_grad_() for t in whole]
@@ -257,7 +258,7 @@ def check_overlap(world: World) -> None:
         patches.undo()
     forwards, backwards = "".join(events[:between]), "".join(events[between:])
     assert re.fullmatch(f"(SC+W){{{world.size - 1}}}C+", forwards), forwards
-    # Gradients of a share come a step after its keys: while they travel, those of the next share are computed.
+    # Gradients of a share come a step after its keys, while those of the next share are computed.
     assert re.fullmatch(f"SC+SW(SC+WSW){{{world.size - 2}}}C+WSW", backwards), backwards
 
 

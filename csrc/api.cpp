@@ -24,8 +24,14 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
                   int64_t window_left, int64_t window_right, bool deterministic,
-                  OptionalName path_name) {
-  return fwd_into({}, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                  OptionalName path_name, bool wide) {
+  Tensor out;
+  if (wide) {
+    check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+              window_left, window_right, deterministic, path_name);
+    out = empty_out(q, v, wide);
+  }
+  return fwd_into(out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                   softmax_scale, window_left, window_right, deterministic, path_name);
 }
 
@@ -34,8 +40,15 @@ BwdResult bwd_gpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Te
                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
                   int64_t window_left, int64_t window_right, bool deterministic,
-                  OptionalName path_name) {
-  return bwd_into({}, dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                  OptionalName path_name, bool wide) {
+  BwdResult given;
+  if (wide) {
+    check_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+              max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
+    const auto place = [](const Tensor& t) { return at::empty(t.sizes(), result_options(t, true)); };
+    given = {place(q), place(k), place(v)};
+  }
+  return bwd_into(given, dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                   max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
 }
 
@@ -162,24 +175,26 @@ BwdResult bwd_into(const BwdResult& given, const Tensor& dout_any, const Tensor&
 FwdResult call_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                    SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
-                   SymInt window_left, SymInt window_right, bool deterministic, OptionalName path) {
+                   SymInt window_left, SymInt window_right, bool deterministic, OptionalName path,
+                   bool wide) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::fwd", "").typed<FwdSignature>();
   return op.call(q, k, v, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
                  std::move(max_seqlen_k), softmax_scale, std::move(window_left),
-                 std::move(window_right), deterministic, path);
+                 std::move(window_right), deterministic, path, wide);
 }
 
 BwdResult call_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                    const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                    SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
-                   SymInt window_left, SymInt window_right, bool deterministic, OptionalName path) {
+                   SymInt window_left, SymInt window_right, bool deterministic, OptionalName path,
+                   bool wide) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::bwd", "").typed<BwdSignature>();
   return op.call(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
                  std::move(max_seqlen_k), softmax_scale, std::move(window_left),
-                 std::move(window_right), deterministic, path);
+                 std::move(window_right), deterministic, path, wide);
 }
 
 void use_null_kernels_on_cpu(bool enable) {
@@ -201,19 +216,20 @@ void use_null_kernels_on_cpu(bool enable) {
 }
 
 // Everything is functional: no argument is written or aliased by a result. max_seqlen_* is 0 when
-// unknown and serves FLOP counts only; windows are inclusive reaches, -1 unlimited.
+// unknown and serves FLOP counts only; windows are inclusive reaches, -1 unlimited. `wide` has a
+// default because it came later: programs that were exported before keep working.
 TORCH_LIBRARY(flash_ext, m) {
   m.def(
       "fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt "
       "max_seqlen_q, "
       "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
-      "bool deterministic, str? path) -> (Tensor out, Tensor lse)",
+      "bool deterministic, str? path, bool wide=False) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
       "float softmax_scale, SymInt window_left, SymInt window_right, bool deterministic, str? "
-      "path) "
+      "path, bool wide=False) "
       "-> (Tensor dq, Tensor dk, Tensor dv)",
       {at::Tag::pt2_compliant_tag});
 }

@@ -17,18 +17,21 @@ using OptionalName = std::optional<std::string_view>;
 using FwdResult = std::tuple<Tensor, Tensor>;          // out, lse
 using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
 
-// The operators as the dispatcher sees them. Argument order is that of the schemas in api.cpp.
+// The operators as the dispatcher sees them. Argument order is that of the schemas in api.cpp. `wide`
+// leaves out, or dq, dk and dv, as they were accumulated: fp32, where q is not wider already.
 using FwdSignature = FwdResult(const Tensor& q, const Tensor& k, const Tensor& v,
                                const OptionalTensor& cu_seqlens_q,
                                const OptionalTensor& cu_seqlens_k, SymInt max_seqlen_q,
                                SymInt max_seqlen_k, double softmax_scale, SymInt window_left,
-                               SymInt window_right, bool deterministic, OptionalName path);
+                               SymInt window_right, bool deterministic, OptionalName path,
+                               bool wide);
 using BwdSignature = BwdResult(const Tensor& dout, const Tensor& q, const Tensor& k,
                                const Tensor& v, const Tensor& out, const Tensor& lse,
                                const OptionalTensor& dlse, const OptionalTensor& cu_seqlens_q,
                                const OptionalTensor& cu_seqlens_k, SymInt max_seqlen_q,
                                SymInt max_seqlen_k, double softmax_scale, SymInt window_left,
-                               SymInt window_right, bool deterministic, OptionalName path);
+                               SymInt window_right, bool deterministic, OptionalName path,
+                               bool wide);
 
 // Calls through the dispatcher, so that every mode and tensor subclass sees the operator (api.cpp).
 FwdSignature call_fwd;

@@ -32,7 +32,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       result = call_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                        softmax_scale, window_left, window_right, deterministic, path);
+                        softmax_scale, window_left, window_right, deterministic, path,
+                        /*wide=*/false);
     }
     const auto& [out, lse] = result;
     ctx->save_for_backward(
@@ -71,7 +72,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
         saved["max_seqlen_q"].toSymInt(), saved["max_seqlen_k"].toSymInt(),
         saved["softmax_scale"].toDouble(), saved["window_left"].toSymInt(),
         saved["window_right"].toSymInt(), saved["deterministic"].toBool(),
-        path_name.empty() ? OptionalName() : OptionalName(path_name));
+        path_name.empty() ? OptionalName() : OptionalName(path_name), /*wide=*/false);
     if (ctx->needs_input_grad(0)) result[0] = dq;
     if (ctx->needs_input_grad(1)) result[1] = dk;
     if (ctx->needs_input_grad(2)) result[2] = dv;
@@ -85,11 +86,16 @@ FwdResult fwd_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                        const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                        SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
                        SymInt window_left, SymInt window_right, bool deterministic,
-                       OptionalName path) {
+                       OptionalName path, bool wide) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !has_tangent(q) && !has_tangent(k) && !has_tangent(v),
       "forward-mode automatic differentiation of attention is not implemented; use reverse mode.");
   if (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad())) {
+    // Autograd wants a gradient in the dtype of out, which the backward takes in that of q only.
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !wide || !c10::isReducedFloatingType(q.scalar_type()),
+        "out_dtype: a result wider than q has no gradient; call forward under torch.no_grad(), and "
+        "backward for the gradients.");
     variable_list result = AttentionFunction::apply(
         q, k, v, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k),
         softmax_scale, std::move(window_left), std::move(window_right), deterministic, path);
@@ -98,7 +104,7 @@ FwdResult fwd_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
                   std::move(max_seqlen_k), softmax_scale, std::move(window_left),
-                  std::move(window_right), deterministic, path);
+                  std::move(window_right), deterministic, path, wide);
 }
 
 // ---- autocast -----------------------------------------------------------------------------------
@@ -108,7 +114,7 @@ FwdResult fwd_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
                        const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                        SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
                        SymInt window_left, SymInt window_right, bool deterministic,
-                       OptionalName path) {
+                       OptionalName path, bool wide) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const auto dtype = at::autocast::get_autocast_dtype(kDevice);
@@ -117,7 +123,7 @@ FwdResult fwd_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
   };
   return call_fwd(cast(q), cast(k), cast(v), cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
                   std::move(max_seqlen_k), softmax_scale, std::move(window_left),
-                  std::move(window_right), deterministic, path);
+                  std::move(window_right), deterministic, path, wide);
 }
 
 // For direct calls of backward inside an autocast region; autograd arrives here with dtypes that
@@ -128,7 +134,7 @@ BwdResult bwd_autocast(const Tensor& dout, const Tensor& q, const Tensor& k, con
                        const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                        SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
                        SymInt window_left, SymInt window_right, bool deterministic,
-                       OptionalName path) {
+                       OptionalName path, bool wide) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const auto dtype = at::autocast::get_autocast_dtype(kDevice);
@@ -137,7 +143,7 @@ BwdResult bwd_autocast(const Tensor& dout, const Tensor& q, const Tensor& k, con
   };
   return call_bwd(cast(dout), cast(q), cast(k), cast(v), cast(out), lse, dlse, cu_seqlens_q,
                   cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k), softmax_scale,
-                  std::move(window_left), std::move(window_right), deterministic, path);
+                  std::move(window_left), std::move(window_right), deterministic, path, wide);
 }
 
 }  // namespace

@@ -40,7 +40,8 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalT
               const std::optional<std::string>& path) {
   return call_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q.value_or(0),
                   max_seqlen_k.value_or(0), resolved_scale(softmax_scale, q), window_left,
-                  resolved_window_right(causal, window_right), deterministic, path);
+                  resolved_window_right(causal, window_right), deterministic, path,
+                  /*wide=*/false);
 }
 
 BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -52,7 +53,8 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   return call_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k,
                   max_seqlen_q.value_or(0), max_seqlen_k.value_or(0),
                   resolved_scale(softmax_scale, q), window_left,
-                  resolved_window_right(causal, window_right), deterministic, path);
+                  resolved_window_right(causal, window_right), deterministic, path,
+                  /*wide=*/false);
 }
 
 // ---- plans, switches, records -------------------------------------------------------------------

@@ -208,7 +208,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
                          const OptionalTensor& sinks, const OptionalTensor& rng, double softcap,
                          double dropout_p, int64_t block_rows, int64_t block_cols,
                          int64_t sink_tokens, int64_t chunk, bool top_left, bool want_row_max,
-                         bool deterministic, OptionalName path_name) {
+                         bool deterministic, OptionalName path_name, bool wide) {
   check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
             window_left, window_right, deterministic, path_name);
   const ModifierArguments a{bias,   mask,   document_q, document_k, prefix_lens, hidden_rows, hidden_keys,
@@ -221,7 +221,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
-  auto [out, lse] = empty_results(q, v);
+  auto [out, lse] = empty_results(q, v, empty_out(q, v, wide));
   const Tensor row_max = at::empty(want_row_max ? lse.sizes() : at::IntArrayRef({0}), lse.options());
   if (out.numel() == 0) return {out, lse, row_max};
   if (problem.batch == 0 || problem.total_k == 0) {
@@ -303,7 +303,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
                          double dropout_p, int64_t block_rows, int64_t block_cols,
                          int64_t sink_tokens, int64_t chunk, bool top_left, bool need_qkv,
                          bool need_bias, bool need_slopes, bool need_sinks, bool deterministic,
-                         OptionalName path_name) {
+                         OptionalName path_name, bool wide) {
   check_bwd(dout_any, q, k, v, out, lse_any, dlse_any, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
   const ModifierArguments a{bias,   mask,   document_q, document_k, prefix_lens, hidden_rows, hidden_keys,
@@ -324,7 +324,10 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   const auto like = [](const Tensor& t, bool wanted) {
     return at::empty(wanted ? t.sizes() : at::IntArrayRef({0}), t.options());
   };
-  const Tensor dq = like(q, need_qkv), dk = like(k, need_qkv), dv = like(v, need_qkv);
+  const auto of_input = [&](const Tensor& t) {
+    return at::empty(need_qkv ? t.sizes() : at::IntArrayRef({0}), result_options(t, wide));
+  };
+  const Tensor dq = of_input(q), dk = of_input(k), dv = of_input(v);
   const Tensor dbias = need_bias ? like(*bias, true) : at::empty({0}, q.options());
   const Tensor dslopes = need_slopes ? like(*slopes, true) : at::empty({0}, float_options);
   Tensor dsinks = need_sinks ? like(*sinks, true) : at::empty({0}, float_options);
@@ -424,10 +427,11 @@ TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
       "SymInt chunk, bool top_left, ";
   const std::string fwd =
       "fwd_mod(Tensor q, Tensor k, Tensor v, " + common +
-      "bool want_row_max, bool deterministic, str? path) -> (Tensor out, Tensor lse, Tensor row_max)";
+      "bool want_row_max, bool deterministic, str? path, bool wide=False) -> (Tensor out, Tensor lse, Tensor row_max)";
   const std::string bwd =
       "bwd_mod(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, " + common +
-      "bool need_qkv, bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path) "
+      "bool need_qkv, bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path, "
+      "bool wide=False) "
       "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)";
   m.def(fwd.c_str(), {at::Tag::pt2_compliant_tag});
   m.def(bwd.c_str(), {at::Tag::pt2_compliant_tag});

@@ -43,6 +43,7 @@ StridedView view_of(const Tensor& t) {
   view.row_stride = stride_or_zero(t, -3);
   view.head_stride = stride_or_zero(t, -2);
   view.aligned = is_row_aligned(t) && get_switch(Switch::kUnaligned) != 1;
+  view.is_float = t.scalar_type() == at::kFloat;
   return view;
 }
 
@@ -97,12 +98,18 @@ DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.
 
 bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
 
+at::TensorOptions result_options(const Tensor& t, bool wide) {
+  return wide ? t.options().dtype(at::kFloat) : t.options();
+}
+
+Tensor empty_out(const Tensor& q, const Tensor& v, bool wide) {
+  c10::SmallVector<int64_t, 4> sizes(q.sizes());
+  sizes.back() = v.size(-1);
+  return at::empty(sizes, result_options(q, wide));
+}
+
 FwdResult empty_results(const Tensor& q, const Tensor& v, Tensor out) {
-  if (!out.defined()) {
-    c10::SmallVector<int64_t, 4> sizes(q.sizes());
-    sizes.back() = v.size(-1);
-    out = at::empty(sizes, q.options());
-  }
+  if (!out.defined()) out = empty_out(q, v, false);
   const auto float_options = q.options().dtype(at::kFloat);
   if (is_packed(q)) return {out, at::empty({q.size(1), q.size(0)}, float_options)};
   return {out, at::empty({q.size(0), q.size(2), q.size(1)}, float_options)};

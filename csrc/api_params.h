@@ -35,6 +35,12 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                    double softmax_scale, int64_t window_left, int64_t window_right);
 
+// Those of a result that belongs to `t`: its own, or with fp32 for a wide one.
+at::TensorOptions result_options(const Tensor& t, bool wide);
+
+// out, not filled.
+Tensor empty_out(const Tensor& q, const Tensor& v, bool wide);
+
 // out and lse, not filled; `out` where the caller has a place for it.
 FwdResult empty_results(const Tensor& q, const Tensor& v, Tensor out = {});
 

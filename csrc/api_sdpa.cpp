@@ -176,7 +176,7 @@ struct Layouts {
                           ? fwd_into(rows_first(wanted), q, k, v, cu_q, cu_k, 0, 0, scale, left,
                                      right, false, std::nullopt)
                           : call_fwd(q, k, v, cu_q, cu_k, 0, 0, scale, left, right, false,
-                                     std::nullopt);
+                                     std::nullopt, false);
     return {place(rows_first(out), wanted), std::move(lse)};
   }
 
@@ -194,7 +194,7 @@ struct Layouts {
                            k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left, right, false,
                            std::nullopt)
                 : call_bwd(d, q, k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left, right,
-                           false, std::nullopt);
+                           false, std::nullopt, false);
     return {place(rows_first(dq), wanted_q), place(rows_first(dk), wanted_k),
             place(rows_first(dv), wanted_v)};
   }
@@ -352,13 +352,13 @@ FwdModResult call_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, dou
   using O = const OptionalTensor&;
   using Signature = FwdModResult(T, T, T, O, O, SymInt, SymInt, double, SymInt, SymInt, O, O, O, O,
                                  O, O, O, O, O, O, O, double, double, SymInt, SymInt, SymInt,
-                                 SymInt, bool, bool, bool, OptionalName);
+                                 SymInt, bool, bool, bool, OptionalName, bool);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::fwd_mod", "").typed<Signature>();
   const OptionalTensor none;
   return op.call(q, k, v, none, none, 0, 0, scale, -1, right, bias, none, none, none, none, none,
                  none, none, none, none, none, 0.0, 0.0, 0, 0, 0, 0, top_left, false, false,
-                 std::nullopt);
+                 std::nullopt, false);
 }
 
 BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -369,13 +369,14 @@ BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, 
   using O = const OptionalTensor&;
   using Signature = BwdModResult(T, T, T, T, T, T, O, O, O, SymInt, SymInt, double, SymInt, SymInt,
                                  O, O, O, O, O, O, O, O, O, O, O, double, double, SymInt, SymInt,
-                                 SymInt, SymInt, bool, bool, bool, bool, bool, bool, OptionalName);
+                                 SymInt, SymInt, bool, bool, bool, bool, bool, bool, OptionalName,
+                                 bool);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::bwd_mod", "").typed<Signature>();
   const OptionalTensor none;
   return op.call(dout, q, k, v, out, lse, none, none, none, 0, 0, scale, -1, right, bias, none,
                  none, none, none, none, none, none, none, none, none, 0.0, 0.0, 0, 0, 0, 0,
-                 top_left, need_qkv, need_bias, false, false, false, std::nullopt);
+                 top_left, need_qkv, need_bias, false, false, false, std::nullopt, false);
 }
 
 bool takes_bias(const OptionalTensor& bias, const Tensor& q, const Tensor& k) {

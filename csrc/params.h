@@ -20,6 +20,8 @@ struct StridedView {
   // True when every row starts on a 16-byte boundary, so 16-byte asynchronous copies are legal.
   // Filled by is_row_aligned(); false selects the element-wise loader.
   bool aligned = false;
+  // Elements are fp32, which results may be (common/float_results.cuh); otherwise they have the problem's dtype.
+  bool is_float = false;
 };
 
 // Shape, masking and scaling shared by the forward and the backward.

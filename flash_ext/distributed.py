@@ -4,8 +4,8 @@ Both take a process group of torch.distributed (NCCL on GPUs, gloo on CPU) and t
 sequence, and are differentiable. :func:`shard_sequence` makes the shares.
 
 * :func:`ring_attention` passes keys and values around; each process computes its queries against every share
-  as it comes by, while the next one is on its way, and merges the results in float32. The sequence may be as
-  long as all processes together can hold.
+  as it comes by, while the next one is on its way, and merges the results, which the kernels leave in
+  float32: what comes out is rounded once. The sequence may be as long as all processes together can hold.
 * :func:`ulysses_attention` exchanges the sequence for the heads, attends over all of the sequence with its
   share of the heads, and changes back. Less communication, but no more processes than heads.
 
@@ -112,8 +112,10 @@ def ring_attention(
     """:func:`flash_ext.attention` over a sequence of which every process holds a share.
 
     Shares have the same length on every process. Of what a mask hides between two shares nothing is computed;
-    shares that are hidden as a whole still come by. Results of single shares are rounded to the dtype of q by
-    the kernels; they are merged, and gradients are summed, in float32 (float64 for float64).
+    shares that are hidden as a whole still come by. Results of single shares are float32 (float64 for
+    float64), are merged and summed in it, gradients of keys on their way round the ring as well, and are
+    rounded once, to the dtype of the inputs. The backward starts from that rounded out, as the one of
+    :func:`flash_ext.attention` does.
 
     Args:
         q: (b, share, h, d), this process's queries.
@@ -213,8 +215,8 @@ class _RingFunction(torch.autograd.Function):
             coming = _pass_on(held, group) if step + 1 < plan.world else None
             for rows, keys, window in plan.visits((plan.rank - step) % plan.world):
                 part = forward(
-                    q[:, rows], held[0][:, keys], held[1][:, keys], window=window, **plan.options,
-                    **_documents(ids, held, rows, keys),
+                    q[:, rows], held[0][:, keys], held[1][:, keys], window=window, out_dtype=wide,
+                    **plan.options, **_documents(ids, held, rows, keys),
                 )  # fmt: skip
                 merged = merge_attention_states(out[:, rows], lse[:, :, rows], *part)
                 out[:, rows], lse[:, :, rows] = merged
@@ -239,8 +241,8 @@ class _RingFunction(torch.autograd.Function):
             for rows, keys, window in plan.visits((plan.rank - step) % plan.world):
                 parts = backward(
                     dout[:, rows], q[:, rows], held[0][:, keys], held[1][:, keys], out[:, rows],
-                    lse[:, :, rows], dlse=dlse[:, :, rows], window=window, **plan.options,
-                    **_documents(ids, held, rows, keys),
+                    lse[:, :, rows], dlse=dlse[:, :, rows], window=window, grad_dtype=lse.dtype,
+                    **plan.options, **_documents(ids, held, rows, keys),
                 )  # fmt: skip
                 for total, at, part in zip((dq, *sums), (rows, keys, keys), parts):
                     total[:, at] += part

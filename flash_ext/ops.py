@@ -5,7 +5,7 @@ Schemas, the GPU implementation, autograd and autocast are registered by the ext
 tracing, vmap rules and FLOP formulas.
 
 In every function here ``options`` are the operator's last arguments: max_seqlen_q, max_seqlen_k,
-softmax_scale, window_left, window_right, deterministic, path.
+softmax_scale, window_left, window_right, deterministic, path, and ``wide`` if it is not left at False.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .spec import AttnSpec
-from .tiled import tiled_backward, tiled_forward
+from .tiled import accumulator_dtype, tiled_backward, tiled_forward
 
 # ---- loading the extension module ----------------------------------------------------------------------
 
@@ -75,16 +75,25 @@ is_built = not isinstance(_C, MissingExtension)
 # ---- CPU -----------------------------------------------------------------------------------------------
 
 
+NUM_OPTIONS = 7  # without ``wide``, which the dispatcher leaves out when it is False
+
+
 def _spec(options: tuple[Any, ...]) -> AttnSpec:
-    _, _, softmax_scale, window_left, window_right, _, _ = options
+    _, _, softmax_scale, window_left, window_right, *_ = options
     return AttnSpec(softmax_scale, window_left, window_right)
+
+
+def result_dtype(t: Tensor, flags: tuple[Any, ...]) -> torch.dtype:
+    """That of a result which belongs to ``t``; ``flags`` holds ``wide``, or nothing for False."""
+    return accumulator_dtype(t) if any(flags) else t.dtype
 
 
 def cpu_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
+    options, wide = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
     _C.check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-    return tiled_forward(q, k, v, _spec(options), cu_seqlens_q, cu_seqlens_k)
+    return tiled_forward(q, k, v, _spec(options), cu_seqlens_q, cu_seqlens_k, result_dtype(q, wide))
 
 
 def cpu_bwd(
@@ -99,8 +108,11 @@ def cpu_bwd(
     cu_seqlens_k: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    options, wide = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
     _C.check_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *options)
-    return tiled_backward(dout, q, k, v, out, lse, _spec(options), dlse, cu_seqlens_q, cu_seqlens_k)
+    return tiled_backward(
+        dout, q, k, v, out, lse, _spec(options), dlse, cu_seqlens_q, cu_seqlens_k, result_dtype(q, wide)
+    )
 
 
 # ---- shapes for tracing --------------------------------------------------------------------------------
@@ -108,17 +120,20 @@ def cpu_bwd(
 
 def fake_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     register_sharding_rules()
-    _C.check_fwd(q, k, v, *rest)
+    num_checked = 2 + NUM_OPTIONS
+    _C.check_fwd(q, k, v, *rest[:num_checked])
     *batch, rows, heads, _ = q.shape
-    out = q.new_empty((*batch, rows, heads, v.shape[-1]))
+    out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=result_dtype(q, rest[num_checked:]))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, q.new_empty((*batch, heads, rows), dtype=lse_dtype)
 
 
 def fake_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     register_sharding_rules()
-    _C.check_bwd(dout, q, k, v, *rest)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    num_checked = 5 + NUM_OPTIONS
+    _C.check_bwd(dout, q, k, v, *rest[:num_checked])
+    dq, dk, dv = (t.new_empty(t.shape, dtype=result_dtype(q, rest[num_checked:])) for t in (q, k, v))
+    return dq, dk, dv
 
 
 def register_sharding_rules() -> None:

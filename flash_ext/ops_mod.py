@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .modifiers import NAMES, NUM_TENSORS, Modifiers
-from .ops import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules
+from .ops import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
 from .spec import AttnSpec
 from .tiled_mod import modified_backward, modified_forward
 
 # ---- arguments -----------------------------------------------------------------------------------------
 # fwd_mod: q, k, v | cu_seqlens_q, cu_seqlens_k | max_seqlen_q, max_seqlen_k, softmax_scale, window_left,
-#          window_right | the modifiers | want_row_max | deterministic, path
+#          window_right | the modifiers | want_row_max | deterministic, path, wide
 # bwd_mod: dout, q, k, v, out, lse, dlse | the same up to the modifiers | need_* of qkv, bias, slopes, sinks |
-#          deterministic, path
+#          deterministic, path, wide
+# `wide` is missing where it is False.
 
 NUM_MODIFIERS = len(NAMES)
 FIRST_MODIFIER = 10  # places in the arguments of fwd_mod
@@ -122,34 +123,42 @@ def _check(
 
 
 def cpu_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    head, mods, (want_row_max, *flags) = _split(rest)
-    _C.check_fwd(q, k, v, *head, *flags)
+    head, mods, (want_row_max, deterministic, path, *wide) = _split(rest)
+    _C.check_fwd(q, k, v, *head, deterministic, path)
     check_modifiers(q, k, head[0], mods)
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
-    return modified_forward(q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max)
+    return modified_forward(
+        q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max, result_dtype(q, wide)
+    )
 
 
 def cpu_bwd_mod(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    head, mods, (need_qkv, need_bias, need_slopes, need_sinks, *flags) = _split(rest)
-    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, *flags)
+    head, mods, flags = _split(rest)
+    need_qkv, need_bias, need_slopes, need_sinks, deterministic, path, *wide = flags
+    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, deterministic, path)
     check_modifiers(q, k, head[0], mods)
     need_bias, need_slopes, need_sinks = _given_needs(mods, need_bias, need_slopes, need_sinks)
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
     *qkv, dbias, dslopes, dsinks = modified_backward(
         dout, q, k, v, out, lse, AttnSpec(*spec), mods, dlse, cu_seqlens_q, cu_seqlens_k, need_bias,
-        need_slopes, need_sinks,
+        need_slopes, need_sinks, result_dtype(q, wide),
     )  # fmt: skip
     grads = (*(qkv if need_qkv else (None,) * 3), dbias, dslopes, dsinks)
-    like = _gradients_are_like(q, k, v, lse, mods)
-    return tuple(t.new_empty(0) if grad is None else grad for grad, t in zip(grads, like))
+    like = _gradients_are_like(q, k, v, lse, mods, wide)
+    return tuple(
+        t.new_empty(0, dtype=dtype) if grad is None else grad for grad, (t, dtype) in zip(grads, like)
+    )
 
 
-def _gradients_are_like(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mods: Modifiers) -> tuple[Tensor, ...]:
-    """What each gradient has the dtype of; one that is not needed has shape (0,)."""
+def _gradients_are_like(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mods: Modifiers, wide: list[bool]
+) -> list[tuple[Tensor, torch.dtype]]:
+    """What each gradient belongs to, and its dtype; one that is not needed has shape (0,)."""
     bias = q if mods.bias is None else mods.bias
-    return q, k, v, bias, *(lse if t is None else t for t in (mods.slopes, mods.sinks))
+    modifiers = (bias, *(lse if t is None else t for t in (mods.slopes, mods.sinks)))
+    return [*((t, result_dtype(q, wide)) for t in (q, k, v)), *((t, t.dtype) for t in modifiers)]
 
 
 def _given_needs(mods: Modifiers, need_bias: bool, need_slopes: bool, need_sinks: bool) -> tuple[bool, ...]:
@@ -163,14 +172,14 @@ def _given_needs(mods: Modifiers, need_bias: bool, need_slopes: bool, need_sinks
 
 def fake_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     register_sharding_rules()
-    head, mods, (want_row_max, *flags) = _split(rest)
-    _C.check_fwd(q, k, v, *head, *flags)
+    head, mods, (want_row_max, deterministic, path, *wide) = _split(rest)
+    _C.check_fwd(q, k, v, *head, deterministic, path)
     check_modifiers(q, k, head[0], mods)
     *batch, rows, heads, _ = q.shape
     statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((*batch, heads, rows), dtype=statistic)
     return (
-        q.new_empty((*batch, rows, heads, v.shape[-1])),
+        q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=result_dtype(q, wide)),
         lse,
         lse.new_empty(lse.shape if want_row_max else 0),
     )
@@ -180,12 +189,15 @@ def fake_bwd_mod(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     register_sharding_rules()
-    head, mods, (need_qkv, need_bias, need_slopes, need_sinks, *flags) = _split(rest)
-    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, *flags)
+    head, mods, flags = _split(rest)
+    need_qkv, need_bias, need_slopes, need_sinks, deterministic, path, *wide = flags
+    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, deterministic, path)
     check_modifiers(q, k, head[0], mods)
     needs = (*(need_qkv,) * 3, *_given_needs(mods, need_bias, need_slopes, need_sinks))
-    like = _gradients_are_like(q, k, v, lse, mods)
-    return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip(like, needs))
+    like = _gradients_are_like(q, k, v, lse, mods, wide)
+    return tuple(
+        t.new_empty(t.shape if needed else 0, dtype=dtype) for (t, dtype), needed in zip(like, needs)
+    )
 
 
 # ---- gradients -----------------------------------------------------------------------------------------
@@ -236,6 +248,17 @@ class _Differentiable(torch.autograd.Function):
         return gradients(torch.ops.flash_ext.bwd_mod.default, ctx, dout, dlse)
 
 
+def _differentiable(*args: Any) -> Any:
+    """:class:`_Differentiable`, which has no ``wide``: a gradient of out comes in its dtype, not that of q."""
+    q, wide = args[0], args[NUM_FWD_ARGUMENTS:]
+    if result_dtype(q, wide) != q.dtype:
+        raise NotImplementedError(
+            "out_dtype: a result wider than q has no gradient; call forward under torch.no_grad(), and "
+            "backward for the gradients."
+        )
+    return _Differentiable.apply(*args[:NUM_FWD_ARGUMENTS])
+
+
 class _DifferentiableOnce(torch.autograd.Function):
     """``bwd_mod`` below autograd; its own derivative raises instead of being silently zero."""
 
@@ -257,8 +280,8 @@ def _below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
         return op(*args)
 
 
-def _autograd(op: Any, function: type[torch.autograd.Function]) -> Any:
-    """The operator at autograd.
+def _autograd(op: Any, differentiable: Callable[..., Any]) -> Any:
+    """The operator at autograd, as ``differentiable`` where a gradient may be wanted.
 
     ``torch.library.register_autograd`` would take a millisecond per call, most of it to look up defaults in a
     schema of 31 arguments that has none.
@@ -266,7 +289,7 @@ def _autograd(op: Any, function: type[torch.autograd.Function]) -> Any:
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-            return function.apply(*args)
+            return differentiable(*args)
         return _below_autograd(op, args)
 
     return call
@@ -327,8 +350,8 @@ if is_built:
     _library = torch.library.Library("flash_ext", "IMPL")
     _library.impl("fwd_mod", cpu_fwd_mod, "CPU")
     _library.impl("bwd_mod", cpu_bwd_mod, "CPU")
-    _library.impl("fwd_mod", _autograd(_ops.fwd_mod.default, _Differentiable), "Autograd")
-    _library.impl("bwd_mod", _autograd(_ops.bwd_mod.default, _DifferentiableOnce), "Autograd")
+    _library.impl("fwd_mod", _autograd(_ops.fwd_mod.default, _differentiable), "Autograd")
+    _library.impl("bwd_mod", _autograd(_ops.bwd_mod.default, _DifferentiableOnce.apply), "Autograd")
     for _device in ("CPU", "CUDA"):
         _library.impl("fwd_mod", _autocast(_ops.fwd_mod.default, _device.lower(), 3), f"Autocast{_device}")
         _library.impl("bwd_mod", _autocast(_ops.bwd_mod.default, _device.lower(), 5), f"Autocast{_device}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from .block_mask import BlockMask
@@ -47,6 +48,7 @@ def forward(
     hidden_rows: Tensor | None = None,
     hidden_keys: Tensor | None = None,
     block_mask: BlockMask | None = None,
+    out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -62,12 +64,16 @@ def forward(
             deterministic, path: as in these two.
         rng: (2,) int64, the random numbers of dropout, from :func:`flash_ext.dropout_rng`. Needed with
             ``dropout_p``; the backward pass takes the same.
+        out_dtype: torch.float32 for an out that is not rounded, to be merged with others before it is; None
+            or the dtype of q for the usual one. For float64 inputs float64. An out wider than q has no
+            gradient: call it under ``torch.no_grad()``.
 
     Returns:
         out (b, seqlen_q, h, dv) and lse (b, h, seqlen_q), or packed (total_q, h, dv) and (h, total_q).
+        Rounded to the dtype of q, an out of ``out_dtype`` float32 is the usual one bit for bit.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
+        ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``out_dtype``.
     """
     if (
         attn_mask is None
@@ -88,7 +94,7 @@ def forward(
     ):
         return run_fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
-            deterministic, path,
+            deterministic, path, out_dtype,
         )  # fmt: skip
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
     asked = {
@@ -97,7 +103,9 @@ def forward(
         "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
         "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
     }  # fmt: skip
-    out, lse, _ = run_modified_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, rng=rng)
+    out, lse, _ = run_modified_fwd(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, rng=rng, out_dtype=out_dtype
+    )
     return out, lse
 
 
@@ -132,6 +140,7 @@ def backward(
     hidden_keys: Tensor | None = None,
     block_mask: BlockMask | None = None,
     needs: tuple[Gradient, ...] = _QKV,
+    grad_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     path: str | None = None,
 ) -> tuple[Tensor, ...]:
@@ -144,7 +153,8 @@ def backward(
     Args:
         dout: gradient of out, its shape and dtype, any strides.
         q, k, v: as in the forward pass.
-        out: (b, seqlen_q, h, dv) or packed (total_q, h, dv), dtype of q.
+        out: (b, seqlen_q, h, dv) or packed (total_q, h, dv), dtype of q: one that was merged in float32 is
+            rounded first, as an out of :func:`attention` is.
         lse: (b, h, seqlen_q) or packed (h, total_q), float32 (float64 for float64 inputs). Rows with -inf
             contribute nothing.
         dlse: gradient of lse, its shape and dtype; None is zero.
@@ -152,14 +162,17 @@ def backward(
             key_padding_mask, alibi_slopes, sinks, softcap, dropout_p, rng, document_ids, prefix_lens,
             sink_tokens, chunk_size, hidden_rows, hidden_keys, block_mask, path: as in the forward pass.
         needs: which gradients, out of "q", "k", "v", "attn_mask" (a float one), "alibi_slopes" and "sinks".
+        grad_dtype: torch.float32 for dq, dk and dv that are not rounded, to be summed with others before they
+            are; None or the dtype of q for the usual ones. For float64 inputs float64.
         deterministic: as in :func:`attention`.
 
     Returns:
-        The gradients named in ``needs``, in its order; by default dq, dk, dv. Shapes and dtypes are those of
-        the arguments; contiguous.
+        The gradients named in ``needs``, in its order; by default dq, dk, dv. Shapes are those of the
+        arguments, dtypes too unless ``grad_dtype`` says otherwise; contiguous. Rounded to the dtype of q,
+        those of ``grad_dtype`` float32 are the usual ones bit for bit, dq if both calls are deterministic.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
+        ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``grad_dtype``.
     """
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
     if (
@@ -180,7 +193,9 @@ def backward(
         and needs is _QKV
         and causal.__class__ is not str
     ):
-        return run_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *options)
+        return run_bwd(
+            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *options, grad_dtype=grad_dtype
+        )
     asked = {
         "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
         "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
@@ -188,5 +203,5 @@ def backward(
         "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
     }  # fmt: skip
     return run_modified_bwd(
-        dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, options, asked, rng, needs
+        dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, options, asked, rng, needs, grad_dtype
     )

@@ -14,6 +14,7 @@ from .normalise import check_generator, checked_dropout_p, checked_rng, dropout_
 from .ops import _C
 from .ops_mod import modifier_arguments
 from .spec import default_scale
+from .tiled import accumulator_dtype
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -37,12 +38,17 @@ def run_fwd(
     window: tuple[int, int],
     deterministic: bool,
     path: str | None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd`` by the route that the situation needs; the last one is the everyday one.
 
     A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
-    everything else takes the extension's own entry, which costs less than half of torch.ops.
+    everything else takes the extension's own entry, which costs less than half of torch.ops. That has no
+    argument for a wider result, so that other calls need not pass one.
     """
+    if out_dtype is not None and _is_wide("out_dtype", out_dtype, q):
+        options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+        return _wide_fwd((q, k, v, cu_seqlens_q, cu_seqlens_k), options)
     if _is_compiling():
         options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
         result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
@@ -78,12 +84,18 @@ def run_bwd(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     *options: Any,
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``bwd``; ``options`` as in :func:`run_fwd`."""
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     grads: tuple[Tensor, Tensor, Tensor]
-    if _is_compiling() or _in_functorch():
-        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options))
+    wide = grad_dtype is not None and _is_wide("grad_dtype", grad_dtype, q)
+    if wide and not _is_compiling():
+        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        _explain_options(*options)
+    if wide or _is_compiling() or _in_functorch():
+        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options), wide)
         return grads
     try:
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, (left, right), deterministic, path = options
@@ -95,6 +107,33 @@ def run_bwd(
         _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         _explain_options(*options)
         raise
+
+
+def _wide_fwd(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """``fwd`` with out as it was accumulated: the operator itself, which refuses to be differentiated."""
+    if not _is_compiling():
+        _explain_tensors(**dict(zip("qkv", tensors)))
+        _explain_tensors(True, cu_seqlens_q=tensors[3], cu_seqlens_k=tensors[4])
+        _explain_options(*options)
+    result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
+        *tensors, *_operator_options(tensors[0], *options), True
+    )
+    return result
+
+
+def _is_wide(name: str, dtype: Any, q: Any) -> bool:
+    """Whether results of ``dtype`` are those that the operators call wide; what else is allowed is that of q.
+
+    It is true for float32 inputs and float32 as well: under autocast they become 16-bit ones.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype or None, got {type(dtype).__qualname__}.")
+    _explain_tensors(q=q)
+    wide = accumulator_dtype(q)
+    if dtype not in (wide, q.dtype):
+        allowed = f"the dtype of q, {q.dtype}" + ("" if wide == q.dtype else f", or {wide}")
+        raise ValueError(f"{name} must be None, {allowed}, got {dtype}.")
+    return dtype == wide
 
 
 # ---- calls with modifiers ------------------------------------------------------------------------------
@@ -113,6 +152,7 @@ def run_modified_fwd(
     rng: Tensor | None = None,
     draws: bool = False,
     want_row_max: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and row_max of a call that names modifiers; ``fwd`` if none of them turns out to be on.
 
@@ -122,6 +162,7 @@ def run_modified_fwd(
         generator: where dropout's random numbers come from if ``draws``.
         rng: seed and offset, if it does not draw.
         want_row_max: also return the largest final score of every row.
+        out_dtype: that of out, None for the dtype of q.
     """
     if not _is_compiling():
         _explain_tensors(q=q, k=k, v=v)
@@ -136,12 +177,14 @@ def run_modified_fwd(
         rng = _given_rng(q, rng, asked["dropout_p"])
     mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, **asked)
     if mods is None and not want_row_max:
-        return *run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
+        return *run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, out_dtype), None
     *numbers, deterministic, path = _operator_options(q, *options)
-    call = apply_modified_under_transforms if _in_functorch() else torch.ops.flash_ext.fwd_mod.default
+    wide = (True,) if out_dtype is not None and _is_wide("out_dtype", out_dtype, q) else ()
+    differentiates = _in_functorch() and not wide
+    call = apply_modified_under_transforms if differentiates else torch.ops.flash_ext.fwd_mod.default
     result: tuple[Tensor, Tensor, Tensor] = call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, *modifier_arguments(mods or Modifiers()), want_row_max,
-        deterministic, path,
+        deterministic, path, *wide,
     )  # fmt: skip
     return result
 
@@ -163,8 +206,9 @@ def run_modified_bwd(
     asked: dict[str, Any],
     rng: Tensor | None,
     needs: tuple[str, ...],
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients named in ``needs``, in its order."""
+    """The gradients named in ``needs``, in its order; those of q, k and v in ``grad_dtype``."""
     if not _is_compiling():
         _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -174,12 +218,13 @@ def run_modified_bwd(
     mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, keep_repeats=True, **asked)
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     if mods is None:
-        named = dict(zip(GRADIENTS, run_bwd(*tensors, *options)))
+        named = dict(zip(GRADIENTS, run_bwd(*tensors, *options, grad_dtype=grad_dtype)))
         return tuple(named[name] for name in needs)
     *numbers, deterministic, path = _operator_options(q, *options)
     wanted = [bool({"q", "k", "v"} & {*needs}), *(name in needs for name in GRADIENTS[3:])]
     call = ModifiedGradientFunction.apply if _in_functorch() else torch.ops.flash_ext.bwd_mod.default
-    grads = call(*tensors, *numbers, *modifier_arguments(mods), *wanted, deterministic, path)
+    wide = grad_dtype is not None and _is_wide("grad_dtype", grad_dtype, q)
+    grads = call(*tensors, *numbers, *modifier_arguments(mods), *wanted, deterministic, path, wide)
     named = dict(zip(GRADIENTS, grads))
     for name in {*GRADIENTS[3:]} & {*needs}:
         named[name] = named[name].reshape(asked[name].shape).to(asked[name].dtype)

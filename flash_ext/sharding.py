@@ -25,7 +25,6 @@ from .modifiers import NAMES, Modifiers
 # For one mesh dimension: placements of the results, then of the arguments (None for what is no tensor).
 Strategy = tuple[list[Any], list[Any]]
 
-NUM_OPTIONS = 7  # of the plain operators' arguments, the last ones that are no tensors
 # Of the operators with modifiers: lengths, scale and window; then the fields of Modifiers.
 NUM_NUMBERS, NUM_MODIFIERS = 5, len(NAMES)
 BIAS, SLOPES, SINKS = map(NAMES.index, ("bias", "slopes", "sinks"))  # places among the modifiers
@@ -45,7 +44,7 @@ def fwd_strategies(
 ) -> list[Strategy]:
     cu = Replicate() if cu_seqlens_q is not None else None
     return [
-        ([full, statistic], [full, full, full, cu, cu, *[None] * NUM_OPTIONS])
+        ([full, statistic], [full, full, full, cu, cu, *[None] * len(options)])
         for full, statistic in _placements(k, cu_seqlens_q is not None)
     ]
 
@@ -72,7 +71,7 @@ def bwd_strategies(
                 statistic if dlse is not None else None,
                 cu,
                 cu,
-                *[None] * NUM_OPTIONS,
+                *[None] * len(options),
             ],
         )
         for full, statistic in _placements(k, cu_seqlens_q is not None)
@@ -109,7 +108,7 @@ def bwd_mod_strategies(
     *rest: Any,
 ) -> list[Strategy]:
     mods, flags = _modifiers(rest)
-    need_qkv, *needs, _, _ = flags
+    need_qkv, *needs = flags[:4]
     packed = cu_q is not None
     cu = Replicate() if packed else None
     strategies = []

@@ -30,6 +30,7 @@ def tiled_forward(
     spec: AttnSpec,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention forward; shapes and meaning as :func:`flash_ext.reference.attention_reference`.
 
@@ -37,19 +38,21 @@ def tiled_forward(
         q, k, v: float16, bfloat16, float32 or float64, all of one dtype; any strides.
         spec: scale and window.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) integer prefix sums; both given means packed input.
+        out_dtype: what out is rounded to, None for the dtype of q.
 
     Returns:
-        out: dtype of q, contiguous; 0 in rows that see no key or lie outside every sequence.
+        out: contiguous; 0 in rows that see no key or lie outside every sequence.
         lse: float32 (float64 for float64 inputs), contiguous; -inf in such rows.
     """
-    acc_dtype = accumulator_dtype(q)
+    acc_dtype, out_dtype = accumulator_dtype(q), out_dtype or q.dtype
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        return _forward_dense(q, k, v, spec, acc_dtype)
+        return _forward_dense(q, k, v, spec, acc_dtype, out_dtype)
 
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    out = q.new_zeros(*q.shape[:2], v.shape[2], dtype=out_dtype)
     lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=acc_dtype)
     for rows_q, rows_k in packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k):
-        out_b, lse_b = _forward_dense(q[None, rows_q], k[None, rows_k], v[None, rows_k], spec, acc_dtype)
+        q_b, k_b, v_b = q[None, rows_q], k[None, rows_k], v[None, rows_k]
+        out_b, lse_b = _forward_dense(q_b, k_b, v_b, spec, acc_dtype, out_dtype)
         out[rows_q], lse[:, rows_q] = out_b[0], lse_b[0]
     return out, lse
 
@@ -66,6 +69,7 @@ def tiled_backward(
     dlse: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from the output and lse that are given, whoever computed them.
 
@@ -76,19 +80,21 @@ def tiled_backward(
         spec: scale and window of the forward pass.
         dlse: gradient of lse, same shape, or None for zero.
         cu_seqlens_q, cu_seqlens_k: as in the forward pass.
+        grad_dtype: what the gradients are rounded to, None for the dtype of q.
 
     Returns:
-        dq, dk, dv: shapes and dtypes of q, k and v, contiguous. Rows with lse -inf give and get exactly 0.
+        dq, dk, dv: shapes of q, k and v, contiguous. Rows with lse -inf give and get exactly 0.
     """
-    acc_dtype = accumulator_dtype(q)
+    acc_dtype, grad_dtype = accumulator_dtype(q), grad_dtype or q.dtype
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        return _backward_dense(dout, q, k, v, out, lse, dlse, spec, acc_dtype)
+        return _backward_dense(dout, q, k, v, out, lse, dlse, spec, acc_dtype, grad_dtype)
 
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=grad_dtype) for x in (q, k, v))
     for rows_q, rows_k in packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k):
         grads_b = _backward_dense(
             dout[None, rows_q], q[None, rows_q], k[None, rows_k], v[None, rows_k], out[None, rows_q],
             lse[None, :, rows_q], None if dlse is None else dlse[None, :, rows_q], spec, acc_dtype,
+            grad_dtype,
         )  # fmt: skip
         for grad, rows, grad_b in zip((dq, dk, dv), (rows_q, rows_k, rows_k), grads_b, strict=True):
             grad[rows] = grad_b[0]
@@ -152,11 +158,11 @@ def _query_blocks(seqlen_q: int, seqlen_k: int, group: int, spec: AttnSpec) -> l
 
 
 def _forward_dense(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, acc_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, acc_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Forward of (batch, seqlen, heads, features) tensors."""
     (batch, seqlen_q, num_heads, _), (_, seqlen_k, num_heads_k, head_dim_v) = q.shape, v.shape
-    out = q.new_empty(batch, seqlen_q, num_heads, head_dim_v)
+    out = q.new_empty(batch, seqlen_q, num_heads, head_dim_v, dtype=out_dtype)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=acc_dtype)
     q = _fold(q, num_heads_k, acc_dtype)
     k, v = (_fold(x, num_heads_k, acc_dtype).squeeze(2).contiguous() for x in (k, v))
@@ -191,11 +197,10 @@ def _forward_dense(
 
 def _backward_dense(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    spec: AttnSpec, acc_dtype: torch.dtype,
+    spec: AttnSpec, acc_dtype: torch.dtype, grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of (batch, seqlen, heads, features) tensors; lse and dlse are (batch, heads, seqlen_q)."""
     (_, seqlen_q, _, _), (_, seqlen_k, num_heads_k, _) = q.shape, v.shape
-    in_dtype = q.dtype
     q, dout, out = (_fold(x, num_heads_k, acc_dtype) for x in (q, dout, out))
     k, v = (_fold(x, num_heads_k, acc_dtype).squeeze(2).contiguous() for x in (k, v))
     group = q.shape[2]
@@ -227,4 +232,5 @@ def _backward_dense(
             dk[:, :, start:end] += dscores.mT @ q_block
             dq_block += dscores @ k_block
         dq[:, :, :, block.rows] = torch.unflatten(dq_block, 2, (group, -1))
-    return _unfold(dq, in_dtype), _unfold(dk.unsqueeze(2), in_dtype), _unfold(dv.unsqueeze(2), in_dtype)
+    dk, dv = dk.unsqueeze(2), dv.unsqueeze(2)
+    return _unfold(dq, grad_dtype), _unfold(dk, grad_dtype), _unfold(dv, grad_dtype)

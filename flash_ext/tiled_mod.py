@@ -35,6 +35,7 @@ def modified_forward(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     want_row_max: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention forward; shapes and meaning as :func:`flash_ext.reference.attention_reference`.
 
@@ -44,15 +45,16 @@ def modified_forward(
         mods: everything beyond them.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) integer prefix sums; both given means packed input.
         want_row_max: whether to return the largest score of each row.
+        out_dtype: what out is rounded to, None for the dtype of q.
 
     Returns:
-        out: dtype of q, contiguous; 0 in rows that see no key or lie outside every sequence.
+        out: contiguous; 0 in rows that see no key or lie outside every sequence.
         lse: float32 (float64 for float64 inputs), contiguous; -inf in rows without key and sink.
         row_max: shape and dtype of lse; largest final score of a key that the row sees, -inf if there is
             none. Shape (0,) if it is not wanted.
     """
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=out_dtype or q.dtype)
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = q.new_full(lse_shape, -INF, dtype=accumulator_dtype(q))
     row_max = torch.full_like(lse, -INF) if want_row_max else lse.new_empty(0)
@@ -81,6 +83,7 @@ def modified_backward(
     need_bias: bool = False,
     need_slopes: bool = False,
     need_sinks: bool = False,
+    grad_dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Gradients from the output and lse that are given, whoever computed them.
 
@@ -92,9 +95,10 @@ def modified_backward(
         dlse: gradient of lse, same shape, or None for zero.
         cu_seqlens_q, cu_seqlens_k: as in the forward pass.
         need_bias, need_slopes, need_sinks: which gradients of modifiers to compute.
+        grad_dtype: what dq, dk and dv are rounded to, None for the dtype of q.
 
     Returns:
-        dq, dk, dv: shapes and dtypes of q, k and v, contiguous. Rows with lse -inf give and get exactly 0.
+        dq, dk, dv: shapes of q, k and v, contiguous. Rows with lse -inf give and get exactly 0.
         dbias: shape and dtype of the bias, contiguous; None if not needed or without a bias.
         dslopes, dsinks: shapes of slopes and sinks, float32 (float64 for float64 inputs); None likewise.
     """
@@ -105,7 +109,7 @@ def modified_backward(
         torch.zeros(x.shape, dtype=torch.float64) if need and x is not None else None
         for need, x in ((need_slopes, mods.slopes), (need_sinks, mods.sinks))
     )
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=grad_dtype or q.dtype) for x in (q, k, v))
     for seq in _sequences(q, k, cu_seqlens_q, cu_seqlens_k):
         own = _ModifierGradients(
             None if dbias is None else dbias[min(seq.index, dbias.shape[0] - 1)],

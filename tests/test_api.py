@@ -35,23 +35,24 @@ MODIFIERS = (
     "float softcap, float dropout_p, SymInt block_rows, SymInt block_cols, SymInt sink_tokens, SymInt chunk, "
     "bool top_left"
 )
+WIDE = "bool wide=False"  # added later, hence the default
 OPERATOR_SCHEMAS = {
     "fwd": "flash_ext::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
-    "SymInt window_right, bool deterministic, str? path) -> (Tensor out, Tensor lse)",
+    f"SymInt window_right, bool deterministic, str? path, {WIDE}) -> (Tensor out, Tensor lse)",
     "bwd": "flash_ext::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float softmax_scale, SymInt window_left, SymInt window_right, bool deterministic, str? path) "
+    f"float softmax_scale, SymInt window_left, SymInt window_right, bool deterministic, str? path, {WIDE}) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
     "fwd_mod": "flash_ext::fwd_mod(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
-    f"SymInt window_right, {MODIFIERS}, bool want_row_max, bool deterministic, str? path) "
+    f"SymInt window_right, {MODIFIERS}, bool want_row_max, bool deterministic, str? path, {WIDE}) "
     "-> (Tensor out, Tensor lse, Tensor row_max)",
     "bwd_mod": "flash_ext::bwd_mod(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? dlse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     f"float softmax_scale, SymInt window_left, SymInt window_right, {MODIFIERS}, bool need_qkv, "
-    "bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path) -> (Tensor dq, "
-    "Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
+    f"bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path, {WIDE}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
 MASKS = "attn_mask=None, key_padding_mask=None, alibi_slopes=None, sinks=None, softcap=0.0, dropout_p=0.0"
@@ -72,10 +73,11 @@ PUBLIC_PARAMETERS = {
     "merge_attention_states": "out_a, lse_a, out_b, lse_b",
     "forward": "q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
     f"causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, rng=None, {STRUCTURE}, "
-    "deterministic=False, path=None",
+    "out_dtype=None, deterministic=False, path=None",
     "backward": "dout, q, k, v, out, lse, *, dlse=None, cu_seqlens_q=None, cu_seqlens_k=None, "
     f"max_seqlen_q=None, max_seqlen_k=None, causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, "
-    f"rng=None, {STRUCTURE}, needs=('q', 'k', 'v'), deterministic=False, path=None",
+    f"rng=None, {STRUCTURE}, needs=('q', 'k', 'v'), grad_dtype=None, deterministic=False, "
+    "path=None",
     "dropout_rng": "device, generator=None",
 }
 
@@ -109,10 +111,11 @@ def arguments_of_entry(name: str) -> list[str]:
 
 
 def test_entries_of_the_extension_take_the_arguments_of_the_operators() -> None:
-    """causal is resolved into the window on the way; otherwise the order is the schema's."""
+    """causal is resolved into the window on the way, wide left out; otherwise the order is the schema's."""
     for name in ("fwd", "bwd"):
         schema = [argument.name for argument in getattr(torch.ops.flash_ext, name).default._schema.arguments]
-        assert [argument for argument in arguments_of_entry(name) if argument != "causal"] == schema
+        assert [argument for argument in arguments_of_entry(name) if argument != "causal"] == schema[:-1]
+        assert schema[-1] == "wide"
 
 
 def test_types_of_the_extension_are_declared() -> None:

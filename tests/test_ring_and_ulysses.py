@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import random
+import re
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, distributed
 
 import flash_ext
+from flash_ext import distributed as ring
 from flash_ext.distributed import (
     gather_sequence,
     ring_attention,
@@ -192,13 +194,72 @@ def check_all(world: World) -> None:
 
 
 def check_rounding(world: World) -> None:
-    """bfloat16: merging in float32 adds little to the error that one process has."""
-    whole = [t.bfloat16() for t in (world.draw(1, 16 * world.size, 2, 16) for _ in range(3))]
-    truth, _ = _truth([t.double() for t in whole], None, {"causal": True})
-    single = flash_ext.attention(*whole, causal=True)
-    got = ring_attention(*(shard_sequence(t, world.group) for t in whole), world.group, causal=True)
-    errors = [(t.double() - truth).norm() for t in (gather_sequence(got, world.group), single)]
-    assert got.dtype == torch.bfloat16 and errors[0] < 1.5 * errors[1], errors
+    """bfloat16: every result is rounded once, whatever the number of hops.
+
+    On a CPU all but the last step is exact to float32, so nearly every element is the one nearest to the
+    truth; with a rounding for each of four hops a third of them is not. On a GPU the kernels round weights as
+    well, as those of one process do.
+    """
+    kinds = [(False, {"causal": True}), (False, {}), (True, {"causal": True, "softcap": 4.0})]
+    for documents, options in kinds:
+        whole = [t.bfloat16() for t in (world.draw(1, 64 * world.size, h, 16) for h in (4, 2, 2, 4))]
+        ids = torch.arange(64 * world.size, device=world.device).div(48).int()[None] if documents else None
+        mine = [shard_sequence(t, world.group).requires_grad_() for t in whole]
+        shares = {} if ids is None else {"document_ids": shard_sequence(ids, world.group)}
+        out = ring_attention(*mine[:3], world.group, **options, **shares)
+        grads = torch.autograd.grad(out, mine[:3], mine[3].detach())
+        got = [gather_sequence(t.detach(), world.group) for t in (out, *grads)]
+
+        on_cpu = [t.double().cpu() for t in whole]
+        call = {**options, "document_ids": None if ids is None else ids.cpu()}
+        expected, lse = flash_ext.forward(*on_cpu[:3], **call)
+        # The backward starts from the rounded out, in one process as in several.
+        of_out = flash_ext.backward(on_cpu[3], *on_cpu[:3], got[0].double().cpu(), lse, **call)
+        for name, result, truth in zip(("out", "dq", "dk", "dv"), got, (expected, *of_out)):
+            assert result.dtype == torch.bfloat16
+            nearest = truth.bfloat16()
+            if world.device == "cpu":
+                others = (result != nearest).double().mean()
+                assert others < 0.01, f"{name}: {others:.2%} are not the nearest number"
+        if world.device != "cpu":
+            call["document_ids"] = ids
+            single, lse = flash_ext.forward(*whole[:3], **call)
+            alone = [single, *flash_ext.backward(whole[3], *whole[:3], single, lse, **call)]
+            for name, result, own, truth in zip(("out", "dq", "dk", "dv"), got, alone, (expected, *of_out)):
+                errors = [(t.double().cpu() - truth).norm() for t in (result, own)]
+                assert errors[0] < 1.15 * errors[1], (name, errors)
+
+
+def check_overlap(world: World) -> None:
+    """What a process sends next is on its way before it computes, and is waited for afterwards.
+
+    S: something is sent; C: a share is computed; W: something is waited for.
+    """
+    events: list[str] = []
+
+    def noted(letter: str, function: Callable) -> Callable:
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(letter)
+            return function(*args, **options)
+
+        return call
+
+    patches = pytest.MonkeyPatch()
+    for owner, name, letter in (
+        (ring, "_pass_on", "S"), (ring, "forward", "C"), (ring, "backward", "C"), (ring._Coming, "wait", "W")
+    ):  # fmt: skip
+        patches.setattr(owner, name, noted(letter, getattr(owner, name)))
+    try:
+        mine = [world.share(world.draw(1, 8 * world.size, 2, 8), True) for _ in range(3)]
+        out = ring_attention(*mine, world.group)
+        between = len(events)
+        out.sum().backward()
+    finally:
+        patches.undo()
+    forwards, backwards = "".join(events[:between]), "".join(events[between:])
+    assert re.fullmatch(f"(SC+W){{{world.size - 1}}}C+", forwards), forwards
+    # Gradients of a share come a step after its keys, while those of the next share are computed.
+    assert re.fullmatch(f"SC+SW(SC+WSW){{{world.size - 2}}}C+WSW", backwards), backwards
 
 
 def check_torchs_engine(world: World) -> None:
@@ -261,6 +322,7 @@ def run(rank: int, size: int, port: int, backend: str) -> None:
             world = World(group, device)
             check_all(world)
             check_rounding(world)
+            check_overlap(world)
             if device == "cpu" and HAS_ENGINE:
                 check_torchs_engine(world)
 

@@ -2,9 +2,10 @@
 //
 // preprocess: row_stats = (lse * log2 e, rowsum(dout * out) - dlse) for every query row, and dq_accum = 0.
 //   A row that sees nothing (lse = -inf) gets +inf, so that its weights come out as 2^(s - inf) = 0.
-// postprocess: dq = softmax_scale * dq_accum, rounded to the output type.
+// postprocess: dq = softmax_scale * dq_accum, rounded to the output type unless that is fp32.
 #pragma once
 
+#include "../common/float_results.cuh"
 #include "../common/seqlen.cuh"
 #include "../ptx/sm80.cuh"
 
@@ -107,6 +108,11 @@ __global__ void __launch_bounds__(kPassThreads) bwd_postprocess_kernel(const __g
   const float4* at = reinterpret_cast<const float4*>(p.dq_accum + r.stat * D + chunk * 8);
   const float4 lo = at[0], hi = at[1];
   const float s = p.problem.softmax_scale;
+  if (p.dq.is_float) {
+    const float x[8] = {lo.x * s, lo.y * s, lo.z * s, lo.w * s, hi.x * s, hi.y * s, hi.z * s, hi.w * s};
+    store_floats(float_row_pointer(p.dq, r.b, r.row, r.h) + chunk * 8, x, valid, p.dq.aligned);
+    return;
+  }
   const uint32_t w[4] = {ptx::pack2<E>(lo.x * s, lo.y * s), ptx::pack2<E>(lo.z * s, lo.w * s),
                          ptx::pack2<E>(hi.x * s, hi.y * s), ptx::pack2<E>(hi.z * s, hi.w * s)};
   uint16_t* dst = row_pointer(p.dq, r.b, r.row, r.h) + chunk * 8;

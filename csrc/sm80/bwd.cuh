@@ -29,6 +29,7 @@
 // Named barriers of pairs: 1 + key_warp * kParts + part, "this part of P is written", 64 threads.
 #pragma once
 
+#include "../common/float_results.cuh"
 #include "bwd_steps.cuh"
 #include "compiled_here.cuh"
 
@@ -209,12 +210,21 @@ __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][
   } while (scanned < work.iterations);
 }
 
-// Rounds this warp's dK or dV into its rows of a tile whose input is no longer needed, and stores them.
+// Rounds this warp's dK or dV into its rows of a tile whose input is no longer needed, and stores them; in fp32 from
+// registers.
 template <typename T>
 __device__ __forceinline__ void write_gradient(float (&acc)[T::kKeyBlocks][T::kHeadDim / 8][4],
                                                const StridedView& grad, int cols, float scale, uint32_t tile,
                                                const Work& w, int key0, int lane) {
   constexpr int D = T::kHeadDim;
+  if (grad.is_float) {
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      store_float_rows<D / 8, false>(grad, w.b, w.k, w.h, w.block * T::kBlockN + key0 + kb * 16 + lane / 4, cols, lane,
+                                     [&](int j, int i) { return acc[kb][j][i] * scale; });
+    }
+    return;
+  }
   const uint32_t at = T::Tile::by_rows(tile, lane) + key0 * T::Tile::kRowBytes;
 #pragma unroll
   for (int kb = 0; kb < T::kKeyBlocks; ++kb) {

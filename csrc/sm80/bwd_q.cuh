@@ -17,6 +17,7 @@
 #include "../common/bias_stage.cuh"
 #include "../common/dropout.cuh"
 #include "../common/debug_delay.cuh"
+#include "../common/float_results.cuh"
 #include "../common/fragments.cuh"
 #include "../common/seqlen.cuh"
 #include "../common/visits.cuh"
@@ -232,6 +233,11 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
         }
       });
     }
+  }
+  if (p.dq.is_float) {
+    store_float_rows<D / 8, false>(p.dq, w.b, w.q, w.h, first_row + warp_row + lane / 4, p.problem.head_dim, lane,
+                                   [&](int j, int i) { return acc_dq[0][j][i] * p.problem.softmax_scale; });
+    return;
   }
   // Each warp reuses its own rows of Q for the result.
 #pragma unroll

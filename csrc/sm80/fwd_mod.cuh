@@ -13,6 +13,7 @@
 
 #include "../common/bias_stage.cuh"
 #include "../common/debug_delay.cuh"
+#include "../common/float_results.cuh"
 #include "../common/dropout.cuh"
 #include "../common/fragments.cuh"
 #include "../common/softmax.cuh"
@@ -294,9 +295,15 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     for (int db = 0; db < D / 16; ++db) {
       scale_block(acc_o[mb][2 * db], inverse[0], inverse[1]);
       scale_block(acc_o[mb][2 * db + 1], inverse[0], inverse[1]);
+      if (p.out.is_float) continue;
       put_block<E>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
     }
+    if (p.out.is_float) {
+      store_float_rows<D / 8, false>(p.out, w.b, w.q, w.h, first_row + warp_row + mb * 16 + lane / 4,
+                                     p.problem.head_dim_v, lane, [&](int j, int i) { return acc_o[mb][j][i]; });
+    }
   }
+  if (p.out.is_float) return;
   __syncwarp();
   const TileDestination out{row_pointer(p.out, w.b, w.q.start + first_row, w.h), p.out.row_stride, p.problem.head_dim_v,
                             p.out.aligned};

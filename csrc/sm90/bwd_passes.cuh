@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kPassThreads)
   for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// dq = softmax_scale * dq_accum, rounded to the output type. A warp takes the 16 rows that it has as a consumer.
+// dq = softmax_scale * dq_accum, in the type of dq. A warp takes the 16 rows that it has as a consumer.
 template <typename E, int D>
 __global__ void __launch_bounds__(128)
     bwd_finish_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {

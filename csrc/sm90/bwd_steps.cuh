@@ -131,6 +131,11 @@ __device__ __forceinline__ void add_dq(float* to, const float (&dq)[kCount], uin
 template <typename E, int kCount>
 __device__ __forceinline__ void store_rows(const StridedView& view, int b, const Span& span, int h,
                                            const float (&x)[kCount], float scale, int columns, int row, int lane) {
+  if (view.is_float) {
+    store_float_rows<kCount / 4, true>(view, b, span, h, row, columns, lane,
+                                       [&](int j, int i) { return x[4 * j + i] * scale; });
+    return;
+  }
   const int q = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -1,6 +1,7 @@
 // The producers of the sm90 forward: two warps, because one would spill in its 24 registers a thread.
 #pragma once
 
+#include "../common/float_results.cuh"
 #include "fwd_parts.cuh"
 
 namespace flash_ext::sm90 {
@@ -11,11 +12,9 @@ __device__ __forceinline__ void store_empty(const FwdArgs& a, const Work& w, int
   const int first_row = w.block * T::kBlockM, rows = min(T::kBlockM, w.q.length - first_row);
   float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h) + first_row;
 #pragma unroll 1
-  for (int row = 0; row < rows; ++row) {
-    if (lane == 0) lse[row] = -INFINITY;
-    uint16_t* out = row_pointer(a.p.out, w.b, w.q.start + first_row + row, w.h);
-    if (8 * lane < a.p.problem.head_dim_v) *reinterpret_cast<uint4*>(out + 8 * lane) = make_uint4(0, 0, 0, 0);
-  }
+  for (int row = lane; row < rows; row += 32) lse[row] = -INFINITY;
+  // In a loop of its own: there are no registers for one loop over both.
+  zero_rows(a.p.out, w.b, w.q.start + first_row, w.h, rows, a.p.problem.head_dim_v, lane);
 }
 
 template <int kChunks, int kRows>

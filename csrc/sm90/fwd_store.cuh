@@ -1,6 +1,7 @@
 // How output leaves the sm90 forward: row sums, lse, and a warp's 16 rows from its accumulators to global memory.
 #pragma once
 
+#include "../common/float_results.cuh"
 #include "fwd_parts.cuh"
 #include "weights.cuh"
 
@@ -42,10 +43,19 @@ __device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, con
   }
 }
 
+// Stores a warp's 16 rows in fp32.
+template <typename T>
+__device__ __forceinline__ void store_float_output(const FwdArgs& a, const Work& w, const float (&o)[T::kHeadDimV / 2],
+                                             const float (&inverse)[2], int row, int lane) {
+  store_float_rows<T::kHeadDimV / 8, true>(a.p.out, w.b, w.q, w.h, row, a.p.problem.head_dim_v, lane,
+                                           [&](int j, int i) { return o[4 * j + i] * inverse[i / 2]; });
+}
+
 // Stores a warp's 16 rows straight from registers.
 template <typename T>
 __device__ __forceinline__ void store_direct(const FwdArgs& a, const Work& w, const float (&o)[T::kHeadDimV / 2],
                                              const float (&inverse)[2], int row, int lane) {
+  if (a.p.out.is_float) return store_float_output<T>(a, w, o, inverse, row, lane);
   const int q = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -67,11 +77,15 @@ __device__ __forceinline__ void store_direct(const FwdArgs& a, const Work& w, co
   }
 }
 
-// Stores a warp's 16 rows by TMA from the warp's own part of shared memory.
+// Stores a warp's 16 rows by TMA from the warp's own part of shared memory; fp32 rows, for which it has no room, from
+// registers.
 template <typename T>
 __device__ __forceinline__ void store_staged(const FwdArgs& a, const FwdMaps& maps, const Work& w,
                                              const float (&o)[T::kHeadDimV / 2], const float (&inverse)[2],
                                              uint32_t stage, int warp_row, int lane) {
+  if (a.p.out.is_float) {
+    return store_float_output<T>(a, w, o, inverse, w.block * T::kBlockM + warp_row + lane / 4, lane);
+  }
   const RowCoordinates at = row_coordinates(a.p.problem, w.q, w.b, w.block * T::kBlockM + warp_row);
 #pragma unroll
   for (int c = 0; c < T::kChunksV; ++c) {

@@ -25,14 +25,10 @@ FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
                   int64_t window_left, int64_t window_right, bool deterministic,
                   OptionalName path_name, bool wide) {
-  Tensor out;
-  if (wide) {
-    check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-              window_left, window_right, deterministic, path_name);
-    out = empty_out(q, v, wide);
-  }
-  return fwd_into(out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                  softmax_scale, window_left, window_right, deterministic, path_name);
+  check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+            window_left, window_right, deterministic, path_name);
+  return fwd_into(empty_out(q, v, wide), q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale,
+                  window_left, window_right, path_name);
 }
 
 BwdResult bwd_gpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -41,26 +37,19 @@ BwdResult bwd_gpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Te
                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
                   int64_t window_left, int64_t window_right, bool deterministic,
                   OptionalName path_name, bool wide) {
-  BwdResult given;
-  if (wide) {
-    check_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-              max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
-    const auto place = [](const Tensor& t) { return at::empty(t.sizes(), result_options(t, true)); };
-    given = {place(q), place(k), place(v)};
-  }
-  return bwd_into(given, dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                  max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
+  check_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            softmax_scale, window_left, window_right, deterministic, path_name);
+  const auto place = [&](const Tensor& t) { return at::empty(t.sizes(), result_options(t, wide)); };
+  return bwd_into({place(q), place(k), place(v)}, dout, q, k, v, out, lse, dlse, cu_seqlens_q,
+                  cu_seqlens_k, softmax_scale, window_left, window_right, deterministic, path_name);
 }
 
 }  // namespace
 
-FwdResult fwd_into(const Tensor& given_out, const Tensor& q, const Tensor& k, const Tensor& v,
+FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
-                   int64_t window_left, int64_t window_right, bool deterministic,
+                   double softmax_scale, int64_t window_left, int64_t window_right,
                    OptionalName path_name) {
-  check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-            window_left, window_right, deterministic, path_name);
   const ProfilerRange range("fwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
   const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale,
@@ -68,7 +57,7 @@ FwdResult fwd_into(const Tensor& given_out, const Tensor& q, const Tensor& k, co
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
-  const auto [out, lse] = empty_results(q, v, given_out);
+  const Tensor lse = empty_lse(q);
   if (out.numel() == 0) return {out, lse};
   if (problem.batch == 0 || problem.total_k == 0) {
     out.zero_();
@@ -100,14 +89,11 @@ FwdResult fwd_into(const Tensor& given_out, const Tensor& q, const Tensor& k, co
   return {out, lse};
 }
 
-BwdResult bwd_into(const BwdResult& given, const Tensor& dout_any, const Tensor& q,
+BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Tensor& q,
                    const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse_any,
                    const OptionalTensor& dlse_any, const OptionalTensor& cu_seqlens_q,
-                   const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
-                   double softmax_scale, int64_t window_left, int64_t window_right,
-                   bool deterministic, OptionalName path_name) {
-  check_bwd(dout_any, q, k, v, out, lse_any, dlse_any, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, softmax_scale, window_left, window_right, deterministic, path_name);
+                   const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
+                   int64_t window_right, bool deterministic, OptionalName path_name) {
   const ProfilerRange range("bwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
   Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left,
@@ -115,15 +101,10 @@ BwdResult bwd_into(const BwdResult& given, const Tensor& dout_any, const Tensor&
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
 
-  const auto gradient = [](const Tensor& given_place, const Tensor& x) {
-    return given_place.defined() ? given_place : at::empty(x.sizes(), x.options());
-  };
-  const Tensor dq = gradient(std::get<0>(given), q);
-  const Tensor dk = gradient(std::get<1>(given), k);
-  const Tensor dv = gradient(std::get<2>(given), v);
+  const auto& [dq, dk, dv] = gradients;
   if (out.numel() == 0 || problem.batch == 0 || problem.total_k == 0) {
     for (const Tensor& t : {dq, dk, dv}) t.zero_();
-    return {dq, dk, dv};
+    return gradients;
   }
 
   // The one copy the package makes: gradients such as that of out.sum() have stride 0 everywhere.
@@ -167,7 +148,7 @@ BwdResult bwd_into(const BwdResult& given, const Tensor& dout_any, const Tensor&
     const std::string error = path.run_bwd(params, info);
     TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
   }
-  return {dq, dk, dv};
+  return gradients;
 }
 
 // ---- dispatcher ---------------------------------------------------------------------------------

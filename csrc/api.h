@@ -37,19 +37,17 @@ using BwdSignature = BwdResult(const Tensor& dout, const Tensor& q, const Tensor
 FwdSignature call_fwd;
 BwdSignature call_bwd;
 
-// The implementations for GPUs, below the dispatcher, with results in places that the caller has: dense tensors of the
-// results' shapes with a unit last stride, or undefined ones (api.cpp).
+// The implementations for GPUs, below the dispatcher and behind the checks: results go into `out` and
+// `gradients`, which have the results' shapes and a unit last stride (api.cpp).
 FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
-                   int64_t window_left, int64_t window_right, bool deterministic,
-                   OptionalName path);
-BwdResult bwd_into(const BwdResult& given, const Tensor& dout, const Tensor& q, const Tensor& k,
-                   const Tensor& v, const Tensor& out, const Tensor& lse,
-                   const OptionalTensor& dlse, const OptionalTensor& cu_seqlens_q,
-                   const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
                    double softmax_scale, int64_t window_left, int64_t window_right,
-                   bool deterministic, OptionalName path);
+                   OptionalName path);
+BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout, const Tensor& q,
+                   const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                   const OptionalTensor& dlse, const OptionalTensor& cu_seqlens_q,
+                   const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
+                   int64_t window_right, bool deterministic, OptionalName path);
 
 // The rules that every implementation shares: CUDA, CPU and fake tensors call these same functions
 // with the operator's arguments, so their messages agree. They read metadata only and raise

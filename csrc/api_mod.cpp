@@ -221,7 +221,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
-  auto [out, lse] = empty_results(q, v, empty_out(q, v, wide));
+  const Tensor out = empty_out(q, v, wide), lse = empty_lse(q);
   const Tensor row_max = at::empty(want_row_max ? lse.sizes() : at::IntArrayRef({0}), lse.options());
   if (out.numel() == 0) return {out, lse, row_max};
   if (problem.batch == 0 || problem.total_k == 0) {

@@ -108,11 +108,10 @@ Tensor empty_out(const Tensor& q, const Tensor& v, bool wide) {
   return at::empty(sizes, result_options(q, wide));
 }
 
-FwdResult empty_results(const Tensor& q, const Tensor& v, Tensor out) {
-  if (!out.defined()) out = empty_out(q, v, false);
+Tensor empty_lse(const Tensor& q) {
   const auto float_options = q.options().dtype(at::kFloat);
-  if (is_packed(q)) return {out, at::empty({q.size(1), q.size(0)}, float_options)};
-  return {out, at::empty({q.size(0), q.size(2), q.size(1)}, float_options)};
+  if (is_packed(q)) return at::empty({q.size(1), q.size(0)}, float_options);
+  return at::empty({q.size(0), q.size(2), q.size(1)}, float_options);
 }
 
 }  // namespace flash_ext

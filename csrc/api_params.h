@@ -38,11 +38,9 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
 // Those of a result that belongs to `t`: its own, or with fp32 for a wide one.
 at::TensorOptions result_options(const Tensor& t, bool wide);
 
-// out, not filled.
+// out and lse, not filled.
 Tensor empty_out(const Tensor& q, const Tensor& v, bool wide);
-
-// out and lse, not filled; `out` where the caller has a place for it.
-FwdResult empty_results(const Tensor& q, const Tensor& v, Tensor out = {});
+Tensor empty_lse(const Tensor& q);
 
 // The path that will run; raises with the reasons of every path when none can.
 const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,

@@ -140,10 +140,23 @@ bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+// t with its dimensions 1 and 2 exchanged, past the dispatcher: eight of these a call would be a third of its time.
+Tensor swapped(const Tensor& t) {
+  c10::SmallVector<int64_t, 4> sizes(t.sizes()), strides(t.strides());
+  std::swap(sizes[1], sizes[2]);
+  std::swap(strides[1], strides[2]);
+  auto impl = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  impl->set_sizes_and_strides(sizes, strides);
+  return Tensor(std::move(impl));
+}
+
 // What torch allocates for a result of this head_dim that goes with `like`: its strides, or with
 // another head_dim its order of dimensions.
 Tensor empty_beside(const Tensor& like, int64_t head_dim) {
-  if (head_dim == like.size(-1)) return at::empty_like(like);
+  if (head_dim == like.size(-1)) {
+    if (!like.is_non_overlapping_and_dense()) return at::empty_like(like);
+    return at::empty_strided(like.sizes(), like.strides(), like.options());
+  }
   std::vector<int64_t> sizes = like.sizes().vec(), order(like.dim()), strides(like.dim());
   sizes.back() = head_dim;
   std::iota(order.begin(), order.end(), 0);
@@ -160,58 +173,65 @@ Tensor empty_beside(const Tensor& like, int64_t head_dim) {
   return at::empty_strided(sizes, strides, like.options());
 }
 
-// Forward and backward with results in the layout that torch promises for those of `query`, `key` and `value`, which
-// have the dimensions `rows` and `heads` in either order. The kernels write any order of dimensions but the last; what
-// has another last one gets a copy, and so do the CPU tensors of tests, whose operators choose their own layout.
-struct Layouts {
+// A call's q, k and v, with rows before heads as the kernels want them, and results in the layout that torch promises
+// for those of `query`, `key` and `value`. The kernels write any order of dimensions but the last; what has another
+// last one gets a copy, and so do the CPU tensors of tests, whose operators choose their own layout.
+struct Call {
+  const Tensor &query, &key, &value;
   bool heads_first;
-  Tensor rows_first(const Tensor& t) const { return heads_first ? t.transpose(1, 2) : t; }
+  Tensor q = rows_first(query), k = rows_first(key), v = rows_first(value);
 
-  FwdResult forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                    const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
-                    int64_t left, int64_t right) const {
-    const Tensor wanted = empty_beside(query, value.size(-1));
-    const Tensor q = rows_first(query), k = rows_first(key), v = rows_first(value);
-    auto [out, lse] = is_written(wanted)
-                          ? fwd_into(rows_first(wanted), q, k, v, cu_q, cu_k, 0, 0, scale, left,
-                                     right, false, std::nullopt)
-                          : call_fwd(q, k, v, cu_q, cu_k, 0, 0, scale, left, right, false,
-                                     std::nullopt, false);
-    return {place(rows_first(out), wanted), std::move(lse)};
+  Tensor rows_first(const Tensor& t) const { return heads_first ? swapped(t) : t; }
+
+  bool is_served(Direction direction, const OptionalTensor& cu_q = {},
+                 const OptionalTensor& cu_k = {}) const {
+    return serves(direction, q, k, v, cu_q, cu_k);
   }
 
-  BwdResult backward(const Tensor& dout, const Tensor& query, const Tensor& key,
-                     const Tensor& value, const Tensor& out, const Tensor& lse,
+  FwdResult forward(const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
+                    int64_t left, int64_t right) const {
+    const Tensor wanted = empty_beside(query, value.size(-1));
+    auto [out, lse] =
+        is_written(wanted)
+            ? fwd_into(rows_first(wanted), q, k, v, cu_q, cu_k, scale, left, right, std::nullopt)
+            : call_fwd(q, k, v, cu_q, cu_k, 0, 0, scale, left, right, false, std::nullopt, false);
+    return {place(out, wanted), std::move(lse)};
+  }
+
+  BwdResult backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse,
                      const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
                      int64_t left, int64_t right) const {
-    const Tensor wanted_q = at::empty_like(query), wanted_k = at::empty_like(key),
-                 wanted_v = at::empty_like(value);
-    const Tensor d = rows_first(dout), q = rows_first(query), k = rows_first(key),
-                 v = rows_first(value), o = rows_first(out);
+    const Tensor wanted_q = empty_beside(query, query.size(-1)),
+                 wanted_k = empty_beside(key, key.size(-1)),
+                 wanted_v = empty_beside(value, value.size(-1));
+    const Tensor dout = rows_first(grad_out), o = rows_first(out);
     const bool written = is_written(wanted_q) && is_written(wanted_k) && is_written(wanted_v);
     const auto [dq, dk, dv] =
-        written ? bwd_into({rows_first(wanted_q), rows_first(wanted_k), rows_first(wanted_v)}, d, q,
-                           k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left, right, false,
+        written ? bwd_into({rows_first(wanted_q), rows_first(wanted_k), rows_first(wanted_v)}, dout,
+                           q, k, v, o, lse, std::nullopt, cu_q, cu_k, scale, left, right, false,
                            std::nullopt)
-                : call_bwd(d, q, k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left, right,
-                           false, std::nullopt, false);
-    return {place(rows_first(dq), wanted_q), place(rows_first(dk), wanted_k),
-            place(rows_first(dv), wanted_v)};
+                : call_bwd(dout, q, k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left,
+                           right, false, std::nullopt, false);
+    return {place(dq, wanted_q), place(dk, wanted_k), place(dv, wanted_v)};
   }
 
  private:
   static bool is_written(const Tensor& wanted) { return wanted.is_cuda() && unit_stride(wanted); }
-  static Tensor place(const Tensor& result, const Tensor& wanted) {
+  Tensor place(const Tensor& result, const Tensor& wanted) const {
     if (result.is_alias_of(wanted)) return wanted;
-    if (same_strides(result, wanted)) return result;
-    wanted.copy_(result);
+    const Tensor t = heads_first ? result.transpose(1, 2) : result;
+    if (same_strides(t, wanted)) return t;
+    wanted.copy_(t);
     return wanted;
   }
 };
 
-// The random state of a call without dropout: shapes that a backward pass hands on, nobody reads.
-Tensor no_state(const Tensor& q, at::IntArrayRef shape) {
-  return at::empty(shape, q.options().dtype(at::kUInt64));
+// The random state of a call without dropout: shapes that a backward pass hands on, nobody reads. Both share memory.
+std::pair<Tensor, Tensor> no_state(const Tensor& q) {
+  const Tensor pair = at::empty({2}, q.options().dtype(at::kUInt64));
+  auto impl = pair.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  impl->set_sizes_contiguous({});
+  return {pair, Tensor(std::move(impl))};
 }
 
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
@@ -224,23 +244,23 @@ using SdpaResult =
 SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
                         const Tensor& value, double dropout_p, bool is_causal,
                         bool return_debug_mask, OptionalScale scale) {
-  const bool fits = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 &&
-                    !return_debug_mask;
-  if (fits) {
-    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
-    if (serves(Direction::kForward, q, k, v, std::nullopt, std::nullopt)) {
+  if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 &&
+      !return_debug_mask) {
+    const Call call{query, key, value, true};
+    if (call.is_served(Direction::kForward)) {
       count(kSdpaForward, true);
       const BelowAll guard;
-      auto [out, lse] = Layouts{true}.forward(query, key, value, std::nullopt, std::nullopt,
-                                              scale_of(scale, q), -1, is_causal ? 0 : -1);
+      auto [out, lse] = call.forward(std::nullopt, std::nullopt, scale_of(scale, query), -1,
+                                     is_causal ? 0 : -1);
+      auto [seed, offset] = no_state(query);
       return {std::move(out),
               std::move(lse),
               Tensor(),
               Tensor(),
               query.size(2),
               key.size(2),
-              no_state(query, {2}),
-              no_state(query, {}),
+              std::move(seed),
+              std::move(offset),
               at::empty({0}, query.options())};
     }
   }
@@ -254,12 +274,12 @@ BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const 
                         SymInt max_k, double dropout_p, bool is_causal, const Tensor& seed,
                         const Tensor& offset, OptionalScale scale) {
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 && !cu_q.defined()) {
-    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
-    if (serves(Direction::kBackward, q, k, v, std::nullopt, std::nullopt) && unit_stride(out)) {
+    const Call call{query, key, value, true};
+    if (call.is_served(Direction::kBackward) && unit_stride(out)) {
       count(kSdpaBackward, true);
       const BelowAll guard;
-      return Layouts{true}.backward(grad_out, query, key, value, out, lse, std::nullopt,
-                                    std::nullopt, scale_of(scale, q), -1, is_causal ? 0 : -1);
+      return call.backward(grad_out, out, lse, std::nullopt, std::nullopt, scale_of(scale, query),
+                           -1, is_causal ? 0 : -1);
     }
   }
   return call_before<BwdResult>(kSdpaBackward, keys, grad_out, query, key, value, out, lse, cu_q,
@@ -293,14 +313,15 @@ struct FlashForward<Result(Args...)> {
     const bool is_causal = std::get<8>(all), return_debug_mask = std::get<9>(all);
     const bool fits = dropout_p == 0 && !return_debug_mask &&
                       cu_q.has_value() == cu_k.has_value() && !any_given<kFirstRefused>(all);
-    if (fits && serves(Direction::kForward, q, k, v, cu_q, cu_k)) {
+    const Call call{q, k, v, false};
+    if (fits && call.is_served(Direction::kForward, cu_q, cu_k)) {
       count(kFlashForward, true);
       const BelowAll guard;
       const int64_t right = is_causal ? 0 : unlimited_if_negative(window_of(std::get<kRight>(all)));
-      auto [out, lse] = Layouts{false}.forward(
-          q, k, v, cu_q, cu_k, scale_of(std::get<kScale>(all), q),
-          unlimited_if_negative(window_of(std::get<kLeft>(all))), right);
-      return {std::move(out), std::move(lse), no_state(q, {2}), no_state(q, {}),
+      auto [out, lse] = call.forward(cu_q, cu_k, scale_of(std::get<kScale>(all), q),
+                                     unlimited_if_negative(window_of(std::get<kLeft>(all))), right);
+      auto [seed, offset] = no_state(q);
+      return {std::move(out), std::move(lse), std::move(seed), std::move(offset),
               at::empty({0}, q.options())};
     }
     return call_before<Result>(kFlashForward, keys, args...);
@@ -323,13 +344,14 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
                          const Tensor& unused, OptionalScale scale, OptionalSymInt left,
                          OptionalSymInt right) {
   const OptionalTensor bounds_q = optional(cu_q), bounds_k = optional(cu_k);
+  const Call call{q, k, v, false};
   if (dropout_p == 0 && cu_q.defined() == cu_k.defined() &&
-      serves(Direction::kBackward, q, k, v, bounds_q, bounds_k) && unit_stride(out)) {
+      call.is_served(Direction::kBackward, bounds_q, bounds_k) && unit_stride(out)) {
     count(kFlashBackward, true);
     const BelowAll guard;
-    return Layouts{false}.backward(grad_out, q, k, v, out, lse, bounds_q, bounds_k,
-                                   scale_of(scale, q), unlimited_if_negative(window_of(left)),
-                                   is_causal ? 0 : unlimited_if_negative(window_of(right)));
+    return call.backward(grad_out, out, lse, bounds_q, bounds_k, scale_of(scale, q),
+                         unlimited_if_negative(window_of(left)),
+                         is_causal ? 0 : unlimited_if_negative(window_of(right)));
   }
   return call_before<BwdResult>(kFlashBackward, keys, grad_out, q, k, v, out, lse, cu_q, cu_k,
                                 max_q, max_k, dropout_p, is_causal, rng_state, unused, scale, left,
@@ -405,7 +427,7 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
                             const Tensor& value, const OptionalTensor& bias, bool compute_lse,
                             double dropout_p, bool is_causal, OptionalScale scale) {
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0) {
-    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     if (serves(Direction::kForward, q, k, v, std::nullopt, std::nullopt) &&
         takes_bias(bias, q, k)) {
       count(kMaskedForward, true);
@@ -434,7 +456,7 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
                              bool is_causal, OptionalScale scale) {
   if (grad_out.defined() && query.dim() == 4 && key.dim() == 4 && value.dim() == 4 &&
       dropout_p == 0) {
-    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     const OptionalTensor given = optional(bias);
     const bool need_bias = needs[3] && given.has_value();
     // A gradient of the bias has every element, also those of a mask that repeats.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .block_mask import BlockMask
 from .functional import Alignment
-from .routes import run_bwd, run_fwd, run_modified_bwd, run_modified_fwd
+from .routes import run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
 
 Gradient: TypeAlias = Literal["q", "k", "v", "attn_mask", "alibi_slopes", "sinks"]
 
@@ -92,9 +92,9 @@ def forward(
         and rng is None
         and causal.__class__ is not str
     ):
-        return run_fwd(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
-            deterministic, path, out_dtype,
+        return run_fwd_as(
+            out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            window, deterministic, path,
         )  # fmt: skip
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
     asked = {
@@ -193,9 +193,10 @@ def backward(
         and needs is _QKV
         and causal.__class__ is not str
     ):
-        return run_bwd(
-            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *options, grad_dtype=grad_dtype
-        )
+        tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
+        if grad_dtype is None:
+            return run_bwd(*tensors, *options)
+        return run_bwd_as(grad_dtype, *tensors, *options)
     asked = {
         "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
         "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,

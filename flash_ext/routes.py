@@ -38,17 +38,12 @@ def run_fwd(
     window: tuple[int, int],
     deterministic: bool,
     path: str | None,
-    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd`` by the route that the situation needs; the last one is the everyday one.
 
     A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
-    everything else takes the extension's own entry, which costs less than half of torch.ops. That has no
-    argument for a wider result, so that other calls need not pass one.
+    everything else takes the extension's own entry, which costs less than half of torch.ops.
     """
-    if out_dtype is not None and _is_wide("out_dtype", out_dtype, q):
-        options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
-        return _wide_fwd((q, k, v, cu_seqlens_q, cu_seqlens_k), options)
     if _is_compiling():
         options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
         result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
@@ -84,18 +79,12 @@ def run_bwd(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     *options: Any,
-    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``bwd``; ``options`` as in :func:`run_fwd`."""
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     grads: tuple[Tensor, Tensor, Tensor]
-    wide = grad_dtype is not None and _is_wide("grad_dtype", grad_dtype, q)
-    if wide and not _is_compiling():
-        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _explain_options(*options)
-    if wide or _is_compiling() or _in_functorch():
-        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options), wide)
+    if _is_compiling() or _in_functorch():
+        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options))
         return grads
     try:
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, (left, right), deterministic, path = options
@@ -109,16 +98,56 @@ def run_bwd(
         raise
 
 
-def _wide_fwd(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """``fwd`` with out as it was accumulated: the operator itself, which refuses to be differentiated."""
+# Two of their own for wider results, so that everyday calls pay nothing for the question.
+
+
+def run_fwd_as(
+    out_dtype: torch.dtype | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """:func:`run_fwd` with an out of ``out_dtype``, None for the dtype of q; a wider one has no gradient."""
+    if out_dtype is None or not _is_wide("out_dtype", out_dtype, q):
+        return run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     if not _is_compiling():
-        _explain_tensors(**dict(zip("qkv", tensors)))
-        _explain_tensors(True, cu_seqlens_q=tensors[3], cu_seqlens_k=tensors[4])
+        _explain_tensors(q=q, k=k, v=v)
+        _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         _explain_options(*options)
     result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
-        *tensors, *_operator_options(tensors[0], *options), True
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options), True
     )
     return result
+
+
+def run_bwd_as(
+    grad_dtype: torch.dtype | None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`run_bwd` with gradients of ``grad_dtype``, None for the dtype of q."""
+    tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
+    if grad_dtype is None or not _is_wide("grad_dtype", grad_dtype, q):
+        return run_bwd(*tensors, *options)
+    if not _is_compiling():
+        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        _explain_options(*options)
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_ext.bwd.default(
+        *tensors, *_operator_options(q, *options), True
+    )
+    return grads
 
 
 def _is_wide(name: str, dtype: Any, q: Any) -> bool:
@@ -177,7 +206,7 @@ def run_modified_fwd(
         rng = _given_rng(q, rng, asked["dropout_p"])
     mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, **asked)
     if mods is None and not want_row_max:
-        return *run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, out_dtype), None
+        return *run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
     *numbers, deterministic, path = _operator_options(q, *options)
     wide = (True,) if out_dtype is not None and _is_wide("out_dtype", out_dtype, q) else ()
     differentiates = _in_functorch() and not wide
@@ -218,7 +247,7 @@ def run_modified_bwd(
     mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, keep_repeats=True, **asked)
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     if mods is None:
-        named = dict(zip(GRADIENTS, run_bwd(*tensors, *options, grad_dtype=grad_dtype)))
+        named = dict(zip(GRADIENTS, run_bwd_as(grad_dtype, *tensors, *options)))
         return tuple(named[name] for name in needs)
     *numbers, deterministic, path = _operator_options(q, *options)
     wanted = [bool({"q", "k", "v"} & {*needs}), *(name in needs for name in GRADIENTS[3:])]

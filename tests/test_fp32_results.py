@@ -35,8 +35,8 @@ SIZES = [
 SHAPES: list[tuple[int, int, dict[str, Any]]] = [
     (150, 170, {}),
     (257, 257, {"causal": True}),
-    (130, 70, {"causal": True}),  # rows that see no key, and tiles of them
-    (70, 190, {"window": (30, 4), "softmax_scale": -0.2}),
+    (300, 70, {"causal": True}),  # rows that see no key, and tiles of them
+    (70, 300, {"window": (30, 4), "softmax_scale": -0.2}),  # the same of keys that nobody sees
 ]
 
 

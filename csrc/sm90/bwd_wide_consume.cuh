@@ -15,11 +15,7 @@ namespace flash_ext::sm90 {
 template <typename E>
 __device__ __forceinline__ void clear_rows(const StridedView& view, int b, const Span& span, int h, int columns, int row,
                                            int lane) {
-  if (8 * lane >= columns) return;
-#pragma unroll 1
-  for (int i = row; i < min(row + 16, span.length); ++i) {
-    *reinterpret_cast<uint4*>(row_pointer(view, b, span.start + i, h) + 8 * lane) = make_uint4(0, 0, 0, 0);
-  }
+  zero_rows(view, b, span.start + row, h, min(16, span.length - row), columns, lane);
 }
 
 template <typename Bars, int kItems>

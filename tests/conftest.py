@@ -18,10 +18,12 @@ import collections
 import contextlib
 import datetime
 import fcntl
+import json
 import os
 import random
 import signal
 import tempfile
+import time
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -40,12 +42,15 @@ except ImportError as error:
 
 
 SEED = pytest.StashKey[int]()
+STARTED = pytest.StashKey[float]()
 ONE_IN = 8  # of the tests that say nothing about a GPU, where there is one
 LEFT_OUT = f"says nothing about a GPU and ran without one; one in {ONE_IN} runs here, all with --all"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every random choice (default: the date)")
+    parser.addoption("--results", type=Path, default=None, help="write what ran, and where, to a JSON file")
+    parser.addoption("--commit", default=None, help="commit to record there where there is no git to ask")
     parser.addoption(
         "--all", action="store_true", help="where there is a GPU, also every test that says nothing about it"
     )
@@ -59,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: needs a GPU that no other process of this run uses meanwhile")
     # The processes of a run inherit the option.
     config.stash[SEED] = config.option.seed = _chosen_seed(config)
+    config.stash[STARTED] = time.time()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # A run that a time limit ends still says what it did and how long that took.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -196,3 +202,29 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for reason, count in reasons.most_common():
         terminalreporter.line(f"  {count:5d}  {reason}")
     terminalreporter.line(f"seed of this run: {config.stash[SEED]} (repeat it with --seed)")
+    if path := config.getoption("--results"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_results(terminalreporter, config, reasons, spent), indent=1) + "\n")
+
+
+def _results(
+    terminalreporter, config: pytest.Config, skips: collections.Counter[str], spent: collections.Counter[str]
+) -> dict:
+    """A run for the record: where, of what, how it ended."""
+    from bench import machine
+
+    stats = terminalreporter.stats
+    counts = {outcome: len(stats.get(outcome, [])) for outcome in ("passed", "failed", "error")}
+    failures = [r.nodeid for outcome in ("failed", "error") for r in stats.get(outcome, [])]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "machine": machine.collect(device, config.getoption("--commit")),
+        "arguments": list(config.invocation_params.args),
+        "seed": config.stash[SEED],
+        "seconds": round(time.time() - config.stash[STARTED], 1),
+        **counts,
+        "skipped": sum(skips.values()),
+        "failures": failures,
+        "skips": dict(skips.most_common()),
+        "seconds_by_file": {name: round(seconds, 1) for name, seconds in spent.most_common()},
+    }

@@ -25,6 +25,7 @@ struct Path {
   std::string (*run_fwd)(const FwdParams&, const DeviceInfo&);
   std::string (*run_bwd)(const BwdParams&, const DeviceInfo&);
   // With modifiers; the conditions of why_not_* hold for them, too.
+  int64_t (*fwd_mod_workspace)(const Problem&, const DeviceInfo&);
   BwdWorkspace (*bwd_mod_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
   LaunchPlan (*plan_fwd_mod)(const Problem&, const DeviceInfo&);
   LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const DeviceInfo&);
@@ -62,8 +63,9 @@ enum class Switch {
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
   kHopperBackward,     // 1: the sm90 path runs its own backward kernels, which have not passed the GPU suite yet
+  kHopperModifiers,    // 1: the same for its forward with modifiers
 };
-constexpr int kNumSwitches = 7;
+constexpr int kNumSwitches = 8;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

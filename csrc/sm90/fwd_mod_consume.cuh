@@ -61,14 +61,20 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     return Scores{a.plain.p.problem, m, item.seat, item.w.h};
   };
   const auto first_row = [&] { return item_at(items).w.block * T::kBlockM + warp_row(); };
-  const auto fetch_mask = [&] {
-    return scores().template fetch_mask<false, 16, kN>(first_row(), now.tile() * kN, now.tests());
+  constexpr int kParts = kN / kPartKeys;
+  using Mask = MaskWords<false, 16, kPartKeys>;
+  const auto fetch_mask = [&](Mask (&mask)[kParts]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      mask[part] = scores().template fetch_mask<false, 16, kPartKeys>(first_row(), now.tile() * kN + part * kPartKeys,
+                                                                      now.tests());
+    }
   };
   // Step i has used 2 i or 2 i + 1 slots when it comes to its bias, the first step one.
   const auto wait_for_bias = [&]() -> uint32_t {
     const int slot = slot_of(used / 2, T::kBiasSlots);
     wait(bars.bias_full(slot), parity_of(used / 2, T::kBiasSlots));
-    return smem + T::kBiasAt + slot * T::kBiasBytes + warp_row() * 128;
+    return smem + T::kBiasAt + slot * T::kBiasBytes;
   };
   const auto free_bias = [&] {
     __syncwarp();
@@ -104,10 +110,20 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     free_slot(k_ago);
     finish_q();
   };
-  const auto finish_scores = [&](const auto& mask) {
-    const int row0 = first_row(), col0 = now.tile() * kN;
-    modify_scores<E>(s, a, scores(), row0, col0, wait_for_bias, free_bias);
-    if (now.tests() != 0) scores().template hide<false>(as_blocks(s), row0, col0, now.tests(), mask);
+  const auto finish_scores = [&](const Mask (&mask)[kParts]) {
+    const int row0 = first_row();
+    const uint32_t bias = a.bias_rows > 0 ? wait_for_bias() : 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      ScorePart& x = part_of(s, part);
+      const int col0 = now.tile() * kN + part * kPartKeys;
+      modify_scores<E>(x, a, scores(), row0, col0, [&](float scale) {
+        add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
+      });
+      if (now.tests() != 0) scores().template hide<false>(as_blocks(x), row0, col0, now.tests(), mask[part]);
+      ptx::pin(x);
+    }
+    if (a.bias_rows > 0) free_bias();
   };
   const auto issue_output = [&] {
     wait_for_slot();
@@ -132,11 +148,13 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     float inverse[2];
     finish_mod_rows(a, item, state, item.w.block * T::kBlockM + row_in_tile, lane, inverse);
     if constexpr (T::kStaged) {
-      const uint32_t stage = smem + T::kStageAt + first / 16 * T::kStageChunks * 16 * 128;
-      store_staged<T>(a.plain, maps.plain, item.w, o, inverse, stage, first, lane);
-    } else {
-      store_direct<T>(a.plain, item.w, o, inverse, item.w.block * T::kBlockM + row_in_tile, lane);
+      if (T::kModTile.bias_apart || a.bias_rows == 0) {
+        const uint32_t stage = smem + T::kStageAt + first / 16 * T::kStageChunks * 16 * 128;
+        store_staged<T>(a.plain, maps.plain, item.w, o, inverse, stage, first, lane);
+        return;
+      }
     }
+    store_direct<T>(a.plain, item.w, o, inverse, item.w.block * T::kBlockM + row_in_tile, lane);
   };
   const auto begin_output = [&] {
     clear(o);
@@ -145,7 +163,8 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   // The first tile of an item starts from a guess.
   const auto guess = [&] { quad_maxima(s, kN / 8, state.max); };
   const auto step = [&] {
-    const auto mask = fetch_mask();
+    Mask mask[kParts];
+    fetch_mask(mask);
     ptx::pin(o);
     ptx::pin(weights);
     take_turn();
@@ -156,11 +175,11 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     pass_turn();
     ptx::wgmma_wait<1>();
     finish_products(2);
+    finish_scores(mask);
     ptx::wgmma_wait<0>();
     ptx::pin(o);
     ptx::pin(weights);
     free_slot(1);
-    finish_scores(mask);
     if (now.is_first()) {
       store(items - 1);
       begin_output();
@@ -197,7 +216,8 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
       has_step = next_step();
       continue;
     }
-    const auto mask = fetch_mask();
+    Mask mask[kParts];
+    fetch_mask(mask);
     take_turn();
     issue_scores();
     ++used;

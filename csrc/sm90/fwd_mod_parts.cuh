@@ -9,7 +9,7 @@ namespace flash_ext::sm90 {
 
 struct FwdModMaps {
   FwdMaps plain;
-  CUtensorMap bias;  // boxes of 64 keys and the queries of a tile, or of one where all share a row
+  CUtensorMap bias;  // boxes of 64 keys and the queries of a tile, or a single row that all share
 };
 
 // cap * tanh(factor * x) = x * (c[0] + c[1] x^2 + ...) for |x| <= limit.
@@ -25,7 +25,7 @@ struct FwdModArgs {
   CapSeries cap;
   Steps bias_steps;
   int bias_rows;  // of a staged tile of bias: those of a tile of queries, or 1; 0: bias is read from global memory
-  int q_slots;    // 1 where the second one holds tiles of bias
+  int q_slots;    // 1 where tiles of bias take the place of the second one and of the stage
 };
 
 // An item, a tile of queries of one head.
@@ -63,7 +63,7 @@ struct OwnStep {
 
 // Steps that the scheduler found, on their way to the loader.
 struct Chunk {
-  static constexpr int kCapacity = 8;
+  static constexpr int kCapacity = 16;
   Step steps[kCapacity];
   int count;  // 0: there are no items any more
   bool is_last;  // of its item
@@ -80,22 +80,25 @@ struct FwdModTraits {
   static constexpr int kBiasSlots = FwdModTile::kBiasSlots;
   static constexpr bool kStaged = kTile.staged;
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
-  // The scheduler, which judges tiles, does not fit 32.
-  static constexpr int kConsumerRegs = kConsumers == 2 ? 216 : 152;
-  static constexpr int kProducerRegs = kConsumers == 2 ? 72 : 56;
+  // A thread; 504 for the warpgroups together, which is what a launch of three gets. The scheduler, which judges tiles,
+  // does not fit 40.
+  static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
+  static_assert(kConsumers == 2 && 2 * kConsumerRegs + kProducerRegs <= 504);
   static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
   static constexpr int kSlotBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
-  static constexpr int kBiasBytes = kBlockM * 128;
   static constexpr int kQAt = kKvSlots * kSlotBytes, kStageAt = kQAt + kQSlots * kQBytes;
-  static constexpr int kBiasOwnAt = kStageAt + kTile.stage_bytes(Dv);
-  static constexpr int kBiasAt = kModTile.bias_over_q ? kQAt + kQBytes : kBiasOwnAt;
-  static constexpr int kSharedAt = kBiasOwnAt + (kModTile.bias_over_q ? 0 : kModTile.bias_bytes());
+  static constexpr int kStageEnd = kStageAt + kTile.stage_bytes(Dv);
+  static constexpr int kBiasBytes = kModTile.bias_slot_bytes();
+  static constexpr int kBiasAt = kModTile.bias_apart ? kStageEnd : kQAt + kQBytes;
+  static constexpr int kBiasEnd = kBiasAt + kBiasSlots * kBiasBytes;
+  static constexpr int kSharedAt = kBiasEnd > kStageEnd ? kBiasEnd : kStageEnd;
   static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);
   // The scheduler writes item i + 1 when every consumer has asked Q of item i - 2 for its last scores; the slowest may
   // then still store the output of item i - 3. A power of 2, for the consumers' count.
   static constexpr int kItems = 8;
-  static constexpr int kRingChunks = 8;
-  static_assert(!kModTile.bias_over_q || (kQSlots == 2 && kQBytes >= kModTile.bias_bytes()));
+  static constexpr int kRingChunks = 4;
+  static_assert(kModTile.bias_apart || (kQSlots == 2 && kBiasEnd <= kStageEnd));
+  static_assert((kKvSlots & (kKvSlots - 1)) == 0);
   static_assert(kSlotBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
 };
 

@@ -7,6 +7,8 @@
 
 namespace flash_ext::sm90 {
 
+inline constexpr int kModDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
+
 // Rows that no key is visited for: output 0, lse -inf or that of the sink.
 template <typename T>
 __device__ __forceinline__ void store_unvisited(const FwdModArgs& a, const ModItem& item, int lane) {
@@ -25,21 +27,18 @@ __device__ __forceinline__ void store_unvisited(const FwdModArgs& a, const ModIt
   }
 }
 
-// Four lanes judge a tile of keys, one for each warpgroup's 64 rows: all get all tests, or 0 where every warpgroup skips
-// the tile. `tile` may lie outside the sequence.
+// Two lanes judge a tile of keys, one for each warpgroup's 64 rows: both get the tests of both, or 0 where both skip the
+// tile. `tile` may lie outside the sequence.
 template <typename T>
 __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block, int tile, int lane) {
-  constexpr uint32_t kAllSkip = (kSkipped * (T::kConsumers == 3 ? 0x111 : 0x11)) << kTestsAt;
-  const int group = lane % 4, rows = m_block * T::kConsumers + group;
-  uint32_t flags = 0;
-  if (group < T::kConsumers) {
-    TileTests tests = kSkipTile;
-    if (tile >= 0 && rows * 64 < scores.seat.seqlen_q) tests = scores.template visit<64, T::kBlockN>(rows, tile);
-    flags = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kTestsAt + 4 * group);
-  }
+  static_assert(T::kConsumers == 2 && Chunk::kCapacity == 32 / T::kConsumers);
+  constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kTestsAt;
+  const int group = lane % 2, rows = m_block * 2 + group;
+  TileTests tests = kSkipTile;
+  if (tile >= 0 && rows * 64 < scores.seat.seqlen_q) tests = scores.template visit<64, T::kBlockN>(rows, tile);
+  uint32_t flags = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kTestsAt + 4 * group);
   flags |= __shfl_xor_sync(0xffffffffu, flags, 1);
-  flags |= __shfl_xor_sync(0xffffffffu, flags, 2);
-  return flags == kAllSkip ? 0 : flags | kVisited;
+  return flags == kBothSkip ? 0 : flags | kVisited;
 }
 
 // Writes item `index` to shared memory; false if there is nothing to compute or write.
@@ -99,15 +98,15 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
     enum { kNothing, kWaiting, kWaitingWithQ } state = kNothing;
 #pragma unroll 1
     for (int last = item.blocks.end - 1; last >= item.blocks.begin; last -= Chunk::kCapacity) {
-      const int lane = ptx::fresh_lane(), tile = last - lane / 4;
+      const int lane = ptx::fresh_lane(), tile = last - lane / 2;
       const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);
-      const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & 0x11111111u;
+      const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & 0x55555555u;
       if (visited == 0) continue;
       if (state != kNothing) publish(false);
       if (state == kWaiting) load_q(item.w);
       state = state == kNothing ? kWaiting : kWaitingWithQ;
       wait_for_chunk();
-      if (flags != 0 && lane % 4 == 0) chunk().steps[__popc(visited & ((1u << lane) - 1))] = {tile, flags};
+      if (flags != 0 && lane % 2 == 0) chunk().steps[__popc(visited & ((1u << lane) - 1))] = {tile, flags};
       if (lane == 0) chunk().count = __popc(visited);
     }
     if (state == kNothing) return false;
@@ -166,10 +165,13 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
     wait(bars.bias_empty(bias_ring.slot), bias_ring.parity);
     if (lane == 0) {
       const uint32_t bar = bars.bias_full(bias_ring.slot);
-      ptx::mbarrier_arrive_expect_tx(bar, a.bias_rows * 128);
-      ptx::tma_load_5d(smem + T::kBiasAt + bias_ring.slot * T::kBiasBytes, &maps.bias, bar, tile * T::kBlockN,
-                       a.bias_rows == 1 ? 0 : item.w.block * T::kBlockM, item.w.h * a.bias_steps.head,
-                       item.seat.b * a.bias_steps.batch, 0);
+      ptx::mbarrier_arrive_expect_tx(bar, T::kBlockN / 64 * a.bias_rows * 128);
+#pragma unroll
+      for (int i = 0; i < T::kBlockN / 64; ++i) {
+        ptx::tma_load_5d(smem + T::kBiasAt + bias_ring.slot * T::kBiasBytes + i * T::kBlockM * 128, &maps.bias, bar,
+                         tile * T::kBlockN + 64 * i, a.bias_rows == 1 ? 0 : item.w.block * T::kBlockM,
+                         item.w.h * a.bias_steps.head, item.seat.b * a.bias_steps.batch, 0);
+      }
     }
     bias_ring.advance();
   };
@@ -184,8 +186,8 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
     const int h = static_cast<int>(divide(item.w.h, a.plain.grid.shared));
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      // The next item is drawn as late as its Q can wait: one drawn early is kept from a CTA that is free before.
-      if (is_last && i == max(0, count - kDrawAhead) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
+      // The next item is drawn as late as it can wait: one drawn early is kept from a CTA that is free before.
+      if (is_last && i == max(0, count - kModDrawAhead) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
       Step step = shared.chunks[chunk.slot].steps[i];
       if (is_first && i == 0) step.flags |= kFirstOfItem;
       if (is_last && i == count - 1) step.flags |= kLastOfItem;

@@ -13,13 +13,22 @@ __device__ __forceinline__ float (&as_blocks(float (&s)[kCount]))[1][kCount / 4]
   return *reinterpret_cast<float(*)[1][kCount / 4][4]>(&s);
 }
 
+// Scores are changed 64 keys at a time: what all 128 need at once would not fit the registers.
+inline constexpr int kPartKeys = 64;
+using ScorePart = float[kPartKeys / 2];
+template <int kCount>
+__device__ __forceinline__ ScorePart& part_of(float (&s)[kCount], int part) {
+  return *reinterpret_cast<ScorePart*>(&s[part * kPartKeys / 2]);
+}
+
 // The series costs no more than the other arithmetic of a score; the exponential and the reciprocal of tanh wait for
 // the unit that the weights need as well.
-template <int kCount>
-__device__ __forceinline__ void cap_scores(float (&s)[kCount], const FwdModArgs& a) {
-  float largest = 0.f;
+__device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
+  constexpr int kCount = kPartKeys / 2;
+  float parts[4] = {};
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(s[i]));
+  for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
+  const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
   const CapSeries& series = a.cap;
   // NaN and infinity do not get here.
   if (!__any_sync(0xffffffffu, !(largest <= series.limit))) {
@@ -43,14 +52,15 @@ __device__ __forceinline__ void cap_scores(float (&s)[kCount], const FwdModArgs&
   }
 }
 
-// s = s * scale + bias, from a tile that TMA left in shared memory; `rows` is the place of this warp's first row there.
-template <typename E, int kCount>
-__device__ __forceinline__ void add_staged_bias(float (&s)[kCount], float scale, uint32_t rows, bool shares_row) {
+// s = s * scale + bias, from a part of a tile that TMA left in shared memory. This warp's rows begin at `warp_row`, or
+// all share row 0.
+template <typename E>
+__device__ __forceinline__ void add_staged_bias(ScorePart& s, float scale, uint32_t tile, int warp_row, bool shares_row) {
   const int lane = ptx::fresh_lane();
-  const int row = shares_row ? 0 : lane % 16;
-  const uint32_t at = rows + row * 128;
+  const int row = shares_row ? 0 : warp_row + lane % 16;
+  const uint32_t at = tile + row * 128;
 #pragma unroll
-  for (int n = 0; n < kCount / 8; ++n) {
+  for (int n = 0; n < kPartKeys / 16; ++n) {
     uint32_t r[4];
     ptx::ldmatrix_x4(r, at + (((2 * n + lane / 16) ^ (row % 8)) << 4));
 #pragma unroll
@@ -65,9 +75,8 @@ __device__ __forceinline__ void add_staged_bias(float (&s)[kCount], float scale,
 
 // s = s * scale + bias for a bias that TMA cannot read: fp32, or of odd strides. As add_bias() of common/modifiers.cuh,
 // a pair of keys after the other: tests of all of them would not fit the registers.
-template <typename E, int kCount>
-__device__ __forceinline__ void add_far_bias(float (&s)[kCount], const Scores& scores, int row0, int col0,
-                                             float scale) {
+template <typename E>
+__device__ __forceinline__ void add_far_bias(ScorePart& s, const Scores& scores, int row0, int col0, float scale) {
   const BiasView& x = scores.m.bias;
   const int lane = ptx::fresh_lane(), size = x.is_float ? 4 : 2;
   const int row = row0 + lane / 4, col = col0 + 2 * (lane % 4);
@@ -75,12 +84,15 @@ __device__ __forceinline__ void add_far_bias(float (&s)[kCount], const Scores& s
   const char* at = static_cast<const char*>(x.ptr) + (scores.seat.b * x.batch_stride + scores.h * x.head_stride +
                                                       row * x.row_stride + col * x.col_stride) * size;
   const int64_t down = 8 * x.row_stride * size;
-  const bool whole = rows_left > 8 && cols_left > 2 * kCount - 8;
-  const auto add = [&](float& score, float bias) { score = fmaf(score, scale, bias); };
+  const bool whole = rows_left > 8 && cols_left > kPartKeys - 8 + 1;
+  const auto add = [&](float& score, float bias) {
+    score = fmaf(score, scale, bias);
+    asm volatile("" : "+f"(score));  // at once: all that is loaded first would not fit the registers
+  };
   const bool pairs = x.is_float && x.col_stride == 1 && (reinterpret_cast<uintptr_t>(at) | down) % 8 == 0;
   if (__all_sync(0xffffffffu, whole && pairs)) {
 #pragma unroll
-    for (int n = 0; n < kCount / 4; ++n) {
+    for (int n = 0; n < kPartKeys / 8; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 pair = ptx::load_late<float2>(at + half * down + n * 32);
@@ -92,7 +104,7 @@ __device__ __forceinline__ void add_far_bias(float (&s)[kCount], const Scores& s
   }
   const int64_t right = x.col_stride * size;
 #pragma unroll
-  for (int n = 0; n < kCount / 4; ++n) {
+  for (int n = 0; n < kPartKeys / 8; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -109,11 +121,10 @@ __device__ __forceinline__ void add_far_bias(float (&s)[kCount], const Scores& s
   }
 }
 
-// Raw products to scores, without masks. get_bias() waits for this warp's rows of a staged bias and gives their place,
-// put_bias() returns them.
-template <typename E, int kCount, typename GetBias, typename PutBias>
-__device__ __forceinline__ void modify_scores(float (&s)[kCount], const FwdModArgs& a, const Scores& scores, int row0,
-                                              int col0, const GetBias& get_bias, const PutBias& put_bias) {
+// Raw products to scores, without masks. add_staged() adds a bias that TMA has brought.
+template <typename E, typename AddStaged>
+__device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a, const Scores& scores, int row0, int col0,
+                                              const AddStaged& add_staged) {
   const Modifiers& m = a.m;
   if (!m.is_natural) {
     if (a.plain.p.problem.score_factor != 1.f) Scores::scale_all(as_blocks(s), a.plain.p.problem.score_factor);
@@ -130,8 +141,7 @@ __device__ __forceinline__ void modify_scores(float (&s)[kCount], const FwdModAr
   }
   if (m.bias.ptr == nullptr) return;
   if (a.bias_rows > 0) {
-    add_staged_bias<E>(s, scale, get_bias(), a.bias_rows == 1);
-    put_bias();
+    add_staged(scale);
   } else {
     add_far_bias<E>(s, scores, row0, col0, scale);
   }

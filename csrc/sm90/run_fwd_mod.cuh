@@ -64,7 +64,7 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
   a.cap = cap_series(r, m);
   a.bias_rows = staged_bias_rows(m.bias, T::kBlockM);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
-  a.q_slots = T::kModTile.bias_over_q && a.bias_rows > 0 ? 1 : T::kQSlots;
+  a.q_slots = !T::kModTile.bias_apart && a.bias_rows > 0 ? 1 : T::kQSlots;
   FwdModMaps maps{};
   if (error.empty()) error = encode_fwd_maps<T>(maps.plain, p);
   if (error.empty() && a.bias_rows > 0) error = encode_bias_map(maps.bias, m.bias, r, a.bias_rows);

@@ -43,29 +43,30 @@ constexpr FwdTile fwd_tile(int d, int dv) {
   return {80, 2, 4, 1, false};
 }
 
-// The forward with modifiers: 64 keys a tile, so that masks skip in squares of 64 and what is added to scores has
-// registers.
+// The forward with modifiers: two warpgroups with more registers and wider tiles than the plain one, because what a
+// step costs beside its scores must leave the issue slots to what changes scores.
 struct FwdModTile {
-  int consumers;
+  int block_n;
   int kv_slots;  // a power of 2, for the consumers' count
   int q_slots;
   bool staged;
-  bool bias_over_q;  // tiles of a bias lie where the second tile of Q would, else they have their own place
+  bool bias_apart;  // tiles of a bias have their own place, else that of the second tile of Q and the stage
 
-  static constexpr int kBlockN = 64, kBiasSlots = 2, kControlBytes = 3072;
-  constexpr FwdTile plain() const { return {kBlockN, consumers, kv_slots, q_slots, staged}; }
-  constexpr int bias_bytes() const { return kBiasSlots * 64 * consumers * 128; }
+  static constexpr int kConsumers = 2, kBiasSlots = 2, kControlBytes = 3072;
+  constexpr FwdTile plain() const { return {block_n, kConsumers, kv_slots, q_slots, staged}; }
+  constexpr int bias_slot_bytes() const { return tile_bytes(64 * kConsumers, block_n); }
   constexpr int smem_bytes(int d, int dv) const {
-    return plain().smem_bytes(d, dv) - sm90::kControlBytes + kControlBytes + (bias_over_q ? 0 : bias_bytes());
+    return plain().smem_bytes(d, dv) - sm90::kControlBytes + kControlBytes +
+           (bias_apart ? kBiasSlots * bias_slot_bytes() : 0);
   }
 };
 
 constexpr FwdModTile fwd_mod_tile(int d, int dv) {
-  if (d == 64) return {3, 8, 2, true, false};
-  if (d <= 128) return {3, 4, 2, true, true};
-  if (d == 192 && dv == 128) return {3, 4, 1, false, false};
-  if (d == 192) return {2, 4, 2, true, true};
-  return {2, 4, 1, false, false};
+  if (d == 64) return {128, 4, 2, true, true};
+  if (d <= 128) return {128, 4, 2, true, false};
+  if (d == 192 && dv == 128) return {64, 4, 2, true, false};
+  if (d == 192) return {64, 4, 2, true, false};
+  return {64, 4, 1, false, true};
 }
 
 constexpr bool tiles_fit() {

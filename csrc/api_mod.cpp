@@ -247,6 +247,11 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   params.out = view_of(out);
   params.lse = lse.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
+  Tensor schedule;
+  if (const int64_t bytes = path.fwd_mod_workspace(problem, info); bytes > 0) {
+    schedule = at::empty({bytes}, q.options().dtype(at::kByte));
+    params.schedule = schedule.mutable_data_ptr();
+  }
   Prepared made = prepare(problem, a, params.stream);
   if (want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
   if (get_switch(Switch::kRecordLaunches) == 1) {

@@ -25,6 +25,7 @@ struct Path {
   std::string (*run_fwd)(const FwdParams&, const DeviceInfo&);
   std::string (*run_bwd)(const BwdParams&, const DeviceInfo&);
   // With modifiers; the conditions of why_not_* hold for them, too.
+  int64_t (*fwd_mod_workspace)(const Problem&, const DeviceInfo&);
   BwdWorkspace (*bwd_mod_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
   LaunchPlan (*plan_fwd_mod)(const Problem&, const DeviceInfo&);
   LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const DeviceInfo&);
@@ -61,8 +62,9 @@ enum class Switch {
   kUnaligned,          // 1: report every tensor as unaligned, which selects the element-wise loader
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
+  kHopperModifiers,    // 0: forwards with modifiers of the sm90 path run in the sm80 kernels
 };
-constexpr int kNumSwitches = 6;
+constexpr int kNumSwitches = 7;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

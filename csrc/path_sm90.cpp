@@ -33,12 +33,29 @@ const Instance& instance_of(const Problem& p) {
   });
 }
 
+struct ModInstance {
+  int head_dim, head_dim_v;
+  std::string (*run)(const FwdParams&, const Modifiers&, const DeviceInfo&);
+  const char* name;
+};
+constexpr auto kModInstances = std::to_array<ModInstance>({{64, 64, run_fwd_mod_hd64, "fwd_mod_sm90_hd64"},
+                                                           {128, 128, run_fwd_mod_hd128, "fwd_mod_sm90_hd128"}});
+
 // Whether the forward kernels here take it: TMA reads tensors that are ready for it only, and the rows of the output,
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
 bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
 
 // Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
 bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
+
+// The first that holds both, null for what the portable kernels take.
+const ModInstance* mod_instance_of(const Problem& p) {
+  if (!is_taken(p)) return nullptr;
+  const auto* found = std::find_if(kModInstances.begin(), kModInstances.end(), [&](const ModInstance& i) {
+    return p.head_dim <= i.head_dim && p.head_dim_v <= i.head_dim_v;
+  });
+  return found == kModInstances.end() ? nullptr : found;
+}
 
 // Whether the backward kernels here take it; dq and dk, contiguous like the output, want the same of head_dim.
 bool is_bwd_taken(const Problem& p, bool deterministic) {
@@ -126,6 +143,20 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
           t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n()).ctas, d.num_sms)};
 }
 
+int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo&) {
+  return mod_instance_of(p) != nullptr ? kCounterBytes : 0;
+}
+
+LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
+  const ModInstance* i = mod_instance_of(p);
+  if (i == nullptr) return sm80::plan_fwd_mod(p, d);
+  const FwdModTile t = fwd_mod_tile(i->head_dim, i->head_dim_v);
+  const int block_m = t.plain().block_m();
+  return {"sm90", i->name, block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
+          t.smem_bytes(i->head_dim, i->head_dim_v),
+          std::min<int64_t>(fwd_grid(p, d, block_m).ctas, d.num_sms)};
+}
+
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
   if (!is_taken(p.problem)) return sm80::run_fwd(p, d);
   FwdParams prepared = p;
@@ -140,6 +171,16 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
   if (is_wide(p.problem)) return wide_instance_of(p.problem).run(prepared, d);
   const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
   return size == 64 ? run_bwd_hd64(prepared, d) : size == 96 ? run_bwd_hd96(prepared, d) : run_bwd_hd128(prepared, d);
+}
+
+std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
+  const ModInstance* i = mod_instance_of(p.problem);
+  if (i == nullptr) return sm80::run_fwd_mod(p, modifiers, d);
+  FwdParams prepared = p;
+  prepared.problem.prepare();
+  Modifiers m = modifiers;
+  m.unit_log2 = m.is_natural ? kLog2e : prepared.problem.abs_scale_log2;
+  return i->run(prepared, m, d);
 }
 
 }  // namespace flash_ext::sm90

@@ -100,9 +100,9 @@ on_paths = on_targets("cpu", "sm80", "sm90")
 on_all_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
 on_gpu_paths = on_targets("sm80", "sm90")
 # Modifiers have kernels of the sm80 path only.
-on_modifier_paths = on_targets("cpu", "sm80")
-on_modifier_tiles = on_targets("cpu", "sm80", "sm80-99k")
-on_modifier_gpu_paths = on_targets("sm80")
+on_modifier_paths = on_targets("cpu", "sm80", "sm90")
+on_modifier_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
+on_modifier_gpu_paths = on_targets("sm80", "sm90")
 
 
 class CaseFailure(AssertionError):

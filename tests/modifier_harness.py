@@ -26,7 +26,15 @@ from flash_ext.modifiers import of_sequence
 from flash_ext.ops import _C
 from flash_ext.reference import visible_mask
 from tests import compare
-from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, leaving_nothing_behind, poisoned
+from tests.harness import (
+    TARGETS,
+    CaseFailure,
+    DeviceLost,
+    Target,
+    kernels_of,
+    leaving_nothing_behind,
+    poisoned,
+)
 from tests.inputs import tensor_shapes
 from tests.judge import judge
 from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs
@@ -104,7 +112,9 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    assert launch["path"] == target.path, f"path {target.path} was asked for, {launch['path']} ran"
+    native = direction == "fwd" and max(case.head_dim, case.dim_v) <= 128
+    wanted = kernels_of(target, native=native, tensors=(x.plain.q, x.plain.k, x.plain.v))
+    assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
     assert compiled >= max(case.head_dim, case.dim_v), (
         f"{launch['kernel']} for head sizes {case.head_dim}, {case.dim_v}"

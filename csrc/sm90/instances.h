@@ -16,6 +16,8 @@ std::string run_fwd_hd128(const FwdParams& p, const DeviceInfo& d);
 std::string run_fwd_hd192(const FwdParams& p, const DeviceInfo& d);
 std::string run_fwd_hd192_v128(const FwdParams& p, const DeviceInfo& d);
 std::string run_fwd_hd256(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_mod_hd64(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_hd128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd96(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d);
@@ -24,14 +26,18 @@ std::string run_bwd_hd192_v128(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd256(const BwdParams& p, const DeviceInfo& d);
 
 // Items in the order in which CTAs take them; `ctas` counts items, of which a CTA takes many.
-inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
+inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m, bool drawn) {
   Grid g = make_grid(p, d, true, block_m);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int fit = static_cast<int>(g.heads_in_group.divisor);
-  const int heads = heads_in_group(draws_items(p), g.head_slots, g.blocks, fit, d.num_sms);
+  const int heads = heads_in_group(drawn, g.head_slots, g.blocks, fit, d.num_sms);
   g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
   g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
   return g;
+}
+
+inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
+  return fwd_grid(p, d, block_m, draws_items(p));
 }
 
 }  // namespace flash_ext::sm90

@@ -21,27 +21,39 @@ inline unsigned long long next_launch() {
   return latest.fetch_add(2) & ~1ull;
 }
 
-template <typename E, int D, int Dv>
-std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
-  using T = FwdTraits<E, D, Dv>;
-  const Problem& r = p.problem;
+inline std::string make_fwd_args(FwdArgs& a, const FwdParams& p, const Grid& grid, bool drawn) {
   const auto steps = [&](const StridedView& x) {
-    return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
+    return Steps{x.head_stride != 0, p.problem.is_varlen() || x.batch_stride != 0};
   };
-  FwdArgs a{p, fwd_grid(r, d, T::kBlockM), {}, steps(p.q), steps(p.k), steps(p.v)};
-  if (a.grid.ctas > INT32_MAX) return "fwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  a.draw.num_items = static_cast<uint32_t>(a.grid.ctas);
-  if (p.schedule != nullptr) {
+  a = FwdArgs{p, grid, {}, steps(p.q), steps(p.k), steps(p.v)};
+  if (grid.ctas > INT32_MAX) return "the problem needs more than 2^31 - 1 tiles";
+  a.draw.num_items = static_cast<uint32_t>(grid.ctas);
+  if (drawn) {
     a.draw.counter = static_cast<Counter*>(p.schedule);
     a.draw.launch = next_launch();
   }
-  FwdMaps maps;
+  return {};
+}
+
+template <typename T>
+std::string encode_fwd_maps(FwdMaps& maps, const FwdParams& p) {
+  const Problem& r = p.problem;
   std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
   if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, T::kBlockN);
   if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, T::kBlockN);
   if (error.empty() && !p.out.is_float) {  // fp32 is not stored by TMA
     error = encode_map(maps.out, p.out, r, r.head_dim_v, r.seqlen_q, r.num_heads, 16);
   }
+  return error;
+}
+
+template <typename E, int D, int Dv>
+std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
+  using T = FwdTraits<E, D, Dv>;
+  FwdArgs a;
+  FwdMaps maps;
+  std::string error = make_fwd_args(a, p, fwd_grid(p.problem, d, T::kBlockM), p.schedule != nullptr);
+  if (error.empty()) error = encode_fwd_maps<T>(maps, p);
   if (!error.empty()) return "fwd_sm90: " + error;
   const int64_t ctas = std::min<int64_t>(a.grid.ctas, d.num_sms);
   return launch("fwd_sm90", fwd_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../heuristics.h"
+#include "../modifiers.h"
 #include "../params.h"
 
 namespace flash_ext::sm90 {
@@ -42,17 +43,50 @@ constexpr FwdTile fwd_tile(int d, int dv) {
   return {80, 2, 4, 1, false};
 }
 
+// The forward with modifiers: two warpgroups with more registers and wider tiles than the plain one, because what a
+// step costs beside its scores must leave the issue slots to what changes scores.
+struct FwdModTile {
+  int block_n;
+  int kv_slots;  // a power of 2, for the consumers' count
+  int q_slots;
+  bool staged;
+  bool bias_apart;  // tiles of a bias have their own place, else that of the second tile of Q and the stage
+
+  static constexpr int kConsumers = 2, kBiasSlots = 2, kControlBytes = 3072;
+  constexpr FwdTile plain() const { return {block_n, kConsumers, kv_slots, q_slots, staged}; }
+  constexpr int bias_slot_bytes() const { return tile_bytes(64 * kConsumers, block_n); }
+  constexpr int smem_bytes(int d, int dv) const {
+    return plain().smem_bytes(d, dv) - sm90::kControlBytes + kControlBytes +
+           (bias_apart ? kBiasSlots * bias_slot_bytes() : 0);
+  }
+};
+
+constexpr FwdModTile fwd_mod_tile(int d, int dv) {
+  if (d == 64) return {128, 4, 2, true, true};
+  if (d <= 128) return {128, 4, 2, true, false};
+  if (d == 192 && dv == 128) return {64, 4, 2, true, false};
+  if (d == 192) return {64, 4, 2, true, false};
+  return {64, 4, 1, false, true};
+}
+
 constexpr bool tiles_fit() {
   for (int d : kHeadDims) {
     if (fwd_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (fwd_mod_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
-  return fwd_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge;
+  return fwd_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge &&
+         fwd_mod_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge;
 }
 static_assert(tiles_fit());
 
 // Whether items (tiles of queries) differ in length so much that CTAs should draw them one by one.
 inline bool draws_items(const Problem& p) {
   return p.is_varlen() || (p.window_right >= 0 && p.window_left < 0) || (p.window_right < 0 && p.window_left >= 0);
+}
+
+inline bool draws_items(const Problem& p, const Modifiers& m) {
+  return draws_items(p) || m.mask.words != nullptr || m.blocks.words != nullptr || m.document_k.ids != nullptr ||
+         m.hidden_rows.count > 0 || m.hidden_keys.count > 0 || m.chunk > 0 || m.prefix_lens != nullptr;
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

@@ -1,0 +1,154 @@
+// What the roles of the sm90 forward with modifiers share: traits, shared memory, barriers, steps.
+#pragma once
+
+#include "../common/dropout.cuh"
+#include "../common/modifiers.cuh"
+#include "fwd_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+struct FwdModMaps {
+  FwdMaps plain;
+  CUtensorMap bias;  // boxes of 64 keys and the queries of a tile, or a single row that all share
+};
+
+// cap * tanh(factor * x) = x * (c[0] + c[1] x^2 + ...) for |x| <= limit.
+struct CapSeries {
+  static constexpr int kTerms = 5;
+  float c[kTerms];
+  float limit;  // below 0: never
+};
+
+struct FwdModArgs {
+  FwdArgs plain;
+  Modifiers m;
+  CapSeries cap;
+  Steps bias_steps;
+  int bias_rows;  // of a staged tile of bias: those of a tile of queries, or 1; 0: bias is read from global memory
+  int q_slots;    // 1 where tiles of bias take the place of the second one and of the stage
+};
+
+// An item, a tile of queries of one head.
+struct ModItem {
+  Work w;
+  Seat seat;
+  float sink;           // -inf: none
+  BlockRange blocks;    // tiles of keys that may be visited
+  DropKeys drop;
+};
+
+// A step is a tile of keys of an item: the tile, and in `flags` what concerns all warpgroups, above it four bits for
+// each one's tests.
+struct Step {
+  int tile;
+  uint32_t flags;
+};
+inline constexpr uint32_t kFirstOfItem = 1, kLastOfItem = 2, kNoStep = 4, kVisited = 1 << 16;
+inline constexpr int kTestsAt = 3;
+inline constexpr uint32_t kSkipped = 8;  // instead of a warpgroup's tests: its rows see nothing of the tile
+
+// A step as one warpgroup keeps it, in one register: there are less than 2^24 tiles.
+struct OwnStep {
+  uint32_t bits;  // tile << 7 | the warpgroup's tests << 3 | flags
+
+  __device__ __forceinline__ void take(const Step& step, int group) {
+    bits = static_cast<uint32_t>(step.tile) << 7 | (step.flags >> (4 * group) & 15u << kTestsAt) | (step.flags & 7);
+  }
+  __device__ __forceinline__ int tile() const { return static_cast<int>(bits >> 7); }
+  __device__ __forceinline__ TileTests tests() const { return static_cast<TileTests>(bits >> kTestsAt & 7); }
+  __device__ __forceinline__ bool is_seen() const { return (bits & kSkipped << kTestsAt) == 0; }
+  __device__ __forceinline__ bool is_first() const { return (bits & kFirstOfItem) != 0; }
+  __device__ __forceinline__ bool is_last() const { return (bits & kLastOfItem) != 0; }
+};
+
+// Steps that the scheduler found, on their way to the loader.
+struct Chunk {
+  static constexpr int kCapacity = 16;
+  Step steps[kCapacity];
+  int count;  // 0: there are no items any more
+  bool is_last;  // of its item
+};
+
+template <typename E, int D, int Dv>
+struct FwdModTraits {
+  using Element = E;
+  static constexpr int kHeadDim = D, kHeadDimV = Dv;
+  static constexpr FwdModTile kModTile = fwd_mod_tile(D, Dv);
+  static constexpr FwdTile kTile = kModTile.plain();
+  static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
+  static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
+  static constexpr int kBiasSlots = FwdModTile::kBiasSlots;
+  static constexpr bool kStaged = kTile.staged;
+  static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
+  // A thread; 504 for the warpgroups together, which is what a launch of three gets. The scheduler, which judges tiles,
+  // does not fit 40.
+  static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
+  static_assert(kConsumers == 2 && 2 * kConsumerRegs + kProducerRegs <= 504);
+  static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
+  static constexpr int kSlotBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
+  static constexpr int kQAt = kKvSlots * kSlotBytes, kStageAt = kQAt + kQSlots * kQBytes;
+  static constexpr int kStageEnd = kStageAt + kTile.stage_bytes(Dv);
+  static constexpr int kBiasBytes = kModTile.bias_slot_bytes();
+  static constexpr int kBiasAt = kModTile.bias_apart ? kStageEnd : kQAt + kQBytes;
+  static constexpr int kBiasEnd = kBiasAt + kBiasSlots * kBiasBytes;
+  static constexpr int kSharedAt = kBiasEnd > kStageEnd ? kBiasEnd : kStageEnd;
+  static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);
+  // The scheduler writes item i + 1 when every consumer has asked Q of item i - 2 for its last scores; the slowest may
+  // then still store the output of item i - 3. A power of 2, for the consumers' count.
+  static constexpr int kItems = 8;
+  static constexpr int kRingChunks = 4;
+  static_assert(kModTile.bias_apart || (kQSlots == 2 && kBiasEnd <= kStageEnd));
+  static_assert((kKvSlots & (kKvSlots - 1)) == 0);
+  static_assert(kSlotBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
+};
+
+// Behind the tiles in shared memory, before the barriers.
+template <typename T>
+struct ModShared {
+  ModItem items[T::kItems];
+  Chunk chunks[T::kRingChunks];
+  Step steps[T::kKvSlots];  // of the K in that slot of the ring
+  uint32_t index;           // the scheduler's present one
+};
+
+// As Barriers of the plain forward; see there.
+template <typename T>
+struct ModBarriers {
+  static constexpr int kKv = 0, kQ = kKv + 2 * T::kKvSlots, kChunk = kQ + 2 * T::kQSlots;
+  static constexpr int kBias = kChunk + 2 * T::kRingChunks, kEnding = kBias + 2 * T::kBiasSlots, kCount = kEnding + 1;
+  static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModShared<T>));
+  static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
+
+  uint32_t smem;
+  __device__ uint32_t at(int index) const { return smem + kAt + 8 * index; }
+  __device__ uint32_t kv_full(int slot) const { return at(kKv + slot); }
+  __device__ uint32_t kv_empty(int slot) const { return at(kKv + T::kKvSlots + slot); }
+  __device__ uint32_t q_full(int slot) const { return at(kQ + slot); }
+  __device__ uint32_t q_empty(int slot) const { return at(kQ + T::kQSlots + slot); }
+  __device__ uint32_t chunk_full(int place) const { return at(kChunk + place); }
+  __device__ uint32_t chunk_empty(int place) const { return at(kChunk + T::kRingChunks + place); }
+  __device__ uint32_t bias_full(int slot) const { return at(kBias + slot); }
+  __device__ uint32_t bias_empty(int slot) const { return at(kBias + T::kBiasSlots + slot); }
+  __device__ uint32_t item_ending() const { return at(kEnding); }
+
+  __device__ void init() const {
+    const auto init_pairs = [&](int first, int count, int empty_arrivals) {
+      for (int i = 0; i < count; ++i) {
+        ptx::mbarrier_init(at(first + i), 1);
+        ptx::mbarrier_init(at(first + count + i), empty_arrivals);
+      }
+    };
+    init_pairs(kKv, T::kKvSlots, 4 * T::kConsumers);
+    init_pairs(kQ, T::kQSlots, 4 * T::kConsumers);
+    init_pairs(kChunk, T::kRingChunks, 1);
+    init_pairs(kBias, T::kBiasSlots, 4 * T::kConsumers);
+    ptx::mbarrier_init(item_ending(), 1);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// Slot and parity of the n-th use of a ring whose slots are a power of 2.
+__device__ __forceinline__ int slot_of(int n, int slots) { return n & (slots - 1); }
+__device__ __forceinline__ uint32_t parity_of(int n, int slots) { return (n & slots) != 0; }
+
+}  // namespace flash_ext::sm90

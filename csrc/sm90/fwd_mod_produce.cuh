@@ -1,0 +1,220 @@
+// The producers of the sm90 forward with modifiers. The first warp finds out which tiles of keys an item visits and
+// what their scores are tested for; the second one loads them.
+#pragma once
+
+#include "fwd_mod_parts.cuh"
+#include "fwd_produce.cuh"
+
+namespace flash_ext::sm90 {
+
+inline constexpr int kModDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
+
+// Rows that no key is visited for: output 0, lse -inf or that of the sink.
+template <typename T>
+__device__ __forceinline__ void store_unvisited(const FwdModArgs& a, const ModItem& item, int lane) {
+  const FwdParams& p = a.plain.p;
+  const Work& w = item.w;
+  const int first_row = w.block * T::kBlockM, rows = min(T::kBlockM, w.q.length - first_row);
+  const int64_t stat = row_stat_offset(p.problem, w, w.h) + first_row;
+#pragma unroll 1
+  for (int row = lane; row < rows; row += 32) {
+    p.lse[stat + row] = item.sink;
+    if (a.m.row_max != nullptr) a.m.row_max[stat + row] = -INFINITY;
+  }
+  zero_rows(p.out, w.b, w.q.start + first_row, w.h, rows, p.problem.head_dim_v, lane);
+}
+
+// Two lanes judge a tile of keys, one for each warpgroup's 64 rows: both get the tests of both, or 0 where both skip the
+// tile. `tile` may lie outside the sequence.
+template <typename T>
+__device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block, int tile, int lane) {
+  static_assert(T::kConsumers == 2 && Chunk::kCapacity == 32 / T::kConsumers);
+  constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kTestsAt;
+  const int group = lane % 2, rows = m_block * 2 + group;
+  TileTests tests = kSkipTile;
+  if (tile >= 0 && rows * 64 < scores.seat.seqlen_q) tests = scores.template visit<64, T::kBlockN>(rows, tile);
+  uint32_t flags = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kTestsAt + 4 * group);
+  flags |= __shfl_xor_sync(0xffffffffu, flags, 1);
+  return flags == kBothSkip ? 0 : flags | kVisited;
+}
+
+// Writes item `index` to shared memory; false if there is nothing to compute or write.
+template <typename T>
+__device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, ModItem& item) {
+  const Problem& p = a.plain.p.problem;
+  int b = 0;
+  Work w = decode_index<T::kBlockM, true, true>(index, p, a.plain.grid, &b);
+  if (!w.active) return false;
+  reorder_batch(a.m, w, p.num_heads, b);
+  if (ptx::fresh_lane() == 0) {
+    item.w = w;
+    item.seat = make_seat(p, a.m, w, b);
+    item.blocks = Scores{p, a.m, item.seat, w.h}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
+    item.sink = a.m.sinks != nullptr && b >= 0 && b < p.batch ? a.m.sinks[w.h] : -INFINITY;
+    item.drop.make(a.m, b, w.h);
+  }
+  __syncwarp();
+  return true;
+}
+
+// First warp: decides what is next, judges its tiles, loads its Q.
+template <typename T>
+__device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
+                                                   ModShared<T>& shared, ModBarriers<T> bars) {
+  const FwdArgs& plain = a.plain;
+  const bool draws = plain.draw.counter != nullptr;
+  if (draws && ptx::fresh_lane() == 0) own_counter(plain.draw);
+  // Registers are short: counts of items with tiles to visit, and of published chunks, modulo 2^16.
+  uint32_t counts = 0;
+  const auto items = [&] { return static_cast<int>(counts >> 16); };
+  const auto chunks = [&] { return static_cast<int>(counts & 0xffff); };
+  const auto wait_for_chunk = [&] {
+    wait(bars.chunk_empty(slot_of(chunks(), T::kRingChunks)), parity_of(chunks(), T::kRingChunks) ^ 1);
+  };
+  const auto chunk = [&]() -> Chunk& { return shared.chunks[slot_of(chunks(), T::kRingChunks)]; };
+  const auto publish = [&](bool is_last) {
+    __syncwarp();
+    if (ptx::fresh_lane() == 0) {
+      chunk().is_last = is_last;
+      ptx::mbarrier_arrive(bars.chunk_full(slot_of(chunks(), T::kRingChunks)));
+    }
+    counts = (counts & 0xffff0000u) | ((counts + 1) & 0xffff);
+  };
+  const auto load_q = [&](const Work& w) {
+    const int slot = slot_of(items(), a.q_slots);
+    wait(bars.q_empty(slot), parity_of(items(), a.q_slots) ^ 1);
+    if (ptx::fresh_lane() == 0) {
+      copy_tile<T::kChunks, T::kBlockM>(maps.plain.q, plain.q_steps, smem + T::kQAt + slot * T::kQBytes,
+                                        bars.q_full(slot),
+                                        row_coordinates(plain.p.problem, w.q, w.b, w.block * T::kBlockM), w.h);
+    }
+  };
+  // Publishes the steps of an item; false if there are none. A chunk waits for the next one: it may be the last.
+  const auto publish_steps = [&](const ModItem& item) -> bool {
+    const Scores scores{plain.p.problem, a.m, item.seat, item.w.h};
+    enum { kNothing, kWaiting, kWaitingWithQ } state = kNothing;
+#pragma unroll 1
+    for (int last = item.blocks.end - 1; last >= item.blocks.begin; last -= Chunk::kCapacity) {
+      const int lane = ptx::fresh_lane(), tile = last - lane / 2;
+      const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);
+      const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & 0x55555555u;
+      if (visited == 0) continue;
+      if (state != kNothing) publish(false);
+      if (state == kWaiting) load_q(item.w);
+      state = state == kNothing ? kWaiting : kWaitingWithQ;
+      wait_for_chunk();
+      if (flags != 0 && lane % 2 == 0) chunk().steps[__popc(visited & ((1u << lane) - 1))] = {tile, flags};
+      if (lane == 0) chunk().count = __popc(visited);
+    }
+    if (state == kNothing) return false;
+    publish(true);
+    if (state == kWaiting) load_q(item.w);
+    return true;
+  };
+  uint32_t index = blockIdx.x;
+#pragma unroll 1
+  while (index < plain.draw.num_items) {
+    if (ptx::fresh_lane() == 0) shared.index = index;  // registers are short
+    ModItem& item = shared.items[slot_of(items(), T::kItems)];
+    if (make_item<T>(a, index, item)) {
+      if (publish_steps(item)) {
+        if (draws) wait(bars.item_ending(), items() % 2);
+        counts += 0x10000;
+      } else {
+        store_unvisited<T>(a, item, ptx::fresh_lane());
+        __syncwarp();  // before the item's place is written again
+      }
+    }
+    index = 0;
+    if (ptx::fresh_lane() == 0) index = draws ? draw_item(plain.draw) : shared.index + gridDim.x;
+    index = __shfl_sync(0xffffffffu, index, 0);
+  }
+  wait_for_chunk();
+  if (ptx::fresh_lane() == 0) chunk().count = 0;
+  publish(true);
+}
+
+// Second warp: streams K and V through the ring in the order of use, K0, K1, V0, K2, V1, ... without a seam between
+// items, and with each K its step; tiles of bias through a ring of their own.
+template <typename T>
+__device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
+                                               ModShared<T>& shared, ModBarriers<T> bars) {
+  const Problem& p = a.plain.p.problem;
+  const int lane = threadIdx.x % 32;
+  RingPosition<T::kKvSlots> ring;
+  RingPosition<T::kBiasSlots> bias_ring;
+  RingPosition<T::kItems> place;
+  RingPosition<T::kRingChunks> chunk;
+  ring.parity = bias_ring.parity = 1;
+  int v_h = -1;  // head of the V tile that is still to load
+  RowCoordinates v_at{};
+  const auto load_v = [&] {
+    if (v_h < 0) return;
+    wait(bars.kv_empty(ring.slot), ring.parity);
+    const uint32_t to = smem + ring.slot * T::kSlotBytes;
+    if (lane == 0) {
+      copy_tile<T::kChunksV, T::kBlockN>(maps.plain.v, a.plain.v_steps, to, bars.kv_full(ring.slot), v_at, v_h);
+    }
+    ring.advance();
+  };
+  const auto load_bias = [&](const ModItem& item, int tile) {
+    if (a.bias_rows == 0) return;
+    wait(bars.bias_empty(bias_ring.slot), bias_ring.parity);
+    if (lane == 0) {
+      const uint32_t bar = bars.bias_full(bias_ring.slot);
+      ptx::mbarrier_arrive_expect_tx(bar, T::kBlockN / 64 * a.bias_rows * 128);
+#pragma unroll
+      for (int i = 0; i < T::kBlockN / 64; ++i) {
+        ptx::tma_load_5d(smem + T::kBiasAt + bias_ring.slot * T::kBiasBytes + i * T::kBlockM * 128, &maps.bias, bar,
+                         tile * T::kBlockN + 64 * i, a.bias_rows == 1 ? 0 : item.w.block * T::kBlockM,
+                         item.w.h * a.bias_steps.head, item.seat.b * a.bias_steps.batch, 0);
+      }
+    }
+    bias_ring.advance();
+  };
+  bool is_first = true;  // chunk of its item
+#pragma unroll 1
+  while (true) {
+    wait(bars.chunk_full(chunk.slot), chunk.parity);
+    const int count = shared.chunks[chunk.slot].count;
+    const bool is_last = shared.chunks[chunk.slot].is_last;
+    if (count == 0) break;
+    const ModItem& item = shared.items[place.slot];
+    const int h = static_cast<int>(divide(item.w.h, a.plain.grid.shared));
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      // The next item is drawn as late as it can wait: one drawn early is kept from a CTA that is free before.
+      if (is_last && i == max(0, count - kModDrawAhead) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
+      Step step = shared.chunks[chunk.slot].steps[i];
+      if (is_first && i == 0) step.flags |= kFirstOfItem;
+      if (is_last && i == count - 1) step.flags |= kLastOfItem;
+      const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, step.tile * T::kBlockN);
+      wait(bars.kv_empty(ring.slot), ring.parity);
+      if (lane == 0) {
+        shared.steps[ring.slot] = step;
+        copy_tile<T::kChunks, T::kBlockN>(maps.plain.k, a.plain.k_steps, smem + ring.slot * T::kSlotBytes,
+                                          bars.kv_full(ring.slot), at, h);
+      }
+      ring.advance();
+      load_v();
+      load_bias(item, step.tile);
+      v_at = at;
+      v_h = h;
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(bars.chunk_empty(chunk.slot));
+    chunk.advance();
+    is_first = is_last;
+    if (is_last) place.advance();
+  }
+  // A step without a tile tells the consumers that none is left.
+  wait(bars.kv_empty(ring.slot), ring.parity);
+  if (lane == 0) {
+    shared.steps[ring.slot] = {0, kNoStep};
+    ptx::mbarrier_arrive(bars.kv_full(ring.slot));
+  }
+  ring.advance();
+  load_v();
+}
+
+}  // namespace flash_ext::sm90

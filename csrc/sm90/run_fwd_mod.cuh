@@ -1,0 +1,82 @@
+// From a forward request with modifiers to a launch, for one compiled head dim. Included by the instantiation files
+// only.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "fwd_mod.cuh"
+#include "run_fwd.cuh"
+
+namespace flash_ext::sm90 {
+
+// tanh(t) / t in t^2, fitted for the smallest relative error (6e-7) on |t| <= 3/4.
+inline CapSeries cap_series(const Problem& p, const Modifiers& m) {
+  constexpr double kTerms[CapSeries::kTerms] = {0.9999994349, -0.3332825145, 0.1325898248, -0.05005628159,
+                                                0.01292961373};
+  CapSeries series{};
+  series.limit = -1.f;
+  const double factor = static_cast<double>(p.softmax_scale) * m.inv_softcap;
+  double power = factor * m.softcap;
+  for (int k = 0; k < CapSeries::kTerms; ++k) {
+    const double c = kTerms[k] * power;
+    if (std::fabs(c) > FLT_MAX) return series;  // the largest x such a factor is made for are next to 0
+    series.c[k] = static_cast<float>(c);
+    power *= factor * factor;
+  }
+  series.limit = static_cast<float>(std::fmin(0.75 / std::fabs(factor), FLT_MAX));
+  return series;
+}
+
+// Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias.
+inline int staged_bias_rows(const BiasView& x, int block_m) {
+  if (x.ptr == nullptr || !x.staged) return 0;
+  return x.row_stride == 0 ? 1 : block_m;
+}
+
+inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Problem& p, int box_rows) {
+  static const EncodeTiled encode = find_encoder();
+  if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
+  // As encode_map() has it: a broadcast dimension has one entry.
+  const auto bytes = [](int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 16 : 2 * stride); };
+  const auto size = [](int64_t stride, int64_t n) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); };
+  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(x.cols), size(x.row_stride, x.rows),
+                              size(x.head_stride, p.num_heads), size(x.batch_stride, p.batch), 1};
+  const cuuint64_t strides[4] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride), 16};
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+  const CUtensorMapDataType type =
+      p.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUresult result = encode(&map, type, 5, const_cast<void*>(x.ptr), dims, strides, box, ones,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return {};
+  return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
+}
+
+template <typename E, int D, int Dv>
+std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  using T = FwdModTraits<E, D, Dv>;
+  const Problem& r = p.problem;
+  const bool drawn = p.schedule != nullptr && draws_items(r, m);
+  FwdModArgs a{};
+  std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, drawn), drawn);
+  a.m = m;
+  a.cap = cap_series(r, m);
+  a.bias_rows = staged_bias_rows(m.bias, T::kBlockM);
+  a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
+  a.q_slots = !T::kModTile.bias_apart && a.bias_rows > 0 ? 1 : T::kQSlots;
+  FwdModMaps maps{};
+  if (error.empty()) error = encode_fwd_maps<T>(maps.plain, p);
+  if (error.empty() && a.bias_rows > 0) error = encode_bias_map(maps.bias, m.bias, r, a.bias_rows);
+  if (!error.empty()) return "fwd_mod_sm90: " + error;
+  const int64_t ctas = std::min<int64_t>(a.plain.grid.ctas, d.num_sms);
+  return launch("fwd_mod_sm90", fwd_mod_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
+}
+
+template <int D, int Dv>
+std::string run_fwd_mod_hd(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? launch_fwd_mod<__half, D, Dv>(p, m, d)
+                                            : launch_fwd_mod<__nv_bfloat16, D, Dv>(p, m, d);
+}
+
+}  // namespace flash_ext::sm90

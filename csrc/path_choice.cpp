@@ -11,7 +11,7 @@ namespace flash_ext {
 
 namespace {
 
-bool has_hopper_modifiers() { return get_switch(Switch::kHopperModifiers).value_or(1) == 1; }
+bool has_hopper_modifiers() { return get_switch(Switch::kHopperModifiers) == 1; }
 
 int64_t sm90_fwd_mod_workspace(const Problem& p, const DeviceInfo& d) {
   return (has_hopper_modifiers() ? sm90::fwd_mod_workspace : sm80::fwd_workspace)(p, d);

@@ -62,7 +62,7 @@ enum class Switch {
   kUnaligned,          // 1: report every tensor as unaligned, which selects the element-wise loader
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
-  kHopperModifiers,    // 0: forwards with modifiers of the sm90 path run in the sm80 kernels
+  kHopperModifiers,    // 1: the sm90 path runs its own forward with modifiers, else the sm80 kernels
 };
 constexpr int kNumSwitches = 7;
 std::optional<Switch> switch_by_name(std::string_view name);

@@ -76,12 +76,21 @@ class Variant:
 
     @property
     def nvcc_flags(self) -> list[str]:
+        return NVCC_FLAGS + self.gencode(self.archs)
+
+    def gencode_of(self, source: Path) -> list[str]:
+        """Kernels for Hopper are compiled for it alone: for others they would be traps, at a third of the cost."""
+        own = tuple(arch for arch in self.archs if arch == "9.0a") if "_sm90_" in source.stem else ()
+        return self.gencode(own or self.archs)
+
+    @staticmethod
+    def gencode(archs: tuple[str, ...]) -> list[str]:
         flags = []
-        for arch in self.archs:
+        for arch in archs:
             number = arch.removesuffix("+PTX").replace(".", "")
             kind = "compute" if arch.endswith("+PTX") else "sm"
             flags.append(f"-gencode=arch=compute_{number},code={kind}_{number}")
-        return NVCC_FLAGS + flags
+        return flags
 
     @property
     def defines(self) -> list[str]:
@@ -165,7 +174,7 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
               *tools.toolkit.include_dirs]
     cxx = [tools.cxx, *CXX_FLAGS, *variant.defines, *shlex.split(os.environ.get("CXXFLAGS", "")),
            f"-I{folder / 'generated'}", *(f"-isystem{item}" for item in system)]
-    nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *variant.nvcc_flags, *variant.defines]
+    nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *NVCC_FLAGS, *variant.defines]
     cudart = tools.toolkit.cudart
     # A shared runtime is found beside torch's own, in site-packages, or where it was at build time.
     runtime_paths = [] if cudart.suffix == ".a" else [
@@ -182,7 +191,7 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
         "  depfile = $out.d", "  deps = gcc", "  description = c++ $name",
         "rule nvcc",
         # The log outlives the run, for the gates; what the compiler refuses goes to the screen as well.
-        f"  command = {_shell(nvcc)} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1"
+        f"  command = {_shell(nvcc)} $gencode -MMD -MF $out.d -c $in -o $out > $out.log 2>&1"
         " || (cat $out.log; exit 1)",
         "  depfile = $out.d", "  deps = gcc", "  description = nvcc $name",
         "rule link",
@@ -194,6 +203,8 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         objects.append(f"{source}.o")
         lines += [f"build {_path(source)}.o: {rule} {_path(ROOT / 'csrc' / source)}", f"  name = {source}"]
+        if rule == "nvcc":
+            lines.append(f"  gencode = {_shell(variant.gencode_of(source))}")
     lines += [f"build _C.so: link {' '.join(_path(Path(item)) for item in objects)}", "default _C.so", ""]
     return "\n".join(lines)
 

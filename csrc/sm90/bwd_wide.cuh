@@ -6,7 +6,7 @@
 //
 // Shared memory, 128-byte swizzled tiles first:
 //   dK, dV   K, V [64 rows] | Q, dO [slots][block_m rows] | P [2][word / 4][thread][4] | stats [slots] | items, barriers
-//   dQ       Q, dO [128 rows] | K [k_slots][block_n rows] | V [v_slots] | items, barriers
+//   dQ       Q, dO [warpgroup][64 rows] | K [k_slots][block_n rows] | V [v_slots] | items, barriers
 #pragma once
 
 #include "bwd_wide_consume.cuh"

@@ -205,7 +205,8 @@ bool Harness::passes(const Variant& v, const Case& c) {
   }
   if (ok && std::getenv("VERBOSE") == nullptr) return true;
   std::printf("%s d%d/%d in %d/%d %s b%d h%d/%d sq%d sk%d window (%d, %d) scale %.3g q x %.3g%s%s: dq, dk, dv%s\n",
-              ok ? "ok  " : "FAIL", c.head_dim, c.dv(), v.head_dim, v.head_dim_v, kDTypeOf<E> == DType::kFloat16 ? "fp16" : "bf16",
+              ok ? "ok  " : "FAIL", c.head_dim, c.dv(), v.head_dim, v.head_dim_v,
+              kDTypeOf<E> == DType::kFloat16 ? "fp16" : "bf16",
               p.problem.batch, c.heads, c.heads_k, c.seqlen_q, c.seqlen_k, c.window_left, c.window_right, c.scale,
               c.amplitude, c.has_dlse ? " dlse" : "", c.lengths_q.empty() ? "" : " packed", text.c_str());
   std::fflush(stdout);

@@ -1,7 +1,7 @@
 // The consumers of the sm90 backward for head_dim above 128.
 //
 // Every warpgroup hands the tensor cores the gradient product of a step together with the scores of the next one, also
-// across items. In the kernel of dK and dV the scores come first: their exponentials overlap the gradient product, which
+// across items. In the kernel of dK and dV the scores come first: their exponentials overlap the gradient product. That
 // wants three tiles of Q and dO in shared memory (head_dim 256, 16k rows: 923 TFLOP/s, as of all five products, with
 // three tiles of 48 queries, 750 with two of 64 in either order). In that of dQ the gradient comes first, which lets go
 // of K.
@@ -15,8 +15,8 @@ namespace flash_ext::sm90 {
 
 // Zeros in a warp's 16 rows of a gradient, from `row` of the sequence on.
 template <typename E>
-__device__ __forceinline__ void clear_rows(const StridedView& view, int b, const Span& span, int h, int columns, int row,
-                                           int lane) {
+__device__ __forceinline__ void clear_rows(const StridedView& view, int b, const Span& span, int h, int columns,
+                                           int row, int lane) {
   zero_rows(view, b, span.start + row, h, min(16, span.length - row), columns, lane);
 }
 

@@ -19,7 +19,8 @@ struct WideKeyTraits {
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
   static constexpr bool kDrawsLate = true;
   // Of 16 columns, whose operands stay in registers for a whole item.
-  static constexpr int kHeldK = (kTile.held < D ? kTile.held : D) / 16, kHeldV = (kTile.held < Dv ? kTile.held : Dv) / 16;
+  static constexpr int kHeldK = (kTile.held < D ? kTile.held : D) / 16;
+  static constexpr int kHeldV = (kTile.held < Dv ? kTile.held : Dv) / 16;
   static constexpr int kQBytes = tile_bytes(kBlockM, D), kDoutBytes = tile_bytes(kBlockM, Dv);
   static constexpr int kVAt = tile_bytes(kBlockN, D), kQAt = kVAt + tile_bytes(kBlockN, Dv);
   static constexpr int kDoutAt = kQAt + kSlots * kQBytes, kWeightsAt = kDoutAt + kSlots * kDoutBytes;

@@ -54,8 +54,8 @@ std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return error;
-  return launch("bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads,
-                T::kSmemBytes, p.stream, a, maps);
+  return launch("bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
+                T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
 template <typename E, int D, int Dv>
@@ -76,7 +76,8 @@ std::string launch_wide_begin(const BwdParams& p, const DeviceInfo& d) {
   constexpr int kBlockM = wide_bwd_tile(D, Dv).block_m;
   const Grid g = make_grid(p.problem, d, true, kBlockM);
   const int tiles = static_cast<int>(query_tiles_per_head(p.problem, kBlockM));
-  return launch("bwd_wide_begin", bwd_wide_begin_kernel<E, Dv, kBlockM>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles);
+  return launch("bwd_wide_begin", bwd_wide_begin_kernel<E, Dv, kBlockM>, g.ctas, kPassThreads, 0, p.stream, p, g,
+                tiles);
 }
 
 template <typename E, int D, int Dv>

@@ -43,6 +43,9 @@ HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192)  # 192 for head_dim_v of 192 and of 128
 HOPPER_BWD = ("bwd_sm90_kernel",)
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
+HOPPER_BWD_WIDE = ("bwd_sm90_wide_keys_kernel", "bwd_sm90_wide_queries_kernel")
+HOPPER_BWD_WIDE_PASSES = ("bwd_wide_begin_kernel",)  # of head_dim_v
+HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
                "group_intervals_kernel")
@@ -135,7 +138,9 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     others = itertools.product(ONE_CLASS + 2 * PASSES, DTYPES, HEAD_DIMS, (None,))
     hopper = itertools.product(HOPPER, DTYPES, HOPPER_HEAD_DIMS, (None,))
     hopper_bwd = itertools.product(HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
-    expected = [*by_class, *any_size, *others, *hopper, *hopper_bwd]
+    hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
+    hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
+    expected = [*by_class, *any_size, *others, *hopper, *hopper_bwd, *hopper_wide, *hopper_wide_passes]
     expected += [(kernel, None, None, None) for kernel in MASK_PASSES]
     for arch in ARCHS:
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
@@ -223,7 +228,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
     """Each product group is fenced once and waited for once: serialised ones would have a pair for each HGMMA."""
     seen = 0
     for item in resources["kernels"]:
-        if kernel_id(item["name"])[0] not in HOPPER + HOPPER_BWD:
+        if kernel_id(item["name"])[0] not in HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE:
             continue
         opcodes = machine_code[item["arch"], item["symbol"]]
         if item["arch"] == "sm_80":
@@ -238,7 +243,9 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         groups = 16 if kernel_id(item["name"])[0] in HOPPER_BWD and kernel_id(item["name"])[2] == 96 else 8
         assert 0 < count["WARPGROUP.ARRIVE"] <= groups and 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1
-    assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS))
+    wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
+    narrow = len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
+    assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide)
 
 
 # ---- plans against limits --------------------------------------------------------------------------------
@@ -268,10 +275,11 @@ def test_shared_memory_fits_every_device(device_switches, resources, compute_cap
     """HD-05: the plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
     limit = SMEM_LIMITS[compute_capability]
     device_switches(compute_capability, limit)
-    static = static_smem(resources, ("fwd_kernel", "fwd_sm90_kernel", "bwd_kernel", "bwd_sm90_kernel", "bwd_q_kernel"))
+    kernels = ("fwd_kernel", "bwd_kernel", "bwd_q_kernel", *HOPPER, *HOPPER_BWD, *HOPPER_BWD_WIDE)
+    static = static_smem(resources, kernels)
     for direction, head_dim, deterministic in itertools.product(("fwd", "bwd"), range(1, 257), (False, True)):
         chosen = plan(direction, head_dim, deterministic)
-        native = direction == "fwd" or (head_dim <= 128 and not deterministic)
+        native = direction == "fwd" or head_dim > 128 or not deterministic
         hopper = compute_capability == 90 and native and head_dim % 8 == 0
         assert chosen["path"] == ("sm90" if hopper else "sm80")
         assert 0 < chosen["smem_bytes"] + static <= limit, chosen

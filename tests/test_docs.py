@@ -276,9 +276,12 @@ def test_memory_formula(pretend) -> None:
         for deterministic in (False, True):
             for cc in (80, 90):
                 pretend(cc)
-                asked = plan("bwd", head_dim, deterministic, batch=3, num_heads=8)["workspace_bytes"]
-                known = {"rows": 3 * 1024 * 8, "padded_head_dim": padded, "deterministic": deterministic}
-                assert eval(formula, known) == asked  # noqa: S307
+                asked = plan("bwd", head_dim, deterministic, batch=3, num_heads=8)
+                wide = asked["path"] == "sm90" and padded > 128
+                tile = asked["block_m"] if wide else 1
+                known = {"rows": 3 * 8 * tile * -(-1024 // tile), "padded_head_dim": padded,
+                         "deterministic": deterministic or wide}
+                assert eval(formula, known) == asked["workspace_bytes"]  # noqa: S307
 
 
 def test_gates_are_those_that_are_applied() -> None:
@@ -308,7 +311,7 @@ def test_performance_log_is_dated_and_newest_first() -> None:
 # Prints every tile of heuristics.h: kind, head_dim, class, then the columns of its table.
 TILE_PROGRAM = r"""
 #include "heuristics.h"
-#include "sm90/bwd_tiles.h"
+#include "sm90/bwd_wide_tiles.h"
 #include "sm90/tiles.h"
 #include <cstdio>
 #include <utility>
@@ -362,6 +365,11 @@ int main() {
     std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(), t.apart ? "apart" : "together", t.slots,
                 t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
   }
+  for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
+    const sm90::WideBwdTile t = sm90::wide_bwd_tile(d, dv);
+    std::printf("bwd_sm90_wide|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m, t.kKeys, t.slots, t.held,
+                t.dkv_smem_bytes(d, dv), t.kQueries, t.block_n, t.k_slots, t.v_slots, t.dq_smem_bytes(d, dv));
+  }
 }
 """
 TILE_HEADERS = {
@@ -375,6 +383,8 @@ TILE_HEADERS = {
     "CTAs an SM|bias, bytes|shared memory, bytes",
     "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
     "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
+    "bwd_sm90_wide": "head_dim|head_dim_v|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
+    "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
     "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
     "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|stage|"
     "shared memory, bytes",
@@ -471,6 +481,21 @@ def test_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
         assert (chosen["path"], chosen["kernel"]) == ("sm90", f"bwd_sm90_hd{d}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
+
+
+def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
+    (table,) = re.findall(r"<!-- bwd_sm90_wide: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    listed = rows(table)
+    assert len(listed) == 3
+    pretend(90)
+    for d, dv, block_m, block_n, slots, _, smem, *_ in listed:
+        for deterministic in (False, True):
+            chosen = _C.plan("bwd", seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_k=4, head_dim=int(d),
+                             head_dim_v=int(dv), deterministic=deterministic)
+            wanted = f"bwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}")
+            assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
+            assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
+            assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
 
 
 if __name__ == "__main__":

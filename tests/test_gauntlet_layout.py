@@ -319,7 +319,7 @@ def test_hd12_every_compiled_head_dim_runs_in_every_mode(target: Target) -> None
 @on_gpu_paths
 def test_hd12_the_kernels_that_ran_are_those_of_the_plan(target: Target) -> None:
     """The profiler's own record, so that no plan can claim what was not launched."""
-    for head_dim, deterministic in itertools.product((64, 128), (False, True)):
+    for head_dim, deterministic in itertools.product((64, 128, 256), (False, True)):
         q, k, v = (random_tensor(target, 1, 130, 2, head_dim).requires_grad_() for _ in range(3))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             attend(target, q, k, v, deterministic=deterministic)[0].sum().backward()
@@ -327,8 +327,11 @@ def test_hd12_the_kernels_that_ran_are_those_of_the_plan(target: Target) -> None
         names = [event.key for event in profile.key_averages()]
         forward = {"sm80": "sm80::fwd_kernel", "sm90": "sm90::fwd_sm90_kernel"}[target.path]
         assert any(forward in name for name in names), names
-        own = target.path == "sm90" and not deterministic
-        backward = "sm90::bwd_sm90_kernel" if own else "sm80::bwd_kernel"
+        backward = "sm80::bwd_kernel"
+        if target.path == "sm90" and head_dim > 128:
+            backward = "sm90::bwd_sm90_wide_keys_kernel"
+        elif target.path == "sm90" and not deterministic:
+            backward = "sm90::bwd_sm90_kernel"
         assert any(backward in name for name in names), names
         assert not any("flash_fwd" in name or "flash_bwd" in name for name in names), (
             "PyTorch's own kernel ran"

@@ -24,7 +24,7 @@ INCLUDES = [
     ("paths.h", ("params.h", "modifiers.h")),
     ("grid.h", ("params.h", "divisor.h", "heuristics.h", "paths.h")),
     ("path_sm80.", ("grid.h", "heuristics.h", "paths.h", "sm80/instances.h")),
-    ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm90/instances.h")),
+    ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm90/bwd_wide_tiles.h", "sm90/instances.h")),
     ("path_choice.", ("path_choice.h", "paths.h", "params.h")),
     ("api", ("api.h", "api_params.h", "path_choice.h", "paths.h", "params.h", "build_info.h")),
     ("device.cu", ("paths.h",)),

@@ -162,6 +162,7 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
 // Operand lists: names of the first 8 n registers, and the accumulators behind them.
 #define FX_N8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
 #define FX_NAMES_16 FX_N8(0, 1, 2, 3, 4, 5, 6, 7) "," FX_N8(8, 9, 10, 11, 12, 13, 14, 15)
+#define FX_NAMES_24 FX_NAMES_16 "," FX_N8(16, 17, 18, 19, 20, 21, 22, 23)
 #define FX_NAMES_32                                                            \
   FX_N8(0, 1, 2, 3, 4, 5, 6, 7)                                                \
   "," FX_N8(8, 9, 10, 11, 12, 13, 14, 15) "," FX_N8(16, 17, 18, 19, 20, 21, 22, 23) "," FX_N8(24, 25, 26, 27, 28, 29, 30, 31)
@@ -181,6 +182,7 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define FX_REGS_16 FX_D8(0), FX_D8(8)
+#define FX_REGS_24 FX_REGS_16, FX_D8(16)
 #define FX_REGS_32 FX_D8(0), FX_D8(8), FX_D8(16), FX_D8(24)
 #define FX_REGS_40 FX_REGS_32, FX_D8(32)
 #define FX_REGS_48 FX_REGS_40, FX_D8(40)
@@ -209,6 +211,14 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
                : FX_REGS_##COUNT                                                                                       \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(low_b), "n"(kDescriptorHigh))
 
+// A from registers, B K-major.
+#define FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, TYPE)                                                         \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\nsetp.ne.b32 p, %" #P ", 0;\n"         \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT "}, {%" #A0      \
+               ", %" #A1 ", %" #A2 ", %" #A3 "}, b, p, 1, 1, 0;\n}\n"                                                 \
+               : FX_REGS_##COUNT                                                                                       \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(low_b), "n"(kDescriptorHigh), "n"(kAccumulate ? 1 : 0))
+
 #define FX_WGMMA_SS_TYPED(N, COUNT, A, B, H, P)        \
   if constexpr (std::is_same_v<E, __half>) {        \
     FX_WGMMA_SS(N, COUNT, A, B, H, P, "f16", 0);        \
@@ -222,10 +232,18 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
     FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "bf16");  \
   }
 
+#define FX_WGMMA_RS_K_TYPED(N, COUNT, A0, A1, A2, A3, B, H, P) \
+  if constexpr (std::is_same_v<E, __half>) {                \
+    FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "f16");   \
+  } else {                                                  \
+    FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "bf16");  \
+  }
+
 // d (64 x 2 kCount, fp32) = or += A (64 x 16) B (16 x 2 kCount).
 template <typename E, bool kAccumulate, int kCount>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kCount], uint32_t low_a, uint32_t low_b) {
-  if constexpr (kCount == 32) { FX_WGMMA_SS_TYPED(64, 32, 32, 33, 34, 35) }
+  if constexpr (kCount == 24) { FX_WGMMA_SS_TYPED(48, 24, 24, 25, 26, 27) }
+  else if constexpr (kCount == 32) { FX_WGMMA_SS_TYPED(64, 32, 32, 33, 34, 35) }
   else if constexpr (kCount == 40) { FX_WGMMA_SS_TYPED(80, 40, 40, 41, 42, 43) }
   else if constexpr (kCount == 48) { FX_WGMMA_SS_TYPED(96, 48, 48, 49, 50, 51) }
   else if constexpr (kCount == 56) { FX_WGMMA_SS_TYPED(112, 56, 56, 57, 58, 59) }
@@ -245,6 +263,14 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kCount], uint32_t a0, uint32
   else if constexpr (kCount == 64) { FX_WGMMA_RS_TYPED(128, 64, 64, 65, 66, 67, 68, 69) }
   else if constexpr (kCount == 96) { FX_WGMMA_RS_TYPED(192, 96, 96, 97, 98, 99, 100, 101) }
   else { static_assert(kCount == 128); FX_WGMMA_RS_TYPED(256, 128, 128, 129, 130, 131, 132, 133) }
+}
+
+// d (64 x 2 kCount, fp32) = or += A (64 x 16, registers) B (16 x 2 kCount), B K-major.
+template <typename E, bool kAccumulate, int kCount>
+__device__ __forceinline__ void wgmma_rs_k(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                           uint32_t low_b) {
+  if constexpr (kCount == 24) { FX_WGMMA_RS_K_TYPED(48, 24, 24, 25, 26, 27, 28, 29, 30) }
+  else { static_assert(kCount == 32); FX_WGMMA_RS_K_TYPED(64, 32, 32, 33, 34, 35, 36, 37, 38) }
 }
 
 // d (64 x 2 kCount, fp32) = or += A (64 x 16) B (16 x 2 kCount), B with its columns side by side (MN-major).

@@ -68,7 +68,7 @@ struct BwdTraits {
   static constexpr int kDoutBytes = kQBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
   static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kStatsAt = kDsAt + kTile.ds_bytes();
-  static constexpr bool kStaged = kTile.staged;
+  static constexpr bool kStaged = kTile.staged, kDrawsLate = false;
   static constexpr int kStageAt = kStatsAt + kTile.stats_bytes(), kStageBytes = 4096;  // a warp: 16 queries, 64 columns
   static constexpr int kItemsAt = kStageAt + kTile.stage_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes(D);
@@ -97,7 +97,11 @@ struct BwdBarriers {
 
   __device__ uint32_t ds_full(int slot) const { return base + 32 + 8 * (4 * T::kSlots + 2 * T::kItems + slot); }
 
+  // With kDrawsLate: the last tile of an item is on its way.
+  __device__ uint32_t item_ending() const { return ds_full(T::kDsSlots); }
+
   __device__ void init() const {
+    if constexpr (T::kDrawsLate) ptx::mbarrier_init(item_ending(), 1);
     ptx::mbarrier_init(k_full(), T::kKeyParts);
     ptx::mbarrier_init(k_empty(), T::kKeyReaders);
     ptx::mbarrier_init(v_full(), T::kKeyParts);

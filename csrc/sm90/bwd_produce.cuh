@@ -34,7 +34,10 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, BwdItem* items, 
         item.first = item.blocks.begin + static_cast<int>(late);
         item.steps = static_cast<int>(count * a.grid.shared.divisor);
         ptx::mbarrier_arrive(bars.item_full(place.slot));
+        if (T::kDrawsLate && item.steps == 0) ptx::mbarrier_arrive(bars.item_ending());
       }
+      static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
+      if (T::kDrawsLate && draws) wait(bars.item_ending(), place.slot % 2);
       place.advance();
     }
     if (draws) {
@@ -122,6 +125,7 @@ __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& ma
     ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
     ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.p.row_stats + tile * (2 * T::kBlockM),
                    T::kStatsBytes, full);
+    if (T::kDrawsLate && walk.left == 1) ptx::mbarrier_arrive(bars.item_ending());
   });
 }
 

@@ -1,8 +1,10 @@
 // The consumers of the sm90 backward for head_dim above 128.
 //
 // Every warpgroup hands the tensor cores the gradient product of a step together with the scores of the next one, also
-// across items, so that only the arithmetic between the two waits, and then the other warpgroup has products running.
-// Gradients come first: their operands leave shared memory soonest, where there is room for two tiles of each.
+// across items. In the kernel of dK and dV the scores come first: their exponentials overlap the gradient product. That
+// wants three tiles of Q and dO in shared memory (head_dim 256, 16k rows: 923 TFLOP/s, as of all five products, with
+// three tiles of 48 queries, 750 with two of 64 in either order). In that of dQ the gradient comes first, which lets go
+// of K.
 // The products of a step that does not exist (behind the last one) read what lies there, and nothing comes of them:
 // a branch around them would make ptxas serialise all.
 #pragma once
@@ -13,8 +15,8 @@ namespace flash_ext::sm90 {
 
 // Zeros in a warp's 16 rows of a gradient, from `row` of the sequence on.
 template <typename E>
-__device__ __forceinline__ void clear_rows(const StridedView& view, int b, const Span& span, int h, int columns, int row,
-                                           int lane) {
+__device__ __forceinline__ void clear_rows(const StridedView& view, int b, const Span& span, int h, int columns,
+                                           int row, int lane) {
   zero_rows(view, b, span.start + row, h, min(16, span.length - row), columns, lane);
 }
 
@@ -52,6 +54,37 @@ struct KeyItem {
   }
 };
 
+// A's operands of the first kHeld steps of 16 columns, of a tile of 64 rows in shared memory.
+template <int kHeld>
+struct HeldRows {
+  static constexpr int kWords = kHeld > 0 ? 4 * kHeld : 1;
+  uint32_t words[kWords];
+  __device__ __forceinline__ void load(uint32_t tile, int warp, int lane) {
+    const uint32_t row = tile + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      uint32_t (&to)[4] = *reinterpret_cast<uint32_t (*)[4]>(words + 4 * i);
+      ptx::ldmatrix_x4(to, row + i / 4 * 64 * 128 + (((i % 4 * 2 + lane / 16) ^ (lane % 8)) << 4));
+    }
+  }
+};
+
+// issue_products() with the first operands in registers.
+template <typename E, int D, int kBRows, bool kAccumulate, int kHeld, int kCount>
+__device__ __forceinline__ void issue_held_products(float (&s)[kCount], const HeldRows<kHeld>& held, uint32_t a,
+                                                    uint32_t b) {
+  for_steps<0, D / 16>([&](auto step) {
+    constexpr int i = decltype(step)::value;
+    const uint32_t b_at = b + (i % 4) * 2 + (i / 4) * kBRows * 8;
+    if constexpr (i < kHeld) {
+      const uint32_t* x = held.words + 4 * i;
+      ptx::wgmma_rs_k<E, (kAccumulate || i > 0)>(s, x[0], x[1], x[2], x[3], b_at);
+    } else {
+      ptx::wgmma_ss<E, (kAccumulate || i > 0)>(s, a + (i % 4) * 2 + (i / 4) * 64 * 8, b_at);
+    }
+  });
+}
+
 // First warpgroup of the kernel of dK and dV: P of 64 keys, which it leaves to the second one, and dV.
 template <typename T>
 __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
@@ -66,6 +99,7 @@ __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem,
 
   float dv[Dv / 2], s[kM / 2];
   uint32_t words[kM / 4];
+  HeldRows<T::kHeldK> k;
   RingPosition<T::kItems> place;
   RingPosition<T::kSlots> q_ring, dout_ring;
   RingPosition<T::kWeightSlots> handed;
@@ -80,11 +114,22 @@ __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem,
                     lane);
     });
   };
+  constexpr bool kAllHeld = T::kHeldK == D / 16;
+  const auto take_keys = [&] {
+    wait(bars.k_full(), k_parity);
+    k_parity ^= 1;
+    if constexpr (T::kHeldK > 0) k.load(smem, warp, lane);
+    if constexpr (kAllHeld) {
+      __syncwarp();
+      arrive(bars.k_empty());
+    }
+  };
   const auto issue_scores = [&] {
     ptx::pin(s);
+    ptx::pin(k.words);
     ptx::wgmma_fence();
-    issue_products<E, D, T::kBlockN, kM, false>(s, k_low,
-                                                uniform(descriptor_low(smem + T::kQAt + q_ring.slot * T::kQBytes, 16)));
+    issue_held_products<E, D, kM, false>(s, k, k_low,
+                                         uniform(descriptor_low(smem + T::kQAt + q_ring.slot * T::kQBytes, 16)));
     ptx::wgmma_commit();
   };
   const auto form_weights = [&](const KeyItem<T>& at) {
@@ -93,13 +138,15 @@ __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem,
     scores_to_weights(s, stats, scale);
     __syncwarp();
     arrive(bars.q_empty(q_ring.slot));
-    if (at.walk.left == 1) arrive(bars.k_empty());
+    if (!kAllHeld && at.walk.left == 1) arrive(bars.k_empty());
     q_ring.advance();
     if (!at.reach.whole(at.walk.block)) {
       const BwdItem& item = items[at.slot];
       const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
       hide(s, mod, item.w.block * T::kBlockN + row, at.walk.block * kM + 2 * (lane % 4));
     }
+  };
+  const auto send_weights = [&] {
     pack<E>(words, s);
     wait(bars.ds_full(T::kWeightSlots + handed.slot), handed.parity);
 #pragma unroll
@@ -116,45 +163,46 @@ __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem,
   if (first < 0) return;
   KeyItem<T> at(a, items[first], first);
   clear(dv);
-  wait(bars.k_full(), k_parity);
-  k_parity ^= 1;
+  take_keys();
   wait(bars.q_full(q_ring.slot), q_ring.parity);
   issue_scores();
   ptx::wgmma_wait<0>();
   ptx::pin(s);
   form_weights(at);
+  send_weights();
 #pragma unroll 1
   while (true) {
     const bool ends = at.walk.left == 1;
     const int item_at = at.slot;
     ptx::pin(dv);
     ptx::pin(words);
-    wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
-    ptx::wgmma_fence();
-    issue_pv<E>(dv, words, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, kM * 128)));
-    ptx::wgmma_commit();
     bool more = true;
     if (ends) {
       const int slot = next();
       more = slot >= 0;
       if (more) {
         at = KeyItem<T>(a, items[slot], slot);
-        wait(bars.k_full(), k_parity);
-        k_parity ^= 1;
+        take_keys();
       }
     } else {
       at.walk.advance(items[at.slot], heads);
     }
     if (more) wait(bars.q_full(q_ring.slot), q_ring.parity);
     issue_scores();
+    wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
+    ptx::wgmma_fence();
+    issue_pv<E>(dv, words, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, kM * 128)));
+    ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
+    ptx::pin(s);
+    if (more) form_weights(at);
+    ptx::pin(s);
+    ptx::wgmma_wait<0>();
     ptx::pin(dv);
     ptx::pin(words);
     arrive(bars.dout_empty(dout_ring.slot));
     dout_ring.advance();
-    ptx::wgmma_wait<0>();
-    ptx::pin(s);
-    if (more) form_weights(at);
+    if (more) send_weights();
     if (ends) {
       const BwdItem& item = items[item_at];
       store_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, dv, 1.f, a.p.problem.head_dim_v,
@@ -179,6 +227,7 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
 
   float dk[D / 2], dp[kM / 2];
   uint32_t words[kM / 4];
+  HeldRows<T::kHeldV> v;
   RingPosition<T::kItems> place;
   RingPosition<T::kSlots> q_ring, dout_ring;
   RingPosition<T::kWeightSlots> handed;
@@ -192,18 +241,29 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
                     lane);
     });
   };
+  constexpr bool kAllHeld = T::kHeldV == Dv / 16;
+  const auto take_values = [&] {
+    wait(bars.v_full(), v_parity);
+    v_parity ^= 1;
+    if constexpr (T::kHeldV > 0) v.load(smem + T::kVAt, warp, lane);
+    if constexpr (kAllHeld) {
+      __syncwarp();
+      arrive(bars.v_empty());
+    }
+  };
   // dP starts from -delta, so that the products give dP - delta.
   const auto issue_dp = [&] {
     begin_dp(dp, minus_delta + q_ring.slot * (T::kStatsBytes / 4));
     ptx::pin(dp);
+    ptx::pin(v.words);
     ptx::wgmma_fence();
-    issue_products<E, Dv, T::kBlockN, kM, true>(
-        dp, v_low, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, 16)));
+    issue_held_products<E, Dv, kM, true>(
+        dp, v, v_low, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, 16)));
     ptx::wgmma_commit();
   };
   const auto form_ds = [&](int left) {
     arrive(bars.dout_empty(dout_ring.slot));
-    if (left == 1) arrive(bars.v_empty());
+    if (!kAllHeld && left == 1) arrive(bars.v_empty());
     dout_ring.advance();
     wait(bars.ds_full(handed.slot), handed.parity);
 #pragma unroll
@@ -220,30 +280,26 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
     __syncwarp();
     arrive(bars.ds_full(T::kWeightSlots + handed.slot));
     handed.advance();
-    pack<E>(words, dp);
   };
 
   int item_at = next();
   if (item_at < 0) return;
   int left = items[item_at].steps;
   clear(dk);
-  wait(bars.v_full(), v_parity);
-  v_parity ^= 1;
+  take_values();
   wait(bars.q_full(q_ring.slot), q_ring.parity);
   wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
   issue_dp();
   ptx::wgmma_wait<0>();
   ptx::pin(dp);
   form_ds(left);
+  pack<E>(words, dp);
 #pragma unroll 1
   while (true) {
     const bool ends = left == 1;
     const int ended = item_at, q_slot = q_ring.slot;
     ptx::pin(dk);
     ptx::pin(words);
-    ptx::wgmma_fence();
-    issue_pv<E>(dk, words, uniform(descriptor_low(smem + T::kQAt + q_slot * T::kQBytes, kM * 128)));
-    ptx::wgmma_commit();
     q_ring.advance();
     bool more = true;
     --left;
@@ -252,8 +308,7 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
       more = item_at >= 0;
       if (more) {
         left = items[item_at].steps;
-        wait(bars.v_full(), v_parity);
-        v_parity ^= 1;
+        take_values();
       }
     }
     if (more) {
@@ -261,13 +316,18 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
       wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
     }
     issue_dp();
+    ptx::wgmma_fence();
+    issue_pv<E>(dk, words, uniform(descriptor_low(smem + T::kQAt + q_slot * T::kQBytes, kM * 128)));
+    ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
+    ptx::pin(dp);
+    if (more) form_ds(left);
+    ptx::pin(dp);
+    ptx::wgmma_wait<0>();
     ptx::pin(dk);
     ptx::pin(words);
     arrive(bars.q_empty(q_slot));
-    ptx::wgmma_wait<0>();
-    ptx::pin(dp);
-    if (more) form_ds(left);
+    pack<E>(words, dp);
     if (ends) {
       const BwdItem& item = items[ended];
       store_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, dk, a.p.problem.softmax_scale, a.p.problem.head_dim,
@@ -316,8 +376,8 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
   const Problem& problem = a.p.problem;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = group * 64 + warp * 16 + lane / 4;
   const float scale = problem.scale_log2;
-  const uint32_t q_low = uniform(descriptor_low(smem + group * 64 * 128, 16));
-  const uint32_t dout_low = uniform(descriptor_low(smem + T::kDoutAt + group * 64 * 128, 16));
+  const uint32_t q_low = uniform(descriptor_low(smem + group * T::kQBytes, 16));
+  const uint32_t dout_low = uniform(descriptor_low(smem + T::kDoutAt + group * T::kDoutBytes, 16));
 
   float dq[D / 2], s[kN / 2], dp[kN / 2];
   uint32_t words[kN / 4];
@@ -338,8 +398,8 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
     if (slot < 0) return slot;
     const QueryItem& item = items[slot];
     block = item.blocks.begin;
-    left = item.steps;
     first_row = item.w.block * T::kBlockM + row;
+    left = item.steps;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = first_row + 8 * half;
@@ -354,19 +414,19 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
   const auto issue_scores = [&] {
     ptx::pin(s);
     ptx::wgmma_fence();
-    issue_products<E, D, T::kBlockM, kN, false>(
+    issue_products<E, D, T::kGroupRows, kN, false>(
         s, q_low, uniform(descriptor_low(smem + T::kKAt + k_ring.slot * T::kKBytes, 16)));
     ptx::wgmma_commit();
   };
   const auto issue_dp = [&] {
     ptx::pin(dp);
     ptx::wgmma_fence();
-    issue_products<E, Dv, T::kBlockM, kN, false>(
+    issue_products<E, Dv, T::kGroupRows, kN, false>(
         dp, dout_low, uniform(descriptor_low(smem + T::kVAt + v_ring.slot * T::kVBytes, 16)));
     ptx::wgmma_commit();
   };
   const auto form_weights = [&] {
-    if (left == 1) arrive(bars.q_empty());
+    if (left == 1) arrive(bars.q_empty(group));
     scores_to_row_weights(s, stats, scale);
     const QueryItem& item = items[item_at];
     const AttnMod mod{problem, item.w.q.length, item.w.k.length};
@@ -378,7 +438,7 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
   };
   const auto form_ds = [&] {
     arrive(bars.v_empty(v_ring.slot));
-    if (left == 1) arrive(bars.dout_empty());
+    if (left == 1) arrive(bars.dout_empty(group));
     v_ring.advance();
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) dp[i] = s[i] * (dp[i] + stats.minus_delta[i / 2 % 2]);
@@ -388,10 +448,10 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
   item_at = next();
   if (item_at < 0) return;
   clear(dq);
-  wait(bars.q_full(), q_parity);
+  wait(bars.q_full(group), q_parity);
   wait(bars.k_full(k_ring.slot), k_ring.parity);
   issue_scores();
-  wait(bars.dout_full(), dout_parity);
+  wait(bars.dout_full(group), dout_parity);
   wait(bars.v_full(v_ring.slot), v_ring.parity);
   issue_dp();
   ptx::wgmma_wait<1>();
@@ -419,12 +479,12 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
     }
     const bool more = item_at >= 0;
     if (more) {
-      if (ends) wait(bars.q_full(), q_parity);
+      if (ends) wait(bars.q_full(group), q_parity);
       wait(bars.k_full(k_ring.slot), k_ring.parity);
     }
     issue_scores();
     if (more) {
-      if (ends) wait(bars.dout_full(), dout_parity);
+      if (ends) wait(bars.dout_full(group), dout_parity);
       wait(bars.v_full(v_ring.slot), v_ring.parity);
     }
     issue_dp();

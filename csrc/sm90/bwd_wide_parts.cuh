@@ -17,6 +17,10 @@ struct WideKeyTraits {
   static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kConsumerWarps = 8;
   static constexpr int kKeyParts = 1, kPartRows = kBlockN, kKeyReaders = 4, kDsWriters = 4;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
+  static constexpr bool kDrawsLate = true;
+  // Of 16 columns, whose operands stay in registers for a whole item.
+  static constexpr int kHeldK = (kTile.held < D ? kTile.held : D) / 16;
+  static constexpr int kHeldV = (kTile.held < Dv ? kTile.held : Dv) / 16;
   static constexpr int kQBytes = tile_bytes(kBlockM, D), kDoutBytes = tile_bytes(kBlockM, Dv);
   static constexpr int kVAt = tile_bytes(kBlockN, D), kQAt = kVAt + tile_bytes(kBlockN, Dv);
   static constexpr int kDoutAt = kQAt + kSlots * kQBytes, kWeightsAt = kDoutAt + kSlots * kDoutBytes;
@@ -27,7 +31,7 @@ struct WideKeyTraits {
   static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
   static constexpr int kDsSlots = 2 * kWeightSlots;  // weights written, weights read
   static_assert(kQBytes % 1024 == 0 && kDoutBytes % 1024 == 0 && kItemsAt % 16 == 0);
-  static_assert(kBarriersAt + 8 * (4 + 4 * kSlots + 2 * kItems + kDsSlots) <= kSmemBytes);
+  static_assert(kBarriersAt + 8 * (5 + 4 * kSlots + 2 * kItems + kDsSlots) <= kSmemBytes);
 };
 
 // An item of the kernel of dQ, 128 queries of one head.
@@ -56,34 +60,39 @@ struct WideQueryTraits {
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kConsumerWarps = 8;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
   static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
+  static constexpr int kGroupRows = 64, kQBytes = tile_bytes(kGroupRows, D), kDoutBytes = tile_bytes(kGroupRows, Dv);
   static constexpr int kDoutAt = tile_bytes(kBlockM, D), kKAt = kDoutAt + tile_bytes(kBlockM, Dv);
   static constexpr int kVAt = kKAt + kKSlots * kKBytes, kItemsAt = kVAt + kVSlots * kVBytes, kItems = 2;
   static constexpr int kSmemBytes = kTile.dq_smem_bytes(D, Dv);
   static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(QueryItem));
   static_assert(kKBytes % 1024 == 0 && kVBytes % 1024 == 0 && sizeof(QueryItem) % 8 == 0);
-  static_assert(kBarriersAt + 8 * (4 + 2 * kKSlots + 2 * kVSlots + 2 * kItems) <= kSmemBytes);
+  static_assert(kBarriersAt + 8 * (9 + 2 * kKSlots + 2 * kVSlots + 2 * kItems) <= kSmemBytes);
 };
 
-// As BwdBarriers.
+// As BwdBarriers. Each warpgroup has its own tiles of Q and dO, so that one need not wait for the other's.
 template <typename T>
 struct WideQueryBarriers {
   uint32_t base;
-  __device__ uint32_t q_full() const { return base; }
-  __device__ uint32_t q_empty() const { return base + 8; }
-  __device__ uint32_t dout_full() const { return base + 16; }
-  __device__ uint32_t dout_empty() const { return base + 24; }
-  __device__ uint32_t item_full(int place) const { return base + 32 + 8 * place; }
-  __device__ uint32_t item_empty(int place) const { return base + 32 + 8 * (T::kItems + place); }
-  __device__ uint32_t k_full(int slot) const { return base + 32 + 8 * (2 * T::kItems + slot); }
+  __device__ uint32_t q_full(int group) const { return base + 8 * group; }
+  __device__ uint32_t q_empty(int group) const { return base + 16 + 8 * group; }
+  __device__ uint32_t dout_full(int group) const { return base + 32 + 8 * group; }
+  __device__ uint32_t dout_empty(int group) const { return base + 48 + 8 * group; }
+  __device__ uint32_t item_full(int place) const { return base + 64 + 8 * place; }
+  __device__ uint32_t item_empty(int place) const { return base + 64 + 8 * (T::kItems + place); }
+  __device__ uint32_t k_full(int slot) const { return base + 64 + 8 * (2 * T::kItems + slot); }
   __device__ uint32_t k_empty(int slot) const { return k_full(T::kKSlots + slot); }
   __device__ uint32_t v_full(int slot) const { return k_full(2 * T::kKSlots + slot); }
   __device__ uint32_t v_empty(int slot) const { return v_full(T::kVSlots + slot); }
+  __device__ uint32_t item_ending() const { return v_full(2 * T::kVSlots); }  // its last tile of K is on its way
 
   __device__ void init() const {
-    ptx::mbarrier_init(q_full(), 1);
-    ptx::mbarrier_init(q_empty(), T::kConsumerWarps);
-    ptx::mbarrier_init(dout_full(), 1);
-    ptx::mbarrier_init(dout_empty(), T::kConsumerWarps);
+    ptx::mbarrier_init(item_ending(), 1);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(q_full(i), 1);
+      ptx::mbarrier_init(q_empty(i), T::kConsumerWarps / 2);
+      ptx::mbarrier_init(dout_full(i), 1);
+      ptx::mbarrier_init(dout_empty(i), T::kConsumerWarps / 2);
+    }
     for (int i = 0; i < T::kItems; ++i) {
       ptx::mbarrier_init(item_full(i), 1);
       ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + 3);  // and the other producers

@@ -10,6 +10,7 @@ namespace flash_ext::sm90 {
 // keys.
 struct WideBwdTile {
   int block_m, slots;  // tiles of Q and of dO in the ring
+  int held;            // columns of K and V whose operands stay in registers for a whole item
   int block_n, k_slots, v_slots;
 
   static constexpr int kKeys = 64, kQueries = 128, kThreads = 384, kWeightSlots = 2;
@@ -25,12 +26,13 @@ struct WideBwdTile {
   }
 };
 
-// More queries a tile read K and V less often from shared memory, whose bandwidth is the next limit after the tensor
-// cores: 125 instead of 136 bytes a clock of 128 with 96 queries, which two slots leave room for up to head_dim 192.
+// Three tiles of Q and dO, whatever their size: with two a warpgroup waits for what it has just let go. Operands in
+// registers leave shared memory, whose bandwidth is the next limit after the tensor cores, to the other ones: 104 bytes
+// a clock of 128 at head_dim 192 instead of 136. More than 128 columns of 256 would spill.
 constexpr WideBwdTile wide_bwd_tile(int d, int dv) {
-  if (d == 192 && dv == 128) return {96, 2, 80, 2, 2};
-  if (d == 192) return {96, 2, 80, 2, 2};
-  return {64, 2, 64, 2, 1};
+  if (d == 192 && dv == 128) return {64, 4, 192, 80, 2, 2};
+  if (d == 192) return {64, 3, 192, 80, 2, 2};
+  return {48, 3, 128, 64, 2, 1};
 }
 
 constexpr bool wide_bwd_tile_fits(int d, int dv) {
@@ -39,15 +41,32 @@ constexpr bool wide_bwd_tile_fits(int d, int dv) {
 }
 static_assert(wide_bwd_tile_fits(192, 128) && wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
 
-// Items of the kernel of dQ in the order in which CTAs take them; K and V are what the tiles of a head share, as in the
-// forward.
-inline Grid wide_dq_grid(const Problem& p, const DeviceInfo& d) {
+// Items of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
+// CTAs then stream the same tiles at the same time (16k rows: 957 TFLOP/s, as of all five products, against 854 with
+// eight heads side by side). Else longest first in groups of heads whose streamed rows fit the L2 cache.
+inline void set_heads_in_group(Grid& g, int heads) {
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+}
+
+inline Grid wide_keys_grid(const Problem& p, const DeviceInfo& d) {
+  Grid g = make_grid(p, d, false, WideBwdTile::kKeys);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  if (!draws_items(p)) {
+    set_heads_in_group(g, 1);
+    return g;
+  }
+  const int slots = static_cast<int>(g.head_slots), fit = static_cast<int>(g.heads_in_group.divisor);
+  const int groups = std::max(1, slots / std::max(fit, std::min(8, slots)));  // at least 8 heads as in bwd_grid()
+  set_heads_in_group(g, (slots + groups - 1) / groups);
+  return g;
+}
+
+inline Grid wide_queries_grid(const Problem& p, const DeviceInfo& d) {
   Grid g = make_grid(p, d, true, WideBwdTile::kQueries);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int fit = static_cast<int>(g.heads_in_group.divisor);
-  const int heads = heads_in_group(draws_items(p), g.head_slots, g.blocks, fit, d.num_sms);
-  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
-  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  set_heads_in_group(g, draws_items(p) ? heads_in_group(true, g.head_slots, g.blocks, fit, d.num_sms) : 1);
   return g;
 }
 

@@ -48,25 +48,24 @@ inline std::string encode_bwd_maps(BwdMaps& maps, const BwdParams& p, int query_
 template <typename E, int D, int Dv>
 std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   using T = WideKeyTraits<E, D, Dv>;
-  const Grid grid = bwd_grid(p.problem, d, T::kBlockN);
+  const Grid grid = wide_keys_grid(p.problem, d);
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0);
-  if (a.draw.counter == nullptr) a.rotate = 1;
+  const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0);
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return error;
-  return launch("bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads,
-                T::kSmemBytes, p.stream, a, maps);
+  return launch("bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
+                T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
 template <typename E, int D, int Dv>
 std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
   using T = WideQueryTraits<E, D, Dv>;
-  const Grid grid = wide_dq_grid(p.problem, d);
+  const Grid grid = wide_queries_grid(p.problem, d);
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
   const WideQueryArgs a = wide_args<WideQueryArgs>(p, grid, T::kStatRows, 1);
   BwdMaps maps;
-  const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
+  const std::string error = encode_bwd_maps(maps, p, T::kGroupRows, T::kBlockN);
   if (!error.empty()) return error;
   return launch("bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
                 T::kThreads, T::kSmemBytes, p.stream, a, maps);
@@ -77,7 +76,8 @@ std::string launch_wide_begin(const BwdParams& p, const DeviceInfo& d) {
   constexpr int kBlockM = wide_bwd_tile(D, Dv).block_m;
   const Grid g = make_grid(p.problem, d, true, kBlockM);
   const int tiles = static_cast<int>(query_tiles_per_head(p.problem, kBlockM));
-  return launch("bwd_wide_begin", bwd_wide_begin_kernel<E, Dv, kBlockM>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles);
+  return launch("bwd_wide_begin", bwd_wide_begin_kernel<E, Dv, kBlockM>, g.ctas, kPassThreads, 0, p.stream, p, g,
+                tiles);
 }
 
 template <typename E, int D, int Dv>

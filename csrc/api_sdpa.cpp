@@ -140,7 +140,7 @@ bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// t with its dimensions 1 and 2 exchanged, past the dispatcher: eight of these a call would be a third of its time.
+// t with its dimensions 1 and 2 exchanged, past the dispatcher, which would be asked eight times a call.
 Tensor swapped(const Tensor& t) {
   c10::SmallVector<int64_t, 4> sizes(t.sizes()), strides(t.strides());
   std::swap(sizes[1], sizes[2]);

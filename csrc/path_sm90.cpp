@@ -1,6 +1,5 @@
-// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards without modifiers, the
-// latter not where they should be deterministic up to head_dim 128; the rest runs in the sm80 kernels, and the plan of
-// such a call names those.
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards without modifiers; the
+// rest runs in the sm80 kernels, and the plan of such a call names those.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -58,9 +57,7 @@ const ModInstance* mod_instance_of(const Problem& p) {
 }
 
 // Whether the backward kernels here take it; dq and dk, contiguous like the output, want the same of head_dim.
-bool is_bwd_taken(const Problem& p, bool deterministic) {
-  return is_taken(p) && p.head_dim % 8 == 0 && (is_wide(p) || !deterministic);
-}
+bool is_bwd_taken(const Problem& p) { return is_taken(p) && p.head_dim % 8 == 0; }
 
 // Head dims of the backward above 128.
 struct WideInstance {
@@ -110,14 +107,13 @@ std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
 int64_t fwd_workspace(const Problem& p, const DeviceInfo&) { return is_taken(p) && draws_items(p) ? kCounterBytes : 0; }
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  if (!is_bwd_taken(p, deterministic)) return sm80::bwd_workspace(p, deterministic, d);
+  if (!is_bwd_taken(p)) return sm80::bwd_workspace(p, deterministic, d);
   if (is_wide(p)) {
     const int block_m = wide_instance_of(p).tile().block_m;
     return {2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0), 0};
   }
   const int64_t rows = query_tiles(p) * BwdTile::kBlockM;
-  const int counter = draws_items(p) ? kCounterBytes / 4 : 0;
-  return {2 * rows + counter, rows * padded_head_dim(p.head_dim, p.head_dim_v)};
+  return {row_stats_elements(p, deterministic), rows * padded_head_dim(p.head_dim, p.head_dim_v)};
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
@@ -129,7 +125,7 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
 }
 
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  if (!is_bwd_taken(p, deterministic)) return sm80::plan_bwd(p, deterministic, d);
+  if (!is_bwd_taken(p)) return sm80::plan_bwd(p, deterministic, d);
   if (is_wide(p)) {
     const WideInstance& i = wide_instance_of(p);
     const WideBwdTile t = i.tile();
@@ -139,8 +135,9 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const BwdTile t = bwd_tile(size);
-  return {"sm90", "bwd_sm90_hd" + std::to_string(size), BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
-          t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n()).ctas, d.num_sms)};
+  const std::string name = "bwd_sm90_hd" + std::to_string(size) + (deterministic ? "_det" : "");
+  return {"sm90", name, BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
+          t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), deterministic).ctas, d.num_sms)};
 }
 
 int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo&) {
@@ -165,7 +162,7 @@ std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
 }
 
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
-  if (!is_bwd_taken(p.problem, p.deterministic)) return sm80::run_bwd(p, d);
+  if (!is_bwd_taken(p.problem)) return sm80::run_bwd(p, d);
   BwdParams prepared = p;
   prepared.problem.prepare();
   if (is_wide(p.problem)) return wide_instance_of(p.problem).run(prepared, d);

@@ -2,14 +2,17 @@
 //
 //   bwd_sm90 test [HEAD_DIMS]
 //   bwd_sm90 time [HEAD_DIMS [SEQLENS [REPS]]]
+//   bwd_sm90 repeat [HEAD_DIMS [SEQLENS [RUNS]]]  (of the deterministic kernels, which must give the same bits)
 //
-// Lists have commas. VERBOSE=1 in the environment prints tests that pass as well. -DONLY=128 compiles one head_dim;
-// 192 stands for both sizes of v.
+// Lists have commas. VERBOSE=1 in the environment prints tests that pass as well, DETERMINISTIC=1 chooses the
+// deterministic kernels, whose tests also compare the bits of many runs. -DONLY=128 compiles one head_dim; 192 stands
+// for both sizes of v.
 #include "sm90/run_bwd.cuh"
 #include "sm90/run_bwd_wide.cuh"
 
 #include "bwd_cases.cuh"
 #include "bwd_reference.cuh"
+#include "bwd_repeats.cuh"
 
 namespace standalone {
 
@@ -86,10 +89,13 @@ class Harness {
 
   template <typename E>
   bool passes(const Variant& v, const Case& c);
+  bool repeats(const Variant& v, const Case& c, int runs);
+  bool repeats_at_length(const Variant& v, bool causal, int seqlen, int runs);
   void print_time(const Variant& v, bool causal, int seqlen, int reps);
 
  private:
   BwdParams params_of(const Case& c, DType dtype);
+  void fill_for_timing(const BwdParams& p, const Case& c);
   template <typename E>
   void fill(const BwdParams& p, const Case& c);
   template <typename E>
@@ -98,6 +104,7 @@ class Harness {
   DeviceInfo device_;
   Buffers buffers_;
   ColdCache cold_;
+  bool deterministic_ = std::getenv("DETERMINISTIC") != nullptr;
 };
 
 void set_lengths(Problem& r, const Case& c, Buffers& buffers) {
@@ -146,6 +153,7 @@ BwdParams Harness::params_of(const Case& c, DType dtype) {
   p.dlse = c.has_dlse ? buffers_.dlse : nullptr;
   p.row_stats = buffers_.row_stats;
   p.dq_accum = buffers_.dq_accum;
+  p.deterministic = deterministic_;
   return p;
 }
 
@@ -213,16 +221,57 @@ bool Harness::passes(const Variant& v, const Case& c) {
   return ok;
 }
 
+// Whether all runs give the same bits: with fewer CTAs, beside a kernel that takes some of the multiprocessors away for
+// a while, and with anything in the workspace. The inputs are those that are there.
+bool Harness::repeats(const Variant& v, const Case& c, int runs) {
+  if (!deterministic_) return true;
+  const BwdParams p = params_of(c, DType::kBFloat16);
+  Repeats repeats(p, c.head_dim);
+  bool same = true;
+  for (int run = 0; run < runs; ++run) {
+    DeviceInfo device = device_;
+    if (run % 4 == 3) device.num_sms = 1 + run * 37 % device_.num_sms;
+    if (run % 3 == 1) {
+      CHECK_CUDA(cudaMemset(buffers_.row_stats, run, (4 << 20) * sizeof(float)));
+      CHECK_CUDA(cudaMemset(buffers_.dq_accum, run, kWorkspace * sizeof(float)));
+    }
+    if (run % 2 == 1) repeats.disturb(run);
+    require(v.run(p, device));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    same &= repeats.same_bits(p);
+  }
+  if (!same) std::printf("FAIL: other bits, d%d sq%d sk%d\n", c.head_dim, c.seqlen_q, c.seqlen_k);
+  return same;
+}
+
+Case case_of_length(const Variant& v, bool causal, int seqlen) {
+  const int d = v.head_dim, heads = 2048 / d;
+  const float scale = 1.f / std::sqrt(static_cast<float>(d));
+  Case c{kTokens / seqlen, heads, heads, seqlen, seqlen, d, -1, causal ? 0 : -1, scale};
+  c.head_dim_v = v.head_dim_v;
+  return c;
+}
+
 // Random outputs of about the right size, and an lse near that of N(0, 1) scores.
+void Harness::fill_for_timing(const BwdParams& p, const Case& c) {
+  fill<bf16>(p, c);
+  const size_t rows = static_cast<size_t>(kTokens) * c.heads;
+  fill_normal<bf16>(buffers_.out, rows * c.head_dim, 6, 0.05f);
+  upload(buffers_.lse, std::vector<float>(rows, std::log(c.seqlen_q * 0.7f) + 0.5f));
+}
+
+bool Harness::repeats_at_length(const Variant& v, bool causal, int seqlen, int runs) {
+  deterministic_ = true;
+  const Case c = case_of_length(v, causal, seqlen);
+  fill_for_timing(params_of(c, DType::kBFloat16), c);
+  return repeats(v, c, runs);
+}
+
 void Harness::print_time(const Variant& v, bool causal, int seqlen, int reps) {
   const int d = v.head_dim, heads = 2048 / d;
-  Case c{kTokens / seqlen, heads, heads, seqlen, seqlen, d, -1, causal ? 0 : -1,
-         1.f / std::sqrt(static_cast<float>(d))};
-  c.head_dim_v = v.head_dim_v;
+  const Case c = case_of_length(v, causal, seqlen);
   const BwdParams p = params_of(c, DType::kBFloat16);
-  fill<bf16>(p, c);
-  fill_normal<bf16>(buffers_.out, static_cast<size_t>(kTokens) * heads * d, 6, 0.05f);
-  upload(buffers_.lse, std::vector<float>(static_cast<size_t>(kTokens) * heads, std::log(seqlen * 0.7f) + 0.5f));
+  fill_for_timing(p, c);
   const auto all = [&] { require(v.run(p, device_)); };
   time_calls(all, 2, nullptr);
   const double all_ms = median(time_calls(all, reps, &cold_));
@@ -230,6 +279,7 @@ void Harness::print_time(const Variant& v, bool causal, int seqlen, int reps) {
   std::printf("d%d/%d %s %-6d all %.0f TFLOP/s (%.3f ms)", d, v.head_dim_v, causal ? "causal" : "full  ", seqlen,
               gflop / all_ms, all_ms);
   for (const auto& [name, run] : v.parts) {
+    if (deterministic_) break;  // the turns that order its additions are good for one run
     // Not cold: the pass before it has just read what it reads.
     const double ms = median(time_calls([&] { require(run(p, device_)); }, reps, nullptr));
     std::printf("  %s %.0f TFLOP/s (%.3f ms)", name, gflop / ms, ms);
@@ -242,7 +292,8 @@ int run_tests(Harness& harness, const Variant& v) {
   const std::vector<Case> cases = cases_of(v.head_dim, v.head_dim_v);
   int failed = 0;
   for (size_t i = 0; i < cases.size(); ++i) {
-    failed += i % 3 == 2 ? !harness.passes<__half>(v, cases[i]) : !harness.passes<bf16>(v, cases[i]);
+    failed += i % 3 == 2 ? !harness.passes<__half>(v, cases[i])
+                         : !harness.passes<bf16>(v, cases[i]) || !harness.repeats(v, cases[i], 20);
   }
   std::printf("d%d/%d: %zu tests, %d failed\n", v.head_dim, v.head_dim_v, cases.size(), failed);
   return failed;
@@ -252,6 +303,15 @@ void run_timing(Harness& harness, const Variant& v, const std::vector<int>& seql
   for (bool causal : {false, true}) {
     for (int seqlen : seqlens) harness.print_time(v, causal, seqlen, reps);
   }
+}
+
+int run_repeats(Harness& harness, const Variant& v, const std::vector<int>& seqlens, int runs) {
+  int failed = 0;
+  for (bool causal : {false, true}) {
+    for (int seqlen : seqlens) failed += !harness.repeats_at_length(v, causal, seqlen, runs);
+  }
+  std::printf("d%d: %d runs of %zu lengths, %d failed\n", v.head_dim, runs, 2 * seqlens.size(), failed);
+  return failed;
 }
 
 }  // namespace standalone
@@ -269,6 +329,7 @@ int main(int argc, char** argv) {
     ++found;
     if (command == "test") failed += run_tests(harness, v);
     if (command == "time") run_timing(harness, v, seqlens, reps);
+    if (command == "repeat") failed += run_repeats(harness, v, seqlens, reps);
   }
   return found == 0 || failed != 0;
 }

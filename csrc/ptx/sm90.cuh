@@ -42,6 +42,19 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity)
   return done != 0;
 }
 
+// Without waiting.
+__device__ __forceinline__ bool mbarrier_test_wait(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // ---- TMA ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
@@ -80,13 +93,26 @@ __device__ __forceinline__ void bulk_add_f32(float* dst, uint32_t src, int bytes
                : "memory");
 }
 
+// Copies neighbouring bytes from shared memory to global memory, 16-byte aligned.
+__device__ __forceinline__ void bulk_store(float* dst, uint32_t src, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
 // Until shared memory of all bulk stores of this thread has been read.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
 
+// Until all bulk stores of this thread have been done, for whoever learns of it.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+
 // Orders ordinary accesses to shared memory before those of TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// The same for global memory. Without a state space it would be a fence of the device as well, 700 clocks.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;\n" ::: "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
@@ -106,6 +132,22 @@ __device__ __forceinline__ void stmatrix_trans(uint32_t address, uint32_t r0, ui
 __device__ __forceinline__ void red_add_f32x4(float* address, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
+
+// Words by which CTAs tell each other how far they are.
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
+  uint32_t x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;\n" ::"l"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); }
 
 // ---- warps and registers ------------------------------------------------------------------------
 

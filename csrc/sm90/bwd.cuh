@@ -30,11 +30,15 @@ __device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) 
     ptx::setmaxnreg_dec<T::kProducerRegs>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
-      schedule_keys<T>(a, items, bars);
+      schedule_keys<T>(a, maps, smem, items, bars);
+    } else if (T::kOrdered && warp == 1) {
+      pass_turns<T>(a, smem, items, bars, 0);
     } else if (warp == 1) {
       load_keys<T>(a, maps, smem, items, bars);
     } else if (warp == 2) {
       load_queries<T>(a, maps, smem, items, bars);
+    } else if (T::kQueriesLoadDouts) {
+      pass_turns<T>(a, smem, items, bars, 1);
     } else {
       load_douts<T>(a, maps, smem, items, bars);
     }

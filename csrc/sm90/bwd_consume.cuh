@@ -23,13 +23,16 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
   const uint32_t ds_to = smem + T::kDsAt + group * 64 * 128 + ds_offset(warp, lane);
   const int row = warp * 16 + lane / 4;  // a lane's first key of the warpgroup's
   float* const dq_warp = a.p.dq_accum + group * 64 * 64 + warp * 32 * kDqCount;
-  const uint32_t stage = smem + T::kStageAt + (group * 4 + warp) * T::kStageBytes;
+  // In order, a tile leaves as one piece.
+  const uint32_t stage = smem + T::kStageAt + (T::kOrdered ? group * 4 * T::kStageBytes + warp * kDqCount * 128
+                                                           : (group * 4 + warp) * T::kStageBytes);
 
   float dk[D / 2], dv[D / 2];
   RingPosition<T::kItems> place;
   RingPosition<T::kSlots> ring;
   RingPosition<T::kDsSlots> ds_ring;
   uint32_t kv_parity = 0;
+  [[maybe_unused]] uint32_t dq_parity = 1;
   const auto arrive = [&](uint32_t bar) {
     if (lane == 0) ptx::mbarrier_arrive(bar);
   };
@@ -38,7 +41,7 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
     wait(bars.item_full(place.slot), place.parity);
     const BwdItem& item = items[place.slot];
     if (item.w.block < 0) {
-      if (T::kStaged && lane == 0) ptx::bulk_wait_read();
+      if (T::kStaged && !T::kOrdered && lane == 0) ptx::bulk_wait_read();
       break;
     }
     const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
@@ -46,7 +49,7 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
     const KeyReach reach = KeyReach::of<kM>(mod, first_key, 64);
     clear(dk);
     clear(dv);
-    QueryWalk walk(item);
+    Walk<T> walk(item);
     uint32_t ds_before = 0;  // slot of the previous step's dS
     int tile_before = 0;     // its tile of queries
     const auto wait_for_ds_before = [&] {
@@ -58,7 +61,14 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       ptx::wgmma_commit();
     };
     const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
-      add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile_before) * (kM * D), dq, stage, lane);
+      if constexpr (T::kOrdered) {
+        wait(bars.dq_empty(0), dq_parity);
+        dq_parity ^= 1;
+        stage_dq(dq, stage, lane);
+        arrive(bars.dq_full(0));
+      } else {
+        add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile_before) * (kM * D), dq, stage, lane);
+      }
     };
     const auto step = [&](auto is_first) {
       constexpr bool kFirst = decltype(is_first)::value;
@@ -170,6 +180,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
   RingPosition<T::kItems> place;
   RingPosition<T::kSlots> ring;
   uint32_t kv_parity = 0, ds_slot = 0;
+  [[maybe_unused]] uint32_t dq_parity = 1;
   const auto arrive = [&](uint32_t bar) {
     if (lane == 0) ptx::mbarrier_arrive(bar);
   };
@@ -178,7 +189,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
     wait(bars.item_full(place.slot), place.parity);
     const BwdItem& item = items[place.slot];
     if (item.w.block < 0) {
-      if (T::kStaged && lane == 0) ptx::bulk_wait_read();
+      if (T::kStaged && !T::kOrdered && lane == 0) ptx::bulk_wait_read();
       break;
     }
     const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
@@ -189,7 +200,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       clear(dk[b]);
       clear(dv[b]);
     }
-    QueryWalk walk(item);
+    Walk<T> walk(item);
     if (walk.left > 0) {
       wait(bars.k_full(), kv_parity);
       wait(bars.v_full(), kv_parity);
@@ -274,6 +285,8 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       issue_dq<E>(dq, uniform(descriptor_low(ds_at + ds_slot * T::kDsBytes, 16)), k_low);
       ptx::wgmma_commit();
       const int tile = item.tile + walk.head * a.tiles_per_head + walk.block;
+      uint32_t seen = 0;
+      if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_relaxed(a.turns + tile);
       ptx::wgmma_wait<1>();
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
@@ -284,7 +297,18 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       arrive(bars.dout_empty(ring.slot));
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile) * (kM * D), dq, stage, lane);
+      float* to = dq_warp + static_cast<int64_t>(tile) * (kM * D);
+      if constexpr (T::kOrdered) {
+        if constexpr (!T::kStaged) {
+          add_dq_in_turn(to, dq, lane, wait_for_turn(a.turns + tile, 2 * item.w.block + group, seen));
+        }
+        wait(bars.dq_empty(group), dq_parity);
+        dq_parity ^= 1;
+        if constexpr (T::kStaged) stage_dq(dq, stage, lane);
+        arrive(bars.dq_full(group));
+      } else {
+        add_dq<T::kStaged>(to, dq, stage, lane);
+      }
       ring.advance();
       ds_slot ^= 1;
       walk.advance(item, heads);

@@ -1,6 +1,7 @@
 // What the roles of the sm90 backward share: traits, shared memory, barriers, items.
 #pragma once
 
+#include "bwd_order.cuh"
 #include "bwd_tiles.h"
 #include "fwd_consume.cuh"
 #include "fwd_produce.cuh"
@@ -19,6 +20,7 @@ struct BwdArgs {
   Steps q, k, v, dout;
   int tiles_per_head;  // of queries, in the workspace
   int rotate;  // tiles by which a block of keys starts its walk later than the block before
+  uint32_t* turns;  // of bwd_order.cuh, or null
 };
 
 // An item, a block of keys of one key head, as the producer leaves it to the others.
@@ -39,12 +41,21 @@ __device__ __forceinline__ int64_t first_tile(const Problem& p, const Work& w, i
   return static_cast<int64_t>(h) * tiles_per_head + w.q.start / kBlockM + sequence;
 }
 
-// The tiles of queries that see an item, of one query head after the other.
+// The tiles of queries that see an item, of one query head after the other. Downwards for additions in order: with
+// causal masks and windows a block of keys then comes to each tile after the block before it from the start.
+template <bool kOrdered>
 struct QueryWalk {
   int block, head, left;
   __device__ explicit QueryWalk(const BwdItem& item) : block(item.first), head(0), left(item.steps) {}
   __device__ __forceinline__ void advance(const BwdItem& item, int heads) {
     --left;
+    if constexpr (kOrdered) {
+      if (--block < item.blocks.begin) {
+        block = item.blocks.end - 1;
+        ++head;
+      }
+      return;
+    }
     if (++block == item.blocks.end) {
       block = item.blocks.begin;
       if (++head == heads) head = 0;
@@ -52,9 +63,13 @@ struct QueryWalk {
   }
 };
 
-template <typename E, int D>
+template <typename E, int D, bool kInOrder = false>
 struct BwdTraits {
   using Element = E;
+  static constexpr bool kOrdered = kInOrder;  // additions to dQ
+  // Tiles of an item still to load when the next one is drawn: one drawn early is kept from a CTA that is free before
+  // (causal, 4k to 16k rows: 5 %), and additions in order want items to begin in the order in which they are drawn.
+  static constexpr int kDrawAhead = 2;
   static constexpr int kHeadDim = D;
   static constexpr BwdTile kTile = bwd_tile(D);
   static constexpr bool kApart = kTile.apart;
@@ -68,19 +83,25 @@ struct BwdTraits {
   static constexpr int kDoutBytes = kQBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
   static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kStatsAt = kDsAt + kTile.ds_bytes();
-  static constexpr bool kStaged = kTile.staged, kDrawsLate = false;
+  static constexpr bool kStaged = kTile.staged;
   static constexpr int kStageAt = kStatsAt + kTile.stats_bytes(), kStageBytes = 4096;  // a warp: 16 queries, 64 columns
+  // In order: additions of a step, each kind of which has a warp to itself, and tiles whose turns it asks for at once.
+  static constexpr int kDqStages = kApart ? 2 : 1, kTurnsAtOnce = 4;
+  static constexpr bool kQueriesLoadDouts = kOrdered && kApart;
   static constexpr int kItemsAt = kStageAt + kTile.stage_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes(D);
   static constexpr int kItems = 2;
   static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
   static constexpr int kDsSlots = kTile.ds_slots(), kStatsBytes = kBlockM * 8;
   static_assert(sizeof(BwdItem) % 8 == 0 && kStageAt % 16 == 0);
-  static_assert(kBarriersAt + 8 * (4 + 4 * kSlots + 2 * kItems + kDsSlots) <= kSmemBytes);
+  static_assert(kBarriersAt + 8 * (4 + 4 * kSlots + 2 * kItems + kDsSlots + 5) <= kSmemBytes);
 };
 
+template <typename T>
+using Walk = QueryWalk<T::kOrdered>;
+
 // Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of copies (of Q with those of lse and
-// delta; of dS when every consumer warp has written its part), "empty" ones when every consumer warp has arrived.
+// delta; of dS and dQ when every consumer warp has written its part), "empty" ones when every consumer warp has arrived.
 template <typename T>
 struct BwdBarriers {
   uint32_t base;
@@ -97,11 +118,13 @@ struct BwdBarriers {
 
   __device__ uint32_t ds_full(int slot) const { return base + 32 + 8 * (4 * T::kSlots + 2 * T::kItems + slot); }
 
-  // With kDrawsLate: the last tile of an item is on its way.
+  // With kDrawAhead: the last tiles of an item are on their way.
   __device__ uint32_t item_ending() const { return ds_full(T::kDsSlots); }
+  // In order: dQ has been left or added, and is where it belongs.
+  __device__ uint32_t dq_full(int group) const { return item_ending() + 8 + 8 * group; }
+  __device__ uint32_t dq_empty(int group) const { return item_ending() + 24 + 8 * group; }
 
   __device__ void init() const {
-    if constexpr (T::kDrawsLate) ptx::mbarrier_init(item_ending(), 1);
     ptx::mbarrier_init(k_full(), T::kKeyParts);
     ptx::mbarrier_init(k_empty(), T::kKeyReaders);
     ptx::mbarrier_init(v_full(), T::kKeyParts);
@@ -117,6 +140,13 @@ struct BwdBarriers {
       ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + 3);  // and the other producers
     }
     for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kDsWriters);
+    if constexpr (T::kDrawAhead > 0) ptx::mbarrier_init(item_ending(), 1);
+    if constexpr (T::kOrdered) {
+      for (int i = 0; i < T::kDqStages; ++i) {
+        ptx::mbarrier_init(dq_full(i), T::kConsumerWarps / T::kDqStages);
+        ptx::mbarrier_init(dq_empty(i), 1);
+      }
+    }
     ptx::fence_mbarrier_init();
   }
 };

@@ -2,6 +2,7 @@
 //
 // Workspace in tiles of 64 queries of one head, so that everything there moves in whole lines:
 //   row_stats  [tile][-lse * log2 e of 64 rows, -delta of 64 rows], delta = rowsum(dout * out) - dlse
+//   turns      [tile], for additions in order
 //   dq_accum   [tile][64 columns][warp][16 columns][half][lane][4]: a warp's accumulators, in the order of its addition
 // Rows that see nothing and rows outside the sequence get lse = +inf, hence weights 2^(s - inf) = 0.
 #pragma once
@@ -59,10 +60,16 @@ __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryT
 
 template <typename E, int D>
 __global__ void __launch_bounds__(kPassThreads)
-    bwd_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+    bwd_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head,
+                     uint32_t* turns) {
   const QueryTile tile = locate_tile(p, grid, tiles_per_head);
   if (!tile.w.active || tile.outside) return;
   store_row_stats<E, D, BwdTile::kBlockM>(p, tile);
+  if (turns != nullptr) {
+    const AttnMod mod{p.problem, tile.w.q.length, tile.w.k.length};
+    // Whoever comes first writes the tile.
+    if (begin_turns(turns, mod, tile.index, tile.w.block)) return;
+  }
   float4* dq = reinterpret_cast<float4*>(p.dq_accum + tile.index * (64 * D));
 #pragma unroll
   for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -127,6 +127,37 @@ __device__ __forceinline__ void add_dq(float* to, const float (&dq)[kCount], uin
   }
 }
 
+template <int kCount>
+__device__ __forceinline__ float4 four_of(const float (&dq)[kCount], int i) {
+  const float* x = dq + i / 2 * 8 + i % 2 * 2;
+  return make_float4(x[0], x[1], x[4], x[5]);
+}
+
+// The same for a warp that adds in order: leaves it in shared memory, for pass_turns() to add.
+template <int kCount>
+__device__ __forceinline__ void stage_dq(const float (&dq)[kCount], uint32_t stage, int lane) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) ptx::store_shared(stage + i * 512 + lane * 16, four_of(dq, i));
+  ptx::fence_proxy_async();
+  __syncwarp();
+}
+
+// Or adds itself, in its turn; the first one stores.
+template <int kCount>
+__device__ __forceinline__ void add_dq_in_turn(float* to, const float (&dq)[kCount], int lane, bool first) {
+  if (first) {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) *reinterpret_cast<float4*>(to + i * 128 + lane * 4) = four_of(dq, i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const float4 x = four_of(dq, i);
+      ptx::red_add_f32x4(to + i * 128 + lane * 4, x.x, x.y, x.z, x.w);
+    }
+  }
+  __syncwarp();
+}
+
 // Stores a warp's 16 rows of a gradient. `row` is this lane's first one in the sequence.
 template <typename E, int kCount>
 __device__ __forceinline__ void store_rows(const StridedView& view, int b, const Span& span, int h,

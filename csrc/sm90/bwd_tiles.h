@@ -16,6 +16,7 @@ struct BwdTile {
   bool staged;  // dQ leaves through shared memory, else from registers
 
   static constexpr int kBlockM = 64, kThreads = 384, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
+  static constexpr int kOrderedKeys = 128;  // a turn, where additions to dQ have an order
   constexpr int block_n() const { return apart ? 256 : 128; }
   constexpr int kv_bytes(int d) const { return tile_bytes(block_n(), d); }
   constexpr int slot_bytes(int d) const { return 2 * tile_bytes(kBlockM, d); }
@@ -35,17 +36,19 @@ static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).sm
 
 // Items in the order in which CTAs take them; `ctas` counts items, of which a CTA takes many. Heads go in groups whose
 // dQ, in fp32, stays in the L2 cache with Q and dO: additions to it run at 3.6 TB/s up to 40 MB, at 1.5 TB/s beyond.
-inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n) {
+inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered) {
   Grid g = make_grid(p, d, false, block_n);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int64_t rows = (p.is_varlen() ? p.total_q : p.seqlen_q) * static_cast<int64_t>(p.num_heads / p.num_heads_k);
   const int64_t bytes = rows * (2 * (p.head_dim + p.head_dim_v) + 4 * padded_head_dim(p.head_dim, p.head_dim_v));
   int heads = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
-  if (draws_items(p)) {
+  if (ordered || draws_items(p)) {
     // At least 8 heads, for longest-first order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8),
-    // and groups of one size, because the last one ends with what is left.
+    // and groups of one size, because the last one ends with what is left. In order, not so many that all CTAs hold
+    // different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with a quarter or two thirds).
     const int at_least = std::min<int>(8, static_cast<int>(g.head_slots));
-    const int fit = std::max(heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20), at_least);
+    int fit = std::max(heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20), at_least);
+    if (ordered) fit = std::clamp(d.num_sms / 3, at_least, fit);
     const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / fit);
     heads = (static_cast<int>(g.head_slots) + groups - 1) / groups;
   }
@@ -60,6 +63,13 @@ inline int64_t query_tiles_per_head(const Problem& p, int block_m = BwdTile::kBl
 }
 inline int64_t query_tiles(const Problem& p, int block_m = BwdTile::kBlockM) {
   return query_tiles_per_head(p, block_m) * p.num_heads * (p.is_varlen() ? 1 : p.batch);
+}
+
+// What goes with the tiles: their rows' lse and delta, turns where additions are ordered, and the counter of items.
+inline int64_t row_stats_elements(const Problem& p, bool ordered) {
+  const int64_t turns = ordered ? (query_tiles(p) + 3) / 4 * 4 : 0;  // the counter starts on 16 bytes
+  const int counter = ordered || draws_items(p) ? kCounterBytes / 4 : 0;
+  return query_tiles(p) * 2 * BwdTile::kBlockM + turns + counter;
 }
 
 }  // namespace flash_ext::sm90

@@ -26,7 +26,7 @@ __device__ __forceinline__ void bwd_wide_keys_body(const BwdArgs& a, const BwdMa
     ptx::setmaxnreg_dec<T::kProducerRegs>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 0) {
-      schedule_keys<T>(a, items, bars);
+      schedule_keys<T>(a, maps, smem, items, bars);
     } else if (warp == 1) {
       load_keys<T>(a, maps, smem, items, bars);
     } else if (warp == 2) {

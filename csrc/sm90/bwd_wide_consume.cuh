@@ -45,7 +45,7 @@ __device__ __forceinline__ int next_item(const Item* items, Bars bars, RingPosit
 // Tiles of queries that see all keys of an item, and its walk.
 template <typename T>
 struct KeyItem {
-  QueryWalk walk;
+  QueryWalk<false> walk;
   KeyReach reach;
   int slot;
   __device__ KeyItem(const BwdArgs& a, const BwdItem& item, int slot) : walk(item), slot(slot) {

@@ -17,7 +17,7 @@ struct WideKeyTraits {
   static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kConsumerWarps = 8;
   static constexpr int kKeyParts = 1, kPartRows = kBlockN, kKeyReaders = 4, kDsWriters = 4;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
-  static constexpr bool kDrawsLate = true;
+  static constexpr int kDrawAhead = 1;
   // Of 16 columns, whose operands stay in registers for a whole item.
   static constexpr int kHeldK = (kTile.held < D ? kTile.held : D) / 16;
   static constexpr int kHeldV = (kTile.held < Dv ? kTile.held : Dv) / 16;
@@ -30,6 +30,7 @@ struct WideKeyTraits {
   static constexpr int kSmemBytes = kTile.dkv_smem_bytes(D, Dv);
   static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
   static constexpr int kDsSlots = 2 * kWeightSlots;  // weights written, weights read
+  static constexpr bool kOrdered = false, kQueriesLoadDouts = false;
   static_assert(kQBytes % 1024 == 0 && kDoutBytes % 1024 == 0 && kItemsAt % 16 == 0);
   static_assert(kBarriersAt + 8 * (5 + 4 * kSlots + 2 * kItems + kDsSlots) <= kSmemBytes);
 };

@@ -7,22 +7,27 @@
 
 namespace flash_ext::sm90 {
 
-template <typename E, int D>
+inline uint32_t* turns_of(const BwdParams& p) {
+  return reinterpret_cast<uint32_t*>(p.row_stats + query_tiles(p.problem) * 2 * BwdTile::kBlockM);
+}
+
+template <typename E, int D, bool kOrdered = false>
 std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
-  using T = BwdTraits<E, D>;
+  using T = BwdTraits<E, D, kOrdered>;
   const Problem& r = p.problem;
   const auto steps = [&](const StridedView& x) {
     return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
   };
   BwdArgs a{};
   a.p = p;
-  a.grid = bwd_grid(r, d, T::kBlockN);
+  a.grid = bwd_grid(r, d, T::kBlockN, kOrdered);
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
   a.tiles_per_head = static_cast<int>(query_tiles_per_head(r));
   if (a.grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
   a.draw.num_items = static_cast<uint32_t>(a.grid.ctas);
-  if (draws_items(r)) {
-    a.draw.counter = reinterpret_cast<Counter*>(p.row_stats + query_tiles(r) * 2 * T::kBlockM);
+  if (kOrdered || draws_items(r)) {
+    if (kOrdered) a.turns = turns_of(p);
+    a.draw.counter = reinterpret_cast<Counter*>(p.row_stats + row_stats_elements(r, kOrdered) - kCounterBytes / 4);
     a.draw.launch = next_launch();
   } else {
     a.rotate = T::kBlockN / T::kBlockM;
@@ -37,19 +42,26 @@ std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
                 p.stream, a, maps);
 }
 
-template <typename E, int D>
+template <typename E, int D, bool kOrdered>
 std::string run_bwd_as(const BwdParams& p, const DeviceInfo& d) {
   const Grid g = make_grid(p.problem, d, true, BwdTile::kBlockM);
   const int tiles = static_cast<int>(query_tiles_per_head(p.problem));
-  std::string error = launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles);
-  if (error.empty()) error = launch_bwd<E, D>(p, d);
+  uint32_t* turns = kOrdered ? turns_of(p) : nullptr;
+  std::string error =
+      launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, turns);
+  if (error.empty()) error = launch_bwd<E, D, kOrdered>(p, d);
   if (!error.empty()) return error;
   return launch("bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream, p, g, tiles);
 }
 
 template <int D>
 std::string run_bwd_hd(const BwdParams& p, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D>(p, d) : run_bwd_as<__nv_bfloat16, D>(p, d);
+  const auto run = [&](auto ordered) {
+    constexpr bool kOrdered = decltype(ordered)::value;
+    return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D, kOrdered>(p, d)
+                                              : run_bwd_as<__nv_bfloat16, D, kOrdered>(p, d);
+  };
+  return p.deterministic ? run(std::true_type{}) : run(std::false_type{});
 }
 
 }  // namespace flash_ext::sm90

@@ -1,0 +1,68 @@
+// Additions to dQ in a fixed order, which makes them the same bits in every run.
+//
+// All blocks of 128 keys that see a tile of queries add to it, in ascending order. The tile's word in global memory
+// holds the number of the block whose turn it is, with kFirst as long as nobody has written the tile, and whoever has
+// added passes it on. Nobody waits for long: items are drawn in ascending order and all walk their tiles downwards, so
+// that a block follows the one before it by a step or more. An item waits only for items drawn before it, by CTAs that
+// run: whatever the number of CTAs, the first item not finished can go on.
+#pragma once
+
+#include "bwd_tiles.h"
+#include "fwd_consume.cuh"
+
+namespace flash_ext::sm90 {
+
+inline constexpr uint32_t kFirst = 1u << 31, kWarp = 0xffffffff;
+
+// What the pass before leaves for a tile of queries: the turn of the first block of keys that sees it, if one does.
+__device__ __forceinline__ bool begin_turns(uint32_t* words, const AttnMod& mod, int64_t index, int tile) {
+  const BlockRange keys = mod.kv_blocks<BwdTile::kBlockM, BwdTile::kOrderedKeys>(tile);
+  if (keys.begin >= keys.end) return false;
+  if (threadIdx.x == 0) words[index] = keys.begin | kFirst;
+  return true;
+}
+
+// By a whole warp: waits for the turn of `block`; true when nobody has added before. `seen` is what the word said a
+// while ago. Votes tell ptxas that the warp stays together; it copies all code behind a loop for every case otherwise.
+__device__ __forceinline__ bool wait_for_turn(const uint32_t* word, uint32_t block, uint32_t seen) {
+  debug_delay();
+#if FLASH_EXT_DEBUG
+  int tries = 0;
+#endif
+  while (__any_sync(kWarp, (seen & ~kFirst) != block)) {
+    seen = ptx::load_acquire(word);
+#if FLASH_EXT_DEBUG
+    if (++tries > 50'000'000) __trap();  // an error instead of a hang
+#endif
+  }
+  return __any_sync(kWarp, (seen & kFirst) != 0);
+}
+
+// The same for the turns of up to `count` tiles downwards from a word: how many have come, at least one. Bit i of
+// `firsts`: nobody has added to the i-th.
+__device__ __forceinline__ int wait_for_turns(const uint32_t* word, uint32_t block, int count, uint32_t* firsts) {
+  debug_delay();
+  const int lane = threadIdx.x % 32;
+  uint32_t seen, come;
+#if FLASH_EXT_DEBUG
+  int tries = 0;
+#endif
+  do {
+    seen = lane < count ? ptx::load_acquire(word - lane) : ~0u;
+    come = __ballot_sync(kWarp, (seen & ~kFirst) == block);
+#if FLASH_EXT_DEBUG
+    if (++tries > 50'000'000) __trap();  // an error instead of a hang
+#endif
+  } while ((come & 1) == 0);
+  *firsts = __ballot_sync(kWarp, (seen & kFirst) != 0);
+  return __ffs(~come) - 1;
+}
+
+// As draw_item(), but every item is drawn, the first of a CTA too: one that is drawn has a CTA that runs.
+__device__ __forceinline__ uint32_t draw_in_order(const Draw& d) {
+  const uint32_t drawn = atomicAdd(&d.counter->next, 1u);
+  if (drawn == d.num_items + gridDim.x - 1) atomicExch(&d.counter->owner, 0ull);
+  return drawn;
+}
+
+}  // namespace flash_ext::sm90

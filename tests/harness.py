@@ -320,9 +320,7 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    wide = max(case.head_dim, case.dim_v) > 128
-    bwd_is_native = case.head_dim % 8 == 0 and (wide or not case.deterministic)
-    wanted = kernels_of(target, native=direction == "fwd" or bwd_is_native, tensors=tensors)
+    wanted = kernels_of(target, native=direction == "fwd" or case.head_dim % 8 == 0, tensors=tensors)
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
     assert compiled >= max(case.head_dim, case.dim_v), (

@@ -328,10 +328,8 @@ def test_hd12_the_kernels_that_ran_are_those_of_the_plan(target: Target) -> None
         forward = {"sm80": "sm80::fwd_kernel", "sm90": "sm90::fwd_sm90_kernel"}[target.path]
         assert any(forward in name for name in names), names
         backward = "sm80::bwd_kernel"
-        if target.path == "sm90" and head_dim > 128:
-            backward = "sm90::bwd_sm90_wide_keys_kernel"
-        elif target.path == "sm90" and not deterministic:
-            backward = "sm90::bwd_sm90_kernel"
+        if target.path == "sm90":
+            backward = "sm90::bwd_sm90_wide_keys_kernel" if head_dim > 128 else "sm90::bwd_sm90_kernel"
         assert any(backward in name for name in names), names
         assert not any("flash_fwd" in name or "flash_bwd" in name for name in names), (
             "PyTorch's own kernel ran"

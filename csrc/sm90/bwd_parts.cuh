@@ -101,7 +101,7 @@ template <typename T>
 using Walk = QueryWalk<T::kOrdered>;
 
 // Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of copies (of Q with those of lse and
-// delta; of dS and dQ when every consumer warp has written its part), "empty" ones when every consumer warp has arrived.
+// delta; of dS and dQ when every warp concerned has written its part), "empty" ones when all that read it have arrived.
 template <typename T>
 struct BwdBarriers {
   uint32_t base;

@@ -122,9 +122,10 @@ __device__ __forceinline__ void load_keys(const BwdArgs& a, const BwdMaps& maps,
 }
 
 // Or, with additions in order: adds the tiles of dQ that the consumers leave, each in its turn, or (not staged) passes
-// on the turns that a warpgroup has used. All that orders the additions of different CTAs waits here, where nobody waits
-// for it: a fence of the device takes 700 clocks, and would cost a consumer 400 to 800 in each step. Without it gradients
-// do differ from run to run. Turns are passed on at once when the next tile is not there yet, else several by one fence.
+// on the turns that a warpgroup has used. All that orders the additions of different CTAs waits here, where nobody
+// waits for it: a fence of the device takes 700 clocks, and would cost a consumer 400 to 800 in each step. Without it
+// gradients do differ from run to run. Turns are passed on at once when the next tile is not there yet, else several
+// by one fence.
 template <typename T>
 __device__ __forceinline__ void pass_turns(const BwdArgs& a, uint32_t smem, const BwdItem* items, BwdBarriers<T> bars,
                                            int group) {

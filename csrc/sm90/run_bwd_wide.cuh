@@ -48,11 +48,7 @@ inline std::string encode_bwd_maps(BwdMaps& maps, const BwdParams& p, int query_
 template <typename E, int D, int Dv>
 std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   using T = WideKeyTraits<E, D, Dv>;
-<<<<<<< HEAD
   const Grid grid = wide_keys_grid(p.problem, d);
-=======
-  const Grid grid = bwd_grid(p.problem, d, T::kBlockN, false);
->>>>>>> 9e14696 (Deterministic backward for Hopper up to head_dim 128: additions to dQ in the order of the keys, passed on by a producer warp; items drawn late)
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
   const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0);
   BwdMaps maps;

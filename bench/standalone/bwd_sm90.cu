@@ -241,6 +241,7 @@ bool Harness::repeats(const Variant& v, const Case& c, int runs) {
     same &= repeats.same_bits(p);
   }
   if (!same) std::printf("FAIL: other bits, d%d sq%d sk%d\n", c.head_dim, c.seqlen_q, c.seqlen_k);
+  std::fflush(stdout);
   return same;
 }
 

@@ -40,6 +40,8 @@ ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
 ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
 HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192)  # 192 for head_dim_v of 192 and of 128
+HOPPER_MOD = ("fwd_mod_sm90_kernel",)
+HOPPER_MOD_HEAD_DIMS = (64, 128)
 HOPPER_BWD = ("bwd_sm90_kernel",)
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
@@ -140,9 +142,11 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_bwd = itertools.product(HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
     hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
-    expected = [*by_class, *any_size, *others, *hopper, *hopper_bwd, *hopper_wide, *hopper_wide_passes]
-    expected += [(kernel, None, None, None) for kernel in MASK_PASSES]
+    hopper_mod = itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, (None,))
+    portable = [*by_class, *any_size, *others, *((kernel, None, None, None) for kernel in MASK_PASSES)]
+    of_hopper = [*hopper, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod]
     for arch in ARCHS:
+        expected = portable + (of_hopper if arch == "sm_90a" else [])
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
 
@@ -228,12 +232,9 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
     """Each product group is fenced once and waited for once: serialised ones would have a pair for each HGMMA."""
     seen = 0
     for item in resources["kernels"]:
-        if kernel_id(item["name"])[0] not in HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE:
+        if kernel_id(item["name"])[0] not in HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD:
             continue
         opcodes = machine_code[item["arch"], item["symbol"]]
-        if item["arch"] == "sm_80":
-            assert opcodes["BPT.TRAP"] and sum(opcodes.values()) < 100, item["name"]
-            continue
         count = collections.Counter()
         for name, number in opcodes.items():
             count[name.split(".")[0]] += number
@@ -245,7 +246,8 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         seen += 1
     wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
-    assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide)
+    modified = len(HOPPER_MOD) * len(HOPPER_MOD_HEAD_DIMS)
+    assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide + modified)
 
 
 # ---- plans against limits --------------------------------------------------------------------------------
@@ -299,8 +301,12 @@ def test_shared_memory_with_modifiers_fits(device_switches, resources, compute_c
         flash_ext.backward(out, q, k, v, out, lse, softcap=2.0)
         launches.append(ops._C.last_launch())
     for launch, direction in zip(launches, ("fwd", "bwd"), strict=True):
-        assert launch["kernel"] == f"{direction}_mod_sm80_hd{head_dim}"
-        static = static_smem(resources, (f"{direction}_mod_kernel",))
+        wanted, kernel = f"{direction}_mod_sm80_hd{head_dim}", f"{direction}_mod_kernel"
+        if compute_capability == 90 and direction == "fwd" and head_dim <= max(HOPPER_MOD_HEAD_DIMS):
+            size = min(item for item in HOPPER_MOD_HEAD_DIMS if item >= head_dim)
+            wanted, kernel = f"fwd_mod_sm90_hd{size}", "fwd_mod_sm90_kernel"
+        assert launch["kernel"] == wanted
+        static = static_smem(resources, (kernel,))
         assert 0 < launch["smem_bytes"] + static <= limit, launch
 
 

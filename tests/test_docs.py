@@ -363,6 +363,11 @@ int main() {
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%s|%d\n", d, dv, t.block_m(), t.block_n, t.consumers, t.kv_slots,
                 t.q_slots, t.staged ? "yes" : "no", t.smem_bytes(d, dv));
   }
+  for (int d : {64, 128}) {
+    const sm90::FwdModTile t = sm90::fwd_mod_tile(d, d);
+    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", d, t.plain().block_m(), t.block_n, t.kv_slots, t.q_slots,
+                t.staged ? "yes" : "no", t.bias_apart ? "apart" : "over Q and stage", t.smem_bytes(d, d));
+  }
   for (int d : {64, 96, 128}) {
     const sm90::BwdTile t = sm90::bwd_tile(d);
     std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(), t.apart ? "apart" : "together", t.slots,
@@ -389,6 +394,7 @@ TILE_HEADERS = {
     "bwd_sm90_wide": "head_dim|head_dim_v|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
     "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
     "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
+    "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|ring slots|Q slots|stage|bias|shared memory, bytes",
     "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|stage|"
     "shared memory, bytes",
 }
@@ -427,14 +433,15 @@ def test_tile_tables_are_those_of_heuristics_h() -> None:
     assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
 
 
-def launch_with_modifiers(direction: str, head_dim: int, compute_capability: int, pretend) -> dict:
+def launch_with_modifiers(direction: str, head_dim: int, compute_capability: int, pretend,
+                          path: str = "sm80") -> dict:
     """As :func:`plan`, for a call that has one; these are known only by making the call."""
     q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
     with null_kernels():
         pretend(compute_capability)
-        out, lse = flash_ext.forward(q, k, v, softcap=2.0)
+        out, lse = flash_ext.forward(q, k, v, softcap=2.0, path=path)
         if direction == "bwd":
-            flash_ext.backward(out, q, k, v, out, lse, softcap=2.0)
+            flash_ext.backward(out, q, k, v, out, lse, softcap=2.0, path=path)
         return _C.last_launch()
 
 
@@ -501,6 +508,17 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
             assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
             assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
             assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
+
+
+def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
+    (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    listed = rows(table)
+    assert len(listed) == 2
+    for d, block_m, block_n, slots, _, _, _, smem in listed:
+        chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90")
+        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}")
+        assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
+        assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
 
 
 if __name__ == "__main__":

@@ -35,10 +35,11 @@ INCLUDES = [
     ("sm90/tensor_maps.cuh", ("launch.h", "params.h")),
     ("sm90/run_", ("sm90/", "passes/", "grid.h", "launch.h")),
     ("sm90/bwd_passes.cuh", ("sm90/", "passes/")),
-    ("sm90/", ("sm90/", "common/", "ptx/", "grid.h", "params.h", "heuristics.h")),
+    ("sm90/", ("sm90/", "common/", "ptx/", "grid.h", "params.h", "modifiers.h", "heuristics.h")),
     ("passes/", ("common/", "ptx/", "params.h", "modifiers.h", "heuristics.h")),
     ("inst/mask_passes.cu", ("passes/", "launch.h", "paths.h")),
     ("inst/fwd_sm90_", ("sm90/",)),
+    ("inst/fwd_mod_sm90_", ("sm90/",)),
     ("inst/bwd_sm90_", ("sm90/",)),
     ("inst/", ("sm80/",)),
 ]
@@ -130,7 +131,7 @@ def test_includes_follow_the_layers():
 def test_every_instantiation_is_one_kernel_header():
     """One file a kernel and head_dim, and one for what serves any head_dim; the mask passes launch themselves."""
     inst = sorted((CSRC / "inst").glob("*.cu"))
-    of_a_head_dim = [path for path in inst if re.fullmatch(r"((fwd|bwd)(_mod)?_sm80|(fwd|bwd)_sm90)_hd\d+(_v\d+)?\.cu", path.name)]
+    of_a_head_dim = [path for path in inst if re.fullmatch(r"((fwd|bwd)(_mod)?_sm80|(fwd(_mod)?|bwd)_sm90)_hd\d+(_v\d+)?\.cu", path.name)]
     assert of_a_head_dim, "no instantiations found"
     assert [path.name for path in inst if path not in of_a_head_dim] == ["bwd_bias_sm80.cu", "mask_passes.cu"]
     for path in [*of_a_head_dim, CSRC / "inst" / "bwd_bias_sm80.cu"]:

@@ -55,7 +55,8 @@ __device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
 // s = s * scale + bias, from a part of a tile that TMA left in shared memory. This warp's rows begin at `warp_row`, or
 // all share row 0.
 template <typename E>
-__device__ __forceinline__ void add_staged_bias(ScorePart& s, float scale, uint32_t tile, int warp_row, bool shares_row) {
+__device__ __forceinline__ void add_staged_bias(ScorePart& s, float scale, uint32_t tile, int warp_row,
+                                                bool shares_row) {
   const int lane = ptx::fresh_lane();
   const int row = shares_row ? 0 : warp_row + lane % 16;
   const uint32_t at = tile + row * 128;
@@ -123,8 +124,8 @@ __device__ __forceinline__ void add_far_bias(ScorePart& s, const Scores& scores,
 
 // Raw products to scores, without masks. add_staged() adds a bias that TMA has brought.
 template <typename E, typename AddStaged>
-__device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a, const Scores& scores, int row0, int col0,
-                                              const AddStaged& add_staged) {
+__device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a, const Scores& scores, int row0,
+                                              int col0, const AddStaged& add_staged) {
   const Modifiers& m = a.m;
   if (!m.is_natural) {
     if (a.plain.p.problem.score_factor != 1.f) Scores::scale_all(as_blocks(s), a.plain.p.problem.score_factor);

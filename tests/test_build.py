@@ -139,7 +139,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     any_size = itertools.product(ANY_HEAD_DIM, DTYPES, (None,), (SMALL, LARGE))
     others = itertools.product(ONE_CLASS + 2 * PASSES, DTYPES, HEAD_DIMS, (None,))
     hopper = itertools.product(HOPPER, DTYPES, HOPPER_HEAD_DIMS, (None,))
-    hopper_bwd = itertools.product(HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
+    # Both modes of the backward: its deterministic kernels have the same name.
+    hopper_bwd = itertools.product(2 * HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
     hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
     hopper_mod = itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, (None,))
@@ -245,7 +246,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         assert 0 < count["WARPGROUP.ARRIVE"] <= groups and 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1
     wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
-    narrow = len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
+    narrow = 2 * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
     modified = len(HOPPER_MOD) * len(HOPPER_MOD_HEAD_DIMS)
     assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide + modified)
 

@@ -433,15 +433,21 @@ def test_tile_tables_are_those_of_heuristics_h() -> None:
     assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
 
 
-def launch_with_modifiers(direction: str, head_dim: int, compute_capability: int, pretend,
-                          path: str = "sm80") -> dict:
+def launch_with_modifiers(
+    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80"
+) -> dict:
     """As :func:`plan`, for a call that has one; these are known only by making the call."""
     q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
+    before = _C.get_switch("hopper_modifiers")
     with null_kernels():
         pretend(compute_capability)
-        out, lse = flash_ext.forward(q, k, v, softcap=2.0, path=path)
-        if direction == "bwd":
-            flash_ext.backward(out, q, k, v, out, lse, softcap=2.0, path=path)
+        _C.set_switch("hopper_modifiers", int(path == "sm90"))
+        try:
+            out, lse = flash_ext.forward(q, k, v, softcap=2.0)
+            if direction == "bwd":
+                flash_ext.backward(out, q, k, v, out, lse, softcap=2.0)
+        finally:
+            _C.set_switch("hopper_modifiers", before)
         return _C.last_launch()
 
 

@@ -1,6 +1,7 @@
-// Softmax of scores to which anything may have been added. Unlike weights.cuh it finds the maximum of a tile first: then
-// exponentials replace scores in place while the product with the weights before still runs, nothing is done twice where
-// scores rise from tile to tile (ALiBi), and the maxima are there when they are wanted.
+// Softmax of scores to which anything may have been added. Unlike weights.cuh it finds the maximum of a tile first:
+// exponentials then replace scores in place while the product with the weights before still runs, nothing is done twice
+// where scores rise from tile to tile (ALiBi), the maxima are there when they are wanted, and a tile whose scores are
+// all hidden changes no bit, so that results do not depend on which of these were visited.
 //
 // Maxima are kept in the units of the scores: those near finfo.min would no longer be finite times log2(e), so rows as
 // low as that subtract their maximum first.

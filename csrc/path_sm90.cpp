@@ -47,9 +47,10 @@ bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
 // Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
 bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
 
-// The first that holds both, null for what the portable kernels take.
+// The first that holds both, null for what the portable kernels take: also rows with sinks and no keys at all, because
+// TMA wants an address.
 const ModInstance* mod_instance_of(const Problem& p) {
-  if (!is_taken(p)) return nullptr;
+  if (!is_taken(p) || p.total_k == 0) return nullptr;
   const auto* found = std::find_if(kModInstances.begin(), kModInstances.end(), [&](const ModInstance& i) {
     return p.head_dim <= i.head_dim && p.head_dim_v <= i.head_dim_v;
   });

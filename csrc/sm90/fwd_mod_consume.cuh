@@ -132,21 +132,17 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_pv<E>(o, weights, v_low);
     ptx::wgmma_commit();
   };
-  const auto prepare_weights = [&] {
-    // Maxima that are wanted must be true ones.
-    if (m.row_max != nullptr || !try_mod_weights<E>(s, weights, state, m.unit_log2)) {
-      float factor[2];
-      mod_weights_by_maximum<E>(s, weights, state, factor, m.unit_log2);
+  const auto pack_weights = [&] {
 #pragma unroll
-      for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
-    }
+    for (int i = 0; i < kN / 4; ++i) weights[i] = ptx::pack2<E>(s[2 * i], s[2 * i + 1]);
     if (m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
   };
-  const auto store = [&](int n) {
+  // Completes rows of the n-th item.
+  const auto store = [&](int n, const ModRowState& finished) {
     const ModItem& item = item_at(n);
-    const int lane = ptx::fresh_lane(), first = warp_row(), row_in_tile = first + lane / 4;
+    const int lane = ptx::fresh_lane(), first = warp_row();
     float inverse[2];
-    finish_mod_rows(a, item, state, item.w.block * T::kBlockM + row_in_tile, lane, inverse);
+    finish_mod_rows(a, item, finished, item.w.block * T::kBlockM + first + lane / 4, lane, inverse);
     if constexpr (T::kStaged) {
       if (T::kModTile.bias_apart || a.bias_rows == 0) {
         const uint32_t stage = smem + T::kStageAt + first / 16 * T::kStageChunks * 16 * 128;
@@ -154,14 +150,12 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
         return;
       }
     }
-    store_direct<T>(a.plain, item.w, o, inverse, item.w.block * T::kBlockM + row_in_tile, lane);
+    store_direct<T>(a.plain, item.w, o, inverse, item.w.block * T::kBlockM + first + lane / 4, lane);
   };
-  const auto begin_output = [&] {
-    clear(o);
-    state = ModRowState{};
+  const auto scale_output = [&](const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[i / 2 % 2];
   };
-  // The first tile of an item starts from a guess.
-  const auto guess = [&] { quad_maxima(s, kN / 8, state.max); };
   const auto step = [&] {
     Mask mask[kParts];
     fetch_mask(mask);
@@ -176,32 +170,37 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     ptx::wgmma_wait<1>();
     finish_products(2);
     finish_scores(mask);
+    const bool is_seam = now.is_first();
+    const ModRowState before = state;
+    if (is_seam) state = ModRowState{};
+    float factor[2];
+    const bool rises = weigh(s, state, factor, m);
     ptx::wgmma_wait<0>();
     ptx::pin(o);
     ptx::pin(weights);
     free_slot(1);
-    if (now.is_first()) {
-      store(items - 1);
-      begin_output();
-      guess();
+    if (is_seam) {
+      store(items - 1, before);
+      clear(o);
+    } else if (rises) {
+      scale_output(factor);
     }
-    prepare_weights();
+    pack_weights();
   };
 
   if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
   bool started = false;    // from the second step on a V comes with it
   bool is_passed = false;  // the step's turn has been taken already, by the last product before it
-  bool is_fresh = false;   // no tile of the item has been seen
   bool has_step = next_step();
 #pragma unroll 1
   while (true) {
     // No weights wait for their V here.
     if (!has_step || now.is_first()) {
       const int finished = has_step ? items - 1 : items;
-      if (finished >= 0) store(finished);
+      if (finished >= 0) store(finished, state);
       if (!has_step) break;
-      begin_output();
-      is_fresh = true;
+      clear(o);
+      state = ModRowState{};
     }
     if (!now.is_seen()) {
       if (!is_passed) {
@@ -227,9 +226,9 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     finish_products(started ? 2 : 1);
     started = true;
     finish_scores(mask);
-    if (is_fresh) guess();
-    is_fresh = false;
-    prepare_weights();
+    float factor[2];
+    if (weigh(s, state, factor, m)) scale_output(factor);
+    pack_weights();
 #pragma unroll 1
     while ((has_step = next_step()) && now.is_seen()) step();
     // The last product, which no scores accompany: the step's tile is not seen, or there is none.

@@ -28,10 +28,12 @@ inline CapSeries cap_series(const Problem& p, const Modifiers& m) {
   return series;
 }
 
-// Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias.
-inline int staged_bias_rows(const BiasView& x, int block_m) {
+// Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias. One row
+// for all knows no end, behind which a bias would add 0.
+inline int staged_bias_rows(const BiasView& x, const Problem& p, int block_m) {
   if (x.ptr == nullptr || !x.staged) return 0;
-  return x.row_stride == 0 ? 1 : block_m;
+  if (x.row_stride != 0) return block_m;
+  return x.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q) ? 1 : 0;
 }
 
 inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Problem& p, int box_rows) {
@@ -62,7 +64,7 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
   std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, drawn), drawn);
   a.m = m;
   a.cap = cap_series(r, m);
-  a.bias_rows = staged_bias_rows(m.bias, T::kBlockM);
+  a.bias_rows = staged_bias_rows(m.bias, r, T::kBlockM);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   a.q_slots = !T::kModTile.bias_apart && a.bias_rows > 0 ? 1 : T::kQSlots;
   FwdModMaps maps{};

@@ -172,6 +172,8 @@ def small_cases() -> list[Case]:
                                     head_dim=head_dim, **common))
                 # A head size below the compiled one takes the loads with a tail.
                 cases.append(dense(1, 70, 90, 2, 1, head_dim - 9, deterministic=True, **common))
+                # Several blocks of keys that add to one dq, in rows that TMA reads.
+                cases.append(dense(1, 200, 300, 2, 1, head_dim - 8, deterministic=True, **common))
     return cases
 
 

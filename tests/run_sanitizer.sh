@@ -30,7 +30,7 @@ for tool in $tools; do
         status=3
         continue
     fi
-    for target in sm80 sm80-99k; do
+    for target in sm80 sm80-99k sm90; do
         case $tool in
             memcheck) options="--padding 64" ;;
             *) options="" ;;

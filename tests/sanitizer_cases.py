@@ -3,7 +3,7 @@
 No guards and no arena here: a guard would hide from memcheck the very access that it is there to find.
 Results are only looked at for NaN; their values are the gauntlet's business.
 
-    python -m tests.sanitizer_cases [--target sm80|sm80-99k|cpu] [--list]
+    python -m tests.sanitizer_cases [--target sm80|sm80-99k|sm90|cpu] [--list]
 """
 
 from __future__ import annotations

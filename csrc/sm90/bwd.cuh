@@ -14,6 +14,7 @@
 
 #include "bwd_consume.cuh"
 #include "bwd_produce.cuh"
+#include "roles.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -23,12 +24,7 @@ __device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) 
   const uint32_t smem = ptx::smem_address(smem_bytes);
   BwdItem* items = reinterpret_cast<BwdItem*>(smem_bytes + T::kItemsAt);
   const BwdBarriers<T> bars{smem + T::kBarriersAt};
-  if (threadIdx.x == 0) bars.init();
-  __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (group == 0) {
-    ptx::setmaxnreg_dec<T::kProducerRegs>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const auto produce = [&](int warp) {
     if (warp == 0) {
       schedule_keys<T>(a, maps, smem, items, bars);
     } else if (T::kOrdered && warp == 1) {
@@ -42,8 +38,8 @@ __device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) 
     } else {
       load_douts<T>(a, maps, smem, items, bars);
     }
-  } else {
-    ptx::setmaxnreg_inc<T::kConsumerRegs>();
+  };
+  play_roles<T>(bars, produce, [&](int group) {
     if constexpr (T::kApart) {
       consume_apart<T>(a, smem, smem_bytes, items, bars, group - 1);
     } else if constexpr (T::kHeadDim == 128) {
@@ -53,7 +49,7 @@ __device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) 
     } else {
       consume_together<T, 1>(a, smem, smem_bytes, items, bars, 1);
     }
-  }
+  });
 }
 
 template <typename T>

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "bwd_wide_consume.cuh"
+#include "roles.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -19,12 +20,7 @@ __device__ __forceinline__ void bwd_wide_keys_body(const BwdArgs& a, const BwdMa
   const uint32_t smem = ptx::smem_address(smem_bytes);
   BwdItem* items = reinterpret_cast<BwdItem*>(smem_bytes + T::kItemsAt);
   const BwdBarriers<T> bars{smem + T::kBarriersAt};
-  if (threadIdx.x == 0) bars.init();
-  __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (group == 0) {
-    ptx::setmaxnreg_dec<T::kProducerRegs>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const auto produce = [&](int warp) {
     if (warp == 0) {
       schedule_keys<T>(a, maps, smem, items, bars);
     } else if (warp == 1) {
@@ -34,13 +30,14 @@ __device__ __forceinline__ void bwd_wide_keys_body(const BwdArgs& a, const BwdMa
     } else {
       load_douts<T>(a, maps, smem, items, bars);
     }
-  } else if (group == 1) {
-    ptx::setmaxnreg_inc<T::kConsumerRegs>();
-    consume_weights<T>(a, smem, smem_bytes, items, bars);
-  } else {
-    ptx::setmaxnreg_inc<T::kConsumerRegs>();
-    consume_gradients<T>(a, smem, smem_bytes, items, bars);
-  }
+  };
+  play_roles<T>(bars, produce, [&](int group) {
+    if (group == 1) {
+      consume_weights<T>(a, smem, smem_bytes, items, bars);
+    } else {
+      consume_gradients<T>(a, smem, smem_bytes, items, bars);
+    }
+  });
 }
 
 template <typename T>
@@ -49,12 +46,7 @@ __device__ __forceinline__ void bwd_wide_queries_body(const WideQueryArgs& a, co
   const uint32_t smem = ptx::smem_address(smem_bytes);
   QueryItem* items = reinterpret_cast<QueryItem*>(smem_bytes + T::kItemsAt);
   const WideQueryBarriers<T> bars{smem + T::kBarriersAt};
-  if (threadIdx.x == 0) bars.init();
-  __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (group == 0) {
-    ptx::setmaxnreg_dec<T::kProducerRegs>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const auto produce = [&](int warp) {
     if (warp == 0) {
       schedule_queries<T>(a, items, bars);
     } else if (warp == 1) {
@@ -64,10 +56,8 @@ __device__ __forceinline__ void bwd_wide_queries_body(const WideQueryArgs& a, co
     } else {
       load_key_tiles<T, true>(a, maps, smem, items, bars);
     }
-  } else {
-    ptx::setmaxnreg_inc<T::kConsumerRegs>();
-    consume_keys<T>(a, smem, items, bars, group - 1);
-  }
+  };
+  play_roles<T>(bars, produce, [&](int group) { consume_keys<T>(a, smem, items, bars, group - 1); });
 }
 
 template <typename T>

@@ -14,6 +14,7 @@
 
 #include "fwd_consume.cuh"
 #include "fwd_produce.cuh"
+#include "roles.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -23,21 +24,14 @@ __device__ __forceinline__ void fwd_body(const FwdArgs& a, const FwdMaps& maps) 
   const uint32_t smem = ptx::smem_address(smem_bytes);
   Item* items = reinterpret_cast<Item*>(smem_bytes + T::kItemsAt);
   const Barriers<T> bars{smem + T::kBarriersAt};
-  if (threadIdx.x == 0) bars.init();
-  __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (group == 0) {
-    ptx::setmaxnreg_dec<T::kProducerRegs>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const auto produce = [&](int warp) {
     if (warp == 0) {
       schedule_items<T>(a, maps, smem, items, bars);
     } else if (warp == 1) {
       load_tiles<T>(a, maps, smem, items, bars);
     }
-  } else {
-    ptx::setmaxnreg_inc<T::kConsumerRegs>();
-    consume<T>(a, maps, smem, items, bars, group - 1);
-  }
+  };
+  play_roles<T>(bars, produce, [&](int group) { consume<T>(a, maps, smem, items, bars, group - 1); });
 }
 
 template <typename T>

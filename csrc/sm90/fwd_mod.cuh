@@ -13,6 +13,7 @@
 
 #include "fwd_mod_consume.cuh"
 #include "fwd_mod_produce.cuh"
+#include "roles.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -22,21 +23,14 @@ __device__ __forceinline__ void fwd_mod_body(const FwdModArgs& a, const FwdModMa
   const uint32_t smem = ptx::smem_address(smem_bytes);
   ModShared<T>& shared = *reinterpret_cast<ModShared<T>*>(smem_bytes + T::kSharedAt);
   const ModBarriers<T> bars{smem};
-  if (threadIdx.x == 0) bars.init();
-  __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (group == 0) {
-    ptx::setmaxnreg_dec<T::kProducerRegs>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const auto produce = [&](int warp) {
     if (warp == 0) {
       schedule_mod_items<T>(a, maps, smem, shared, bars);
     } else if (warp == 1) {
       load_mod_tiles<T>(a, maps, smem, shared, bars);
     }
-  } else {
-    ptx::setmaxnreg_inc<T::kConsumerRegs>();
-    consume_mod<T>(a, maps, smem, shared, bars, group - 1);
-  }
+  };
+  play_roles<T>(bars, produce, [&](int group) { consume_mod<T>(a, maps, smem, shared, bars, group - 1); });
 }
 
 template <typename T>

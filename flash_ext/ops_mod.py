@@ -249,7 +249,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _differentiable(*args: Any) -> Any:
-    """:class:`_Differentiable`, which has no ``wide``: a gradient of out comes in its dtype, not that of q."""
+    """:class:`_Differentiable`, which has no ``wide``: a gradient of out has its dtype, not that of q."""
     q, wide = args[0], args[NUM_FWD_ARGUMENTS:]
     if result_dtype(q, wide) != q.dtype:
         raise NotImplementedError(

@@ -62,9 +62,8 @@ def run_fwd(
             right, deterministic, path,
         )  # fmt: skip
     except (TypeError, ValueError):
-        _explain_tensors(q=q, k=k, v=v)
-        _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _explain_options(max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+        options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+        _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         raise
 
 
@@ -92,9 +91,7 @@ def run_bwd(
             *tensors, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, deterministic, path
         )
     except (TypeError, ValueError):
-        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _explain_options(*options)
+        _explain_bwd(*tensors, *options)
         raise
 
 
@@ -114,9 +111,7 @@ def run_fwd_as(
     if out_dtype is None or not _is_wide("out_dtype", out_dtype, q):
         return run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     if not _is_compiling():
-        _explain_tensors(q=q, k=k, v=v)
-        _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _explain_options(*options)
+        _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options), True
     )
@@ -141,13 +136,29 @@ def run_bwd_as(
     if grad_dtype is None or not _is_wide("grad_dtype", grad_dtype, q):
         return run_bwd(*tensors, *options)
     if not _is_compiling():
-        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _explain_options(*options)
+        _explain_bwd(*tensors, *options)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_ext.bwd.default(
         *tensors, *_operator_options(q, *options), True
     )
     return grads
+
+
+def _explain_fwd(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any
+) -> None:
+    """Raises in words where an argument of a forward has a wrong type."""
+    _explain_tensors(q=q, k=k, v=v)
+    _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _explain_options(*options)
+
+
+def _explain_bwd(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, cu_q: Any, cu_k: Any, *options: Any
+) -> None:
+    """The same for a backward."""
+    _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    _explain_options(*options)
 
 
 def _is_wide(name: str, dtype: Any, q: Any) -> bool:

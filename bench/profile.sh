@@ -4,8 +4,8 @@
 #   bench/profile.sh CASE [--dir fwd|bwd] [--entrant sm80] [--dtype bf16] [--out DIR] [--nvtx RANGE|none]
 #                         [--fa3-lib PATH] [--cudart12 PATH]
 #
-# Leaves DIR/CASE-dir-entrant.ncu-rep (open it in ncu-ui: source view, since kernels carry line numbers), the raw
-# page as .raw.csv and the metrics to look at first as .csv. `python -m bench.attention --list` names the cases.
+# Leaves DIR/CASE-dir-entrant.ncu-rep (open it in ncu-ui; its source view needs a build with FLASH_EXT_LINEINFO=1),
+# the raw page as .raw.csv and the metrics to look at first as .csv. `python -m bench.attention --list` names the cases.
 # Clocks are left alone (--clock-control none), so that times match the benchmark's.
 set -euo pipefail
 

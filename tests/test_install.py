@@ -286,6 +286,13 @@ def test_switches_of_a_build(monkeypatch, name, value, variant, defines):
     assert (chosen.name, chosen.defines) == (variant, defines)
 
 
+def test_line_tables_are_for_those_who_ask(monkeypatch):
+    monkeypatch.setenv("FLASH_EXT_LINEINFO", "1")
+    assert "-lineinfo" in kernels_build.Variant.from_environment().nvcc_flags
+    monkeypatch.setenv("FLASH_EXT_LINEINFO", "0")
+    assert "-lineinfo" not in kernels_build.Variant.from_environment().nvcc_flags
+
+
 def test_unknown_architecture_is_refused(monkeypatch):
     monkeypatch.setenv("FLASH_EXT_ARCHS", "hopper")
     assert "'hopper'" in refusal(kernels_build.Variant.from_environment)

@@ -69,6 +69,13 @@ std::vector<Case> cases_of(int d, int dv) {
       cases.push_back(c);
     }
   }
+  // More items than CTAs, those without tiles among the others.
+  for (int right : {-1, 0}) {
+    Case c{1, 32, 32, 0, 0, d, -1, right, 1.f / std::sqrt(static_cast<float>(d)), 1.f, true};
+    c.lengths_q = {200, 0, 150, 300, 0, 400, 90, 0, 64};
+    c.lengths_k = {300, 400, 0, 100, 333, 20, 128, 200, 0};
+    cases.push_back(c);
+  }
   for (Case& c : cases) c.head_dim_v = c.head_dim - (d - dv);
   return cases;
 }

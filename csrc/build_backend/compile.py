@@ -7,6 +7,7 @@ said of every kernel goes to build/resources.json, which tests read.
 
 Environment variables:
     FLASH_EXT_ARCHS: architectures to compile for, e.g. "9.0a" while developing (default "8.0 8.0+PTX 9.0a").
+    FLASH_EXT_LINEINFO=1: line tables in the kernels, for profilers, which take a tenth of the compilers' time.
     FLASH_EXT_DEBUG=1: defines FLASH_EXT_DEBUG (device assertions); the gates then only report.
     FLASH_EXT_MUTANT=n: the sources hold planted bug n, a test of the tests: the gates only report, and the
         module names itself mutant<n>.
@@ -39,8 +40,8 @@ DEFAULT_ARCHS = "8.0 8.0+PTX 9.0a"
 # The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
 BYTES_PER_JOB = 2.5 * 2**30
 
-# Compressed for size: the line tables of -lineinfo would otherwise make up nine tenths of the module.
-NVCC_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "--compress-mode=size", "-Xptxas=-v",
+# Compressed for size: line tables would otherwise make up nine tenths of a module that has them.
+NVCC_FLAGS = ["-std=c++20", "-O3", "--compress-mode=size", "-Xptxas=-v",
               "-Xcompiler=-fPIC,-fvisibility=hidden,-g0"]
 CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
              "-DTORCH_EXTENSION_NAME=_C"]
@@ -50,6 +51,10 @@ class GateFailure(Exception):
     """A kernel compiled but must not be shipped."""
 
 
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
 @dataclass(frozen=True)
 class Variant:
     """What is compiled: architectures, switches, and which planted bug. Each variant has its own objects."""
@@ -57,6 +62,7 @@ class Variant:
     archs: tuple[str, ...]
     debug: bool = False
     mutant: int | None = None
+    lineinfo: bool = False
 
     @classmethod
     def from_environment(cls) -> Variant:
@@ -67,8 +73,7 @@ class Variant:
                     "FLASH_EXT_ARCHS is not understood", repr(arch), "e.g. 8.0, 8.0+PTX or 9.0a",
                     f"export FLASH_EXT_ARCHS='{DEFAULT_ARCHS}'")
         mutant = os.environ.get("FLASH_EXT_MUTANT") or None
-        return cls(archs, os.environ.get("FLASH_EXT_DEBUG", "") not in ("", "0"),
-                   int(mutant) if mutant else None)
+        return cls(archs, _is_set("FLASH_EXT_DEBUG"), int(mutant) if mutant else None, _is_set("FLASH_EXT_LINEINFO"))
 
     @property
     def name(self) -> str:
@@ -76,7 +81,11 @@ class Variant:
 
     @property
     def nvcc_flags(self) -> list[str]:
-        return NVCC_FLAGS + self.gencode(self.archs)
+        return self.common_nvcc_flags + self.gencode(self.archs)
+
+    @property
+    def common_nvcc_flags(self) -> list[str]:
+        return NVCC_FLAGS + (["-lineinfo"] if self.lineinfo else [])
 
     def gencode_of(self, source: Path) -> list[str]:
         """Kernels for Hopper are compiled for it alone: for others they would be traps, at a third of the cost."""
@@ -174,7 +183,7 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
               *tools.toolkit.include_dirs]
     cxx = [tools.cxx, *CXX_FLAGS, *variant.defines, *shlex.split(os.environ.get("CXXFLAGS", "")),
            f"-I{folder / 'generated'}", *(f"-isystem{item}" for item in system)]
-    nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *NVCC_FLAGS, *variant.defines]
+    nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *variant.common_nvcc_flags, *variant.defines]
     cudart = tools.toolkit.cudart
     # A shared runtime is found beside torch's own, in site-packages, or where it was at build time.
     runtime_paths = [] if cudart.suffix == ".a" else [

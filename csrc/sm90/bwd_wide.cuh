@@ -5,7 +5,7 @@
 // and dP again costs 2 products in 5 and needs no memory, no order of additions, no pass after it.
 //
 // Shared memory, 128-byte swizzled tiles first:
-//   dK, dV   K, V [64 rows] | Q, dO [slots][block_m rows] | P [2][word / 4][thread][4] | stats [slots] | control
+//   dK, dV   K, V [64 rows] | Q, dO [slots][block_m rows] | P [weight_slots][query / 8][thread][4] | stats [slots] | control
 //   dQ       Q, dO [warpgroup][64 rows] | K [k_slots][block_n rows] | V [v_slots] | control (items, barriers)
 #pragma once
 

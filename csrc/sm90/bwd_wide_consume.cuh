@@ -27,6 +27,8 @@ __device__ __forceinline__ void release_item(Bars bars, int slot, int lane) {
 }
 
 // Waits for the next item with steps and returns its place, or -1 at the end. Those without go to `empty` on the way.
+// Holds no other item meanwhile: of two places, one with an item that is not let go and one with an item without steps
+// leave none for what follows.
 template <int kItems, typename Item, typename Bars, typename Empty>
 __device__ __forceinline__ int next_item(const Item* items, Bars bars, RingPosition<kItems>& place, int lane,
                                          const Empty& empty) {
@@ -40,6 +42,17 @@ __device__ __forceinline__ int next_item(const Item* items, Bars bars, RingPosit
     empty(item);
     release_item<Bars, kItems>(bars, slot, lane);
   }
+}
+
+// As next_item(), while another item is under way: -1 also before an item without steps, which stays the next one.
+template <int kItems, typename Item, typename Bars>
+__device__ __forceinline__ int following_item(const Item* items, Bars bars, RingPosition<kItems>& place) {
+  wait(bars.item_full(place.slot), place.parity);
+  const Item& item = items[place.slot];
+  if (item.w.block < 0 || item.steps == 0) return -1;
+  const int slot = place.slot;
+  place.advance();
+  return slot;
 }
 
 // Tiles of queries that see all keys of an item, and its walk.
@@ -150,67 +163,69 @@ __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem,
     pack<E>(words, s);
     wait(bars.ds_full(T::kWeightSlots + handed.slot), handed.parity);
 #pragma unroll
-    for (int i = 0; i < kM / 16; ++i) {
-      *reinterpret_cast<uint4*>(weights_to + handed.slot * T::kWeightBytes + i * 2048) =
-          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    for (int i = 0; i < kM / 8; ++i) {
+      *reinterpret_cast<float4*>(weights_to + handed.slot * T::kWeightBytes + i * 2048) =
+          make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
     }
     __syncwarp();
     arrive(bars.ds_full(handed.slot));
     handed.advance();
   };
 
-  const int first = next();
-  if (first < 0) return;
-  KeyItem<T> at(a, items[first], first);
-  clear(dv);
-  take_keys();
-  wait(bars.q_full(q_ring.slot), q_ring.parity);
-  issue_scores();
-  ptx::wgmma_wait<0>();
-  ptx::pin(s);
-  form_weights(at);
-  send_weights();
 #pragma unroll 1
   while (true) {
-    const bool ends = at.walk.left == 1;
-    const int item_at = at.slot;
-    ptx::pin(dv);
-    ptx::pin(words);
-    bool more = true;
-    if (ends) {
-      const int slot = next();
-      more = slot >= 0;
-      if (more) {
-        at = KeyItem<T>(a, items[slot], slot);
-        take_keys();
-      }
-    } else {
-      at.walk.advance(items[at.slot], heads);
-    }
-    if (more) wait(bars.q_full(q_ring.slot), q_ring.parity);
+    const int first = next();
+    if (first < 0) return;
+    KeyItem<T> at(a, items[first], first);
+    clear(dv);
+    take_keys();
+    wait(bars.q_full(q_ring.slot), q_ring.parity);
     issue_scores();
-    wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
-    ptx::wgmma_fence();
-    issue_pv<E>(dv, words, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, kM * 128)));
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    ptx::pin(s);
-    if (more) form_weights(at);
-    ptx::pin(s);
     ptx::wgmma_wait<0>();
-    ptx::pin(dv);
-    ptx::pin(words);
-    arrive(bars.dout_empty(dout_ring.slot));
-    dout_ring.advance();
-    if (more) send_weights();
-    if (ends) {
-      const BwdItem& item = items[item_at];
-      store_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, dv, 1.f, a.p.problem.head_dim_v,
-                    item.w.block * T::kBlockN + row, lane);
-      release_item<BwdBarriers<T>, T::kItems>(bars, item_at, lane);
-      clear(dv);
+    ptx::pin(s);
+    form_weights(at);
+    send_weights();
+    bool more = true;
+#pragma unroll 1
+    while (more) {
+      const bool ends = at.walk.left == 1;
+      const int item_at = at.slot;
+      ptx::pin(dv);
+      ptx::pin(words);
+      if (ends) {
+        const int slot = following_item(items, bars, place);
+        more = slot >= 0;
+        if (more) {
+          at = KeyItem<T>(a, items[slot], slot);
+          take_keys();
+        }
+      } else {
+        at.walk.advance(items[at.slot], heads);
+      }
+      if (more) wait(bars.q_full(q_ring.slot), q_ring.parity);
+      issue_scores();
+      wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
+      ptx::wgmma_fence();
+      issue_pv<E>(dv, words, uniform(descriptor_low(smem + T::kDoutAt + dout_ring.slot * T::kDoutBytes, kM * 128)));
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      if (more) form_weights(at);
+      ptx::pin(s);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dv);
+      ptx::pin(words);
+      arrive(bars.dout_empty(dout_ring.slot));
+      dout_ring.advance();
+      if (more) send_weights();
+      if (ends) {
+        const BwdItem& item = items[item_at];
+        store_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, dv, 1.f, a.p.problem.head_dim_v,
+                      item.w.block * T::kBlockN + row, lane);
+        release_item<BwdBarriers<T>, T::kItems>(bars, item_at, lane);
+        clear(dv);
+      }
     }
-    if (!more) break;
   }
 }
 
@@ -267,75 +282,74 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
     dout_ring.advance();
     wait(bars.ds_full(handed.slot), handed.parity);
 #pragma unroll
-    for (int i = 0; i < kM / 16; ++i) {
-      const uint4 p = *reinterpret_cast<const uint4*>(weights_from + handed.slot * T::kWeightBytes + i * 2048);
-      const uint32_t pairs[4] = {p.x, p.y, p.z, p.w};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float2 weights = ptx::unpack2<E>(pairs[c]);
-        dp[8 * i + 2 * c] *= weights.x;
-        dp[8 * i + 2 * c + 1] *= weights.y;
-      }
+    for (int i = 0; i < kM / 8; ++i) {
+      const float4 p = *reinterpret_cast<const float4*>(weights_from + handed.slot * T::kWeightBytes + i * 2048);
+      dp[4 * i] *= p.x;
+      dp[4 * i + 1] *= p.y;
+      dp[4 * i + 2] *= p.z;
+      dp[4 * i + 3] *= p.w;
     }
     __syncwarp();
     arrive(bars.ds_full(T::kWeightSlots + handed.slot));
     handed.advance();
   };
 
-  int item_at = next();
-  if (item_at < 0) return;
-  int left = items[item_at].steps;
-  clear(dk);
-  take_values();
-  wait(bars.q_full(q_ring.slot), q_ring.parity);
-  wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
-  issue_dp();
-  ptx::wgmma_wait<0>();
-  ptx::pin(dp);
-  form_ds(left);
-  pack<E>(words, dp);
 #pragma unroll 1
   while (true) {
-    const bool ends = left == 1;
-    const int ended = item_at, q_slot = q_ring.slot;
-    ptx::pin(dk);
-    ptx::pin(words);
-    q_ring.advance();
+    int item_at = next();
+    if (item_at < 0) return;
+    int left = items[item_at].steps;
+    clear(dk);
+    take_values();
+    wait(bars.q_full(q_ring.slot), q_ring.parity);
+    wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
+    issue_dp();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
+    form_ds(left);
+    pack<E>(words, dp);
     bool more = true;
-    --left;
-    if (ends) {
-      item_at = next();
-      more = item_at >= 0;
+#pragma unroll 1
+    while (more) {
+      const bool ends = left == 1;
+      const int ended = item_at, q_slot = q_ring.slot;
+      ptx::pin(dk);
+      ptx::pin(words);
+      q_ring.advance();
+      --left;
+      if (ends) {
+        item_at = following_item(items, bars, place);
+        more = item_at >= 0;
+        if (more) {
+          left = items[item_at].steps;
+          take_values();
+        }
+      }
       if (more) {
-        left = items[item_at].steps;
-        take_values();
+        wait(bars.q_full(q_ring.slot), q_ring.parity);
+        wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
+      }
+      issue_dp();
+      ptx::wgmma_fence();
+      issue_pv<E>(dk, words, uniform(descriptor_low(smem + T::kQAt + q_slot * T::kQBytes, kM * 128)));
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      ptx::pin(dp);
+      if (more) form_ds(left);
+      ptx::pin(dp);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dk);
+      ptx::pin(words);
+      arrive(bars.q_empty(q_slot));
+      pack<E>(words, dp);
+      if (ends) {
+        const BwdItem& item = items[ended];
+        store_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, dk, a.p.problem.softmax_scale, a.p.problem.head_dim,
+                      item.w.block * T::kBlockN + row, lane);
+        release_item<BwdBarriers<T>, T::kItems>(bars, ended, lane);
+        clear(dk);
       }
     }
-    if (more) {
-      wait(bars.q_full(q_ring.slot), q_ring.parity);
-      wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
-    }
-    issue_dp();
-    ptx::wgmma_fence();
-    issue_pv<E>(dk, words, uniform(descriptor_low(smem + T::kQAt + q_slot * T::kQBytes, kM * 128)));
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    ptx::pin(dp);
-    if (more) form_ds(left);
-    ptx::pin(dp);
-    ptx::wgmma_wait<0>();
-    ptx::pin(dk);
-    ptx::pin(words);
-    arrive(bars.q_empty(q_slot));
-    pack<E>(words, dp);
-    if (ends) {
-      const BwdItem& item = items[ended];
-      store_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, dk, a.p.problem.softmax_scale, a.p.problem.head_dim,
-                    item.w.block * T::kBlockN + row, lane);
-      release_item<BwdBarriers<T>, T::kItems>(bars, ended, lane);
-      clear(dk);
-    }
-    if (!more) break;
   }
 }
 
@@ -385,17 +399,20 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
   RingPosition<T::kItems> place;
   RingPosition<T::kKSlots> k_ring;
   RingPosition<T::kVSlots> v_ring;
-  uint32_t q_parity = 0, dout_parity = 0;
+  uint32_t parity = 0;  // of the item's Q and dO
   int item_at = -1, block = 0, left = 0, first_row = 0;
   const auto arrive = [&](uint32_t bar) {
     if (lane == 0) ptx::mbarrier_arrive(bar);
   };
   const auto next = [&] {
-    const int slot = next_item(items, bars, place, lane, [&](const QueryItem& item) {
+    return next_item(items, bars, place, lane, [&](const QueryItem& item) {
       clear_rows<E>(a.p.dq, item.w.b, item.w.q, item.w.h, problem.head_dim, item.w.block * T::kBlockM + row - lane / 4,
                     lane);
     });
-    if (slot < 0) return slot;
+  };
+  const auto begin_item = [&](int slot) {
+    item_at = slot;
+    if (slot < 0) return;
     const QueryItem& item = items[slot];
     block = item.blocks.begin;
     first_row = item.w.block * T::kBlockM + row;
@@ -409,7 +426,6 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
       stats.minus_lse[half] = inside ? from[0] : -INFINITY;
       stats.minus_delta[half] = inside ? from[T::kStatRows] : 0.f;
     }
-    return slot;
   };
   const auto issue_scores = [&] {
     ptx::pin(s);
@@ -445,66 +461,67 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
     pack<E>(words, dp);
   };
 
-  item_at = next();
-  if (item_at < 0) return;
-  clear(dq);
-  wait(bars.q_full(group), q_parity);
-  wait(bars.k_full(k_ring.slot), k_ring.parity);
-  issue_scores();
-  wait(bars.dout_full(group), dout_parity);
-  wait(bars.v_full(v_ring.slot), v_ring.parity);
-  issue_dp();
-  ptx::wgmma_wait<1>();
-  ptx::pin(s);
-  form_weights();
-  ptx::wgmma_wait<0>();
-  ptx::pin(dp);
-  form_ds();
 #pragma unroll 1
   while (true) {
-    const bool ends = left == 1;
-    const int ended = item_at, ended_row = first_row, k_slot = k_ring.slot;
-    ptx::pin(dq);
-    ptx::pin(words);
-    ptx::wgmma_fence();
-    issue_pv<E>(dq, words, uniform(descriptor_low(smem + T::kKAt + k_slot * T::kKBytes, kN * 128)));
-    ptx::wgmma_commit();
-    k_ring.advance();
-    ++block;
-    --left;
-    if (ends) {
-      item_at = next();
-      q_parity ^= 1;
-      dout_parity ^= 1;
-    }
-    const bool more = item_at >= 0;
-    if (more) {
-      if (ends) wait(bars.q_full(group), q_parity);
-      wait(bars.k_full(k_ring.slot), k_ring.parity);
-    }
+    begin_item(next());
+    if (item_at < 0) return;
+    clear(dq);
+    wait(bars.q_full(group), parity);
+    wait(bars.k_full(k_ring.slot), k_ring.parity);
     issue_scores();
-    if (more) {
-      if (ends) wait(bars.dout_full(group), dout_parity);
-      wait(bars.v_full(v_ring.slot), v_ring.parity);
-    }
+    wait(bars.dout_full(group), parity);
+    wait(bars.v_full(v_ring.slot), v_ring.parity);
     issue_dp();
-    ptx::wgmma_wait<2>();
-    ptx::pin(dq);
-    ptx::pin(words);
-    arrive(bars.k_empty(k_slot));
     ptx::wgmma_wait<1>();
     ptx::pin(s);
-    if (more) form_weights();
+    form_weights();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    if (more) form_ds();
-    if (ends) {
-      const QueryItem& item = items[ended];
-      store_rows<E>(a.p.dq, item.w.b, item.w.q, item.w.h, dq, problem.softmax_scale, problem.head_dim, ended_row, lane);
-      release_item<WideQueryBarriers<T>, T::kItems>(bars, ended, lane);
-      clear(dq);
+    form_ds();
+#pragma unroll 1
+    while (item_at >= 0) {
+      const bool ends = left == 1;
+      const int ended = item_at, ended_row = first_row, k_slot = k_ring.slot;
+      ptx::pin(dq);
+      ptx::pin(words);
+      ptx::wgmma_fence();
+      issue_pv<E>(dq, words, uniform(descriptor_low(smem + T::kKAt + k_slot * T::kKBytes, kN * 128)));
+      ptx::wgmma_commit();
+      k_ring.advance();
+      ++block;
+      --left;
+      if (ends) {
+        begin_item(following_item(items, bars, place));
+        parity ^= 1;
+      }
+      const bool more = item_at >= 0;
+      if (more) {
+        if (ends) wait(bars.q_full(group), parity);
+        wait(bars.k_full(k_ring.slot), k_ring.parity);
+      }
+      issue_scores();
+      if (more) {
+        if (ends) wait(bars.dout_full(group), parity);
+        wait(bars.v_full(v_ring.slot), v_ring.parity);
+      }
+      issue_dp();
+      ptx::wgmma_wait<2>();
+      ptx::pin(dq);
+      ptx::pin(words);
+      arrive(bars.k_empty(k_slot));
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      if (more) form_weights();
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
+      if (more) form_ds();
+      if (ends) {
+        const QueryItem& item = items[ended];
+        store_rows<E>(a.p.dq, item.w.b, item.w.q, item.w.h, dq, problem.softmax_scale, problem.head_dim, ended_row, lane);
+        release_item<WideQueryBarriers<T>, T::kItems>(bars, ended, lane);
+        clear(dq);
+      }
     }
-    if (!more) break;
   }
 }
 

@@ -24,7 +24,7 @@ struct WideKeyTraits {
   static constexpr int kQBytes = tile_bytes(kBlockM, D), kDoutBytes = tile_bytes(kBlockM, Dv);
   static constexpr int kVAt = tile_bytes(kBlockN, D), kQAt = kVAt + tile_bytes(kBlockN, Dv);
   static constexpr int kDoutAt = kQAt + kSlots * kQBytes, kWeightsAt = kDoutAt + kSlots * kDoutBytes;
-  static constexpr int kWeightSlots = WideBwdTile::kWeightSlots, kWeightBytes = kTile.weight_bytes();
+  static constexpr int kWeightSlots = kTile.weight_slots, kWeightBytes = kTile.weight_bytes();
   static constexpr int kStatsAt = kWeightsAt + kWeightSlots * kWeightBytes, kStatsBytes = kBlockM * 8;
   static constexpr int kItemsAt = kStatsAt + kTile.stats_bytes(), kItems = 2;
   static constexpr int kSmemBytes = kTile.dkv_smem_bytes(D, Dv);

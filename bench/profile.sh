@@ -2,22 +2,23 @@
 # Profiles one call of one benchmark case with Nsight Compute.
 #
 #   bench/profile.sh CASE [--dir fwd|bwd] [--entrant sm80] [--dtype bf16] [--out DIR] [--nvtx RANGE|none]
-#                         [--fa3-lib PATH] [--cudart12 PATH]
+#                         [--fa3-lib PATH] [--cudart12 PATH] [--lines yes|no]
 #
-# Leaves DIR/CASE-dir-entrant.ncu-rep (open it in ncu-ui; its source view needs a build with FLASH_EXT_LINEINFO=1),
-# the raw page as .raw.csv and the metrics to look at first as .csv. `python -m bench.attention --list` names the cases.
+# Builds the extension with line tables first (FLASH_EXT_LINEINFO=1: minutes the first time; --lines no leaves it as it
+# is). Leaves DIR/CASE-dir-entrant.ncu-rep (open it in ncu-ui: source view, since kernels carry line numbers), the raw
+# page as .raw.csv and the metrics to look at first as .csv. `python -m bench.attention --list` names the cases.
 # Clocks are left alone (--clock-control none), so that times match the benchmark's.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
 if [[ $# -lt 1 || $1 == -* ]]; then
-  sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 
 case_name=$1
 shift
-direction=fwd entrant=sm80 out=out/profile nvtx=
+direction=fwd entrant=sm80 out=out/profile nvtx= lines=yes
 run_arguments=()
 while [[ $# -gt 0 ]]; do
   if [[ $# -lt 2 ]]; then
@@ -29,6 +30,7 @@ while [[ $# -gt 0 ]]; do
     --entrant) entrant=$2 ;;
     --out) out=$2 ;;
     --nvtx) nvtx=$2 ;;
+    --lines) lines=$2 ;;
     --dtype | --fa3-lib | --cudart12) run_arguments+=("$1" "$2") ;;
     *)
       echo "unknown option $1" >&2
@@ -61,6 +63,9 @@ if [[ $nvtx != none ]]; then
   filter=(--nvtx --nvtx-include "$nvtx")
 fi
 
+if [[ $lines != no ]]; then
+  FLASH_EXT_LINEINFO=1 "$python" setup.py --quiet build_ext --inplace
+fi
 mkdir -p "$out"
 report="$out/$case_name-$direction-$entrant"
 "$ncu" --force-overwrite --export "$report" --set full --import-source on --clock-control none \

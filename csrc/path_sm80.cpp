@@ -46,14 +46,19 @@ LaunchPlan plan_of(const char* kernel, const Problem& p, const DeviceInfo& d, co
           make_grid(p, d, false, t.block_n()).ctas};
 }
 
+// One for each of kHeadDims.
+template <typename Instance>
+using Instances = std::array<Instance, std::size(kHeadDims)>;
+
 template <typename Params, typename Instance, typename... Extras>
-std::string run(const Params& p, const DeviceInfo& d, const std::array<Instance, std::size(kHeadDims)>& instances,
-                const Extras&... extras) {
+std::string run(const Params& p, const DeviceInfo& d, const Instances<Instance>& small,
+                const Instances<Instance>& large, const Extras&... extras) {
   Params prepared = p;
   prepared.problem.prepare();
   const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
+  const Instances<Instance>& instances = class_of(d) == SmemClass::kLarge ? large : small;
   for (size_t i = 0; i < std::size(kHeadDims); ++i) {
-    if (kHeadDims[i] == size) return instances[i](prepared, extras..., class_of(d), d);
+    if (kHeadDims[i] == size) return instances[i](prepared, extras..., d);
   }
   return "sm80 path: head_dim > 256";
 }
@@ -102,17 +107,23 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const DeviceInfo& 
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
-  return run(p, d, std::to_array({run_fwd_hd64, run_fwd_hd96, run_fwd_hd128, run_fwd_hd192, run_fwd_hd256}));
+  return run(p, d, std::to_array({run_fwd_hd64, run_fwd_hd96, run_fwd_hd128, run_fwd_hd192, run_fwd_hd256}),
+             std::to_array({run_fwd_large_hd64, run_fwd_large_hd96, run_fwd_large_hd128, run_fwd_large_hd192,
+                            run_fwd_large_hd256}));
 }
 
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
-  return run(p, d, std::to_array({run_bwd_hd64, run_bwd_hd96, run_bwd_hd128, run_bwd_hd192, run_bwd_hd256}));
+  return run(p, d, std::to_array({run_bwd_hd64, run_bwd_hd96, run_bwd_hd128, run_bwd_hd192, run_bwd_hd256}),
+             std::to_array({run_bwd_large_hd64, run_bwd_large_hd96, run_bwd_large_hd128, run_bwd_large_hd192,
+                            run_bwd_large_hd256}));
 }
 
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
   const Modifiers m = with_unit(modifiers, p.problem);
   return run(p, d,
              std::to_array({run_fwd_mod_hd64, run_fwd_mod_hd96, run_fwd_mod_hd128, run_fwd_mod_hd192, run_fwd_mod_hd256}),
+             std::to_array({run_fwd_mod_large_hd64, run_fwd_mod_large_hd96, run_fwd_mod_large_hd128,
+                            run_fwd_mod_large_hd192, run_fwd_mod_large_hd256}),
              m);
 }
 
@@ -122,6 +133,8 @@ std::string run_bwd_mod(const BwdParams& p, const BwdExtras& extras, const Devic
   x.modifiers = &m;
   return run(p, d,
              std::to_array({run_bwd_mod_hd64, run_bwd_mod_hd96, run_bwd_mod_hd128, run_bwd_mod_hd192, run_bwd_mod_hd256}),
+             std::to_array({run_bwd_mod_large_hd64, run_bwd_mod_large_hd96, run_bwd_mod_large_hd128,
+                            run_bwd_mod_large_hd192, run_bwd_mod_large_hd256}),
              x);
 }
 

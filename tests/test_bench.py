@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import attention, features, profile_case, report, timing
+from bench import attention, features, report, timing
 from bench.entrants import Entrant, make_ours
 from bench.inputs import Inputs, visible_mask
 from bench.peers import Flex, make_peers
@@ -526,70 +525,6 @@ def test_whole_program_on_gpu(tmp_path: Path):
 
 
 # ---- profiling -------------------------------------------------------------------------------------------
-
-RAW_PAGE = """==PROF== Connected
-"ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed","other"
-"","","us","%",""
-"0","fwd_sm80<128>","812.5","61.2","7"
-"1","combine","3.1","0","8"
-"""
-
-
-def test_key_metrics_are_picked_out_of_the_raw_page(tmp_path: Path):
-    (tmp_path / "raw.csv").write_text(RAW_PAGE)
-    assert profile_case.main(["metrics", str(tmp_path / "raw.csv"), str(tmp_path / "key.csv")]) == 0
-    assert list(csv.reader((tmp_path / "key.csv").open(newline=""))) == [
-        ["metric", "unit", "fwd_sm80<128>", "combine"],
-        ["gpu__time_duration.sum", "us", "812.5", "3.1"],
-        ["dram__throughput.avg.pct_of_peak_sustained_elapsed", "%", "61.2", "0"],
-    ]
-
-
-def test_an_empty_profile_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture):
-    (tmp_path / "raw.csv").write_text("==WARNING== No kernels were profiled.\n")
-    assert profile_case.main(["metrics", str(tmp_path / "raw.csv"), str(tmp_path / "key.csv")]) == 1
-    assert "no kernel was profiled" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "entrant, direction, nvtx", [("sm80", "bwd", "flash_ext@bwd/"), ("fa2", "fwd", None)]
-)
-def test_profile_script_asks_ncu_for_the_right_range(
-    tmp_path: Path, entrant: str, direction: str, nvtx: str | None
-):
-    fake = tmp_path / "ncu"
-    fake.write_text(
-        f"""#!{sys.executable}
-import pathlib, sys
-log = pathlib.Path({str(tmp_path / "log")!r})
-log.open("a").write(" ".join(sys.argv[1:]) + chr(10))
-if "--export" in sys.argv:
-    pathlib.Path(sys.argv[sys.argv.index("--export") + 1] + ".ncu-rep").touch()
-else:
-    print({RAW_PAGE!r})
-"""
-    )
-    fake.chmod(0o755)
-    command = [str(ROOT / "bench/profile.sh"), "d128-causal-s4096", "--dir", direction, "--entrant", entrant]
-    environment = {**os.environ, "NCU": str(fake), "PYTHON": sys.executable}
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    collect, export = (tmp_path / "log").read_text().splitlines()
-    for word in ("--clock-control none", "--set full", "--import-source on", "--profile-from-start off"):
-        assert word in collect
-    assert (f"--nvtx --nvtx-include {nvtx}" in collect) if nvtx else ("--nvtx" not in collect)
-    assert f"run d128-causal-s4096 --dir {direction} --entrant {entrant}" in collect
-    assert "--page raw --csv" in export
-    assert (
-        (tmp_path / f"out/d128-causal-s4096-{direction}-{entrant}.csv").read_text().startswith("metric,unit,")
-    )
-
 
 def test_report_ends_with_the_cost_of_a_call_on_the_host():
     rows = {row["call"]: row["us"] for row in attention.host_cost_rows("cpu", number=2, repeats=2)}

@@ -436,18 +436,21 @@ def test_tile_tables_are_those_of_heuristics_h() -> None:
 def launch_with_modifiers(
     direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80"
 ) -> dict:
-    """As :func:`plan`, for a call that has one; these are known only by making the call."""
+    """As :func:`plan`, for a call that has one; these are known only by making the call.
+
+    ``path`` cannot be named for tensors of a CPU: misaligned ones are what the ``sm80`` kernels get on Hopper.
+    """
     q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
-    before = _C.get_switch("hopper_modifiers")
+    before = _C.get_switch("unaligned")
     with null_kernels():
         pretend(compute_capability)
-        _C.set_switch("hopper_modifiers", int(path == "sm90"))
+        _C.set_switch("unaligned", int(path == "sm80"))
         try:
             out, lse = flash_ext.forward(q, k, v, softcap=2.0)
             if direction == "bwd":
                 flash_ext.backward(out, q, k, v, out, lse, softcap=2.0)
         finally:
-            _C.set_switch("hopper_modifiers", before)
+            _C.set_switch("unaligned", before)
         return _C.last_launch()
 
 

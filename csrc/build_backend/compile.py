@@ -88,8 +88,17 @@ class Variant:
         return NVCC_FLAGS + (["-lineinfo"] if self.lineinfo else [])
 
     def gencode_of(self, source: Path) -> list[str]:
-        """Kernels for Hopper are compiled for it alone: for others they would be traps, at a third of the cost."""
-        own = tuple(arch for arch in self.archs if arch == "9.0a") if "_sm90_" in source.stem else ()
+        """Kernels, or tiles of portable ones, that only Hopper has the means for are compiled for it alone.
+
+        And the small tiles of portable kernels for all others alone, since Hopper takes the large ones. Each of
+        these kernels twice made a third of a build's time.
+        """
+        if "_sm90_" in source.stem or "_sm80_large" in source.stem:
+            own = tuple(arch for arch in self.archs if arch == "9.0a")
+        elif "_sm80" in source.stem:
+            own = tuple(arch for arch in self.archs if arch != "9.0a")
+        else:
+            own = ()
         return self.gencode(own or self.archs)
 
     @staticmethod
@@ -171,8 +180,9 @@ def _run_ninja(tools: Tools, folder: Path) -> None:
 
 def _variant_folder(tools: Tools, variant: Variant) -> Path:
     archs = "" if variant.archs == tuple(DEFAULT_ARCHS.split()) else "-" + "-".join(variant.archs)
+    lines = "-lineinfo" if variant.lineinfo else ""
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    return ROOT / "build" / f"{variant.name}{archs}-{python}-torch{tools.torch.version}".replace("+", "_")
+    return ROOT / "build" / f"{variant.name}{lines}{archs}-{python}-torch{tools.torch.version}".replace("+", "_")
 
 
 # ---------------------------------------------------------------- the graph

@@ -1,39 +1,63 @@
-// The launchers that csrc/inst/ defines, one per direction and compiled head dim but for the last. No CUDA, no torch.
+// The launchers that csrc/inst/ defines, but for the last one per direction, compiled head dim and class of tiles. No
+// CUDA, no torch.
 #pragma once
 
 #include <string>
 
-#include "../heuristics.h"
 #include "../paths.h"
 
 namespace flash_ext::sm80 {
 
-std::string run_fwd_hd64(const FwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_hd96(const FwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_hd128(const FwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_hd192(const FwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_hd256(const FwdParams& p, SmemClass c, const DeviceInfo& d);
+std::string run_fwd_hd64(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_hd96(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_hd128(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_hd192(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_hd256(const FwdParams& p, const DeviceInfo& d);
 
-std::string run_bwd_hd64(const BwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_hd96(const BwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_hd128(const BwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_hd192(const BwdParams& p, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_hd256(const BwdParams& p, SmemClass c, const DeviceInfo& d);
+std::string run_fwd_large_hd64(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_large_hd96(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_large_hd128(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_large_hd192(const FwdParams& p, const DeviceInfo& d);
+std::string run_fwd_large_hd256(const FwdParams& p, const DeviceInfo& d);
 
-std::string run_fwd_mod_hd64(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_mod_hd96(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_mod_hd128(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_mod_hd192(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
-std::string run_fwd_mod_hd256(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d);
+std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_hd96(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_hd192(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_hd256(const BwdParams& p, const DeviceInfo& d);
 
-std::string run_bwd_mod_hd64(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_mod_hd96(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_mod_hd128(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_mod_hd192(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
-std::string run_bwd_mod_hd256(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d);
+std::string run_bwd_large_hd64(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_large_hd96(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_large_hd128(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_large_hd192(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_large_hd256(const BwdParams& p, const DeviceInfo& d);
+
+std::string run_fwd_mod_hd64(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_hd96(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_hd128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_hd192(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_hd256(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+
+std::string run_fwd_mod_large_hd64(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_large_hd96(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_large_hd128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_large_hd192(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_fwd_mod_large_hd256(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+
+std::string run_bwd_mod_hd64(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_hd96(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_hd128(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_hd192(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_hd256(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+
+std::string run_bwd_mod_large_hd64(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_large_hd96(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_large_hd128(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_large_hd192(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+std::string run_bwd_mod_large_hd256(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 
 // Any head dim.
-std::string run_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, SmemClass c,
-                         const DeviceInfo& d);
+std::string run_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);
+std::string run_bwd_bias_large(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);
 
 }  // namespace flash_ext::sm80

@@ -1,4 +1,5 @@
-// From a backward request to launches, for one compiled head dim. Included by the instantiation files only.
+// From a backward request to launches, for one compiled head dim and class of tiles. Included by the
+// instantiation files only.
 #pragma once
 
 #include "../grid.h"
@@ -24,23 +25,23 @@ std::string launch_bwd_q(const BwdParams& p, const DeviceInfo& d) {
   return launch("bwd_q_sm80", bwd_q_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, g);
 }
 
-template <typename E, int D>
-std::string run_bwd_as(const BwdParams& p, SmemClass c, const DeviceInfo& d) {
+template <typename E, int D, SmemClass kClass>
+std::string run_bwd_as(const BwdParams& p, const DeviceInfo& d) {
   const int64_t rows = p.problem.total_q * p.problem.num_heads;
   const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
   std::string error =
       launch("bwd_preprocess", bwd_preprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
   if (!error.empty()) return error;
-  error = c == SmemClass::kLarge ? launch_bwd<E, D, SmemClass::kLarge>(p, d)
-                                 : launch_bwd<E, D, SmemClass::kSmall>(p, d);
+  error = launch_bwd<E, D, kClass>(p, d);
   if (!error.empty()) return error;
   if (p.dq_accum == nullptr) return launch_bwd_q<E, D>(p, d);
   return launch("bwd_postprocess", bwd_postprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
 }
 
-template <int D>
-std::string run_bwd_hd(const BwdParams& p, SmemClass c, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D>(p, c, d) : run_bwd_as<__nv_bfloat16, D>(p, c, d);
+template <int D, SmemClass kClass>
+std::string run_bwd_hd(const BwdParams& p, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D, kClass>(p, d)
+                                            : run_bwd_as<__nv_bfloat16, D, kClass>(p, d);
 }
 
 }  // namespace flash_ext::sm80

@@ -17,18 +17,19 @@ std::string launch_bwd_mod(const BwdParams& p, const Modifiers& m, const DeviceI
   return launch("bwd_mod_sm80", bwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
 }
 
-template <typename E, int D>
-std::string run_bwd_mod_as(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d) {
+template <typename E, int D, SmemClass kClass>
+std::string run_bwd_mod_as(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
   const Modifiers& m = *x.modifiers;
   const int64_t rows = p.problem.total_q * p.problem.num_heads;
   const int64_t pass_ctas = (rows * kPassLanes<D> + kPassThreads - 1) / kPassThreads;
   std::string error =
       launch("bwd_preprocess", bwd_preprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
-  if (error.empty() && x.bias != nullptr) error = run_bwd_bias(p, m, *x.bias, c, d);
-  if (error.empty() && x.slopes != nullptr) error = run_bwd_bias(p, m, *x.slopes, c, d);
+  for (const BiasGradient* g : {x.bias, x.slopes}) {
+    if (!error.empty() || g == nullptr) continue;
+    error = kClass == SmemClass::kLarge ? run_bwd_bias_large(p, m, *g, d) : run_bwd_bias(p, m, *g, d);
+  }
   if (!error.empty() || !x.need_qkv) return error;
-  error = c == SmemClass::kLarge ? launch_bwd_mod<E, D, SmemClass::kLarge>(p, m, d)
-                                 : launch_bwd_mod<E, D, SmemClass::kSmall>(p, m, d);
+  error = launch_bwd_mod<E, D, kClass>(p, m, d);
   if (!error.empty()) return error;
   if (p.dq_accum == nullptr) {
     using T = BwdQTraits<E, D, true>;
@@ -38,10 +39,10 @@ std::string run_bwd_mod_as(const BwdParams& p, const BwdExtras& x, SmemClass c, 
   return launch("bwd_postprocess", bwd_postprocess_kernel<E, D>, pass_ctas, kPassThreads, 0, p.stream, p);
 }
 
-template <int D>
-std::string run_bwd_mod_hd(const BwdParams& p, const BwdExtras& x, SmemClass c, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_mod_as<__half, D>(p, x, c, d)
-                                            : run_bwd_mod_as<__nv_bfloat16, D>(p, x, c, d);
+template <int D, SmemClass kClass>
+std::string run_bwd_mod_hd(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? run_bwd_mod_as<__half, D, kClass>(p, x, d)
+                                            : run_bwd_mod_as<__nv_bfloat16, D, kClass>(p, x, d);
 }
 
 }  // namespace flash_ext::sm80

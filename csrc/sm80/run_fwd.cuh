@@ -1,4 +1,5 @@
-// From a forward request to launches, for one compiled head dim. Included by the instantiation files only.
+// From a forward request to launches, for one compiled head dim and class of tiles. Included by the
+// instantiation files only.
 #pragma once
 
 #include "../grid.h"
@@ -15,15 +16,10 @@ std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
   return launch("fwd_sm80", fwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
 }
 
-template <typename E, int D>
-std::string run_fwd_as(const FwdParams& p, SmemClass c, const DeviceInfo& d) {
-  return c == SmemClass::kLarge ? launch_fwd<E, D, SmemClass::kLarge>(p, d)
-                                : launch_fwd<E, D, SmemClass::kSmall>(p, d);
-}
-
-template <int D>
-std::string run_fwd_hd(const FwdParams& p, SmemClass c, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_fwd_as<__half, D>(p, c, d) : run_fwd_as<__nv_bfloat16, D>(p, c, d);
+template <int D, SmemClass kClass>
+std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? launch_fwd<__half, D, kClass>(p, d)
+                                            : launch_fwd<__nv_bfloat16, D, kClass>(p, d);
 }
 
 }  // namespace flash_ext::sm80

@@ -15,16 +15,10 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
   return launch("fwd_mod_sm80", fwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
 }
 
-template <typename E, int D>
-std::string run_fwd_mod_as(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d) {
-  return c == SmemClass::kLarge ? launch_fwd_mod<E, D, SmemClass::kLarge>(p, m, d)
-                                : launch_fwd_mod<E, D, SmemClass::kSmall>(p, m, d);
-}
-
-template <int D>
-std::string run_fwd_mod_hd(const FwdParams& p, const Modifiers& m, SmemClass c, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_fwd_mod_as<__half, D>(p, m, c, d)
-                                            : run_fwd_mod_as<__nv_bfloat16, D>(p, m, c, d);
+template <int D, SmemClass kClass>
+std::string run_fwd_mod_hd(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? launch_fwd_mod<__half, D, kClass>(p, m, d)
+                                            : launch_fwd_mod<__nv_bfloat16, D, kClass>(p, m, d);
 }
 
 }  // namespace flash_ext::sm80

@@ -145,9 +145,16 @@ def padding(side: str, device: str) -> Tensor | None:
     return mask
 
 
+def use(model: Any, name: str) -> None:
+    """On submodels as well: T5's have copies of its configuration, which not every version of the library changes."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation(name)
+
+
 def run(model: Any, name: str, loss_mask: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and the gradients of a loss over real tokens."""
-    model.set_attn_implementation(name)
+    use(model, name)
     model.zero_grad()
     logits = model(**inputs).logits
     weights = torch.linspace(-1, 1, logits.shape[-1], device=logits.device, dtype=logits.dtype)
@@ -271,7 +278,7 @@ def test_cross_attention_over_more_keys_than_queries() -> None:
 
 def test_dropout_reaches_the_kernels_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = make("llama", "cpu", attention_dropout=0.4), tokens("cpu")
-    model.set_attn_implementation(NAME)
+    use(model, NAME)
     with calls(monkeypatch) as seen:
         model.train()(input_ids=ids)
         model.eval()(input_ids=ids)
@@ -292,7 +299,7 @@ def test_generate(shape: str, cache: str, device: str) -> None:
         options |= {"cache_implementation": "static", "disable_compile": True}
     results = []
     for name in ("eager", NAME):
-        model.set_attn_implementation(name)
+        use(model, name)
         results.append(model.generate(ids, attention_mask=mask, **options))
     if device == "cpu":
         assert torch.equal(results[1].sequences, results[0].sequences)
@@ -308,10 +315,10 @@ def test_generate(shape: str, cache: str, device: str) -> None:
 def test_several_queries_against_a_cache(shape: str, static: bool, side: str, device: str) -> None:
     """A prompt in pieces: queries that do not start at position 0, keys that do not end at the last one."""
     model, ids, mask = make(shape, device), tokens(device), padding(side, device)
-    model.set_attn_implementation("eager")
+    use(model, "eager")
     with torch.no_grad():
         whole = model(input_ids=ids, attention_mask=mask).logits
-        model.set_attn_implementation(NAME)
+        use(model, NAME)
         cache = transformers.DynamicCache(config=model.config)
         if static:
             cache = transformers.StaticCache(config=model.config, max_cache_len=20, max_batch_size=2,
@@ -377,10 +384,10 @@ def test_a_callers_own_4d_mask(dtype: torch.dtype) -> None:
     keep = torch.rand(2, 1, 11, 11) < 0.5
     keep |= torch.eye(11, dtype=torch.bool)
     mask = keep if dtype == torch.bool else torch.where(keep, 0.0, torch.finfo(dtype).min)
-    model.set_attn_implementation("sdpa")
+    use(model, "sdpa")
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
-        model.set_attn_implementation(NAME)
+        use(model, NAME)
         close(model(input_ids=ids, attention_mask=mask).logits, expected, "cpu")
 
 
@@ -401,7 +408,7 @@ def test_a_mask_that_lost_its_pattern_means_what_flash_attn_is_told() -> None:
 @pytest.mark.slow
 def test_compiled_model() -> None:
     model, ids, mask = make("mistral", "cpu"), tokens("cpu"), padding("left", "cpu")
-    model.set_attn_implementation(NAME)
+    use(model, NAME)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         compiled = torch.compile(model, backend="aot_eager")

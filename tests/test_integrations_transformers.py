@@ -123,10 +123,14 @@ def close(got: Tensor, expected: Tensor, device: str) -> None:
 
 
 def as_close(got: Tensor, eager: Tensor, truth: Tensor, floor: float) -> None:
-    """On a GPU: not much farther from the truth than the library's attention in the same type."""
+    """On a GPU: not much farther from the truth than the library's attention in the same type.
+
+    By 3 % of the norm: T5's ReLU turns roundings into switches, and the errors of any two ways to compute it are
+    unlike. torch's sdpa has been seen at 2.5 % of a gradient's norm where eager attention was at 0.7 %.
+    """
     assert got.shape == truth.shape and not got.isnan().any()
     error, allowed = ((t.float() - truth).norm().item() for t in (got, eager))
-    limit = 2.5 * allowed + 0.01 * truth.norm().item() + floor
+    limit = 2.5 * allowed + 0.03 * truth.norm().item() + floor
     assert error <= limit, f"error {error:.2g}, of eager {allowed:.2g}"
 
 

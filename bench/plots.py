@@ -78,6 +78,7 @@ def _plot_curves(results: Results, panels: list[list[Row]], path: Path) -> Path:
             axis.set_visible(True)
             _plot_panel(axis, rows, results.ceilings.get("matmul_tflops"))
         axes[line][0].set_ylabel("TFLOP/s")
+    axes[0][0].set_ylim(bottom=0)  # of all; once it is set, what is drawn later no longer widens it
     handles = {
         label: handle
         for axis in axes.flat
@@ -122,7 +123,6 @@ def _plot_panel(axis, rows: list[Row], ceiling: float | None) -> None:
     axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
     axis.minorticks_off()
     axis.set_xlabel("sequence length")
-    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
 
 

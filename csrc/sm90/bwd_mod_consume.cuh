@@ -17,18 +17,22 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   const Modifiers& m = a.m;
   const Problem& problem = a.plain.p.problem;
   // Registers are short: what follows from the thread's number is made anew where it is used.
-  const auto warp_of = [] { return ptx::fresh_thread_idx() / 32 % 4; };
-  const auto group_of = [] { return ptx::fresh_thread_idx() / 128 - 1; };
-  const auto stage = [&] { return smem + T::kStageAt + (ptx::fresh_thread_idx() / 32 - 4) * T::kStageBytes; };
+  const auto warp_number = [] { return static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32; };
+  const auto warp_of = [=] { return static_cast<int>(warp_number() % 4); };
+  const auto group_of = [=] { return static_cast<int>(warp_number() / 4 - 1); };
+  const auto stage = [=] { return smem + T::kStageAt + (warp_number() - 4) * T::kStageBytes; };
 
   float dk[D / 2], dv[D / 2];
-  int steps = 0, items = 0;  // so far
+  uint32_t counts = 0;  // steps so far << 2 | items so far modulo 4, in one register
+  const auto forget = [&] { asm volatile("" : "+r"(counts)::"memory"); };  // what was made of them
+  const auto steps = [&] { return static_cast<int>(counts >> 2); };
+  const auto items = [&] { return static_cast<int>(counts & 3); };
   const auto arrive = [&](uint32_t bar) {
     if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
   };
-  const auto item_of = [&]() -> const ModKeyItem& { return shared.items[slot_of(items, T::kItems)]; };
-  const auto slot = [&] { return slot_of(steps, T::kSlots); };
-  const auto now = [&]() -> const KeyStep& { return shared.steps[slot_of(steps, T::kSteps)]; };
+  const auto item_of = [&]() -> const ModKeyItem& { return shared.items[slot_of(items(), T::kItems)]; };
+  const auto slot = [&] { return slot_of(steps(), T::kSlots); };
+  const auto now = [&]() -> const KeyStep& { return shared.steps[slot_of(steps(), T::kSteps)]; };
   const auto first_query = [&] { return now().block * kM; };
   const auto first_key = [&] { return item_of().w.block * kN + group_of() * 64 + warp_of() * 16; };
   const auto scores = [&] {
@@ -45,16 +49,16 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   const auto ds_full = [&](int n) { return bars.ds_full(n % T::kDsSlots); };
   // Of the very first step there is none before, and the phase before the first is over.
   const auto wait_for_ds_before = [&] {
-    const uint32_t before = steps + 2 * T::kDsSlots - 1;
+    const uint32_t before = steps() + 2 * T::kDsSlots - 1;
     wait(ds_full(before), before / T::kDsSlots % 2);
   };
   const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
     const uint32_t columns = smem + group_of() * (D == 64 ? 64 : kN * 128);
-    issue_dq<E>(dq, uniform(descriptor_low(ds_at(steps + T::kDsSlots - 1), 16)), uniform(descriptor_low(columns, 16)));
+    issue_dq<E>(dq, uniform(descriptor_low(ds_at(steps() + T::kDsSlots - 1), 16)), uniform(descriptor_low(columns, 16)));
     ptx::wgmma_commit();
   };
   const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
-    const KeyStep before = shared.steps[slot_of(steps - 1, T::kSteps)];
+    const KeyStep before = shared.steps[slot_of(steps() - 1, T::kSteps)];
     const int tile = item_of().tile + before.head() * a.plain.tiles_per_head + before.block;
     const int first = D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount
                               : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
@@ -71,10 +75,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
           add_brought_bias<E>(x, scale, smem + T::kBiasAt + group_of() * kM * 128, warp_of(), part);
         });
   };
-  const auto quarter_of = [](float (&s)[32], int part) -> float (&)[8] {
-    return *reinterpret_cast<float(*)[8]>(&s[part * 8]);
-  };
-  // dp = dS, s = P with 0 where dropout hit it. In quarters: registers are short.
+  // dp = dS, s = P with 0 where dropout hit it.
   const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t dropped) {
     if constexpr (!T::kDrops) {
 #pragma unroll
@@ -91,8 +92,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
           dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
           s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
         }
-        ptx::pin(s);
-        ptx::pin(dp);
       }
     }
     if constexpr (T::kCaps) {
@@ -104,7 +103,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         dp[4 * j + 1] *= slope.y;
         dp[4 * j + 2] *= slope.z;
         dp[4 * j + 3] *= slope.w;
-        if (j % 2 == 1) ptx::pin(dp);
       }
     }
   };
@@ -113,12 +111,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     uint32_t p_words[16], ds_words[16];
     ptx::pin(dk);
     ptx::pin(dv);
-    wait(bars.q_full(slot()), parity_of(steps, T::kSlots));
-    uint32_t visible = ~0u;
+    wait(bars.q_full(slot()), parity_of(steps(), T::kSlots));
     const uint32_t tests = now().tests(group_of());
+    uint32_t visible = tests == kSkipped ? 0 : ~0u;
     // Votes tell ptxas that the warp stays together.
-    if (__any_sync(0xffffffffu, tests != 0)) {
-      visible = tests == kSkipped ? 0 : visible_bits(scores(), first_query(), first_key(), static_cast<TileTests>(tests));
+    if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
+      visible = bits_by_keys(scores(), first_query(), first_key());
     }
     // With dropout -delta comes to dP afterwards.
     if constexpr (!T::kDrops) begin_dp(dp, stats() + kM);
@@ -127,22 +125,27 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::wgmma_fence();
     issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(), 16)), uniform(descriptor_low(q_at(), 16)));
     ptx::wgmma_commit();
+    const bool asks_rows = (tests & (kTestInterval | kTestRows)) != 0 && tests != kSkipped;
+    if (__any_sync(0xffffffffu, asks_rows)) {
+      visible &= bits_by_rows(scores(), first_query(), first_key(), static_cast<TileTests>(tests));
+    }
     [[maybe_unused]] uint32_t dropped = 0;
     if constexpr (T::kDrops) {
-      dropped = draw_dropped<T>(m, first_query(), first_key(), shared.drop[slot()], shared.drawn[steps % 2]);
+      dropped = draw_dropped<T>(m, first_query(), first_key(), shared.drop[slot()], shared.drawn[steps() % 2]);
     }
-    wait(bars.dout_full(slot()), parity_of(steps, T::kSlots));
+    wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
     ptx::wgmma_fence();
     issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at() + T::kVAt, 16)),
                                              uniform(descriptor_low(dout_at(), 16)));
     ptx::wgmma_commit();
+    forget();
     ptx::wgmma_wait<1>();
     ptx::pin(s);
     if constexpr (T::kCaps) {
       if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
       __syncwarp();
     }
-    if (a.brings_bias) wait(bars.bias_full(), steps % 2);
+    if (a.brings_bias) wait(bars.bias_full(), steps() % 2);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       change_scores(key_part(s, part), part);
@@ -152,15 +155,14 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       __syncwarp();
       arrive(bars.bias_empty());
     }
-    if (__any_sync(0xffffffffu, tests != 0)) {
+    forget();
+    if (__any_sync(0xffffffffu, visible != ~0u)) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s[i] = (visible >> i & 1) != 0 ? s[i] : -INFINITY;
     }
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      scores_to_weights(quarter_of(s, part), stats() + part * 16, m.unit_log2);
-      ptx::pin(s);
-    }
+    scores_to_weights(s, stats(), m.unit_log2);
+    ptx::pin(s);
+    forget();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
     form_gradients(s, dp, dropped);
@@ -168,12 +170,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::pin(dp);
     pack<E>(p_words, s);
     pack<E>(ds_words, dp);
-    // When both have written dS of the step before, both are through with dS of three steps ago: its place is free.
+    // When both have written dS of the step before, both are through with dS of three steps() ago: its place is free.
     wait_for_ds_before();
-    store_ds(ds_at(steps) + group_of() * 64 * 128 + ds_offset(warp_of(), ptx::fresh_lane()), ds_words);
+    store_ds(ds_at(steps()) + group_of() * 64 * 128 + ds_offset(warp_of(), ptx::fresh_lane()), ds_words);
     ptx::fence_proxy_async();
     __syncwarp();
-    arrive(ds_full(steps));
+    arrive(ds_full(steps()));
     ptx::pin(p_words);
     ptx::pin(ds_words);
     ptx::wgmma_fence();
@@ -193,12 +195,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
 
 #pragma unroll 1
   while (true) {
-    wait(bars.item_full(slot_of(items, T::kItems)), parity_of(items, T::kItems));
+    wait(bars.item_full(slot_of(items(), T::kItems)), parity_of(items(), T::kItems));
     if (item_of().w.block < 0) break;
     clear(dk);
     clear(dv);
-    wait(bars.k_full(), items % 2);
-    wait(bars.v_full(), items % 2);
+    wait(bars.k_full(), items() % 2);
+    wait(bars.v_full(), items() % 2);
     bool is_over = false;
 #pragma unroll 1
     while (!is_over) {
@@ -207,7 +209,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       __syncwarp();  // all lanes have read the step
       arrive(bars.q_empty(slot()));
       arrive(bars.dout_empty(slot()));
-      ++steps;
+      counts += 4;
     }
     arrive(bars.v_empty());
     wait_for_ds_before();
@@ -224,8 +226,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     store_rows<E>(p.dv, item.w.b, item.w.k, item.w.h, dv, T::kDrops ? m.keep_scale : 1.f, problem.head_dim_v, row, lane);
     store_rows<E>(p.dk, item.w.b, item.w.k, item.w.h, dk, problem.softmax_scale, problem.head_dim, row, lane);
     __syncwarp();
-    arrive(bars.item_empty(slot_of(items, T::kItems)));
-    ++items;
+    arrive(bars.item_empty(slot_of(items(), T::kItems)));
+    counts = (counts & ~3u) | ((counts + 1) & 3);
   }
   if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
 }

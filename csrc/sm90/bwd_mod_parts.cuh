@@ -87,6 +87,7 @@ struct ModKeyShared {
   KeyChunk chunks[T::kRingChunks];
   KeyStep steps[T::kSteps];
   uint32_t index;            // the scheduler's present one
+  int items_found, chunks_found;
   uint16_t drawn[2][T::kConsumerWarps * 32];  // what a warp has drawn for the other one of its pair
 };
 

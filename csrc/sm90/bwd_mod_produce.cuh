@@ -54,12 +54,18 @@ __device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeySha
   const BwdArgs& plain = a.plain;
   const bool draws = plain.draw.counter != nullptr;
   if (draws && ptx::fresh_lane() == 0) own_counter(plain.draw);
-  // Registers are short: counts of items with tiles to visit, and of published chunks, modulo 2^16.
-  uint32_t counts = 0;
-  const auto place = [&] { return slot_of(static_cast<int>(counts >> 16), T::kItems); };
-  const auto chunk = [&] { return slot_of(static_cast<int>(counts & 0xffff), T::kRingChunks); };
+  // Registers are short: counts of items with tiles to visit, and of published chunks, are in shared memory.
+  if (ptx::fresh_lane() == 0) shared.items_found = shared.chunks_found = 0;
+  __syncwarp();
+  const auto count_one = [](int& count) {
+    __syncwarp();
+    if (ptx::fresh_lane() == 0) ++count;
+    __syncwarp();
+  };
+  const auto place = [&] { return slot_of(shared.items_found, T::kItems); };
+  const auto chunk = [&] { return slot_of(shared.chunks_found, T::kRingChunks); };
   const auto wait_for_place = [&] {
-    wait(bars.item_empty(place()), parity_of(static_cast<int>(counts >> 16), T::kItems) ^ 1);
+    wait(bars.item_empty(place()), parity_of(shared.items_found, T::kItems) ^ 1);
   };
   const auto publish_chunk = [&](bool is_last) {
     __syncwarp();
@@ -67,7 +73,7 @@ __device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeySha
       shared.chunks[chunk()].is_last = is_last;
       ptx::mbarrier_arrive(bars.chunk_full(chunk()));
     }
-    counts = (counts & 0xffff0000u) | ((counts + 1) & 0xffff);
+    count_one(shared.chunks_found);
   };
   // Publishes an item and its steps; false if there are none. A chunk waits for the next one: it may be the last.
   // Without draws a block of keys begins its walk later than the block before it.
@@ -95,7 +101,7 @@ __device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeySha
         ptx::mbarrier_arrive(bars.item_full(place()));
       }
       found = true;
-      wait(bars.chunk_empty(chunk()), parity_of(static_cast<int>(counts & 0xffff), T::kRingChunks) ^ 1);
+      wait(bars.chunk_empty(chunk()), parity_of(shared.chunks_found, T::kRingChunks) ^ 1);
       KeyChunk& to = shared.chunks[chunk()];
       if (bits != 0 && lane % 2 == 0) {
         to.steps[__popc(visited & ((1u << lane) - 1))] = {block, static_cast<uint32_t>(head) << kHeadAt | (bits & 0x3ff)};
@@ -115,7 +121,7 @@ __device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeySha
       if (publish(item)) {
         static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
         if (draws) wait(bars.item_ending(), place());
-        counts += 0x10000;
+        count_one(shared.items_found);
       } else {
         clear_unvisited<T>(a, item, ptx::fresh_lane());
         __syncwarp();  // before the item's place is written again

@@ -174,59 +174,69 @@ __device__ __forceinline__ uint32_t bits_of_row(const Scores& scores, int row, i
   return bits;
 }
 
-// Scores of pairs that see each other, by the tests that visit() named. What is known of rows is found once for a row,
-// two rows a lane, and handed out by shuffles.
-__device__ __forceinline__ uint32_t visible_bits(const Scores& scores, int row0, int col0, TileTests tests) {
+// use(i, x) for the i-th of a thread's rows 8 j + 2 (lane % 4) + c of 32, x as the lane has it that owns the row.
+template <typename Use>
+__device__ __forceinline__ void hand_out(uint32_t x, const Use& use) {
+  const int lane = ptx::fresh_lane();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) use(i, __shfl_sync(0xffffffffu, x, i / 2 * 8 + 2 * (lane % 4) + i % 2));
+}
+
+// Scores that no test known by rows hides. It is made once for a row, two rows a lane, and handed out.
+__device__ __forceinline__ uint32_t bits_by_rows(const Scores& scores, int row0, int col0, TileTests tests) {
+  const int lane = ptx::fresh_lane();
+  uint32_t of_rows = 0, visible = 0;
+#pragma unroll 1
+  for (int part = 1; part >= 0; --part) {
+    of_rows = of_rows << 16 | (bits_of_row(scores, row0 + 32 * part + lane, col0, tests) & 0xffff);
+  }
+  hand_out(of_rows, [&](int i, uint32_t of_two) {
+    const uint32_t seen = of_two >> (lane / 4);
+    const int bit = i / 2 * 4 + i % 2;
+    visible |= (seen & 1) << bit | (seen >> 8 & 1) << (bit + 2);
+    visible |= (seen >> 16 & 1) << (bit + 16) | (seen >> 24 & 1) << (bit + 18);
+  });
+  return visible;
+}
+
+// Scores that no test of the key hides: documents, hidden_rows.
+__device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0, int col0) {
   const Modifiers& m = scores.m;
   const Seat& seat = scores.seat;
-  const int lane = ptx::fresh_lane();
+  const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+  const auto key = [&](int half) { return min(col0 + lane / 4 + 8 * half, last_key); };
   uint32_t visible = ~0u;
-  // use(i, x) for the i-th of the rows 8 j + 2 (lane % 4) + c of the first 32, x as the lane has it that owns the row.
-  const auto hand_out = [&](uint32_t x, const auto& use) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) use(i, __shfl_sync(0xffffffffu, x, i / 2 * 8 + 2 * (lane % 4) + i % 2));
-  };
-  if (tests & (kTestInterval | kTestRows)) {
-    const uint32_t first = bits_of_row(scores, row0 + lane, col0, tests);
-    const uint32_t mine = (bits_of_row(scores, row0 + 32 + lane, col0, tests) << 16) | (first & 0xffff);
-    visible = 0;
-    hand_out(mine, [&](int i, uint32_t of_rows) {
-      const uint32_t seen = of_rows >> (lane / 4);
-      const int bit = i / 2 * 4 + i % 2;
-      visible |= (seen & 1) << bit | (seen >> 8 & 1) << (bit + 2);
-      visible |= (seen >> 16 & 1) << (bit + 16) | (seen >> 24 & 1) << (bit + 18);
-    });
-  }
-  if (!(tests & kTestKeys)) return visible;
-  const int last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
-  const int key = min(col0 + lane / 4, last_key), next_key = min(col0 + lane / 4 + 8, last_key);
   if (m.document_k.ids != nullptr) {
     const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
     const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
-    const int id = k[key], next_id = k[next_key];
-    if (id < 0) visible &= ~kFirstKey;
-    if (next_id < 0) visible &= kFirstKey;
-#pragma unroll
+    const int ids[2] = {k[key(0)], k[key(1)]};
+    if (ids[0] < 0) visible &= ~kFirstKey;
+    if (ids[1] < 0) visible &= kFirstKey;
+#pragma unroll 1
     for (int part = 0; part < 2; ++part) {
       const int of_row = q[min(row0 + 32 * part + lane, last_row)];
+      uint32_t differ = 0;
       hand_out(static_cast<uint32_t>(of_row), [&](int i, uint32_t row_id) {
-        const int bit = 16 * part + i / 2 * 4 + i % 2;
-        if (static_cast<int>(row_id) != id) visible &= ~(1u << bit);
-        if (static_cast<int>(row_id) != next_id) visible &= ~(4u << bit);
+        const int bit = i / 2 * 4 + i % 2;
+        if (static_cast<int>(row_id) != ids[0]) differ |= 1u << bit;
+        if (static_cast<int>(row_id) != ids[1]) differ |= 4u << bit;
       });
+      visible &= ~(differ << (16 * part));
     }
   }
   const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
+  const int row = row0 + 2 * (lane % 4);
 #pragma unroll 1
-  for (int k = 0; k < m.hidden_rows.count; ++k) {
-    const int2 rows = Scores::interval(m.hidden_rows, base, seat.k_start + key, k);
-    const int2 next_rows = Scores::interval(m.hidden_rows, base, seat.k_start + next_key, k);
+  for (int k = 0; k < 2 * m.hidden_rows.count; ++k) {
+    const int half = k % 2;
+    const int2 rows = Scores::interval(m.hidden_rows, base, seat.k_start + key(half), k / 2);
+    uint32_t hidden = 0;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int row = row0 + i / 2 * 8 + 2 * (lane % 4) + i % 2, bit = i / 2 * 4 + i % 2;
-      if (row >= rows.x && row < rows.y) visible &= ~(1u << bit);
-      if (row >= next_rows.x && row < next_rows.y) visible &= ~(4u << bit);
+      const int at = row + i / 2 * 8 + i % 2;
+      if (at >= rows.x && at < rows.y) hidden |= 1u << (i / 2 * 4 + i % 2);
     }
+    visible &= ~(hidden << (2 * half));
   }
   return visible;
 }
@@ -237,11 +247,12 @@ template <typename T>
 __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, int col0, const DropKeys& keys,
                                                  uint16_t* drawn) {
   constexpr int kQueries = T::kBlockM / 2;
-  const int lane = ptx::fresh_lane(), warp = ptx::fresh_thread_idx() / 32 % T::kConsumerWarps, odd = warp % 2;
+  const uint32_t lane = ptx::fresh_lane(), warp = static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32 % T::kConsumerWarps;
+  const uint32_t odd = warp % 2;
   const auto key_of = [&](int round) { return keys.rounds[round]; };
   const uint32_t highest = (m.drop_below << 16) - 1;
-  const uint32_t col_id = static_cast<uint32_t>(col0 / 32 * 8 + lane / 4);
-  const uint32_t row_id = static_cast<uint32_t>((row0 + odd * kQueries) / 16 * 8 + 2 * (lane % 4));
+  const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
+  const uint32_t row_id = (static_cast<uint32_t>(row0) + odd * kQueries) / 16 * 8 + 2 * (lane % 4);
   uint32_t bits[2] = {};  // of the first 16 keys, of the others
 #pragma unroll
   for (int n = 0; n < kQueries / 16; ++n) {

@@ -67,6 +67,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   const auto change_scores = [&](KeyPart& x, int part) {
     modify_key_scores<T>(
         x, a, scores(), first_query() + part * kPartQueries, first_key(),
+        shared.slopes[slot_of(steps(), T::kSteps)],
         [&](int n, const float(&slope)[4]) {
           ptx::store_shared(stage() + (part * kPartQueries / 8 + n) * 512 + ptx::fresh_lane() * 16,
                             make_float4(slope[0], slope[1], slope[2], slope[3]));
@@ -145,15 +146,17 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
       __syncwarp();
     }
-    if (a.brings_bias) wait(bars.bias_full(), steps() % 2);
+    if (T::kCaps || a.changes_scores) {
+      if (a.brings_bias) wait(bars.bias_full(), steps() % 2);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      change_scores(key_part(s, part), part);
-      ptx::pin(s);
-    }
-    if (a.brings_bias) {
-      __syncwarp();
-      arrive(bars.bias_empty());
+      for (int part = 0; part < kParts; ++part) {
+        change_scores(key_part(s, part), part);
+        ptx::pin(s);
+      }
+      if (a.brings_bias) {
+        __syncwarp();
+        arrive(bars.bias_empty());
+      }
     }
     forget();
     if (__any_sync(0xffffffffu, visible != ~0u)) {

@@ -19,7 +19,8 @@ struct BwdModArgs {
   Modifiers m;
   CapSeries cap;
   Steps bias_steps;
-  bool brings_bias;  // by TMA; else a bias is read from global memory
+  bool changes_scores;  // beside masks: one branch for calls that do not
+  bool brings_bias;     // by TMA; else a bias is read from global memory
 };
 
 // An item, a block of keys of one key head, as the producer leaves it to the others. It has at least one step.
@@ -86,6 +87,7 @@ struct ModKeyShared {
   ModKeyItem items[T::kItems];
   KeyChunk chunks[T::kRingChunks];
   KeyStep steps[T::kSteps];
+  float slopes[T::kSteps];  // of the steps' heads
   uint32_t index;            // the scheduler's present one
   int items_found, chunks_found;
   uint16_t drawn[2][T::kConsumerWarps * 32];  // what a warp has drawn for the other one of its pair

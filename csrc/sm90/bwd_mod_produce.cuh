@@ -231,6 +231,9 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
           ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
                          T::kStatsBytes, full);
           shared.steps[place] = step;
+          if (a.m.slopes != nullptr) {
+            shared.slopes[place] = a.m.slopes[item.seat.b * a.m.slopes_batch_stride + item.first_head + head];
+          }
           if (T::kDrops && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, item.first_head + head);
           ptx::mbarrier_arrive(full);
           if (is_ending) ptx::mbarrier_arrive(bars.item_ending());

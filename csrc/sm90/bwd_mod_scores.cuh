@@ -118,10 +118,41 @@ __device__ __forceinline__ void add_far_bias(KeyPart& s, const Scores& scores, i
   }
 }
 
+// s = s * scale - weight * |row + shift - key| as Scores::add_slopes() has it, with the slope at hand.
+__device__ __forceinline__ void add_key_slopes(KeyPart& s, const Scores& scores, int row0, int col0, float scale,
+                                               float weight) {
+  const int lane = ptx::fresh_lane(), centre0 = row0 + scores.shift();
+  const auto add = [&](const auto& penalised) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float first = static_cast<float>(centre0 - col0 + 2 * (lane % 4) - lane / 4 - 8 * half);
+      const auto score = penalised(first);
+#pragma unroll
+      for (int n = 0; n < kPartQueries / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) s[0][n][2 * half + c] = score(s[0][n][2 * half + c], static_cast<float>(8 * n + c));
+      }
+    }
+  };
+  // Away from the diagonal the distance is linear.
+  const bool before = col0 + 15 <= centre0, after = centre0 + kPartQueries - 1 <= col0;
+  if (before || after) {
+    const float sloped = before ? -weight : weight;
+    add([&](float first) {
+      return [=, base = sloped * first](float x, float step) { return fmaf(x, scale, fmaf(sloped, step, base)); };
+    });
+  } else {
+    add([&](float first) {
+      return [=](float x, float step) { return fmaf(-weight, fabsf(first + step), x * scale); };
+    });
+  }
+}
+
 // Raw products to scores, without masks. add_brought() adds a bias that TMA has brought.
 template <typename T, typename PutSlope, typename AddBrought>
 __device__ __forceinline__ void modify_key_scores(KeyPart& s, const BwdModArgs& a, const Scores& scores, int row0,
-                                                  int col0, const PutSlope& put_slope, const AddBrought& add_brought) {
+                                                  int col0, float slope, const PutSlope& put_slope,
+                                                  const AddBrought& add_brought) {
   const Modifiers& m = a.m;
   if (!m.is_natural) {
     if (a.plain.p.problem.score_factor != 1.f) Scores::scale_all(s, a.plain.p.problem.score_factor);
@@ -133,7 +164,7 @@ __device__ __forceinline__ void modify_key_scores(KeyPart& s, const BwdModArgs& 
     scale = 1.f;
   }
   if (m.slopes != nullptr) {
-    scores.add_slopes<true>(s, row0, col0, scale);
+    add_key_slopes(s, scores, row0, col0, scale, slope);
     scale = 1.f;
   }
   if (m.bias.ptr == nullptr) return;

@@ -10,12 +10,13 @@ namespace flash_ext::sm90 {
 struct BwdModTile {
   int slots;  // tiles of Q and of dO in the ring
 
-  static constexpr int kBlockM = 64, kBlockN = 128, kThreads = 384, kDsSlots = 3, kControlBytes = 2048;
+  static constexpr int kBlockM = 64, kBlockN = 128, kThreads = 384, kDsSlots = 3;
   static constexpr int kBiasBytes = kBlockM * kBlockN * 2;
   static constexpr int kStageBytes = 8 * 4096;  // for each consumer warp 32 floats a lane
+  constexpr int control_bytes() const { return slots > 2 ? 3072 : 2048; }
   constexpr BwdTile plain() const { return {false, slots, true}; }
   constexpr int smem_bytes(int d) const {
-    return plain().smem_bytes(d) - kBwdControlBytes + kBiasBytes + kControlBytes;
+    return plain().smem_bytes(d) - kBwdControlBytes + kBiasBytes + control_bytes();
   }
 };
 

@@ -21,6 +21,7 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
                     drawn ? reinterpret_cast<Counter*>(counter) : nullptr, T::kBlockN / T::kBlockM);
   a.m = m;
   a.cap = cap_series(r, m);
+  a.changes_scores = m.is_natural || r.score_factor != 1.f;
   a.brings_bias = staged_bias_rows(m.bias, r, T::kBlockM) == T::kBlockM;
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};

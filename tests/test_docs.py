@@ -314,6 +314,7 @@ def test_performance_log_is_dated_and_newest_first() -> None:
 # Prints every tile of heuristics.h: kind, head_dim, class, then the columns of its table.
 TILE_PROGRAM = r"""
 #include "heuristics.h"
+#include "sm90/bwd_mod_tiles.h"
 #include "sm90/bwd_wide_tiles.h"
 #include "sm90/tiles.h"
 #include <cstdio>

@@ -1,5 +1,5 @@
-// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards, those with modifiers up
-// to head_dim 128; the rest runs in the sm80 kernels, and the plan of such a call names those.
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards, those with modifiers
+// up to head_dim 128; the rest runs in the sm80 kernels, and the plan of such a call names those.
 #include <algorithm>
 #include <array>
 #include <cstring>

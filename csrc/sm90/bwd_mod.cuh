@@ -1,7 +1,7 @@
 // The backward of bwd.cuh with everything of common/modifiers.cuh: masks, biases, softcap, sinks, dropout.
 //
-// What differs: the scheduler finds the tiles of queries to visit, and what their scores are tested for, and hands these
-// steps on by way of the loader of Q; consumers change scores while the product of dP runs.
+// What differs: the scheduler finds the tiles of queries to visit, and what their scores are tested for, and hands
+// these steps on by way of the loader of Q; consumers change scores while the product of dP runs.
 //
 // Shared memory, 128-byte swizzled tiles first:
 //   K, V     [128 rows]

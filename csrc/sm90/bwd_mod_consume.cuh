@@ -54,7 +54,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   };
   const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
     const uint32_t columns = smem + group_of() * (D == 64 ? 64 : kN * 128);
-    issue_dq<E>(dq, uniform(descriptor_low(ds_at(steps() + T::kDsSlots - 1), 16)), uniform(descriptor_low(columns, 16)));
+    const uint32_t ds = ds_at(steps() + T::kDsSlots - 1);
+    issue_dq<E>(dq, uniform(descriptor_low(ds, 16)), uniform(descriptor_low(columns, 16)));
     ptx::wgmma_commit();
   };
   const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
@@ -226,7 +227,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     const BwdParams& p = a.plain.p;
     const ModKeyItem& item = item_of();
     const int lane = ptx::fresh_lane(), row = first_key() + lane / 4;
-    store_rows<E>(p.dv, item.w.b, item.w.k, item.w.h, dv, T::kDrops ? m.keep_scale : 1.f, problem.head_dim_v, row, lane);
+    const float dv_scale = T::kDrops ? m.keep_scale : 1.f;
+    store_rows<E>(p.dv, item.w.b, item.w.k, item.w.h, dv, dv_scale, problem.head_dim_v, row, lane);
     store_rows<E>(p.dk, item.w.b, item.w.k, item.w.h, dk, problem.softmax_scale, problem.head_dim, row, lane);
     __syncwarp();
     arrive(bars.item_empty(slot_of(items(), T::kItems)));

@@ -25,8 +25,8 @@ __device__ __forceinline__ bool make_key_item(const BwdModArgs& a, uint32_t inde
   return true;
 }
 
-// Two lanes judge a tile of queries, one for each warpgroup's 64 keys: both get the bits of a step, or 0 where both skip
-// the tile.
+// Two lanes judge a tile of queries, one for each warpgroup's 64 keys: both get the bits of a step, or 0 where both
+// skip the tile.
 template <typename T>
 __device__ __forceinline__ uint32_t judge_queries(const Scores& scores, int n_block, int tile, int lane) {
   constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kKeyTestsAt, kVisitedStep = 1u << 31;
@@ -50,7 +50,8 @@ __device__ __forceinline__ void clear_unvisited(const BwdModArgs& a, const ModKe
 
 // First warp: decides what is next and judges its tiles.
 template <typename T>
-__device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+__device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeyShared<T>& shared,
+                                                  ModKeyBarriers<T> bars) {
   const BwdArgs& plain = a.plain;
   const bool draws = plain.draw.counter != nullptr;
   if (draws && ptx::fresh_lane() == 0) own_counter(plain.draw);
@@ -104,7 +105,8 @@ __device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeySha
       wait(bars.chunk_empty(chunk()), parity_of(shared.chunks_found, T::kRingChunks) ^ 1);
       KeyChunk& to = shared.chunks[chunk()];
       if (bits != 0 && lane % 2 == 0) {
-        to.steps[__popc(visited & ((1u << lane) - 1))] = {block, static_cast<uint32_t>(head) << kHeadAt | (bits & 0x3ff)};
+        const uint32_t of_head = static_cast<uint32_t>(head) << kHeadAt;
+        to.steps[__popc(visited & ((1u << lane) - 1))] = {block, of_head | (bits & ((1u << kHeadAt) - 1))};
       }
       if (lane == 0) to.count = __popc(visited);
     }

@@ -278,7 +278,8 @@ template <typename T>
 __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, int col0, const DropKeys& keys,
                                                  uint16_t* drawn) {
   constexpr int kQueries = T::kBlockM / 2;
-  const uint32_t lane = ptx::fresh_lane(), warp = static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32 % T::kConsumerWarps;
+  const uint32_t lane = ptx::fresh_lane();
+  const uint32_t warp = static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32 % T::kConsumerWarps;
   const uint32_t odd = warp % 2;
   const auto key_of = [&](int round) { return keys.rounds[round]; };
   const uint32_t highest = (m.drop_below << 16) - 1;

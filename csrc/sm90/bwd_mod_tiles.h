@@ -22,7 +22,8 @@ struct BwdModTile {
 
 constexpr BwdModTile bwd_mod_tile(int d) { return {d <= 64 ? 4 : 2}; }
 
-static_assert(bwd_mod_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_mod_tile(128).smem_bytes(128) <= kSmemLimitLarge);
+static_assert(bwd_mod_tile(64).smem_bytes(64) <= kSmemLimitLarge &&
+              bwd_mod_tile(128).smem_bytes(128) <= kSmemLimitLarge);
 
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }

@@ -391,7 +391,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
     extras.slopes = &of_slopes;
   }
   if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kBackward, path.plan_bwd_mod(problem, deterministic, info), deterministic,
+    record_launch({Direction::kBackward, path.plan_bwd_mod(problem, deterministic, extras, info), deterministic,
                    params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
                        params.dout.aligned});
   }

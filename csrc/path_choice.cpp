@@ -17,8 +17,8 @@ BwdWorkspace sm90_bwd_mod_workspace(const Problem& p, bool deterministic, const 
   return (has_hopper_modified_backward() ? sm90::bwd_mod_workspace : sm80::bwd_workspace)(p, deterministic, d);
 }
 
-LaunchPlan sm90_plan_bwd_mod(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  return (has_hopper_modified_backward() ? sm90::plan_bwd_mod : sm80::plan_bwd_mod)(p, deterministic, d);
+LaunchPlan sm90_plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
+  return (has_hopper_modified_backward() ? sm90::plan_bwd_mod : sm80::plan_bwd_mod)(p, deterministic, x, d);
 }
 
 std::string sm90_run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {

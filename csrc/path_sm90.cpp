@@ -184,10 +184,9 @@ LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
           std::min<int64_t>(fwd_grid(p, d, block_m).ctas, d.num_sms)};
 }
 
-// Of calls whose modifiers the kernels here take.
-LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  const BwdModInstance* i = bwd_mod_instance_of(p, deterministic);
-  if (i == nullptr) return sm80::plan_bwd_mod(p, deterministic, d);
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
+  const BwdModInstance* i = bwd_mod_instance_of(p, deterministic || !x.need_qkv);
+  if (i == nullptr || !is_bwd_taken(*x.modifiers)) return sm80::plan_bwd_mod(p, deterministic, x, d);
   const BwdModTile t = bwd_mod_tile(i->head_dim);
   return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
           t.smem_bytes(i->head_dim),

@@ -391,7 +391,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
     extras.slopes = &of_slopes;
   }
   if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kBackward, path.plan_bwd_mod(problem, deterministic, info), deterministic,
+    record_launch({Direction::kBackward, path.plan_bwd_mod(problem, deterministic, extras, info), deterministic,
                    params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
                        params.dout.aligned});
   }
@@ -403,8 +403,9 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   if (of_bias.splits > 1) dbias.copy_(bias_parts.sum(0).view(dbias.sizes()));
   if (of_slopes.splits > 1) dslopes.copy_(slope_parts.sum(0).view(dslopes.sizes()));
   if (need_sinks) {
-    // d sink = -sum of exp(sink - lse) * delta over the rows of a head; the second row statistic is delta.
-    const Tensor delta = row_stats.view({-1, 2}).select(1, 1).view(lse.sizes());
+    // d sink = -sum of exp(sink - lse) * delta over the rows of a head; the second row statistic is delta. What else a
+    // path keeps there comes behind.
+    const Tensor delta = row_stats.narrow(0, 0, 2 * lse.numel()).view({-1, 2}).select(1, 1).view(lse.sizes());
     const Tensor of_head = lse.dim() == 3 ? sinks->view({1, -1, 1}) : sinks->view({-1, 1});
     // Rows outside every sequence have lse -inf and no sink; whatever their dout holds must not count.
     const Tensor of_rows = at::where(lse.eq(-std::numeric_limits<double>::infinity()), at::zeros({}, float_options),

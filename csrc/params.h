@@ -88,7 +88,7 @@ struct BwdParams {
   const float* dlse = nullptr;  // same shape as lse, contiguous, or null
   bool deterministic = false;
   // Workspaces, sized by bwd_workspace(); both fp32, written by the preprocess kernel. Shapes are those of the sm80
-  // path; sm90/bwd_passes.cuh has its own.
+  // path; sm90/bwd_passes.cuh has its own, with modifiers behind the others (sm90/bwd_mod_tiles.h).
   float* row_stats = nullptr;  // lse's shape + (2,): lse * log2(e), and delta = rowsum(dout * out) - dlse
   float* dq_accum = nullptr;   // lse's shape + (padded head_dim,), or null when not needed
   void* stream = nullptr;     // cudaStream_t

@@ -28,7 +28,7 @@ struct Path {
   int64_t (*fwd_mod_workspace)(const Problem&, const DeviceInfo&);
   BwdWorkspace (*bwd_mod_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
   LaunchPlan (*plan_fwd_mod)(const Problem&, const DeviceInfo&);
-  LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const DeviceInfo&);
+  LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const BwdExtras&, const DeviceInfo&);
   std::string (*run_fwd_mod)(const FwdParams&, const Modifiers&, const DeviceInfo&);
   std::string (*run_bwd_mod)(const BwdParams&, const BwdExtras&, const DeviceInfo&);
 
@@ -62,8 +62,9 @@ enum class Switch {
   kUnaligned,          // 1: report every tensor as unaligned, which selects the element-wise loader
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
+  kHopperModifiedBackward,  // 1: the sm90 path runs its own backward with modifiers, else the sm80 kernels
 };
-constexpr int kNumSwitches = 6;
+constexpr int kNumSwitches = 7;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

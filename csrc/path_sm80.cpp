@@ -99,7 +99,7 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   return plan_of(deterministic ? "bwd+bwd_q" : "bwd", p, d, bwd_tile_sm80(size, class_of(d)), 0);
 }
 
-LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const DeviceInfo& d) {
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras&, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const BwdTile t = bwd_mod_tile_sm80(size, class_of(d));
   return plan_of(deterministic ? "bwd_mod+bwd_q_mod" : "bwd_mod", p, d, t,

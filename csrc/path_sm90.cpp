@@ -1,5 +1,5 @@
-// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards without modifiers; the
-// rest runs in the sm80 kernels, and the plan of such a call names those.
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards, those with modifiers
+// up to head_dim 128; the rest runs in the sm80 kernels, and the plan of such a call names those.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -78,6 +78,29 @@ const WideInstance& wide_instance_of(const Problem& p) {
   });
 }
 
+// The backward with modifiers.
+struct BwdModInstance {
+  int head_dim;
+  std::string (*run)(const BwdParams&, const Modifiers&, const DeviceInfo&);
+  const char* name;
+};
+constexpr auto kBwdModInstances = std::to_array<BwdModInstance>({{64, run_bwd_mod_hd64, "bwd_mod_sm90_hd64"},
+                                                                 {128, run_bwd_mod_hd128, "bwd_mod_sm90_hd128"}});
+
+// Null for what the portable kernels take: dQ in a fixed order, larger head dims, what TMA cannot read.
+const BwdModInstance* bwd_mod_instance_of(const Problem& p, bool deterministic) {
+  if (deterministic || !is_bwd_taken(p) || is_wide(p) || p.total_k == 0) return nullptr;
+  return &*std::find_if(kBwdModInstances.begin(), kBwdModInstances.end() - 1,
+                        [&](const BwdModInstance& i) { return bwd_mod_size(p) == i.head_dim; });
+}
+
+// Not a softcap together with dropout, for which there is no kernel, nor a bias that TMA cannot read and that differs
+// from row to row: read from global memory it is slower here.
+bool is_bwd_taken(const Modifiers& m) {
+  const bool far_bias = m.bias.ptr != nullptr && !m.bias.staged && m.bias.row_stride != 0;
+  return !far_bias && !(m.softcap > 0.f && m.rng != nullptr);
+}
+
 std::string why_not_device(const DeviceInfo& d) {
   if (d.cc_major != 9 || d.cc_minor != 0) {
     const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
@@ -145,6 +168,12 @@ int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo&) {
   return mod_instance_of(p) != nullptr ? kCounterBytes : 0;
 }
 
+BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  // Enough for the portable kernels as well, which run what modifiers keep from those here.
+  if (bwd_mod_instance_of(p, deterministic) == nullptr) return sm80::bwd_workspace(p, deterministic, d);
+  return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
+}
+
 LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
   const ModInstance* i = mod_instance_of(p);
   if (i == nullptr) return sm80::plan_fwd_mod(p, d);
@@ -153,6 +182,15 @@ LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
   return {"sm90", i->name, block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
           t.smem_bytes(i->head_dim, i->head_dim_v),
           std::min<int64_t>(fwd_grid(p, d, block_m).ctas, d.num_sms)};
+}
+
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
+  const BwdModInstance* i = bwd_mod_instance_of(p, deterministic || !x.need_qkv);
+  if (i == nullptr || !is_bwd_taken(*x.modifiers)) return sm80::plan_bwd_mod(p, deterministic, x, d);
+  const BwdModTile t = bwd_mod_tile(i->head_dim);
+  return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
+          t.smem_bytes(i->head_dim),
+          std::min<int64_t>(bwd_grid(p, d, BwdModTile::kBlockN, false).ctas, d.num_sms)};
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
@@ -177,6 +215,26 @@ std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const De
   FwdParams prepared = p;
   prepared.problem.prepare();
   Modifiers m = modifiers;
+  m.unit_log2 = m.is_natural ? kLog2e : prepared.problem.abs_scale_log2;
+  return i->run(prepared, m, d);
+}
+
+std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
+  const BwdModInstance* i = bwd_mod_instance_of(p.problem, p.deterministic || !x.need_qkv);
+  if (i == nullptr || !is_bwd_taken(*x.modifiers)) return sm80::run_bwd_mod(p, x, d);
+  if (x.bias != nullptr || x.slopes != nullptr || x.modifiers->sinks != nullptr) {
+    // Their gradients are those of the portable kernels, and so are the statistics that they come from.
+    BwdParams rest = p;
+    BwdExtras others = x;
+    rest.dq_accum = nullptr;
+    others.need_qkv = false;
+    const std::string error = sm80::run_bwd_mod(rest, others, d);
+    if (!error.empty()) return error;
+  }
+  BwdParams prepared = p;
+  prepared.problem.prepare();
+  prepared.row_stats += portable_stats_elements(p.problem);
+  Modifiers m = *x.modifiers;
   m.unit_log2 = m.is_natural ? kLog2e : prepared.problem.abs_scale_log2;
   return i->run(prepared, m, d);
 }

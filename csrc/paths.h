@@ -55,8 +55,11 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
 int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d);
+BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
 LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d);
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d);
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 }  // namespace sm90
 
 namespace sm80 {
@@ -69,7 +72,7 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
 LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d);
-LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const DeviceInfo& d);
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d);
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 }  // namespace sm80

@@ -104,6 +104,19 @@ def _allocations(x: ModifierInputs, backward: bool) -> list[int]:
     return [*sizes, 2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], 8 * shapes["lse"], wide, *leaves]
 
 
+def _has_hopper_backward(x: ModifierInputs) -> bool:
+    """Whether the modifiers and the head_dim are some for which the sm90 path has a backward."""
+    case, asked = x.mcase.case, {choice.keyword for choice in x.choices}
+    if case.deterministic or case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs or {"softcap", "dropout_p"} <= asked:
+        return False
+    bias = x.leaves().get("attn_mask")
+    if bias is None or bias.dim() < 2 or bias.shape[-2] == 1:
+        return True
+    strides = [stride for size, stride in zip(bias.shape[:-1], bias.stride()) if size > 1]
+    whole = bias.shape[-1] > 1 and bias.stride(-1) == 1 and bias.data_ptr() % 16 == 0
+    return bias.element_size() == 2 and whole and all(stride % 8 == 0 for stride in strides)
+
+
 def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
     """F7: the recorded launch is the one that was asked for."""
     case = x.mcase.case
@@ -112,7 +125,7 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    native = direction == "fwd" and max(case.head_dim, case.dim_v) <= 128
+    native = max(case.head_dim, case.dim_v) <= 128 and (direction == "fwd" or _has_hopper_backward(x))
     wanted = kernels_of(target, native=native, tensors=(x.plain.q, x.plain.k, x.plain.v))
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])

@@ -42,6 +42,8 @@ HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
 HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192)  # 192 for head_dim_v of 192 and of 128
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
 HOPPER_MOD_HEAD_DIMS = (64, 128)
+HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
+SCORE_KINDS = (0, 1, 2)  # of which each has a kernel: scores added to, capped, dropped
 HOPPER_BWD = ("bwd_sm90_kernel",)
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
@@ -96,7 +98,8 @@ def opcodes_of(wanted: str, environment: dict[str, str]) -> dict[tuple[str, str]
 
 
 def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
-    """(kernel, element type, head_dim, shared-memory class) of a demangled name; None is what it has not.
+    """(kernel, element type, head_dim, shared-memory class or kind of scores) of a demangled name; None is what
+    it has not.
 
     The mask passes know neither types nor sizes. Some traits end with whether modifiers are compiled in,
     which the kernel's name says as well.
@@ -142,8 +145,11 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
     hopper_mod = itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, (None,))
+    hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, SCORE_KINDS)
+    hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_MOD_HEAD_DIMS, (None,))
     any_class = [*others, *((kernel, None, None, None) for kernel in MASK_PASSES)]
-    of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod]
+    of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod,
+                 *hopper_bwd_mod, *hopper_bwd_mod_passes]
     for arch in ARCHS:
         hopper = arch == "sm_90a"
         by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
@@ -304,9 +310,9 @@ def test_shared_memory_with_modifiers_fits(device_switches, resources, compute_c
         launches.append(ops._C.last_launch())
     for launch, direction in zip(launches, ("fwd", "bwd"), strict=True):
         wanted, kernel = f"{direction}_mod_sm80_hd{head_dim}", f"{direction}_mod_kernel"
-        if compute_capability == 90 and direction == "fwd" and head_dim <= max(HOPPER_MOD_HEAD_DIMS):
+        if compute_capability == 90 and head_dim <= max(HOPPER_MOD_HEAD_DIMS):
             size = min(item for item in HOPPER_MOD_HEAD_DIMS if item >= head_dim)
-            wanted, kernel = f"fwd_mod_sm90_hd{size}", "fwd_mod_sm90_kernel"
+            wanted, kernel = f"{direction}_mod_sm90_hd{size}", f"{direction}_mod_sm90_kernel"
         assert launch["kernel"] == wanted
         static = static_smem(resources, (kernel,))
         assert 0 < launch["smem_bytes"] + static <= limit, launch

@@ -314,6 +314,7 @@ def test_performance_log_is_dated_and_newest_first() -> None:
 # Prints every tile of heuristics.h: kind, head_dim, class, then the columns of its table.
 TILE_PROGRAM = r"""
 #include "heuristics.h"
+#include "sm90/bwd_mod_tiles.h"
 #include "sm90/bwd_wide_tiles.h"
 #include "sm90/tiles.h"
 #include <cstdio>
@@ -373,6 +374,10 @@ int main() {
     std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(), t.apart ? "apart" : "together", t.slots,
                 t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
   }
+  for (int d : {64, 128}) {
+    const sm90::BwdModTile t = sm90::bwd_mod_tile(d);
+    std::printf("bwd_mod_sm90|%d|%d|%d|%d|%d|%d\n", d, t.kBlockM, t.kBlockN, t.slots, t.kDsSlots, t.smem_bytes(d));
+  }
   for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
     const sm90::WideBwdTile t = sm90::wide_bwd_tile(d, dv);
     std::printf("bwd_sm90_wide|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m, t.kKeys, t.slots, t.held,
@@ -394,6 +399,7 @@ TILE_HEADERS = {
     "bwd_sm90_wide": "head_dim|head_dim_v|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
     "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
     "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
+    "bwd_mod_sm90": "head_dim|kBlockM|kBlockN|Q and dO slots|dS slots|shared memory, bytes",
     "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|ring slots|Q slots|stage|bias|shared memory, bytes",
     "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|stage|"
     "shared memory, bytes",
@@ -528,6 +534,17 @@ def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
         assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
+
+
+def test_hopper_backward_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
+    (table,) = re.findall(r"<!-- bwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    listed = rows(table)
+    assert len(listed) == 2
+    for d, block_m, block_n, slots, _, smem in listed:
+        chosen = launch_with_modifiers("bwd", int(d), 90, pretend, path="sm90")
+        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"bwd_mod_sm90_hd{d}")
+        assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
+        assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ HiddenIntervals make_intervals(int sequences, int length, int count, int other) 
   x.bounds = on_device(bounds);
   x.groups = on_device(summary);
   x.batch_stride = int64_t{2} * length * count;
-  x.group_batch_stride = int64_t{4} * groups * count;
+  x.group_batch_stride = int64_t{1} * groups * count;
   x.count = count;
   return x;
 }

@@ -36,13 +36,13 @@ static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).sm
 
 // Items in the order in which CTAs take them; `ctas` counts items, of which a CTA takes many. Heads go in groups whose
 // dQ, in fp32, stays in the L2 cache with Q and dO: additions to it run at 3.6 TB/s up to 40 MB, at 1.5 TB/s beyond.
-inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered) {
+inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered, bool drawn) {
   Grid g = make_grid(p, d, false, block_n);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int64_t rows = (p.is_varlen() ? p.total_q : p.seqlen_q) * static_cast<int64_t>(p.num_heads / p.num_heads_k);
   const int64_t bytes = rows * (2 * (p.head_dim + p.head_dim_v) + 4 * padded_head_dim(p.head_dim, p.head_dim_v));
   int heads = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
-  if (ordered || draws_items(p)) {
+  if (ordered || drawn) {
     // At least 8 heads, for longest-first order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8),
     // and groups of one size, because the last one ends with what is left. In order, not so many that all CTAs hold
     // different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with a quarter or two thirds).
@@ -55,6 +55,10 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
   g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
   g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
   return g;
+}
+
+inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered) {
+  return bwd_grid(p, d, block_n, ordered, draws_items(p));
 }
 
 // Tiles of queries of one head in the workspace; packed sequences as in packed_slots().

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "../grid.h"
-#include "bwd_tiles.h"
+#include "bwd_mod_tiles.h"
 #include "tiles.h"
 
 namespace flash_ext::sm90 {
@@ -18,6 +18,8 @@ std::string run_fwd_hd192_v128(const FwdParams& p, const DeviceInfo& d);
 std::string run_fwd_hd256(const FwdParams& p, const DeviceInfo& d);
 std::string run_fwd_mod_hd64(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_fwd_mod_hd128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod_hd64(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod_hd128(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd96(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d);

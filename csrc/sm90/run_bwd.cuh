@@ -11,32 +11,48 @@ inline uint32_t* turns_of(const BwdParams& p) {
   return reinterpret_cast<uint32_t*>(p.row_stats + query_tiles(p.problem) * 2 * BwdTile::kBlockM);
 }
 
-template <typename E, int D, bool kOrdered = false>
-std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
-  using T = BwdTraits<E, D, kOrdered>;
+// `rotate`: of items dealt out, tiles by which a block of keys starts its walk later than the block before.
+inline std::string make_bwd_args(BwdArgs& a, const BwdParams& p, const Grid& grid, Counter* counter, int rotate) {
   const Problem& r = p.problem;
   const auto steps = [&](const StridedView& x) {
     return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
   };
-  BwdArgs a{};
   a.p = p;
-  a.grid = bwd_grid(r, d, T::kBlockN, kOrdered);
+  a.grid = grid;
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
   a.tiles_per_head = static_cast<int>(query_tiles_per_head(r));
-  if (a.grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  a.draw.num_items = static_cast<uint32_t>(a.grid.ctas);
-  if (kOrdered || draws_items(r)) {
-    if (kOrdered) a.turns = turns_of(p);
-    a.draw.counter = reinterpret_cast<Counter*>(p.row_stats + row_stats_elements(r, kOrdered) - kCounterBytes / 4);
+  if (grid.ctas > INT32_MAX) return "the problem needs more than 2^31 - 1 tiles";
+  a.draw.num_items = static_cast<uint32_t>(grid.ctas);
+  if (counter != nullptr) {
+    a.draw.counter = counter;
     a.draw.launch = next_launch();
   } else {
-    a.rotate = T::kBlockN / T::kBlockM;
+    a.rotate = rotate;
   }
-  BwdMaps maps;
-  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
-  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, T::kBlockM);
+  return {};
+}
+
+inline std::string encode_bwd_maps(BwdMaps& maps, const BwdParams& p) {
+  const Problem& r = p.problem;
+  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, BwdTile::kBlockM);
+  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, BwdTile::kBlockM);
   if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, 128);
   if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, 128);
+  return error;
+}
+
+template <typename E, int D, bool kOrdered = false>
+std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
+  using T = BwdTraits<E, D, kOrdered>;
+  const Problem& r = p.problem;
+  const bool drawn = kOrdered || draws_items(r);
+  float* const counter = p.row_stats + row_stats_elements(r, kOrdered) - kCounterBytes / 4;
+  BwdArgs a{};
+  BwdMaps maps;
+  std::string error = make_bwd_args(a, p, bwd_grid(r, d, T::kBlockN, kOrdered),
+                                    drawn ? reinterpret_cast<Counter*>(counter) : nullptr, T::kBlockN / T::kBlockM);
+  if (kOrdered) a.turns = turns_of(p);
+  if (error.empty()) error = encode_bwd_maps(maps, p);
   if (!error.empty()) return "bwd_sm90: " + error;
   return launch("bwd_sm90", bwd_sm90_kernel<T>, std::min<int64_t>(a.grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes,
                 p.stream, a, maps);

@@ -1,0 +1,54 @@
+// The backward of bwd.cuh with everything of common/modifiers.cuh: masks, biases, softcap, sinks, dropout.
+//
+// What differs: the scheduler finds the tiles of queries to visit, and what their scores are tested for, and hands
+// these steps on by way of the loader of Q; consumers change scores while the product of dP runs.
+//
+// Shared memory, 128-byte swizzled tiles first:
+//   K, V     [128 rows]
+//   Q, dO    [kSlots][64 rows]
+//   dS       [3][64 queries x 128 keys]
+//   bias     [2][64 queries x 64 keys]
+//   stage    [consumer warps][4 KB]   derivatives of the softcap, then dQ on its way out
+//   stats    [kSlots][-lse * log2 e of 64 queries, -delta]
+//   ModKeyShared, barriers
+// Named barriers: 1 + pair, draws of two warps that share a Philox block, 64 threads.
+#pragma once
+
+#include "bwd_mod_consume.cuh"
+#include "bwd_mod_produce.cuh"
+#include "roles.cuh"
+
+namespace flash_ext::sm90 {
+
+template <typename T>
+__device__ __forceinline__ void bwd_mod_body(const BwdModArgs& a, const BwdModMaps& maps) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = ptx::smem_address(smem_bytes);
+  ModKeyShared<T>& shared = *reinterpret_cast<ModKeyShared<T>*>(smem_bytes + T::kSharedAt);
+  const ModKeyBarriers<T> bars{smem};
+  const auto produce = [&](int warp) {
+    if (warp == 0) {
+      schedule_mod_keys<T>(a, shared, bars);
+    } else if (warp == 1) {
+      load_mod_keys<T>(a, maps, smem, shared, bars);
+    } else if (warp == 2) {
+      load_mod_queries<T>(a, maps, smem, shared, bars);
+    } else {
+      load_mod_douts<T>(a, maps, smem, shared, bars);
+    }
+  };
+  play_roles<T>(bars, produce,
+                [&](int) { consume_mod_keys<T>(a, smem, smem_bytes, shared, bars); });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_mod_sm90_kernel(const __grid_constant__ BwdModArgs a, const __grid_constant__ BwdModMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  bwd_mod_body<T>(a, maps);
+#else
+  __trap();  // wgmma exists in sm_90a machine code only
+#endif
+}
+
+}  // namespace flash_ext::sm90

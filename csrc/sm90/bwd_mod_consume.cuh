@@ -1,0 +1,240 @@
+// The consumers of the sm90 backward with modifiers: as consume_together() of the plain one, but what a step is and
+// which of its tests a warpgroup needs comes with each Q, and scores are changed before they become weights.
+#pragma once
+
+#include "bwd_mod_scores.cuh"
+#include "bwd_steps.cuh"
+
+namespace flash_ext::sm90 {
+
+template <typename T>
+__device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t smem, unsigned char* smem_bytes,
+                                                 ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kM = T::kBlockM, kN = T::kBlockN;
+  constexpr int kDqCount = D / 4;  // both warpgroups have half of the columns
+  constexpr int kParts = kM / kPartQueries;
+  const Modifiers& m = a.m;
+  const Problem& problem = a.plain.p.problem;
+  // Registers are short: what follows from the thread's number is made anew where it is used.
+  const auto warp_number = [] { return static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32; };
+  const auto warp_of = [=] { return static_cast<int>(warp_number() % 4); };
+  const auto group_of = [=] { return static_cast<int>(warp_number() / 4 - 1); };
+  const auto stage = [=] { return smem + T::kStageAt + (warp_number() - 4) * T::kStageBytes; };
+
+  float dk[D / 2], dv[D / 2];
+  uint32_t counts = 0;  // steps so far << 2 | items so far modulo 4, in one register
+  const auto forget = [&] { asm volatile("" : "+r"(counts)::"memory"); };  // what was made of them
+  const auto steps = [&] { return static_cast<int>(counts >> 2); };
+  const auto items = [&] { return static_cast<int>(counts & 3); };
+  const auto arrive = [&](uint32_t bar) {
+    if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+  };
+  const auto item_of = [&]() -> const ModKeyItem& { return shared.items[slot_of(items(), T::kItems)]; };
+  const auto slot = [&] { return slot_of(steps(), T::kSlots); };
+  const auto now = [&]() -> const KeyStep& { return shared.steps[slot_of(steps(), T::kSteps)]; };
+  const auto first_query = [&] { return now().block * kM; };
+  const auto first_key = [&] { return item_of().w.block * kN + group_of() * 64 + warp_of() * 16; };
+  const auto scores = [&] {
+    const ModKeyItem& item = item_of();
+    return Scores{problem, m, item.seat, item.first_head + now().head()};
+  };
+  const auto q_at = [&] { return smem + T::kQAt + slot() * T::kQBytes; };
+  const auto dout_at = [&] { return q_at() + (T::kDoutAt - T::kQAt); };
+  const auto keys_at = [&] { return smem + group_of() * 64 * 128; };
+  const auto stats = [&] {
+    return reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + slot() * 2 * kM + 2 * (ptx::fresh_lane() % 4);
+  };
+  const auto ds_at = [&](int n) { return smem + T::kDsAt + n % T::kDsSlots * T::kDsBytes; };
+  const auto ds_full = [&](int n) { return bars.ds_full(n % T::kDsSlots); };
+  // Of the very first step there is none before, and the phase before the first is over.
+  const auto wait_for_ds_before = [&] {
+    const uint32_t before = steps() + 2 * T::kDsSlots - 1;
+    wait(ds_full(before), before / T::kDsSlots % 2);
+  };
+  const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
+    const uint32_t columns = smem + group_of() * (D == 64 ? 64 : kN * 128);
+    const uint32_t ds = ds_at(steps() + T::kDsSlots - 1);
+    issue_dq<E>(dq, uniform(descriptor_low(ds, 16)), uniform(descriptor_low(columns, 16)));
+    ptx::wgmma_commit();
+  };
+  const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
+    const KeyStep before = shared.steps[slot_of(steps() - 1, T::kSteps)];
+    const int tile = item_of().tile + before.head() * a.plain.tiles_per_head + before.block;
+    const int first = D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount
+                              : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
+    add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, stage(), ptx::fresh_lane());
+  };
+  const auto change_scores = [&](KeyPart& x, int part) {
+    modify_key_scores<T>(
+        x, a, scores(), first_query() + part * kPartQueries, first_key(),
+        shared.slopes[slot_of(steps(), T::kSteps)],
+        [&](int n, const float(&slope)[4]) {
+          ptx::store_shared(stage() + (part * kPartQueries / 8 + n) * 512 + ptx::fresh_lane() * 16,
+                            make_float4(slope[0], slope[1], slope[2], slope[3]));
+        },
+        [&](float scale) {
+          add_brought_bias<E>(x, scale, smem + T::kBiasAt + group_of() * kM * 128, warp_of(), part);
+        });
+  };
+  // dp = dS, s = P with 0 where dropout hit it.
+  const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t dropped) {
+    if constexpr (!T::kDrops) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) dp[i] *= s[i];
+    } else {
+      const float* minus_delta = stats() + kM;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool is_dropped = (dropped >> (4 * j + i) & 1) != 0;
+          const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], m.keep_scale, minus);
+          dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
+          s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
+        }
+      }
+    }
+    if constexpr (T::kCaps) {
+      const uint32_t slopes = stage() + ptx::fresh_lane() * 16;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float4 slope = ptx::load_shared(slopes + j * 512);
+        dp[4 * j] *= slope.x;
+        dp[4 * j + 1] *= slope.y;
+        dp[4 * j + 2] *= slope.z;
+        dp[4 * j + 3] *= slope.w;
+      }
+    }
+  };
+  const auto step = [&] {
+    float s[32], dp[32], dq[kDqCount];
+    uint32_t p_words[16], ds_words[16];
+    ptx::pin(dk);
+    ptx::pin(dv);
+    wait(bars.q_full(slot()), parity_of(steps(), T::kSlots));
+    const uint32_t tests = now().tests(group_of());
+    uint32_t visible = tests == kSkipped ? 0 : ~0u;
+    // Votes tell ptxas that the warp stays together.
+    if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
+      visible = bits_by_keys(scores(), first_query(), first_key());
+    }
+    // With dropout -delta comes to dP afterwards.
+    if constexpr (!T::kDrops) begin_dp(dp, stats() + kM);
+    ptx::pin(s);
+    ptx::pin(dp);
+    ptx::wgmma_fence();
+    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(), 16)), uniform(descriptor_low(q_at(), 16)));
+    ptx::wgmma_commit();
+    const bool asks_rows = (tests & (kTestInterval | kTestRows)) != 0 && tests != kSkipped;
+    if (__any_sync(0xffffffffu, asks_rows)) {
+      visible &= bits_by_rows(scores(), first_query(), first_key(), static_cast<TileTests>(tests));
+    }
+    [[maybe_unused]] uint32_t dropped = 0;
+    if constexpr (T::kDrops) {
+      dropped = draw_dropped<T>(m, first_query(), first_key(), shared.drop[slot()], shared.drawn[steps() % 2]);
+    }
+    wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
+    ptx::wgmma_fence();
+    issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at() + T::kVAt, 16)),
+                                             uniform(descriptor_low(dout_at(), 16)));
+    ptx::wgmma_commit();
+    forget();
+    ptx::wgmma_wait<1>();
+    ptx::pin(s);
+    if constexpr (T::kCaps) {
+      if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
+      __syncwarp();
+    }
+    if (T::kCaps || a.changes_scores) {
+      if (a.brings_bias) wait(bars.bias_full(), steps() % 2);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        change_scores(key_part(s, part), part);
+        ptx::pin(s);
+      }
+      if (a.brings_bias) {
+        __syncwarp();
+        arrive(bars.bias_empty());
+      }
+    }
+    forget();
+    if (__any_sync(0xffffffffu, visible != ~0u)) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] = (visible >> i & 1) != 0 ? s[i] : -INFINITY;
+    }
+    scores_to_weights(s, stats(), m.unit_log2);
+    ptx::pin(s);
+    forget();
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
+    form_gradients(s, dp, dropped);
+    ptx::pin(s);
+    ptx::pin(dp);
+    pack<E>(p_words, s);
+    pack<E>(ds_words, dp);
+    // When both have written dS of the step before, both are through with dS of three steps() ago: its place is free.
+    wait_for_ds_before();
+    store_ds(ds_at(steps()) + group_of() * 64 * 128 + ds_offset(warp_of(), ptx::fresh_lane()), ds_words);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(ds_full(steps()));
+    ptx::pin(p_words);
+    ptx::pin(ds_words);
+    ptx::wgmma_fence();
+    issue_pv<E>(dv, p_words, uniform(descriptor_low(dout_at(), kM * 128)));
+    // In an item's first step of what lies in shared memory, and then not added: a branch would cost more.
+    ptx::wgmma_fence();
+    issue_dq_before(dq);
+    issue_pv<E>(dk, ds_words, uniform(descriptor_low(q_at(), kM * 128)));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::pin(dq);
+    if (!now().is_first()) add_dq_before(dq);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    ptx::pin(dv);
+  };
+
+#pragma unroll 1
+  while (true) {
+    wait(bars.item_full(slot_of(items(), T::kItems)), parity_of(items(), T::kItems));
+    if (item_of().w.block < 0) break;
+    clear(dk);
+    clear(dv);
+    wait(bars.k_full(), items() % 2);
+    wait(bars.v_full(), items() % 2);
+    bool is_over = false;
+#pragma unroll 1
+    while (!is_over) {
+      step();
+      is_over = now().is_last();
+      __syncwarp();  // all lanes have read the step
+      arrive(bars.q_empty(slot()));
+      arrive(bars.dout_empty(slot()));
+      counts += 4;
+    }
+    arrive(bars.v_empty());
+    wait_for_ds_before();
+    float dq[kDqCount];
+    ptx::wgmma_fence();
+    issue_dq_before(dq);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    arrive(bars.k_empty());
+    add_dq_before(dq);
+    const BwdParams& p = a.plain.p;
+    const ModKeyItem& item = item_of();
+    const int lane = ptx::fresh_lane(), row = first_key() + lane / 4;
+    const float dv_scale = T::kDrops ? m.keep_scale : 1.f;
+    store_rows<E>(p.dv, item.w.b, item.w.k, item.w.h, dv, dv_scale, problem.head_dim_v, row, lane);
+    store_rows<E>(p.dk, item.w.b, item.w.k, item.w.h, dk, problem.softmax_scale, problem.head_dim, row, lane);
+    __syncwarp();
+    arrive(bars.item_empty(slot_of(items(), T::kItems)));
+    counts = (counts & ~3u) | ((counts + 1) & 3);
+  }
+  if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
+}
+
+}  // namespace flash_ext::sm90

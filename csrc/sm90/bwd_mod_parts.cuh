@@ -1,0 +1,146 @@
+// What the roles of the sm90 backward with modifiers share: traits, shared memory, barriers, items and their steps.
+#pragma once
+
+#include "../common/dropout.cuh"
+#include "../common/modifiers.cuh"
+#include "bwd_mod_tiles.h"
+#include "bwd_parts.cuh"
+#include "fwd_mod_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BwdModMaps {
+  BwdMaps plain;
+  CUtensorMap bias;  // boxes of 64 keys and 64 queries
+};
+
+struct BwdModArgs {
+  BwdArgs plain;
+  Modifiers m;
+  CapSeries cap;
+  Steps bias_steps;
+  bool changes_scores;  // beside masks: one branch for calls that do not
+  bool brings_bias;     // by TMA; else a bias is read from global memory
+};
+
+// An item, a block of keys of one key head, as the producer leaves it to the others. It has at least one step.
+struct ModKeyItem {
+  Work w;  // block < 0: there is none any more
+  Seat seat;
+  BlockRange blocks;  // tiles of queries that may be visited, the same for all query heads
+  int first_head;     // of the query heads that read it
+  int tile;           // first one of the first query head in the workspace
+};
+
+// A step is a tile of queries of a query head that reads the item.
+struct KeyStep {
+  int block;
+  uint32_t bits;  // head of the group << 10, for each warpgroup four bits of tests from kKeyTestsAt on, flags
+
+  __device__ __forceinline__ int head() const { return static_cast<int>(bits >> 10); }
+  __device__ __forceinline__ bool is_first() const { return (bits & kFirstOfItem) != 0; }
+  __device__ __forceinline__ bool is_last() const { return (bits & kLastOfItem) != 0; }
+  // A warpgroup's tests, or kSkipped.
+  __device__ __forceinline__ uint32_t tests(int group) const { return bits >> (2 + 4 * group) & 15; }
+};
+inline constexpr int kKeyTestsAt = 2, kHeadAt = 10;
+
+// Steps that the scheduler found, on their way to the loaders.
+struct KeyChunk {
+  static constexpr int kCapacity = 16;
+  KeyStep steps[kCapacity];
+  int count;
+  bool is_last;  // of its item
+};
+
+// What takes registers has kernels of its own: a softcap (kCapping), dropout (kDropping). Both at once would spill.
+enum class ScoreKind { kAdding, kCapping, kDropping };
+
+template <typename E, int D, ScoreKind kKind>
+struct BwdModTraits {
+  using Element = E;
+  static constexpr bool kCaps = kKind == ScoreKind::kCapping, kDrops = kKind == ScoreKind::kDropping;
+  static constexpr int kHeadDim = D;
+  static constexpr BwdModTile kModTile = bwd_mod_tile(D);
+  static constexpr BwdTile kTile = kModTile.plain();
+  static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = BwdModTile::kBlockN, kThreads = BwdModTile::kThreads;
+  static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kConsumerWarps = 8;
+  // 504 for the three warpgroups. The scheduler, which judges tiles, does not fit 40.
+  static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
+  static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
+  static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
+  static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kDsSlots = BwdModTile::kDsSlots;
+  static constexpr int kBiasAt = kDsAt + kTile.ds_bytes(), kBiasBytes = BwdModTile::kBiasBytes;
+  static constexpr int kStageAt = kBiasAt + kBiasBytes, kStageBytes = 4096;  // a consumer warp
+  static constexpr int kStatsAt = kStageAt + kTile.stage_bytes(), kStatsBytes = kBlockM * 8;
+  static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);
+  static constexpr int kItems = 2, kRingChunks = 2;
+  static constexpr int kSteps = 2 * kSlots;  // consumers look back by one
+  static constexpr int kDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
+  static_assert(kTile.stage_bytes() == BwdModTile::kStageBytes && kBiasAt % 1024 == 0);
+};
+
+// Behind the tiles in shared memory, before the barriers.
+template <typename T>
+struct ModKeyShared {
+  DropKeys drop[T::kSlots];  // of the step in that slot of the ring
+  ModKeyItem items[T::kItems];
+  KeyChunk chunks[T::kRingChunks];
+  KeyStep steps[T::kSteps];
+  float slopes[T::kSteps];  // of the steps' heads
+  uint32_t index;            // the scheduler's present one
+  int items_found, chunks_found;
+  uint16_t drawn[2][T::kConsumerWarps * 32];  // what a warp has drawn for the other one of its pair
+};
+
+// "full" ones complete by the bytes of copies or when what they announce is written, "empty" ones when all that read it
+// have arrived.
+template <typename T>
+struct ModKeyBarriers {
+  static constexpr int kKeys = 0, kQ = kKeys + 4, kDout = kQ + 2 * T::kSlots, kItem = kDout + 2 * T::kSlots;
+  static constexpr int kChunk = kItem + 2 * T::kItems, kBias = kChunk + 2 * T::kRingChunks, kDs = kBias + 2;
+  static constexpr int kEnding = kDs + T::kDsSlots, kCount = kEnding + 1;
+  static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModKeyShared<T>));
+  static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
+
+  uint32_t smem;
+  __device__ uint32_t at(int index) const { return smem + kAt + 8 * index; }
+  __device__ uint32_t k_full() const { return at(kKeys); }
+  __device__ uint32_t k_empty() const { return at(kKeys + 1); }
+  __device__ uint32_t v_full() const { return at(kKeys + 2); }
+  __device__ uint32_t v_empty() const { return at(kKeys + 3); }
+  __device__ uint32_t q_full(int slot) const { return at(kQ + slot); }
+  __device__ uint32_t q_empty(int slot) const { return at(kQ + T::kSlots + slot); }
+  __device__ uint32_t dout_full(int slot) const { return at(kDout + slot); }
+  __device__ uint32_t dout_empty(int slot) const { return at(kDout + T::kSlots + slot); }
+  __device__ uint32_t item_full(int place) const { return at(kItem + place); }
+  __device__ uint32_t item_empty(int place) const { return at(kItem + T::kItems + place); }
+  __device__ uint32_t chunk_full(int place) const { return at(kChunk + place); }
+  __device__ uint32_t chunk_empty(int place) const { return at(kChunk + T::kRingChunks + place); }
+  __device__ uint32_t bias_full() const { return at(kBias); }
+  __device__ uint32_t bias_empty() const { return at(kBias + 1); }
+  __device__ uint32_t ds_full(int slot) const { return at(kDs + slot); }
+  __device__ uint32_t item_ending() const { return at(kEnding); }
+
+  __device__ void init() const {
+    constexpr int kLoaders = 3;
+    const auto init_pairs = [&](int first, int count, int full_arrivals, int empty_arrivals) {
+      for (int i = 0; i < count; ++i) {
+        ptx::mbarrier_init(at(first + i), full_arrivals);
+        ptx::mbarrier_init(at(first + count + i), empty_arrivals);
+      }
+    };
+    init_pairs(kKeys, 1, 1, T::kConsumerWarps);
+    init_pairs(kKeys + 2, 1, 1, T::kConsumerWarps);
+    init_pairs(kQ, T::kSlots, 3, T::kConsumerWarps);  // Q, its statistics, its step
+    init_pairs(kDout, T::kSlots, 1, T::kConsumerWarps);
+    init_pairs(kItem, T::kItems, 1, T::kConsumerWarps + kLoaders);
+    init_pairs(kChunk, T::kRingChunks, 1, kLoaders);
+    init_pairs(kBias, 1, 1, T::kConsumerWarps);
+    for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
+    ptx::mbarrier_init(item_ending(), 1);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,269 @@
+// The producers of the sm90 backward with modifiers. The first warp finds out which tiles of queries an item visits and
+// what their scores are tested for; of the others one loads K, V and tiles of a bias, one Q, one dO.
+#pragma once
+
+#include "bwd_mod_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// Writes item `index` to shared memory; false if there is nothing to compute or write.
+template <typename T>
+__device__ __forceinline__ bool make_key_item(const BwdModArgs& a, uint32_t index, ModKeyItem& item) {
+  const Problem& p = a.plain.p.problem;
+  int b = 0;
+  Work w = decode_index<T::kBlockN, false, false>(index, p, a.plain.grid, &b);
+  if (!w.active) return false;
+  reorder_batch(a.m, w, p.num_heads_k, b);
+  if (ptx::fresh_lane() == 0) {
+    item.w = w;
+    item.first_head = w.h * static_cast<int>(a.plain.grid.shared.divisor);
+    item.tile = static_cast<int>(first_tile<T::kBlockM>(p, w, b, item.first_head, a.plain.tiles_per_head));
+    item.seat = make_seat(p, a.m, w, b);
+    item.blocks = Scores{p, a.m, item.seat, item.first_head}.template q_blocks<T::kBlockM, T::kBlockN>(w.block);
+  }
+  __syncwarp();
+  return true;
+}
+
+// Two lanes judge a tile of queries, one for each warpgroup's 64 keys: both get the bits of a step, or 0 where both
+// skip the tile.
+template <typename T>
+__device__ __forceinline__ uint32_t judge_queries(const Scores& scores, int n_block, int tile, int lane) {
+  constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kKeyTestsAt, kVisitedStep = 1u << 31;
+  const int group = lane % 2, keys = n_block * 2 + group;
+  TileTests tests = kSkipTile;
+  if (tile >= 0 && keys * 64 < scores.seat.seqlen_k) tests = scores.template visit<T::kBlockM, 64>(tile, keys);
+  uint32_t bits = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kKeyTestsAt + 4 * group);
+  bits |= __shfl_xor_sync(0xffffffffu, bits, 1);
+  return bits == kBothSkip ? 0 : bits | kVisitedStep;
+}
+
+// Keys that no query is visited for have no gradients.
+template <typename T>
+__device__ __forceinline__ void clear_unvisited(const BwdModArgs& a, const ModKeyItem& item, int lane) {
+  const BwdParams& p = a.plain.p;
+  const Work& w = item.w;
+  const int first = w.block * T::kBlockN, rows = min(T::kBlockN, w.k.length - first);
+  zero_rows(p.dk, w.b, w.k.start + first, w.h, rows, p.problem.head_dim, lane);
+  zero_rows(p.dv, w.b, w.k.start + first, w.h, rows, p.problem.head_dim_v, lane);
+}
+
+// First warp: decides what is next and judges its tiles.
+template <typename T>
+__device__ __forceinline__ void schedule_mod_keys(const BwdModArgs& a, ModKeyShared<T>& shared,
+                                                  ModKeyBarriers<T> bars) {
+  const BwdArgs& plain = a.plain;
+  const bool draws = plain.draw.counter != nullptr;
+  if (draws && ptx::fresh_lane() == 0) own_counter(plain.draw);
+  // Registers are short: counts of items with tiles to visit, and of published chunks, are in shared memory.
+  if (ptx::fresh_lane() == 0) shared.items_found = shared.chunks_found = 0;
+  __syncwarp();
+  const auto count_one = [](int& count) {
+    __syncwarp();
+    if (ptx::fresh_lane() == 0) ++count;
+    __syncwarp();
+  };
+  const auto place = [&] { return slot_of(shared.items_found, T::kItems); };
+  const auto chunk = [&] { return slot_of(shared.chunks_found, T::kRingChunks); };
+  const auto wait_for_place = [&] {
+    wait(bars.item_empty(place()), parity_of(shared.items_found, T::kItems) ^ 1);
+  };
+  const auto publish_chunk = [&](bool is_last) {
+    __syncwarp();
+    if (ptx::fresh_lane() == 0) {
+      shared.chunks[chunk()].is_last = is_last;
+      ptx::mbarrier_arrive(bars.chunk_full(chunk()));
+    }
+    count_one(shared.chunks_found);
+  };
+  // Publishes an item and its steps; false if there are none. A chunk waits for the next one: it may be the last.
+  // Without draws a block of keys begins its walk later than the block before it.
+  const auto publish = [&](const ModKeyItem& item) -> bool {
+    const int count = max(item.blocks.end - item.blocks.begin, 0);
+    const int total = count * static_cast<int>(plain.grid.shared.divisor);
+    bool found = false;
+#pragma unroll 1
+    for (int x0 = 0; x0 < total; x0 += KeyChunk::kCapacity) {
+      const int lane = ptx::fresh_lane(), x = x0 + lane / 2;
+      int block = -1, head = 0;
+      if (x < total) {
+        const int turned = x + item.w.block * plain.rotate % count;
+        head = turned / count;
+        block = item.blocks.begin + turned - head * count;
+        if (head == static_cast<int>(plain.grid.shared.divisor)) head = 0;
+      }
+      const Scores scores{plain.p.problem, a.m, item.seat, item.first_head + head};
+      const uint32_t bits = judge_queries<T>(scores, item.w.block, block, lane);
+      const uint32_t visited = __ballot_sync(0xffffffffu, bits != 0) & 0x55555555u;
+      if (visited == 0) continue;
+      if (found) {
+        publish_chunk(false);
+      } else if (lane == 0) {
+        ptx::mbarrier_arrive(bars.item_full(place()));
+      }
+      found = true;
+      wait(bars.chunk_empty(chunk()), parity_of(shared.chunks_found, T::kRingChunks) ^ 1);
+      KeyChunk& to = shared.chunks[chunk()];
+      if (bits != 0 && lane % 2 == 0) {
+        const uint32_t of_head = static_cast<uint32_t>(head) << kHeadAt;
+        to.steps[__popc(visited & ((1u << lane) - 1))] = {block, of_head | (bits & ((1u << kHeadAt) - 1))};
+      }
+      if (lane == 0) to.count = __popc(visited);
+    }
+    if (found) publish_chunk(true);
+    return found;
+  };
+  uint32_t index = blockIdx.x;
+#pragma unroll 1
+  while (index < plain.draw.num_items) {
+    if (ptx::fresh_lane() == 0) shared.index = index;  // registers are short
+    wait_for_place();
+    ModKeyItem& item = shared.items[place()];
+    if (make_key_item<T>(a, index, item)) {
+      if (publish(item)) {
+        static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
+        if (draws) wait(bars.item_ending(), place());
+        count_one(shared.items_found);
+      } else {
+        clear_unvisited<T>(a, item, ptx::fresh_lane());
+        __syncwarp();  // before the item's place is written again
+      }
+    }
+    index = 0;
+    if (ptx::fresh_lane() == 0) index = draws ? draw_item(plain.draw) : shared.index + gridDim.x;
+    index = __shfl_sync(0xffffffffu, index, 0);
+  }
+  wait_for_place();
+  if (ptx::fresh_lane() == 0) {
+    shared.items[place()].w.block = -1;
+    ptx::mbarrier_arrive(bars.item_full(place()));
+  }
+}
+
+// What the loaders do for every item, and for every step: use(item, step, whether it is where the next item is drawn).
+template <typename T, typename Begin, typename Use>
+__device__ __forceinline__ void for_key_steps(const ModKeyShared<T>& shared, ModKeyBarriers<T> bars, const Begin& begin,
+                                              const Use& use) {
+  RingPosition<T::kItems> place;
+  RingPosition<T::kRingChunks> chunk;
+#pragma unroll 1
+  while (true) {
+    wait(bars.item_full(place.slot), place.parity);
+    const ModKeyItem& item = shared.items[place.slot];
+    if (item.w.block < 0) break;
+    begin(item);
+    bool is_last = false, is_first = true;  // chunk
+#pragma unroll 1
+    while (!is_last) {
+      wait(bars.chunk_full(chunk.slot), chunk.parity);
+      const KeyChunk& from = shared.chunks[chunk.slot];
+      const int count = from.count;
+      is_last = from.is_last;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        KeyStep step = from.steps[i];
+        if (is_first && i == 0) step.bits |= kFirstOfItem;
+        if (is_last && i == count - 1) step.bits |= kLastOfItem;
+        use(item, step, is_last && i == max(0, count - T::kDrawAhead));
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(bars.chunk_empty(chunk.slot));
+      chunk.advance();
+      is_first = false;
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(bars.item_empty(place.slot));
+    place.advance();
+  }
+}
+
+// Second warp: K and V of an item, then the tiles of its bias.
+template <typename T>
+__device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
+                                              const ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+  const Problem& p = a.plain.p.problem;
+  uint32_t kv_parity = 1, bias_parity = 1;
+  const auto load_item = [&](const ModKeyItem& item) {
+    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
+    const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
+      wait(empty, kv_parity);
+      if (threadIdx.x % 32 == 0) copy_tile<T::kChunks, T::kBlockN>(map, steps, to, full, at, item.w.h);
+    };
+    load(maps.plain.k, a.plain.k, smem, bars.k_full(), bars.k_empty());
+    load(maps.plain.v, a.plain.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
+    kv_parity ^= 1;
+  };
+  for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
+    if (!a.brings_bias) return;
+    wait(bars.bias_empty(), bias_parity);
+    bias_parity ^= 1;
+    if (threadIdx.x % 32 != 0) return;
+    ptx::mbarrier_arrive_expect_tx(bars.bias_full(), T::kBiasBytes);
+#pragma unroll
+    for (int i = 0; i < T::kBlockN / 64; ++i) {
+      ptx::tma_load_5d(smem + T::kBiasAt + i * T::kBlockM * 128, &maps.bias, bars.bias_full(),
+                       item.w.block * T::kBlockN + 64 * i, step.block * T::kBlockM,
+                       (item.first_head + step.head()) * a.bias_steps.head, item.seat.b * a.bias_steps.batch, 0);
+    }
+  });
+}
+
+// Third warp: streams Q, with lse and delta, and beside them the step.
+template <typename T>
+__device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
+                                                 ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+  RingPosition<T::kSlots> ring;
+  ring.parity = 1;
+  int place = 0;  // of the step
+  int stale = 0;  // slots whose keys of dropout are those of another head
+  int head = -1;
+  for_key_steps<T>(
+      shared, bars, [&](const ModKeyItem&) { head = -1; },
+      [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
+        wait(bars.q_empty(ring.slot), ring.parity);
+        if (step.head() != head) stale = T::kSlots;
+        head = step.head();
+        if (threadIdx.x % 32 == 0) {
+          const uint32_t full = bars.q_full(ring.slot);
+          const int64_t tile = item.tile + static_cast<int64_t>(head) * a.plain.tiles_per_head + step.block;
+          copy_tile<T::kChunks, T::kBlockM>(
+              maps.plain.q, a.plain.q, smem + T::kQAt + ring.slot * T::kQBytes, full,
+              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM), item.first_head + head);
+          ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
+          ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
+                         T::kStatsBytes, full);
+          shared.steps[place] = step;
+          if (a.m.slopes != nullptr) {
+            shared.slopes[place] = a.m.slopes[item.seat.b * a.m.slopes_batch_stride + item.first_head + head];
+          }
+          if (T::kDrops && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, item.first_head + head);
+          ptx::mbarrier_arrive(full);
+          if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
+        }
+        --stale;
+        place = slot_of(place + 1, T::kSteps);
+        ring.advance();
+      });
+}
+
+// Fourth warp: streams dO.
+template <typename T>
+__device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
+                                               const ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+  RingPosition<T::kSlots> ring;
+  ring.parity = 1;
+  for_key_steps<T>(
+      shared, bars, [](const ModKeyItem&) {},
+      [&](const ModKeyItem& item, const KeyStep& step, bool) {
+        wait(bars.dout_empty(ring.slot), ring.parity);
+        if (threadIdx.x % 32 == 0) {
+          copy_tile<T::kChunks, T::kBlockM>(
+              maps.plain.dout, a.plain.dout, smem + T::kDoutAt + ring.slot * T::kQBytes, bars.dout_full(ring.slot),
+              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM),
+              item.first_head + step.head());
+        }
+        ring.advance();
+      });
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,38 @@
+// Tile shapes of the sm90 backward with modifiers, for the host and the kernels alike. No CUDA, no torch.
+#pragma once
+
+#include "../modifiers.h"
+#include "bwd_tiles.h"
+
+namespace flash_ext::sm90 {
+
+// As the plain backward whose warpgroups work together: 128 keys, 64 each. A tile of a 16-bit bias has its own place.
+struct BwdModTile {
+  int slots;  // tiles of Q and of dO in the ring
+
+  static constexpr int kBlockM = 64, kBlockN = 128, kThreads = 384, kDsSlots = 3;
+  static constexpr int kBiasBytes = kBlockM * kBlockN * 2;
+  static constexpr int kStageBytes = 8 * 4096;  // for each consumer warp 32 floats a lane
+  constexpr int control_bytes() const { return slots > 2 ? 3072 : 2048; }
+  constexpr BwdTile plain() const { return {false, slots, true}; }
+  constexpr int smem_bytes(int d) const {
+    return plain().smem_bytes(d) - kBwdControlBytes + kBiasBytes + control_bytes();
+  }
+};
+
+constexpr BwdModTile bwd_mod_tile(int d) { return {d <= 64 ? 4 : 2}; }
+
+static_assert(bwd_mod_tile(64).smem_bytes(64) <= kSmemLimitLarge &&
+              bwd_mod_tile(128).smem_bytes(128) <= kSmemLimitLarge);
+
+// The compiled head_dim that a problem of up to 128 runs in.
+inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
+
+// fp32 elements of the workspace beside dQ's: the rows' statistics as the portable kernels have them, for gradients of
+// biases, slopes and sinks, then the statistics of this path with its counter, on 16 bytes.
+inline int64_t portable_stats_elements(const Problem& p) { return (2 * p.total_q * p.num_heads + 3) / 4 * 4; }
+inline int64_t mod_stats_elements(const Problem& p) {
+  return portable_stats_elements(p) + query_tiles(p) * 2 * BwdTile::kBlockM + kCounterBytes / 4;
+}
+
+}  // namespace flash_ext::sm90

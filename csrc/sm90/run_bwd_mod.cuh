@@ -1,0 +1,60 @@
+// From a backward request with modifiers to launches, for one compiled head dim. Included by the instantiation files
+// only.
+#pragma once
+
+#include "bwd_mod.cuh"
+#include "run_bwd.cuh"
+#include "run_fwd_mod.cuh"
+
+namespace flash_ext::sm90 {
+
+// p.row_stats begins with this path's statistics, behind which the counter is.
+template <typename E, int D, ScoreKind kKind>
+std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  using T = BwdModTraits<E, D, kKind>;
+  const Problem& r = p.problem;
+  const bool drawn = draws_items(r, m);
+  float* const counter = p.row_stats + query_tiles(r) * 2 * BwdTile::kBlockM;
+  BwdModArgs a{};
+  std::string error =
+      make_bwd_args(a.plain, p, bwd_grid(r, d, T::kBlockN, false, drawn),
+                    drawn ? reinterpret_cast<Counter*>(counter) : nullptr, T::kBlockN / T::kBlockM);
+  a.m = m;
+  a.cap = cap_series(r, m);
+  a.changes_scores = m.is_natural || r.score_factor != 1.f;
+  a.brings_bias = staged_bias_rows(m.bias, r, T::kBlockM) == T::kBlockM;
+  a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
+  BwdModMaps maps{};
+  if (error.empty()) error = encode_bwd_maps(maps.plain, p);
+  if (error.empty() && a.brings_bias) error = encode_bias_map(maps.bias, m.bias, r, T::kBlockM);
+  if (!error.empty()) return "bwd_mod_sm90: " + error;
+  const int64_t ctas = std::min<int64_t>(a.plain.grid.ctas, d.num_sms);
+  return launch("bwd_mod_sm90", bwd_mod_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
+}
+
+template <typename E, int D>
+std::string launch_bwd_mod(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  if (m.softcap > 0.f) return launch_bwd_mod_as<E, D, ScoreKind::kCapping>(p, m, d);
+  if (m.rng != nullptr) return launch_bwd_mod_as<E, D, ScoreKind::kDropping>(p, m, d);
+  return launch_bwd_mod_as<E, D, ScoreKind::kAdding>(p, m, d);
+}
+
+template <typename E, int D>
+std::string run_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  const Grid g = make_grid(p.problem, d, true, BwdTile::kBlockM);
+  const int tiles = static_cast<int>(query_tiles_per_head(p.problem));
+  uint32_t* const no_turns = nullptr;
+  std::string error =
+      launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, no_turns);
+  if (error.empty()) error = launch_bwd_mod<E, D>(p, m, d);
+  if (!error.empty()) return error;
+  return launch("bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream, p, g, tiles);
+}
+
+template <int D>
+std::string run_bwd_mod_hd(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  return p.problem.dtype == DType::kFloat16 ? run_bwd_mod_as<__half, D>(p, m, d)
+                                            : run_bwd_mod_as<__nv_bfloat16, D>(p, m, d);
+}
+
+}  // namespace flash_ext::sm90

@@ -5,7 +5,7 @@
 //   bwd_mod_sm90 time [SEQLEN [ROUNDS]]
 //
 // bf16. -DHEAD_DIM=64 compiles another head_dim than 128, -DHEAD_DIM_V=64 another one of v. Timing: batch 4, 16 heads.
-#include "modifiers_cases.cuh"
+#include "modifiers_timing.cuh"
 #include "sm80/run_bwd_mod.cuh"
 #include "sm80/run_fwd_mod.cuh"
 #include "sm90/run_bwd_mod.cuh"
@@ -205,19 +205,10 @@ int run_tests(const DeviceInfo& device) {
 
 // ---- timing -------------------------------------------------------------------------------------
 
-constexpr int kBatch = 4, kHeads = 16;
-
-struct Row {
-  std::string name;
-  double share;  // of the scores, in visited tiles
-  std::function<void()> call;
-  std::vector<float> times = {};
-};
-
 class Timer {
  public:
   Timer(const DeviceInfo& device, int seqlen)
-      : device_(device), seqlen_(seqlen), elements_(size_t{kBatch} * seqlen * kHeads * kD) {
+      : device_(device), seqlen_(seqlen), elements_(size_t{kBatch} * seqlen * kHeads * kD), biases_(seqlen, 9) {
     uint32_t seed = 0;
     for (bf16** x : {&q_, &k_, &v_, &dout_, &out_, &dq_, &dk_, &dv_}) {
       *x = device_alloc<bf16>(elements_);
@@ -228,62 +219,16 @@ class Timer {
     upload(lse_, std::vector<float>(rows, std::log(seqlen * 0.7f) + 0.5f));
     row_stats_ = device_alloc<float>(2 * rows + 1024);
     dq_accum_ = device_alloc<float>(rows * 128);
-    bias_ = device_alloc<bf16>(scores() * kBatch * kHeads);
-    bias_fp32_ = device_alloc<float>(scores() * kHeads);
-    fill_normal<bf16>(bias_, scores() * kBatch * kHeads, ++seed);
-    fill_normal<float>(bias_fp32_, scores() * kHeads, ++seed);
   }
 
   void run(int rounds) {
-    std::vector<Row> rows;
-    add(rows, "plain", 1., nullptr, -1);
-    add(rows, "none", 1., [](Modifiers&) {});
-    add(rows, "key padding 3/4", .75, [&](Modifiers& m) {
-      set_mask(m, kBatch, 1, 1, seqlen_, [&](int, int, int, int col) { return col < seqlen_ * 3 / 4 - 8; });
-    });
-    add(rows, "mask random", 1., [&](Modifiers& m) {
-      set_mask(m, 1, 1, seqlen_, seqlen_, [](int, int, int, int) { return below(2) == 0; });
-    });
-    add(rows, "blocks of 64, 1/4", .25, [&](Modifiers& m) {
-      set_blocks(m, 1, seqlen_, seqlen_, [](int, int r, int q) { return (r / 4 * 5 + q / 4) % 4 == 0; });
-    });
-    add(rows, "blocks of 128, 1/4", .25, [&](Modifiers& m) {
-      set_blocks(m, 1, seqlen_, seqlen_, [](int, int r, int q) { return (r / 8 * 5 + q / 8) % 4 == 0; });
-    });
-    const int document = seqlen_ / 4;
-    add(rows, "4 documents", .25, [&](Modifiers& m) {
-      m.document_q = make_labels(kBatch, seqlen_, [=](int, int i) { return i / document; });
-      m.document_k = make_labels(kBatch, seqlen_, [=](int, int i) { return i / document; });
-    });
-    add(rows, "alibi", 1., [&](Modifiers& m) { set_slopes(m, kHeads); });
-    add(rows, "softcap 30", 1., [](Modifiers& m) { set_softcap(m, 30.f); });
-    add(rows, "softcap 3", 1., [](Modifiers& m) { set_softcap(m, 3.f); });
-    add(rows, "dropout", 1., [](Modifiers& m) { set_dropout(m, 6554); });
-    add(rows, "sinks", 1., [](Modifiers& m) { set_sinks(m, kHeads); });
-    add(rows, "bias bhqk", 1., [&](Modifiers& m) { set_big_bias(m, bias_, false, true); });
-    add(rows, "bias 1hqk", 1., [&](Modifiers& m) { set_big_bias(m, bias_, false, false); });
-    add(rows, "bias 1hqk fp32", 1., [&](Modifiers& m) { set_big_bias(m, bias_fp32_, true, false); });
-    add(rows, "plain causal", .5, nullptr, 0);
-    add(rows, "alibi causal", .5, [&](Modifiers& m) { set_slopes(m, kHeads); }, 0);
-    add(rows, "portable none", 1., [](Modifiers&) {}, -1, true);
-    add(rows, "portable dropout", 1., [](Modifiers& m) { set_dropout(m, 6554); }, -1, true);
-    ColdCache cold;
-    for (Row& row : rows) time_calls(row.call, 1, nullptr);
-    for (int round = 0; round < rounds; ++round) {
-      for (Row& row : rows) row.times.push_back(time_calls(row.call, 1, &cold)[0]);
-    }
-    const double gflop = 5e-9 * (kD + kDv) * static_cast<double>(scores()) * kBatch * kHeads;
-    const double plain = gflop / median(rows[0].times);
-    for (const Row& row : rows) {
-      const double tflops = gflop * row.share / median(row.times);
-      std::printf("%-20s %8.3f ms %6.0f TFLOP/s of visited scores  %.3f of plain\n", row.name.c_str(),
-                  median(row.times), tflops, tflops / plain);
-    }
+    const std::vector<TimedCase> cases = timed_cases(seqlen_, biases_);
+    std::vector<std::function<void()>> calls;
+    for (const TimedCase& c : cases) calls.push_back(call_of(c));
+    print_times(cases, calls, rounds, 5e-9 * (kD + kDv) * seqlen_ * static_cast<double>(seqlen_) * kBatch * kHeads);
   }
 
  private:
-  size_t scores() const { return size_t{1} * seqlen_ * seqlen_; }
-
   BwdParams params(int window_right) const {
     BwdParams b;
     Problem& p = b.problem;
@@ -305,40 +250,24 @@ class Timer {
     return b;
   }
 
-  void add(std::vector<Row>& rows, const std::string& name, double share, const std::function<void(Modifiers&)>& set,
-           int window_right = -1, bool portable = false) {
-    const BwdParams p = params(window_right);
-    if (set == nullptr) {
-      rows.push_back({name, share, [=, this] { require(sm90::run_bwd_as<bf16, kCompiledD, false>(p, device_)); }});
-      return;
+  std::function<void()> call_of(const TimedCase& c) {
+    const BwdParams p = params(c.window_right);
+    if (c.set == nullptr) {
+      return [=, this] { require(sm90::run_bwd_as<bf16, kCompiledD, false>(p, device_)); };
     }
     Modifiers m;
-    set(m);
+    c.set(m);
     m.unit_log2 = m.is_natural ? kLog2e : p.problem.abs_scale_log2;
-    const auto own = [=, this] { require(sm90::run_bwd_mod_as<bf16, kCompiledD>(p, m, device_)); };
-    const auto other = [=, this] { require(run_portable(p, m, device_)); };
-    rows.push_back({name, share, portable ? std::function<void()>(other) : std::function<void()>(own)});
-  }
-
-  void set_big_bias(Modifiers& m, const void* bias, bool is_float, bool has_batch) {
-    m.is_natural = true;
-    m.bias.ptr = bias;
-    m.bias.is_float = is_float;
-    m.bias.batch_stride = has_batch ? static_cast<int64_t>(scores()) * kHeads : 0;
-    m.bias.head_stride = static_cast<int64_t>(scores());
-    m.bias.row_stride = seqlen_;
-    m.bias.col_stride = 1;
-    m.bias.rows = m.bias.cols = seqlen_;
-    m.bias.staged = !is_float;
-    m.batch_fastest = !has_batch;
-    m.batches = Divisor(kBatch);
+    if (c.portable) return [=, this] { require(run_portable(p, m, device_)); };
+    return [=, this] { require(sm90::run_bwd_mod_as<bf16, kCompiledD>(p, m, device_)); };
   }
 
   DeviceInfo device_;
   int seqlen_;
   size_t elements_;
-  bf16 *q_, *k_, *v_, *dout_, *out_, *dq_, *dk_, *dv_, *bias_;
-  float *lse_, *row_stats_, *dq_accum_, *bias_fp32_;
+  BigBiases biases_;
+  bf16 *q_, *k_, *v_, *dout_, *out_, *dq_, *dk_, *dv_;
+  float *lse_, *row_stats_, *dq_accum_;
 };
 
 }  // namespace standalone

@@ -371,8 +371,8 @@ int main() {
   }
   for (int d : {64, 96, 128}) {
     const sm90::BwdTile t = sm90::bwd_tile(d);
-    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(), t.apart ? "apart" : "together", t.slots,
-                t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
+    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(), t.apart ? "apart" : "together",
+                t.slots, t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
   }
   for (int d : {64, 128}) {
     const sm90::BwdModTile t = sm90::bwd_mod_tile(d);

@@ -122,15 +122,18 @@ def close(got: Tensor, expected: Tensor, device: str) -> None:
     assert error < limit, f"relative error {error:.2g}"
 
 
-def as_close(got: Tensor, eager: Tensor, truth: Tensor, floor: float) -> None:
-    """On a GPU: not much farther from the truth than the library's attention in the same type.
+# Of a tensor's norm, what its error may be beside that of eager attention. T5's ReLU turns roundings into switches: the
+# errors of any two ways to compute it are unlike, and torch's sdpa has been seen at 2.5 % of a gradient's norm where
+# eager attention was at 0.7 %.
+SHARE_OF_NORM = {"t5": 0.03}
 
-    By 3 % of the norm: T5's ReLU turns roundings into switches, and the errors of any two ways to compute it are
-    unlike. torch's sdpa has been seen at 2.5 % of a gradient's norm where eager attention was at 0.7 %.
-    """
+
+def as_close(got: Tensor, eager: Tensor, truth: Tensor, floor: float, model: Any) -> None:
+    """On a GPU: not much farther from the truth than the library's attention in the same type."""
     assert got.shape == truth.shape and not got.isnan().any()
     error, allowed = ((t.float() - truth).norm().item() for t in (got, eager))
-    limit = 2.5 * allowed + 0.03 * truth.norm().item() + floor
+    share = SHARE_OF_NORM.get(model.config.model_type, 0.01)
+    limit = 2.5 * allowed + share * truth.norm().item() + floor
     assert error <= limit, f"error {error:.2g}, of eager {allowed:.2g}"
 
 
@@ -189,10 +192,10 @@ def compare_runs(eager: Runner, ours: Runner, model: Any, device: str, real: Ten
                 close(grads[name], wanted[name], device)
         return
     truth, true_grads = eager(copy.deepcopy(model).float())
-    as_close(got[real], expected[real], truth[real], 0.0)
+    as_close(got[real], expected[real], truth[real], 0.0, model)
     floor = 1e-3 * sum(float(t.norm()) for t in true_grads.values()) / len(true_grads)
     for name in grads:
-        as_close(grads[name], wanted[name], true_grads[name], floor)
+        as_close(grads[name], wanted[name], true_grads[name], floor, model)
 
 
 # ---- logits and gradients --------------------------------------------------------------------------------

@@ -18,12 +18,6 @@ struct Case {
   int dv() const { return head_dim_v == 0 ? head_dim : head_dim_v; }
 };
 
-std::vector<int> running_sums(const std::vector<int>& lengths) {
-  std::vector<int> sums = {0};
-  for (int length : lengths) sums.push_back(sums.back() + length);
-  return sums;
-}
-
 std::vector<Sequence> sequences_of(const Case& c) {
   std::vector<Sequence> sequences;
   int64_t scores = 0;

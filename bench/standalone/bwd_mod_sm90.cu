@@ -44,37 +44,9 @@ struct Gradients {
   bf16 *dq, *dk, *dv;
 };
 
-__global__ void compare_kernel(const bf16* a, const bf16* b, size_t count, Errors* errors) {
-  for (size_t i = first_index(); i < count; i += index_step()) {
-    tally(errors, __bfloat162float(a[i]), __bfloat162float(b[i]));
-  }
-}
-
 class Runner {
  public:
   explicit Runner(const DeviceInfo& device) : device_(device) {}
-
-  Problem problem_of(const Case& c) {
-    Problem p;
-    p.batch = c.sequences();
-    p.num_heads = c.heads;
-    p.num_heads_k = c.heads_k;
-    p.head_dim = kD;
-    p.head_dim_v = kDv;
-    p.seqlen_q = c.is_packed() ? 0 : c.seqlen_q;
-    p.seqlen_k = c.is_packed() ? 0 : c.seqlen_k;
-    p.total_q = c.total_q();
-    p.total_k = c.total_k();
-    p.softmax_scale = 1.f / std::sqrt(static_cast<float>(kD));
-    p.window_left = c.window_left;
-    p.window_right = c.window_right;
-    if (c.is_packed()) {
-      p.cu_seqlens_q = on_device(running_sums(c.lengths_q));
-      p.cu_seqlens_k = on_device(running_sums(c.lengths_k));
-    }
-    p.prepare();
-    return p;
-  }
 
   BwdParams params_of(const Problem& p, const Gradients& to) {
     BwdParams b;
@@ -105,7 +77,7 @@ class Runner {
   bool passes(const Case& c, const Named& named) {
     Modifiers m;
     named.set(m, c);
-    const Problem p = problem_of(c);
+    const Problem p = problem_of(c, kD, kDv);
     m.unit_log2 = m.is_natural ? kLog2e : p.abs_scale_log2;
     FwdParams f;
     f.problem = p;
@@ -156,11 +128,6 @@ class Runner {
   double worst() const { return worst_; }
 
  private:
-  static std::vector<int> running_sums(const std::vector<int>& lengths) {
-    std::vector<int> sums = {0};
-    for (int length : lengths) sums.push_back(sums.back() + length);
-    return sums;
-  }
   static Gradients gradients() {
     return {device_alloc<bf16>(kElements), device_alloc<bf16>(kElements), device_alloc<bf16>(kElements)};
   }
@@ -222,25 +189,14 @@ class Timer {
   }
 
   void run(int rounds) {
-    const std::vector<TimedCase> cases = timed_cases(seqlen_, biases_);
-    std::vector<std::function<void()>> calls;
-    for (const TimedCase& c : cases) calls.push_back(call_of(c));
-    print_times(cases, calls, rounds, 5e-9 * (kD + kDv) * seqlen_ * static_cast<double>(seqlen_) * kBatch * kHeads);
+    const double gflop = 5e-9 * (kD + kDv) * seqlen_ * static_cast<double>(seqlen_) * kBatch * kHeads;
+    print_times(timed_cases(seqlen_, biases_), [&](const TimedCase& c) { return call_of(c); }, rounds, gflop);
   }
 
  private:
   BwdParams params(int window_right) const {
     BwdParams b;
-    Problem& p = b.problem;
-    p.batch = kBatch;
-    p.num_heads = p.num_heads_k = kHeads;
-    p.head_dim = kD;
-    p.head_dim_v = kDv;
-    p.seqlen_q = p.seqlen_k = seqlen_;
-    p.total_q = p.total_k = int64_t{kBatch} * seqlen_;
-    p.softmax_scale = 1.f / std::sqrt(static_cast<float>(kD));
-    p.window_right = window_right;
-    p.prepare();
+    b.problem = timed_problem(seqlen_, kD, kDv, window_right);
     const auto view = [&](bf16* x, int dim) { return view_of(x, seqlen_, kHeads, dim); };
     b.q = view(q_, kD), b.k = view(k_, kD), b.v = view(v_, kDv), b.out = view(out_, kDv), b.dout = view(dout_, kDv);
     b.dq = view(dq_, kD), b.dk = view(dk_, kD), b.dv = view(dv_, kDv);

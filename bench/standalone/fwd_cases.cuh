@@ -38,12 +38,6 @@ __global__ void fill_queries_kernel(E* q, size_t count, int cols) {
   }
 }
 
-std::vector<int> running_sums(const std::vector<int>& lengths) {
-  std::vector<int> sums = {0};
-  for (int length : lengths) sums.push_back(sums.back() + length);
-  return sums;
-}
-
 void print_case(const Case& c) {
   std::printf("%sb%d h%d/%d sq%d sk%d d%d/%d window (%d, %d) scale %.3g data %d x %.3g: ",
               c.lengths_q.empty() ? "" : "packed ", c.batch, c.heads, c.heads_k, c.seqlen_q, c.seqlen_k, c.head_dim,

@@ -231,4 +231,11 @@ inline std::vector<int> split_numbers(const std::string& text) {
 
 inline constexpr const char* kSeqlens = "512,1024,2048,4096,8192,16384";
 
+// Where packed sequences of these lengths begin, and the last one ends.
+inline std::vector<int> running_sums(const std::vector<int>& lengths) {
+  std::vector<int> sums = {0};
+  for (int length : lengths) sums.push_back(sums.back() + length);
+  return sums;
+}
+
 }  // namespace standalone

@@ -46,6 +46,34 @@ T* on_device(const std::vector<T>& x) {
   return to;
 }
 
+Problem problem_of(const Case& c, int head_dim, int head_dim_v) {
+  Problem p;
+  p.batch = c.sequences();
+  p.num_heads = c.heads;
+  p.num_heads_k = c.heads_k;
+  p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v;
+  p.seqlen_q = c.is_packed() ? 0 : c.seqlen_q;
+  p.seqlen_k = c.is_packed() ? 0 : c.seqlen_k;
+  p.total_q = c.total_q();
+  p.total_k = c.total_k();
+  p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
+  p.window_left = c.window_left;
+  p.window_right = c.window_right;
+  if (c.is_packed()) {
+    p.cu_seqlens_q = on_device(running_sums(c.lengths_q));
+    p.cu_seqlens_k = on_device(running_sums(c.lengths_k));
+  }
+  p.prepare();
+  return p;
+}
+
+__global__ void compare_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, size_t count, Errors* errors) {
+  for (size_t i = first_index(); i < count; i += index_step()) {
+    tally(errors, __bfloat162float(a[i]), __bfloat162float(b[i]));
+  }
+}
+
 // seen(b, h, row, col) as packed bits, with the summaries of 64 rows. batch and heads may be 1, rows as well.
 template <typename Seen>
 void set_mask(Modifiers& m, int batch, int heads, int rows, int cols, const Seen& seen) {

@@ -29,12 +29,6 @@ struct Outputs {
   float *lse, *row_max;
 };
 
-__global__ void compare_kernel(const bf16* a, const bf16* b, size_t count, Errors* errors) {
-  for (size_t i = first_index(); i < count; i += index_step()) {
-    tally(errors, __bfloat162float(a[i]), __bfloat162float(b[i]));
-  }
-}
-
 __global__ void compare_stats_kernel(const float* a, const float* b, size_t count, Errors* errors) {
   for (size_t i = first_index(); i < count; i += index_step()) {
     const double difference = a[i] == b[i] ? 0. : fabs(double{a[i]} - b[i]) / fmax(1., fabs(double{b[i]}));
@@ -48,24 +42,8 @@ class Runner {
 
   FwdParams params_of(const Case& c) {
     FwdParams f;
-    Problem& p = f.problem;
-    p.batch = c.sequences();
-    p.num_heads = c.heads;
-    p.num_heads_k = c.heads_k;
-    p.head_dim = kD;
-    p.head_dim_v = kDv;
-    p.seqlen_q = c.is_packed() ? 0 : c.seqlen_q;
-    p.seqlen_k = c.is_packed() ? 0 : c.seqlen_k;
-    p.total_q = c.total_q();
-    p.total_k = c.total_k();
-    p.softmax_scale = 1.f / std::sqrt(static_cast<float>(kD));
-    p.window_left = c.window_left;
-    p.window_right = c.window_right;
-    if (c.is_packed()) {
-      p.cu_seqlens_q = on_device(running_sums(c.lengths_q));
-      p.cu_seqlens_k = on_device(running_sums(c.lengths_k));
-    }
-    p.prepare();
+    f.problem = problem_of(c, kD, kDv);
+    const Problem& p = f.problem;
     f.q = contiguous_view(q_, p.seqlen_q, c.heads, kD);
     f.k = contiguous_view(k_, p.seqlen_k, c.heads_k, kD);
     f.v = contiguous_view(v_, p.seqlen_k, c.heads_k, kDv);
@@ -124,11 +102,6 @@ class Runner {
   double worst() const { return worst_; }
 
  private:
-  static std::vector<int> running_sums(const std::vector<int>& lengths) {
-    std::vector<int> sums = {0};
-    for (int length : lengths) sums.push_back(sums.back() + length);
-    return sums;
-  }
   static Outputs outputs() {
     return {device_alloc<bf16>(kElements), device_alloc<float>(kElements / 64), device_alloc<float>(kElements / 64)};
   }
@@ -173,25 +146,14 @@ class Timer {
   }
 
   void run(int rounds) {
-    const std::vector<TimedCase> cases = timed_cases(seqlen_, biases_);
-    std::vector<std::function<void()>> calls;
-    for (const TimedCase& c : cases) calls.push_back(call_of(c));
-    print_times(cases, calls, rounds, 2e-9 * (kD + kDv) * seqlen_ * static_cast<double>(seqlen_) * kBatch * kHeads);
+    const double gflop = 2e-9 * (kD + kDv) * seqlen_ * static_cast<double>(seqlen_) * kBatch * kHeads;
+    print_times(timed_cases(seqlen_, biases_), [&](const TimedCase& c) { return call_of(c); }, rounds, gflop);
   }
 
  private:
   FwdParams params(int window_right) const {
     FwdParams f;
-    Problem& p = f.problem;
-    p.batch = kBatch;
-    p.num_heads = p.num_heads_k = kHeads;
-    p.head_dim = kD;
-    p.head_dim_v = kDv;
-    p.seqlen_q = p.seqlen_k = seqlen_;
-    p.total_q = p.total_k = int64_t{kBatch} * seqlen_;
-    p.softmax_scale = 1.f / std::sqrt(static_cast<float>(kD));
-    p.window_right = window_right;
-    p.prepare();
+    f.problem = timed_problem(seqlen_, kD, kDv, window_right);
     f.q = contiguous_view(q_, seqlen_, kHeads, kD);
     f.k = contiguous_view(k_, seqlen_, kHeads, kD);
     f.v = contiguous_view(v_, seqlen_, kHeads, kDv);

@@ -10,6 +10,20 @@ namespace standalone {
 
 constexpr int kBatch = 4, kHeads = 16;
 
+inline Problem timed_problem(int seqlen, int head_dim, int head_dim_v, int window_right) {
+  Problem p;
+  p.batch = kBatch;
+  p.num_heads = p.num_heads_k = kHeads;
+  p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v;
+  p.seqlen_q = p.seqlen_k = seqlen;
+  p.total_q = p.total_k = int64_t{kBatch} * seqlen;
+  p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
+  p.window_right = window_right;
+  p.prepare();
+  return p;
+}
+
 using SetModifiers = std::function<void(Modifiers&)>;
 
 // Biases of the scores' size, of all (batch, head) or of all heads.
@@ -97,9 +111,11 @@ inline std::vector<TimedCase> timed_cases(int seqlen, const BigBiases& biases) {
           {"portable dropout", 1., dropout, -1, true}};
 }
 
-// calls[i] is what runs for cases[i], the first of which is the plain kernel; `gflop` is what all scores cost.
-inline void print_times(const std::vector<TimedCase>& cases, const std::vector<std::function<void()>>& calls,
-                        int rounds, double gflop) {
+// call_of(case) is what runs; the first case is the plain kernel. `gflop` is what all scores cost.
+template <typename CallOf>
+void print_times(const std::vector<TimedCase>& cases, const CallOf& call_of, int rounds, double gflop) {
+  std::vector<std::function<void()>> calls;
+  for (const TimedCase& c : cases) calls.push_back(call_of(c));
   ColdCache cold;
   std::vector<std::vector<float>> times(cases.size());
   for (const auto& call : calls) time_calls(call, 1, nullptr);

@@ -32,15 +32,6 @@ inline std::string make_bwd_args(BwdArgs& a, const BwdParams& p, const Grid& gri
   return {};
 }
 
-inline std::string encode_bwd_maps(BwdMaps& maps, const BwdParams& p) {
-  const Problem& r = p.problem;
-  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, BwdTile::kBlockM);
-  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, BwdTile::kBlockM);
-  if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, 128);
-  if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, 128);
-  return error;
-}
-
 template <typename E, int D, bool kOrdered = false>
 std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
   using T = BwdTraits<E, D, kOrdered>;
@@ -52,7 +43,7 @@ std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
   std::string error = make_bwd_args(a, p, bwd_grid(r, d, T::kBlockN, kOrdered),
                                     drawn ? reinterpret_cast<Counter*>(counter) : nullptr, T::kBlockN / T::kBlockM);
   if (kOrdered) a.turns = turns_of(p);
-  if (error.empty()) error = encode_bwd_maps(maps, p);
+  if (error.empty()) error = encode_bwd_maps(maps, p, T::kBlockM, T::kPartRows);
   if (!error.empty()) return "bwd_sm90: " + error;
   return launch("bwd_sm90", bwd_sm90_kernel<T>, std::min<int64_t>(a.grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes,
                 p.stream, a, maps);

@@ -25,7 +25,7 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
   a.brings_bias = staged_bias_rows(m.bias, r, T::kBlockM) == T::kBlockM;
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};
-  if (error.empty()) error = encode_bwd_maps(maps.plain, p);
+  if (error.empty()) error = encode_bwd_maps(maps.plain, p, T::kBlockM, T::kBlockN);
   if (error.empty() && a.brings_bias) error = encode_bias_map(maps.bias, m.bias, r, T::kBlockM);
   if (!error.empty()) return "bwd_mod_sm90: " + error;
   const int64_t ctas = std::min<int64_t>(a.plain.grid.ctas, d.num_sms);

@@ -36,15 +36,6 @@ Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which) {
   return a;
 }
 
-inline std::string encode_bwd_maps(BwdMaps& maps, const BwdParams& p, int query_rows, int key_rows) {
-  const Problem& r = p.problem;
-  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, query_rows);
-  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, query_rows);
-  if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, key_rows);
-  if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, key_rows);
-  return error.empty() ? error : "bwd_sm90: " + error;
-}
-
 template <typename E, int D, int Dv>
 std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   using T = WideKeyTraits<E, D, Dv>;
@@ -53,7 +44,7 @@ std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0);
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
-  if (!error.empty()) return error;
+  if (!error.empty()) return "bwd_sm90: " + error;
   return launch("bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
                 T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
@@ -66,7 +57,7 @@ std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
   const WideQueryArgs a = wide_args<WideQueryArgs>(p, grid, T::kStatRows, 1);
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kGroupRows, T::kBlockN);
-  if (!error.empty()) return error;
+  if (!error.empty()) return "bwd_sm90: " + error;
   return launch("bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
                 T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }

@@ -55,4 +55,15 @@ inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Prob
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
 }
 
+// What a backward reads, in boxes of so many rows.
+template <typename Maps>
+std::string encode_bwd_maps(Maps& maps, const BwdParams& p, int query_rows, int key_rows) {
+  const Problem& r = p.problem;
+  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, query_rows);
+  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, query_rows);
+  if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, key_rows);
+  if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, key_rows);
+  return error;
+}
+
 }  // namespace flash_ext::sm90

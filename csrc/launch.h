@@ -53,10 +53,17 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   return err;
 }
 
+// When a kernel begins (CUDA C++ programming guide, programmatic dependent launch).
+enum class Start {
+  kInTurn,  // when the kernel before it in the stream is over
+  kEarly,   // when all CTAs of that one have called ptx::allow_next_kernel() or ended; ptx::wait_for_kernel_before()
+            // waits for the rest
+};
+
 // Launches a one-dimensional grid. Returns an empty string, or the error with the kernel's name.
-template <typename Kernel, typename... Args>
-std::string launch(const char* name, Kernel kernel, int64_t grid, int threads, int smem_bytes, void* stream,
-                   const Args&... args) {
+template <typename... Params, typename... Args>
+std::string launch_at(Start start, const char* name, void (*kernel)(Params...), int64_t grid, int threads,
+                      int smem_bytes, void* stream, const Args&... args) {
   if (grid <= 0) return {};
   if (grid > INT32_MAX) return std::string(name) + ": the problem needs more than 2^31 - 1 thread blocks";
   // The default limit of 48 KB counts the few hundred bytes of static shared memory too.
@@ -68,9 +75,26 @@ std::string launch(const char* name, Kernel kernel, int64_t grid, int threads, i
     }
   }
   if (const cudaError_t err = set_debug_delays(stream); err != cudaSuccess) return cuda_error_text(err, name);
-  kernel<<<dim3(static_cast<unsigned>(grid)), dim3(threads), smem_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
-  const cudaError_t err = cudaGetLastError();
-  return err == cudaSuccess ? std::string() : cuda_error_text(err, name);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = start == Start::kEarly ? 1 : 0;
+  const cudaError_t err = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  if (err == cudaSuccess) return {};
+  cudaGetLastError();
+  return cuda_error_text(err, name);
+}
+
+template <typename... Params, typename... Args>
+std::string launch(const char* name, void (*kernel)(Params...), int64_t grid, int threads, int smem_bytes, void* stream,
+                   const Args&... args) {
+  return launch_at(Start::kInTurn, name, kernel, grid, threads, smem_bytes, stream, args...);
 }
 
 }  // namespace flash_ext

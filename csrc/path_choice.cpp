@@ -9,29 +9,11 @@ namespace flash_ext {
 
 // ---- paths --------------------------------------------------------------------------------------
 
-namespace {
-
-bool has_hopper_modified_backward() { return get_switch(Switch::kHopperModifiedBackward) == 1; }
-
-BwdWorkspace sm90_bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  return (has_hopper_modified_backward() ? sm90::bwd_mod_workspace : sm80::bwd_workspace)(p, deterministic, d);
-}
-
-LaunchPlan sm90_plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
-  return (has_hopper_modified_backward() ? sm90::plan_bwd_mod : sm80::plan_bwd_mod)(p, deterministic, x, d);
-}
-
-std::string sm90_run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
-  return (has_hopper_modified_backward() ? sm90::run_bwd_mod : sm80::run_bwd_mod)(p, x, d);
-}
-
-}  // namespace
-
 const std::vector<Path>& gpu_paths() {
   static const std::vector<Path> paths = {
       {"sm90", sm90::why_not_fwd, sm90::why_not_bwd, sm90::fwd_workspace, sm90::bwd_workspace,
-       sm90::plan_fwd, sm90::plan_bwd, sm90::run_fwd, sm90::run_bwd, sm90::fwd_mod_workspace, sm90_bwd_mod_workspace,
-       sm90::plan_fwd_mod, sm90_plan_bwd_mod, sm90::run_fwd_mod, sm90_run_bwd_mod},
+       sm90::plan_fwd, sm90::plan_bwd, sm90::run_fwd, sm90::run_bwd, sm90::fwd_mod_workspace, sm90::bwd_mod_workspace,
+       sm90::plan_fwd_mod, sm90::plan_bwd_mod, sm90::run_fwd_mod, sm90::run_bwd_mod},
       {"sm80", sm80::why_not_fwd, sm80::why_not_bwd, sm80::fwd_workspace, sm80::bwd_workspace,
        sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::fwd_workspace, sm80::bwd_workspace,
        sm80::plan_fwd_mod, sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
@@ -76,8 +58,7 @@ namespace {
 
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
-    "compute_capability", "num_sms",         "smem_per_block",          "unaligned",
-    "skip_launch",        "record_launches", "hopper_modified_backward"};
+    "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;

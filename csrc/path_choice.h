@@ -62,9 +62,8 @@ enum class Switch {
   kUnaligned,          // 1: report every tensor as unaligned, which selects the element-wise loader
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
-  kHopperModifiedBackward,  // 1: the sm90 path runs its own backward with modifiers, else the sm80 kernels
 };
-constexpr int kNumSwitches = 7;
+constexpr int kNumSwitches = 6;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

@@ -174,21 +174,6 @@ def turn(name: Path, alone: bool) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _hopper_modified_backward() -> Iterator[None]:
-    """The tests run the backward with modifiers of the sm90 path, which calls do not choose yet."""
-    from flash_ext import ops
-
-    if not ops.is_built:
-        yield
-        return
-    ops._C.set_switch("hopper_modified_backward", 1)
-    try:
-        yield
-    finally:
-        ops._C.set_switch("hopper_modified_backward", None)
-
-
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Gives every test its own repeatable random state, whichever tests ran before it."""

@@ -56,6 +56,8 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_sm90_kernel(const __grid_constant__ BwdArgs a, const __grid_constant__ BwdMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  ptx::allow_next_kernel();
+  ptx::wait_for_kernel_before();
   bwd_body<T>(a, maps);
 #else
   __trap();  // wgmma exists in sm_90a machine code only

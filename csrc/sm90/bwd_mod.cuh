@@ -45,6 +45,8 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_mod_sm90_kernel(const __grid_constant__ BwdModArgs a, const __grid_constant__ BwdModMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  ptx::allow_next_kernel();
+  ptx::wait_for_kernel_before();
   bwd_mod_body<T>(a, maps);
 #else
   __trap();  // wgmma exists in sm_90a machine code only

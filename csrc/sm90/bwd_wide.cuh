@@ -64,6 +64,8 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_sm90_wide_keys_kernel(const __grid_constant__ BwdArgs a, const __grid_constant__ BwdMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  ptx::wait_for_kernel_before();
+  ptx::allow_next_kernel();  // which reads what the kernel before this one has left, hence not earlier
   bwd_wide_keys_body<T>(a, maps);
 #else
   __trap();  // wgmma exists in sm_90a machine code only
@@ -75,6 +77,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_sm90_wide_queries_kernel(const __grid_constant__ WideQueryArgs a, const __grid_constant__ BwdMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   bwd_wide_queries_body<T>(a, maps);
+  ptx::wait_for_kernel_before();  // it needs nothing of that one, but who waits for this one wants both
 #else
   __trap();
 #endif

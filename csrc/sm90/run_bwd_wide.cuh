@@ -12,6 +12,7 @@ namespace flash_ext::sm90 {
 template <typename E, int Dv, int kBlockM>
 __global__ void __launch_bounds__(kPassThreads)
     bwd_wide_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+  ptx::allow_next_kernel();
   const QueryTile tile = locate_tile<kBlockM>(p, grid, tiles_per_head);
   if (tile.w.active && !tile.outside) store_row_stats<E, Dv, kBlockM>(p, tile);
 }
@@ -45,8 +46,8 @@ std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch("bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
-                T::kThreads, T::kSmemBytes, p.stream, a, maps);
+  return launch_at(start_within_bwd(p.problem), "bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>,
+                   std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
 template <typename E, int D, int Dv>
@@ -58,8 +59,8 @@ std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kGroupRows, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch("bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>, std::min<int64_t>(grid.ctas, d.num_sms),
-                T::kThreads, T::kSmemBytes, p.stream, a, maps);
+  return launch_at(start_within_bwd(p.problem), "bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>,
+                   std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
 template <typename E, int D, int Dv>

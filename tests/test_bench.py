@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import attention, features, report, timing
+from bench import accuracy, attention, features, report, timing
 from bench.entrants import Entrant, make_ours
 from bench.inputs import Inputs, visible_mask
 from bench.peers import Flex, make_peers
@@ -526,6 +526,51 @@ def test_whole_program_on_gpu(tmp_path: Path):
 
 # ---- profiling -------------------------------------------------------------------------------------------
 
+
 def test_report_ends_with_the_cost_of_a_call_on_the_host():
     rows = {row["call"]: row["us"] for row in attention.host_cost_rows("cpu", number=2, repeats=2)}
     assert 0 < rows["empty op"] < rows["attention"] < rows["attention that records a graph"]
+
+
+# ---- accuracy ------------------------------------------------------------------------------------------
+
+
+def test_accuracy_errors_are_those_of_rounding():
+    for case in accuracy.CASES:
+        small = dataclasses.replace(case, seqlen_q=64, seqlen_k=64)
+        inputs = accuracy.make_inputs(small, torch.float32, CPU, seed=0)
+        assert (max(t.abs().max() for t in inputs.qkv) > 8) == ("outliers" in case.name)
+        errors = accuracy.measure([*make_ours(["cpu"])[:1], *make_peers(["math"])[0]], inputs)
+        assert all(e < 1e-5 for column in errors.values() for e in column.values()), errors
+
+
+def test_accuracy_notices_a_wrong_tensor_and_keeps_a_failure():
+    class Wrong(Entrant):
+        name = "wrong"
+
+        def prepare(self, inputs, direction):
+            good = make_ours(["cpu"])[0].prepare(inputs, direction)
+            return good if direction == "fwd" else lambda: [1.25 * t for t in good()]
+
+    class Broken(Entrant):
+        name = "broken"
+
+        def prepare(self, inputs, direction):
+            raise RuntimeError("no such kernel")
+
+    case = dataclasses.replace(accuracy.CASES[0], seqlen_q=32, seqlen_k=32)
+    inputs = accuracy.make_inputs(case, torch.float32, CPU, seed=0)
+    errors = accuracy.measure([*make_ours(["cpu"])[:1], Wrong(), Broken()], inputs)
+    assert errors["wrong"]["out"] < 1e-5
+    assert errors["wrong"]["dk"] == pytest.approx(0.25, rel=1e-3)
+    assert errors["broken"] == "RuntimeError: no such kernel"
+    (said,) = accuracy.comparisons({case.name: errors}, "wrong")
+    assert said.startswith("wrong against cpu") and said.endswith("4 tensors")
+
+
+def test_accuracy_program_writes_what_it_measured(tmp_path):
+    file = tmp_path / "accuracy.json"
+    assert accuracy.main(["--device", "cpu", "--peers", "math", "--seqlen", "16", "--out", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert set(record["errors"]) == {case.name for case in accuracy.CASES}
+    assert record["metadata"]["dtype"] == "torch.float32" and len(record["comparisons"]) == 1

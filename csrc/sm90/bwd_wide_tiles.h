@@ -33,7 +33,7 @@ struct WideBwdTile {
 // registers leave shared memory, whose bandwidth is the next limit after the tensor cores, to the other ones: 104 bytes
 // a clock of 128 at head_dim 192 instead of 136. More than 128 columns of 256 would spill.
 constexpr WideBwdTile wide_bwd_tile(int d, int dv) {
-  if (d == 192 && dv == 128) return {64, 4, 192, 1, 80, 2, 2};
+  if (d == 192 && dv == 128) return {64, 4, 192, 1, 64, 3, 3};
   if (d == 192) return {64, 3, 192, 2, 80, 2, 2};
   return {48, 3, 128, 1, 64, 2, 1};
 }

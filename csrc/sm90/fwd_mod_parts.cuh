@@ -69,9 +69,11 @@ struct Chunk {
   bool is_last;  // of its item
 };
 
-template <typename E, int D, int Dv>
+// Calls that change no scores, but hide some, have a kernel of their own: kChanges is false.
+template <typename E, int D, int Dv, bool Changes>
 struct FwdModTraits {
   using Element = E;
+  static constexpr bool kChanges = Changes;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile kModTile = fwd_mod_tile(D, Dv);
   static constexpr FwdTile kTile = kModTile.plain();

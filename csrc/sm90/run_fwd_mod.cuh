@@ -55,9 +55,9 @@ inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Pr
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
 }
 
-template <typename E, int D, int Dv>
-std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  using T = FwdModTraits<E, D, Dv>;
+template <typename E, int D, int Dv, bool Changes>
+std::string launch_fwd_mod_kind(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  using T = FwdModTraits<E, D, Dv, Changes>;
   const Problem& r = p.problem;
   const bool drawn = p.schedule != nullptr && draws_items(r, m);
   FwdModArgs a{};
@@ -73,6 +73,12 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
   if (!error.empty()) return "fwd_mod_sm90: " + error;
   const int64_t ctas = std::min<int64_t>(a.plain.grid.ctas, d.num_sms);
   return launch("fwd_mod_sm90", fwd_mod_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
+}
+
+template <typename E, int D, int Dv>
+std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  const bool changes = m.is_natural || m.rng != nullptr || p.problem.score_factor != 1.f;
+  return changes ? launch_fwd_mod_kind<E, D, Dv, true>(p, m, d) : launch_fwd_mod_kind<E, D, Dv, false>(p, m, d);
 }
 
 template <int D, int Dv>

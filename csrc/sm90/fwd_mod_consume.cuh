@@ -22,7 +22,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   ModRowState state;
   int used = 0;    // slots of the ring so far
   int items = -1;  // begun before the present one
-  OwnStep now{};
+  OwnStep now{}, next{};
 
   // Registers are short: what follows from the thread's number is made anew where it is used.
   const auto warp_row = [&] { return group * 64 + ptx::fresh_thread_idx() / 32 % 4 * 16; };
@@ -42,11 +42,13 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   // Gives back the slot used so many slots ago.
   const auto free_slot = [&](int ago) { arrive(bars.kv_empty(slot_of(used - ago, T::kKvSlots))); };
   const auto slot_at = [&] { return smem + slot_of(used, T::kKvSlots) * T::kSlotBytes; };
-  // On to the next step; false after the last one of all items.
-  const auto next_step = [&]() -> bool {
+  const auto look_ahead = [&] {
     wait_for_slot();
-    const Step step = shared.steps[slot_of(used, T::kKvSlots)];
-    now.take(step, group);
+    next.take(shared.steps[slot_of(used, T::kKvSlots)], group);
+  };
+  // On to the step that has been looked at; false after the last one of all items.
+  const auto begin_step = [&]() -> bool {
+    now = next;
     if (now.bits & kNoStep) {
       ++used;
       return false;
@@ -56,6 +58,10 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
       wait(bars.q_full(slot_of(items, a.q_slots)), parity_of(items, a.q_slots));
     }
     return true;
+  };
+  const auto next_step = [&] {
+    look_ahead();
+    return begin_step();
   };
   const auto scores = [&] {
     const ModItem& item = item_at(items);
@@ -141,7 +147,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
 #pragma unroll
       for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
     }
-    if (T::kChanges && m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
+    if (T::kDrops && m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
   };
   const auto store = [&](int n) {
     const ModItem& item = item_at(n);
@@ -175,6 +181,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     ptx::wgmma_wait<1>();
     finish_products(2);
     finish_scores(visible);
+    look_ahead();
     ptx::wgmma_wait<0>();
     ptx::pin(o);
     ptx::pin(weights);
@@ -224,8 +231,9 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     started = true;
     finish_scores(visible);
     prepare_weights();
+    look_ahead();
 #pragma unroll 1
-    while ((has_step = next_step()) && now.is_seen()) step();
+    while ((has_step = begin_step()) && now.is_seen()) step();
     // The last product, which no scores accompany: the step's tile is not seen, or there is none.
     if (has_step) {
       take_turn();

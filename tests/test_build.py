@@ -312,8 +312,9 @@ def test_shared_memory_with_modifiers_fits(device_switches, resources, compute_c
         launches.append(ops._C.last_launch())
     for launch, direction in zip(launches, ("fwd", "bwd"), strict=True):
         wanted, kernel = f"{direction}_mod_sm80_hd{head_dim}", f"{direction}_mod_kernel"
-        if compute_capability == 90 and head_dim <= max(HOPPER_MOD_HEAD_DIMS):
-            size = min(item for item in HOPPER_MOD_HEAD_DIMS if item >= head_dim)
+        sizes = HOPPER_MOD_HEAD_DIMS if direction == "fwd" else HOPPER_BWD_MOD_HEAD_DIMS
+        if compute_capability == 90 and head_dim <= max(sizes):
+            size = min(item for item in sizes if item >= head_dim)
             wanted, kernel = f"{direction}_mod_sm90_hd{size}", f"{direction}_mod_sm90_kernel"
         assert launch["kernel"] == wanted
         static = static_smem(resources, (kernel,))

@@ -42,6 +42,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   // Gives back the slot used so many slots ago.
   const auto free_slot = [&](int ago) { arrive(bars.kv_empty(slot_of(used - ago, T::kKvSlots))); };
   const auto slot_at = [&] { return smem + slot_of(used, T::kKvSlots) * T::kSlotBytes; };
+  // The next step, looked up while a product runs: behind its wait that lengthens the chain from scores to scores.
   const auto look_ahead = [&] {
     wait_for_slot();
     next.take(shared.steps[slot_of(used, T::kKvSlots)], group);

@@ -1,5 +1,6 @@
 // weights.cuh for scores to which anything may have been added. Maxima are kept in the units of the scores: those near
-// finfo.min would no longer be finite times log2(e), so rows as low as that subtract their maximum first.
+// finfo.min would no longer be finite times log2(e), so rows as low as that subtract their maximum first. An item's first
+// tile takes its maximum instead of a guess, so that no result depends on which hidden tiles were visited.
 #pragma once
 
 #include "fwd_mod_parts.cuh"
@@ -12,7 +13,7 @@ struct ModRowState {
   float sum[2] = {0.f, 0.f};  // this lane's share of the row sum
 };
 
-// p = weights of s by the maxima there are. False when they must not be used.
+// p = weights of s by the maxima there are. False when they must not be used. Only what is added makes scores so low.
 template <typename E, bool kMayBeLow, int kCount>
 __device__ __forceinline__ bool try_mod_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 2], ModRowState& state,
                                                 float unit) {

@@ -20,7 +20,7 @@ namespace standalone {
 
 constexpr int kD = HEAD_DIM, kDv = HEAD_DIM_V, kPadded = padded_head_dim(kD, kDv);
 constexpr int kCompiledD = kD <= 64 ? 64 : kD <= 128 ? 128 : kD <= 192 ? 192 : 256;
-constexpr int kPlainDv = kCompiledD == 192 && kDv <= 128 ? 128 : kCompiledD;  // modifiers run (192, 128) as 192
+constexpr int kCompiledDv = kCompiledD == 192 && kDv <= 128 ? 128 : kCompiledD;
 
 // ---- runs ---------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Runner {
     m.row_max = want_max ? to.row_max : nullptr;
     if (portable) return sm80::launch_fwd_mod<bf16, kPadded, SmemClass::kLarge>(f, m, device_);
     f.schedule = drawn ? counter_ : nullptr;
-    return sm90::launch_fwd_mod<bf16, kCompiledD, kCompiledD>(f, m, device_);
+    return sm90::launch_fwd_mod<bf16, kCompiledD, kCompiledDv>(f, m, device_);
   }
 
   bool passes(const Case& c, const Named& named, bool want_max) {
@@ -167,7 +167,7 @@ class Timer {
     FwdParams f = params(c.window_right);
     if (c.set == nullptr) {
       if (!sm90::draws_items(f.problem)) f.schedule = nullptr;
-      return [=, this] { require(sm90::launch_fwd<bf16, kCompiledD, kPlainDv>(f, device_)); };
+      return [=, this] { require(sm90::launch_fwd<bf16, kCompiledD, kCompiledDv>(f, device_)); };
     }
     Modifiers m;
     c.set(m);
@@ -175,7 +175,7 @@ class Timer {
     if (c.portable) {
       return [=, this] { require(sm80::launch_fwd_mod<bf16, kPadded, SmemClass::kLarge>(f, m, device_)); };
     }
-    return [=, this] { require(sm90::launch_fwd_mod<bf16, kCompiledD, kCompiledD>(f, m, device_)); };
+    return [=, this] { require(sm90::launch_fwd_mod<bf16, kCompiledD, kCompiledDv>(f, m, device_)); };
   }
 
   DeviceInfo device_;

@@ -63,7 +63,7 @@ struct FwdModTile {
   }
 };
 
-// head_dim_v as head_dim: q of 192 beside v of 128 run as 192.
+// Of head_dim, whatever head_dim_v is.
 constexpr FwdModTile fwd_mod_tile(int d) {
   if (d == 64) return {128, 4, 2, true, true};
   if (d <= 128) return {128, 4, 2, true, false};

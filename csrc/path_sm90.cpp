@@ -1,5 +1,5 @@
-// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards, those with modifiers
-// up to head_dim 128; the rest runs in the sm80 kernels, and the plan of such a call names those.
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards, the backwards with
+// modifiers up to head_dim 128; the rest runs in the sm80 kernels, and the plan of such a call names those.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -37,8 +37,11 @@ struct ModInstance {
   std::string (*run)(const FwdParams&, const Modifiers&, const DeviceInfo&);
   const char* name;
 };
-constexpr auto kModInstances = std::to_array<ModInstance>({{64, 64, run_fwd_mod_hd64, "fwd_mod_sm90_hd64"},
-                                                           {128, 128, run_fwd_mod_hd128, "fwd_mod_sm90_hd128"}});
+constexpr std::array<ModInstance, 5> kModInstances = {{{64, 64, run_fwd_mod_hd64, "fwd_mod_sm90_hd64"},
+                                                       {128, 128, run_fwd_mod_hd128, "fwd_mod_sm90_hd128"},
+                                                       {192, 128, run_fwd_mod_hd192_v128, "fwd_mod_sm90_hd192_v128"},
+                                                       {192, 192, run_fwd_mod_hd192, "fwd_mod_sm90_hd192"},
+                                                       {256, 256, run_fwd_mod_hd256, "fwd_mod_sm90_hd256"}}};
 
 // Whether the forward kernels here take it: TMA reads tensors that are ready for it only, and the rows of the output,
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
@@ -51,10 +54,9 @@ bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v
 // TMA wants an address.
 const ModInstance* mod_instance_of(const Problem& p) {
   if (!is_taken(p) || p.total_k == 0) return nullptr;
-  const auto* found = std::find_if(kModInstances.begin(), kModInstances.end(), [&](const ModInstance& i) {
+  return &*std::find_if(kModInstances.begin(), kModInstances.end() - 1, [&](const ModInstance& i) {
     return p.head_dim <= i.head_dim && p.head_dim_v <= i.head_dim_v;
   });
-  return found == kModInstances.end() ? nullptr : found;
 }
 
 // Whether the backward kernels here take it; dq and dk, contiguous like the output, want the same of head_dim.
@@ -177,7 +179,7 @@ BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const Devic
 LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
   const ModInstance* i = mod_instance_of(p);
   if (i == nullptr) return sm80::plan_fwd_mod(p, d);
-  const FwdModTile t = fwd_mod_tile(i->head_dim, i->head_dim_v);
+  const FwdModTile t = fwd_mod_tile(i->head_dim);
   const int block_m = t.plain().block_m();
   return {"sm90", i->name, block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
           t.smem_bytes(i->head_dim, i->head_dim_v),

@@ -125,7 +125,7 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    native = max(case.head_dim, case.dim_v) <= 128 and (direction == "fwd" or _has_hopper_backward(x))
+    native = direction == "fwd" or max(case.head_dim, case.dim_v) <= 128 and _has_hopper_backward(x)
     wanted = kernels_of(target, native=native, tensors=(x.plain.q, x.plain.k, x.plain.v))
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])

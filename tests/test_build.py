@@ -41,8 +41,10 @@ ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
 HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192)  # 192 for head_dim_v of 192 and of 128
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
-HOPPER_MOD_HEAD_DIMS = (64, 128)
+HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 192, 256)  # 192 for head_dim_v of 192 and of 128
+HOPPER_MOD_KINDS = (0, 1, 2)  # scores hidden only, or weights dropped, or all there is
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
+HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
 SCORE_KINDS = (0, 1, 2)  # of which each has a kernel: scores added to, capped, dropped
 HOPPER_BWD = ("bwd_sm90_kernel",)
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
@@ -144,9 +146,9 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_bwd = itertools.product(2 * HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
     hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
-    hopper_mod = itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, (None,))
-    hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, SCORE_KINDS)
-    hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_MOD_HEAD_DIMS, (None,))
+    hopper_mod = itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS)
+    hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
+    hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     any_class = [*others, *((kernel, None, None, None) for kernel in MASK_PASSES)]
     of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod,
                  *hopper_bwd_mod, *hopper_bwd_mod_passes]
@@ -160,7 +162,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
 
 
 def test_a_build_from_nothing_stays_in_its_budget(resources):
-    """Five minutes on two cores, 4 GB for two compilers at once; CPU time, as wall time knows other load.
+    """Six minutes on two cores, 4 GB for two compilers at once; CPU time, as wall time knows other load.
 
     The plain portable forward takes 23 s on the machine for which the budget stands, one file beside another;
     the same machine has been seen 1.7 times slower in all that it compiles.
@@ -169,7 +171,7 @@ def test_a_build_from_nothing_stays_in_its_budget(resources):
     assert cost is not None, "the build folder is older than its log: remove build/ and build again"
     known = [resources["seconds"][f"inst/{name}.cu.o"] for name in ("fwd_sm80", "fwd_sm80_large")]
     slowness = min(max(1.0, sum(known) / 23), 2.0)
-    assert cost["cpu_seconds"] < 2 * 300 * slowness
+    assert cost["cpu_seconds"] < 2 * 360 * slowness
     assert cost["peak_gib"] < 2
 
 
@@ -254,7 +256,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         seen += 1
     wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = 2 * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
-    modified = len(HOPPER_MOD) * len(HOPPER_MOD_HEAD_DIMS)
+    modified = len(HOPPER_MOD) * len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS)
     assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide + modified)
 
 
@@ -310,8 +312,9 @@ def test_shared_memory_with_modifiers_fits(device_switches, resources, compute_c
         launches.append(ops._C.last_launch())
     for launch, direction in zip(launches, ("fwd", "bwd"), strict=True):
         wanted, kernel = f"{direction}_mod_sm80_hd{head_dim}", f"{direction}_mod_kernel"
-        if compute_capability == 90 and head_dim <= max(HOPPER_MOD_HEAD_DIMS):
-            size = min(item for item in HOPPER_MOD_HEAD_DIMS if item >= head_dim)
+        sizes = HOPPER_MOD_HEAD_DIMS if direction == "fwd" else HOPPER_BWD_MOD_HEAD_DIMS
+        if compute_capability == 90 and head_dim <= max(sizes):
+            size = min(item for item in sizes if item >= head_dim)
             wanted, kernel = f"{direction}_mod_sm90_hd{size}", f"{direction}_mod_sm90_kernel"
         assert launch["kernel"] == wanted
         static = static_smem(resources, (kernel,))

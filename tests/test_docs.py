@@ -364,8 +364,8 @@ int main() {
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%s|%d\n", d, dv, t.block_m(), t.block_n, t.consumers, t.kv_slots,
                 t.q_slots, t.staged ? "yes" : "no", t.smem_bytes(d, dv));
   }
-  for (int d : {64, 128}) {
-    const sm90::FwdModTile t = sm90::fwd_mod_tile(d, d);
+  for (int d : {64, 128, 192, 256}) {
+    const sm90::FwdModTile t = sm90::fwd_mod_tile(d);
     std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", d, t.plain().block_m(), t.block_n, t.kv_slots, t.q_slots,
                 t.staged ? "yes" : "no", t.bias_apart ? "apart" : "over Q and stage", t.smem_bytes(d, d));
   }
@@ -528,7 +528,7 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
 def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
     (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
     listed = rows(table)
-    assert len(listed) == 2
+    assert len(listed) == 4
     for d, block_m, block_n, slots, _, _, _, smem in listed:
         chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90")
         assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}")

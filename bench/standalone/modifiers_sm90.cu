@@ -106,7 +106,7 @@ class Runner {
     return {device_alloc<bf16>(kElements), device_alloc<float>(kElements / 64), device_alloc<float>(kElements / 64)};
   }
 
-  static constexpr size_t kElements = size_t{1} << 20;
+  static constexpr size_t kElements = size_t{1} << 21;
   DeviceInfo device_;
   bf16* q_ = device_alloc<bf16>(kElements);
   bf16* k_ = device_alloc<bf16>(kElements);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fwd_consume.cuh"
+#include "fwd_mod_bits.cuh"
 #include "fwd_mod_scores.cuh"
 #include "fwd_mod_weights.cuh"
 
@@ -21,7 +22,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   ModRowState state;
   int used = 0;    // slots of the ring so far
   int items = -1;  // begun before the present one
-  OwnStep now{};
+  OwnStep now{}, next{};
 
   // Registers are short: what follows from the thread's number is made anew where it is used.
   const auto warp_row = [&] { return group * 64 + ptx::fresh_thread_idx() / 32 % 4 * 16; };
@@ -41,11 +42,14 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   // Gives back the slot used so many slots ago.
   const auto free_slot = [&](int ago) { arrive(bars.kv_empty(slot_of(used - ago, T::kKvSlots))); };
   const auto slot_at = [&] { return smem + slot_of(used, T::kKvSlots) * T::kSlotBytes; };
-  // On to the next step; false after the last one of all items.
-  const auto next_step = [&]() -> bool {
+  // The next step, looked up while a product runs: behind its wait that lengthens the chain from scores to scores.
+  const auto look_ahead = [&] {
     wait_for_slot();
-    const Step step = shared.steps[slot_of(used, T::kKvSlots)];
-    now.take(step, group);
+    next.take(shared.steps[slot_of(used, T::kKvSlots)], group);
+  };
+  // On to the step that has been looked at; false after the last one of all items.
+  const auto begin_step = [&]() -> bool {
+    now = next;
     if (now.bits & kNoStep) {
       ++used;
       return false;
@@ -56,19 +60,19 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     }
     return true;
   };
+  const auto next_step = [&] {
+    look_ahead();
+    return begin_step();
+  };
   const auto scores = [&] {
     const ModItem& item = item_at(items);
     return Scores{a.plain.p.problem, m, item.seat, item.w.h};
   };
   const auto first_row = [&] { return item_at(items).w.block * T::kBlockM + warp_row(); };
-  constexpr int kParts = kN / kPartKeys;
-  using Mask = MaskWords<false, 16, kPartKeys>;
-  const auto fetch_mask = [&](Mask (&mask)[kParts]) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      mask[part] = scores().template fetch_mask<false, 16, kPartKeys>(first_row(), now.tile() * kN + part * kPartKeys,
-                                                                      now.tests());
-    }
+  using Mask = OwnWords<kN>;
+  const auto fetch_mask = [&] { return fetch_own_words<kN>(scores(), first_row(), now.tile() * kN, now.tests()); };
+  const auto find_visible = [&](const Mask& mask) {
+    return visible_scores<kN>(scores(), mask, first_row(), now.tile() * kN, now.tests());
   };
   // Step i has used 2 i or 2 i + 1 slots when it comes to its bias, the first step one.
   const auto wait_for_bias = [&]() -> uint32_t {
@@ -110,20 +114,24 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     free_slot(k_ago);
     finish_q();
   };
-  const auto finish_scores = [&](const Mask (&mask)[kParts]) {
+  const auto change_scores = [&] {
     const int row0 = first_row();
     const uint32_t bias = a.bias_rows > 0 ? wait_for_bias() : 0;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
       const int col0 = now.tile() * kN + part * kPartKeys;
       modify_scores<E>(x, a, scores(), row0, col0, [&](float scale) {
         add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
       });
-      if (now.tests() != 0) scores().template hide<false>(as_blocks(x), row0, col0, now.tests(), mask[part]);
       ptx::pin(x);
     }
     if (a.bias_rows > 0) free_bias();
+  };
+  const auto finish_scores = [&](const ScoreBits& visible) {
+    if constexpr (T::kChanges) change_scores();
+    hide_scores(s, visible);
+    ptx::pin(s);
   };
   const auto issue_output = [&] {
     wait_for_slot();
@@ -132,17 +140,21 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_pv<E>(o, weights, v_low);
     ptx::wgmma_commit();
   };
-  const auto pack_weights = [&] {
+  const auto prepare_weights = [&] {
+    // Maxima that are wanted must be true ones. The first tile has none to try.
+    if (now.is_first() || m.row_max != nullptr || !try_mod_weights<E, T::kChanges>(s, weights, state, m.unit_log2)) {
+      float factor[2];
+      mod_weights_by_maximum<E>(s, weights, state, factor, m.unit_log2);
 #pragma unroll
-    for (int i = 0; i < kN / 4; ++i) weights[i] = ptx::pack2<E>(s[2 * i], s[2 * i + 1]);
-    if (m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
+      for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
+    }
+    if (T::kDrops && m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
   };
-  // Completes rows of the n-th item.
-  const auto store = [&](int n, const ModRowState& finished) {
+  const auto store = [&](int n) {
     const ModItem& item = item_at(n);
-    const int lane = ptx::fresh_lane(), first = warp_row();
+    const int lane = ptx::fresh_lane(), first = warp_row(), row_in_tile = first + lane / 4;
     float inverse[2];
-    finish_mod_rows(a, item, finished, item.w.block * T::kBlockM + first + lane / 4, lane, inverse);
+    finish_mod_rows(a, item, state, item.w.block * T::kBlockM + row_in_tile, lane, inverse);
     if constexpr (T::kStaged) {
       if (T::kModTile.bias_apart || a.bias_rows == 0) {
         const uint32_t stage = smem + T::kStageAt + first / 16 * T::kStageChunks * 16 * 128;
@@ -150,15 +162,14 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
         return;
       }
     }
-    store_direct<T>(a.plain, item.w, o, inverse, item.w.block * T::kBlockM + first + lane / 4, lane);
+    store_direct<T>(a.plain, item.w, o, inverse, item.w.block * T::kBlockM + row_in_tile, lane);
   };
-  const auto scale_output = [&](const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[i / 2 % 2];
+  const auto begin_output = [&] {
+    clear(o);
+    state = ModRowState{};
   };
   const auto step = [&] {
-    Mask mask[kParts];
-    fetch_mask(mask);
+    const Mask mask = fetch_mask();
     ptx::pin(o);
     ptx::pin(weights);
     take_turn();
@@ -167,25 +178,20 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_output();
     ++used;
     pass_turn();
+    const ScoreBits visible = find_visible(mask);
     ptx::wgmma_wait<1>();
     finish_products(2);
-    finish_scores(mask);
-    const bool is_seam = now.is_first();
-    const ModRowState before = state;
-    if (is_seam) state = ModRowState{};
-    float factor[2];
-    const bool rises = weigh(s, state, factor, m);
+    finish_scores(visible);
+    look_ahead();
     ptx::wgmma_wait<0>();
     ptx::pin(o);
     ptx::pin(weights);
     free_slot(1);
-    if (is_seam) {
-      store(items - 1, before);
-      clear(o);
-    } else if (rises) {
-      scale_output(factor);
+    if (now.is_first()) {
+      store(items - 1);
+      begin_output();
     }
-    pack_weights();
+    prepare_weights();
   };
 
   if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
@@ -197,10 +203,9 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     // No weights wait for their V here.
     if (!has_step || now.is_first()) {
       const int finished = has_step ? items - 1 : items;
-      if (finished >= 0) store(finished, state);
+      if (finished >= 0) store(finished);
       if (!has_step) break;
-      clear(o);
-      state = ModRowState{};
+      begin_output();
     }
     if (!now.is_seen()) {
       if (!is_passed) {
@@ -215,22 +220,21 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
       has_step = next_step();
       continue;
     }
-    Mask mask[kParts];
-    fetch_mask(mask);
+    const Mask mask = fetch_mask();
     take_turn();
     issue_scores();
     ++used;
     pass_turn();
+    const ScoreBits visible = find_visible(mask);
     if (started) skip_slot();
     ptx::wgmma_wait<0>();
     finish_products(started ? 2 : 1);
     started = true;
-    finish_scores(mask);
-    float factor[2];
-    if (weigh(s, state, factor, m)) scale_output(factor);
-    pack_weights();
+    finish_scores(visible);
+    prepare_weights();
+    look_ahead();
 #pragma unroll 1
-    while ((has_step = next_step()) && now.is_seen()) step();
+    while ((has_step = begin_step()) && now.is_seen()) step();
     // The last product, which no scores accompany: the step's tile is not seen, or there is none.
     if (has_step) {
       take_turn();

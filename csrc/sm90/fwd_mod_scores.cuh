@@ -86,44 +86,39 @@ __device__ __forceinline__ void add_far_bias(ScorePart& s, const Scores& scores,
                                                       row * x.row_stride + col * x.col_stride) * size;
   const int64_t down = 8 * x.row_stride * size;
   const bool whole = rows_left > 8 && cols_left > kPartKeys - 8 + 1;
+  const auto add = [&](float& score, float bias) {
+    score = fmaf(score, scale, bias);
+    asm volatile("" : "+f"(score));  // at once: all that is loaded first would not fit the registers
+  };
   const bool pairs = x.is_float && x.col_stride == 1 && (reinterpret_cast<uintptr_t>(at) | down) % 8 == 0;
   if (__all_sync(0xffffffffu, whole && pairs)) {
-    constexpr int kAtOnce = 2;
 #pragma unroll
-    for (int n0 = 0; n0 < kPartKeys / 8; n0 += kAtOnce) {
-      float2 loaded[2 * kAtOnce];
+    for (int n = 0; n < kPartKeys / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2 * kAtOnce; ++i) {
-        loaded[i] = ptx::load_late<float2>(at + i % 2 * down + (n0 + i / 2) * 32);
+      for (int half = 0; half < 2; ++half) {
+        const float2 pair = ptx::load_late<float2>(at + half * down + n * 32);
+        add(s[4 * n + 2 * half], pair.x);
+        add(s[4 * n + 2 * half + 1], pair.y);
       }
-#pragma unroll
-      for (int i = 0; i < 2 * kAtOnce; ++i) {
-        float* pair = &s[4 * n0 + 2 * i];
-        pair[0] = fmaf(pair[0], scale, loaded[i].x);
-        pair[1] = fmaf(pair[1], scale, loaded[i].y);
-      }
-      ptx::pin(s);  // what all loads bring at once would not fit the registers
     }
     return;
   }
   const int64_t right = x.col_stride * size;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int n = 0; n < kPartKeys / 8; ++n) {
 #pragma unroll
-    for (int n = 0; n < kPartKeys / 8; ++n) {
-      float loaded[2] = {};
+    for (int c = 0; c < 2; ++c) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+      for (int half = 0; half < 2; ++half) {
+        float bias = 0.f;
         if (8 * half < rows_left && 8 * n + c < cols_left) {
-          loaded[c] = x.is_float ? ptx::load_late<float>(at) : ptx::to_float<E>(ptx::load_late<E>(at));
+          const char* from = at + half * down;
+          bias = x.is_float ? ptx::load_late<float>(from) : ptx::to_float<E>(ptx::load_late<E>(from));
         }
-        at += c == 0 ? right : 7 * right;
+        add(s[4 * n + 2 * half + c], bias);
       }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) s[4 * n + 2 * half + c] = fmaf(s[4 * n + 2 * half + c], scale, loaded[c]);
-      ptx::pin(s);
+      at += c == 0 ? right : 7 * right;
     }
-    at += down - kPartKeys * right;
   }
 }
 

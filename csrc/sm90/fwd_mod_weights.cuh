@@ -1,10 +1,6 @@
-// Softmax of scores to which anything may have been added. Unlike weights.cuh it finds the maximum of a tile first:
-// exponentials then replace scores in place while the product with the weights before still runs, nothing is done twice
-// where scores rise from tile to tile (ALiBi), the maxima are there when they are wanted, and a tile whose scores are
-// all hidden changes no bit, so that results do not depend on which of these were visited.
-//
-// Maxima are kept in the units of the scores: those near finfo.min would no longer be finite times log2(e), so rows as
-// low as that subtract their maximum first.
+// weights.cuh for scores to which anything may have been added. Maxima are kept in the units of the scores: those near
+// finfo.min would no longer be finite times log2(e), so rows as low as that subtract their maximum first. An item's
+// first tile takes its maximum instead of a guess, so that no result depends on which hidden tiles were visited.
 #pragma once
 
 #include "fwd_mod_parts.cuh"
@@ -17,60 +13,63 @@ struct ModRowState {
   float sum[2] = {0.f, 0.f};  // this lane's share of the row sum
 };
 
+// p = weights of s by the maxima there are. False when they must not be used. Only what is added makes scores so low.
+template <typename E, bool kMayBeLow, int kCount>
+__device__ __forceinline__ bool try_mod_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 2], ModRowState& state,
+                                                float unit) {
+  RowState log2_state;
+  log2_state.minus_max[0] = -state.max[0] * unit;
+  log2_state.minus_max[1] = -state.max[1] * unit;
+  const bool low = kMayBeLow && fminf(state.max[0], state.max[1]) < kLowMaximum;
+  if (low) log2_state.minus_max[0] = INFINITY;  // which try_weights() refuses
+  if (!try_weights<E>(s, p, log2_state, unit)) return false;
+  state.sum[0] += log2_state.sum[0];
+  state.sum[1] += log2_state.sum[1];
+  return true;
+}
+
 template <int kCount>
 __device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&largest)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float parts[2] = {-INFINITY, -INFINITY};
+    largest[r] = -INFINITY;
 #pragma unroll
-    for (int i = r; i < kCount / 2; i += 2) parts[i / 2 % 2] = fmaxf(parts[i / 2 % 2], fmaxf(s[2 * i], s[2 * i + 1]));
-    largest[r] = fmaxf(parts[0], parts[1]);
+    for (int i = r; i < kCount / 2; i += 2) largest[r] = fmaxf(largest[r], fmaxf(s[2 * i], s[2 * i + 1]));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
   }
 }
 
-// Scores to weights in place. Maxima rise when they must, as in common/softmax.cuh, or whenever they can: then true is
-// returned, and the output so far is worth `factor`.
-template <int kCount>
-__device__ __forceinline__ bool weigh(float (&s)[kCount], ModRowState& state, float (&factor)[2], const Modifiers& m) {
-  constexpr float kSlackLog2 = 8.f;
-  const float unit = m.unit_log2, slack = m.row_max != nullptr ? 0.f : kSlackLog2;
+// p = weights of s by the larger of the maxima there are and the tile's; factor is what the output so far is worth.
+template <typename E, int kCount>
+__device__ __forceinline__ void mod_weights_by_maximum(float (&s)[kCount], uint32_t (&p)[kCount / 2],
+                                                       ModRowState& state, float (&factor)[2], float unit) {
   float largest[2], shift[2];
   quad_maxima(s, largest);
-  // False while both are -inf: (-inf) - (-inf) is NaN and compares false.
-  const bool must = (largest[0] - state.max[0]) * unit > slack || (largest[1] - state.max[1]) * unit > slack;
-  const bool rises = __any_sync(0xffffffffu, must);
-  if (rises) {
+  bool low = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float higher = fmaxf(state.max[r], largest[r]);
-      factor[r] = higher == -INFINITY ? 1.f : ptx::ex2((state.max[r] - higher) * unit);
-      state.max[r] = higher;
-      state.sum[r] *= factor[r];
-    }
+  for (int r = 0; r < 2; ++r) {
+    const float higher = fmaxf(state.max[r], largest[r]);
+    // Nothing seen yet: the scores are all -inf and need an offset that is a number.
+    factor[r] = higher == -INFINITY ? 1.f : ptx::ex2((state.max[r] - higher) * unit);
+    shift[r] = higher == -INFINITY ? 0.f : higher;
+    low |= shift[r] < kLowMaximum;
+    state.max[r] = higher;
+    state.sum[r] *= factor[r];
   }
-  // Rows that have seen nothing have scores of -inf only and need an offset that is a number.
-#pragma unroll
-  for (int r = 0; r < 2; ++r) shift[r] = state.max[r] == -INFINITY ? 0.f : state.max[r];
-  if (m.bias.ptr != nullptr && __any_sync(0xffffffffu, fminf(shift[0], shift[1]) < kLowMaximum)) {
+  if (__any_sync(0xffffffffu, low)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] -= shift[i / 2 % 2];
     shift[0] = shift[1] = 0.f;
   }
-  const float offset[2] = {-shift[0] * unit, -shift[1] * unit};
-  float sum[2][2] = {};
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    s[i] = ptx::ex2(fmaf(s[i], unit, offset[i / 2 % 2]));
-    sum[i / 2 % 2][i % 2] += s[i];
+  for (int i = 0; i < kCount / 2; ++i) {
+    const int r = i % 2;
+    const float x = ptx::ex2(fmaf(s[2 * i], unit, -shift[r] * unit));
+    const float y = ptx::ex2(fmaf(s[2 * i + 1], unit, -shift[r] * unit));
+    state.sum[r] += x + y;
+    p[i] = ptx::pack2<E>(x, y);
   }
-  const float sum0 = sum[0][0] + sum[0][1], sum1 = sum[1][0] + sum[1][1];
-  // Never so, but it must be known here: ptxas would move the exponentials behind the wait for the product that runs.
-  if (sum0 + sum1 < 0.f) __trap();
-  state.sum[0] += sum0;
-  state.sum[1] += sum1;
-  return rises;
 }
 
 // Completes two rows with the item's sink: stores lse and what is wanted of the maxima, returns the factors for the

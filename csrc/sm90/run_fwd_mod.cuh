@@ -55,9 +55,9 @@ inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Pr
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
 }
 
-template <typename E, int D, int Dv>
-std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  using T = FwdModTraits<E, D, Dv>;
+template <typename E, int D, int Dv, FwdModKind kKind>
+std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  using T = FwdModTraits<E, D, Dv, kKind>;
   const Problem& r = p.problem;
   const bool drawn = p.schedule != nullptr && draws_items(r, m);
   FwdModArgs a{};
@@ -73,6 +73,14 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
   if (!error.empty()) return "fwd_mod_sm90: " + error;
   const int64_t ctas = std::min<int64_t>(a.plain.grid.ctas, d.num_sms);
   return launch("fwd_mod_sm90", fwd_mod_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
+}
+
+template <typename E, int D, int Dv>
+std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  const bool changes = m.is_natural || p.problem.score_factor != 1.f;
+  if (changes) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kAll>(p, m, d);
+  if (m.rng != nullptr) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kDrops>(p, m, d);
+  return launch_fwd_mod_of<E, D, Dv, FwdModKind::kHides>(p, m, d);
 }
 
 template <int D, int Dv>

@@ -63,10 +63,10 @@ struct FwdModTile {
   }
 };
 
-constexpr FwdModTile fwd_mod_tile(int d, int dv) {
+// Of head_dim, whatever head_dim_v is.
+constexpr FwdModTile fwd_mod_tile(int d) {
   if (d == 64) return {128, 4, 2, true, true};
   if (d <= 128) return {128, 4, 2, true, false};
-  if (d == 192 && dv == 128) return {64, 4, 2, true, false};
   if (d == 192) return {64, 4, 2, true, false};
   return {64, 4, 1, false, true};
 }
@@ -74,10 +74,9 @@ constexpr FwdModTile fwd_mod_tile(int d, int dv) {
 constexpr bool tiles_fit() {
   for (int d : kHeadDims) {
     if (fwd_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
-    if (fwd_mod_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (fwd_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
-  return fwd_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge &&
-         fwd_mod_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge;
+  return fwd_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge;
 }
 static_assert(tiles_fit());
 

@@ -1,0 +1,178 @@
+// Which scores of a warp's 16 rows and 64 or 128 keys masks hide, a bit for each score of a thread. They are made while
+// the products run, so that the chain from scores to weights only applies them.
+#pragma once
+
+#include "../common/modifiers.cuh"
+#include "fwd_mod_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// Bit 2 j + c of of[half] is the score of key 8 j + 2 (lane % 4) + c with row lane / 4 + 8 half.
+struct ScoreBits {
+  uint32_t of[2];
+};
+
+// What a lane has of rows of bits: row lane / 2, half of the keys.
+template <int kKeys>
+struct OwnWords {
+  static constexpr int kCount = kKeys / 64;
+  static_assert(kKeys == 64 || kKeys == 128);
+  uint32_t of[kCount];
+};
+
+template <int kKeys>
+__device__ __forceinline__ OwnWords<kKeys> fetch_own_words(const Scores& scores, int row0, int col0, TileTests tests) {
+  constexpr int kCount = OwnWords<kKeys>::kCount;
+  const Modifiers& m = scores.m;
+  OwnWords<kKeys> own{};
+  if (m.mask.words == nullptr || !(tests & kTestRows)) return own;
+  const int lane = ptx::fresh_lane(), row = row0 + lane / 2, first = col0 / 32 + lane % 2 * kCount;
+  if (row >= min(m.mask.rows, scores.seat.seqlen_q)) return own;
+  const uint32_t* at = m.mask.words + scores.seat.b * m.mask.batch_stride + scores.h * m.mask.head_stride +
+                       row * m.mask.row_stride + first * m.mask.word_stride;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (first + i < m.mask.num_words) own.of[i] = at[i * m.mask.word_stride];
+  }
+  return own;
+}
+
+// The keys from col0 on that a row sees by what is known from the rows' side.
+template <int kKeys>
+__device__ __forceinline__ OwnWords<kKeys> seen_by_row(const Scores& scores, const OwnWords<kKeys>& mask, int row,
+                                                       int col0, TileTests tests) {
+  constexpr int kCount = OwnWords<kKeys>::kCount;
+  const Modifiers& m = scores.m;
+  const Seat& seat = scores.seat;
+  const bool has_mask = m.mask.words != nullptr && (tests & kTestRows);
+  OwnWords<kKeys> bits;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) bits.of[i] = has_mask ? mask.of[i] : ~0u;
+  if (tests & kTestInterval) {
+    const RowKeys keys = scores.row_keys(row);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int col = col0 + 32 * i;
+      bits.of[i] &= Scores::bits_between(keys.begin, keys.end, col) | Scores::bits_between(0, keys.always, col);
+    }
+  }
+  if (!(tests & kTestRows)) return bits;
+  if (m.blocks.words != nullptr) {
+    const uint32_t four = Scores::word(m.blocks, seat.b, scores.h, row / 16, col0 / 512) >> (col0 / 16 % 32);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      bits.of[i] &= (four >> 2 * i & 1) * 0xffffu | (four >> (2 * i + 1) & 1) * 0xffff0000u;
+    }
+  }
+  const int64_t base = scores.seat_batch() * m.hidden_keys.batch_stride + scores.h * m.hidden_keys.head_stride;
+  const int64_t position = seat.q_start + min(row, seat.seqlen_q - 1);
+#pragma unroll 1
+  for (int k = 0; k < m.hidden_keys.count; ++k) {
+    const int2 keys = Scores::interval(m.hidden_keys, base, position, k);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bits.of[i] &= ~Scores::bits_between(keys.x, keys.y, col0 + 32 * i);
+  }
+  return bits;
+}
+
+// Scores that no test known by rows hides: each row's half is made once and handed out.
+template <int kKeys>
+__device__ __forceinline__ ScoreBits visible_by_rows(const Scores& scores, const OwnWords<kKeys>& mask, int row0,
+                                                     int col0, TileTests tests) {
+  constexpr int kCount = OwnWords<kKeys>::kCount;
+  const int lane = ptx::fresh_lane();
+  const auto own = seen_by_row<kKeys>(scores, mask, row0 + lane / 2, col0 + lane % 2 * 32 * kCount, tests);
+  ScoreBits visible;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    visible.of[half] = kCount == 1 ? 0xffff0000u : 0;
+#pragma unroll
+    for (int w = 0; w < 2 * kCount; ++w) {
+      const uint32_t word = __shfl_sync(0xffffffffu, own.of[w % kCount], 2 * (lane / 4 + 8 * half) + w / kCount);
+      uint32_t pairs = word >> (2 * (lane % 4)) & 0x03030303u;
+      pairs |= pairs >> 6;
+      visible.of[half] |= ((pairs & 0xf) | (pairs >> 12 & 0xf0)) << (8 * w);
+    }
+  }
+  return visible;
+}
+
+// Takes out of `visible` what keys hide: documents, hidden_rows. A lane has the keys lane, lane + 32, ...
+template <int kKeys>
+__device__ __forceinline__ void hide_by_keys(ScoreBits& visible, const Scores& scores, int row0, int col0) {
+  const Modifiers& m = scores.m;
+  const Seat& seat = scores.seat;
+  const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+  // Of the i-th of 8 keys of this thread in every 32.
+  const auto owner = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
+  if (m.document_k.ids != nullptr) {
+    const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
+    const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
+    int row_ids[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_ids[half] = q[min(row0 + lane / 4 + 8 * half, last_row)];
+      if (row_ids[half] < 0) row_ids[half] = -2;  // like no key
+    }
+#pragma unroll 1
+    for (int w = 0; w < kKeys / 32; ++w) {
+      const int key_id = max(k[min(col0 + 32 * w + lane, last_key)], -1);
+      uint32_t differ[2] = {};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int id = __shfl_sync(0xffffffffu, key_id, owner(i));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (id != row_ids[half]) differ[half] |= 1u << i;
+        }
+      }
+      visible.of[0] &= ~(differ[0] << (8 * w));
+      visible.of[1] &= ~(differ[1] << (8 * w));
+    }
+  }
+  if (m.hidden_rows.count == 0) return;
+  const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
+#pragma unroll 1
+  for (int w = 0; w < kKeys / 32; ++w) {
+    const int64_t position = seat.k_start + min(col0 + 32 * w + lane, last_key);
+    uint32_t hidden = 0;  // rows of the warp
+#pragma unroll 1
+    for (int k = 0; k < m.hidden_rows.count; ++k) {
+      const int2 rows = Scores::interval(m.hidden_rows, base, position, k);
+      hidden |= Scores::bits_between(rows.x, rows.y, row0);
+    }
+    uint32_t mine[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t of_key = __shfl_sync(0xffffffffu, hidden, owner(i)) >> (lane / 4);
+      mine[0] |= (of_key & 1) << i;
+      mine[1] |= (of_key >> 8 & 1) << i;
+    }
+    visible.of[0] &= ~(mine[0] << (8 * w));
+    visible.of[1] &= ~(mine[1] << (8 * w));
+  }
+}
+
+// Votes tell ptxas that the warp stays together, also between a product's issue and its wait.
+template <int kKeys>
+__device__ __forceinline__ ScoreBits visible_scores(const Scores& scores, const OwnWords<kKeys>& mask, int row0,
+                                                    int col0, TileTests tests) {
+  ScoreBits visible{{~0u, ~0u}};
+  if (__any_sync(0xffffffffu, (tests & (kTestInterval | kTestRows)) != 0)) {
+    visible = visible_by_rows<kKeys>(scores, mask, row0, col0, tests);
+  }
+  if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) hide_by_keys<kKeys>(visible, scores, row0, col0);
+  return visible;
+}
+
+// -inf where a bit is 0; s[4 j + 2 half + c] as above.
+template <int kCount>
+__device__ __forceinline__ void hide_scores(float (&s)[kCount], const ScoreBits& visible) {
+  if (!__any_sync(0xffffffffu, (visible.of[0] & visible.of[1]) != ~0u)) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    s[i] = (visible.of[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1) != 0 ? s[i] : -INFINITY;
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -60,6 +60,8 @@ enum class Start {
             // waits for the rest
 };
 
+inline Start early_if(bool early) { return early ? Start::kEarly : Start::kInTurn; }
+
 // Launches a one-dimensional grid. Returns an empty string, or the error with the kernel's name.
 template <typename... Params, typename... Args>
 std::string launch_at(Start start, const char* name, void (*kernel)(Params...), int64_t grid, int threads,

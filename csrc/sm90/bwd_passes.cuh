@@ -7,7 +7,6 @@
 // Rows that see nothing and rows outside the sequence get lse = +inf, hence weights 2^(s - inf) = 0.
 #pragma once
 
-#include "../launch.h"
 #include "../passes/bwd_passes.cuh"
 #include "bwd_steps.cuh"
 
@@ -28,13 +27,6 @@ __device__ __forceinline__ QueryTile locate_tile(const BwdParams& p, const Grid&
   t.outside = b < 0 || b >= p.problem.batch;
   t.index = first_tile<kBlockM>(p.problem, t.w, b, t.w.h, tiles_per_head) + t.w.block;
   return t;
-}
-
-// How the kernels of a backward behind its first begin. Early ones save a few microseconds, which is what counts up to
-// 1k rows (head_dim 256, 512 rows: 456 us for 466); where items are long they take multiprocessors from the kernel
-// before them (16k rows, causal: 5.91 ms for 5.68).
-inline Start start_within_bwd(const Problem& p) {
-  return p.total_q <= 1024 * static_cast<int64_t>(p.batch) ? Start::kEarly : Start::kInTurn;
 }
 
 // lse and delta of the kBlockM rows of a tile.

@@ -61,6 +61,11 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
   return bwd_grid(p, d, block_n, ordered, draws_items(p));
 }
 
+// Whether the kernels of a backward behind its first begin before the one before them is over, which saves a few
+// microseconds: that counts up to 1k rows (head_dim 256, 512 rows: 456 us for 466). Where items are long they take
+// multiprocessors from the kernel before them (16k rows, causal: 5.91 ms for 5.68).
+inline bool begins_early(const Problem& p) { return p.total_q <= 1024 * static_cast<int64_t>(p.batch); }
+
 // Tiles of queries of one head in the workspace; packed sequences as in packed_slots().
 inline int64_t query_tiles_per_head(const Problem& p, int block_m = BwdTile::kBlockM) {
   return p.is_varlen() ? p.total_q / block_m + p.batch + 1 : (p.seqlen_q + block_m - 1) / block_m;

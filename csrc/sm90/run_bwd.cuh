@@ -45,7 +45,7 @@ std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
   if (kOrdered) a.turns = turns_of(p);
   if (error.empty()) error = encode_bwd_maps(maps, p, T::kBlockM, T::kPartRows);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_at(start_within_bwd(r), "bwd_sm90", bwd_sm90_kernel<T>, std::min<int64_t>(a.grid.ctas, d.num_sms),
+  return launch_at(early_if(begins_early(r)), "bwd_sm90", bwd_sm90_kernel<T>, std::min<int64_t>(a.grid.ctas, d.num_sms),
                    T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
@@ -58,8 +58,8 @@ std::string run_bwd_as(const BwdParams& p, const DeviceInfo& d) {
       launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, turns);
   if (error.empty()) error = launch_bwd<E, D, kOrdered>(p, d);
   if (!error.empty()) return error;
-  return launch_at(start_within_bwd(p.problem), "bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream, p, g,
-                   tiles);
+  return launch_at(early_if(begins_early(p.problem)), "bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream,
+                   p, g, tiles);
 }
 
 template <int D>

@@ -29,7 +29,7 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
   if (error.empty() && a.brings_bias) error = encode_bias_map(maps.bias, m.bias, r, T::kBlockM);
   if (!error.empty()) return "bwd_mod_sm90: " + error;
   const int64_t ctas = std::min<int64_t>(a.plain.grid.ctas, d.num_sms);
-  return launch_at(start_within_bwd(r), "bwd_mod_sm90", bwd_mod_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes,
+  return launch_at(early_if(begins_early(r)), "bwd_mod_sm90", bwd_mod_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes,
                    p.stream, a, maps);
 }
 
@@ -49,8 +49,8 @@ std::string run_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceI
       launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, no_turns);
   if (error.empty()) error = launch_bwd_mod<E, D>(p, m, d);
   if (!error.empty()) return error;
-  return launch_at(start_within_bwd(p.problem), "bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream, p, g,
-                   tiles);
+  return launch_at(early_if(begins_early(p.problem)), "bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream,
+                   p, g, tiles);
 }
 
 template <int D>

@@ -46,7 +46,7 @@ std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_at(start_within_bwd(p.problem), "bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>,
+  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>,
                    std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
@@ -59,7 +59,7 @@ std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kGroupRows, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_at(start_within_bwd(p.problem), "bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>,
+  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>,
                    std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 

@@ -1,6 +1,9 @@
 #include "../sm80/run_bwd_mod.cuh"
 
 namespace flash_ext::sm80 {
+std::string run_bwd_mod_large_hd192(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
+  return run_bwd_mod_hd<192, SmemClass::kLarge>(p, x, d);
+}
 std::string run_bwd_mod_large_hd256(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
   return run_bwd_mod_hd<256, SmemClass::kLarge>(p, x, d);
 }

@@ -1,7 +1,0 @@
-#include "../sm80/run_bwd_mod.cuh"
-
-namespace flash_ext::sm80 {
-std::string run_bwd_mod_large_hd128(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
-  return run_bwd_mod_hd<128, SmemClass::kLarge>(p, x, d);
-}
-}  // namespace flash_ext::sm80

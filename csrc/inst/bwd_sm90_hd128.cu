@@ -1,5 +1,0 @@
-#include "../sm90/run_bwd.cuh"
-
-namespace flash_ext::sm90 {
-std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d) { return run_bwd_hd<128>(p, d); }
-}  // namespace flash_ext::sm90

@@ -1,7 +1,0 @@
-#include "../sm90/run_fwd_mod.cuh"
-
-namespace flash_ext::sm90 {
-std::string run_fwd_mod_hd192_v128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return run_fwd_mod_hd<192, 128>(p, m, d);
-}
-}  // namespace flash_ext::sm90

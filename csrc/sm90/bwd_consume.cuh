@@ -6,8 +6,9 @@
 namespace flash_ext::sm90 {
 
 // Two warpgroups with 64 keys each of the same 128. dS of both meets in shared memory, and each adds its share of the
-// columns of dQ, one step late, so that neither waits for the other. kGroup: which one, or -1 to tell at run time
-// (where both have the same number of columns).
+// columns of dQ, one step late, so that neither waits for the other. S and dP of a step are issued behind dK of the step
+// before, while that runs. kGroup: which warpgroup, or -1 to tell at run time (where both have the same number of
+// columns). What a step needs seldom is read again from the item: registers that live across the loop cost 2 %.
 template <typename T, int kGroup>
 __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                  const BwdItem* items, BwdBarriers<T> bars, int group) {
@@ -16,22 +17,24 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
   constexpr int kDqCount = kGroup < 0 ? D / 4 : kGroup == 0 ? 32 : D / 2 - 32;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
   const int heads = static_cast<int>(a.grid.shared.divisor);
-  const float scale = a.p.problem.scale_log2;
-  const uint32_t k_low = uniform(descriptor_low(smem + group * 64 * 128, 16));
-  const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt + group * 64 * 128, 16));
-  const uint32_t k_rows = uniform(descriptor_low(smem + group * kN * 128, 16));
+  const BwdParams& p = a.p;
+  const Problem& r = p.problem;
+  const float scale = r.scale_log2;
+  const uint32_t first_low = uniform(descriptor_low(smem + group * 64 * 128, 16));
+  constexpr uint32_t kToOtherPlace = T::kVAt / 16;  // of K and V, in descriptors
   const uint32_t ds_to = smem + T::kDsAt + group * 64 * 128 + ds_offset(warp, lane);
   const int row = warp * 16 + lane / 4;  // a lane's first key of the warpgroup's
-  float* const dq_warp = a.p.dq_accum + group * 64 * 64 + warp * 32 * kDqCount;
-  // In order, a tile leaves as one piece.
+  float* const dq_warp = p.dq_accum + group * 64 * 64 + warp * 32 * kDqCount;
+  // In order, a tile leaves as one piece; what is left of a warp's 4 KB then follows it.
   const uint32_t stage = smem + T::kStageAt + (T::kOrdered ? group * 4 * T::kStageBytes + warp * kDqCount * 128
                                                            : (group * 4 + warp) * T::kStageBytes);
+  constexpr int kNextChunk = T::kOrdered && kDqCount < 32 ? 4 * kDqCount * 128 : 16 * 128;
 
   float dk[D / 2], dv[D / 2];
   RingPosition<T::kItems> place;
   RingPosition<T::kSlots> ring;
   RingPosition<T::kDsSlots> ds_ring;
-  uint32_t kv_parity = 0;
+  uint32_t k_place = 0;  // and the parity of the barriers of both places
   [[maybe_unused]] uint32_t dq_parity = 1;
   const auto arrive = [&](uint32_t bar) {
     if (lane == 0) ptx::mbarrier_arrive(bar);
@@ -44,20 +47,29 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       if (T::kStaged && !T::kOrdered && lane == 0) ptx::bulk_wait_read();
       break;
     }
-    const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
-    const int first_key = item.w.block * kN + group * 64;
-    const KeyReach reach = KeyReach::of<kM>(mod, first_key, 64);
+    // As found now, not as it was when last read.
+    const auto read_again = [&]() -> const BwdItem& {
+      const BwdItem* x = &item;
+      asm volatile("" : "+l"(x));
+      return *x;
+    };
+    const auto first_key = [&](const BwdItem& x) { return x.w.block * kN + group * 64; };
+    const auto mod_of = [&](const BwdItem& x) { return AttnMod{r, x.w.q.length, x.w.k.length}; };
+    const KeyReach reach = KeyReach::of<kM>(mod_of(item), first_key(item), 64);
+    const uint32_t k_low = uniform(first_low + k_place * kToOtherPlace);
+    const uint32_t v_low = uniform(first_low + (k_place ^ 1) * kToOtherPlace);
+    const uint32_t k_rows = uniform(k_low + group * ((kN - 64) * 128 / 16));
     clear(dk);
     clear(dv);
     Walk<T> walk(item);
-    uint32_t ds_before = 0;  // slot of the previous step's dS
-    int tile_before = 0;     // its tile of queries
+    int tile_before = 0;  // of queries, of the previous step
+    const auto ds_before = [&] { return ds_ring.slot == 0 ? T::kDsSlots - 1 : ds_ring.slot - 1; };
     const auto wait_for_ds_before = [&] {
-      const bool wraps = ds_ring.slot == 0;
-      wait(bars.ds_full(wraps ? T::kDsSlots - 1 : ds_ring.slot - 1), wraps ? ds_ring.parity ^ 1 : ds_ring.parity);
+      wait(bars.ds_full(ds_before()), ds_ring.slot == 0 ? ds_ring.parity ^ 1 : ds_ring.parity);
     };
     const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
-      issue_dq<E>(dq, uniform(descriptor_low(smem + T::kDsAt + ds_before * T::kDsBytes, 16)), k_rows);
+      ptx::wgmma_fence();
+      issue_dq<E>(dq, uniform(descriptor_low(smem + T::kDsAt + ds_before() * T::kDsBytes, 16)), k_rows);
       ptx::wgmma_commit();
     };
     const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
@@ -70,34 +82,45 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
         add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile_before) * (kM * D), dq, stage, lane);
       }
     };
-    const auto step = [&](auto is_first) {
-      constexpr bool kFirst = decltype(is_first)::value;
-      const uint32_t q_at = smem + T::kQAt + ring.slot * T::kQBytes, dout_at = q_at + (T::kDoutAt - T::kQAt);
-      const float* stats =
-          reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + ring.slot * 2 * kM + 2 * (lane % 4);
-      float s[32], dp[32], dq[kDqCount];
-      uint32_t p_words[16], ds_words[16];
-      ptx::pin(dk);
-      ptx::pin(dv);
+    const auto q_at = [&](int slot) { return smem + T::kQAt + slot * T::kQBytes; };
+    const auto dout_at = [&](int slot) { return smem + T::kDoutAt + slot * T::kDoutBytes; };
+    const auto stats_of = [&](int slot) {
+      return reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + slot * 2 * kM + 2 * (lane % 4);
+    };
+    float s[32], dp[32];
+    const auto issue_scores = [&](auto is_first) {
       wait(bars.q_full(ring.slot), ring.parity);
-      begin_dp(dp, stats + kM);
+      begin_dp(dp, stats_of(ring.slot) + kM);
       ptx::pin(s);
       ptx::pin(dp);
       ptx::wgmma_fence();
-      issue_products<E, D, kN, kM, false>(s, k_low, uniform(descriptor_low(q_at, 16)));
+      issue_products<E, D, kN, kM, false>(s, k_low, uniform(descriptor_low(q_at(ring.slot), 16)));
       ptx::wgmma_commit();
-      if constexpr (kFirst) wait(bars.v_full(), kv_parity);
+      if constexpr (decltype(is_first)::value) wait(bars.place_full(k_place ^ 1), k_place);
       wait(bars.dout_full(ring.slot), ring.parity);
       ptx::wgmma_fence();
-      issue_products<E, D, kN, kM, true>(dp, v_low, uniform(descriptor_low(dout_at, 16)));
+      issue_products<E, D, kN, kM, true>(dp, v_low, uniform(descriptor_low(dout_at(ring.slot), 16)));
       ptx::wgmma_commit();
+    };
+    const auto form_weights = [&] {
       ptx::wgmma_wait<1>();
       ptx::pin(s);
-      scores_to_weights(s, stats, scale);
-      if (!reach.whole(walk.block)) hide(s, mod, first_key + row, walk.block * kM + 2 * (lane % 4));
+      scores_to_weights(s, stats_of(ring.slot), scale);
+      if (!reach.whole(walk.block)) {
+        const BwdItem& now = read_again();
+        hide(s, mod_of(now), first_key(now) + row, walk.block * kM + 2 * (lane % 4));
+      }
       ptx::pin(s);
       ptx::wgmma_wait<0>();
       ptx::pin(dp);
+    };
+    // From weights and dP on, up to those of the next step.
+    const auto step = [&](auto is_first, auto is_last) {
+      constexpr bool kFirst = decltype(is_first)::value, kLast = decltype(is_last)::value;
+      const int slot = ring.slot;
+      float dq[kDqCount];
+      uint32_t p_words[16], ds_words[16];
+      if constexpr (kLast) arrive(bars.place_empty(k_place ^ 1));
 #pragma unroll
       for (int i = 0; i < 32; ++i) dp[i] *= s[i];
       pack<E>(p_words, s);
@@ -110,49 +133,76 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       arrive(bars.ds_full(ds_ring.slot));
       ptx::pin(p_words);
       ptx::pin(ds_words);
+      ptx::pin(dk);
+      ptx::pin(dv);
       ptx::wgmma_fence();
-      issue_pv<E>(dv, p_words, uniform(descriptor_low(dout_at, kM * 128)));
-      if constexpr (!kFirst) {
-        ptx::wgmma_fence();
+      issue_pv<E>(dv, p_words, uniform(descriptor_low(dout_at(slot), kM * 128)));
+      if constexpr (kFirst) {
+        ptx::wgmma_commit();
+      } else {
         issue_dq_before(dq);
       }
-      issue_pv<E>(dk, ds_words, uniform(descriptor_low(q_at, kM * 128)));
+      issue_pv<E>(dk, ds_words, uniform(descriptor_low(q_at(slot), kM * 128)));
       ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      ptx::pin(p_words);
+      ptx::pin(dv);
       if constexpr (!kFirst) {
-        ptx::wgmma_wait<1>();
         ptx::pin(dq);
         add_dq_before(dq);
       }
-      ptx::wgmma_wait<0>();
-      ptx::pin(dk);
-      ptx::pin(dv);
-      arrive(bars.q_empty(ring.slot));
-      arrive(bars.dout_empty(ring.slot));
-      ring.advance();
-      ds_before = ds_ring.slot;
       ds_ring.advance();
       tile_before = item.tile + walk.head * a.tiles_per_head + walk.block;
       walk.advance(item, heads);
+      ring.advance();
+      if constexpr (kLast) {
+        ptx::wgmma_wait<0>();
+      } else {
+        issue_scores(std::false_type{});
+        ptx::wgmma_wait<2>();
+      }
+      ptx::pin(dk);
+      ptx::pin(ds_words);
+      arrive(bars.q_empty(slot));
+      arrive(bars.dout_empty(slot));
+      if constexpr (!kLast) form_weights();
     };
     if (walk.left > 0) {
-      wait(bars.k_full(), kv_parity);
-      step(std::true_type{});
-      kv_parity ^= 1;
+      wait(bars.place_full(k_place), k_place);
+      issue_scores(std::true_type{});
+      form_weights();
+      if (walk.left == 1) {
+        step(std::true_type{}, std::true_type{});
+      } else {
+        step(std::true_type{}, std::false_type{});
 #pragma unroll 1
-      while (walk.left > 0) step(std::false_type{});
-      arrive(bars.v_empty());
+        while (walk.left > 1) step(std::false_type{}, std::false_type{});
+        step(std::false_type{}, std::true_type{});
+      }
       wait_for_ds_before();
       float dq[kDqCount];
-      ptx::wgmma_fence();
       issue_dq_before(dq);
+      // Gradients pass through the warp's place for dQ before dQ does: they are gone when the function returns.
+      if constexpr (T::kOrdered) {
+        wait(bars.dq_empty(0), dq_parity);
+      } else if (lane == 0) {
+        ptx::bulk_wait_read();
+      }
+      const BwdItem& now = read_again();
+      const int warp_row = first_key(now) + warp * 16;
+      store_rows_staged<E, kNextChunk>(p.dv, now.w.b, now.w.k, now.w.h, dv, 1.f, r.head_dim_v, warp_row, stage, lane);
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      arrive(bars.k_empty());
+      arrive(bars.place_empty(k_place));
+      k_place ^= 1;
+      store_rows_staged<E, kNextChunk>(p.dk, now.w.b, now.w.k, now.w.h, dk, r.softmax_scale, r.head_dim, warp_row,
+                                       stage, lane);
       add_dq_before(dq);
+    } else {
+      const int warp_row = first_key(item) + warp * 16, rows = min(16, item.w.k.length - warp_row);
+      zero_rows(p.dv, item.w.b, item.w.k.start + warp_row, item.w.h, rows, r.head_dim_v, lane);
+      zero_rows(p.dk, item.w.b, item.w.k.start + warp_row, item.w.h, rows, r.head_dim, lane);
     }
-    const Problem& p = a.p.problem;
-    store_rows<E>(a.p.dv, item.w.b, item.w.k, item.w.h, dv, 1.f, p.head_dim_v, first_key + row, lane);
-    store_rows<E>(a.p.dk, item.w.b, item.w.k, item.w.h, dk, p.softmax_scale, p.head_dim, first_key + row, lane);
     __syncwarp();
     arrive(bars.item_empty(place.slot));
     place.advance();

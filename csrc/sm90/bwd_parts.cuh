@@ -78,6 +78,8 @@ struct BwdTraits {
   static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kChunksV = kChunks, kConsumerWarps = 8;
   static constexpr int kKeyParts = kBlockN / 128, kPartRows = 128;  // boxes in which K and V come
   static constexpr int kKeyReaders = kConsumerWarps, kDsWriters = kConsumerWarps;  // warps that use K or V, write dS
+  // K of the next item comes to the place of V, which is free a step before that of K (1 to 2 %).
+  static constexpr bool kPlacesSwap = !kApart;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
   static constexpr int kDoutBytes = kQBytes;
@@ -109,6 +111,9 @@ struct BwdBarriers {
   __device__ uint32_t k_empty() const { return base + 8; }
   __device__ uint32_t v_full() const { return base + 16; }
   __device__ uint32_t v_empty() const { return base + 24; }
+  // Where K and V change places with every item: of the first place the barriers of K, of the second those of V.
+  __device__ uint32_t place_full(int place) const { return base + 16 * place; }
+  __device__ uint32_t place_empty(int place) const { return place_full(place) + 8; }
   __device__ uint32_t q_full(int slot) const { return base + 32 + 8 * slot; }
   __device__ uint32_t q_empty(int slot) const { return base + 32 + 8 * (T::kSlots + slot); }
   __device__ uint32_t dout_full(int slot) const { return base + 32 + 8 * (2 * T::kSlots + slot); }

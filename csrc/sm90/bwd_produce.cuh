@@ -22,8 +22,16 @@ __device__ __forceinline__ void load_keys_of(const BwdArgs& a, const BwdMaps& ma
                                 {at.row + kRows * part, at.outer, at.outermost}, item.w.h);
     }
   };
-  load(std::integral_constant<int, T::kChunks>{}, maps.k, a.k, smem, bars.k_full(), bars.k_empty());
-  load(std::integral_constant<int, T::kChunksV>{}, maps.v, a.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
+  if constexpr (T::kPlacesSwap) {
+    const int k_place = parity ^ 1, v_place = parity;
+    load(std::integral_constant<int, T::kChunks>{}, maps.k, a.k, smem + k_place * T::kVAt, bars.place_full(k_place),
+         bars.place_empty(k_place));
+    load(std::integral_constant<int, T::kChunksV>{}, maps.v, a.v, smem + v_place * T::kVAt, bars.place_full(v_place),
+         bars.place_empty(v_place));
+  } else {
+    load(std::integral_constant<int, T::kChunks>{}, maps.k, a.k, smem, bars.k_full(), bars.k_empty());
+    load(std::integral_constant<int, T::kChunksV>{}, maps.v, a.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
+  }
   parity ^= 1;
 }
 

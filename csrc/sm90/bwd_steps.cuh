@@ -188,6 +188,36 @@ __device__ __forceinline__ void store_rows(const StridedView& view, int b, const
   }
 }
 
+// The same by way of the warp's own part of shared memory, 64 columns at `stage` and the others kNextChunk bytes behind,
+// swizzled: rows then leave as a whole, where registers give segments of 64 bytes (512 rows: 3 %).
+template <typename E, int kNextChunk, int kCount>
+__device__ __forceinline__ void store_rows_staged(const StridedView& view, int b, const Span& span, int h,
+                                                  const float (&x)[kCount], float scale, int columns, int warp_row,
+                                                  uint32_t stage, int lane) {
+  if (view.is_float) return store_rows<E>(view, b, span, h, x, scale, columns, warp_row + lane / 4, lane);
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < kCount / 8; ++j) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = ptx::pack2<E>(x[8 * j + 2 * i] * scale, x[8 * j + 2 * i + 1] * scale);
+    const int piece = j % 4 * 2 + lane / 16;
+    ptx::stmatrix(stage + j / 4 * kNextChunk + lane % 16 * 128 + ((piece ^ (lane % 8)) << 4), words);
+  }
+  __syncwarp();
+  constexpr int kPieces = kCount / 4;  // of 16 bytes, in a row
+  const int odd = lane / kPieces, piece = lane % kPieces;  // two rows at a time
+  const int left = odd < 2 && piece * 8 < columns ? span.length - warp_row - odd : 0;
+  uint16_t* to = row_pointer(view, b, span.start + warp_row + odd, h) + piece * 8;
+  const uint32_t from = stage + piece / 8 * kNextChunk + odd * 128;
+#pragma unroll
+  for (int i = 0; i < 8; ++i, to += 2 * view.row_stride) {
+    if (2 * i >= left) continue;
+    *reinterpret_cast<float4*>(to) = ptx::load_shared(from + i * 256 + (((piece ^ (2 * i + odd)) % 8) << 4));
+  }
+  __syncwarp();
+}
+
 // Tiles of queries that matter to `keys` keys from `first` on.
 struct KeyReach {
   int seen_begin, seen_end;    // any query sees any of the keys

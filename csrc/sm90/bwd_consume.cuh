@@ -88,18 +88,21 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       return reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + slot * 2 * kM + 2 * (lane % 4);
     };
     float s[32], dp[32];
+    HeldRows<T::kHeldK, kN> held_k;
+    HeldRows<T::kHeldV, kN> held_v;
+    const auto wait_for_v = [&] { wait(bars.place_full(k_place ^ 1), k_place); };
     const auto issue_scores = [&](auto is_first) {
       wait(bars.q_full(ring.slot), ring.parity);
       begin_dp(dp, stats_of(ring.slot) + kM);
       ptx::pin(s);
       ptx::pin(dp);
       ptx::wgmma_fence();
-      issue_products<E, D, kN, kM, false>(s, k_low, uniform(descriptor_low(q_at(ring.slot), 16)));
+      issue_held_products<E, D, kM, false>(s, held_k, k_low, uniform(descriptor_low(q_at(ring.slot), 16)));
       ptx::wgmma_commit();
-      if constexpr (decltype(is_first)::value) wait(bars.place_full(k_place ^ 1), k_place);
+      if constexpr (T::kHeldV == 0 && decltype(is_first)::value) wait_for_v();
       wait(bars.dout_full(ring.slot), ring.parity);
       ptx::wgmma_fence();
-      issue_products<E, D, kN, kM, true>(dp, v_low, uniform(descriptor_low(dout_at(ring.slot), 16)));
+      issue_held_products<E, D, kM, true>(dp, held_v, v_low, uniform(descriptor_low(dout_at(ring.slot), 16)));
       ptx::wgmma_commit();
     };
     const auto form_weights = [&] {
@@ -169,6 +172,11 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
     };
     if (walk.left > 0) {
       wait(bars.place_full(k_place), k_place);
+      if constexpr (T::kHeldV > 0) wait_for_v();
+      held_v.load(smem + (k_place ^ 1) * T::kVAt + group * 64 * 128, warp, lane);
+      if constexpr (T::kHeldV > 0) ptx::pin(held_v.words);
+      held_k.load(smem + k_place * T::kVAt + group * 64 * 128, warp, lane);
+      if constexpr (T::kHeldK > 0) ptx::pin(held_k.words);
       issue_scores(std::true_type{});
       form_weights();
       if (walk.left == 1) {

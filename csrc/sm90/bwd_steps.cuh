@@ -18,6 +18,37 @@ __device__ __forceinline__ void issue_products(float (&s)[kCount], uint32_t a, u
   });
 }
 
+// A's operands of the first kHeld steps of 16 columns, of 64 rows of a tile of kRows in shared memory.
+template <int kHeld, int kRows = 64>
+struct HeldRows {
+  static constexpr int kWords = kHeld > 0 ? 4 * kHeld : 1;
+  uint32_t words[kWords];
+  __device__ __forceinline__ void load(uint32_t tile, int warp, int lane) {
+    const uint32_t row = tile + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      uint32_t (&to)[4] = *reinterpret_cast<uint32_t (*)[4]>(words + 4 * i);
+      ptx::ldmatrix_x4(to, row + i / 4 * kRows * 128 + (((i % 4 * 2 + lane / 16) ^ (lane % 8)) << 4));
+    }
+  }
+};
+
+// issue_products() with the first operands in registers.
+template <typename E, int D, int kBRows, bool kAccumulate, int kHeld, int kRows, int kCount>
+__device__ __forceinline__ void issue_held_products(float (&s)[kCount], const HeldRows<kHeld, kRows>& held, uint32_t a,
+                                                    uint32_t b) {
+  for_steps<0, D / 16>([&](auto step) {
+    constexpr int i = decltype(step)::value;
+    const uint32_t b_at = b + (i % 4) * 2 + (i / 4) * kBRows * 8;
+    if constexpr (i < kHeld) {
+      const uint32_t* x = held.words + 4 * i;
+      ptx::wgmma_rs_k<E, (kAccumulate || i > 0)>(s, x[0], x[1], x[2], x[3], b_at);
+    } else {
+      ptx::wgmma_ss<E, (kAccumulate || i > 0)>(s, a + (i % 4) * 2 + (i / 4) * kRows * 8, b_at);
+    }
+  });
+}
+
 // dq = dS K over 128 keys; dS in two chunks of 64 keys, K from some chunk of columns on.
 template <typename E, int kCount>
 __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint32_t ds, uint32_t k) {

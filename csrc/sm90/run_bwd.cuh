@@ -42,7 +42,8 @@ std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
   BwdArgs a{};
   BwdMaps maps;
   std::string error = make_bwd_args(a, p, bwd_grid(r, d, T::kBlockN, kOrdered),
-                                    drawn ? reinterpret_cast<Counter*>(counter) : nullptr, T::kApart ? T::kBlockN / T::kBlockM : 0);
+                                    drawn ? reinterpret_cast<Counter*>(counter) : nullptr,
+                                    T::kApart ? T::kBlockN / T::kBlockM : 0);
   if (kOrdered) a.turns = turns_of(p);
   if (error.empty()) error = encode_bwd_maps(maps, p, T::kBlockM, T::kPartRows);
   if (!error.empty()) return "bwd_sm90: " + error;

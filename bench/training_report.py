@@ -19,6 +19,8 @@ BASELINE = "materialised"
 CLAIMED_SPEED_UP = {"gpt2-medium": 3.0}
 # Relative. Right attentions differ by rounding: 6e-5 and 1.3e-3 in bf16 over 6 layers of width 256.
 LOSS_TOLERANCE = 1e-3
+# After a step, weights in bf16 have rounded apart: cuDNN against itself, chosen by SDPA and forced, 8e-4.
+LATER_LOSS_TOLERANCE = 5e-3
 GRAD_TOLERANCE = 0.02
 
 
@@ -110,15 +112,18 @@ def utilisation(results: TrainingResults, model: str, rows: list[TrainingRow], o
 
 def agreement(results: TrainingResults) -> str:
     """Largest differences between entrants that started from the same weights, against what bf16 explains."""
-    losses = _largest(results, lambda entry: entry.losses)
+    first = _largest(results, lambda entry: entry.losses[:1])
+    later = _largest(results, lambda entry: entry.losses[1:])
     grads = _largest(results, lambda entry: entry.grad_norms.values())
-    if losses is None or grads is None:
+    if first is None or later is None or grads is None:
         return "Sanity: fewer than two entrants ran in any row, so there is nothing to compare."
-    fine = losses[0] <= LOSS_TOLERANCE and grads[0] <= GRAD_TOLERANCE
+    bounds = ((first, LOSS_TOLERANCE), (later, LATER_LOSS_TOLERANCE), (grads, GRAD_TOLERANCE))
+    fine = all(found[0] <= bound for found, bound in bounds)
     return (
-        f"Sanity: losses of the first steps differ by {100 * losses[0]:.3g} % at most ({losses[1]}), norms "
-        f"of the first gradients of q, k and v by {100 * grads[0]:.3g} % ({grads[1]}): "
-        f"{'within' if fine else 'NOT WITHIN'} {100 * LOSS_TOLERANCE:g} and {100 * GRAD_TOLERANCE:g} %."
+        f"Sanity: losses of the first step differ by {100 * first[0]:.2g} % at most ({first[1]}), of those "
+        f"after it by {100 * later[0]:.2g} % ({later[1]}), norms of the first gradients of q, k and v by "
+        f"{100 * grads[0]:.2g} % ({grads[1]}): {'within' if fine else 'NOT WITHIN'} "
+        f"{', '.join(f'{100 * bound:g}' for _, bound in bounds)} %."
     )
 
 

@@ -339,7 +339,7 @@ def test_answers_are_measured_sentences():
         "Utilisation, llama-1b: flash_ext trains at 200 model TFLOP/s, 40 % of the matrix product of this "
         "run (500 TFLOP/s) and 20 % of the 1000 TFLOP/s of the data sheet: 200 at 1k, 200 at 2k, 200 at 4k."
     ) in lines
-    assert "Sanity: losses of the first steps differ by 0 % at most" in lines[-1]
+    assert "Sanity: losses of the first step differ by 0 % at most" in lines[-1]
     assert not any("articles" in line for line in lines if "llama" in line)
 
 
@@ -412,7 +412,7 @@ def test_whole_training_program_on_cpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert results.metadata["models"]["gpt2-smoke"]["multiplying_params"] == 19456
     printed = capsys.readouterr().out
     assert "Speed, llama-smoke: compared with materialised" in printed or "flash_ext error" in printed
-    assert ": within 0.1 and 2 %" in printed
+    assert ": within 0.1, 0.5, 2 %" in printed
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def attention(
             gradient.
         deterministic: make the gradient of q repeatable bit for bit, as all others always are. Slower on a
             GPU. ``torch.use_deterministic_algorithms(True)`` switches it on as well.
-        path: the implementation: "sm80" on a GPU, "cpu" on CPU, None for the fastest that serves the call.
+        path: the implementation: "sm90" or "sm80" on a GPU, "cpu" on CPU, None for the fastest that serves the call.
 
     Returns:
         out (b, seqlen_q, h, dv), dtype of q; with ``return_lse`` also lse (b, h, seqlen_q), natural logarithm

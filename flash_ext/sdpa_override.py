@@ -29,6 +29,9 @@ from .ops import is_built
 # The name in torch's registry, for torch.nn.attention.activate_flash_attention_impl.
 NAME = "flash_ext"
 
+# What was active when :func:`enable_sdpa` came, for :func:`disable_sdpa`.
+_previous: str | None = None
+
 _FIRST = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value)
 
 
@@ -38,8 +41,8 @@ class SdpaSwitch:
     Switching back restores the implementation that was active before: none, another one, or this one.
     """
 
-    def __init__(self, previous: str | None) -> None:
-        self._previous = previous
+    def __init__(self, was_on: bool) -> None:
+        self._was_on = was_on
 
     def __enter__(self) -> SdpaSwitch:
         return self
@@ -50,9 +53,8 @@ class SdpaSwitch:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        disable_sdpa()
-        if self._previous is not None:
-            activate_flash_attention_impl(self._previous)
+        if not self._was_on:
+            disable_sdpa()
 
 
 @logged
@@ -82,20 +84,26 @@ def enable_sdpa() -> SdpaSwitch:
         from .ops import _C
 
         _C.fwd  # noqa: B018  raises, in words
-    previous = current_flash_attention_impl()
-    if previous != NAME:
+    global _previous
+    active = current_flash_attention_impl()
+    if active != NAME:
         register_flash_attention_impl(NAME, register_fn=_Active)
         activate_flash_attention_impl(NAME)
-    return SdpaSwitch(previous)
+        _previous = active
+    return SdpaSwitch(active == NAME)
 
 
 def disable_sdpa() -> None:
     """Takes back what :func:`enable_sdpa` did; does nothing if flash_ext is not active.
 
-    The operators' previous implementations and the selector's previous order are in force again.
+    The operators' previous implementations and the selector's previous order are in force again, and so is
+    another implementation of torch's registry that was active then.
     """
     if current_flash_attention_impl() == NAME:
+        previous = _previous
         restore_flash_attention_impl()
+        if previous is not None:
+            activate_flash_attention_impl(previous)
 
 
 def sdpa_counts() -> dict[str, tuple[int, int]]:
@@ -126,6 +134,8 @@ class _Active:
 
     def remove(self) -> None:
         """Called by the registry when something else is activated, or nothing."""
+        global _previous
+        _previous = None
         torch.ops.flash_ext._set_sdpa("")
         if self._order is not None:
             torch._C._set_sdp_priority_order(self._order)

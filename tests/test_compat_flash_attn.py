@@ -115,6 +115,36 @@ def test_signatures_are_those_of_flash_attn(name: str) -> None:
     assert ",".join(written) == SIGNATURES[name].replace(" ", "")
 
 
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if name.startswith("_")])
+def test_private_functions_tell_their_keywords(name: str) -> None:
+    """Ring implementations fill what getfullargspec() lists, None where there is no default, 0 for softcap."""
+    spec = inspect.getfullargspec(getattr(interface, name))
+    assert spec.varargs is None and spec.varkw is None
+    assert spec.args == list(inspect.signature(getattr(interface, name)).parameters)
+
+
+def test_a_ring_calls_the_pair_by_keywords() -> None:
+    def filled(function, **given):
+        spec = inspect.getfullargspec(function)
+        defaults = spec.defaults or ()
+        known = dict(zip(spec.args, (None,) * (len(spec.args) - len(defaults)) + defaults, strict=True))
+        return function(**known | {"softcap": 0.0} | given)
+
+    q, k, v, dout = draw("cpu", (1, 6, 2, 16), (1, 8, 2, 16), (1, 8, 2, 16), (1, 6, 2, 16))
+    common = {"dropout_p": 0.0, "softmax_scale": 0.25, "causal": False} | dict.fromkeys(
+        ("window_size_left", "window_size_right"), -1
+    )
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected, _, _ = by_definition(*leaves, scale=0.25)
+    out, lse, _, _ = filled(interface._flash_attn_forward, q=q, k=k, v=v, return_softmax=False, **common)
+    close(out, expected)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    results = dict(zip(("dq", "dk", "dv"), grads, strict=True)) | {"out": out, "softmax_lse": lse}
+    filled(interface._flash_attn_backward, dout=dout, q=q, k=k, v=v, deterministic=False, **results, **common)
+    for got, wanted in zip(grads, torch.autograd.grad(expected, leaves, dout.double()), strict=True):
+        close(got, wanted)
+
+
 def test_public_names() -> None:
     assert set(fa.__all__) == {name for name in SIGNATURES if not name.startswith("_")}
 

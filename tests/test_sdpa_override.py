@@ -414,7 +414,15 @@ def test_another_implementation_takes_over_and_comes_back() -> None:
     with flash_ext.enable_sdpa():
         assert is_on() and events == ["on", "off"]
     assert events == ["on", "off", "on"] and torch_attention.current_flash_attention_impl() == "other"
+    flash_ext.enable_sdpa()
+    flash_ext.enable_sdpa()
+    flash_ext.disable_sdpa()
+    assert torch_attention.current_flash_attention_impl() == "other"
+    flash_ext.enable_sdpa()
     torch_attention.restore_flash_attention_impl()
+    torch_attention.activate_flash_attention_impl(NAME)
+    flash_ext.disable_sdpa()  # "other" was given up in between
+    assert torch_attention.current_flash_attention_impl() is None
 
 
 @pytest.mark.usefixtures("untouched")

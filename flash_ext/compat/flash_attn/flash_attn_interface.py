@@ -197,9 +197,10 @@ def flash_attn_varlen_kvpacked_func(
 
 
 # ---- the pairs that other libraries import ---------------------------------------------------------------
+# Ring implementations ask inspect.getfullargspec() which keywords to pass, which sees nothing behind a
+# decorator: so these have none.
 
 
-@torch.no_grad()
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
@@ -214,14 +215,14 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, softmax_lse, S_dmask and rng_state (2,) int64, without autograd; the last is for the backward."""
-    options = {
-        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-        "softcap": softcap, "alibi_slopes": alibi_slopes,
-    }  # fmt: skip
-    return _run(q, k, v, dropout_p, return_softmax, None, options)
+    with torch.no_grad():
+        options = {
+            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+            "softcap": softcap, "alibi_slopes": alibi_slopes,
+        }  # fmt: skip
+        return _run(q, k, v, dropout_p, return_softmax, None, options)
 
 
-@torch.no_grad()
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -247,16 +248,16 @@ def _flash_attn_backward(
     Its shape is (batch, nheads, seqlen_q rounded up to 128), float32. ``out`` and ``softmax_lse`` may belong
     to a softmax over more keys than k has, as in ring attention.
     """
-    options = {
-        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-    }  # fmt: skip
-    _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
-    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
-    return torch.nn.functional.pad(delta, (0, rounded(q.shape[1]) - q.shape[1]))
+    with torch.no_grad():
+        options = {
+            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+            "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+        }  # fmt: skip
+        _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
+        delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+        return torch.nn.functional.pad(delta, (0, rounded(q.shape[1]) - q.shape[1]))
 
 
-@torch.no_grad()
 def _flash_attn_varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -278,20 +279,20 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`_flash_attn_forward` of packed sequences; softmax_lse is (nheads, total_q)."""
-    if block_table is not None:
-        raise NotImplementedError(NO_PAGES)
-    if leftpad_k is not None or seqused_k is not None:
-        name = "leftpad_k" if leftpad_k is not None else "seqused_k"
-        raise NotImplementedError(f"{name} is not supported; cut the keys and pass their own cu_seqlens_k.")
-    options = {
-        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
-    return _run(q, k, v, dropout_p, return_softmax, (max_seqlen_q, max_seqlen_k), options)
+    with torch.no_grad():
+        if block_table is not None:
+            raise NotImplementedError(NO_PAGES)
+        if leftpad_k is not None or seqused_k is not None:
+            name = "leftpad_k" if leftpad_k is not None else "seqused_k"
+            raise NotImplementedError(f"{name} is not supported; cut the keys and pass their own cu_seqlens_k.")
+        options = {
+            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+            "softcap": softcap, "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+        }  # fmt: skip
+        return _run(q, k, v, dropout_p, return_softmax, (max_seqlen_q, max_seqlen_k), options)
 
 
-@torch.no_grad()
 def _flash_attn_varlen_backward(
     dout: Tensor,
     q: Tensor,
@@ -321,18 +322,19 @@ def _flash_attn_varlen_backward(
     Returns rowsum(dout * out) as (nheads, total_q + 128 * batch) float32, sequence i's rows from
     cu_seqlens_q[i] + 128 * i on, where flash-attn has them.
     """
-    options = {
-        "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
-    _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
-    batch, total = cu_seqlens_q.numel() - 1, q.shape[0]
-    at = torch.arange(total, device=q.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:].long(), at, right=True).clamp(max=max(batch - 1, 0))
-    delta = q.new_zeros(q.shape[1], total + 128 * batch, dtype=torch.float32)
-    delta[:, at + 128 * sequence] = (dout.float() * out.float()).sum(-1).t()
-    return delta
+    with torch.no_grad():
+        options = {
+            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
+            "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        }  # fmt: skip
+        _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
+        batch, total = cu_seqlens_q.numel() - 1, q.shape[0]
+        at = torch.arange(total, device=q.device)
+        sequence = torch.searchsorted(cu_seqlens_q[1:].long(), at, right=True).clamp(max=max(batch - 1, 0))
+        delta = q.new_zeros(q.shape[1], total + 128 * batch, dtype=torch.float32)
+        delta[:, at + 128 * sequence] = (dout.float() * out.float()).sum(-1).t()
+        return delta
 
 
 # Names under which flash-attn keeps the same functions as operators.

@@ -184,6 +184,11 @@ def edge_cases() -> list[Case]:
                                (3, 300), (300, 3), (64, 65), (65, 64), (16, 1), (1, 1023)):
         for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (5, 0)), (False, (0, 2))):
             cases.append(dense(2, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, window=window))
+    # The portable forward takes 32 keys of a last tile of 96 where no row sees more.
+    for seqlen_k in (31, 32, 33, 127, 128, 129, 161, 224, 225):
+        cases.append(dense(1, 140, seqlen_k, 2, 1, 64))
+        cases.append(dense(1, seqlen_k + 7, seqlen_k, 2, 2, 40, causal=True, dtype="fp16"))
+        cases.append(dense(1, 260, seqlen_k, 1, 1, 64, window=(50, 3)))
     for head_dim in (1, 8, 33, 72, 100, 160, 224):
         cases.append(dense(2, 77, 91, 3, 1, head_dim, causal=True))
     cases.append(dense(1, 40, 40, 4, 4, 192, 128))

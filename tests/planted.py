@@ -96,6 +96,12 @@ MUTANTS = (
         (Edit("common/attn_mod.cuh", "last_col < seqlen_k && last_col <=", "last_col <="),),
     ),
     Mutant(
+        202,
+        "M2 33 keys taken as 32",
+        "of a last tile of 96 keys with 33 that are seen, 32 take part",
+        (Edit("sm80/fwd.cuh", "last_key % kBlockN < T::kShortKeys", "last_key % kBlockN <= T::kShortKeys"),),
+    ),
+    Mutant(
         301,
         "M3 newest key dropped",
         "the last row of a sequence ends one key early in tiles that are masked by element",

@@ -42,12 +42,17 @@ struct AttnMod {
   // Tiles of keys that a tile of queries may see.
   template <int kBlockM, int kBlockN>
   __device__ BlockRange kv_blocks(int m_block) const {
-    const int first_row = m_block * kBlockM;
-    const int last_row = min(first_row + kBlockM, seqlen_q) - 1;
-    const int lo = max(0, first_row + shift() - p.reach_left);
-    const int hi = min(seqlen_k - 1, last_row + shift() + p.reach_right);
+    const int lo = max(0, m_block * kBlockM + shift() - p.reach_left);
+    const int hi = last_key<kBlockM>(m_block);
     if (hi < lo) return {0, 0};
     return {lo / kBlockN, hi / kBlockN + 1};
+  }
+
+  // The last key that a tile of queries may see; below the first one it sees where it sees none.
+  template <int kBlockM>
+  __device__ int last_key(int m_block) const {
+    const int last_row = min((m_block + 1) * kBlockM, seqlen_q) - 1;
+    return min(seqlen_k - 1, last_row + shift() + p.reach_right);
   }
 
   // The transpose of the same rule: tiles of queries that see a tile of keys.

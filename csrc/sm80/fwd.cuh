@@ -13,6 +13,8 @@
 // Registers a thread, kMBlocks = 2, D = 128, kBlockN = 64: output 128, scores 64, fragments 12, state 8.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/attn_mod.cuh"
 #include "../common/seqlen.cuh"
 #include "../common/softmax.cuh"
@@ -35,12 +37,15 @@ struct FwdTraits {
   static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
   // One fragment of K or V feeds 2 kMBlocks mma.
   static constexpr int kAhead = kMBlocks == 1 ? 3 : 2;
+  // Of the last tile of 96 keys, 32 are taken where no row sees more: lengths of 2^n leave 32 or 64 over, and so does
+  // the diagonal. At 512 keys the other 64 cost a tenth of the call.
+  static constexpr int kShortKeys = kBlockN % 64 == 0 ? kBlockN : 32;
   using Tile = SmemTile<D>;
 };
 
-// Applies the mask, updates the running state and turns scores into weights in place.
-template <typename T>
-__device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][T::kBlockN / 8][4],
+// Applies the mask, updates the running state and turns scores of kKeys keys into weights in place.
+template <typename T, int kKeys>
+__device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][kKeys / 8][4],
                                              float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
                                              SoftmaxState<2 * T::kMBlocks>& state, const AttnMod& mod,
                                              TileKind kind, int first_row, int first_col) {
@@ -49,7 +54,7 @@ __device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][T::kBlo
     for (int r = 0; r < 2 * T::kMBlocks; ++r) {
       const VisibleKeys keys = mod.visible(first_row + (r / 2) * 16 + (r % 2) * 8);
 #pragma unroll
-      for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+      for (int nb = 0; nb < kKeys / 8; ++nb) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
@@ -63,7 +68,7 @@ __device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][T::kBlo
   for (int r = 0; r < 2 * T::kMBlocks; ++r) {
     tile_max[r] = -INFINITY;
 #pragma unroll
-    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+    for (int nb = 0; nb < kKeys / 8; ++nb) {
       tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
     }
   }
@@ -81,7 +86,7 @@ __device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][T::kBlo
   for (int r = 0; r < 2 * T::kMBlocks; ++r) {
     const float offset = state.offset(r, mod.p.abs_scale_log2);
 #pragma unroll
-    for (int nb = 0; nb < T::kBlockN / 8; ++nb) {
+    for (int nb = 0; nb < kKeys / 8; ++nb) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
@@ -114,8 +119,10 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
   const FwdWork work{mine, row_pointer(p.k, mine.b, mine.k.start, h_k), row_pointer(p.v, mine.b, mine.k.start, h_k)};
   if (thread_idx == 0) shared = work;
   const Work& w = shared.w;
-  const BlockRange range =
-      AttnMod{p.problem, mine.q.length, mine.k.length}.template kv_blocks<kBlockM, kBlockN>(mine.block);
+  const AttnMod everything{p.problem, mine.q.length, mine.k.length};
+  const BlockRange range = everything.template kv_blocks<kBlockM, kBlockN>(mine.block);
+  const int last_key = everything.template last_key<kBlockM>(mine.block);
+  const int short_block = last_key % kBlockN < T::kShortKeys ? last_key / kBlockN : -1;
 
   const uint32_t smem_q = ptx::smem_address(smem);
   const uint32_t smem_k = smem_q + T::kQBytes;
@@ -170,22 +177,32 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
       load_v(shared, 0, n_block);
       ptx::cp_async_commit();
     }
-    float acc_s[T::kMBlocks][kBlockN / 8][4];
-    multiply_transposed<E, D, T::kAhead>(acc_s, q_lane, k_lane + kv_at);
-    const AttnMod mod{p.problem, w.q.length, w.k.length};
-    softmax_step<T>(acc_s, acc_o, state, mod, mod.template kind<kBlockM, kBlockN>(w.block, n_block),
-                    w.block * kBlockM + warp_row + lane / 4, n_block * kBlockN + (lane % 4) * 2);
-    if constexpr (T::kStages == 1) {
-      debug_delay();
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      debug_delay();
-      if (n_block > range.begin) {
-        load_k(shared, 0, n_block - 1);
-        ptx::cp_async_commit();
+    const auto take = [&](auto keys) {
+      constexpr int kKeys = decltype(keys)::value;
+      float acc_s[T::kMBlocks][kKeys / 8][4];
+      multiply_transposed<E, D, T::kAhead>(acc_s, q_lane, k_lane + kv_at);
+      const AttnMod mod{p.problem, w.q.length, w.k.length};
+      softmax_step<T, kKeys>(acc_s, acc_o, state, mod, mod.template kind<kBlockM, kBlockN>(w.block, n_block),
+                             w.block * kBlockM + warp_row + lane / 4, n_block * kBlockN + (lane % 4) * 2);
+      if constexpr (T::kStages == 1) {
+        debug_delay();
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        debug_delay();
+        if (n_block > range.begin) {
+          load_k(shared, 0, n_block - 1);
+          ptx::cp_async_commit();
+        }
+      }
+      multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
+    };
+    if constexpr (T::kShortKeys < kBlockN) {
+      if (n_block == short_block) {
+        take(std::integral_constant<int, T::kShortKeys>{});
+        continue;
       }
     }
-    multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
+    take(std::integral_constant<int, kBlockN>{});
   }
 
   debug_delay();

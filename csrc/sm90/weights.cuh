@@ -3,8 +3,12 @@
 // Weights are 2^(scale s - m) with a maximum m that may be stale. What must hold is that weights neither overflow nor
 // all vanish, not that m is the largest score seen: the result is the same softmax. So a tile's weights are formed
 // with the m that is there, and their sum, needed anyway, tells whether that was right: weights are positive, so a
-// sum of at most 2^14 bounds every one of them, inside fp16's range. Otherwise the tile is done again with its own
+// sum of at most 64 bounds every one of them, inside fp16's range. Otherwise the tile is done again with its own
 // maximum. A row that has seen no key has m = -inf, which makes the sum infinite or NaN: it needs no test of its own.
+//
+// 64 and not 2^14, which fp16 would allow: a weight that outweighs its row is then its row's maximum, 1 without
+// rounding. With outliers in q and k the error of the output is 1.1 times that of exact maxima, and 1.25 to 1.35 times
+// with 2^14, for 3 to 10 % of tiles done again; on normal data, whose lanes have sums around 10, none is.
 #pragma once
 
 #include <cmath>
@@ -13,7 +17,7 @@
 
 namespace flash_ext::sm90 {
 
-inline constexpr float kSumLimit = 16384.f;
+inline constexpr float kSumLimit = 64.f;
 
 struct RowState {
   float minus_max[2] = {INFINITY, INFINITY};  // -m, in units of log2

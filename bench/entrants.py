@@ -162,6 +162,22 @@ class OursRaw(Ours):
         return lambda: flash_ext.backward(dout, q, k, v, out, lse, **options)
 
 
+class OursOrdered(OursRaw):
+    """The same in the deterministic mode, beside peers whose gradients may differ from run to run."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.name = f"{path}-det"
+
+    def takes(self, case: Case) -> bool:
+        return super().takes(case) and not case.deterministic
+
+    def _options(self, inputs: Inputs) -> dict:
+        return super()._options(inputs) | {"deterministic": True}
+
+
 def make_ours(paths: list[str]) -> list[Entrant]:
-    """The columns of each path of ours: as called by a user, the raw backward, and without the feature."""
-    return [entrant for path in paths for entrant in (Ours(path), OursRaw(path), OursPlain(path))]
+    """The columns of each path of ours: as called by a user, the raw backward, plain and deterministic, and without
+    the feature."""
+    kinds = (Ours, OursRaw, OursOrdered, OursPlain)
+    return [kind(path) for path in paths for kind in kinds]

@@ -12,10 +12,13 @@ from bench.shapes import DIRECTIONS
 COLOURS = {
     "sm80": "#0072B2",
     "sm80-raw": "#56B4E9",
+    "sm80-det": "#56B4E9",
     "sm90": "#D55E00",
     "sm90-raw": "#E69F00",
+    "sm90-det": "#E69F00",
     "cpu": "#0072B2",
     "cpu-raw": "#56B4E9",
+    "cpu-det": "#56B4E9",
     "fa2": "#009E73",
     "cudnn": "#CC79A7",
     "fa3": "#000000",
@@ -112,7 +115,7 @@ def _plot_panel(axis, rows: list[Row], ceiling: float | None) -> None:
             markersize=4,
             linewidth=2.2 if ours else 1.2,
             capsize=2,
-            linestyle="--" if name.endswith("-raw") else "-",
+            linestyle="--" if name.endswith("-raw") else ":" if name.endswith("-det") else "-",
         )
     if ceiling:
         axis.axhline(ceiling, color="#BBBBBB", linewidth=1, linestyle=":", label="matrix product")

@@ -55,7 +55,7 @@ def run_case(options: argparse.Namespace) -> None:
         if absent:
             raise ValueError(f"{name}: {absent[name]}")
     else:
-        entrants = make_ours([name.removesuffix("-raw").removesuffix("-plain")])
+        entrants = make_ours([name.split("-")[0]])
     entrant = next(e for e in entrants if e.name == name)
     device = torch.device("cuda", torch.cuda.current_device())
     call = entrant.prepare(Inputs(case, DTYPES[options.dtype], device, options.seed), options.dir)

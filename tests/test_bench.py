@@ -10,13 +10,16 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import flash_ext
 from bench import accuracy, attention, features, report, timing
-from bench.entrants import Entrant, make_ours
+from bench.entrants import Entrant, OursOrdered, make_ours
 from bench.inputs import Inputs, visible_mask
 from bench.peers import Flex, make_peers
 from bench.record import Entry, Results, Row, bar
@@ -474,10 +477,8 @@ def test_whole_program_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture):
         (name, direction) for name in ("smoke-full-s32", "smoke-causal-s32") for direction in ("fwd", "bwd")
     ]
     assert all(row.entry("math").status == "ok" for row in results.rows)
-    assert {row.direction: row.entry("cpu-raw") is not None for row in results.rows} == {
-        "fwd": False,
-        "bwd": True,
-    }
+    for name in ("cpu-raw", "cpu-det"):
+        assert {row.direction: row.entry(name) is not None for row in results.rows} == {"fwd": False, "bwd": True}
     assert results.metadata["commit"] == "abc123" and "absent.so" in results.metadata["absent_peers"]["fa3"]
     assert results.metadata["seconds"] > 0 and results.ceilings["matmul_tflops_after"] > 0
     printed = capsys.readouterr().out
@@ -574,3 +575,16 @@ def test_accuracy_program_writes_what_it_measured(tmp_path):
     record = json.loads(file.read_text())
     assert set(record["errors"]) == {case.name for case in accuracy.CASES}
     assert record["metadata"]["dtype"] == "torch.float32" and len(record["comparisons"]) == 1
+
+
+def test_deterministic_column_asks_for_it_and_stays_out_of_rows_that_are():
+    case = find_case("d128-causal-s4096")
+    column = OursOrdered("sm90")
+    assert column.takes(case) and not column.takes(dataclasses.replace(case, deterministic=True))
+    asked = {}
+    inputs = SimpleNamespace(case=find_case("smoke-causal-s32"), qkv=(1, 2, 3), dout=4)
+    with mock.patch.multiple(
+        flash_ext, forward=lambda *t, **options: (5, 6), backward=lambda *t, **options: asked.update(options)
+    ):
+        column.prepare(inputs, "bwd")()
+    assert asked["deterministic"] is True and asked["path"] == "sm90"

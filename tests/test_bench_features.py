@@ -188,8 +188,8 @@ class IdleTimer:
 @by_case
 def test_ours_solves_what_is_asked(case: Case):
     inputs = Inputs(case, torch.float32, CPU, 0)
-    ours, raw, plain = make_ours(["cpu"])
-    assert ours.takes(case) and plain.takes(case) and not raw.takes(case)
+    ours, raw, ordered, plain = make_ours(["cpu"])
+    assert ours.takes(case) and plain.takes(case) and not raw.takes(case) and not ordered.takes(case)
     results = {d: ours.prepare(inputs, d)() for d in ("fwd", "bwd", "both")}
     if case.feature == "dropout":  # other draws in every call: its mean is the case without it
         kept = torch.stack([results["fwd"], *(ours.prepare(inputs, "fwd")() for _ in range(400))]).mean(0)

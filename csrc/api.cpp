@@ -13,6 +13,7 @@
 
 #include "api.h"
 #include "api_params.h"
+#include "head_parts.h"
 #include "path_choice.h"
 
 namespace flash_ext {
@@ -115,9 +116,11 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
   deterministic = deterministic || at::globalContext().deterministicAlgorithms();
 
-  const BwdWorkspace workspace = path.bwd_workspace(problem, deterministic, info);
+  const int parts = head_parts_of(path, problem, deterministic, info);
+  const Problem run = parts > 1 ? in_parts(problem, parts) : problem;
+  const BwdWorkspace workspace = path.bwd_workspace(run, deterministic, info);
   const auto float_options = q.options().dtype(at::kFloat);
-  Tensor row_stats, dq_accum;
+  Tensor row_stats, dq_accum, dk_parts, dv_parts;
   if (workspace.row_stats_elements > 0)
     row_stats = at::empty({workspace.row_stats_elements}, float_options);
   if (workspace.dq_accum_elements > 0)
@@ -139,13 +142,30 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   params.row_stats = row_stats.defined() ? row_stats.mutable_data_ptr<float>() : nullptr;
   params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
   params.stream = stream_handle(q.device());
+  const StridedView dk_view = params.dk, dv_view = params.dv;
+  if (parts > 1) {
+    dk_parts = at::empty({parts * dk.numel()}, float_options);
+    dv_parts = at::empty({parts * dv.numel()}, float_options);
+    params = in_parts(params, parts, dk_parts.mutable_data_ptr<float>(),
+                      dv_parts.mutable_data_ptr<float>());
+  }
   if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kBackward, path.plan_bwd(problem, deterministic, info), deterministic,
+    record_launch({Direction::kBackward, path.plan_bwd(run, deterministic, info), deterministic,
                    params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
-                       params.dout.aligned});
+                       params.dout.aligned,
+                   parts});
   }
   if (should_launch()) {
-    const std::string error = path.run_bwd(params, info);
+    std::string error = path.run_bwd(params, info);
+    if (parts > 1) {
+      const auto add = [&](const Tensor& made, StridedView to, int columns) {
+        if (!error.empty()) return;
+        to = grouped(to, problem, problem.num_heads_k);
+        error = sum_heads(run, made.const_data_ptr<float>(), to, columns, params.stream);
+      };
+      add(dk_parts, dk_view, problem.head_dim);
+      add(dv_parts, dv_view, problem.head_dim_v);
+    }
     TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
   }
   return gradients;

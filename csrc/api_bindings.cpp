@@ -8,6 +8,7 @@
 
 #include "api.h"
 #include "build_info.h"
+#include "head_parts.h"
 #include "path_choice.h"
 
 namespace py = pybind11;
@@ -114,13 +115,18 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
 
   py::dict result;
   if (const Path* path = choose_path(direction, p, info, path_name)) {
-    result = dict_of(direction == Direction::kForward ? path->plan_fwd(p, info)
-                                                      : path->plan_bwd(p, deterministic, info));
     if (direction == Direction::kForward) {
+      result = dict_of(path->plan_fwd(p, info));
       result["workspace_bytes"] = path->fwd_workspace(p, info);
     } else {
-      const BwdWorkspace workspace = path->bwd_workspace(p, deterministic, info);
-      result["workspace_bytes"] = 4 * (workspace.row_stats_elements + workspace.dq_accum_elements);
+      const int parts = head_parts_of(*path, p, deterministic, info);
+      const Problem run = parts > 1 ? in_parts(p, parts) : p;
+      const BwdWorkspace workspace = path->bwd_workspace(run, deterministic, info);
+      result = dict_of(path->plan_bwd(run, deterministic, info));
+      result["head_parts"] = parts;
+      result["workspace_bytes"] =
+          4 * (workspace.row_stats_elements + workspace.dq_accum_elements) +
+          head_parts_bytes(p, parts);
     }
   } else {
     result["path"] = py::none();
@@ -144,6 +150,7 @@ py::object latest_launch() {
   d["direction"] = record->direction == Direction::kForward ? "fwd" : "bwd";
   d["deterministic"] = record->deterministic;
   d["aligned"] = record->aligned;
+  d["head_parts"] = record->head_parts;
   return d;
 }
 

@@ -1,5 +1,7 @@
 #include "path_choice.h"
 
+#include "head_parts.h"
+
 #include <array>
 #include <atomic>
 #include <limits>
@@ -43,6 +45,15 @@ const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo&
   return nullptr;
 }
 
+int head_parts_of(const Path& path, const Problem& p, bool deterministic, const DeviceInfo& d) {
+  if (!has_head_parts(p)) return 1;
+  if (const auto forced = get_switch(Switch::kHeadParts)) {
+    const int group = p.num_heads / p.num_heads_k;
+    return *forced > 0 && *forced <= group && group % *forced == 0 ? static_cast<int>(*forced) : 1;
+  }
+  return head_parts(p, path.plan_bwd(p, deterministic, d).block_n, d.num_sms);
+}
+
 std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d) {
   std::string text;
   for (const Path& path : gpu_paths()) {
@@ -58,7 +69,8 @@ namespace {
 
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
-    "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches"};
+    "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
+    "head_parts"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;

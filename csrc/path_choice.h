@@ -49,6 +49,9 @@ const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo&
                         std::optional<std::string_view> wanted);
 std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d);
 
+// Parts into which a backward without modifiers divides the query heads of a key head (head_parts.h); 1 nearly always.
+int head_parts_of(const Path& path, const Problem& p, bool deterministic, const DeviceInfo& d);
+
 // Facts of one device with the test switches applied; queried once per device and process, and not
 // at all when switches give compute capability, SMs and shared memory.
 DeviceInfo device_info(int device_index);
@@ -62,8 +65,9 @@ enum class Switch {
   kUnaligned,          // 1: report every tensor as unaligned, which selects the element-wise loader
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
+  kHeadParts,          // this many parts of a key head in backwards that can have them (head_parts.h)
 };
-constexpr int kNumSwitches = 6;
+constexpr int kNumSwitches = 7;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);
@@ -75,6 +79,7 @@ struct LaunchRecord {
   LaunchPlan plan;
   bool deterministic = false;
   bool aligned = false;  // every tensor takes the 16-byte loader
+  int head_parts = 1;    // head_parts.h
 };
 void record_launch(const LaunchRecord& record);
 std::optional<LaunchRecord> last_launch();

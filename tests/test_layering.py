@@ -25,8 +25,9 @@ INCLUDES = [
     ("grid.h", ("params.h", "divisor.h", "heuristics.h", "paths.h")),
     ("path_sm80.", ("grid.h", "heuristics.h", "paths.h", "sm80/instances.h")),
     ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm90/bwd_wide_tiles.h", "sm90/instances.h")),
-    ("path_choice.", ("path_choice.h", "paths.h", "params.h")),
-    ("api", ("api.h", "api_params.h", "path_choice.h", "paths.h", "params.h", "build_info.h")),
+    ("head_parts.h", ("params.h", "paths.h")),
+    ("path_choice.", ("head_parts.h", "path_choice.h", "paths.h", "params.h")),
+    ("api", ("api.h", "api_params.h", "head_parts.h", "path_choice.h", "paths.h", "params.h", "build_info.h")),
     ("device.cu", ("paths.h",)),
     ("ptx/", ()),
     ("common/", ("common/", "ptx/", "grid.h", "params.h", "modifiers.h", "heuristics.h")),
@@ -37,7 +38,7 @@ INCLUDES = [
     ("sm90/bwd_passes.cuh", ("sm90/", "passes/")),
     ("sm90/", ("sm90/", "common/", "ptx/", "grid.h", "params.h", "modifiers.h", "heuristics.h")),
     ("passes/", ("common/", "ptx/", "params.h", "modifiers.h", "heuristics.h")),
-    ("inst/mask_passes.cu", ("passes/", "launch.h", "paths.h")),
+    ("inst/passes.cu", ("passes/", "head_parts.h", "launch.h", "paths.h")),
     ("inst/fwd_sm90_", ("sm90/",)),
     ("inst/fwd_mod_sm90_", ("sm90/",)),
     ("inst/bwd_sm90_", ("sm90/",)),
@@ -135,7 +136,7 @@ def test_every_instantiation_is_one_kernel_header():
     inst = sorted((CSRC / "inst").glob("*.cu"))
     of_kernels = [path for path in inst if re.fullmatch(name, path.name)]
     assert of_kernels, "no instantiations found"
-    assert [path.name for path in inst if path not in of_kernels] == ["mask_passes.cu"]
+    assert [path.name for path in inst if path not in of_kernels] == ["passes.cu"]
     for path in of_kernels:
         includes = re.findall(r'#\s*include\s*"([^"]+)"', path.read_text())
         assert len(includes) == 1, f"{path.name} includes {includes}"

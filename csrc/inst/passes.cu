@@ -1,4 +1,6 @@
+#include "../head_parts.h"
 #include "../launch.h"
+#include "../passes/head_sums.cuh"
 #include "../passes/mask_passes.cuh"
 #include "../paths.h"
 
@@ -39,6 +41,22 @@ std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows
   const int64_t threads = rows * ((length + Labels::kGroup - 1) / Labels::kGroup) * count;
   return launch("group_intervals", group_intervals_kernel, ctas(threads), kMaskThreads, 0, stream, bounds, groups, rows,
                 length, count);
+}
+
+std::string sum_heads(const Problem& p, const float* parts, const StridedView& to, int columns, void* stream) {
+  HeadSums s;
+  s.parts = parts;
+  s.to = to;
+  s.num_parts = p.num_heads_k;
+  s.columns = columns;
+  s.rows = p.is_varlen() ? p.total_k : p.seqlen_k;
+  s.batch_rows = p.total_k;
+  const auto at = reinterpret_cast<uintptr_t>(to.ptr);
+  s.in_fours = columns % 4 == 0 && to.row_stride % 4 == 0 && to.batch_stride % 4 == 0 && at % 16 == 0;
+  const int64_t threads = s.batch_rows * ((columns + 3) / 4);
+  const int64_t blocks = (threads + kHeadSumThreads - 1) / kHeadSumThreads;
+  const auto run = [&](auto kernel) { return launch("sum_heads", kernel, blocks, kHeadSumThreads, 0, stream, s); };
+  return p.dtype == DType::kFloat16 ? run(sum_heads_kernel<__half>) : run(sum_heads_kernel<__nv_bfloat16>);
 }
 
 }  // namespace flash_ext

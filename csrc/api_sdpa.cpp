@@ -9,6 +9,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_flash_attention_backward_ops.h>
 #include <ATen/ops/_flash_attention_forward_ops.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward_ops.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_ops.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward_ops.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_ops.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward_ops.h>
@@ -46,16 +48,20 @@ enum Operator {
   kFlashForward,
   kFlashBackward,
   kMaskedForward,
-  kMaskedBackward
+  kMaskedBackward,
+  kGroupedForward,
+  kGroupedBackward
 };
-constexpr int kNumOperators = 6;
+constexpr int kNumOperators = 8;
 constexpr std::array<const char*, kNumOperators> kNames = {
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_backward",
     "_flash_attention_forward",
     "_flash_attention_backward",
     "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_efficient_attention_backward"};
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward"};
 
 struct Before {
   std::optional<c10::OperatorHandle> op;
@@ -97,10 +103,11 @@ struct BelowAll {
 
 bool unit_stride(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 
-// Tensors (batch, rows, heads, features) or (total, heads, features) that a path takes.
-bool serves(Direction direction, const Tensor& q, const Tensor& k, const Tensor& v,
-            const OptionalTensor& cu_q, const OptionalTensor& cu_k) {
+// Tensors (batch, rows, heads, features) or (total, heads, features) and a factor that a path takes.
+bool serves(Direction direction, OptionalScale scale, const Tensor& q, const Tensor& k,
+            const Tensor& v, const OptionalTensor& cu_q, const OptionalTensor& cu_k) {
   constexpr int64_t kLargestHeadDim = 256;
+  if (scale.has_value() && !std::isfinite(*scale)) return false;
   const auto dtype = q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
   if (k.scalar_type() != dtype || v.scalar_type() != dtype) return false;
@@ -173,6 +180,14 @@ Tensor empty_beside(const Tensor& like, int64_t head_dim) {
   return at::empty_strided(sizes, strides, like.options());
 }
 
+// A result in that layout: a copy only where it has another one.
+Tensor placed_beside(const Tensor& like, const Tensor& result) {
+  const bool same_size = like.size(-1) == result.size(-1) && like.is_non_overlapping_and_dense();
+  if (same_size && same_strides(result, like)) return result;
+  const Tensor wanted = empty_beside(like, result.size(-1));
+  return same_strides(result, wanted) ? result : wanted.copy_(result);
+}
+
 // A call's q, k and v, with rows before heads as the kernels want them, and results in the layout that torch promises
 // for those of `query`, `key` and `value`. The kernels write any order of dimensions but the last; what has another
 // last one gets a copy, and so do the CPU tensors of tests, whose operators choose their own layout.
@@ -183,9 +198,9 @@ struct Call {
 
   Tensor rows_first(const Tensor& t) const { return heads_first ? swapped(t) : t; }
 
-  bool is_served(Direction direction, const OptionalTensor& cu_q = {},
+  bool is_served(Direction direction, OptionalScale scale, const OptionalTensor& cu_q = {},
                  const OptionalTensor& cu_k = {}) const {
-    return serves(direction, q, k, v, cu_q, cu_k);
+    return serves(direction, scale, q, k, v, cu_q, cu_k);
   }
 
   FwdResult forward(const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
@@ -247,7 +262,7 @@ SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Ten
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 &&
       !return_debug_mask) {
     const Call call{query, key, value, true};
-    if (call.is_served(Direction::kForward)) {
+    if (call.is_served(Direction::kForward, scale)) {
       count(kSdpaForward, true);
       const BelowAll guard;
       auto [out, lse] = call.forward(std::nullopt, std::nullopt, scale_of(scale, query), -1,
@@ -275,7 +290,7 @@ BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const 
                         const Tensor& offset, OptionalScale scale) {
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 && !cu_q.defined()) {
     const Call call{query, key, value, true};
-    if (call.is_served(Direction::kBackward) && unit_stride(out)) {
+    if (call.is_served(Direction::kBackward, scale) && unit_stride(out)) {
       count(kSdpaBackward, true);
       const BelowAll guard;
       return call.backward(grad_out, out, lse, std::nullopt, std::nullopt, scale_of(scale, query),
@@ -314,7 +329,7 @@ struct FlashForward<Result(Args...)> {
     const bool fits = dropout_p == 0 && !return_debug_mask &&
                       cu_q.has_value() == cu_k.has_value() && !any_given<kFirstRefused>(all);
     const Call call{q, k, v, false};
-    if (fits && call.is_served(Direction::kForward, cu_q, cu_k)) {
+    if (fits && call.is_served(Direction::kForward, std::get<kScale>(all), cu_q, cu_k)) {
       count(kFlashForward, true);
       const BelowAll guard;
       const int64_t right = is_causal ? 0 : unlimited_if_negative(window_of(std::get<kRight>(all)));
@@ -346,7 +361,7 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
   const OptionalTensor bounds_q = optional(cu_q), bounds_k = optional(cu_k);
   const Call call{q, k, v, false};
   if (dropout_p == 0 && cu_q.defined() == cu_k.defined() &&
-      call.is_served(Direction::kBackward, bounds_q, bounds_k) && unit_stride(out)) {
+      call.is_served(Direction::kBackward, scale, bounds_q, bounds_k) && unit_stride(out)) {
     count(kFlashBackward, true);
     const BelowAll guard;
     return call.backward(grad_out, out, lse, bounds_q, bounds_k, scale_of(scale, q),
@@ -428,7 +443,7 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
                             double dropout_p, bool is_causal, OptionalScale scale) {
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
-    if (serves(Direction::kForward, q, k, v, std::nullopt, std::nullopt) &&
+    if (serves(Direction::kForward, scale, q, k, v, std::nullopt, std::nullopt) &&
         takes_bias(bias, q, k)) {
       count(kMaskedForward, true);
       const BelowAll guard;
@@ -460,7 +475,7 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
     const OptionalTensor given = optional(bias);
     const bool need_bias = needs[3] && given.has_value();
     // A gradient of the bias has every element, also those of a mask that repeats.
-    if (serves(Direction::kBackward, q, k, v, std::nullopt, std::nullopt) &&
+    if (serves(Direction::kBackward, scale, q, k, v, std::nullopt, std::nullopt) &&
         takes_bias(given, q, k) && unit_stride(out) && lse.dim() == 3 && lse.size(2) >= q.size(1)) {
       count(kMaskedBackward, true);
       const BelowAll guard;
@@ -475,6 +490,82 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
   }
   return call_before<MaskedResult>(kMaskedBackward, keys, grad_out, query, key, value, bias, out,
                                    lse, seed, offset, dropout_p, needs, is_causal, scale);
+}
+
+// ---- F.scaled_dot_product_attention with grouped heads and a mask -------------------------------
+// To the memory-efficient operator the selector of torch up to 2.13 gives no grouped heads. Where its order has cuDNN
+// before unfused code, as on Hopper, that operator is asked next. Of its calls only those are taken that neither of the
+// others could get, so that cuDNN asked for by name is cuDNN.
+
+bool is_offered_to_nobody_else(const Tensor& query, const Tensor& key, const Tensor& value,
+                               bool has_bias, bool is_causal) {
+  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || query.size(1) == key.size(1))
+    return false;
+  return has_bias || (is_causal && query.size(2) != key.size(2)) || value.size(3) != query.size(3);
+}
+
+// A mask as the caller gave it, with all four dimensions.
+OptionalTensor with_four_dims(const OptionalTensor& bias) {
+  OptionalTensor t = bias;
+  while (t.has_value() && t->dim() < 4) t = t->unsqueeze(0);
+  return t;
+}
+
+SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
+                           const Tensor& value, const OptionalTensor& bias, bool compute_lse,
+                           double dropout_p, bool is_causal, bool return_debug_mask,
+                           OptionalScale scale) {
+  if (dropout_p == 0 && !return_debug_mask &&
+      is_offered_to_nobody_else(query, key, value, bias.has_value(), is_causal)) {
+    const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
+    const OptionalTensor mask = with_four_dims(bias);
+    if (serves(Direction::kForward, scale, q, k, v, std::nullopt, std::nullopt) &&
+        takes_bias(mask, q, k)) {
+      count(kGroupedForward, true);
+      const BelowAll guard;
+      const auto [out, lse, row_max] = call_fwd_mod(
+          q, k, v, scale_of(scale, q), is_causal ? 0 : -1, without_repeats(mask), is_causal);
+      const auto state = at::TensorOptions().dtype(at::kLong);
+      return {placed_beside(query, out.transpose(1, 2)),
+              lse.unsqueeze(-1),
+              Tensor(),
+              Tensor(),
+              query.size(2),
+              key.size(2),
+              at::empty({}, state),
+              at::empty({}, state),
+              Tensor()};
+    }
+  }
+  return call_before<SdpaResult>(kGroupedForward, keys, query, key, value, bias, compute_lse,
+                                 dropout_p, is_causal, return_debug_mask, scale);
+}
+
+BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query,
+                           const Tensor& key, const Tensor& value, const Tensor& out,
+                           const Tensor& lse, const Tensor& seed, const Tensor& offset,
+                           const Tensor& bias, const Tensor& cu_q, const Tensor& cu_k, SymInt max_q,
+                           SymInt max_k, double dropout_p, bool is_causal, OptionalScale scale) {
+  if (grad_out.defined() && dropout_p == 0 && !cu_q.defined() && !cu_k.defined() &&
+      is_offered_to_nobody_else(query, key, value, bias.defined(), is_causal)) {
+    const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
+    const OptionalTensor mask = with_four_dims(optional(bias));
+    const bool has_lse = lse.dim() == 4 && lse.size(2) == q.size(1) && lse.size(3) == 1;
+    if (serves(Direction::kBackward, scale, q, k, v, std::nullopt, std::nullopt) &&
+        takes_bias(mask, q, k) && unit_stride(out) && has_lse) {
+      count(kGroupedBackward, true);
+      const BelowAll guard;
+      const auto [dq, dk, dv, dbias, dslopes, dsinks] =
+          call_bwd_mod(grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.squeeze(-1),
+                       scale_of(scale, q), is_causal ? 0 : -1, without_repeats(mask), is_causal,
+                       true, false);
+      return {placed_beside(query, dq.transpose(1, 2)), placed_beside(key, dk.transpose(1, 2)),
+              placed_beside(value, dv.transpose(1, 2))};
+    }
+  }
+  return call_before<BwdResult>(kGroupedBackward, keys, grad_out, query, key, value, out, lse, seed,
+                                offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
+                                scale);
 }
 
 // ---- on and off ---------------------------------------------------------------------------------
@@ -504,6 +595,8 @@ void set_sdpa(std::string_view key_name) {
   library->impl(kNames[kFlashBackward], &flash_backward);
   library->impl(kNames[kMaskedForward], &masked_forward);
   library->impl(kNames[kMaskedBackward], &masked_backward);
+  library->impl(kNames[kGroupedForward], &grouped_forward);
+  library->impl(kNames[kGroupedBackward], &grouped_backward);
   overrides = std::move(library);
 }
 

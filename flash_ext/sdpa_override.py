@@ -3,11 +3,12 @@
 ``torch.nn.functional.scaled_dot_product_attention`` asks a selector for a backend and calls that backend's
 operator. Two things are changed, through torch's registry of flash-attention implementations:
 
-* The operators of two backends, flash and memory-efficient, get implementations on the dispatch key CUDA
-  (csrc/api_sdpa.cpp). The first serves calls without a mask, ``varlen_attn`` and jagged nested tensors; the
-  second calls with ``attn_mask``, and causal ones whose lengths differ, which the selector never gives to the
-  first. What the kernels do not serve goes to the implementation that was there.
-* The selector's order puts these two first; else cuDNN would get the calls on Hopper.
+* The operators of three backends get implementations on the dispatch key CUDA (csrc/api_sdpa.cpp). That of
+  flash serves calls without a mask, ``varlen_attn`` and jagged nested tensors; the memory-efficient one calls
+  with ``attn_mask``, and causal ones whose lengths differ, which the selector never gives to the first; and
+  cuDNN's those of them with grouped heads, which it gives to neither. What the kernels do not serve goes to
+  the implementation that was there.
+* The selector's order puts the first two first; else cuDNN would get the calls on Hopper.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     register_flash_attention_impl,
     restore_flash_attention_impl,
+    sdpa_kernel,
 )
 
 from .log import logged, note
@@ -119,6 +121,8 @@ def sdpa_counts() -> dict[str, tuple[int, int]]:
         "_flash_attention_backward",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
     )
     counts = torch.ops.flash_ext._sdpa_counts()
     return dict(zip(names, zip(counts[: len(names)], counts[len(names) :])))
@@ -146,9 +150,11 @@ def _prefer_own_backends() -> list[int] | None:
     """Puts the overridden backends first and returns the order as it was; None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    # torch installs its default order at the first selection, over whatever was set before.
+    # torch installs its default order at the first selection, over whatever was set before. Unfused code takes any
+    # call, whatever the caller allows.
     probe = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
-    torch._fused_sdp_choice(probe, probe, probe)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch._fused_sdp_choice(probe, probe, probe)
     order: list[int] = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order([*_FIRST, *(backend for backend in order if backend not in _FIRST)])
     return order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from flash_ext.sdpa_override import sdpa_counts
 from tests.test_sdpa_override import (
     FLASH,
     FLASH_BACKWARD,
+    GROUPED,
+    GROUPED_BACKWARD,
     MASKED,
     MASKED_BACKWARD,
     SDPA,
     SDPA_BACKWARD,
+    check_jagged,
     counted,
     untouched,
 )
@@ -96,6 +100,18 @@ def test_gpu_what_is_not_served_runs_as_before(call: str) -> None:
         close(got, expected)
 
 
+def test_gpu_a_scale_that_is_no_number_runs_as_before() -> None:
+    leaves = gpu(1, 2, 64, 64)
+    before = sdpa_counts()
+    with flash_ext.enable_sdpa():
+        out = F.scaled_dot_product_attention(*leaves, scale=math.nan)
+        out.sum().backward()
+    after = sdpa_counts()
+    assert out.shape == leaves[0].shape
+    for name in (SDPA, SDPA_BACKWARD):
+        assert after[name] == (before[name][0], before[name][1] + 1)
+
+
 def test_gpu_order_of_the_selector_is_restored() -> None:
     q, k, v = gpu(1, 1, 16, 64)
     before = F.scaled_dot_product_attention(q, k, v)  # installs torch's order
@@ -117,6 +133,80 @@ def test_gpu_grouped_heads() -> None:
     beside_math([q, k, v], {SDPA: 1, SDPA_BACKWARD: 1}, enable_gqa=True, is_causal=True)
 
 
+def grouped(head_dim: int = 64, rows: int = 96) -> list[Tensor]:
+    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    shapes = (8, rows), (2, 96), (2, 96)
+    return [torch.randn(2, heads, length, head_dim, **options) for heads, length in shapes]
+
+
+def asks_cudnn_before_math() -> bool:
+    """torch's own order, which it installs at the first selection."""
+    probe = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16)
+    torch._fused_sdp_choice(probe, probe, probe)
+    order = torch._C._get_sdp_priority_order()
+    backends = torch_attention.SDPBackend
+    return order.index(backends.CUDNN_ATTENTION.value) < order.index(backends.MATH.value)
+
+
+def is_offered(leaves: list[Tensor], mask: Tensor | None, causal: bool) -> tuple[dict[str, int], str]:
+    """What must be served of a call with grouped heads, by the selector's own words, and by which operator."""
+    params = torch.backends.cuda.SDPAParams(*leaves, mask, 0.0, causal, True)
+    if torch.backends.cuda.can_use_efficient_attention(params):
+        return {MASKED: 1, MASKED_BACKWARD: 1}, "memory-efficient"
+    if asks_cudnn_before_math() and torch.backends.cuda.can_use_cudnn_attention(params):
+        return {GROUPED: 1, GROUPED_BACKWARD: 1}, "cuDNN"
+    return {}, "nobody"
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "padding", "rows", "causal, lengths differ"])
+def test_gpu_grouped_heads_with_a_mask(kind: str) -> None:
+    causal = kind.startswith("causal")
+    leaves = grouped(rows=64 if causal else 96)
+    mask: Tensor | None = torch.randn(2, 8, 96, 96, device="cuda", dtype=torch.bfloat16)
+    if kind == "bool":
+        mask = mask > -1
+    elif kind == "padding":
+        mask = (torch.arange(96, device="cuda") < torch.tensor([[96], [50]], device="cuda"))[:, None, None]
+    elif kind == "rows":
+        mask = mask[0, 0] > -1
+    elif causal:
+        mask = None
+    served, by = is_offered(leaves, mask, causal)
+    if kind in ("bool", "float", "rows") and torch.cuda.get_device_capability()[0] == 9:
+        assert by != "nobody", "on Hopper the selector asks an operator of ours"
+    options = {"is_causal": True} if causal else {"attn_mask": mask}
+    beside_math(leaves, served, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("kind", ["gradient of the mask", "head_dim 256"])
+def test_gpu_grouped_heads_with_a_mask_that_nobody_is_offered(kind: str) -> None:
+    """docs/integrations/sdpa.md names these. A torch that offers one gets it served, and fails here."""
+    leaves = grouped(head_dim=256 if kind == "head_dim 256" else 64)
+    mask = torch.randn(2, 8, 96, 96, device="cuda", dtype=torch.bfloat16)
+    mask.requires_grad_(kind == "gradient of the mask")
+    served, by = is_offered(leaves, mask, False)
+    beside_math(leaves, served, attn_mask=mask, enable_gqa=True)
+    if torch.__version__.startswith("2.11."):
+        assert by == "nobody"
+
+
+def test_gpu_cudnn_asked_for_by_name_is_cudnn() -> None:
+    leaves = [t.detach() for t in gpu(2, 4, 96, 64)]
+    mask = torch.randn(96, 96, device="cuda", dtype=torch.bfloat16)
+    if not torch.backends.cuda.can_use_cudnn_attention(
+        torch.backends.cuda.SDPAParams(*leaves, mask, 0.0, False, False)
+    ):
+        pytest.skip("this GPU or torch has no attention by cuDNN")
+    with torch_attention.sdpa_kernel(torch_attention.SDPBackend.CUDNN_ATTENTION):
+        expected = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        with flash_ext.enable_sdpa():
+            before = sdpa_counts()
+            got = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+            after = sdpa_counts()
+    assert torch.equal(got, expected)
+    assert after[GROUPED] == (before[GROUPED][0], before[GROUPED][1] + 1)
+
+
 def test_gpu_varlen_attn() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     q, k, v = (t.detach().flatten(0, 1).requires_grad_() for t in gpu(1, 150, 4, 64))
@@ -128,15 +218,10 @@ def test_gpu_varlen_attn() -> None:
     assert torch.equal(out, expected)
 
 
-def test_gpu_jagged_nested_tensors() -> None:
-    rows = [torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (30, 64)]
-    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
-    before = sdpa_counts()[FLASH][0]
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu_jagged_nested_tensors(causal: bool) -> None:
     with flash_ext.enable_sdpa():
-        out = F.scaled_dot_product_attention(nested, nested, nested)
-    assert sdpa_counts()[FLASH][0] == before + 1
-    for got, own in zip(out.transpose(1, 2).unbind(), rows):
-        close(got, flash_ext.attention(own[None], own[None], own[None])[0])
+        check_jagged("cuda", causal)
 
 
 @pytest.mark.slow

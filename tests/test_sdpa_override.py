@@ -8,6 +8,7 @@ what was there before, needs a GPU.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,9 @@ import flash_ext
 from flash_ext.sdpa_override import NAME, sdpa_counts
 
 aten = torch.ops.aten
-SDPA, SDPA_BACKWARD, FLASH, FLASH_BACKWARD, MASKED, MASKED_BACKWARD = sdpa_counts()
-FORWARDS = (SDPA, FLASH, MASKED)
+(SDPA, SDPA_BACKWARD, FLASH, FLASH_BACKWARD, MASKED, MASKED_BACKWARD, GROUPED,
+ GROUPED_BACKWARD) = sdpa_counts()  # fmt: skip
+FORWARDS = (SDPA, FLASH, MASKED, GROUPED)
 
 
 @contextlib.contextmanager
@@ -151,6 +153,38 @@ def test_flash_operator(causal: bool, sides: tuple, packed: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, wanted))
 
 
+def check_jagged(device: str, causal: bool) -> None:
+    """Forward and gradients of jagged nested tensors against every sequence by itself, bit for bit."""
+    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    sequences = [[torch.randn(n, 4, 64, **options) for n in (30, 1, 64)] for _ in range(3)]
+    nested = [torch.nested.as_nested_tensor(one, layout=torch.jagged).transpose(1, 2) for one in sequences]
+    with counted(**{FLASH: 1, FLASH_BACKWARD: 1}):
+        out = F.scaled_dot_product_attention(*nested, is_causal=causal)
+        parts = out.transpose(1, 2).unbind()
+        douts = [torch.randn_like(part) for part in parts]
+        leaves = [t for one in sequences for t in one]
+        grads = torch.autograd.grad(parts, leaves, douts)
+    bounds = torch.tensor([0, 30, 31, 95], dtype=torch.int32, device=device)
+    packed = [torch.cat([t.detach() for t in one]).requires_grad_() for one in sequences]
+    expected = flash_ext.attention_varlen(*packed, bounds, bounds, causal=causal)
+    wanted = torch.autograd.grad(expected, packed, torch.cat(douts))
+    assert torch.equal(torch.cat(parts), expected)
+    for i, own in enumerate(wanted):
+        got = torch.cat(grads[3 * i : 3 * i + 3])
+        error = (got.float() - own.float()).norm() / own.float().norm()
+        assert error < 1e-3, f"relative error {error:.3g}"  # dq is summed in varying order on some paths
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_jagged_nested_tensors(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the choice that torch makes on a GPU; its code for nested tensors is the same for all devices."""
+    from torch.nested._internal import sdpa
+
+    monkeypatch.setattr(sdpa, "_select_sdp_backend", lambda *a: torch_attention.SDPBackend.FLASH_ATTENTION)
+    with on_cpu():
+        check_jagged("cpu", causal)
+
+
 BIASES = ["none", "full", "row", "key", "float32", "minus infinity"]
 
 
@@ -166,8 +200,9 @@ def make_bias(kind: str) -> Tensor | None:
 
 @pytest.mark.parametrize("kind", BIASES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_masked_operator(causal: bool, kind: str) -> None:
-    leaves = [t.requires_grad_() for t in draw(heads_k=4)]
+@pytest.mark.parametrize("heads_k", [4, 2])  # newer versions of torch give it grouped heads as well
+def test_masked_operator(heads_k: int, causal: bool, kind: str) -> None:
+    leaves = [t.requires_grad_() for t in draw(heads_k=heads_k)]
     bias = make_bias(kind)
     if bias is not None:
         leaves.append(bias.detach().clone().requires_grad_())
@@ -183,6 +218,37 @@ def test_masked_operator(causal: bool, kind: str) -> None:
     assert torch.equal(out, expected)
     assert got_lse.shape == (2, 4, 32) and torch.equal(got_lse[..., :9], lse)
     assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(9, 13), (1, 13), (2, 4, 9, 13), (2, 1, 1, 13), (1, 4, 9, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_operator(dtype: torch.dtype, shape: tuple, layout: str) -> None:
+    """cuDNN's operator, which is asked for a mask with grouped heads."""
+    leaves = [t.requires_grad_() for t in draw(layout)]
+    bias = torch.randn(shape).to(dtype)
+    bias = torch.where(bias > 0.8, -65504.0, bias)  # what torch makes of a bool mask there
+    expected, lse = dense(*leaves, attn_mask=bias, softmax_scale=0.3)
+    dout = torch.randn_like(expected)
+    wanted = grads_of(expected, leaves, dout)
+    with on_cpu(), counted(**{GROUPED: 1, GROUPED_BACKWARD: 1}):
+        out, got_lse, *_ = aten._scaled_dot_product_cudnn_attention(*leaves, bias, True, scale=0.3)
+        grads = grads_of(out, leaves, dout)
+    assert torch.equal(out, expected) and torch.equal(got_lse, lse[..., None])
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+    assert out.stride() == torch.empty_like(leaves[0]).stride()
+    assert [g.stride() for g in grads] == [torch.empty_like(t).stride() for t in leaves]
+
+
+def test_grouped_operator_without_a_mask() -> None:
+    """Causal lengths that differ, aligned at the top left; and values of another head_dim."""
+    q, k, v = draw()
+    expected, _ = dense(q, k, v, causal="top_left")
+    narrow, _ = dense(q, k, v[..., :8])
+    with on_cpu(), counted(**{GROUPED: 2}):
+        got = aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, is_causal=True)[0]
+        other = aten._scaled_dot_product_cudnn_attention(q, k, v[..., :8], None, False)[0]
+    assert torch.equal(got, expected) and torch.equal(other, narrow)
 
 
 def test_repeats_of_a_mask_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +284,7 @@ def calls_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         SDPA: lambda: aten._scaled_dot_product_flash_attention(q, k, v),
         FLASH: lambda: aten._flash_attention_forward(*as_ours, None, None, 9, 13, 0.0, False, False),
         MASKED: lambda: aten._scaled_dot_product_efficient_attention(q, k, v, mask, True),
+        GROUPED: lambda: aten._scaled_dot_product_cudnn_attention(q, k[:, :2], v[:, :2], mask, True),
     }
 
 
@@ -265,7 +332,7 @@ def with_a_stock_kernel() -> Iterator[list[str]]:
         def run(*args: Any, **kwargs: Any) -> tuple:
             reached.append(name)
             marks = [torch.full_like(args[0], 7.0) for _ in range(count)]
-            if name == SDPA:
+            if name in (SDPA, GROUPED):
                 marks[2] = marks[3] = None
                 marks[4], marks[5] = 1, 2
             return tuple(marks)
@@ -273,7 +340,7 @@ def with_a_stock_kernel() -> Iterator[list[str]]:
         return run
 
     for name, count in ((SDPA, 9), (SDPA_BACKWARD, 3), (FLASH, 5), (FLASH_BACKWARD, 3), (MASKED, 4),
-                        (MASKED_BACKWARD, 4)):  # fmt: skip
+                        (MASKED_BACKWARD, 4), (GROUPED, 9), (GROUPED_BACKWARD, 3)):  # fmt: skip
         library.impl(name, kernel(name, count), "CPU")
     try:
         yield reached
@@ -287,7 +354,19 @@ def refused_calls() -> dict[str, tuple[str, Any]]:
     wide = [torch.randn(1, 2, 4, 264).bfloat16() for _ in range(3)]
     bounds = torch.tensor([0, 9], dtype=torch.int32)
     sdpa, flash = aten._scaled_dot_product_flash_attention, aten._flash_attention_forward
-    masked = aten._scaled_dot_product_efficient_attention
+    masked, cudnn = aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention
+    few_k, few_v, bias = k[:, :2], v[:, :2], torch.zeros(9, 13).bfloat16()
+    backwards = {
+        SDPA_BACKWARD: lambda dropout_p, scale: aten._scaled_dot_product_flash_attention_backward(
+            q, q, k, v, q, lse, None, None, 9, 13, dropout_p, False, seed, seed, scale=scale),
+        FLASH_BACKWARD: lambda dropout_p, scale: aten._flash_attention_backward(
+            b[0], *b, b[0], lse, None, None, 9, 13, dropout_p, False, seed, seed, scale=scale),
+        MASKED_BACKWARD: lambda dropout_p, scale: aten._scaled_dot_product_efficient_attention_backward(
+            q, q, k, v, None, q, lse, seed, seed, dropout_p, [True, True, True, False], scale=scale),
+        GROUPED_BACKWARD: lambda dropout_p, scale: aten._scaled_dot_product_cudnn_attention_backward(
+            q, q, few_k, few_v, q, lse[..., None], seed, seed, bias, None, None, 9, 13, dropout_p, False,
+            scale=scale),
+    }  # fmt: skip
     dense_call = (None, None, 9, 13, 0.0, False, False)
     of_this_torch = {argument.name for argument in flash.default._schema.arguments}
     newer = {
@@ -302,8 +381,7 @@ def refused_calls() -> dict[str, tuple[str, Any]]:
         "strided features": (SDPA, lambda: sdpa(q[..., ::2], k[..., ::2], v[..., ::2])),
         "heads do not divide": (SDPA, lambda: sdpa(q[:, :3], k[:, :2], v[:, :2])),
         "mixed types": (SDPA, lambda: sdpa(q, k.half(), v)),
-        "dropout in backward": (SDPA_BACKWARD, lambda: aten._scaled_dot_product_flash_attention_backward(
-            q, q, k, v, q, lse, None, None, 9, 13, 0.1, False, seed, seed)),
+        "dropout in backward": (SDPA_BACKWARD, lambda: backwards[SDPA_BACKWARD](0.1, None)),
         "packed dropout": (FLASH, lambda: flash(*b, None, None, 9, 13, 0.1, False, False)),
         "seqused_k": (FLASH, lambda: flash(*b, *dense_call, seqused_k=bounds)),
         "alibi_slopes": (FLASH, lambda: flash(*b, *dense_call, alibi_slopes=lse[0, 0])),
@@ -311,14 +389,25 @@ def refused_calls() -> dict[str, tuple[str, Any]]:
             *(t[0] for t in b), bounds.long(), bounds.long(), 9, 9, 0.0, False, False)),
         "one side of bounds": (FLASH, lambda: flash(
             *(t[0] for t in b), bounds, None, 9, 9, 0.0, False, False)),
-        "packed dropout in backward": (FLASH_BACKWARD, lambda: aten._flash_attention_backward(
-            b[0], *b, b[0], lse, None, None, 9, 13, 0.1, False, seed, seed)),
+        "packed dropout in backward": (FLASH_BACKWARD, lambda: backwards[FLASH_BACKWARD](0.1, None)),
         "mask and dropout": (MASKED, lambda: masked(q, k, v, None, True, 0.1)),
         "3-d mask": (MASKED, lambda: masked(q, k, v, torch.zeros(4, 9, 13).bfloat16(), True)),
         "float64 mask": (MASKED, lambda: masked(q, k, v, torch.zeros(2, 4, 9, 13).double(), True)),
-        "mask and dropout in backward": (
-            MASKED_BACKWARD, lambda: aten._scaled_dot_product_efficient_attention_backward(
-                q, q, k, v, None, q, lse, seed, seed, 0.1, [True, True, True, False])),
+        "mask and dropout in backward": (MASKED_BACKWARD, lambda: backwards[MASKED_BACKWARD](0.1, None)),
+        "grouped, mask and dropout": (GROUPED, lambda: cudnn(q, few_k, few_v, bias, True, 0.1)),
+        "grouped, mask and debug mask": (
+            GROUPED, lambda: cudnn(q, few_k, few_v, bias, True, 0.0, False, True)),
+        "grouped, float64 mask": (GROUPED, lambda: cudnn(q, few_k, few_v, bias.double(), True)),
+        "grouped, mask of other lengths": (GROUPED, lambda: cudnn(q, few_k, few_v, bias[1:], True)),
+        "cuDNN asked for by name, ungrouped": (GROUPED, lambda: cudnn(q, k, v, bias, True)),
+        "cuDNN asked for by name, no mask": (GROUPED, lambda: cudnn(q, few_k, few_v, None, True)),
+        "grouped, dropout in backward": (GROUPED_BACKWARD, lambda: backwards[GROUPED_BACKWARD](0.1, None)),
+        "scale nan": (SDPA, lambda: sdpa(q, k, v, scale=math.nan)),
+        "scale inf": (FLASH, lambda: flash(*b, *dense_call, scale=math.inf)),
+        "scale -inf": (MASKED, lambda: masked(q, k, v, None, True, scale=-math.inf)),
+        "grouped, scale nan": (GROUPED, lambda: cudnn(q, few_k, few_v, bias, True, scale=math.nan)),
+        **{f"scale nan in {name}": (name, lambda name=name: backwards[name](0.0, math.nan))
+           for name in backwards},
     }  # fmt: skip
 
 
@@ -443,10 +532,17 @@ def test_the_order_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = torch.empty(1, 1, 1, 8, dtype=torch.float16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: probe)
-    monkeypatch.setattr(torch, "_fused_sdp_choice",
-                        lambda *tensors: torch._C._set_sdp_priority_order([3, 1, 2, 0, 4]))  # fmt: skip
+
+    def select(*tensors: Tensor) -> None:
+        if not torch.backends.cuda.math_sdp_enabled():
+            raise RuntimeError("No available kernel")  # as with cuDNN alone, which takes no single key
+        torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", select)
     try:
-        flash_ext.enable_sdpa()
+        with torch_attention.sdpa_kernel(torch_attention.SDPBackend.CUDNN_ATTENTION):
+            flash_ext.enable_sdpa()
+            assert not torch.backends.cuda.math_sdp_enabled()
         assert torch._C._get_sdp_priority_order() == [1, 2, 3, 0, 4]
         flash_ext.disable_sdpa()
         assert torch._C._get_sdp_priority_order() == [3, 1, 2, 0, 4]

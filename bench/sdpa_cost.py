@@ -2,16 +2,19 @@
 
     python -m bench.sdpa_cost
 
-Prints host time of a call in microseconds (minimum over repeats, kernels running behind it) and GPU time in
-milliseconds (batch 4, 16 heads, length 4096, head_dim 128, bf16), one JSON line for each implementation. Needs
-a GPU.
+Prints host time of a call in microseconds (kernels run behind it) and GPU time in milliseconds (batch 4, 16
+heads, length 4096, head_dim 128, bf16, cold L2 cache), one JSON line for each implementation: of every case
+the median over rounds, the lowest and the highest. Every round measures all implementations, beginning with
+another one, so that clocks, heat and whatever else the host does fall on all of them alike. Needs a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,36 +25,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
 
-CALLS, ROUNDS = 400, 7
+from .timing import CudaTimer
+
+HOST_CALLS, LAUNCHES = 300, 10
 Call = Callable[[], object]
+Measure = Callable[[Call], float]
+Switch = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def host_us(call: Call) -> float:
-    """Smallest mean of a round of calls, which are queued and not waited for."""
-    for _ in range(50):
+    """Mean host time of calls that are queued and not waited for."""
+    for _ in range(30):  # the first ones after a switch find the dispatcher's tables empty
         call()
-    best = float("inf")
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        best = min(best, (time.perf_counter() - start) / CALLS)
     torch.cuda.synchronize()
-    return round(best * 1e6, 1)
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * spent / HOST_CALLS
 
 
-def gpu_ms(call: Call, repeats: int = 20) -> float:
-    """Mean time of repeated calls between two events."""
-    for _ in range(3):
-        call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return round(begin.elapsed_time(end) / repeats, 4)
+def gpu_ms(timer: CudaTimer, call: Call) -> float:
+    """Median time of a launch."""
+    timer.launch(call, 2)
+    return statistics.median(timer.launch(call, LAUNCHES)[0])
 
 
 def inputs(batch: int, seqlen: int, heads_first: bool) -> list[torch.Tensor]:
@@ -67,40 +65,80 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
     small, large, heads_first = inputs(1, 64, False), inputs(4, 4096, False), inputs(4, 4096, True)
     one = [small[0][:, :, :1], *small[1:]]
     masks = {n: torch.ones(n, n, dtype=torch.bool, device="cuda").tril() for n in (64, 4096)}
+
+    def masked(tensors: list[torch.Tensor], heads_k: int) -> Call:
+        q, k, v = tensors
+        mask = masks[q.shape[2]]
+        return functools.partial(
+            sdpa, q, k[:, :heads_k], v[:, :heads_k], attn_mask=mask, enable_gqa=heads_k != q.shape[1]
+        )
+
     on_host = {
         "one query": functools.partial(sdpa, *one),
         "causal": functools.partial(sdpa, *small, is_causal=True),
-        "bool mask": functools.partial(sdpa, *small, attn_mask=masks[64]),
+        "bool mask": masked(small, 16),
+        "bool mask, 4 key heads": masked(small, 4),
     }
     on_gpu = {
         "causal": functools.partial(sdpa, *large, is_causal=True),
         "causal, heads before rows": functools.partial(sdpa, *heads_first, is_causal=True),
-        "bool mask": functools.partial(sdpa, *large, attn_mask=masks[4096]),
+        "bool mask": masked(large, 16),
+        "bool mask, 4 key heads": masked(large, 4),
     }
     return on_host, on_gpu
 
 
+def interleaved(
+    implementations: dict[str, Switch], cases: dict[str, tuple[Call, Measure]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """One number a round for every case of every implementation; each round begins with another one."""
+    found: dict[str, dict[str, list[float]]] = {
+        name: {case: [] for case in cases} for name in implementations
+    }
+    names = list(implementations)
+    for index in range(rounds):
+        start = index % len(names)
+        for name in names[start:] + names[:start]:
+            with torch.no_grad(), implementations[name]():
+                for case, (call, measure) in cases.items():
+                    found[name][case].append(measure(call))
+    return found
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    digits = 4 if max(values) < 100 else 1
+    numbers = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+    return {key: round(value, digits) for key, value in numbers.items()}
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.stderr.write("bench.sdpa_cost needs a GPU\n")
         return 3
     on_host, on_gpu = calls()
-    variants: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    implementations: dict[str, Switch] = {
         "torch's choice": contextlib.nullcontext,
         "flash_ext": flash_ext.enable_sdpa,
         "torch's flash": lambda: sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]),
         "torch's mem-efficient": lambda: sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
     }
-    for name, switch in variants.items():
-        with torch.no_grad(), switch():
-            line = {
-                "implementation": name,
-                "host_us": {key: host_us(call) for key, call in on_host.items()},
-                "gpu_ms": {key: gpu_ms(call) for key, call in on_gpu.items()},
-                "device": torch.cuda.get_device_name(),
-            }
+    on_device = functools.partial(gpu_ms, CudaTimer(torch.device("cuda")))
+    host_cases = {case: (call, host_us) for case, call in on_host.items()}
+    gpu_cases = {case: (call, on_device) for case, call in on_gpu.items()}
+    host = interleaved(implementations, host_cases, args.rounds)
+    device = interleaved(implementations, gpu_cases, args.rounds)
+    for name in implementations:
+        line = {
+            "implementation": name,
+            "rounds": args.rounds,
+            "host_us": {case: summary(values) for case, values in host[name].items()},
+            "gpu_ms": {case: summary(values) for case, values in device[name].items()},
+            "device": torch.cuda.get_device_name(),
+        }
         sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
     return 0
 
 

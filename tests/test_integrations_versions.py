@@ -1,4 +1,8 @@
-"""The tests of the transformers integration with the other pinned version, in a process of its own."""
+"""The tests of the transformers integration with the other pinned version, in a process of its own.
+
+That version is in a folder beside the environment's packages, where `make test` installs it, or where
+FLASH_EXT_OTHER_TRANSFORMERS says. On a machine with a GPU the process runs the tests of that, too.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "csrc"))
 from build_backend import pins, prepare  # noqa: E402
 
-FOLDER = Path(sys.prefix) / prepare.OTHER_TRANSFORMERS
+FOLDER = Path(
+    os.environ.get("FLASH_EXT_OTHER_TRANSFORMERS") or Path(sys.prefix) / prepare.OTHER_TRANSFORMERS
+).resolve()
 
 
 @pytest.mark.slow
+@pytest.mark.everywhere
 def test_with_the_other_transformers(request: pytest.FixtureRequest) -> None:
     if not FOLDER.is_dir():
         pytest.skip("a second transformers is not here; make test installs it")

@@ -15,6 +15,7 @@ from flash_ext.nn import MultiheadAttention
 
 BATCH, ROWS, KEYS, EMBED, HEADS = 3, 7, 9, 24, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def pair(device: str = "cpu", **options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
@@ -37,6 +38,18 @@ def inputs(like: nn.Module, kind: str = "cross", kdim: int = EMBED, vdim: int = 
         return found
     known = {id(t): t.transpose(0, 1).contiguous() for t in found}
     return [known[id(t)] for t in found]
+
+
+def on(module: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
+    """A call's masks on the module's device, added ones in its type."""
+    like = next(module.parameters())
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+
+    return {name: moved(value) for name, value in call.items()}
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -103,7 +116,7 @@ def test_checkpoints_load_in_both_directions(options: dict) -> None:
 # ---- values ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["self", "shared", "cross"])
@@ -116,17 +129,18 @@ CONSTRUCTIONS = [{"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}
                  {"add_bias_kv": True, "add_zero_attn": True, "kdim": 8, "vdim": 8}]  # fmt: skip
 
 
+@on_each_device
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
-def test_constructions(options: dict, masked: bool) -> None:
-    theirs, ours = pair(batch_first=True, **options)
+def test_constructions(options: dict, masked: bool, device: str) -> None:
+    theirs, ours = pair(device, batch_first=True, **options)
     given = inputs(ours, kdim=options.get("kdim", EMBED), vdim=options.get("vdim", EMBED))
     call: dict[str, Any] = {"average_attn_weights": False}
     if masked:
         call["key_padding_mask"] = torch.arange(KEYS) >= torch.tensor([[9], [6], [3]])
         call["attn_mask"] = torch.rand(ROWS, KEYS) < 0.3
         call["attn_mask"][:, 0] = False  # every row sees a key
-    compare(theirs, ours, given, **call)
+    compare(theirs, ours, given, **on(ours, call))
 
 
 def masks() -> dict[str, Tensor | None]:
@@ -143,25 +157,27 @@ def paddings() -> dict[str, Tensor | None]:
 
 # torch warns that masks of different types are to go, and takes them.
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
+@on_each_device
 @pytest.mark.parametrize("mask, padding", list(itertools.product(masks(), paddings())))
-def test_masks(mask: str, padding: str) -> None:
-    theirs, ours = pair(batch_first=True)
-    call = {"attn_mask": masks()[mask], "key_padding_mask": paddings()[padding]}
+def test_masks(mask: str, padding: str, device: str) -> None:
+    theirs, ours = pair(device, batch_first=True)
+    call = on(ours, {"attn_mask": masks()[mask], "key_padding_mask": paddings()[padding]})
     compare(theirs, ours, inputs(ours), **call)
     compare(theirs, ours, inputs(ours), **call, need_weights=False)
 
 
+@on_each_device
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["self", "cross"])
-def test_causal_hint(kind: str, padded: bool) -> None:
-    theirs, ours = pair(batch_first=True)
+def test_causal_hint(kind: str, padded: bool, device: str) -> None:
+    theirs, ours = pair(device, batch_first=True)
     given = inputs(ours, kind)
     rows, keys = given[0].shape[1], given[1].shape[1]
-    causal = torch.ones(rows, keys, dtype=torch.bool).triu(1)
+    causal = torch.ones(rows, keys, dtype=torch.bool, device=device).triu(1)
     call: dict[str, Any] = {"attn_mask": causal, "is_causal": True, "need_weights": False}
     if padded:
         call["key_padding_mask"] = torch.arange(keys) >= torch.tensor([[keys], [5], [2]])
-    compare(theirs, ours, given, **call)
+    compare(theirs, ours, given, **on(ours, call))
     if not padded:
         # The mask itself is not read: that is what the hint is for.
         call["attn_mask"] = torch.zeros_like(causal)
@@ -179,28 +195,31 @@ def test_without_a_batch() -> None:
     compare(theirs, ours, given, attn_mask=mask)
 
 
-def test_rows_without_keys_are_zero_and_not_nan() -> None:
-    theirs, ours = pair(batch_first=True)
+@on_each_device
+def test_rows_without_keys_are_zero_and_not_nan(device: str) -> None:
+    theirs, ours = pair(device, batch_first=True)
     given = inputs(ours)
-    hidden = torch.zeros(BATCH, KEYS, dtype=torch.bool)
+    hidden = torch.zeros(BATCH, KEYS, dtype=torch.bool, device=device)
     hidden[1] = True
     out, weights = ours(*given, key_padding_mask=hidden)
     assert torch.equal(out[1], ours.out_proj.bias.expand(ROWS, -1)) and (weights[1] == 0).all()
     assert theirs(*given, key_padding_mask=hidden)[0][1].isnan().all()
 
 
-def test_more_keys_than_weights_of_one_pass() -> None:
-    theirs, ours = pair(batch_first=True)
+@on_each_device
+def test_more_keys_than_weights_of_one_pass(device: str) -> None:
+    theirs, ours = pair(device, batch_first=True)
     q = inputs(ours)[0]
-    k = torch.randn(BATCH, 300, EMBED, dtype=q.dtype)
+    k = torch.randn(BATCH, 300, EMBED, dtype=q.dtype, device=device)
     compare(theirs, ours, [q, k, k])
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------
 
 
-def test_dropout_drops_in_training_only_and_shows_in_the_weights() -> None:
-    theirs, ours = pair(batch_first=True, dropout=0.25)
+@on_each_device
+def test_dropout_drops_in_training_only_and_shows_in_the_weights(device: str) -> None:
+    theirs, ours = pair(device, batch_first=True, dropout=0.25)
     given = inputs(ours)
     compare(theirs.eval(), ours.eval(), given)
     _, plain = ours(*given, average_attn_weights=False)

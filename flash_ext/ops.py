@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ def _spec(options: tuple[Any, ...]) -> AttnSpec:
     return AttnSpec(softmax_scale, window_left, window_right)
 
 
-def result_dtype(t: Tensor, flags: tuple[Any, ...]) -> torch.dtype:
+def result_dtype(t: Tensor, flags: Sequence[Any]) -> torch.dtype:
     """That of a result which belongs to ``t``; ``flags`` holds ``wide``, or nothing for False."""
     return accumulator_dtype(t) if any(flags) else t.dtype
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import re
 import socket
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.multiprocessing as mp
 
 import flash_ext
-from tests.test_docs import INTEGRATIONS, ROOT, code_blocks, text_of, without_code
+from tests.test_docs import INTEGRATIONS, README, ROOT, code_blocks, rows, section, text_of, without_code
 
 pytestmark = pytest.mark.everywhere
 # Modules a page needs besides torch.
@@ -91,7 +92,14 @@ def test_examples_of_several_processes_run(device: str, size: int) -> None:
     mp.spawn(run_distributed, (size, port, device == "cuda"), nprocs=max(size, 1))
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    readme = text_of(ROOT / "README.md")
-    for path in INTEGRATIONS:
-        assert f"({path.relative_to(ROOT).as_posix()})" in readme
+def test_the_readme_has_the_line_of_every_page() -> None:
+    """Whose names exist, and which the page uses."""
+    table = {re.findall(r"\((.*?)\)", link)[0]: line for _, line, link in rows(section(README, "Drop-in"))}
+    assert {(ROOT / link).resolve() for link in table} == {path.resolve() for path in INTEGRATIONS}
+    for link, line in table.items():
+        names = re.findall(r"flash_ext(?:\.\w+)+", line)
+        assert names
+        for name in names:
+            assert pkgutil.resolve_name(name) is not None
+            used = set(re.findall(r"\w+", "".join(code_blocks(ROOT / link, "python"))))
+            assert name.split(".")[-1] in used, f"{link} does not use {name}"

@@ -1,17 +1,23 @@
-"""FLASH_EXT_LOG: what each level writes, and that the default writes nothing and costs nothing."""
+"""What says from outside what runs: FLASH_EXT_LOG, whose default writes and costs nothing, and NVTX ranges."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import flash_ext
 from flash_ext import log
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "csrc"))
+from build_backend import environment  # noqa: E402
 
 PROGRAM = """
 import sys, torch, flash_ext
@@ -90,3 +96,33 @@ def test_level_three_names_the_kernel() -> None:
     )
     done = run("3", program)
     assert done.returncode == 0 and "attention launched fwd_" in done.stderr
+
+
+@pytest.mark.everywhere
+def test_profilers_see_ranges(tmp_path: Path) -> None:
+    """fwd and bwd in the domain flash_ext, with and without modifiers; launches are left out here."""
+    toolkit, _ = environment.find_toolkit()
+    folders = [] if toolkit is None else toolkit.include_dirs
+    folders = [folder for folder in folders if (folder / "nvtx3/nvtx3.hpp").is_file()]
+    if not folders or shutil.which("g++") is None:
+        pytest.skip("no g++, or no NVTX headers to build the listener (and the ranges) with")
+    listener = tmp_path / "listener.so"
+    source = ROOT / "tests" / "nvtx_listener.cpp"
+    compiler = ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{folders[0]}"]
+    subprocess.run([*compiler, str(source), "-o", str(listener)], check=True)
+    program = (
+        "import torch, flash_ext\n"
+        "from tests.qkv import make_qkv, null_kernels\n"
+        "leaves = make_qkv(dtype=torch.bfloat16, requires_grad=True)\n"
+        "with null_kernels():\n"
+        "    for options in ({}, {'softcap': 2.0}):\n"
+        "        flash_ext.attention(*leaves, **options).sum().backward()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "NVTX_INJECTION64_PATH": str(listener), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ranges = [line for line in done.stdout.splitlines() if "flash_ext" in line]
+    one = ["open flash_ext fwd", "close flash_ext", "open flash_ext bwd", "close flash_ext"]
+    assert ranges == 2 * one

@@ -27,6 +27,7 @@ INCLUDES = [
     ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm90/bwd_wide_tiles.h", "sm90/instances.h")),
     ("head_parts.h", ("params.h", "paths.h")),
     ("path_choice.", ("head_parts.h", "path_choice.h", "paths.h", "params.h")),
+    ("api_sdpa.cpp", ("api_sdpa.h",)),
     ("api", ("api.h", "api_params.h", "head_parts.h", "path_choice.h", "paths.h", "params.h", "build_info.h")),
     ("device.cu", ("paths.h",)),
     ("ptx/", ()),

@@ -1,4 +1,4 @@
-"""What says from outside what runs: FLASH_EXT_LOG, whose default writes and costs nothing, and NVTX ranges."""
+"""What says from outside what runs: FLASH_EXT_LOG, which is off and costs nothing by itself, and NVTX."""
 
 from __future__ import annotations
 

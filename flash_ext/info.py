@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl
 from . import __version__, ops
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-OTHER_PACKAGES = ("numpy", "triton", "flash-attn", "flash-attn-4", "xformers", "transformers")
+OTHER_PACKAGES = ("numpy", "triton", "flash-attn", "flash-attn-4", "xformers", "transformers", "diffusers", "timm")
 
 
 def collect() -> dict[str, Any]:

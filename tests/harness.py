@@ -231,7 +231,9 @@ def workspace_sizes(case: Case, target: Target) -> list[int]:
             tiles = (sum(case.lens_q) + case.tail) // 64 + len(case.lens_q) + 1
         tiles *= case.num_heads
         sizes += [512 * tiles + 4 * tiles + 64, 1024 * tiles + 64, 256 * tiles * columns]
-    return sizes
+    group = case.num_heads // max(case.num_heads_k, 1)  # whose parts of dk and dv are in fp32
+    parts = [n for n in range(2, min(group, 16) + 1) if group % n == 0]
+    return sizes + [4 * n * math.prod(tensor_shapes(case)[name]) for n in parts for name in ("k", "v")]
 
 
 # --------------------------------------------------------------------------------------------------

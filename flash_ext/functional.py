@@ -145,7 +145,7 @@ def attention(
             "bottom_right" aligns as said above, "top_left" puts row i at key i, for the window as well.
         window: (left, right), how many keys before and after the aligned position a row sees, both inclusive;
             -1 is unlimited.
-        softmax_scale: factor on the dot products, any finite number; None is 1/sqrt(d).
+        softmax_scale: factor on the dot products, any finite number, without a gradient; None is 1/sqrt(d).
         attn_mask: bool (True = take part), or float32 or the dtype of q and then added to the scores: -inf
             hides. 1 to 4 dimensions that broadcast from the right to (b, h, seqlen_q, seqlen_k); any strides,
             read in place. A float mask of only 0 and 1 warns once, because it hides nothing.
@@ -176,7 +176,8 @@ def attention(
             gradient.
         deterministic: make the gradient of q repeatable bit for bit, as all others always are. Slower on a
             GPU. ``torch.use_deterministic_algorithms(True)`` switches it on as well.
-        path: the implementation: "sm90" or "sm80" on a GPU, "cpu" on CPU, None for the fastest that serves the call.
+        path: the implementation: "sm90" or "sm80" on a GPU, "cpu" on CPU, None for the fastest that serves
+            the call.
 
     Returns:
         out (b, seqlen_q, h, dv), dtype of q; with ``return_lse`` also lse (b, h, seqlen_q), natural logarithm
@@ -323,8 +324,9 @@ def attention_varlen(
         v: (total_k, h_k, dv).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q, contiguous: where each sequence
             starts, and where the last one ends.
-        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows. They are checked and serve FLOP
-            counts; no kernel needs them, and they change no result. Leave them out when not at hand.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows, for FLOP counts; no kernel needs
+            them, and they change no result. Leave them out when not at hand. A negative one is refused; one
+            in a tensor is not read, because that would wait for the device.
         causal, window: as in :func:`attention`, with the alignment of each sequence by its own lengths.
         attn_mask: (batch, h, rows, keys) in coordinates inside each sequence; where rows or keys (unless 1)
             end before a sequence does, a bool mask hides and a float one adds 0.

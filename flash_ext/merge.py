@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,13 @@ def merge_attention_states(
         out, lse: shapes of the inputs; dtypes as torch promotes those of the two outs and of the two lses.
 
     Raises:
-        ValueError: the shapes do not agree; the message names the argument.
+        ValueError, TypeError: the shapes do not agree, or something is no tensor of floating point numbers;
+            the message names the argument.
 
     Source: the rescaling of partial softmax results in Milakov and Gimelshein 2018,
     https://arxiv.org/abs/1805.02867.
     """
+    _check_types(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     _check_shapes(out_a, lse_a, out_b, lse_b)
     largest = torch.maximum(lse_a, lse_b).detach()
     # A finite stand-in where both are empty keeps the arithmetic free of inf - inf, forward and backward.
@@ -45,6 +49,14 @@ def merge_attention_states(
 def _per_row(weight: Tensor) -> Tensor:
     """(..., h, rows) to (..., rows, h, 1), to scale an out."""
     return weight.transpose(-1, -2).unsqueeze(-1)
+
+
+def _check_types(**tensors: Any) -> None:
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__qualname__}.")
+        if not t.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {t.dtype}.")
 
 
 def _check_shapes(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

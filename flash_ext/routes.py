@@ -50,6 +50,10 @@ def run_fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
         )
         return result
+    if softmax_scale is not None and softmax_scale.__class__ is not float:
+        _refuse_gradient_of_scale(softmax_scale)
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        max_seqlen_q, max_seqlen_k = _bound(max_seqlen_q), _bound(max_seqlen_k)
     try:
         if _in_functorch():
             options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
@@ -88,8 +92,9 @@ def run_bwd(
     try:
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, (left, right), deterministic, path = options
         return _C.bwd(
-            *tensors, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, deterministic, path
-        )
+            *tensors, _bound(max_seqlen_q), _bound(max_seqlen_k), softmax_scale, causal, left, right,
+            deterministic, path,
+        )  # fmt: skip
     except (TypeError, ValueError):
         _explain_bwd(*tensors, *options)
         raise
@@ -344,7 +349,13 @@ def _operator_options(
         softmax_scale = default_scale(q.shape[-1])
     if causal and right >= -1:
         right = 0
-    return max_seqlen_q or 0, max_seqlen_k or 0, softmax_scale, left, right, deterministic, path
+    bounds = _bound(max_seqlen_q), _bound(max_seqlen_k)
+    return *bounds, softmax_scale, left, right, deterministic, path
+
+
+def _bound(max_seqlen: Any) -> Any:
+    """A bound on lengths, 0 if unknown; one in a tensor is not read: that would wait for the device."""
+    return 0 if max_seqlen is None or isinstance(max_seqlen, Tensor) else max_seqlen
 
 
 # ---- words for arguments of a wrong type ---------------------------------------------------------------
@@ -376,8 +387,17 @@ def _explain_options(
             raise TypeError(f"{name} must be an int or None, got {type(value).__qualname__}.")
     if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
         raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__qualname__}.")
+    _refuse_gradient_of_scale(softmax_scale)
     for name, value in {"causal": causal, "deterministic": deterministic}.items():
         if not hasattr(value, "__bool__"):
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
     if path is not None and not isinstance(path, str):
         raise TypeError(f"path must be a str or None, got {type(path).__qualname__}.")
+
+
+def _refuse_gradient_of_scale(softmax_scale: Any) -> None:
+    if getattr(softmax_scale, "requires_grad", False):
+        raise TypeError(
+            "softmax_scale must be a number, got a tensor that requires a gradient, which it would not get. "
+            "Multiply q by the scale and pass softmax_scale=1.0, or pass a number."
+        )

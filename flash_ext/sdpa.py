@@ -73,6 +73,8 @@ def scaled_dot_product_attention(
 def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
     """The common shape of everything before heads, sequence and head_dim."""
     for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__qualname__}.")
         if t.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(t.shape)}.")
     batch = query.shape[:-3]

@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "everywhere: depends on the machine; a run with a GPU leaves none out")
     config.addinivalue_line("markers", "alone: needs a GPU that no other process of this run uses meanwhile")
+    config.addinivalue_line("markers", "timeout: what ends a hang, where pytest-timeout is installed")
     # The processes of a run inherit the option.
     config.stash[SEED] = config.option.seed = _chosen_seed(config)
     config.stash[STARTED] = time.time()

@@ -24,7 +24,7 @@ from torch import Tensor
 from flash_ext.ops import _C
 from flash_ext.spec import AttnSpec
 from tests import probes
-from tests.cases import Case
+from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes
 from tests.judge import NoiseError, judge
 from tests.refusals import check_refused
@@ -99,7 +99,8 @@ def on_targets(*names: str):
 on_paths = on_targets("cpu", "sm80", "sm90")
 on_all_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
 on_gpu_paths = on_targets("sm80", "sm90")
-# With modifiers the sm90 path has all forwards, and backwards up to head_dim 128; the rest runs in the sm80 kernels.
+# With modifiers the sm90 path has all forwards, and backwards up to head_dim 128; the rest runs in the sm80
+# kernels.
 on_modifier_paths = on_targets("cpu", "sm80", "sm90")
 on_modifier_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
 on_modifier_gpu_paths = on_targets("sm80", "sm90")
@@ -208,18 +209,31 @@ def poison_pool(total: int = 2 << 30) -> None:
             used += size
 
 
-def _expected_allocations(case: Case) -> tuple[list[int], list[int]]:
-    """Byte counts that forward and backward allocate: results, then workspaces as the plan sizes them."""
+def _expected_allocations(case: Case, target: Target) -> tuple[list[int], list[int]]:
+    """Byte counts that forward and backward allocate: results, then workspaces."""
     shapes = {name: math.prod(shape) for name, shape in tensor_shapes(case).items()}
-    forward = [2 * shapes["out"], 4 * shapes["lse"]]
-    backward = [
-        2 * shapes["q"],
-        2 * shapes["k"],
-        2 * shapes["v"],
-        4 * shapes["lse"],
-        4 * shapes["lse"] * -(-case.head_dim // 32) * 32,
-    ]
-    return forward, backward
+    forward = [2 * shapes["out"], 4 * shapes["lse"], 16]  # the last where work is drawn
+    return forward, [2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], *workspace_sizes(case, target)]
+
+
+def workspace_sizes(case: Case, target: Target) -> list[int]:
+    """Byte counts of a backward's workspaces, statistics of rows and dq with the columns of a compiled size.
+
+    The sm90 path has whole tiles of 64 rows, turns and a counter behind the statistics, and these twice
+    beside modifiers. What it leaves to the kernels of sm80 has the sizes of that path.
+    """
+    rows = math.prod(tensor_shapes(case)["lse"])
+    columns = next((size for size in COMPILED_HEAD_DIMS if size >= max(case.head_dim, case.dim_v)), 0)
+    sizes = [8 * rows, 4 * rows * columns]
+    if target.path == "sm90":
+        tiles = -(-case.seqlen_q // 64) * case.batch
+        if case.is_packed:
+            tiles = (sum(case.lens_q) + case.tail) // 64 + len(case.lens_q) + 1
+        tiles *= case.num_heads
+        sizes += [512 * tiles + 4 * tiles + 64, 1024 * tiles + 64, 256 * tiles * columns]
+    group = case.num_heads // max(case.num_heads_k, 1)  # whose parts of dk and dv are in fp32
+    parts = [n for n in range(2, min(group, 16) + 1) if group % n == 0]
+    return sizes + [4 * n * math.prod(tensor_shapes(case)[name]) for n in parts for name in ("k", "v")]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,7 +288,7 @@ def _run_case(case: Case, target: Target) -> Results:
         check_refused(x, target.device)
         return Results(x, {}, Truth({}, {}, {}, {}), {})
     place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
-    forward_sizes, backward_sizes = _expected_allocations(case)
+    forward_sizes, backward_sizes = _expected_allocations(case, target)
     results: dict[str, Tensor] = {}
     repeats: dict[str, Tensor] = {}
     for run in (results, repeats):

@@ -34,6 +34,7 @@ from tests.harness import (
     kernels_of,
     leaving_nothing_behind,
     poisoned,
+    workspace_sizes,
 )
 from tests.inputs import tensor_shapes
 from tests.judge import judge
@@ -74,7 +75,7 @@ def call_and_differentiate(x: ModifierInputs, target: Target) -> dict[str, Tenso
     case, plain, needs = x.mcase.case, x.plain, x.mcase.needs
     qkv = [t.detach().requires_grad_("qkv" in needs) for t in (plain.q, plain.k, plain.v)]
     leaves = {name: t.requires_grad_("mods" in needs) for name, t in x.leaves().items()}
-    with poisoned(target.device, _allocations(x, False)):
+    with poisoned(target.device, _allocations(x, target, False)):
         results = call(x, target, qkv, **x.keywords(leaves))
     found = {name: t.detach() for name, t in zip(RESULTS, results)}
     wanted = dict(zip(("dq", "dk", "dv"), qkv)) if "qkv" in needs else {}
@@ -86,22 +87,22 @@ def call_and_differentiate(x: ModifierInputs, target: Target) -> dict[str, Tenso
     outputs, gradients = [results[0]], [plain.dout]
     if plain.dlse is not None:
         outputs, gradients = [*outputs, results[1]], [*gradients, plain.dlse]
-    with poisoned(target.device, _allocations(x, True)):
+    with poisoned(target.device, _allocations(x, target, True)):
         grads = torch.autograd.grad(outputs, list(wanted.values()), gradients)
     found |= dict(zip(wanted, grads))
     _check_launch(x, target, "bwd")
     return found
 
 
-def _allocations(x: ModifierInputs, backward: bool) -> list[int]:
+def _allocations(x: ModifierInputs, target: Target, backward: bool) -> list[int]:
     """Byte counts that a call is expected to allocate, and many others for its workspaces."""
     shapes = {name: math.prod(shape) for name, shape in tensor_shapes(x.mcase.case).items()}
     sizes = [512 << i for i in range(8)]
     if not backward:
         return [*sizes, 2 * shapes["out"], 4 * shapes["lse"], 4 * shapes["lse"]]
     leaves = [t.numel() * t.element_size() for t in x.leaves().values()]
-    wide = 4 * shapes["lse"] * -(-x.mcase.case.head_dim // 32) * 32
-    return [*sizes, 2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], 8 * shapes["lse"], wide, *leaves]
+    sizes += [2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], *workspace_sizes(x.mcase.case, target)]
+    return [*sizes, *leaves]
 
 
 def _has_hopper_backward(x: ModifierInputs) -> bool:

@@ -1,8 +1,9 @@
 """The planted bugs of the kill matrix: what each changes in the sources. mutants.py builds and runs them.
 
-Of the catalogue's 24: M8 needs an asynchronous proxy (sm90); M12, M13, M15, M21 and M22 are bugs in
-split-KV, paging, semaphores, fp8 and launch caches, none of which exists here, and M17, a dropout offset that
-does not advance, in what PyTorch's generator does.
+Of the catalogue's 24: M12, M13, M21 and M22 are bugs in split-KV, paging, fp8 and launch caches, none of
+which exists here; M17, a dropout offset that does not advance, in what PyTorch's generator does. M15 is
+planted in the waiting for turns: words that nobody sets would be waited for without an end. What is planted
+in ``common/`` is in the kernels of both paths, as far as they share it; what is in those of Hopper says so.
 """
 
 from __future__ import annotations
@@ -326,7 +327,11 @@ MUTANTS = (
         "M19 softcap ignored in the backward",
         "dS is not multiplied by the slope of the cap",
         (
-            Edit("sm80/score_gradients.cuh", "if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];", ""),
+            Edit(
+                "sm80/score_gradients.cuh",
+                "if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];",
+                "",
+            ),
             Edit(
                 "sm80/bwd_steps.cuh",
                 "make_float4(x[0] * slope.x, x[1] * slope.y, x[2] * slope.z, x[3] * slope.w);",
@@ -354,7 +359,11 @@ MUTANTS = (
         "what a bias is broadcast over is not summed: the last tile counts",
         (
             Edit("sm80/bwd_bias_steps.cuh", "sum = fmaf(weight, gradient, sum);", "sum = weight * gradient;"),
-            Edit("sm80/bwd_bias_steps.cuh", "[nb][i] += acc_s[unit][0][nb][i];", "[nb][i] = acc_s[unit][0][nb][i];"),
+            Edit(
+                "sm80/bwd_bias_steps.cuh",
+                "[nb][i] += acc_s[unit][0][nb][i];",
+                "[nb][i] = acc_s[unit][0][nb][i];",
+            ),
         ),
         "bias",
     ),
@@ -396,5 +405,148 @@ MUTANTS = (
             ),
         ),
         "modifiers",
+    ),
+    Mutant(
+        502,
+        "M5 -inf minus -inf not guarded (Hopper)",
+        "what is subtracted from the scores of a row that has seen nothing is infinite",
+        (
+            Edit(
+                "sm90/weights.cuh",
+                "offset[r] = lower == INFINITY ? 0.f : lower;\n    state.minus_max[r] = lower;\n"
+                "    state.sum[r] *= factor[r];",
+                "offset[r] = lower;\n    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];",
+            ),
+        ),
+    ),
+    Mutant(
+        602,
+        "M6 rescale skipped (Hopper)",
+        "the running output keeps its scale when the maximum rises",
+        (Edit("sm90/fwd_consume.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),),
+        "values",
+    ),
+    Mutant(
+        705,
+        "M7 wait removed: V of the Hopper forward",
+        "weights are multiplied with a tile of V that may not have arrived",
+        (
+            Edit(
+                "sm90/fwd_consume.cuh",
+                "const auto issue_output = [&] {\n    wait(bars.kv_full(ring.slot), ring.parity);\n",
+                "const auto issue_output = [&] {\n",
+            ),
+        ),
+        "races",
+    ),
+    Mutant(
+        706,
+        "M7 wait removed: dO of the Hopper backward",
+        "dP is computed from a tile of dO that may not have arrived",
+        (
+            Edit(
+                "sm90/bwd_consume.cuh",
+                "      wait(bars.dout_full(ring.slot), ring.parity);\n      ptx::wgmma_fence();\n",
+                "      ptx::wgmma_fence();\n",
+            ),
+            Edit(
+                "sm90/bwd_consume.cuh",
+                "      wait(bars.dout_full(ring.slot), ring.parity);\n      if (!reach",
+                "      if (!reach",
+            ),
+        ),
+        "races",
+    ),
+    Mutant(
+        801,
+        "M8 fence of the async proxy removed: output",
+        "TMA stores what threads have written to shared memory without a fence between them",
+        (
+            Edit(
+                "sm90/fwd_store.cuh",
+                "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+                "    __syncwarp();\n",
+            ),
+        ),
+        "races",
+    ),
+    Mutant(
+        802,
+        "M8 fence of the async proxy removed: dS",
+        "wgmma reads dS that threads have written to shared memory without a fence between them",
+        (
+            Edit(
+                "sm90/bwd_consume.cuh",
+                "ds_words);\n      ptx::fence_proxy_async();\n",
+                "ds_words);\n",
+            ),
+            Edit("sm90/bwd_consume.cuh", "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n"),
+        ),
+        "races",
+    ),
+    Mutant(
+        1002,
+        "M10 dout read with the strides of out (Hopper)",
+        "rowsum(dO * O) takes strides and alignment of dO from O",
+        (
+            Edit(
+                "sm90/bwd_passes.cuh",
+                "      load_8<E>(d, row_pointer(p.dout, tile.w.b,",
+                "      StridedView like_out = p.out;\n      like_out.ptr = p.dout.ptr;\n"
+                "      load_8<E>(d, row_pointer(like_out, tile.w.b,",
+            ),
+        ),
+        "layout",
+    ),
+    Mutant(
+        1102,
+        "M11 lse in base 2 (Hopper)",
+        "the logarithm of the sum is taken to base 2",
+        (Edit("sm90/fwd_store.cuh", "logf(sum) - state.minus_max", "log2f(sum) - state.minus_max"),),
+    ),
+    Mutant(
+        1501,
+        "M15 turns not awaited",
+        "in the deterministic mode blocks of keys add to dQ on Hopper whenever they get there",
+        (
+            Edit(
+                "sm90/bwd_order.cuh",
+                "while (__any_sync(kWarp, (seen & ~kFirst) != block)) {",
+                "while (__any_sync(kWarp, false)) {",
+            ),
+            Edit(
+                "sm90/bwd_order.cuh",
+                "come = __ballot_sync(kWarp, (seen & ~kFirst) == block);",
+                "come = __ballot_sync(kWarp, (seen & ~kFirst) == block) | 1u;",
+            ),
+        ),
+        "races",
+    ),
+    Mutant(
+        1602,
+        "M16 deterministic flag ignored (Hopper)",
+        "dQ is summed in no order in the deterministic mode, too",
+        (Edit("sm90/run_bwd.cuh", "? run(std::true_type{}) :", "? run(std::false_type{}) :"),),
+        "races",
+    ),
+    Mutant(
+        1802,
+        "M18 grouped heads by modulo (Hopper)",
+        "query head h reads key head h % num_heads_k in the forward",
+        (
+            Edit(
+                "sm90/fwd_produce.cuh",
+                "static_cast<int>(divide(item.w.h, a.grid.shared));",
+                "item.w.h % p.num_heads_k;",
+            ),
+        ),
+        "layout",
+    ),
+    Mutant(
+        2502,
+        "gradient of lse dropped (Hopper)",
+        "dlse is not subtracted from rowsum(dO * O)",
+        (Edit("sm90/bwd_passes.cuh", "p.dlse == nullptr ? -sum : p.dlse[at] - sum", "-sum"),),
+        "autograd",
     ),
 )

@@ -256,6 +256,10 @@ MISUSED = {
     "window triple": (dense(window=(1, 2, 3)), "window must be a pair of ints"),
     "window floats": (dense(window=(1.5, 0.0)), "window must be a pair of ints"),
     "scale text": (dense(softmax_scale="1"), "softmax_scale must be a float or None, got str"),
+    "scale gradient": (
+        dense(softmax_scale=torch.tensor(1.0, requires_grad=True)),
+        "softmax_scale must be a number, got a tensor that requires a gradient",
+    ),
     "path number": (dense(path=80), "path must be a str or None, got int"),
     "cu_seqlens list": (packed(cu_seqlens_q=[0, 3]), "cu_seqlens_q must be a torch.Tensor or None, got list"),
     "max_seqlen text": (packed(max_seqlen_q="9"), "max_seqlen_q must be an int or None, got str"),
@@ -268,6 +272,19 @@ def test_misuse_names_the_argument(case: str) -> None:  # API-06
     args, words = MISUSED[case]
     with pytest.raises(TypeError, match=words):
         flash_ext.forward(**args)
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=["plain", "modified"])
+def test_bounds_in_tensors_are_not_read(more: dict) -> None:  # TC-04, IX-05
+    """Reading one would wait for the device. A meta tensor has nothing to read: a look at it would raise."""
+    args, bound = packed(**more), torch.tensor(9, device="meta")
+    expected, bounded = flash_ext.forward(**args), args | {"max_seqlen_q": bound, "max_seqlen_k": bound}
+    got = flash_ext.forward(**bounded)
+    varlen = flash_ext.attention_varlen(**bounded, return_lse=True)
+    for result in (got, varlen):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected))
+    for a, b in zip(*(flash_ext.backward(got[0], **x, out=got[0], lse=got[1]) for x in (args, bounded))):
+        assert torch.equal(a, b)
 
 
 def test_options_are_keywords_only() -> None:  # API-06

@@ -52,6 +52,7 @@ HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
 HOPPER_BWD_WIDE = ("bwd_sm90_wide_keys_kernel", "bwd_sm90_wide_queries_kernel")
 HOPPER_BWD_WIDE_PASSES = ("bwd_wide_begin_kernel",)  # of head_dim_v
 HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
+WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD + HOPPER_BWD_MOD
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
                "group_intervals_kernel")
@@ -100,8 +101,8 @@ def opcodes_of(wanted: str, environment: dict[str, str]) -> dict[tuple[str, str]
 
 
 def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
-    """(kernel, element type, head_dim, shared-memory class or kind of scores) of a demangled name; None is what
-    it has not.
+    """(kernel, element type, head_dim, shared-memory class or kind of scores) of a demangled name; None is
+    what it has not.
 
     The mask passes know neither types nor sizes. Some traits end with whether modifiers are compiled in,
     which the kernel's name says as well.
@@ -111,7 +112,9 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     if kernel.group(2) == "(":
         return kernel.group(1), None, None, None
     config = re.search(
-        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))?>", name)
+        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))?>",
+        name,
+    )
     assert config, f"unexpected kernel {name}"
     head_dim, smem_class = (int(number) if number else None for number in config.groups()[1:3])
     return kernel.group(1), config.group(1), head_dim, smem_class
@@ -239,10 +242,11 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
 
 
 def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):
-    """Each product group is fenced once and waited for once: serialised ones would have a pair for each HGMMA."""
+    """CG-03. Each product group is fenced once and waited for once: serialised ones would have a pair for
+    each HGMMA. Producers hand registers to consumers."""
     seen = 0
     for item in resources["kernels"]:
-        if kernel_id(item["name"])[0] not in HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD:
+        if kernel_id(item["name"])[0] not in WARPGROUPS:
             continue
         opcodes = machine_code[item["arch"], item["symbol"]]
         count = collections.Counter()
@@ -250,12 +254,15 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
             count[name.split(".")[0]] += number
             count[name] += number
         assert count["HGMMA"] >= 6 * 3 and count["UTMALDG"] > 0, item["name"]
+        assert count["USETMAXREG"] >= 2, item["name"]
         groups = count["HGMMA"] // 5  # a group has at least four products, most of them more
-        assert 0 < count["WARPGROUP.ARRIVE"] <= groups and 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
+        assert 0 < count["WARPGROUP.ARRIVE"] <= groups, item["name"]
+        assert 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1
     wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = 2 * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
     modified = len(HOPPER_MOD) * len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS)
+    modified += len(HOPPER_BWD_MOD) * len(HOPPER_BWD_MOD_HEAD_DIMS) * len(SCORE_KINDS)
     assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide + modified)
 
 

@@ -68,21 +68,22 @@ def test_one_graph_serves_many_lengths(backend: str, device: str) -> None:  # TC
 
 
 @on_devices
-@pytest.mark.parametrize("bounds", ["none", "int"])
+@pytest.mark.parametrize("bounds", ["none", "int", "tensor"])
 def test_packed_calls_do_not_break_the_graph(bounds: str, device: str) -> None:  # TC-04
     counter = CompileCounterWithBackend("aot_eager")
 
-    def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
-        known = {"max_seqlen_q": longest, "max_seqlen_k": longest} if bounds == "int" else {}
+    def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int | Tensor) -> Tensor:
+        known = {} if bounds == "none" else {"max_seqlen_q": longest, "max_seqlen_k": longest}
         return flash_ext.attention_varlen(q, k, v, cu, cu, causal=True, **known)
 
     compiled = torch.compile(packed, fullgraph=True, backend=counter)
     for lengths in ((3, 0, 9), (4, 1, 7), (20, 2, 1), (5, 6, 7), (8, 8, 8)):
         q, k, v, cu = make_packed(device, lengths=lengths)
+        longest = torch.tensor(max(lengths), device=device) if bounds == "tensor" else max(lengths)
         # Plain functions of three tensors, so that gradients are checked for those only.
         check_training_step(
-            lambda q, k, v: compiled(q, k, v, cu, max(lengths)),  # noqa: B023
-            lambda q, k, v: packed(q, k, v, cu, max(lengths)),  # noqa: B023
+            lambda q, k, v: compiled(q, k, v, cu, longest),  # noqa: B023
+            lambda q, k, v: packed(q, k, v, cu, longest),  # noqa: B023
             (q, k, v),
         )
     assert counter.frame_count <= 3

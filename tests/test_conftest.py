@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,3 +192,46 @@ def test_tests_marked_alone_run_alone(tmp_path: Path):
     assert (len(alone), len(shared)) == (3, 9)
     assert not any(a < d and c < b for a, b in alone for c, d in shared)
     assert any(a < d and c < b for (a, b), (c, d) in itertools.combinations(shared, 2))
+
+
+# ---- a python3 that is used as it is may lack what only some tests need ---------------------------------
+
+OPTIONAL = {"matplotlib", "ninja", "pytest_timeout", "rich", "transformers", "xdist"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules that importing a file imports, unless ``importorskip`` comes first."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, (ast.Expr, ast.Assign)) and "importorskip" in ast.unparse(node):
+            return
+
+
+def reached(path: Path, seen: set[Path]) -> Iterator[str]:
+    """The same through files of the tests and the benchmark."""
+    for name in imported(path):
+        yield name.partition(".")[0]
+        file = ROOT / f"{name.replace('.', '/')}.py"
+        if name.startswith(("bench.", "tests.")) and file.is_file() and file not in seen:
+            seen.add(file)
+            yield from reached(file, seen)
+
+
+def test_what_only_some_tests_need_ends_no_collection() -> None:
+    """One module that cannot be imported would end the whole run."""
+    wanted = {path.name: OPTIONAL & {*reached(path, set())} for path in (ROOT / "tests").glob("test_*.py")}
+    assert not {name: modules for name, modules in wanted.items() if modules}
+    assert "rich" in {*reached(ROOT / "bench" / "attention.py", set())}
+
+
+def test_every_mark_is_known_without_a_plugin() -> None:
+    """Markers are strict, and one that only a plugin knows ends the collection where the plugin is not."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py")}
+    known = set(re.findall(r'"markers", "(\w+):', texts.pop("conftest.py")))
+    used = {mark for text in texts.values() for mark in re.findall(r"pytest\.mark\.(\w+)", text)}
+    of_pytest = {"filterwarnings", "parametrize", "skip", "skipif", "usefixtures", "xfail"}
+    assert "timeout" in used and used <= known | of_pytest

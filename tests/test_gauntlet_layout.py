@@ -149,6 +149,38 @@ def test_ly09_each_tensor_misaligned_in_turn(target: Target) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, expected)), f"argument {i}"
 
 
+@on_targets("sm90")
+def test_ly09_what_tma_does_not_read_may_be_misaligned(target: Target) -> None:
+    """out, lse and dlse of the backward: the same kernels, the same bits."""
+    options = (None, None, 0, 0, 0.125, -1, 0, True, target.path)
+    q, k, v, dout = (random_tensor(target, 2, 65, 4, 64) for _ in range(4))
+    dlse = torch.randn(2, 4, 65, device=target.device)
+    arguments = (dout, q, k, v, *torch.ops.flash_ext.fwd(q, k, v, *options), dlse)
+    with target.active():
+        expected = torch.ops.flash_ext.bwd(*arguments, *options)
+        for i in (4, 5, 6):
+            moved = [shifted(t) if i == j else t for j, t in enumerate(arguments)]
+            got = torch.ops.flash_ext.bwd(*moved, *options)
+            assert _C.last_launch()["path"] == "sm90"
+            assert all(torch.equal(a, b) for a, b in zip(got, expected)), f"argument {i}"
+
+
+@on_targets("sm90")
+def test_ly14_kernels_are_chosen_in_every_call(target: Target) -> None:
+    """Aligned, misaligned, aligned again, same shape: what TMA cannot read runs in the sm80 kernels."""
+    q, k, v = (random_tensor(target, 1, 130, 2, 64) for _ in range(3))
+    with target.active():
+        expected = attend(target, q, k, v)
+        for tensors, path in (((q, k, v), "sm90"), ((shifted(q), k, v), "sm80"), ((q, k, shifted(v)), "sm80"),
+                              ((q, k, v), "sm90")):  # fmt: skip
+            got = attend(target, *tensors)
+            assert _C.last_launch()["path"] == path
+            if path == "sm90":
+                assert all(torch.equal(a, b) for a, b in zip(got, expected))
+            torch.testing.assert_close(got[0], expected[0], rtol=2.0**-7, atol=1e-3)
+            torch.testing.assert_close(got[1], expected[1], rtol=0, atol=1e-5)
+
+
 @on_targets("sm80")  # two loaders of the same kernels
 def test_ly14_alignment_is_looked_at_in_every_call(target: Target) -> None:
     """Aligned, misaligned, aligned again, same shape: nothing about the first call may be remembered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import subprocess
 import sys
 import threading
@@ -166,6 +167,39 @@ def test_rc09_workspaces_are_not_trusted(target: Target) -> None:
         ],
         target,
     )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@on_gpu_paths
+def test_rc10_neighbours_in_the_stream(target: Target, head_dim: int, deterministic: bool) -> None:
+    """Kernels may begin before the one ahead of them has ended (programmatic dependent launch; those of the
+    backward do up to 1024 rows). A matrix product writes q and dout just before the calls, and all inputs
+    become NaN right after them."""
+    b, rows, h = 2, 300, 4
+    x, weights = (torch.randn(n, 256, device="cuda").bfloat16() for n in (b * rows, 2 * h * head_dim))
+    k, v = (torch.randn(b, rows, h, head_dim, device="cuda").bfloat16() for _ in range(2))
+    kept = (k.clone(), v.clone())
+    both = torch.empty(b * rows, 2 * h * head_dim, dtype=torch.bfloat16, device="cuda")
+    q, dout = both.view(b, rows, 2 * h, head_dim).split(h, dim=2)
+    options = (None, None, 0, 0, head_dim**-0.5, -1, 0, deterministic, target.path)
+
+    def step() -> list[Tensor]:
+        k.copy_(kept[0])
+        v.copy_(kept[1])
+        torch.mm(x, weights.T, out=both)
+        out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
+        dq, dk, dv = torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, None, *options)
+        for t in (both, k, v):
+            t.fill_(math.nan)
+        return [out, lse, dk, dv, *([dq] if deterministic else [])]
+
+    expected = step()
+    assert all(torch.isfinite(t).all() for t in expected)
+    differences = torch.zeros(len(expected), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        differences += torch.stack([(a != b).sum() for a, b in zip(step(), expected)])
+    assert not differences.any(), f"elements of out, lse, dk, dv, dq that differed: {differences.tolist()}"
 
 
 @on_paths

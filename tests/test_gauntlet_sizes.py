@@ -5,6 +5,7 @@ Windows keep the arithmetic small while the tensors are large. Everything here n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import math
@@ -253,45 +254,119 @@ def pretended_gpu():
         _C.set_switch(name, None)
 
 
-def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """A call by its sizes alone, and what a plan for it must say, in Python's integers."""
+
+    batch: int
+    rows_q: int
+    rows_k: int
+    heads: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    packed: bool
+    causal: bool
+    deterministic: bool
+
+    @classmethod
+    def drawn(cls, rng: random.Random, unit: int) -> Numbers:
+        """Up to 2^40 rows; head sizes are multiples of ``unit``."""
+        packed, group = rng.random() < 0.5, rng.choice((1, 2, 3, 8))
+        heads_k = rng.choice((1, 2, 7, 16, 1024))
+        rows = [2 ** rng.randint(0, 40 if packed else 29) + rng.randint(-1, 1) for _ in range(2)]
+        sizes = [unit * rng.randint(1, 256 // unit) for _ in range(2)]
+        flags = packed, rng.random() < 0.5, rng.random() < 0.5
+        batch = 2 ** rng.randint(0, 20) - rng.randint(0, 1)
+        return cls(batch, *rows, heads_k * group, heads_k, *sizes, *flags)
+
+    def can_be_counted(self) -> bool:
+        """Whether 63 bits hold its bytes."""
+        return self.heads * max(self.rows_q, self.rows_k) * (1 if self.packed else self.batch) <= 2**50
+
+    def plan(self, direction: str, path: str) -> dict:
+        return _C.plan(
+            direction,
+            batch=self.batch,
+            seqlen_q=self.rows_q,
+            seqlen_k=self.rows_k,
+            num_heads=self.heads,
+            num_heads_k=self.heads_k,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            packed=self.packed,
+            window_right=0 if self.causal else -1,
+            deterministic=self.deterministic,
+            path=path,
+        )
+
+    def in_parts(self, parts: int) -> Numbers:
+        """The call whose key heads are parts of its own; of more than one key head each is a batch entry."""
+        if parts == 1:
+            return self
+        batch = self.batch if self.heads_k == 1 else self.heads_k
+        return dataclasses.replace(self, batch=batch, heads=self.heads // self.heads_k, heads_k=parts)
+
+    def parts_bytes(self, parts: int) -> int:
+        rows = self.heads_k * self.rows_k * (1 if self.packed else self.batch)
+        return 0 if parts == 1 else 4 * parts * rows * (self.head_dim + self.head_dim_v)
+
+    def tiles(self, direction: str, plan: dict) -> int:
+        heads, rows, block = self.heads, self.rows_q, plan["block_m"]
+        if direction == "bwd":
+            heads, rows, block = self.heads_k, self.rows_k, plan["block_n"]
+        return heads * (rows // block + self.batch + 2 if self.packed else -(-rows // block) * self.batch)
+
+    def padded_head_dim(self) -> int:
+        return next(size for size in COMPILED_HEAD_DIMS if size >= max(self.head_dim, self.head_dim_v))
+
+    def workspace_sm80(self, direction: str) -> int:
+        if direction == "fwd":
+            return 0
+        rows = self.heads * self.rows_q * (1 if self.packed else self.batch)
+        return 4 * rows * (2 + (0 if self.deterministic else self.padded_head_dim()))
+
+    def workspace_sm90(self, direction: str, block: int) -> int:
+        """``block``: rows of a tile of queries. A counter where work is drawn, a turn where it is ordered."""
+        draws = self.packed or self.causal
+        if direction == "fwd":
+            return 16 if draws else 0
+        per_head = self.rows_q // block + self.batch + 1 if self.packed else -(-self.rows_q // block)
+        tiles = per_head * self.heads * (1 if self.packed else self.batch)
+        if self.padded_head_dim() > 128:
+            return 8 * tiles * block + (32 if draws else 0)
+        turns = -(-tiles // 4) * 16 if self.deterministic else 0
+        counter = 16 if draws or self.deterministic else 0
+        return 4 * tiles * block * (2 + self.padded_head_dim()) + turns + counter
+
+
+@pytest.mark.parametrize("path", ["sm80", "sm90"])
+def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
-    refused = 0
+    refused = divided = 0
     for _ in range(20_000):
-        packed, deterministic = rng.random() < 0.5, rng.random() < 0.5
-        batch, group = 2 ** rng.randint(0, 20) - rng.randint(0, 1), rng.choice((1, 2, 3, 8))
-        heads_k = rng.choice((1, 2, 7, 16, 1024))
-        rows_q, rows_k = (2 ** rng.randint(0, 40 if packed else 29) + rng.randint(-1, 1) for _ in range(2))
-        head_dim, head_dim_v = rng.randint(1, 256), rng.randint(1, 256)
-        if heads_k * group * max(rows_q, rows_k) * (1 if packed else batch) > 2**50:
-            continue  # its bytes could not be counted in 63 bits either
-        direction = rng.choice(("fwd", "bwd"))
-        plan = _C.plan(
-            direction,
-            batch=batch,
-            seqlen_q=rows_q,
-            seqlen_k=rows_k,
-            num_heads=heads_k * group,
-            num_heads_k=heads_k,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            packed=packed,
-            deterministic=deterministic,
-            path="sm80",
-        )
+        call, direction = Numbers.drawn(rng, unit=8 if path == "sm90" else 1), rng.choice(("fwd", "bwd"))
+        if not call.can_be_counted():
+            continue
+        plan = call.plan(direction, path)
         if plan["path"] is None:
-            assert "sequence length" in plan["reasons"]["sm80"] and max(rows_q, rows_k) >= 2**30 - 1024
+            assert "sequence length" in plan["reasons"][path]
+            assert max(call.rows_q, call.rows_k) >= 2**30 - 1024
             refused += 1
             continue
-        heads, rows, block = heads_k * group, rows_q, plan["block_m"]
-        if direction == "bwd":
-            heads, rows, block = heads_k, rows_k, plan["block_n"]
-            total = heads_k * group * (rows_q if packed else batch * rows_q)
-            padded = next(size for size in COMPILED_HEAD_DIMS if size >= max(head_dim, head_dim_v))
-            assert plan["workspace_bytes"] == 4 * total * (2 + (0 if deterministic else padded))
-        tiles = rows // block + batch + 2 if packed else -(-rows // block) * batch
-        assert plan["grid"] == tiles * heads
-    assert 100 < refused < 15_000
+        assert plan["path"] == path, call
+        parts = plan.get("head_parts", 1)
+        divided += parts > 1
+        run, workspace = call.in_parts(parts), plan["workspace_bytes"] - call.parts_bytes(parts)
+        ctas = run.tiles(direction, plan)
+        if path == "sm80":
+            assert workspace == run.workspace_sm80(direction), call
+            assert plan["grid"] == ctas, call
+        else:
+            assert workspace == run.workspace_sm90(direction, plan["block_m"]), call
+            assert plan["grid"] == min(ctas, 132), call
+    assert 100 < refused < 15_000 and divided > 20
 
 
 # ---- GR ----

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flash_ext
 from tests.cases import Case, dense, packed
-from tests.harness import Target, call_backward, call_forward, on_gpu_paths
+from tests.harness import Target, call_backward, call_forward, on_gpu_paths, run_case
 from tests.inputs import Inputs, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,6 +211,21 @@ def test_sy05_graph_replay_with_other_lengths(target: Target) -> None:
         x.cu_seqlens_k.copy_(cu)
         graph.replay()
         assert_same(captured, results(x, target), str(lens))
+
+
+@on_gpu_paths
+def test_sy09_the_same_shapes_at_other_addresses(target: Target) -> None:
+    """TMA descriptors hold addresses: memory that was freed and given out again, or lies elsewhere, is read
+    where it is now. What descriptors do in a graph: SY-04."""
+    for case in CASES:
+        held, addresses = [], set()
+        with target.active():
+            for seed in range(6):
+                x = run_case(case.replace(seed=seed), target).inputs
+                addresses.add(x.k.data_ptr())
+                if seed % 2:
+                    held.append(x)  # so that the next one has to lie elsewhere
+        assert len(addresses) > 1, "all inputs lay at one address: nothing was tried"
 
 
 @on_gpu_paths

@@ -123,6 +123,9 @@ def test_sdpa_reads_its_inputs_in_place() -> None:
 
 def test_sdpa_refuses_in_words() -> None:
     q, k, v = (t.transpose(1, 2) for t in make_qkv())
+    for wrong in (None, [1.0]):
+        with pytest.raises(TypeError, match="key must be a torch.Tensor, got"):
+            flash_ext.scaled_dot_product_attention(q, wrong, v)
     sdpa = flash_ext.scaled_dot_product_attention
     with pytest.raises(ValueError, match=r"attn_mask must broadcast to .*\(2, 4, 17, 17\), got \(17, 16\)"):
         sdpa(q, k, v, torch.ones(17, 16, dtype=torch.bool), enable_gqa=True)
@@ -226,3 +229,11 @@ def test_merging_refuses_shapes_that_do_not_agree() -> None:
         merge(out, lse.transpose(1, 2), out, lse)
     with pytest.raises(ValueError, match="lse_b must have shape"):
         merge(out, lse, out, lse[:, :1])
+
+
+def test_merging_refuses_what_is_no_tensor_of_numbers() -> None:
+    (out, lse), merge = random_state(), flash_ext.merge_attention_states
+    with pytest.raises(TypeError, match="lse_a must be a torch.Tensor, got NoneType"):
+        merge(out, None, out, lse)
+    with pytest.raises(TypeError, match="out_b must be floating point, got torch.int32"):
+        merge(out, lse, out.int(), lse)

@@ -284,7 +284,9 @@ def _flash_attn_varlen_forward(
             raise NotImplementedError(NO_PAGES)
         if leftpad_k is not None or seqused_k is not None:
             name = "leftpad_k" if leftpad_k is not None else "seqused_k"
-            raise NotImplementedError(f"{name} is not supported; cut the keys and pass their own cu_seqlens_k.")
+            raise NotImplementedError(
+                f"{name} is not supported; cut the keys and pass their own cu_seqlens_k."
+            )
         options = {
             "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
             "softcap": softcap, "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q,

@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.modifiers import of_sequence
 from flash_ext.ops import _C
-from flash_ext.reference import visible_mask
-from tests import compare
 from tests.harness import (
     TARGETS,
     CaseFailure,
@@ -144,7 +141,7 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
 
 
 @contextlib.contextmanager
-def _naming(mcase: ModifierCase, target: Target) -> Iterator[None]:
+def naming(mcase: ModifierCase, target: Target) -> Iterator[None]:
     """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
     thread = threading.current_thread()
     name, thread.name = thread.name, repro_line(mcase, target)  # where a timeout prints it
@@ -170,7 +167,7 @@ def run_case(mcase: ModifierCase, target: Target) -> dict[str, Any]:
         CaseFailure: something does not hold; the message begins with the line that repeats the case.
         DeviceLost: a CUDA error; the process cannot go on.
     """
-    with _naming(mcase, target):
+    with naming(mcase, target):
         on_gpu = target.device == "cuda"
         x = make_modifier_inputs(mcase, target.device)
         place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
@@ -201,145 +198,6 @@ def _check_forms(x: ModifierInputs, results: dict[str, Tensor]) -> None:
         assert tuple(t.shape) == shape, f"{name} has shape {tuple(t.shape)}, not {shape}"
         assert t.dtype == dtype, f"{name} is {t.dtype}, not {dtype}"
         assert name in leaves or t.is_contiguous(), f"{name} has strides {t.stride()}"
-
-
-# --------------------------------------------------------------------------------------------------
-# Exact probes
-
-
-def visible_of(x: ModifierInputs) -> list[tuple[slice, slice, Tensor]]:
-    """For each sequence its rows, its keys and (h, rows, keys) bool, who sees whom; a bias counts as none."""
-    case, mods = x.mcase.case, x.meaning({})
-    found, start_q, start_k = [], 0, 0
-    for b, (len_q, len_k) in enumerate(case.sequences()):
-        rows, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
-        own = of_sequence(mods, b, rows, keys) if case.is_packed else of_sequence(mods, b)
-        seen = [
-            visible_mask(case.spec, len_q, len_k, x.plain.q.device, own, 0, h) for h in range(case.num_heads)
-        ]
-        found.append((rows, keys, torch.stack(seen)))
-        start_q, start_k = start_q + len_q, start_k + len_k
-    return found
-
-
-def count_probe(mcase: ModifierCase, target: Target) -> None:
-    """q = 0: lse is the logarithm of the number of visible keys; rows without any give 0 and -inf."""
-    with _naming(mcase, target):
-        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
-        out, lse, row_max = call(x, target)
-        out, lse = _flat(x, out), _flat_statistic(x, lse)
-        row_max = _flat_statistic(x, row_max)
-        for rows, _, seen in visible_of(x):
-            n = seen.sum(-1)
-            empty = (n == 0).T
-            wrong = (lse[rows].double() - n.T.double().log()).abs() > compare.COUNT_LSE_GATE
-            wrong = torch.where(empty, lse[rows] != -math.inf, wrong)
-            assert not wrong.any(), _at("lse", wrong, lse[rows].double().exp(), n.T)
-            leak = empty & (out[rows] != 0).any(-1)
-            assert not leak.any(), _at("out of rows that see nothing", leak, out[rows].amax(-1), n.T)
-            wrong = row_max[rows] != torch.where(empty, -math.inf, 0.0)
-            assert not wrong.any(), _at("row_max", wrong, row_max[rows], n.T)
-
-
-def mask_probe(mcase: ModifierCase, target: Target) -> None:
-    """q = 0, v = I on as many keys at a time as v has columns: out is not 0 just where a key is visible."""
-    with _naming(mcase, target):
-        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
-        parts, width = visible_of(x), mcase.case.dim_v
-        for first in range(0, max((seen.shape[2] for _, _, seen in parts), default=0), width):
-            v = torch.zeros_like(x.plain.v)
-            for _, keys, seen in parts:
-                end = max(first, min(first + width, seen.shape[2]))
-                here = torch.arange(first, end, device=v.device)
-                _flat(x, v)[keys.start + here, :, here - first] = 1
-            out = _flat(x, call(x, target, [x.plain.q, x.plain.k, v])[0])
-            for rows, _, seen in parts:
-                wanted = seen[..., first : first + width].transpose(0, 1)
-                got = out[rows, :, : wanted.shape[2]]
-                wrong = (got != 0) != wanted
-                assert not wrong.any(), _at(f"keys from {first} on", wrong, got, wanted)
-
-
-def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
-    """dout on single rows: dk and dv are exactly 0 at keys the row does not see, and dv is not elsewhere."""
-    with _naming(mcase, target):
-        x = make_modifier_inputs(mcase, target.device)
-        q, k, v = (t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v))
-        out = call(x, target, [q, k, v])[0]
-        parts = visible_of(x)
-        rows, keys, seen = max(parts, key=lambda part: part[2].shape[1])
-        group, len_q = mcase.case.num_heads // mcase.case.num_heads_k, seen.shape[1]
-        for row in sorted({0, len_q // 3, len_q // 2, len_q - 1}):
-            dout = torch.zeros_like(out)
-            _flat(x, dout)[rows.start + row] = 8
-            dq, dk, dv = torch.autograd.grad(out, [q, k, v], dout, retain_graph=True)
-            by_key = torch.zeros(dk.shape[-2], _flat(x, dk).shape[0], dtype=torch.bool, device=dk.device)
-            by_key[:, keys] = seen[:, row].unflatten(0, (-1, group)).any(1)
-            for name, grad in (("dk", dk), ("dv", dv)):
-                size = _flat(x, grad).abs().amax(-1).T
-                wrong = ~by_key & (size != 0)
-                assert not wrong.any(), _at(f"row {row}: {name} of a hidden key", wrong, size, by_key)
-                wrong = by_key & (size == 0)
-                certain = name == "dv" and not any(m.startswith(("drop", "alibi")) for m in mcase.mods)
-                assert not (wrong.any() and certain), _at(f"row {row}: {name} of a key", wrong, size, by_key)
-            others = _flat(x, dq).clone()
-            others[rows.start + row] = 0
-            assert not others.any(), f"row {row}: dq of another row is not 0"
-
-
-def needle_probe(mcase: ModifierCase, target: Target) -> None:
-    """Row i asks loudly for key (i * step) % seqlen_k, with three steps.
-
-    If the key is visible out is its value, up to what the other keys weigh; if it is hidden its large logit
-    leaves no trace in row_max.
-    """
-    with _naming(mcase, target):
-        x = make_modifier_inputs(mcase, target.device)
-        case, generator = mcase.case, torch.Generator().manual_seed(mcase.case.seed)
-        scale = 1 / math.sqrt(case.head_dim)
-        sign = torch.randint(0, 2, x.plain.k.shape, generator=generator) * 2 - 1
-        k = sign.to(x.plain.k)
-        v = torch.randn(x.plain.v.shape, generator=generator).to(x.plain.v)
-        group = case.num_heads // case.num_heads_k
-        logit = 4 * math.sqrt(case.head_dim)
-        u = compare.UNIT_ROUNDOFF[case.torch_dtype]
-        for step in (1, 7, 31):
-            q = torch.zeros_like(x.plain.q)
-            asked = []
-            for rows, keys, seen in visible_of(x):
-                if not seen.numel():
-                    continue
-                wanted = (torch.arange(seen.shape[1], device=q.device) * step) % seen.shape[2]
-                asked.append((rows, keys, seen, wanted))
-                _flat(x, q)[rows] = 4 * _flat(x, k)[keys][wanted].repeat_interleave(group, 1)
-            out, _, row_max = call(x, target, [q, k, v], softmax_scale=scale)
-            out, row_max = _flat(x, out), _flat_statistic(x, row_max)
-            for rows, keys, seen, wanted in asked:
-                sees = seen.gather(2, wanted.expand(len(seen), -1)[..., None])[..., 0].T
-                hidden = ~sees & (row_max[rows] > 0.75 * logit)
-                assert not hidden.any(), _at("a hidden key's logit", hidden, row_max[rows], sees)
-                value = _flat(x, v)[keys][wanted].repeat_interleave(group, 1)
-                error = (out[rows].double() - value.double()).abs()
-                wrong = sees & (error > 2 * u * value.double().abs() + u).any(-1)
-                assert not wrong.any(), _at("a visible key's value", wrong, out[rows].amax(-1), sees)
-
-
-def _flat(x: ModifierInputs, t: Tensor) -> Tensor:
-    """(rows of all sequences, heads, features), a view."""
-    return t if x.mcase.case.is_packed else t.flatten(0, 1)
-
-
-def _flat_statistic(x: ModifierInputs, t: Tensor) -> Tensor:
-    """(rows of all sequences, heads) of lse or row_max."""
-    return t.T if x.mcase.case.is_packed else t.transpose(1, 2).flatten(0, 1)
-
-
-def _at(what: str, wrong: Tensor, got: Tensor, expected: Tensor) -> str:
-    index = tuple(wrong.nonzero()[0].tolist())
-    return (
-        f"{what}: {int(wrong.sum())} of {wrong.numel()} places are wrong; first at {index}: got "
-        f"{got[index].item():.9g}, expected by {expected[index].item()}"
-    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from tests import compare
 from tests.cases import dense, packed
 from tests.harness import Target, on_modifier_tiles, on_modifier_gpu_paths, on_modifier_paths
 from tests.modifier_cases import ModifierCase
-from tests.modifier_harness import count_probe, for_each, mask_probe, sparse_dout_probe
+from tests.modifier_harness import for_each
+from tests.modifier_probes import count_probe, mask_probe, sparse_dout_probe
 from tests.test_gauntlet_bias import peak_of
 
 BLOCK_SIZES = ((16, 16), (16, 128), (48, 80), (64, 64), (128, 128), (64, 192), (192, 64), (256, 16))

@@ -14,7 +14,8 @@ from tests.modifier_cases import (
     paired_cases,
     single_cases,
 )
-from tests.modifier_harness import count_probe, for_each, mask_probe, needle_probe, sparse_dout_probe
+from tests.modifier_harness import for_each
+from tests.modifier_probes import count_probe, mask_probe, needle_probe, sparse_dout_probe
 
 
 @on_modifier_tiles

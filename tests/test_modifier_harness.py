@@ -14,14 +14,8 @@ from tests import modifier_harness
 from tests.cases import dense, packed
 from tests.harness import TARGETS, CaseFailure
 from tests.modifier_cases import ModifierCase, ModifierInputs
-from tests.modifier_harness import (
-    call_and_differentiate,
-    count_probe,
-    mask_probe,
-    needle_probe,
-    run_case,
-    sparse_dout_probe,
-)
+from tests.modifier_harness import call_and_differentiate, run_case
+from tests.modifier_probes import count_probe, mask_probe, needle_probe, sparse_dout_probe
 
 CPU = TARGETS["cpu"]
 DENSE = dense(2, 130, 150, 4, 2, 64, dlse=True)

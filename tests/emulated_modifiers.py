@@ -1,0 +1,149 @@
+"""A model of the kernels with modifiers: the CPU backend, rounding where tensor cores must, with planted bugs.
+
+Weights, dS and what they are multiplied with pass through the 16-bit type before every product; sums are fp32.
+It tells on any machine whether ``modifier_harness.py``, ``modifier_probes.py`` and ``modifier_gates.py`` are
+right: without a bug all of them pass, and each bug fails one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_ext import tiled_mod
+from flash_ext.modifiers import Modifiers
+
+
+class Tiles(tiled_mod._ScoreTiles):
+    """Products take factors of the 16-bit type."""
+
+    def __init__(self, seq: Any, q: Tensor, k: Tensor, spec: Any, mods: Modifiers):
+        super().__init__(seq, q, k, spec, mods)
+        self.half = q.dtype
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return super().grouped(x.to(self.half).to(x.dtype))
+
+
+# Modifiers that are read wrongly, in both directions.
+MISREAD: dict[str, Callable[[Modifiers], dict[str, Any]]] = {
+    "bias_rounded": lambda m: {"bias": m.bias.bfloat16().to(m.bias.dtype)},  # one in fp32
+    "bias_of_batch_0": lambda m: {"bias": m.bias[:1].expand_as(m.bias)},
+    "bias_head": lambda m: {"bias": m.bias.roll(1, 1)},
+    "bias_clamped": lambda m: {"bias": m.bias.clamp(max=6)},
+    "slopes_head": lambda m: {"slopes": m.slopes.roll(1, -1)},
+    "sink_twice": lambda m: {"sinks": m.sinks + math.log(2)},
+    "sink_head": lambda m: {"sinks": m.sinks.roll(1)},
+    "mask_shifted": lambda m: {"mask": m.mask.roll(1, -1)},
+    "document_0": lambda m: {"document_q": m.document_q.clamp(max=0)},
+}
+
+
+class BiasBeforeCap(Tiles):
+    def scores(self, q_block: Tensor, k: Tensor, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+        cap, bias = self.mods.softcap, tiled_mod._tile(self.mods.bias[0], rows, cols).to(self.dtype)
+        tanh = ((self.product(q_block, k[:, cols].mT) * self.spec.softmax_scale + bias) / cap).tanh()
+        return tanh * cap, tanh
+
+
+class CapWithoutSlope(Tiles):
+    def scores(self, *place: Any) -> tuple[Tensor, None]:
+        return super().scores(*place)[0], None
+
+
+class SlopesFromKey0(Tiles):
+    def distance(self, rows: slice, cols: slice) -> Tensor:
+        return torch.arange(cols.start, cols.stop).to(self.dtype).expand(rows.stop - rows.start, -1)
+
+
+class DropUnscaled(Tiles):
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.keep_factor = 1.0
+
+
+class DropByTile(Tiles):
+    """The counter starts again with every tile of keys."""
+
+    def kept(self, rows: slice, cols: slice) -> Tensor:
+        return super().kept(rows, slice(0, cols.stop - cols.start))
+
+
+class LastKeyLost(Tiles):
+    def _visible(self, rows: slice, cols: slice) -> Tensor:
+        visible = super()._visible(rows, cols)
+        keys = torch.arange(cols.start, cols.stop)
+        return visible & (keys != self.seqlen_k - 1)
+
+
+class WeightsCut(Tiles):
+    """Weights lose the last 3 bits of bf16 before every product, but not in their sum."""
+
+    cutting = True
+
+    def scores(self, *place: Any) -> tuple[Tensor, Tensor | None]:
+        self.cutting = False
+        found = super().scores(*place)
+        self.cutting = True
+        return found
+
+    def product(self, x: Tensor, of_key_heads: Tensor) -> Tensor:
+        if self.cutting:
+            x = (x.contiguous().view(torch.int32) & ~0x7FFFF).view(torch.float32)
+        return super().product(x, of_key_heads)
+
+
+class SmallFlushed(Tiles):
+    """What is below 1e-3 in a factor of dK or dV is lost."""
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return super().grouped(x.masked_fill(x.abs() < 1e-3, 0))
+
+
+class LastTileOfBias(tiled_mod._ModifierGradients):
+    """What a bias is broadcast over is not summed over tiles of rows."""
+
+    def add_tile(self, dscores: Tensor, distance: Tensor | None, rows: slice, cols: slice) -> None:
+        if self.dbias is not None and self.dbias.shape[1] == 1:
+            self.dbias[:, :, tiled_mod._span(cols, self.dbias.shape[2])] = 0
+        super().add_tile(dscores, distance, rows, cols)
+
+
+class SlopesOfFirstTile(tiled_mod._ModifierGradients):
+    """The gradient of slopes misses all tiles of keys but the first."""
+
+    def add_tile(self, dscores: Tensor, distance: Tensor | None, rows: slice, cols: slice) -> None:
+        super().add_tile(dscores, None if cols.start else distance, rows, cols)
+
+
+CHANGED = {
+    "bias_before_cap": BiasBeforeCap, "cap_without_slope": CapWithoutSlope, "slopes_from_key_0": SlopesFromKey0,
+    "drop_unscaled": DropUnscaled, "drop_by_tile": DropByTile, "last_key_lost": LastKeyLost,
+    "weights_cut": WeightsCut, "small_flushed": SmallFlushed, "dbias_of_last_tile": LastTileOfBias,
+    "dslopes_of_first_tile": SlopesOfFirstTile,
+}  # fmt: skip
+BUGS = (*MISREAD, *CHANGED)
+
+
+@contextlib.contextmanager
+def model(bug: str = "") -> Iterator[None]:
+    """Inside, the CPU path is the model, with a bug of ``BUGS`` or without."""
+
+    class Misreading(Tiles):
+        def __init__(self, seq: Any, q: Tensor, k: Tensor, spec: Any, mods: Modifiers):
+            super().__init__(seq, q, k, spec, dataclasses.replace(mods, **MISREAD[bug](mods)))
+
+    planted = Misreading if bug in MISREAD else CHANGED.get(bug, Tiles)
+    with pytest.MonkeyPatch.context() as patch:
+        of_gradients = issubclass(planted, tiled_mod._ModifierGradients)
+        patch.setattr(tiled_mod, "_ScoreTiles", Tiles if of_gradients else planted)
+        if of_gradients:
+            patch.setattr(tiled_mod, "_ModifierGradients", planted)
+        yield

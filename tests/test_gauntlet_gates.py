@@ -1,0 +1,53 @@
+"""Gauntlet: large tensors of normal data with every modifier stay within the published gates, on every path."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.cases import dense
+from tests.emulated_modifiers import model
+from tests.harness import TARGETS, CaseFailure, Target, on_gpu_paths
+from tests.modifier_cases import ModifierCase
+from tests.modifier_gates import GATED, gate_case, gated_cases
+from tests.modifier_harness import for_each
+
+CPU = TARGETS["cpu"]
+
+
+@on_gpu_paths
+def test_every_modifier_within_the_gates(target: Target) -> None:
+    for_each(gated_cases(), target, gate_case)
+
+
+def test_a_model_that_rounds_as_kernels_must_stays_within() -> None:
+    with model():
+        for_each(gated_cases(256)[::5], CPU, gate_case)
+
+
+BUGS = {
+    "weights_cut": ("padding", "bf16", "out: rel-L2"),
+    "small_flushed": ("softcap5", "fp16", "dk: rel-L2"),
+    "cap_without_slope": ("softcap5", "bf16", "dq: rel-L2"),
+    "bias_rounded": ("bias_qk_f32", "fp16", "lse: "),
+    "bias_head": ("bias_1hqk", "bf16", "lse: "),
+    "drop_by_tile": ("drop0.1", "bf16", "out: rel-L2"),
+    "drop_unscaled": ("drop0.1", "bf16", "out: rel-L2"),
+    "dbias_of_last_tile": ("bias_b11k", "bf16", "dbias: rel-L2"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_leaves_the_gates(bug: str) -> None:
+    name, dtype, words = BUGS[bug]
+    mcase = ModifierCase(dense(1, 300, 400, 4, 2, 64, dtype=dtype), (name,))
+    with CPU.active(), model(bug), pytest.raises(CaseFailure, match=words):
+        gate_case(mcase, CPU)
+
+
+def test_every_kind_of_modifier_is_gated() -> None:
+    """All that changes a number of a call; where a mask only hides, its exact probes say which keys."""
+    keywords = {re.match("[a-z]+", name).group() for names in GATED for name in names.split(",")}
+    assert keywords >= {"bias", "mask", "padding", "documents", "prefix", "sinktok", "chunk", "hrows", "hkeys",
+                        "alibi", "sinks", "softcap", "drop"}  # fmt: skip

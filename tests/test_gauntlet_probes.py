@@ -1,0 +1,135 @@
+"""Gauntlet: the exact probes of every modifier beyond who sees whom, on every path.
+
+docs/testing.md has the table of which probe stands for which modifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests import modifier_probes as probes
+from tests.cases import dense, packed
+from tests.emulated_modifiers import BUGS, model
+from tests.harness import TARGETS, CaseFailure, Target, on_modifier_paths, on_modifier_tiles
+from tests.modifier_cases import BIASES, MASKS, STRUCTURE, ModifierCase
+from tests.modifier_harness import for_each
+
+CPU = TARGETS["cpu"]
+WEIGHED = (*BIASES, "alibi", "alibi_b", "sinks", "softcap30", "drop0.1", "drop0.5", "drop0.9")
+TOGETHER = ("bias_1hqk,alibi_b,sinks,padding", "bias_qk_f32,drop0.5,softcap2", "mask_bhqk_blocky,drop0.5,sinks",
+            "documents,alibi,drop0.1", "bias_hqk_inf,sinks,softcap30", "blocks64x128_bh,bias_b1qk_skip_f32",
+            "hrows2_bh,bias_bh1k_f32,drop0.9", "prefix,sinktok5,alibi,top")  # fmt: skip
+HIDING = (*MASKS, *STRUCTURE)
+# A shift is exact for values of a bias that all sequences reach.
+SHIFTED = tuple(name for name in BIASES if not name.endswith(("short", "long")))
+SHIFTED_TOGETHER = ("bias_1hqk,sinks", "bias_bhqk,drop0.5", "bias_qk_f32,softcap5", "bias_b1qk_skip_f32,alibi",
+                    "bias_bhq1,padding,documents", "bias_11qk_odd,blocks48x16_b,drop0.1",
+                    "bias_hqk_inf,sinks,softcap30")  # fmt: skip
+WITH_GRADIENT = (*BIASES, "alibi", "alibi_b", "sinks", "bias_1111_f32", "bias_b1q1", "bias_1h1k_f32",
+                 "bias_b11k_f32,alibi_b,sinks", "bias_h11_expanded,alibi,drop0.5", "bias_11qk_f32,sinks,documents",
+                 "alibi,softcap5,hkeys1_h", "sinks,padding,prefix")  # fmt: skip
+# One per kind of stride: a copy in another order would be read in another way.
+PERMUTED = ("bias_bhqk", "bias_1hqk", "mask_bhqk", "padding", "prefix", "hrows2_bh", "hkeys1_h", "hkeys2_b",
+            "blocks64x128_bh", "alibi", "alibi_b", "sinks", "softcap30", "bias_bhqk,alibi_b,sinks,padding",
+            "mask_bhqk,hrows2_bh,softcap5")  # fmt: skip
+
+
+def cases(names: tuple[str, ...], **options) -> list[ModifierCase]:
+    """Each dense and packed, causal and not, in a head size, a type and a mode that go round."""
+    mcases = []
+    for index, name in enumerate(names):
+        mods = tuple(name.split(","))
+        cut = tuple(n.removesuffix("_short").removesuffix("_long") for n in mods)
+        for at in range(2):
+            common = {
+                "head_dim": (64, 128, 96, 256)[(index + at) % 4], "dtype": ("bf16", "fp16")[(index + at) % 2],
+                "deterministic": (index + at) % 3 == 0, "causal": at == 1 or "top" in mods, "seed": index,
+            } | options  # fmt: skip
+            mcases.append(ModifierCase(dense(2, 150 + 50 * at, 257, 4, 2, **common), cut))
+            lens = {"num_heads": 4, "num_heads_k": 2, "tail": 3 * at}
+            mcases.append(ModifierCase(packed([7, 0, 190, 64], [90, 9, 130, 0], **lens, **common), mods))
+    return mcases
+
+
+def dense_only(mcases: list[ModifierCase]) -> list[ModifierCase]:
+    return [mcase for mcase in mcases if not mcase.case.is_packed]
+
+
+LISTS: dict[Callable, list[ModifierCase]] = {
+    probes.count_probe: cases(WEIGHED + TOGETHER),
+    probes.weights_probe: cases(WEIGHED + TOGETHER + HIDING),
+    probes.integer_probe: cases((*HIDING, "drop0.5", "padding,drop0.5", "documents,drop0.5")),
+    probes.ones_probe: cases((*WEIGHED, *HIDING, *TOGETHER), softmax_scale=0.5),
+    probes.needle_probe: cases(WEIGHED),
+    probes.sparse_dout_probe: cases((*WEIGHED, *TOGETHER)),
+    probes.shift_probe: dense_only(cases(SHIFTED + SHIFTED_TOGETHER, dlse=True)) + cases(("bias_bhqk", "bias_qk_f32")),
+    probes.scaling_probe: cases((*WEIGHED, *TOGETHER, "padding", "mask_b1qk", "hkeys1_h", "blocks16x16_h"), dlse=True),
+    probes.dlse_probe: cases(WITH_GRADIENT),
+    probes.permute_probe: dense_only(cases(PERMUTED, dlse=True)),
+}
+
+
+@pytest.mark.parametrize("probe", LISTS, ids=lambda probe: probe.__name__)
+@on_modifier_paths
+def test_probes_of_every_modifier(target: Target, probe: Callable) -> None:
+    for_each(LISTS[probe], target, probe, cpu=12)
+
+
+@pytest.mark.parametrize("probe", (probes.weights_probe, probes.shift_probe, probes.dlse_probe),
+                         ids=lambda probe: probe.__name__)  # fmt: skip
+@on_modifier_tiles
+def test_probes_on_other_tiles(target: Target, probe: Callable) -> None:
+    if target.switches:
+        for_each(LISTS[probe][::3], target, probe)
+    else:
+        pytest.skip("among test_probes_of_every_modifier")
+
+
+# ---- the probes themselves -------------------------------------------------------------------------------
+
+# Which probes notice a bug of the model, on which modifiers.
+NOTICED = {
+    "bias_rounded": ("bias_qk_f32", {"count", "dlse"}),
+    "bias_of_batch_0": ("bias_bhqk", {"count", "weights", "shift", "dlse", "permute"}),
+    "bias_head": ("bias_1hqk", {"count", "weights", "shift", "dlse"}),
+    "bias_clamped": ("bias_qk_f32", {"shift"}),
+    "slopes_head": ("alibi", {"count", "weights", "dlse"}),
+    "sink_twice": ("sinks", {"count", "dlse"}),
+    "sink_head": ("sinks", {"count", "weights", "dlse"}),
+    "mask_shifted": ("mask_bhqk", {"weights", "mask", "sparse_dout", "needle"}),
+    "document_0": ("documents", {"count", "weights", "mask", "sparse_dout"}),
+    "bias_before_cap": ("bias_1hqk,softcap2", {"count", "weights", "shift"}),
+    "slopes_from_key_0": ("alibi", {"count", "weights", "dlse"}),
+    "drop_unscaled": ("drop0.5", {"weights", "integer", "needle"}),
+    "drop_by_tile": ("drop0.5", {"weights", "integer", "needle", "sparse_dout"}),
+    "last_key_lost": ("sinks", {"count", "weights"}),
+    "weights_cut": ("padding", {"ones"}),
+    "small_flushed": ("softcap30", {"scaling"}),
+    "dbias_of_last_tile": ("bias_b11k_f32", {"dlse"}),
+    "dslopes_of_first_tile": ("alibi", {"dlse"}),
+}
+
+
+def test_every_bug_of_the_model_has_its_probes() -> None:
+    assert NOTICED.keys() | {"cap_without_slope"} == set(BUGS)  # which values notice: test_modifier_gates.py
+
+
+@pytest.mark.parametrize("bug", NOTICED)
+def test_a_planted_bug_is_noticed_by_its_probes(bug: str) -> None:
+    name, wanted = NOTICED[bug]
+    mcase = ModifierCase(dense(2, 150, 512, 4, 2, 64, deterministic=True), tuple(name.split(",")))
+    with CPU.active():
+        for probe in (getattr(probes, f"{word}_probe") for word in sorted(wanted)):
+            with model():
+                probe(mcase, CPU)
+            with model(bug), pytest.raises(CaseFailure, match=r"--repro .*\n    (?!\w*Error)"):
+                probe(mcase, CPU)
+
+
+@pytest.mark.parametrize("probe", LISTS, ids=lambda probe: probe.__name__)
+def test_a_model_that_rounds_as_kernels_must_passes(probe: Callable) -> None:
+    """Tolerances leave room for 16-bit factors of all products."""
+    with model():
+        for_each(CPU.pick(LISTS[probe], 16), CPU, probe)

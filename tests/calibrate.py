@@ -1,14 +1,15 @@
 """Measures what the gates are frozen on: ``python -m tests.calibrate [--json FILE]``.
 
 Runs a list of shapes and prints, per type and tensor, the largest value of every metric that compare.py
-gates, the gate, and the margin between them; and the same for the noise units of judge.py. A gate belongs at
-1.25 times what is measured, or at the catalogue's value if that is larger.
+gates, the gate, and the margin between them; the same for calls with modifiers, and for the noise units of
+judge.py. A gate belongs at 1.25 times what is measured, or at the catalogue's value if that is larger.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from tests import compare
 from tests.cases import Case, big_cases, dense, random_cases
 from tests.harness import TARGETS, CaseFailure, Results, Target, run_case
 from tests.judge import LSE_LIMIT, MAX_LIMIT, RMS_LIMIT
+from tests.modifier_cases import ModifierCase
+from tests.modifier_gates import gated_cases, measured
+from tests.modifier_harness import naming
 
 
 def shapes(on_gpu: bool) -> list[Case]:
@@ -82,6 +86,28 @@ def calibrate(target: Target, cases: list[Case], failures: list[str]) -> dict[st
     return found
 
 
+def calibrate_modifiers(target: Target, mcases: list[ModifierCase], failures: list[str]) -> dict[str, Any]:
+    """{dtype: {tensor: {metric: {"measured", "gate", "margin", "case"}}}}: the case with the least margin."""
+    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for mcase in mcases:
+        try:
+            with naming(mcase, target):
+                errors = list(measured(mcase, target))
+        except CaseFailure as failure:
+            failures.append(str(failure))
+            continue
+        for name, error, gate in errors:
+            for metric in ("rel_l2", "worst_row", "signed_bias"):
+                value, limit = getattr(error, metric), getattr(gate, metric)
+                if metric == "signed_bias":
+                    limit += 5 * error.bias_noise
+                margin = limit / value if value else math.inf
+                here = found.setdefault(mcase.case.dtype, {}).setdefault(name, {})
+                if metric not in here or margin < here[metric]["margin"]:
+                    here[metric] = {"measured": value, "gate": limit, "margin": margin, "case": str(mcase)}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.calibrate", description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS, default="sm80" if torch.cuda.is_available() else "cpu")
@@ -96,6 +122,7 @@ def main() -> int:
     with target.active():
         failures: list[str] = []
         regular = calibrate(target, shapes(on_gpu), failures)
+        modified = calibrate_modifiers(target, gated_cases(1024 if on_gpu else 256), failures)
         worst: dict[str, dict[str, float]] = {}
         for results in runs(target, random_cases(0, options.random), failures):
             for name, error in results.errors.items():
@@ -106,6 +133,7 @@ def main() -> int:
         "torch": torch.__version__,
         "target": target.name,
         "gates": regular,
+        "gates_with_modifiers": modified,
         "noise_max_by_data": worst,
         "failures": failures,
     }

@@ -1,8 +1,8 @@
-"""A model of the kernels with modifiers: the CPU backend, rounding where tensor cores must, with planted bugs.
+"""A model of the kernels with modifiers: the CPU backend, rounding where tensor cores must; planted bugs.
 
-Weights, dS and what they are multiplied with pass through the 16-bit type before every product; sums are fp32.
-It tells on any machine whether ``modifier_harness.py``, ``modifier_probes.py`` and ``modifier_gates.py`` are
-right: without a bug all of them pass, and each bug fails one.
+Weights, dS and what they are multiplied with pass through the 16-bit type before every product; sums are
+fp32. It tells on any machine whether ``modifier_probes.py`` and ``modifier_gates.py`` are right: without a
+bug both pass, and each bug fails one.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class SlopesOfFirstTile(tiled_mod._ModifierGradients):
 
 
 CHANGED = {
-    "bias_before_cap": BiasBeforeCap, "cap_without_slope": CapWithoutSlope, "slopes_from_key_0": SlopesFromKey0,
-    "drop_unscaled": DropUnscaled, "drop_by_tile": DropByTile, "last_key_lost": LastKeyLost,
-    "weights_cut": WeightsCut, "small_flushed": SmallFlushed, "dbias_of_last_tile": LastTileOfBias,
-    "dslopes_of_first_tile": SlopesOfFirstTile,
+    "bias_before_cap": BiasBeforeCap, "cap_without_slope": CapWithoutSlope,
+    "slopes_from_key_0": SlopesFromKey0, "drop_unscaled": DropUnscaled, "drop_by_tile": DropByTile,
+    "last_key_lost": LastKeyLost, "weights_cut": WeightsCut, "small_flushed": SmallFlushed,
+    "dbias_of_last_tile": LastTileOfBias, "dslopes_of_first_tile": SlopesOfFirstTile,
 }  # fmt: skip
 BUGS = (*MISREAD, *CHANGED)
 

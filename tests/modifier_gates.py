@@ -1,4 +1,4 @@
-"""The gates of ``compare.py`` for calls with modifiers: large tensors of normal data, forward and backward."""
+"""The gates of ``compare.py`` for calls with modifiers: large tensors of normal data, both ways."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GATED = (
     "alibi_b", "sinks", "softcap5", "softcap30", "drop0.1", "drop0.5", "drop0.9",
     "bias_1hqk,softcap30,drop0.1,sinks", "documents,alibi,drop0.1", "blocks48x16_b,sinks,bias_b11k_f32",
 )  # fmt: skip
-# Rows at which a document or a chunk begins would see a single key of a causal call: their dq is exactly 0, and
-# what delta is off by shows undamped. The plain cases have such rows, and a gate that is wide enough for them.
+# Rows at which a document or a chunk begins would see a single key of a causal call: their dq is exactly 0,
+# and what delta is off by shows undamped. The plain cases have such rows, and gates wide enough for them.
 NEVER_CAUSAL = ("documents", "chunk100")
 ALWAYS_CAUSAL = ("prefix", "sinktok40")  # without effect otherwise
 

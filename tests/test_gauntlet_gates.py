@@ -1,4 +1,4 @@
-"""Gauntlet: large tensors of normal data with every modifier stay within the published gates, on every path."""
+"""Gauntlet: large tensors of normal data with every modifier stay within the gates, on every path."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def test_a_planted_bug_leaves_the_gates(bug: str) -> None:
 def test_every_kind_of_modifier_is_gated() -> None:
     """All that changes a number of a call; where a mask only hides, its exact probes say which keys."""
     keywords = {re.match("[a-z]+", name).group() for names in GATED for name in names.split(",")}
-    assert keywords >= {"bias", "mask", "padding", "documents", "prefix", "sinktok", "chunk", "hrows", "hkeys",
-                        "alibi", "sinks", "softcap", "drop"}  # fmt: skip
+    assert keywords == {"bias", "mask", "padding", "documents", "prefix", "sinktok", "chunk", "hrows",
+                        "hkeys", "blocks", "alibi", "sinks", "softcap", "drop"}  # fmt: skip

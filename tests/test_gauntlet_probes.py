@@ -18,18 +18,23 @@ from tests.modifier_harness import for_each
 
 CPU = TARGETS["cpu"]
 WEIGHED = (*BIASES, "alibi", "alibi_b", "sinks", "softcap30", "drop0.1", "drop0.5", "drop0.9")
-TOGETHER = ("bias_1hqk,alibi_b,sinks,padding", "bias_qk_f32,drop0.5,softcap2", "mask_bhqk_blocky,drop0.5,sinks",
-            "documents,alibi,drop0.1", "bias_hqk_inf,sinks,softcap30", "blocks64x128_bh,bias_b1qk_skip_f32",
-            "hrows2_bh,bias_bh1k_f32,drop0.9", "prefix,sinktok5,alibi,top")  # fmt: skip
+TOGETHER = (
+    "bias_1hqk,alibi_b,sinks,padding", "bias_qk_f32,drop0.5,softcap2", "mask_bhqk_blocky,drop0.5,sinks",
+    "documents,alibi,drop0.1", "bias_hqk_inf,sinks,softcap30", "blocks64x128_bh,bias_b1qk_skip_f32",
+    "hrows2_bh,bias_bh1k_f32,drop0.9", "prefix,sinktok5,alibi,top",
+)  # fmt: skip
 HIDING = (*MASKS, *STRUCTURE)
 # A shift is exact for values of a bias that all sequences reach.
 SHIFTED = tuple(name for name in BIASES if not name.endswith(("short", "long")))
-SHIFTED_TOGETHER = ("bias_1hqk,sinks", "bias_bhqk,drop0.5", "bias_qk_f32,softcap5", "bias_b1qk_skip_f32,alibi",
-                    "bias_bhq1,padding,documents", "bias_11qk_odd,blocks48x16_b,drop0.1",
-                    "bias_hqk_inf,sinks,softcap30")  # fmt: skip
-WITH_GRADIENT = (*BIASES, "alibi", "alibi_b", "sinks", "bias_1111_f32", "bias_b1q1", "bias_1h1k_f32",
-                 "bias_b11k_f32,alibi_b,sinks", "bias_h11_expanded,alibi,drop0.5", "bias_11qk_f32,sinks,documents",
-                 "alibi,softcap5,hkeys1_h", "sinks,padding,prefix")  # fmt: skip
+SHIFTED_TOGETHER = (
+    "bias_1hqk,sinks", "bias_bhqk,drop0.5", "bias_qk_f32,softcap5", "bias_b1qk_skip_f32,alibi",
+    "bias_bhq1,padding,documents", "bias_11qk_odd,blocks48x16_b,drop0.1", "bias_hqk_inf,sinks,softcap30",
+)  # fmt: skip
+WITH_GRADIENT = (
+    *BIASES, "alibi", "alibi_b", "sinks", "bias_1111_f32", "bias_b1q1", "bias_1h1k_f32",
+    "bias_b11k_f32,alibi_b,sinks", "bias_h11_expanded,alibi,drop0.5", "bias_11qk_f32,sinks,documents",
+    "alibi,softcap5,hkeys1_h", "sinks,padding,prefix",
+)  # fmt: skip
 # One per kind of stride: a copy in another order would be read in another way.
 PERMUTED = ("bias_bhqk", "bias_1hqk", "mask_bhqk", "padding", "prefix", "hrows2_bh", "hkeys1_h", "hkeys2_b",
             "blocks64x128_bh", "alibi", "alibi_b", "sinks", "softcap30", "bias_bhqk,alibi_b,sinks,padding",
@@ -64,17 +69,19 @@ LISTS: dict[Callable, list[ModifierCase]] = {
     probes.ones_probe: cases((*WEIGHED, *HIDING, *TOGETHER), softmax_scale=0.5),
     probes.needle_probe: cases(WEIGHED),
     probes.sparse_dout_probe: cases((*WEIGHED, *TOGETHER)),
-    probes.shift_probe: dense_only(cases(SHIFTED + SHIFTED_TOGETHER, dlse=True)) + cases(("bias_bhqk", "bias_qk_f32")),
-    probes.scaling_probe: cases((*WEIGHED, *TOGETHER, "padding", "mask_b1qk", "hkeys1_h", "blocks16x16_h"), dlse=True),
+    probes.shift_probe: [*dense_only(cases(SHIFTED + SHIFTED_TOGETHER, dlse=True)),
+                         *cases(("bias_bhqk", "bias_qk_f32"))],
+    probes.scaling_probe: cases((*WEIGHED, *TOGETHER, "padding", "mask_b1qk", "hkeys1_h", "blocks16x16_h"),
+                                dlse=True),
     probes.dlse_probe: cases(WITH_GRADIENT),
     probes.permute_probe: dense_only(cases(PERMUTED, dlse=True)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("probe", LISTS, ids=lambda probe: probe.__name__)
 @on_modifier_paths
 def test_probes_of_every_modifier(target: Target, probe: Callable) -> None:
-    for_each(LISTS[probe], target, probe, cpu=12)
+    for_each(LISTS[probe], target, probe, cpu=6)
 
 
 @pytest.mark.parametrize("probe", (probes.weights_probe, probes.shift_probe, probes.dlse_probe),
@@ -132,4 +139,4 @@ def test_a_planted_bug_is_noticed_by_its_probes(bug: str) -> None:
 def test_a_model_that_rounds_as_kernels_must_passes(probe: Callable) -> None:
     """Tolerances leave room for 16-bit factors of all products."""
     with model():
-        for_each(CPU.pick(LISTS[probe], 16), CPU, probe)
+        for_each(CPU.pick(LISTS[probe], 8), CPU, probe)

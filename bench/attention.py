@@ -25,7 +25,7 @@ from rich.progress import (
 
 from bench import host_cost, machine, timing
 from bench.entrants import Entrant, make_ours
-from bench.feature_report import checks
+from bench.feature_report import checks, held_by_path
 from bench.peers import CPU_PEERS, GPU_PEERS, make_peers
 from bench.record import Results, Row, bars_against_every_peer
 from bench.report import describe, write_all, write_json
@@ -216,8 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(str(summary), highlight=False, markup=False)
     demands = checks(results)
     if demands:
-        held = sum(check.holds for check in demands)
-        console.print(f"{held} of {len(demands)} demands on features hold; the rest:", highlight=False)
+        console.print(f"features, {held_by_path(demands)}; the rest:", highlight=False)
         for check in demands:
             if not check.holds:
                 console.print(f"  {check}", highlight=False, markup=False)

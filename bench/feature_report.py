@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.record import Entry, Results, Row, column_names, feature_pair
+from bench.record import PLAIN_SUFFIX, Entry, Results, Row, column_names, feature_pair, speed_of_plain
 from bench.shapes import DIRECTIONS
 
 MIN_OF_PLAIN = 0.8  # within 25 % of the plain kernel's time per visited tile
@@ -21,9 +21,10 @@ def feature_rows(results: Results, direction: str | None = None) -> list[Row]:
     return [r for r in results.rows if r.case.feature and direction in (None, r.direction)]
 
 
-def our_entry(row: Row) -> Entry | None:
-    """The column that does what the row asks for."""
-    return feature_pair(row)[0]
+def feature_paths(results: Results) -> list[str]:
+    """Our columns that do what the rows ask for, in order of first appearance: one per path."""
+    names = column_names(feature_rows(results), ours=True)
+    return [name for name in names if not name.endswith(PLAIN_SUFFIX)]
 
 
 # ---- bars ------------------------------------------------------------------------------------------------
@@ -31,9 +32,10 @@ def our_entry(row: Row) -> Entry | None:
 
 @dataclass(frozen=True)
 class Check:
-    """One demand on one feature: ``value`` at least or at most ``limit``; None when nothing was measured."""
+    """One demand on one feature by one path: ``value`` at least or at most ``limit``; None: not measured."""
 
     direction: str
+    path: str
     feature: str
     what: str
     value: float | None
@@ -51,38 +53,50 @@ class Check:
         value = "not measured" if self.value is None else f"{self.value:.3f}"
         side = "at least" if self.at_least else "at most"
         verdict = "holds" if self.holds else "does not hold"
-        return f"{self.direction} {self.feature}: {self.what} {value}, {side} {self.limit:g}: {verdict}"
+        where = f"{self.direction} {self.path} {self.feature}"
+        return f"{where}: {self.what} {value}, {side} {self.limit:g}: {verdict}"
 
 
 def checks(results: Results) -> list[Check]:
-    """Every demand on every feature row of a run; empty without such rows.
+    """Every demand on every feature row of a run, path by path; empty without such rows.
 
     The speed on visited tiles against the plain kernel, the time per visited tile of sparse block maps
-    against that of the full one, and the time against SDPA's memory-efficient backend where it ran.
+    against that of the full one, and the time against SDPA's memory-efficient backend where it ran. A path
+    that did not run a row is held to it only if no other path did.
     """
     found = []
-    for direction in DIRECTIONS:
-        rows = feature_rows(results, direction)
-        whole = next((_of_plain(r) for r in rows if r.case.feature == _FULL_BLOCKS), None)
-        for row in rows if direction != "both" else []:
-            feature, ratio = row.case.feature, _of_plain(row)
-            lenient = direction == "bwd" and feature in _WITH_GRADIENT
-            limit = MIN_OF_PLAIN_WITH_GRADIENT if lenient else MIN_OF_PLAIN
-            found.append(Check(direction, feature, "speed on visited tiles over plain", ratio, limit, True))
-            if feature.startswith("blocks-") and feature != _FULL_BLOCKS:
-                per_tile = whole / ratio if whole and ratio else None
-                what = f"time per visited tile over {_FULL_BLOCKS}"
-                found.append(Check(direction, feature, what, per_tile, MAX_TIME_PER_TILE, False))
-            rival, ours = row.entry(RIVAL), our_entry(row)
-            if rival is not None and rival.status == "ok":
-                ran = ours is not None and ours.status == "ok"
-                faster = rival.median_ms / ours.median_ms if ran else None
-                found.append(Check(direction, feature, f"speed over {RIVAL}", faster, 1.0, True))
+    for direction in ("fwd", "bwd"):
+        for path in feature_paths(results):
+            rows = feature_rows(results, direction)
+            whole = next((_of_plain(r, path) for r in rows if r.case.feature == _FULL_BLOCKS), None)
+            for row in rows:
+                found += _checks_of(row, path, whole)
     return found
 
 
-def _of_plain(row: Row) -> float | None:
-    ours = our_entry(row)
+def _checks_of(row: Row, path: str, whole: float | None) -> list[Check]:
+    """Of one row; ``whole`` is the speed over plain of the full block map."""
+    ours, ratio = row.entry(path), _of_plain(row, path)
+    ran = ours is not None and ours.status == "ok"
+    if not ran and feature_pair(row)[0] is not ours:
+        return []
+    direction, feature = row.direction, row.case.feature
+    lenient = direction == "bwd" and feature in _WITH_GRADIENT
+    limit = MIN_OF_PLAIN_WITH_GRADIENT if lenient else MIN_OF_PLAIN
+    found = [Check(direction, path, feature, "speed on visited tiles over plain", ratio, limit, True)]
+    if feature.startswith("blocks-") and feature != _FULL_BLOCKS:
+        per_tile = whole / ratio if whole and ratio else None
+        what = f"time per visited tile over {_FULL_BLOCKS}"
+        found.append(Check(direction, path, feature, what, per_tile, MAX_TIME_PER_TILE, False))
+    rival = row.entry(RIVAL)
+    if rival is not None and rival.status == "ok":
+        faster = rival.median_ms / ours.median_ms if ran else None
+        found.append(Check(direction, path, feature, f"speed over {RIVAL}", faster, 1.0, True))
+    return found
+
+
+def _of_plain(row: Row, path: str) -> float | None:
+    ours = row.entry(path)
     return None if ours is None else ours.of_plain
 
 
@@ -90,34 +104,42 @@ def _of_plain(row: Row) -> float | None:
 
 
 def feature_tables(results: Results, headings: dict[str, str]) -> list[str]:
-    """Markdown: a table per direction, then what is demanded and whether it holds. Empty without such rows.
+    """Markdown: a table per direction and path, then what is demanded and whether it holds; or nothing.
 
     Args:
-        headings: direction to what its table is called.
+        headings: direction to what its tables are called.
     """
     lines: list[str] = []
     for direction in DIRECTIONS:
         rows = feature_rows(results, direction)
-        if rows:
-            lines += ["", f"## Features, {headings[direction]}", "", *_table(rows)]
+        for path in feature_paths(results) if rows else []:
+            lines += ["", f"## Features, {headings[direction]}, {path}", "", *_table(rows, path)]
     demands = checks(results)
     if demands:
-        held = sum(check.holds for check in demands)
-        lines += ["", "## Features, what is demanded", "", f"{held} of {len(demands)} demands hold.", ""]
+        lines += ["", "## Features, what is demanded", "", f"{held_by_path(demands)}.", ""]
         lines += [f"- {check}" for check in demands]
     return lines
 
 
-def _table(rows: list[Row]) -> list[str]:
+def held_by_path(demands: list[Check]) -> str:
+    """How many hold, path by path."""
+    parts = []
+    for path in dict.fromkeys(check.path for check in demands):
+        mine = [check for check in demands if check.path == path]
+        parts.append(f"{sum(check.holds for check in mine)} of {len(mine)} by {path}")
+    return "demands that hold: " + ", ".join(parts)
+
+
+def _table(rows: list[Row], path: str) -> list[str]:
     peers = column_names(rows, ours=False)
     head = ["feature", "pairs", "tile", "visited tiles", "ms", "TFLOP/s on them", "plain ms", "of plain"]
     head += [f"{name} {what}" for name in peers for what in ("ms", "of plain")]
-    body = [_cells(row, peers) for row in rows]
+    body = [_cells(row, path, peers) for row in rows]
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
 
 
-def _cells(row: Row, peers: list[str]) -> list[str]:
-    ours, plain = feature_pair(row)
+def _cells(row: Row, path: str, peers: list[str]) -> list[str]:
+    ours, plain = feature_pair(row, path)
     case = row.case
     full = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k
     cells = [case.feature, "" if row.pairs is None else f"{100 * row.pairs / full:.1f} %"]
@@ -125,9 +147,11 @@ def _cells(row: Row, peers: list[str]) -> list[str]:
         cells += ["", ""]
     else:
         cells += ["{} x {}".format(*ours.tile), f"{100 * ours.tile_scores / full:.1f} %"]
-    cells += [_ms(ours), _number(ours and ours.tile_tflops, "{:.0f}"), _ms(plain), _ratio(ours)]
+    cells += [_ms(ours), _number(ours and ours.tile_tflops, "{:.0f}"), _ms(plain)]
+    cells.append(_number(ours and ours.of_plain, "{:.2f}"))
     for name in peers:
-        cells += [_ms(row.entry(name)), _ratio(row.entry(name))]
+        peer = row.entry(name)
+        cells += [_ms(peer), _number(peer and speed_of_plain(peer, ours, plain), "{:.2f}")]
     return cells
 
 
@@ -135,10 +159,6 @@ def _ms(entry: Entry | None) -> str:
     if entry is None:
         return ""
     return f"{entry.median_ms:.3f} (±{entry.spread_pct / 2:.1f}%)" if entry.status == "ok" else entry.status
-
-
-def _ratio(entry: Entry | None) -> str:
-    return _number(entry and entry.of_plain, "{:.2f}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.feature_report import MIN_OF_PLAIN, feature_rows
-from bench.record import DIRECTION_FILES, PLAIN_SUFFIX, Results, Row, column_names
+from bench.feature_report import MIN_OF_PLAIN, feature_paths, feature_rows
+from bench.record import DIRECTION_FILES, Results, Row, column_names, feature_pair, speed_of_plain
 from bench.shapes import DIRECTIONS
 
 # One colour per entrant in every plot of every run (Okabe and Ito's palette, safe for colour-blind readers).
@@ -157,36 +157,49 @@ def _plot_bars(results: Results, rows: list[Row], path: Path) -> Path:
 
 
 def _plot_features(results: Results, path: Path) -> Path:
-    """A panel per direction: by feature, speed on the tiles that ours visits over the plain kernel's."""
+    """A panel per path and direction: by feature, speed on the tiles that it visits over its plain kernel's."""
     import matplotlib.pyplot as plt
 
     directions = [d for d in ("fwd", "bwd") if feature_rows(results, d)]
-    names = [n for n in column_names(feature_rows(results)) if not n.endswith(PLAIN_SUFFIX)]
+    paths, peers = feature_paths(results), column_names(feature_rows(results), ours=False)
     features = list(dict.fromkeys(row.case.feature for row in feature_rows(results)))
-    size = (6.5 * len(directions), 1.5 + 0.14 * len(features) * (len(names) + 1))
+    size = (6.5 * len(directions), 1.5 + 0.1 * len(paths) * len(features) * (len(peers) + 2))
     figure, axes = plt.subplots(
-        1, len(directions), figsize=size, squeeze=False, sharey=True, layout="constrained"
-    )
-    height = 0.8 / len(names)
-    for axis, direction in zip(axes[0], directions, strict=True):
-        for index, name in enumerate(names):
-            done = [
-                (features.index(row.case.feature) + index * height, row.entry(name).of_plain)
-                for row in feature_rows(results, direction)
-                if row.entry(name) is not None and row.entry(name).of_plain is not None
-            ]
-            places, ratios = [place for place, _ in done], [ratio for _, ratio in done]
-            axis.barh(places, ratios, height, label=name, color=COLOURS.get(name))
-        axis.axvline(1.0, color="#000000", linewidth=1)
-        axis.axvline(MIN_OF_PLAIN, color="#000000", linewidth=1, linestyle=":")
-        axis.set_title(DIRECTION_FILES[direction])
-        axis.set_xlabel("speed on visited tiles over the plain kernel's")
-        axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks([place + 0.4 - height / 2 for place in range(len(features))], features)
+        len(paths), len(directions), figsize=size, squeeze=False, sharey=True, sharex="col",
+        layout="constrained",
+    )  # fmt: skip
+    for name, line in zip(paths, axes, strict=True):
+        for axis, direction in zip(line, directions, strict=True):
+            _plot_feature_panel(axis, feature_rows(results, direction), features, name, peers)
+            axis.set_title(DIRECTION_FILES[direction] + (f", {name}" if len(paths) > 1 else ""))
     axes[0][0].invert_yaxis()
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(handles)))
+    handles = {
+        label: handle
+        for axis in axes[:, 0]
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(8, len(handles)))
     return _save(figure, results, feature_rows(results)[0], path, "features")
+
+
+def _plot_feature_panel(axis, rows: list[Row], features: list[str], path: str, peers: list[str]) -> None:
+    """Bars of one path and of the peers, each peer credited with the tiles that the path visits."""
+    height = 0.8 / (1 + len(peers))
+    for index, name in enumerate([path, *peers]):
+        places, ratios = [], []
+        for row in rows:
+            entry = row.entry(name)
+            ratio = None if entry is None else speed_of_plain(entry, *feature_pair(row, path))
+            if ratio is not None:
+                places.append(features.index(row.case.feature) + index * height)
+                ratios.append(ratio)
+        axis.barh(places, ratios, height, label=name, color=COLOURS.get(name))
+    axis.axvline(1.0, color="#000000", linewidth=1)
+    axis.axvline(MIN_OF_PLAIN, color="#000000", linewidth=1, linestyle=":")
+    axis.set_xlabel("speed on visited tiles over the plain kernel's")
+    axis.set_yticks([place + 0.4 - height / 2 for place in range(len(features))], features)
+    axis.margins(y=0.01)
+    axis.grid(axis="x", alpha=0.3)
 
 
 def _save(figure, results: Results, row: Row, path: Path, title: str = "") -> Path:

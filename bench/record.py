@@ -137,14 +137,25 @@ def _case(data: dict) -> Case:
 PLAIN_SUFFIX = "-plain"  # of our columns that leave the feature of a row out
 
 
-def feature_pair(row: Row) -> tuple[Entry | None, Entry | None]:
+def feature_pair(row: Row, path: str | None = None) -> tuple[Entry | None, Entry | None]:
     """Our column that does what a feature row asks for, and the plain one of the same path.
 
-    Where several paths are timed it is the first one that ran: not every path knows every feature.
+    Without ``path`` it is the first one that ran: not every path knows every feature.
     """
+    if path is not None:
+        return row.entry(path), row.entry(path + PLAIN_SUFFIX)
     mine = [e for e in row.entries if e.ours and not e.name.endswith(PLAIN_SUFFIX)]
     ours = next((e for e in mine if e.status == "ok"), mine[0] if mine else None)
     return ours, row.entry(ours.name + PLAIN_SUFFIX) if ours else None
+
+
+def speed_of_plain(entry: Entry, ours: Entry | None, plain: Entry | None) -> float | None:
+    """Speed over that of the plain kernel, of ours or of a peer that is credited with the tiles of ours."""
+    if ours is None or plain is None or {entry.status, ours.status, plain.status} != {"ok"}:
+        return None
+    if not ours.tile_scores or not plain.tile_scores:
+        return None
+    return (ours.tile_scores / entry.median_ms) / (plain.tile_scores / plain.median_ms)
 
 
 def fill_ratios(row: Row) -> None:
@@ -156,14 +167,12 @@ def fill_ratios(row: Row) -> None:
     flops_per_score = row.flops / row.pairs if row.pairs else 0.0
     for entry in row.entries:
         base = row.entry(entry.name.removesuffix(PLAIN_SUFFIX) + PLAIN_SUFFIX) if entry.ours else plain
-        if base is None or base.status != "ok" or not base.tile_scores:
-            continue
-        scores = entry.tile_scores if entry.ours else ours.tile_scores
-        if entry.status != "ok" or not scores:
+        ratio = speed_of_plain(entry, entry if entry.ours else ours, base)
+        if ratio is None:
             continue
         if entry.ours:
-            entry.tile_tflops = scores * flops_per_score / entry.median_ms * 1e-9
-        entry.of_plain = (scores / entry.median_ms) / (base.tile_scores / base.median_ms)
+            entry.tile_tflops = entry.tile_scores * flops_per_score / entry.median_ms * 1e-9
+        entry.of_plain = ratio
 
 
 @dataclass

@@ -357,8 +357,38 @@ def test_a_path_that_does_not_do_a_feature_leaves_the_row_to_the_next():
         fill_ratios(row)
         assert feature_pair(row) == (row.entry("sm80"), row.entry("sm80-plain"))
         assert row.entry("sm80").of_plain == pytest.approx(0.9) and refused.of_plain is None
-    assert all(check.holds for check in checks(results))
+    assert all(check.holds and check.path == "sm80" for check in checks(results))
     assert "0.90" in report.markdown(results)
+
+
+def with_a_second_path() -> Results:
+    """``recorded()`` behind the columns of a path that runs everything at 0.5 of its plain kernel."""
+    results = recorded()
+    for row in results.rows:
+        full = row.entries[1].tile_scores
+        other = [timed(name, ms, ours=True, tile=(128, 128), scores=full)
+                 for name, ms in (("sm90", 0.5), ("sm90-plain", 0.25))]  # fmt: skip
+        row.entries = other + row.entries
+        fill_ratios(row)
+    return results
+
+
+def test_every_path_has_its_table_and_its_demands():
+    results = with_a_second_path()
+    failed = [check for check in checks(results) if not check.holds]
+    assert {check.path for check in failed} == {"sm90"}
+    assert {check.feature for check in failed if check.direction == "fwd"} == set(FEATURE_NAMES)
+    text = report.markdown(results)
+    headings = [line for line in text.splitlines() if line.startswith("## Features, ")]
+    wanted = [f"## Features, {d}, {path}" for d in ("forward", "backward") for path in ("sm90", "sm80")]
+    assert headings == [*wanted, "## Features, what is demanded"]
+    lines = [line for line in text.splitlines() if line.startswith("| bool-mask ")]
+    # A peer is credited with the tiles of the path whose table it stands in.
+    assert lines[0].endswith("| 0.250 (±10.0%) | 0.50 | 3.000 (±10.0%) | 0.08 |")
+    assert lines[1].endswith("| 1.000 (±10.0%) | 0.90 | 3.000 (±10.0%) | 0.25 |")
+    total = len(checks(results)) // 2
+    held = f"{total - len(failed)} of {total} by sm90, {total} of {total} by sm80"
+    assert f"demands that hold: {held}." in text
 
 
 def test_demands_hold_and_fail_by_name():
@@ -410,7 +440,7 @@ def test_report_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture)
     (tmp_path / "results.json").write_text(results.to_json())
     assert report.main([str(tmp_path / "results.json")]) == 0
     printed = capsys.readouterr().out
-    assert "fwd bias: speed on visited tiles over plain 0.900, at least 0.8: holds" in printed
+    assert "fwd sm80 bias: speed on visited tiles over plain 0.900, at least 0.8: holds" in printed
     text = (tmp_path / "results.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("| bool-mask ")]
     assert len(lines) == 2
@@ -443,6 +473,12 @@ def test_picture_of_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ours, mem = forward.containers
     assert [bar.get_width() for bar in ours] == pytest.approx([0.9] * len(FEATURE_NAMES))
     assert len(mem) == len(FEATURE_NAMES) - 2
+    report.write_all(with_a_second_path(), tmp_path)
+    panels = shown[1].axes
+    titles = [f"{d}, {path}" for path in ("sm90", "sm80") for d in ("forward", "backward")]
+    assert [axis.get_title() for axis in panels] == titles
+    first_bars = [axis.containers[0] for axis in panels]
+    assert [bars[0].get_width() for bars in first_bars] == pytest.approx([0.5, 0.5, 0.9, 0.9])
 
 
 # ---- whole program ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 // Shared memory, 128-byte swizzled tiles first:
 //   ring  [kKvSlots][kBlockN rows of K or V]
 //   Q     [kQSlots][kBlockM rows]
-//   stage [consumer warps][16 rows x 128 columns]   output on its way out, if T::kStaged
+//   stage [consumer warps][16 rows x 128 columns]   output on its way out
 //   items [kItems], barriers
 #pragma once
 

@@ -143,12 +143,8 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
     const Work& w = items[item_at].w;
     float inverse[2];
     finish_rows(a, w, state, w.block * T::kBlockM + row_in_tile, lane, inverse);
-    if constexpr (T::kStaged) {
-      const uint32_t stage = smem + T::kStageAt + (group * 4 + warp) * T::kStageChunks * 16 * 128;
-      store_staged<T>(a, maps, w, o, inverse, stage, warp_row, lane);
-    } else {
-      store_direct<T>(a, w, o, inverse, w.block * T::kBlockM + row_in_tile, lane);
-    }
+    const uint32_t stage = smem + T::kStageAt + (group * 4 + warp) * T::kStageChunks * 16 * 128;
+    store_staged<T>(a, maps, w, o, inverse, stage, warp_row, lane);
   };
   // The first tile of an item starts from a guess.
   const auto begin_state = [&] {
@@ -235,7 +231,7 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
       has_step = next_step();
     }
   }
-  if (T::kStaged && lane == 0) ptx::bulk_wait_read();
+  if (lane == 0) ptx::bulk_wait_read();
 }
 
 }  // namespace flash_ext::sm90

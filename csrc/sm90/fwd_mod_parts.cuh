@@ -84,7 +84,7 @@ struct FwdModTraits {
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
   static constexpr int kBiasSlots = FwdModTile::kBiasSlots;
-  static constexpr bool kStaged = kTile.staged;
+  static constexpr bool kStaged = kModTile.staged;
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
   // A thread; 504 for the warpgroups together, which is what a launch of three gets. The scheduler, which judges tiles,
   // does not fit 40.
@@ -93,7 +93,7 @@ struct FwdModTraits {
   static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
   static constexpr int kSlotBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
   static constexpr int kQAt = kKvSlots * kSlotBytes, kStageAt = kQAt + kQSlots * kQBytes;
-  static constexpr int kStageEnd = kStageAt + kTile.stage_bytes(Dv);
+  static constexpr int kStageEnd = kStageAt + kModTile.stage_bytes(Dv);
   static constexpr int kBiasBytes = kModTile.bias_slot_bytes();
   static constexpr int kBiasAt = kModTile.bias_apart ? kStageEnd : kQAt + kQBytes;
   static constexpr int kBiasEnd = kBiasAt + kBiasSlots * kBiasBytes;

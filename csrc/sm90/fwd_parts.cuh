@@ -39,7 +39,6 @@ struct FwdTraits {
   static constexpr FwdTile kTile = fwd_tile(D, Dv);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
-  static constexpr bool kStaged = kTile.staged;
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
   // A thread; 512 for the warpgroups together. The producers want 40 for packed sequences, where consumers leave it.
   static constexpr int kConsumerRegs = kConsumers == 2 ? 232 : D == 96 ? 152 : 160;

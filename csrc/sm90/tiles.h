@@ -19,13 +19,12 @@ struct FwdTile {
   int consumers;  // warpgroups, 64 query rows each
   int kv_slots;   // tiles of K or V in the ring
   int q_slots;
-  bool staged;    // output leaves through shared memory, else from registers
 
   constexpr int block_m() const { return 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
-  // Two chunks of 16 rows for every consumer warp.
+  // Output leaves through shared memory: two chunks of 16 rows for every consumer warp.
   constexpr int stage_chunks(int dv) const { return chunks_of(dv) < 2 ? chunks_of(dv) : 2; }
-  constexpr int stage_bytes(int dv) const { return staged ? 4 * consumers * stage_chunks(dv) * 16 * 128 : 0; }
+  constexpr int stage_bytes(int dv) const { return 4 * consumers * stage_chunks(dv) * 16 * 128; }
   constexpr int smem_bytes(int d, int dv) const {
     return kv_slots * tile_bytes(block_n, d > dv ? d : dv) + q_slots * tile_bytes(block_m(), d) + stage_bytes(dv) +
            kControlBytes;
@@ -37,12 +36,12 @@ struct FwdTile {
 // divide the usual lengths, although tiles of 80 or 96 do as well from 8k rows on (head_dim 128: 724 and 722 TFLOP/s):
 // 512 rows, causal, run at 310 with them and 265 with 80. What 64 keys leave of shared memory stages the output.
 constexpr FwdTile fwd_tile(int d, int dv) {
-  if (d == 64) return {128, 3, 8, 2, true};
-  if (d == 96) return {64, 3, 4, 2, true};
-  if (d == 128) return {64, 3, 5, 2, true};
-  if (d == 192 && dv == 128) return {64, 3, 4, 1, true};
-  if (d == 192) return {64, 2, 4, 2, true};
-  return {64, 2, 4, 1, true};
+  if (d == 64) return {128, 3, 8, 2};
+  if (d == 96) return {64, 3, 4, 2};
+  if (d == 128) return {64, 3, 5, 2};
+  if (d == 192 && dv == 128) return {64, 3, 4, 1};
+  if (d == 192) return {64, 2, 4, 2};
+  return {64, 2, 4, 1};
 }
 
 // The forward with modifiers: two warpgroups with more registers and wider tiles than the plain one, because what a
@@ -51,15 +50,16 @@ struct FwdModTile {
   int block_n;
   int kv_slots;  // a power of 2, for the consumers' count
   int q_slots;
-  bool staged;
+  bool staged;      // output leaves through shared memory, else from registers
   bool bias_apart;  // tiles of a bias have their own place, else that of the second tile of Q and the stage
 
   static constexpr int kConsumers = 2, kBiasSlots = 2, kControlBytes = 3072;
-  constexpr FwdTile plain() const { return {block_n, kConsumers, kv_slots, q_slots, staged}; }
+  constexpr FwdTile plain() const { return {block_n, kConsumers, kv_slots, q_slots}; }
+  constexpr int stage_bytes(int dv) const { return staged ? plain().stage_bytes(dv) : 0; }
   constexpr int bias_slot_bytes() const { return tile_bytes(64 * kConsumers, block_n); }
   constexpr int smem_bytes(int d, int dv) const {
-    return plain().smem_bytes(d, dv) - sm90::kControlBytes + kControlBytes +
-           (bias_apart ? kBiasSlots * bias_slot_bytes() : 0);
+    return plain().smem_bytes(d, dv) - plain().stage_bytes(dv) + stage_bytes(dv) - sm90::kControlBytes +
+           kControlBytes + (bias_apart ? kBiasSlots * bias_slot_bytes() : 0);
   }
 };
 

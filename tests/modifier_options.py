@@ -86,7 +86,8 @@ def make_options(inputs: Inputs) -> dict[str, Option]:
     cut[0, :16, :16] = False
     cut_blocks = flash_ext.BlockMask.from_dense(cut, BLOCK)
     sizes = {"block_rows": BLOCK, "block_cols": BLOCK}
-    return {
+    hints = {"hints": Option({"max_seqlen_q": ROWS, "max_seqlen_k": KEYS + 1})} if packed else {}
+    return hints | {
         "causal": Option({"causal": True}),
         "top left": Option({"causal": "top_left"}, {"top_left": True}),
         "bottom right": Option({"causal": "bottom_right"}),

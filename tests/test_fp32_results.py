@@ -121,6 +121,9 @@ MODIFIERS: list[dict[str, Any]] = [
     {"softcap": 3.0},
     {"document_ids": torch.arange(150).div(40).int().expand(2, 150), "causal": True},
     {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": (20, 0)},
+    {"attn_mask": torch.arange(150.0).sin() * 3, "alibi_slopes": torch.tensor([0.1, 0.0, 0.3, -0.01])},
+    {"key_padding_mask": torch.arange(300).view(2, 150) % 7 > 1, "causal": "top_left"},
+    {"dropout_p": 0.3, "rng": torch.tensor([5, 7]), "softcap": 20.0},
 ]
 
 

@@ -177,7 +177,7 @@ class OursOrdered(OursRaw):
 
 
 def make_ours(paths: list[str]) -> list[Entrant]:
-    """The columns of each path of ours: as called by a user, the raw backward, plain and deterministic, and without
-    the feature."""
+    """The columns of each path of ours: as called by a user, the raw backward, plain and deterministic, and
+    without the feature."""
     kinds = (Ours, OursRaw, OursOrdered, OursPlain)
     return [kind(path) for path in paths for kind in kinds]

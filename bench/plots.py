@@ -157,7 +157,7 @@ def _plot_bars(results: Results, rows: list[Row], path: Path) -> Path:
 
 
 def _plot_features(results: Results, path: Path) -> Path:
-    """A panel per path and direction: by feature, speed on the tiles that it visits over its plain kernel's."""
+    """A panel per path and direction: by feature, speed on the tiles visited over the plain kernel's."""
     import matplotlib.pyplot as plt
 
     directions = [d for d in ("fwd", "bwd") if feature_rows(results, d)]

@@ -1,10 +1,11 @@
 """Speed of attention over a split sequence, beside one process with all of it.
 
-    torchrun --nproc-per-node 4 -m bench.scaling                   # NCCL, lengths 32k to 256k, forward and backward
-    torchrun --nproc-per-node 2 -m bench.scaling --lengths 1024 --repeats 2      # tries it out on a CPU
+    torchrun --nproc-per-node 4 -m bench.scaling             # NCCL, lengths 32k to 256k, forward and backward
+    torchrun --nproc-per-node 2 -m bench.scaling --lengths 1024 --repeats 2   # tries it out on a CPU
 
-One JSON line a case: tokens a second and the efficiency, that is the speed of n processes over n times the speed of
-one process, which the first one measures while the others wait. Medians of cold-started repeats; causal, bf16.
+One JSON line a case: tokens a second and the efficiency, that is the speed of n processes over n times the
+speed of one process, which the first one measures while the others wait. Medians of cold-started repeats;
+causal, bf16.
 """
 
 from __future__ import annotations

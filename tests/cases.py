@@ -217,7 +217,8 @@ def crowded_cases() -> list[Case]:
     """More tiles than multiprocessors, those without anything to do among the others."""
     lens_q, lens_k = [200, 0, 150, 300, 0, 400, 90, 0, 64], [300, 400, 0, 100, 333, 20, 128, 200, 0]
     return [
-        packed(lens_q, lens_k, num_heads=32, num_heads_k=32, head_dim=head_dim, head_dim_v=head_dim_v, window=window)
+        packed(lens_q, lens_k, num_heads=32, num_heads_k=32, head_dim=head_dim, head_dim_v=head_dim_v,
+               window=window)
         for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
         # The second leaves rows without keys, but no key to one row alone, whose dk nearly cancels.
         for window in ((-1, -1), (-1, 7))

@@ -105,7 +105,9 @@ def _allocations(x: ModifierInputs, target: Target, backward: bool) -> list[int]
 def _has_hopper_backward(x: ModifierInputs) -> bool:
     """Whether the modifiers and the head_dim are some for which the sm90 path has a backward."""
     case, asked = x.mcase.case, {choice.keyword for choice in x.choices}
-    if case.deterministic or case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs or {"softcap", "dropout_p"} <= asked:
+    if case.deterministic or case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
+        return False
+    if {"softcap", "dropout_p"} <= asked:
         return False
     bias = x.leaves().get("attn_mask")
     if bias is None or bias.dim() < 2 or bias.shape[-2] == 1:

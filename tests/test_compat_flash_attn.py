@@ -117,7 +117,7 @@ def test_signatures_are_those_of_flash_attn(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SIGNATURES if name.startswith("_")])
 def test_private_functions_tell_their_keywords(name: str) -> None:
-    """Ring implementations fill what getfullargspec() lists, None where there is no default, 0 for softcap."""
+    """Ring implementations fill what getfullargspec() lists: None without a default, 0 for softcap."""
     spec = inspect.getfullargspec(getattr(interface, name))
     assert spec.varargs is None and spec.varkw is None
     assert spec.args == list(inspect.signature(getattr(interface, name)).parameters)

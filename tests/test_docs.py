@@ -356,32 +356,37 @@ int main() {
   }
   for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
     const BwdBiasTile t = bwd_bias_tile_sm80(c);
-    std::printf("bwd_bias|%s|%d|%d|%d|%d|32 x %d|%d|%d|%d\n", c == SmemClass::kLarge ? "227 KB" : "99 KB", t.block_m(),
-                t.block_n(), t.stages, t.warps(), t.warp_n, t.ctas_per_sm, t.bias_bytes(), t.smem_bytes());
+    std::printf("bwd_bias|%s|%d|%d|%d|%d|32 x %d|%d|%d|%d\n", c == SmemClass::kLarge ? "227 KB" : "99 KB",
+                t.block_m(), t.block_n(),
+                t.stages, t.warps(), t.warp_n, t.ctas_per_sm, t.bias_bytes(), t.smem_bytes());
   }
   for (const auto [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
     const sm90::FwdTile t = sm90::fwd_tile(d, dv);
-    std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%s|%d\n", d, dv, t.block_m(), t.block_n, t.consumers, t.kv_slots,
-                t.q_slots, t.staged ? "yes" : "no", t.smem_bytes(d, dv));
+    std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
+                t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
   }
   for (int d : {64, 128, 192, 256}) {
     const sm90::FwdModTile t = sm90::fwd_mod_tile(d);
-    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", d, t.plain().block_m(), t.block_n, t.kv_slots, t.q_slots,
-                t.staged ? "yes" : "no", t.bias_apart ? "apart" : "over Q and stage", t.smem_bytes(d, d));
+    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", d, t.plain().block_m(), t.block_n, t.kv_slots,
+                t.q_slots, t.staged ? "yes" : "no", t.bias_apart ? "apart" : "over Q and stage",
+                t.smem_bytes(d, d));
   }
   for (int d : {64, 96, 128}) {
     const sm90::BwdTile t = sm90::bwd_tile(d);
-    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(), t.apart ? "apart" : "together",
+    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(),
+                t.apart ? "apart" : "together",
                 t.slots, t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
   }
   for (int d : {64, 128}) {
     const sm90::BwdModTile t = sm90::bwd_mod_tile(d);
-    std::printf("bwd_mod_sm90|%d|%d|%d|%d|%d|%d\n", d, t.kBlockM, t.kBlockN, t.slots, t.kDsSlots, t.smem_bytes(d));
+    std::printf("bwd_mod_sm90|%d|%d|%d|%d|%d|%d\n", d, t.kBlockM, t.kBlockN, t.slots, t.kDsSlots,
+                t.smem_bytes(d));
   }
   for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
     const sm90::WideBwdTile t = sm90::wide_bwd_tile(d, dv);
-    std::printf("bwd_sm90_wide|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m, t.kKeys, t.slots, t.held,
-                t.dkv_smem_bytes(d, dv), t.kQueries, t.block_n, t.k_slots, t.v_slots, t.dq_smem_bytes(d, dv));
+    std::printf("bwd_sm90_wide|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m, t.kKeys, t.slots,
+                t.held, t.dkv_smem_bytes(d, dv), t.kQueries, t.block_n, t.k_slots, t.v_slots,
+                t.dq_smem_bytes(d, dv));
   }
 }
 """
@@ -401,7 +406,7 @@ TILE_HEADERS = {
     "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
     "bwd_mod_sm90": "head_dim|kBlockM|kBlockN|Q and dO slots|dS slots|shared memory, bytes",
     "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|ring slots|Q slots|stage|bias|shared memory, bytes",
-    "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|stage|"
+    "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|"
     "shared memory, bytes",
 }
 TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
@@ -444,7 +449,7 @@ def launch_with_modifiers(
 ) -> dict:
     """As :func:`plan`, for a call that has one; these are known only by making the call.
 
-    ``path`` cannot be named for tensors of a CPU: misaligned ones are what the ``sm80`` kernels get on Hopper.
+    ``path`` cannot be named for tensors of a CPU: misaligned ones are what ``sm80`` kernels get on Hopper.
     """
     q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
     before = _C.get_switch("unaligned")
@@ -486,7 +491,7 @@ def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
     listed = rows(table)
     assert len(listed) == 6
     pretend(90)
-    for d, dv, block_m, block_n, consumers, slots, _, _, smem in listed:
+    for d, dv, block_m, block_n, consumers, slots, _, smem in listed:
         chosen = _C.plan("fwd", seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_k=4, head_dim=int(d),
                          head_dim_v=int(dv))
         wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_tiles, on_modifier_gpu_paths, on_modifier_paths
+from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call, for_each
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flash_ext
 from tests import compare
 from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_tiles, on_modifier_gpu_paths, on_modifier_paths
+from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import for_each
 from tests.modifier_probes import count_probe, mask_probe, sparse_dout_probe

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import flash_ext
 from flash_ext.philox import drop_threshold, keep_mask
 from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_tiles, on_modifier_gpu_paths, on_modifier_paths
+from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import for_each
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_tiles, on_modifier_paths
+from tests.harness import Target, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import (
     ALL_MODIFIERS,
     MASKS,

@@ -122,9 +122,9 @@ def close(got: Tensor, expected: Tensor, device: str) -> None:
     assert error < limit, f"relative error {error:.2g}"
 
 
-# Of a tensor's norm, what its error may be beside that of eager attention. T5's ReLU turns roundings into switches: the
-# errors of any two ways to compute it are unlike, and torch's sdpa has been seen at 2.5 % of a gradient's norm where
-# eager attention was at 0.7 %.
+# Of a tensor's norm, what its error may be beside that of eager attention. T5's ReLU turns roundings into
+# switches: the errors of any two ways to compute it are unlike, and torch's sdpa has been seen at 2.5 % of a
+# gradient's norm where eager attention was at 0.7 %.
 SHARE_OF_NORM = {"t5": 0.03}
 
 
@@ -153,7 +153,7 @@ def padding(side: str, device: str) -> Tensor | None:
 
 
 def use(model: Any, name: str) -> None:
-    """On submodels as well: T5's have copies of its configuration, which not every version of the library changes."""
+    """On submodels as well: T5's have copies of its configuration, which not every version changes."""
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
             part.set_attn_implementation(name)

@@ -86,7 +86,7 @@ def test_scores_beyond_4096_tokens_fill_a_12_gb_card() -> None:
 
 @pytest.mark.parametrize("compute_capability, smem", [(80, 166912), (86, 101376), (90, 232448)])
 def test_four_or_eight_warps(compute_capability: int, smem: int) -> None:
-    """S1-35: in a thread block of the mma kernels, for every head size; those of wgmma have warpgroups of four."""
+    """S1-35: in a thread block of the mma kernels, for every head size; of wgmma, warpgroups of four."""
     switches = {"compute_capability": compute_capability, "num_sms": 108, "smem_per_block": smem}
     before = {name: _C.get_switch(name) for name in switches}
     shape = dict(seqlen_q=512, seqlen_k=512, num_heads=2, num_heads_k=2)

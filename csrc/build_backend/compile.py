@@ -7,7 +7,7 @@ said of every kernel goes to build/resources.json, which tests read.
 
 Environment variables:
     FLASH_EXT_ARCHS: architectures to compile for, e.g. "9.0a" while developing (default "8.0 8.0+PTX 9.0a").
-    FLASH_EXT_LINEINFO=1: line tables in the kernels, for profilers, which take a tenth of the compilers' time.
+    FLASH_EXT_LINEINFO=1: line tables in the kernels, for profilers; they take a tenth of the compile time.
     FLASH_EXT_DEBUG=1: defines FLASH_EXT_DEBUG (device assertions); the gates then only report.
     FLASH_EXT_MUTANT=n: the sources hold planted bug n, a test of the tests: the gates only report, and the
         module names itself mutant<n>.
@@ -73,7 +73,8 @@ class Variant:
                     "FLASH_EXT_ARCHS is not understood", repr(arch), "e.g. 8.0, 8.0+PTX or 9.0a",
                     f"export FLASH_EXT_ARCHS='{DEFAULT_ARCHS}'")
         mutant = os.environ.get("FLASH_EXT_MUTANT") or None
-        return cls(archs, _is_set("FLASH_EXT_DEBUG"), int(mutant) if mutant else None, _is_set("FLASH_EXT_LINEINFO"))
+        number = int(mutant) if mutant else None
+        return cls(archs, _is_set("FLASH_EXT_DEBUG"), number, _is_set("FLASH_EXT_LINEINFO"))
 
     @property
     def name(self) -> str:
@@ -90,8 +91,8 @@ class Variant:
     def gencode_of(self, source: Path) -> list[str]:
         """Kernels, or tiles of portable ones, that only Hopper has the means for are compiled for it alone.
 
-        And the small tiles of portable kernels for all others alone, since Hopper takes the large ones. Each of
-        these kernels twice made a third of a build's time.
+        And the small tiles of portable kernels for all others alone, since Hopper takes the large ones. Each
+        of these kernels twice made a third of a build's time.
         """
         if "_sm90_" in source.stem or "_sm80_large" in source.stem:
             own = tuple(arch for arch in self.archs if arch == "9.0a")
@@ -136,7 +137,7 @@ class Tools:
 
 
 def source_files() -> list[Path]:
-    """Everything that is compiled, relative to csrc/; what takes longest comes first, so that no core ends idle."""
+    """Everything that is compiled, relative to csrc/; what takes longest first, so that no core ends idle."""
     csrc = ROOT / "csrc"
     found = [path.relative_to(csrc) for path in csrc.rglob("*") if path.suffix in (".cpp", ".cu")]
 
@@ -186,7 +187,8 @@ def _variant_folder(tools: Tools, variant: Variant) -> Path:
     archs = "" if variant.archs == tuple(DEFAULT_ARCHS.split()) else "-" + "-".join(variant.archs)
     lines = "-lineinfo" if variant.lineinfo else ""
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    return ROOT / "build" / f"{variant.name}{lines}{archs}-{python}-torch{tools.torch.version}".replace("+", "_")
+    name = f"{variant.name}{lines}{archs}-{python}-torch{tools.torch.version}"
+    return ROOT / "build" / name.replace("+", "_")
 
 
 # ---------------------------------------------------------------- the graph

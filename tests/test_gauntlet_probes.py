@@ -41,25 +41,29 @@ PERMUTED = ("bias_bhqk", "bias_1hqk", "mask_bhqk", "padding", "prefix", "hrows2_
             "mask_bhqk,hrows2_bh,softcap5")  # fmt: skip
 
 
-def cases(names: tuple[str, ...], **options) -> list[ModifierCase]:
-    """Each dense and packed, causal and not, in a head size, a type and a mode that go round."""
+BOTH = ("dense", "packed")
+
+
+def cases(names: tuple[str, ...], kinds: tuple[str, ...] = BOTH, **options) -> list[ModifierCase]:
+    """Each causal and not, dense and packed, in a head size, a type and a mode that go round."""
     mcases = []
-    for index, name in enumerate(names):
-        mods = tuple(name.split(","))
-        cut = tuple(n.removesuffix("_short").removesuffix("_long") for n in mods)
+    for index, full_name in enumerate(names):
         for at in range(2):
+            name = full_name
             common = {
                 "head_dim": (64, 128, 96, 256)[(index + at) % 4], "dtype": ("bf16", "fp16")[(index + at) % 2],
-                "deterministic": (index + at) % 3 == 0, "causal": at == 1 or "top" in mods, "seed": index,
+                "deterministic": (index + at) % 3 == 0, "causal": at == 1 or name.endswith("top"),
+                "seed": index,
             } | options  # fmt: skip
-            mcases.append(ModifierCase(dense(2, 150 + 50 * at, 257, 4, 2, **common), cut))
-            lens = {"num_heads": 4, "num_heads_k": 2, "tail": 3 * at}
-            mcases.append(ModifierCase(packed([7, 0, 190, 64], [90, 9, 130, 0], **lens, **common), mods))
+            if kinds[(index // 2 + at) % len(kinds)] == "packed":
+                lens = {"num_heads": 4, "num_heads_k": 2, "tail": 3 * at}
+                case = packed([7, 0, 190, 64], [90, 9, 130, 0], **lens, **common)
+            else:
+                case = dense(2, 150 + 50 * at, 257, 4, 2, **common)
+                # Nothing can end early or late there.
+                name = name.replace("_short", "").replace("_long", "")
+            mcases.append(ModifierCase(case, tuple(name.split(","))))
     return mcases
-
-
-def dense_only(mcases: list[ModifierCase]) -> list[ModifierCase]:
-    return [mcase for mcase in mcases if not mcase.case.is_packed]
 
 
 LISTS: dict[Callable, list[ModifierCase]] = {
@@ -69,12 +73,12 @@ LISTS: dict[Callable, list[ModifierCase]] = {
     probes.ones_probe: cases((*WEIGHED, *HIDING, *TOGETHER), softmax_scale=0.5),
     probes.needle_probe: cases(WEIGHED),
     probes.sparse_dout_probe: cases((*WEIGHED, *TOGETHER)),
-    probes.shift_probe: [*dense_only(cases(SHIFTED + SHIFTED_TOGETHER, dlse=True)),
-                         *cases(("bias_bhqk", "bias_qk_f32"))],
+    probes.shift_probe: [*cases(SHIFTED + SHIFTED_TOGETHER, ("dense",), dlse=True),
+                         *cases(("bias_bhqk", "bias_qk_f32"), ("packed",))],
     probes.scaling_probe: cases((*WEIGHED, *TOGETHER, "padding", "mask_b1qk", "hkeys1_h", "blocks16x16_h"),
                                 dlse=True),
     probes.dlse_probe: cases(WITH_GRADIENT),
-    probes.permute_probe: dense_only(cases(PERMUTED, dlse=True)),
+    probes.permute_probe: cases(PERMUTED, ("dense",), dlse=True),
 }  # fmt: skip
 
 

@@ -44,6 +44,8 @@ def run_fwd(
     A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
     everything else takes the extension's own entry, which costs less than half of torch.ops.
     """
+    if softmax_scale is not None and isinstance(softmax_scale, Tensor):
+        refuse_tensor_scale()
     if _is_compiling():
         options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
         result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
@@ -84,6 +86,8 @@ def run_bwd(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``bwd``; ``options`` as in :func:`run_fwd`."""
+    if isinstance(options[2], Tensor):
+        refuse_tensor_scale()
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     grads: tuple[Tensor, Tensor, Tensor]
     if _is_compiling() or _in_functorch():
@@ -358,6 +362,14 @@ def _bound(max_seqlen: Any) -> Any:
     return 0 if max_seqlen is None or isinstance(max_seqlen, Tensor) else max_seqlen
 
 
+def refuse_tensor_scale() -> None:
+    """Raises: pybind11 would take a tensor of one element for the number in it."""
+    raise TypeError(
+        "softmax_scale must be a number, got Tensor. It would get no gradient; pass a number, and multiply q "
+        "by a factor that learns."
+    )
+
+
 # ---- words for arguments of a wrong type ---------------------------------------------------------------
 # The everyday call asks for them only after a failure, and pays nothing for them.
 
@@ -385,6 +397,8 @@ def _explain_options(
     for name, value in {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}.items():
         if value is not None and not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an int or None, got {type(value).__qualname__}.")
+    if isinstance(softmax_scale, Tensor):
+        refuse_tensor_scale()
     if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
         raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__qualname__}.")
     _refuse_gradient_of_scale(softmax_scale)

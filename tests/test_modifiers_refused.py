@@ -109,11 +109,35 @@ def test_arguments_are_checked_beside_modifiers_too() -> None:
         ({"window": 5}, TypeError, "window must be a pair of ints"),
         ({"window": (-2, 0)}, ValueError, r"window .*got \(-2, 0\)"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
+        ({"softmax_scale": torch.tensor(0.5, requires_grad=True)}, TypeError,
+         "softmax_scale must be a number, got Tensor. It would get no gradient"),
         ({"path": "sm75"}, ValueError, "path must be None"),
         ({"v": torch.zeros(2, 10, 2, 16)}, TypeError, "v torch.float32"),
     ):
         with pytest.raises(exception, match=words):
             flash_ext.attention(**{**dense(attn_mask=mask), **changes})
+
+
+def test_a_scale_that_learns_is_refused_rather_than_dropped() -> None:
+    """By plain calls, by both halves of the pair, and under torch.func: a number is what pybind11 would take."""
+    q, k, v = make_qkv()
+    scale = torch.tensor(0.5)
+    out, lse = flash_ext.forward(q, k, v, softmax_scale=0.5)
+    calls = (
+        lambda s: flash_ext.attention(q, k, v, softmax_scale=s),
+        lambda s: flash_ext.attention(q, k, v, softmax_scale=s, return_max_logits=True)[0],
+        lambda s: flash_ext.forward(q, k, v, softmax_scale=s, out_dtype=torch.float32)[0],
+        lambda s: flash_ext.backward(out, q, k, v, out, lse, softmax_scale=s)[0],
+        lambda s: flash_ext.backward(out, q, k, v, out, lse, softmax_scale=s, grad_dtype=torch.float32)[0],
+        lambda s: flash_ext.backward(out, q, k, v, out, lse, softmax_scale=s, softcap=1.0)[0],
+        lambda s: flash_ext.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=s,
+                                                         enable_gqa=True),
+        lambda s: torch.func.grad(lambda t: flash_ext.attention(q, k, v, softmax_scale=t).sum())(s),
+    )  # fmt: skip
+    for call in calls:
+        for leaf in (scale, torch.nn.Parameter(scale)):
+            with pytest.raises(TypeError, match="softmax_scale must be a number, got (Tensor|Parameter)"):
+                call(leaf)
 
 
 def test_packed_calls_refuse_dense_layouts() -> None:

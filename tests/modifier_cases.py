@@ -10,7 +10,8 @@ hand here, not taken from the package's own normalisation.
                                second key of a wider tensor), inf (-inf in places and over whole tiles),
                                expanded (repeated by stride 0 where a dimension is 1), blocky (the same over
                                100 x 100), short and long (packed: ends before or after the sequences)
-    padding, documents, prefix, sinks, top (causal at the top left), alibi (by head), alibi_b (by sequence)
+    padding (holes anywhere), padding_left, padding_right (nothing of some sequences, all of others),
+    documents, prefix, sinks, top (causal at the top left), alibi (by head), alibi_b (by sequence)
     sinktok<n>, chunk<n>, softcap<x>, drop<p>, blocks<rows>x<cols>, with _b and _h: a map for each
     hrows<n>, hkeys<n>         n hidden intervals; with _b and _h, as above
 """
@@ -18,6 +19,7 @@ hand here, not taken from the package's own normalisation.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -255,9 +257,18 @@ class _Maker:
 
     # ---- structure ----
 
-    def _padding(self, *_: Any) -> _Choice:
+    def _padding(self, _: str, flags: list[str]) -> _Choice:
         shape = (self.total_k,) if self.packed else (self.batch, self.keys)
-        tensor = self._place(self._chance(0.75, *shape))
+        values = self._chance(0.75, *shape)
+        if flags:
+            lengths = [n for _, n in self.case.sequences()]
+            # None of the first sequence is hidden, all of the second, and so on.
+            hidden = [n * at // 4 for n, at in zip(lengths, itertools.cycle((0, 4, 1, 3)))]
+            kept = [torch.arange(n) >= cut for n, cut in zip(lengths, hidden)]
+            kept = [t.flip(0) for t in kept] if "right" in flags else kept
+            values = torch.stack(kept) if kept and not self.packed else torch.cat([*kept, values[:0]])
+            values = F.pad(values, (0, shape[-1] - values.shape[-1]))
+        tensor = self._place(values)
         by_sequence = torch.zeros(self.batch, 1, 1, max(self.keys, 2), dtype=torch.bool, device=self.device)
         start = 0
         for b, (_, n) in enumerate(self.case.sequences()):
@@ -388,6 +399,8 @@ MASKS = (
 )
 STRUCTURE = (
     "padding",
+    "padding_left",
+    "padding_right",
     "documents",
     "prefix",
     "sinktok1",
@@ -425,6 +438,7 @@ _SHAPES: dict[str, tuple] = {
     "packing": ("dense", "varlen", "varlen_tail"),
     "dtype": ("bf16", "fp16"),
     "deterministic": (False, True),
+    "layout": ("bshd", "bhsd", "gap", "odd", "offset", "packed"),
 }
 
 # Levels of the pairwise array; "" is off, and stands twice where a modifier hides much.
@@ -444,7 +458,7 @@ _PAIRED: dict[str, tuple[str, ...]] = {
         "mask_bhqk_blocky",
         "mask_h1k_expanded",
     ),
-    "padding": ("", "padding"),
+    "padding": ("", "padding", "padding_left"),
     "documents": ("", "", "documents"),
     "prefix": ("", "prefix"),
     "sink tokens": ("", "sinktok5", "sinktok40"),
@@ -490,7 +504,7 @@ def _from_levels(level: dict[str, Any], mods: list[str], index: int) -> Modifier
     common = dict(
         dtype=level["dtype"], num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
         head_dim_v=head_dim_v, causal=causal or "top" in mods, window=window, dlse=index % 3 == 0,
-        deterministic=level["deterministic"], seed=index,
+        deterministic=level["deterministic"], layout=level["layout"], seed=index,
     )  # fmt: skip
     needs = ("mods",) if index % 5 == 4 and any(_has_gradient(name) for name in mods) else ("qkv", "mods")
     if level["packing"] == "dense":  # where nothing can end early or late

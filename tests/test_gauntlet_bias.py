@@ -286,6 +286,23 @@ def test_nf14_softcap_of_every_size(target: Target) -> None:
             call(x, target, softcap=wrong)
 
 
+@on_modifier_paths
+def test_nf10_unusual_scales_beside_every_modifier(target: Target) -> None:
+    """A scale of 0 meets -inf, a negative one turns the order of scores round, 1e-30 leaves what is added."""
+    names = ("padding", "mask_b1qk", "bias_1hqk_inf", "bias_b11k_f32", "blocks16x16_h", "hkeys1_h", "alibi",
+             "sinks", "softcap2", "drop0.5", "documents,sinks", "mask_bhqk_blocky,alibi")  # fmt: skip
+    mcases = [
+        ModifierCase(
+            dense(2, 100, 140, 4, 2, head_dim, softmax_scale=scale, causal=causal, dlse=causal, dtype=dtype),
+            tuple(name.split(",")),
+        )
+        for name in names
+        for scale, causal in ((0.0, False), (-0.125, True), (-0.125, False), (1e-30, True))
+        for head_dim, dtype in ((64, "bf16"), (128, "fp16"))
+    ]  # fmt: skip
+    for_each(mcases, target, cpu=24)
+
+
 # --------------------------------------------------------------------------------------------------
 # Determinism and memory
 

@@ -158,6 +158,10 @@ def hiding_keywords(device: str) -> dict[str, dict]:
         "mask": {"attn_mask": (~hidden).expand(ROWS, -1).contiguous()},
         "hidden rows": {"hidden_rows": (every_row * hidden[:, None]).int().contiguous()},
         "hidden keys": {"hidden_keys": these_keys.expand(ROWS, 2).contiguous()},
+        "chunks": {"chunk_size": 1024},
+        # The first row stands at key 1080.
+        "sink tokens": {"sink_tokens": 100, "causal": True, "window": (56, 0)},
+        "prefix": {"prefix_lens": zeros[:, 0] + 200, "causal": True, "window": (56, 0)},
     }
 
 

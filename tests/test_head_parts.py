@@ -1,4 +1,4 @@
-"""Backwards whose query heads are divided among CTAs (csrc/head_parts.h): when, and that gradients stay right."""
+"""Backwards whose query heads are divided among CTAs (csrc/head_parts.h): when, and that they stay right."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def cases() -> list[Case]:
         dense(2, 90, 190, 4, 1, 256, window=(60, 10), deterministic=True),
         dense(2, 66, 129, 4, 1, 33, layout="odd", dout_layout="odd"),  # element by element
         dense(1, 70, 70, 4, 2, 96, layout="bhsd", causal=True),
-        packed([70, 0, 5, 200], [70, 3, 5, 100], num_heads=8, num_heads_k=1, head_dim=96, causal=True, tail=9),
+        packed([70, 0, 5, 200], [70, 3, 5, 100], num_heads=8, num_heads_k=1, head_dim=96, causal=True,
+               tail=9),
         packed([3, 0, 130], [65, 9, 67], num_heads=4, num_heads_k=1, head_dim=256, deterministic=True),
         dense(1, 0, 5, 4, 1, 64),
     ]  # fmt: skip

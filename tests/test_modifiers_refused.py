@@ -119,7 +119,7 @@ def test_arguments_are_checked_beside_modifiers_too() -> None:
 
 
 def test_a_scale_that_learns_is_refused_rather_than_dropped() -> None:
-    """By plain calls, by both halves of the pair, and under torch.func: a number is what pybind11 would take."""
+    """By plain calls, by both halves of the pair, under torch.func: pybind11 would take its number."""
     q, k, v = make_qkv()
     scale = torch.tensor(0.5)
     out, lse = flash_ext.forward(q, k, v, softmax_scale=0.5)

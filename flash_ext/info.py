@@ -21,7 +21,9 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl
 from . import __version__, ops
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-OTHER_PACKAGES = ("numpy", "triton", "flash-attn", "flash-attn-4", "xformers", "transformers", "diffusers", "timm")
+OTHER_PACKAGES = (
+    "numpy", "triton", "flash-attn", "flash-attn-4", "xformers", "transformers", "diffusers", "timm",
+)  # fmt: skip
 
 
 def collect() -> dict[str, Any]:

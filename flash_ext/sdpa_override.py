@@ -150,8 +150,8 @@ def _prefer_own_backends() -> list[int] | None:
     """Puts the overridden backends first and returns the order as it was; None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    # torch installs its default order at the first selection, over whatever was set before. Unfused code takes any
-    # call, whatever the caller allows.
+    # torch installs its default order at the first selection, over whatever was set before. Unfused code
+    # takes any call, whatever the caller allows.
     probe = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
     with sdpa_kernel(SDPBackend.MATH):
         torch._fused_sdp_choice(probe, probe, probe)

@@ -149,7 +149,7 @@ def asks_cudnn_before_math() -> bool:
 
 
 def is_offered(leaves: list[Tensor], mask: Tensor | None, causal: bool) -> tuple[dict[str, int], str]:
-    """What must be served of a call with grouped heads, by the selector's own words, and by which operator."""
+    """What must be served of a call with grouped heads, by the selector's own words, by which operator."""
     params = torch.backends.cuda.SDPAParams(*leaves, mask, 0.0, causal, True)
     if torch.backends.cuda.can_use_efficient_attention(params):
         return {MASKED: 1, MASKED_BACKWARD: 1}, "memory-efficient"

@@ -70,6 +70,7 @@ py::dict dict_of(const LaunchPlan& plan) {
   d["threads"] = plan.threads;
   d["smem_bytes"] = plan.smem_bytes;
   d["grid"] = plan.grid;
+  d["splits"] = plan.splits;
   return d;
 }
 

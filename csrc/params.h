@@ -75,7 +75,7 @@ struct FwdParams {
   StridedView v;    // (b, seqlen_k, h_k, dv) or (total_k, h_k, dv)
   StridedView out;  // (b, seqlen_q, h, dv)   or (total_q, h, dv)
   float* lse = nullptr;  // (b, h, seqlen_q) or (h, total_q), contiguous; natural log, -inf for empty rows
-  void* schedule = nullptr;  // fwd_workspace() bytes of anything, or null
+  void* schedule = nullptr;  // fwd_workspace() bytes of anything, on 16, or null: a counter, or parts of results
   void* stream = nullptr;  // cudaStream_t
 };
 

@@ -17,7 +17,7 @@ const std::vector<Path>& gpu_paths() {
        sm90::plan_fwd, sm90::plan_bwd, sm90::run_fwd, sm90::run_bwd, sm90::fwd_mod_workspace, sm90::bwd_mod_workspace,
        sm90::plan_fwd_mod, sm90::plan_bwd_mod, sm90::run_fwd_mod, sm90::run_bwd_mod},
       {"sm80", sm80::why_not_fwd, sm80::why_not_bwd, sm80::fwd_workspace, sm80::bwd_workspace,
-       sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::fwd_workspace, sm80::bwd_workspace,
+       sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::fwd_mod_workspace, sm80::bwd_workspace,
        sm80::plan_fwd_mod, sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
   };
   return paths;
@@ -70,7 +70,7 @@ namespace {
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
     "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "head_parts"};
+    "head_parts", "splits"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -155,6 +155,7 @@ DeviceInfo device_info(int device_index) {
   }
   if (sms) info.num_sms = static_cast<int>(*sms);
   if (smem) info.smem_per_block = static_cast<int>(*smem);
+  if (const auto splits = get_switch(Switch::kSplits)) info.splits = static_cast<int>(*splits);
   return info;
 }
 

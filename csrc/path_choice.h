@@ -66,8 +66,9 @@ enum class Switch {
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
   kHeadParts,          // this many parts of a key head in backwards that can have them (head_parts.h)
+  kSplits,             // 0: never split keys; else into that many parts, in every plain forward
 };
-constexpr int kNumSwitches = 7;
+constexpr int kNumSwitches = 8;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

@@ -6,6 +6,7 @@
 #include "heuristics.h"
 #include "paths.h"
 #include "sm80/instances.h"
+#include "splits.h"
 
 namespace flash_ext::sm80 {
 namespace {
@@ -74,7 +75,8 @@ Modifiers with_unit(Modifiers m, Problem p) {
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
 
-int64_t fwd_workspace(const Problem&, const DeviceInfo&) { return 0; }
+int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) { return make_split_grid(p, d).workspace_bytes(); }
+int64_t fwd_mod_workspace(const Problem&, const DeviceInfo&) { return 0; }
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo&) {
   const int64_t rows = p.total_q * p.num_heads;
@@ -82,6 +84,12 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
+  if (const SplitGrid g = make_split_grid(p, d); g.rows > 0) {
+    const int size = padded_split_head_dim(p.head_dim, p.head_dim_v);
+    const SplitTile t = split_tile(size, g.rows);
+    return {"sm80", name("fwd_split", size), t.rows, t.block_n(), t.slots / 2, SplitTile::kThreads, t.smem_bytes(size),
+            g.ctas, g.splits};
+  }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   return plan_of("fwd", p, d, fwd_tile_sm80(size, class_of(d)), 0);
 }
@@ -106,7 +114,16 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras&, 
                  bias_stage_bytes(t.key_warps, t.block_m, 16 * t.key_blocks, t.smem_bytes(size), smem_limit(class_of(d))));
 }
 
+std::string run_fwd_split(const FwdParams& p, const SplitGrid& g, bool early) {
+  FwdParams prepared = p;
+  prepared.problem.prepare();
+  const int size = padded_split_head_dim(p.problem.head_dim, p.problem.head_dim_v);
+  const auto instance = size == 64 ? run_fwd_split_hd64 : size == 128 ? run_fwd_split_hd128 : run_fwd_split_hd256;
+  return instance(prepared, g, early);
+}
+
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
+  if (const SplitGrid g = make_split_grid(p.problem, d); g.rows > 0) return run_fwd_split(p, g, false);
   return run(p, d, std::to_array({run_fwd_hd64, run_fwd_hd96, run_fwd_hd128, run_fwd_hd192, run_fwd_hd256}),
              std::to_array({run_fwd_large_hd64, run_fwd_large_hd96, run_fwd_large_hd128, run_fwd_large_hd192,
                             run_fwd_large_hd256}));

@@ -8,7 +8,9 @@
 #include "heuristics.h"
 #include "paths.h"
 #include "sm90/bwd_wide_tiles.h"
+#include "sm80/instances.h"
 #include "sm90/instances.h"
+#include "splits.h"
 
 namespace flash_ext::sm90 {
 namespace {
@@ -46,6 +48,9 @@ constexpr std::array<ModInstance, 5> kModInstances = {{{64, 64, run_fwd_mod_hd64
 // Whether the forward kernels here take it: TMA reads tensors that are ready for it only, and the rows of the output,
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
 bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
+
+// Few queries of many keys are for the portable kernel that splits the keys, which memory bounds.
+bool splits_keys(const Problem& p, const DeviceInfo& d) { return make_split_grid(p, d).rows > 0; }
 
 // Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
 bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
@@ -130,7 +135,10 @@ std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
   return reason.empty() ? sm80::why_not_bwd(p, d) : reason;
 }
 
-int64_t fwd_workspace(const Problem& p, const DeviceInfo&) { return is_taken(p) && draws_items(p) ? kCounterBytes : 0; }
+int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
+  if (!is_taken(p) || splits_keys(p, d)) return sm80::fwd_workspace(p, d);
+  return draws_items(p) ? kCounterBytes : 0;
+}
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
   if (!is_bwd_taken(p)) return sm80::bwd_workspace(p, deterministic, d);
@@ -143,7 +151,7 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
-  if (!is_taken(p)) return sm80::plan_fwd(p, d);
+  if (!is_taken(p) || splits_keys(p, d)) return sm80::plan_fwd(p, d);
   const Instance& i = instance_of(p);
   const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v);
   return {"sm90", i.name, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(), t.smem_bytes(i.head_dim, i.head_dim_v),
@@ -196,6 +204,8 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
+  // Here the machine code is that of sm_90a, in which the second of its kernels waits for the first by itself.
+  if (const SplitGrid g = make_split_grid(p.problem, d); g.rows > 0) return sm80::run_fwd_split(p, g, true);
   if (!is_taken(p.problem)) return sm80::run_fwd(p, d);
   FwdParams prepared = p;
   prepared.problem.prepare();

@@ -19,6 +19,7 @@ struct DeviceInfo {
   int smem_per_block = 0;  // opt-in limit, bytes
   int l2_bytes = 0;
   std::string error;       // non-empty when the device could not be read
+  int splits = -1;         // of the keys, for tests: 0 never, else that many wherever it is possible; -1: as it pays
 };
 
 // One kernel launch as it would be done: what info, bench and tests print and assert on.
@@ -31,6 +32,7 @@ struct LaunchPlan {
   int threads = 0;
   int smem_bytes = 0;
   int64_t grid = 0;
+  int splits = 1;  // parts of the keys, which a second kernel puts together
 };
 
 DeviceInfo query_device(int device_index);  // csrc/device.cu
@@ -75,6 +77,7 @@ LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d);
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d);
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d);
 }  // namespace sm80
 
 }  // namespace flash_ext

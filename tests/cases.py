@@ -196,6 +196,41 @@ def edge_cases() -> list[Case]:
     return cases
 
 
+def few_query_cases() -> list[Case]:
+    """Calls whose keys the host splits: both tiles of rows, every compiled size, masks, layouts, packing."""
+    return [
+        *(dense(2, 1, 4000, 8, 2, d, dtype=t) for d in (40, 64, 128, 192, 256) for t in ("bf16", "fp16")),
+        *(dense(1, 5, 3000, 16, 2, d, causal=True) for d in (64, 96, 128, 256)),
+        dense(1, 1, 20000, 8, 8, 128),
+        dense(1, 1, 5000, 71, 1, 64),
+        dense(3, 7, 2500, 6, 3, 128, 64, causal=True),
+        dense(2, 4, 6000, 8, 2, 128, window=(2000, 0)),
+        dense(2, 40, 2000, 8, 2, 128, window=(900, 100)),
+        dense(1, 100, 9000, 1, 1, 64, causal=True, dtype="fp16"),
+        dense(1, 16, 1000, 4, 2, 100, causal=True, layout="odd"),
+        dense(2, 3, 1100, 4, 1, 128, layout="bhsd"),
+        dense(1, 2, 900, 4, 2, 64, softmax_scale=-0.3),
+        packed(
+            [1] * 9,
+            [3000, 1, 0, 700, 1500, 64, 65, 2999, 12],
+            num_heads=8,
+            num_heads_k=2,
+            head_dim=128,
+            causal=True,
+        ),
+        packed([1, 4, 0, 2], [900, 2000, 30, 1], num_heads=4, num_heads_k=1, head_dim=64, tail=3, causal=True),
+        packed(
+            [5, 1, 9],
+            [1200, 1800, 700],
+            num_heads=2,
+            num_heads_k=1,
+            head_dim=192,
+            head_dim_v=128,
+            window=(1000, 3),
+        ),
+    ]
+
+
 def big_cases() -> list[Case]:
     """Shapes that fill the GPU; still small enough for a full float64 reference."""
     return [

@@ -209,10 +209,25 @@ def poison_pool(total: int = 2 << 30) -> None:
             used += size
 
 
+def _forward_plan(case: Case, target: Target) -> dict:
+    """What the forward of a case would launch."""
+    shapes = tensor_shapes(case)
+    left, right = case.effective_window
+    return _C.plan(
+        "fwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", packed=case.is_packed,
+        batch=len(case.lens_q) if case.is_packed else case.batch, seqlen_q=shapes["q"][-3],
+        seqlen_k=shapes["k"][-3], num_heads=case.num_heads, num_heads_k=case.num_heads_k,
+        head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left, window_right=right,
+        path=target.path,
+    )  # fmt: skip
+
+
 def _expected_allocations(case: Case, target: Target) -> tuple[list[int], list[int]]:
     """Byte counts that forward and backward allocate: results, then workspaces."""
     shapes = {name: math.prod(shape) for name, shape in tensor_shapes(case).items()}
     forward = [2 * shapes["out"], 4 * shapes["lse"], 16]  # the last where work is drawn
+    if target.device == "cuda":
+        forward.append(_forward_plan(case, target).get("workspace_bytes", 0))
     return forward, [2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], *workspace_sizes(case, target)]
 
 
@@ -335,6 +350,12 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
     wanted = kernels_of(target, native=direction == "fwd" or case.head_dim % 8 == 0, tensors=tensors)
+    splits = dict(target.switches).get("splits")
+    if direction == "fwd" and splits is not None:
+        assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
+        assert ("split" in launch["kernel"]) == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
+    if "split" in launch["kernel"]:
+        wanted = "sm80"  # the one kernel for few queries serves both paths
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
     assert compiled >= max(case.head_dim, case.dim_v), (

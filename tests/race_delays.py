@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tests import modifier_harness, mutants
-from tests.cases import Case, packed, small_cases
+from tests.cases import Case, few_query_cases, packed, small_cases
 from tests.harness import TARGETS, Target, call_backward, call_forward
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
@@ -96,7 +96,7 @@ def modifier_cases() -> list[ModifierCase]:
 
 def runs(target: Target) -> Iterator[tuple[str, Run]]:
     """What is compared, by name: results of one call and of its gradients, without those that may differ."""
-    for case in small_cases():
+    for case in small_cases() + few_query_cases():
         yield str(case), plain_run(case, target)
     for mcase in modifier_cases():
         yield str(mcase), modified_run(mcase, target)

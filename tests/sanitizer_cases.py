@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.cases import COMPILED_HEAD_DIMS, Case, dense, packed
+from tests.cases import COMPILED_HEAD_DIMS, Case, dense, few_query_cases, packed
 from tests.harness import TARGETS, Target
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 
 
 def sanitizer_cases() -> list[Case]:
-    """Small cases (at most 192 rows, batch 2) that launch every kernel template with every loader."""
+    """Small cases (at most 192 queries, most batches 2) that launch every kernel template with every loader."""
     cases = []
     for i, head_dim in enumerate(COMPILED_HEAD_DIMS):
         for dtype in ("bf16", "fp16"):
@@ -50,6 +50,7 @@ def sanitizer_cases() -> list[Case]:
         dense(1, 40, 40, 1, 1, 8, layout="gap"),
         packed([0, 0, 7], [0, 5, 0], num_heads_k=1, deterministic=True),
         packed([1] * 20, [2] * 20, num_heads_k=1, hints=True),
+        *few_query_cases()[::3],
     ]
     return cases
 

@@ -53,6 +53,9 @@ HOPPER_BWD_WIDE = ("bwd_sm90_wide_keys_kernel", "bwd_sm90_wide_queries_kernel")
 HOPPER_BWD_WIDE_PASSES = ("bwd_wide_begin_kernel",)  # of head_dim_v
 HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD + HOPPER_BWD_MOD
+SPLIT = ("fwd_split_kernel",)  # in both machine codes, for 16 and for 64 rows
+SPLIT_HEAD_DIMS = (64, 128, 256)
+MERGE = ("fwd_merge_kernel",)  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
                "group_intervals_kernel")
@@ -152,7 +155,9 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_mod = itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS)
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
-    any_class = [*others, *((kernel, None, None, None) for kernel in MASK_PASSES)]
+    split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
+    merge = itertools.product(MERGE, DTYPES, (None,), (None,))
+    any_class = [*others, *split, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
     of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod,
                  *hopper_bwd_mod, *hopper_bwd_mod_passes]
     for arch in ARCHS:
@@ -230,14 +235,14 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
     """CG-03: HMMA.16816 fed by LDGSTS and LDSM."""
     seen = 0
     for item in resources["kernels"]:
-        if kernel_id(item["name"])[0] not in BY_CLASS + ANY_HEAD_DIM + ONE_CLASS:
+        if kernel_id(item["name"])[0] not in BY_CLASS + ANY_HEAD_DIM + ONE_CLASS + SPLIT:
             continue
         names = " ".join(machine_code[item["arch"], item["symbol"]])
         assert re.search(r"HMMA\.16816\.F32", names), f"{item['name']} for {item['arch']}: no HMMA.16816.F32"
         for wanted in ("LDGSTS.", "LDSM."):
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
-    sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS) + len(ANY_HEAD_DIM)
+    sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS) + len(ANY_HEAD_DIM) + 2 * len(SPLIT_HEAD_DIMS)
     assert seen == len(ARCHS) * len(DTYPES) * sizes
 
 

@@ -360,6 +360,13 @@ int main() {
                 t.block_m(), t.block_n(),
                 t.stages, t.warps(), t.warp_n, t.ctas_per_sm, t.bias_bytes(), t.smem_bytes());
   }
+  for (int d : kSplitHeadDims) {
+    for (int rows : {16, 64}) {
+      const SplitTile t = split_tile(d, rows);
+      std::printf("fwd_split|%d|%d|%d|%d|%d|%d|%d\n", d, t.rows, t.block_n(), t.key_warps(), t.keys, t.slots,
+                  t.smem_bytes(d));
+    }
+  }
   for (const auto [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
     const sm90::FwdTile t = sm90::fwd_tile(d, dv);
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
@@ -399,6 +406,7 @@ TILE_HEADERS = {
     "shared memory, bytes",
     "bwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|"
     "CTAs an SM|bias, bytes|shared memory, bytes",
+    "fwd_split": "head_dim|rows|keys at a time|rings|keys a tile|tiles a ring|shared memory, bytes",
     "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
     "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
     "bwd_sm90_wide": "head_dim|head_dim_v|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"

@@ -1,10 +1,10 @@
-"""The bias-gradient kernel on warps, barriers and copies emulated on a CPU, against a model in float64.
+"""Two kernels on warps, barriers and copies emulated on a CPU, against models in float64.
 
-Needs g++ and no GPU. The kernel's own sources are compiled, after a few edits of a copy: the header of PTX is
-replaced by tests/emulation/sm80.cuh, and what is declared in shared memory becomes static. All cases, with an
-option of the program, take minutes:
+They are the gradient of a bias and the forward for few queries. Needs g++ and no GPU. Their own sources are
+compiled, after a few edits of a copy: the header of PTX is replaced by tests/emulation/sm80.cuh, and what is
+declared in shared memory becomes static. All cases, with an option of the programs, take minutes:
 
-    python -m tests.test_emulation --all
+    python -m tests.test_emulation bwd_bias --all
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,10 @@ EDITS = [
      "unsigned char* const smem_raw = emu::smem;"),
     ("sm80/bwd_bias.cuh", "__shared__ BiasSearch search;", "static BiasSearch search;"),
     ("sm80/bwd_bias.cuh", "__shared__ DropKeys drop_keys[2];", "static DropKeys drop_keys[2];"),
+    ("sm80/fwd_split.cuh", "extern __shared__ __align__(128) unsigned char smem[];",
+     "unsigned char* const smem = emu::smem;"),
+    ("sm80/fwd_split.cuh", "  __shared__ RowState states", "  static RowState states"),
+    ("sm80/fwd_split.cuh", "  __shared__ float4 shares", "  static float4 shares"),
     ("common/tiles.cuh", """\
       asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(tile + Tile::offset(r, chunk)), "r"(w[0]),
                    "r"(w[1]), "r"(w[2]), "r"(w[3])
@@ -56,7 +59,15 @@ FAULTS = {
   if (emu::fault != 3) __syncthreads();
   debug_delay();
   if (g.sum_rows && g.sum_cols) {"""),
+    4: ("one wait too few for keys", "sm80/fwd_split.cuh", "ptx::cp_async_wait<kSlots - 2>();",
+        "emu::fault == 4 ? ptx::cp_async_wait<kSlots - 1>() : ptx::cp_async_wait<kSlots - 2>();"),
+    5: ("output over keys in use", "sm80/fwd_split.cuh", "__syncthreads();  // the rings are left by all",
+        "if (emu::fault != 5) __syncthreads();  // the rings are left by all"),
+    6: ("parts weighted alike", "sm80/fwd_split.cuh", "const float factor = state_of(part).factor(all.largest, scale);",
+        "const float factor = emu::fault == 6 ? 1.f : state_of(part).factor(all.largest, scale);"),
 }
+PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split"}
+RUNS = {"bwd_bias": 16, "fwd_split": 6}  # of the few cases that each program takes without --all
 
 
 def replace_once(path: Path, old: str, new: str) -> None:
@@ -74,6 +85,7 @@ def copy_sources(folder: Path) -> Path:
         shutil.copy(header, csrc)
     shutil.copy(EMULATION / "sm80.cuh", csrc / "ptx")
     shutil.copy(EMULATION / "cuda_shim.h", csrc / "ptx")
+    (csrc / "ptx" / "sm90.cuh").write_text("#pragma once\n", encoding="utf-8")
     (csrc / "cuda_runtime.h").write_text("#pragma once\n", encoding="utf-8")
     (csrc / "common" / "debug_delay.cuh").write_text(
         "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8")
@@ -84,23 +96,23 @@ def copy_sources(folder: Path) -> Path:
     return csrc
 
 
-def build(folder: Path) -> Path:
-    """The program tests/emulation/bwd_bias.cpp, built in an empty folder."""
+def build(folder: Path, name: str) -> Path:
+    """The program tests/emulation/NAME.cpp, built in an empty folder."""
     csrc = copy_sources(folder)
-    program = folder / "bwd_bias"
+    program = folder / name
     # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.
     command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}",
-               str(EMULATION / "bwd_bias.cpp"), "-o", str(program)]
+               str(EMULATION / f"{name}.cpp"), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return program
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     if shutil.which("g++") is None:
         pytest.skip("the emulation is built with g++, which is not here")
-    return build(tmp_path_factory.mktemp("emulation"))
+    return {name: build(tmp_path_factory.mktemp(name), name) for name in RUNS}
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -108,22 +120,24 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_bias_gradient_agrees_with_float64(program: Path) -> None:
-    done = run(program)
+@pytest.mark.parametrize("name", RUNS)
+def test_kernels_agree_with_float64(programs: dict[str, Path], name: str) -> None:
+    done = run(programs[name])
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert lines[-1] == "0 of 16 runs are wrong"
-    assert len([line for line in lines if line.startswith("ok ")]) == 16
+    assert lines[-1] == f"0 of {RUNS[name]} runs are wrong"
+    assert len([line for line in lines if line.startswith("ok ")]) == RUNS[name]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[name for name, *_ in FAULTS.values()])
-def test_planted_faults_are_noticed(program: Path, fault: int) -> None:
+def test_planted_faults_are_noticed(programs: dict[str, Path], fault: int) -> None:
     """Noticed as wrong results, or as a state that must not be; a crash would say nothing."""
-    done = run(program, "--fault", str(fault))
+    done = run(programs[PROGRAM_OF[fault]], "--fault", str(fault))
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(line.startswith("FAIL") for line in done.stdout.splitlines())
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as where:
-        sys.exit(subprocess.run([str(build(Path(where))), *sys.argv[1:]], check=False).returncode)
+        built = build(Path(where), sys.argv[1])
+        sys.exit(subprocess.run([str(built), *sys.argv[2:]], check=False).returncode)

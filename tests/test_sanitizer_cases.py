@@ -11,10 +11,10 @@ from tests.cases import COMPILED_HEAD_DIMS
 from tests.harness import TARGETS, Target, on_gpu_paths
 from tests.modifier_cases import BIASES, MASKS, SCORES, STRUCTURE, ModifierCase
 from tests.sanitizer_cases import exact, run, run_modified, sanitizer_cases, sanitizer_modifier_cases
-from tests.test_build import BY_CLASS, MASK_PASSES, ONE_CLASS, PASSES
+from tests.test_build import BY_CLASS, MASK_PASSES, MERGE, ONE_CLASS, PASSES, SPLIT
 
 CPU = TARGETS["cpu"]
-KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES}  # every kernel of the dispatch table
+KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE}  # every kernel of the dispatch table
 
 
 def kind(name: str) -> str:

@@ -39,10 +39,16 @@ struct AttnMod {
 
   __device__ int shift() const { return seqlen_k - seqlen_q; }
 
+  // First and last key that rows up to some row, or from one on, may see; none where the last is before the first.
+  __device__ int first_key_of(int first_row) const { return max(0, first_row + shift() - p.reach_left); }
+  __device__ int last_key_of(int last_row) const {
+    return min(seqlen_k - 1, last_row + shift() + p.reach_right);
+  }
+
   // Tiles of keys that a tile of queries may see.
   template <int kBlockM, int kBlockN>
   __device__ BlockRange kv_blocks(int m_block) const {
-    const int lo = max(0, m_block * kBlockM + shift() - p.reach_left);
+    const int lo = first_key_of(m_block * kBlockM);
     const int hi = last_key<kBlockM>(m_block);
     if (hi < lo) return {0, 0};
     return {lo / kBlockN, hi / kBlockN + 1};
@@ -51,8 +57,7 @@ struct AttnMod {
   // The last key that a tile of queries may see; below the first one it sees where it sees none.
   template <int kBlockM>
   __device__ int last_key(int m_block) const {
-    const int last_row = min((m_block + 1) * kBlockM, seqlen_q) - 1;
-    return min(seqlen_k - 1, last_row + shift() + p.reach_right);
+    return last_key_of(min((m_block + 1) * kBlockM, seqlen_q) - 1);
   }
 
   // The transpose of the same rule: tiles of queries that see a tile of keys.
@@ -76,6 +81,12 @@ struct AttnMod {
     const bool full = last_col < seqlen_k && last_col <= first_row + shift() + p.reach_right &&
                       first_col >= last_row + shift() - p.reach_left && p.score_factor == 1.f;
     return full ? TileKind::kFull : TileKind::kPartial;
+  }
+
+  // The same for keys [first_col, end_col) and the rows from first_row to last_row.
+  __device__ TileKind kind_of(int first_row, int last_row, int first_col, int end_col) const {
+    const bool seen = end_col <= last_key_of(first_row) + 1 && first_col >= first_key_of(last_row);
+    return seen && p.score_factor == 1.f ? TileKind::kFull : TileKind::kPartial;
   }
 
   // Raw dot product -> score in units of 1 / abs_scale_log2, -inf for a key the row does not see.

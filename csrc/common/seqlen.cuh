@@ -32,9 +32,11 @@ struct TileSlot {
   bool outside;  // b is -1 or batch
 };
 
+// `scale` counts every row that many times.
 template <int kBlock>
-__device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int batch, int64_t total, int slot) {
-  const auto boundary = [&](int b) { return min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total); };
+__device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int batch, int64_t total, int slot,
+                                              int scale = 1) {
+  const auto boundary = [&](int b) { return min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total) * scale; };
   // Largest b in [-1, batch] whose first slot is not beyond `slot`; first_slot(-1) = 0.
   int lo = -1, hi = batch;
   while (lo < hi) {

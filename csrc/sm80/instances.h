@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../paths.h"
+#include "../splits.h"
 
 namespace flash_ext::sm80 {
 
@@ -55,6 +56,13 @@ std::string run_bwd_mod_large_hd96(const BwdParams& p, const BwdExtras& x, const
 std::string run_bwd_mod_large_hd128(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 std::string run_bwd_mod_large_hd192(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 std::string run_bwd_mod_large_hd256(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
+
+// Few queries of many keys, keys split as `g` says. early: the merge may be launched before the parts are done, for
+// machine code of sm_90a alone.
+std::string run_fwd_split(const FwdParams& p, const SplitGrid& g, bool early);  // path_sm80.cpp
+std::string run_fwd_split_hd64(const FwdParams& p, const SplitGrid& g, bool early);
+std::string run_fwd_split_hd128(const FwdParams& p, const SplitGrid& g, bool early);
+std::string run_fwd_split_hd256(const FwdParams& p, const SplitGrid& g, bool early);
 
 // Any head dim.
 std::string run_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);

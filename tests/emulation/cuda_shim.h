@@ -221,6 +221,7 @@ inline uint32_t __ballot_sync(uint32_t, bool x) {
     return bits;
   });
 }
+inline bool __any_sync(uint32_t mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(uint32_t mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
 template <typename X>
 X __shfl_sync(uint32_t, X x, int lane) {

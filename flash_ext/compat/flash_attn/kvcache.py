@@ -43,14 +43,14 @@ def flash_attn_with_kvcache(
             without left padding, before the call; without causal and window all of q by that of its first.
         cache_seqlens: int or (batch,) int32, how many keys each sequence has before the append; None is
             all of the cache, and then nothing can be appended.
-        cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. The
-            chosen entries are copied for the call.
+        cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. With
+            softcap, alibi_slopes or a cache with gaps between entries the chosen ones are copied for the call.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
         alibi_slopes: (nheads,) or (batch, nheads); here they cost a bias of batch * nheads * seqlen_q *
             seqlen_cache numbers.
-        num_splits: 0 or 1.
+        num_splits: 0 or 1; into how many parts keys are split is chosen from the shapes.
         return_softmax_lse: also return the lse.
 
     Returns:
@@ -80,6 +80,12 @@ def flash_attn_with_kvcache(
         k_cache[entries[:, None], at] = k.to(k_cache.dtype)
         v_cache[entries[:, None], at] = v.to(v_cache.dtype)
         lengths = lengths + k.shape[1]
+    runs = batch > 0 and _is_one_run_of_rows(k_cache) and _is_one_run_of_rows(v_cache)
+    if runs and softcap == 0.0 and alibi_slopes is None:
+        starts = torch.zeros_like(lengths) if cache_leftpad is None else cache_leftpad.long()
+        runs_of_rows = entries, starts, lengths
+        out, lse = _attend_to_runs(q, k_cache, v_cache, *runs_of_rows, softmax_scale, causal, window_size)
+        return (out, lse) if return_softmax_lse else out
     keys, values = k_cache[:batch], v_cache[:batch]
     if cache_batch_idx is not None:
         keys, values = k_cache[entries], v_cache[entries]
@@ -94,11 +100,54 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
+def _is_one_run_of_rows(cache: Tensor) -> bool:
+    """Whether entries follow one another, so that all their rows are those of one packed tensor."""
+    entries, rows, *_ = cache.shape
+    follows = entries <= 1 or rows == 0 or cache.stride(0) == rows * cache.stride(1)
+    return follows and cache.stride(-1) == 1 and entries * rows < 2**30
+
+
+def _attend_to_runs(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a packed call over the whole cache, in which every other sequence has no queries.
+
+    Those have the keys between the used part of one entry and that of the next, wherever this lies: a start
+    that comes after its end makes a sequence without keys. So nothing is copied or hidden by a mask.
+    """
+    batch, seqlen_q, num_heads, _ = q.shape
+    size = k_cache.shape[1]
+    ends = entries * size + lengths.clamp(0, size)
+    starts = torch.minimum(entries * size + starts.clamp(0, size), ends)
+    bounds_k = torch.stack([starts, ends], dim=1).flatten()
+    first_rows = torch.arange(batch, device=q.device) * seqlen_q
+    bounds_q = torch.stack([first_rows, first_rows + seqlen_q], dim=1).flatten()
+    packed = q.reshape(batch * seqlen_q, *q.shape[2:])
+    packed = packed if packed.stride(-1) == 1 else packed.contiguous()
+    out, lse = forward(
+        packed, k_cache.flatten(0, 1), v_cache.flatten(0, 1), cu_seqlens_q=bounds_q.to(torch.int32),
+        cu_seqlens_k=bounds_k.to(torch.int32), max_seqlen_q=seqlen_q, max_seqlen_k=size,
+        softmax_scale=softmax_scale, causal=causal, window=tuple(window_size),
+    )  # fmt: skip
+    out = out.view(batch, seqlen_q, num_heads, out.shape[-1])
+    return out, lse.view(num_heads, batch, seqlen_q).transpose(0, 1).contiguous()
+
+
 def _refuse_unsupported(block_table: Tensor | None, num_splits: int) -> None:
     if block_table is not None:
         raise NotImplementedError("block_table: only a dense cache (batch, seqlen, ...) is supported.")
     if num_splits not in (0, 1):
-        raise NotImplementedError(f"num_splits must be 0 or 1, keys are not split yet; got {num_splits}.")
+        raise NotImplementedError(
+            f"num_splits must be 0 or 1, the number of parts is chosen from the shapes; got {num_splits}."
+        )
 
 
 def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

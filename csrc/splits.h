@@ -1,0 +1,136 @@
+// Few queries of many keys: whether a forward shares the keys of a head out over the GPU, and into how many parts.
+// Functions of shapes and the device alone, so the same call always adds in the same order. No CUDA, no torch.
+#pragma once
+
+#include <algorithm>
+
+#include "divisor.h"
+#include "heuristics.h"
+#include "paths.h"
+
+namespace flash_ext {
+
+// CTA i has key head i % heads_k, part i / heads_k % splits, and the slot of packed rows that is left: tiles of a
+// sequence one after another, sequences likewise.
+struct SplitGrid {
+  int rows = 0;  // of a CTA; 0: keys are not split
+  int splits = 1;
+  int64_t ctas = 0;
+  int64_t total_rows = 0;  // query heads x queries
+  int pitch = 0;           // floats of a row of partial outputs
+  Divisor heads_k, parts;
+  Divisor tiles;  // of a sequence, dense calls only
+  Divisor group;  // query heads of a key head
+  Divisor heads;
+  Divisor queries;  // of a sequence, dense calls only
+
+  // Of the workspace: maximum and sum of each row and part, behind them its output before the division.
+  int64_t stats_bytes = 0;
+  int64_t workspace_bytes() const { return splits == 1 ? 0 : stats_bytes + 4 * splits * total_rows * pitch; }
+};
+
+// Time below is in microseconds of an H200 beyond what every call takes, measured at head_dim 64, 128 and 256. Memory
+// sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
+// another size `weight`. On other GPUs the proportions count.
+
+// How long `part` blocks take on a multiprocessor with so many CTAs. 16 rows are bound by memory, or, with less than a
+// CTA for each multiprocessor, by latency; 64 rows by their products and exponentials.
+inline double time_of_part(int64_t part, double ctas, int rows, double weight) {
+  const double blocks = static_cast<double>(part);
+  if (rows <= 16) return blocks * weight * std::max(ctas, 0.6);
+  return blocks * std::max(0.37 + 0.63 * weight, 1.1 * weight - 0.1) * (0.6 + std::max(ctas, 1.));
+}
+
+struct PartsOfKeys {
+  int parts;
+  double time;
+};
+
+// Into how many parts keys are split so that it takes the least time: a wave of CTAs costs 1.5 beside its keys, adding
+// up 3, 1 / 16 a part and the traffic of partial results, `result_bytes` a part. Candidates fill half of the
+// multiprocessors, all of them, one and a half times as many, ...
+inline PartsOfKeys best_parts(int64_t items, int64_t blocks, int rows, double weight, double result_bytes, int sms,
+                              int ctas_per_sm) {
+  constexpr int64_t kLeastBlocks = 4;
+  constexpr double kBytesPerUs = 4e6;
+  const int64_t most = std::clamp<int64_t>(blocks / kLeastBlocks, 1, kMaxSplits);
+  const int64_t capacity = int64_t{1} * sms * ctas_per_sm;
+  PartsOfKeys best{1, 0.};
+  for (int64_t halves = 0; halves <= 8; ++halves) {
+    const int64_t wanted = std::clamp<int64_t>(halves * sms / (2 * items), 1, most);
+    const int64_t part = (blocks + wanted - 1) / wanted, parts = (blocks + part - 1) / part;
+    const int64_t waves = items * parts / capacity, rest = items * parts % capacity;
+    const double keys = static_cast<double>(waves) * time_of_part(part, ctas_per_sm, rows, weight) +
+                        (rest > 0 ? time_of_part(part, static_cast<double>(rest) / sms, rows, weight) : 0.);
+    const double merge = 3. + static_cast<double>(parts) * (1. / 16 + 2 * result_bytes / kBytesPerUs);
+    const double time = keys + 1.5 * static_cast<double>(waves + (rest > 0)) + (parts > 1 ? merge : 0.);
+    if (halves == 0 || time < best.time) best = {static_cast<int>(parts), time};
+  }
+  return best;
+}
+
+struct FewQueries {
+  int64_t sequences;
+  int64_t rows;  // packed rows of a key head, the average of packed sequences
+  int64_t keys;  // that they may see, likewise
+  int64_t tiles;  // of 128 queries, all heads and sequences: what the other kernels launch
+};
+
+inline FewQueries few_queries(const Problem& p) {
+  // Packed sequences without queries are none: what lies between the used parts of a cache may be called one.
+  const int64_t group = p.num_heads / p.num_heads_k;
+  const int64_t batch = std::max<int64_t>(1, p.is_varlen() ? std::min<int64_t>(p.batch, p.total_q) : p.batch);
+  const int64_t queries = p.is_varlen() ? (p.total_q + batch - 1) / batch : p.seqlen_q;
+  int64_t keys = p.is_varlen() ? (p.total_k + batch - 1) / batch : p.seqlen_k;
+  if (p.window_left >= 0 && p.window_right >= 0) {
+    keys = std::min(keys, int64_t{0} + p.window_left + p.window_right + queries);
+  }
+  return {batch, queries * group, keys, (queries + 127) / 128 * batch * p.num_heads};
+}
+
+// How long the other forwards take: tiles of queries in waves, each along all keys, but no less than memory takes.
+inline double time_unsplit(const Problem& p, const FewQueries& few, double weight, int sms) {
+  const double blocks = static_cast<double>((few.keys + 63) / 64);
+  const double waves = static_cast<double>((few.tiles + sms - 1) / sms);
+  const double memory = weight * blocks * static_cast<double>(few.sequences * p.num_heads_k) / sms;
+  return std::max(waves * blocks * (0.42 + 0.4 * weight), 1.1 * memory);
+}
+
+// rows == 0 where keys are not to be split.
+inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d) {
+  SplitGrid g;
+  const int64_t total_rows = p.total_q * p.num_heads;
+  if (d.splits == 0 || total_rows <= 0 || p.total_k <= 0 || total_rows > (1 << 30)) return g;
+  const FewQueries few = few_queries(p);
+  const int size = padded_split_head_dim(p.head_dim, p.head_dim_v);
+  const SplitTile t = split_tile(size, few.rows <= 16 ? 16 : 64);
+  const int group = p.num_heads / p.num_heads_k;
+  const int64_t tiles = (few.rows + t.rows - 1) / t.rows;
+  const int64_t slots = p.is_varlen() ? packed_slots(p.total_q * group, p.batch, t.rows) : tiles * p.batch;
+  const int ctas_per_sm = std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
+  const int64_t items = std::max<int64_t>(1, tiles * few.sequences * p.num_heads_k);
+  const double weight = (p.head_dim + p.head_dim_v) / 256.;
+  const double result_bytes = 4. * static_cast<double>(total_rows) * p.head_dim_v;
+  const int sms = std::max(1, d.num_sms);
+  const PartsOfKeys best = best_parts(items, (few.keys + 63) / 64, t.rows, weight, result_bytes, sms, ctas_per_sm);
+  constexpr int64_t kLeastKeys = 128;
+  const bool pays = few.keys >= kLeastKeys && best.time < time_unsplit(p, few, weight, sms);
+  if (d.splits < 0 && !pays) return g;
+  const int splits = d.splits > 0 ? std::min(d.splits, kMaxSplits) : best.parts;
+  if (slots * p.num_heads_k * splits > INT32_MAX) return g;
+  g.rows = t.rows;
+  g.splits = splits;
+  g.ctas = slots * p.num_heads_k * splits;
+  g.total_rows = total_rows;
+  g.pitch = (p.head_dim_v + 3) / 4 * 4;
+  g.stats_bytes = (8 * splits * total_rows + 15) / 16 * 16;
+  g.heads_k = Divisor(static_cast<uint32_t>(p.num_heads_k));
+  g.parts = Divisor(static_cast<uint32_t>(splits));
+  g.tiles = Divisor(static_cast<uint32_t>(tiles));
+  g.group = Divisor(static_cast<uint32_t>(group));
+  g.heads = Divisor(static_cast<uint32_t>(p.num_heads));
+  g.queries = Divisor(static_cast<uint32_t>(std::max(1, p.seqlen_q)));
+  return g;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,97 @@
+"""The forward for few queries: every list of cases with the keys in parts, and calls that split by themselves.
+
+`run_case` judges them as all others, repeats them bit for bit, and finds in the recorded launch that keys were
+split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flash_ext.ops import _C
+from tests.cases import (
+    DATA_KINDS,
+    Case,
+    covering_cases,
+    dense,
+    edge_cases,
+    few_query_cases,
+    packed,
+    small_cases,
+)
+from tests.harness import Target, on_all_tiles, on_gpu_paths, run_case, run_cases, run_probes
+
+
+def in_parts(target: Target, parts: int) -> Target:
+    """The same target, whose plain forwards have their keys in that many parts."""
+    if target.device == "cpu":
+        return target
+    return dataclasses.replace(target, switches=(*target.switches, ("splits", parts)))
+
+
+def forwards(cases: list[Case]) -> list[Case]:
+    return [case.replace(backward=False) for case in cases]
+
+
+@on_all_tiles
+@pytest.mark.parametrize("parts", [1, 3, 40])
+def test_small_shapes_and_edges_in_parts(target: Target, parts: int) -> None:
+    run_cases(target.pick(forwards(small_cases() + edge_cases()), cpu=6), in_parts(target, parts))
+
+
+@on_gpu_paths
+def test_covering_array_in_parts(target: Target) -> None:
+    for i, parts in enumerate((1, 2, 7)):
+        run_cases(forwards(covering_cases(2, seed=i)), in_parts(target, parts))
+
+
+@on_gpu_paths
+def test_probes_in_parts(target: Target) -> None:
+    """With q = 0, lse counts the keys: none is lost between two parts, none is seen twice."""
+    cases = small_cases() + [
+        dense(1, 3, 700, 4, 2, 64, causal=True),
+        dense(2, 70, 700, 4, 1, 128, window=(130, 7)),
+    ]
+    for parts in (1, 5):
+        run_probes(cases, in_parts(target, parts))
+
+
+@on_gpu_paths
+def test_every_kind_of_data_in_parts(target: Target) -> None:
+    """Infinities, NaN and moving maxima, met by one part and not by others."""
+    cases = [
+        dense(2, 20, 200, 4, 2, d, data=data, dtype=dtype, causal=causal, backward=False)
+        for data in DATA_KINDS
+        for dtype in ("bf16", "fp16")
+        for d in (64, 128)
+        for causal in (False, True)
+    ]
+    cases += [
+        dense(2, rows, 130, 4, h_k, d, data="nan_row", window=window, backward=False)
+        for rows in (4, 100)
+        for h_k in (4, 2)
+        for d in (64, 128, 256)
+        for window in ((-1, -1), (-1, 0), (20, 5))
+    ]
+    for parts in (1, 3):
+        run_cases(cases, in_parts(target, parts))
+
+
+@on_gpu_paths
+def test_backward_from_results_in_parts(target: Target) -> None:
+    """The backward takes out and lse, whoever made them."""
+    cases = [dense(2, 9, 1500, 4, 2, d, causal=True, dlse=True) for d in (64, 128, 192)]
+    run_cases(
+        cases + [packed([1, 0, 30], [800, 5, 1000], num_heads=4, num_heads_k=1, head_dim=96)],
+        in_parts(target, 4),
+    )
+
+
+@on_gpu_paths
+def test_decoding_splits_by_itself(target: Target) -> None:
+    with target.active():
+        for case in few_query_cases():
+            run_case(case.replace(backward=False), target)
+            assert "split" in _C.last_launch()["kernel"], str(case)

@@ -317,6 +317,17 @@ class Numbers:
             heads, rows, block = self.heads_k, self.rows_k, plan["block_n"]
         return heads * (rows // block + self.batch + 2 if self.packed else -(-rows // block) * self.batch)
 
+    def split_grid(self, plan: dict) -> int:
+        """CTAs of the forward for few queries: parts x key heads x tiles of queries times heads that share keys."""
+        rows, block = self.rows_q * (self.heads // self.heads_k), plan["block_m"]
+        tiles = rows // block + self.batch + 2 if self.packed else -(-rows // block) * self.batch
+        return plan["splits"] * self.heads_k * tiles
+
+    def split_bytes(self, parts: int) -> int:
+        rows = self.heads * self.rows_q * (1 if self.packed else self.batch)
+        states = -(-8 * parts * rows // 16) * 16
+        return 0 if parts == 1 else states + 4 * parts * rows * (-(-self.head_dim_v // 4) * 4)
+
     def padded_head_dim(self) -> int:
         return next(size for size in COMPILED_HEAD_DIMS if size >= max(self.head_dim, self.head_dim_v))
 
@@ -344,7 +355,7 @@ class Numbers:
 def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
-    refused = divided = 0
+    refused = divided = split = 0
     for _ in range(20_000):
         call, direction = Numbers.drawn(rng, unit=8 if path == "sm90" else 1), rng.choice(("fwd", "bwd"))
         if not call.can_be_counted():
@@ -354,6 +365,11 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
             assert "sequence length" in plan["reasons"][path]
             assert max(call.rows_q, call.rows_k) >= 2**30 - 1024
             refused += 1
+            continue
+        if "split" in plan["kernel"]:
+            assert plan["path"] == "sm80" and plan["grid"] == call.split_grid(plan) <= 2**31 - 1, call
+            assert plan["workspace_bytes"] == call.split_bytes(plan["splits"]) <= 2**31, call
+            split += 1
             continue
         assert plan["path"] == path, call
         parts = plan.get("head_parts", 1)
@@ -366,7 +382,7 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
         else:
             assert workspace == run.workspace_sm90(direction, plan["block_m"]), call
             assert plan["grid"] == min(ctas, 132), call
-    assert 100 < refused < 15_000 and divided > 20
+    assert 100 < refused < 15_000 and divided > 20 and split > 20
 
 
 # ---- GR ----

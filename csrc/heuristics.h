@@ -92,6 +92,7 @@ struct BwdTile {
   constexpr int block_n() const { return key_warps * 16 * key_blocks; }
   constexpr int p_bytes() const { return paired ? 4 * block_n() * block_m : 0; }  // fp32, between the two of a pair
   constexpr int ds_bytes() const { return 2 * block_n() * block_m; }              // one buffer
+  constexpr int mask_bytes() const { return stages * block_m * block_n() / 8; }   // with modifiers: a bit a score
   constexpr int smem_bytes(int d) const {
     return 4 * d * block_n() + stages * (4 * d * block_m + 8 * block_m) + p_bytes() + 2 * ds_bytes();
   }
@@ -109,9 +110,13 @@ constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
 }
 
 // With modifiers: always pairs, so that a warp holds one gradient beside the scores and their derivative, and 32
-// queries at a time.
-constexpr BwdTile bwd_mod_tile_sm80(int d, SmemClass c) {
+// queries at a time. Where nothing is added to scores there is room for as many as without modifiers; such a kernel
+// exists where has_hiding_bwd_sm80() says so.
+constexpr bool has_hiding_bwd_sm80(int d, SmemClass c) { return d == 128 && c == SmemClass::kLarge; }
+
+constexpr BwdTile bwd_mod_tile_sm80(int d, SmemClass c, bool adds = true) {
   const bool large = c == SmemClass::kLarge;
+  if (!adds) return bwd_tile_sm80(d, c);
   switch (d) {
     case 64: return large ? BwdTile{64, 4, 2, true, 32, 2, 2, 1} : BwdTile{32, 4, 1, true, 32, 2, 2, 1};
     case 96:
@@ -148,6 +153,13 @@ constexpr BwdQTile bwd_q_mod_tile_sm80(int d) { return d == 192 ? BwdQTile{32, 4
 constexpr int bias_stage_bytes(int warps, int rows, int cols, int used, int limit) {
   const int bytes = warps * rows * (2 * cols + 16);
   return used + bytes <= limit - kModStatic ? bytes : 0;
+}
+
+// What the backward over keys has behind the tiles with modifiers: a staged bias, words of a bit mask.
+constexpr int bwd_mod_extra_sm80(int d, SmemClass c, bool adds) {
+  const BwdTile t = bwd_mod_tile_sm80(d, c, adds);
+  const int used = t.smem_bytes(d) + t.mask_bytes();
+  return t.mask_bytes() + (adds ? bias_stage_bytes(t.key_warps, t.block_m, 16 * t.key_blocks, used, smem_limit(c)) : 0);
 }
 
 // Gradient of a bias: the scores of a tile of queries and keys again, in slices of their columns. A warp holds 32
@@ -218,7 +230,7 @@ constexpr bool tiles_fit(SmemClass c, int limit) {
       return false;
     }
     if (fwd_mod_tile_sm80(d, c).smem_bytes(d) > limit - kModStatic ||
-        bwd_mod_tile_sm80(d, c).smem_bytes(d) > limit - kModStatic ||
+        bwd_mod_tile_sm80(d, c).smem_bytes(d) + bwd_mod_tile_sm80(d, c).mask_bytes() > limit - kModStatic ||
         bwd_q_mod_tile_sm80(d).smem_bytes(d) > kSmemLimitSmall - kModStatic ||
         bwd_bias_tile_sm80(c).smem_bytes() > limit - kModStatic) {
       return false;

@@ -107,11 +107,12 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   return plan_of(deterministic ? "bwd+bwd_q" : "bwd", p, d, bwd_tile_sm80(size, class_of(d)), 0);
 }
 
-LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras&, const DeviceInfo& d) {
+LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& extras, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  const BwdTile t = bwd_mod_tile_sm80(size, class_of(d));
-  return plan_of(deterministic ? "bwd_mod+bwd_q_mod" : "bwd_mod", p, d, t,
-                 bias_stage_bytes(t.key_warps, t.block_m, 16 * t.key_blocks, t.smem_bytes(size), smem_limit(class_of(d))));
+  const SmemClass c = class_of(d);
+  const bool adds = extras.modifiers == nullptr || extras.modifiers->is_natural || !has_hiding_bwd_sm80(size, c);
+  return plan_of(deterministic ? "bwd_mod+bwd_q_mod" : "bwd_mod", p, d, bwd_mod_tile_sm80(size, c, adds),
+                 bwd_mod_extra_sm80(size, c, adds));
 }
 
 std::string run_fwd_split(const FwdParams& p, const SplitGrid& g, bool early) {

@@ -334,8 +334,8 @@ MUTANTS = (
             ),
             Edit(
                 "sm80/bwd_steps.cuh",
-                "make_float4(x[0] * slope.x, x[1] * slope.y, x[2] * slope.z, x[3] * slope.w);",
-                "make_float4(x[0], x[1], x[2], x[3] + 0.f * slope.x);",
+                "slopes[kb][mb][i] *= acc_p[kb][mb][i];",
+                "slopes[kb][mb][i] = acc_p[kb][mb][i];",
             ),
         ),
         "modifiers",

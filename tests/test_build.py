@@ -36,6 +36,8 @@ ARCHS = ("sm_80", "sm_90a")
 # Shared memory a block may use, bytes, by compute capability.
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 BY_CLASS = ("fwd_kernel", "fwd_mod_kernel", "bwd_kernel", "bwd_mod_kernel")  # compiled for both classes
+HIDING = ("bwd_mod_kernel",)  # a second time where nothing is added to scores, for large tiles
+HIDING_HEAD_DIMS = (128,)
 ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
 ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
@@ -108,14 +110,14 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     what it has not.
 
     The mask passes know neither types nor sizes. Some traits end with whether modifiers are compiled in,
-    which the kernel's name says as well.
+    which the kernel's name says as well, and whether those that add to scores are.
     """
     kernel = re.search(r"(\w+_kernel)([<(])", name)
     assert kernel, f"unexpected kernel {name}"
     if kernel.group(2) == "(":
         return kernel.group(1), None, None, None
     config = re.search(
-        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))?>",
+        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))*>",
         name,
     )
     assert config, f"unexpected kernel {name}"
@@ -158,7 +160,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
     any_class = [*others, *split, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
-    of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod,
+    hiding = itertools.product(HIDING, DTYPES, HIDING_HEAD_DIMS, (LARGE,))
+    of_hopper = [*hiding, *hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod,
                  *hopper_bwd_mod, *hopper_bwd_mod_passes]
     for arch in ARCHS:
         hopper = arch == "sm_90a"
@@ -243,7 +246,8 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS) + len(ANY_HEAD_DIM) + 2 * len(SPLIT_HEAD_DIMS)
-    assert seen == len(ARCHS) * len(DTYPES) * sizes
+    hiding = len(HIDING) * len(HIDING_HEAD_DIMS)
+    assert seen == len(DTYPES) * (len(ARCHS) * sizes + hiding)
 
 
 def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):

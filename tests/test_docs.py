@@ -345,10 +345,9 @@ int main() {
       put_bwd("bwd", d, name, bwd_tile_sm80(d, c));
       std::printf("%d\n", bwd_tile_sm80(d, c).smem_bytes(d));
       const BwdTile b = bwd_mod_tile_sm80(d, c);
-      const int bwd_bias =
-          bias_stage_bytes(b.key_warps, b.block_m, 16 * b.key_blocks, b.smem_bytes(d), smem_limit(c));
+      const int bwd_bias = bwd_mod_extra_sm80(d, c, true) - b.mask_bytes();
       put_bwd("bwd_mod", d, name, b);
-      std::printf("%d|%d\n", bwd_bias, b.smem_bytes(d) + bwd_bias);
+      std::printf("%d|%d|%d\n", b.mask_bytes(), bwd_bias, b.smem_bytes(d) + b.mask_bytes() + bwd_bias);
     }
     const BwdQTile q = bwd_q_tile_sm80(d);
     std::printf("bwd_q|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.stages, q.warps, q.smem_bytes(d));
@@ -405,7 +404,7 @@ TILE_HEADERS = {
     "fwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|bias, bytes|"
     "shared memory, bytes",
     "bwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|"
-    "CTAs an SM|bias, bytes|shared memory, bytes",
+    "CTAs an SM|mask, bytes|bias, bytes|shared memory, bytes",
     "fwd_split": "head_dim|rows|keys at a time|rings|keys a tile|tiles a ring|shared memory, bytes",
     "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
     "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",

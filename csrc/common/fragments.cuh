@@ -66,12 +66,16 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kA][kN][4], uin
 }
 
 // acc[16 kA rows x D] += W B: W is held in accumulator layout, which is that of an A operand once packed,
-// and has 8 kK columns; B is a row-major tile of D columns: O += P V and its kin. b_lane is by_rows.
-template <typename E, int D, int kAhead, int kA, int kK>
+// and has 8 kK columns; B is a row-major tile of D columns: O += P V and its kin. b_lane is by_rows. kPositive: what is
+// negative in W counts as 0.
+template <typename E, int D, int kAhead, bool kPositive = false, int kA, int kK>
 __device__ __forceinline__ void multiply_accumulate(float (&acc)[kA][D / 8][4], const float (&weights)[kA][kK][4],
                                                     uint32_t b_lane) {
   using Tile = SmemTile<D>;
   constexpr int kBlocks = D / 16;
+  const auto pack = [](float lo, float hi) {
+    return kPositive ? ptx::pack2_positive<E>(lo, hi) : ptx::pack2<E>(lo, hi);
+  };
   uint32_t a[kA][4];
   stream_fragments<kK / 2 * kBlocks, kAhead>(
       [&](int i, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, i / kBlocks * 16, i % kBlocks)); },
@@ -82,10 +86,10 @@ __device__ __forceinline__ void multiply_accumulate(float (&acc)[kA][D / 8][4], 
           for (int m = 0; m < kA; ++m) {
             const float(&lo)[4] = weights[m][2 * ks];
             const float(&hi)[4] = weights[m][2 * ks + 1];
-            a[m][0] = ptx::pack2<E>(lo[0], lo[1]);
-            a[m][1] = ptx::pack2<E>(lo[2], lo[3]);
-            a[m][2] = ptx::pack2<E>(hi[0], hi[1]);
-            a[m][3] = ptx::pack2<E>(hi[2], hi[3]);
+            a[m][0] = pack(lo[0], lo[1]);
+            a[m][1] = pack(lo[2], lo[3]);
+            a[m][2] = pack(hi[0], hi[1]);
+            a[m][3] = pack(hi[2], hi[3]);
           }
         }
 #pragma unroll

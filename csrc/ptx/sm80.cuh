@@ -94,6 +94,14 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(address));
   return x;
 }
+__device__ __forceinline__ uint2 load_shared_words(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];\n" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(x) : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t address, float4 x) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
@@ -163,6 +171,18 @@ template <>
 __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float lo, float hi) {
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+// The same with 0 for what is negative; NaN stays NaN.
+template <typename E>
+__device__ __forceinline__ uint32_t pack2_positive(float lo, float hi) {
+  uint32_t r;
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(hi), "f"(lo));
+  } else {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(hi), "f"(lo));
+  }
   return r;
 }
 

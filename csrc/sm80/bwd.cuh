@@ -17,7 +17,8 @@
 // enough. With p.dq_accum null (deterministic mode) dQ is left to bwd_q.cuh.
 //
 // With modifiers (kMods) the tiles to visit come from a list, P is handed over times the derivative of the softcap and
-// with the sign set where dropout hit it, and the first warp stages its own keys of a 16-bit bias.
+// with the sign set where dropout hit it, the first warp stages its own keys of a 16-bit bias, and the second warps
+// compute all of dQ.
 //
 // Shared memory (bytes, D = padded head_dim):
 //   K, V       [kBlockN][D]            2 x 2 D kBlockN
@@ -25,11 +26,13 @@
 //   row stats  [kStages][kBlockM]      8 kBlockM kStages    (lse * log2 e, delta)
 //   P          fragments, fp32         4 kBlockN kBlockM   (pairs only)
 //   dS         [2][kBlockN][kBlockM]   4 kBlockN kBlockM
+//   mask       [kStages][kBlockM]      kBlockN / 8 kBlockM kStages (modifiers only)
 //   bias       queries x a warp's keys, 16-bit, padded (modifiers only, where it fits)
 // Named barriers of pairs: 1 + key_warp * kParts + part, "this part of P is written", 64 threads.
 #pragma once
 
 #include "../common/float_results.cuh"
+#include "bwd_search.cuh"
 #include "bwd_steps.cuh"
 #include "compiled_here.cuh"
 
@@ -73,6 +76,7 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
   };
   // dQ of the iteration before (it, g, m_block), whose dS all warps have written.
   const auto add_previous_dq = [&]<int kFirstCol, int kCols>(int it, int g, int m_block) {
+    if constexpr (kCols == 0) return;
     if (it == 0 || work.dq_accum == nullptr) return;
     const int thread_idx = ptx::fresh_thread_idx();
     add_dq<T, kCols>(kFirstCol, smem + T::kDsAt + ((it - 1) & 1) * T::kDsBytes, smem + T::kKAt,
@@ -116,6 +120,7 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
       debug_delay();
       const VisitedTile tile = current(it);
       load_queries<T>(p, work, smem, 0, tile.head, tile.block, thread_idx);
+      if constexpr (T::kMods) load_mask<T>(p, m, work, smem, 0, tile, thread_idx);
       ptx::cp_async_commit();
     }
     debug_delay();
@@ -130,6 +135,7 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
         if constexpr (T::kMods) {
           const VisitedTile next = work.visits[it + 1];
           load_queries<T>(p, work, smem, stage ^ 1, next.head, next.block, ptx::fresh_thread_idx());
+          load_mask<T>(p, m, work, smem, stage ^ 1, next, ptx::fresh_thread_idx());
         } else {
           const bool last_tile = m_block + 1 == work.range.end;
           load_queries<T>(p, work, smem, stage ^ 1, last_tile ? g + 1 : g, last_tile ? work.range.begin : m_block + 1,
@@ -179,35 +185,35 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
 template <typename T, int kAcc>
 __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
                                               const Modifiers& m, BwdModWork& work, uint32_t smem) {
-  int scanned = 0;
+  __shared__ int counts[T::kThreads / 32];
 #pragma unroll 1
   do {
     const int thread_idx = ptx::fresh_thread_idx();
-    if (thread_idx < 32) {
-      const int length = max(work.range.end - work.range.begin, 1);
-      work.visits.find(scanned, work.iterations, thread_idx, [&](int x, VisitedTile& tile) {
-        tile.head = x / length;
-        tile.block = work.range.begin + x - tile.head * length;
-        return Scores{p.problem, m, work.seat, work.first_head + tile.head}.template visit<T::kBlockM, T::kBlockN>(
-            tile.block, work.w.block);
-      });
-    }
-    debug_delay();
-    __syncthreads();
-    debug_delay();
-    scanned = work.visits.scanned;
+    const int length = max(work.range.end - work.range.begin, 1);
+    find_together<T::kThreads / 32>(work.visits, counts, work.iterations, [&](int x, VisitedTile& tile) {
+      tile.head = x / length;
+      tile.block = work.range.begin + x - tile.head * length;
+      const Scores scores = scores_of<T>(p, m, work, tile);
+      return scores.template visit<T::kBlockM, T::kBlockN, 4, 1>(tile.block, work.w.block);
+    });
     const int count = work.visits.count;
     if (count > 0) {
       const VisitedTile tile = work.visits[0];
-      if constexpr (T::kStages > 1) load_queries<T>(p, work, smem, 0, tile.head, tile.block, thread_idx);
+      if constexpr (T::kStages > 1) {
+        load_queries<T>(p, work, smem, 0, tile.head, tile.block, thread_idx);
+        load_mask<T>(p, m, work, smem, 0, tile, thread_idx);
+      }
       if (thread_idx < 32 * T::kKeyWarps) load_bias<T>(p, m, work, smem, tile, thread_idx / 32);
       ptx::cp_async_commit();
       walk_queries<T>(acc, p, m, work, smem);
+    } else {
+      // K and V may still be on their way to where dK and dV will lie.
+      ptx::cp_async_wait<0>();
+      debug_delay();
+      __syncthreads();
+      debug_delay();
     }
-    debug_delay();
-    __syncthreads();
-    debug_delay();
-  } while (scanned < work.iterations);
+  } while (work.visits.scanned < work.iterations);
 }
 
 // Rounds this warp's dK or dV into its rows of a tile whose input is no longer needed, and stores them; in fp32 from
@@ -260,6 +266,7 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
       work.seat = make_seat(p.problem, m, w, b);
       work.first_head = h;
       for (int& head : work.drop_head) head = -1;
+      work.visits.scanned = 0;
       work.range = Scores{p.problem, m, work.seat, h}.template q_blocks<kBlockM, kBlockN>(w.block);
     } else {
       work.range = AttnMod{p.problem, w.q.length, w.k.length}.template q_blocks<kBlockM, kBlockN>(w.block);

@@ -11,25 +11,27 @@
 #include "../common/seqlen.cuh"
 #include "../common/visits.cuh"
 #include "../heuristics.h"
+#include "seen_keys.cuh"
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, SmemClass kSmemClass, bool kWithModifiers = false>
+// kWithAdded: among the modifiers may be some that add to scores: softcap, slopes, bias.
+template <typename E, int D, SmemClass kSmemClass, bool kWithModifiers = false, bool kWithAdded = kWithModifiers>
 struct BwdTraits {
   using Element = E;
   static constexpr SmemClass kClass = kSmemClass;
-  static constexpr bool kMods = kWithModifiers;
+  static constexpr bool kMods = kWithModifiers, kAdds = kWithAdded;
   static constexpr int kHeadDim = D;
-  static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass) : bwd_tile_sm80(D, kSmemClass);
+  static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass, kAdds) : bwd_tile_sm80(D, kSmemClass);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;
   static constexpr int kKeyWarps = kTile.key_warps, kKeyBlocks = kTile.key_blocks, kThreads = kTile.threads();
   static constexpr bool kPaired = kTile.paired;
   static constexpr int kDqRows = kBlockM / kTile.dq_warps_m, kDqWarpsD = kKeyWarps / kTile.dq_warps_m;
   static_assert(kDqRows % 16 == 0 && kKeyWarps % kTile.dq_warps_m == 0);
   // The first warps of the pairs take half of dQ's columns, in whole 16-column steps a warp. (Giving them more,
-  // since the second ones wait for P, was slower: docs/performance.md.)
+  // since the second ones wait for P, was slower: docs/performance.md.) With modifiers they have those to work on.
   static constexpr int kDqSteps = kPaired ? 2 * 16 * kDqWarpsD : 1;
-  static constexpr int kDqColsFirst = kPaired ? (D + kDqSteps - 1) / kDqSteps * kDqSteps / 2 : D;
+  static constexpr int kDqColsFirst = kMods ? 0 : kPaired ? (D + kDqSteps - 1) / kDqSteps * kDqSteps / 2 : D;
   static constexpr int kDqAhead = 2;
   static constexpr int kAhead = kPaired && kKeyBlocks == 2 ? 2 : 3;
   using Tile = SmemTile<D>;
@@ -47,10 +49,12 @@ struct BwdTraits {
   static constexpr int kDsAt = kPAt + kTile.p_bytes();
   static constexpr int kStatsAt = kDsAt + 2 * kTile.ds_bytes();
   static_assert(kStatsAt + kStages * kStatsBytes == kTile.smem_bytes(D));
-  static constexpr int kBiasAt = kTile.smem_bytes(D);
-  static constexpr int kBiasBytes =
-      kMods ? bias_stage_bytes(kKeyWarps, kBlockM, 16 * kKeyBlocks, kBiasAt, smem_limit(kSmemClass)) : 0;
-  static constexpr int kSmemBytes = kBiasAt + kBiasBytes;
+  // Words of a bit mask, those of a query for all keys side by side.
+  static constexpr int kMaskWords = kBlockN / 32, kMaskBytes = kMods ? kTile.mask_bytes() / kStages : 0;
+  static_assert(!kMods || (kBlockN % 32 == 0 && kBlockM * kMaskWords <= kThreads));
+  static constexpr int kMaskAt = kTile.smem_bytes(D), kBiasAt = kMaskAt + kStages * kMaskBytes;
+  static constexpr int kSmemBytes = kMaskAt + (kMods ? bwd_mod_extra_sm80(D, kSmemClass, kAdds) : 0);
+  static constexpr int kBiasBytes = kSmemBytes - kBiasAt;
   using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<kBlockM, 16 * kKeyBlocks>, NoBiasStage>;
 };
 
@@ -151,6 +155,25 @@ using WorkOf = std::conditional_t<T::kMods, BwdModWork, BwdWork>;
 template <typename T>
 using ModifiersOf = std::conditional_t<T::kMods, Modifiers, NoModifiers>;
 
+// Asynchronous loads of the mask's words for a query tile and all keys of the CTA, one a thread; 0 where it has none.
+template <typename T>
+__device__ __forceinline__ void load_mask(const BwdParams& p, const Modifiers& m, const BwdModWork& work, uint32_t smem,
+                                          int stage, const VisitedTile& tile, int thread_idx) {
+  if (m.mask.words == nullptr || !(tile.tests & kTestRows) || thread_idx >= T::kBlockM * T::kMaskWords) return;
+  const int row = tile.block * T::kBlockM + thread_idx / T::kMaskWords;
+  const int word = work.w.block * T::kMaskWords + thread_idx % T::kMaskWords;
+  const bool in = row < min(m.mask.rows, work.seat.seqlen_q) && word < m.mask.num_words;
+  const int64_t at = work.seat.b * m.mask.batch_stride + (work.first_head + tile.head) * m.mask.head_stride +
+                     row * m.mask.row_stride + word * m.mask.word_stride;
+  ptx::cp_async_4(smem + T::kMaskAt + stage * T::kMaskBytes + thread_idx * 4, m.mask.words + (in ? at : 0), in ? 4 : 0);
+}
+
+template <typename T>
+__device__ __forceinline__ Scores scores_of(const BwdParams& p, const Modifiers& m, const BwdModWork& work,
+                                            const VisitedTile& tile) {
+  return {p.problem, m, work.seat, work.first_head + tile.head};
+}
+
 // Asynchronous loads of one query tile of head `g` of the group.
 template <typename T>
 __device__ __forceinline__ void load_queries(const BwdParams& p, const BwdWork& work, uint32_t smem, int stage, int g,
@@ -214,23 +237,31 @@ __device__ __forceinline__ void weights(float (&acc)[T::kKeyBlocks][T::kPartM / 
   }
 }
 
-// The same with modifiers. The derivative of a softcap goes where P will be handed over; dropped weights come out
-// negative.
+// The same with modifiers. Dropped weights come out negative; `slopes` receives the derivative of a softcap.
 template <typename T>
-__device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], const Scores& scores,
-                                                 uint32_t smem, uint32_t smem_q, uint32_t stats, int n_block,
-                                                 const VisitedTile& tile, int query0, int key0, uint32_t bias,
-                                                 uint32_t p_slot, const DropKeys& drop_keys, int lane) {
-  const int row0 = tile.block * T::kBlockM + query0, col0 = n_block * T::kBlockN + key0;
-  const auto mask = scores.template fetch_mask<true, T::kPartM, 16 * T::kKeyBlocks>(row0, col0, tile.tests);
+__device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4],
+                                                 float (&slopes)[T::kKeyBlocks][T::kPartM / 8][4], const Scores& scores,
+                                                 uint32_t smem, uint32_t smem_q, uint32_t stats, uint32_t mask,
+                                                 uint32_t bias, uint32_t p_slot, TileTests tests, int row0, int col0,
+                                                 int key0, const DropKeys& drop_keys, int lane) {
   multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
       acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
-      T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
-  scores.template modify<typename T::Element, true, typename T::Stage>(
-      acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
-        ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(slope[0], slope[1], slope[2], slope[3]));
-      });
-  if (tile.tests != 0) scores.template hide<true>(acc, row0, col0, tile.tests, mask);
+      T::Tile::by_cols(smem_q, lane));
+  // Words go through the slot that P will fill.
+  const uint32_t words = p_slot - lane * 16;
+  constexpr int kKeys = 16 * T::kKeyBlocks, kMaskPitch = 4 * T::kMaskWords;
+  const bool hides =
+      tests != 0 && leave_seen_keys<T::kPartM, kKeys, kMaskPitch>(words, scores, mask, row0, col0, tests);
+  if constexpr (T::kAdds) {
+    scores.template modify<typename T::Element, true, typename T::Stage>(
+        acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) slopes[kb][mb][i] = slope[i];
+        });
+  } else if (scores.p.score_factor != 1.f) {
+    Scores::scale_all(acc, scores.p.score_factor);
+  }
+  if (hides) hide_unseen(acc, words);
 #pragma unroll
   for (int mb = 0; mb < T::kPartM / 8; ++mb) {
     const float4 s = load_stats(stats, mb, lane);
@@ -281,6 +312,19 @@ __device__ __forceinline__ void put_score_gradients(uint32_t ds_tile,
   }
 }
 
+// Leaves P to the second warp of the pair.
+template <typename T>
+__device__ __forceinline__ void hand_over(uint32_t p_slot, const float (&weights)[T::kKeyBlocks][T::kPartM / 8][4]) {
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      const float(&x)[4] = weights[kb][mb];
+      ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(x[0], x[1], x[2], x[3]));
+    }
+  }
+}
+
 // S^T, P^T and dV of one query tile: the first warp of a pair.
 template <typename T>
 __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
@@ -299,36 +343,34 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
     if constexpr (T::kMods) {
       uint32_t bias = 0;
       if constexpr (T::Stage::kBytes > 0) bias = smem + T::kBiasAt + key_warp * T::Stage::kBytes + query0 * T::Stage::kPitch;
-      const Scores scores{p.problem, m, work.seat, work.first_head + tile.head};
-      modified_weights<T>(acc_p, scores, smem, smem_q, stats, work.w.block, tile, query0, key0, bias, p_slot,
-                          work.drop_keys[key_warp], lane);
-    } else {
-      weights<T>(acc_p, p, work.w, smem, smem_q, stats, tile.block, query0, key0, lane);
-    }
+      const int row0 = tile.block * T::kBlockM + query0, col0 = work.w.block * T::kBlockN + key0;
+      const uint32_t mask = smem + T::kMaskAt + stage * T::kMaskBytes + (query0 * T::kMaskWords + key0 / 32) * 4;
+      float slopes[T::kKeyBlocks][T::kPartM / 8][4];  // written and read only with a softcap
+      modified_weights<T>(acc_p, slopes, scores_of<T>(p, m, work, tile), smem, smem_q + query0 * T::Tile::kRowBytes,
+                          stats, mask, bias, p_slot, tile.tests, row0, col0, key0, work.drop_keys[key_warp], lane);
+      // Two loops: as one, every call would pay for both.
+      if (T::kAdds && m.softcap > 0.f) {
 #pragma unroll
-    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+        for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
 #pragma unroll
-      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-        float(&x)[4] = acc_p[kb][mb];
-        const uint32_t at = p_slot + (mb * T::kKeyBlocks + kb) * 512;
-        float4 handed = make_float4(x[0], x[1], x[2], x[3]);
-        if constexpr (T::kMods) {
-          if (m.softcap > 0.f) {
-            const float4 slope = ptx::load_shared(at);
-            handed = make_float4(x[0] * slope.x, x[1] * slope.y, x[2] * slope.z, x[3] * slope.w);
-          }
-          if (m.rng != nullptr) {
+          for (int mb = 0; mb < T::kPartM / 8; ++mb) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = fmaxf(x[i], 0.f);
+            for (int i = 0; i < 4; ++i) slopes[kb][mb][i] *= acc_p[kb][mb][i];
           }
         }
-        ptx::store_shared(at, handed);
+        hand_over<T>(p_slot, slopes);
+      } else {
+        hand_over<T>(p_slot, acc_p);
       }
+    } else {
+      weights<T>(acc_p, p, work.w, smem, smem_q, stats, tile.block, query0, key0, lane);
+      hand_over<T>(p_slot, acc_p);
     }
     debug_delay();
     ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);
     debug_delay();
-    multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    multiply_accumulate<E, D, T::kAhead, T::kMods>(acc_dv, acc_p,
+                                                   T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
   }
 }
 

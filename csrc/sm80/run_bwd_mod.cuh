@@ -10,9 +10,12 @@
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, SmemClass kClass>
+template <typename E, int D, SmemClass kClass, bool kAdds = true>
 std::string launch_bwd_mod(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  using T = BwdTraits<E, D, kClass, true>;
+  if constexpr (kAdds && has_hiding_bwd_sm80(D, kClass)) {
+    if (!m.is_natural) return launch_bwd_mod<E, D, kClass, false>(p, m, d);
+  }
+  using T = BwdTraits<E, D, kClass, true, kAdds>;
   const Grid g = make_grid(p.problem, d, false, T::kBlockN);
   return launch("bwd_mod_sm80", bwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
 }

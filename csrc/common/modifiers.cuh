@@ -132,12 +132,14 @@ struct Scores {
     return {lo / kBlockM, hi / kBlockM + 1};
   }
 
-  // Bounds of the labels of positions [first, last] (absolute), from groups that may reach beyond them.
+  // Bounds of the labels of positions [first, last] (absolute), from groups that may reach beyond them. kAtOnce, here and
+  // below: how many trips to memory lie side by side, for registers.
+  template <int kAtOnce = 1>
   __device__ int2 label_bounds(const Labels& x, int first, int last, int64_t start) const {
     const int2* groups = reinterpret_cast<const int2*>(x.groups) + seat_batch() * x.group_batch_stride;
     const int64_t lo = (start + first) / Labels::kGroup, hi = (start + last) / Labels::kGroup;
     int2 bounds = groups[lo];
-#pragma unroll 1
+#pragma unroll kAtOnce
     for (int64_t i = lo + 1; i <= hi; ++i) {
       bounds.x = min(bounds.x, groups[i].x);
       bounds.y = max(bounds.y, groups[i].y);
@@ -147,6 +149,7 @@ struct Scores {
   __device__ int seat_batch() const { return p.cu_seqlens_q != nullptr ? 0 : seat.b; }
 
   // Do the intervals of positions [first, last] hide all (2), some (1) or none (0) of [other_first, other_last]?
+  template <int kAtOnce = 1>
   __device__ int hidden(const HiddenIntervals& x, int first, int last, int64_t start, int other_first,
                           int other_last) const {
     int result = 0;
@@ -156,7 +159,7 @@ struct Scores {
 #pragma unroll 1
     for (int k = 0; k < x.count; ++k) {
       int4 g = groups[lo * x.count + k];
-#pragma unroll 1
+#pragma unroll kAtOnce
       for (int64_t i = lo + 1; i <= hi; ++i) {
         const int4 next = groups[i * x.count + k];
         g = make_int4(min(g.x, next.x), max(g.y, next.y), min(g.z, next.z), max(g.w, next.w));
@@ -168,7 +171,7 @@ struct Scores {
   }
 
   // Is a tile worth a visit, and which tests does it need? Conservative: tests where it is not certain.
-  template <int kBlockM, int kBlockN>
+  template <int kBlockM, int kBlockN, int kAtOnce = 1>
   __device__ TileTests visit(int m_block, int n_block) const {
     const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
     const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
@@ -179,18 +182,18 @@ struct Scores {
     TileTests tests = inside && whole ? 0 : kTestInterval;
 
     if (m.document_k.ids != nullptr) {
-      const int2 q = label_bounds(m.document_q, r0, r1, seat.q_start);
-      const int2 k = label_bounds(m.document_k, c0, c1, seat.k_start);
+      const int2 q = label_bounds<kAtOnce>(m.document_q, r0, r1, seat.q_start);
+      const int2 k = label_bounds<kAtOnce>(m.document_k, c0, c1, seat.k_start);
       if (k.y < 0 || q.y < k.x || k.y < q.x) return kSkipTile;
       if (!(q.x == q.y && k.x == k.y && k.x >= 0)) tests |= kTestKeys;
     }
     if (m.hidden_rows.count > 0) {
-      const int how = hidden(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
+      const int how = hidden<kAtOnce>(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
       if (how == 2) return kSkipTile;
       if (how == 1) tests |= kTestKeys;
     }
     if (m.hidden_keys.count > 0) {
-      const int how = hidden(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
+      const int how = hidden<kAtOnce>(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
       if (how == 2) return kSkipTile;
       if (how == 1) tests |= kTestRows;
     }
@@ -200,7 +203,7 @@ struct Scores {
       // The tile's columns fill kBlockN / 16 bits of one word, or a part of them at the end.
       const int bit = c0 / 16 % 32, bits = c1 / 16 - c0 / 16 + 1;
       const uint32_t wanted = (bits == 32 ? ~0u : (1u << bits) - 1) << bit;
-#pragma unroll 1
+#pragma unroll kAtOnce
       for (int g = r0 / 16; g <= r1 / 16; ++g) {
         const uint32_t seen = word(m.blocks, seat.b, h, g, c0 / 512) & wanted;
         any |= seen;
@@ -213,7 +216,7 @@ struct Scores {
       uint32_t any = 0, all = ~0u;
 #pragma unroll 1
       for (int w = c0 / 32; w <= c1 / 32; ++w) {
-#pragma unroll 1
+#pragma unroll kAtOnce == 1 ? 1 : 2
         for (int g = r0 / Modifiers::kMaskGroup; g <= r1 / Modifiers::kMaskGroup; ++g) {
           if (w >= m.mask.num_words || r0 >= m.mask.rows) {
             all = 0;

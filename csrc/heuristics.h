@@ -41,11 +41,13 @@ struct FwdTile {
   int stages;  // K/V buffers
   int ctas_per_sm;
   int keys_at_a_time = 0;  // whose scores a warp holds; 0: all of the tile
+  int own_v_stages = 0;    // buffers of V where they are fewer than those of K; 0: as many
 
   constexpr int part_n() const { return keys_at_a_time > 0 ? keys_at_a_time : block_n; }
   constexpr int threads() const { return warps * 32; }
   constexpr int m_blocks() const { return block_m / (16 * warps); }
-  constexpr int smem_bytes(int d) const { return 2 * d * (block_m + 2 * stages * block_n); }
+  constexpr int v_stages() const { return own_v_stages > 0 ? own_v_stages : stages; }
+  constexpr int smem_bytes(int d) const { return 2 * d * (block_m + (stages + v_stages()) * block_n); }
 };
 
 constexpr FwdTile fwd_tile_sm80(int d, SmemClass c) {
@@ -62,13 +64,29 @@ constexpr FwdTile fwd_tile_sm80(int d, SmemClass c) {
   }
 }
 
-// With modifiers: scores of 32 rows and 64 keys would leave too few registers for what is added to them.
-constexpr FwdTile fwd_mod_tile_sm80(int d, SmemClass c) {
+// What a kernel with modifiers is compiled for beside masks and sinks. Code that does not run costs, too.
+enum class FwdModKind {
+  kHides,    // nothing
+  kDrops,    // dropout
+  kChanges,  // softcap up to 100, slopes, a bias that can be staged
+  kEverything,
+};
+
+// Where there is a kernel for each kind; elsewhere one holds everything.
+constexpr bool has_fwd_mod_kinds(int d, SmemClass c) { return c == SmemClass::kLarge && d <= 128; }
+
+// With modifiers: scores of 32 rows and 64 keys leave too few registers for everything that may be asked of them, and
+// enough for one kind.
+constexpr FwdTile fwd_mod_tile_sm80(int d, SmemClass c, FwdModKind kind = FwdModKind::kEverything) {
   const bool large = c == SmemClass::kLarge;
+  const bool everything = kind == FwdModKind::kEverything;
   switch (d) {
     case 64: return {128, 64, 4, 2, 2};
-    case 96: return {128, large ? 64 : 32, 4, 2, 2, 32};
-    case 128: return {128, large ? 64 : 32, 4, 2, 2, 32};
+    case 96: return everything ? FwdTile{128, large ? 64 : 32, 4, 2, 2, 32} : FwdTile{128, 64, 4, 2, 2};
+    case 128:
+      if (everything) return {128, large ? 64 : 32, 4, 2, 2, 32};
+      // The bias takes the room of a buffer of V.
+      return {128, 64, 4, 2, 2, 0, kind == FwdModKind::kChanges ? 1 : 2};
     case 256: return large ? FwdTile{64, 32, 4, 2, 2} : FwdTile{64, 32, 4, 1, 1};
     default: return fwd_tile_sm80(d, c);
   }

@@ -38,6 +38,7 @@ SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120:
 BY_CLASS = ("fwd_kernel", "fwd_mod_kernel", "bwd_kernel", "bwd_mod_kernel")  # compiled for both classes
 HIDING = ("bwd_mod_kernel",)  # a second time where nothing is added to scores, for large tiles
 HIDING_HEAD_DIMS = (128,)
+PORTABLE_MOD_KINDS = 4  # of fwd_mod, in the large class up to head_dim 128: csrc/heuristics.h names them
 ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
 ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
@@ -57,7 +58,7 @@ HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD + HOPPER_BWD_MOD
 SPLIT = ("fwd_split_kernel",)  # in both machine codes, for 16 and for 64 rows
 SPLIT_HEAD_DIMS = (64, 128, 256)
-MERGE = ("fwd_merge_kernel",)  # any head_dim
+MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
                "group_intervals_kernel")
@@ -117,7 +118,8 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     if kernel.group(2) == "(":
         return kernel.group(1), None, None, None
     config = re.search(
-        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?(?:, (?:true|false))*>",
+        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?"
+        r"(?:, \(\w+(?:::\w+)*\)\d)?(?:, (?:true|false))*>",
         name,
     )
     assert config, f"unexpected kernel {name}"
@@ -167,7 +169,9 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         hopper = arch == "sm_90a"
         by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
         any_size = itertools.product(ANY_HEAD_DIM, DTYPES, (None,), (LARGE if hopper else SMALL,))
-        expected = [*any_class, *by_class, *any_size, *(of_hopper if hopper else ())]
+        more = (PORTABLE_MOD_KINDS - 1) * ("fwd_mod_kernel",)
+        kinds = itertools.product(more, DTYPES, HEAD_DIMS[:3], (LARGE,))
+        expected = [*any_class, *by_class, *any_size, *((*kinds, *of_hopper) if hopper else ())]
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
 
@@ -247,7 +251,8 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS) + len(ANY_HEAD_DIM) + 2 * len(SPLIT_HEAD_DIMS)
     hiding = len(HIDING) * len(HIDING_HEAD_DIMS)
-    assert seen == len(DTYPES) * (len(ARCHS) * sizes + hiding)
+    kinds = (PORTABLE_MOD_KINDS - 1) * len(HEAD_DIMS[:3])
+    assert seen == len(DTYPES) * (len(ARCHS) * sizes + hiding + kinds)
 
 
 def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):

@@ -219,9 +219,9 @@ FwdParams fwd_params(const Buffers& b, const Problem& p) {
 void time_forward(const Buffers& b, const Problem& p, const DeviceInfo& d, int rounds, ColdCache& cold) {
   const FwdParams f = fwd_params(b, p);
   std::vector<Row> rows;
-  rows.push_back({"fwd plain", [=] { require(sm80::run_fwd_as<bf16, kHeadDim>(f, kClass, d)); }, b.out, b.elements});
+  rows.push_back({"fwd plain", [=] { require(sm80::launch_fwd<bf16, kHeadDim, kClass>(f, d)); }, b.out, b.elements});
   for (const auto& [name, m] : all_modifiers(b, p)) {
-    const auto call = [f, d, m = m] { require(sm80::run_fwd_mod_as<bf16, kHeadDim>(f, m, kClass, d)); };
+    const auto call = [f, d, m = m] { require(sm80::launch_fwd_mod<bf16, kHeadDim, kClass>(f, m, d)); };
     rows.push_back({"fwd " + name, call, b.out, b.elements});
   }
   time_rows(rows, 4e-9 * kHeadDim * static_cast<double>(b.scores) * kBatch, rounds, cold);
@@ -254,17 +254,17 @@ Row backward_row(const std::string& name, const BwdParams& w, const Modifiers& m
     extras.modifiers = &m;
     extras.bias = gradient;
     extras.need_qkv = need_qkv;
-    require(sm80::run_bwd_mod_as<bf16, kHeadDim>(w, extras, kClass, d));
+    require(sm80::run_bwd_mod_as<bf16, kHeadDim, kClass>(w, extras, d));
   };
   return {name, call, result, count};
 }
 
 // All start from the output of the plain forward: times do not depend on it.
 void time_backward(const Buffers& b, const Problem& p, const DeviceInfo& d, int rounds, ColdCache& cold) {
-  require(sm80::run_fwd_as<bf16, kHeadDim>(fwd_params(b, p), kClass, d));
+  require(sm80::launch_fwd<bf16, kHeadDim, kClass>(fwd_params(b, p), d));
   const BwdParams w = bwd_params(b, p);
   std::vector<Row> rows;
-  rows.push_back({"bwd plain", [=] { require(sm80::run_bwd_as<bf16, kHeadDim>(w, kClass, d)); }, b.dq, b.elements});
+  rows.push_back({"bwd plain", [=] { require(sm80::run_bwd_as<bf16, kHeadDim, kClass>(w, d)); }, b.dq, b.elements});
   for (const auto& [name, m] : all_modifiers(b, p)) {
     rows.push_back(backward_row("bwd " + name, w, m, nullptr, true, d, b.dq, b.elements));
   }

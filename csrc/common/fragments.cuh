@@ -100,4 +100,25 @@ __device__ __forceinline__ void multiply_accumulate(float (&acc)[kA][D / 8][4], 
       });
 }
 
+// The same for weights that are packed already: [..][8 keys][rows lane / 4 and 8 further], two keys each.
+template <typename E, int D, int kAhead, int kA, int kK>
+__device__ __forceinline__ void multiply_packed(float (&acc)[kA][D / 8][4], const uint32_t (&weights)[kA][kK][2],
+                                                uint32_t b_lane) {
+  using Tile = SmemTile<D>;
+  constexpr int kBlocks = D / 16;
+  stream_fragments<kK / 2 * kBlocks, kAhead>(
+      [&](int i, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, i / kBlocks * 16, i % kBlocks)); },
+      [&](int i, const uint32_t(&b)[4]) {
+        const int ks = i / kBlocks, db = i % kBlocks;
+#pragma unroll
+        for (int m = 0; m < kA; ++m) {
+          const uint32_t(&lo)[2] = weights[m][2 * ks];
+          const uint32_t(&hi)[2] = weights[m][2 * ks + 1];
+          const uint32_t a[4] = {lo[0], lo[1], hi[0], hi[1]};
+          ptx::mma_m16n8k16<E>(acc[m][2 * db], a, b[0], b[1]);
+          ptx::mma_m16n8k16<E>(acc[m][2 * db + 1], a, b[2], b[3]);
+        }
+      });
+}
+
 }  // namespace flash_ext

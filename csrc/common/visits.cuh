@@ -45,6 +45,41 @@ struct Visits {
       scanned = x0;
     }
   }
+
+  // The same by all threads of a CTA, a tile each, so that the trips to memory of short lists lie side by side. The
+  // caller has a barrier before; there is one behind.
+  template <int kThreads, typename Look>
+  __device__ void find_together(int first, int total, int thread_idx, uint32_t (&ballots)[kThreads / 32],
+                                const Look& look) {
+    static_assert(kThreads <= kCapacity);
+    int found = 0, x0 = first;
+#pragma unroll 1
+    do {
+      VisitedTile tile{0, 0, 0};
+      const TileTests tests = x0 + thread_idx < total ? look(x0 + thread_idx, tile) : kSkipTile;
+      const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+      if (x0 != first) __syncthreads();  // everybody has read the last ballots
+      if (thread_idx % 32 == 0) ballots[thread_idx / 32] = visited;
+      __syncthreads();
+      int at = found + __popc(visited & ((1u << thread_idx % 32) - 1));
+#pragma unroll
+      for (int i = 0; i < kThreads / 32; ++i) {
+        const int of_warp = __popc(ballots[i]);
+        at += i < thread_idx / 32 ? of_warp : 0;
+        found += of_warp;
+      }
+      if (tests != kSkipTile) {
+        tiles[at] = static_cast<uint32_t>(tile.head) << 3 | static_cast<uint32_t>(tests);
+        blocks[at] = tile.block;
+      }
+      x0 += kThreads;
+    } while (x0 < total && found <= kCapacity - kThreads);
+    if (thread_idx == 0) {
+      count = found;
+      scanned = min(x0, total);
+    }
+    __syncthreads();
+  }
 };
 
 }  // namespace flash_ext

@@ -35,6 +35,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int b
                : "memory");
 }
 
+// All 16 bytes, or zeros: a predicate, where a number of bytes costs two sums for each address.
+__device__ __forceinline__ void cp_async_16_or_zeros(uint32_t dst, const void* src, bool zeros) {
+  asm volatile("{\n.reg .pred zeros;\nsetp.ne.u32 zeros, %2, 0;\n"
+               "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, zeros;\n}\n" ::"r"(dst), "l"(src),
+               "r"(static_cast<uint32_t>(zeros))
+               : "memory");
+}
+
 // 8-byte form, zero-filled when bytes == 0. Goes through L1: .cg exists for 16 bytes only.
 __device__ __forceinline__ void cp_async_8(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
@@ -87,6 +95,19 @@ __device__ __forceinline__ float4 load_shared(uint32_t address) {
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  return x;
+}
+// Loads that ptxas does not merge with others of the same address: merged, they would hold registers in between.
+__device__ __forceinline__ uint4 load_shared_anew(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.volatile.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address));
+  return x;
+}
+__device__ __forceinline__ uint2 load_shared_pair_anew(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.volatile.shared.v2.b32 {%0,%1}, [%2];\n" : "=r"(x.x), "=r"(x.y) : "r"(address));
   return x;
 }
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
@@ -147,6 +168,27 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
                "{%0,%1,%2,%3};\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The upper (kUpper) or lower halves of first and second become 0 where the lower and the upper half of x are below a
+// bound, given as -bound << 16. The carry of a sum is a comparison, and takes the shift along.
+template <bool kUpper>
+__device__ __forceinline__ void clear_below_u16x2(uint32_t& first, uint32_t& second, uint32_t x, uint32_t minus_bound) {
+  asm("{\n.reg .pred below;\n.reg .b32 shifted, sum, carry;\n"
+      "shl.b32 shifted, %2, 16;\nadd.cc.u32 sum, shifted, %3;\naddc.u32 carry, 0, 0;\nsetp.eq.u32 below, carry, 0;\n"
+      "@below and.b32 %0, %0, %4;\n"
+      "add.cc.u32 sum, %2, %3;\naddc.u32 carry, 0, 0;\nsetp.eq.u32 below, carry, 0;\n"
+      "@below and.b32 %1, %1, %4;\n}\n"
+      : "+r"(first), "+r"(second)
+      : "r"(x), "r"(minus_bound), "n"(kUpper ? 0x0000ffff : 0xffff0000));
+}
+
+// base + kFactor * x in one instruction; left to itself the compiler sums 64-bit numbers, two for each.
+template <int kFactor>
+__device__ __forceinline__ const void* offset_by(const void* base, uint32_t x) {
+  uint64_t sum;
+  asm("mad.wide.u32 %0, %1, %2, %3;\n" : "=l"(sum) : "r"(x), "n"(kFactor), "l"(base));
+  return reinterpret_cast<const void*>(sum);
 }
 
 // 2^x, relative error about 2^-22; ex2(-inf) = 0. Denormal results flush to zero.

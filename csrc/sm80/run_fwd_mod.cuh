@@ -8,11 +8,41 @@
 
 namespace flash_ext::sm80 {
 
+// The kernel with the least beside what a call asks for.
+inline FwdModKind fwd_mod_kind(const Problem& p, const Modifiers& m) {
+  if (!m.is_natural) {
+    if (p.score_factor != 1.f) return FwdModKind::kEverything;
+    return m.rng == nullptr ? FwdModKind::kHides : FwdModKind::kDrops;
+  }
+  const bool far_bias = m.bias.ptr != nullptr && !m.bias.staged;
+  if (m.rng != nullptr || far_bias || m.softcap > Scores::kFineSoftcap) return FwdModKind::kEverything;
+  return FwdModKind::kChanges;
+}
+
+template <typename E, int D, SmemClass kClass, FwdModKind kKind>
+std::string launch_fwd_mod_kind(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
+  using T = FwdModTraits<E, D, kClass, kKind>;
+  const Grid g = make_grid(p.problem, d, true, T::kBlockM);
+  Modifiers m = modifiers;
+  if (T::kSplitsTerms && m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr) {
+    // change_scores() leaves the cap out, and twice of it is the unit.
+    m.unit_log2 = 2.f * kLog2e * m.softcap;
+    m.score_shift = m.softcap;
+  }
+  return launch("fwd_mod_sm80", fwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
+}
+
 template <typename E, int D, SmemClass kClass>
 std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  using T = FwdModTraits<E, D, kClass>;
-  const Grid g = make_grid(p.problem, d, true, T::kBlockM);
-  return launch("fwd_mod_sm80", fwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
+  if constexpr (has_fwd_mod_kinds(D, kClass)) {
+    switch (fwd_mod_kind(p.problem, m)) {
+      case FwdModKind::kHides: return launch_fwd_mod_kind<E, D, kClass, FwdModKind::kHides>(p, m, d);
+      case FwdModKind::kDrops: return launch_fwd_mod_kind<E, D, kClass, FwdModKind::kDrops>(p, m, d);
+      case FwdModKind::kChanges: return launch_fwd_mod_kind<E, D, kClass, FwdModKind::kChanges>(p, m, d);
+      default: break;
+    }
+  }
+  return launch_fwd_mod_kind<E, D, kClass, FwdModKind::kEverything>(p, m, d);
 }
 
 template <int D, SmemClass kClass>

@@ -1,0 +1,126 @@
+// What the forward adds to the scores of calls whose kernel has no room for everything modifiers.cuh knows: softcap,
+// slopes, a bias that can be staged. Terms that a whole row shares stay out of the scores.
+#pragma once
+
+#include "../common/bias_stage.cuh"
+#include "../common/modifiers.cuh"
+
+namespace flash_ext::sm80 {
+
+// What is still to be added to the scores of a thread's r-th row: the same for all keys of a tile.
+struct RowTerms {
+  float first = 0.f, step = 0.f;
+  __device__ float operator()(int r) const { return fmaf(static_cast<float>(r), step, first); }
+};
+struct NoRowTerms {
+  __device__ float operator()(int) const { return 0.f; }
+};
+
+// acc = acc * scale - slope * |row + shift - key|, less the terms returned.
+template <int kA, int kN>
+__device__ __forceinline__ RowTerms add_slopes(float (&acc)[kA][kN][4], const Scores& s, int row0, int col0,
+                                               float scale) {
+  const int lane = ptx::fresh_lane();
+  const float slope = s.m.slopes[s.seat.b * s.m.slopes_batch_stride + s.h];
+  const int centre0 = row0 + s.shift(), distance0 = centre0 + lane / 4 - col0 - 2 * (lane % 4);
+  const bool before = col0 + 8 * kN - 1 <= centre0, after = centre0 + 16 * kA - 1 <= col0;
+  if (before || after) {
+    // Linear in the key and in the row: the key's part is made once for all rows of a thread.
+    const float sloped = before ? slope : -slope;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float of_key = sloped * static_cast<float>(8 * n + c);
+#pragma unroll
+        for (int r = 0; r < 2 * kA; ++r) {
+          float& x = acc[r / 2][n][r % 2 * 2 + c];
+          x = fmaf(x, scale, of_key);
+        }
+      }
+    }
+    return {-sloped * static_cast<float>(distance0), -8.f * sloped};
+  }
+#pragma unroll
+  for (int r = 0; r < 2 * kA; ++r) {
+    const float distance = static_cast<float>(distance0 + 8 * r);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = acc[r / 2][n][r % 2 * 2 + c];
+        x = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + c)), x * scale);
+      }
+    }
+  }
+  return {};
+}
+
+// acc = cap tanh(factor acc), or, with m.score_shift, (tanh - 1) / 2: what a soft cap alone adds and multiplies by is
+// the same for all scores. Where all are below a fifth of the cap a polynomial, good to 1.3e-7 of them, does with
+// multiply-adds what takes two trips to the unit for exponentials, on which the softmax waits as well.
+template <int kA, int kN>
+__device__ __forceinline__ void cap_scores(float (&acc)[kA][kN][4], float factor, const Modifiers& m) {
+  const auto each = [&](const auto& capped) {
+#pragma unroll
+    for (int a = 0; a < kA; ++a) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[a][n][i] = capped(acc[a][n][i]);
+      }
+    }
+  };
+  float largest[4] = {};
+#pragma unroll
+  for (int a = 0; a < kA; ++a) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], fabsf(acc[a][n][i]));
+    }
+  }
+  const float magnitude = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  const bool is_alone = m.score_shift != 0.f;
+  // Factors so small that their fifth power is none take the other way.
+  const bool is_small = magnitude * factor <= 0.2f && factor > 1e-6f;
+  if (__all_sync(0xffffffffu, is_small)) {
+    const float last = is_alone ? 0.5f * factor : m.softcap * factor, base = is_alone ? -0.5f : 0.f;
+    const float square = factor * factor, c1 = last * square * -0.33329646f, c2 = last * square * square * 0.1303653f;
+    each([&](float x) {
+      const float u = x * x;
+      return fmaf(x, fmaf(u, fmaf(u, c2, c1), last), base);
+    });
+    return;
+  }
+  const float exponent = 2.f * kLog2e * factor;
+  const auto quotient = [&](float x) { return ptx::reciprocal(-1.f - ptx::ex2(x * exponent)); };
+  if (is_alone) {
+    each(quotient);
+  } else {
+    each([&](float x) { return fmaf(2.f * m.softcap, quotient(x), m.softcap); });
+  }
+}
+
+// Raw products to natural scores, or, with m.score_shift, to those in units of 1 / (unit_log2 ln 2) less that shift: a
+// soft cap alone is cap - 2 cap / (1 + e^(2 x)), of which the softmax needs the quotient.
+template <typename E, typename Stage, int kA, int kN>
+__device__ __forceinline__ RowTerms change_scores(float (&acc)[kA][kN][4], const Scores& s, int row0, int col0,
+                                                  uint32_t stage) {
+  const Modifiers& m = s.m;
+  float scale = s.p.softmax_scale;
+  if (m.softcap > 0.f) {
+    cap_scores(acc, s.p.softmax_scale * m.inv_softcap, m);
+    if (m.score_shift != 0.f) return {};
+    scale = 1.f;
+  }
+  RowTerms terms;
+  if (m.slopes != nullptr) {
+    terms = add_slopes(acc, s, row0, col0, scale);
+    scale = 1.f;
+  }
+  if (m.bias.ptr != nullptr) Stage::template add<E, false>(acc, scale, stage);
+  return terms;
+}
+
+}  // namespace flash_ext::sm80

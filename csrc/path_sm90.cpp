@@ -96,13 +96,6 @@ const BwdModInstance* bwd_mod_instance_of(const Problem& p, bool deterministic) 
                         [&](const BwdModInstance& i) { return bwd_mod_size(p) == i.head_dim; });
 }
 
-// Not a softcap together with dropout, for which there is no kernel, nor a bias that TMA cannot read and that differs
-// from row to row: read from global memory it is slower here.
-bool is_bwd_taken(const Modifiers& m) {
-  const bool far_bias = m.bias.ptr != nullptr && !m.bias.staged && m.bias.row_stride != 0;
-  return !far_bias && !(m.softcap > 0.f && m.rng != nullptr);
-}
-
 std::string why_not_device(const DeviceInfo& d) {
   if (d.cc_major != 9 || d.cc_minor != 0) {
     const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
@@ -188,7 +181,7 @@ LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
 
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
   const BwdModInstance* i = bwd_mod_instance_of(p, deterministic || !x.need_qkv);
-  if (i == nullptr || !is_bwd_taken(*x.modifiers)) return sm80::plan_bwd_mod(p, deterministic, x, d);
+  if (i == nullptr || !is_bwd_mod_taken(p, *x.modifiers)) return sm80::plan_bwd_mod(p, deterministic, x, d);
   const BwdModTile t = bwd_mod_tile(i->head_dim);
   return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
           t.smem_bytes(i->head_dim),
@@ -223,7 +216,7 @@ std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const De
 
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
   const BwdModInstance* i = bwd_mod_instance_of(p.problem, p.deterministic || !x.need_qkv);
-  if (i == nullptr || !is_bwd_taken(*x.modifiers)) return sm80::run_bwd_mod(p, x, d);
+  if (i == nullptr || !is_bwd_mod_taken(p.problem, *x.modifiers)) return sm80::run_bwd_mod(p, x, d);
   if (x.bias != nullptr || x.slopes != nullptr || x.modifiers->sinks != nullptr) {
     // Their gradients are those of the portable kernels, and so are the statistics that they come from.
     BwdParams rest = p;

@@ -2,6 +2,7 @@
 // which of its tests a warpgroup needs comes with each Q, and scores are changed before they become weights.
 #pragma once
 
+#include "bwd_mod_bits.cuh"
 #include "bwd_mod_scores.cuh"
 #include "bwd_steps.cuh"
 
@@ -13,7 +14,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kM = T::kBlockM, kN = T::kBlockN;
   constexpr int kDqCount = D / 4;  // both warpgroups have half of the columns
-  constexpr int kParts = kM / kPartQueries;
   const Modifiers& m = a.m;
   const Problem& problem = a.plain.p.problem;
   // Registers are short: what follows from the thread's number is made anew where it is used.
@@ -65,21 +65,34 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
                               : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, stage(), ptx::fresh_lane());
   };
-  const auto change_scores = [&](KeyPart& x, int part) {
-    modify_key_scores<T>(
-        x, a, scores(), first_query() + part * kPartQueries, first_key(),
-        shared.slopes[slot_of(steps(), T::kSteps)],
-        [&](int n, const float(&slope)[4]) {
-          ptx::store_shared(stage() + (part * kPartQueries / 8 + n) * 512 + ptx::fresh_lane() * 16,
-                            make_float4(slope[0], slope[1], slope[2], slope[3]));
-        },
-        [&](float scale) {
-          add_brought_bias<E>(x, scale, smem + T::kBiasAt + group_of() * kM * 128, warp_of(), part);
-        });
+  // s = P; with a softcap its tanh, because weights wait for dP, where both have registers.
+  const auto form_weights = [&](float (&s)[32], [[maybe_unused]] const float (&key_bias)[2], uint32_t visible) {
+    if constexpr (T::kCaps) {
+      take_tanh(s, a.cap);
+      return;
+    } else if constexpr (T::kAdds) {
+      const float slope = shared.slopes[slot_of(steps(), T::kSteps)];
+      add_to_keys(s, additions_of(first_query() + scores().shift(), first_key(), slope, key_bias), stats(), a.unit);
+      if (a.brings_bias) {
+        wait(bars.bias_full(), steps() % 2);
+        add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
+        __syncwarp();
+        arrive(bars.bias_empty());
+      }
+      exponentiate(s);
+    } else {
+      scores_to_weights(s, stats(), a.unit);
+    }
+    if (__any_sync(0xffffffffu, visible != ~0u)) hide_weights(s, visible);
   };
   // dp = dS, s = P with 0 where dropout hit it.
-  const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t dropped) {
-    if constexpr (!T::kDrops) {
+  const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t visible, uint32_t dropped) {
+    if constexpr (T::kCaps) {
+      weights_of_tanh(s, dp, stats(), a.unit);
+      if (!__any_sync(0xffffffffu, visible != ~0u)) return;
+      hide_weights(s, visible);
+      hide_weights(dp, visible);
+    } else if constexpr (!T::kDrops) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) dp[i] *= s[i];
     } else {
@@ -96,17 +109,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         }
       }
     }
-    if constexpr (T::kCaps) {
-      const uint32_t slopes = stage() + ptx::fresh_lane() * 16;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float4 slope = ptx::load_shared(slopes + j * 512);
-        dp[4 * j] *= slope.x;
-        dp[4 * j + 1] *= slope.y;
-        dp[4 * j + 2] *= slope.z;
-        dp[4 * j + 3] *= slope.w;
-      }
-    }
   };
   const auto step = [&] {
     float s[32], dp[32], dq[kDqCount];
@@ -114,6 +116,10 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::pin(dk);
     ptx::pin(dv);
     wait(bars.q_full(slot()), parity_of(steps(), T::kSlots));
+    [[maybe_unused]] float key_bias[2] = {};
+    if constexpr (T::kAdds) {
+      if (m.bias.ptr != nullptr && !a.brings_bias) load_key_bias<E>(key_bias, scores(), first_key());
+    }
     const uint32_t tests = now().tests(group_of());
     uint32_t visible = tests == kSkipped ? 0 : ~0u;
     // Votes tell ptxas that the warp stays together.
@@ -143,33 +149,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     forget();
     ptx::wgmma_wait<1>();
     ptx::pin(s);
-    if constexpr (T::kCaps) {
-      if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
-      __syncwarp();
-    }
-    if (T::kCaps || a.changes_scores) {
-      if (a.brings_bias) wait(bars.bias_full(), steps() % 2);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        change_scores(key_part(s, part), part);
-        ptx::pin(s);
-      }
-      if (a.brings_bias) {
-        __syncwarp();
-        arrive(bars.bias_empty());
-      }
-    }
-    forget();
-    if (__any_sync(0xffffffffu, visible != ~0u)) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s[i] = (visible >> i & 1) != 0 ? s[i] : -INFINITY;
-    }
-    scores_to_weights(s, stats(), m.unit_log2);
+    form_weights(s, key_bias, visible);
     ptx::pin(s);
     forget();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    form_gradients(s, dp, dropped);
+    form_gradients(s, dp, visible, dropped);
     ptx::pin(s);
     ptx::pin(dp);
     pack<E>(p_words, s);

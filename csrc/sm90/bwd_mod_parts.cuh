@@ -14,13 +14,21 @@ struct BwdModMaps {
   CUtensorMap bias;  // boxes of 64 keys and 64 queries
 };
 
+// tanh(factor * x) = x * (c[0] + c[1] x^2 + c[2] x^4) for |x| <= limit.
+struct KeyCap {
+  static constexpr int kTerms = 3;
+  float c[kTerms];
+  float limit;        // below 0: never
+  float factor_log2;  // 2 log2(e) factor
+};
+
 struct BwdModArgs {
   BwdArgs plain;
   Modifiers m;
-  CapSeries cap;
+  KeyCap cap;
   Steps bias_steps;
-  bool changes_scores;  // beside masks: one branch for calls that do not
-  bool brings_bias;     // by TMA; else a bias is read from global memory
+  float unit;        // raw products, or tanh, times this are scores in log2
+  bool brings_bias;  // by TMA; else all rows share a bias, if there is one
 };
 
 // An item, a block of keys of one key head, as the producer leaves it to the others. It has at least one step.
@@ -53,13 +61,16 @@ struct KeyChunk {
   bool is_last;  // of its item
 };
 
-// What takes registers has kernels of its own: a softcap (kCapping), dropout (kDropping). Both at once would spill.
-enum class ScoreKind { kAdding, kCapping, kDropping };
+// What a kernel does beside hiding scores. Code that never runs costs all the same, in registers, in instructions that
+// are not there when they are needed, and in the order that ptxas finds.
+enum class ScoreKind { kHiding, kAdding, kCapping, kDropping, kAddingDropping };
 
 template <typename E, int D, ScoreKind kKind>
 struct BwdModTraits {
   using Element = E;
-  static constexpr bool kCaps = kKind == ScoreKind::kCapping, kDrops = kKind == ScoreKind::kDropping;
+  static constexpr bool kCaps = kKind == ScoreKind::kCapping;
+  static constexpr bool kAdds = kKind == ScoreKind::kAdding || kKind == ScoreKind::kAddingDropping;
+  static constexpr bool kDrops = kKind == ScoreKind::kDropping || kKind == ScoreKind::kAddingDropping;
   static constexpr int kHeadDim = D;
   static constexpr BwdModTile kModTile = bwd_mod_tile(D);
   static constexpr BwdTile kTile = kModTile.plain();
@@ -87,7 +98,7 @@ struct ModKeyShared {
   ModKeyItem items[T::kItems];
   KeyChunk chunks[T::kRingChunks];
   KeyStep steps[T::kSteps];
-  float slopes[T::kSteps];  // of the steps' heads
+  float slopes[T::kSteps];  // of the steps' heads, times log2(e)
   uint32_t index;            // the scheduler's present one
   int items_found, chunks_found;
   uint16_t drawn[2][T::kConsumerWarps * 32];  // what a warp has drawn for the other one of its pair

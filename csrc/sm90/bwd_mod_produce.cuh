@@ -194,7 +194,7 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
     kv_parity ^= 1;
   };
   for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
-    if (!a.brings_bias) return;
+    if (!T::kAdds || !a.brings_bias) return;
     wait(bars.bias_empty(), bias_parity);
     bias_parity ^= 1;
     if (threadIdx.x % 32 != 0) return;
@@ -233,8 +233,9 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
           ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
                          T::kStatsBytes, full);
           shared.steps[place] = step;
-          if (a.m.slopes != nullptr) {
-            shared.slopes[place] = a.m.slopes[item.seat.b * a.m.slopes_batch_stride + item.first_head + head];
+          if constexpr (T::kAdds) {
+            const int64_t at = item.seat.b * a.m.slopes_batch_stride + item.first_head + head;
+            shared.slopes[place] = a.m.slopes == nullptr ? 0.f : a.m.slopes[at] * kLog2e;
           }
           if (T::kDrops && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, item.first_head + head);
           ptx::mbarrier_arrive(full);

@@ -28,6 +28,15 @@ static_assert(bwd_mod_tile(64).smem_bytes(64) <= kSmemLimitLarge &&
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
 
+// Not what there is no kernel for: a softcap together with dropout or with anything that is added to scores. Nor a bias
+// that TMA cannot read and that differs from row to row: read from global memory it is slower here.
+inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
+  const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
+  if (m.softcap > 0.f && (adds || m.rng != nullptr)) return false;
+  if (m.bias.ptr == nullptr) return true;
+  return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
+}
+
 // fp32 elements of the workspace beside dQ's: the rows' statistics as the portable kernels have them, for gradients of
 // biases, slopes and sinks, then the statistics of this path with its counter, on 16 bytes.
 inline int64_t portable_stats_elements(const Problem& p) { return (2 * p.total_q * p.num_heads + 3) / 4 * 4; }

@@ -2,7 +2,6 @@
 // which of its tests a warpgroup needs comes with each Q, and scores are changed before they become weights.
 #pragma once
 
-#include "bwd_mod_bits.cuh"
 #include "bwd_mod_scores.cuh"
 #include "bwd_steps.cuh"
 
@@ -65,6 +64,23 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
                               : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, stage(), ptx::fresh_lane());
   };
+  const auto read_mark = [&](Mark which) {
+    const uint32_t mark = shared.marks(which, slot())[ptx::fresh_thread_idx() - 128];
+    if constexpr (T::kAdds) {
+      __syncwarp();
+      arrive(bars.marks_empty());
+    }
+    return mark;
+  };
+  const auto visible_scores = [&] {
+    const uint32_t tests = now().tests(group_of()), mark = read_mark(Mark::kVisible);
+    return tests == 0 ? ~0u : tests == kSkipped ? 0 : mark;
+  };
+  const auto dropped_scores = [&]() -> uint32_t {
+    if constexpr (!T::kDrops) return 0;
+    if constexpr (T::kAdds) wait(bars.marks_full(), steps() % 2);
+    return read_mark(Mark::kDropped);
+  };
   // s = P; with a softcap its tanh, because weights wait for dP, where both have registers.
   const auto form_weights = [&](float (&s)[32], [[maybe_unused]] const float (&key_bias)[2], uint32_t visible) {
     if constexpr (T::kCaps) {
@@ -102,7 +118,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const bool is_dropped = (dropped >> (4 * j + i) & 1) != 0;
+          const bool is_dropped = (dropped >> mark_of(4 * j + i) & 1) != 0;
           const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], m.keep_scale, minus);
           dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
           s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
@@ -120,12 +136,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     if constexpr (T::kAdds) {
       if (m.bias.ptr != nullptr && !a.brings_bias) load_key_bias<E>(key_bias, scores(), first_key());
     }
-    const uint32_t tests = now().tests(group_of());
-    uint32_t visible = tests == kSkipped ? 0 : ~0u;
-    // Votes tell ptxas that the warp stays together.
-    if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
-      visible = bits_by_keys(scores(), first_query(), first_key());
-    }
+    const uint32_t visible = visible_scores();
     // With dropout -delta comes to dP afterwards.
     if constexpr (!T::kDrops) begin_dp(dp, stats() + kM);
     ptx::pin(s);
@@ -133,14 +144,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::wgmma_fence();
     issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(), 16)), uniform(descriptor_low(q_at(), 16)));
     ptx::wgmma_commit();
-    const bool asks_rows = (tests & (kTestInterval | kTestRows)) != 0 && tests != kSkipped;
-    if (__any_sync(0xffffffffu, asks_rows)) {
-      visible &= bits_by_rows(scores(), first_query(), first_key(), static_cast<TileTests>(tests));
-    }
-    [[maybe_unused]] uint32_t dropped = 0;
-    if constexpr (T::kDrops) {
-      dropped = draw_dropped<T>(m, first_query(), first_key(), shared.drop[slot()], shared.drawn[steps() % 2]);
-    }
     wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
     ptx::wgmma_fence();
     issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at() + T::kVAt, 16)),
@@ -154,7 +157,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     forget();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    form_gradients(s, dp, visible, dropped);
+    form_gradients(s, dp, visible, dropped_scores());
     ptx::pin(s);
     ptx::pin(dp);
     pack<E>(p_words, s);

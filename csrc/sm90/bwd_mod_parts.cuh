@@ -87,21 +87,34 @@ struct BwdModTraits {
   static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);
   static constexpr int kItems = 2, kRingChunks = 2;
   static constexpr int kSteps = 2 * kSlots;  // consumers look back by one
+  static constexpr int kThreadsOfMarks = 32 * kConsumerWarps;
   static constexpr int kDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
   static_assert(kTile.stage_bytes() == BwdModTile::kStageBytes && kBiasAt % 1024 == 0);
 };
 
+// What a consumer thread is told of its scores: bit mark_of(i) of a word is score i.
+enum class Mark { kVisible, kDropped };
+
 // Behind the tiles in shared memory, before the barriers.
 template <typename T>
 struct ModKeyShared {
-  DropKeys drop[T::kSlots];  // of the step in that slot of the ring
+  static constexpr int kMarkers = 3;  // warps that make marks
+  DropKeys drop[T::kDrops ? kMarkers : 1];  // of the head for which a warp draws
   ModKeyItem items[T::kItems];
   KeyChunk chunks[T::kRingChunks];
   KeyStep steps[T::kSteps];
   float slopes[T::kSteps];  // of the steps' heads, times log2(e)
-  uint32_t index;            // the scheduler's present one
+  uint32_t index;           // the scheduler's present one
   int items_found, chunks_found;
-  uint16_t drawn[2][T::kConsumerWarps * 32];  // what a warp has drawn for the other one of its pair
+  // Where a bias has taken the place that others have for them: one, for visible scores, then dropped ones.
+  uint32_t only_marks[T::kAdds ? T::kThreadsOfMarks : 1];
+
+  __device__ __forceinline__ uint32_t* marks(Mark which, int slot) {
+    if constexpr (T::kAdds) return only_marks;
+    static_assert(2 * T::kSlots * T::kThreadsOfMarks * 4 <= T::kBiasBytes);
+    unsigned char* const place = reinterpret_cast<unsigned char*>(this) - T::kSharedAt + T::kBiasAt;
+    return reinterpret_cast<uint32_t*>(place) + (2 * slot + static_cast<int>(which)) * T::kThreadsOfMarks;
+  }
 };
 
 // "full" ones complete by the bytes of copies or when what they announce is written, "empty" ones when all that read it
@@ -109,7 +122,8 @@ struct ModKeyShared {
 template <typename T>
 struct ModKeyBarriers {
   static constexpr int kKeys = 0, kQ = kKeys + 4, kDout = kQ + 2 * T::kSlots, kItem = kDout + 2 * T::kSlots;
-  static constexpr int kChunk = kItem + 2 * T::kItems, kBias = kChunk + 2 * T::kRingChunks, kDs = kBias + 2;
+  static constexpr int kChunk = kItem + 2 * T::kItems, kBias = kChunk + 2 * T::kRingChunks, kMarks = kBias + 2;
+  static constexpr int kDs = kMarks + 2;
   static constexpr int kEnding = kDs + T::kDsSlots, kCount = kEnding + 1;
   static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModKeyShared<T>));
   static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
@@ -130,6 +144,8 @@ struct ModKeyBarriers {
   __device__ uint32_t chunk_empty(int place) const { return at(kChunk + T::kRingChunks + place); }
   __device__ uint32_t bias_full() const { return at(kBias); }
   __device__ uint32_t bias_empty() const { return at(kBias + 1); }
+  __device__ uint32_t marks_full() const { return at(kMarks); }
+  __device__ uint32_t marks_empty() const { return at(kMarks + 1); }
   __device__ uint32_t ds_full(int slot) const { return at(kDs + slot); }
   __device__ uint32_t item_ending() const { return at(kEnding); }
 
@@ -143,11 +159,12 @@ struct ModKeyBarriers {
     };
     init_pairs(kKeys, 1, 1, T::kConsumerWarps);
     init_pairs(kKeys + 2, 1, 1, T::kConsumerWarps);
-    init_pairs(kQ, T::kSlots, 3, T::kConsumerWarps);  // Q, its statistics, its step
+    init_pairs(kQ, T::kSlots, 5, T::kConsumerWarps);  // Q, its statistics, its step, marks of the other two loaders
     init_pairs(kDout, T::kSlots, 1, T::kConsumerWarps);
     init_pairs(kItem, T::kItems, 1, T::kConsumerWarps + kLoaders);
     init_pairs(kChunk, T::kRingChunks, 1, kLoaders);
     init_pairs(kBias, 1, 1, T::kConsumerWarps);
+    init_pairs(kMarks, 1, ModKeyShared<T>::kMarkers, T::kConsumerWarps);
     for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
     ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();

@@ -2,7 +2,7 @@
 // what their scores are tested for; of the others one loads K, V and tiles of a bias, one Q, one dO.
 #pragma once
 
-#include "bwd_mod_parts.cuh"
+#include "bwd_mod_bits.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -177,24 +177,74 @@ __device__ __forceinline__ void for_key_steps(const ModKeyShared<T>& shared, Mod
   }
 }
 
+// What the loader of that number does beside its loads: marks of kUnits times 32 keys from unit kFirst on.
+template <typename T, int kMarker, int kFirst, int kUnits>
+class MarkMaker {
+ public:
+  __device__ __forceinline__ void begin_item() { head_ = -1; }
+
+  // For a step whose Q is in `slot` of the ring. Q's barrier learns of it.
+  __device__ __forceinline__ void leave(const BwdModArgs& a, ModKeyShared<T>& shared, ModKeyBarriers<T> bars,
+                                        const ModKeyItem& item, const KeyStep& step, int slot, uint32_t parity) {
+    const Scores scores{a.plain.p.problem, a.m, item.seat, item.first_head + step.head()};
+    const int row0 = step.block * T::kBlockM, col0 = item.w.block * T::kBlockN;
+    const auto wait_for_place = [&] {
+      wait(T::kAdds ? bars.marks_empty() : bars.q_empty(slot), T::kAdds ? place_parity_ : parity);
+    };
+    const auto arrive = [&](uint32_t bar) {
+      __syncwarp();
+      if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+      place_parity_ ^= 1;
+    };
+    const auto put = [&](Mark which, int unit, const KeyBits& bits) {
+      uint32_t* const to = shared.marks(which, slot) + unit * 64 + ptx::fresh_lane();
+      to[0] = bits.of_warp(0);
+      to[32] = bits.of_warp(1);
+    };
+#pragma unroll 1
+    for (int unit = kFirst; unit < kFirst + kUnits; ++unit) {
+      const uint32_t tests = step.tests(unit / 2);
+      if (tests == 0 || tests == kSkipped) continue;
+      const KeyBits bits = visible_bits(scores, row0, col0 + unit * 32, static_cast<TileTests>(tests));
+      wait_for_place();
+      put(Mark::kVisible, unit, bits);
+    }
+    if constexpr (T::kAdds || !T::kDrops) {
+      wait_for_place();
+      arrive(bars.q_full(slot));
+    }
+    if constexpr (T::kDrops) {
+      if (step.head() != head_) {
+        head_ = step.head();
+        __syncwarp();
+        if (ptx::fresh_lane() == 0) shared.drop[kMarker].make(a.m, item.seat.b, item.first_head + head_);
+        __syncwarp();
+      }
+#pragma unroll 1
+      for (int unit = kFirst; unit < kFirst + kUnits; ++unit) {
+        const KeyBits bits = dropped_bits(a.m, row0, col0 + unit * 32, shared.drop[kMarker]);
+        wait_for_place();
+        put(Mark::kDropped, unit, bits);
+      }
+      arrive(T::kAdds ? bars.marks_full() : bars.q_full(slot));
+    }
+  }
+
+ private:
+  int head_ = -1;
+  uint32_t place_parity_ = 1;
+};
+
 // Second warp: K and V of an item, then the tiles of its bias.
 template <typename T>
 __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
-                                              const ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+                                              ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
   const Problem& p = a.plain.p.problem;
   uint32_t kv_parity = 1, bias_parity = 1;
-  const auto load_item = [&](const ModKeyItem& item) {
-    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
-    const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
-      wait(empty, kv_parity);
-      if (threadIdx.x % 32 == 0) copy_tile<T::kChunks, T::kBlockN>(map, steps, to, full, at, item.w.h);
-    };
-    load(maps.plain.k, a.plain.k, smem, bars.k_full(), bars.k_empty());
-    load(maps.plain.v, a.plain.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
-    kv_parity ^= 1;
-  };
-  for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
-    if (!T::kAdds || !a.brings_bias) return;
+  RingPosition<T::kSlots> ring;
+  ring.parity = 1;
+  MarkMaker<T, 0, 0, 2> marks;
+  const auto load_bias = [&](const ModKeyItem& item, const KeyStep& step) {
     wait(bars.bias_empty(), bias_parity);
     bias_parity ^= 1;
     if (threadIdx.x % 32 != 0) return;
@@ -205,6 +255,24 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
                        item.w.block * T::kBlockN + 64 * i, step.block * T::kBlockM,
                        (item.first_head + step.head()) * a.bias_steps.head, item.seat.b * a.bias_steps.batch, 0);
     }
+  };
+  const auto load_item = [&](const ModKeyItem& item) {
+    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
+    const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
+      wait(empty, kv_parity);
+      if (threadIdx.x % 32 == 0) copy_tile<T::kChunks, T::kBlockN>(map, steps, to, full, at, item.w.h);
+    };
+    load(maps.plain.k, a.plain.k, smem, bars.k_full(), bars.k_empty());
+    load(maps.plain.v, a.plain.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
+    kv_parity ^= 1;
+    marks.begin_item();
+  };
+  for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
+    if constexpr (T::kAdds) {
+      if (a.brings_bias) load_bias(item, step);
+    }
+    marks.leave(a, shared, bars, item, step, ring.slot, ring.parity);
+    ring.advance();
   });
 }
 
@@ -215,33 +283,29 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
   int place = 0;  // of the step
-  int stale = 0;  // slots whose keys of dropout are those of another head
-  int head = -1;
+  MarkMaker<T, 1, 2, 1> marks;
   for_key_steps<T>(
-      shared, bars, [&](const ModKeyItem&) { head = -1; },
+      shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
         wait(bars.q_empty(ring.slot), ring.parity);
-        if (step.head() != head) stale = T::kSlots;
-        head = step.head();
         if (threadIdx.x % 32 == 0) {
           const uint32_t full = bars.q_full(ring.slot);
-          const int64_t tile = item.tile + static_cast<int64_t>(head) * a.plain.tiles_per_head + step.block;
+          const int64_t tile = item.tile + static_cast<int64_t>(step.head()) * a.plain.tiles_per_head + step.block;
           copy_tile<T::kChunks, T::kBlockM>(
               maps.plain.q, a.plain.q, smem + T::kQAt + ring.slot * T::kQBytes, full,
-              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM), item.first_head + head);
+              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM),
+              item.first_head + step.head());
           ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
           ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
                          T::kStatsBytes, full);
           shared.steps[place] = step;
           if constexpr (T::kAdds) {
-            const int64_t at = item.seat.b * a.m.slopes_batch_stride + item.first_head + head;
+            const int64_t at = item.seat.b * a.m.slopes_batch_stride + item.first_head + step.head();
             shared.slopes[place] = a.m.slopes == nullptr ? 0.f : a.m.slopes[at] * kLog2e;
           }
-          if (T::kDrops && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, item.first_head + head);
-          ptx::mbarrier_arrive(full);
           if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
         }
-        --stale;
+        marks.leave(a, shared, bars, item, step, ring.slot, ring.parity);
         place = slot_of(place + 1, T::kSteps);
         ring.advance();
       });
@@ -250,11 +314,12 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
 // Fourth warp: streams dO.
 template <typename T>
 __device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
-                                               const ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+                                               ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
+  MarkMaker<T, 2, 3, 1> marks;
   for_key_steps<T>(
-      shared, bars, [](const ModKeyItem&) {},
+      shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool) {
         wait(bars.dout_empty(ring.slot), ring.parity);
         if (threadIdx.x % 32 == 0) {
@@ -263,6 +328,7 @@ __device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdMod
               row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM),
               item.first_head + step.head());
         }
+        marks.leave(a, shared, bars, item, step, ring.slot, ring.parity);
         ring.advance();
       });
 }

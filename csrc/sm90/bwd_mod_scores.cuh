@@ -4,7 +4,7 @@
 // Everything is kept in units of log2 and gathers around -lse, so that an addition costs one fma and the scale none.
 #pragma once
 
-#include "bwd_mod_parts.cuh"
+#include "bwd_mod_bits.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ void weights_of_tanh(float (&s)[32], float (&dp)[32],
 // 0 where a bit is 0.
 __device__ __forceinline__ void hide_weights(float (&s)[32], uint32_t visible) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = (visible >> i & 1) != 0 ? s[i] : 0.f;
+  for (int i = 0; i < 32; ++i) s[i] = (visible >> mark_of(i) & 1) != 0 ? s[i] : 0.f;
 }
 
 }  // namespace flash_ext::sm90

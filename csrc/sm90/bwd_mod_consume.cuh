@@ -40,7 +40,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   };
   const auto q_at = [&] { return smem + T::kQAt + slot() * T::kQBytes; };
   const auto dout_at = [&] { return q_at() + (T::kDoutAt - T::kQAt); };
-  const auto keys_at = [&] { return smem + group_of() * 64 * 128; };
+  const auto k_place = [&] { return items() % 2; };  // and the parity of the barriers of both places
+  const auto keys_at = [&](int place) { return smem + place * T::kVAt + group_of() * 64 * 128; };
   const auto stats = [&] {
     return reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + slot() * 2 * kM + 2 * (ptx::fresh_lane() % 4);
   };
@@ -52,7 +53,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     wait(ds_full(before), before / T::kDsSlots % 2);
   };
   const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
-    const uint32_t columns = smem + group_of() * (D == 64 ? 64 : kN * 128);
+    const uint32_t columns = smem + k_place() * T::kVAt + group_of() * (D == 64 ? 64 : kN * 128);
     const uint32_t ds = ds_at(steps() + T::kDsSlots - 1);
     issue_dq<E>(dq, uniform(descriptor_low(ds, 16)), uniform(descriptor_low(columns, 16)));
     ptx::wgmma_commit();
@@ -142,11 +143,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::pin(s);
     ptx::pin(dp);
     ptx::wgmma_fence();
-    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(), 16)), uniform(descriptor_low(q_at(), 16)));
+    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(k_place()), 16)), uniform(descriptor_low(q_at(), 16)));
     ptx::wgmma_commit();
     wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
+    wait(bars.place_full(k_place() ^ 1), k_place());  // an item's first step
     ptx::wgmma_fence();
-    issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at() + T::kVAt, 16)),
+    issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at(k_place() ^ 1), 16)),
                                              uniform(descriptor_low(dout_at(), 16)));
     ptx::wgmma_commit();
     forget();
@@ -157,6 +159,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     forget();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
+    if (now().is_last()) arrive(bars.place_empty(k_place() ^ 1));
     form_gradients(s, dp, visible, dropped_scores());
     ptx::pin(s);
     ptx::pin(dp);
@@ -191,8 +194,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     if (item_of().w.block < 0) break;
     clear(dk);
     clear(dv);
-    wait(bars.k_full(), items() % 2);
-    wait(bars.v_full(), items() % 2);
+    wait(bars.place_full(k_place()), k_place());
     bool is_over = false;
 #pragma unroll 1
     while (!is_over) {
@@ -203,21 +205,25 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       arrive(bars.dout_empty(slot()));
       counts += 4;
     }
-    arrive(bars.v_empty());
     wait_for_ds_before();
     float dq[kDqCount];
     ptx::wgmma_fence();
     issue_dq_before(dq);
-    ptx::wgmma_wait<0>();
-    ptx::pin(dq);
-    arrive(bars.k_empty());
-    add_dq_before(dq);
+    // Gradients pass through the warp's place for dQ before dQ does: they are gone when the function returns.
+    if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
     const BwdParams& p = a.plain.p;
     const ModKeyItem& item = item_of();
-    const int lane = ptx::fresh_lane(), row = first_key() + lane / 4;
-    const float dv_scale = T::kDrops ? m.keep_scale : 1.f;
-    store_rows<E>(p.dv, item.w.b, item.w.k, item.w.h, dv, dv_scale, problem.head_dim_v, row, lane);
-    store_rows<E>(p.dk, item.w.b, item.w.k, item.w.h, dk, problem.softmax_scale, problem.head_dim, row, lane);
+    const int warp_row = first_key();
+    const auto store = [&](const StridedView& view, const float (&x)[D / 2], float scale, int columns) {
+      store_rows_staged<E, 16 * 128>(view, item.w.b, item.w.k, item.w.h, x, scale, columns, warp_row, stage(),
+                                     ptx::fresh_lane());
+    };
+    store(p.dv, dv, T::kDrops ? m.keep_scale : 1.f, problem.head_dim_v);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    arrive(bars.place_empty(k_place()));
+    store(p.dk, dk, problem.softmax_scale, problem.head_dim);
+    add_dq_before(dq);
     __syncwarp();
     arrive(bars.item_empty(slot_of(items(), T::kItems)));
     counts = (counts & ~3u) | ((counts + 1) & 3);

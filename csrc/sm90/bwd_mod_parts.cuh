@@ -130,10 +130,9 @@ struct ModKeyBarriers {
 
   uint32_t smem;
   __device__ uint32_t at(int index) const { return smem + kAt + 8 * index; }
-  __device__ uint32_t k_full() const { return at(kKeys); }
-  __device__ uint32_t k_empty() const { return at(kKeys + 1); }
-  __device__ uint32_t v_full() const { return at(kKeys + 2); }
-  __device__ uint32_t v_empty() const { return at(kKeys + 3); }
+  // K and V change places with every item: K of the next one comes to the place of V, which is free a step earlier.
+  __device__ uint32_t place_full(int place) const { return at(kKeys + place); }
+  __device__ uint32_t place_empty(int place) const { return at(kKeys + 2 + place); }
   __device__ uint32_t q_full(int slot) const { return at(kQ + slot); }
   __device__ uint32_t q_empty(int slot) const { return at(kQ + T::kSlots + slot); }
   __device__ uint32_t dout_full(int slot) const { return at(kDout + slot); }
@@ -157,8 +156,7 @@ struct ModKeyBarriers {
         ptx::mbarrier_init(at(first + count + i), empty_arrivals);
       }
     };
-    init_pairs(kKeys, 1, 1, T::kConsumerWarps);
-    init_pairs(kKeys + 2, 1, 1, T::kConsumerWarps);
+    init_pairs(kKeys, 2, 1, T::kConsumerWarps);
     init_pairs(kQ, T::kSlots, 5, T::kConsumerWarps);  // Q, its statistics, its step, marks of the other two loaders
     init_pairs(kDout, T::kSlots, 1, T::kConsumerWarps);
     init_pairs(kItem, T::kItems, 1, T::kConsumerWarps + kLoaders);

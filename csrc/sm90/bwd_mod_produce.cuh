@@ -240,7 +240,8 @@ template <typename T>
 __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
                                               ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
   const Problem& p = a.plain.p.problem;
-  uint32_t kv_parity = 1, bias_parity = 1;
+  uint32_t place_parity = 1, bias_parity = 1;
+  int k_place = 0;
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
   MarkMaker<T, 0, 0, 2> marks;
@@ -258,13 +259,15 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
   };
   const auto load_item = [&](const ModKeyItem& item) {
     const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
-    const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
-      wait(empty, kv_parity);
-      if (threadIdx.x % 32 == 0) copy_tile<T::kChunks, T::kBlockN>(map, steps, to, full, at, item.w.h);
+    const auto load = [&](const CUtensorMap& map, const Steps& steps, int place) {
+      wait(bars.place_empty(place), place_parity);
+      if (threadIdx.x % 32 != 0) return;
+      copy_tile<T::kChunks, T::kBlockN>(map, steps, smem + place * T::kVAt, bars.place_full(place), at, item.w.h);
     };
-    load(maps.plain.k, a.plain.k, smem, bars.k_full(), bars.k_empty());
-    load(maps.plain.v, a.plain.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
-    kv_parity ^= 1;
+    load(maps.plain.k, a.plain.k, k_place);
+    load(maps.plain.v, a.plain.v, k_place ^ 1);
+    place_parity ^= 1;
+    k_place ^= 1;
     marks.begin_item();
   };
   for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {

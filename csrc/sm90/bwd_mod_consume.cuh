@@ -66,7 +66,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, stage(), ptx::fresh_lane());
   };
   const auto read_mark = [&](Mark which) {
-    const uint32_t mark = shared.marks(which, slot())[ptx::fresh_thread_idx() - 128];
+    const uint32_t mark = reinterpret_cast<const uint32_t*>(shared.marks(which, slot()))[ptx::fresh_thread_idx() - 128];
     if constexpr (T::kAdds) {
       __syncwarp();
       arrive(bars.marks_empty());
@@ -88,8 +88,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       take_tanh(s, a.cap);
       return;
     } else if constexpr (T::kAdds) {
-      const float slope = shared.slopes[slot_of(steps(), T::kSteps)];
-      add_to_keys(s, additions_of(first_query() + scores().shift(), first_key(), slope, key_bias), stats(), a.unit);
+      if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
+        const float slope = shared.slopes[slot_of(steps(), T::kSteps)];
+        add_to_keys(s, additions_of(first_query() + scores().shift(), first_key(), slope, key_bias), stats(), a.unit);
+      } else {
+        to_log2(s, stats(), a.unit);
+      }
       if (a.brings_bias) {
         wait(bars.bias_full(), steps() % 2);
         add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
@@ -146,7 +150,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(k_place()), 16)), uniform(descriptor_low(q_at(), 16)));
     ptx::wgmma_commit();
     wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
-    wait(bars.place_full(k_place() ^ 1), k_place());  // an item's first step
     ptx::wgmma_fence();
     issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at(k_place() ^ 1), 16)),
                                              uniform(descriptor_low(dout_at(), 16)));
@@ -159,7 +162,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     forget();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    if (now().is_last()) arrive(bars.place_empty(k_place() ^ 1));
     form_gradients(s, dp, visible, dropped_scores());
     ptx::pin(s);
     ptx::pin(dp);
@@ -195,6 +197,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     clear(dk);
     clear(dv);
     wait(bars.place_full(k_place()), k_place());
+    wait(bars.place_full(k_place() ^ 1), k_place());
     bool is_over = false;
 #pragma unroll 1
     while (!is_over) {
@@ -205,6 +208,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       arrive(bars.dout_empty(slot()));
       counts += 4;
     }
+    arrive(bars.place_empty(k_place() ^ 1));
     wait_for_ds_before();
     float dq[kDqCount];
     ptx::wgmma_fence();

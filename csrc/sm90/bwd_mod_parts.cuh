@@ -28,6 +28,7 @@ struct BwdModArgs {
   KeyCap cap;
   Steps bias_steps;
   float unit;        // raw products, or tanh, times this are scores in log2
+  bool adds_to_keys;  // a slope or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
 };
 
@@ -50,6 +51,7 @@ struct KeyStep {
   __device__ __forceinline__ bool is_last() const { return (bits & kLastOfItem) != 0; }
   // A warpgroup's tests, or kSkipped.
   __device__ __forceinline__ uint32_t tests(int group) const { return bits >> (2 + 4 * group) & 15; }
+  __device__ __forceinline__ bool has_tests() const { return (bits >> 2 & 0x77) != 0; }
 };
 inline constexpr int kKeyTestsAt = 2, kHeadAt = 10;
 
@@ -109,11 +111,13 @@ struct ModKeyShared {
   // Where a bias has taken the place that others have for them: one, for visible scores, then dropped ones.
   uint32_t only_marks[T::kAdds ? T::kThreadsOfMarks : 1];
 
-  __device__ __forceinline__ uint32_t* marks(Mark which, int slot) {
-    if constexpr (T::kAdds) return only_marks;
-    static_assert(2 * T::kSlots * T::kThreadsOfMarks * 4 <= T::kBiasBytes);
+  // The first thread's word.
+  __device__ __forceinline__ unsigned char* marks(Mark which, int slot) {
+    constexpr int kBytes = T::kThreadsOfMarks * 4;
+    static_assert(2 * T::kSlots * kBytes <= T::kBiasBytes);
+    if constexpr (T::kAdds) return reinterpret_cast<unsigned char*>(only_marks);
     unsigned char* const place = reinterpret_cast<unsigned char*>(this) - T::kSharedAt + T::kBiasAt;
-    return reinterpret_cast<uint32_t*>(place) + (2 * slot + static_cast<int>(which)) * T::kThreadsOfMarks;
+    return place + (2 * slot + static_cast<int>(which)) * kBytes;
   }
 };
 

@@ -177,8 +177,9 @@ __device__ __forceinline__ void for_key_steps(const ModKeyShared<T>& shared, Mod
   }
 }
 
-// What the loader of that number does beside its loads: marks of kUnits times 32 keys from unit kFirst on.
-template <typename T, int kMarker, int kFirst, int kUnits>
+// What a loader does for the consumers beside its loads: marks of kParts parts of 32 queries and 32 keys, of 8, from
+// part kFirst on. kMarker is its number.
+template <typename T, int kMarker, int kFirst, int kParts>
 class MarkMaker {
  public:
   __device__ __forceinline__ void begin_item() { head_ = -1; }
@@ -187,7 +188,9 @@ class MarkMaker {
   __device__ __forceinline__ void leave(const BwdModArgs& a, ModKeyShared<T>& shared, ModKeyBarriers<T> bars,
                                         const ModKeyItem& item, const KeyStep& step, int slot, uint32_t parity) {
     const Scores scores{a.plain.p.problem, a.m, item.seat, item.first_head + step.head()};
-    const int row0 = step.block * T::kBlockM, col0 = item.w.block * T::kBlockN;
+    const auto row_of = [&](int part) { return step.block * T::kBlockM + part % 2 * 32; };
+    const auto col_of = [&](int part) { return item.w.block * T::kBlockN + part / 2 * 32; };
+    const auto tests_of = [&](int part) { return static_cast<TileTests>(step.tests(part / 4)); };
     const auto wait_for_place = [&] {
       wait(T::kAdds ? bars.marks_empty() : bars.q_empty(slot), T::kAdds ? place_parity_ : parity);
     };
@@ -196,18 +199,34 @@ class MarkMaker {
       if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
       place_parity_ ^= 1;
     };
-    const auto put = [&](Mark which, int unit, const KeyBits& bits) {
-      uint32_t* const to = shared.marks(which, slot) + unit * 64 + ptx::fresh_lane();
-      to[0] = bits.of_warp(0);
-      to[32] = bits.of_warp(1);
+    const auto put = [&](Mark which, int part, uint32_t bits) {
+      uint16_t* const to =
+          reinterpret_cast<uint16_t*>(shared.marks(which, slot)) + part / 2 * 128 + 2 * ptx::fresh_lane() + part % 2;
+      to[0] = static_cast<uint16_t>(bits);
+      to[64] = static_cast<uint16_t>(bits >> 16);
     };
-#pragma unroll 1
-    for (int unit = kFirst; unit < kFirst + kUnits; ++unit) {
-      const uint32_t tests = step.tests(unit / 2);
-      if (tests == 0 || tests == kSkipped) continue;
-      const KeyBits bits = visible_bits(scores, row0, col0 + unit * 32, static_cast<TileTests>(tests));
-      wait_for_place();
-      put(Mark::kVisible, unit, bits);
+    if (__any_sync(0xffffffffu, step.has_tests())) {
+      uint32_t of_row[kParts];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const int part = kFirst + i;
+        of_row[i] = mask_word(scores, row_of(part) + ptx::fresh_lane(), col_of(part), tests_of(part));
+      }
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const int part = kFirst + i;
+        const uint32_t tests = tests_of(part);
+        uint32_t visible = ~0u;
+        if (__any_sync(0xffffffffu, (tests & (kTestInterval | kTestRows)) != 0)) {
+          const int row = row_of(part) + ptx::fresh_lane();
+          visible = hand_out_rows(bits_of_row(scores, of_row[i], row, col_of(part), tests_of(part)));
+        }
+        if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
+          visible &= bits_by_keys(scores, row_of(part), col_of(part));
+        }
+        wait_for_place();
+        put(Mark::kVisible, part, visible);
+      }
     }
     if constexpr (T::kAdds || !T::kDrops) {
       wait_for_place();
@@ -221,10 +240,10 @@ class MarkMaker {
         __syncwarp();
       }
 #pragma unroll 1
-      for (int unit = kFirst; unit < kFirst + kUnits; ++unit) {
-        const KeyBits bits = dropped_bits(a.m, row0, col0 + unit * 32, shared.drop[kMarker]);
+      for (int part = kFirst; part < kFirst + kParts; ++part) {
+        const uint32_t bits = dropped_bits(a.m, row_of(part), col_of(part), shared.drop[kMarker]);
         wait_for_place();
-        put(Mark::kDropped, unit, bits);
+        put(Mark::kDropped, part, bits);
       }
       arrive(T::kAdds ? bars.marks_full() : bars.q_full(slot));
     }
@@ -244,7 +263,7 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
   int k_place = 0;
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
-  MarkMaker<T, 0, 0, 2> marks;
+  MarkMaker<T, 0, 0, 3> marks;
   const auto load_bias = [&](const ModKeyItem& item, const KeyStep& step) {
     wait(bars.bias_empty(), bias_parity);
     bias_parity ^= 1;
@@ -286,7 +305,7 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
   int place = 0;  // of the step
-  MarkMaker<T, 1, 2, 1> marks;
+  MarkMaker<T, 1, 3, 3> marks;
   for_key_steps<T>(
       shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
@@ -320,7 +339,7 @@ __device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdMod
                                                ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
-  MarkMaker<T, 2, 3, 1> marks;
+  MarkMaker<T, 2, 6, 2> marks;
   for_key_steps<T>(
       shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool) {

@@ -31,7 +31,17 @@ __device__ __forceinline__ KeyAdditions additions_of(int centre0, int col0, floa
   return x;
 }
 
-// s = unit s + what is added - lse, in log2, but for a bias that TMA brings.
+// s = unit s - lse.
+__device__ __forceinline__ void to_log2(float (&s)[32], const float* minus_lse, float unit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, i % 2 == 0 ? lse.x : lse.y);
+  }
+}
+
+// The same with what is added, but for a bias that TMA brings.
 __device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& x, const float* minus_lse, float unit) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {

@@ -41,6 +41,7 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
   if (T::kCaps) a.cap = key_cap(r, m);
   a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
   a.brings_bias = staged_bias_rows(m.bias, r, T::kBlockM) == T::kBlockM;
+  a.adds_to_keys = m.slopes != nullptr || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};
   if (error.empty()) error = encode_bwd_maps(maps.plain, p, T::kBlockM, T::kBlockN);

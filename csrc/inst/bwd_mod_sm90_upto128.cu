@@ -1,4 +1,3 @@
-#include "../sm90/run_bwd_bias.cuh"
 #include "../sm90/run_bwd_mod.cuh"
 
 namespace flash_ext::sm90 {
@@ -7,11 +6,5 @@ std::string run_bwd_mod_hd64(const BwdParams& p, const Modifiers& m, const Devic
 }
 std::string run_bwd_mod_hd128(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   return run_bwd_mod_hd<128>(p, m, d);
-}
-std::string run_bwd_bias_hd64(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  return run_bwd_bias_hd<64>(p, m, g, d);
-}
-std::string run_bwd_bias_hd128(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  return run_bwd_bias_hd<128>(p, m, g, d);
 }
 }  // namespace flash_ext::sm90

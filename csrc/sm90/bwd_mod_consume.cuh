@@ -23,6 +23,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
 
   float dk[D / 2], dv[D / 2];
   uint32_t counts = 0;  // steps so far << 2 | items so far modulo 4, in one register
+  int marks = 0;  // taken so far
   const auto forget = [&] { asm volatile("" : "+r"(counts)::"memory"); };  // what was made of them
   const auto steps = [&] { return static_cast<int>(counts >> 2); };
   const auto items = [&] { return static_cast<int>(counts & 3); };
@@ -65,22 +66,32 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
                               : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, stage(), ptx::fresh_lane());
   };
+  const auto mark_slot = [&] { return slot_of(marks, T::kMarkSlots); };
   const auto read_mark = [&](Mark which) {
-    const uint32_t mark = reinterpret_cast<const uint32_t*>(shared.marks(which, slot()))[ptx::fresh_thread_idx() - 128];
-    if constexpr (T::kAdds) {
-      __syncwarp();
-      arrive(bars.marks_empty());
-    }
-    return mark;
+    wait(bars.marks_full(mark_slot()), parity_of(marks, T::kMarkSlots));
+    return reinterpret_cast<const uint32_t*>(shared.marks(which, mark_slot()))[ptx::fresh_thread_idx() - 128];
   };
-  const auto visible_scores = [&] {
-    const uint32_t tests = now().tests(group_of()), mark = read_mark(Mark::kVisible);
-    return tests == 0 ? ~0u : tests == kSkipped ? 0 : mark;
+  const auto free_marks = [&] {
+    __syncwarp();
+    arrive(bars.marks_empty(mark_slot()));
+    ++marks;
+  };
+  // Votes tell ptxas that the warp stays together.
+  const auto visible_scores = [&]() -> uint32_t {
+    const uint32_t tests = now().tests(group_of());
+    uint32_t visible = ~0u;
+    if (__any_sync(0xffffffffu, now().has_tests())) {
+      const uint32_t mark = read_mark(Mark::kVisible);
+      if (T::kAdds || !T::kDrops) free_marks();
+      visible = tests == 0 ? ~0u : mark;
+    }
+    return tests == kSkipped ? 0 : visible;
   };
   const auto dropped_scores = [&]() -> uint32_t {
     if constexpr (!T::kDrops) return 0;
-    if constexpr (T::kAdds) wait(bars.marks_full(), steps() % 2);
-    return read_mark(Mark::kDropped);
+    const uint32_t mark = read_mark(Mark::kDropped);
+    free_marks();
+    return mark;
   };
   // s = P; with a softcap its tanh, because weights wait for dP, where both have registers.
   const auto form_weights = [&](float (&s)[32], [[maybe_unused]] const float (&key_bias)[2], uint32_t visible) {

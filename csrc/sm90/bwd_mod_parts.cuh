@@ -51,6 +51,7 @@ struct KeyStep {
   __device__ __forceinline__ bool is_last() const { return (bits & kLastOfItem) != 0; }
   // A warpgroup's tests, or kSkipped.
   __device__ __forceinline__ uint32_t tests(int group) const { return bits >> (2 + 4 * group) & 15; }
+  // Of either warpgroup.
   __device__ __forceinline__ bool has_tests() const { return (bits >> 2 & 0x77) != 0; }
 };
 inline constexpr int kKeyTestsAt = 2, kHeadAt = 10;
@@ -89,7 +90,9 @@ struct BwdModTraits {
   static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);
   static constexpr int kItems = 2, kRingChunks = 2;
   static constexpr int kSteps = 2 * kSlots;  // consumers look back by one
-  static constexpr int kThreadsOfMarks = 32 * kConsumerWarps;
+  // Steps whose marks have a place: those of a step are made during the two steps before it. Where a bias has taken the
+  // place that others have for them there is one, for visible scores, then dropped ones.
+  static constexpr int kMarkSlots = kAdds ? 1 : 4, kMarkBytes = 4 * 32 * kConsumerWarps;
   static constexpr int kDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
   static_assert(kTile.stage_bytes() == BwdModTile::kStageBytes && kBiasAt % 1024 == 0);
 };
@@ -108,16 +111,13 @@ struct ModKeyShared {
   float slopes[T::kSteps];  // of the steps' heads, times log2(e)
   uint32_t index;           // the scheduler's present one
   int items_found, chunks_found;
-  // Where a bias has taken the place that others have for them: one, for visible scores, then dropped ones.
-  uint32_t only_marks[T::kAdds ? T::kThreadsOfMarks : 1];
+  alignas(4) unsigned char only_marks[T::kAdds ? T::kMarkBytes : 4];
 
-  // The first thread's word.
   __device__ __forceinline__ unsigned char* marks(Mark which, int slot) {
-    constexpr int kBytes = T::kThreadsOfMarks * 4;
-    static_assert(2 * T::kSlots * kBytes <= T::kBiasBytes);
-    if constexpr (T::kAdds) return reinterpret_cast<unsigned char*>(only_marks);
+    static_assert(2 * T::kMarkSlots * T::kMarkBytes <= T::kBiasBytes);
+    if constexpr (T::kAdds) return only_marks;
     unsigned char* const place = reinterpret_cast<unsigned char*>(this) - T::kSharedAt + T::kBiasAt;
-    return place + (2 * slot + static_cast<int>(which)) * kBytes;
+    return place + (2 * slot + static_cast<int>(which)) * T::kMarkBytes;
   }
 };
 
@@ -127,7 +127,7 @@ template <typename T>
 struct ModKeyBarriers {
   static constexpr int kKeys = 0, kQ = kKeys + 4, kDout = kQ + 2 * T::kSlots, kItem = kDout + 2 * T::kSlots;
   static constexpr int kChunk = kItem + 2 * T::kItems, kBias = kChunk + 2 * T::kRingChunks, kMarks = kBias + 2;
-  static constexpr int kDs = kMarks + 2;
+  static constexpr int kDs = kMarks + 2 * T::kMarkSlots;
   static constexpr int kEnding = kDs + T::kDsSlots, kCount = kEnding + 1;
   static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModKeyShared<T>));
   static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
@@ -147,8 +147,8 @@ struct ModKeyBarriers {
   __device__ uint32_t chunk_empty(int place) const { return at(kChunk + T::kRingChunks + place); }
   __device__ uint32_t bias_full() const { return at(kBias); }
   __device__ uint32_t bias_empty() const { return at(kBias + 1); }
-  __device__ uint32_t marks_full() const { return at(kMarks); }
-  __device__ uint32_t marks_empty() const { return at(kMarks + 1); }
+  __device__ uint32_t marks_full(int slot) const { return at(kMarks + slot); }
+  __device__ uint32_t marks_empty(int slot) const { return at(kMarks + T::kMarkSlots + slot); }
   __device__ uint32_t ds_full(int slot) const { return at(kDs + slot); }
   __device__ uint32_t item_ending() const { return at(kEnding); }
 
@@ -161,12 +161,12 @@ struct ModKeyBarriers {
       }
     };
     init_pairs(kKeys, 2, 1, T::kConsumerWarps);
-    init_pairs(kQ, T::kSlots, 5, T::kConsumerWarps);  // Q, its statistics, its step, marks of the other two loaders
+    init_pairs(kQ, T::kSlots, 3, T::kConsumerWarps);  // Q, its statistics, its step
     init_pairs(kDout, T::kSlots, 1, T::kConsumerWarps);
     init_pairs(kItem, T::kItems, 1, T::kConsumerWarps + kLoaders);
     init_pairs(kChunk, T::kRingChunks, 1, kLoaders);
     init_pairs(kBias, 1, 1, T::kConsumerWarps);
-    init_pairs(kMarks, 1, ModKeyShared<T>::kMarkers, T::kConsumerWarps);
+    init_pairs(kMarks, T::kMarkSlots, ModKeyShared<T>::kMarkers, T::kConsumerWarps);
     for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
     ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();

@@ -184,24 +184,22 @@ class MarkMaker {
  public:
   __device__ __forceinline__ void begin_item() { head_ = -1; }
 
-  // For a step whose Q is in `slot` of the ring. Q's barrier learns of it.
+  // Before the loader waits for the place of its tile: marks take longer than is left then.
   __device__ __forceinline__ void leave(const BwdModArgs& a, ModKeyShared<T>& shared, ModKeyBarriers<T> bars,
-                                        const ModKeyItem& item, const KeyStep& step, int slot, uint32_t parity) {
+                                        const ModKeyItem& item, const KeyStep& step) {
     const Scores scores{a.plain.p.problem, a.m, item.seat, item.first_head + step.head()};
     const auto row_of = [&](int part) { return step.block * T::kBlockM + part % 2 * 32; };
     const auto col_of = [&](int part) { return item.w.block * T::kBlockN + part / 2 * 32; };
     const auto tests_of = [&](int part) { return static_cast<TileTests>(step.tests(part / 4)); };
-    const auto wait_for_place = [&] {
-      wait(T::kAdds ? bars.marks_empty() : bars.q_empty(slot), T::kAdds ? place_parity_ : parity);
-    };
-    const auto arrive = [&](uint32_t bar) {
+    const auto wait_for_place = [&] { wait(bars.marks_empty(place_.slot), place_.parity); };
+    const auto hand_over = [&] {
       __syncwarp();
-      if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
-      place_parity_ ^= 1;
+      if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bars.marks_full(place_.slot));
+      place_.advance();
     };
     const auto put = [&](Mark which, int part, uint32_t bits) {
       uint16_t* const to =
-          reinterpret_cast<uint16_t*>(shared.marks(which, slot)) + part / 2 * 128 + 2 * ptx::fresh_lane() + part % 2;
+          reinterpret_cast<uint16_t*>(shared.marks(which, place_.slot)) + part / 2 * 128 + 2 * ptx::fresh_lane() + part % 2;
       to[0] = static_cast<uint16_t>(bits);
       to[64] = static_cast<uint16_t>(bits >> 16);
     };
@@ -227,10 +225,7 @@ class MarkMaker {
         wait_for_place();
         put(Mark::kVisible, part, visible);
       }
-    }
-    if constexpr (T::kAdds || !T::kDrops) {
-      wait_for_place();
-      arrive(bars.q_full(slot));
+      if constexpr (T::kAdds || !T::kDrops) hand_over();
     }
     if constexpr (T::kDrops) {
       if (step.head() != head_) {
@@ -245,13 +240,13 @@ class MarkMaker {
         wait_for_place();
         put(Mark::kDropped, part, bits);
       }
-      arrive(T::kAdds ? bars.marks_full() : bars.q_full(slot));
+      hand_over();
     }
   }
 
  private:
   int head_ = -1;
-  uint32_t place_parity_ = 1;
+  RingPosition<T::kMarkSlots> place_{0, 1};
 };
 
 // Second warp: K and V of an item, then the tiles of its bias.
@@ -261,8 +256,6 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
   const Problem& p = a.plain.p.problem;
   uint32_t place_parity = 1, bias_parity = 1;
   int k_place = 0;
-  RingPosition<T::kSlots> ring;
-  ring.parity = 1;
   MarkMaker<T, 0, 0, 3> marks;
   const auto load_bias = [&](const ModKeyItem& item, const KeyStep& step) {
     wait(bars.bias_empty(), bias_parity);
@@ -290,11 +283,10 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
     marks.begin_item();
   };
   for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
+    marks.leave(a, shared, bars, item, step);
     if constexpr (T::kAdds) {
       if (a.brings_bias) load_bias(item, step);
     }
-    marks.leave(a, shared, bars, item, step, ring.slot, ring.parity);
-    ring.advance();
   });
 }
 
@@ -309,6 +301,7 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
   for_key_steps<T>(
       shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
+        marks.leave(a, shared, bars, item, step);
         wait(bars.q_empty(ring.slot), ring.parity);
         if (threadIdx.x % 32 == 0) {
           const uint32_t full = bars.q_full(ring.slot);
@@ -327,7 +320,6 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
           }
           if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
         }
-        marks.leave(a, shared, bars, item, step, ring.slot, ring.parity);
         place = slot_of(place + 1, T::kSteps);
         ring.advance();
       });
@@ -343,6 +335,7 @@ __device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdMod
   for_key_steps<T>(
       shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool) {
+        marks.leave(a, shared, bars, item, step);
         wait(bars.dout_empty(ring.slot), ring.parity);
         if (threadIdx.x % 32 == 0) {
           copy_tile<T::kChunks, T::kBlockM>(
@@ -350,7 +343,6 @@ __device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdMod
               row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM),
               item.first_head + step.head());
         }
-        marks.leave(a, shared, bars, item, step, ring.slot, ring.parity);
         ring.advance();
       });
 }

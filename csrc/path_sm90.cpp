@@ -89,23 +89,18 @@ const WideInstance& wide_instance_of(const Problem& p) {
 struct BwdModInstance {
   int head_dim;
   std::string (*run)(const BwdParams&, const Modifiers&, const DeviceInfo&);
+  std::string (*run_bias)(const BwdParams&, const Modifiers&, const BiasGradient&, const DeviceInfo&);
   const char* name;
 };
-constexpr auto kBwdModInstances = std::to_array<BwdModInstance>({{64, run_bwd_mod_hd64, "bwd_mod_sm90_hd64"},
-                                                                 {128, run_bwd_mod_hd128, "bwd_mod_sm90_hd128"}});
+constexpr auto kBwdModInstances =
+    std::to_array<BwdModInstance>({{64, run_bwd_mod_hd64, run_bwd_bias_hd64, "bwd_mod_sm90_hd64"},
+                                   {128, run_bwd_mod_hd128, run_bwd_bias_hd128, "bwd_mod_sm90_hd128"}});
 
 // Null for what the portable kernels take: dQ in a fixed order, larger head dims, what TMA cannot read.
 const BwdModInstance* bwd_mod_instance_of(const Problem& p, bool deterministic) {
   if (deterministic || !is_bwd_taken(p) || is_wide(p) || p.total_k == 0) return nullptr;
   return &*std::find_if(kBwdModInstances.begin(), kBwdModInstances.end() - 1,
                         [&](const BwdModInstance& i) { return bwd_mod_size(p) == i.head_dim; });
-}
-
-// Not a softcap together with dropout, for which there is no kernel, nor a bias that TMA cannot read and that differs
-// from row to row: read from global memory it is slower here.
-bool is_bwd_taken(const Modifiers& m) {
-  const bool far_bias = m.bias.ptr != nullptr && !m.bias.staged && m.bias.row_stride != 0;
-  return !far_bias && !(m.softcap > 0.f && m.rng != nullptr);
 }
 
 std::string why_not_device(const DeviceInfo& d) {
@@ -196,7 +191,7 @@ LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
 
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
   const BwdModInstance* i = bwd_mod_instance_of(p, deterministic || !x.need_qkv);
-  if (i == nullptr || !is_bwd_taken(*x.modifiers)) return sm80::plan_bwd_mod(p, deterministic, x, d);
+  if (i == nullptr || !is_bwd_mod_taken(p, *x.modifiers)) return sm80::plan_bwd_mod(p, deterministic, x, d);
   const BwdModTile t = bwd_mod_tile(i->head_dim);
   return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
           t.smem_bytes(i->head_dim),
@@ -232,22 +227,31 @@ std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const De
 }
 
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
-  const BwdModInstance* i = bwd_mod_instance_of(p.problem, p.deterministic || !x.need_qkv);
-  if (i == nullptr || !is_bwd_taken(*x.modifiers)) return sm80::run_bwd_mod(p, x, d);
-  if (x.bias != nullptr || x.slopes != nullptr || x.modifiers->sinks != nullptr) {
-    // Their gradients are those of the portable kernels, and so are the statistics that they come from.
+  const BwdModInstance* i = bwd_mod_instance_of(p.problem, false);
+  const bool has_qkv_kernel =
+      i != nullptr && !p.deterministic && x.need_qkv && is_bwd_mod_taken(p.problem, *x.modifiers);
+  const bool has_bias_kernel =
+      i != nullptr && x.bias != nullptr && is_bias_gradient_taken(p.problem, *x.modifiers, *x.bias);
+  // The other gradients are those of the portable kernels, and so are the statistics that they come from.
+  if (!has_qkv_kernel || x.bias != nullptr || x.slopes != nullptr || x.modifiers->sinks != nullptr) {
     BwdParams rest = p;
     BwdExtras others = x;
-    rest.dq_accum = nullptr;
-    others.need_qkv = false;
+    if (has_qkv_kernel) rest.dq_accum = nullptr;
+    others.need_qkv = x.need_qkv && !has_qkv_kernel;
+    if (has_bias_kernel) others.bias = nullptr;
     const std::string error = sm80::run_bwd_mod(rest, others, d);
     if (!error.empty()) return error;
   }
   BwdParams prepared = p;
   prepared.problem.prepare();
-  prepared.row_stats += portable_stats_elements(p.problem);
   Modifiers m = *x.modifiers;
   m.unit_log2 = m.is_natural ? kLog2e : prepared.problem.abs_scale_log2;
+  if (has_bias_kernel) {
+    const std::string error = i->run_bias(prepared, m, *x.bias, d);
+    if (!error.empty()) return error;
+  }
+  if (!has_qkv_kernel) return {};
+  prepared.row_stats += portable_stats_elements(p.problem);
   return i->run(prepared, m, d);
 }
 

@@ -48,7 +48,8 @@ HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 192, 256)  # 192 for head_dim_v of 192 and
 HOPPER_MOD_KINDS = (0, 1, 2)  # scores hidden only, or weights dropped, or all there is
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
-SCORE_KINDS = (0, 1, 2)  # of which each has a kernel: scores added to, capped, dropped
+SCORE_KINDS = (0, 1, 2, 3, 4)  # of which each has a kernel: scores hidden only, added to, capped, dropped, two of them
+HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
@@ -159,12 +160,13 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_mod = itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS)
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
+    hopper_bwd_bias = itertools.product(HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
     any_class = [*others, *split, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
     hiding = itertools.product(HIDING, DTYPES, HIDING_HEAD_DIMS, (LARGE,))
     of_hopper = [*hiding, *hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod,
-                 *hopper_bwd_mod, *hopper_bwd_mod_passes]
+                 *hopper_bwd_mod, *hopper_bwd_mod_passes, *hopper_bwd_bias]
     for arch in ARCHS:
         hopper = arch == "sm_90a"
         by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))

@@ -148,9 +148,6 @@ class Runner {
   double worst_ = 0.;
 };
 
-// What the operator gives to other kernels than those under test.
-bool is_taken(const Modifiers& m) { return !(m.softcap > 0.f && m.rng != nullptr); }
-
 int run_tests(const DeviceInfo& device) {
   Runner runner(device);
   int count = 0, failed = 0;
@@ -159,7 +156,7 @@ int run_tests(const DeviceInfo& device) {
     for (const Named& named : all_modifiers()) {
       Modifiers m;
       named.set(m, c);
-      if (!is_taken(m)) continue;
+      if (!sm90::is_bwd_mod_taken(problem_of(c, kD, kDv), m)) continue;
       failed += !runner.passes(c, named);
       ++count;
     }
@@ -214,7 +211,7 @@ class Timer {
     Modifiers m;
     c.set(m);
     m.unit_log2 = m.is_natural ? kLog2e : p.problem.abs_scale_log2;
-    if (c.portable) return [=, this] { require(run_portable(p, m, device_)); };
+    if (c.portable || !sm90::is_bwd_mod_taken(p.problem, m)) return [=, this] { require(run_portable(p, m, device_)); };
     return [=, this] { require(sm90::run_bwd_mod_as<bf16, kCompiledD>(p, m, device_)); };
   }
 

@@ -13,7 +13,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kM = T::kBlockM, kN = T::kBlockN;
   constexpr int kDqCount = D / 4;  // both warpgroups have half of the columns
-  constexpr int kParts = kM / kPartQueries;
   const Modifiers& m = a.m;
   const Problem& problem = a.plain.p.problem;
   // Registers are short: what follows from the thread's number is made anew where it is used.
@@ -24,6 +23,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
 
   float dk[D / 2], dv[D / 2];
   uint32_t counts = 0;  // steps so far << 2 | items so far modulo 4, in one register
+  int marks = 0;  // taken so far
   const auto forget = [&] { asm volatile("" : "+r"(counts)::"memory"); };  // what was made of them
   const auto steps = [&] { return static_cast<int>(counts >> 2); };
   const auto items = [&] { return static_cast<int>(counts & 3); };
@@ -41,7 +41,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   };
   const auto q_at = [&] { return smem + T::kQAt + slot() * T::kQBytes; };
   const auto dout_at = [&] { return q_at() + (T::kDoutAt - T::kQAt); };
-  const auto keys_at = [&] { return smem + group_of() * 64 * 128; };
+  const auto k_place = [&] { return items() % 2; };  // and the parity of the barriers of both places
+  const auto keys_at = [&](int place) { return smem + place * T::kVAt + group_of() * 64 * 128; };
   const auto stats = [&] {
     return reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + slot() * 2 * kM + 2 * (ptx::fresh_lane() % 4);
   };
@@ -53,7 +54,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     wait(ds_full(before), before / T::kDsSlots % 2);
   };
   const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
-    const uint32_t columns = smem + group_of() * (D == 64 ? 64 : kN * 128);
+    const uint32_t columns = smem + k_place() * T::kVAt + group_of() * (D == 64 ? 64 : kN * 128);
     const uint32_t ds = ds_at(steps() + T::kDsSlots - 1);
     issue_dq<E>(dq, uniform(descriptor_low(ds, 16)), uniform(descriptor_low(columns, 16)));
     ptx::wgmma_commit();
@@ -65,21 +66,65 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
                               : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, stage(), ptx::fresh_lane());
   };
-  const auto change_scores = [&](KeyPart& x, int part) {
-    modify_key_scores<T>(
-        x, a, scores(), first_query() + part * kPartQueries, first_key(),
-        shared.slopes[slot_of(steps(), T::kSteps)],
-        [&](int n, const float(&slope)[4]) {
-          ptx::store_shared(stage() + (part * kPartQueries / 8 + n) * 512 + ptx::fresh_lane() * 16,
-                            make_float4(slope[0], slope[1], slope[2], slope[3]));
-        },
-        [&](float scale) {
-          add_brought_bias<E>(x, scale, smem + T::kBiasAt + group_of() * kM * 128, warp_of(), part);
-        });
+  const auto mark_slot = [&] { return slot_of(marks, T::kMarkSlots); };
+  const auto read_mark = [&](Mark which) {
+    wait(bars.marks_full(mark_slot()), parity_of(marks, T::kMarkSlots));
+    return reinterpret_cast<const uint32_t*>(shared.marks(which, mark_slot()))[ptx::fresh_thread_idx() - 128];
+  };
+  const auto free_marks = [&] {
+    __syncwarp();
+    arrive(bars.marks_empty(mark_slot()));
+    ++marks;
+  };
+  // Votes tell ptxas that the warp stays together.
+  const auto visible_scores = [&]() -> uint32_t {
+    const uint32_t tests = now().tests(group_of());
+    uint32_t visible = ~0u;
+    if (__any_sync(0xffffffffu, now().has_tests())) {
+      const uint32_t mark = read_mark(Mark::kVisible);
+      if (T::kAdds || !T::kDrops) free_marks();
+      visible = tests == 0 ? ~0u : mark;
+    }
+    return tests == kSkipped ? 0 : visible;
+  };
+  const auto dropped_scores = [&]() -> uint32_t {
+    if constexpr (!T::kDrops) return 0;
+    const uint32_t mark = read_mark(Mark::kDropped);
+    free_marks();
+    return mark;
+  };
+  // s = P; with a softcap its tanh, because weights wait for dP, where both have registers.
+  const auto form_weights = [&](float (&s)[32], [[maybe_unused]] const float (&key_bias)[2], uint32_t visible) {
+    if constexpr (T::kCaps) {
+      take_tanh(s, a.cap);
+      return;
+    } else if constexpr (T::kAdds) {
+      if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
+        const float slope = shared.slopes[slot_of(steps(), T::kSteps)];
+        add_to_keys(s, additions_of(first_query() + scores().shift(), first_key(), slope, key_bias), stats(), a.unit);
+      } else {
+        to_log2(s, stats(), a.unit);
+      }
+      if (a.brings_bias) {
+        wait(bars.bias_full(), steps() % 2);
+        add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
+        __syncwarp();
+        arrive(bars.bias_empty());
+      }
+      exponentiate(s);
+    } else {
+      scores_to_weights(s, stats(), a.unit);
+    }
+    if (__any_sync(0xffffffffu, visible != ~0u)) hide_weights(s, visible);
   };
   // dp = dS, s = P with 0 where dropout hit it.
-  const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t dropped) {
-    if constexpr (!T::kDrops) {
+  const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t visible, uint32_t dropped) {
+    if constexpr (T::kCaps) {
+      weights_of_tanh(s, dp, stats(), a.unit);
+      if (!__any_sync(0xffffffffu, visible != ~0u)) return;
+      hide_weights(s, visible);
+      hide_weights(dp, visible);
+    } else if constexpr (!T::kDrops) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) dp[i] *= s[i];
     } else {
@@ -89,22 +134,11 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const bool is_dropped = (dropped >> (4 * j + i) & 1) != 0;
+          const bool is_dropped = (dropped >> mark_of(4 * j + i) & 1) != 0;
           const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], m.keep_scale, minus);
           dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
           s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
         }
-      }
-    }
-    if constexpr (T::kCaps) {
-      const uint32_t slopes = stage() + ptx::fresh_lane() * 16;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float4 slope = ptx::load_shared(slopes + j * 512);
-        dp[4 * j] *= slope.x;
-        dp[4 * j + 1] *= slope.y;
-        dp[4 * j + 2] *= slope.z;
-        dp[4 * j + 3] *= slope.w;
       }
     }
   };
@@ -114,62 +148,32 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::pin(dk);
     ptx::pin(dv);
     wait(bars.q_full(slot()), parity_of(steps(), T::kSlots));
-    const uint32_t tests = now().tests(group_of());
-    uint32_t visible = tests == kSkipped ? 0 : ~0u;
-    // Votes tell ptxas that the warp stays together.
-    if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
-      visible = bits_by_keys(scores(), first_query(), first_key());
+    [[maybe_unused]] float key_bias[2] = {};
+    if constexpr (T::kAdds) {
+      if (m.bias.ptr != nullptr && !a.brings_bias) load_key_bias<E>(key_bias, scores(), first_key());
     }
+    const uint32_t visible = visible_scores();
     // With dropout -delta comes to dP afterwards.
     if constexpr (!T::kDrops) begin_dp(dp, stats() + kM);
     ptx::pin(s);
     ptx::pin(dp);
     ptx::wgmma_fence();
-    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(), 16)), uniform(descriptor_low(q_at(), 16)));
+    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(k_place()), 16)), uniform(descriptor_low(q_at(), 16)));
     ptx::wgmma_commit();
-    const bool asks_rows = (tests & (kTestInterval | kTestRows)) != 0 && tests != kSkipped;
-    if (__any_sync(0xffffffffu, asks_rows)) {
-      visible &= bits_by_rows(scores(), first_query(), first_key(), static_cast<TileTests>(tests));
-    }
-    [[maybe_unused]] uint32_t dropped = 0;
-    if constexpr (T::kDrops) {
-      dropped = draw_dropped<T>(m, first_query(), first_key(), shared.drop[slot()], shared.drawn[steps() % 2]);
-    }
     wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
     ptx::wgmma_fence();
-    issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at() + T::kVAt, 16)),
+    issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at(k_place() ^ 1), 16)),
                                              uniform(descriptor_low(dout_at(), 16)));
     ptx::wgmma_commit();
     forget();
     ptx::wgmma_wait<1>();
     ptx::pin(s);
-    if constexpr (T::kCaps) {
-      if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
-      __syncwarp();
-    }
-    if (T::kCaps || a.changes_scores) {
-      if (a.brings_bias) wait(bars.bias_full(), steps() % 2);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        change_scores(key_part(s, part), part);
-        ptx::pin(s);
-      }
-      if (a.brings_bias) {
-        __syncwarp();
-        arrive(bars.bias_empty());
-      }
-    }
-    forget();
-    if (__any_sync(0xffffffffu, visible != ~0u)) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s[i] = (visible >> i & 1) != 0 ? s[i] : -INFINITY;
-    }
-    scores_to_weights(s, stats(), m.unit_log2);
+    form_weights(s, key_bias, visible);
     ptx::pin(s);
     forget();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    form_gradients(s, dp, dropped);
+    form_gradients(s, dp, visible, dropped_scores());
     ptx::pin(s);
     ptx::pin(dp);
     pack<E>(p_words, s);
@@ -203,8 +207,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     if (item_of().w.block < 0) break;
     clear(dk);
     clear(dv);
-    wait(bars.k_full(), items() % 2);
-    wait(bars.v_full(), items() % 2);
+    wait(bars.place_full(k_place()), k_place());
+    wait(bars.place_full(k_place() ^ 1), k_place());
     bool is_over = false;
 #pragma unroll 1
     while (!is_over) {
@@ -215,21 +219,26 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       arrive(bars.dout_empty(slot()));
       counts += 4;
     }
-    arrive(bars.v_empty());
+    arrive(bars.place_empty(k_place() ^ 1));
     wait_for_ds_before();
     float dq[kDqCount];
     ptx::wgmma_fence();
     issue_dq_before(dq);
-    ptx::wgmma_wait<0>();
-    ptx::pin(dq);
-    arrive(bars.k_empty());
-    add_dq_before(dq);
+    // Gradients pass through the warp's place for dQ before dQ does: they are gone when the function returns.
+    if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
     const BwdParams& p = a.plain.p;
     const ModKeyItem& item = item_of();
-    const int lane = ptx::fresh_lane(), row = first_key() + lane / 4;
-    const float dv_scale = T::kDrops ? m.keep_scale : 1.f;
-    store_rows<E>(p.dv, item.w.b, item.w.k, item.w.h, dv, dv_scale, problem.head_dim_v, row, lane);
-    store_rows<E>(p.dk, item.w.b, item.w.k, item.w.h, dk, problem.softmax_scale, problem.head_dim, row, lane);
+    const int warp_row = first_key();
+    const auto store = [&](const StridedView& view, const float (&x)[D / 2], float scale, int columns) {
+      store_rows_staged<E, 16 * 128>(view, item.w.b, item.w.k, item.w.h, x, scale, columns, warp_row, stage(),
+                                     ptx::fresh_lane());
+    };
+    store(p.dv, dv, T::kDrops ? m.keep_scale : 1.f, problem.head_dim_v);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    arrive(bars.place_empty(k_place()));
+    store(p.dk, dk, problem.softmax_scale, problem.head_dim);
+    add_dq_before(dq);
     __syncwarp();
     arrive(bars.item_empty(slot_of(items(), T::kItems)));
     counts = (counts & ~3u) | ((counts + 1) & 3);

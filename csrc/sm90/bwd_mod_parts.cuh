@@ -14,13 +14,22 @@ struct BwdModMaps {
   CUtensorMap bias;  // boxes of 64 keys and 64 queries
 };
 
+// tanh(factor * x) = x * (c[0] + c[1] x^2 + c[2] x^4) for |x| <= limit.
+struct KeyCap {
+  static constexpr int kTerms = 3;
+  float c[kTerms];
+  float limit;        // below 0: never
+  float factor_log2;  // 2 log2(e) factor
+};
+
 struct BwdModArgs {
   BwdArgs plain;
   Modifiers m;
-  CapSeries cap;
+  KeyCap cap;
   Steps bias_steps;
-  bool changes_scores;  // beside masks: one branch for calls that do not
-  bool brings_bias;     // by TMA; else a bias is read from global memory
+  float unit;        // raw products, or tanh, times this are scores in log2
+  bool adds_to_keys;  // a slope or a bias that all rows share
+  bool brings_bias;  // by TMA; else all rows share a bias, if there is one
 };
 
 // An item, a block of keys of one key head, as the producer leaves it to the others. It has at least one step.
@@ -42,6 +51,8 @@ struct KeyStep {
   __device__ __forceinline__ bool is_last() const { return (bits & kLastOfItem) != 0; }
   // A warpgroup's tests, or kSkipped.
   __device__ __forceinline__ uint32_t tests(int group) const { return bits >> (2 + 4 * group) & 15; }
+  // Of either warpgroup.
+  __device__ __forceinline__ bool has_tests() const { return (bits >> 2 & 0x77) != 0; }
 };
 inline constexpr int kKeyTestsAt = 2, kHeadAt = 10;
 
@@ -53,13 +64,16 @@ struct KeyChunk {
   bool is_last;  // of its item
 };
 
-// What takes registers has kernels of its own: a softcap (kCapping), dropout (kDropping). Both at once would spill.
-enum class ScoreKind { kAdding, kCapping, kDropping };
+// What a kernel does beside hiding scores. Code that never runs costs all the same, in registers, in instructions that
+// are not there when they are needed, and in the order that ptxas finds.
+enum class ScoreKind { kHiding, kAdding, kCapping, kDropping, kAddingDropping };
 
 template <typename E, int D, ScoreKind kKind>
 struct BwdModTraits {
   using Element = E;
-  static constexpr bool kCaps = kKind == ScoreKind::kCapping, kDrops = kKind == ScoreKind::kDropping;
+  static constexpr bool kCaps = kKind == ScoreKind::kCapping;
+  static constexpr bool kAdds = kKind == ScoreKind::kAdding || kKind == ScoreKind::kAddingDropping;
+  static constexpr bool kDrops = kKind == ScoreKind::kDropping || kKind == ScoreKind::kAddingDropping;
   static constexpr int kHeadDim = D;
   static constexpr BwdModTile kModTile = bwd_mod_tile(D);
   static constexpr BwdTile kTile = kModTile.plain();
@@ -76,21 +90,35 @@ struct BwdModTraits {
   static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);
   static constexpr int kItems = 2, kRingChunks = 2;
   static constexpr int kSteps = 2 * kSlots;  // consumers look back by one
+  // Steps whose marks have a place: those of a step are made during the two steps before it. Where a bias has taken the
+  // place that others have for them there is one, for visible scores, then dropped ones.
+  static constexpr int kMarkSlots = kAdds ? 1 : 4, kMarkBytes = 4 * 32 * kConsumerWarps;
   static constexpr int kDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
   static_assert(kTile.stage_bytes() == BwdModTile::kStageBytes && kBiasAt % 1024 == 0);
 };
 
+// What a consumer thread is told of its scores: bit mark_of(i) of a word is score i.
+enum class Mark { kVisible, kDropped };
+
 // Behind the tiles in shared memory, before the barriers.
 template <typename T>
 struct ModKeyShared {
-  DropKeys drop[T::kSlots];  // of the step in that slot of the ring
+  static constexpr int kMarkers = 3;  // warps that make marks
+  DropKeys drop[T::kDrops ? kMarkers : 1];  // of the head for which a warp draws
   ModKeyItem items[T::kItems];
   KeyChunk chunks[T::kRingChunks];
   KeyStep steps[T::kSteps];
-  float slopes[T::kSteps];  // of the steps' heads
-  uint32_t index;            // the scheduler's present one
+  float slopes[T::kSteps];  // of the steps' heads, times log2(e)
+  uint32_t index;           // the scheduler's present one
   int items_found, chunks_found;
-  uint16_t drawn[2][T::kConsumerWarps * 32];  // what a warp has drawn for the other one of its pair
+  alignas(4) unsigned char only_marks[T::kAdds ? T::kMarkBytes : 4];
+
+  __device__ __forceinline__ unsigned char* marks(Mark which, int slot) {
+    static_assert(2 * T::kMarkSlots * T::kMarkBytes <= T::kBiasBytes);
+    if constexpr (T::kAdds) return only_marks;
+    unsigned char* const place = reinterpret_cast<unsigned char*>(this) - T::kSharedAt + T::kBiasAt;
+    return place + (2 * slot + static_cast<int>(which)) * T::kMarkBytes;
+  }
 };
 
 // "full" ones complete by the bytes of copies or when what they announce is written, "empty" ones when all that read it
@@ -98,17 +126,17 @@ struct ModKeyShared {
 template <typename T>
 struct ModKeyBarriers {
   static constexpr int kKeys = 0, kQ = kKeys + 4, kDout = kQ + 2 * T::kSlots, kItem = kDout + 2 * T::kSlots;
-  static constexpr int kChunk = kItem + 2 * T::kItems, kBias = kChunk + 2 * T::kRingChunks, kDs = kBias + 2;
+  static constexpr int kChunk = kItem + 2 * T::kItems, kBias = kChunk + 2 * T::kRingChunks, kMarks = kBias + 2;
+  static constexpr int kDs = kMarks + 2 * T::kMarkSlots;
   static constexpr int kEnding = kDs + T::kDsSlots, kCount = kEnding + 1;
   static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModKeyShared<T>));
   static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
 
   uint32_t smem;
   __device__ uint32_t at(int index) const { return smem + kAt + 8 * index; }
-  __device__ uint32_t k_full() const { return at(kKeys); }
-  __device__ uint32_t k_empty() const { return at(kKeys + 1); }
-  __device__ uint32_t v_full() const { return at(kKeys + 2); }
-  __device__ uint32_t v_empty() const { return at(kKeys + 3); }
+  // K and V change places with every item: K of the next one comes to the place of V, which is free a step earlier.
+  __device__ uint32_t place_full(int place) const { return at(kKeys + place); }
+  __device__ uint32_t place_empty(int place) const { return at(kKeys + 2 + place); }
   __device__ uint32_t q_full(int slot) const { return at(kQ + slot); }
   __device__ uint32_t q_empty(int slot) const { return at(kQ + T::kSlots + slot); }
   __device__ uint32_t dout_full(int slot) const { return at(kDout + slot); }
@@ -119,6 +147,8 @@ struct ModKeyBarriers {
   __device__ uint32_t chunk_empty(int place) const { return at(kChunk + T::kRingChunks + place); }
   __device__ uint32_t bias_full() const { return at(kBias); }
   __device__ uint32_t bias_empty() const { return at(kBias + 1); }
+  __device__ uint32_t marks_full(int slot) const { return at(kMarks + slot); }
+  __device__ uint32_t marks_empty(int slot) const { return at(kMarks + T::kMarkSlots + slot); }
   __device__ uint32_t ds_full(int slot) const { return at(kDs + slot); }
   __device__ uint32_t item_ending() const { return at(kEnding); }
 
@@ -130,13 +160,13 @@ struct ModKeyBarriers {
         ptx::mbarrier_init(at(first + count + i), empty_arrivals);
       }
     };
-    init_pairs(kKeys, 1, 1, T::kConsumerWarps);
-    init_pairs(kKeys + 2, 1, 1, T::kConsumerWarps);
+    init_pairs(kKeys, 2, 1, T::kConsumerWarps);
     init_pairs(kQ, T::kSlots, 3, T::kConsumerWarps);  // Q, its statistics, its step
     init_pairs(kDout, T::kSlots, 1, T::kConsumerWarps);
     init_pairs(kItem, T::kItems, 1, T::kConsumerWarps + kLoaders);
     init_pairs(kChunk, T::kRingChunks, 1, kLoaders);
     init_pairs(kBias, 1, 1, T::kConsumerWarps);
+    init_pairs(kMarks, T::kMarkSlots, ModKeyShared<T>::kMarkers, T::kConsumerWarps);
     for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
     ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();

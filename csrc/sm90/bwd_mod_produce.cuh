@@ -2,7 +2,7 @@
 // what their scores are tested for; of the others one loads K, V and tiles of a bias, one Q, one dO.
 #pragma once
 
-#include "bwd_mod_parts.cuh"
+#include "bwd_mod_bits.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -177,24 +177,87 @@ __device__ __forceinline__ void for_key_steps(const ModKeyShared<T>& shared, Mod
   }
 }
 
+// What a loader does for the consumers beside its loads: marks of kParts parts of 32 queries and 32 keys, of 8, from
+// part kFirst on. kMarker is its number.
+template <typename T, int kMarker, int kFirst, int kParts>
+class MarkMaker {
+ public:
+  __device__ __forceinline__ void begin_item() { head_ = -1; }
+
+  // Before the loader waits for the place of its tile: marks take longer than is left then.
+  __device__ __forceinline__ void leave(const BwdModArgs& a, ModKeyShared<T>& shared, ModKeyBarriers<T> bars,
+                                        const ModKeyItem& item, const KeyStep& step) {
+    const Scores scores{a.plain.p.problem, a.m, item.seat, item.first_head + step.head()};
+    const auto row_of = [&](int part) { return step.block * T::kBlockM + part % 2 * 32; };
+    const auto col_of = [&](int part) { return item.w.block * T::kBlockN + part / 2 * 32; };
+    const auto tests_of = [&](int part) { return static_cast<TileTests>(step.tests(part / 4)); };
+    const auto wait_for_place = [&] { wait(bars.marks_empty(place_.slot), place_.parity); };
+    const auto hand_over = [&] {
+      __syncwarp();
+      if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bars.marks_full(place_.slot));
+      place_.advance();
+    };
+    const auto put = [&](Mark which, int part, uint32_t bits) {
+      uint16_t* const to =
+          reinterpret_cast<uint16_t*>(shared.marks(which, place_.slot)) + part / 2 * 128 + 2 * ptx::fresh_lane() + part % 2;
+      to[0] = static_cast<uint16_t>(bits);
+      to[64] = static_cast<uint16_t>(bits >> 16);
+    };
+    if (__any_sync(0xffffffffu, step.has_tests())) {
+      uint32_t of_row[kParts];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const int part = kFirst + i;
+        of_row[i] = mask_word(scores, row_of(part) + ptx::fresh_lane(), col_of(part), tests_of(part));
+      }
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const int part = kFirst + i;
+        const uint32_t tests = tests_of(part);
+        uint32_t visible = ~0u;
+        if (__any_sync(0xffffffffu, (tests & (kTestInterval | kTestRows)) != 0)) {
+          const int row = row_of(part) + ptx::fresh_lane();
+          visible = hand_out_rows(bits_of_row(scores, of_row[i], row, col_of(part), tests_of(part)));
+        }
+        if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
+          visible &= bits_by_keys(scores, row_of(part), col_of(part));
+        }
+        wait_for_place();
+        put(Mark::kVisible, part, visible);
+      }
+      if constexpr (T::kAdds || !T::kDrops) hand_over();
+    }
+    if constexpr (T::kDrops) {
+      if (step.head() != head_) {
+        head_ = step.head();
+        __syncwarp();
+        if (ptx::fresh_lane() == 0) shared.drop[kMarker].make(a.m, item.seat.b, item.first_head + head_);
+        __syncwarp();
+      }
+#pragma unroll 1
+      for (int part = kFirst; part < kFirst + kParts; ++part) {
+        const uint32_t bits = dropped_bits(a.m, row_of(part), col_of(part), shared.drop[kMarker]);
+        wait_for_place();
+        put(Mark::kDropped, part, bits);
+      }
+      hand_over();
+    }
+  }
+
+ private:
+  int head_ = -1;
+  RingPosition<T::kMarkSlots> place_{0, 1};
+};
+
 // Second warp: K and V of an item, then the tiles of its bias.
 template <typename T>
 __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
-                                              const ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+                                              ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
   const Problem& p = a.plain.p.problem;
-  uint32_t kv_parity = 1, bias_parity = 1;
-  const auto load_item = [&](const ModKeyItem& item) {
-    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
-    const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
-      wait(empty, kv_parity);
-      if (threadIdx.x % 32 == 0) copy_tile<T::kChunks, T::kBlockN>(map, steps, to, full, at, item.w.h);
-    };
-    load(maps.plain.k, a.plain.k, smem, bars.k_full(), bars.k_empty());
-    load(maps.plain.v, a.plain.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
-    kv_parity ^= 1;
-  };
-  for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
-    if (!a.brings_bias) return;
+  uint32_t place_parity = 1, bias_parity = 1;
+  int k_place = 0;
+  MarkMaker<T, 0, 0, 3> marks;
+  const auto load_bias = [&](const ModKeyItem& item, const KeyStep& step) {
     wait(bars.bias_empty(), bias_parity);
     bias_parity ^= 1;
     if (threadIdx.x % 32 != 0) return;
@@ -204,6 +267,25 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
       ptx::tma_load_5d(smem + T::kBiasAt + i * T::kBlockM * 128, &maps.bias, bars.bias_full(),
                        item.w.block * T::kBlockN + 64 * i, step.block * T::kBlockM,
                        (item.first_head + step.head()) * a.bias_steps.head, item.seat.b * a.bias_steps.batch, 0);
+    }
+  };
+  const auto load_item = [&](const ModKeyItem& item) {
+    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
+    const auto load = [&](const CUtensorMap& map, const Steps& steps, int place) {
+      wait(bars.place_empty(place), place_parity);
+      if (threadIdx.x % 32 != 0) return;
+      copy_tile<T::kChunks, T::kBlockN>(map, steps, smem + place * T::kVAt, bars.place_full(place), at, item.w.h);
+    };
+    load(maps.plain.k, a.plain.k, k_place);
+    load(maps.plain.v, a.plain.v, k_place ^ 1);
+    place_parity ^= 1;
+    k_place ^= 1;
+    marks.begin_item();
+  };
+  for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
+    marks.leave(a, shared, bars, item, step);
+    if constexpr (T::kAdds) {
+      if (a.brings_bias) load_bias(item, step);
     }
   });
 }
@@ -215,32 +297,29 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
   int place = 0;  // of the step
-  int stale = 0;  // slots whose keys of dropout are those of another head
-  int head = -1;
+  MarkMaker<T, 1, 3, 3> marks;
   for_key_steps<T>(
-      shared, bars, [&](const ModKeyItem&) { head = -1; },
+      shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
+        marks.leave(a, shared, bars, item, step);
         wait(bars.q_empty(ring.slot), ring.parity);
-        if (step.head() != head) stale = T::kSlots;
-        head = step.head();
         if (threadIdx.x % 32 == 0) {
           const uint32_t full = bars.q_full(ring.slot);
-          const int64_t tile = item.tile + static_cast<int64_t>(head) * a.plain.tiles_per_head + step.block;
+          const int64_t tile = item.tile + static_cast<int64_t>(step.head()) * a.plain.tiles_per_head + step.block;
           copy_tile<T::kChunks, T::kBlockM>(
               maps.plain.q, a.plain.q, smem + T::kQAt + ring.slot * T::kQBytes, full,
-              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM), item.first_head + head);
+              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM),
+              item.first_head + step.head());
           ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
           ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
                          T::kStatsBytes, full);
           shared.steps[place] = step;
-          if (a.m.slopes != nullptr) {
-            shared.slopes[place] = a.m.slopes[item.seat.b * a.m.slopes_batch_stride + item.first_head + head];
+          if constexpr (T::kAdds) {
+            const int64_t at = item.seat.b * a.m.slopes_batch_stride + item.first_head + step.head();
+            shared.slopes[place] = a.m.slopes == nullptr ? 0.f : a.m.slopes[at] * kLog2e;
           }
-          if (T::kDrops && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, item.first_head + head);
-          ptx::mbarrier_arrive(full);
           if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
         }
-        --stale;
         place = slot_of(place + 1, T::kSteps);
         ring.advance();
       });
@@ -249,12 +328,14 @@ __device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdM
 // Fourth warp: streams dO.
 template <typename T>
 __device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
-                                               const ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+                                               ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
   RingPosition<T::kSlots> ring;
   ring.parity = 1;
+  MarkMaker<T, 2, 6, 2> marks;
   for_key_steps<T>(
-      shared, bars, [](const ModKeyItem&) {},
+      shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
       [&](const ModKeyItem& item, const KeyStep& step, bool) {
+        marks.leave(a, shared, bars, item, step);
         wait(bars.dout_empty(ring.slot), ring.parity);
         if (threadIdx.x % 32 == 0) {
           copy_tile<T::kChunks, T::kBlockM>(

@@ -1,311 +1,144 @@
-// What modifiers do to the transposed scores that a warp of the sm90 backward holds: 16 keys along its rows, queries
-// along the columns, 32 of them at a time, because what 64 need at once would not fit the registers.
+// From raw products to weights, with what modifiers do to scores, on the transposed scores that a warp of the sm90
+// backward holds: 16 keys along its rows, 64 queries along the columns; s[4 j + 2 half + c] as in bwd_steps.cuh.
+//
+// Everything is kept in units of log2 and gathers around -lse, so that an addition costs one fma and the scale none.
 #pragma once
 
-#include "bwd_mod_parts.cuh"
+#include "bwd_mod_bits.cuh"
 
 namespace flash_ext::sm90 {
 
-inline constexpr int kPartQueries = 32;
-using KeyPart = float[1][kPartQueries / 8][4];
-template <int kCount>
-__device__ __forceinline__ KeyPart& key_part(float (&s)[kCount], int part) {
-  return *reinterpret_cast<KeyPart*>(&s[part * kPartQueries / 2]);
+// What a step adds to a warp's scores: one number for a key and, away from the diagonal, something linear in the rows.
+struct KeyAdditions {
+  float of_key[2];  // this thread's two keys
+  float of_row;     // times the row's place in the tile
+  float near;       // slope to multiply |distance| with, where the distance is not linear; else 0
+  float distance;   // row + shift - key of s[0]
+};
+
+// `slope`: of the head, times log2(e); 0 without. `bias`: of the two keys, of a bias that all rows share.
+__device__ __forceinline__ KeyAdditions additions_of(int centre0, int col0, float slope, const float (&bias)[2]) {
+  const int lane = ptx::fresh_lane();
+  KeyAdditions x;
+  x.distance = static_cast<float>(centre0 - col0 + 2 * (lane % 4) - lane / 4);
+  const bool before = col0 + 15 <= centre0, after = centre0 + BwdModTile::kBlockM - 1 <= col0;
+  x.of_row = before ? -slope : after ? slope : 0.f;
+  x.near = before || after ? 0.f : slope;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    x.of_key[half] = fmaf(x.of_row, x.distance - 8.f * static_cast<float>(half), bias[half] * kLog2e);
+  }
+  return x;
 }
 
-// As cap_scores() of the forward; put_slope(n, ...) receives d score / d (scale * q k) of a block of 8 queries.
-template <typename PutSlope>
-__device__ __forceinline__ void cap_key_scores(KeyPart& s, const BwdModArgs& a, const PutSlope& put_slope) {
-  constexpr int kBlocks = kPartQueries / 8;
-  const Modifiers& m = a.m;
-  float parts[4] = {};
+// s = unit s - lse.
+__device__ __forceinline__ void to_log2(float (&s)[32], const float* minus_lse, float unit) {
 #pragma unroll
-  for (int i = 0; i < 4 * kBlocks; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[0][i / 4][i % 4]));
-  const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
-  const CapSeries& series = a.cap;
-  const auto cap_all = [&](const auto& capped) {
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      float slope[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = s[0][n][i];
-        x = capped(x);
-        const float t = x * m.inv_softcap;
-        slope[i] = fmaf(-t, t, 1.f);
-      }
-      put_slope(n, slope);
-    }
-  };
-  // NaN and infinity do not get here.
-  if (!__any_sync(0xffffffffu, !(largest <= series.limit))) {
-    cap_all([&](float x) {
-      const float u = x * x;
-      float sum = series.c[CapSeries::kTerms - 1];
-#pragma unroll
-      for (int k = CapSeries::kTerms - 2; k >= 0; --k) sum = fmaf(sum, u, series.c[k]);
-      return x * sum;
-    });
-    return;
-  }
-  const float cap = m.softcap, factor = a.plain.p.problem.softmax_scale * m.inv_softcap;
-  if (cap > Scores::kFineSoftcap) {
-    cap_all([&](float x) { return cap * Scores::fine_tanh_of(x * factor); });
-  } else {
-    cap_all([&](float x) { return Scores::capped(x, 2.f * kLog2e * factor, cap); });
+    for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, i % 2 == 0 ? lse.x : lse.y);
   }
 }
 
-// s = s * scale + bias, from a tile that TMA left in shared memory: queries are its rows, 64 keys a row. `keys` is the
+// The same with what is added, but for a bias that TMA brings.
+__device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& x, const float* minus_lse, float unit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
+    const float rows[2] = {fmaf(x.of_row, static_cast<float>(8 * j), lse.x),
+                           fmaf(x.of_row, static_cast<float>(8 * j + 1), lse.y)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, rows[i % 2]) + x.of_key[i / 2];
+  }
+  if (!__any_sync(0xffffffffu, x.near != 0.f)) return;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float step = static_cast<float>(i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
+    s[i] = fmaf(-x.near, fabsf(x.distance + step), s[i]);
+  }
+}
+
+// s += bias log2(e), from a tile that TMA left in shared memory: queries are its rows, 64 keys a row. `keys` is the
 // number of the warp's 16 keys.
 template <typename E>
-__device__ __forceinline__ void add_brought_bias(KeyPart& s, float scale, uint32_t tile, int keys, int part) {
+__device__ __forceinline__ void add_brought_bias(float (&s)[32], uint32_t tile, int keys) {
   const int lane = ptx::fresh_lane();
-  const int query = part * kPartQueries + lane / 16 * 8 + lane % 8, chunk = 2 * keys + lane / 8 % 2;
+  const int query = lane / 16 * 8 + lane % 8, chunk = 2 * keys + lane / 8 % 2;
   const uint32_t at = tile + query * 128 + ((chunk ^ (lane % 8)) << 4);
 #pragma unroll
-  for (int n = 0; n < kPartQueries / 16; ++n) {
+  for (int n = 0; n < 4; ++n) {
     uint32_t r[4];
     ptx::ldmatrix_x4_trans(r, at + n * 16 * 128);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 bias = ptx::unpack2<E>(r[i]);
-      float* pair = &s[0][2 * n + i / 2][i % 2 * 2];
-      pair[0] = fmaf(pair[0], scale, bias.x);
-      pair[1] = fmaf(pair[1], scale, bias.y);
+      float* pair = &s[8 * n + 2 * i];
+      pair[0] = fmaf(bias.x, kLog2e, pair[0]);
+      pair[1] = fmaf(bias.y, kLog2e, pair[1]);
     }
   }
 }
 
-// The same for a bias that TMA does not bring: of one row for all queries, fp32, or of odd strides.
+// A bias that all rows share, of this thread's keys.
 template <typename E>
-__device__ __forceinline__ void add_far_bias(KeyPart& s, const Scores& scores, int row0, int col0, float scale) {
+__device__ __forceinline__ void load_key_bias(float (&bias)[2], const Scores& scores, int col0) {
   const BiasView& x = scores.m.bias;
-  const int lane = ptx::fresh_lane(), size = x.is_float ? 4 : 2;
-  const int col = col0 + lane / 4, row = row0 + 2 * (lane % 4);
-  const int rows_left = min(x.rows, scores.seat.seqlen_q) - row, cols_left = min(x.cols, scores.seat.seqlen_k) - col;
-  const char* at = static_cast<const char*>(x.ptr) + (scores.seat.b * x.batch_stride + scores.h * x.head_stride +
-                                                      row * x.row_stride + col * x.col_stride) * size;
-  const auto load = [&](const char* from) {
-    return x.is_float ? ptx::load_late<float>(from) : ptx::to_float<E>(ptx::load_late<E>(from));
-  };
-  const int64_t down = x.row_stride * size, right = 8 * x.col_stride * size;
-  const bool is_shared = x.row_stride == 0 && x.rows >= scores.seat.seqlen_q;
+  const int col = col0 + ptx::fresh_lane() / 4, last = min(x.cols, scores.seat.seqlen_k);
+  const int64_t base = scores.seat.b * x.batch_stride + scores.h * x.head_stride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const bool inside = 8 * half < cols_left;
-    const char* from = at + half * right;
-    if (is_shared) {
-      const float bias = inside ? load(from) : 0.f;
-#pragma unroll
-      for (int n = 0; n < kPartQueries / 8; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) s[0][n][2 * half + c] = fmaf(s[0][n][2 * half + c], scale, bias);
-      }
-      continue;
-    }
-#pragma unroll
-    for (int n = 0; n < kPartQueries / 8; ++n) {
-      float bias[2] = {};
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (inside && 8 * n + c < rows_left) bias[c] = load(from);
-        from += c == 0 ? down : 7 * down;
-      }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) s[0][n][2 * half + c] = fmaf(s[0][n][2 * half + c], scale, bias[c]);
-    }
+    const int64_t at = base + (col + 8 * half) * x.col_stride;
+    bias[half] = 0.f;
+    if (col + 8 * half >= last) continue;
+    bias[half] = x.is_float ? static_cast<const float*>(x.ptr)[at] : ptx::to_float<E>(static_cast<const E*>(x.ptr)[at]);
   }
 }
 
-// s = s * scale - weight * |row + shift - key| as Scores::add_slopes() has it, with the slope at hand.
-__device__ __forceinline__ void add_key_slopes(KeyPart& s, const Scores& scores, int row0, int col0, float scale,
-                                               float weight) {
-  const int lane = ptx::fresh_lane(), centre0 = row0 + scores.shift();
-  const auto add = [&](const auto& penalised) {
+// s = 2^s.
+__device__ __forceinline__ void exponentiate(float (&s)[32]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float first = static_cast<float>(centre0 - col0 + 2 * (lane % 4) - lane / 4 - 8 * half);
-      const auto score = penalised(first);
-#pragma unroll
-      for (int n = 0; n < kPartQueries / 8; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) s[0][n][2 * half + c] = score(s[0][n][2 * half + c], static_cast<float>(8 * n + c));
-      }
-    }
-  };
-  // Away from the diagonal the distance is linear.
-  const bool before = col0 + 15 <= centre0, after = centre0 + kPartQueries - 1 <= col0;
-  if (before || after) {
-    const float sloped = before ? -weight : weight;
-    add([&](float first) {
-      return [=, base = sloped * first](float x, float step) { return fmaf(x, scale, fmaf(sloped, step, base)); };
-    });
-  } else {
-    add([&](float first) {
-      return [=](float x, float step) { return fmaf(-weight, fabsf(first + step), x * scale); };
-    });
-  }
+  for (int i = 0; i < 32; ++i) s[i] = ptx::ex2(s[i]);
 }
 
-// Raw products to scores, without masks. add_brought() adds a bias that TMA has brought.
-template <typename T, typename PutSlope, typename AddBrought>
-__device__ __forceinline__ void modify_key_scores(KeyPart& s, const BwdModArgs& a, const Scores& scores, int row0,
-                                                  int col0, float slope, const PutSlope& put_slope,
-                                                  const AddBrought& add_brought) {
-  const Modifiers& m = a.m;
-  if (!m.is_natural) {
-    if (a.plain.p.problem.score_factor != 1.f) Scores::scale_all(s, a.plain.p.problem.score_factor);
+// tanh of what a softcap divides, from raw products. Small ones all by a series, which costs no more than other
+// arithmetic; exponential and reciprocal wait for the unit that the weights need as well.
+__device__ __forceinline__ void take_tanh(float (&s)[32], const KeyCap& cap) {
+  float parts[4] = {};
+#pragma unroll
+  for (int i = 0; i < 32; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
+  const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+  // NaN and infinity are not small.
+  if (!__any_sync(0xffffffffu, !(largest <= cap.limit))) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float u = s[i] * s[i];
+      s[i] *= fmaf(fmaf(cap.c[2], u, cap.c[1]), u, cap.c[0]);
+    }
     return;
   }
-  float scale = a.plain.p.problem.softmax_scale;
-  if constexpr (T::kCaps) {
-    cap_key_scores(s, a, put_slope);
-    scale = 1.f;
-  }
-  if (m.slopes != nullptr) {
-    add_key_slopes(s, scores, row0, col0, scale, slope);
-    scale = 1.f;
-  }
-  if (m.bias.ptr == nullptr) return;
-  if (a.brings_bias) {
-    add_brought(scale);
-  } else {
-    add_far_bias<typename T::Element>(s, scores, row0, col0, scale);
-  }
-}
-
-// ---- bits ---------------------------------------------------------------------------------------
-// One for each score of a thread, s[4 j + 2 half + c] is bit 4 j + 2 half + c. They are made while the products run.
-
-// Those of the thread's first key.
-inline constexpr uint32_t kFirstKey = 0x33333333u;
-
-// Which of the keys [col0, col0 + 16) a row sees by what is known from the rows' side.
-__device__ __forceinline__ uint32_t bits_of_row(const Scores& scores, int row, int col0, TileTests tests) {
-  const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
-  uint32_t bits = 0xffff;
-  if (tests & kTestInterval) {
-    const RowKeys keys = scores.row_keys(row);
-    bits = Scores::bits_between(keys.begin, keys.end, col0) | Scores::bits_between(0, keys.always, col0);
-  }
-  if (!(tests & kTestRows)) return bits;
-  if (m.mask.words != nullptr) bits &= Scores::word(m.mask, seat.b, scores.h, row, col0 / 32) >> (col0 % 32);
-  if (m.blocks.words != nullptr) {
-    bits &= 0u - (Scores::word(m.blocks, seat.b, scores.h, row / 16, col0 / 512) >> (col0 / 16 % 32) & 1);
-  }
-  const int64_t base = scores.seat_batch() * m.hidden_keys.batch_stride + scores.h * m.hidden_keys.head_stride;
-  const int64_t position = seat.q_start + min(row, seat.seqlen_q - 1);
-#pragma unroll 1
-  for (int k = 0; k < m.hidden_keys.count; ++k) {
-    const int2 keys = Scores::interval(m.hidden_keys, base, position, k);
-    bits &= ~Scores::bits_between(keys.x, keys.y, col0);
-  }
-  return bits;
-}
-
-// use(i, x) for the i-th of a thread's rows 8 j + 2 (lane % 4) + c of 32, x as the lane has it that owns the row.
-template <typename Use>
-__device__ __forceinline__ void hand_out(uint32_t x, const Use& use) {
-  const int lane = ptx::fresh_lane();
 #pragma unroll
-  for (int i = 0; i < 8; ++i) use(i, __shfl_sync(0xffffffffu, x, i / 2 * 8 + 2 * (lane % 4) + i % 2));
+  for (int i = 0; i < 32; ++i) s[i] = 1.f - ptx::reciprocal(ptx::ex2(fmaf(s[i], cap.factor_log2, -1.f)) + 0.5f);
 }
 
-// Scores that no test known by rows hides. It is made once for a row, two rows a lane, and handed out.
-__device__ __forceinline__ uint32_t bits_by_rows(const Scores& scores, int row0, int col0, TileTests tests) {
-  const int lane = ptx::fresh_lane();
-  uint32_t of_rows = 0, visible = 0;
-#pragma unroll 1
-  for (int part = 1; part >= 0; --part) {
-    of_rows = of_rows << 16 | (bits_of_row(scores, row0 + 32 * part + lane, col0, tests) & 0xffff);
-  }
-  hand_out(of_rows, [&](int i, uint32_t of_two) {
-    const uint32_t seen = of_two >> (lane / 4);
-    const int bit = i / 2 * 4 + i % 2;
-    visible |= (seen & 1) << bit | (seen >> 8 & 1) << (bit + 2);
-    visible |= (seen >> 16 & 1) << (bit + 16) | (seen >> 24 & 1) << (bit + 18);
-  });
-  return visible;
-}
-
-// Scores that no test of the key hides: documents, hidden_rows.
-__device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0, int col0) {
-  const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
-  const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
-  const auto key = [&](int half) { return min(col0 + lane / 4 + 8 * half, last_key); };
-  uint32_t visible = ~0u;
-  if (m.document_k.ids != nullptr) {
-    const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
-    const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
-    const int ids[2] = {k[key(0)], k[key(1)]};
-    if (ids[0] < 0) visible &= ~kFirstKey;
-    if (ids[1] < 0) visible &= kFirstKey;
-#pragma unroll 1
-    for (int part = 0; part < 2; ++part) {
-      const int of_row = q[min(row0 + 32 * part + lane, last_row)];
-      uint32_t differ = 0;
-      hand_out(static_cast<uint32_t>(of_row), [&](int i, uint32_t row_id) {
-        const int bit = i / 2 * 4 + i % 2;
-        if (static_cast<int>(row_id) != ids[0]) differ |= 1u << bit;
-        if (static_cast<int>(row_id) != ids[1]) differ |= 4u << bit;
-      });
-      visible &= ~(differ << (16 * part));
+// s = P, dp = dS, from s = tanh and dp = dP - delta; the derivative goes where the tanh was, before that is gone.
+__device__ __forceinline__ void weights_of_tanh(float (&s)[32], float (&dp)[32], const float* minus_lse, float unit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float t = s[4 * j + i], p = ptx::ex2(fmaf(t, unit, i % 2 == 0 ? lse.x : lse.y));
+      dp[4 * j + i] *= p * fmaf(-t, t, 1.f);
+      s[4 * j + i] = p;
     }
   }
-  const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
-  const int row = row0 + 2 * (lane % 4);
-#pragma unroll 1
-  for (int k = 0; k < 2 * m.hidden_rows.count; ++k) {
-    const int half = k % 2;
-    const int2 rows = Scores::interval(m.hidden_rows, base, seat.k_start + key(half), k / 2);
-    uint32_t hidden = 0;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int at = row + i / 2 * 8 + i % 2;
-      if (at >= rows.x && at < rows.y) hidden |= 1u << (i / 2 * 4 + i % 2);
-    }
-    visible &= ~(hidden << (2 * half));
-  }
-  return visible;
 }
 
-// Scores that dropout hits: the draws of common/dropout.cuh. One Philox block serves 32 keys, hence two warps: each
-// draws 32 of the 64 queries for both, and they meet at a named barrier.
-template <typename T>
-__device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, int col0, const DropKeys& keys,
-                                                 uint16_t* drawn) {
-  constexpr int kQueries = T::kBlockM / 2;
-  const uint32_t lane = ptx::fresh_lane();
-  const uint32_t warp = static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32 % T::kConsumerWarps;
-  const uint32_t odd = warp % 2;
-  const auto key_of = [&](int round) { return keys.rounds[round]; };
-  const uint32_t highest = (m.drop_below << 16) - 1;
-  const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
-  const uint32_t row_id = (static_cast<uint32_t>(row0) + odd * kQueries) / 16 * 8 + 2 * (lane % 4);
-  uint32_t bits[2] = {};  // of the first 16 keys, of the others
+// 0 where a bit is 0.
+__device__ __forceinline__ void hide_weights(float (&s)[32], uint32_t visible) {
 #pragma unroll
-  for (int n = 0; n < kQueries / 16; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const uint4 draws = philox(make_uint4(row_id + n * 8 + c, col_id, keys.counter.x, keys.counter.y), key_of);
-      const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int bit = 8 * n + 2 * (r % 2) + c;
-        if ((words[r] << 16) <= highest) bits[r / 2] |= 1u << bit;
-        if (words[r] <= highest) bits[r / 2] |= 1u << (bit + 4);
-      }
-    }
-  }
-  const uint32_t mine = odd ? bits[1] : bits[0], others = odd ? bits[0] : bits[1];
-  drawn[(warp ^ 1) * 32 + lane] = static_cast<uint16_t>(others);
-  debug_delay();
-  ptx::bar_sync(1 + warp / 2, 64);
-  const uint32_t theirs = drawn[warp * 32 + lane];
-  return odd ? mine << 16 | theirs : theirs << 16 | mine;
+  for (int i = 0; i < 32; ++i) s[i] = (visible >> mark_of(i) & 1) != 0 ? s[i] : 0.f;
 }
 
 }  // namespace flash_ext::sm90

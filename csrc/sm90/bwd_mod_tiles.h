@@ -28,6 +28,28 @@ static_assert(bwd_mod_tile(64).smem_bytes(64) <= kSmemLimitLarge &&
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
 
+// Not what there is no kernel for: a softcap together with dropout or with anything that is added to scores. Nor a bias
+// that TMA cannot read and that differs from row to row: read from global memory it is slower here.
+inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
+  const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
+  if (m.softcap > 0.f && (adds || m.rng != nullptr)) return false;
+  if (m.bias.ptr == nullptr) return true;
+  return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
+}
+
+// What bwd_bias.cuh computes: the gradient of a bias that TMA reads, element by element, of dense calls that hide keys by
+// intervals only and add nothing else.
+inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const BiasGradient& g) {
+  const bool is_elementwise = !g.is_slope && !g.is_float && !g.sum_rows && !g.sum_cols && g.splits == 1;
+  const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k && g.cols % 8 == 0;
+  const bool is_alone = m.bias.staged && m.bias.row_stride != 0 && m.slopes == nullptr && m.softcap == 0.f &&
+                        m.rng == nullptr;
+  const bool hides_by_intervals = m.mask.words == nullptr && m.blocks.words == nullptr &&
+                                  m.document_k.ids == nullptr && m.hidden_rows.count == 0 &&
+                                  m.hidden_keys.count == 0 && m.prefix_lens == nullptr;
+  return !p.is_varlen() && is_elementwise && is_whole && is_alone && hides_by_intervals;
+}
+
 // fp32 elements of the workspace beside dQ's: the rows' statistics as the portable kernels have them, for gradients of
 // biases, slopes and sinks, then the statistics of this path with its counter, on 16 bytes.
 inline int64_t portable_stats_elements(const Problem& p) { return (2 * p.total_q * p.num_heads + 3) / 4 * 4; }

@@ -23,6 +23,8 @@ std::string run_fwd_mod_hd192_v128(const FwdParams& p, const Modifiers& m, const
 std::string run_fwd_mod_hd256(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod_hd64(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod_hd128(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_bias_hd64(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);
+std::string run_bwd_bias_hd128(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);
 std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd96(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d);

@@ -8,6 +8,24 @@
 
 namespace flash_ext::sm90 {
 
+// tanh(t) / t in t^2, fitted for the smallest relative error (4e-7) on |t| <= 1/4.
+inline KeyCap key_cap(const Problem& p, const Modifiers& m) {
+  constexpr double kTerms[KeyCap::kTerms] = {0.9999996043, -0.3332190823, 0.1284161343};
+  KeyCap cap{};
+  const double factor = static_cast<double>(p.softmax_scale) * m.inv_softcap;
+  cap.factor_log2 = static_cast<float>(2. * kLog2e * factor);
+  cap.limit = -1.f;
+  double power = factor;
+  for (int k = 0; k < KeyCap::kTerms; ++k) {
+    const double c = kTerms[k] * power;
+    if (std::fabs(c) > FLT_MAX) return cap;  // the largest x such a factor is made for are next to 0
+    cap.c[k] = static_cast<float>(c);
+    power *= factor * factor;
+  }
+  cap.limit = static_cast<float>(std::fmin(0.25 / std::fabs(factor), FLT_MAX));
+  return cap;
+}
+
 // p.row_stats begins with this path's statistics, behind which the counter is.
 template <typename E, int D, ScoreKind kKind>
 std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
@@ -20,9 +38,10 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
       make_bwd_args(a.plain, p, bwd_grid(r, d, T::kBlockN, false, drawn),
                     drawn ? reinterpret_cast<Counter*>(counter) : nullptr, T::kBlockN / T::kBlockM);
   a.m = m;
-  a.cap = cap_series(r, m);
-  a.changes_scores = m.is_natural || r.score_factor != 1.f;
+  if (T::kCaps) a.cap = key_cap(r, m);
+  a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
   a.brings_bias = staged_bias_rows(m.bias, r, T::kBlockM) == T::kBlockM;
+  a.adds_to_keys = m.slopes != nullptr || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};
   if (error.empty()) error = encode_bwd_maps(maps.plain, p, T::kBlockM, T::kBlockN);
@@ -35,9 +54,12 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
 
 template <typename E, int D>
 std::string launch_bwd_mod(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
   if (m.softcap > 0.f) return launch_bwd_mod_as<E, D, ScoreKind::kCapping>(p, m, d);
+  if (m.rng != nullptr && adds) return launch_bwd_mod_as<E, D, ScoreKind::kAddingDropping>(p, m, d);
   if (m.rng != nullptr) return launch_bwd_mod_as<E, D, ScoreKind::kDropping>(p, m, d);
-  return launch_bwd_mod_as<E, D, ScoreKind::kAdding>(p, m, d);
+  if (adds) return launch_bwd_mod_as<E, D, ScoreKind::kAdding>(p, m, d);
+  return launch_bwd_mod_as<E, D, ScoreKind::kHiding>(p, m, d);
 }
 
 template <typename E, int D>

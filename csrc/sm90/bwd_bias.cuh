@@ -1,0 +1,309 @@
+// Gradient of a 16-bit bias that differs from row to row, for the common calls: dense, hidden at most by intervals
+// (causal, window, chunk, first keys, ends of sequences). Everything else is the portable kernel's (sm80/bwd_bias.cuh),
+// whose idea this is: a CTA owns a tile of the result and walks what the bias is broadcast over, in order, computing
+// scores and dP once more:
+//
+//   dbias = sum of P * (dO V^T - delta)
+//
+// A step is one batch entry and head: S = Q K^T and dP = dO V^T of 128 queries and 128 keys, 64 queries a warpgroup.
+// Operands pass through a ring of pairs (Q with K, dO with V). A tile of the bias stays for all steps of its tile of
+// the result, which leaves through the same place.
+//
+// Shared memory, 128-byte swizzled tiles:
+//   pairs  [kPairs][2][128 rows]
+//   bias   [2][128 queries][64 keys]
+//   barriers
+#pragma once
+
+#include "../common/modifiers.cuh"
+#include "bwd_steps.cuh"
+#include "roles.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BwdBiasMaps {
+  BwdMaps plain;
+  CUtensorMap bias;  // boxes of 64 keys and 128 queries
+};
+
+struct BwdBiasArgs {
+  BwdParams p;
+  Modifiers m;
+  BiasGradient g;
+  Steps q, k, v, dout, bias_steps;
+  float unit;  // raw products times this are scores in log2
+  int tiles_m, tiles_n;
+  int64_t tiles;
+};
+
+template <typename E, int D>
+struct BwdBiasTraits {
+  using Element = E;
+  static constexpr int kHeadDim = D, kBlock = 128, kThreads = 384, kChunks = chunks_of(D), kConsumerWarps = 8;
+  static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
+  static constexpr int kOperandBytes = tile_bytes(kBlock, D), kPairBytes = 2 * kOperandBytes, kPairs = D <= 64 ? 5 : 3;
+  static constexpr int kBiasAt = kPairs * kPairBytes, kBiasChunkBytes = kBlock * 128, kBiasBytes = 2 * kBiasChunkBytes;
+  static constexpr int kBarriersAt = kBiasAt + kBiasBytes, kSmemBytes = kBarriersAt + 1024;
+  static_assert(kSmemBytes <= kSmemLimitLarge);
+};
+
+template <typename T>
+struct BwdBiasBarriers {
+  uint32_t smem;
+  __device__ uint32_t pair_full(int slot) const { return smem + T::kBarriersAt + 8 * slot; }
+  __device__ uint32_t pair_empty(int slot) const { return pair_full(T::kPairs + slot); }
+  __device__ uint32_t bias_full() const { return pair_full(2 * T::kPairs); }
+  __device__ uint32_t bias_empty() const { return pair_full(2 * T::kPairs + 1); }
+  __device__ void init() const {
+    for (int i = 0; i < T::kPairs; ++i) {
+      ptx::mbarrier_init(pair_full(i), 2);
+      ptx::mbarrier_init(pair_empty(i), T::kConsumerWarps);
+    }
+    ptx::mbarrier_init(bias_full(), 1);
+    ptx::mbarrier_init(bias_empty(), T::kConsumerWarps);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// A tile of the result, and the steps that add to it.
+struct BiasGradTile {
+  int b, h, m, n;
+  int batches, heads;  // from b and h on
+  __device__ BiasGradTile(const BwdBiasArgs& a, int64_t index) {
+    n = static_cast<int>(index % a.tiles_n);
+    index /= a.tiles_n;
+    m = static_cast<int>(index % a.tiles_m);
+    const int bh = static_cast<int>(index / a.tiles_m);
+    h = bh % a.g.heads;
+    b = bh / a.g.heads;
+    batches = a.g.batch == 1 ? a.p.problem.batch : 1;
+    heads = a.g.heads == 1 ? a.p.problem.num_heads : 1;
+  }
+};
+
+// What intervals of keys leave of a tile: part of it is seen, all of it is.
+struct SeenOfTile {
+  bool any, all;
+  template <int kBlock>
+  __device__ static SeenOfTile of(const Scores& scores, int m, int n) {
+    const int r0 = m * kBlock, r1 = min(r0 + kBlock, scores.seat.seqlen_q) - 1;
+    const int c0 = n * kBlock, c1 = min(c0 + kBlock, scores.seat.seqlen_k) - 1;
+    const RowKeys first = scores.row_keys(r0), last = scores.row_keys(r1);
+    SeenOfTile x;
+    x.any = (c0 < last.end && c1 >= first.begin) || c0 < last.always;
+    x.all = c0 + kBlock <= scores.seat.seqlen_k && c1 < first.end && c0 >= last.begin;
+    return x;
+  }
+};
+
+__device__ __forceinline__ Seat dense_seat(const Problem& p) { return {0, p.seqlen_q, p.seqlen_k, 0, 0, 0}; }
+
+template <typename T>
+__device__ __forceinline__ void load_bias_steps(const BwdBiasArgs& a, const BwdBiasMaps& maps, uint32_t smem,
+                                                BwdBiasBarriers<T> bars) {
+  const Problem& p = a.p.problem;
+  const Seat seat = dense_seat(p);
+  const Scores scores{p, a.m, seat, 0};
+  const int shared = p.num_heads / p.num_heads_k;
+  RingPosition<T::kPairs> ring;
+  ring.parity = 1;
+  uint32_t bias_parity = 1;
+#pragma unroll 1
+  for (int64_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
+    const BiasGradTile tile(a, index);
+    if (!SeenOfTile::of<T::kBlock>(scores, tile.m, tile.n).any) continue;
+    wait(bars.bias_empty(), bias_parity);
+    bias_parity ^= 1;
+    ptx::mbarrier_arrive_expect_tx(bars.bias_full(), T::kBiasBytes);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      ptx::tma_load_5d(smem + T::kBiasAt + i * T::kBiasChunkBytes, &maps.bias, bars.bias_full(),
+                       tile.n * T::kBlock + 64 * i, tile.m * T::kBlock, tile.h * a.bias_steps.head,
+                       tile.b * a.bias_steps.batch, 0);
+    }
+#pragma unroll 1
+    for (int step = 0; step < tile.batches * tile.heads; ++step) {
+      const int b = tile.b + step / tile.heads, h = tile.h + step % tile.heads;
+      const RowCoordinates queries{tile.m * T::kBlock, b, 0}, keys{tile.n * T::kBlock, b, 0};
+      const auto load = [&](const CUtensorMap& of_rows, const Steps& row_steps, const CUtensorMap& of_keys,
+                            const Steps& key_steps) {
+        wait(bars.pair_empty(ring.slot), ring.parity);
+        const uint32_t to = smem + ring.slot * T::kPairBytes, full = bars.pair_full(ring.slot);
+        copy_tile<T::kChunks, T::kBlock>(of_rows, row_steps, to, full, queries, h);
+        copy_tile<T::kChunks, T::kBlock>(of_keys, key_steps, to + T::kOperandBytes, full, keys, h / shared);
+        ring.advance();
+      };
+      load(maps.plain.q, a.q, maps.plain.k, a.k);
+      load(maps.plain.dout, a.dout, maps.plain.v, a.v);
+    }
+  }
+}
+
+// s = P of 16 rows and 128 keys, from raw products; the bias lies at `bias`, this warp's rows.
+template <typename T>
+__device__ __forceinline__ void form_bias_weights(float (&s)[64], uint32_t bias, const float (&minus_lse)[2],
+                                                  float unit) {
+  const int lane = ptx::fresh_lane();
+  const uint32_t at = bias + lane % 16 * 128;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    uint32_t r[4];
+    ptx::ldmatrix_x4(r, at + n / 4 * T::kBiasChunkBytes + (((n % 4 * 2 + lane / 16) ^ (lane % 8)) << 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = ptx::unpack2<typename T::Element>(r[i]);
+      float* pair = &s[8 * n + 2 * i];
+      pair[0] = ptx::ex2(fmaf(pair[0], unit, fmaf(x.x, kLog2e, minus_lse[i % 2])));
+      pair[1] = ptx::ex2(fmaf(pair[1], unit, fmaf(x.y, kLog2e, minus_lse[i % 2])));
+    }
+  }
+}
+
+// Weights of keys that rows do not see become 0. `row` and `col` are those of s[0].
+__device__ __forceinline__ void hide_by_intervals(float (&s)[64], const Scores& scores, int row, int col) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const RowKeys keys = scores.row_keys(row + 8 * half);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int key = col + 8 * j + c;
+        if (!((key >= keys.begin && key < keys.end) || key < keys.always)) s[4 * j + 2 * half + c] = 0.f;
+      }
+    }
+  }
+}
+
+// Where a warp's 16 rows of the result go, two rows of 16-byte pieces at a time; put(i) gives the i-th piece of a lane.
+template <typename T, typename Put>
+__device__ __forceinline__ void store_bias_rows(const BiasGradient& g, const BiasGradTile& tile, int row0,
+                                                const Put& put) {
+  const int lane = ptx::fresh_lane(), odd = lane / 16, col = tile.n * T::kBlock + lane % 16 * 8;
+  const int64_t first = ((static_cast<int64_t>(tile.b) * g.heads + tile.h) * g.rows + row0 + odd) * g.cols + col;
+  uint16_t* to = static_cast<uint16_t*>(g.out) + first;
+  const int left = col < g.cols ? g.rows - row0 - odd : 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i, to += 2 * g.cols) {
+    if (2 * i < left) *reinterpret_cast<float4*>(to) = put(i);
+  }
+}
+
+// The same by way of the place of the rows' bias.
+template <typename T>
+__device__ __forceinline__ void store_bias_sums(const BiasGradient& g, const BiasGradTile& tile, const float (&x)[64],
+                                                uint32_t place, int row0) {
+  const int lane = ptx::fresh_lane(), odd = lane / 16, piece = lane % 16;
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = ptx::pack2<typename T::Element>(x[8 * n + 2 * i], x[8 * n + 2 * i + 1]);
+    ptx::stmatrix(place + n / 4 * T::kBiasChunkBytes + lane % 16 * 128 +
+                      (((n % 4 * 2 + lane / 16) ^ (lane % 8)) << 4), words);
+  }
+  __syncwarp();
+  const uint32_t from = place + piece / 8 * T::kBiasChunkBytes + odd * 128;
+  store_bias_rows<T>(g, tile, row0, [&](int i) {
+    return ptx::load_shared(from + i * 256 + (((piece ^ (2 * i + odd)) % 8) << 4));
+  });
+  ptx::fence_proxy_async();  // the next bias comes by TMA
+  __syncwarp();
+}
+
+template <typename T>
+__device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_t smem, BwdBiasBarriers<T> bars,
+                                                   int group) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kBlock = T::kBlock;
+  const Problem& p = a.p.problem;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, warp_row = group * 64 + warp * 16;
+  const uint32_t place = smem + T::kBiasAt + warp_row * 128;
+  const Seat seat = dense_seat(p);
+  const Scores scores{p, a.m, seat, 0};
+  const auto arrive = [&](uint32_t bar) {
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  };
+  RingPosition<T::kPairs> ring;
+  uint32_t bias_parity = 0;
+#pragma unroll 1
+  for (int64_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
+    const BiasGradTile tile(a, index);
+    const SeenOfTile seen = SeenOfTile::of<kBlock>(scores, tile.m, tile.n);
+    const int row0 = tile.m * kBlock + warp_row, row = row0 + lane / 4;
+    if (!seen.any) {
+      store_bias_rows<T>(a.g, tile, row0, [](int) { return make_float4(0.f, 0.f, 0.f, 0.f); });
+      continue;
+    }
+    float sum[64];
+    clear(sum);
+    wait(bars.bias_full(), bias_parity);
+    bias_parity ^= 1;
+#pragma unroll 1
+    for (int step = 0; step < tile.batches * tile.heads; ++step) {
+      const int b = tile.b + step / tile.heads, h = tile.h + step % tile.heads;
+      const float2* stats = reinterpret_cast<const float2*>(a.p.row_stats) +
+                            (static_cast<int64_t>(b) * p.num_heads + h) * p.seqlen_q + row;
+      float minus_lse[2], minus_delta[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 x = row + 8 * half < p.seqlen_q ? stats[8 * half] : make_float2(INFINITY, 0.f);
+        minus_lse[half] = -x.x;
+        minus_delta[half] = -x.y;
+      }
+      float s[64], dp[64];
+      const auto issue = [&](float (&to)[64]) {
+        wait(bars.pair_full(ring.slot), ring.parity);
+        const uint32_t rows = smem + ring.slot * T::kPairBytes + group * 64 * 128;
+        const uint32_t keys = smem + ring.slot * T::kPairBytes + T::kOperandBytes;
+        ptx::pin(to);
+        ptx::wgmma_fence();
+        issue_products<E, D, kBlock, kBlock, false>(to, uniform(descriptor_low(rows, 16)),
+                                                    uniform(descriptor_low(keys, 16)));
+        ptx::wgmma_commit();
+        ring.advance();
+      };
+      const int slot = ring.slot, next_slot = slot + 1 == T::kPairs ? 0 : slot + 1;
+      ptx::pin(sum);
+      issue(s);
+      issue(dp);
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      arrive(bars.pair_empty(slot));
+      form_bias_weights<T>(s, place, minus_lse, a.unit);
+      if (!seen.all) hide_by_intervals(s, scores, row, tile.n * kBlock + 2 * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sum[i] = fmaf(s[i], minus_delta[i / 2 % 2], sum[i]);
+      ptx::pin(s);
+      ptx::pin(sum);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
+      arrive(bars.pair_empty(next_slot));
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sum[i] = fmaf(s[i], dp[i], sum[i]);
+    }
+    store_bias_sums<T>(a.g, tile, sum, place, row0);
+    arrive(bars.bias_empty());
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_bias_sm90_kernel(const __grid_constant__ BwdBiasArgs a, const __grid_constant__ BwdBiasMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = ptx::smem_address(smem_bytes);
+  const BwdBiasBarriers<T> bars{smem};
+  play_roles<T>(
+      bars,
+      [&](int warp) {
+        if (warp == 0 && threadIdx.x == 0) load_bias_steps<T>(a, maps, smem, bars);
+      },
+      [&](int group) { consume_bias_steps<T>(a, smem, bars, group - 1); });
+#else
+  __trap();  // wgmma exists in sm_90a machine code only
+#endif
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,135 @@
+// Which scores of the sm90 backward with modifiers are hidden or dropped: one bit for each score of a consumer thread.
+// Loaders make them, 32 keys at a time, which two consumer warps share, and leave them beside the step.
+#pragma once
+
+#include "bwd_mod_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// Of 32 queries and 32 keys, a part, a lane makes one word: byte b is key lane / 4 + 8 b, bit 2 j + c of it query
+// 8 j + 2 (lane % 4) + c. Its halves are those of two consumer warps, whose words hold two such halves: bit mark_of(i)
+// is score i, s[4 j + 2 half + c].
+__host__ __device__ constexpr int mark_of(int i) { return i / 16 * 16 + i / 2 % 2 * 8 + i / 4 % 4 * 2 + i % 2; }
+
+// use(i, x) for the i-th of a thread's rows 8 j + 2 (lane % 4) + c of 32, x as the lane has it that owns the row.
+template <typename Use>
+__device__ __forceinline__ void hand_out(uint32_t x, const Use& use) {
+  const int lane = ptx::fresh_lane();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) use(i, __shfl_sync(0xffffffffu, x, i / 2 * 8 + 2 * (lane % 4) + i % 2));
+}
+
+// The word of a mask for the keys [col0, col0 + 32) of a row, ahead of the rest: several are asked for at once.
+__device__ __forceinline__ uint32_t mask_word(const Scores& scores, int row, int col0, TileTests tests) {
+  const BitRows& mask = scores.m.mask;
+  if (mask.words == nullptr || !(tests & kTestRows)) return ~0u;
+  return Scores::word(mask, scores.seat.b, scores.h, row, col0 / 32);
+}
+
+// Which of those keys the row sees by what is known from the rows' side.
+__device__ __forceinline__ uint32_t bits_of_row(const Scores& scores, uint32_t bits, int row, int col0,
+                                                TileTests tests) {
+  const Modifiers& m = scores.m;
+  const Seat& seat = scores.seat;
+  if (tests & kTestInterval) {
+    const RowKeys keys = scores.row_keys(row);
+    bits &= Scores::bits_between(keys.begin, keys.end, col0) | Scores::bits_between(0, keys.always, col0);
+  }
+  if (!(tests & kTestRows)) return bits;
+  if (m.blocks.words != nullptr) {
+    const uint32_t two = Scores::word(m.blocks, seat.b, scores.h, row / 16, col0 / 512) >> (col0 / 16 % 32);
+    bits &= (two & 1) * 0xffffu | (two >> 1 & 1) * 0xffff0000u;
+  }
+  const int64_t base = scores.seat_batch() * m.hidden_keys.batch_stride + scores.h * m.hidden_keys.head_stride;
+  const int64_t position = seat.q_start + min(row, seat.seqlen_q - 1);
+#pragma unroll 1
+  for (int k = 0; k < m.hidden_keys.count; ++k) {
+    const int2 keys = Scores::interval(m.hidden_keys, base, position, k);
+    bits &= ~Scores::bits_between(keys.x, keys.y, col0);
+  }
+  return bits;
+}
+
+// From each row's bits, which one lane has made, to those of each thread's scores.
+__device__ __forceinline__ uint32_t hand_out_rows(uint32_t of_row) {
+  const int lane = ptx::fresh_lane();
+  uint32_t bits = 0;
+  hand_out(of_row, [&](int i, uint32_t row) {
+    bits |= __funnelshift_r(row, row, lane / 4 - i) & (0x01010101u << i);
+  });
+  return bits;
+}
+
+// Scores that no test of the key hides: documents, hidden_rows.
+__device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0, int col0) {
+  const Modifiers& m = scores.m;
+  const Seat& seat = scores.seat;
+  const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+  uint32_t visible = ~0u;
+  if (m.document_k.ids != nullptr) {
+    const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
+    const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
+    const int of_row = max(q[min(row0 + lane, last_row)], -1);
+    int key_ids[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      key_ids[b] = k[min(col0 + lane / 4 + 8 * b, last_key)];
+      if (key_ids[b] < 0) key_ids[b] = -2;  // like no row
+    }
+    visible = 0;
+    hand_out(static_cast<uint32_t>(of_row), [&](int i, uint32_t row_id) {
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        if (static_cast<int>(row_id) == key_ids[b]) visible |= 1u << (8 * b + i);
+      }
+    });
+  }
+  if (m.hidden_rows.count == 0) return visible;
+  const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
+  const int64_t position = seat.k_start + min(col0 + lane, last_key);
+  uint32_t hidden = 0;  // rows, of this lane's key
+#pragma unroll 1
+  for (int k = 0; k < m.hidden_rows.count; ++k) {
+    const int2 rows = Scores::interval(m.hidden_rows, base, position, k);
+    hidden |= Scores::bits_between(rows.x, rows.y, row0);
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    uint32_t pairs = __shfl_sync(0xffffffffu, hidden, lane / 4 + 8 * b) >> (2 * (lane % 4)) & 0x03030303u;
+    pairs |= pairs >> 6;
+    visible &= ~(((pairs & 0xf) | (pairs >> 12 & 0xf0)) << (8 * b));
+  }
+  return visible;
+}
+
+// Scores that dropout hits: the draws of common/dropout.cuh. One Philox block serves the rows r, r + 8 and the keys c,
+// c + 8, c + 16, c + 24: what a thread has. Each key's bits are shifted in from the highest on, four independent chains.
+__device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
+  const uint32_t lane = ptx::fresh_lane();
+  const auto key_of = [&](int round) { return keys.rounds[round]; };
+  const uint32_t minus_below = 0u - m.drop_below;
+  const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
+  const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + 2 * (lane % 4);
+  uint32_t of_key[4] = {};
+#pragma unroll
+  for (int n = 1; n >= 0; --n) {
+    uint4 draws[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      draws[c] = philox(make_uint4(row_id + 8 * n + c, col_id, keys.counter.x, keys.counter.y), key_of);
+    }
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {  // bit 4 n + i of each key
+      const uint4& x = draws[i % 2];
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const uint32_t draw = i < 2 ? words[b] & 0xffff : words[b] >> 16;
+        of_key[b] = __funnelshift_l(draw + minus_below, of_key[b], 1);
+      }
+    }
+  }
+  return __byte_perm(__byte_perm(of_key[0], of_key[1], 0x0040), __byte_perm(of_key[2], of_key[3], 0x0040), 0x5410);
+}
+
+}  // namespace flash_ext::sm90

@@ -7,10 +7,18 @@
 
 namespace flash_ext::sm90 {
 
-// Bit 2 j + c of of[half] is the score of key 8 j + 2 (lane % 4) + c with row lane / 4 + 8 half.
+// Bit 8 j + c of of[half][w] is the score of key 32 w + 8 j + 2 (lane % 4) + c with row lane / 4 + 8 half, a row's word
+// as it comes but for a shift: eight words in place of two spare what gathering the bits costs. Other bits say nothing.
+template <int kKeys>
 struct ScoreBits {
-  uint32_t of[2];
+  bool hide;  // any; else the words are not there
+  uint32_t of[2][kKeys / 32];
 };
+
+// Bits 8 j + c from bits 2 j + c.
+__device__ __forceinline__ uint32_t spread_pairs(uint32_t x) {
+  return (x & 3) | (x & 0xc) << 6 | (x & 0x30) << 12 | (x & 0xc0) << 18;
+}
 
 // What a lane has of rows of bits: row lane / 2, half of the keys.
 template <int kKeys>
@@ -21,15 +29,15 @@ struct OwnWords {
 };
 
 template <int kKeys>
-__device__ __forceinline__ OwnWords<kKeys> fetch_own_words(const Scores& scores, int row0, int col0, TileTests tests) {
+__device__ __forceinline__ OwnWords<kKeys> fetch_own_words(const Scores& scores, const ModItem& item, int row0,
+                                                           int col0, TileTests tests) {
   constexpr int kCount = OwnWords<kKeys>::kCount;
   const Modifiers& m = scores.m;
   OwnWords<kKeys> own{};
   if (m.mask.words == nullptr || !(tests & kTestRows)) return own;
   const int lane = ptx::fresh_lane(), row = row0 + lane / 2, first = col0 / 32 + lane % 2 * kCount;
   if (row >= min(m.mask.rows, scores.seat.seqlen_q)) return own;
-  const uint32_t* at = m.mask.words + scores.seat.b * m.mask.batch_stride + scores.h * m.mask.head_stride +
-                       row * m.mask.row_stride + first * m.mask.word_stride;
+  const uint32_t* at = item.mask + row * m.mask.row_stride + first * m.mask.word_stride;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (first + i < m.mask.num_words) own.of[i] = at[i * m.mask.word_stride];
@@ -77,32 +85,28 @@ __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const Scores& scores, con
 
 // Scores that no test known by rows hides: each row's half is made once and handed out.
 template <int kKeys>
-__device__ __forceinline__ ScoreBits visible_by_rows(const Scores& scores, const OwnWords<kKeys>& mask, int row0,
-                                                     int col0, TileTests tests) {
+__device__ __forceinline__ void visible_by_rows(ScoreBits<kKeys>& visible, const Scores& scores,
+                                                const OwnWords<kKeys>& mask, int row0, int col0, TileTests tests) {
   constexpr int kCount = OwnWords<kKeys>::kCount;
   const int lane = ptx::fresh_lane();
   const auto own = seen_by_row<kKeys>(scores, mask, row0 + lane / 2, col0 + lane % 2 * 32 * kCount, tests);
-  ScoreBits visible;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    visible.of[half] = kCount == 1 ? 0xffff0000u : 0;
 #pragma unroll
     for (int w = 0; w < 2 * kCount; ++w) {
       const uint32_t word = __shfl_sync(0xffffffffu, own.of[w % kCount], 2 * (lane / 4 + 8 * half) + w / kCount);
-      uint32_t pairs = word >> (2 * (lane % 4)) & 0x03030303u;
-      pairs |= pairs >> 6;
-      visible.of[half] |= ((pairs & 0xf) | (pairs >> 12 & 0xf0)) << (8 * w);
+      visible.of[half][w] = word >> (2 * (lane % 4));
     }
   }
-  return visible;
 }
 
 // Takes out of `visible` what keys hide: documents, hidden_rows. A lane has the keys lane, lane + 32, ...
 template <int kKeys>
-__device__ __forceinline__ void hide_by_keys(ScoreBits& visible, const Scores& scores, int row0, int col0) {
+__device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Scores& scores, int row0, int col0) {
   const Modifiers& m = scores.m;
   const Seat& seat = scores.seat;
   const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+  uint32_t hidden_pairs[2] = {};  // of[half]: bit 2 j + c is key 8 j + 2 (lane % 4) + c
   // Of the i-th of 8 keys of this thread in every 32.
   const auto owner = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
   if (m.document_k.ids != nullptr) {
@@ -126,14 +130,13 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits& visible, const Scores& s
           if (id != row_ids[half]) differ[half] |= 1u << i;
         }
       }
-      visible.of[0] &= ~(differ[0] << (8 * w));
-      visible.of[1] &= ~(differ[1] << (8 * w));
+      hidden_pairs[0] |= differ[0] << (8 * w);
+      hidden_pairs[1] |= differ[1] << (8 * w);
     }
   }
-  if (m.hidden_rows.count == 0) return;
   const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
 #pragma unroll 1
-  for (int w = 0; w < kKeys / 32; ++w) {
+  for (int w = 0; w < (m.hidden_rows.count > 0 ? kKeys / 32 : 0); ++w) {
     const int64_t position = seat.k_start + min(col0 + 32 * w + lane, last_key);
     uint32_t hidden = 0;  // rows of the warp
 #pragma unroll 1
@@ -148,30 +151,36 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits& visible, const Scores& s
       mine[0] |= (of_key & 1) << i;
       mine[1] |= (of_key >> 8 & 1) << i;
     }
-    visible.of[0] &= ~(mine[0] << (8 * w));
-    visible.of[1] &= ~(mine[1] << (8 * w));
+    hidden_pairs[0] |= mine[0] << (8 * w);
+    hidden_pairs[1] |= mine[1] << (8 * w);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int w = 0; w < kKeys / 32; ++w) visible.of[half][w] &= ~spread_pairs(hidden_pairs[half] >> (8 * w));
   }
 }
 
 // Votes tell ptxas that the warp stays together, also between a product's issue and its wait.
 template <int kKeys>
-__device__ __forceinline__ ScoreBits visible_scores(const Scores& scores, const OwnWords<kKeys>& mask, int row0,
+__device__ __forceinline__ ScoreBits<kKeys> visible_scores(const Scores& scores, const OwnWords<kKeys>& mask, int row0,
                                                     int col0, TileTests tests) {
-  ScoreBits visible{{~0u, ~0u}};
-  if (__any_sync(0xffffffffu, (tests & (kTestInterval | kTestRows)) != 0)) {
-    visible = visible_by_rows<kKeys>(scores, mask, row0, col0, tests);
-  }
+  ScoreBits<kKeys> visible;
+  visible.hide = __any_sync(0xffffffffu, tests != 0);
+  if (!visible.hide) return visible;
+  visible_by_rows<kKeys>(visible, scores, mask, row0, col0, tests);
   if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) hide_by_keys<kKeys>(visible, scores, row0, col0);
   return visible;
 }
 
 // -inf where a bit is 0; s[4 j + 2 half + c] as above.
 template <int kCount>
-__device__ __forceinline__ void hide_scores(float (&s)[kCount], const ScoreBits& visible) {
-  if (!__any_sync(0xffffffffu, (visible.of[0] & visible.of[1]) != ~0u)) return;
+__device__ __forceinline__ void hide_scores(float (&s)[kCount], const ScoreBits<2 * kCount>& visible) {
+  if (!visible.hide) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    s[i] = (visible.of[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1) != 0 ? s[i] : -INFINITY;
+    const uint32_t word = visible.of[i / 2 % 2][i / 16];
+    s[i] = (word >> (i / 4 % 4 * 8 + i % 2) & 1) != 0 ? s[i] : -INFINITY;
   }
 }
 

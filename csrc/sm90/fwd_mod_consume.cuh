@@ -56,7 +56,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     }
     if (now.is_first()) {
       ++items;
-      wait(bars.q_full(slot_of(items, a.q_slots)), parity_of(items, a.q_slots));
+      wait(bars.q_full(slot_of(items, q_slots<T>(a))), parity_of(items, q_slots<T>(a)));
     }
     return true;
   };
@@ -70,7 +70,9 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   };
   const auto first_row = [&] { return item_at(items).w.block * T::kBlockM + warp_row(); };
   using Mask = OwnWords<kN>;
-  const auto fetch_mask = [&] { return fetch_own_words<kN>(scores(), first_row(), now.tile() * kN, now.tests()); };
+  const auto fetch_mask = [&] {
+    return fetch_own_words<kN>(scores(), item_at(items), first_row(), now.tile() * kN, now.tests());
+  };
   const auto find_visible = [&](const Mask& mask) {
     return visible_scores<kN>(scores(), mask, first_row(), now.tile() * kN, now.tests());
   };
@@ -92,16 +94,16 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   // K of a step that this warpgroup does not see, and its bias.
   const auto skip_step = [&] {
     skip_slot();
-    if (a.bias_rows > 0) {
+    if (has_bias<T>(a)) {
       wait_for_bias();
       free_bias();
     }
   };
   const auto finish_q = [&] {
-    if (now.is_last()) arrive(bars.q_empty(slot_of(items, a.q_slots)));
+    if (now.is_last()) arrive(bars.q_empty(slot_of(items, q_slots<T>(a))));
   };
   const auto issue_scores = [&] {
-    const uint32_t q_at = smem + T::kQAt + group * 64 * 128 + slot_of(items, a.q_slots) * T::kQBytes;
+    const uint32_t q_at = smem + T::kQAt + group * 64 * 128 + slot_of(items, q_slots<T>(a)) * T::kQBytes;
     const uint32_t q_low = uniform(descriptor_low(q_at, 16));
     const uint32_t k_low = uniform(descriptor_low(slot_at(), 16));
     ptx::pin(s);
@@ -116,20 +118,39 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   };
   const auto change_scores = [&] {
     const int row0 = first_row();
-    const uint32_t bias = a.bias_rows > 0 ? wait_for_bias() : 0;
+    const uint32_t bias = has_bias<T>(a) ? wait_for_bias() : 0;
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
       const int col0 = now.tile() * kN + part * kPartKeys;
-      modify_scores<E>(x, a, scores(), row0, col0, [&](float scale) {
+      modify_scores<T>(x, a, scores(), row0, col0, [&](float scale) {
         add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
       });
       ptx::pin(x);
     }
-    if (a.bias_rows > 0) free_bias();
+    if (has_bias<T>(a)) free_bias();
   };
-  const auto finish_scores = [&](const ScoreBits& visible) {
+  const auto make_exponents = [&] {
+    // An item's state is not begun before the output of the last one has left.
+    const float shift[2] = {now.is_first() ? 0.f : shift_of(state.max[0]),
+                            now.is_first() ? 0.f : shift_of(state.max[1])};
+#pragma unroll
+    for (int part = 0; part < kN / kPartKeys; ++part) {
+      ScorePart& x = part_of(s, part);
+      if constexpr (!T::kCapsOrSlopes) {
+        shift_scores(x, a.scale_log2, shift);
+      } else if (m.slopes == nullptr) {
+        cap_to_exponents(x, a, shift);
+      } else {
+        const int centre0 = first_row() + scores().shift(), col0 = now.tile() * kN + part * kPartKeys;
+        slope_scores(x, a.scale_log2, item_at(items).slope, centre0, col0, shift);
+      }
+      ptx::pin(x);
+    }
+  };
+  const auto finish_scores = [&](const ScoreBits<kN>& visible) {
     if constexpr (T::kChanges) change_scores();
+    if constexpr (T::kExponents) make_exponents();
     hide_scores(s, visible);
     ptx::pin(s);
   };
@@ -140,11 +161,20 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_pv<E>(o, weights, v_low);
     ptx::wgmma_commit();
   };
+  const auto try_weights_of = [&](const float (&x)[kN / 2]) {
+    if constexpr (T::kExponents) return try_exponents<E>(x, weights, state);
+    else return try_mod_weights<E, T::kChanges>(x, weights, state, m.unit_log2);
+  };
   const auto prepare_weights = [&] {
     // Maxima that are wanted must be true ones. The first tile has none to try.
-    if (now.is_first() || m.row_max != nullptr || !try_mod_weights<E, T::kChanges>(s, weights, state, m.unit_log2)) {
+    const bool asks = now.is_first() || m.row_max != nullptr;
+    if (asks || !try_weights_of(s)) {
       float factor[2];
-      mod_weights_by_maximum<E>(s, weights, state, factor, m.unit_log2);
+      if constexpr (T::kExponents) {
+        weights_by_maximum_of_exponents<E>(s, weights, state, factor);
+      } else {
+        mod_weights_by_maximum<E>(s, weights, state, factor, m.unit_log2);
+      }
 #pragma unroll
       for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
     }
@@ -156,7 +186,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     float inverse[2];
     finish_mod_rows(a, item, state, item.w.block * T::kBlockM + row_in_tile, lane, inverse);
     if constexpr (T::kStaged) {
-      if (T::kModTile.bias_apart || a.bias_rows == 0) {
+      if (T::kModTile.bias_apart || !has_bias<T>(a)) {
         const uint32_t stage = smem + T::kStageAt + first / 16 * T::kStageChunks * 16 * 128;
         store_staged<T>(a.plain, maps.plain, item.w, o, inverse, stage, first, lane);
         return;
@@ -178,7 +208,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_output();
     ++used;
     pass_turn();
-    const ScoreBits visible = find_visible(mask);
+    const ScoreBits<kN> visible = find_visible(mask);
     ptx::wgmma_wait<1>();
     finish_products(2);
     finish_scores(visible);
@@ -225,7 +255,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_scores();
     ++used;
     pass_turn();
-    const ScoreBits visible = find_visible(mask);
+    const ScoreBits<kN> visible = find_visible(mask);
     if (started) skip_slot();
     ptx::wgmma_wait<0>();
     finish_products(started ? 2 : 1);

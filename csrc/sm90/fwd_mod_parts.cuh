@@ -13,20 +13,42 @@ struct FwdModMaps {
 };
 
 // cap * tanh(factor * x) = x * (c[0] + c[1] x^2 + ...) for |x| <= limit.
-struct CapSeries {
-  static constexpr int kTerms = 5;
+template <int kTermCount>
+struct SeriesOf {
+  static constexpr int kTerms = kTermCount;
   float c[kTerms];
   float limit;  // below 0: never
 };
+using CapSeries = SeriesOf<5>;
+using ShortCapSeries = SeriesOf<3>;
 
 struct FwdModArgs {
   FwdArgs plain;
   Modifiers m;
   CapSeries cap;
+  ShortCapSeries short_cap;  // in units of log2
+  float scale_log2;          // from raw products to units of log2
   Steps bias_steps;
   int bias_rows;  // of a staged tile of bias: those of a tile of queries, or 1; 0: bias is read from global memory
   int q_slots;    // 1 where tiles of bias take the place of the second one and of the stage
 };
+
+// What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
+// ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
+// head_dim 256 0.58 and 0.66.
+// kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others.
+enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias };
+
+// Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
+template <typename T>
+__device__ __forceinline__ bool has_bias(const FwdModArgs& a) {
+  return T::kKind == FwdModKind::kBias || (T::kKind == FwdModKind::kAll && a.bias_rows > 0);
+}
+template <typename T>
+__device__ __forceinline__ int q_slots(const FwdModArgs& a) {
+  if (T::kKind == FwdModKind::kAll) return a.q_slots;
+  return T::kKind == FwdModKind::kBias && !T::kModTile.bias_apart ? 1 : T::kQSlots;
+}
 
 // An item, a tile of queries of one head.
 struct ModItem {
@@ -34,6 +56,9 @@ struct ModItem {
   Seat seat;
   float sink;           // -inf: none
   BlockRange blocks;    // tiles of keys that may be visited
+  int turn;             // they are visited from blocks.end - 1 - turn down, those above it last
+  float slope;          // times log2(e)
+  const uint32_t* mask;  // its words of the head's first row
   DropKeys drop;
 };
 
@@ -69,15 +94,15 @@ struct Chunk {
   bool is_last;  // of its item
 };
 
-// What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
-// ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
-// head_dim 256 0.58 and 0.66.
-enum class FwdModKind { kHides, kDrops, kAll };
-
 template <typename E, int D, int Dv, FwdModKind Kind>
 struct FwdModTraits {
   using Element = E;
-  static constexpr bool kChanges = Kind == FwdModKind::kAll, kDrops = Kind != FwdModKind::kHides;
+  static constexpr FwdModKind kKind = Kind;
+  static constexpr bool kDrops = Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll;
+  // Scores change while products run, to natural units, or to exponents: in units of log2, less the row's maximum.
+  static constexpr bool kCapsOrSlopes = Kind == FwdModKind::kExponents;
+  static constexpr bool kExponents = Kind != FwdModKind::kBias && Kind != FwdModKind::kAll;
+  static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile kModTile = fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();

@@ -51,6 +51,13 @@ __device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, M
     item.seat = make_seat(p, a.m, w, b);
     item.blocks = Scores{p, a.m, item.seat, w.h}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
     item.sink = a.m.sinks != nullptr && b >= 0 && b < p.batch ? a.m.sinks[w.h] : -INFINITY;
+    item.turn = 0;
+    if (T::kCapsOrSlopes && a.m.slopes != nullptr) {
+      const int diagonal = ((w.block + 1) * T::kBlockM - 1 + Scores{p, a.m, item.seat, w.h}.shift()) / T::kBlockN;
+      item.turn = max(0, item.blocks.end - 1 - max(diagonal, item.blocks.begin));
+      item.slope = b >= 0 && b < p.batch ? a.m.slopes[b * a.m.slopes_batch_stride + w.h] * kLog2e : 0.f;
+    }
+    item.mask = a.m.mask.words + item.seat.b * a.m.mask.batch_stride + w.h * a.m.mask.head_stride;
     item.drop.make(a.m, b, w.h);
   }
   __syncwarp();
@@ -95,7 +102,14 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
     enum { kNothing, kWaiting, kWaitingWithQ } state = kNothing;
 #pragma unroll 1
     for (int last = item.blocks.end - 1; last >= item.blocks.begin; last -= Chunk::kCapacity) {
-      const int lane = ptx::fresh_lane(), tile = last - lane / 2;
+      const int lane = ptx::fresh_lane();
+      int tile = last - lane / 2;
+      if constexpr (T::kCapsOrSlopes) {
+        // Those at the diagonal first: a slope then raises no score above what the maxima have seen.
+        const BlockRange range = item.blocks;
+        const int turned = tile - item.turn;
+        tile = tile < range.begin ? -1 : turned < range.begin ? turned + (range.end - range.begin) : turned;
+      }
       const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);
       const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & 0x55555555u;
       if (visited == 0) continue;

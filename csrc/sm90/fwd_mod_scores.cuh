@@ -21,6 +21,67 @@ __device__ __forceinline__ ScorePart& part_of(float (&s)[kCount], int part) {
   return *reinterpret_cast<ScorePart*>(&s[part * kPartKeys / 2]);
 }
 
+// Exponents of a row are in units of log2 and less the row's maximum; rows that have seen nothing are less 0.
+__device__ __forceinline__ float shift_of(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+
+// Raw products to exponents.
+__device__ __forceinline__ void shift_scores(ScorePart& s, float unit, const float (&shift)[2]) {
+#pragma unroll
+  for (int i = 0; i < kPartKeys / 2; ++i) s[i] = fmaf(s[i], unit, -shift[i / 2 % 2]);
+}
+
+// Raw products to exponents with a slope: away from the diagonal one fma more than without.
+__device__ __forceinline__ void slope_scores(ScorePart& s, float unit, float slope, int centre0, int col0,
+                                             const float (&shift)[2]) {
+  constexpr int kCount = kPartKeys / 2;
+  const int lane = ptx::fresh_lane();
+  const bool before = col0 + kPartKeys - 1 <= centre0, after = centre0 + 15 <= col0;
+  const float first = static_cast<float>(centre0 - col0 + lane / 4 - 2 * (lane % 4));
+  const auto step_of = [](int i) { return static_cast<float>(i / 4 * 8 + i % 2); };
+  if (__any_sync(0xffffffffu, before || after)) {
+    const float sloped = before ? slope : -slope;
+    const float base[2] = {fmaf(-sloped, first, -shift[0]), fmaf(-sloped, first + 8.f, -shift[1])};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] = fmaf(s[i], unit, fmaf(sloped, step_of(i), base[i / 2 % 2]));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float distance = fabsf(first + (static_cast<float>(i / 2 % 2 * 8) - step_of(i)));
+    s[i] = fmaf(-slope, distance, fmaf(s[i], unit, -shift[i / 2 % 2]));
+  }
+}
+
+// Raw products to exponents with a softcap. Small ones all by three terms, whose last one takes the maximum along.
+__device__ __forceinline__ void cap_to_exponents(ScorePart& s, const FwdModArgs& a, const float (&shift)[2]) {
+  constexpr int kCount = kPartKeys / 2;
+  const ShortCapSeries& series = a.short_cap;
+  float parts[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
+  const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+  // NaN and infinity do not get here.
+  if (!__any_sync(0xffffffffu, !(largest <= series.limit))) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float u = s[i] * s[i];
+      s[i] = fmaf(s[i], fmaf(fmaf(series.c[2], u, series.c[1]), u, series.c[0]), -shift[i / 2 % 2]);
+    }
+    return;
+  }
+  const float cap = a.m.softcap * kLog2e, factor = a.plain.p.problem.softmax_scale * a.m.inv_softcap;
+  if (a.m.softcap > Scores::kFineSoftcap) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] = fmaf(cap, Scores::fine_tanh_of(s[i] * factor), -shift[i / 2 % 2]);
+  } else {
+    const float top[2] = {cap - shift[0], cap - shift[1]}, factor_log2 = 2.f * kLog2e * factor;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s[i] = fmaf(-2.f * cap, ptx::reciprocal(1.f + ptx::ex2(s[i] * factor_log2)), top[i / 2 % 2]);
+    }
+  }
+}
+
 // The series costs no more than the other arithmetic of a score; the exponential and the reciprocal of tanh wait for
 // the unit that the weights need as well.
 __device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
@@ -123,27 +184,29 @@ __device__ __forceinline__ void add_far_bias(ScorePart& s, const Scores& scores,
 }
 
 // Raw products to scores, without masks. add_staged() adds a bias that TMA has brought.
-template <typename E, typename AddStaged>
+template <typename T, typename AddStaged>
 __device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a, const Scores& scores, int row0,
                                               int col0, const AddStaged& add_staged) {
+  using E = typename T::Element;
+  constexpr bool kAll = T::kKind == FwdModKind::kAll;
   const Modifiers& m = a.m;
-  if (!m.is_natural) {
+  if (kAll && !m.is_natural) {
     if (a.plain.p.problem.score_factor != 1.f) Scores::scale_all(as_blocks(s), a.plain.p.problem.score_factor);
     return;
   }
   float scale = a.plain.p.problem.softmax_scale;
-  if (m.softcap > 0.f) {
+  if (kAll && m.softcap > 0.f) {
     cap_scores(s, a);
     scale = 1.f;
   }
-  if (m.slopes != nullptr) {
+  if (kAll && m.slopes != nullptr) {
     scores.add_slopes<false>(as_blocks(s), row0, col0, scale);
     scale = 1.f;
   }
-  if (m.bias.ptr == nullptr) return;
-  if (a.bias_rows > 0) {
+  if (kAll && m.bias.ptr == nullptr) return;
+  if (has_bias<T>(a)) {
     add_staged(scale);
-  } else {
+  } else if constexpr (kAll) {
     add_far_bias<E>(s, scores, row0, col0, scale);
   }
 }

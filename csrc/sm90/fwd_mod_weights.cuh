@@ -28,6 +28,28 @@ __device__ __forceinline__ bool try_mod_weights(const float (&s)[kCount], uint32
   return true;
 }
 
+// The same of exponents, which are less the maxima there are already.
+template <typename E, int kCount>
+__device__ __forceinline__ bool try_exponents(const float (&s)[kCount], uint32_t (&p)[kCount / 2], ModRowState& state) {
+  float sum[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const int r = i % 2;
+    const float x = ptx::ex2(s[2 * i]), y = ptx::ex2(s[2 * i + 1]);
+    sum[r][0] += x;
+    sum[r][1] += y;
+    p[i] = ptx::pack2<E>(x, y);
+  }
+  const float sum0 = sum[0][0] + sum[0][1], sum1 = sum[1][0] + sum[1][1];
+  // NaN compares false. Rows that have seen nothing are less no maximum: theirs must be found.
+  const bool seen = fminf(state.max[0], state.max[1]) > -INFINITY;
+  const bool fine = seen && sum0 <= kSumLimit && sum1 <= kSumLimit;
+  if (__any_sync(0xffffffffu, !fine)) return false;
+  state.sum[0] += sum0;
+  state.sum[1] += sum1;
+  return true;
+}
+
 template <int kCount>
 __device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&largest)[2]) {
 #pragma unroll
@@ -67,6 +89,30 @@ __device__ __forceinline__ void mod_weights_by_maximum(float (&s)[kCount], uint3
     const int r = i % 2;
     const float x = ptx::ex2(fmaf(s[2 * i], unit, -shift[r] * unit));
     const float y = ptx::ex2(fmaf(s[2 * i + 1], unit, -shift[r] * unit));
+    state.sum[r] += x + y;
+    p[i] = ptx::pack2<E>(x, y);
+  }
+}
+
+// The same of exponents; the state's maxima are in units of log2.
+template <typename E, int kCount>
+__device__ __forceinline__ void weights_by_maximum_of_exponents(const float (&s)[kCount], uint32_t (&p)[kCount / 2],
+                                                                ModRowState& state, float (&factor)[2]) {
+  float largest[2], rise[2];
+  quad_maxima(s, largest);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool seen = state.max[r] != -INFINITY;
+    const float higher = seen ? fmaxf(largest[r], 0.f) : largest[r];
+    factor[r] = seen ? ptx::ex2(-higher) : 1.f;
+    rise[r] = higher == -INFINITY ? 0.f : higher;
+    state.max[r] = seen ? state.max[r] + higher : higher;
+    state.sum[r] *= factor[r];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const int r = i % 2;
+    const float x = ptx::ex2(s[2 * i] - rise[r]), y = ptx::ex2(s[2 * i + 1] - rise[r]);
     state.sum[r] += x + y;
     p[i] = ptx::pack2<E>(x, y);
   }

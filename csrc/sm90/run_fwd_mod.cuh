@@ -10,22 +10,35 @@
 
 namespace flash_ext::sm90 {
 
-// tanh(t) / t in t^2, fitted for the smallest relative error (6e-7) on |t| <= 3/4.
-inline CapSeries cap_series(const Problem& p, const Modifiers& m) {
-  constexpr double kTerms[CapSeries::kTerms] = {0.9999994349, -0.3332825145, 0.1325898248, -0.05005628159,
-                                                0.01292961373};
-  CapSeries series{};
+// From the terms of tanh(t) / t in t^2, good for |t| <= limit.
+template <typename Series>
+Series series_of(const double (&terms)[Series::kTerms], double limit, double unit, const Problem& p,
+                 const Modifiers& m) {
+  Series series{};
   series.limit = -1.f;
   const double factor = static_cast<double>(p.softmax_scale) * m.inv_softcap;
-  double power = factor * m.softcap;
-  for (int k = 0; k < CapSeries::kTerms; ++k) {
-    const double c = kTerms[k] * power;
+  double power = factor * m.softcap * unit;
+  for (int k = 0; k < Series::kTerms; ++k) {
+    const double c = terms[k] * power;
     if (std::fabs(c) > FLT_MAX) return series;  // the largest x such a factor is made for are next to 0
     series.c[k] = static_cast<float>(c);
     power *= factor * factor;
   }
-  series.limit = static_cast<float>(std::fmin(0.75 / std::fabs(factor), FLT_MAX));
+  series.limit = static_cast<float>(std::fmin(limit / std::fabs(factor), FLT_MAX));
   return series;
+}
+
+// Fitted for the smallest relative error (6e-7) on |t| <= 3/4.
+inline CapSeries cap_series(const Problem& p, const Modifiers& m) {
+  constexpr double kTerms[CapSeries::kTerms] = {0.9999994349, -0.3332825145, 0.1325898248, -0.05005628159,
+                                                0.01292961373};
+  return series_of<CapSeries>(kTerms, 0.75, 1., p, m);
+}
+
+// The same to 4e-7 on |t| <= 1/4, in units of log2.
+inline ShortCapSeries short_cap_series(const Problem& p, const Modifiers& m) {
+  constexpr double kTerms[ShortCapSeries::kTerms] = {0.9999996043, -0.3332190823, 0.1284161343};
+  return series_of<ShortCapSeries>(kTerms, 0.25, kLog2e, p, m);
 }
 
 // Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias. One row
@@ -63,7 +76,10 @@ std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const Devi
   FwdModArgs a{};
   std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, drawn), drawn);
   a.m = m;
+  if (T::kExponents) a.m.unit_log2 = 1.f;  // of the maxima
   a.cap = cap_series(r, m);
+  a.short_cap = short_cap_series(r, m);
+  a.scale_log2 = m.is_natural ? r.softmax_scale * kLog2e : m.unit_log2;
   a.bias_rows = staged_bias_rows(m.bias, r, T::kBlockM);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   a.q_slots = !T::kModTile.bias_apart && a.bias_rows > 0 ? 1 : T::kQSlots;
@@ -78,6 +94,15 @@ std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const Devi
 template <typename E, int D, int Dv>
 std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   const bool changes = m.is_natural || p.problem.score_factor != 1.f;
+  if constexpr (D == 128) {  // 20 s of compiling; what other sizes would gain is not measured
+    const bool bias = m.bias.ptr != nullptr;
+    const bool alone = (m.softcap > 0.f) + (m.slopes != nullptr) + bias == 1 && m.rng == nullptr;
+    if (alone && !bias) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kExponents>(p, m, d);
+    constexpr int kBlockM = FwdModTraits<E, D, Dv, FwdModKind::kBias>::kBlockM;
+    if (alone && staged_bias_rows(m.bias, p.problem, kBlockM) > 0) {
+      return launch_fwd_mod_of<E, D, Dv, FwdModKind::kBias>(p, m, d);
+    }
+  }
   if (changes) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kAll>(p, m, d);
   if (m.rng != nullptr) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kDrops>(p, m, d);
   return launch_fwd_mod_of<E, D, Dv, FwdModKind::kHides>(p, m, d);

@@ -218,7 +218,7 @@ def few_query_cases() -> list[Case]:
             head_dim=128,
             causal=True,
         ),
-        packed([1, 4, 0, 2], [900, 2000, 30, 1], num_heads=4, num_heads_k=1, head_dim=64, tail=3, causal=True),
+        packed([1, 4, 0, 2], [900, 2000, 30, 1], num_heads=4, num_heads_k=1, tail=3, causal=True),
         packed(
             [5, 1, 9],
             [1200, 1800, 700],

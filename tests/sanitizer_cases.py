@@ -22,7 +22,7 @@ from tests.modifier_cases import ModifierCase, make_modifier_inputs
 
 
 def sanitizer_cases() -> list[Case]:
-    """Small cases (at most 192 queries, most batches 2) that launch every kernel template with every loader."""
+    """Small cases (at most 192 queries) that launch every kernel template with every loader."""
     cases = []
     for i, head_dim in enumerate(COMPILED_HEAD_DIMS):
         for dtype in ("bf16", "fp16"):

@@ -397,6 +397,18 @@ def test_kvcache_whole_and_with_left_padding(device: str) -> None:
 
 
 @on_each_device
+def test_kvcache_with_room_between_entries(device: str) -> None:
+    """Rows that are no run of one packed tensor give what a copy of them gives."""
+    q, k, v = draw(device, (2, 2, 4, 16), *((3, 12, 2, 16),) * 2)
+    lengths = torch.tensor([3, 8], dtype=torch.int32, device=device)
+    options = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
+    found = fa.flash_attn_with_kvcache(q, k[:, :9], v[:, :9], **options)
+    wanted = fa.flash_attn_with_kvcache(q, k[:, :9].contiguous(), v[:, :9].contiguous(), **options)
+    for a, b in zip(found, wanted):
+        close(a, b)
+
+
+@on_each_device
 @pytest.mark.parametrize("leftpad", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("variant", [{}, {"causal": True}, {"window_size": (4, 0)}], ids=str)

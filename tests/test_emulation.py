@@ -63,7 +63,8 @@ FAULTS = {
         "emu::fault == 4 ? ptx::cp_async_wait<kSlots - 1>() : ptx::cp_async_wait<kSlots - 2>();"),
     5: ("output over keys in use", "sm80/fwd_split.cuh", "__syncthreads();  // the rings are left by all",
         "if (emu::fault != 5) __syncthreads();  // the rings are left by all"),
-    6: ("parts weighted alike", "sm80/fwd_split.cuh", "const float factor = state_of(part).factor(all.largest, scale);",
+    6: ("parts weighted alike", "sm80/fwd_split.cuh",
+        "const float factor = state_of(part).factor(all.largest, scale);",
         "const float factor = emu::fault == 6 ? 1.f : state_of(part).factor(all.largest, scale);"),
 }
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split"}

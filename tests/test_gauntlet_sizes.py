@@ -318,7 +318,7 @@ class Numbers:
         return heads * (rows // block + self.batch + 2 if self.packed else -(-rows // block) * self.batch)
 
     def split_grid(self, plan: dict) -> int:
-        """CTAs of the forward for few queries: parts x key heads x tiles of queries times heads that share keys."""
+        """CTAs of the forward for few queries: parts x key heads x tiles of all rows of a key head."""
         rows, block = self.rows_q * (self.heads // self.heads_k), plan["block_m"]
         tiles = rows // block + self.batch + 2 if self.packed else -(-rows // block) * self.batch
         return plan["splits"] * self.heads_k * tiles

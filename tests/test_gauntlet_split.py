@@ -1,7 +1,7 @@
-"""The forward for few queries: every list of cases with the keys in parts, and calls that split by themselves.
+"""The forward for few queries: lists of cases with the keys in parts, and calls that split by themselves.
 
-`run_case` judges them as all others, repeats them bit for bit, and finds in the recorded launch that keys were
-split.
+`run_case` judges them as all others, repeats them bit for bit, and finds in the recorded launch that keys
+were split.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def test_includes_follow_the_layers():
 
 def test_every_instantiation_is_one_kernel_header():
     """A file has one kernel, some of its head_dims and a class of tiles; mask passes launch themselves."""
-    name = r"fwd_split\.cu|(fwd|bwd)(_mod|_bias)?_(sm80(_large)?|sm90)(_hd\d+(_v\d+)?|_upto\d+|_above\d+)?\.cu"
+    name = r"fwd_split.cu|(fwd|bwd)(_mod|_bias)?_(sm80(_large)?|sm90)(_hd\d+(_v\d+)?|_upto\d+|_above\d+)?\.cu"
     inst = sorted((CSRC / "inst").glob("*.cu"))
     of_kernels = [path for path in inst if re.fullmatch(name, path.name)]
     assert of_kernels, "no instantiations found"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext.compat import flash_attn
 from flash_ext.ops import _C
 from tests.qkv import make_qkv, null_kernels
 
@@ -153,3 +154,15 @@ def test_attention_of_pytorch_is_split_too() -> None:
     with null_kernels():
         flash_ext.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         assert _C.last_launch()["splits"] > 1
+
+
+def test_a_cache_is_split_without_a_copy() -> None:
+    """Sequences of a packed call lie between one another's unused rows, in any order."""
+    q, (k, v) = torch.randn(4, 1, 8, 64).bfloat16(), torch.zeros(2, 6, 8192, 2, 64).bfloat16()
+    lengths, entries = torch.tensor([8000, 1, 5000, 8192]), torch.tensor([5, 0, 3, 1])
+    with null_kernels():
+        flash_attn.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lengths.int(), cache_batch_idx=entries.int(), causal=True
+        )
+        launch = _C.last_launch()
+    assert "split" in launch["kernel"] and launch["splits"] > 1 and launch["grid"] >= 132

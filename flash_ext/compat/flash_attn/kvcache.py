@@ -44,7 +44,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: int or (batch,) int32, how many keys each sequence has before the append; None is
             all of the cache, and then nothing can be appended.
         cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. With
-            softcap, alibi_slopes or a cache with gaps between entries the chosen ones are copied for the call.
+            softcap, alibi_slopes or gaps between entries of the cache they are copied for the call.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.

@@ -241,7 +241,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     debug_delay();
     const auto look = [&](int x, VisitedTile& tile) {
       tile.block = shared.range.end - 1 - x;
-      return scores.template visit<kBlockM, kBlockN, 8>(w.block, tile.block);
+      return scores.template visit<kBlockM, kBlockN, 4>(w.block, tile.block);
     };
     shared.visits.find_together<T::kThreads>(shared.visits.scanned, total, ptx::fresh_thread_idx(), ballots, look);
     debug_delay();

@@ -29,12 +29,8 @@ __device__ __forceinline__ void bwd_mod_body(const BwdModArgs& a, const BwdModMa
   const auto produce = [&](int warp) {
     if (warp == 0) {
       schedule_mod_keys<T>(a, shared, bars);
-    } else if (warp == 1) {
-      load_mod_keys<T>(a, maps, smem, shared, bars);
-    } else if (warp == 2) {
-      load_mod_queries<T>(a, maps, smem, shared, bars);
     } else {
-      load_mod_douts<T>(a, maps, smem, shared, bars);
+      load_mod_steps<T>(a, maps, smem, shared, bars, warp - 1);
     }
   };
   play_roles<T>(bars, produce,

@@ -111,8 +111,8 @@ __device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, i
   const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
   const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + 2 * (lane % 4);
   uint32_t of_key[4] = {};
-#pragma unroll
-  for (int n = 1; n >= 0; --n) {
+#pragma unroll 1
+  for (int n = 1; n >= 0; --n) {  // both at once would not fit the registers
     uint4 draws[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {

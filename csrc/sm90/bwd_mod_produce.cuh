@@ -177,11 +177,12 @@ __device__ __forceinline__ void for_key_steps(const ModKeyShared<T>& shared, Mod
   }
 }
 
-// What a loader does for the consumers beside its loads: marks of kParts parts of 32 queries and 32 keys, of 8, from
-// part kFirst on. kMarker is its number.
-template <typename T, int kMarker, int kFirst, int kParts>
+// What a loader does for the consumers beside its loads: marks of up to kParts parts of 32 queries and 32 keys, of 8.
+template <typename T>
 class MarkMaker {
  public:
+  static constexpr int kParts = 3;  // the last loader has two
+  __device__ explicit MarkMaker(int loader) : loader_(loader) {}
   __device__ __forceinline__ void begin_item() { head_ = -1; }
 
   // Before the loader waits for the place of its tile: marks take longer than is left then.
@@ -207,12 +208,13 @@ class MarkMaker {
       uint32_t of_row[kParts];
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        const int part = kFirst + i;
+        const int part = min(kParts * loader_ + i, 7);
         of_row[i] = mask_word(scores, row_of(part) + ptx::fresh_lane(), col_of(part), tests_of(part));
       }
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        const int part = kFirst + i;
+        const int part = kParts * loader_ + i;
+        if (part == 8) break;
         const uint32_t tests = tests_of(part);
         uint32_t visible = ~0u;
         if (__any_sync(0xffffffffu, (tests & (kTestInterval | kTestRows)) != 0)) {
@@ -231,12 +233,12 @@ class MarkMaker {
       if (step.head() != head_) {
         head_ = step.head();
         __syncwarp();
-        if (ptx::fresh_lane() == 0) shared.drop[kMarker].make(a.m, item.seat.b, item.first_head + head_);
+        if (ptx::fresh_lane() == 0) shared.drop[loader_].make(a.m, item.seat.b, item.first_head + head_);
         __syncwarp();
       }
 #pragma unroll 1
-      for (int part = kFirst; part < kFirst + kParts; ++part) {
-        const uint32_t bits = dropped_bits(a.m, row_of(part), col_of(part), shared.drop[kMarker]);
+      for (int part = kParts * loader_; part < min(kParts * (loader_ + 1), 8); ++part) {
+        const uint32_t bits = dropped_bits(a.m, row_of(part), col_of(part), shared.drop[loader_]);
         wait_for_place();
         put(Mark::kDropped, part, bits);
       }
@@ -245,22 +247,38 @@ class MarkMaker {
   }
 
  private:
-  int head_ = -1;
+  int loader_, head_ = -1;
   RingPosition<T::kMarkSlots> place_{0, 1};
 };
 
-// Second warp: K and V of an item, then the tiles of its bias.
+// The loaders: number 0 has K and V of an item, then the tiles of its bias; 1 streams Q, with lse and delta, and beside
+// them the step; 2 streams dO. One body for all, because what they have in common, the marks, is most of it.
 template <typename T>
-__device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
-                                              ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+__device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
+                                               ModKeyShared<T>& shared, ModKeyBarriers<T> bars, int loader) {
   const Problem& p = a.plain.p.problem;
-  uint32_t place_parity = 1, bias_parity = 1;
-  int k_place = 0;
-  MarkMaker<T, 0, 0, 3> marks;
+  MarkMaker<T> marks(loader);
+  RingPosition<T::kSlots> ring;  // of Q or of dO
+  ring.parity = 1;
+  uint32_t item_parity = 1, bias_parity = 1;
+  int k_place = 0, step_place = 0;
+  const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
+  const auto load_item = [&](const ModKeyItem& item) {
+    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
+    const auto load = [&](const CUtensorMap& map, const Steps& steps, int place) {
+      wait(bars.place_empty(place), item_parity);
+      if (!is_first_lane()) return;
+      copy_tile<T::kChunks, T::kBlockN>(map, steps, smem + place * T::kVAt, bars.place_full(place), at, item.w.h);
+    };
+    load(maps.plain.k, a.plain.k, k_place);
+    load(maps.plain.v, a.plain.v, k_place ^ 1);
+    item_parity ^= 1;
+    k_place ^= 1;
+  };
   const auto load_bias = [&](const ModKeyItem& item, const KeyStep& step) {
     wait(bars.bias_empty(), bias_parity);
     bias_parity ^= 1;
-    if (threadIdx.x % 32 != 0) return;
+    if (!is_first_lane()) return;
     ptx::mbarrier_arrive_expect_tx(bars.bias_full(), T::kBiasBytes);
 #pragma unroll
     for (int i = 0; i < T::kBlockN / 64; ++i) {
@@ -269,82 +287,54 @@ __device__ __forceinline__ void load_mod_keys(const BwdModArgs& a, const BwdModM
                        (item.first_head + step.head()) * a.bias_steps.head, item.seat.b * a.bias_steps.batch, 0);
     }
   };
-  const auto load_item = [&](const ModKeyItem& item) {
-    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
-    const auto load = [&](const CUtensorMap& map, const Steps& steps, int place) {
-      wait(bars.place_empty(place), place_parity);
-      if (threadIdx.x % 32 != 0) return;
-      copy_tile<T::kChunks, T::kBlockN>(map, steps, smem + place * T::kVAt, bars.place_full(place), at, item.w.h);
-    };
-    load(maps.plain.k, a.plain.k, k_place);
-    load(maps.plain.v, a.plain.v, k_place ^ 1);
-    place_parity ^= 1;
-    k_place ^= 1;
-    marks.begin_item();
+  const auto queries_at = [&](const ModKeyItem& item, const KeyStep& step) {
+    return row_coordinates(p, item.w.q, item.w.b, step.block * T::kBlockM);
   };
-  for_key_steps<T>(shared, bars, load_item, [&](const ModKeyItem& item, const KeyStep& step, bool) {
+  const auto load_query = [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
+    wait(bars.q_empty(ring.slot), ring.parity);
+    const int head = item.first_head + step.head();
+    if (is_first_lane()) {
+      const uint32_t full = bars.q_full(ring.slot);
+      const int64_t tile = item.tile + static_cast<int64_t>(step.head()) * a.plain.tiles_per_head + step.block;
+      copy_tile<T::kChunks, T::kBlockM>(maps.plain.q, a.plain.q, smem + T::kQAt + ring.slot * T::kQBytes, full,
+                                        queries_at(item, step), head);
+      ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
+      ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
+                     T::kStatsBytes, full);
+      shared.steps[step_place] = step;
+      if constexpr (T::kAdds) {
+        const int64_t at = item.seat.b * a.m.slopes_batch_stride + head;
+        shared.slopes[step_place] = a.m.slopes == nullptr ? 0.f : a.m.slopes[at] * kLog2e;
+      }
+      ptx::mbarrier_arrive(full);
+      if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
+    }
+    step_place = slot_of(step_place + 1, T::kSteps);
+    ring.advance();
+  };
+  const auto load_dout = [&](const ModKeyItem& item, const KeyStep& step) {
+    wait(bars.dout_empty(ring.slot), ring.parity);
+    if (is_first_lane()) {
+      copy_tile<T::kChunks, T::kBlockM>(maps.plain.dout, a.plain.dout, smem + T::kDoutAt + ring.slot * T::kQBytes,
+                                        bars.dout_full(ring.slot), queries_at(item, step),
+                                        item.first_head + step.head());
+    }
+    ring.advance();
+  };
+  const auto begin = [&](const ModKeyItem& item) {
+    marks.begin_item();
+    if (loader == 0) load_item(item);
+  };
+  for_key_steps<T>(shared, bars, begin, [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
     marks.leave(a, shared, bars, item, step);
-    if constexpr (T::kAdds) {
-      if (a.brings_bias) load_bias(item, step);
+    if (loader == 1) {
+      load_query(item, step, is_ending);
+    } else if (loader == 2) {
+      load_dout(item, step);
+    } else if (T::kAdds && a.brings_bias) {
+      load_bias(item, step);
     }
   });
-}
-
-// Third warp: streams Q, with lse and delta, and beside them the step.
-template <typename T>
-__device__ __forceinline__ void load_mod_queries(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
-                                                 ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
-  RingPosition<T::kSlots> ring;
-  ring.parity = 1;
-  int place = 0;  // of the step
-  MarkMaker<T, 1, 3, 3> marks;
-  for_key_steps<T>(
-      shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
-      [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
-        marks.leave(a, shared, bars, item, step);
-        wait(bars.q_empty(ring.slot), ring.parity);
-        if (threadIdx.x % 32 == 0) {
-          const uint32_t full = bars.q_full(ring.slot);
-          const int64_t tile = item.tile + static_cast<int64_t>(step.head()) * a.plain.tiles_per_head + step.block;
-          copy_tile<T::kChunks, T::kBlockM>(
-              maps.plain.q, a.plain.q, smem + T::kQAt + ring.slot * T::kQBytes, full,
-              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM),
-              item.first_head + step.head());
-          ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
-          ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
-                         T::kStatsBytes, full);
-          shared.steps[place] = step;
-          if constexpr (T::kAdds) {
-            const int64_t at = item.seat.b * a.m.slopes_batch_stride + item.first_head + step.head();
-            shared.slopes[place] = a.m.slopes == nullptr ? 0.f : a.m.slopes[at] * kLog2e;
-          }
-          if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
-        }
-        place = slot_of(place + 1, T::kSteps);
-        ring.advance();
-      });
-}
-
-// Fourth warp: streams dO.
-template <typename T>
-__device__ __forceinline__ void load_mod_douts(const BwdModArgs& a, const BwdModMaps& maps, uint32_t smem,
-                                               ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
-  RingPosition<T::kSlots> ring;
-  ring.parity = 1;
-  MarkMaker<T, 2, 6, 2> marks;
-  for_key_steps<T>(
-      shared, bars, [&](const ModKeyItem&) { marks.begin_item(); },
-      [&](const ModKeyItem& item, const KeyStep& step, bool) {
-        marks.leave(a, shared, bars, item, step);
-        wait(bars.dout_empty(ring.slot), ring.parity);
-        if (threadIdx.x % 32 == 0) {
-          copy_tile<T::kChunks, T::kBlockM>(
-              maps.plain.dout, a.plain.dout, smem + T::kDoutAt + ring.slot * T::kQBytes, bars.dout_full(ring.slot),
-              row_coordinates(a.plain.p.problem, item.w.q, item.w.b, step.block * T::kBlockM),
-              item.first_head + step.head());
-        }
-        ring.advance();
-      });
 }
 
 }  // namespace flash_ext::sm90

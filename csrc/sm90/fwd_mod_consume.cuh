@@ -76,6 +76,10 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   const auto find_visible = [&](const Mask& mask) {
     return visible_scores<kN>(scores(), mask, first_row(), now.tile() * kN, now.tests());
   };
+  const auto find_early = [&](const Mask& mask) {
+    if constexpr (T::kLateBits) return ScoreBits<kN>{};
+    else return find_visible(mask);
+  };
   // Step i has used 2 i or 2 i + 1 slots when it comes to its bias, the first step one.
   const auto wait_for_bias = [&]() -> uint32_t {
     const int slot = slot_of(used / 2, T::kBiasSlots);
@@ -148,10 +152,14 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
       ptx::pin(x);
     }
   };
-  const auto finish_scores = [&](const ScoreBits<kN>& visible) {
+  const auto finish_scores = [&](const ScoreBits<kN>& visible, const Mask& mask) {
     if constexpr (T::kChanges) change_scores();
     if constexpr (T::kExponents) make_exponents();
-    hide_scores(s, visible);
+    if constexpr (T::kLateBits) {
+      hide_scores(s, find_visible(mask));
+    } else {
+      hide_scores(s, visible);
+    }
     ptx::pin(s);
   };
   const auto issue_output = [&] {
@@ -208,10 +216,10 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_output();
     ++used;
     pass_turn();
-    const ScoreBits<kN> visible = find_visible(mask);
+    const ScoreBits<kN> visible = find_early(mask);
     ptx::wgmma_wait<1>();
     finish_products(2);
-    finish_scores(visible);
+    finish_scores(visible, mask);
     look_ahead();
     ptx::wgmma_wait<0>();
     ptx::pin(o);
@@ -255,12 +263,12 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     issue_scores();
     ++used;
     pass_turn();
-    const ScoreBits<kN> visible = find_visible(mask);
+    const ScoreBits<kN> visible = find_early(mask);
     if (started) skip_slot();
     ptx::wgmma_wait<0>();
     finish_products(started ? 2 : 1);
     started = true;
-    finish_scores(visible);
+    finish_scores(visible, mask);
     prepare_weights();
     look_ahead();
 #pragma unroll 1

@@ -15,6 +15,11 @@ struct ScoreBits {
   uint32_t of[2][kKeys / 32];
 };
 
+// Bits 8 j + c from bits 2 j + c.
+__device__ __forceinline__ uint32_t spread_pairs(uint32_t x) {
+  return (x & 3) | (x & 0xc) << 6 | (x & 0x30) << 12 | (x & 0xc0) << 18;
+}
+
 // What a lane has of rows of bits: row lane / 2, half of the keys.
 template <int kKeys>
 struct OwnWords {
@@ -103,7 +108,21 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
   const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
   // Of the i-th of 8 keys of this thread in every 32.
   const auto owner = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
-  const auto bit_of = [](int i) { return i / 2 * 8 + i % 2; };
+  // Loops over words, whose pairs are spread at the end, spill at head_dim 256; all words in a row spill at 128.
+  constexpr bool kInRow = kKeys == 64;
+  constexpr int kAtOnce = kInRow ? kKeys / 32 : 1;
+  uint32_t hidden_pairs[2] = {};  // of[half]: bit 2 j + c is key 8 j + 2 (lane % 4) + c
+  const auto bit_of = [](int i) { return kInRow ? i / 2 * 8 + i % 2 : i; };
+  const auto hide = [&](int w, const uint32_t (&bits)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (kInRow) {
+        visible.of[half][w] &= ~bits[half];
+      } else {
+        hidden_pairs[half] |= bits[half] << (8 * w);
+      }
+    }
+  };
   if (m.document_k.ids != nullptr) {
     const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
     const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
@@ -113,7 +132,7 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
       row_ids[half] = q[min(row0 + lane / 4 + 8 * half, last_row)];
       if (row_ids[half] < 0) row_ids[half] = -2;  // like no key
     }
-#pragma unroll
+#pragma unroll kAtOnce
     for (int w = 0; w < kKeys / 32; ++w) {
       const int key_id = max(k[min(col0 + 32 * w + lane, last_key)], -1);
       uint32_t differ[2] = {};
@@ -125,14 +144,13 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
           if (id != row_ids[half]) differ[half] |= 1u << bit_of(i);
         }
       }
-      visible.of[0][w] &= ~differ[0];
-      visible.of[1][w] &= ~differ[1];
+      hide(w, differ);
     }
   }
-  if (m.hidden_rows.count == 0) return;
+  if (kInRow && m.hidden_rows.count == 0) return;
   const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
-#pragma unroll
-  for (int w = 0; w < kKeys / 32; ++w) {
+#pragma unroll kAtOnce
+  for (int w = 0; w < (kInRow || m.hidden_rows.count > 0 ? kKeys / 32 : 0); ++w) {
     const int64_t position = seat.k_start + min(col0 + 32 * w + lane, last_key);
     uint32_t hidden = 0;  // rows of the warp
 #pragma unroll 1
@@ -147,8 +165,13 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
       mine[0] |= (of_key & 1) << bit_of(i);
       mine[1] |= (of_key >> 8 & 1) << bit_of(i);
     }
-    visible.of[0][w] &= ~mine[0];
-    visible.of[1][w] &= ~mine[1];
+    hide(w, mine);
+  }
+  if constexpr (kInRow) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int w = 0; w < kKeys / 32; ++w) visible.of[half][w] &= ~spread_pairs(hidden_pairs[half] >> (8 * w));
   }
 }
 

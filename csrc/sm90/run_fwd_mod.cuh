@@ -102,6 +102,7 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
     if (alone && staged_bias_rows(m.bias, p.problem, kBlockM) > 0) {
       return launch_fwd_mod_of<E, D, Dv, FwdModKind::kBias>(p, m, d);
     }
+    if (alone) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kFarBias>(p, m, d);
   }
   if (changes) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kAll>(p, m, d);
   if (m.rng != nullptr) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kDrops>(p, m, d);

@@ -193,8 +193,7 @@ __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][
     find_together<T::kThreads / 32>(work.visits, counts, work.iterations, [&](int x, VisitedTile& tile) {
       tile.head = x / length;
       tile.block = work.range.begin + x - tile.head * length;
-      const Scores scores = scores_of<T>(p, m, work, tile);
-      return scores.template visit<T::kBlockM, T::kBlockN, 4, 1>(tile.block, work.w.block);
+      return scores_of<T>(p, m, work, tile).template visit<T::kBlockM, T::kBlockN>(tile.block, work.w.block);
     });
     const int count = work.visits.count;
     if (count > 0) {

@@ -33,6 +33,9 @@ struct BwdTraits {
   static constexpr int kDqSteps = kPaired ? 2 * 16 * kDqWarpsD : 1;
   static constexpr int kDqColsFirst = kMods ? 0 : kPaired ? (D + kDqSteps - 1) / kDqSteps * kDqSteps / 2 : D;
   static constexpr int kDqAhead = 2;
+  // At head_dim 96 the registers are full of addresses: slopes of a softcap wait where P will be handed over, and the
+  // words of seen keys lie where those of the mask came, of which every warp then has its own.
+  static constexpr bool kSlopesWait = kMods && D == 96 && kTile.key_blocks == 2;
   static constexpr int kAhead = kPaired && kKeyBlocks == 2 ? 2 : 3;
   using Tile = SmemTile<D>;
   using DsTile = SmemTile<kBlockM>;  // rows are keys, columns queries
@@ -248,20 +251,25 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
       acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
       T::Tile::by_cols(smem_q, lane));
   // Words go through the slot that P will fill.
-  const uint32_t words = p_slot - lane * 16;
-  constexpr int kKeys = 16 * T::kKeyBlocks, kMaskPitch = 4 * T::kMaskWords;
+  const uint32_t words = T::kSlopesWait ? mask : p_slot - lane * 16;
+  constexpr int kKeys = 16 * T::kKeyBlocks, kMaskPitch = 4 * T::kMaskWords, kPitch = T::kSlopesWait ? kMaskPitch : 4;
   const bool hides =
-      tests != 0 && leave_seen_keys<T::kPartM, kKeys, kMaskPitch>(words, scores, mask, row0, col0, tests);
+      tests != 0 && leave_seen_keys<T::kPartM, kKeys, kMaskPitch, kPitch>(words, scores, mask, row0, col0, tests);
   if constexpr (T::kAdds) {
     scores.template modify<typename T::Element, true, typename T::Stage>(
         acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
+          if constexpr (T::kSlopesWait) {
+            ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512,
+                              make_float4(slope[0], slope[1], slope[2], slope[3]));
+          } else {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) slopes[kb][mb][i] = slope[i];
+            for (int i = 0; i < 4; ++i) slopes[kb][mb][i] = slope[i];
+          }
         });
   } else if (scores.p.score_factor != 1.f) {
     Scores::scale_all(acc, scores.p.score_factor);
   }
-  if (hides) hide_unseen(acc, words);
+  if (hides) hide_unseen<kPitch>(acc, words);
 #pragma unroll
   for (int mb = 0; mb < T::kPartM / 8; ++mb) {
     const float4 s = load_stats(stats, mb, lane);
@@ -354,6 +362,11 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
         for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
 #pragma unroll
           for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+            if constexpr (T::kSlopesWait) {
+              const float4 slope = ptx::load_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512);
+              slopes[kb][mb][0] = slope.x, slopes[kb][mb][1] = slope.y;
+              slopes[kb][mb][2] = slope.z, slopes[kb][mb][3] = slope.w;
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) slopes[kb][mb][i] *= acc_p[kb][mb][i];
           }

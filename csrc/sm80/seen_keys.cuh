@@ -87,10 +87,10 @@ __device__ __forceinline__ uint32_t seen_keys(const Scores& scores, uint32_t mas
   return bits;
 }
 
-// Leaves the words of kQueries queries in shared memory, where hide_unseen() of this warp finds them; false where they
-// see all keys. `mask` is where the mask's words of these queries lie, kMaskPitch bytes apart, if the call has one and
+// Leaves the words of kQueries queries in shared memory, kPitch bytes apart, where hide_unseen() of this warp finds them;
+// false where they see all keys. `mask` is where the mask's words of these queries lie, kMaskPitch bytes apart, if the call has one and
 // the tile needs it.
-template <int kQueries, int kKeys, int kMaskPitch>
+template <int kQueries, int kKeys, int kMaskPitch, int kPitch>
 __device__ __forceinline__ bool leave_seen_keys(uint32_t to, const Scores& scores, uint32_t mask, int row0, int col0,
                                                 TileTests tests) {
   const int lane = ptx::fresh_lane();
@@ -100,20 +100,26 @@ __device__ __forceinline__ bool leave_seen_keys(uint32_t to, const Scores& score
   for (int first = 0; first < kQueries; first += 32) {
     const uint32_t word = has_mask ? ptx::load_shared_word(mask + (first + lane) * kMaskPitch) : ~0u;
     const uint32_t seen = seen_keys<kKeys>(scores, word, row0 + first, col0, tests);
-    ptx::store_shared_word(to + (first + lane) * 4, seen);
+    ptx::store_shared_word(to + (first + lane) * kPitch, seen);
     all &= seen;
   }
   return !__all_sync(0xffffffffu, (all | ~Scores::low_bits(kKeys)) == ~0u);
 }
 
 // -inf for every key a query does not see, in S^T of 16 kA keys and 8 kN queries.
-template <int kA, int kN>
+template <int kPitch, int kA, int kN>
 __device__ __forceinline__ void hide_unseen(float (&acc)[kA][kN][4], uint32_t seen) {
   const int lane = ptx::fresh_lane();
   __syncwarp();
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    const uint2 words = ptx::load_shared_words(seen + (8 * n + 2 * (lane % 4)) * 4);
+    const uint32_t at = seen + (8 * n + 2 * (lane % 4)) * kPitch;
+    uint2 words;
+    if constexpr (kPitch == 4) {
+      words = ptx::load_shared_words(at);
+    } else {
+      words = make_uint2(ptx::load_shared_word(at), ptx::load_shared_word(at + kPitch));
+    }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const uint32_t mine = (c == 0 ? words.x : words.y) << (7 - lane / 4);

@@ -1,17 +1,17 @@
 // The backward of bwd.cuh with everything of common/modifiers.cuh: masks, biases, softcap, sinks, dropout.
 //
 // What differs: the scheduler finds the tiles of queries to visit, and what their scores are tested for, and hands
-// these steps on by way of the loader of Q; consumers change scores while the product of dP runs.
+// these steps on by way of the loader of Q; loaders make the bits of hidden and dropped scores; consumers change scores
+// while the product of dP runs.
 //
 // Shared memory, 128-byte swizzled tiles first:
 //   K, V     [128 rows]
 //   Q, dO    [kSlots][64 rows]
 //   dS       [3][64 queries x 128 keys]
-//   bias     [2][64 queries x 64 keys]
-//   stage    [consumer warps][4 KB]   derivatives of the softcap, then dQ on its way out
+//   bias     [2][64 queries x 64 keys], in kernels that add one; else marks [kMarkSlots][2][consumer threads]
+//   stage    [consumer warps][4 KB]   dQ, or rows of gradients, on their way out
 //   stats    [kSlots][-lse * log2 e of 64 queries, -delta]
 //   ModKeyShared, barriers
-// Named barriers: 1 + pair, draws of two warps that share a Philox block, 64 threads.
 #pragma once
 
 #include "bwd_mod_consume.cuh"

@@ -103,7 +103,7 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
 }
 
 // Scores that dropout hits: the draws of common/dropout.cuh. One Philox block serves the rows r, r + 8 and the keys c,
-// c + 8, c + 16, c + 24: what a thread has. Each key's bits are shifted in from the highest on, four independent chains.
+// c + 8, c + 16, c + 24: what a thread has. Each key's bits are shifted in from the highest on, in a chain of its own.
 __device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const uint32_t lane = ptx::fresh_lane();
   const auto key_of = [&](int round) { return keys.rounds[round]; };

@@ -158,7 +158,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::pin(s);
     ptx::pin(dp);
     ptx::wgmma_fence();
-    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(k_place()), 16)), uniform(descriptor_low(q_at(), 16)));
+    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(k_place()), 16)),
+                                        uniform(descriptor_low(q_at(), 16)));
     ptx::wgmma_commit();
     wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
     ptx::wgmma_fence();

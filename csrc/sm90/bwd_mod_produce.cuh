@@ -1,5 +1,5 @@
 // The producers of the sm90 backward with modifiers. The first warp finds out which tiles of queries an item visits and
-// what their scores are tested for; of the others one loads K, V and tiles of a bias, one Q, one dO.
+// what their scores are tested for; of the others one loads K, V and tiles of a bias, one Q, one dO. All three make marks.
 #pragma once
 
 #include "bwd_mod_bits.cuh"
@@ -199,8 +199,8 @@ class MarkMaker {
       place_.advance();
     };
     const auto put = [&](Mark which, int part, uint32_t bits) {
-      uint16_t* const to =
-          reinterpret_cast<uint16_t*>(shared.marks(which, place_.slot)) + part / 2 * 128 + 2 * ptx::fresh_lane() + part % 2;
+      uint16_t* const to = reinterpret_cast<uint16_t*>(shared.marks(which, place_.slot)) + part / 2 * 128 +
+                           2 * ptx::fresh_lane() + part % 2;
       to[0] = static_cast<uint16_t>(bits);
       to[64] = static_cast<uint16_t>(bits >> 16);
     };

@@ -132,4 +132,40 @@ __device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, i
   return __byte_perm(__byte_perm(of_key[0], of_key[1], 0x0040), __byte_perm(of_key[2], of_key[3], 0x0040), 0x5410);
 }
 
+// The same by consumers, bit i is score i. One Philox block serves 32 keys, hence two warps: each draws 32 of the 64
+// queries for both, and they meet at a named barrier.
+template <typename T>
+__device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, int col0, const DropKeys& keys,
+                                                 uint16_t* drawn) {
+  constexpr int kQueries = T::kBlockM / 2;
+  const uint32_t lane = ptx::fresh_lane();
+  const uint32_t warp = static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32 % T::kConsumerWarps;
+  const uint32_t odd = warp % 2;
+  const auto key_of = [&](int round) { return keys.rounds[round]; };
+  const uint32_t highest = (m.drop_below << 16) - 1;
+  const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
+  const uint32_t row_id = (static_cast<uint32_t>(row0) + odd * kQueries) / 16 * 8 + 2 * (lane % 4);
+  uint32_t bits[2] = {};  // of the first 16 keys, of the others
+#pragma unroll
+  for (int n = 0; n < kQueries / 16; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint4 draws = philox(make_uint4(row_id + n * 8 + c, col_id, keys.counter.x, keys.counter.y), key_of);
+      const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int bit = 8 * n + 2 * (r % 2) + c;
+        if ((words[r] << 16) <= highest) bits[r / 2] |= 1u << bit;
+        if (words[r] <= highest) bits[r / 2] |= 1u << (bit + 4);
+      }
+    }
+  }
+  const uint32_t mine = odd ? bits[1] : bits[0], others = odd ? bits[0] : bits[1];
+  drawn[(warp ^ 1) * 32 + lane] = static_cast<uint16_t>(others);
+  debug_delay();
+  ptx::bar_sync(1 + warp / 2, 64);
+  const uint32_t theirs = drawn[warp * 32 + lane];
+  return odd ? mine << 16 | theirs : theirs << 16 | mine;
+}
+
 }  // namespace flash_ext::sm90

@@ -82,13 +82,13 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     uint32_t visible = ~0u;
     if (__any_sync(0xffffffffu, now().has_tests())) {
       const uint32_t mark = read_mark(Mark::kVisible);
-      if (T::kAdds || !T::kDrops) free_marks();
+      free_marks();
       visible = tests == 0 ? ~0u : mark;
     }
     return tests == kSkipped ? 0 : visible;
   };
   const auto dropped_scores = [&]() -> uint32_t {
-    if constexpr (!T::kDrops) return 0;
+    if constexpr (!T::kLoadersDraw) return 0;
     const uint32_t mark = read_mark(Mark::kDropped);
     free_marks();
     return mark;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const bool is_dropped = (dropped >> mark_of(4 * j + i) & 1) != 0;
+          const bool is_dropped = (dropped >> (T::kLoadersDraw ? mark_of(4 * j + i) : 4 * j + i) & 1) != 0;
           const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], m.keep_scale, minus);
           dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
           s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
@@ -161,6 +161,11 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(k_place()), 16)),
                                         uniform(descriptor_low(q_at(), 16)));
     ptx::wgmma_commit();
+    [[maybe_unused]] uint32_t dropped = 0;
+    if constexpr (T::kConsumersDraw) {
+      uint16_t* const drawn = reinterpret_cast<uint16_t*>(shared.marks(Mark::kDropped, steps() % 2));
+      dropped = draw_dropped<T>(m, first_query(), first_key(), shared.drop[slot()], drawn);
+    }
     wait(bars.dout_full(slot()), parity_of(steps(), T::kSlots));
     ptx::wgmma_fence();
     issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at(k_place() ^ 1), 16)),
@@ -174,7 +179,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     forget();
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    form_gradients(s, dp, visible, dropped_scores());
+    if constexpr (T::kLoadersDraw) dropped = dropped_scores();
+    form_gradients(s, dp, visible, dropped);
     ptx::pin(s);
     ptx::pin(dp);
     pack<E>(p_words, s);

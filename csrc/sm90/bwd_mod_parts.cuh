@@ -74,6 +74,8 @@ struct BwdModTraits {
   static constexpr bool kCaps = kKind == ScoreKind::kCapping;
   static constexpr bool kAdds = kKind == ScoreKind::kAdding || kKind == ScoreKind::kAddingDropping;
   static constexpr bool kDrops = kKind == ScoreKind::kDropping || kKind == ScoreKind::kAddingDropping;
+  // Draws take a loader longer than a step: consumers make them, where there is room to exchange them.
+  static constexpr bool kLoadersDraw = kKind == ScoreKind::kAddingDropping, kConsumersDraw = kDrops && !kLoadersDraw;
   static constexpr int kHeadDim = D;
   static constexpr BwdModTile kModTile = bwd_mod_tile(D);
   static constexpr BwdTile kTile = kModTile.plain();
@@ -104,7 +106,7 @@ enum class Mark { kVisible, kDropped };
 template <typename T>
 struct ModKeyShared {
   static constexpr int kMarkers = 3;  // warps that make marks
-  DropKeys drop[T::kDrops ? kMarkers : 1];  // of the head for which a warp draws
+  DropKeys drop[T::kConsumersDraw ? T::kSlots : T::kDrops ? kMarkers : 1];  // of a slot's step, of a loader's
   ModKeyItem items[T::kItems];
   KeyChunk chunks[T::kRingChunks];
   KeyStep steps[T::kSteps];

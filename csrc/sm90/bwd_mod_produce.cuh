@@ -227,9 +227,9 @@ class MarkMaker {
         wait_for_place();
         put(Mark::kVisible, part, visible);
       }
-      if constexpr (T::kAdds || !T::kDrops) hand_over();
+      hand_over();
     }
-    if constexpr (T::kDrops) {
+    if constexpr (T::kLoadersDraw) {
       if (step.head() != head_) {
         head_ = step.head();
         __syncwarp();
@@ -262,6 +262,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
   ring.parity = 1;
   uint32_t item_parity = 1, bias_parity = 1;
   int k_place = 0, step_place = 0;
+  int stale = 0, head_before = -1;  // slots whose keys of dropout are those of another head
   const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
   const auto load_item = [&](const ModKeyItem& item) {
     const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
@@ -293,6 +294,8 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
   const auto load_query = [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
     wait(bars.q_empty(ring.slot), ring.parity);
     const int head = item.first_head + step.head();
+    if (T::kConsumersDraw && head != head_before) stale = T::kSlots;
+    head_before = head;
     if (is_first_lane()) {
       const uint32_t full = bars.q_full(ring.slot);
       const int64_t tile = item.tile + static_cast<int64_t>(step.head()) * a.plain.tiles_per_head + step.block;
@@ -306,9 +309,11 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
         const int64_t at = item.seat.b * a.m.slopes_batch_stride + head;
         shared.slopes[step_place] = a.m.slopes == nullptr ? 0.f : a.m.slopes[at] * kLog2e;
       }
+      if (T::kConsumersDraw && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, head);
       ptx::mbarrier_arrive(full);
       if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
     }
+    --stale;
     step_place = slot_of(step_place + 1, T::kSteps);
     ring.advance();
   };
@@ -323,6 +328,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
   };
   const auto begin = [&](const ModKeyItem& item) {
     marks.begin_item();
+    head_before = -1;
     if (loader == 0) load_item(item);
   };
   for_key_steps<T>(shared, bars, begin, [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {

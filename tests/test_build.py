@@ -38,7 +38,8 @@ SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120:
 BY_CLASS = ("fwd_kernel", "fwd_mod_kernel", "bwd_kernel", "bwd_mod_kernel")  # compiled for both classes
 HIDING = ("bwd_mod_kernel",)  # a second time where nothing is added to scores, for large tiles
 HIDING_HEAD_DIMS = (128,)
-PORTABLE_MOD_KINDS = 4  # of fwd_mod, in the large class up to head_dim 128: csrc/heuristics.h names them
+PORTABLE_MOD_KINDS = 4  # of fwd_mod, in the large class: csrc/heuristics.h names them
+PORTABLE_MOD_KIND_HEAD_DIMS = (64, 128)
 ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
 ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
@@ -174,7 +175,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
         any_size = itertools.product(ANY_HEAD_DIM, DTYPES, (None,), (LARGE if hopper else SMALL,))
         more = (PORTABLE_MOD_KINDS - 1) * ("fwd_mod_kernel",)
-        kinds = itertools.product(more, DTYPES, HEAD_DIMS[:3], (LARGE,))
+        kinds = itertools.product(more, DTYPES, PORTABLE_MOD_KIND_HEAD_DIMS, (LARGE,))
         expected = [*any_class, *by_class, *any_size, *((*kinds, *of_hopper) if hopper else ())]
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
@@ -255,7 +256,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS) + len(ANY_HEAD_DIM) + 2 * len(SPLIT_HEAD_DIMS)
     hiding = len(HIDING) * len(HIDING_HEAD_DIMS)
-    kinds = (PORTABLE_MOD_KINDS - 1) * len(HEAD_DIMS[:3])
+    kinds = (PORTABLE_MOD_KINDS - 1) * len(PORTABLE_MOD_KIND_HEAD_DIMS)
     assert seen == len(DTYPES) * (len(ARCHS) * sizes + hiding + kinds)
 
 

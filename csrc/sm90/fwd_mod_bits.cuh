@@ -167,11 +167,12 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
     }
     hide(w, mine);
   }
-  if constexpr (kInRow) return;
+  if constexpr (!kInRow) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int w = 0; w < kKeys / 32; ++w) visible.of[half][w] &= ~spread_pairs(hidden_pairs[half] >> (8 * w));
+      for (int w = 0; w < kKeys / 32; ++w) visible.of[half][w] &= ~spread_pairs(hidden_pairs[half] >> (8 * w));
+    }
   }
 }
 

@@ -39,9 +39,8 @@ struct ModInstance {
   std::string (*run)(const FwdParams&, const Modifiers&, const DeviceInfo&);
   const char* name;
 };
-constexpr std::array<ModInstance, 5> kModInstances = {{{64, 64, run_fwd_mod_hd64, "fwd_mod_sm90_hd64"},
+constexpr std::array<ModInstance, 4> kModInstances = {{{64, 64, run_fwd_mod_hd64, "fwd_mod_sm90_hd64"},
                                                        {128, 128, run_fwd_mod_hd128, "fwd_mod_sm90_hd128"},
-                                                       {192, 128, run_fwd_mod_hd192_v128, "fwd_mod_sm90_hd192_v128"},
                                                        {192, 192, run_fwd_mod_hd192, "fwd_mod_sm90_hd192"},
                                                        {256, 256, run_fwd_mod_hd256, "fwd_mod_sm90_hd256"}}};
 

@@ -212,7 +212,7 @@ def poison_pool(total: int = 2 << 30) -> None:
 def _forward_plan(case: Case, target: Target) -> dict:
     """What the forward of a case would launch."""
     shapes = tensor_shapes(case)
-    left, right = case.effective_window
+    left, right = (min(reach, 2**31 - 1) for reach in case.effective_window)  # as the operators clamp it
     return _C.plan(
         "fwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", packed=case.is_packed,
         batch=len(case.lens_q) if case.is_packed else case.batch, seqlen_q=shapes["q"][-3],

@@ -107,11 +107,15 @@ def _has_hopper_backward(x: ModifierInputs) -> bool:
     case, asked = x.mcase.case, {choice.keyword for choice in x.choices}
     if case.deterministic or case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
         return False
-    if {"softcap", "dropout_p"} <= asked:
-        return False
     bias = x.leaves().get("attn_mask")
-    if bias is None or bias.dim() < 2 or bias.shape[-2] == 1:
+    if "softcap" in asked and (asked & {"dropout_p", "alibi_slopes"} or bias is not None):
+        return False
+    if bias is None:
         return True
+    if bias.dim() < 2 or bias.shape[-2] == 1:
+        # A row for all has no end, unless it was expanded, by the longest sequence.
+        expanded = any(name.startswith("bias") and "expanded" in name for name in x.mcase.mods)
+        return not (case.is_packed and expanded) or max(case.lens_q) >= sum(case.lens_q) + case.tail
     strides = [stride for size, stride in zip(bias.shape[:-1], bias.stride()) if size > 1]
     whole = bias.shape[-1] > 1 and bias.stride(-1) == 1 and bias.data_ptr() % 16 == 0
     return bias.element_size() == 2 and whole and all(stride % 8 == 0 for stride in strides)

@@ -47,7 +47,7 @@ INCLUDES = [
     ("inst/fwd_mod_sm90_", ("sm90/",)),
     ("inst/bwd_sm90_", ("sm90/",)),
     ("inst/bwd_mod_sm90_", ("sm90/",)),
-    ("inst/bwd_bias_sm90.cu", ("sm90/",)),
+    ("inst/bwd_bias_sm90_", ("sm90/",)),
     ("inst/", ("sm80/",)),
 ]
 TORCH_HEADER = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|caffe2|pybind11)/")

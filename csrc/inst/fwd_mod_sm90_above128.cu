@@ -1,9 +1,6 @@
 #include "../sm90/run_fwd_mod.cuh"
 
 namespace flash_ext::sm90 {
-std::string run_fwd_mod_hd192_v128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return run_fwd_mod_hd<192, 128>(p, m, d);
-}
 std::string run_fwd_mod_hd192(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   return run_fwd_mod_hd<192, 192>(p, m, d);
 }

@@ -36,9 +36,8 @@ struct FwdModArgs {
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
-// kExponents knows slopes or a softcap, kBias a bias that TMA brings, kFarBias any other one, all without dropout or one of
-// the others.
-enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kFarBias };
+// kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others.
+enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
 template <typename T>
@@ -107,7 +106,7 @@ struct FwdModTraits {
   // Bits of masks are made behind the changes instead of while S is computed: registers are short.
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
   static constexpr bool kChanges =
-      Kind == FwdModKind::kBias || Kind == FwdModKind::kFarBias || Kind == FwdModKind::kAll;
+      Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile kModTile = fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();

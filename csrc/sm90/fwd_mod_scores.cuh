@@ -206,7 +206,7 @@ __device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a,
   if (kAll && m.bias.ptr == nullptr) return;
   if (has_bias<T>(a)) {
     add_staged(scale);
-  } else if constexpr (T::kKind != FwdModKind::kBias) {
+  } else if constexpr (kAll) {
     add_far_bias<E>(s, scores, row0, col0, scale);
   }
 }

@@ -19,7 +19,6 @@ std::string run_fwd_hd256(const FwdParams& p, const DeviceInfo& d);
 std::string run_fwd_mod_hd64(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_fwd_mod_hd128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_fwd_mod_hd192(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
-std::string run_fwd_mod_hd192_v128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_fwd_mod_hd256(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod_hd64(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod_hd128(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);

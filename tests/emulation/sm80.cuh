@@ -139,6 +139,10 @@ uint32_t pack2(float lo, float hi) {
   return narrow<E>(lo) | uint32_t{narrow<E>(hi)} << 16;
 }
 template <typename E>
+uint32_t pack2_positive(float lo, float hi) {
+  return pack2<E>(lo < 0.f ? 0.f : lo, hi < 0.f ? 0.f : hi);
+}
+template <typename E>
 float to_float(E x) {
   return widen<E>(x.bits);
 }

@@ -47,7 +47,8 @@ HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192)  # 192 for head_dim_v of 192 and of 128
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
 HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)
 HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
-HOPPER_MOD_OWN_KINDS = (1, 3, 4)  # weights dropped, slopes or a softcap alone, a bias that TMA brings; of head_dim 128
+# Of head_dim 128: weights dropped, slopes or a softcap alone, a bias that TMA brings.
+HOPPER_MOD_OWN_KINDS = (1, 3, 4)
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
 SCORE_KINDS = (0, 1, 2, 3, 4)  # of which each has a kernel: hidden, added, capped, dropped, added and dropped
@@ -280,7 +281,8 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         seen += 1
     wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = 2 * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
-    modified = len(HOPPER_MOD) * (len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS))
+    kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
+    modified = len(HOPPER_MOD) * kinds
     modified += len(HOPPER_BWD_MOD) * len(HOPPER_BWD_MOD_HEAD_DIMS) * len(SCORE_KINDS)
     assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide + modified)
 

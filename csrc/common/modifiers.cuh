@@ -64,10 +64,9 @@ __device__ __forceinline__ void reorder_batch(const Modifiers& m, Work& w, int h
 }
 
 // Words of a bit mask that a warp has fetched together; see fetch_mask().
-template <bool kT, int kRows, int kCols>
+template <int kRows, int kCols>
 struct MaskWords {
-  static constexpr int kARow = kT ? 1 : kCols / 32, kALane = (kRows * kARow + 31) / 32;
-  static_assert(!kT || (kCols <= 32 && kRows <= 32));
+  static constexpr int kARow = kCols / 32, kALane = (kRows * kARow + 31) / 32;
   uint32_t of[kALane];
 
   // Word w of row 16 block + row, whichever lane has it; all lanes ask for the same block and w.
@@ -171,7 +170,7 @@ struct Scores {
   }
 
   // Is a tile worth a visit, and which tests does it need? Conservative: tests where it is not certain.
-  template <int kBlockM, int kBlockN, int kAtOnce = 1, int kOfGroupsAtOnce = kAtOnce>
+  template <int kBlockM, int kBlockN, int kAtOnce = 1>
   __device__ TileTests visit(int m_block, int n_block) const {
     const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
     const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
@@ -182,18 +181,18 @@ struct Scores {
     TileTests tests = inside && whole ? 0 : kTestInterval;
 
     if (m.document_k.ids != nullptr) {
-      const int2 q = label_bounds<kOfGroupsAtOnce>(m.document_q, r0, r1, seat.q_start);
-      const int2 k = label_bounds<kOfGroupsAtOnce>(m.document_k, c0, c1, seat.k_start);
+      const int2 q = label_bounds<kAtOnce>(m.document_q, r0, r1, seat.q_start);
+      const int2 k = label_bounds<kAtOnce>(m.document_k, c0, c1, seat.k_start);
       if (k.y < 0 || q.y < k.x || k.y < q.x) return kSkipTile;
       if (!(q.x == q.y && k.x == k.y && k.x >= 0)) tests |= kTestKeys;
     }
     if (m.hidden_rows.count > 0) {
-      const int how = hidden<kOfGroupsAtOnce>(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
+      const int how = hidden<kAtOnce>(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
       if (how == 2) return kSkipTile;
       if (how == 1) tests |= kTestKeys;
     }
     if (m.hidden_keys.count > 0) {
-      const int how = hidden<kOfGroupsAtOnce>(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
+      const int how = hidden<kAtOnce>(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
       if (how == 2) return kSkipTile;
       if (how == 1) tests |= kTestRows;
     }
@@ -248,54 +247,38 @@ struct Scores {
     return fabsf(x) < 0.2f ? series : tanh_of(x);
   }
 
-  template <bool kT, int kA, int kN, typename F>
+  template <int kA, int kN, typename F>
   __device__ static void for_each(float (&acc)[kA][kN][4], int row0, int col0, const F& f) {
     const int lane = ptx::fresh_lane();
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int many = n * 8 + 2 * (lane % 4) + c;
+        const int col = col0 + n * 8 + 2 * (lane % 4) + c;
 #pragma unroll
-        for (int a = 0; a < kA; ++a) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int few = a * 16 + half * 8 + lane / 4;
-            f(acc[a][n][half * 2 + c], row0 + (kT ? many : few), col0 + (kT ? few : many));
-          }
-        }
+        for (int r = 0; r < 2 * kA; ++r) f(acc[r / 2][n][r % 2 * 2 + c], row0 + r / 2 * 16 + r % 2 * 8 + lane / 4, col);
       }
     }
   }
 
   // A test that reads one value per position of the queries and one per position of the keys.
-  template <bool kT, int kA, int kN, typename OfRow, typename OfKey, typename Hides>
+  template <int kA, int kN, typename OfRow, typename OfKey, typename Hides>
   __device__ static void hide_if(float (&acc)[kA][kN][4], int row0, int col0, const OfRow& of_row, const OfKey& of_key,
                                  const Hides& hides) {
     const int lane = ptx::fresh_lane();
-    const auto walk = [&](int few0, int many0, const auto& of_few, const auto& of_many, const auto& hides_pair) {
-      decltype(of_few(0)) few[2 * kA];
+    decltype(of_row(0)) rows[2 * kA];
 #pragma unroll
-      for (int r = 0; r < 2 * kA; ++r) few[r] = of_few(few0 + r / 2 * 16 + r % 2 * 8 + lane / 4);
+    for (int r = 0; r < 2 * kA; ++r) rows[r] = of_row(row0 + r / 2 * 16 + r % 2 * 8 + lane / 4);
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int at = many0 + n * 8 + 2 * (lane % 4) + c;
-          const auto many = of_many(at);
+      for (int c = 0; c < 2; ++c) {
+        const auto key = of_key(col0 + n * 8 + 2 * (lane % 4) + c);
 #pragma unroll
-          for (int r = 0; r < 2 * kA; ++r) {
-            if (hides_pair(few[r], many, few0 + r / 2 * 16 + r % 2 * 8 + lane / 4, at)) {
-              acc[r / 2][n][r % 2 * 2 + c] = -INFINITY;
-            }
-          }
+        for (int r = 0; r < 2 * kA; ++r) {
+          if (hides(rows[r], key)) acc[r / 2][n][r % 2 * 2 + c] = -INFINITY;
         }
       }
-    };
-    if constexpr (kT) {
-      walk(col0, row0, of_key, of_row, [&](auto key, auto row, int j, int i) { return hides(row, key, i, j); });
-    } else {
-      walk(row0, col0, of_row, of_key, hides);
     }
   }
 
@@ -465,10 +448,10 @@ struct Scores {
   }
 
   // The words of a bit mask that a warp needs for its part of a tile, spread over its lanes: rows [row0, row0 + kRows)
-  // and keys [col0, col0 + kCols), of which S^T has one word. Asked for before the products, handed out by hide().
-  template <bool kT, int kRows, int kCols>
-  __device__ MaskWords<kT, kRows, kCols> fetch_mask(int row0, int col0, TileTests tests) const {
-    using Words = MaskWords<kT, kRows, kCols>;
+  // and keys [col0, col0 + kCols). Asked for before the products, handed out by hide().
+  template <int kRows, int kCols>
+  __device__ MaskWords<kRows, kCols> fetch_mask(int row0, int col0, TileTests tests) const {
+    using Words = MaskWords<kRows, kCols>;
     Words result{};
     if (m.mask.words == nullptr || !(tests & kTestRows)) return result;
     const int lane = ptx::fresh_lane(), w = col0 / 32 + lane % Words::kARow;
@@ -522,38 +505,22 @@ struct Scores {
   }
 
   // -inf for every key a row does not see, by the tests that visit() named and the words that fetch_mask() fetched.
-  template <bool kT, int kA, int kN, typename Words>
+  template <int kA, int kN, typename Words>
   __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0, TileTests tests, const Words& mask) const {
     const int lane = ptx::fresh_lane();
+    const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
     if (tests & (kTestInterval | kTestRows)) {
-      if constexpr (kT) {
-        static_assert(kA <= 2);  // the keys of a warp lie in one word
-        uint32_t bits[2 * kN];
-        const auto place = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
-        row_bits(bits, [&](int i) { return row0 + place(i); }, [&](int i) { return mask.word(0, place(i), 0); }, col0 & ~31,
-                 tests);
 #pragma unroll
-        for (int i = 0; i < 2 * kN; ++i) {
-          const uint32_t mine = bits[i] >> (col0 % 32 + lane / 4);
+      for (int n4 = 0; n4 < kN / 4; ++n4) {
+        uint32_t bits[2 * kA];
+        row_bits(bits, [&](int r) { return row0 + place(r); },
+                 [&](int r) { return mask.word(r / 2, r % 2 * 8 + lane / 4, n4); }, col0 + 32 * n4, tests);
 #pragma unroll
-          for (int r = 0; r < 2 * kA; ++r) {
-            if ((mine & (1u << (r * 8))) == 0) acc[r / 2][i / 2][r % 2 * 2 + i % 2] = -INFINITY;
-          }
-        }
-      } else {
+        for (int r = 0; r < 2 * kA; ++r) {
+          const uint32_t mine = bits[r] >> (2 * (lane % 4));
 #pragma unroll
-        for (int n4 = 0; n4 < kN / 4; ++n4) {
-          uint32_t bits[2 * kA];
-          const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
-          row_bits(bits, [&](int r) { return row0 + place(r); },
-                   [&](int r) { return mask.word(r / 2, r % 2 * 8 + lane / 4, n4); }, col0 + 32 * n4, tests);
-#pragma unroll
-          for (int r = 0; r < 2 * kA; ++r) {
-            const uint32_t mine = bits[r] >> (2 * (lane % 4));
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-              if ((mine & (1u << (i / 2 * 8 + i % 2))) == 0) acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
-            }
+          for (int i = 0; i < 8; ++i) {
+            if ((mine & (1u << (i / 2 * 8 + i % 2))) == 0) acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
           }
         }
       }
@@ -563,24 +530,22 @@ struct Scores {
     if (m.document_k.ids != nullptr) {
       const int32_t* q = m.document_q.ids + seat_batch() * m.document_q.batch_stride + seat.q_start;
       const int32_t* k = m.document_k.ids + seat_batch() * m.document_k.batch_stride + seat.k_start;
-      hide_if<kT>(
+      hide_if(
           acc, row0, col0, [&](int row) { return q[min(row, last_row)]; }, [&](int key) { return k[min(key, last_key)]; },
-          [](int row_id, int key_id, int, int) { return row_id != key_id || key_id < 0; });
+          [](int row_id, int key_id) { return row_id != key_id || key_id < 0; });
     }
     if (m.hidden_rows.count > 0) {
       const int64_t base = seat_batch() * m.hidden_rows.batch_stride + h * m.hidden_rows.head_stride;
       // Key by key: addresses of all keys at once would not fit the registers.
 #pragma unroll
-      for (int slot = 0; slot < (kT ? 2 * kA : 2 * kN); ++slot) {
-        const int few = slot / 2 * 16 + slot % 2 * 8 + lane / 4, many = slot / 2 * 8 + slot % 2 + 2 * (lane % 4);
-        const int64_t position = seat.k_start + min(col0 + (kT ? few : many), last_key);
+      for (int at = 0; at < 2 * kN; ++at) {
+        const int64_t position = seat.k_start + min(col0 + at / 2 * 8 + at % 2 + 2 * (lane % 4), last_key);
 #pragma unroll 1
         for (int k = 0; k < m.hidden_rows.count; ++k) {
           const int2 rows = interval(m.hidden_rows, base, position, k);
 #pragma unroll
-          for (int other = 0; other < (kT ? 2 * kN : 2 * kA); ++other) {
-            const int row = row0 + (kT ? other / 2 * 8 + other % 2 + 2 * (lane % 4) : other / 2 * 16 + other % 2 * 8 + lane / 4);
-            const int r = kT ? slot : other, at = kT ? other : slot;
+          for (int r = 0; r < 2 * kA; ++r) {
+            const int row = row0 + place(r);
             if (row >= rows.x && row < rows.y) acc[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
           }
         }

@@ -258,7 +258,7 @@ __device__ __forceinline__ void add_gradients(BiasUnits<T>& acc, BiasUnits<T>& a
         acc_s[unit], acc_dp[unit], scores, stats, step.tests, MaskOfUnit<decltype(word)>{word}, row0, col0,
         part.bias() + row * T::Stage::kPitch + unit / 2 * 64, drop_keys);
     if (is_slope) {
-      Scores::for_each<false>(acc_s[unit], row0 + scores.shift(), col0,
+      Scores::for_each(acc_s[unit], row0 + scores.shift(), col0,
                               [](float& s, int centre, int key) { s *= -fabsf(static_cast<float>(centre - key)); });
     }
 #pragma unroll

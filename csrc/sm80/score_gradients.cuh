@@ -20,7 +20,7 @@ __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[kA][kN][
 #pragma unroll
     for (int i = 0; i < 4; ++i) slope[a][nb][i] = x[i];
   });
-  if (tests != 0) scores.template hide<false>(acc_s, row0, col0, tests, mask);
+  if (tests != 0) scores.hide(acc_s, row0, col0, tests, mask);
 #pragma unroll
   for (int a = 0; a < kA; ++a) {
 #pragma unroll

@@ -52,8 +52,6 @@ def run_fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
         )
         return result
-    if softmax_scale is not None and softmax_scale.__class__ is not float:
-        _refuse_gradient_of_scale(softmax_scale)
     if max_seqlen_q is not None or max_seqlen_k is not None:
         max_seqlen_q, max_seqlen_k = _bound(max_seqlen_q), _bound(max_seqlen_k)
     try:
@@ -401,17 +399,8 @@ def _explain_options(
         refuse_tensor_scale()
     if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
         raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__qualname__}.")
-    _refuse_gradient_of_scale(softmax_scale)
     for name, value in {"causal": causal, "deterministic": deterministic}.items():
         if not hasattr(value, "__bool__"):
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
     if path is not None and not isinstance(path, str):
         raise TypeError(f"path must be a str or None, got {type(path).__qualname__}.")
-
-
-def _refuse_gradient_of_scale(softmax_scale: Any) -> None:
-    if getattr(softmax_scale, "requires_grad", False):
-        raise TypeError(
-            "softmax_scale must be a number, got a tensor that requires a gradient, which it would not get. "
-            "Multiply q by the scale and pass softmax_scale=1.0, or pass a number."
-        )

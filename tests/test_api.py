@@ -258,7 +258,7 @@ MISUSED = {
     "scale text": (dense(softmax_scale="1"), "softmax_scale must be a float or None, got str"),
     "scale gradient": (
         dense(softmax_scale=torch.tensor(1.0, requires_grad=True)),
-        "softmax_scale must be a number, got a tensor that requires a gradient",
+        "softmax_scale must be a number, got Tensor. It would get no gradient",
     ),
     "path number": (dense(path=80), "path must be a str or None, got int"),
     "cu_seqlens list": (packed(cu_seqlens_q=[0, 3]), "cu_seqlens_q must be a torch.Tensor or None, got list"),

@@ -207,8 +207,8 @@ __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][
       walk_queries<T>(acc, p, m, work, smem);
     } else {
       // K and V may still be on their way to where dK and dV will lie.
-      ptx::cp_async_wait<0>();
       debug_delay();
+      ptx::cp_async_wait<0>();
       __syncthreads();
       debug_delay();
     }

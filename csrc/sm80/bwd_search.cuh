@@ -44,7 +44,7 @@ __device__ __forceinline__ void find_together(Visits& visits, int (&counts)[kWar
     debug_delay();
     __syncthreads();
     debug_delay();
-  } while (!full && x0 < total);
+  } while (x0 < total && !full);
 }
 
 }  // namespace flash_ext::sm80

@@ -175,6 +175,19 @@ def turn(name: Path, alone: bool) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def pretended_gpu() -> Iterator[None]:
+    """Every fact of an H200 by switches, so that plans need no GPU."""
+    from flash_ext.ops import _C
+
+    facts = {"compute_capability": 90, "num_sms": 132, "smem_per_block": 232448}
+    for name, value in facts.items():
+        _C.set_switch(name, value)
+    yield
+    for name in facts:
+        _C.set_switch(name, None)
+
+
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Gives every test its own repeatable random state, whichever tests ran before it."""

@@ -243,17 +243,6 @@ def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) 
         assert peak_extra_bytes(backward) <= 3 * row_bytes + plan["workspace_bytes"] + mib
 
 
-@pytest.fixture
-def pretended_gpu():
-    """Every fact of a GPU by switches, so that plans need none."""
-    facts = {"compute_capability": 90, "num_sms": 132, "smem_per_block": 232448}
-    for name, value in facts.items():
-        _C.set_switch(name, value)
-    yield
-    for name in facts:
-        _C.set_switch(name, None)
-
-
 @dataclasses.dataclass(frozen=True)
 class Numbers:
     """A call by its sizes alone, and what a plan for it must say, in Python's integers."""

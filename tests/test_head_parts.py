@@ -13,17 +13,6 @@ from tests.cases import Case, dense, packed
 from tests.harness import Target, on_all_tiles, on_gpu_paths, run_cases
 
 
-@pytest.fixture
-def hopper():
-    """Every fact of an H200 by switches, so that plans need none."""
-    facts = {"compute_capability": 90, "num_sms": 132, "smem_per_block": 232448}
-    for name, value in facts.items():
-        _C.set_switch(name, value)
-    yield
-    for name in facts:
-        _C.set_switch(name, None)
-
-
 def plan(batch: int, heads: int, heads_k: int, seqlen: int, *, causal: bool = True, **more) -> dict:
     rows = batch * seqlen if more.get("packed") else seqlen
     return _C.plan(
@@ -48,23 +37,23 @@ def plan(batch: int, heads: int, heads_k: int, seqlen: int, *, causal: bool = Tr
         (4, 16, 16, 4096, True, 1),
     ],
 )
-def test_heads_are_divided_where_it_was_faster(hopper, batch, heads, heads_k, seqlen, causal, parts):
+def test_heads_are_divided_where_it_was_faster(pretended_gpu, batch, heads, heads_k, seqlen, causal, parts):
     assert plan(batch, heads, heads_k, seqlen, causal=causal, path="sm90")["head_parts"] == parts
 
 
-def test_parts_divide_the_group_and_stop_at_16(hopper):
+def test_parts_divide_the_group_and_stop_at_16(pretended_gpu):
     for heads in (2, 3, 6, 7, 12, 48, 96):
         parts = plan(1, heads, 1, 8192)["head_parts"]
         assert heads % parts == 0 and 1 < parts <= 16
 
 
-def test_packed_calls_count_all_rows(hopper):
+def test_packed_calls_count_all_rows(pretended_gpu):
     assert plan(4, 16, 1, 4096, packed=True)["head_parts"] > 1
     assert plan(4, 16, 2, 4096, packed=True)["head_parts"] == 1
     assert plan(256, 16, 1, 4096, packed=True)["head_parts"] == 1
 
 
-def test_workspace_holds_the_parts(hopper):
+def test_workspace_holds_the_parts(pretended_gpu):
     """In fp32, one dk and dv for each part."""
     for path in ("sm80", "sm90"):
         _C.set_switch("head_parts", 1)

@@ -1,7 +1,5 @@
 // The operators: schemas, the implementation for GPUs, and the calls into the dispatcher.
-#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
@@ -40,7 +38,7 @@ BwdResult bwd_gpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Te
                   OptionalName path_name, bool wide) {
   check_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             softmax_scale, window_left, window_right, deterministic, path_name);
-  const auto place = [&](const Tensor& t) { return at::empty(t.sizes(), result_options(t, wide)); };
+  const auto place = [&](const Tensor& t) { return new_tensor(t.sizes(), result_options(t, wide)); };
   return bwd_into({place(q), place(k), place(v)}, dout, q, k, v, out, lse, dlse, cu_seqlens_q,
                   cu_seqlens_k, softmax_scale, window_left, window_right, deterministic, path_name);
 }
@@ -76,7 +74,7 @@ FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Te
   params.stream = stream_handle(q.device());
   Tensor schedule;
   if (const int64_t bytes = path.fwd_workspace(problem, info); bytes > 0) {
-    schedule = at::empty({bytes}, q.options().dtype(at::kByte));
+    schedule = new_tensor({bytes}, q.options().dtype(at::kByte));
     params.schedule = schedule.mutable_data_ptr();
   }
   if (get_switch(Switch::kRecordLaunches) == 1) {
@@ -114,7 +112,7 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
-  deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+  deterministic = is_deterministic(deterministic);
 
   const int parts = head_parts_of(path, problem, deterministic, info);
   const Problem run = parts > 1 ? in_parts(problem, parts) : problem;
@@ -122,9 +120,9 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   const auto float_options = q.options().dtype(at::kFloat);
   Tensor row_stats, dq_accum, dk_parts, dv_parts;
   if (workspace.row_stats_elements > 0)
-    row_stats = at::empty({workspace.row_stats_elements}, float_options);
+    row_stats = new_tensor({workspace.row_stats_elements}, float_options);
   if (workspace.dq_accum_elements > 0)
-    dq_accum = at::empty({workspace.dq_accum_elements}, float_options);
+    dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
 
   BwdParams params;
   params.problem = problem;
@@ -144,8 +142,8 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   params.stream = stream_handle(q.device());
   const StridedView dk_view = params.dk, dv_view = params.dv;
   if (parts > 1) {
-    dk_parts = at::empty({parts * dk.numel()}, float_options);
-    dv_parts = at::empty({parts * dv.numel()}, float_options);
+    dk_parts = new_tensor({parts * dk.numel()}, float_options);
+    dv_parts = new_tensor({parts * dv.numel()}, float_options);
     params = in_parts(params, parts, dk_parts.mutable_data_ptr<float>(),
                       dv_parts.mutable_data_ptr<float>());
   }

@@ -49,6 +49,9 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout, const Tensor&
                    const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
                    int64_t window_right, bool deterministic, OptionalName path);
 
+// Whether the caller or torch.use_deterministic_algorithms() wants it (api_params.cpp).
+bool is_deterministic(bool asked);
+
 // The rules that every implementation shares: CUDA, CPU and fake tensors call these same functions
 // with the operator's arguments, so their messages agree. They read metadata only and raise
 // ValueError, TypeError or NotImplementedError (api_checks.cpp).

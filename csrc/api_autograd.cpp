@@ -1,5 +1,4 @@
 // Gradients and automatic mixed precision of the operators.
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -27,7 +26,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                                const OptionalTensor& cu_seqlens_k, SymInt max_seqlen_q,
                                SymInt max_seqlen_k, double softmax_scale, SymInt window_left,
                                SymInt window_right, bool deterministic, OptionalName path) {
-    deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    deterministic = is_deterministic(deterministic);
     FwdResult result;
     {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;

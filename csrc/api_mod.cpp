@@ -1,9 +1,4 @@
 // The operators with modifiers for GPUs: from tensors to common/modifiers.cuh's parameters.
-#include <ATen/Context.h>
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -27,7 +22,7 @@ struct Prepared {
   void* stream = nullptr;
 
   Tensor ints(int64_t count, const Tensor& like) {
-    kept.push_back(at::empty({std::max<int64_t>(count, 1)}, like.options().dtype(at::kInt)));
+    kept.push_back(new_tensor({std::max<int64_t>(count, 1)}, like.options().dtype(at::kInt)));
     return kept.back();
   }
 };
@@ -222,7 +217,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
   const Tensor out = empty_out(q, v, wide), lse = empty_lse(q);
-  const Tensor row_max = at::empty(want_row_max ? lse.sizes() : at::IntArrayRef({0}), lse.options());
+  const Tensor row_max = new_tensor(want_row_max ? lse.sizes() : at::IntArrayRef({0}), lse.options());
   if (out.numel() == 0) return {out, lse, row_max};
   if (problem.batch == 0 || problem.total_k == 0) {
     constexpr double kNothing = -std::numeric_limits<double>::infinity();
@@ -249,7 +244,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   params.stream = stream_handle(q.device());
   Tensor schedule;
   if (const int64_t bytes = path.fwd_mod_workspace(problem, info); bytes > 0) {
-    schedule = at::empty({bytes}, q.options().dtype(at::kByte));
+    schedule = new_tensor({bytes}, q.options().dtype(at::kByte));
     params.schedule = schedule.mutable_data_ptr();
   }
   Prepared made = prepare(problem, a, params.stream);
@@ -288,7 +283,7 @@ Tensor bias_gradient(BiasGradient& g, const Tensor& result, at::IntArrayRef shap
   g.splits = g.sum_rows ? static_cast<int32_t>(std::min<int64_t>(wanted, 32)) : 1;
   Tensor parts = result;
   if (g.splits > 1) {
-    parts = at::empty({g.splits, result.numel()}, result.options().dtype(at::kFloat));
+    parts = new_tensor({g.splits, result.numel()}, result.options().dtype(at::kFloat));
   }
   g.is_float = parts.scalar_type() == at::kFloat;
   g.out = parts.mutable_data_ptr();
@@ -323,27 +318,25 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
-  deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+  deterministic = is_deterministic(deterministic);
 
   const auto float_options = q.options().dtype(at::kFloat);
   const auto like = [](const Tensor& t, bool wanted) {
-    return at::empty(wanted ? t.sizes() : at::IntArrayRef({0}), t.options());
+    return new_tensor(wanted ? t.sizes() : at::IntArrayRef({0}), t.options());
   };
   const auto of_input = [&](const Tensor& t) {
-    return at::empty(need_qkv ? t.sizes() : at::IntArrayRef({0}), result_options(t, wide));
+    return new_tensor(need_qkv ? t.sizes() : at::IntArrayRef({0}), result_options(t, wide));
   };
   const Tensor dq = of_input(q), dk = of_input(k), dv = of_input(v);
-  const Tensor dbias = need_bias ? like(*bias, true) : at::empty({0}, q.options());
-  const Tensor dslopes = need_slopes ? like(*slopes, true) : at::empty({0}, float_options);
-  Tensor dsinks = need_sinks ? like(*sinks, true) : at::empty({0}, float_options);
+  const Tensor dbias = need_bias ? like(*bias, true) : new_tensor({0}, q.options());
+  const Tensor dslopes = need_slopes ? like(*slopes, true) : new_tensor({0}, float_options);
+  Tensor dsinks = need_sinks ? like(*sinks, true) : new_tensor({0}, float_options);
   const bool nothing = out.numel() == 0 || problem.batch == 0;
   if (nothing || problem.total_k == 0) {
     for (const Tensor& t : {dq, dk, dv, dbias, dslopes, dsinks}) t.zero_();
     if (nothing || !need_sinks || !dlse_any.has_value()) return {dq, dk, dv, dbias, dslopes, dsinks};
     // No keys: lse is the sink itself in every row that has one.
-    const Tensor has_sink = lse_any.isfinite();
-    const Tensor of_rows = at::where(has_sink, *dlse_any, at::zeros({}, float_options));
-    dsinks = sum_over_rows(of_rows);
+    dsinks = sum_over_rows(dlse_any->masked_fill(lse_any.isfinite().logical_not(), 0));
     return {dq, dk, dv, dbias, dslopes, dsinks};
   }
 
@@ -352,9 +345,9 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
   const BwdWorkspace workspace = path.bwd_mod_workspace(problem, deterministic || !need_qkv, info);
-  const Tensor row_stats = at::empty({workspace.row_stats_elements}, float_options);
+  const Tensor row_stats = new_tensor({workspace.row_stats_elements}, float_options);
   Tensor dq_accum;
-  if (workspace.dq_accum_elements > 0) dq_accum = at::empty({workspace.dq_accum_elements}, float_options);
+  if (workspace.dq_accum_elements > 0) dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
 
   BwdParams params;
   params.problem = problem;
@@ -408,9 +401,9 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
     const Tensor delta = row_stats.narrow(0, 0, 2 * lse.numel()).view({-1, 2}).select(1, 1).view(lse.sizes());
     const Tensor of_head = lse.dim() == 3 ? sinks->view({1, -1, 1}) : sinks->view({-1, 1});
     // Rows outside every sequence have lse -inf and no sink; whatever their dout holds must not count.
-    const Tensor of_rows = at::where(lse.eq(-std::numeric_limits<double>::infinity()), at::zeros({}, float_options),
-                                     (of_head - lse).exp() * delta);
-    dsinks = -sum_over_rows(of_rows);
+    const Tensor of_rows = of_head.sub(lse).exp().mul(delta).masked_fill(
+        lse.eq(-std::numeric_limits<double>::infinity()), 0);
+    dsinks = sum_over_rows(of_rows).neg();
   }
   return {dq, dk, dv, dbias, dslopes, dsinks};
 }

@@ -1,6 +1,8 @@
 #include "api_params.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/Context.h>
+#include <ATen/ops/empty_ops.h>
+#include <ATen/ops/empty_strided_ops.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -98,6 +100,19 @@ DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.
 
 bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
 
+bool is_deterministic(bool asked) { return asked || at::globalContext().deterministicAlgorithms(); }
+
+Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& o) {
+  return at::_ops::empty_memory_format::call(c10::fromIntArrayRefSlow(sizes), c10::optTypeMetaToScalarType(o.dtype_opt()),
+                                             o.layout_opt(), o.device_opt(), o.pinned_memory_opt(), std::nullopt);
+}
+
+Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& o) {
+  return at::_ops::empty_strided::call(c10::fromIntArrayRefSlow(sizes), c10::fromIntArrayRefSlow(strides),
+                                       c10::optTypeMetaToScalarType(o.dtype_opt()), o.layout_opt(), o.device_opt(),
+                                       o.pinned_memory_opt());
+}
+
 at::TensorOptions result_options(const Tensor& t, bool wide) {
   return wide ? t.options().dtype(at::kFloat) : t.options();
 }
@@ -105,13 +120,13 @@ at::TensorOptions result_options(const Tensor& t, bool wide) {
 Tensor empty_out(const Tensor& q, const Tensor& v, bool wide) {
   c10::SmallVector<int64_t, 4> sizes(q.sizes());
   sizes.back() = v.size(-1);
-  return at::empty(sizes, result_options(q, wide));
+  return new_tensor(sizes, result_options(q, wide));
 }
 
 Tensor empty_lse(const Tensor& q) {
   const auto float_options = q.options().dtype(at::kFloat);
-  if (is_packed(q)) return at::empty({q.size(1), q.size(0)}, float_options);
-  return at::empty({q.size(0), q.size(2), q.size(1)}, float_options);
+  if (is_packed(q)) return new_tensor({q.size(1), q.size(0)}, float_options);
+  return new_tensor({q.size(0), q.size(2), q.size(1)}, float_options);
 }
 
 }  // namespace flash_ext

@@ -1,14 +1,16 @@
 // From tensors to what the kernel paths take: shared by the operators with and without modifiers.
 #pragma once
 
-#include <torch/library.h>
-
 #include "api.h"
 #include "path_choice.h"
 
 #if __has_include(<nvtx3/nvtx3.hpp>)
 #include <nvtx3/nvtx3.hpp>
 #endif
+
+namespace torch {
+class Library;  // its header takes longer to read than all others here together: 4 s
+}  // namespace torch
 
 namespace flash_ext {
 
@@ -34,6 +36,10 @@ StridedView view_of(const Tensor& t);
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                    double softmax_scale, int64_t window_left, int64_t window_right);
+
+// As at::empty and at::empty_strided, whose headers take 3 s to read in each file.
+Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
+Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
 
 // Those of a result that belongs to `t`: its own, or with fp32 for a wide one.
 at::TensorOptions result_options(const Tensor& t, bool wide);

@@ -15,7 +15,6 @@
 #include <ATen/ops/_scaled_dot_product_efficient_attention_ops.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward_ops.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <array>
@@ -115,7 +114,7 @@ SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Ten
               key.size(2),
               std::move(seed),
               std::move(offset),
-              at::empty({0}, query.options())};
+              new_tensor({0}, query.options())};
     }
   }
   return call_before<SdpaResult>(kSdpaForward, keys, query, key, value, dropout_p, is_causal,
@@ -176,7 +175,7 @@ struct FlashForward<Result(Args...)> {
                                      unlimited_if_negative(window_of(std::get<kLeft>(all))), right);
       auto [seed, offset] = no_state(q);
       return {std::move(out), std::move(lse), std::move(seed), std::move(offset),
-              at::empty({0}, q.options())};
+              new_tensor({0}, q.options())};
     }
     return call_before<Result>(kFlashForward, keys, args...);
   }
@@ -292,11 +291,11 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
       const int64_t padded = compute_lse ? (rows + kLseRows - 1) / kLseRows * kLseRows : 0;
       Tensor lse = own_lse;
       if (padded != rows) {
-        lse = at::empty({q.size(0), q.size(2), padded}, own_lse.options());
+        lse = new_tensor({q.size(0), q.size(2), padded}, own_lse.options());
         if (compute_lse) lse.narrow(2, 0, rows).copy_(own_lse);
       }
       const auto state = at::TensorOptions().dtype(at::kLong);
-      return {out.transpose(1, 2), std::move(lse), at::empty({}, state), at::empty({}, state)};
+      return {out.transpose(1, 2), std::move(lse), new_tensor({}, state), new_tensor({}, state)};
     }
   }
   return call_before<MaskedResult>(kMaskedForward, keys, query, key, value, bias, compute_lse,
@@ -371,8 +370,8 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
               Tensor(),
               query.size(2),
               key.size(2),
-              at::empty({}, state),
-              at::empty({}, state),
+              new_tensor({}, state),
+              new_tensor({}, state),
               Tensor()};
     }
   }

@@ -2,9 +2,7 @@
 // promises: for api_sdpa.cpp.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_like_ops.h>
 
 #include <algorithm>
 #include <cmath>
@@ -81,8 +79,10 @@ inline Tensor swapped(const Tensor& t) {
 // another head_dim its order of dimensions.
 inline Tensor empty_beside(const Tensor& like, int64_t head_dim) {
   if (head_dim == like.size(-1)) {
-    if (!like.is_non_overlapping_and_dense()) return at::empty_like(like);
-    return at::empty_strided(like.sizes(), like.strides(), like.options());
+    if (!like.is_non_overlapping_and_dense()) {
+      return at::_ops::empty_like::call(like, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+    }
+    return new_tensor(like.sizes(), like.strides(), like.options());
   }
   std::vector<int64_t> sizes = like.sizes().vec(), order(like.dim()), strides(like.dim());
   sizes.back() = head_dim;
@@ -97,7 +97,7 @@ inline Tensor empty_beside(const Tensor& like, int64_t head_dim) {
     strides[dim] = stride;
     stride *= sizes[dim];
   }
-  return at::empty_strided(sizes, strides, like.options());
+  return new_tensor(sizes, strides, like.options());
 }
 
 // A result in that layout: a copy only where it has another one.
@@ -163,7 +163,7 @@ struct Call {
 
 // The random state of a call without dropout: shapes that a backward pass hands on, nobody reads. Both share memory.
 inline std::pair<Tensor, Tensor> no_state(const Tensor& q) {
-  const Tensor pair = at::empty({2}, q.options().dtype(at::kUInt64));
+  const Tensor pair = new_tensor({2}, q.options().dtype(at::kUInt64));
   auto impl = pair.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
   impl->set_sizes_contiguous({});
   return {pair, Tensor(std::move(impl))};

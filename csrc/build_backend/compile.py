@@ -94,7 +94,7 @@ class Variant:
         And the small tiles of portable kernels for all others alone, since Hopper takes the large ones. Each
         of these kernels twice made a third of a build's time.
         """
-        if "_sm90_" in source.stem or "_sm80_large" in source.stem:
+        if "_sm90" in source.stem or "_sm80_large" in source.stem:
             own = tuple(arch for arch in self.archs if arch == "9.0a")
         elif "_sm80" in source.stem:
             own = tuple(arch for arch in self.archs if arch != "9.0a")

@@ -101,12 +101,10 @@ struct FwdModTraits {
   static constexpr bool kDrops = Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll;
   // Scores change while products run, to natural units, or to exponents: in units of log2, less the row's maximum.
   static constexpr bool kCapsOrSlopes = Kind == FwdModKind::kExponents;
-  static constexpr bool kExponents =
-      kCapsOrSlopes || (D == 256 && (Kind == FwdModKind::kHides || Kind == FwdModKind::kDrops));
+  static constexpr bool kExponents = kCapsOrSlopes || (D == 256 && Kind == FwdModKind::kHides);
   // Bits of masks are made behind the changes instead of while S is computed: registers are short.
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
-  static constexpr bool kChanges =
-      Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
+  static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile kModTile = fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();

@@ -10,4 +10,10 @@ std::string run_bwd_large_hd96(const BwdParams& p, const DeviceInfo& d) {
 std::string run_bwd_large_hd128(const BwdParams& p, const DeviceInfo& d) {
   return run_bwd_hd<128, SmemClass::kLarge>(p, d);
 }
+std::string run_bwd_large_hd192(const BwdParams& p, const DeviceInfo& d) {
+  return run_bwd_hd<192, SmemClass::kLarge>(p, d);
+}
+std::string run_bwd_large_hd256(const BwdParams& p, const DeviceInfo& d) {
+  return run_bwd_hd<256, SmemClass::kLarge>(p, d);
+}
 }  // namespace flash_ext::sm80

@@ -1,7 +1,0 @@
-#include "../sm90/run_fwd.cuh"
-
-namespace flash_ext::sm90 {
-std::string run_fwd_hd192_v128(const FwdParams& p, const DeviceInfo& d) { return run_fwd_hd<192, 128>(p, d); }
-std::string run_fwd_hd192(const FwdParams& p, const DeviceInfo& d) { return run_fwd_hd<192, 192>(p, d); }
-std::string run_fwd_hd256(const FwdParams& p, const DeviceInfo& d) { return run_fwd_hd<256, 256>(p, d); }
-}  // namespace flash_ext::sm90

@@ -95,8 +95,8 @@ def _interrupt(*_: object) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if wants_to_be_alone(item) and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("alone"))
+        if (group := group_of(item)) and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(group))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, none is visible")
         for item in items:
@@ -107,6 +107,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if left_out_beside_a_gpu(item, config.stash[SEED]):
                 item.add_marker(skip)
+
+
+def group_of(item: pytest.Item) -> str:
+    """The tests that one process of several runs; empty: any process runs this one.
+
+    The tiles of GPUs with little shared memory are compiled from PTX where another GPU first meets them: a
+    minute for all of them. What one process has compiled another one reads, but not while all compile.
+    """
+    if wants_to_be_alone(item):
+        return "alone"
+    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    return "small-tiles" if getattr(target, "switches", ()) else ""
 
 
 def thins_out(config: pytest.Config) -> bool:
@@ -191,7 +203,7 @@ def pretended_gpu() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Gives every test its own repeatable random state, whichever tests ran before it."""
-    name = request.node.nodeid.removesuffix("@alone")  # which a group adds
+    name = request.node.nodeid.removesuffix(f"@{group_of(request.node)}")  # which pytest-xdist adds
     own = (request.config.stash[SEED] ^ zlib.crc32(name.encode())) & 0x7FFFFFFF
     random.seed(own)
     torch.manual_seed(own)

@@ -185,7 +185,7 @@ class MarkMaker {
   __device__ explicit MarkMaker(int loader) : loader_(loader) {}
   __device__ __forceinline__ void begin_item() { head_ = -1; }
 
-  // Before the loader waits for the place of its tile: marks take longer than is left then.
+  // Before the loader waits for the place of its tile where it can: marks take longer than is left then.
   __device__ __forceinline__ void leave(const BwdModArgs& a, ModKeyShared<T>& shared, ModKeyBarriers<T> bars,
                                         const ModKeyItem& item, const KeyStep& step) {
     const Scores scores{a.plain.p.problem, a.m, item.seat, item.first_head + step.head()};
@@ -332,7 +332,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
     if (loader == 0) load_item(item);
   };
   for_key_steps<T>(shared, bars, begin, [&](const ModKeyItem& item, const KeyStep& step, bool is_ending) {
-    marks.leave(a, shared, bars, item, step);
+    if constexpr (!T::kLoadersDraw) marks.leave(a, shared, bars, item, step);
     if (loader == 1) {
       load_query(item, step, is_ending);
     } else if (loader == 2) {
@@ -340,6 +340,9 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
     } else if (T::kAdds && a.brings_bias) {
       load_bias(item, step);
     }
+    // Where both marks of a step share a place, the second one waits until consumers have read the first, which they do
+    // once its Q is there.
+    if constexpr (T::kLoadersDraw) marks.leave(a, shared, bars, item, step);
   });
 }
 

@@ -338,6 +338,17 @@ std::vector<Named> all_modifiers() {
          set_random_mask(m, 1, 1, c.rows(), c.cols());
        }},
       {"dropout", [](Modifiers& m, const Case&) { set_dropout(m, 20000); }},
+      {"alibi and dropout",
+       [](Modifiers& m, const Case& c) {
+         set_slopes(m, c.heads);
+         set_dropout(m, 20000);
+       }},
+      {"bias, mask and dropout",
+       [](Modifiers& m, const Case& c) {
+         set_bias<bf16>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, as_is);
+         set_random_mask(m, 1, 1, c.rows(), c.cols());
+         set_dropout(m, 20000);
+       }},
       {"all that adds",
        [](Modifiers& m, const Case& c) {
          set_softcap(m, 5.f);

@@ -1,0 +1,289 @@
+"""The roles of the backward up to head_dim 128 for tests/protocols.py, which tells what such a model is."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+from tests.protocols import END, WARPS, Barrier, Cell, Slots, Turn, barriers, cells, each_item
+
+ALL = 2 * WARPS  # warps of both warpgroups
+
+
+class KeyProducers:
+    """The roles of bwd_produce.cuh. An item is a block of keys and its steps, a step a tile of queries,
+    (head, number), and the groups that see it. `draw` gives numbers of items."""
+
+    def __init__(self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=ALL):
+        self.m, self.cta, self.items, self.draw, self.draws = m, cta, items, draw, draws
+        self.draw_ahead, self.swap, self.loaded = draw_ahead, swap, 0
+        self.k, self.v = Slots("K", 1, readers), Slots("V", 1, readers)
+        self.q, self.dout = Slots("Q", slots, ALL, full=2), Slots("dO", slots, ALL)
+        self.stats_at, self.item, self.ending = cells("stats", slots), Slots("item", 2, ALL + 3), Barrier(1)
+
+    def role(self, name, body, *args):
+        self.m.role(f"{self.cta}: {name}", body, *args)
+
+    def keys(self, n):
+        """Where K and V of the n-th item with steps are."""
+        return (self.v, self.k) if self.swap and n % 2 else (self.k, self.v)
+
+    def load_keys_of(self, me, n):
+        if self.items[n][1]:
+            k, v = self.keys(self.loaded)
+            yield from k.load(me, self.loaded, ("K", n))
+            yield from v.load(me, self.loaded, ("V", n))
+            self.loaded += 1
+
+    def schedule_keys(self, me, loads_keys=False):
+        place = 0
+        while (n := next(self.draw, None)) is not None:
+            yield from self.item.put(me, place, n)
+            if not self.items[n][1]:
+                me.arrive(self.ending)
+            if loads_keys:
+                yield from self.load_keys_of(me, n)
+            if self.draws:
+                yield self.ending, place
+            place += 1
+        yield from self.item.put(me, place, END)
+
+    def load_keys(self, me):
+        yield from each_item(me, self.item, lambda n: self.load_keys_of(me, n))
+
+    def load_queries(self, me, douts_too=False):
+        used = itertools.count()
+
+        def use(n):
+            steps = self.items[n][1]
+            for i in range(len(steps)):
+                at = next(used)
+                yield self.q.left(at)
+                if douts_too:
+                    yield self.dout.left(at)
+                yield from self.q.load(me, at, (n, i))
+                me.copy(self.q.full[at % self.q.slots], self.stats_at[at % self.q.slots], (n, i))
+                if douts_too:
+                    yield from self.dout.load(me, at, (n, i))
+                if len(steps) - i == min(self.draw_ahead, len(steps)):
+                    me.arrive(self.ending)
+
+        yield from each_item(me, self.item, use)
+
+    def load_douts(self, me):
+        used = itertools.count()
+
+        def use(n):
+            for i in range(len(self.items[n][1])):
+                yield from self.dout.load(me, next(used), (n, i))
+
+        yield from each_item(me, self.item, use)
+
+
+def backward(m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1):
+    """bwd_produce.cuh, consume_together() and consume_apart() of bwd_consume.cuh, bwd_order.cuh."""
+    turns = {}  # of each tile, first that of the first block to see it: begin_turns()
+    for block, steps in items:
+        for tile, groups in steps:
+            turns.setdefault(tile, Turn(2 * block + min(groups) if apart else block))
+    dq_at = {(tile, warp): Cell(f"dQ of {tile}") for tile in turns for warp in range(WARPS)}
+    draw = iter(range(len(items)))
+    for cta in range(ctas):
+        x = KeyProducers(m, cta, items, draw, draws or ordered, slots, 2, swap=not apart)
+        order = None
+        if ordered:
+            stages = 2 if apart else 1
+            dq = [Slots("dQ", 1, 1, full=ALL // stages) for _ in range(stages)]
+            order = SimpleNamespace(turns=turns, dq_at=dq_at, dq=dq, stage_at=cells("stage", ALL))
+        x.role("scheduler", x.schedule_keys, ordered)
+        x.role("Q", x.load_queries, ordered and apart)
+        x.role("turns 0", pass_turns, x, order, 0) if ordered else x.role("K and V", x.load_keys)
+        x.role("turns 1", pass_turns, x, order, 1) if ordered and apart else x.role("dO", x.load_douts)
+        consume = consume_apart(x, order) if apart else consume_together(x, order)
+        for group, warp in itertools.product(range(2), range(WARPS)):
+            x.role(f"consumer {group}.{warp}", consume, group, warp)
+
+
+def pass_turns(me, x, order, group):
+    """Of one warpgroup where they work apart: it has added by itself."""
+    stages, taken = len(order.dq), itertools.count()
+    apart, turns, dq = stages == 2, order.turns, order.dq[group]
+
+    def use(n):
+        block, steps = x.items[n]
+        turn, held = block * stages + group, []
+
+        def pass_on():
+            for word in held:
+                me.pass_on(word, turn + 1)
+            held.clear()
+
+        mine = [tile for tile, groups in steps if not apart or group in groups]
+        for _, tiles in itertools.groupby(mine, key=lambda tile: tile[0]):  # of a head
+            tiles, come = list(tiles), 0
+            for i, tile in enumerate(tiles):
+                at = next(taken)
+                here = dq.full[0].passed(at)
+                if held and (not here or (not apart and come == 0)):
+                    pass_on()
+                if not apart and come == 0:
+                    yield turns[tile], turn
+                    words = [turns[t] for t in tiles[i : i + 4]]
+                    for word in itertools.takewhile(lambda word: word.passed(turn), words):
+                        me.learn(word.known)
+                        come += 1
+                yield dq.ready(at)
+                if not apart:
+                    for cell in order.stage_at:
+                        me.begin(cell, (n, tile))
+                        me.finish(cell)
+                    me.write(order.dq_at[tile, 0], turn)
+                dq.let_go(me, at)
+                come -= 1
+                held.append(turns[tile])
+            pass_on()
+
+    yield from each_item(me, x.item, use)
+
+
+def consume_together(x, order):
+    ds_slots = 2 if x.m.plant == "two places for dS" else 3
+    ds_full = barriers(ds_slots, ALL)
+    ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_slots)]
+
+    def body(me, group, warp):
+        who, now = group * WARPS + warp, SimpleNamespace(steps=0, items=0, added=0)
+
+        def issue_scores(n, i, k, v):
+            at = now.steps
+            yield x.q.ready(at)
+            me.read(x.stats_at[at % x.q.slots], (n, i))
+            me.begin(x.q.at(at), (n, i))
+            me.begin(k.at(0), ("K", n))
+            if i == 0:
+                yield v.ready(now.items)
+            yield x.dout.ready(at)
+            me.begin(x.dout.at(at), (n, i))
+            me.begin(v.at(0), ("V", n))
+
+        def form_weights(n, i, k, v):
+            at = now.steps
+            me.finish(x.q.at(at), k.at(0))
+            me.read(x.stats_at[at % x.q.slots], (n, i))
+            me.finish(x.dout.at(at), v.at(0))
+
+        def wait_for_ds_before():
+            yield ds_full[(now.steps - 1) % ds_slots], (now.steps - 1) // ds_slots
+
+        def issue_dq_before(n, i, k):
+            for cell in ds_at[(now.steps - 1) % ds_slots]:
+                me.begin(cell, (n, i))
+            me.begin(k.at(0), ("K", n))
+            return [*ds_at[(now.steps - 1) % ds_slots], k.at(0)]
+
+        def add_dq_before(n, i):
+            if order:
+                yield order.dq[0].left(now.added)
+                me.write(order.stage_at[who], (n, x.items[n][1][i][0]))
+                me.fence()
+                me.arrive(order.dq[0].full[0])
+                now.added += 1
+
+        def use(n):
+            k, v = x.keys(now.items)
+            count = len(x.items[n][1])
+            if count == 0:
+                return
+            yield k.ready(now.items)
+            yield from issue_scores(n, 0, k, v)
+            form_weights(n, 0, k, v)
+            for i in range(count):
+                at, is_last = now.steps, i == count - 1
+                if is_last:
+                    v.let_go(me, now.items)
+                if i > 0:
+                    yield from wait_for_ds_before()
+                me.write(ds_at[at % ds_slots][who], (n, i))
+                if x.m.plant != "dS without a fence":
+                    me.fence()
+                me.arrive(ds_full[at % ds_slots])
+                me.begin(x.dout.at(at), (n, i))
+                used = issue_dq_before(n, i - 1, k) if i > 0 else []
+                me.begin(x.q.at(at), (n, i))
+                me.finish(x.dout.at(at), *used)
+                if i > 0:
+                    yield from add_dq_before(n, i - 1)
+                now.steps += 1
+                if not is_last:
+                    yield from issue_scores(n, i + 1, k, v)
+                me.finish(x.q.at(at))
+                x.q.let_go(me, at)
+                x.dout.let_go(me, at)
+                if not is_last:
+                    form_weights(n, i + 1, k, v)
+            yield from wait_for_ds_before()
+            used = issue_dq_before(n, count - 1, k)
+            if order:
+                yield order.dq[0].left(now.added)
+                me.write(order.stage_at[who], "gradients")
+            me.finish(*used)
+            k.let_go(me, now.items)
+            now.items += 1
+            yield from add_dq_before(n, count - 1)
+
+        yield from each_item(me, x.item, use)
+
+    return body
+
+
+def consume_apart(x, order):
+    named = barriers(2, WARPS)
+    ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(2)] for group in range(2)]
+
+    def body(me, group, warp):
+        now = SimpleNamespace(steps=0, seen=0, items=0)
+
+        def one_step(n, i, turn, tile):
+            at, ds = now.steps, ds_at[group][now.seen % 2]
+            me.read(x.stats_at[at % x.q.slots], (n, i))
+            rows, keys = (x.q.at(at), x.dout.at(at)), ((x.k.at(0), ("K", n)), (x.v.at(0), ("V", n)))
+            for cell, value in (*((row, (n, i)) for row in rows), *keys):
+                me.begin(cell, value)
+            me.write(ds[warp], (n, i))
+            me.fence()
+            yield from me.sync(named[group])
+            for cell in ds:
+                me.begin(cell, (n, i))
+            me.finish(*rows, x.v.at(0))
+            x.q.let_go(me, at)
+            x.dout.let_go(me, at)
+            me.finish(*ds, x.k.at(0))
+            if order:
+                yield order.turns[tile], turn
+                me.write(order.dq_at[tile, warp], turn)
+                yield order.dq[group].left(now.seen)
+                me.arrive(order.dq[group].full[0])
+            now.seen += 1
+
+        def use(n):
+            block, steps = x.items[n]
+            if not steps:
+                return
+            yield x.k.ready(now.items)
+            yield x.v.ready(now.items)
+            for i, (tile, groups) in enumerate(steps):
+                yield x.q.ready(now.steps)
+                yield x.dout.ready(now.steps)
+                if group in groups:
+                    yield from one_step(n, i, 2 * block + group, tile)
+                else:
+                    x.q.let_go(me, now.steps)
+                    x.dout.let_go(me, now.steps)
+                now.steps += 1
+            x.k.let_go(me, now.items)
+            x.v.let_go(me, now.items)
+            now.items += 1
+
+        yield from each_item(me, x.item, use)
+
+    return body

@@ -1,0 +1,326 @@
+"""The roles of the forward kernels for tests/protocols.py, which tells what such a model is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tests.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells
+
+
+def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
+    """schedule_items() and load_tiles() of fwd_produce.cuh, consume() of fwd_consume.cuh. An item is a list
+    of tiles, a tile the groups that see it; group 0 sees the last one."""
+    kv, q = Slots("K or V", kv_slots, groups * WARPS), Slots("Q", q_slots, groups * WARPS)
+    item, ending, turn = Slots("item", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
+
+    def scheduler(me):
+        found = 0
+        for n, tiles in enumerate(items):
+            if not tiles:
+                continue
+            yield q.left(found)
+            item.fill(me, found, n)
+            yield from q.load(me, found, n)
+            if draws:
+                yield ending, found
+            found += 1
+        yield q.left(found)
+        item.fill(me, found, END)
+        q.fill(me, found, END)
+
+    def loader(me):
+        used = place = 0
+        v = None
+        while (n := (yield from item.take(me, place))) != END:
+            for left in range(len(items[n]), 0, -1):
+                if left == min(3, len(items[n])):
+                    me.arrive(ending)
+                for what in (("K", n, left), v) if v else (("K", n, left),):
+                    yield from kv.load(me, used, what)
+                    used += 1
+                v = ("V", n, left)
+            me.read(item.at(place), n)
+            place += 1
+        if v:
+            yield from kv.load(me, used, v)
+
+    def consumer(me, group, warp):
+        now = SimpleNamespace(used=0, items=-1, n=None, left=0, new=False)
+
+        def next_step():
+            now.new = now.left == 0
+            if now.new:
+                yield q.ready(now.items + 1)
+                if (n := me.look(item.at(now.items + 1))) == END:
+                    return False
+                now.n, now.left, now.items = n, len(items[n]), now.items + 1
+            now.left -= 1
+            return True
+
+        def is_seen():
+            return group in items[now.n][-1 - now.left]
+
+        def pass_turn():
+            me.arrive(turn[(group + 1) % groups])
+
+        def skip_slot():
+            yield kv.ready(now.used)
+            kv.let_go(me, now.used)
+            now.used += 1
+
+        def finish_q():
+            if now.left == 0 and (m.plant != "a warp keeps Q" or (group, warp) != (0, 1)):
+                q.let_go(me, now.items)
+
+        def issue(what):
+            barrier, phase = kv.ready(now.used)
+            yield barrier, phase + (m.plant == "parity of V" and what[0] == "V")
+            me.begin(kv.at(now.used), what)
+            now.used += 1
+            return now.used - 1
+
+        def issue_scores():
+            me.begin(q.at(now.items), now.n)
+            k = yield from issue(("K", now.n, now.left + 1))
+            if m.plant == "K let go early":
+                kv.let_go(me, k)
+            return k
+
+        def finish_scores(k):
+            me.finish(kv.at(k), q.at(now.items))
+            if m.plant != "K let go early":
+                kv.let_go(me, k)
+            finish_q()
+            me.read(item.at(now.items), now.n)  # mask()
+
+        def finish_output(v):
+            me.finish(kv.at(v))
+            kv.let_go(me, v)
+
+        def weights():
+            return SimpleNamespace(n=now.n, item=now.items, v=("V", now.n, now.left + 1))
+
+        if group == groups - 1:
+            me.arrive(turn[0])
+        started, of = False, None
+        has_step = yield from next_step()
+        while has_step:
+            yield from me.sync(turn[group])
+            if not is_seen():
+                yield from skip_slot()
+                if started:
+                    yield from skip_slot()
+                pass_turn()
+                finish_q()
+                started, has_step = True, (yield from next_step())
+                continue
+            k = yield from issue_scores()
+            pass_turn()
+            if started:
+                yield from skip_slot()
+            started = True
+            finish_scores(k)
+            of = weights()
+            while (has_step := (yield from next_step())) and is_seen():
+                yield from me.sync(turn[group])
+                k = yield from issue_scores()
+                v = yield from issue(of.v)
+                pass_turn()
+                finish_scores(k)
+                finish_output(v)
+                if now.new:
+                    me.read(item.at(of.item), of.n)  # store()
+                of = weights()
+            if has_step:
+                yield from me.sync(turn[group])
+                yield from skip_slot()
+            v = yield from issue(of.v)
+            if has_step:
+                pass_turn()
+            finish_output(v)
+            me.read(item.at(of.item), of.n)
+            if has_step:
+                finish_q()
+                has_step = yield from next_step()
+
+    m.role("scheduler", scheduler)
+    m.role("loader", loader)
+    m.warps(groups, consumer)
+
+
+def forward_mod(m, items, q_slots=2, bias=False, draws=False):
+    """schedule_mod_items() and load_mod_tiles() of fwd_mod_produce.cuh, consume_mod() of fwd_mod_consume.cuh.
+    An item is a list of steps, a step the groups that see it, of two."""
+    kv, q = Slots("K or V", 4, 2 * WARPS), Slots("Q", q_slots, 2 * WARPS)
+    tile_of_bias = Slots("bias", 2, 2 * WARPS)
+    chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(2, 2 * WARPS)
+    item_at, step_at = cells("item", 8), cells("step", 4)
+
+    def scheduler(me):
+        found = chunks = 0
+        for n, steps in enumerate(items):
+            me.write(item_at[found % 8], n)
+            for first in range(0, len(steps), CHUNK):
+                if first > 0:
+                    me.arrive(chunk.full[(chunks - 1) % 4])
+                if first == CHUNK:
+                    yield from q.load(me, found, n)
+                yield chunk.left(chunks)
+                me.write(chunk.at(chunks), (n, first, first + CHUNK >= len(steps)))
+                chunks += 1
+            if not steps:
+                continue
+            me.arrive(chunk.full[(chunks - 1) % 4])
+            if len(steps) <= CHUNK:
+                yield from q.load(me, found, n)
+            if draws:
+                yield ending, found
+            found += 1
+        yield from chunk.put(me, chunks, END)
+
+    def loader(me):
+        used = steps = chunks = found = 0
+        v = None
+        while (part := (yield from chunk.take(me, chunks))) != END:
+            n, first, is_last = part
+            me.read(item_at[found % 8], n)
+            count = min(CHUNK, len(items[n]) - first)
+            for i in range(first, first + count):
+                if is_last and i == first + max(0, count - 6):
+                    me.arrive(ending)
+                yield kv.left(used)
+                me.write(step_at[used % 4], (n, i))
+                for what in (("K", n, i), v) if v else (("K", n, i),):
+                    yield from kv.load(me, used, what)
+                    used += 1
+                if bias:
+                    yield from tile_of_bias.load(me, steps, (n, i))
+                steps += 1
+                v = ("V", n, i)
+            me.read(item_at[found % 8], n)
+            me.read(chunk.at(chunks), part)
+            chunk.let_go(me, chunks)
+            chunks += 1
+            found += is_last
+        yield kv.left(used)
+        me.write(step_at[used % 4], END)
+        kv.fill(me, used, END)
+        if v:
+            yield from kv.load(me, used + 1, v)
+
+    def consumer(me, group, warp):
+        now = SimpleNamespace(used=0, items=-1, step=None, next=None)
+
+        def look_ahead():
+            yield kv.ready(now.used)
+            now.next = me.look(step_at[now.used % 4])
+
+        def begin_step():
+            now.step = now.next
+            if now.step == END:
+                now.used += 1
+                return False
+            if now.step[1] == 0:
+                now.items += 1
+                yield q.ready(now.items)
+            return True
+
+        def skip_slot():
+            yield kv.ready(now.used)
+            kv.let_go(me, now.used)
+            now.used += 1
+
+        def use_bias(seen):
+            if bias:
+                n = now.used // 2
+                yield tile_of_bias.ready(n)
+                if seen:
+                    me.read(tile_of_bias.at(n), now.step)
+                tile_of_bias.let_go(me, n)
+
+        def skip_step():
+            yield from skip_slot()
+            yield from use_bias(False)
+
+        def finish_q():
+            if now.step[1] == len(items[now.step[0]]) - 1:
+                q.let_go(me, now.items)
+
+        def issue_scores():
+            me.begin(q.at(now.items), now.step[0])
+            me.begin(kv.at(now.used), ("K", *now.step))
+            now.used += 1
+
+        def finish_scores(k_ago):
+            me.finish(kv.at(now.used - k_ago), q.at(now.items))
+            kv.let_go(me, now.used - k_ago)
+            finish_q()
+            me.read(item_at[now.items % 8], now.step[0])
+            yield from use_bias(True)
+
+        def issue_output(of):
+            yield kv.ready(now.used)
+            me.begin(kv.at(now.used), ("V", *of))
+            now.used += 1
+
+        def finish_output():
+            me.finish(kv.at(now.used - 1))
+            kv.let_go(me, now.used - 1)
+
+        def is_seen():
+            return group in items[now.step[0]][now.step[1]]
+
+        if group == 1:
+            me.arrive(turn[0])
+        started = is_passed = False
+        yield from look_ahead()
+        has_step = yield from begin_step()
+        while True:
+            if not has_step or now.step[1] == 0:
+                if (finished := now.items - has_step) >= 0:
+                    me.look(item_at[finished % 8])  # store()
+                if not has_step:
+                    break
+            if not is_seen():
+                if not is_passed:
+                    yield from me.sync(turn[group])
+                    yield from skip_step()
+                    if started:
+                        yield from skip_slot()
+                    me.arrive(turn[1 - group])
+                is_passed, started = False, True
+                finish_q()
+                yield from look_ahead()
+                has_step = yield from begin_step()
+                continue
+            yield from me.sync(turn[group])
+            issue_scores()
+            me.arrive(turn[1 - group])
+            if started:
+                yield from skip_slot()
+            yield from finish_scores(2 if started else 1)
+            started, of = True, now.step
+            yield from look_ahead()
+            while (has_step := (yield from begin_step())) and is_seen():
+                yield from me.sync(turn[group])
+                issue_scores()
+                yield from issue_output(of)
+                me.arrive(turn[1 - group])
+                yield from finish_scores(2)
+                yield from look_ahead()
+                finish_output()
+                if now.step[1] == 0:
+                    me.look(item_at[(now.items - 1) % 8])
+                of = now.step
+            if has_step:
+                yield from me.sync(turn[group])
+                yield from skip_step()
+            yield from issue_output(of)
+            if has_step:
+                me.arrive(turn[1 - group])
+            is_passed = has_step
+            finish_output()
+
+    m.role("scheduler", scheduler)
+    m.role("loader", loader)
+    m.warps(2, consumer)

@@ -1,0 +1,170 @@
+"""Waits and arrivals of the Hopper kernels in the model of tests/protocols.py: nothing hangs, nothing is
+overwritten while it may be read, everything read was written for that step; and the model notices
+mistakes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.protocols import Fault, Machine, Slots
+from tests.protocols_backward import backward
+from tests.protocols_backward_mod import backward_mod
+from tests.protocols_forward import forward, forward_mod
+from tests.protocols_wide import wide_keys, wide_queries
+
+RUNS = 25  # of each model, every one with other items and another order of roles
+LENGTHS = (0, 1, 1, 2, 3, 5, 8)
+
+
+def counts(rnd):
+    return [rnd.choice(LENGTHS) for _ in range(rnd.randint(0, 10))]
+
+
+def seen_by(rnd, groups):
+    return tuple(group for group in range(groups) if rnd.random() < 0.6)
+
+
+def run_forward(m, rnd):
+    groups = rnd.choice((2, 3))
+    items = [[seen_by(rnd, groups) for _ in range(count)] for count in counts(rnd)]
+    for tiles in filter(None, items):
+        tiles[-1] = tuple({0, *tiles[-1]})
+    forward(m, items, rnd.choice((4, 5, 8)), rnd.choice((1, 2)), groups, draws=rnd.random() < 0.5)
+
+
+def run_forward_mod(m, rnd, *, bias=False):
+    items = [[seen_by(rnd, 2) or (0, 1) for _ in range(count)] for count in counts(rnd)]
+    forward_mod(m, items, rnd.choice((1, 2)), bias, draws=rnd.random() < 0.5)
+
+
+def key_items(rnd, apart=False):
+    """Blocks of keys and the tiles of queries that see them, of one or two heads."""
+    heads, tiles, causal = rnd.choice((1, 2)), rnd.randint(0, 6), rnd.random() < 0.6
+    blocks = range(rnd.randint(0, 5))
+
+    def groups(block, tile):
+        if not causal or not apart:
+            return (0, 1) if not causal or tile >= block else ()
+        return tuple(group for group in (0, 1) if tile >= 2 * block + group)
+
+    walk = [(head, tile) for head in range(heads) for tile in reversed(range(tiles))]
+    return [(b, [(at, groups(b, at[1])) for at in walk if groups(b, at[1])]) for b in blocks]
+
+
+def run_backward(m, rnd, *, apart, ordered):
+    ctas = rnd.randint(1, 3) if ordered else 1
+    backward(m, key_items(rnd, apart), apart, 5 if apart else 2, rnd.random() < 0.5, ordered, ctas)
+
+
+def numbered(rnd):
+    return [(n, [((0, tile), ()) for tile in range(count)]) for n, count in enumerate(counts(rnd))]
+
+
+def run_wide_keys(m, rnd):
+    slots, weight_slots, all_held = rnd.choice(((4, 1, True), (3, 2, True), (3, 1, False)))
+    wide_keys(m, numbered(rnd), slots, weight_slots, all_held, draws=rnd.random() < 0.5)
+
+
+def run_wide_queries(m, rnd):
+    wide_queries(m, numbered(rnd), *rnd.choice(((3, 3), (2, 2), (2, 1))), draws=rnd.random() < 0.5)
+
+
+def run_backward_mod(m, rnd, *, slots, **kind):
+    steps = [[(rnd.choice((0, 0, 1)), rnd.random() < 0.5) for _ in range(count)] for count in counts(rnd)]
+    items = [sorted(of_item, key=lambda step: step[0]) for of_item in steps]
+    kind["bias"] = kind.get("bias", False) and rnd.random() < 0.6
+    backward_mod(m, items, slots, **kind, draws=rnd.random() < 0.5)
+
+
+def model(run, **fixed):
+    return lambda m, rnd: run(m, rnd, **fixed)
+
+
+SCORE_KINDS = {
+    "hiding": {},
+    "adding": dict(mark_slots=1, bias=True),
+    "capping": {},
+    "dropping": dict(consumers_draw=True),
+    "adding and dropping": dict(mark_slots=1, loaders_draw=True, bias=True),
+}
+MODELS = {
+    "forward": run_forward,
+    "forward with modifiers": run_forward_mod,
+    "forward with a bias": model(run_forward_mod, bias=True),
+    "wide backward, keys": run_wide_keys,
+    "wide backward, queries": run_wide_queries,
+}
+for way in ("together", "apart"):
+    for order in ("", ", in order"):
+        MODELS[f"backward {way}{order}"] = model(run_backward, apart=way == "apart", ordered=bool(order))
+for name, kind in SCORE_KINDS.items():
+    for head_dim, slots in ((64, 4), (128, 2)):
+        MODELS[f"backward {name}, {head_dim}"] = model(run_backward_mod, slots=slots, **kind)
+
+
+def run(name, seed, plant=None):
+    m = Machine(plant)
+    MODELS[name](m, random.Random(seed))
+    m.run(seed)
+
+
+def faults(name, plant=None):
+    for seed in range(RUNS):
+        try:
+            run(name, seed, plant)
+        except Fault as fault:
+            yield str(fault)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
+    for seed in range(RUNS):
+        run(name, seed)
+
+
+@pytest.mark.parametrize(
+    "name, plant, fault",
+    [
+        ("backward adding and dropping, 128", "marks before loads", "deadlock"),  # it was so once
+        ("backward adding and dropping, 64", "marks before loads", "deadlock"),
+        ("wide backward, keys", "an item without steps is held", "deadlock"),
+        ("wide backward, queries", "an item without steps is held", "deadlock"),
+        ("forward", "parity of V", "deadlock"),
+        ("forward", "K let go early", "overwrites"),
+        ("forward", "a warp keeps Q", "deadlock"),
+        ("backward together", "two places for dS", "overwrites dS"),
+        ("backward together", "dS without a fence", "may not see dS"),
+    ],
+)
+def test_a_planted_mistake_is_found(name, plant, fault):
+    assert any(fault in found for found in faults(name, plant))
+
+
+RINGS = {
+    "forward": ("K or V", "Q"),
+    "forward with a bias": ("K or V", "Q", "bias", "chunk"),
+    "backward together": ("K", "V", "Q", "dO", "item"),
+    "backward together, in order": ("K", "V", "Q", "dO", "item", "dQ"),
+    "backward apart": ("K", "V", "Q", "dO", "item"),
+    "wide backward, keys": ("K", "V", "Q", "dO", "item", "weights"),
+    "wide backward, queries": ("K", "V", "Q", "dO", "item"),
+    "backward adding, 128": ("first place", "second place", "Q", "dO", "item", "chunk", "bias", "marks"),
+    "backward dropping, 64": ("first place", "second place", "Q", "dO", "item", "chunk", "marks"),
+}
+
+
+@pytest.mark.parametrize("side", ("full", "empty"))
+@pytest.mark.parametrize("name, ring", [(name, ring) for name, rings in RINGS.items() for ring in rings])
+def test_a_barrier_that_expects_another_number_of_arrivals_is_found(monkeypatch, name, ring, side):
+    make = Slots.__init__
+
+    def planted(self, name, slots, empty, full=1):
+        count = {"full": full, "empty": empty}
+        if name.startswith(ring):
+            count[side] += -1 if count[side] > 1 else 1
+        make(self, name, slots, **count)
+
+    monkeypatch.setattr(Slots, "__init__", planted)
+    assert any(faults(name))

@@ -187,6 +187,19 @@ def test_ix03_decreasing_cu_seqlens_stay_inside(target: Target) -> None:
         assert x.unchanged()
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@on_gpu_paths
+def test_ix03_decreasing_cu_seqlens_of_many_blocks_do_not_hang(target: Target, head_dim: int) -> None:
+    """Additions to dq in order would wait for turns of blocks that no item covers."""
+    lengths = [700, 1300, 500, 500]
+    x = make_inputs(packed(lengths, lengths, num_heads=2, num_heads_k=1, head_dim=head_dim), target.device)
+    generator = torch.Generator().manual_seed(0)
+    for same in (False, True) * 10:
+        wild_q, wild_k = torch.randint(-50, 3100, (2, 5), generator=generator).tolist()
+        run_with_cu(x, wild_q, wild_q if same else wild_k, target)
+        assert x.unchanged()
+
+
 BAD_CU = {
     "int64": lambda cu: cu.long(),
     "float": lambda cu: cu.float(),

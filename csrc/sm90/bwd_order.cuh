@@ -58,6 +58,22 @@ __device__ __forceinline__ int wait_for_turns(const uint32_t* word, uint32_t blo
   return __ffs(~come) - 1;
 }
 
+// Whether turns come to an end, by a whole warp. Where bounds of packed sequences decrease, sequences share tiles of
+// queries or leave blocks of keys out, and somebody would wait for a turn that nobody passes on.
+__device__ __forceinline__ bool can_be_ordered(const Problem& p) {
+  if (p.cu_seqlens_q == nullptr) return true;
+  const auto bound = [](int32_t x, int64_t total) {
+    return min(max(x, 0), static_cast<int32_t>(min(total, int64_t{INT32_MAX})));
+  };
+  bool decreases = false;
+#pragma unroll 2
+  for (int b = threadIdx.x % 32; b < p.batch; b += 32) {
+    decreases |= bound(p.cu_seqlens_q[b + 1], p.total_q) < bound(p.cu_seqlens_q[b], p.total_q);
+    decreases |= bound(p.cu_seqlens_k[b + 1], p.total_k) < bound(p.cu_seqlens_k[b], p.total_k);
+  }
+  return !__any_sync(kWarp, decreases);
+}
+
 // As draw_item(), but every item is drawn, the first of a CTA too: one that is drawn has a CTA that runs.
 __device__ __forceinline__ uint32_t draw_in_order(const Draw& d) {
   const uint32_t drawn = atomicAdd(&d.counter->next, 1u);

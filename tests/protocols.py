@@ -38,8 +38,13 @@ class Barrier:
         self.count, self.arrived, self.copies, self.phase = count, 0, 0, 0
         self.clock, self.known = {}, {}  # of all that arrived, of those in completed phases
 
-    def passed(self, parity):
-        return (self.phase ^ parity) & 1 == 1
+    def passed(self, phase):
+        """As the hardware sees it, which knows parities only."""
+        return (self.phase ^ phase) & 1 == 1
+
+    def check(self, phase):
+        if self.phase != phase + 1:
+            raise Fault(f"a wait for phase {phase} ends in phase {self.phase}")
 
     def arrive(self, clock):
         self.arrived += 1
@@ -61,6 +66,9 @@ class Turn:
 
     def passed(self, block):
         return self.value == block
+
+    def check(self, block):
+        pass
 
 
 class Cell:
@@ -172,6 +180,7 @@ class Machine:
                 self.land(*self.copies.pop(rnd.randrange(len(self.copies))))
                 continue
             if role.want is not None:
+                role.want[0].check(role.want[1])
                 role.learn(role.want[0].known)
             role.want = next(role.body, END)
             if role.want is END:
@@ -203,7 +212,7 @@ class Slots:
         return self.full[n % self.slots], n // self.slots
 
     def left(self, n):
-        return self.empty[n % self.slots], n // self.slots + 1
+        return self.empty[n % self.slots], n // self.slots - 1
 
     def at(self, n):
         return self.cells[n % self.slots]

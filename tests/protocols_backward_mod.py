@@ -104,7 +104,7 @@ def backward_mod(
             return step_at[n % (2 * slots)]
 
         def wait_for_ds_before():
-            yield ds_full[(now.steps - 1) % 3], (now.steps + 5) // 3
+            yield ds_full[(now.steps - 1) % 3], (now.steps - 1) // 3
 
         def issue_dq_before(k, step):
             for cell in ds_at[(now.steps - 1) % 3]:

@@ -9,7 +9,8 @@ FLASH_EXT_TEST_ALL=1 keeps all of them. Modules marked `everywhere` look at the 
 documents beside the GPU and always run.
 
 With pytest-xdist (`-n auto`, which `make test` adds where it is installed) several processes share the GPU;
-tests marked `alone`, which need most of its memory, wait until no other test runs.
+tests marked `alone`, which need most of its memory, wait until no other test runs. Beside a GPU, silence.py
+ends what hangs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
@@ -41,8 +43,11 @@ except ImportError as error:
     raise pytest.UsageError(f"the tests need torch ({error}); `make test` sets everything up") from error
 
 
+from tests import silence
+
 SEED = pytest.StashKey[int]()
 STARTED = pytest.StashKey[float]()
+ROOM = pytest.StashKey[Path]()  # a folder that the processes of a run share
 ONE_IN = 8  # of the tests that say nothing about a GPU, where there is one
 LEFT_OUT = f"says nothing about a GPU and ran without one; one in {ONE_IN} runs here, all with --all"
 
@@ -62,10 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "everywhere: depends on the machine; a run with a GPU leaves none out")
     config.addinivalue_line("markers", "alone: needs a GPU that no other process of this run uses meanwhile")
-    config.addinivalue_line("markers", "timeout: what ends a hang, where pytest-timeout is installed")
+    config.addinivalue_line("markers", "silence: seconds without a sign of life that end it beside a GPU")
     # The processes of a run inherit the option.
     config.stash[SEED] = config.option.seed = _chosen_seed(config)
     config.stash[STARTED] = time.time()
+    config.stash[ROOM] = _room(config)
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = silence.REPLACED_PROCESSES
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # A run that a time limit ends still says what it did and how long that took.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -81,6 +89,32 @@ def _chosen_seed(config: pytest.Config) -> int:
     if given is None:
         given = os.environ.get("FLASH_EXT_TEST_SEED") or datetime.date.today().strftime("%Y%m%d")
     return int(given)
+
+
+def _room(config: pytest.Config) -> Path:
+    if hasattr(config, "workerinput"):
+        return Path(config.workerinput["room"])
+    room = Path(tempfile.mkdtemp(prefix="flash_ext-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(room, ignore_errors=True))
+    return room
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, as all of these
+def pytest_configure_node(node) -> None:
+    node.workerinput["room"] = str(node.config.stash[ROOM])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return silence.scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: pytest.TestReport) -> None:
+    """The report of a test that ended its process says which case it was in, and why if anybody knew."""
+    note = silence.read(silence.note_of(report.node.config.stash[ROOM], report.node.gateway.id))
+    if note.get("test") == report.nodeid:
+        report.longrepr = f"{report.longrepr}\n{silence.in_words(note)}"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -148,23 +182,50 @@ _alone: list[contextlib.ExitStack] = []  # one that holds the room, between two 
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
+    """Beside a GPU, a test waits for its turn, and from then on is watched."""
+    if not torch.cuda.is_available():
+        return (yield)
+    with its_turn(item, nextitem), silence.WATCH.over(item, seconds_of_silence(item), note_of(item)):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if silence.has_ended_another(item, note_of(item)):
+        pytest.skip("ended another process of this run, which is its failure")
+
+
+def note_of(item: pytest.Item) -> Path:
+    process = item.config.workerinput["workerid"] if hasattr(item.config, "workerinput") else "one"
+    return silence.note_of(item.config.stash[ROOM], process)
+
+
+def seconds_of_silence(item: pytest.Item) -> float:
+    if marker := item.get_closest_marker("silence"):
+        return marker.args[0]
+    return silence.GPU_SECONDS if item.get_closest_marker("gpu") else silence.OTHER_SECONDS
+
+
+@contextlib.contextmanager
+def its_turn(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Tests of several processes run side by side on one GPU, those marked `alone` by themselves.
 
     These are one group, which one process runs (`--dist loadgroup`), and it stays alone from the first to the
     last of them: each time the others would have to come to an end.
     """
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None or not torch.cuda.is_available():
-        return (yield)
-    room = Path(tempfile.gettempdir()) / f"flash_ext-tests-{run}"
+    if not hasattr(item.config, "workerinput"):
+        yield
+        return
+    room = item.config.stash[ROOM] / "turn"
     if not wants_to_be_alone(item):
         with turn(room, alone=False):
-            return (yield)
+            yield
+        return
     if not _alone:
         _alone.append(contextlib.ExitStack())
         _alone[0].enter_context(turn(room, alone=True))
     try:
-        return (yield)
+        yield
     finally:
         if nextitem is None or not wants_to_be_alone(nextitem):
             _alone.pop().close()
@@ -224,6 +285,8 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for name, seconds in spent.most_common(12):
         terminalreporter.line(f"  {seconds:6.1f} s  {name}")
     terminalreporter.section("what did not run")
+    if not_begun := _not_begun(terminalreporter, config):
+        terminalreporter.line(f"{not_begun} tests had not begun when the run was ended")
     terminalreporter.line(f"{sum(reasons.values())} tests skipped")
     for reason, count in reasons.most_common():
         terminalreporter.line(f"  {count:5d}  {reason}")
@@ -234,6 +297,13 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         path.write_text(json.dumps(_results(terminalreporter, config, reasons, spent), indent=1) + "\n")
 
 
+def _not_begun(terminalreporter, config: pytest.Config) -> int:
+    """Tests of which there is no report: something ended the run before them."""
+    session = config.pluginmanager.getplugin("session")
+    begun = {r.nodeid for outcome in terminalreporter.stats.values() for r in outcome if hasattr(r, "when")}
+    return 0 if config.option.collectonly else session.testscollected - len(begun)
+
+
 def _results(
     terminalreporter, config: pytest.Config, skips: collections.Counter[str], spent: collections.Counter[str]
 ) -> dict:
@@ -242,6 +312,7 @@ def _results(
 
     stats = terminalreporter.stats
     counts = {outcome: len(stats.get(outcome, [])) for outcome in ("passed", "failed", "error")}
+    counts["not_begun"] = _not_begun(terminalreporter, config)
     failures = [r.nodeid for outcome in ("failed", "error") for r in stats.get(outcome, [])]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {

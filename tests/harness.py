@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes
 from tests.judge import NoiseError, judge
 from tests.refusals import check_refused
+from tests.silence import WATCH, lose_context
 from tests.truth import Truth, compute_truth
 
 
@@ -83,13 +83,9 @@ TARGETS = {
 
 
 def on_targets(*names: str):
-    """Parametrizes a test by targets; those on a GPU get the `gpu` marker and a limit that ends a hang.
-
-    A process that waits for a kernel handles no signal, hence the thread, which prints all stacks and exits.
-    """
-    on_gpu = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
+    """Parametrizes a test by targets; those on a GPU get the `gpu` marker."""
     parameters = [
-        pytest.param(TARGETS[name], id=name, marks=on_gpu if TARGETS[name].device == "cuda" else [])
+        pytest.param(TARGETS[name], id=name, marks=pytest.mark.gpu if TARGETS[name].device == "cuda" else [])
         for name in names
     ]
     return pytest.mark.parametrize("target", parameters)
@@ -279,8 +275,7 @@ def run_case(case: Case, target: Target) -> Results:
 @contextlib.contextmanager
 def _naming(case: Case, target: Target) -> Iterator[None]:
     """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
-    thread = threading.current_thread()
-    name, thread.name = thread.name, repro_line(case, target)  # where a timeout prints it
+    WATCH.alive(repro_line(case, target))
     try:
         yield
     except Exception as error:
@@ -293,7 +288,7 @@ def _naming(case: Case, target: Target) -> Iterator[None]:
                 raise DeviceLost(words) from error
         raise CaseFailure(words) from error
     finally:
-        thread.name = name
+        WATCH.alive("")
 
 
 def _run_case(case: Case, target: Target) -> Results:
@@ -461,7 +456,7 @@ def _for_each(cases: Iterable[Case], target: Target, run: Callable[[Case], None]
             except CaseFailure as failure:
                 failures.append(str(failure))
             except DeviceLost as lost:
-                pytest.exit(f"CUDA context lost in\n{lost}", returncode=3)
+                lose_context(str(lost))
     if failures:
         shown = "\n".join(failures[:show])
         pytest.fail(f"{len(failures)} of {count} cases failed\n{shown}", pytrace=False)

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,6 +36,7 @@ from tests.inputs import tensor_shapes
 from tests.judge import judge
 from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs
 from tests.modifier_truth import GRADIENTS, compute_modifier_truth
+from tests.silence import WATCH, lose_context
 
 RESULTS = ("out", "lse", "row_max")
 
@@ -151,8 +151,7 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
 @contextlib.contextmanager
 def naming(mcase: ModifierCase, target: Target) -> Iterator[None]:
     """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
-    thread = threading.current_thread()
-    name, thread.name = thread.name, repro_line(mcase, target)  # where a timeout prints it
+    WATCH.alive(repro_line(mcase, target))
     try:
         yield
     except Exception as error:
@@ -165,7 +164,7 @@ def naming(mcase: ModifierCase, target: Target) -> Iterator[None]:
                 raise DeviceLost(words) from error
         raise CaseFailure(words) from error
     finally:
-        thread.name = name
+        WATCH.alive("")
 
 
 def run_case(mcase: ModifierCase, target: Target) -> dict[str, Any]:
@@ -234,7 +233,7 @@ def for_each(
             except CaseFailure as failure:
                 failures.append(str(failure))
             except DeviceLost as lost:
-                pytest.exit(f"CUDA context lost in\n{lost}", returncode=3)
+                lose_context(str(lost))
     if failures:
         shown = "\n".join(failures[:show])
         pytest.fail(f"{len(failures)} of {len(mcases)} cases failed\n{shown}", pytrace=False)

@@ -209,6 +209,83 @@ def test_tests_marked_alone_run_alone_and_small_tiles_in_one_process(tmp_path: P
     assert meet(itertools.combinations(shared, 2))
 
 
+# ---- tests that end their process -----------------------------------------------------------------------
+
+PRETENDED_GPU = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch; torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda index: 'toy'
+from tests.conftest import *
+"""
+ENDINGS = """
+import ctypes, time, pytest
+from tests import silence
+pytestmark = [pytest.mark.gpu, pytest.mark.silence(3)]
+@pytest.mark.parametrize("i", range(6))
+def test_before(i):
+    time.sleep(0.1)
+@pytest.mark.parametrize("i", range(HANGING))
+def test_hangs(i):
+    silence.WATCH.alive(f"the line that repeats case {i}")
+    time.sleep(60)
+def test_slow_but_alive():
+    for case in range(4):
+        silence.WATCH.alive(str(case))
+        time.sleep(1.5)
+def test_crashes():
+    silence.WATCH.alive("the line that repeats a crash")
+    ctypes.string_at(0)
+def test_loses_its_context():
+    silence.lose_context("the line that repeats a loss")
+@pytest.mark.parametrize("i", range(6))
+def test_after(i):
+    time.sleep(0.1)
+"""
+
+
+def run_endings(folder: Path, hanging: int, *options: str) -> subprocess.CompletedProcess:
+    (folder / "conftest.py").write_text(PRETENDED_GPU)
+    (folder / "test_toy.py").write_text(ENDINGS.replace("HANGING", str(hanging)))
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    command += [*options, str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.slow
+def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path):
+    """A hang, a crash and a lost context in three processes: three failures, each with its line."""
+    pytest.importorskip("xdist")
+    done = run_endings(tmp_path, 1, "-n", "3", "--dist", "loadgroup")
+    assert "INTERNALERROR" not in done.stdout and done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert re.search("3 failed, 13 passed, [0-3] skipped", done.stdout), done.stdout
+    assert "not begun" not in done.stdout
+    failures = done.stdout[done.stdout.index("= FAILURES =") :]
+    for name, words in {
+        "test_hangs[0]": "the line that repeats case 0\n    nothing came to an end in",
+        "test_crashes": "the line that repeats a crash",
+        "test_loses_its_context": "CUDA context lost in\nthe line that repeats a loss",
+    }.items():
+        assert f"FAILED test_toy.py::{name}" in failures and words in failures, failures
+    assert "in test_hangs" in done.stderr  # its stack
+
+
+@pytest.mark.slow
+def test_many_hangs_end_the_run_in_words(tmp_path: Path):
+    """Four more than are replaced: the run ends with a summary, not with every hang in its turn."""
+    pytest.importorskip("xdist")
+    done = run_endings(tmp_path, 30, "-n", "2", "--dist", "loadgroup")
+    assert "INTERNALERROR" not in done.stdout and done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert 4 <= done.stdout.count("crashed while running 'test_toy.py::test_hangs") <= 10
+    assert "the line that repeats case 0\n" in done.stdout and "tests had not begun" in done.stdout
+
+
+def test_a_hang_of_the_only_process_is_named(tmp_path: Path):
+    done = run_endings(tmp_path, 1, "-p", "no:xdist")
+    words = r"test_toy.py::test_hangs\[0\]\n    the line that repeats case 0\n    nothing came to an end in"
+    assert re.search(words, done.stderr) and "in test_hangs" in done.stderr, done.stderr
+    assert done.returncode == 3
+
+
 # ---- a python3 that is used as it is may lack what only some tests need ---------------------------------
 
 OPTIONAL = {"matplotlib", "ninja", "pytest_timeout", "rich", "transformers", "xdist"}
@@ -249,4 +326,4 @@ def test_every_mark_is_known_without_a_plugin() -> None:
     known = set(re.findall(r'"markers", "(\w+):', texts.pop("conftest.py")))
     used = {mark for text in texts.values() for mark in re.findall(r"pytest\.mark\.(\w+)", text)}
     of_pytest = {"filterwarnings", "parametrize", "skip", "skipif", "usefixtures", "xfail"}
-    assert "timeout" in used and used <= known | of_pytest
+    assert "silence" in used and used <= known | of_pytest

@@ -18,6 +18,7 @@ import torch
 
 from tests.cases import Case
 from tests.harness import TARGETS, CaseFailure, Target, poisoned, repro_line, run_case
+from tests.silence import WATCH
 
 CASE_SECONDS = 20.0
 START_SECONDS = 120.0  # importing torch and making a CUDA context on a busy machine
@@ -61,6 +62,7 @@ def _one_child(cases: list[Case], target: Target, seconds: float) -> list[Outcom
         allowed = START_SECONDS
         while len(outcomes) < len(cases):
             running = cases[len(outcomes)]
+            WATCH.alive(repro_line(running, target))  # of this process, which is not the one that may hang
             try:
                 line = lines.get(timeout=allowed)
             except queue.Empty:
@@ -80,6 +82,7 @@ def _one_child(cases: list[Case], target: Target, seconds: float) -> list[Outcom
     finally:
         child.kill()
         child.wait()
+        WATCH.alive("")
     return outcomes
 
 

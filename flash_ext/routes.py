@@ -65,7 +65,7 @@ def run_fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left,
             right, deterministic, path,
         )  # fmt: skip
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, NotImplementedError):
         options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         raise
@@ -97,7 +97,7 @@ def run_bwd(
             *tensors, _bound(max_seqlen_q), _bound(max_seqlen_k), softmax_scale, causal, left, right,
             deterministic, path,
         )  # fmt: skip
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, NotImplementedError):
         _explain_bwd(*tensors, *options)
         raise
 
@@ -377,6 +377,19 @@ def _explain_tensors(may_be_none: bool = False, /, **tensors: Any) -> None:
         if not isinstance(value, Tensor) and not (may_be_none and value is None):
             wanted = "a torch.Tensor or None" if may_be_none else "a torch.Tensor"
             raise TypeError(f"{name} must be {wanted}, got {type(value).__qualname__}.")
+        if value is not None:
+            check_strided(name, value)
+
+
+def check_strided(name: str, t: Tensor) -> None:
+    """Raises for a nested or sparse tensor, which no operator here takes."""
+    if t.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one. Pass its values() and offsets() to "
+            "attention_varlen, or call flash_ext.enable_sdpa() and PyTorch's own function."
+        )
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {t.layout}. Call .to_dense().")
 
 
 def _explain_options(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .functional import attention
+from .routes import check_strided
 
 
 def scaled_dot_product_attention(
@@ -75,6 +76,7 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__qualname__}.")
+        check_strided(name, t)
         if t.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(t.shape)}.")
     batch = query.shape[:-3]

@@ -274,6 +274,27 @@ def test_misuse_names_the_argument(case: str) -> None:  # API-06
         flash_ext.forward(**args)
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(8, 4, 16), torch.zeros(5, 4, 16)], layout=torch.jagged)
+OTHER_LAYOUTS = {
+    "nested": ("q", NESTED, r"q must be a dense tensor, got a nested one\. .*attention_varlen"),
+    "sparse": ("v", torch.zeros(2, 8, 2, 16).to_sparse(), r"v must be a dense tensor.*sparse_coo.*to_dense"),
+    "mkldnn": ("k", torch.zeros(2, 8, 2, 16).to_mkldnn(), "k must be a dense tensor.*_mkldnn"),
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=["plain", "modified"])
+@pytest.mark.parametrize("case", OTHER_LAYOUTS)
+def test_tensors_without_strides_are_named(case: str, more: dict) -> None:  # API-06
+    """Before torch's dispatcher says that the operator does not exist for a backend, or only its name."""
+    name, t, words = OTHER_LAYOUTS[case]
+    args = {key: value.float() for key, value in dense().items()} | {name: t}
+    with pytest.raises(TypeError, match=words):
+        flash_ext.attention(**args, **more)
+    results = {"out": torch.zeros(2, 8, 4, 16), "lse": torch.zeros(2, 4, 8)}
+    with pytest.raises(TypeError, match=words):
+        flash_ext.backward(torch.zeros(2, 8, 4, 16), **args, **results, **more)
+
+
 @pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=["plain", "modified"])
 def test_bounds_in_tensors_are_not_read(more: dict) -> None:  # TC-04, IX-05
     """Reading one would wait for the device. A meta tensor has nothing to read: a look at it would raise."""

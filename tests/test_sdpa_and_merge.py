@@ -126,6 +126,8 @@ def test_sdpa_refuses_in_words() -> None:
     for wrong in (None, [1.0]):
         with pytest.raises(TypeError, match="key must be a torch.Tensor, got"):
             flash_ext.scaled_dot_product_attention(q, wrong, v)
+    with pytest.raises(TypeError, match="value must be a dense tensor, got one of layout torch.sparse_coo"):
+        flash_ext.scaled_dot_product_attention(q, k, v.to_sparse())
     sdpa = flash_ext.scaled_dot_product_attention
     with pytest.raises(ValueError, match=r"attn_mask must broadcast to .*\(2, 4, 17, 17\), got \(17, 16\)"):
         sdpa(q, k, v, torch.ones(17, 16, dtype=torch.bool), enable_gqa=True)

@@ -179,7 +179,8 @@ def mean_loss(model: Transformer, pack: Pack, attention: Attention) -> Tensor:
 def generate(model: Transformer, prompt: str, length: int, temperature: float, seed: int) -> str:
     """Continues ``prompt`` through flash_ext by up to ``length`` bytes, or until a new document begins.
 
-    The whole text is run again for every byte. Bytes that are not ASCII come out as escapes.
+    The whole text is run again for every byte. Bytes that are no printable ASCII come out as escapes: a model
+    that has seen little writes those that move a terminal's cursor as well.
     """
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -193,4 +194,5 @@ def generate(model: Transformer, prompt: str, length: int, temperature: float, s
         if byte == DOCUMENT_START[0]:
             break
         text.append(byte)
-    return bytes(text[len(DOCUMENT_START) :]).decode("ascii", "backslashreplace")
+    written = text[len(DOCUMENT_START) :]
+    return "".join(chr(b) if 32 <= b < 127 or b in b"\n\t" else f"\\x{b:02x}" for b in written)

@@ -154,6 +154,9 @@ def test_generated_text_repeats_by_seed_and_ends_at_a_new_document():
         model.head.weight.zero_()
         model.head.bias = torch.nn.Parameter(100.0 * torch.nn.functional.one_hot(torch.tensor(0), 256))
     assert generate(model, "def ", 12, 1.0, 1) == "def "
+    for byte, written in ((27, "\\x1b"), (200, "\\xc8"), (10, "\n"), (97, "a")):
+        model.head.bias = torch.nn.Parameter(100.0 * torch.nn.functional.one_hot(torch.tensor(byte), 256))
+        assert generate(model, "def ", 2, 1.0, 1) == "def " + 2 * written
 
 
 # ---- measuring -------------------------------------------------------------------------------------------

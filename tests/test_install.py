@@ -211,6 +211,17 @@ def test_what_is_fetched(tmp_path, monkeypatch, has_torch, has_toolkit, asked, f
     assert environment.missing_requirements() == fetched
 
 
+@pytest.mark.parametrize("asked, fits", [
+    ("torch==2.9.1", False), ("torch==2.10", False), ("torch==2.11.0", True)])
+def test_a_named_torch_that_cannot_fit_is_not_fetched(monkeypatch, asked, fits):
+    monkeypatch.setattr(environment, "find_toolkit", lambda: (TOOLKIT, []))
+    monkeypatch.setenv("FLASH_EXT_BUILD_TORCH", asked)
+    if fits:
+        assert environment.missing_requirements() == [asked]
+    else:
+        assert asked in refusal(environment.missing_requirements)
+
+
 def test_unfit_torch_ends_before_anything_is_fetched(tmp_path, monkeypatch):
     monkeypatch.delenv("FLASH_EXT_BUILD_TORCH", raising=False)
     monkeypatch.setattr(environment, "find_torch", lambda: fake_torch(tmp_path, "2.9.1", "12.8"))
@@ -293,14 +304,17 @@ def test_line_tables_are_for_those_who_ask(monkeypatch):
     assert "-lineinfo" not in kernels_build.Variant.from_environment().nvcc_flags
 
 
-def test_unknown_architecture_is_refused(monkeypatch):
-    monkeypatch.setenv("FLASH_EXT_ARCHS", "hopper")
-    assert "'hopper'" in refusal(kernels_build.Variant.from_environment)
+@pytest.mark.parametrize("archs, said", [("hopper", "'hopper'"), ("9.0a 7.5", "no kernel runs before 8.0")])
+def test_unknown_architecture_is_refused(monkeypatch, archs, said):
+    monkeypatch.setenv("FLASH_EXT_ARCHS", archs)
+    assert said in refusal(kernels_build.Variant.from_environment)
 
 
 def test_parallel_jobs(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "3")
     assert kernels_build.parallel_jobs() == 3
+    monkeypatch.setenv("MAX_JOBS", "all")
+    assert "'all'" in refusal(kernels_build.parallel_jobs)
     monkeypatch.delenv("MAX_JOBS")
     assert 1 <= kernels_build.parallel_jobs() <= os.cpu_count()
     monkeypatch.setattr(kernels_build, "BYTES_PER_JOB", 2**60)

@@ -68,9 +68,11 @@ class Variant:
     def from_environment(cls) -> Variant:
         archs = tuple(re.split(r"[\s;,]+", (os.environ.get("FLASH_EXT_ARCHS") or DEFAULT_ARCHS).strip()))
         for arch in archs:
-            if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
+            number = re.fullmatch(r"(\d+)\.\d[a-z]?(\+PTX)?", arch)
+            if number is None or int(number.group(1)) < 8:
                 raise environment.BuildProblem(
-                    "FLASH_EXT_ARCHS is not understood", repr(arch), "e.g. 8.0, 8.0+PTX or 9.0a",
+                    "FLASH_EXT_ARCHS is not understood" if number is None else "no kernel runs before 8.0",
+                    f"FLASH_EXT_ARCHS with {arch!r}", "8.0 or newer, e.g. 8.0, 8.0+PTX or 9.0a",
                     f"export FLASH_EXT_ARCHS='{DEFAULT_ARCHS}'")
         mutant = os.environ.get("FLASH_EXT_MUTANT") or None
         number = int(mutant) if mutant else None
@@ -244,8 +246,11 @@ def _path(path: Path) -> str:
 
 def parallel_jobs() -> int:
     """MAX_JOBS, else as many as cores and free memory allow."""
-    if os.environ.get("MAX_JOBS"):
-        return max(1, int(os.environ["MAX_JOBS"]))
+    if asked := os.environ.get("MAX_JOBS"):
+        if not asked.strip().isdecimal():
+            raise environment.BuildProblem("MAX_JOBS is no number", repr(asked),
+                                           "how many compilers may run at once", "export MAX_JOBS=1")
+        return max(1, int(asked))
     cores = len(os.sched_getaffinity(0))
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     by_memory = int(int(match.group(1)) * 1024 / BYTES_PER_JOB) if match else cores

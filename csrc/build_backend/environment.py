@@ -310,6 +310,12 @@ def missing_requirements() -> list[str]:
     torch = None if asked else find_torch()
     if torch is not None:
         check_torch(torch)
+    named = re.fullmatch(r"torch\s*==\s*(\d[\w.+]*)", asked.strip()) if asked else None
+    minimum = pin("torch-minimum")
+    if named and as_numbers(named.group(1)) < as_numbers(minimum):  # said before gigabytes are fetched
+        raise BuildProblem("no torch that fits", f"FLASH_EXT_BUILD_TORCH={asked}",
+                           f"torch {minimum} or newer",
+                           f'export FLASH_EXT_BUILD_TORCH="{torch_requirement()}"')
     fetched = None if torch is not None else asked or torch_requirement()
     needed = [fetched] if fetched else []
     if find_toolkit()[0] is None:

@@ -42,7 +42,7 @@ def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor
 @pytest.mark.parametrize("causal", [False, True])
 @on_modifier_tiles
 def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) -> None:
-    """Nothing to see gives exactly nothing; everything gives the bits of a call without a map."""
+    """Nothing to see gives exactly nothing, and ends (RC-07); everything the bits of a call without a map."""
     with target.active():
         qkv = random_qkv(target, 2, 300, 333, 4, 2, 64)
         blocks = torch.ones(1, 4, 5, 6, dtype=torch.bool, device=target.device)

@@ -49,7 +49,7 @@ def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what
 
 @on_all_tiles
 def test_ly_every_layout_and_head_size(target: Target) -> None:
-    """LY-03, LY-09 to LY-13: transposed, gapped, misaligned and shifted tensors, dense and packed."""
+    """LY-03, LY-09 to LY-11, LY-12, LY-13: transposed, gapped, misaligned, shifted; dense and packed."""
     cases = []
     for layout in ("bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton"):
         for head_dim in (40, 64, 100, 128, 256):

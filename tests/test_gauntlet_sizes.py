@@ -14,6 +14,7 @@ import random
 import pytest
 import torch
 
+import flash_ext
 from flash_ext.ops import _C
 from tests.cases import COMPILED_HEAD_DIMS, dense
 from tests.harness import Target, on_gpu_paths, run_cases
@@ -122,6 +123,37 @@ def test_sz09_decode_from_a_wide_cache(target: Target, seed: int) -> None:
     k.normal_()
     v.normal_()
     run_large(Large(random_tensor(3, 1, 32, 128), k, v), target, seed)
+
+
+def check_rows_under_a_bias(seqlen: int, device: str, path: str) -> None:
+    """Five rows of a square call with a bias against float64, out, lse and dq."""
+    q, k, v = (random_tensor(1, seqlen, 1, 64, device=device).requires_grad_() for _ in range(3))
+    bias = random_tensor(seqlen, seqlen, device=device)
+    out, lse = flash_ext.attention(q, k, v, attn_mask=bias, return_lse=True, path=path)
+    dout = random_tensor(1, seqlen, 1, 64, device=device)
+    (dq,) = torch.autograd.grad(out, q, dout)
+    keys, values = (t.detach()[0, :, 0].double() for t in (k, v))
+    for row in (0, 1, seqlen // 2, seqlen - 2, seqlen - 1):
+        scores = keys @ q.detach()[0, row, 0].double() / 8 + bias[row].double()
+        weights = scores.softmax(0)
+        change = values @ dout[0, row, 0].double()
+        expected_dq = (weights * (change - weights @ change)) @ keys / 8
+        assert abs(lse[0, 0, row].item() - scores.logsumexp(0).item()) < 1e-4, f"lse of row {row}"
+        for name, got, expected in (("out", out, weights @ values), ("dq", dq, expected_dq)):
+            error = (got[0, row, 0].double() - expected).norm() / expected.norm()
+            assert error < (0.008 if name == "out" else 0.02), f"{name} of row {row} is off by {error:.2g}"
+
+
+@pytest.mark.parametrize("seqlen", [46344, 65537])
+@on_gpu_paths
+def test_sz11_sz12_bias_of_over_2_to_31_elements(target: Target, seqlen: int) -> None:
+    """SZ-11; its rows are more than 2^15 elements apart (SZ-12), at 65537 without alignment."""
+    needs_memory(24)
+    check_rows_under_a_bias(seqlen, "cuda", target.path)
+
+
+def test_the_look_at_rows_under_a_bias() -> None:
+    check_rows_under_a_bias(700, "cpu", "cpu")
 
 
 @on_gpu_paths
@@ -386,6 +418,16 @@ def test_gr02_more_heads_than_a_grid_dimension(target: Target, heads: int) -> No
 @on_gpu_paths
 def test_gr03_a_million_batch_heads(target: Target, seed: int) -> None:
     run_large(dense_large(70000, 1, 7, 16, 1, 64), target, seed)
+
+
+@on_gpu_paths
+def test_gr04_parts_of_eight_million_rows(target: Target, seed: int) -> None:
+    """More rows to combine than a grid dimension has, and 4 GB of parts; of five keys one part has none."""
+    needs_memory(16)
+    x = dense_large(262500, 1, 5, 32, 4, 64, backward=False)
+    with dataclasses.replace(target, switches=(("splits", 2),)).active():
+        run_large(x, target, seed)
+        assert _C.last_launch()["splits"] == 2
 
 
 @on_gpu_paths

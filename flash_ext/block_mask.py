@@ -28,6 +28,8 @@ class BlockMask:
     with ``causal``, ``window``, ``attn_mask`` and everything else keeps what all of them let through; for a
     causal block pattern, a map of whole blocks with ``causal=True`` is cheaper than a rule that says both.
 
+    Source: block-sparse attention, section 3.3 of Dao et al. 2022, https://arxiv.org/abs/2205.14135.
+
     Args:
         blocks: (batch or 1, num_heads or 1, row blocks, key blocks) bool, query heads; fewer dimensions are
             completed with 1 from the left. Dense calls need ceil(seqlen_q / rows) row blocks and

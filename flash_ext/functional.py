@@ -137,6 +137,8 @@ def attention(
     float ``attn_mask``, ``alibi_slopes`` and ``sinks`` get their gradients, the first summed over its
     broadcast dimensions.
 
+    Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
+
     Args:
         q: (b, seqlen_q, h, d) float16 or bfloat16; on CPU also float32 or float64.
         k: (b, seqlen_k, h_k, d), dtype of q.
@@ -317,6 +319,8 @@ def attention_varlen(
     sees its own keys only. Either side of a sequence may be empty. The values of cu_seqlens stay on the
     device: there is no host synchronisation. Values outside the tensors are clamped, and rows that belong to
     no sequence have out 0, lse -inf and gradients 0.
+
+    Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 
     Args:
         q: (total_q, h, d); dtypes as in :func:`attention`.

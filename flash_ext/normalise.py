@@ -183,6 +183,8 @@ def dropout_rng(device: torch.device | str, generator: Generator | None = None) 
     :func:`flash_ext.backward`, which must be given the same. Drawing advances the generator as
     ``torch.randint`` of two int64 values does, inside a CUDA graph at every replay.
 
+    Source: Philox, Salmon et al. 2011, as philox.py has it.
+
     Args:
         device: where the attention runs.
         generator: a generator on that device; None is the device's default one, which

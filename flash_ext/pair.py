@@ -54,6 +54,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The forward pass as a plain function: out and lse of dense or packed input.
 
+    Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
+
     Args:
         q, k, v: as in :func:`attention` or, with ``cu_seqlens_q`` and ``cu_seqlens_k``, as in
             :func:`attention_varlen`.
@@ -149,6 +151,8 @@ def backward(
     The weights are recomputed as exp(score - lse). When ``out`` and ``lse`` belong to a softmax over more
     keys than ``k`` holds (ring attention after merging), the results are this block's share of the gradients.
     It cannot be differentiated again: a second derivative raises.
+
+    Source: section 3.1.2 of FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 
     Args:
         dout: gradient of out, its shape and dtype, any strides.

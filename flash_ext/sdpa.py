@@ -25,6 +25,8 @@ def scaled_dot_product_attention(
     ``is_causal`` is aligned at the **top left** here (query i sees keys 0 to i), which matters when the
     lengths differ. Inputs and masks are read in place. Rows that see no key are 0.
 
+    Source: PyTorch's documentation of that function; the algorithm is that of :func:`flash_ext.attention`.
+
     Args:
         query: (..., heads, seqlen_q, head_dim), with any number of leading dimensions, as in PyTorch; or
             (seqlen_q, head_dim).

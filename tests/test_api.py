@@ -97,6 +97,9 @@ def test_public_function(name: str) -> None:
     assert inspect.Parameter.empty not in annotated
     for parameter in signature.parameters:
         assert parameter in function.__doc__, f"{name} does not document {parameter}"
+    if signature.parameters:
+        for section in ("Source:", "Args:", "Returns:", "Raises:"):
+            assert f"\n    {section}" in function.__doc__, f"{name} has no section {section}"
 
 
 def test_all_names_are_public_and_typed() -> None:

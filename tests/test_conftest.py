@@ -222,7 +222,8 @@ import ctypes, time, pytest
 from tests import silence
 pytestmark = [pytest.mark.gpu, pytest.mark.silence(3)]
 @pytest.mark.parametrize("i", range(6))
-def test_before(i):
+def test_before(i, pytestconfig):
+    assert getattr(pytestconfig.option, "maxworkerrestart", "0") in ("0", silence.REPLACED_PROCESSES)
     time.sleep(0.1)
 @pytest.mark.parametrize("i", range(HANGING))
 def test_hangs(i):
@@ -271,11 +272,11 @@ def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path):
 
 @pytest.mark.slow
 def test_many_hangs_end_the_run_in_words(tmp_path: Path):
-    """Four more than are replaced: the run ends with a summary, not with every hang in its turn."""
+    """More than are replaced: the run ends with a summary, not with every hang in its turn."""
     pytest.importorskip("xdist")
-    done = run_endings(tmp_path, 30, "-n", "2", "--dist", "loadgroup")
+    done = run_endings(tmp_path, 30, "-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0")
     assert "INTERNALERROR" not in done.stdout and done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert 4 <= done.stdout.count("crashed while running 'test_toy.py::test_hangs") <= 10
+    assert 1 <= done.stdout.count("crashed while running 'test_toy.py::test_hangs") <= 4, done.stdout
     assert "the line that repeats case 0\n" in done.stdout and "tests had not begun" in done.stdout
 
 

@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

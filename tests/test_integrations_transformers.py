@@ -423,6 +423,43 @@ def test_compiled_model() -> None:
     close(got[mask.bool()], expected[mask.bool()], "cpu")
 
 
+def gemma4(window: int) -> Any:
+    """Its last two layers take keys from those before, and compute only the rows whose logits are kept."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Gemma 4")
+    own = {"global_head_dim": 16, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY,
+           "hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    config = transformers.Gemma4TextConfig(**DECODER | {"num_hidden_layers": 4}, sliding_window=window, **own)
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("window", [4, 64])
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_rows_cut_out_of_masks(window: int, side: str) -> None:
+    model, ids, mask = gemma4(window), tokens("cpu"), padding(side, "cpu")
+    for kept in (0, 1, 3):
+        call = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": kept}
+        use(model, "eager")
+        expected = model(**call).logits
+        use(model, NAME)
+        close(model(**call).logits[:, -3:], expected[:, -3:], "cpu")
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    got = model.generate(ids, **options)
+    use(model, "eager")
+    assert torch.equal(got, model.generate(ids, **options))
+
+
+def test_a_deterministic_backward_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ModernBERT asks for it."""
+    layer = make("llama", "cpu").model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
+    with calls(monkeypatch) as seen:
+        integration.attention_forward(layer, q, k, k, None, deterministic=True)
+        integration.attention_forward(layer, q, k, k, None, deterministic=None)
+    assert [call["deterministic"] for call in seen] == [True, False]
+
+
 # ---- refusals --------------------------------------------------------------------------------------------
 
 
@@ -447,9 +484,26 @@ def test_names_with_flash_are_refused_and_why() -> None:
     ({"output_attentions": True}, ValueError, "weights are never formed"),
     ({"head_mask": torch.ones(4)}, ValueError, "head_mask"),
     ({"cache": object()}, NotImplementedError, "continuous batching"),
+    ({"indices": torch.zeros(1, 3, 2)}, NotImplementedError, "indices: keys chosen"),
+    ({"block_indices": torch.zeros(1, 2, 3, 1)}, NotImplementedError, "block_indices: blocks of keys chosen"),
+    ({"sinks": torch.zeros(1, 4, 3, 1)}, NotImplementedError, "sinks: sinks of each query"),
 ])  # fmt: skip
 def test_refusals(extra: dict, error: type[Exception], message: str) -> None:
     layer = make("llama", "cpu").model.layers[0].self_attn
     q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
     with pytest.raises(error, match=message):
         integration.attention_forward(layer, q, k, k, None, **extra)
+
+
+def test_keys_chosen_by_index_are_refused_from_within_a_model() -> None:
+    """DeepSeek 3.2 hides the others in the mask for "sdpa" and "eager" only."""
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no DeepSeek 3.2")
+    sizes = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+             "moe_intermediate_size": 16, "first_k_dense_replace": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
+             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 4,
+             "index_n_heads": 2, "index_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8}
+    config = transformers.DeepseekV32Config(**DECODER | sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    with pytest.raises(NotImplementedError, match="indices: keys chosen for each query"):
+        model(input_ids=tokens("cpu"))

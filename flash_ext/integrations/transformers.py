@@ -106,7 +106,8 @@ def attention_mask(
     Returns:
         None (no mask, or a causal one by the module's own flag); a 2-D tensor with a :class:`Pattern`, bool
         (True = token) or int32 (ids of packed sequences), aligned at the bottom right; or a 4-D bool mask in
-        which everything is said, if the pattern is not known here, while tracing, and for single queries.
+        which everything is said, if the pattern is not known here, while tracing, for single queries, and for
+        models that take their masks apart.
     """
     from transformers import masking_utils
 
@@ -121,6 +122,8 @@ def attention_mask(
         q_length, q_offset = cache_position.shape[0], cache_position[:1]
     else:
         arguments |= {"q_length": q_length, "q_offset": q_offset}
+    if _takes_masks_apart(kwargs.get("config")):
+        return _library_mask(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
     if pattern is None or q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
         # For one query the library's mask has as many elements as there are keys.
@@ -143,6 +146,15 @@ def attention_mask(
     if square and padding is None and pattern.documents is None and not hides_by_window and skippable:
         return None
     return _mask_with(pattern, padding, batch_size, keys, kwargs.get("device") or _device(cache_position))
+
+
+def _takes_masks_apart(config: Any) -> bool:
+    """Whether the model itself indexes its masks, which then must be there and have four dimensions.
+
+    Gemma 4 cuts rows out before layers that share keys; without a mask those that remain would be aligned
+    with the first keys. Models with sparse attention (DeepSeek 3.2) look up what they may choose from.
+    """
+    return bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "index_topk", 0))
 
 
 def _library_mask(arguments: dict[str, Any]) -> Tensor | None:
@@ -276,14 +288,15 @@ def attention_forward(
         s_aux: (heads,) attention sinks.
         position_bias: (1 or batch, heads, q_length, kv_length), added to the scores.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed sequences, (sequences + 1,).
-        kwargs: what else the library passes along; what would change the result is refused.
+        kwargs: what else the library passes along; ``deterministic`` (ModernBERT) is handed on, and what would
+            change the result is refused.
 
     Returns:
         (batch, q_length, heads, head_dim_v) and None.
 
     Raises:
         ValueError: attention weights are asked for, or heads masked.
-        NotImplementedError: the paged cache of continuous batching.
+        NotImplementedError: the paged cache of continuous batching, keys chosen by index, sinks per query.
         Otherwise as :func:`flash_ext.attention`; it takes no float32 on a GPU.
     """
     _refuse(kwargs)
@@ -294,6 +307,7 @@ def attention_forward(
     options: dict[str, Any] = {
         "causal": pattern.causal, "window": (pattern.left, pattern.right), "softmax_scale": scaling,
         "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout,
+        "deterministic": bool(kwargs.get("deterministic")),
     }  # fmt: skip
     bounds = [bound.to(torch.int32) for bound in (cu_seq_lens_q, cu_seq_lens_k) if bound is not None]
     if len(bounds) == 2 and not pattern.padded and position_bias is None:
@@ -322,6 +336,15 @@ def attention_forward(
     return attention(q, k, v, **options), None
 
 
+# What models compute for kernels of their own, and put into the mask only if the implementation is called
+# "sdpa" or "eager": sparse attention of DeepSeek 3.2 and GLM, blocks of MiniMax M3, sinks of Inkling 2.
+_BY_OTHER_KERNELS = {
+    "indices": "keys chosen for each query by their index",
+    "block_indices": "blocks of keys chosen for each query by their index",
+    "sinks": "sinks of each query",
+}
+
+
 def _refuse(kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(
@@ -333,6 +356,9 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             "continuous batching with a paged cache is not supported; generate() with its own caches is."
         )
+    for name, what in _BY_OTHER_KERNELS.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name}: {what} are not supported. Use attn_implementation='eager'.")
 
 
 def _pattern_of_module(

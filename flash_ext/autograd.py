@@ -44,7 +44,7 @@ def apply_under_transforms(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple
 
     Autocast happens here, before anything is saved, as it does above the C++ function.
     """
-    result: tuple[Tensor, Tensor] = AttentionFunction.apply(*_cast(q, k, v), *rest)
+    result: tuple[Tensor, Tensor] = AttentionFunction.apply(*cast_as_autocast(q, k, v), *rest)
     return result
 
 
@@ -86,7 +86,7 @@ class ModifiedGradientFunction(torch.autograd.Function):
 
 def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:class:`ModifiedAttentionFunction` with the operator's arguments, cast as autocast would."""
-    q, k, v = _cast(*args[:3])
+    q, k, v = cast_as_autocast(*args[:3])
     rest = list(args[3:])
     bias = ops_mod.BIAS - 3
     if rest[bias] is not None and rest[bias].dtype not in (torch.float32, q.dtype):
@@ -95,7 +95,8 @@ def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]
     return result
 
 
-def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where it is on, except those of float64."""
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors

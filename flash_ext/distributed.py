@@ -23,10 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .functional import attention
+from .autograd import cast_as_autocast
+from .functional import Alignment, attention
 from .log import logged
 from .merge import merge_attention_states
+from .ops import _C
 from .pair import backward, forward
+from .routes import operator_options, resolve_causal
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 
@@ -100,7 +103,7 @@ def ring_attention(
     v: Tensor,
     group: Group = None,
     *,
-    causal: bool = False,
+    causal: bool | Alignment = False,
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -136,16 +139,34 @@ def ring_attention(
             refuses.
     """
     rank, world = _place(group)
+    q, k, v = cast_as_autocast(q, k, v)  # here, so that the backward, outside of autocast, gets what was used
+    asked, _ = resolve_causal(q, k, None, (None, None, softmax_scale, causal, window, deterministic, None))
+    *sizes, scale, left, right, deterministic, path = operator_options(q, *asked)
+    _C.check_fwd(q, k, v, None, None, *sizes, scale, left, right, deterministic, path)
     share = q.shape[1]
     if k.shape[1] != share:
         raise ValueError(f"q and k must have shares of the same length, got {share} and {k.shape[1]}.")
     if zigzag and share % 2:
         raise ValueError(f"a share in zigzag order has two halves; its length must be even, got {share}.")
-    left, right = window
-    options = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
-    plan = _Plan(rank, world, share, zigzag, left, 0 if causal else right, options)
+    _check_documents(document_ids, q)
+    options = {"softmax_scale": scale, "softcap": softcap, "deterministic": deterministic}
+    plan = _Plan(rank, world, share, zigzag, left, right, options)
     out, lse = _RingFunction.apply(q, k, v, document_ids, plan, group)
     return (out, lse) if return_lse else out
+
+
+def _check_documents(document_ids: Any, q: Tensor) -> None:
+    """Ids of one share; those of all of the sequence would be taken for the first ones."""
+    if document_ids is None:
+        return
+    if not isinstance(document_ids, Tensor):
+        kind = type(document_ids).__qualname__
+        raise TypeError(f"document_ids must be a torch.Tensor or None, got {kind}.")
+    if document_ids.shape != q.shape[:2]:
+        raise ValueError(
+            f"document_ids must have shape (batch, share) = {tuple(q.shape[:2])}, got "
+            f"{tuple(document_ids.shape)}. shard_sequence cuts them."
+        )
 
 
 @dataclass(frozen=True)
@@ -297,7 +318,7 @@ def ulysses_attention(
     v: Tensor,
     group: Group = None,
     *,
-    causal: bool = False,
+    causal: bool | Alignment = False,
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -328,6 +349,7 @@ def ulysses_attention(
             f"the heads of q ({h}) must divide by the {world} processes, and those of k ({h_k}) divide by "
             "them or they by those; use ring_attention for any number of heads."
         )
+    _check_documents(document_ids, q)
     if h_k % world:
         k, v = (t.repeat_interleave(world // h_k, dim=2) for t in (k, v))
     if document_ids is not None:

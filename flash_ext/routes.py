@@ -49,7 +49,7 @@ def run_fwd(
     if _is_compiling():
         options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
         result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options)
         )
         return result
     if max_seqlen_q is not None or max_seqlen_k is not None:
@@ -58,7 +58,7 @@ def run_fwd(
         if _in_functorch():
             options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
             return apply_under_transforms(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options)
+                q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options)
             )
         left, right = window
         return _C.fwd(
@@ -89,7 +89,7 @@ def run_bwd(
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     grads: tuple[Tensor, Tensor, Tensor]
     if _is_compiling() or _in_functorch():
-        grads = torch.ops.flash_ext.bwd.default(*tensors, *_operator_options(q, *options))
+        grads = torch.ops.flash_ext.bwd.default(*tensors, *operator_options(q, *options))
         return grads
     try:
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, (left, right), deterministic, path = options
@@ -120,7 +120,7 @@ def run_fwd_as(
     if not _is_compiling():
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *_operator_options(q, *options), True
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options), True
     )
     return result
 
@@ -145,7 +145,7 @@ def run_bwd_as(
     if not _is_compiling():
         _explain_bwd(*tensors, *options)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_ext.bwd.default(
-        *tensors, *_operator_options(q, *options), True
+        *tensors, *operator_options(q, *options), True
     )
     return grads
 
@@ -225,7 +225,7 @@ def run_modified_fwd(
     mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, **asked)
     if mods is None and not want_row_max:
         return *run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
-    *numbers, deterministic, path = _operator_options(q, *options)
+    *numbers, deterministic, path = operator_options(q, *options)
     wide = (True,) if out_dtype is not None and _is_wide("out_dtype", out_dtype, q) else ()
     differentiates = _in_functorch() and not wide
     call = apply_modified_under_transforms if differentiates else torch.ops.flash_ext.fwd_mod.default
@@ -267,7 +267,7 @@ def run_modified_bwd(
     if mods is None:
         named = dict(zip(GRADIENTS, run_bwd_as(grad_dtype, *tensors, *options)))
         return tuple(named[name] for name in needs)
-    *numbers, deterministic, path = _operator_options(q, *options)
+    *numbers, deterministic, path = operator_options(q, *options)
     wanted = [bool({"q", "k", "v"} & {*needs}), *(name in needs for name in GRADIENTS[3:])]
     call = ModifiedGradientFunction.apply if _in_functorch() else torch.ops.flash_ext.bwd_mod.default
     wide = grad_dtype is not None and _is_wide("grad_dtype", grad_dtype, q)
@@ -332,7 +332,7 @@ def resolve_causal(
     return options, top_left
 
 
-def _operator_options(
+def operator_options(
     q: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,

@@ -85,6 +85,45 @@ def test_refusals() -> None:
         shard_sequence(k)
 
 
+RINGS_AND_ULYSSES = pytest.mark.parametrize("function", [ring_attention, ulysses_attention])
+
+
+@RINGS_AND_ULYSSES
+@pytest.mark.parametrize("call, error, message", [
+    ({"causal": "top"}, ValueError, "causal must be a bool"),
+    ({"window": (-2, 0)}, ValueError, "window must be"),
+    ({"window": (1, 2, 3)}, TypeError, "window must be a pair"),
+    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
+    ({"softmax_scale": torch.ones((), requires_grad=True)}, TypeError, "softmax_scale must be a number"),
+    ({"v": torch.randn(1, 8, 2, 8)}, ValueError, "v must have the sequence length of k, 6, got 8"),
+    ({"k": torch.randn(1, 6, 3, 8)}, ValueError, "heads"),
+    ({"document_ids": torch.zeros(1, 12).int()}, ValueError, r"\(batch, share\) = \(1, 6\), got \(1, 12\)"),
+    ({"document_ids": torch.zeros(6).int()}, ValueError, r"\(batch, share\) = \(1, 6\), got \(6,\)"),
+    ({"document_ids": torch.zeros(1, 6)}, TypeError, "must be torch.int32"),
+    ({"document_ids": [0] * 6}, TypeError, "document_ids must be a torch.Tensor"),
+])  # fmt: skip
+def test_what_attention_refuses_is_refused_of_shares(
+    function: Callable, call: dict, error: type[Exception], message: str
+) -> None:
+    given = {"q": torch.randn(1, 6, 4, 8), "k": torch.randn(1, 6, 2, 8), "v": torch.randn(1, 6, 2, 8)} | call
+    with pytest.raises(error, match=message):
+        function(**given)
+
+
+@RINGS_AND_ULYSSES
+def test_autocast(function: Callable) -> None:
+    """As attention does it; the backward runs outside."""
+    leaves = [torch.randn(1, 8, h, 16).requires_grad_() for h in (4, 2, 2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = function(*leaves, causal=True), flash_ext.attention(*leaves, causal=True)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)
+    dout = torch.randn_like(got)
+    for own, wanted in zip(*(torch.autograd.grad(out, leaves, dout) for out in (got, expected))):
+        assert own.dtype == torch.float32
+        torch.testing.assert_close(own, wanted, atol=5e-2, rtol=5e-2)
+
+
 # ---- what each process runs ------------------------------------------------------------------------------
 
 

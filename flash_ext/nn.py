@@ -65,7 +65,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 see; or float, added, with a gradient.
             average_attn_weights: average the weights over the heads.
             is_causal: says that ``attn_mask``, which must be given, is the causal mask: it is then not read,
-                and what it would hide is not computed.
+                unless its gradient is wanted, and what it would hide is not computed.
 
         Returns:
             out, in the shape of query; and the weights after dropout, (batch, seqlen_q, seqlen_k) or
@@ -159,7 +159,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         batch, rows, heads = q.shape[:3]
         keys = k.shape[1]
         options: dict[str, Any] = {}
-        if is_causal and not (self.bias_k is not None or self.add_zero_attn):
+        adds_keys = self.bias_k is not None or self.add_zero_attn
+        if is_causal and not adds_keys and mask is not None and not mask.requires_grad:
             options["causal"], mask = True if rows == keys else "top_left", None
         if mask is not None:
             if mask.shape not in ((rows, keys), (batch * heads, rows, keys)):

@@ -184,6 +184,23 @@ def test_causal_hint(kind: str, padded: bool, device: str) -> None:
         close(ours(*given, **call)[0], theirs(*given, attn_mask=causal, need_weights=False)[0])
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_mask_that_learns_is_read_despite_the_hint(need_weights: bool) -> None:
+    """torch reads it when weights are wanted, and drops it with its gradient when they are not."""
+    theirs, ours = pair(batch_first=True)
+    given = inputs(ours, "self")
+    rows = given[0].shape[1]
+    bias = torch.randn(rows, rows, dtype=torch.float64)
+    bias.masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), -torch.inf)
+    masks = [bias.clone().requires_grad_() for _ in range(2)]
+    out, _ = ours(*given, attn_mask=masks[0], is_causal=True, need_weights=need_weights)
+    expected, _ = theirs(*given, attn_mask=masks[1], need_weights=False)
+    close(out, expected)
+    wanted = torch.autograd.grad(expected.sin().sum(), masks[1])[0]
+    close(torch.autograd.grad(out.sin().sum(), masks[0])[0], wanted)
+    assert wanted.abs().max() > 1e-3
+
+
 def test_without_a_batch() -> None:
     theirs, ours = pair()
     given = [t[:, 0] for t in inputs(ours)]

@@ -450,6 +450,41 @@ def test_rows_cut_out_of_masks(window: int, side: str) -> None:
     assert torch.equal(got, model.generate(ids, **options))
 
 
+def test_keys_whose_features_lie_apart() -> None:
+    """As convolutions over keys leave them (Inkling)."""
+    layer = make("llama", "cpu").model.layers[0].self_attn
+    q, k, v = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 16, 5).mT, torch.randn(1, 2, 16, 5).mT
+    got, _ = integration.attention_forward(layer, q, k, v, None)
+    expected, _ = integration.attention_forward(layer, q, k.contiguous(), v.contiguous(), None)
+    assert k.stride(-1) != 1 and torch.equal(got, expected)
+
+
+@pytest.mark.skipif(not IS_5, reason="the family does not ask the registry before transformers 5")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_a_decoder_whose_layers_do_not_say_that_they_are_causal(side: str) -> None:
+    """The mask says it: its family knows neither torch's attention nor flash-attn, whom a flag would do."""
+    config = transformers.PegasusXConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0, block_size=8,
+        num_global_tokens=4, stagger_local_blocks=False, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.PegasusXForConditionalGeneration(config).eval()
+    assert model.model.decoder.layers[0].self_attn.is_causal is False
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.2)
+    ids = tokens("cpu")
+    use(model, "eager")
+    mask = padding(side, "cpu")
+    call = {"input_ids": ids, "decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    expected = model(**call).logits[real]
+    use(model, NAME)
+    close(model(**call).logits[real], expected, "cpu")
+
+
 def test_a_deterministic_backward_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ModernBERT asks for it."""
     layer = make("llama", "cpu").model.layers[0].self_attn

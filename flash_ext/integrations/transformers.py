@@ -104,10 +104,11 @@ def attention_mask(
         cache_position: (q_length,) their positions (transformers 4).
 
     Returns:
-        None (no mask, or a causal one by the module's own flag); a 2-D tensor with a :class:`Pattern`, bool
-        (True = token) or int32 (ids of packed sequences), aligned at the bottom right; or a 4-D bool mask in
-        which everything is said, if the pattern is not known here, while tracing, for single queries, and for
-        models that take their masks apart.
+        A 2-D tensor with a :class:`Pattern`, bool (True = token) or int32 (ids of packed sequences), aligned
+        at the bottom right: also where nothing but a causal mask is meant, since not every decoder's layers
+        say themselves that they are causal. Or what the library makes for PyTorch's attention, a 4-D bool
+        mask or None, if the pattern is not known here, while tracing, for single queries, and for models that
+        take their masks apart.
     """
     from transformers import masking_utils
 
@@ -123,7 +124,8 @@ def attention_mask(
     else:
         arguments |= {"q_length": q_length, "q_offset": q_offset}
     if _takes_masks_apart(kwargs.get("config")):
-        return _library_mask(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return _library_mask(arguments | whole)
     pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
     if pattern is None or q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
         # For one query the library's mask has as many elements as there are keys.
@@ -140,21 +142,20 @@ def attention_mask(
         return _library_mask(arguments)
     keys = last - kv_offset
     padding = _padding(attention_mask, kv_offset, keys)
-    skippable = kwargs.get("allow_is_causal_skip", True) if pattern.causal else (
-        kwargs.get("allow_is_bidirectional_skip", False))  # fmt: skip
-    hides_by_window = 0 <= pattern.left < keys - 1 or 0 <= pattern.right < keys - 1
-    if square and padding is None and pattern.documents is None and not hides_by_window and skippable:
-        return None
     return _mask_with(pattern, padding, batch_size, keys, kwargs.get("device") or _device(cache_position))
 
 
-def _takes_masks_apart(config: Any) -> bool:
-    """Whether the model itself indexes its masks, which then must be there and have four dimensions.
+# By what configurations tell that a model itself indexes its masks.
+_TAKES_MASKS_APART = (
+    "num_kv_shared_layers",  # Gemma 4 cuts rows out; without a mask the others would sit at the first keys
+    "index_topk",  # DeepSeek 3.2 and its kin look up what their sparse attention may choose from
+    "keep_window_size",  # Doge adds a mask of its own
+)
 
-    Gemma 4 cuts rows out before layers that share keys; without a mask those that remain would be aligned
-    with the first keys. Models with sparse attention (DeepSeek 3.2) look up what they may choose from.
-    """
-    return bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "index_topk", 0))
+
+def _takes_masks_apart(config: Any) -> bool:
+    """Whether the model needs masks that are there and have four dimensions."""
+    return any(getattr(config, name, None) for name in _TAKES_MASKS_APART)
 
 
 def _library_mask(arguments: dict[str, Any]) -> Tensor | None:
@@ -288,8 +289,8 @@ def attention_forward(
         s_aux: (heads,) attention sinks.
         position_bias: (1 or batch, heads, q_length, kv_length), added to the scores.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed sequences, (sequences + 1,).
-        kwargs: what else the library passes along; ``deterministic`` (ModernBERT) is handed on, and what would
-            change the result is refused.
+        kwargs: what else the library passes along; ``deterministic`` (ModernBERT) is handed on, and what
+            would change the result is refused.
 
     Returns:
         (batch, q_length, heads, head_dim_v) and None.
@@ -300,7 +301,7 @@ def attention_forward(
         Otherwise as :func:`flash_ext.attention`; it takes no float32 on a GPU.
     """
     _refuse(kwargs)
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    q, k, v = (_with_unit_stride(t.transpose(1, 2)) for t in (query, key, value))
     pattern = getattr(attention_mask, _ATTRIBUTE, None)
     if pattern is None:
         pattern = _pattern_of_module(module, attention_mask, is_causal, sliding_window, q, k)
@@ -397,6 +398,11 @@ def _documents(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | No
         setattr(position_ids, _ATTRIBUTE, ids if bool((ids[:, -1] != 0).any()) else None)
     found: Tensor | None = getattr(position_ids, _ATTRIBUTE)
     return found
+
+
+def _with_unit_stride(t: Tensor) -> Tensor:
+    """A copy where features do not lie side by side, as convolutions over keys leave them."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _fitting(mask: Tensor, q: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def _attend_to_runs(
     out, lse = forward(
         packed, k_cache.flatten(0, 1), v_cache.flatten(0, 1), cu_seqlens_q=bounds_q.to(torch.int32),
         cu_seqlens_k=bounds_k.to(torch.int32), max_seqlen_q=seqlen_q, max_seqlen_k=size,
-        softmax_scale=softmax_scale, causal=causal, window=tuple(window_size),
+        softmax_scale=softmax_scale, causal=causal, window=(window_size[0], window_size[1]),
     )  # fmt: skip
     out = out.view(batch, seqlen_q, num_heads, out.shape[-1])
     return out, lse.view(num_heads, batch, seqlen_q).transpose(0, 1).contiguous()

@@ -103,8 +103,9 @@ SIGNATURES = {
     "_flash_attn_varlen_forward":
         f"q, k, v, {_BOUNDS}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, "
         "softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
-        "seqused_k=None",
-    "_flash_attn_varlen_backward": f"{_OF_BACKWARD}, {_BOUNDS}, {_FLAT}, deterministic, rng_state=None",
+        "seqused_k=None, zero_tensors=False",
+    "_flash_attn_varlen_backward":
+        f"{_OF_BACKWARD}, {_BOUNDS}, {_FLAT}, deterministic, rng_state=None, zero_tensors=False",
 }  # fmt: skip
 
 
@@ -447,6 +448,36 @@ def test_kvcache_rotates_by_position(variant: dict, interleaved: bool, leftpad: 
 # ---- refusals --------------------------------------------------------------------------------------------
 
 
+@on_each_device
+@pytest.mark.parametrize("softcap", [0.0, 3.0])  # the second road copies entries
+def test_kvcache_stays_inside_the_cache(softcap: float, device: str) -> None:
+    """Whatever lengths and entries say: an index outside ends the process on a GPU, or shows another's."""
+    q, k, v = draw(device, (4, 1, 2, 16), (4, 3, 2, 16), (4, 3, 2, 16))
+    caches = draw(device, (4, 9, 2, 16), (4, 9, 2, 16))
+    before = [cache.clone() for cache in caches]
+    lengths = torch.tensor([2, 7, 9, -4], dtype=torch.int32, device=device)
+    fa.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, softcap=softcap)
+    for cache, old, new in zip(caches, before, (k, v), strict=True):
+        old[0, 2:5], old[1, 7:], old[3, :3] = new[0], new[1, :2], new[3]
+        assert torch.equal(cache, old)
+
+    at_3 = torch.tensor([4, 3, -1, 2**31 - 1], dtype=torch.int32, device=device)  # one of four is there
+    lengths = torch.tensor([0, 0, 5, 9], dtype=torch.int32, device=device)
+    call = {"cache_seqlens": lengths, "cache_batch_idx": at_3, "softcap": softcap}
+    out, lse = fa.flash_attn_with_kvcache(q, *caches, k, v, return_softmax_lse=True, **call)
+    for cache, old, new in zip(caches, before, (k, v), strict=True):
+        old[3, :3] = new[1]
+        assert torch.equal(cache, old)
+    others = [0, 2, 3]
+    assert (out[others] == 0).all() and (lse[others] == -torch.inf).all()
+    close(out[1:2], by_definition(q[1:2], k[1:2], v[1:2], softcap=softcap)[0])
+    nobody = torch.full_like(at_3, 4)
+    fa.flash_attn_with_kvcache(q, *caches, k, v, **call | {"cache_batch_idx": nobody})
+    assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
+    whole = fa.flash_attn_with_kvcache(q, *caches, cache_seqlens=1000, softcap=softcap)
+    assert torch.equal(whole, fa.flash_attn_with_kvcache(q, *caches, softcap=softcap))
+
+
 @pytest.mark.parametrize("extra, message", [
     ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "dense cache"),
     ({"num_splits": 3}, "num_splits must be 0 or 1"),
@@ -464,6 +495,16 @@ def test_refusals() -> None:
     for given in ({"k": q, "v": q, "rotary_cos": q}, {"rotary_cos": q, "rotary_sin": q}):
         with pytest.raises(ValueError, match="rotary_cos, rotary_sin and k must be given together"):
             fa.flash_attn_with_kvcache(q, k, k, cache_seqlens=1, **given)
+    for given, error, message in (
+        ({"cache_seqlens": torch.tensor([1.0])}, TypeError, "cache_seqlens must be torch.int32"),
+        ({"cache_seqlens": torch.zeros(2).int()}, ValueError, r"shape \(batch,\) = \(1,\), got \(2,\)"),
+        ({"cache_batch_idx": torch.tensor([True])}, TypeError, "cache_batch_idx must be torch.int32"),
+        ({"q": q.repeat(2, 1, 1, 1)}, ValueError, "an entry for each of the 2 sequences, got 1"),
+        ({"k": q, "v": q, "cache_seqlens": 1, "rotary_cos": q[0, 0], "rotary_sin": q[0, 0]}, ValueError,
+         "rotary_cos must have a row for each of 4 positions, got 1"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            fa.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": k} | given)
     bounds = torch.tensor([0, 1], dtype=torch.int32)
     arguments = (q[0], q[0], q[0], bounds, bounds, 1, 1)
     with pytest.raises(NotImplementedError, match="paged"):

@@ -277,8 +277,12 @@ def _flash_attn_varlen_forward(
     block_table: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`_flash_attn_forward` of packed sequences; softmax_lse is (nheads, total_q)."""
+    """:func:`_flash_attn_forward` of packed sequences; softmax_lse is (nheads, total_q).
+
+    ``zero_tensors`` asks for what is so anyhow: rows of no sequence are 0.
+    """
     with torch.no_grad():
         if block_table is not None:
             raise NotImplementedError(NO_PAGES)
@@ -318,8 +322,9 @@ def _flash_attn_varlen_backward(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
 ) -> Tensor:
-    """:func:`_flash_attn_backward` of packed sequences.
+    """:func:`_flash_attn_backward` of packed sequences; ``zero_tensors`` as in the forward.
 
     Returns rowsum(dout * out) as (nheads, total_q + 128 * batch) float32, sequence i's rows from
     cu_seqlens_q[i] + 128 * i on, where flash-attn has them.

@@ -38,13 +38,15 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim); written in place if k is given.
-        k, v: (batch, seqlen_new, nheads_k, headdim), placed at ``cache_seqlens`` of their sequence.
+        k, v: (batch, seqlen_new, nheads_k, headdim), placed at ``cache_seqlens`` of their sequence. Keys that
+            the cache has no room for are left out: flash-attn writes them somewhere.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are rotated by their positions, counted
             without left padding, before the call; without causal and window all of q by that of its first.
         cache_seqlens: int or (batch,) int32, how many keys each sequence has before the append; None is
             all of the cache, and then nothing can be appended.
-        cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. With
-            softcap, alibi_slopes or gaps between entries of the cache they are copied for the call.
+        cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. A
+            sequence whose entry is not there has no keys. With softcap, alibi_slopes or gaps between entries
+            of the cache they are copied for the call.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
@@ -58,16 +60,27 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotImplementedError: ``block_table`` (paged cache), or ``num_splits`` above 1.
-        ValueError: k without v or without ``cache_seqlens``, rotary factors without k or one without the
-            other, and what :func:`flash_ext.attention` refuses.
+        ValueError: k without v or without ``cache_seqlens``, rotary factors without k, one without the
+            other, or fewer than the cache has positions, a cache with fewer entries than sequences, and what
+            :func:`flash_ext.attention` refuses.
     """
     _refuse_unsupported(block_table, num_splits)
     batch, seqlen_q = q.shape[:2]
-    lengths = _lengths(cache_seqlens, batch, k_cache)
-    entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+    _check(batch, k_cache, cache_seqlens, cache_batch_idx)
+    size = k_cache.shape[1]
+    lengths = _lengths(cache_seqlens, batch, k_cache).clamp(0, size)
+    if cache_batch_idx is None:
+        entries, exists = torch.arange(batch, device=q.device), None
+    else:
+        # A sequence whose entry is not there has no keys, and no other's.
+        entries, exists = _inside(cache_batch_idx.long(), k_cache.shape[0])
+        lengths = lengths.where(exists, 0)
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
             raise ValueError("rotary_cos, rotary_sin and k must be given together.")
+        if rotary_cos.shape[0] < size:
+            rows = rotary_cos.shape[0]
+            raise ValueError(f"rotary_cos must have a row for each of {size} positions, got {rows}.")
         first = lengths if cache_leftpad is None else lengths - cache_leftpad.long()
         factors = (rotary_cos, rotary_sin, rotary_interleaved)
         k = _rotated(k, first[:, None] + torch.arange(k.shape[1], device=q.device), *factors)
@@ -76,10 +89,10 @@ def flash_attn_with_kvcache(
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
             raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
-        at = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
-        k_cache[entries[:, None], at] = k.to(k_cache.dtype)
-        v_cache[entries[:, None], at] = v.to(v_cache.dtype)
-        lengths = lengths + k.shape[1]
+        _append(k_cache, k, entries, exists, lengths)
+        _append(v_cache, v, entries, exists, lengths)
+        lengths = (lengths + k.shape[1]).clamp(max=size)
+        lengths = lengths if exists is None else lengths.where(exists, 0)
     runs = batch > 0 and _is_one_run_of_rows(k_cache) and _is_one_run_of_rows(v_cache)
     if runs and softcap == 0.0 and alibi_slopes is None:
         starts = torch.zeros_like(lengths) if cache_leftpad is None else cache_leftpad.long()
@@ -98,6 +111,52 @@ def flash_attn_with_kvcache(
         q, keys, values, softmax_scale=softmax_scale, softcap=softcap, hidden_keys=hidden, attn_mask=bias
     )
     return (out, lse) if return_softmax_lse else out
+
+
+def _check(
+    batch: int,
+    k_cache: Tensor,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> None:
+    """Sizes and types; values stay on the device and are kept inside the cache."""
+    for name, t in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx)):
+        if isinstance(t, Tensor) and t.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be torch.int32, got {t.dtype}.")
+        if isinstance(t, Tensor) and t.shape not in ((batch,), ()):
+            raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(t.shape)}.")
+    if cache_batch_idx is None and k_cache.shape[0] < batch:
+        raise ValueError(
+            f"k_cache must have an entry for each of the {batch} sequences, got {k_cache.shape[0]}; "
+            "cache_batch_idx lets sequences share them."
+        )
+
+
+def _inside(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The index where it lies in 0..size - 1, else one that does; and where it does."""
+    inside = index.clamp(0, max(size - 1, 0))
+    return inside, (inside == index) & (size > 0)
+
+
+def _append(cache: Tensor, new: Tensor, entries: Tensor, exists: Tensor | None, lengths: Tensor) -> None:
+    """Writes ``new`` behind the ``lengths`` keys that the entries have; what does not fit is left out.
+
+    Reading how much fits would wait for the device, and an index outside ends the process there. So the rows
+    that do not fit write once more what the last one that does wrote, or what was there; and a sequence
+    without an entry writes what the first one that has one does.
+    """
+    size, count = cache.shape[1], new.shape[1]
+    if size == 0 or count == 0 or cache.shape[0] == 0:
+        return
+    fitting = (size - lengths).clamp(0, count)
+    who = torch.arange(new.shape[0], device=new.device)
+    if exists is not None:
+        who = who.where(exists, exists.long().argmax())
+        fitting = fitting.where(exists, 0)
+    row = torch.arange(count, device=new.device).minimum((fitting[who] - 1).clamp(min=0)[:, None])
+    place = entries[who][:, None], (lengths[who][:, None] + row).clamp(max=size - 1)
+    fits = (fitting[who] > 0)[:, None, None, None]
+    cache[place] = new[who[:, None], row].to(cache.dtype).where(fits, cache[place])
 
 
 def _is_one_run_of_rows(cache: Tensor) -> bool:
@@ -125,7 +184,7 @@ def _attend_to_runs(
     """
     batch, seqlen_q, num_heads, _ = q.shape
     size = k_cache.shape[1]
-    ends = entries * size + lengths.clamp(0, size)
+    ends = entries * size + lengths
     starts = torch.minimum(entries * size + starts.clamp(0, size), ends)
     bounds_k = torch.stack([starts, ends], dim=1).flatten()
     first_rows = torch.arange(batch, device=q.device) * seqlen_q
@@ -155,6 +214,7 @@ def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved
 
     Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
+    positions = positions.clamp(0, cos.shape[0] - 1)
     c, s = (t.float()[positions][:, :, None] for t in (cos, sin))
     turned, rest = x.float().split([2 * cos.shape[1], x.shape[-1] - 2 * cos.shape[1]], dim=-1)
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)

@@ -21,7 +21,7 @@ from .sdpa_override import disable_sdpa, enable_sdpa
 # These are what is called; with FLASH_EXT_LOG unset they stay the functions themselves.
 attention, attention_varlen = logged(attention), logged(attention_varlen)
 forward, backward = logged(forward), logged(backward)
-merge_attention_states = logged(merge_attention_states)
+merge_attention_states, dropout_rng = logged(merge_attention_states), logged(dropout_rng)
 scaled_dot_product_attention = logged(scaled_dot_product_attention)
 
 __version__ = "0.1.0"

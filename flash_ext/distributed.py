@@ -37,6 +37,7 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 # ---- shares of a sequence --------------------------------------------------------------------------------
 
 
+@logged
 def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1, zigzag: bool = True) -> Tensor:
     """This process's share of a sequence that every process holds.
 
@@ -63,6 +64,7 @@ def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1, zigzag: bool
     return torch.cat([pieces[i] for i in _piece_numbers(rank, world, zigzag)], dim)
 
 
+@logged
 @torch.no_grad()
 def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1, zigzag: bool = True) -> Tensor:
     """The whole sequence from every process's share, on every process: undoes :func:`shard_sequence`.

@@ -95,6 +95,7 @@ def enable_sdpa() -> SdpaSwitch:
     return SdpaSwitch(active == NAME)
 
 
+@logged
 def disable_sdpa() -> None:
     """Takes back what :func:`enable_sdpa` did; does nothing if flash_ext is not active.
 

@@ -58,8 +58,9 @@ def test_default_is_silent_and_undecorated() -> None:
 @pytest.mark.slow
 def test_levels() -> None:
     names = lines("1")
-    switches = ["enable_sdpa", "PyTorch's attention runs on flash_ext", "PyTorch's attention runs as before"]
-    assert names == ["attention", *switches, "MultiheadAttention.forward", "forward"]
+    switches = ["enable_sdpa", "PyTorch's attention runs on flash_ext", "disable_sdpa",
+                "PyTorch's attention runs as before"]
+    assert names == ["attention", *switches, "MultiheadAttention.forward", "flash_attn_func", "forward"]
     full = lines("3")
     assert full[0] == (
         "attention(q=bfloat16 (2, 5, 4, 8) on cpu, strides (160, 32, 8, 1), "
@@ -67,8 +68,30 @@ def test_levels() -> None:
         "v=bfloat16 (2, 5, 2, 8) on cpu, strides (160, 32, 8, 1), causal=True, window=(-1, -1), softcap=2.0)"
     )
     assert full[1] == "enable_sdpa()" and len(full) == len(names)
-    assert full[4].startswith("MultiheadAttention.forward(query=float32 (3, 1, 8) on cpu")
-    assert "need_weights=False" in full[4] and "is_causal" not in full[4]
+    assert full[5].startswith("MultiheadAttention.forward(query=float32 (3, 1, 8) on cpu")
+    assert "need_weights=False" in full[5] and "is_causal" not in full[5]
+
+
+PUBLIC = """
+import inspect, flash_ext
+from flash_ext import distributed as d
+names = [(flash_ext, name) for name in flash_ext.__all__]
+names += [(flash_ext.compat.flash_attn, name) for name in flash_ext.compat.flash_attn.__all__]
+names += [(d, name) for name, f in vars(d).items() if not name.startswith("_") and inspect.isfunction(f)
+          and f.__module__ == d.__name__ and name != "visible_block"]
+names += [(flash_ext.integrations.transformers, "register"), (flash_ext.nn.MultiheadAttention, "forward")]
+for owner, name in names:
+    found = getattr(owner, name)
+    assert not inspect.isfunction(found) or hasattr(found, "__wrapped__"), name
+print(len(names))
+"""
+
+
+@pytest.mark.slow
+def test_every_public_function_is_logged() -> None:
+    done = run("1", PUBLIC)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 22
 
 
 def test_refusal() -> None:

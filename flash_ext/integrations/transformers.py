@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import attention, attention_varlen
+from ..log import logged
 
 NAME = "fext"
 NAME_IN_4 = "flash_ext"
@@ -29,6 +30,7 @@ NAME_IN_4 = "flash_ext"
 _ATTRIBUTE = "flash_ext_pattern"
 
 
+@logged
 def register(name: str = NAME) -> str:
     """Makes ``attn_implementation=name`` run on flash_ext, for every model that asks the library's registry.
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ... import backward, dropout_rng, forward
+from ...log import logged
 from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from .probabilities import rounded, signed_weights
 
@@ -46,6 +47,7 @@ NO_PAGES = (
 # ---- dense ---------------------------------------------------------------------------------------------
 
 
+@logged
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -72,6 +74,7 @@ def flash_attn_func(
     return _attend(q, k, v, dropout_p, return_attn_probs, None, options)
 
 
+@logged
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -91,6 +94,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@logged
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -114,6 +118,7 @@ def flash_attn_kvpacked_func(
 # ---- packed --------------------------------------------------------------------------------------------
 
 
+@logged
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -151,6 +156,7 @@ def flash_attn_varlen_func(
     return _attend(q, k, v, dropout_p, return_attn_probs, (max_seqlen_q, max_seqlen_k), options)
 
 
+@logged
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -172,6 +178,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@logged
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,

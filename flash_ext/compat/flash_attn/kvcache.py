@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from ... import forward
+from ...log import logged
 
 
+@logged
 @torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,

@@ -77,13 +77,13 @@ def test_no_option_is_without_effect(packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_gradcheck_of_every_option(packed: bool) -> None:
-    """Finite differences of out and lse along random directions, in float64, of every input with a gradient."""
+    """Finite differences of out and lse along random directions, in float64, by every float input."""
     inputs = make_inputs(packed)
     for name, option in make_options(inputs).items():
         keywords = option.keywords | {"return_lse": True}
         named = [key for key in DIFFERENTIABLE if key in keywords and keywords[key].requires_grad]
 
-        def results(*given: Tensor, named: list[str] = named, keywords: dict = keywords) -> tuple[Tensor, ...]:
+        def results(*given: Tensor, named=named, keywords=keywords) -> tuple[Tensor, ...]:
             changed = keywords | dict(zip(named, given[3:], strict=True))
             found = call(dataclasses.replace(inputs, qkv=given[:3]), changed)
             return tuple(t.where(t.isfinite(), 0.0) for t in found[:2])

@@ -53,7 +53,7 @@ __device__ __forceinline__ void fwd_onward_body(const FwdParams& p, const Modifi
     const int warp = ptx::fresh_thread_idx() / 32;
     if (ptx::fresh_lane() != 0 || warp >= 3) return;
     uint32_t item = n;
-    if constexpr (T::kSorted) item = schedule->order[n];
+    if constexpr (T::kSorted) item = schedule->sorted_item(n);
     int b = 0;
     Work w = decode_index<kBlockM, true, true>(item, p.problem, grid, &b);
     reorder_batch(m, w, p.problem.num_heads, b);
@@ -157,10 +157,12 @@ __device__ __forceinline__ void fwd_onward_body(const FwdParams& p, const Modifi
           any |= __shfl_xor_sync(0xffffffffu, any, step);
           all &= __shfl_xor_sync(0xffffffffu, all, step);
         }
-        const int c0 = tile * kBlockN, c1 = min(c0 + kBlockN, next.seat.seqlen_k) - 1;
-        const uint32_t wanted = ((1u << (c1 / 16 - c0 / 16 + 1)) - 1) << (c0 / 16 % 32);
-        if (tests != kSkipTile && (any & wanted) == 0) tests = kSkipTile;
-        if (tests != kSkipTile && (all & wanted) != wanted) tests |= kTestRows;
+        if (tests != kSkipTile) {
+          const int c0 = tile * kBlockN, c1 = min(c0 + kBlockN, next.seat.seqlen_k) - 1;
+          const uint32_t wanted = ((1u << (c1 / 16 - c0 / 16 + 1)) - 1) << (c0 / 16 % 32);
+          if ((any & wanted) == 0) tests = kSkipTile;
+          else if ((all & wanted) != wanted) tests |= kTestRows;
+        }
       }
       const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
       if (thread_idx % 32 == 0) ballots[thread_idx / 32] = visited;

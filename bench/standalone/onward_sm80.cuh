@@ -6,11 +6,12 @@
 
 namespace flash_ext::sm80 {
 
-// Zeros before the first launch, and zeros again behind each.
+// Zeros before the first launch, and zeros again behind each. The items follow, where they are sorted.
 struct OnwardSchedule {
   uint32_t drawn;  // items beyond the first of each CTA
   uint32_t ended;  // CTAs
-  uint32_t order[1];  // items, where they are sorted
+
+  __device__ uint32_t sorted_item(uint32_t n) const { return reinterpret_cast<const uint32_t*>(this + 1)[n]; }
 };
 
 // Is the block map all that a search has to look up?

@@ -3,16 +3,18 @@
 //   blocks_sm80 [ROUNDS [SEQLEN]]
 //
 // First every trial is checked against the kernels as they are, then all are timed in turn: batch 4, 16 heads, bf16,
-// head_dim 128, L2 cold, on all blocks of 128 and on a quarter of them, as many in every row ("even") or drawn one by one
-// ("drawn"). Ratios: time per visited block over that of the same row with all blocks, and over that of the first row.
+// head_dim 128, L2 cold, on all blocks of 128 and on a quarter of them, as many in every row ("even") or drawn one by
+// one ("drawn"). Ratios: time per visited block over that of the same row with all blocks, and over that of the
+// kernels as they are; then speed on visited blocks over that of the plain kernel.
 #include <cmath>
 #include <cstring>
 
+#include "bwd_late_pass.cuh"
 #include "bwd_onward_sm80.cuh"
 #include "fwd_onward_sm80.cuh"
+#include "item_order.cuh"
 #include "modifiers_cases.cuh"
 #include "passes/mask_passes.cuh"
-#include "sm80/item_order.cuh"
 #include "sm80/run_bwd.cuh"
 #include "sm80/run_fwd.cuh"
 #include "sm80/run_fwd_mod.cuh"
@@ -166,7 +168,8 @@ void bwd_onward(const Call& c, const Modifiers& m, bool late) {
   const int64_t ctas = std::min<int64_t>({g.ctas, c.device.num_sms, c.most_ctas});
   auto* schedule = reinterpret_cast<sm80::OnwardSchedule*>(c.schedule);
   const auto run = [&](auto kernel) {
-    require(launch("bwd_onward", kernel, ctas, BwdAsIs::kThreads, BwdAsIs::kSmemBytes, c.w.stream, c.w, m, g, schedule));
+    require(
+        launch("bwd_onward", kernel, ctas, BwdAsIs::kThreads, BwdAsIs::kSmemBytes, c.w.stream, c.w, m, g, schedule));
   };
   between_passes(c, late, [&] {
     if (late) run(sm80::bwd_onward_kernel<sm80::BwdOnwardTraits<Counting<BwdAsIs>>>);
@@ -223,7 +226,9 @@ std::vector<Checked> checked_cases() {
     return [=](Modifiers& m) {
       std::vector<bool> seen(64 * 64 * heads);
       for (auto&& x : seen) x = below(100) < percent;
-      set_blocks(m, heads, rows, cols, [=](int h, int r, int c) { return seen[(h * 64 + r / side % 64) * 64 + c / side % 64]; });
+      set_blocks(m, heads, rows, cols, [&](int h, int r, int c) {
+        return seen[(h * 64 + r / side % 64) * 64 + c / side % 64];
+      });
     };
   };
   const auto mask = [](Modifiers& m) { set_random_mask(m, 1, 1, 700, 900); };
@@ -340,9 +345,9 @@ void time_all(const DeviceInfo& d, int seqlen, int rounds) {
   p.softmax_scale = 1.f / std::sqrt(static_cast<float>(kHeadDim));
   p.prepare();
   Call c(p, d);
-  std::vector<Map> maps = {make_map("all", seqlen, kHeads, 1., true), make_map("quarter, even", seqlen, kHeads, .25, true),
-                           make_map("quarter, drawn", seqlen, kHeads, .25, false),
-                           make_map("half, even", seqlen, kHeads, .5, true)};
+  std::vector<Map> maps = {
+      make_map("all", seqlen, kHeads, 1., true), make_map("quarter, even", seqlen, kHeads, .25, true),
+      make_map("quarter, drawn", seqlen, kHeads, .25, false), make_map("half, even", seqlen, kHeads, .5, true)};
   for (Map& map : maps) map.modifiers.unit_log2 = p.abs_scale_log2;
 
   // The pass in front of both directions, as the operator runs it.

@@ -1,10 +1,10 @@
-// A trial: the backward over keys of sm80/bwd.cuh for calls that only hide, whose CTAs go on from item to item. There is
-// one CTA a multiprocessor, so nothing else hides what it does outside its tiles. While its last tile is worked on, the
-// list of the next item is made; K, V and the first Q and dO of that are on their way while dK and dV leave, which
+// A trial: the backward over keys of sm80/bwd.cuh for calls that only hide, whose CTAs go on from item to item. There
+// is one CTA a multiprocessor, so nothing else hides what it does outside its tiles. While its last tile is worked on,
+// the list of the next item is made; K, V and the first Q and dO of that are on their way while dK and dV leave, which
 // go through the buffers of P and dS instead of those of K and V.
 //
-// The list is made ahead where a call has a block map and rules of intervals, no grouped heads, at most kThreads granules
-// of queries a head, and at least two tiles in the item before; elsewhere when the item begins.
+// The list is made ahead where a call has a block map and rules of intervals, no grouped heads, at most kThreads
+// granules of queries a head, and at least three tiles in the item before; elsewhere when the item begins.
 #pragma once
 
 #include "onward_sm80.cuh"
@@ -202,7 +202,8 @@ __device__ __forceinline__ void bwd_onward_body(const BwdParams& p, const Modifi
     static_assert(sizeof(BwdModWork) % 4 == 0);
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&next);
     uint32_t* to = reinterpret_cast<uint32_t*>(&work);
-    for (int i = ptx::fresh_thread_idx(); i < static_cast<int>(sizeof(BwdModWork) / 4); i += T::kThreads) to[i] = from[i];
+    constexpr int kWords = sizeof(BwdModWork) / 4;
+    for (int i = ptx::fresh_thread_idx(); i < kWords; i += T::kThreads) to[i] = from[i];
     __syncthreads();
   }
   if (threadIdx.x == 0 && atomicAdd(&schedule->ended, 1u) + 1 == gridDim.x) {

@@ -1,7 +1,7 @@
 // A trial: the forward of sm80/fwd_mod.cuh for calls that only hide, whose CTAs go on from item to item. While the last
-// tile of an item is worked on, the tiles of the next one are found and its first K and V are on their way: of what a CTA
-// does outside its tiles the start, the search and the first wait for K and V go, and the wait for Q stays, since there is
-// no room for a second one beside two CTAs a multiprocessor.
+// tile of an item is worked on, the tiles of the next one are found and its first K and V are on their way: of what a
+// CTA does outside its tiles the start, the search and the first wait for K and V go, and the wait for Q stays, since
+// there is no room for a second one beside two CTAs a multiprocessor.
 //
 //   item i    Q -> tiles ... last but one           last tile                       output
 //   item i+1  number drawn, place worked out;       list made, K, V of its          Q -> tiles ...
@@ -276,7 +276,8 @@ __device__ __forceinline__ void fwd_onward_body(const FwdParams& p, const Modifi
           float acc_s[T::kMBlocks][T::kPartN / 8][4];
           multiply_transposed<E, D, T::kAhead>(acc_s, q_lane(), k_lane() + stage * T::kKvBytes);
           if (how == Seen::kSome) hide_scores<typename T::Words>(acc_s, seen_at(), 0);
-          again = !state.template weigh<E>(acc_s, weights, acc_o, m.unit_log2, NoRowTerms{}, m.row_max != nullptr, note);
+          again =
+              !state.template weigh<E>(acc_s, weights, acc_o, m.unit_log2, NoRowTerms{}, m.row_max != nullptr, note);
         } while (again);
         __syncwarp();
         multiply_packed<E, D, T::kAhead>(acc_o, weights, v_lane() + stage * T::kKvBytes);
@@ -327,7 +328,8 @@ __device__ __forceinline__ void fwd_onward_body(const FwdParams& p, const Modifi
     static_assert(sizeof(FwdModWork) % 4 == 0);
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&next);
     uint32_t* to = reinterpret_cast<uint32_t*>(&shared);
-    for (int i = ptx::fresh_thread_idx(); i < static_cast<int>(sizeof(FwdModWork) / 4); i += T::kThreads) to[i] = from[i];
+    constexpr int kWords = sizeof(FwdModWork) / 4;
+    for (int i = ptx::fresh_thread_idx(); i < kWords; i += T::kThreads) to[i] = from[i];
     __syncthreads();
   }
   if (threadIdx.x == 0 && atomicAdd(&schedule->ended, 1u) + 1 == gridDim.x) {

@@ -1,5 +1,5 @@
-// What the trials fwd_onward_sm80.cuh and bwd_onward_sm80.cuh share: items drawn by a fixed number of CTAs, and searches
-// of block maps whose words have come ahead.
+// What the trials fwd_onward_sm80.cuh and bwd_onward_sm80.cuh share: items drawn by a fixed number of CTAs, searches of
+// block maps whose words have come ahead.
 #pragma once
 
 #include "common/visits.cuh"

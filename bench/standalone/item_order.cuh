@@ -1,15 +1,14 @@
-// The items of a grid, those with most tiles to visit first: a trial of bench/standalone/blocks_sm80.cu, in no kernel
-// that calls reach.
+// The items of a grid, those with most tiles to visit first: a trial.
 //
 // Where the rows of a random block map differ, long items that begin last leave multiprocessors idle. Heads stay in the
-// groups of grid.h, whose shared rows fit the L2 cache, so items are sorted inside a group. The last two groups count as
-// one: the last alone may be less than a wave, too few for short items to even out long ones.
+// groups of grid.h, whose shared rows fit the L2 cache, so items are sorted inside a group. The last two groups count
+// as one: the last alone may be less than a wave, too few for short items to even out long ones.
 #pragma once
 
-#include "../common/seqlen.cuh"
-#include "../common/visits.cuh"
-#include "../grid.h"
-#include "../launch.h"
+#include "common/seqlen.cuh"
+#include "common/visits.cuh"
+#include "grid.h"
+#include "launch.h"
 
 namespace flash_ext::sm80 {
 

@@ -2,7 +2,7 @@
 # Builds one standalone program from csrc as it is now; needs nvcc, neither torch nor a GPU.
 #
 #   bench/standalone/build.sh NAME [nvcc flags], NAME one of fwd_sm90, fwd_split, bwd_sm90, modifiers_sm80,
-#   modifiers_sm90, bwd_mod_sm90, bwd_bias_sm90
+#   modifiers_sm90, bwd_mod_sm90, bwd_bias_sm90, blocks_sm80
 #
 # Leaves out/standalone/NAME and what the compiler said in NAME.log. Prints spills and the C75xx warnings of ptxas,
 # which say that it serialised wgmma. The head of each program names its own -D flags.

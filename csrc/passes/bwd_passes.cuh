@@ -70,9 +70,14 @@ __device__ __forceinline__ void load_8(float (&x)[8], const uint16_t* p, int val
   }
 }
 
-template <typename E, int D>
+// kClears: a word a key head behind the row statistics becomes 0 (sm80/bwd_late.cuh).
+template <typename E, int D, bool kClears = false>
 __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __grid_constant__ BwdParams p) {
   constexpr int kLanes = kPassLanes<D>;
+  if (kClears && blockIdx.x == 0) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(p.row_stats + 2 * p.problem.total_q * p.problem.num_heads);
+    for (int i = threadIdx.x; i < p.problem.batch * p.problem.num_heads_k; i += kPassThreads) words[i] = 0;
+  }
   const RowHead r = locate_row<kLanes>(p.problem);
   const int chunk = threadIdx.x % kLanes;
   float sum = 0.f;
@@ -98,15 +103,10 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
   }
 }
 
-template <typename E, int D>
-__global__ void __launch_bounds__(kPassThreads) bwd_postprocess_kernel(const __grid_constant__ BwdParams p) {
-  constexpr int kLanes = kPassLanes<D>;
-  const RowHead r = locate_row<kLanes>(p.problem);
-  const int chunk = threadIdx.x % kLanes;
-  const int valid = p.problem.head_dim - chunk * 8;
-  if (!r.valid || valid <= 0) return;
-  const float4* at = reinterpret_cast<const float4*>(p.dq_accum + r.stat * D + chunk * 8);
-  const float4 lo = at[0], hi = at[1];
+// dq of one chunk of a row, `valid` elements of eight, from their sums.
+template <typename E>
+__device__ __forceinline__ void store_dq(const BwdParams& p, const RowHead& r, int chunk, int valid, float4 lo,
+                                         float4 hi) {
   const float s = p.problem.softmax_scale;
   if (p.dq.is_float) {
     const float x[8] = {lo.x * s, lo.y * s, lo.z * s, lo.w * s, hi.x * s, hi.y * s, hi.z * s, hi.w * s};
@@ -124,6 +124,17 @@ __global__ void __launch_bounds__(kPassThreads) bwd_postprocess_kernel(const __g
       if (i < valid) dst[i] = static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2)));
     }
   }
+}
+
+template <typename E, int D>
+__global__ void __launch_bounds__(kPassThreads) bwd_postprocess_kernel(const __grid_constant__ BwdParams p) {
+  constexpr int kLanes = kPassLanes<D>;
+  const RowHead r = locate_row<kLanes>(p.problem);
+  const int chunk = threadIdx.x % kLanes;
+  const int valid = p.problem.head_dim - chunk * 8;
+  if (!r.valid || valid <= 0) return;
+  const float4* at = reinterpret_cast<const float4*>(p.dq_accum + r.stat * D + chunk * 8);
+  store_dq<E>(p, r, chunk, valid, at[0], at[1]);
 }
 
 }  // namespace flash_ext

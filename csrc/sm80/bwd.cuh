@@ -32,6 +32,7 @@
 #pragma once
 
 #include "../common/float_results.cuh"
+#include "bwd_late.cuh"
 #include "bwd_search.cuh"
 #include "bwd_steps.cuh"
 #include "compiled_here.cuh"
@@ -61,11 +62,17 @@ __device__ __forceinline__ void renew_drop_keys(const Modifiers& m, BwdModWork& 
   __syncwarp();
 }
 
+struct NothingBeside {
+  __device__ void operator()(int) const {}
+};
+
 // The whole walk of one warp, with modifiers that of one segment of visits. With pairs acc[0] is dV in the first warp
-// of a pair and dK in the second; without, acc[0] is dV and acc[1] is dK.
-template <typename T, int kAcc>
+// of a pair and dK in the second; without, acc[0] is dV and acc[1] is dK. `beside` runs in every iteration behind the
+// barrier.
+template <typename T, int kAcc, typename Beside = NothingBeside>
 __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
-                                             const ModifiersOf<T>& m, WorkOf<T>& work, uint32_t smem) {
+                                             const ModifiersOf<T>& m, WorkOf<T>& work, uint32_t smem,
+                                             const Beside& beside = {}) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM;
   const auto iterations = [&] {
     if constexpr (T::kMods) {
@@ -129,6 +136,7 @@ __device__ __forceinline__ void walk_queries(float (&acc)[kAcc][T::kKeyBlocks][T
     // buffers of two iterations ago are free.
     __syncthreads();
     debug_delay();
+    beside(it);
     // Asked for behind the first matrix products, so that the tensor cores do not wait for address arithmetic.
     const auto prefetch = [&] {
       if (T::kStages > 1 && it + 1 < iterations()) {
@@ -254,9 +262,12 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
 
   __shared__ WorkOf<T> work;
   const int group = static_cast<int>(grid.shared.divisor);
+  if constexpr (T::kCounts) allow_late_pass();
   if (thread_idx == 0) {
     int b = 0;
-    Work w = decode_work<kBlockN, false, false>(p.problem, grid, T::kMods ? &b : nullptr);
+    uint32_t item = blockIdx.x;
+    if constexpr (T::kInOrder) item = item_order(p)[item];
+    Work w = decode_index<kBlockN, false, false>(item, p.problem, grid, T::kMods ? &b : nullptr);
     if constexpr (T::kMods) reorder_batch(m, w, p.problem.num_heads_k, b);
     const int h = w.h * group;
     const int64_t stat = row_stat_offset(p.problem, w, h);
@@ -303,6 +314,9 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
   }
 
   const int warp = ptx::fresh_thread_idx() / 32, lane = ptx::fresh_thread_idx() % 32;
+  if constexpr (T::kCounts) {
+    if (ptx::fresh_thread_idx() == 0) count_finished(p, w);
+  }
   const int key0 = warp % T::kKeyWarps * 16 * kKeyBlocks;
   if (warp < T::kKeyWarps) {
     float scale = 1.f;

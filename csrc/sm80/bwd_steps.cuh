@@ -21,6 +21,8 @@ struct BwdTraits {
   using Element = E;
   static constexpr SmemClass kClass = kSmemClass;
   static constexpr bool kMods = kWithModifiers, kAdds = kWithAdded;
+  // Trials, which derived traits set: bwd_late.cuh, item_order.cuh.
+  static constexpr bool kCounts = false, kInOrder = false;
   static constexpr int kHeadDim = D;
   static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass, kAdds) : bwd_tile_sm80(D, kSmemClass);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;

@@ -69,6 +69,7 @@ template <typename E, int D, SmemClass kSmemClass, FwdModKind kOfKind>
 struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = kOfKind;
+  static constexpr bool kInOrder = false;  // a trial, which derived traits set: item_order.cuh
   static constexpr bool kBias = kKind == FwdModKind::kChanges || kKind == FwdModKind::kEverything;
   static constexpr bool kSplitsTerms = kKind == FwdModKind::kChanges;
   static constexpr bool kDrops = kKind == FwdModKind::kDrops || kKind == FwdModKind::kEverything;
@@ -125,7 +126,9 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   // Three warps side by side, as one thread would be long about it.
   if (lane == 0 && warp < 3) {
     int b = 0;
-    Work w = decode_work<kBlockM, true, true>(p.problem, grid, &b);
+    uint32_t item = blockIdx.x;
+    if constexpr (T::kInOrder) item = static_cast<const uint32_t*>(p.schedule)[item];
+    Work w = decode_index<kBlockM, true, true>(item, p.problem, grid, &b);
     reorder_batch(m, w, p.problem.num_heads, b);
     if (warp == 0) {
       const Seat seat = make_seat(p.problem, m, w, b);

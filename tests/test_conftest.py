@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import os
 import re
@@ -245,11 +246,17 @@ def test_after(i):
 
 
 def run_endings(folder: Path, hanging: int, *options: str) -> subprocess.CompletedProcess:
+    """Begun again where pytest-xdist waits for ever for a process that replaces another: once in ten runs."""
     (folder / "conftest.py").write_text(PRETENDED_GPU)
     (folder / "test_toy.py").write_text(ENDINGS.replace("HANGING", str(hanging)))
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(folder)]
     command += [*options, str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    for last in (False, False, True):
+        with contextlib.suppress(*([] if last else [subprocess.TimeoutExpired])):
+            return subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, check=False, timeout=120
+            )
+    raise AssertionError("the last attempt returns or raises")
 
 
 @pytest.mark.slow

@@ -58,6 +58,8 @@ def run_distributed(rank: int, size: int, port: int, on_gpu: bool) -> None:
     assert names["share"].shape[2] == 256 // max(size, 1) and names["out"].shape[2] == 256
     assert flash_ext.sdpa_override.sdpa_counts()["_scaled_dot_product_flash_attention"][0] > served
     assert not torch.distributed.is_initialized()
+    if size:  # threads that torch has left abort the end of an interpreter now and then (SIGABRT, no words)
+        os._exit(0)
 
 
 def test_no_block_is_left_out() -> None:

@@ -296,7 +296,7 @@ def test_a_hang_of_the_only_process_is_named(tmp_path: Path):
 
 # ---- a python3 that is used as it is may lack what only some tests need ---------------------------------
 
-OPTIONAL = {"matplotlib", "ninja", "pytest_timeout", "rich", "transformers", "xdist"}
+OPTIONAL = {"matplotlib", "ninja", "rich", "transformers", "xdist"}
 
 
 def imported(path: Path) -> Iterator[str]:

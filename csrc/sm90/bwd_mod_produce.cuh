@@ -311,7 +311,8 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
       }
       if (T::kConsumersDraw && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, head);
       ptx::mbarrier_arrive(full);
-      if (is_ending) ptx::mbarrier_arrive(bars.item_ending());
+      const bool draws = a.plain.draw.counter != nullptr;  // else nobody waits for that
+      if (draws && is_ending) ptx::mbarrier_arrive(bars.item_ending());
     }
     --stale;
     step_place = slot_of(step_place + 1, T::kSteps);

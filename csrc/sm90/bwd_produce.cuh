@@ -73,7 +73,7 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
         item.first = T::kOrdered ? item.blocks.end - 1 : item.blocks.begin + static_cast<int>(late);
         item.steps = static_cast<int>(count * a.grid.shared.divisor);
         ptx::mbarrier_arrive(bars.item_full(place.slot));
-        if (T::kDrawAhead > 0 && count == 0) ptx::mbarrier_arrive(bars.item_ending());
+        if (T::kDrawAhead > 0 && draws && count == 0) ptx::mbarrier_arrive(bars.item_ending());
       }
       if constexpr (T::kOrdered) {
         __syncwarp();
@@ -220,7 +220,10 @@ __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& ma
                                         bars.dout_full(ring.slot),
                                         row_coordinates(a.p.problem, item.w.q, item.w.b, walk.block * T::kBlockM), h);
     }
-    if (T::kDrawAhead > 0 && walk.left == min(T::kDrawAhead, item.steps)) ptx::mbarrier_arrive(bars.item_ending());
+    const bool draws = T::kOrdered || a.draw.counter != nullptr;  // else nobody waits for that
+    if (T::kDrawAhead > 0 && draws && walk.left == min(T::kDrawAhead, item.steps)) {
+      ptx::mbarrier_arrive(bars.item_ending());
+    }
   });
 }
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void schedule_queries(const WideQueryArgs& a, QueryIt
         item.blocks = mod.template kv_blocks<T::kBlockM, T::kBlockN>(item.w.block);
         item.steps = max(item.blocks.end - item.blocks.begin, 0);
         ptx::mbarrier_arrive(bars.item_full(place.slot));
-        if (item.steps == 0) ptx::mbarrier_arrive(bars.item_ending());
+        if (draws && item.steps == 0) ptx::mbarrier_arrive(bars.item_ending());
       }
       static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
       if (draws) wait(bars.item_ending(), place.slot % 2);
@@ -112,7 +112,9 @@ __device__ __forceinline__ void load_key_tiles(const WideQueryArgs& a, const Bwd
                                        smem + (kIsV ? T::kVAt : T::kKAt) + ring.slot * kBytes,
                                        kIsV ? bars.v_full(ring.slot) : bars.k_full(ring.slot),
                                        row_coordinates(a.p.problem, item.w.k, item.w.b, block * T::kBlockN), head);
-        if (!kIsV && block == item.blocks.end - 1) ptx::mbarrier_arrive(bars.item_ending());
+        if (!kIsV && a.draw.counter != nullptr && block == item.blocks.end - 1) {
+          ptx::mbarrier_arrive(bars.item_ending());  // without draws nobody waits for it
+        }
       }
       ring.advance();
     }

@@ -198,7 +198,10 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       // The next item is drawn as late as it can wait: one drawn early is kept from a CTA that is free before.
-      if (is_last && i == max(0, count - kModDrawAhead) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
+      const bool draws = a.plain.draw.counter != nullptr;  // else nobody waits for that
+      if (draws && is_last && i == max(0, count - kModDrawAhead) && lane == 0) {
+        ptx::mbarrier_arrive(bars.item_ending());
+      }
       Step step = shared.chunks[chunk.slot].steps[i];
       if (is_first && i == 0) step.flags |= kFirstOfItem;
       if (is_last && i == count - 1) step.flags |= kLastOfItem;

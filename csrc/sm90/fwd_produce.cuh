@@ -113,7 +113,8 @@ __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps
 #pragma unroll 1
     for (int left = tiles; left > 0; --left) {
       // The next item is drawn as late as its Q can wait: one drawn early is kept from a CTA that is free before.
-      if (left == min(kDrawAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
+      const bool draws = a.draw.counter != nullptr;  // else nobody waits for that
+      if (draws && left == min(kDrawAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
       at.row -= T::kBlockN;
       load_k(at, h);
       if (v_h >= 0) load_v(v_at, v_h);

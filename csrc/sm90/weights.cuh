@@ -22,6 +22,7 @@ inline constexpr float kSumLimit = 64.f;
 struct RowState {
   float minus_max[2] = {INFINITY, INFINITY};  // -m, in units of log2
   float sum[2] = {0.f, 0.f};                  // this lane's share of the row sum
+  float limit = kSumLimit;                    // of a tile's share; the same in all lanes
 };
 
 // p = weights of s by the maxima there are. False when they must not be used.
@@ -40,21 +41,21 @@ __device__ __forceinline__ bool try_weights(const float (&s)[kCount], uint32_t (
   }
   const float sum0 = sum[0][0] + sum[0][1], sum1 = sum[1][0] + sum[1][1];
   // NaN compares false.
-  const bool fine = sum0 <= kSumLimit && sum1 <= kSumLimit;
+  const bool fine = sum0 <= state.limit && sum1 <= state.limit;
   if (__any_sync(0xffffffffu, !fine)) return false;
   state.sum[0] += sum0;
   state.sum[1] += sum1;
   return true;
 }
 
-// The maximum of a quarter of the first tile, as a first guess for try_weights() to judge; 2^5 above it in a warp some of
-// whose rows do not see the end of that quarter. A row that sees a key or two there would guess far below what the next
-// tile holds: under a causal mask every tenth tile of 512 normal rows (head_dim 64) was done again, and none is now. A
-// power of 2, so that the weight of the quarter's maximum remains free of rounding.
+// The maximum of a quarter of the first tile, as a first guess for try_weights() to judge, which is 2^5 times as lenient
+// in a warp some of whose rows do not see the end of that quarter. A row that sees a key or two there guesses far below
+// what the next tile holds: under a causal mask every tenth tile of 512 normal rows (head_dim 64) was done again, and none
+// is now. A guess 2^5 higher would be the same in bf16; in fp16 it takes 5 bits of weights below 2^-14.
 template <int kCount>
 __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState& state, float scale) {
   constexpr int kLast = 4 * (kCount / 16 - 1) + 1;  // of the quarter, in the first row
-  const float above = __any_sync(0xffffffffu, s[kLast] == -INFINITY || s[kLast + 2] == -INFINITY) ? 5.f : 0.f;
+  if (__any_sync(0xffffffffu, s[kLast] == -INFINITY || s[kLast + 2] == -INFINITY)) state.limit = 32.f * kSumLimit;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = -INFINITY;
@@ -62,7 +63,7 @@ __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState
     for (int i = r; i < kCount / 8; i += 2) largest = fmaxf(largest, fmaxf(s[2 * i], s[2 * i + 1]));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    state.minus_max[r] = fmaf(-largest, scale, -above);
+    state.minus_max[r] = -largest * scale;
   }
 }
 
@@ -71,6 +72,7 @@ template <typename E, int kCount>
 __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
                                                    float (&factor)[2], float scale) {
   float offset[2];
+  state.limit = kSumLimit;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = -INFINITY;

@@ -141,7 +141,7 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
     return {2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0), 0};
   }
   const int64_t rows = query_tiles(p) * BwdTile::kBlockM;
-  return {row_stats_elements(p, deterministic), rows * padded_head_dim(p.head_dim, p.head_dim_v)};
+  return {row_stats_elements(p, deterministic || prefers_order(p, d)), rows * padded_head_dim(p.head_dim, p.head_dim_v)};
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
@@ -163,9 +163,10 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const BwdTile t = bwd_tile(size);
-  const std::string name = "bwd_sm90_hd" + std::to_string(size) + (deterministic ? "_det" : "");
+  const bool ordered = deterministic || prefers_order(p, d);
+  const std::string name = "bwd_sm90_hd" + std::to_string(size) + (ordered ? "_det" : "");
   return {"sm90", name, BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
-          t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), deterministic).ctas, d.num_sms)};
+          t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), ordered).ctas, d.num_sms)};
 }
 
 int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo&) {
@@ -211,6 +212,7 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
   BwdParams prepared = p;
   prepared.problem.prepare();
   if (is_wide(p.problem)) return wide_instance_of(p.problem).run(prepared, d);
+  prepared.deterministic = p.deterministic || prefers_order(p.problem, d);
   const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
   return size == 64 ? run_bwd_hd64(prepared, d) : size == 96 ? run_bwd_hd96(prepared, d) : run_bwd_hd128(prepared, d);
 }

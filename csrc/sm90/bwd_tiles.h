@@ -62,18 +62,21 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
 }
 
 // Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first
-// one needs no zeros, and few blocks of keys wait for each other where a tile of queries sees at most four. On an H200,
-// head_dim 128, 16k rows in all: 235 for 218 TFLOP/s at 512 rows, causal, 372 for 368 full, 130 for 113 with a window of
-// 128; but 333 for 345 at 1k rows, causal, and 203 for 206 at head_dim 64 and 512 rows. Where CTAs have one or two blocks
-// each, they would wait at the start of the walk all at once.
+// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. On an H200, times
+// of the other kernel over those of the ordered one, 16k rows in all, head_dim 128 / 96: causal 256 rows 1.17 / 1.10, 512
+// 1.08 / 1.04, 640 1.05 / 1.03, 768 1.01 / 0.99, 1k 0.97 / 0.95; without a mask 256 rows 1.10 / 1.07, 384 1.05 / 1.03,
+// 512 1.01 / 1.00, and 0.81 with 64 blocks of keys, whose walks all begin at one tile; windows of 128 1.15 / 1.10, of
+// 1024 1.02 / 1.01. Fewer blocks of keys lose: causal, 512 rows, 512 blocks 1.13 / 1.09, 256 blocks 0.95 / 0.98; so do
+// grouped heads (0.98 / 0.94) and head_dim 64 (0.98).
 inline bool prefers_order(const Problem& p, const DeviceInfo& d) {
-  if (p.is_varlen() || p.num_heads != p.num_heads_k) return false;
-  if (padded_head_dim(p.head_dim, p.head_dim_v) != 128) return false;
-  const int64_t keys = p.seqlen_k;
-  const auto reach = [&](int64_t window) { return window < 0 ? keys : std::min(window, keys); };
-  int64_t seen = std::min(keys, reach(p.window_left) + reach(p.window_right) + BwdTile::kBlockM);
-  if (p.window_left < 0 && p.window_right >= 0 && p.seqlen_q >= keys) seen = seen / 2 + BwdTile::kBlockM;
-  return seen <= 4 * BwdTile::kOrderedKeys && make_grid(p, d, false, bwd_tile(128).block_n()).ctas >= 4 * d.num_sms;
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  if (p.is_varlen() || p.num_heads != p.num_heads_k || (size != 96 && size != 128)) return false;
+  const auto is_short = [&] {
+    if (p.window_left >= 0 && p.window_right >= 0) return int64_t{p.window_left} + p.window_right <= 1024;
+    if (p.window_left < 0 && p.window_right == 0) return p.seqlen_k <= std::min(640, p.seqlen_q);
+    return p.seqlen_k <= 384;
+  };
+  return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
 }
 
 // Whether the kernels of a backward behind its first begin before the one before them is over, which saves a few

@@ -51,8 +51,20 @@ def sanitizer_cases() -> list[Case]:
         packed([0, 0, 7], [0, 5, 0], num_heads_k=1, deterministic=True),
         packed([1] * 20, [2] * 20, num_heads_k=1, hints=True),
         *few_query_cases()[::3],
+        *divided_cases(),
     ]
     return cases
+
+
+def divided_cases() -> list[Case]:
+    """Backwards whose query heads any GPU of 20 multiprocessors or more divides (csrc/head_parts.h). Parts of
+    one key head and of one batch entry, added four columns at a time and one by one.
+    """
+    return [
+        dense(1, 192, 190, 16, 1, 64, causal=True, deterministic=True),
+        dense(1, 192, 130, 32, 2, 61, dtype="fp16", layout="odd", dout_layout="odd"),
+        packed([160, 0, 32], [100, 9, 30], num_heads=16, num_heads_k=1, head_dim=128, dtype="fp16"),
+    ]
 
 
 # Beside each: which kernels it is there for, beyond fwd_mod and bwd_mod, which all of them launch.

@@ -7,10 +7,19 @@ import re
 import pytest
 import torch
 
-from tests.cases import COMPILED_HEAD_DIMS
-from tests.harness import TARGETS, Target, on_gpu_paths
+from flash_ext.ops import _C
+from tests.cases import COMPILED_HEAD_DIMS, Case
+from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
+from tests.inputs import tensor_shapes
 from tests.modifier_cases import BIASES, MASKS, SCORES, STRUCTURE, ModifierCase
-from tests.sanitizer_cases import exact, run, run_modified, sanitizer_cases, sanitizer_modifier_cases
+from tests.sanitizer_cases import (
+    divided_cases,
+    exact,
+    run,
+    run_modified,
+    sanitizer_cases,
+    sanitizer_modifier_cases,
+)
 from tests.test_build import BY_CLASS, MASK_PASSES, MERGE, ONE_CLASS, PASSES, SPLIT
 
 CPU = TARGETS["cpu"]
@@ -31,6 +40,29 @@ def test_every_kind_of_modifier_meets_every_head_size_and_mode():
         assert {m.case.is_packed for m in found} == {False, True}
     assert {m.needs for m in cases} == {("qkv", "mods"), ("mods",)}
     assert all(max(q for q, _ in m.case.sequences()) <= 192 for m in cases)
+
+
+def planned_head_parts(case: Case, path: str) -> int:
+    shapes, (left, right) = tensor_shapes(case), case.effective_window
+    return _C.plan(
+        "bwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", batch=len(list(case.sequences())),
+        seqlen_q=shapes["q"][-3], seqlen_k=shapes["k"][-3], packed=case.is_packed, num_heads=case.num_heads,
+        num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left,
+        window_right=right, deterministic=case.deterministic, path=path,
+    )["head_parts"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["sm80", "sm90"])
+def test_heads_are_divided_whatever_the_gpu(pretended_gpu: None, path: str):
+    """Without these sum_heads_kernel would be met by luck: on 132 multiprocessors no other case divides heads
+    on the sm80 path, and three do on the sm90 path."""
+    assert all(case in sanitizer_cases() for case in divided_cases())
+    for num_sms in (20, 46, 82, 108, 114, 132, 148, 188):
+        _C.set_switch("num_sms", num_sms)
+        for smem in (SMALL_SMEM_BYTES, 232448) if path == "sm80" else (232448,):
+            _C.set_switch("smem_per_block", smem)
+            for case in divided_cases():
+                assert planned_head_parts(case, path) > 1, (num_sms, smem, case)
 
 
 def test_cases_run_on_the_cpu():

@@ -50,6 +50,7 @@ STARTED = pytest.StashKey[float]()
 ROOM = pytest.StashKey[Path]()  # a folder that the processes of a run share
 ONE_IN = 8  # of the tests that say nothing about a GPU, where there is one
 LEFT_OUT = f"says nothing about a GPU and ran without one; one in {ONE_IN} runs here, all with --all"
+NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # torch looks whether it is set, to whatever
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "everywhere: depends on the machine; a run with a GPU leaves none out")
     config.addinivalue_line("markers", "alone: needs a GPU that no other process of this run uses meanwhile")
+    config.addinivalue_line("markers", "caching: needs torch's caching allocator; skipped where it is off")
     config.addinivalue_line("markers", "silence: seconds without a sign of life that end it beside a GPU")
     # The processes of a run inherit the option.
     config.stash[SEED] = config.option.seed = _chosen_seed(config)
@@ -136,7 +138,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
-    elif thins_out(config):
+        return
+    if NO_CACHING in os.environ:
+        skip = pytest.mark.skip(reason=f"needs torch's caching allocator, which {NO_CACHING} turns off")
+        for item in items:
+            if item.get_closest_marker("caching"):
+                item.add_marker(skip)
+    if thins_out(config):
         skip = pytest.mark.skip(reason=LEFT_OUT)
         for item in items:
             if left_out_beside_a_gpu(item, config.stash[SEED]):
@@ -193,6 +201,26 @@ def pytest_runtest_protocol(
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if silence.has_ended_another(item, note_of(item)):
         pytest.skip("ended another process of this run, which is its failure")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and torch.cuda.is_initialized():
+        leave_capture()
+    return report
+
+
+def leave_capture() -> None:
+    """A graph whose capture failed leaves its stream current, and generators that wait for its end: no later
+    test could draw random numbers on the GPU.
+    """
+    with contextlib.suppress(RuntimeError):  # of a context that is lost, which its own test reports
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        for generator in torch.cuda.default_generators:
+            generator.graphsafe_set_state(generator.clone_state())
 
 
 def note_of(item: pytest.Item) -> Path:

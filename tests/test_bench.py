@@ -499,6 +499,7 @@ def test_unknown_words_are_refused_by_name(arguments: list[str]):
 
 
 @pytest.mark.gpu
+@pytest.mark.caching
 def test_whole_program_on_gpu(tmp_path: Path):
     pytest.importorskip("rich")
     from bench import attention

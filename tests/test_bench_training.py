@@ -435,6 +435,7 @@ def test_unknown_words_are_refused(arguments: list[str]):
 
 
 @pytest.mark.gpu
+@pytest.mark.caching
 def test_whole_training_program_on_gpu(tmp_path: Path):
     pytest.importorskip("rich")
     from bench import training

@@ -177,6 +177,7 @@ def test_export_with_open_lengths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.caching
 def test_cuda_graphs_of_the_compiler() -> None:  # TC-06
     compiled = torch.compile(with_lse, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):

@@ -210,6 +210,117 @@ def test_tests_marked_alone_run_alone_and_small_tiles_in_one_process(tmp_path: P
     assert meet(itertools.combinations(shared, 2))
 
 
+# ---- torch's caching allocator --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, "1", "0", ""], ids=str)
+def test_what_needs_the_caching_allocator_is_left_out_where_it_is_off(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv(conftest.NO_CACHING, raising=False)
+    if value is not None:
+        monkeypatch.setenv(conftest.NO_CACHING, value)
+    graph, other = Item("tests/test_a.py::test_1", "gpu", "caching"), Item("tests/test_a.py::test_2", "gpu")
+    conftest.pytest_collection_modifyitems(config_of(), [graph, other])
+    reason = f"needs torch's caching allocator, which {conftest.NO_CACHING} turns off"
+    assert graph.added == ([] if value is None else [reason]) and not other.added
+
+
+NEEDS_CACHING = re.compile(
+    "CUDAGraph|make_graphed_callables|reduce-overhead|(memory_allocated|memory_reserved|memory_stats)[(]"
+)
+
+
+def test_what_captures_graphs_or_counts_memory_is_marked():
+    """Also where a function of any file of tests does it: pools and counters are that allocator's."""
+    tests, helpers = {}, {}
+    for path in (ROOT / "tests").glob("test_*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                kind = tests if node.name.startswith("test_") else helpers
+                kind[path.name, node.name] = node
+    needles = NEEDS_CACHING.pattern
+    for _, name in [key for key, node in helpers.items() if NEEDS_CACHING.search(ast.unparse(node))]:
+        needles += rf"|\b{name}[(]"
+    assert "peak_of" in needles and "peak_extra_bytes" in needles
+    found = {
+        key: any("mark.caching" in ast.unparse(mark) for mark in node.decorator_list)
+        for key, node in tests.items()
+        if re.search(needles, "\n".join(ast.unparse(line) for line in node.body))
+    }
+    assert len(found) > 10 and all(found.values()), [key for key, marked in found.items() if not marked]
+
+
+def test_a_failure_leaves_the_stream_and_the_generators_of_a_capture(monkeypatch: pytest.MonkeyPatch):
+    """As far as a machine without a GPU shows: which calls, after failures only, and none an error."""
+    said: list[object] = []
+
+    class Generator:
+        clone_state = staticmethod(lambda: "fresh")
+        graphsafe_set_state = staticmethod(said.append)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "set_stream", said.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator, Generator))
+
+    def report(failed: bool) -> list[object]:
+        said.clear()
+        made = conftest.pytest_runtest_makereport(None, None)
+        next(made)
+        with pytest.raises(StopIteration) as end:
+            made.send(SimpleNamespace(failed=failed))
+        assert end.value.value.failed == failed
+        return list(said)
+
+    assert report(failed=False) == []
+    assert report(failed=True) == ["default", "fresh", "fresh"]
+
+    def lost() -> None:
+        raise RuntimeError("no context")
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lost)
+    assert report(failed=True) == []
+
+
+FAILED_CAPTURE = """
+import torch
+from tests.conftest import leave_capture
+x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        (x + torch.rand_like(x)).sum().item()  # no capture allows to wait for the device
+except RuntimeError:
+    leave_capture()
+else:
+    raise SystemExit("the capture did not fail")
+assert torch.cuda.current_stream() == torch.cuda.default_stream()
+draws = []
+for _ in range(2):
+    torch.manual_seed(1)
+    draws.append(torch.rand_like(x))
+assert torch.equal(*draws)
+another = torch.cuda.CUDAGraph()
+with torch.cuda.graph(another):
+    drawn = torch.rand_like(x)
+draws = []
+for _ in range(2):
+    another.replay()
+    draws.append(drawn.clone())
+assert not torch.equal(*draws)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.caching
+def test_a_failed_capture_harms_no_later_test():
+    """In a child, where it can harm nothing else."""
+    command = [sys.executable, "-c", FAILED_CAPTURE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- tests that end their process -----------------------------------------------------------------------
 
 PRETENDED_GPU = f"""

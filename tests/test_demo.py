@@ -323,6 +323,7 @@ def test_accesses_are_those_of_the_ladder(results: Results):
 
 
 @pytest.mark.gpu
+@pytest.mark.caching
 def test_on_a_gpu_in_bfloat16():
     """Gates are wide: that the kernels are right is for other tests, this one is for the way to them."""
     device = torch.device("cuda")

@@ -79,6 +79,7 @@ def test_ag04_saved_tensors_changed_in_place_are_noticed(target: Target, what: s
         loss.backward()
 
 
+@pytest.mark.caching
 @on_gpu_paths
 def test_ag06_no_activations_are_kept_without_gradients(target: Target) -> None:
     leaves = [t.requires_grad_() for t in qkv(target, sq=1024, sk=1024)]

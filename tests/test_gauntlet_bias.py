@@ -349,6 +349,7 @@ def peak_of(call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+@pytest.mark.caching
 @pytest.mark.parametrize("dims", ["1h11", "b11k", "1hq1", "1111", "11qk", "h11"])
 @on_modifier_gpu_paths
 def test_bi01_memory_of_a_bias_gradient_is_that_of_its_result(target: Target, dims: str) -> None:

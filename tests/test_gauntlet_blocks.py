@@ -187,6 +187,7 @@ def test_nl_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind
             assert not found[1][3][:, HIDDEN].any() and not found[1][4][:, HIDDEN].any()
 
 
+@pytest.mark.caching
 @on_modifier_gpu_paths
 def test_structured_masks_take_linear_memory(target: Target) -> None:
     """Forward and backward at 32768: one bit per pair of positions would already be beyond the limit."""

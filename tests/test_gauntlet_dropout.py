@@ -239,6 +239,7 @@ def test_dr09_short_sequences_and_everything_dropped(target: Target) -> None:
     for_each(mcases, target)
 
 
+@pytest.mark.caching
 @on_modifier_gpu_paths
 def test_dr06_every_replay_of_a_graph_drops_others_and_its_backward_the_same(target: Target) -> None:
     """With q = 0, v = I and dout = I the mask shows in out and, transposed, in dv."""

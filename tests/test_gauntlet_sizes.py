@@ -237,6 +237,7 @@ def peak_extra_bytes(call) -> int:
     return peak
 
 
+@pytest.mark.caching
 @pytest.mark.parametrize("deterministic", [False, True])
 @on_gpu_paths
 def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) -> None:

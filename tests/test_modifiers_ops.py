@@ -486,6 +486,7 @@ def test_flop_counts_are_those_of_sdpa(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.caching
 def test_dropout_in_a_cuda_graph_draws_anew_at_every_replay() -> None:
     q, k, v = make_qkv("cuda")
     flash_ext.attention(q, k, v, dropout_p=0.5, attn_mask=torch.ones(17, 17, device="cuda"))

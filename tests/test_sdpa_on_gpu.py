@@ -248,6 +248,7 @@ def test_gpu_compiled(backend: str, masked: bool) -> None:
         close(a, b)
 
 
+@pytest.mark.caching
 def test_gpu_graph_capture() -> None:
     q, k, v = (t.detach() for t in gpu(2, 4, 96, 64))
     with flash_ext.enable_sdpa(), counted(**{SDPA: 2}):

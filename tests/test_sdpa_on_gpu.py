@@ -158,10 +158,11 @@ def is_offered(leaves: list[Tensor], mask: Tensor | None, causal: bool) -> tuple
     return {}, "nobody"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["bool", "float", "padding", "rows", "causal, lengths differ"])
-def test_gpu_grouped_heads_with_a_mask(kind: str) -> None:
+def test_gpu_grouped_heads_with_a_mask(kind: str, head_dim: int) -> None:
     causal = kind.startswith("causal")
-    leaves = grouped(rows=64 if causal else 96)
+    leaves = grouped(head_dim, rows=64 if causal else 96)
     mask: Tensor | None = torch.randn(2, 8, 96, 96, device="cuda", dtype=torch.bfloat16)
     if kind == "bool":
         mask = mask > -1
@@ -178,11 +179,29 @@ def test_gpu_grouped_heads_with_a_mask(kind: str) -> None:
     beside_math(leaves, served, enable_gqa=True, **options)
 
 
-@pytest.mark.parametrize("kind", ["gradient of the mask", "head_dim 256"])
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_gpu_grouped_heads_with_a_mask_and_larger_heads(head_dim: int) -> None:
+    """docs/integrations/sdpa.md says where these are offered. What is offered is served on any GPU."""
+    leaves = grouped(head_dim)
+    mask = torch.randn(2, 8, 96, 96, device="cuda", dtype=torch.bfloat16)
+    served, by = is_offered(leaves, mask, False)
+    beside_math(leaves, served, attn_mask=mask, enable_gqa=True)
+    if not torch.__version__.startswith("2.11."):
+        return
+    if not asks_cudnn_before_math():
+        assert by == "nobody"
+    elif torch.cuda.get_device_capability() == (9, 0):
+        largest = 256 if torch.backends.cudnn.version() >= 91000 else 128
+        assert by == ("cuDNN" if head_dim <= largest else "nobody")
+
+
+@pytest.mark.parametrize("kind", ["gradient of the mask", "three dimensions of the mask", "head_dim 68"])
 def test_gpu_grouped_heads_with_a_mask_that_nobody_is_offered(kind: str) -> None:
     """docs/integrations/sdpa.md names these. A torch that offers one gets it served, and fails here."""
-    leaves = grouped(head_dim=256 if kind == "head_dim 256" else 64)
+    leaves = grouped(head_dim=68 if kind == "head_dim 68" else 64)
     mask = torch.randn(2, 8, 96, 96, device="cuda", dtype=torch.bfloat16)
+    if kind == "three dimensions of the mask":
+        mask = mask[0]
     mask.requires_grad_(kind == "gradient of the mask")
     served, by = is_offered(leaves, mask, False)
     beside_math(leaves, served, attn_mask=mask, enable_gqa=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import flash_ext
@@ -85,10 +87,42 @@ def library(name: str, *needed: str) -> Any:
     return module
 
 
-def compare(model: nn.Module, device: str, calls: dict[str, int], run: Callable[[nn.Module], Tensor]) -> None:
+def outcome(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> tuple[Tensor, Tensor]:
+    """The result and the gradients of all weights."""
+    model.zero_grad()
+    out = run(model)
+    out.float().square().mean().backward()
+    grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
+    return out.detach().float(), torch.cat([g.flatten() for g in grads])
+
+
+def of_torch(model: nn.Module, run: Callable[[nn.Module], Tensor], *choices: list[SDPBackend]) -> tuple:
+    """The same by torch's own attention, by the first of ``choices`` whose numbers are numbers."""
+    before = sdpa_counts()
+    for backends in choices:
+        with sdpa_kernel(backends):
+            found = outcome(model, run)
+        if all(t.isfinite().all() for t in found):
+            break
+    else:
+        raise AssertionError(f"torch's own attention gives NaN by each of {choices}")
+    assert sdpa_counts() == before, "torch's own attention was ours"
+    return found
+
+
+UNFUSED = [SDPBackend.MATH]
+# Without cuDNN, which torch 2.11 asks first on an H200: gradients of a transformer below were NaN there.
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def compare(
+    model: nn.Module, device: str, calls: dict[str, int], run: Callable[[nn.Module], Tensor],
+    prepare: Callable[[nn.Module], object] = lambda given: None,
+) -> None:  # fmt: skip
     """Results and gradients are as near to those in float32 as with torch's attention; ``calls`` are served.
 
-    Beside a newer library there may be more calls, but never other ones, nor any that go back.
+    Beside a newer library there may be more calls, but never other ones, nor any that go back. ``prepare``
+    changes the model in bfloat16, for both attentions, into one that need not run in float32.
     """
     torch.manual_seed(1)
     with torch.no_grad():  # some layers start as zeros and would hide
@@ -96,24 +130,20 @@ def compare(model: nn.Module, device: str, calls: dict[str, int], run: Callable[
             parameter.normal_(0, 0.2)
     truth = model.to(device).eval()
     given = copy.deepcopy(truth).to(torch.bfloat16)
-    results = []
-    for own in (truth, given, given):
-        ours = len(results) == 2
-        own.zero_grad()
-        before = sdpa_counts()
-        with taken_over(device) if ours else contextlib.nullcontext():
-            out = run(own)
-            out.float().square().mean().backward()
-        after = sdpa_counts()
-        served = {name: after[name][0] - before[name][0] for name in after if after[name] != before[name]}
-        assert all(after[name][1] == before[name][1] for name in after), "a call went back"
-        wanted = {**calls, **{BACKWARD_OF[name]: n for name, n in calls.items()}} if ours else {}
-        assert served.keys() == wanted.keys() and all(served[name] >= wanted[name] for name in wanted), served
-        grads = [p.grad.float() for p in own.parameters() if p.grad is not None]
-        results.append((out.detach().float(), torch.cat([g.flatten() for g in grads])))
-    for right, theirs, ours in zip(*results):
-        error, allowed = (ours - right).norm(), (theirs - right).norm()
-        limit = 1.5 * allowed + 1e-3 * right.norm()
+    prepare(given)
+    right = of_torch(truth, run, UNFUSED)
+    theirs = of_torch(given, run, FUSED, UNFUSED)
+    before = sdpa_counts()
+    with taken_over(device):
+        ours = outcome(given, run)
+    after = sdpa_counts()
+    assert all(after[name][1] == before[name][1] for name in after), "a call went back"
+    served = {name: after[name][0] - before[name][0] for name in after if after[name] != before[name]}
+    wanted = {**calls, **{BACKWARD_OF[name]: n for name, n in calls.items()}}
+    assert served.keys() == wanted.keys() and all(served[name] >= wanted[name] for name in wanted), served
+    for exact, by_torch, found in zip(right, theirs, ours, strict=True):
+        error, allowed = (found - exact).norm(), (by_torch - exact).norm()
+        limit = 1.5 * allowed + 1e-3 * exact.norm()
         assert error <= limit, f"error {error:.3g}, of torch's own attention {allowed:.3g}"
 
 
@@ -153,6 +183,31 @@ def test_the_attention_call_of_timm(kind: str, device: str) -> None:
         options["attn_mask"] = (torch.arange(17) < torch.tensor([[17], [9]])).to(device)[:, None, None]
     compare(model, device, {MASKED if kind == "mask" else SDPA: 1},
             lambda m: m(draw(2, 17, 64, like=m), **options))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "whose, fails", [("fused", ""), ("torch's", "torch's own attention gives NaN"), ("ours", "error nan")]
+)
+def test_whose_nan_counts(monkeypatch: pytest.MonkeyPatch, whose: str, fails: str) -> None:
+    """Not that of torch's fused kernels, but that of all torch has, and ours."""
+    ours: list[bool] = []
+
+    @contextlib.contextmanager
+    def noted(device: str, real: Callable = taken_over) -> Iterator[None]:
+        with real(device):
+            ours.append(True)
+            yield
+
+    def run(m: nn.Module) -> Tensor:
+        out = m(draw(2, 17, 64, like=m))
+        spoilt = bool(ours) if whose == "ours" else not ours and out.dtype == torch.bfloat16
+        if whose == "fused" and not torch.backends.cuda.flash_sdp_enabled():
+            spoilt = False
+        return out * torch.nan if spoilt else out
+
+    monkeypatch.setattr(sys.modules[__name__], "taken_over", noted)
+    with pytest.raises(AssertionError, match=fails) if fails else contextlib.nullcontext():
+        compare(AsInTimm(64, 4), "cpu", {SDPA: 1}, run)
 
 
 @on_each_device
@@ -198,7 +253,7 @@ def test_diffusers_backends(backend: str, device: str) -> None:
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
         num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
-    model.set_attention_backend(backend)
+    model.set_attention_backend("native")  # which float32 has as well
 
     def run(m: nn.Module) -> Tensor:
         places = torch.stack([torch.arange(16), torch.arange(16) // 4, torch.arange(16) % 4], -1).to(device)
@@ -208,4 +263,4 @@ def test_diffusers_backends(backend: str, device: str) -> None:
             img_ids=places, txt_ids=torch.zeros(5, 3, device=device),
         ).sample  # fmt: skip
 
-    compare(model, device, {SDPA: 2}, run)
+    compare(model, device, {SDPA: 2}, run, lambda given: given.set_attention_backend(backend))

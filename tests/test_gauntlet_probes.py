@@ -12,7 +12,7 @@ import pytest
 from tests import modifier_probes as probes
 from tests.cases import dense, packed
 from tests.emulated_modifiers import BUGS, model
-from tests.harness import TARGETS, CaseFailure, Target, on_modifier_paths, on_modifier_tiles
+from tests.harness import TARGETS, CaseFailure, Target, on_modifier_paths, on_targets
 from tests.modifier_cases import BIASES, MASKS, STRUCTURE, ModifierCase
 from tests.modifier_harness import for_each
 
@@ -90,12 +90,9 @@ def test_probes_of_every_modifier(target: Target, probe: Callable) -> None:
 
 @pytest.mark.parametrize("probe", (probes.weights_probe, probes.shift_probe, probes.dlse_probe),
                          ids=lambda probe: probe.__name__)  # fmt: skip
-@on_modifier_tiles
+@on_targets("sm80-99k")
 def test_probes_on_other_tiles(target: Target, probe: Callable) -> None:
-    if target.switches:
-        for_each(LISTS[probe][::3], target, probe)
-    else:
-        pytest.skip("among test_probes_of_every_modifier")
+    for_each(LISTS[probe][::3], target, probe)
 
 
 # ---- the probes themselves -------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ namespace {
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
     "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "head_parts", "splits"};
+    "head_parts", "splits", "lower_tiles"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -156,6 +156,7 @@ DeviceInfo device_info(int device_index) {
   if (sms) info.num_sms = static_cast<int>(*sms);
   if (smem) info.smem_per_block = static_cast<int>(*smem);
   if (const auto splits = get_switch(Switch::kSplits)) info.splits = static_cast<int>(*splits);
+  if (const auto lower = get_switch(Switch::kLowerTiles)) info.lower_tiles = static_cast<int>(*lower);
   return info;
 }
 

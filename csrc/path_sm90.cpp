@@ -15,17 +15,24 @@
 namespace flash_ext::sm90 {
 namespace {
 
+using RunForward = std::string (*)(const FwdParams&, const DeviceInfo&);
 struct Instance {
   int head_dim, head_dim_v;
-  std::string (*run)(const FwdParams&, const DeviceInfo&);
+  RunForward run, run_lower;  // with tiles of 128 queries, null where there are no others
   const char* name;
+
+  bool is_lower(const Problem& p, const DeviceInfo& d) const {
+    if (run_lower == nullptr) return false;
+    return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
+  }
 };
-constexpr std::array<Instance, 6> kInstances = {{{64, 64, run_fwd_hd64, "fwd_sm90_hd64"},
-                                                 {96, 96, run_fwd_hd96, "fwd_sm90_hd96"},
-                                                 {128, 128, run_fwd_hd128, "fwd_sm90_hd128"},
-                                                 {192, 128, run_fwd_hd192_v128, "fwd_sm90_hd192_v128"},
-                                                 {192, 192, run_fwd_hd192, "fwd_sm90_hd192"},
-                                                 {256, 256, run_fwd_hd256, "fwd_sm90_hd256"}}};
+constexpr std::array<Instance, 6> kInstances = {
+    {{64, 64, run_fwd_hd64, run_fwd_lower_hd64, "fwd_sm90_hd64"},
+     {96, 96, run_fwd_hd96, run_fwd_lower_hd96, "fwd_sm90_hd96"},
+     {128, 128, run_fwd_hd128, run_fwd_lower_hd128, "fwd_sm90_hd128"},
+     {192, 128, run_fwd_hd192_v128, nullptr, "fwd_sm90_hd192_v128"},
+     {192, 192, run_fwd_hd192, nullptr, "fwd_sm90_hd192"},
+     {256, 256, run_fwd_hd256, nullptr, "fwd_sm90_hd256"}}};
 
 // The first that holds both; callers have made sure that there is one.
 const Instance& instance_of(const Problem& p) {
@@ -48,8 +55,13 @@ constexpr std::array<ModInstance, 4> kModInstances = {{{64, 64, run_fwd_mod_hd64
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
 bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
 
-// Few queries of many keys are for the portable kernel that splits the keys, which memory bounds.
-bool splits_keys(const Problem& p, const DeviceInfo& d) { return make_split_grid(p, d).rows > 0; }
+// Few queries of many keys are for the portable kernel that splits the keys, which memory bounds: rows == 0 where they are
+// not. What it gains was measured beside tiles of 192 queries, 1.25 times as slow there as lower ones.
+SplitGrid split_grid(const Problem& p, const DeviceInfo& d) {
+  const SplitGrid g = make_split_grid(p, d);
+  return g.rows > 0 && g.gain < 1.25 && is_taken(p) && instance_of(p).is_lower(p, d) ? SplitGrid{} : g;
+}
+bool splits_keys(const Problem& p, const DeviceInfo& d) { return split_grid(p, d).rows > 0; }
 
 // Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
 bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
@@ -147,8 +159,9 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
   if (!is_taken(p) || splits_keys(p, d)) return sm80::plan_fwd(p, d);
   const Instance& i = instance_of(p);
-  const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v);
-  return {"sm90", i.name, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(), t.smem_bytes(i.head_dim, i.head_dim_v),
+  const bool lower = i.is_lower(p, d);
+  const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v, lower);
+  return {"sm90", i.name + std::string(lower ? "_lower" : ""), t.block_m(), t.block_n, t.kv_slots / 2, t.threads(), t.smem_bytes(i.head_dim, i.head_dim_v),
           std::min<int64_t>(fwd_grid(p, d, t.block_m()).ctas, d.num_sms)};
 }
 
@@ -200,11 +213,12 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
   // Here the machine code is that of sm_90a, in which the second of its kernels waits for the first by itself.
-  if (const SplitGrid g = make_split_grid(p.problem, d); g.rows > 0) return sm80::run_fwd_split(p, g, true);
+  if (const SplitGrid g = split_grid(p.problem, d); g.rows > 0) return sm80::run_fwd_split(p, g, true);
   if (!is_taken(p.problem)) return sm80::run_fwd(p, d);
   FwdParams prepared = p;
   prepared.problem.prepare();
-  return instance_of(p.problem).run(prepared, d);
+  const Instance& i = instance_of(p.problem);
+  return i.is_lower(p.problem, d) ? i.run_lower(prepared, d) : i.run(prepared, d);
 }
 
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "divisor.h"
 #include "heuristics.h"
@@ -15,6 +16,7 @@ namespace flash_ext {
 struct SplitGrid {
   int rows = 0;  // of a CTA; 0: keys are not split
   int splits = 1;
+  double gain = 0.;  // expected, against the other forwards; without a limit where tests ask for it
   int64_t ctas = 0;
   int64_t total_rows = 0;  // query heads x queries
   int pitch = 0;           // floats of a row of partial outputs
@@ -114,11 +116,12 @@ inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d) {
   const int sms = std::max(1, d.num_sms);
   const PartsOfKeys best = best_parts(items, (few.keys + 63) / 64, t.rows, weight, result_bytes, sms, ctas_per_sm);
   constexpr int64_t kLeastKeys = 128;
-  const bool pays = few.keys >= kLeastKeys && best.time < time_unsplit(p, few, weight, sms);
-  if (d.splits < 0 && !pays) return g;
+  const double gain = few.keys < kLeastKeys ? 0. : time_unsplit(p, few, weight, sms) / best.time;
+  if (d.splits < 0 && gain <= 1.) return g;
   const int splits = d.splits > 0 ? std::min(d.splits, kMaxSplits) : best.parts;
   if (slots * p.num_heads_k * splits > INT32_MAX) return g;
   g.rows = t.rows;
+  g.gain = d.splits < 0 ? gain : HUGE_VAL;
   g.splits = splits;
   g.ctas = slots * p.num_heads_k * splits;
   g.total_rows = total_rows;

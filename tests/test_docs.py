@@ -366,10 +366,13 @@ int main() {
                   t.smem_bytes(d));
     }
   }
-  for (const auto [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
-    const sm90::FwdTile t = sm90::fwd_tile(d, dv);
-    std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
-                t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
+  for (const bool lower : {false, true}) {
+    for (const auto [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
+      if (lower && d > 128) continue;
+      const sm90::FwdTile t = sm90::fwd_tile(d, dv, lower);
+      std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
+                  t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
+    }
   }
   for (int d : {64, 128, 192, 256}) {
     const sm90::FwdModTile t = sm90::fwd_mod_tile(d);
@@ -496,12 +499,14 @@ def test_tile_tables_are_those_of_the_plans(pretend, kernel: str) -> None:
 def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
     (table,) = re.findall(r"<!-- fwd_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
     listed = rows(table)
-    assert len(listed) == 6
+    assert len(listed) == 9
     pretend(90)
-    for d, dv, block_m, block_n, consumers, slots, _, smem in listed:
+    for i, (d, dv, block_m, block_n, consumers, slots, _, smem) in enumerate(listed):
+        _C.set_switch("lower_tiles", int(i >= 6))
         chosen = _C.plan("fwd", seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_k=4, head_dim=int(d),
                          head_dim_v=int(dv))
-        wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}")
+        _C.set_switch("lower_tiles", None)
+        wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}") + ("_lower" if i >= 6 else "")
         assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert chosen["threads"] == 128 * (int(consumers) + 1)

@@ -47,9 +47,9 @@ std::string encode_fwd_maps(FwdMaps& maps, const FwdParams& p) {
   return error;
 }
 
-template <typename E, int D, int Dv>
+template <typename E, int D, int Dv, bool kLower = false>
 std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
-  using T = FwdTraits<E, D, Dv>;
+  using T = FwdTraits<E, D, Dv, kLower>;
   FwdArgs a;
   FwdMaps maps;
   std::string error = make_fwd_args(a, p, fwd_grid(p.problem, d, T::kBlockM), p.schedule != nullptr);
@@ -59,9 +59,10 @@ std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
   return launch("fwd_sm90", fwd_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
-template <int D, int Dv>
+template <int D, int Dv, bool kLower = false>
 std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? launch_fwd<__half, D, Dv>(p, d) : launch_fwd<__nv_bfloat16, D, Dv>(p, d);
+  return p.problem.dtype == DType::kFloat16 ? launch_fwd<__half, D, Dv, kLower>(p, d)
+                                            : launch_fwd<__nv_bfloat16, D, Dv, kLower>(p, d);
 }
 
 }  // namespace flash_ext::sm90

@@ -35,7 +35,10 @@ struct FwdTile {
 // rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores. Then 64 keys, which
 // divide the usual lengths, although tiles of 80 or 96 do as well from 8k rows on (head_dim 128: 724 and 722 TFLOP/s):
 // 512 rows, causal, run at 310 with them and 265 with 80. What 64 keys leave of shared memory stages the output.
-constexpr FwdTile fwd_tile(int d, int dv) {
+//
+// `lower`, up to 128 columns: where tiles of 192 queries are too few to go round (prefers_lower_tiles()).
+constexpr FwdTile fwd_tile(int d, int dv, bool lower = false) {
+  if (lower) return {128, 2, d <= 64 ? 8 : 4, 2};
   if (d == 64) return {128, 3, 8, 2};
   if (d == 96) return {64, 3, 4, 2};
   if (d == 128) return {64, 3, 5, 2};
@@ -76,6 +79,9 @@ constexpr bool tiles_fit() {
     if (fwd_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (fwd_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
+  for (int d : {64, 96, 128}) {
+    if (fwd_tile(d, d, true).smem_bytes(d, d) > kSmemLimitLarge) return false;
+  }
   return fwd_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge;
 }
 static_assert(tiles_fit());
@@ -88,6 +94,21 @@ inline bool draws_items(const Problem& p) {
 inline bool draws_items(const Problem& p, const Modifiers& m) {
   return draws_items(p) || m.mask.words != nullptr || m.blocks.words != nullptr || m.document_k.ids != nullptr ||
          m.hidden_rows.count > 0 || m.hidden_keys.count > 0 || m.chunk > 0 || m.prefix_lens != nullptr;
+}
+
+// Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that has
+// none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. Where the rounds of
+// higher tiles cover 1.2 times as many rows, lower ones were 1.13 to 1.34 times as fast with equal items of 256 keys or
+// more (1024 queries of 16k keys, 16 heads, head_dim 128: 754 for 587 TFLOP/s), at 1.125 times -5 to +2 %. Causal items of
+// a square are unequal and short: 1.02 to 1.09 at 1k rows, 0.96 to 1.00 below for few of them, 1.1 at 256 rows for many.
+// Results may differ in their last bits between the two, hence between batch sizes.
+inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
+  if (p.is_varlen() || d.num_sms <= 0) return false;
+  const auto tiles = [&](int64_t rows) { return (p.seqlen_q + rows - 1) / rows * p.batch * p.num_heads; };
+  const auto rows_of_rounds = [&](int64_t rows) { return (tiles(rows) + d.num_sms - 1) / d.num_sms * rows; };
+  if (5 * rows_of_rounds(192) < 6 * rows_of_rounds(128)) return false;
+  if (!draws_items(p)) return p.seqlen_k >= 256;
+  return p.seqlen_k >= 1024 || tiles(128) >= 2 * d.num_sms;
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

@@ -54,14 +54,6 @@ def test_headline_is_the_published_36_rows():
     assert len({c.panel for c in SETS["headline"]}) == 6
 
 
-def test_documents_of_long_tailed_lengths():
-    case = find_case("docs-64-long-tailed-causal")
-    lengths = sorted(case.lengths, reverse=True)
-    assert len(lengths) == 64 and case.total_q == 16384 and case in SETS["around"]
-    assert lengths[0] > 30 * lengths[32] and lengths[-1] > 16 and sum(lengths[:6]) * 2 > 16384
-    assert list(case.lengths) not in (lengths, lengths[::-1])
-
-
 def test_case_names_are_unique_and_found():
     cases = [case for cases in SETS.values() for case in cases]
     assert len({case.name for case in cases}) == len(cases)
@@ -178,17 +170,6 @@ def test_ours_is_timed_on_every_smoke_case():
                     result if isinstance(result, tuple) else (result,), expected, strict=True
                 ):
                     torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_path_in_another_type_is_one_more_column():
-    pytest.importorskip("flash_ext._C", reason="the extension is not built")
-    *columns, halves = make_ours(["cpu", "cpu-fp16"])
-    assert [c.name for c in (*columns[:1], halves)] == ["cpu", "cpu-fp16"] and len(columns) == 4
-    inputs = Inputs(find_case("smoke-causal-s32"), torch.float32, CPU, 0)
-    out = halves.prepare(inputs, "fwd")()
-    assert out.dtype == torch.float16 and inputs.q.dtype == torch.float32
-    torch.testing.assert_close(out.float(), columns[0].prepare(inputs, "fwd")(), rtol=2e-2, atol=2e-2)
-    assert all(grad.dtype == torch.float16 for grad in halves.prepare(inputs, "bwd")())
 
 
 # ---- timing and failures ---------------------------------------------------------------------------------

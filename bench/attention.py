@@ -86,7 +86,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the cases and leave")
     parser.add_argument("--dirs", default="fwd,bwd", help=f"comma list of {', '.join(DIRECTIONS)}")
     parser.add_argument(
-        "--paths", default=None, help="comma list of our paths; default all that serve this GPU, or cpu"
+        "--paths",
+        default=None,
+        help="comma list of our paths, sm90-fp16 for one in that type; default all that serve, or cpu",
     )
     parser.add_argument(
         "--peers",

@@ -11,7 +11,7 @@ import functools
 
 from bench import features
 from bench.features import FEATURES, Work
-from bench.inputs import Call, Inputs, through_autograd
+from bench.inputs import DTYPES, Call, Inputs, through_autograd
 from bench.record import Row
 from bench.shapes import DIRECTIONS, Case, flops
 
@@ -176,8 +176,26 @@ class OursOrdered(OursRaw):
         return super()._options(inputs) | {"deterministic": True}
 
 
+class OursInType(Ours):
+    """The same calls on the inputs rounded to another type: what a type costs, in interleaved rounds."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        super().__init__(path)
+        self.name, self._dtype = f"{path}-{dtype}", DTYPES[dtype]
+
+    def takes(self, case: Case) -> bool:
+        return not case.feature
+
+    def prepare(self, inputs: Inputs, direction: str) -> Call:
+        return super().prepare(inputs.in_type(self._dtype), direction)
+
+
 def make_ours(paths: list[str]) -> list[Entrant]:
     """The columns of each path of ours: as called by a user, the raw backward, plain and deterministic, and
-    without the feature."""
+    without the feature. ``sm90-fp16`` is that path in that type, one column."""
     kinds = (Ours, OursRaw, OursOrdered, OursPlain)
-    return [kind(path) for path in paths for kind in kinds]
+    columns: list[Entrant] = []
+    for name in paths:
+        path, _, dtype = name.partition("-")
+        columns += [OursInType(path, dtype)] if dtype in DTYPES else [kind(name) for kind in kinds]
+    return columns

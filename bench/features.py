@@ -38,8 +38,8 @@ class Asked:
         learns: the option whose gradient is part of the backward; empty for q, k and v alone.
         rule: visibility, causal and window included; None where every query sees every key.
         by_batch, by_head: whether the rule looks at b and at h.
-        bias: what SDPA's ``attn_mask`` adds, (1, num_heads, seqlen_q, seqlen_k) in the dtype of q; None
-            where nothing is added.
+        bias: what SDPA's ``attn_mask`` adds, (batch or 1, num_heads, seqlen_q, seqlen_k) in the dtype of q;
+            None where nothing is added.
         score: for the tensor that is learned (or the option's own), FlexAttention's change of a score.
     """
 
@@ -233,13 +233,16 @@ def _bool_mask_causal(case: Case, draws: _Draws) -> Asked:
     return Asked({"attn_mask": mask}, rule=rule)
 
 
-def _bias(case: Case, draws: _Draws, *, learns: str = "", dtype: torch.dtype | None = None) -> Asked:
-    """One bias per head, shared by the batch. SDPA takes the dtype of q only."""
-    bias = draws.normal(1, case.num_heads, case.seqlen_q, case.seqlen_k, dtype=dtype)
+def _bias(
+    case: Case, draws: _Draws, *, learns: str = "", dtype: torch.dtype | None = None, by_batch: bool = False
+) -> Asked:
+    """One bias per head, shared by the batch or not. SDPA takes the dtype of q only."""
+    batch = case.batch if by_batch else 1
+    bias = draws.normal(batch, case.num_heads, case.seqlen_q, case.seqlen_k, dtype=dtype)
 
     def score(learned: torch.Tensor | None) -> ScoreRule:
         added = bias if learned is None else learned
-        return lambda s, b, h, row, col: s + added[0, h, row, col]
+        return lambda s, b, h, row, col: s + added[b if by_batch else 0, h, row, col]
 
     return Asked({"attn_mask": bias}, learns=learns, bias=bias.to(draws.dtype), score=score)
 
@@ -379,6 +382,8 @@ FEATURES: dict[str, Feature] = {
     "bias": Feature(_bias),
     "bias-grad": Feature(functools.partial(_bias, learns="attn_mask")),
     "bias-fp32": Feature(functools.partial(_bias, dtype=torch.float32)),
+    "bias-batch": Feature(functools.partial(_bias, by_batch=True)),
+    "bias-batch-grad": Feature(functools.partial(_bias, by_batch=True, learns="attn_mask")),
     "alibi": Feature(_alibi),
     "alibi-grad": Feature(functools.partial(_alibi, learns="alibi_slopes")),
     "softcap": Feature(_softcap, refused_by=("sdpa",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import zlib
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from bench.features import Asked, Work, window_rule
 from bench.shapes import Case
 
 Call = Callable[[], object]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Inputs:
@@ -45,6 +47,16 @@ class Inputs:
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v as drawn."""
         return self.q, self.k, self.v
+
+    def in_type(self, dtype: torch.dtype) -> Inputs:
+        """The same tensors rounded to another type."""
+        other = copy.copy(self)
+        other.dtype = dtype
+        for name in ("q", "k", "v", "dout"):
+            setattr(other, name, getattr(self, name).to(dtype))
+        for made in ("asked", "bhsd"):
+            vars(other).pop(made, None)
+        return other
 
     @functools.cached_property
     def asked(self) -> Asked:

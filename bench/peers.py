@@ -188,7 +188,7 @@ class Fa3(Entrant):
         self._ops.fwd  # noqa: B018 - raises here, not in the first row, when the library lacks it
 
     def why_not(self, case: Case, direction: str) -> str:
-        return lacks(case)
+        return lacks(case, "softcap")
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case, (q, k, v), dout = inputs.case, inputs.qkv, inputs.dout
@@ -199,6 +199,8 @@ class Fa3(Entrant):
             "window_size_left": left,
             "window_size_right": 0 if case.causal and left >= 0 else right,
         }
+        if case.feature == "softcap":
+            options["softcap"] = features.SOFTCAP
         if case.packed:
             options |= {
                 "cu_seqlens_q": inputs.cu_seqlens,

@@ -1,7 +1,8 @@
 """Runs one named case for a profiler, and condenses what ``ncu`` measured.
 
 ``bench/profile.sh`` calls this twice: ``run`` under ncu, where only the launch between cudaProfilerStart and
-cudaProfilerStop is collected, and ``metrics`` on the raw page of the report.
+cudaProfilerStop is collected, and ``metrics`` on the raw page of the report. ``bench/profiles.sh`` makes one
+``table`` of many such profiles.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ KEY_METRICS = (
     r"sm__throughput\.avg\.pct_of_peak_sustained_elapsed",
     r"sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_(active|elapsed)",
     r"sm__(inst_executed_)?pipe_(alu|fma|fmaheavy|fmalite|xu|lsu)\w*\.avg\.pct_of_peak_sustained_active",
-    r"sm__inst_issued\.avg\.pct_of_peak_sustained_active",
+    r"(sm__inst_issued|smsp__issue_active)\.avg\.pct_of_peak_sustained_active",
+    r"smsp__issue_active\.avg\.per_cycle_active",
     r"(gpu__)?dram__?throughput\.avg\.pct_of_peak_sustained_elapsed",
     r"dram__bytes_(read|write)\.sum",
     r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
     r"lts__t_sector_hit_rate\.pct",
+    r"l1tex__data_pipe_lsu_wavefronts(_mem_shared)?\.avg\.pct_of_peak_sustained_(active|elapsed)",
     r"l1tex__data_bank_conflicts_pipe_lsu_mem_shared(_op_\w+)?\.sum",
     r"sm__warps_active\.avg\.pct_of_peak_sustained_active",
     r"launch__(grid_size|block_size|registers_per_thread|shared_mem_per_block_dynamic|waves_per_multiprocessor)",
@@ -32,6 +35,20 @@ KEY_METRICS = (
     r"smsp__inst_executed_op_local\w*\.sum",
     r"smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio",
 )
+
+# Columns of a table: the largest of all metrics that match, in per cent.
+SHARES = {
+    "tensor cores": r"sm__pipe_tensor\w*cycles_active\.avg\.pct_of_peak_sustained_active",
+    "issue": r"(sm__inst_issued|smsp__issue_active)\.avg\.pct_of_peak_sustained_active",
+    "alu": r"sm__(inst_executed_)?pipe_alu\w*\.avg\.pct_of_peak_sustained_active",
+    "fma": r"sm__(inst_executed_)?pipe_fma\w*\.avg\.pct_of_peak_sustained_active",
+    "xu": r"sm__(inst_executed_)?pipe_xu\w*\.avg\.pct_of_peak_sustained_active",
+    "shared memory": r"l1tex__data_pipe_lsu_wavefronts\w*\.avg\.pct_of_peak_sustained_(active|elapsed)",
+    "L2": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    "memory": r"(gpu__)?dram__?throughput\.avg\.pct_of_peak_sustained_elapsed",
+}
+STALL = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
+MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def run_case(options: argparse.Namespace) -> None:
@@ -105,6 +122,57 @@ def condense(raw_path: Path, key_path: Path) -> None:
         print(f"{metric:78} {unit:16} {'  '.join(value[:40] for value in values)}")
 
 
+def profile_lines(key_path: Path) -> list[str]:
+    """A line of the table for each kernel of a profile that takes a tenth of its time.
+
+    Args:
+        key_path: what ``condense`` left, its name the case, the direction and the entrant.
+    """
+    with key_path.open(newline="") as file:
+        (_, _, *names), *body = csv.reader(file)
+    metrics = {metric: (unit, [_number(x) for x in row]) for metric, unit, *row in body}
+    unit, times = metrics["gpu__time_duration.sum"]
+    lines = []
+    for at, name in enumerate(names):
+        if times[at] < 0.1 * sum(times):
+            continue
+        short = re.sub(r"^void |\(\w+\)(?=\d)|\w+::|\([^()]*\)$", "", name)
+        cells = [key_path.stem, f"`{short}`", f"{times[at] * MICROSECONDS[unit]:.0f}"]
+        for pattern in SHARES.values():
+            found = [values[at] for metric, (_, values) in metrics.items() if re.fullmatch(pattern, metric)]
+            cells.append(f"{max(found):.0f}" if found else "")
+        lines.append(f"| {' | '.join([*cells, ', '.join(largest_stalls(metrics, at))])} |")
+    return lines
+
+
+def _number(text: str) -> float:
+    """As ncu prints it, with commas; 0 for what it could not measure."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return 0.0
+
+
+def largest_stalls(metrics: dict[str, tuple[str, list[float]]], at: int) -> list[str]:
+    """The four reasons for which warps wait most, in warps an issued instruction."""
+    stalls = {found[1]: x[at] for metric, (_, x) in metrics.items() if (found := re.fullmatch(STALL, metric))}
+    stalls.pop("selected", None)
+    order = sorted(stalls, key=lambda reason: -stalls[reason])
+    return [f"{reason.replace('_', ' ')} {stalls[reason]:.2f}" for reason in order[:4]]
+
+
+def write_table(folder: Path) -> None:
+    """Prints all profiles of a folder as one table, which becomes its profiles.md."""
+    head = ["profile", "kernel", "us", *(f"{name}, %" for name in SHARES), "stalls, warps an instruction"]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for path in sorted(folder.glob("*.csv")):
+        if not path.name.endswith(".raw.csv"):
+            lines += profile_lines(path)
+    text = "\n".join(lines)
+    (folder / "profiles.md").write_text(text + "\n")
+    print(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line of both steps."""
     parser = argparse.ArgumentParser(
@@ -124,10 +192,14 @@ def main(argv: list[str] | None = None) -> int:
     metrics = steps.add_parser("metrics", help="key metrics out of ncu's raw CSV page")
     metrics.add_argument("raw", type=Path)
     metrics.add_argument("key", type=Path)
+    table = steps.add_parser("table", help="one table of all profiles in a folder")
+    table.add_argument("folder", type=Path)
     options = parser.parse_args(argv)
     try:
         if options.step == "metrics":
             condense(options.raw, options.key)
+        elif options.step == "table":
+            write_table(options.folder)
         else:
             run_case(options)
     except ValueError as error:

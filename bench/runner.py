@@ -12,11 +12,9 @@ import torch
 
 from bench import machine, timing
 from bench.entrants import Entrant
-from bench.inputs import Inputs
+from bench.inputs import DTYPES, Inputs
 from bench.record import Entry, Results, Row, fill_ratios
 from bench.shapes import Case, flops, output_bytes, traffic_bytes
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class DeviceLost(RuntimeError):

@@ -205,6 +205,18 @@ def _packed(
     )
 
 
+def long_tailed(documents: int, tokens: int) -> tuple[int, ...]:
+    """Lengths of packed documents, ``tokens`` together: a few long ones among many short ones, in no order.
+
+    The n-th longest is an n-th of the longest; of 64 documents six hold half of the tokens.
+    """
+    weights = [1 / rank for rank in range(1, documents + 1)]
+    ends = [round(tokens * sum(weights[:n]) / sum(weights)) for n in range(documents + 1)]
+    lengths = [last - first for first, last in zip(ends, ends[1:])]
+    # An odd step visits each of them once where their number is a power of two.
+    return tuple(lengths[37 * i % documents] for i in range(documents))
+
+
 def _headline() -> list[Case]:
     """Constant work per head_dim: 16384 tokens and a model width of 2048, whatever the sequence length."""
     tokens, width = 16384, 2048
@@ -240,6 +252,7 @@ def _around() -> list[Case]:
                 )
             )
     cases.append(_packed("docs-8x2048-causal", (2048,) * 8, 16, 128, causal=True))
+    cases.append(_packed("docs-64-long-tailed-causal", long_tailed(64, 16384), 16, 128, causal=True))
     cases.append(_dense("window-1024-s16384", 1, 16384, 16, 128, causal=True, window=(1024, 0)))
     cases.append(_dense("gqa-32-8-causal-s4096", 4, 4096, 32, 128, num_heads_k=8, causal=True))
     for batch, seqlen_k in (
@@ -299,6 +312,8 @@ FEATURE_NAMES = (
     "bias",
     "bias-grad",
     "bias-fp32",
+    "bias-batch",
+    "bias-batch-grad",
     "alibi",
     "alibi-grad",
     "softcap",

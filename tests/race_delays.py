@@ -1,10 +1,10 @@
 """RC-11: random pauses around every barrier must not change a bit.
 
-A copy of the project is built with FLASH_EXT_DEBUG=1, whose kernels pause warps around barriers as a seed
-says (csrc/common/debug_delay.cuh). Small cases of every plain kernel, and of the backward with modifiers,
-which shares its loops, run without pauses and then with those of 200 seeds: out, lse, dk and dv must keep
-their bits, and dq in the deterministic mode. For racecheck a debug build orders a pair's P by a full barrier;
-the copy keeps what a release does.
+A copy of the project is built with FLASH_EXT_DEBUG=1, whose kernels pause warps around barriers, those for
+Hopper before every wait, as a seed says (csrc/common/debug_delay.cuh). Small cases of every plain kernel and
+of every kind of kernel with modifiers run without pauses and then with those of 200 seeds: out, lse, dk, dv
+and gradients of modifiers must keep their bits, and dq in the deterministic mode. For racecheck a debug
+build orders a pair's P by a full barrier; the copy keeps what a release does.
 
     python -m tests.race_delays                      builds, then runs; needs a GPU and the CUDA toolkit
     python -m tests.race_delays --mutant 702         with a planted bug, which the pauses should show
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tests import modifier_harness, mutants
-from tests.cases import Case, few_query_cases, packed, small_cases
+from tests.cases import Case, dense, few_query_cases, packed, small_cases
 from tests.harness import TARGETS, Target, call_backward, call_forward
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
@@ -82,15 +82,20 @@ def with_edits(csrc: Path, edit: Edit) -> dict[str, str]:
 
 
 def modifier_cases() -> list[ModifierCase]:
-    """The shared loops of the backward with a list of tiles, deterministic and not."""
+    """Loops over a list of tiles, packed; and, dense, what Hopper has kernels of their own for: a bias that
+    comes by TMA and its gradient, a cap, dropout alone and beside a bias."""
     found = []
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 128, 192, 256):
         for deterministic in (False, True):
+            options = {"causal": True, "deterministic": deterministic}
             case = packed(
-                [3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim, causal=True,
-                deterministic=deterministic,
-            )  # fmt: skip
+                [3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim, **options
+            )
             found += [ModifierCase(case, mods) for mods in (("mask_bhqk",), ("documents", "alibi"))]
+            if head_dim <= 128:
+                case = dense(3, 130, 136, 4, 2, head_dim, **options)
+                kinds = ("bias_1hqk",), ("softcap30",), ("drop0.5",), ("bias_bhqk", "drop0.5")
+                found += [ModifierCase(case, mods) for mods in kinds]
     return found
 
 

@@ -237,7 +237,7 @@ def test_sdpa_peers_solve_the_same_problem(case: Case):
     assert len(found) == len(grads) or case.feature == "sinks"
     for mine, truth in zip(found[:3], grads):
         torch.testing.assert_close(mine.transpose(1, 2).double(), truth.double(), rtol=1e-4, atol=2e-5)
-    if case.feature == "bias-grad":
+    if case.feature in ("bias-grad", "bias-batch-grad"):
         torch.testing.assert_close(found[3], grads[3], rtol=1e-4, atol=2e-5)
 
 
@@ -260,8 +260,28 @@ def test_raw_peers_refuse_what_they_would_ignore(case: Case):
     plain = case.feature in ("plain", "plain-causal", "window")
     fa2, fa3, fa4 = (kind.__new__(kind) for kind in (Fa2, Fa3, Fa4))
     assert (fa2.why_not(case, "fwd") == "") == (plain or case.feature == "dropout")
-    assert (fa3.why_not(case, "fwd") == "") == plain
+    assert (fa3.why_not(case, "fwd") == "") == (plain or case.feature == "softcap")
     assert (fa4.why_not(case, "fwd") == "") == (plain and case.feature != "window")
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_softcap_reaches_the_peer_that_has_one(direction: str):
+    class Ops:
+        def __init__(self):
+            self.caps = []
+
+        def fwd(self, q, k, v, *, softcap=0.0, **options):
+            self.caps.append(softcap)
+            return q, q.sum(-1)
+
+        def bwd(self, dout, q, k, v, out, lse, *, softcap=0.0, **options):
+            self.caps.append(softcap)
+
+    for case in (c for c in SMOKE if c.feature in ("plain", "softcap")):
+        peer = Fa3.__new__(Fa3)
+        peer._ops = Ops()
+        peer.prepare(Inputs(case, torch.float32, CPU, 0), direction)()
+        assert set(peer._ops.caps) == {features.SOFTCAP if case.feature == "softcap" else 0.0}
 
 
 def test_tiles_are_those_of_the_launch():

@@ -564,5 +564,41 @@ def test_hopper_backward_tiles_with_modifiers_are_those_of_the_launches(pretend)
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
 
 
+def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> None:
+    source = text_of(ROOT / "csrc/sm90/bwd_bias.cuh")
+    pairs = re.search(r"kPairs = D <= 64 \? (\d+) : (\d+);", source)
+    block = re.search(r"kBlock = (\d+),", source)
+    registers = re.search(r"kConsumerRegs = (\d+), kProducerRegs = (\d+);", source)
+    assert pairs and block and registers
+    text, rows_of_block = section(KERNELS, "Gradient of a bias for Hopper"), int(block.group(1))
+    assert f"consumers {registers.group(1)}, producers {registers.group(2)}" in text
+    wanted = []
+    for head_dim, slots in zip((64, 128), map(int, pairs.groups())):
+        smem = slots * 2 * rows_of_block * head_dim * 2 + 2 * rows_of_block * 128 + 1024
+        wanted.append([str(head_dim), f"{rows_of_block} x {rows_of_block}", str(slots), str(smem)])
+    assert rows(text[text.index("| head_dim") :]) == wanted
+
+
+def test_every_hopper_kernel_has_its_map_barriers_and_registers() -> None:
+    """One section for each kernel of csrc/sm90, with what a newcomer needs to change it."""
+    kernels = {
+        "fwd.cuh": "Forward for Hopper",
+        "fwd_mod.cuh": "Forward with modifiers for Hopper",
+        "bwd.cuh": "Backward for Hopper",
+        "bwd_mod.cuh": "Backward with modifiers for Hopper",
+        "bwd_bias.cuh": "Gradient of a bias for Hopper",
+        "bwd_wide.cuh": "Backward for Hopper, head_dim above 128",
+    }
+    passes = {"bwd_passes.cuh", "run_bwd_wide.cuh"}  # memory-bound, without shared memory
+    found = {p.name for p in (ROOT / "csrc/sm90").glob("*.cuh") if re.search(r"__global__ void", text_of(p))}
+    assert found - passes == set(kernels)
+    for file, heading in kernels.items():
+        text = section(KERNELS, heading)
+        assert file in text, f"{heading}: {file}"
+        assert "| barrier |" in text and "_full" in text, f"{heading}: barriers"
+        assert re.search(r"^```\n(?: dK, dV)? +\|.*\|$", text, re.M), f"{heading}: map of shared memory"
+        assert re.search(r"Registers a thread", text) and re.search(r"producers \d+", text), heading
+
+
 if __name__ == "__main__":
     KERNELS.write_text(with_tile_tables(text_of(KERNELS), tile_tables()), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 import flash_ext
 from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
+from tests.harness import TARGETS, Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_harness import call, for_each
+from tests.modifier_harness import call, for_each, naming
 
 LARGE = 4096  # rows and keys in tests of memory: their product is far above everything linear
 
@@ -318,25 +319,82 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("name", REPEATED)
-@on_modifier_paths
-def test_rc_fifty_repeats_give_the_same_bits(target: Target, name: str) -> None:
-    """All results, the gradients of bias, slopes and sinks and, in the deterministic mode, dq."""
-    x = make_modifier_inputs(ModifierCase(REPEATED[name], (name,)), target.device)
+# One of every kind of modifier: what is in memory, what is computed, what has a gradient of its own.
+ONE_OF_EVERY_KIND = (
+    "bias_1hqk", "bias_bhqk", "bias_qk_f32", "bias_b11k", "mask_b1qk", "padding", "documents", "prefix",
+    "sinktok40", "chunk100", "hrows2_bh", "hkeys2_b", "blocks64x128_bh", "top", "alibi", "sinks", "softcap30",
+    "drop0.5",
+)  # fmt: skip
+
+
+def in_every_size(head_dim: int) -> list[ModifierCase]:
+    """Every kind at one head size, dense and packed by turns, in both types, causal or not."""
+    packing = {"num_heads": 4, "num_heads_k": 2, "head_dim": head_dim, "deterministic": True}
+    mcases = []
+    for index, name in enumerate(ONE_OF_EVERY_KIND):
+        common = {"causal": index % 4 < 2, "dtype": ("bf16", "fp16")[index // 2 % 2], "seed": index}
+        case = dense(2, 200, 300, 4, 2, head_dim, deterministic=True, **common)
+        if (index + head_dim // 32) % 2:
+            case = packed([1, 190, 0, 77], [5, 290, 3, 77], **packing, **common)
+        mcases.append(ModifierCase(case, (name,)))
+    return mcases
+
+
+def changes(mcase: ModifierCase, target: Target, repeats: int) -> dict[str, int]:
+    """How many 16-bit words of each result changed in any of so many repeats, of those that did."""
+    x = make_modifier_inputs(mcase, target.device)
     qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
     leaves = {keyword: t.requires_grad_() for keyword, t in x.leaves().items()}
 
     def results() -> list[Tensor]:
         out, lse, _ = call(x, target, qkv, **x.keywords(leaves))
-        return [out, lse, *torch.autograd.grad(out, [*qkv, *leaves.values()], x.plain.dout)]
+        grads = torch.autograd.grad(out, [*qkv, *leaves.values()], x.plain.dout)
+        return [t.detach().contiguous().view(torch.int16).flatten() for t in (out, lse, *grads)]
 
     with torch.random.fork_rng():
-        expected = results()
-        differences = sum(
-            torch.stack([(a != b).sum() for a, b in zip(results(), expected)])
-            for _ in range(50 if target.device == "cuda" else 2)
-        )
-    assert not differences.any(), f"elements of out, lse, dq, dk, dv, ... that differ: {differences.tolist()}"
+        first = results()
+        expected = torch.cat(first)
+        changed = torch.zeros_like(expected, dtype=torch.bool)
+        for _ in range(repeats):
+            changed |= torch.cat(results()) != expected
+    names = ("out", "lse", "dq", "dk", "dv", *(f"gradient of {keyword}" for keyword in leaves))
+    counts = [int(part.sum()) for part in changed.split([t.numel() for t in first])]
+    return {name: count for name, count in zip(names, counts, strict=True) if count}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@on_modifier_paths
+def test_rc02_a_thousand_repeats_of_every_gradient_give_the_same_bits(target: Target, name: str) -> None:
+    """All results, the gradients of bias, slopes and sinks and dq in the deterministic mode."""
+    repeats = 1000 if target.device == "cuda" else 2
+    assert changes(ModifierCase(REPEATED[name], (name,)), target, repeats) == {}
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@on_modifier_paths
+def test_rc02_a_thousand_repeats_of_every_modifier_give_the_same_bits(target: Target, head_dim: int) -> None:
+    """Each kind alone, at each compiled head size."""
+
+    def run(mcase: ModifierCase, target: Target) -> None:
+        with naming(mcase, target):
+            changed = changes(mcase, target, 1000 if target.device == "cuda" else 1)
+            assert changed == {}, f"16-bit words that changed: {changed}"
+
+    for_each(in_every_size(head_dim), target, run, cpu=3)
+
+
+def test_a_repeat_that_changes_a_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    steady, calls = call, []
+
+    def unsteady(*arguments, **keywords):
+        out, lse, row_max = steady(*arguments, **keywords)
+        calls.append(out)
+        return out, lse + 1e-3 * (len(calls) == 3), row_max
+
+    monkeypatch.setattr(sys.modules[__name__], "call", unsteady)
+    mcase = ModifierCase(dense(1, 20, 20, 2, 1, 64, deterministic=True), ("alibi",))
+    assert list(changes(mcase, TARGETS["cpu"], 3)) == ["lse"]
+    assert changes(mcase, TARGETS["cpu"], 3) == {}
 
 
 def peak_of(call) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,69 @@ def test_key_metrics_are_picked_out_of_the_raw_page(tmp_path: Path):
         ["gpu__time_duration.sum", "us", "812.5", "3.1"],
         ["dram__throughput.avg.pct_of_peak_sustained_elapsed", "%", "61.2", "0"],
     ]
+
+
+def test_a_table_has_a_line_for_each_kernel_that_matters(tmp_path: Path, capsys: pytest.CaptureFixture):
+    stall = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    rows = [
+        ["metric", "unit", "void a::bwd_kernel<a::T<__nv_bfloat16, (int)64>>(a::Args)", "sum", "small"],
+        ["gpu__time_duration.sum", "ms", "1.5", "0.5", "0.01"],
+        ["sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active", "%", "61.4", "0", "0"],
+        ["sm__pipe_tensor_op_imma_cycles_active.avg.pct_of_peak_sustained_active", "%", "0", "0", "0"],
+        ["lts__throughput.avg.pct_of_peak_sustained_elapsed", "%", "21", "90.6", "n/a"],
+        [stall.format("selected"), "inst", "1", "1", "1"],
+        [stall.format("long_scoreboard"), "inst", "0.25", "1,024.5", "0"],
+        [stall.format("gmma"), "inst", "2.5", "0", "0"],
+    ]
+    with (tmp_path / "d64-causal-bwd-sm90.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    (tmp_path / "d64-causal-bwd-sm90.raw.csv").write_text("not read")
+    assert profile_case.main(["table", str(tmp_path)]) == 0
+    head, _, first, second = (tmp_path / "profiles.md").read_text().splitlines()
+    assert head.startswith("| profile | kernel | us | tensor cores, % | issue, % |")
+    cells = [cell.strip() for cell in first.strip("|").split("|")]
+    assert cells[:5] == ["d64-causal-bwd-sm90", "`bwd_kernel<T<__nv_bfloat16, 64>>`", "1500", "61", ""]
+    assert cells[-3:] == ["21", "", "gmma 2.50, long scoreboard 0.25"]
+    assert "| `sum` | 500 | 0 |" in second and "long scoreboard 1024.50" in second
+    assert second in capsys.readouterr().out
+
+
+def test_the_list_of_profiles_names_cases_and_columns_that_exist():
+    from bench.entrants import make_ours
+    from bench.peers import GPU_PEERS
+    from bench.shapes import find_case
+
+    text = (ROOT / "bench/profiles.sh").read_text()
+    listed = re.findall(r'^  "(\S+) (\S+) (\S+)"$', text, re.M)
+    assert len(listed) > 20 and len(set(listed)) == len(listed)
+    columns = {entrant.name: entrant for entrant in make_ours(["sm90"])}
+    for name, direction, column in listed:
+        case = find_case(name)
+        assert column in GPU_PEERS or columns[column].takes(case) and direction in columns[column].directions
+
+
+def test_profiles_go_on_after_one_that_fails(tmp_path: Path):
+    fake = tmp_path / "ncu"
+    fake.write_text(
+        f"""#!{sys.executable}
+import pathlib, sys
+if "--export" in sys.argv:
+    if "fa3" not in sys.argv:
+        pathlib.Path(sys.argv[sys.argv.index("--export") + 1] + ".ncu-rep").touch()
+else:
+    print({RAW_PAGE!r})
+"""
+    )
+    fake.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "bench/profiles.sh", tmp_path / "out", "d128-causal-s4096 *"],
+        env={**os.environ, "NCU": str(fake), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "no profile: d128-causal-s4096 fwd fa3" in done.stderr
+    assert "| d128-causal-s4096-fwd-sm90 | `fwd_sm80<128>` | 812 |" in done.stdout
 
 
 def test_an_empty_profile_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture):

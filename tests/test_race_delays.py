@@ -45,6 +45,45 @@ def test_every_barrier_has_a_pause_in_front_and_behind(name: str, barrier: str):
         assert before == PAUSE and lines[at + 1] == PAUSE, f"{name}:{at + 1}"
 
 
+def hopper_lines() -> dict[str, list[str]]:
+    return {path.name: lines_of(f"sm90/{path.name}") for path in (CSRC / "sm90").glob("*.cuh")}
+
+
+def test_hopper_kernels_pause_before_every_wait():
+    """Of mbarriers through one function; at named barriers; for the turn of another CTA."""
+    lines = hopper_lines()
+    tries = [name for name, text in lines.items() for line in text if "mbarrier_try_wait(" in line]
+    assert tries == ["fwd_parts.cuh"] * 2  # a debug build's loop and a release's
+    named = [(name, at) for name, text in lines.items() for at, x in enumerate(text) if "bar_sync(" in x]
+    assert len(named) >= 4
+    for name, at in named:
+        assert lines[name][at - 1] == PAUSE, f"{name}:{at + 1}"
+    for name, function in (
+        ("fwd_parts.cuh", "void wait(uint32_t barrier"),
+        ("bwd_order.cuh", "bool wait_for_turn("),
+        ("bwd_order.cuh", "int wait_for_turns("),
+    ):
+        at = next(at for at, line in enumerate(lines[name]) if function in line)
+        body = next(i for i in range(at, at + 4) if lines[name][i].endswith("{"))
+        assert lines[name][body + 1] == PAUSE, function
+
+
+def test_hopper_kernels_end_with_an_error_where_a_wait_never_ends():
+    """In a debug build; each loop that waits has its own count."""
+    for name, count in (("fwd_parts.cuh", 1), ("bwd_order.cuh", 2)):
+        text = "\n".join(hopper_lines()[name])
+        assert text.count("__trap();  // an error instead of a hang") == count
+
+
+def test_cases_reach_every_kind_of_kernel_with_modifiers():
+    found = race_delays.modifier_cases()
+    for deterministic in (False, True):
+        chosen = [m for m in found if m.case.deterministic == deterministic]
+        assert {m.case.head_dim for m in chosen} == {64, 128, 192, 256}
+        dense = {m.mods for m in chosen if not m.case.is_packed}
+        assert dense == {("bias_1hqk",), ("softcap30",), ("drop0.5",), ("bias_bhqk", "drop0.5")}
+
+
 def test_every_wait_belongs_to_a_barrier_with_a_pause():
     for name in ("sm80/fwd.cuh", "sm80/bwd.cuh", "sm80/bwd_q.cuh"):
         lines = lines_of(name)
@@ -63,7 +102,7 @@ def test_a_release_has_no_pauses():
     assert race_delays.SEED_VARIABLE in text.partition("#else")[0]
 
 
-def test_kernels_wait_in_no_loop_of_their_own():
+def test_portable_kernels_wait_in_no_loop_of_their_own():
     """There is nothing that a time-out could end: no loop reads memory until another thread writes it."""
     for path in (CSRC / "sm80").glob("*.cuh"):
         text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))

@@ -70,7 +70,8 @@ def test_both_heights_are_right(target: Target, head_dim: int, lower: int) -> No
         dense(3, 385, 385, 2, 2, head_dim, causal=True),
         dense(2, 640, 333, 4, 4, head_dim, head_dim - 8, window=(100, 30)),
         dense(40, 192, 256, 4, 4, head_dim, causal=True),
-        packed([1, 130, 0, 300], [5, 130, 7, 256], num_heads=4, num_heads_k=2, head_dim=head_dim, causal=True),
+        packed([1, 130, 0, 300], [5, 130, 7, 256], num_heads=4, num_heads_k=2, head_dim=head_dim,
+               causal=True),
     ]  # fmt: skip
     switches = (*target.switches, ("lower_tiles", lower), ("splits", 0))
     run_cases(cases, dataclasses.replace(target, switches=switches))

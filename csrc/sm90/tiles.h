@@ -108,7 +108,7 @@ inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   const auto rows_of_rounds = [&](int64_t rows) { return (tiles(rows) + d.num_sms - 1) / d.num_sms * rows; };
   if (5 * rows_of_rounds(192) < 6 * rows_of_rounds(128)) return false;
   if (!draws_items(p)) return p.seqlen_k >= 256;
-  return p.seqlen_k >= 1024 || tiles(128) >= 2 * d.num_sms;
+  return p.seqlen_k >= 1024 || (p.seqlen_k >= 192 && tiles(128) >= 2 * d.num_sms);
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

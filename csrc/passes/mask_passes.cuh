@@ -1,4 +1,7 @@
 // Brings masks into the form the kernels read: bits instead of bytes, and what a whole tile needs to know of them.
+//
+// All begin in turn and let the next kernel begin early, behind which portable kernels with modifiers are launched so:
+// they may read whatever was there before the pass, and wait for it before they read what it makes.
 #pragma once
 
 #include "../modifiers.h"
@@ -27,6 +30,7 @@ __device__ __forceinline__ uint32_t bits_of_bytes(const bool* at) {
 // a bit a lane by ballot.
 __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_constant__ BoolView x, uint32_t* words,
                                                                  int num_words, bool fill) {
+  ptx::allow_next_kernel();
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, pieces = (num_words + 31) / 32;
   const int64_t row = warp / pieces;
@@ -54,6 +58,7 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_co
 // any and all of each word over groups of kMaskGroup rows; rows that are not there count for neither.
 __global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t* words, uint32_t* any, uint32_t* all,
                                                                   int64_t heads, int rows, int num_words) {
+  ptx::allow_next_kernel();
   const int groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= heads * groups * num_words) return;
@@ -69,30 +74,37 @@ __global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t
   all[index] = every;
 }
 
-// A block mask as one bit per 16 x 16 scores: words[batch][head][row of granules][word].
+// A block mask as one bit per 16 x 16 scores: words[batch][head][row of granules][word], a word a thread. A head has
+// ctas_per_head CTAs.
 __global__ void __launch_bounds__(kMaskThreads) pack_blocks_kernel(const __grid_constant__ BoolView x, uint32_t* words,
                                                                    int granule_rows, int num_words, int rows_per_block,
-                                                                   int cols_per_block) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
-  if (index >= int64_t{1} * x.sizes[0] * x.sizes[1] * granule_rows * num_words) return;
-  const int w = static_cast<int>(index % num_words);
-  const int64_t row = index / num_words;
-  const int64_t r = row % granule_rows / rows_per_block, h = row / granule_rows % x.sizes[1];
-  const int64_t b = row / granule_rows / x.sizes[1];
+                                                                   int cols_per_block, uint32_t ctas_per_head) {
+  ptx::allow_next_kernel();
+  const uint32_t bh = blockIdx.x / ctas_per_head;
+  const int64_t count = int64_t{1} * granule_rows * num_words;
+  const int64_t index = int64_t{1} * (blockIdx.x - bh * ctas_per_head) * kMaskThreads + threadIdx.x;
+  if (index >= count) return;
+  // Divisions of 64 bits cost 0.1 us each, and there is one wave of threads.
+  const int row = static_cast<int>(count <= INT32_MAX ? static_cast<uint32_t>(index) / num_words : index / num_words);
+  const int w = static_cast<int>(index - int64_t{1} * row * num_words);
+  const int b = static_cast<int>(bh) / x.sizes[1], h = static_cast<int>(bh) - b * x.sizes[1];
   uint32_t word = 0;
-  if (r < x.sizes[2]) {
-    const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + r * x.strides[2];
-    for (int i = 0; i < 32; ++i) {
-      const int64_t col = (int64_t{w} * 32 + i) / cols_per_block;
-      if (col < x.sizes[3] && at[col * x.strides[3]]) word |= 1u << i;
-    }
+  const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + row / rows_per_block * x.strides[2];
+  // The blocks that this word's 32 bits meet; the first may begin before them.
+  const int first = w * 32 / cols_per_block, last = min((w * 32 + 31) / cols_per_block, x.sizes[3] - 1);
+#pragma unroll 4
+  for (int c = first; c <= last; ++c) {
+    const int begin = c * cols_per_block - w * 32, end = begin + cols_per_block;
+    const uint32_t bits = (end >= 32 ? ~0u : (1u << end) - 1) & ~0u << max(begin, 0);
+    if (at[c * x.strides[3]]) word |= bits;
   }
-  words[index] = word;
+  words[bh * count + index] = word;
 }
 
 // Smallest and largest label of each group of Labels::kGroup positions: (rows, length) -> (rows, groups, 2).
 __global__ void __launch_bounds__(kMaskThreads) group_labels_kernel(const int32_t* ids, int32_t* groups, int64_t rows,
                                                                     int64_t length) {
+  ptx::allow_next_kernel();
   const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= rows * per_row) return;
@@ -109,6 +121,7 @@ __global__ void __launch_bounds__(kMaskThreads) group_labels_kernel(const int32_
 // Bounds of the interval starts and ends of each group: (rows, length, count, 2) -> (rows, groups, count, 4).
 __global__ void __launch_bounds__(kMaskThreads) group_intervals_kernel(const int32_t* bounds, int32_t* groups,
                                                                        int64_t rows, int64_t length, int count) {
+  ptx::allow_next_kernel();
   const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= rows * per_row * count) return;

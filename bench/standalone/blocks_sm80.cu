@@ -93,10 +93,8 @@ struct BlockMap {
 
   // As csrc/inst/passes.cu has it.
   void pack() const {
-    const int64_t a_head = (int64_t{1} * granule_rows * num_words + kMaskThreads - 1) / kMaskThreads;
-    require(launch("pack_blocks", pack_blocks_kernel, a_head * view.sizes[0] * view.sizes[1], kMaskThreads, 0, nullptr,
-                   view, words, granule_rows, num_words, rows_per_block, cols_per_block,
-                   static_cast<uint32_t>(a_head)));
+    const PackedBlocks to(view, granule_rows, num_words, rows_per_block, cols_per_block);
+    require(launch("pack_blocks", pack_blocks_kernel, to.ctas, kMaskThreads, 0, nullptr, view, words, to));
   }
   void pack_slowly() const {
     require(launch("slow_pack", slow_pack_kernel, (count() + kMaskThreads - 1) / kMaskThreads, kMaskThreads, 0, nullptr,

@@ -4,6 +4,9 @@
 // they may read whatever was there before the pass, and wait for it before they read what it makes.
 #pragma once
 
+#include <algorithm>
+
+#include "../common/seqlen.cuh"
 #include "../modifiers.h"
 #include "../ptx/sm80.cuh"
 
@@ -74,27 +77,48 @@ __global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t
   all[index] = every;
 }
 
-// A block mask as one bit per 16 x 16 scores: words[batch][head][row of granules][word], a word a thread. A head has
-// ctas_per_head CTAs.
-__global__ void __launch_bounds__(kMaskThreads) pack_blocks_kernel(const __grid_constant__ BoolView x, uint32_t* words,
-                                                                   int granule_rows, int num_words, int rows_per_block,
-                                                                   int cols_per_block, uint32_t ctas_per_head) {
+// How pack_blocks_kernel divides its work: by Divisors, as other divisions take as long as its one trip to memory.
+struct PackedBlocks {
+  PackedBlocks(const BoolView& x, int rows, int words, int rows_per_block, int cols_per_block)
+      : granule_rows(rows),
+        num_words(words),
+        ctas((int64_t{1} * rows * words + kMaskThreads - 1) / kMaskThreads),
+        ctas_of_head(by(ctas)),
+        heads(by(x.sizes[1])),
+        words_of_row(by(words)),
+        rows_of_block(by(rows_per_block)),
+        cols_of_block(by(cols_per_block)) {
+    ctas *= int64_t{1} * x.sizes[0] * x.sizes[1];
+  }
+  // Of an empty map, and of one too large, nothing is launched.
+  static Divisor by(int64_t n) { return Divisor(static_cast<uint32_t>(std::clamp<int64_t>(n, 1, INT32_MAX))); }
+
+  int32_t granule_rows, num_words;
+  int64_t ctas;
+  Divisor ctas_of_head, heads, words_of_row, rows_of_block, cols_of_block;
+};
+
+// A block mask as one bit per 16 x 16 scores: words[batch][head][row of granules][word], a word a thread.
+__global__ void __launch_bounds__(kMaskThreads)
+    pack_blocks_kernel(const __grid_constant__ BoolView x, uint32_t* words, const __grid_constant__ PackedBlocks to) {
   ptx::allow_next_kernel();
-  const uint32_t bh = blockIdx.x / ctas_per_head;
-  const int64_t count = int64_t{1} * granule_rows * num_words;
-  const int64_t index = int64_t{1} * (blockIdx.x - bh * ctas_per_head) * kMaskThreads + threadIdx.x;
+  const uint32_t bh = divide(blockIdx.x, to.ctas_of_head);
+  const int64_t count = int64_t{1} * to.granule_rows * to.num_words;
+  const int64_t index = int64_t{1} * (blockIdx.x - bh * to.ctas_of_head.divisor) * kMaskThreads + threadIdx.x;
   if (index >= count) return;
-  // Divisions of 64 bits cost 0.1 us each, and there is one wave of threads.
-  const int row = static_cast<int>(count <= INT32_MAX ? static_cast<uint32_t>(index) / num_words : index / num_words);
-  const int w = static_cast<int>(index - int64_t{1} * row * num_words);
-  const int b = static_cast<int>(bh) / x.sizes[1], h = static_cast<int>(bh) - b * x.sizes[1];
+  const uint32_t row = count <= INT32_MAX ? divide(static_cast<uint32_t>(index), to.words_of_row)
+                                          : static_cast<uint32_t>(index / to.num_words);
+  const uint32_t bit0 = static_cast<uint32_t>(index - int64_t{1} * row * to.num_words) * 32;
+  const uint32_t b = divide(bh, to.heads), h = bh - b * to.heads.divisor;
+  const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + divide(row, to.rows_of_block) * x.strides[2];
+  // The blocks that these 32 bits meet; the first may begin before them.
+  const int first = static_cast<int>(divide(bit0, to.cols_of_block));
+  const int last = min(static_cast<int>(divide(bit0 + 31, to.cols_of_block)), x.sizes[3] - 1);
+  const int cols = static_cast<int>(to.cols_of_block.divisor);
   uint32_t word = 0;
-  const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + row / rows_per_block * x.strides[2];
-  // The blocks that this word's 32 bits meet; the first may begin before them.
-  const int first = w * 32 / cols_per_block, last = min((w * 32 + 31) / cols_per_block, x.sizes[3] - 1);
 #pragma unroll 4
   for (int c = first; c <= last; ++c) {
-    const int begin = c * cols_per_block - w * 32, end = begin + cols_per_block;
+    const int begin = c * cols - static_cast<int>(bit0), end = begin + cols;
     const uint32_t bits = (end >= 32 ? ~0u : (1u << end) - 1) & ~0u << max(begin, 0);
     if (at[c * x.strides[3]]) word |= bits;
   }

@@ -441,7 +441,8 @@ TimedMap timed_map(const char* name, int seqlen, int heads, double share, bool e
     }
   }
   return {name,
-          make_map(1, heads, n, n, 128, 128, [&](int h, int r, int c) { return seen[(size_t{1} * h * n + r) * n + c]; }),
+          make_map(1, heads, n, n, 128, 128,
+                   [&](int h, int r, int c) { return seen[(size_t{1} * h * n + r) * n + c]; }),
           std::count(seen.begin(), seen.end(), true) / static_cast<double>(seen.size())};
 }
 

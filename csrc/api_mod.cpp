@@ -25,9 +25,13 @@ struct Prepared {
     kept.push_back(new_tensor({std::max<int64_t>(count, 1)}, like.options().dtype(at::kInt)));
     return kept.back();
   }
-};
 
-void check_launch(const std::string& error) { TORCH_CHECK(error.empty(), "flash_ext masks: ", error); }
+  // After a pass over so many elements; of none nothing is launched.
+  void check_pass(const std::string& error, int64_t elements) {
+    TORCH_CHECK(error.empty(), "flash_ext masks: ", error);
+    modifiers.follows_pass = modifiers.follows_pass || elements > 0;
+  }
+};
 
 // A dimension of size 1 is broadcast.
 int64_t broadcast_stride(const Tensor& t, int64_t dim) {
@@ -76,9 +80,9 @@ void prepare_mask(Prepared& made, const Tensor& mask) {
   auto* any_ptr = reinterpret_cast<uint32_t*>(any.mutable_data_ptr<int32_t>());
   auto* all_ptr = reinterpret_cast<uint32_t*>(all.mutable_data_ptr<int32_t>());
   if (should_launch()) {
-    check_launch(pack_mask(bool_view(mask), bits_ptr, static_cast<int>(words), fill, made.stream));
-    check_launch(group_mask(bits_ptr, any_ptr, all_ptr, heads, static_cast<int>(rows),
-                            static_cast<int>(words), made.stream));
+    made.check_pass(pack_mask(bool_view(mask), bits_ptr, static_cast<int>(words), fill, made.stream), mask.numel());
+    made.check_pass(group_mask(bits_ptr, any_ptr, all_ptr, heads, static_cast<int>(rows),
+                               static_cast<int>(words), made.stream), mask.numel());
   }
   m.mask.words = bits_ptr;
   m.mask_any = any_ptr;
@@ -104,8 +108,9 @@ void prepare_blocks(Prepared& made, const Tensor& blocks, int64_t block_rows, in
   BoolView view = bool_view(blocks);
   for (int dim = 2; dim < 4; ++dim) view.strides[dim] = blocks.stride(dim);
   if (should_launch()) {
-    check_launch(pack_blocks(view, bits_ptr, static_cast<int>(granule_rows), static_cast<int>(words),
-                             static_cast<int>(block_rows / 16), static_cast<int>(block_cols / 16), made.stream));
+    made.check_pass(pack_blocks(view, bits_ptr, static_cast<int>(granule_rows), static_cast<int>(words),
+                                static_cast<int>(block_rows / 16), static_cast<int>(block_cols / 16), made.stream),
+                    blocks.numel());
   }
   x.words = bits_ptr;
   x.rows = static_cast<int32_t>(granule_rows);
@@ -126,7 +131,7 @@ Labels prepare_labels(Prepared& made, const Tensor& ids) {
   x.batch_stride = ids.dim() == 2 ? length : 0;
   x.group_batch_stride = ids.dim() == 2 ? groups : 0;
   if (should_launch()) {
-    check_launch(group_labels(x.ids, bounds.mutable_data_ptr<int32_t>(), rows, length, made.stream));
+    made.check_pass(group_labels(x.ids, bounds.mutable_data_ptr<int32_t>(), rows, length, made.stream), ids.numel());
   }
   return x;
 }
@@ -146,8 +151,8 @@ HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds) {
   x.group_head_stride = heads == 1 ? 0 : groups * count;
   x.group_batch_stride = batch == 1 ? 0 : heads * groups * count;
   if (should_launch()) {
-    check_launch(group_intervals(x.bounds, summary.mutable_data_ptr<int32_t>(), batch * heads, length,
-                                 static_cast<int>(count), made.stream));
+    made.check_pass(group_intervals(x.bounds, summary.mutable_data_ptr<int32_t>(), batch * heads, length,
+                                    static_cast<int>(count), made.stream), bounds.numel());
   }
   return x;
 }

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "params.h"
+
 namespace flash_ext {
 
 enum class SmemClass : int { kSmall = 0, kLarge = 1 };
@@ -132,6 +134,11 @@ constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
 // queries at a time. Where nothing is added to scores there is room for as many as without modifiers; such a kernel
 // exists where has_hiding_bwd_sm80() says so.
 constexpr bool has_hiding_bwd_sm80(int d, SmemClass c) { return d == 128 && c == SmemClass::kLarge; }
+
+// 32-bit words of workspace that its CTAs share items out by (common/bwd_schedule.cuh).
+inline int64_t bwd_schedule_words(const Problem& p) {
+  return 1 + (p.is_varlen() ? 0 : int64_t{1} * p.batch * p.num_heads_k);
+}
 
 constexpr BwdTile bwd_mod_tile_sm80(int d, SmemClass c, bool adds = true) {
   const bool large = c == SmemClass::kLarge;

@@ -57,10 +57,39 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
 enum class Start {
   kInTurn,  // when the kernel before it in the stream is over
   kEarly,   // when all CTAs of that one have called ptx::allow_next_kernel() or ended; ptx::wait_for_kernel_before()
-            // waits for the rest
+            // waits for the rest. In turn where the machine code has no such wait
 };
 
 inline Start early_if(bool early) { return early ? Start::kEarly : Start::kInTurn; }
+
+// Whether a kernel's machine code, on the current device, was made for sm_90 or newer: older code, and what a driver makes
+// of older PTX on a newer device, has no instructions for programmatic dependent launches.
+inline bool can_wait_itself(const void* kernel) {
+  struct Known {
+    const void* kernel;
+    int device;
+    bool can;
+  };
+  thread_local std::vector<Known> known;
+  int device = 0;
+  cudaFuncAttributes attributes{};
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    for (const Known& k : known) {
+      if (k.kernel == kernel && k.device == device) return k.can;
+    }
+    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) {
+      known.push_back({kernel, device, attributes.ptxVersion >= 90});
+      return known.back().can;
+    }
+  }
+  cudaGetLastError();
+  return false;
+}
+
+template <typename... Params>
+bool can_wait_itself(void (*kernel)(Params...)) {
+  return can_wait_itself(reinterpret_cast<const void*>(kernel));
+}
 
 // Launches a one-dimensional grid. Returns an empty string, or the error with the kernel's name.
 template <typename... Params, typename... Args>
@@ -86,7 +115,7 @@ std::string launch_at(Start start, const char* name, void (*kernel)(Params...), 
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
-  config.numAttrs = start == Start::kEarly ? 1 : 0;
+  config.numAttrs = start == Start::kEarly && can_wait_itself(kernel) ? 1 : 0;
   const cudaError_t err = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (err == cudaSuccess) return {};
   cudaGetLastError();

@@ -89,6 +89,8 @@ struct Modifiers {
 
   // Heads whose batch entries share bias tiles run side by side: see common/seqlen.cuh.
   bool batch_fastest = false;
+  // The kernel before the first launch is one of passes/mask_passes.cuh, which lets the next begin early.
+  bool follows_pass = false;
   Divisor batches;
 
   float* row_max = nullptr;  // forward: like lse, largest score of a row; null: not wanted

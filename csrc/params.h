@@ -87,6 +87,7 @@ struct BwdParams {
   const float* lse = nullptr;   // as in FwdParams
   const float* dlse = nullptr;  // same shape as lse, contiguous, or null
   bool deterministic = false;
+  int32_t schedule_words = 0;  // behind row_stats, set by a launch that uses them (common/bwd_schedule.cuh)
   // Workspaces, sized by bwd_workspace(); both fp32, written by the preprocess kernel. Shapes are those of the sm80
   // path; sm90/bwd_passes.cuh has its own, with modifiers behind the others (sm90/bwd_mod_tiles.h).
   float* row_stats = nullptr;  // lse's shape + (2,): lse * log2(e), and delta = rowsum(dout * out) - dlse

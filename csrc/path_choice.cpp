@@ -17,7 +17,8 @@ const std::vector<Path>& gpu_paths() {
        sm90::plan_fwd, sm90::plan_bwd, sm90::run_fwd, sm90::run_bwd, sm90::fwd_mod_workspace, sm90::bwd_mod_workspace,
        sm90::plan_fwd_mod, sm90::plan_bwd_mod, sm90::run_fwd_mod, sm90::run_bwd_mod},
       {"sm80", sm80::why_not_fwd, sm80::why_not_bwd, sm80::fwd_workspace, sm80::bwd_workspace,
-       sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::fwd_mod_workspace, sm80::bwd_workspace,
+       sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::fwd_mod_workspace,
+       sm80::bwd_mod_workspace,
        sm80::plan_fwd_mod, sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
   };
   return paths;

@@ -83,6 +83,14 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
   return {2 * rows, deterministic ? 0 : rows * padded_head_dim(p.head_dim, p.head_dim_v)};
 }
 
+BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  BwdWorkspace w = bwd_workspace(p, deterministic, d);
+  if (has_hiding_bwd_sm80(padded_head_dim(p.head_dim, p.head_dim_v), class_of(d))) {
+    w.row_stats_elements += bwd_schedule_words(p);
+  }
+  return w;
+}
+
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
   if (const SplitGrid g = make_split_grid(p, d); g.rows > 0) {
     const int size = padded_split_head_dim(p.head_dim, p.head_dim_v);
@@ -111,8 +119,10 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& e
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const SmemClass c = class_of(d);
   const bool adds = extras.modifiers == nullptr || extras.modifiers->is_natural || !has_hiding_bwd_sm80(size, c);
-  return plan_of(deterministic ? "bwd_mod+bwd_q_mod" : "bwd_mod", p, d, bwd_mod_tile_sm80(size, c, adds),
-                 bwd_mod_extra_sm80(size, c, adds));
+  LaunchPlan plan = plan_of(deterministic ? "bwd_mod+bwd_q_mod" : "bwd_mod", p, d, bwd_mod_tile_sm80(size, c, adds),
+                            bwd_mod_extra_sm80(size, c, adds));
+  if (!adds) plan.grid = std::min<int64_t>(plan.grid, d.num_sms);  // its CTAs go on from item to item
+  return plan;
 }
 
 std::string run_fwd_split(const FwdParams& p, const SplitGrid& g, bool early) {

@@ -187,8 +187,9 @@ int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo&) {
 }
 
 BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  // Enough for the portable kernels as well, which run what modifiers keep from those here.
-  if (bwd_mod_instance_of(p, deterministic) == nullptr) return sm80::bwd_workspace(p, deterministic, d);
+  // Enough for the portable kernels as well, which run what modifiers keep from those here: the words of their schedule
+  // lie where this path's statistics, 128 a head or more, are then not needed.
+  if (bwd_mod_instance_of(p, deterministic) == nullptr) return sm80::bwd_mod_workspace(p, deterministic, d);
   return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
 }
 

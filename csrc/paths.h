@@ -79,6 +79,7 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d);
+BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
 }  // namespace sm80
 
 }  // namespace flash_ext

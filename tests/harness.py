@@ -231,11 +231,13 @@ def workspace_sizes(case: Case, target: Target) -> list[int]:
     """Byte counts of a backward's workspaces, statistics of rows and dq with the columns of a compiled size.
 
     The sm90 path has whole tiles of 64 rows, turns and a counter behind the statistics, and these twice
-    beside modifiers. What it leaves to the kernels of sm80 has the sizes of that path.
+    beside modifiers. What it leaves to the kernels of sm80 has the sizes of that path, which may have words
+    of a schedule behind the statistics.
     """
     rows = math.prod(tensor_shapes(case)["lse"])
     columns = next((size for size in COMPILED_HEAD_DIMS if size >= max(case.head_dim, case.dim_v)), 0)
-    sizes = [8 * rows, 4 * rows * columns]
+    words = 1 + (0 if case.is_packed else case.batch * case.num_heads_k)
+    sizes = [8 * rows, 8 * rows + 4 * words, 4 * rows * columns]
     if target.path == "sm90":
         tiles = -(-case.seqlen_q // 64) * case.batch
         if case.is_packed:

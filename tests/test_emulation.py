@@ -86,7 +86,6 @@ def copy_sources(folder: Path) -> Path:
         shutil.copy(header, csrc)
     shutil.copy(EMULATION / "sm80.cuh", csrc / "ptx")
     shutil.copy(EMULATION / "cuda_shim.h", csrc / "ptx")
-    (csrc / "ptx" / "sm90.cuh").write_text("#pragma once\n", encoding="utf-8")
     (csrc / "cuda_runtime.h").write_text("#pragma once\n", encoding="utf-8")
     (csrc / "common" / "debug_delay.cuh").write_text(
         "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8")

@@ -41,7 +41,7 @@ INCLUDES = [
     ("sm90/run_", ("sm90/", "passes/", "grid.h", "launch.h")),
     ("sm90/bwd_passes.cuh", ("sm90/", "passes/")),
     ("sm90/", ("sm90/", "common/", "ptx/", "grid.h", "params.h", "modifiers.h", "heuristics.h")),
-    ("passes/", ("common/", "ptx/", "params.h", "modifiers.h", "heuristics.h")),
+    ("passes/", ("passes/", "common/", "ptx/", "params.h", "modifiers.h", "heuristics.h")),
     ("inst/passes.cu", ("passes/", "head_parts.h", "launch.h", "paths.h")),
     ("inst/fwd_sm90", ("sm90/",)),
     ("inst/fwd_mod_sm90", ("sm90/",)),

@@ -20,10 +20,20 @@ from tests.sanitizer_cases import (
     sanitizer_cases,
     sanitizer_modifier_cases,
 )
-from tests.test_build import BY_CLASS, MASK_PASSES, MERGE, ONE_CLASS, PASSES, SPLIT
+from tests.test_build import (
+    BY_CLASS,
+    HIDING,
+    HIDING_PASSES,
+    MASK_PASSES,
+    MERGE,
+    ONE_CLASS,
+    PASSES,
+    SPLIT,
+)
 
 CPU = TARGETS["cpu"]
-KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE}  # every kernel of the dispatch table
+# Every kernel of the dispatch table.
+KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE, *HIDING, *HIDING_PASSES}
 
 
 def kind(name: str) -> str:

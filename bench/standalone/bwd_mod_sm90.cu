@@ -26,11 +26,10 @@ constexpr int kCompiledD = kPadded <= 64 ? 64 : 128;
 std::string run_portable(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   const int64_t rows = p.problem.total_q * p.problem.num_heads;
   const int64_t ctas = (rows * kPassLanes<kPadded> + kPassThreads - 1) / kPassThreads;
-  std::string error =
+  const std::string error =
       launch("bwd_preprocess", bwd_preprocess_kernel<bf16, kPadded>, ctas, kPassThreads, 0, p.stream, p);
-  if (error.empty()) error = sm80::launch_bwd_mod<bf16, kPadded, SmemClass::kLarge>(p, m, d);
   if (!error.empty()) return error;
-  return launch("bwd_postprocess", bwd_postprocess_kernel<bf16, kPadded>, ctas, kPassThreads, 0, p.stream, p);
+  return sm80::launch_bwd_mod<bf16, kPadded, SmemClass::kLarge>(p, m, d, Start::kInTurn);
 }
 
 // Bytes behind the pointers of a tensor's view do not matter to views of another length.

@@ -72,7 +72,7 @@ struct Buffers {
   bf16* dk = device_alloc<bf16>(elements);
   bf16* dv = device_alloc<bf16>(elements);
   float* lse = device_alloc<float>(rows);
-  float* row_stats = device_alloc<float>(2 * rows);
+  float* row_stats = device_alloc<float>(2 * rows + 1 + kBatch * kHeads);  // and bwd_schedule_words()
   float* dq_accum = device_alloc<float>(elements);
   bf16* bias = device_alloc<bf16>(scores);
   float* bias_fp32 = device_alloc<float>(scores);

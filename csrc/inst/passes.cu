@@ -26,9 +26,8 @@ std::string group_mask(const uint32_t* words, uint32_t* any, uint32_t* all, int6
 
 std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, int num_words, int rows_per_block,
                         int cols_per_block, void* stream) {
-  const int64_t count = int64_t{1} * x.sizes[0] * x.sizes[1] * granule_rows * num_words;
-  return launch("pack_blocks", pack_blocks_kernel, ctas(count), kMaskThreads, 0, stream, x, words, granule_rows,
-                num_words, rows_per_block, cols_per_block);
+  const PackedBlocks to(x, granule_rows, num_words, rows_per_block, cols_per_block);
+  return launch("pack_blocks", pack_blocks_kernel, to.ctas, kMaskThreads, 0, stream, x, words, to);
 }
 
 std::string group_labels(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream) {

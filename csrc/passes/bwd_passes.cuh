@@ -1,10 +1,12 @@
 // The two memory-bound passes around the backward over keys.
 //
-// preprocess: row_stats = (lse * log2 e, rowsum(dout * out) - dlse) for every query row, and dq_accum = 0.
+// preprocess: row_stats = (lse * log2 e, rowsum(dout * out) - dlse) for every query row, dq_accum = 0, and the words of
+//   common/bwd_schedule.cuh = 0.
 //   A row that sees nothing (lse = -inf) gets +inf, so that its weights come out as 2^(s - inf) = 0.
 // postprocess: dq = softmax_scale * dq_accum, rounded to the output type unless that is fp32.
 #pragma once
 
+#include "../common/bwd_schedule.cuh"
 #include "../common/float_results.cuh"
 #include "../common/seqlen.cuh"
 #include "../ptx/sm80.cuh"
@@ -70,13 +72,12 @@ __device__ __forceinline__ void load_8(float (&x)[8], const uint16_t* p, int val
   }
 }
 
-// kClears: a word a key head behind the row statistics becomes 0 (sm80/bwd_late.cuh).
-template <typename E, int D, bool kClears = false>
+template <typename E, int D>
 __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __grid_constant__ BwdParams p) {
   constexpr int kLanes = kPassLanes<D>;
-  if (kClears && blockIdx.x == 0) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(p.row_stats + 2 * p.problem.total_q * p.problem.num_heads);
-    for (int i = threadIdx.x; i < p.problem.batch * p.problem.num_heads_k; i += kPassThreads) words[i] = 0;
+  ptx::allow_next_kernel();
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < p.schedule_words; i += kPassThreads) schedule_words(p)[i] = 0;
   }
   const RowHead r = locate_row<kLanes>(p.problem);
   const int chunk = threadIdx.x % kLanes;
@@ -91,6 +92,7 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
   }
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  ptx::wait_for_kernel_before();  // it needs nothing of that one, but who waits for this one wants both
   if (!r.valid) return;
   if (chunk == 0) {
     const float lse = p.lse[r.stat];

@@ -1,6 +1,12 @@
 // Brings masks into the form the kernels read: bits instead of bytes, and what a whole tile needs to know of them.
+//
+// All begin in turn and let the next kernel begin early, behind which portable kernels with modifiers are launched so:
+// they may read whatever was there before the pass, and wait for it before they read what it makes.
 #pragma once
 
+#include <algorithm>
+
+#include "../common/seqlen.cuh"
 #include "../modifiers.h"
 #include "../ptx/sm80.cuh"
 
@@ -27,6 +33,7 @@ __device__ __forceinline__ uint32_t bits_of_bytes(const bool* at) {
 // a bit a lane by ballot.
 __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_constant__ BoolView x, uint32_t* words,
                                                                  int num_words, bool fill) {
+  ptx::allow_next_kernel();
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, pieces = (num_words + 31) / 32;
   const int64_t row = warp / pieces;
@@ -54,6 +61,7 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_co
 // any and all of each word over groups of kMaskGroup rows; rows that are not there count for neither.
 __global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t* words, uint32_t* any, uint32_t* all,
                                                                   int64_t heads, int rows, int num_words) {
+  ptx::allow_next_kernel();
   const int groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= heads * groups * num_words) return;
@@ -69,30 +77,58 @@ __global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t
   all[index] = every;
 }
 
-// A block mask as one bit per 16 x 16 scores: words[batch][head][row of granules][word].
-__global__ void __launch_bounds__(kMaskThreads) pack_blocks_kernel(const __grid_constant__ BoolView x, uint32_t* words,
-                                                                   int granule_rows, int num_words, int rows_per_block,
-                                                                   int cols_per_block) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
-  if (index >= int64_t{1} * x.sizes[0] * x.sizes[1] * granule_rows * num_words) return;
-  const int w = static_cast<int>(index % num_words);
-  const int64_t row = index / num_words;
-  const int64_t r = row % granule_rows / rows_per_block, h = row / granule_rows % x.sizes[1];
-  const int64_t b = row / granule_rows / x.sizes[1];
-  uint32_t word = 0;
-  if (r < x.sizes[2]) {
-    const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + r * x.strides[2];
-    for (int i = 0; i < 32; ++i) {
-      const int64_t col = (int64_t{w} * 32 + i) / cols_per_block;
-      if (col < x.sizes[3] && at[col * x.strides[3]]) word |= 1u << i;
-    }
+// How pack_blocks_kernel divides its work: by Divisors, as other divisions take as long as its one trip to memory.
+struct PackedBlocks {
+  PackedBlocks(const BoolView& x, int rows, int words, int rows_per_block, int cols_per_block)
+      : granule_rows(rows),
+        num_words(words),
+        ctas((int64_t{1} * rows * words + kMaskThreads - 1) / kMaskThreads),
+        ctas_of_head(by(ctas)),
+        heads(by(x.sizes[1])),
+        words_of_row(by(words)),
+        rows_of_block(by(rows_per_block)),
+        cols_of_block(by(cols_per_block)) {
+    ctas *= int64_t{1} * x.sizes[0] * x.sizes[1];
   }
-  words[index] = word;
+  // Of an empty map, and of one too large, nothing is launched.
+  static Divisor by(int64_t n) { return Divisor(static_cast<uint32_t>(std::clamp<int64_t>(n, 1, INT32_MAX))); }
+
+  int32_t granule_rows, num_words;
+  int64_t ctas;
+  Divisor ctas_of_head, heads, words_of_row, rows_of_block, cols_of_block;
+};
+
+// A block mask as one bit per 16 x 16 scores: words[batch][head][row of granules][word], a word a thread.
+__global__ void __launch_bounds__(kMaskThreads)
+    pack_blocks_kernel(const __grid_constant__ BoolView x, uint32_t* words, const __grid_constant__ PackedBlocks to) {
+  ptx::allow_next_kernel();
+  const uint32_t bh = divide(blockIdx.x, to.ctas_of_head);
+  const int64_t count = int64_t{1} * to.granule_rows * to.num_words;
+  const int64_t index = int64_t{1} * (blockIdx.x - bh * to.ctas_of_head.divisor) * kMaskThreads + threadIdx.x;
+  if (index >= count) return;
+  const uint32_t row = count <= INT32_MAX ? divide(static_cast<uint32_t>(index), to.words_of_row)
+                                          : static_cast<uint32_t>(index / to.num_words);
+  const uint32_t bit0 = static_cast<uint32_t>(index - int64_t{1} * row * to.num_words) * 32;
+  const uint32_t b = divide(bh, to.heads), h = bh - b * to.heads.divisor;
+  const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + divide(row, to.rows_of_block) * x.strides[2];
+  // The blocks that these 32 bits meet; the first may begin before them.
+  const int first = static_cast<int>(divide(bit0, to.cols_of_block));
+  const int last = min(static_cast<int>(divide(bit0 + 31, to.cols_of_block)), x.sizes[3] - 1);
+  const int cols = static_cast<int>(to.cols_of_block.divisor);
+  uint32_t word = 0;
+#pragma unroll 4
+  for (int c = first; c <= last; ++c) {
+    const int begin = c * cols - static_cast<int>(bit0), end = begin + cols;
+    const uint32_t bits = (end >= 32 ? ~0u : (1u << end) - 1) & ~0u << max(begin, 0);
+    if (at[c * x.strides[3]]) word |= bits;
+  }
+  words[bh * count + index] = word;
 }
 
 // Smallest and largest label of each group of Labels::kGroup positions: (rows, length) -> (rows, groups, 2).
 __global__ void __launch_bounds__(kMaskThreads) group_labels_kernel(const int32_t* ids, int32_t* groups, int64_t rows,
                                                                     int64_t length) {
+  ptx::allow_next_kernel();
   const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= rows * per_row) return;
@@ -109,6 +145,7 @@ __global__ void __launch_bounds__(kMaskThreads) group_labels_kernel(const int32_
 // Bounds of the interval starts and ends of each group: (rows, length, count, 2) -> (rows, groups, count, 4).
 __global__ void __launch_bounds__(kMaskThreads) group_intervals_kernel(const int32_t* bounds, int32_t* groups,
                                                                        int64_t rows, int64_t length, int count) {
+  ptx::allow_next_kernel();
   const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= rows * per_row * count) return;

@@ -272,4 +272,25 @@ __device__ __forceinline__ void red_add_f32x2(float* address, float x, float y) 
 #endif
 }
 
+// Later reads of the thread, and of those that it then meets at a barrier, see what came before the value was written.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
+
+// Programmatic dependent launch: lets the next kernel of the stream begin where it is launched so, and waits until the
+// kernel before is over and what it wrote is visible. Machine code older than sm_90 has neither, and launch_at() begins
+// no kernel early that has such code.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
 }  // namespace flash_ext::ptx

@@ -139,18 +139,9 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
   return x;
 }
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
-  uint32_t x;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
-  return x;
-}
 __device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t x) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;\n" ::"l"(address), "r"(x) : "memory");
 }
-// Programmatic dependent launch: lets the next kernel of the stream begin where it is launched so, and waits until the
-// kernel before is over and what it wrote is visible.
-__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); }
 

@@ -32,7 +32,6 @@
 #pragma once
 
 #include "../common/float_results.cuh"
-#include "bwd_late.cuh"
 #include "bwd_search.cuh"
 #include "bwd_steps.cuh"
 #include "compiled_here.cuh"
@@ -262,12 +261,9 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
 
   __shared__ WorkOf<T> work;
   const int group = static_cast<int>(grid.shared.divisor);
-  if constexpr (T::kCounts) allow_late_pass();
   if (thread_idx == 0) {
     int b = 0;
-    uint32_t item = blockIdx.x;
-    if constexpr (T::kInOrder) item = item_order(p)[item];
-    Work w = decode_index<kBlockN, false, false>(item, p.problem, grid, T::kMods ? &b : nullptr);
+    Work w = decode_work<kBlockN, false, false>(p.problem, grid, T::kMods ? &b : nullptr);
     if constexpr (T::kMods) reorder_batch(m, w, p.problem.num_heads_k, b);
     const int h = w.h * group;
     const int64_t stat = row_stat_offset(p.problem, w, h);
@@ -314,9 +310,6 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
   }
 
   const int warp = ptx::fresh_thread_idx() / 32, lane = ptx::fresh_thread_idx() % 32;
-  if constexpr (T::kCounts) {
-    if (ptx::fresh_thread_idx() == 0) count_finished(p, w);
-  }
   const int key0 = warp % T::kKeyWarps * 16 * kKeyBlocks;
   if (warp < T::kKeyWarps) {
     float scale = 1.f;
@@ -344,6 +337,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     bwd_mod_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
                    const __grid_constant__ Grid grid) {
   if constexpr (kCompiledHere<T::kClass>) {
+    ptx::wait_for_kernel_before();
     bwd_body<T>(p, m, grid);
   } else {
     __trap();

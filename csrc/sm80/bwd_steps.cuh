@@ -21,8 +21,6 @@ struct BwdTraits {
   using Element = E;
   static constexpr SmemClass kClass = kSmemClass;
   static constexpr bool kMods = kWithModifiers, kAdds = kWithAdded;
-  // Trials, which derived traits set: bwd_late.cuh, item_order.cuh.
-  static constexpr bool kCounts = false, kInOrder = false;
   static constexpr int kHeadDim = D;
   static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass, kAdds) : bwd_tile_sm80(D, kSmemClass);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;
@@ -428,8 +426,11 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
     } else {
       for_each_block([](float(&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
     }
-    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
-    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
+    // Addresses made anew: kept since the products, they would be spilled beside all that bwd_onward.cuh keeps.
+    const int lane_now = T::kMods && !T::kAdds ? ptx::fresh_lane() : lane;
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane_now);
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds,
+                                         T::Tile::by_rows(smem_q, lane_now) + query0 * T::Tile::kRowBytes);
   }
 }
 

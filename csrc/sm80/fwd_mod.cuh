@@ -69,7 +69,6 @@ template <typename E, int D, SmemClass kSmemClass, FwdModKind kOfKind>
 struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = kOfKind;
-  static constexpr bool kInOrder = false;  // a trial, which derived traits set: item_order.cuh
   static constexpr bool kBias = kKind == FwdModKind::kChanges || kKind == FwdModKind::kEverything;
   static constexpr bool kSplitsTerms = kKind == FwdModKind::kChanges;
   static constexpr bool kDrops = kKind == FwdModKind::kDrops || kKind == FwdModKind::kEverything;
@@ -126,9 +125,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   // Three warps side by side, as one thread would be long about it.
   if (lane == 0 && warp < 3) {
     int b = 0;
-    uint32_t item = blockIdx.x;
-    if constexpr (T::kInOrder) item = static_cast<const uint32_t*>(p.schedule)[item];
-    Work w = decode_index<kBlockM, true, true>(item, p.problem, grid, &b);
+    Work w = decode_work<kBlockM, true, true>(p.problem, grid, &b);
     reorder_batch(m, w, p.problem.num_heads, b);
     if (warp == 0) {
       const Seat seat = make_seat(p.problem, m, w, b);
@@ -152,7 +149,10 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   }
   __syncthreads();
   const Work& w = shared.w;
-  if (!w.active) return;
+  if (!w.active) {
+    ptx::wait_for_kernel_before();  // who waits for this kernel wants that one over as well
+    return;
+  }
   if constexpr (T::kDrops) {
     if (m.rng != nullptr && thread_idx < kBlockM / 2) {
       const int row_id = w.block * kBlockM / 2 + thread_idx;
@@ -237,6 +237,8 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     load_tile<kBlockM, D, T::kThreads>(smem_q, src, w.q.length - first, thread_idx);
     ptx::cp_async_commit();
   }
+  // Up to here nothing is read that passes over masks have made.
+  ptx::wait_for_kernel_before();
 #pragma unroll 1
   do {
     // Last tile first, as in fwd.cuh.

@@ -19,7 +19,7 @@
 #include "../common/fragments.cuh"
 #include "../common/seqlen.cuh"
 #include "../common/softmax.cuh"
-#include "../ptx/sm90.cuh"
+#include "../ptx/sm80.cuh"
 #include "../splits.h"
 
 namespace flash_ext::sm80 {
@@ -349,9 +349,7 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     step();
   }
 
-#if __CUDA_ARCH__ >= 900
   ptx::allow_next_kernel();
-#endif
   debug_delay();
   ptx::cp_async_wait<0>();
   __syncthreads();  // the rings are left by all
@@ -379,9 +377,7 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g) {
   constexpr int kWarps = SplitTile::kWarps, kPasses = 2;  // of 128 columns
   __shared__ float4 shares[kWarps][kPasses][32];
-#if __CUDA_ARCH__ >= 900
   ptx::wait_for_kernel_before();
-#endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t number = blockIdx.x;
   const int token = static_cast<int>(divide(blockIdx.x, g.heads));

@@ -29,7 +29,8 @@ std::string launch_fwd_mod_kind(const FwdParams& p, const Modifiers& modifiers, 
     m.unit_log2 = 2.f * kLog2e * m.softcap;
     m.score_shift = m.softcap;
   }
-  return launch("fwd_mod_sm80", fwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes, p.stream, p, m, g);
+  return launch_at(early_if(m.follows_pass), "fwd_mod_sm80", fwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes,
+                   p.stream, p, m, g);
 }
 
 template <typename E, int D, SmemClass kClass>

@@ -10,6 +10,9 @@ inline uint32_t smem_address(const void* p) {
 }
 inline int fresh_thread_idx() { return emu::current; }
 inline int fresh_lane() { return emu::current % 32; }
+// Kernels are run one after the other.
+inline void allow_next_kernel() {}
+inline void wait_for_kernel_before() {}
 
 inline void do_copy(const emu::Copy& copy) {
   if (copy.dst % copy.size != 0 || copy.dst + copy.size > emu::kSmemBytes) emu::fail("bad destination of cp.async");

@@ -1,0 +1,280 @@
+// The backward over keys of bwd.cuh for calls that only hide, head_dim 128, large tiles. There is one CTA a
+// multiprocessor, so nothing else hides what a CTA does outside its tiles; with a quarter of the blocks of a map that
+// is a fourth of the time. So as many CTAs as there are multiprocessors go on from item to item (a block of keys of a
+// head):
+//
+//   last but one tile   the words of the block map that the next item needs are on their way
+//   last tile           one warp makes the list of the next item
+//   behind it           K, V, the first Q and dO of the next item are on their way, while dK and dV of this one leave
+//                       through the buffers of P and dS instead of those of K and V
+//
+// The list is made ahead where a search needs no memory but the block map's (intervals of rows and a map), no grouped
+// heads, at most kThreads granules of queries a head, and at least three tiles in the last segment of the item before;
+// elsewhere it is made when the item begins.
+//
+// Shared memory is that of bwd.cuh, with the next item's work and words beside this one's.
+#pragma once
+
+#include "../common/bwd_schedule.cuh"
+#include "../common/visits.cuh"
+#include "bwd.cuh"
+
+namespace flash_ext::sm80 {
+
+// What a search of this kernel looks up ahead, if anything: a block map.
+__device__ __forceinline__ bool looks_up_blocks_only(const Modifiers& m) {
+  return m.document_k.ids == nullptr && m.hidden_rows.count == 0 && m.hidden_keys.count == 0 && m.mask.words == nullptr;
+}
+
+// What Scores::visit() finds out without memory.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ TileTests interval_tests(const Scores& s, int m_block, int n_block) {
+  const Seat& seat = s.seat;
+  const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
+  const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
+  const RowKeys first = s.row_keys(r0), last = s.row_keys(r1);
+  if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return kSkipTile;
+  const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
+  const bool whole = c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
+  return inside && whole ? 0 : kTestInterval;
+}
+
+// The item behind the one that a CTA works on.
+template <int kThreads>
+struct NextItem {
+  BwdModWork work;
+  uint32_t number;
+  bool exists, ahead;  // ahead: its list is made beside the last tiles
+  uint32_t words[kThreads];
+};
+
+// Item `number`, by the first lanes of three second warps side by side, which wait for the first ones anyway.
+template <typename T>
+__device__ __forceinline__ void begin_item(BwdModWork& to, uint32_t number, const BwdParams& p, const Modifiers& m,
+                                           const Grid& grid) {
+  const int warp = ptx::fresh_thread_idx() / 32 - T::kKeyWarps;
+  if (ptx::fresh_lane() != 0 || warp < 0 || warp >= 3) return;
+  int b = 0;
+  const Work w = decode_index<T::kBlockN, false, false>(number, p.problem, grid, &b);
+  const int group = static_cast<int>(grid.shared.divisor), h = w.h * group;
+  if (warp == 0) {
+    const Seat seat = make_seat(p.problem, m, w, b);
+    BlockRange range{0, 0};
+    if (w.active) range = Scores{p.problem, m, seat, h}.template q_blocks<T::kBlockM, T::kBlockN>(w.block);
+    to.w = w;
+    to.seat = seat;
+    to.first_head = h;
+    to.range = range;
+    to.iterations = max(range.end - range.begin, 0) * group;
+  } else if (warp == 1) {
+    to.q = row_pointer(p.q, w.b, w.q.start, h);
+    to.dout = row_pointer(p.dout, w.b, w.q.start, h);
+  } else {
+    const int64_t stat = row_stat_offset(p.problem, w, h);
+    to.stats_per_head = p.problem.cu_seqlens_q != nullptr ? p.problem.total_q : p.problem.seqlen_q;
+    to.stats = reinterpret_cast<const float2*>(p.row_stats) + stat;
+    to.dq_accum = p.dq_accum == nullptr ? nullptr : p.dq_accum + stat * T::kHeadDim;
+    for (int& head : to.drop_head) head = -1;
+    to.visits.scanned = to.visits.count = 0;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void begin_next_item(NextItem<T::kThreads>& next, const BwdParams& p, const Modifiers& m,
+                                                const Grid& grid) {
+  const uint32_t number = next.number;
+  const bool exists = number < static_cast<uint32_t>(grid.ctas);
+  if (exists) begin_item<T>(next.work, number, p, m, grid);
+  if (ptx::fresh_thread_idx() == 32 * T::kKeyWarps) {  // which has made the range
+    const BlockRange& range = next.work.range;
+    next.exists = exists;
+    next.ahead = exists && looks_up_blocks_only(m) && grid.shared.divisor == 1 &&
+                 (range.end - range.begin) * (T::kBlockM / 16) <= T::kThreads;
+  }
+}
+
+// Asynchronously, a word a thread: those of the block map for all granules of rows of the next item.
+template <typename T>
+__device__ __forceinline__ void fetch_next_words(NextItem<T::kThreads>& next, const Modifiers& m) {
+  const BwdModWork& work = next.work;
+  if (m.blocks.words == nullptr || work.iterations == 0) return;
+  const int thread_idx = ptx::fresh_thread_idx(), word = work.w.block * T::kBlockN / 512;
+  const int row = min(work.range.begin * (T::kBlockM / 16) + thread_idx, (work.seat.seqlen_q - 1) / 16);
+  const bool in = row < m.blocks.rows && word < m.blocks.num_words;
+  const uint32_t* of_head = m.blocks.words + work.seat.b * m.blocks.batch_stride + work.w.h * m.blocks.head_stride;
+  const int64_t at = row * m.blocks.row_stride + word * m.blocks.word_stride;
+  ptx::cp_async_4(ptx::smem_address(&next.words[thread_idx]), in ? of_head + at : of_head, in ? 4 : 0);
+}
+
+// By one warp, from words that all threads have fetched: what find_together() would find.
+template <typename T>
+__device__ __forceinline__ void list_next_item(NextItem<T::kThreads>& next, const BwdParams& p, const Modifiers& m) {
+  BwdModWork& work = next.work;
+  const int lane = ptx::fresh_lane();
+  const Scores scores{p.problem, m, work.seat, work.w.h};
+  const int c0 = work.w.block * T::kBlockN, c1 = min(c0 + T::kBlockN, work.seat.seqlen_k) - 1;
+  const uint32_t wanted = ((1u << (c1 / 16 - c0 / 16 + 1)) - 1) << (c0 / 16 % 32);
+  int found = 0;
+#pragma unroll 1
+  for (int first = work.range.begin; first < work.range.end; first += 32) {
+    const int tile = first + lane;
+    TileTests tests = kSkipTile;
+    if (tile < work.range.end) {
+      tests = interval_tests<T::kBlockM, T::kBlockN>(scores, tile, work.w.block);
+      if (m.blocks.words != nullptr && tests != kSkipTile) {
+        uint32_t any = 0, all = ~0u;
+#pragma unroll
+        for (int i = 0; i < T::kBlockM / 16; ++i) {
+          const uint32_t word = next.words[(tile - work.range.begin) * (T::kBlockM / 16) + i];
+          any |= word;
+          all &= word;
+        }
+        if ((any & wanted) == 0) tests = kSkipTile;
+        else if ((all & wanted) != wanted) tests |= kTestRows;
+      }
+    }
+    const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+    if (tests != kSkipTile) {
+      const int at = found + __popc(visited & ((1u << lane) - 1));
+      work.visits.tiles[at] = static_cast<uint32_t>(tests);
+      work.visits.blocks[at] = tile;
+    }
+    found += __popc(visited);
+  }
+  if (lane == 0) {
+    work.visits.count = found;
+    work.visits.scanned = work.iterations;
+  }
+}
+
+template <typename E, int D, SmemClass kSmemClass>
+struct BwdOnwardTraits : BwdTraits<E, D, kSmemClass, true, false> {
+  using Base = BwdTraits<E, D, kSmemClass, true, false>;
+  using Next = NextItem<Base::kThreads>;
+  static_assert(Base::kPaired && Base::kStages == 2 && Base::kThreads / 32 - Base::kKeyWarps >= 3);
+  static_assert(Base::kTile.p_bytes() == Base::kKBytes && 2 * Base::kTile.ds_bytes() == Base::kKBytes);
+  static_assert(Base::kThreads / (Base::kBlockM / 16) <= Visits::kCapacity);
+  static_assert(Base::kSmemBytes + sizeof(BwdModWork) + sizeof(Next) + 256 <= smem_limit(kSmemClass));
+};
+
+template <typename T>
+__device__ __forceinline__ void bwd_onward_body(const BwdParams& p, const Modifiers& m, const Grid& grid) {
+  constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kKeyBlocks = T::kKeyBlocks;
+  extern __shared__ __align__(128) unsigned char smem_raw[];
+  __shared__ BwdModWork work;
+  __shared__ NextItem<T::kThreads> next;
+  __shared__ int counts[T::kThreads / 32];
+  const auto is_drawer = [] { return ptx::fresh_thread_idx() == T::kThreads - 32; };
+  const uint32_t smem = ptx::smem_address(smem_raw);
+  const auto load_keys = [&](const BwdModWork& of) {
+    if (of.iterations == 0) return;
+    const int first = of.w.block * kBlockN, keys = of.w.k.length - first;
+    const TileSource k{row_pointer(p.k, of.w.b, of.w.k.start + first, of.w.h), p.k.row_stride, p.problem.head_dim,
+                       p.k.aligned};
+    const TileSource v{row_pointer(p.v, of.w.b, of.w.k.start + first, of.w.h), p.v.row_stride, p.problem.head_dim_v,
+                       p.v.aligned};
+    load_tile<kBlockN, D, T::kThreads>(smem + T::kKAt, k, keys, ptx::fresh_thread_idx());
+    load_tile<kBlockN, D, T::kThreads>(smem + T::kVAt, v, keys, ptx::fresh_thread_idx());
+  };
+  const auto load_first_queries = [&](const BwdModWork& of) {
+    const VisitedTile tile = of.visits[0];
+    load_queries<T>(p, of, smem, 0, tile.head, tile.block, ptx::fresh_thread_idx());
+    load_mask<T>(p, m, of, smem, 0, tile, ptx::fresh_thread_idx());
+  };
+
+  begin_item<T>(work, blockIdx.x, p, m, grid);
+  debug_delay();
+  __syncthreads();
+  debug_delay();
+  load_keys(work);
+  ptx::cp_async_commit();
+  // Up to here nothing is read that kernels just before this one have made. The pass behind it reads words that the one
+  // before has cleared, so it may not begin before that is over.
+  ptx::wait_for_kernel_before();
+  ptx::allow_next_kernel();
+  if (is_drawer()) next.number = draw_item(p);
+  // A count that the compiler knows to be the same for all lanes keeps the loops inside in uniform registers: 20 bytes
+  // spilled less.
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < static_cast<uint32_t>(grid.ctas); ++turn) {
+    float acc[1][kKeyBlocks][D / 8][4];
+    clear(acc[0]);
+#pragma unroll 1
+    do {
+      // A list that was made ahead is whole, and its first tile is on its way.
+      if (work.visits.scanned < work.iterations) {
+        const int length = work.range.end - work.range.begin;
+        find_together<T::kThreads / 32>(work.visits, counts, work.iterations, [&](int x, VisitedTile& tile) {
+          tile.head = x / length;
+          tile.block = work.range.begin + x - tile.head * length;
+          return scores_of<T>(p, m, work, tile).template visit<kBlockM, kBlockN>(tile.block, work.w.block);
+        });
+        if (work.visits.count > 0) load_first_queries(work);
+        ptx::cp_async_commit();
+      }
+      if (work.visits.count > 0) {
+        walk_queries<T>(acc, p, m, work, smem, [&](int it) {
+          const int left = work.visits.count - it;
+          if (it == 0) {
+            begin_next_item<T>(next, p, m, grid);
+          } else if (left <= 2 && next.ahead && work.visits.scanned >= work.iterations) {
+            if (left == 2) fetch_next_words<T>(next, m);
+            else if (it > 1 && ptx::fresh_thread_idx() / 32 == T::kThreads / 32 - 1) list_next_item<T>(next, p, m);
+          }
+        });
+      } else {
+        debug_delay();
+        __syncthreads();  // the first item drawn is there
+        debug_delay();
+        begin_next_item<T>(next, p, m, grid);
+        debug_delay();
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        debug_delay();
+      }
+    } while (work.visits.scanned < work.iterations);
+
+    // Everybody has left all buffers.
+    uint32_t drawn = 0;
+    if (is_drawer() && next.exists) drawn = draw_item(p);
+    if (ptx::fresh_thread_idx() == 0) count_finished(p, work.w);
+    if (next.exists) {
+      load_keys(next.work);
+      if (next.work.visits.count > 0) load_first_queries(next.work);
+      ptx::cp_async_commit();
+    }
+    const int warp = ptx::fresh_thread_idx() / 32, lane = ptx::fresh_lane();
+    const int key0 = warp % T::kKeyWarps * 16 * kKeyBlocks;
+    if (warp < T::kKeyWarps) {
+      write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, m.keep_scale, smem + T::kPAt, work.w, key0, lane);
+    } else {
+      write_gradient<T>(acc[0], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kDsAt, work.w, key0, lane);
+    }
+    if (is_drawer()) next.number = drawn;
+    debug_delay();
+    __syncthreads();  // everybody has left P, dS and what is shared of this item
+    debug_delay();
+    if (!__any_sync(0xffffffffu, next.exists)) break;
+    static_assert(sizeof(BwdModWork) % 4 == 0);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(&next.work);
+    uint32_t* to = reinterpret_cast<uint32_t*>(&work);
+    constexpr int kWords = sizeof(BwdModWork) / 4;
+    for (int i = ptx::fresh_thread_idx(); i < kWords; i += T::kThreads) to[i] = from[i];
+    debug_delay();
+    __syncthreads();
+    debug_delay();
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_onward_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
+                      const __grid_constant__ Grid grid) {
+  if constexpr (kCompiledHere<T::kClass>) {
+    bwd_onward_body<T>(p, m, grid);
+  } else {
+    __trap();
+  }
+}
+
+}  // namespace flash_ext::sm80

@@ -180,10 +180,8 @@ def pretend() -> Iterator[object]:
 
 
 def plan(direction: str, head_dim: int, deterministic: bool = False, **shape: int | str) -> dict:
-    shape = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 4, "num_heads_k": 4} | shape
-    return _C.plan(
-        direction, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic, **shape
-    )
+    shape = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 4, "num_heads_k": 4, "head_dim_v": head_dim} | shape
+    return _C.plan(direction, head_dim=head_dim, deterministic=deterministic, **shape)
 
 
 def test_readme_devices_are_served_as_said(pretend) -> None:
@@ -366,13 +364,13 @@ int main() {
                   t.smem_bytes(d));
     }
   }
-  for (const bool lower : {false, true}) {
-    for (const auto [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
-      if (lower && d > 128) continue;
-      const sm90::FwdTile t = sm90::fwd_tile(d, dv, lower);
-      std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
-                  t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
-    }
+  const int forwards[9][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256},
+                              {64, 64}, {96, 96}, {128, 128}};
+  for (int i = 0; i < 9; ++i) {
+    const auto [d, dv] = forwards[i];
+    const sm90::FwdTile t = sm90::fwd_tile(d, dv, i >= 6);
+    std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
+                t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
   }
   for (int d : {64, 128, 192, 256}) {
     const sm90::FwdModTile t = sm90::fwd_mod_tile(d);
@@ -502,10 +500,8 @@ def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
     assert len(listed) == 9
     pretend(90)
     for i, (d, dv, block_m, block_n, consumers, slots, _, smem) in enumerate(listed):
-        _C.set_switch("lower_tiles", int(i >= 6))
-        chosen = _C.plan("fwd", seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_k=4, head_dim=int(d),
-                         head_dim_v=int(dv))
-        _C.set_switch("lower_tiles", None)
+        keys = 1024 if i >= 6 else 64  # few keys have no lower tiles
+        chosen = plan("fwd", int(d), seqlen_k=keys, head_dim_v=int(dv))
         wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}") + ("_lower" if i >= 6 else "")
         assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))

@@ -180,8 +180,8 @@ def pretend() -> Iterator[object]:
 
 
 def plan(direction: str, head_dim: int, deterministic: bool = False, **shape: int | str) -> dict:
-    shape = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 4, "num_heads_k": 4, "head_dim_v": head_dim} | shape
-    return _C.plan(direction, head_dim=head_dim, deterministic=deterministic, **shape)
+    usual = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 4, "num_heads_k": 4, "head_dim_v": head_dim}
+    return _C.plan(direction, head_dim=head_dim, deterministic=deterministic, **(usual | shape))
 
 
 def test_readme_devices_are_served_as_said(pretend) -> None:

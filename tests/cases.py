@@ -205,7 +205,7 @@ def few_query_cases() -> list[Case]:
         dense(1, 1, 5000, 71, 1, 64),
         dense(3, 7, 2500, 6, 3, 128, 64, causal=True),
         dense(2, 4, 6000, 8, 2, 128, window=(2000, 0)),
-        dense(2, 40, 2000, 8, 2, 128, window=(900, 100)),
+        dense(2, 40, 5000, 8, 2, 128, window=(3000, 100)),
         dense(1, 100, 9000, 1, 1, 64, causal=True, dtype="fp16"),
         dense(1, 16, 1000, 4, 2, 100, causal=True, layout="odd"),
         dense(2, 3, 1100, 4, 1, 128, layout="bhsd"),

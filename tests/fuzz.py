@@ -149,13 +149,17 @@ def fuzz(
     seed: int,
     seconds: float,
     *,
+    least: int = 0,
     most: int = 10**9,
     limit: int = 384,
     jsonl: Path | None = None,
     ledger: list[LedgerEntry] | None = None,
     check: Callable[[Case, Target, bool], None] = check_case,
 ) -> Report:
-    """Runs random cases until the time or ``most`` cases are over, then the ledger. Raises DeviceLost."""
+    """Runs random cases until the time or ``most`` cases are over, but ``least`` at least, then the ledger.
+
+    Raises DeviceLost.
+    """
     rng = random.Random(seed)
     ledger = read_ledger() if ledger is None else ledger
     report, started = Report(), time.monotonic()
@@ -170,7 +174,7 @@ def fuzz(
 
     try:
         with target.active():
-            while report.cases < most and time.monotonic() - started < seconds:
+            while report.cases < least or (report.cases < most and time.monotonic() - started < seconds):
                 case, probe = random_case(rng, limit=limit), rng.random() < PROBED_SHARE
                 probe = probe and not case.invalid
                 if any(e.state == "quarantined" and e.concerns(case, target) for e in ledger):

@@ -360,7 +360,7 @@ class Numbers:
         return 4 * rows * (2 + (0 if self.deterministic else self.padded_head_dim()))
 
     def workspace_sm90(self, direction: str, block: int, ordered: bool) -> int:
-        """``block``: rows of a tile of queries. A counter where work is drawn, a turn where additions are ordered."""
+        """``block``: rows of a tile of queries. A counter where work is drawn, turns where it is ordered."""
         draws = self.packed or self.causal
         if direction == "fwd":
             return 16 if draws else 0

@@ -189,14 +189,13 @@ def test_a_build_from_nothing_stays_in_its_budget(resources):
 
     The plain portable forward takes 23 s on the machine for which the budget stands, one file beside another;
     the same machine has been seen 1.7 times slower in all that it compiles. Two files tell its speed to 10 %
-    only: four builds of the same kernels in one day took 23.6, 24.4, 26.2 and 26.8 times as long as these
-    (26.1 is five minutes), the last two with the machine to themselves.
+    only: five builds in one day took 22.3 to 26.8 times as long as these (26.1 is five minutes).
     """
     cost = resources["full_build"]
     assert cost is not None, "the build folder is older than its log: remove build/ and build again"
     known = [resources["seconds"][f"inst/{name}.cu.o"] for name in ("fwd_sm80", "fwd_sm80_large")]
     slowness = min(max(1.0, sum(known) / 23), 2.0)
-    assert cost["cpu_seconds"] < 2 * 300 * slowness * 1.1
+    assert cost["cpu_seconds"] < 2 * 300 * slowness
     assert cost["peak_gib"] < 2
 
 

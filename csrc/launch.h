@@ -62,8 +62,8 @@ enum class Start {
 
 inline Start early_if(bool early) { return early ? Start::kEarly : Start::kInTurn; }
 
-// Whether a kernel's machine code, on the current device, was made for sm_90 or newer: older code, and what a driver makes
-// of older PTX on a newer device, has no instructions for programmatic dependent launches.
+// Whether a kernel's machine code, on the current device, was made for sm_90 or newer: older code, and what a driver
+// makes of older PTX on a newer device, has no instructions for programmatic dependent launches.
 inline bool can_wait_itself(const void* kernel) {
   struct Known {
     const void* kernel;

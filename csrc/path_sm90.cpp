@@ -55,8 +55,8 @@ constexpr std::array<ModInstance, 4> kModInstances = {{{64, 64, run_fwd_mod_hd64
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
 bool is_taken(const Problem& p) { return p.tma_ready && p.head_dim_v % 8 == 0; }
 
-// Few queries of many keys are for the portable kernel that splits the keys, which memory bounds: rows == 0 where they are
-// not. What it gains was measured beside tiles of 192 queries, 1.25 times as slow there as lower ones.
+// Few queries of many keys are for the portable kernel that splits the keys, which memory bounds: rows == 0 where they
+// are not. What it gains was measured beside tiles of 192 queries, 1.25 times as slow there as lower ones.
 SplitGrid split_grid(const Problem& p, const DeviceInfo& d) {
   const SplitGrid g = make_split_grid(p, d);
   return g.rows > 0 && g.gain < 1.25 && is_taken(p) && instance_of(p).is_lower(p, d) ? SplitGrid{} : g;
@@ -153,7 +153,8 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
     return {2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0), 0};
   }
   const int64_t rows = query_tiles(p) * BwdTile::kBlockM;
-  return {row_stats_elements(p, deterministic || prefers_order(p, d)), rows * padded_head_dim(p.head_dim, p.head_dim_v)};
+  const bool ordered = deterministic || prefers_order(p, d);
+  return {row_stats_elements(p, ordered), rows * padded_head_dim(p.head_dim, p.head_dim_v)};
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
@@ -161,7 +162,8 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
   const Instance& i = instance_of(p);
   const bool lower = i.is_lower(p, d);
   const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v, lower);
-  return {"sm90", i.name + std::string(lower ? "_lower" : ""), t.block_m(), t.block_n, t.kv_slots / 2, t.threads(), t.smem_bytes(i.head_dim, i.head_dim_v),
+  const std::string name = i.name + std::string(lower ? "_lower" : "");
+  return {"sm90", name, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(), t.smem_bytes(i.head_dim, i.head_dim_v),
           std::min<int64_t>(fwd_grid(p, d, t.block_m()).ctas, d.num_sms)};
 }
 

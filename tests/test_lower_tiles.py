@@ -8,7 +8,7 @@ import pytest
 
 from flash_ext.ops import _C
 from tests.cases import dense, packed
-from tests.harness import Target, on_targets, run_cases
+from tests.harness import Target, on_targets, run_case, run_cases
 
 
 def kernel(batch: int, heads: int, seqlen_q: int, seqlen_k: int, causal: bool, **more) -> str:
@@ -75,4 +75,9 @@ def test_both_heights_are_right(target: Target, head_dim: int, lower: int) -> No
                causal=True),
     ]  # fmt: skip
     switches = (*target.switches, ("lower_tiles", lower), ("splits", 0))
-    run_cases(cases, dataclasses.replace(target, switches=switches))
+    chosen = dataclasses.replace(target, switches=switches)
+    run_cases(cases, chosen)
+    with chosen.active():
+        for case in cases:
+            run_case(case.replace(backward=False), chosen)
+            assert _C.last_launch()["kernel"].endswith("_lower") == bool(lower), str(case)

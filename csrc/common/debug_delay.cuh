@@ -7,6 +7,8 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 
@@ -17,11 +19,20 @@ namespace flash_ext {
 // One per translation unit, like the kernels that read it.
 static __device__ uint32_t debug_delay_seed;
 
+// Copied when it has changed only, and waited for: a copy between two kernels would keep the second from beginning
+// early.
 inline cudaError_t set_debug_delays(void* stream) {
+  static std::array<std::atomic<uint32_t>, 64> known{};  // of each device, 0 as there
   const char* text = std::getenv("FLASH_EXT_DEBUG_DELAY_SEED");
   const uint32_t seed = text == nullptr ? 0 : static_cast<uint32_t>(std::strtoul(text, nullptr, 10));
-  return cudaMemcpyToSymbolAsync(debug_delay_seed, &seed, sizeof(seed), 0, cudaMemcpyHostToDevice,
-                                 static_cast<cudaStream_t>(stream));
+  int device = 0;
+  cudaError_t err = cudaGetDevice(&device);
+  if (err != cudaSuccess || known[device % 64] == seed) return err;
+  err = cudaMemcpyToSymbolAsync(debug_delay_seed, &seed, sizeof(seed), 0, cudaMemcpyHostToDevice,
+                                static_cast<cudaStream_t>(stream));
+  if (err == cudaSuccess) err = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+  if (err == cudaSuccess) known[device % 64] = seed;
+  return err;
 }
 
 // All lanes of a warp together. One warp in four pauses, for up to 4 microseconds: longer than any tile takes, so that

@@ -62,12 +62,12 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
 }
 
 // Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first
-// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. On an H200, times
-// of the other kernel over those of the ordered one, 16k rows in all, head_dim 128 / 96: causal 256 rows 1.17 / 1.10, 512
-// 1.08 / 1.04, 640 1.05 / 1.03, 768 1.01 / 0.99, 1k 0.97 / 0.95; without a mask 256 rows 1.10 / 1.07, 384 1.05 / 1.03,
-// 512 1.01 / 1.00, and 0.81 with 64 blocks of keys, whose walks all begin at one tile; windows of 128 1.15 / 1.10, of
-// 1024 1.02 / 1.01. Fewer blocks of keys lose: causal, 512 rows, 512 blocks 1.13 / 1.09, 256 blocks 0.95 / 0.98; so do
-// grouped heads (0.98 / 0.94) and head_dim 64 (0.98).
+// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. On an H200,
+// times of the other kernel over those of the ordered one, 16k rows in all, head_dim 128 / 96: causal 256 rows 1.17 /
+// 1.10, 512 1.08 / 1.04, 640 1.05 / 1.03, 768 1.01 / 0.99, 1k 0.97 / 0.95; without a mask 256 rows 1.10 / 1.07, 384
+// 1.05 / 1.03, 512 1.01 / 1.00, and 0.81 with 64 blocks of keys, whose walks all begin at one tile; windows of 128 1.15
+// / 1.10, of 1024 1.02 / 1.01. Fewer blocks of keys lose: causal, 512 rows, 512 blocks 1.13 / 1.09, 256 blocks 0.95 /
+// 0.98; so do grouped heads (0.98 / 0.94) and head_dim 64 (0.98).
 inline bool prefers_order(const Problem& p, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   if (p.is_varlen() || p.num_heads != p.num_heads_k || (size != 96 && size != 128)) return false;

@@ -96,12 +96,12 @@ inline bool draws_items(const Problem& p, const Modifiers& m) {
          m.hidden_rows.count > 0 || m.hidden_keys.count > 0 || m.chunk > 0 || m.prefix_lens != nullptr;
 }
 
-// Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that has
-// none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. Where the rounds of
-// higher tiles cover 1.2 times as many rows, lower ones were 1.13 to 1.34 times as fast with equal items of 256 keys or
-// more (1024 queries of 16k keys, 16 heads, head_dim 128: 754 for 587 TFLOP/s), at 1.125 times -5 to +2 %. Causal items of
-// a square are unequal and short: 1.02 to 1.09 at 1k rows, 0.96 to 1.00 below for few of them, 1.1 at 256 rows for many.
-// Results may differ in their last bits between the two, hence between batch sizes.
+// Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that
+// has none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. Where the rounds
+// of higher tiles cover 1.2 times as many rows, lower ones were 1.13 to 1.34 times as fast with equal items of 256 keys
+// or more (1024 queries of 16k keys, 16 heads, head_dim 128: 754 for 587 TFLOP/s), at 1.125 times -5 to +2 %. Causal
+// items of a square are unequal and short: 1.02 to 1.09 at 1k rows, 0.96 to 1.00 below for few of them, 1.1 at 256 rows
+// for many. Results may differ in their last bits between the two, hence between batch sizes.
 inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   if (p.is_varlen() || d.num_sms <= 0) return false;
   const auto tiles = [&](int64_t rows) { return (p.seqlen_q + rows - 1) / rows * p.batch * p.num_heads; };

@@ -48,10 +48,10 @@ __device__ __forceinline__ bool try_weights(const float (&s)[kCount], uint32_t (
   return true;
 }
 
-// The maximum of a quarter of the first tile, as a first guess for try_weights() to judge, which is 2^5 times as lenient
-// in a warp some of whose rows do not see the end of that quarter. A row that sees a key or two there guesses far below
-// what the next tile holds: under a causal mask every tenth tile of 512 normal rows (head_dim 64) was done again, and none
-// is now. A guess 2^5 higher would be the same in bf16; in fp16 it takes 5 bits of weights below 2^-14.
+// The maximum of a quarter of the first tile, as a first guess for try_weights() to judge, which is 2^5 times as
+// lenient in a warp some of whose rows do not see the end of that quarter. A row that sees a key or two there guesses
+// far below what the next tile holds: under a causal mask every tenth tile of 512 normal rows (head_dim 64) was done
+// again, and none is now. A guess 2^5 higher would be the same in bf16; in fp16 it takes 5 bits of weights below 2^-14.
 template <int kCount>
 __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState& state, float scale) {
   constexpr int kLast = 4 * (kCount / 16 - 1) + 1;  // of the quarter, in the first row

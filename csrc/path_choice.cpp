@@ -71,7 +71,7 @@ namespace {
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
     "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "head_parts", "splits", "lower_tiles"};
+    "head_parts", "splits", "lower_tiles", "dq_ring"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -158,6 +158,7 @@ DeviceInfo device_info(int device_index) {
   if (smem) info.smem_per_block = static_cast<int>(*smem);
   if (const auto splits = get_switch(Switch::kSplits)) info.splits = static_cast<int>(*splits);
   if (const auto lower = get_switch(Switch::kLowerTiles)) info.lower_tiles = static_cast<int>(*lower);
+  if (const auto ring = get_switch(Switch::kDqRing)) info.dq_ring = static_cast<int>(*ring);
   return info;
 }
 

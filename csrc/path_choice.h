@@ -68,8 +68,9 @@ enum class Switch {
   kHeadParts,          // this many parts of a key head in backwards that can have them (head_parts.h)
   kSplits,             // 0: never split keys; else into that many parts, in every plain forward
   kLowerTiles,         // 1 or 0: tiles of 128 queries in the sm90 forward always or never (sm90/tiles.h)
+  kDqRing,             // 1 or 0: accumulators of the sm90 backward in a ring always or never (sm90/bwd_tiles.h)
 };
-constexpr int kNumSwitches = 9;
+constexpr int kNumSwitches = 10;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

@@ -152,9 +152,11 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
     const int block_m = wide_instance_of(p).tile().block_m;
     return {2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0), 0};
   }
-  const int64_t rows = query_tiles(p) * BwdTile::kBlockM;
   const bool ordered = deterministic || prefers_order(p, d);
-  return {row_stats_elements(p, ordered), rows * padded_head_dim(p.head_dim, p.head_dim_v)};
+  const DqRing ring = dq_ring(p, d, ordered);
+  const int64_t tiles = ring ? ring.tiles(p) : query_tiles(p);
+  return {row_stats_elements(p, ordered, ring),
+          tiles * BwdTile::kBlockM * padded_head_dim(p.head_dim, p.head_dim_v)};
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
@@ -179,7 +181,8 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const BwdTile t = bwd_tile(size);
   const bool ordered = deterministic || prefers_order(p, d);
-  const std::string name = "bwd_sm90_hd" + std::to_string(size) + (ordered ? "_det" : "");
+  const std::string kind = ordered ? "_det" : dq_ring(p, d, ordered) ? "_ring" : "";
+  const std::string name = "bwd_sm90_hd" + std::to_string(size) + kind;
   return {"sm90", name, BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
           t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), ordered).ctas, d.num_sms)};
 }

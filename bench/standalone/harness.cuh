@@ -66,6 +66,8 @@ inline DeviceInfo this_device() {
   d.cc_major = found.major;
   d.cc_minor = found.minor;
   d.num_sms = found.multiProcessorCount;
+  if (const char* x = std::getenv("NUM_SMS")) d.num_sms = std::atoi(x);  // as if the GPU had so many
+  if (const char* x = std::getenv("DQ_RING")) d.dq_ring = std::atoi(x);  // 0 never, 1 wherever it is possible
   d.smem_per_block = static_cast<int>(found.sharedMemPerBlockOptin);
   d.l2_bytes = found.l2CacheSize;
   std::printf("%s, %d SMs, L2 of %d MB\n", found.name, d.num_sms, d.l2_bytes >> 20);

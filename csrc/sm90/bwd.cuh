@@ -8,12 +8,14 @@
 //   K, V     [block_n rows], in parts of 128
 //   Q, dO    [kSlots][64 rows]
 //   dS       [2][64 queries x 128 keys], for each warpgroup where they work apart
+//   pieces   [2][piece slots][16 queries x 32 columns of dQ in fp32], zeros
 //   stats    [kSlots][-lse * log2 e of 64 queries, -delta]
-//   items    [kItems], barriers
+//   stage    [consumer warps][16 queries x 64 columns of dQ], if T::kStaged
+//   items    [kItems], what consumer warps owe, barriers
 #pragma once
 
 #include "bwd_consume.cuh"
-#include "bwd_produce.cuh"
+#include "bwd_finish.cuh"
 #include "roles.cuh"
 
 namespace flash_ext::sm90 {
@@ -29,8 +31,8 @@ __device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) 
       schedule_keys<T>(a, maps, smem, items, bars);
     } else if (T::kOrdered && warp == 1) {
       pass_turns<T>(a, smem, items, bars, 0);
-    } else if (warp == 1) {
-      load_keys<T>(a, maps, smem, items, bars);
+    } else if (T::kRing && warp % 2 == 1) {
+      finish_queries<T>(a, maps, smem, items, bars, warp / 2);
     } else if (warp == 2) {
       load_queries<T>(a, maps, smem, items, bars);
     } else if (T::kQueriesLoadDouts) {

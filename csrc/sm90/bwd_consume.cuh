@@ -39,12 +39,21 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
   const auto arrive = [&](uint32_t bar) {
     if (lane == 0) ptx::mbarrier_arrive(bar);
   };
+  const auto has_ring = [&] { return T::kRing && a.ring.words != nullptr; };
+  const auto owe = [&] {
+    if (lane == 0) reinterpret_cast<uint32_t*>(smem_bytes + T::kOwedAt)[group * 4 + warp] = place.slot + 1;
+  };
+  if (T::kRing && lane == 0) reinterpret_cast<uint32_t*>(smem_bytes + T::kOwedAt)[group * 4 + warp] = 0;
 #pragma unroll 1
   while (true) {
+    if (has_ring() && !__any_sync(kWarp, ptx::mbarrier_test_wait(bars.item_full(place.slot), place.parity))) {
+      settle<T>(smem_bytes, bars, group * 4 + warp, lane);
+    }
     wait(bars.item_full(place.slot), place.parity);
     const BwdItem& item = items[place.slot];
     if (item.w.block < 0) {
       if (T::kStaged && !T::kOrdered && lane == 0) ptx::bulk_wait_read();
+      if (has_ring()) settle<T>(smem_bytes, bars, group * 4 + warp, lane);
       break;
     }
     // As found now, not as it was when last read.
@@ -153,9 +162,12 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       if constexpr (!kFirst) {
         ptx::pin(dq);
         add_dq_before(dq);
+      } else if (has_ring()) {
+        settle<T>(smem_bytes, bars, group * 4 + warp, lane);
+        if (lane == 0) ptx::fence_proxy_async_global();  // zeros, before additions
       }
       ds_ring.advance();
-      tile_before = item.tile + walk.head * a.tiles_per_head + walk.block;
+      tile_before = item.dq_tile + walk.head * a.tiles_per_head + walk.block;
       walk.advance(item, heads);
       ring.advance();
       if constexpr (kLast) {
@@ -206,7 +218,12 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       store_rows_staged<E, kNextChunk>(p.dk, now.w.b, now.w.k, now.w.h, dk, r.softmax_scale, r.head_dim, warp_row,
                                        stage, lane);
       add_dq_before(dq);
+      if (has_ring()) owe();
     } else {
+      if (has_ring()) {
+        settle<T>(smem_bytes, bars, group * 4 + warp, lane);
+        arrive(bars.added(place.slot));
+      }
       const int warp_row = first_key(item) + warp * 16, rows = min(16, item.w.k.length - warp_row);
       zero_rows(p.dv, item.w.b, item.w.k.start + warp_row, item.w.h, rows, r.head_dim_v, lane);
       zero_rows(p.dk, item.w.b, item.w.k.start + warp_row, item.w.h, rows, r.head_dim, lane);
@@ -355,7 +372,8 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       arrive(bars.dout_empty(ring.slot));
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      float* to = dq_warp + static_cast<int64_t>(tile) * (kM * D);
+      const int dq_tile = item.dq_tile - item.tile + tile;
+      float* to = dq_warp + static_cast<int64_t>(dq_tile) * (kM * D);
       if constexpr (T::kOrdered) {
         if constexpr (!T::kStaged) {
           add_dq_in_turn(to, dq, lane, wait_for_turn(a.turns + tile, 2 * item.w.block + group, seen));
@@ -371,6 +389,8 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       ds_slot ^= 1;
       walk.advance(item, heads);
     }
+    __syncwarp();
+    if (T::kRing && a.ring.words != nullptr) arrive(bars.added(place.slot));
     if (item.steps > 0) {
       arrive(bars.k_empty());
       arrive(bars.v_empty());

@@ -8,9 +8,18 @@
 
 namespace flash_ext::sm90 {
 
-// Tensor maps; host side: tensor_maps.cuh. Boxes have 64 columns, and 64 rows of q and dout, 128 of k and v.
+// Tensor maps; host side: tensor_maps.cuh. Boxes have 64 columns, and 64 rows of q and dout, 128 of k and v, 16 of dq.
 struct BwdMaps {
-  CUtensorMap q, k, v, dout;
+  CUtensorMap q, k, v, dout, dq;
+};
+
+// The ring as kernels see it; bwd_ring.cuh. Tiles are those of queries.
+struct Ring {
+  uint32_t* words = nullptr;  // null: none
+  Divisor round_tiles, ring_tiles, tiles_per_head;  // of a round, of the rounds that have a place, of a query head
+  Divisor heads;                                    // of queries
+  uint32_t all_tiles = 0, all_rounds = 0, rounds = 0;
+  uint32_t round_heads = 0;  // key heads of a round, counted with the batch
 };
 
 struct BwdArgs {
@@ -21,6 +30,7 @@ struct BwdArgs {
   int tiles_per_head;  // of queries, in the workspace
   int rotate;  // tiles by which a block of keys starts its walk later than the block before
   uint32_t* turns;  // of bwd_order.cuh, or null
+  Ring ring;
 };
 
 // An item, a block of keys of one key head, as the producer leaves it to the others.
@@ -30,6 +40,9 @@ struct BwdItem {
   int first;          // of them, where the walk starts
   int steps;          // tiles of all heads together, may be 0
   int tile;           // first one of the first query head in the workspace
+  int dq_tile;        // the same among the accumulators
+  int round;          // of its head
+  int unused;
 };
 
 // Number in the workspace of the first tile of queries of a sequence. Packed ones have places as the slots of
@@ -67,6 +80,7 @@ template <typename E, int D, bool kInOrder = false>
 struct BwdTraits {
   using Element = E;
   static constexpr bool kOrdered = kInOrder;  // additions to dQ
+  static constexpr bool kRing = !kInOrder;    // may have its accumulators in a ring
   // Tiles of an item still to load when the next one is drawn: one drawn early is kept from a CTA that is free before
   // (causal, 4k to 16k rows: 5 %), and additions in order want items to begin in the order in which they are drawn.
   static constexpr int kDrawAhead = 2;
@@ -87,19 +101,26 @@ struct BwdTraits {
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
   static constexpr int kDoutBytes = kQBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
-  static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kStatsAt = kDsAt + kTile.ds_bytes();
+  static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kPiecesAt = kDsAt + kTile.ds_bytes();
+  static constexpr int kPieceSlots = kTile.piece_slots(), kFinisherBytes = kTile.finisher_bytes();
+  static constexpr int kZerosAt = kPiecesAt + BwdTile::kFinishers * kFinisherBytes;
+  static constexpr int kStatsAt = kZerosAt + BwdTile::kZeroBytes;
   static constexpr bool kStaged = kTile.staged;
   static constexpr int kStageAt = kStatsAt + kTile.stats_bytes(), kStageBytes = 4096;  // a warp: 16 queries, 64 columns
   // In order: additions of a step, each kind of which has a warp to itself, and tiles whose turns it asks for at once.
   static constexpr int kDqStages = kApart ? 2 : 1, kTurnsAtOnce = 4;
-  static constexpr bool kQueriesLoadDouts = kOrdered && kApart;
+  static constexpr bool kQueriesLoadDouts = kRing || kApart;
+  static constexpr bool kSchedulerLoadsKeys = true;
   static constexpr int kItemsAt = kStageAt + kTile.stage_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes(D);
   static constexpr int kItems = 2;
-  static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
+  // What a consumer warp owes (bwd_ring.cuh).
+  static constexpr int kOwedAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
+  static constexpr int kBarriersAt = kOwedAt + 4 * kConsumerWarps;
   static constexpr int kDsSlots = kTile.ds_slots(), kStatsBytes = kBlockM * 8;
-  static_assert(sizeof(BwdItem) % 8 == 0 && kStageAt % 16 == 0);
-  static_assert(kBarriersAt + 8 * (4 + 4 * kSlots + 2 * kItems + kDsSlots + 5) <= kSmemBytes);
+  static_assert(sizeof(BwdItem) % 8 == 0 && kStageAt % 16 == 0 && kPiecesAt % 1024 == 0);
+  static_assert(kBarriersAt + 8 * (4 + 4 * kSlots + 2 * kItems + kDsSlots + 7 + BwdTile::kFinishers * kPieceSlots) <=
+                kSmemBytes);
 };
 
 template <typename T>
@@ -131,6 +152,9 @@ struct BwdBarriers {
   // In order: dQ has been left or added, and is where it belongs.
   __device__ uint32_t dq_full(int group) const { return item_ending() + 8 + 8 * group; }
   __device__ uint32_t dq_empty(int group) const { return item_ending() + 24 + 8 * group; }
+  // With a ring: what an item adds to dQ is where it belongs; a piece of dQ has come.
+  __device__ uint32_t added(int place) const { return item_ending() + 40 + 8 * place; }
+  __device__ uint32_t piece_full(int slot) const { return added(T::kItems) + 8 * slot; }
 
   __device__ void init() const {
     ptx::mbarrier_init(k_full(), T::kKeyParts);
@@ -145,7 +169,12 @@ struct BwdBarriers {
     }
     for (int i = 0; i < T::kItems; ++i) {
       ptx::mbarrier_init(item_full(i), 1);
-      ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + 3);  // and the other producers
+      // And the other producers: of those with a ring one reads no items.
+      ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + (T::kRing ? 2 : 3));
+      if constexpr (T::kRing) ptx::mbarrier_init(added(i), T::kConsumerWarps);
+    }
+    if constexpr (T::kRing) {
+      for (int i = 0; i < BwdTile::kFinishers * T::kPieceSlots; ++i) ptx::mbarrier_init(piece_full(i), 1);
     }
     for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kDsWriters);
     if constexpr (T::kDrawAhead > 0) ptx::mbarrier_init(item_ending(), 1);

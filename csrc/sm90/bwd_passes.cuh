@@ -2,8 +2,8 @@
 //
 // Workspace in tiles of 64 queries of one head, so that everything there moves in whole lines:
 //   row_stats  [tile][-lse * log2 e of 64 rows, -delta of 64 rows], delta = rowsum(dout * out) - dlse
-//   turns      [tile], for additions in order
-//   dq_accum   [tile][64 columns][warp][16 columns][half][lane][4]: a warp's accumulators, in the order of its addition
+//   turns      [tile], for additions in order; words of a ring (bwd_ring.cuh)
+//   dq_accum   [tile, or place in the ring][64 columns][warp][16 columns][half][lane][4]: a warp's accumulators, in the order of its addition
 // Rows that see nothing and rows outside the sequence get lse = +inf, hence weights 2^(s - inf) = 0.
 #pragma once
 
@@ -58,11 +58,20 @@ __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryT
   }
 }
 
+// Accumulators that the first pass zeroes, and words of a ring.
+struct Zeroed {
+  int64_t tiles = INT64_MAX;
+  uint32_t* words = nullptr;
+  int num_words = 0;
+};
+
 template <typename E, int D>
 __global__ void __launch_bounds__(kPassThreads)
     bwd_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head,
-                     uint32_t* turns) {
+                     uint32_t* turns, const __grid_constant__ Zeroed zeroed) {
   ptx::allow_next_kernel();
+  const int thread = blockIdx.x * kPassThreads + threadIdx.x;
+  if (thread < zeroed.num_words) zeroed.words[thread] = 0;
   const QueryTile tile = locate_tile(p, grid, tiles_per_head);
   if (!tile.w.active || tile.outside) return;
   store_row_stats<E, D, BwdTile::kBlockM>(p, tile);
@@ -71,6 +80,7 @@ __global__ void __launch_bounds__(kPassThreads)
     // Whoever comes first writes the tile.
     if (begin_turns(turns, mod, tile.index, tile.w.block)) return;
   }
+  if (tile.index >= zeroed.tiles) return;
   float4* dq = reinterpret_cast<float4*>(p.dq_accum + tile.index * (64 * D));
 #pragma unroll
   for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);

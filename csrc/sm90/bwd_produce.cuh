@@ -1,7 +1,7 @@
 // The producers of the sm90 backward: four warps with a job each, because one would spill in 24 registers.
 #pragma once
 
-#include "bwd_parts.cuh"
+#include "bwd_ring.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -35,13 +35,19 @@ __device__ __forceinline__ void load_keys_of(const BwdArgs& a, const BwdMaps& ma
   parity ^= 1;
 }
 
-// First warp: decides what is next. With additions in order it loads K and V as well.
+// Whether every item is drawn, the first of a CTA too.
+template <typename T>
+__device__ __forceinline__ bool draws_in_order(const BwdArgs& a) {
+  return T::kOrdered || (T::kRing && a.ring.words != nullptr);
+}
+
+// First warp: decides what is next. Up to head_dim 128 it loads K and V as well.
 template <typename T>
 __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& maps, uint32_t smem, BwdItem* items,
                                               BwdBarriers<T> bars) {
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
-  const bool draws = T::kOrdered || a.draw.counter != nullptr;
+  const bool in_order = draws_in_order<T>(a), draws = in_order || a.draw.counter != nullptr;
   const bool has_items = !T::kOrdered || can_be_ordered(p);
   if (draws && has_items && lane == 0) own_counter(a.draw);
   RingPosition<T::kItems> place;
@@ -49,11 +55,11 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
   [[maybe_unused]] uint32_t kv_parity = 1;
   const auto draw = [&] {
     uint32_t next = 0;
-    if (lane == 0) next = T::kOrdered ? draw_in_order(a.draw) : draw_item(a.draw);
+    if (lane == 0) next = in_order ? draw_in_order(a.draw) : draw_item(a.draw);
     return __shfl_sync(0xffffffffu, next, 0);
   };
   uint32_t index = blockIdx.x;
-  if constexpr (T::kOrdered) index = has_items ? draw() : a.draw.num_items;
+  if (in_order) index = has_items ? draw() : a.draw.num_items;
 #pragma unroll 1
   while (index < a.draw.num_items) {
     int b = 0;
@@ -65,6 +71,7 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
         item.w = w;
         const int first_head = w.h * static_cast<int>(a.grid.shared.divisor);
         item.tile = static_cast<int>(first_tile<T::kBlockM>(p, w, b, first_head, a.tiles_per_head));
+        if constexpr (T::kRing) put_in_ring(a.ring, item);
         asm volatile("" ::: "memory");  // reads it again below: not enough registers to keep it
         const AttnMod mod{p, item.w.q.length, item.w.k.length};
         item.blocks = mod.template q_blocks<T::kBlockM, T::kBlockN>(item.w.block);
@@ -72,10 +79,11 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
         const uint32_t late = count == 0 ? 0 : static_cast<uint32_t>(item.w.block * a.rotate) % count;
         item.first = T::kOrdered ? item.blocks.end - 1 : item.blocks.begin + static_cast<int>(late);
         item.steps = static_cast<int>(count * a.grid.shared.divisor);
+        if constexpr (T::kRing) wait_for_round(a.ring, item);
         ptx::mbarrier_arrive(bars.item_full(place.slot));
         if (T::kDrawAhead > 0 && draws && count == 0) ptx::mbarrier_arrive(bars.item_ending());
       }
-      if constexpr (T::kOrdered) {
+      if constexpr (T::kSchedulerLoadsKeys) {
         __syncwarp();
         load_keys_of<T>(a, maps, smem, items[place.slot], bars, kv_parity);
       }
@@ -220,7 +228,7 @@ __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& ma
                                         bars.dout_full(ring.slot),
                                         row_coordinates(a.p.problem, item.w.q, item.w.b, walk.block * T::kBlockM), h);
     }
-    const bool draws = T::kOrdered || a.draw.counter != nullptr;  // else nobody waits for that
+    const bool draws = draws_in_order<T>(a) || a.draw.counter != nullptr;  // else nobody waits for that
     if (T::kDrawAhead > 0 && draws && walk.left == min(T::kDrawAhead, item.steps)) {
       ptx::mbarrier_arrive(bars.item_ending());
     }

@@ -30,7 +30,8 @@ struct WideKeyTraits {
   static constexpr int kSmemBytes = kTile.dkv_smem_bytes(D, Dv);
   static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
   static constexpr int kDsSlots = 2 * kWeightSlots;  // weights written, weights read
-  static constexpr bool kOrdered = false, kQueriesLoadDouts = false, kPlacesSwap = false;
+  static constexpr bool kOrdered = false, kRing = false, kSchedulerLoadsKeys = false;
+  static constexpr bool kQueriesLoadDouts = false, kPlacesSwap = false;
   static_assert(kQBytes % 1024 == 0 && kDoutBytes % 1024 == 0 && kItemsAt % 16 == 0);
   static_assert(kBarriersAt + 8 * (5 + 4 * kSlots + 2 * kItems + kDsSlots) <= kSmemBytes);
 };

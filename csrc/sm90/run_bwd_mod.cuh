@@ -68,7 +68,7 @@ std::string run_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceI
   const int tiles = static_cast<int>(query_tiles_per_head(p.problem));
   uint32_t* const no_turns = nullptr;
   std::string error =
-      launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, no_turns);
+      launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, no_turns, Zeroed{});
   if (error.empty()) error = launch_bwd_mod<E, D>(p, m, d);
   if (!error.empty()) return error;
   return launch_at(early_if(begins_early(p.problem)), "bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream,

@@ -25,7 +25,7 @@ inline EncodeTiled find_encoder() {
 // A map with boxes of 64 columns and `box_rows` rows. `rows` counts those of a batch entry; packed tensors get the
 // shape that fwd_parts.cuh's row_coordinates() expects. Errors in words, or empty.
 inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
-                              int heads, int box_rows) {
+                              int heads, int box_rows, int box_columns = 64) {
   static const EncodeTiled encode = find_encoder();
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   const bool packed = p.is_varlen();
@@ -44,11 +44,12 @@ inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Prob
     strides[2] = (cuuint64_t{1} << 35) - row;
     strides[3] = row;
   }
-  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type =
       p.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result = encode(&map, type, 5, x.ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 box_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's codes are those of the runtime; a context lost earlier shows here first.
   if (result == CUDA_SUCCESS) return {};

@@ -3,7 +3,8 @@
 // Workspace in tiles of 64 queries of one head, so that everything there moves in whole lines:
 //   row_stats  [tile][-lse * log2 e of 64 rows, -delta of 64 rows], delta = rowsum(dout * out) - dlse
 //   turns      [tile], for additions in order; words of a ring (bwd_ring.cuh)
-//   dq_accum   [tile, or place in the ring][64 columns][warp][16 columns][half][lane][4]: a warp's accumulators, in the order of its addition
+//   dq_accum   [tile, or its place in a ring][64 columns][warp][16 columns][half][lane][4]: a warp's accumulators, in the
+//              order of its addition
 // Rows that see nothing and rows outside the sequence get lse = +inf, hence weights 2^(s - inf) = 0.
 #pragma once
 

@@ -1,13 +1,13 @@
 // Accumulators of dq in a ring, so that they stay in the L2 cache, and dq made of them while the backward runs.
 //
-// Zeroed by a pass before and converted by a pass behind, accumulators go through memory four times: those of 16384 rows
-// and 2048 columns are 134 MB, and the passes a quarter of the time at 512 keys. Here heads go in rounds of about one item
-// for each CTA, and only some rounds have accumulators at a time. When all items of a round are added, two producer
-// warps of each CTA draw its tiles of queries, convert them and put zeros in their place (bwd_finish.cuh). When all
-// tiles of a round are given back, items of the round that comes to its place may begin.
+// Zeroed by a pass before and converted by a pass behind, accumulators go through memory four times: those of 16384
+// rows and 2048 columns are 134 MB, and the passes a quarter of the time at 512 keys. Here heads go in rounds of about
+// one item for each CTA, and only some rounds have accumulators at a time. When all items of a round are added, two
+// producer warps of each CTA draw its tiles of queries, convert them and put zeros in their place (bwd_finish.cuh).
+// When all tiles of a round are given back, items of the round that comes to its place may begin.
 //
-// Items and tiles are drawn in ascending order by CTAs that run. An item waits for tiles of an earlier round, a tile for
-// items of its own: the first of all that is not done can go on, whatever the number of CTAs.
+// Items and tiles are drawn in ascending order by CTAs that run. An item waits for tiles of an earlier round, a tile
+// for items of its own: the first of all that is not done can go on, whatever the number of CTAs.
 //
 // Words in global memory, zeroed by the pass before:
 //   [0] tiles drawn     [4 + 2 r] items of round r added     [5 + 2 r] tiles of round r given back
@@ -17,7 +17,9 @@
 
 namespace flash_ext::sm90 {
 
-__device__ __forceinline__ uint32_t* items_added(const Ring& ring, uint32_t round) { return ring.words + 4 + 2 * round; }
+__device__ __forceinline__ uint32_t* items_added(const Ring& ring, uint32_t round) {
+  return ring.words + 4 + 2 * round;
+}
 __device__ __forceinline__ uint32_t* tiles_given_back(const Ring& ring, uint32_t round) {
   return ring.words + 5 + 2 * round;
 }

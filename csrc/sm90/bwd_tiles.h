@@ -117,16 +117,23 @@ struct DqRing {
   int64_t tiles(const Problem& p) const { return rounds * round_tiles(p); }
 };
 
-// A ring for dense calls that see all of up to 4096 keys, where the passes before and behind count: on an H200, time of a
-// backward with them over that with a ring, 16k rows in all, no mask, 512 / 1k / 2k / 4k keys: head_dim 64 1.09 / 1.07
-// / 1.03 / 1.02, 96 1.05 / 1.06 / 1.04 / 1.03, 128 1.01 / 1.06 / 1.03 / 1.01. Causal items are shorter than what
-// converts needs for theirs: 0.94 (head_dim 64, 512 rows) to 1.05 (64, 1k rows). A round has an item for each CTA; with
-// three rounds 512 rows of 128 columns take 0.487 ms, with four 0.458, with six 0.449. All of it has to fit the L2 cache.
+// Where a ring pays. On an H200, time of a backward with passes before and behind over that with a ring, 16k rows in all,
+// 512 / 1k / 2k / 4k keys, no mask: head_dim 64 1.09 / 1.07 / 1.03 / 1.02, 96 1.05 / 1.06 / 1.04 / 1.03, 128 1.01 / 1.06
+// / 1.03 / 1.01. Short causal items leave no time to convert: 64 0.94 / 1.04 / 0.98 / 1.00, 96 1.00 / 1.02 / 0.99 /
+// 0.95, 128 0.94 / 1.00 / 1.06 / 1.02.
+inline bool prefers_ring(const Problem& p, int size) {
+  if (p.seqlen_k > 4096) return false;
+  const bool causal = p.window_left < 0 && p.window_right == 0;
+  return !draws_items(p) || (causal && size == 128 && p.seqlen_k >= 1536);
+}
+
+// A round has an item for each CTA; with three rounds 512 rows of 128 columns take 0.487 ms, with four 0.458, with six
+// 0.449. All of them have to fit the L2 cache.
 inline DqRing dq_ring(const Problem& p, const DeviceInfo& d, bool ordered) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const bool asked = d.dq_ring == 1;
   if (ordered || d.dq_ring == 0 || p.is_varlen() || size > 128 || d.num_sms <= 0) return {};
-  if (!asked && (draws_items(p) || p.seqlen_k > 4096)) return {};
+  if (!asked && !prefers_ring(p, size)) return {};
   const Grid g = make_grid(p, d, false, bwd_tile(size).block_n());
   if (g.ctas <= 0 || g.ctas > INT32_MAX || query_tiles(p) > INT32_MAX) return {};
   const auto quotient = [](int64_t x, int64_t y) { return (x + y - 1) / y; };

@@ -278,9 +278,9 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         for name, number in opcodes.items():
             count[name.split(".")[0]] += number
             count[name] += number
-        assert count["HGMMA"] >= 6 * 3 and count["UTMALDG"] > 0, item["name"]
+        assert count["HGMMA"] >= 4 * 4 and count["UTMALDG"] > 0, item["name"]
         assert count["USETMAXREG"] >= 2, item["name"]
-        groups = count["HGMMA"] // 5  # a group has at least four products, most of them more
+        groups = count["HGMMA"] // 4  # a group has at least four products
         assert 0 < count["WARPGROUP.ARRIVE"] <= groups, item["name"]
         assert 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1

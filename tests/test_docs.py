@@ -455,7 +455,7 @@ def test_tile_tables_are_those_of_heuristics_h() -> None:
 def launch_with_modifiers(
     direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80", *, tall: bool = False
 ) -> dict:
-    """As :func:`plan`, for a call that has one; these are known only by making the call. Sinks get tall tiles.
+    """As :func:`plan`, for a call that has one (sinks, if ``tall``): known only by making the call.
 
     ``path`` cannot be named for tensors of a CPU: misaligned ones are what ``sm80`` kernels get on Hopper.
     """

@@ -24,8 +24,8 @@ __device__ __forceinline__ void store_unvisited(const FwdModArgs& a, const ModIt
   zero_rows(p.out, w.b, w.q.start + first_row, w.h, rows, p.problem.head_dim_v, lane);
 }
 
-// T::kJudges lanes judge a tile of keys, one for each warpgroup's 64 rows: all get the tests of all, or 0 where all skip
-// the tile. `tile` may lie outside the sequence.
+// T::kJudges lanes judge a tile of keys, one for each warpgroup's 64 rows: all get the tests of all, or 0 where all
+// skip the tile. `tile` may lie outside the sequence.
 template <typename T>
 __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block, int tile, int lane) {
   constexpr int kLanes = T::kJudges;

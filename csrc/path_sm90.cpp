@@ -22,8 +22,7 @@ struct Instance {
   const char* name;
 
   bool is_lower(const Problem& p, const DeviceInfo& d) const {
-    if (run_lower == nullptr) return false;
-    return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
+    return run_lower != nullptr && takes_lower_tiles(p, d);
   }
 };
 constexpr std::array<Instance, 6> kInstances = {
@@ -201,7 +200,8 @@ LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& 
   const bool tall = has_tall_tiles(i->head_dim) && prefers_tall_tiles(p, m, d);
   const FwdModTile t = tall ? tall_mod_tile(i->head_dim) : fwd_mod_tile(i->head_dim);
   const int block_m = t.plain().block_m();
-  return {"sm90", i->name + std::string(tall ? "_tall" : ""), block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
+  const std::string name = i->name + std::string(tall ? "_tall" : "");
+  return {"sm90", name, block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
           t.smem_bytes(i->head_dim, i->head_dim_v),
           std::min<int64_t>(fwd_grid(p, d, block_m).ctas, d.num_sms)};
 }

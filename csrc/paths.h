@@ -20,7 +20,7 @@ struct DeviceInfo {
   int l2_bytes = 0;
   std::string error;       // non-empty when the device could not be read
   int splits = -1;         // of the keys, for tests: 0 never, else that many wherever it is possible; -1: as it pays
-  int lower_tiles = -1;    // of the sm90 forward, for tests: 0 never, 1 always; -1: as it pays
+  int lower_tiles = -1;    // of the sm90 forwards, for tests: 0 never, 1 always; -1: as it pays
 };
 
 // One kernel launch as it would be done: what info, bench and tests print and assert on.

@@ -97,7 +97,7 @@ class Runner {
     int failed = !passes(c, named.name, m, Kernel::kChosen, want_max);
     if (kHasTall && hides_only(m)) {
       failed += !passes(c, named.name + " (low)", m, Kernel::kLow, want_max);
-      failed += !passes(c, named.name + " (tall)", m, Kernel::kTall, false);
+      failed += !passes(c, named.name + " (tall)", m, Kernel::kTall, want_max);
     }
     return failed;
   }

@@ -107,9 +107,11 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     ptx::wgmma_commit();
     ring.advance();
   };
-  // The first tile of an item takes its maximum, so that no result depends on which hidden tiles were visited.
+  // Maxima that are wanted must be true ones. The first tile of an item takes its own, so that no result depends on
+  // which hidden tiles were visited.
   const auto prepare_weights = [&] {
-    if (!now.is_first() && try_weights<E>(s, weights, state, scale)) return;
+    const bool asks = now.is_first() || a.m.row_max != nullptr;
+    if (!asks && try_weights<E>(s, weights, state, scale)) return;
     float factor[2];
     weights_by_maximum<E>(s, weights, state, factor, scale);
 #pragma unroll

@@ -123,13 +123,17 @@ inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   return p.seqlen_k >= 1024 || (p.seqlen_k >= 192 && tiles(128) >= 2 * d.num_sms);
 }
 
+inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
+  return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
+}
+
 // Whether a call that hides scores at most should take the tiles of the plain kernel: where masks are known by rows or
 // by keys alone, so that they leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool
 // masks and block maps, which are mixed in many places, stay with wider tiles, whose words are fetched ahead.
 inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  const bool adds = m.is_natural || !(p.softmax_scale > 0.f) || m.rng != nullptr || m.row_max != nullptr;
+  const bool adds = m.is_natural || !(p.softmax_scale > 0.f) || m.rng != nullptr;
   const bool is_mixed = (m.mask.words != nullptr && m.mask.row_stride != 0) || m.blocks.words != nullptr;
-  return !adds && !is_mixed && !prefers_lower_tiles(p, d);
+  return !adds && !is_mixed && !takes_lower_tiles(p, d);
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

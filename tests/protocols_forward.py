@@ -150,8 +150,8 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
 
 def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots=4):
     """schedule_mod_items() and load_mod_tiles() of fwd_mod_produce.cuh, consume_mod() of fwd_mod_consume.cuh,
-    with three groups consume_tall() of fwd_tall_consume.cuh. An item is a list of steps, a step the groups that
-    see it."""
+    with three groups consume_tall() of fwd_tall_consume.cuh. An item is a list of steps, a step the groups
+    that see it."""
     kv, q = Slots("K or V", kv_slots, groups * WARPS), Slots("Q", q_slots, groups * WARPS)
     tile_of_bias = Slots("bias", 2, groups * WARPS)
     chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)

@@ -255,7 +255,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   Prepared made = prepare(problem, a, params.stream);
   if (want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
   if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kForward, path.plan_fwd_mod(problem, info), false,
+    record_launch({Direction::kForward, path.plan_fwd_mod(problem, made.modifiers, info), false,
                    params.q.aligned && params.k.aligned && params.v.aligned});
   }
   if (should_launch()) {

@@ -27,7 +27,7 @@ struct Path {
   // With modifiers; the conditions of why_not_* hold for them, too.
   int64_t (*fwd_mod_workspace)(const Problem&, const DeviceInfo&);
   BwdWorkspace (*bwd_mod_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
-  LaunchPlan (*plan_fwd_mod)(const Problem&, const DeviceInfo&);
+  LaunchPlan (*plan_fwd_mod)(const Problem&, const Modifiers&, const DeviceInfo&);
   LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const BwdExtras&, const DeviceInfo&);
   std::string (*run_fwd_mod)(const FwdParams&, const Modifiers&, const DeviceInfo&);
   std::string (*run_bwd_mod)(const BwdParams&, const BwdExtras&, const DeviceInfo&);

@@ -102,7 +102,7 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
   return plan_of("fwd", p, d, fwd_tile_sm80(size, class_of(d)), 0);
 }
 
-LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
+LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers&, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const FwdTile t = fwd_mod_tile_sm80(size, class_of(d));
   return plan_of("fwd_mod", p, d, t,

@@ -22,8 +22,7 @@ struct Instance {
   const char* name;
 
   bool is_lower(const Problem& p, const DeviceInfo& d) const {
-    if (run_lower == nullptr) return false;
-    return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
+    return run_lower != nullptr && takes_lower_tiles(p, d);
   }
 };
 constexpr std::array<Instance, 6> kInstances = {
@@ -198,12 +197,14 @@ BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const Devic
   return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
 }
 
-LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d) {
+LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const ModInstance* i = mod_instance_of(p);
-  if (i == nullptr) return sm80::plan_fwd_mod(p, d);
-  const FwdModTile t = fwd_mod_tile(i->head_dim);
+  if (i == nullptr) return sm80::plan_fwd_mod(p, m, d);
+  const bool tall = has_tall_tiles(i->head_dim) && prefers_tall_tiles(p, m, d);
+  const FwdModTile t = tall ? tall_mod_tile(i->head_dim) : fwd_mod_tile(i->head_dim);
   const int block_m = t.plain().block_m();
-  return {"sm90", i->name, block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
+  const std::string name = i->name + std::string(tall ? "_tall" : "");
+  return {"sm90", name, block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
           t.smem_bytes(i->head_dim, i->head_dim_v),
           std::min<int64_t>(fwd_grid(p, d, block_m).ctas, d.num_sms)};
 }

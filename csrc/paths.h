@@ -21,7 +21,7 @@ struct DeviceInfo {
   std::string error;       // non-empty when the device could not be read
   int splits = -1;         // of the keys, for tests: 0 never, else that many wherever it is possible; -1: as it pays
   int dq_ring = -1;        // of the sm90 backward, for tests: 0 never, 1 wherever it is possible; -1: as it pays
-  int lower_tiles = -1;    // of the sm90 forward, for tests: 0 never, 1 always; -1: as it pays
+  int lower_tiles = -1;    // of the sm90 forwards, for tests: 0 never, 1 always; -1: as it pays
 };
 
 // One kernel launch as it would be done: what info, bench and tests print and assert on.
@@ -60,7 +60,7 @@ std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
 int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d);
 BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
-LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d);
+LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d);
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d);
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
@@ -75,7 +75,7 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d);
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
-LaunchPlan plan_fwd_mod(const Problem& p, const DeviceInfo& d);
+LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d);
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d);
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);

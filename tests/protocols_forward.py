@@ -148,30 +148,37 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
     m.warps(groups, consumer)
 
 
-def forward_mod(m, items, q_slots=2, bias=False, draws=False):
-    """schedule_mod_items() and load_mod_tiles() of fwd_mod_produce.cuh, consume_mod() of fwd_mod_consume.cuh.
-    An item is a list of steps, a step the groups that see it, of two."""
-    kv, q = Slots("K or V", 4, 2 * WARPS), Slots("Q", q_slots, 2 * WARPS)
-    tile_of_bias = Slots("bias", 2, 2 * WARPS)
-    chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(2, 2 * WARPS)
-    item_at, step_at = cells("item", 8), cells("step", 4)
+def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots=4):
+    """schedule_mod_items() and load_mod_tiles() of fwd_mod_produce.cuh, consume_mod() of fwd_mod_consume.cuh,
+    with three groups consume_tall() of fwd_tall_consume.cuh. An item is a list of steps, a step the groups
+    that see it."""
+    kv, q = Slots("K or V", kv_slots, groups * WARPS), Slots("Q", q_slots, groups * WARPS)
+    tile_of_bias = Slots("bias", 2, groups * WARPS)
+    chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
+    item_at, step_at = cells("item", 8), cells("step", kv_slots)
+
+    def chunks_of(steps):
+        """Where they begin and end; of tall tiles the first is what is left over."""
+        begins = range(-(-len(steps) % CHUNK) if groups == 3 else 0, len(steps), CHUNK)
+        return [(max(at, 0), min(at + CHUNK, len(steps))) for at in begins]
 
     def scheduler(me):
         found = chunks = 0
         for n, steps in enumerate(items):
             me.write(item_at[found % 8], n)
-            for first in range(0, len(steps), CHUNK):
-                if first > 0:
+            parts = chunks_of(steps)
+            for at, (first, end) in enumerate(parts):
+                if at > 0:
                     me.arrive(chunk.full[(chunks - 1) % 4])
-                if first == CHUNK:
+                if at == 1:
                     yield from q.load(me, found, n)
                 yield chunk.left(chunks)
-                me.write(chunk.at(chunks), (n, first, first + CHUNK >= len(steps)))
+                me.write(chunk.at(chunks), (n, first, end))
                 chunks += 1
             if not steps:
                 continue
             me.arrive(chunk.full[(chunks - 1) % 4])
-            if len(steps) <= CHUNK:
+            if len(parts) == 1:
                 yield from q.load(me, found, n)
             if draws:
                 yield ending, found
@@ -182,14 +189,14 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
         used = steps = chunks = found = 0
         v = None
         while (part := (yield from chunk.take(me, chunks))) != END:
-            n, first, is_last = part
+            n, first, end = part
+            is_last = end == len(items[n])
             me.read(item_at[found % 8], n)
-            count = min(CHUNK, len(items[n]) - first)
-            for i in range(first, first + count):
-                if is_last and i == first + max(0, count - 6):
+            for i in range(first, end):
+                if is_last and i == max(first, end - 6):
                     me.arrive(ending)
                 yield kv.left(used)
-                me.write(step_at[used % 4], (n, i))
+                me.write(step_at[used % kv_slots], (n, i))
                 for what in (("K", n, i), v) if v else (("K", n, i),):
                     yield from kv.load(me, used, what)
                     used += 1
@@ -203,7 +210,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
             chunks += 1
             found += is_last
         yield kv.left(used)
-        me.write(step_at[used % 4], END)
+        me.write(step_at[used % kv_slots], END)
         kv.fill(me, used, END)
         if v:
             yield from kv.load(me, used + 1, v)
@@ -213,7 +220,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
 
         def look_ahead():
             yield kv.ready(now.used)
-            now.next = me.look(step_at[now.used % 4])
+            now.next = me.look(step_at[now.used % kv_slots])
 
         def begin_step():
             now.step = now.next
@@ -270,7 +277,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
         def is_seen():
             return group in items[now.step[0]][now.step[1]]
 
-        if group == 1:
+        if group == groups - 1:
             me.arrive(turn[0])
         started = is_passed = False
         yield from look_ahead()
@@ -287,7 +294,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
                     yield from skip_step()
                     if started:
                         yield from skip_slot()
-                    me.arrive(turn[1 - group])
+                    me.arrive(turn[(group + 1) % groups])
                 is_passed, started = False, True
                 finish_q()
                 yield from look_ahead()
@@ -295,7 +302,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
                 continue
             yield from me.sync(turn[group])
             issue_scores()
-            me.arrive(turn[1 - group])
+            me.arrive(turn[(group + 1) % groups])
             if started:
                 yield from skip_slot()
             yield from finish_scores(2 if started else 1)
@@ -305,7 +312,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
                 yield from me.sync(turn[group])
                 issue_scores()
                 yield from issue_output(of)
-                me.arrive(turn[1 - group])
+                me.arrive(turn[(group + 1) % groups])
                 yield from finish_scores(2)
                 yield from look_ahead()
                 finish_output()
@@ -317,10 +324,10 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False):
                 yield from skip_step()
             yield from issue_output(of)
             if has_step:
-                me.arrive(turn[1 - group])
+                me.arrive(turn[(group + 1) % groups])
             is_passed = has_step
             finish_output()
 
     m.role("scheduler", scheduler)
     m.role("loader", loader)
-    m.warps(2, consumer)
+    m.warps(groups, consumer)

@@ -50,6 +50,7 @@ HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)
 HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
 # Of head_dim 128: weights dropped, slopes or a softcap alone, a bias that TMA brings.
 HOPPER_MOD_OWN_KINDS = (1, 3, 4)
+HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (5,), (64, 128)  # the same as the first, in higher tiles
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
 SCORE_KINDS = (0, 1, 2, 3, 4)  # of which each has a kernel: hidden, added, capped, dropped, added and dropped
@@ -162,7 +163,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
     hopper_mod = [*itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
-                  *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS)]
+                  *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
+                  *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS)]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     hopper_bwd_bias = itertools.product(HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
@@ -276,15 +278,16 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         for name, number in opcodes.items():
             count[name.split(".")[0]] += number
             count[name] += number
-        assert count["HGMMA"] >= 6 * 3 and count["UTMALDG"] > 0, item["name"]
+        assert count["HGMMA"] >= 4 * 4 and count["UTMALDG"] > 0, item["name"]
         assert count["USETMAXREG"] >= 2, item["name"]
-        groups = count["HGMMA"] // 5  # a group has at least four products, most of them more
+        groups = count["HGMMA"] // 4  # a group has at least four products
         assert 0 < count["WARPGROUP.ARRIVE"] <= groups, item["name"]
         assert 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1
     wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = 2 * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
     kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
+    kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
     modified = len(HOPPER_MOD) * kinds
     modified += len(HOPPER_BWD_MOD) * len(HOPPER_BWD_MOD_HEAD_DIMS) * len(SCORE_KINDS)
     assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide + modified)

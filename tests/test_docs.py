@@ -372,11 +372,11 @@ int main() {
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
                 t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
   }
-  for (int d : {64, 128, 192, 256}) {
-    const sm90::FwdModTile t = sm90::fwd_mod_tile(d);
-    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", d, t.plain().block_m(), t.block_n, t.kv_slots,
-                t.q_slots, t.staged ? "yes" : "no", t.bias_apart ? "apart" : "over Q and stage",
-                t.smem_bytes(d, d));
+  for (int d : {64, 128, 192, 256, -64, -128}) {
+    const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::tall_mod_tile(-d);
+    const char* bias = t.bias_slots == 0 ? "none" : t.bias_apart ? "apart" : "over Q and stage";
+    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
+                t.kv_slots, t.q_slots, t.staged ? "yes" : "no", bias, t.smem_bytes(std::abs(d), std::abs(d)));
   }
   for (int d : {64, 96, 128}) {
     const sm90::BwdTile t = sm90::bwd_tile(d);
@@ -453,21 +453,22 @@ def test_tile_tables_are_those_of_heuristics_h() -> None:
 
 
 def launch_with_modifiers(
-    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80"
+    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80", *, tall: bool = False
 ) -> dict:
-    """As :func:`plan`, for a call that has one; these are known only by making the call.
+    """As :func:`plan`, for a call that has one (sinks, if ``tall``): known only by making the call.
 
     ``path`` cannot be named for tensors of a CPU: misaligned ones are what ``sm80`` kernels get on Hopper.
     """
     q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
+    modifiers = {"sinks": torch.zeros(4)} if tall else {"softcap": 2.0}
     before = _C.get_switch("unaligned")
     with null_kernels():
         pretend(compute_capability)
         _C.set_switch("unaligned", int(path == "sm80"))
         try:
-            out, lse = flash_ext.forward(q, k, v, softcap=2.0)
+            out, lse = flash_ext.forward(q, k, v, **modifiers)
             if direction == "bwd":
-                flash_ext.backward(out, q, k, v, out, lse, softcap=2.0)
+                flash_ext.backward(out, q, k, v, out, lse, **modifiers)
         finally:
             _C.set_switch("unaligned", before)
         return _C.last_launch()
@@ -540,11 +541,10 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
 
 def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
     (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    listed = rows(table)
-    assert len(listed) == 4
-    for d, block_m, block_n, slots, _, _, _, smem in listed:
-        chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90")
-        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}")
+    assert len(listed := rows(table)) == 6
+    for i, (d, block_m, block_n, slots, _, _, _, smem) in enumerate(listed):
+        chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90", tall=i >= 4)
+        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}{'_tall' * (i >= 4)}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from flash_ext.ops import _C
 from tests.cases import dense, packed
 from tests.harness import Target, on_targets, run_case, run_cases
+from tests.modifier_cases import ModifierCase, make_modifier_inputs
+from tests.modifier_harness import call
+from tests.modifier_harness import run_case as run_modified
 
 
 def kernel(batch: int, heads: int, seqlen_q: int, seqlen_k: int, causal: bool, **more) -> str:
@@ -81,3 +85,32 @@ def test_both_heights_are_right(target: Target, head_dim: int, lower: int) -> No
         for case in cases:
             run_case(case.replace(backward=False), chosen)
             assert _C.last_launch()["kernel"].endswith("_lower") == bool(lower), str(case)
+
+
+HIDING = ["padding", "padding_right,sinks", "documents", "prefix,sinktok3", "chunk100", "hkeys1",
+          "hrows1_b,hkeys1_h"]  # fmt: skip
+
+
+@pytest.mark.parametrize("lower", [0, 1])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("mods", HIDING)
+@on_targets("sm90")
+def test_both_heights_hide_the_same(target: Target, mods: str, head_dim: int, lower: int) -> None:
+    """Masks that leave most tiles whole have tiles of 192 queries, too. Maxima not asked for are guessed."""
+    cases = [
+        dense(2, 385, 640, 4, 2, head_dim, causal=True, backward=False),
+        dense(1, 700, 1100, 3, 3, head_dim, window=(300, 100), dtype="fp16", backward=False),
+        packed([1, 430, 0, 300], [5, 330, 7, 856], num_heads=4, num_heads_k=2, head_dim=head_dim,
+               backward=False),
+    ]  # fmt: skip
+    switches = (*target.switches, ("lower_tiles", lower))
+    chosen = dataclasses.replace(target, switches=switches)
+    with chosen.active():
+        for case in cases:
+            mcase = ModifierCase(case, tuple(mods.split(",")))
+            run_modified(mcase, chosen)
+            x = make_modifier_inputs(mcase, target.device)
+            with_maxima, guessed = call(x, chosen), call(x, chosen, return_max_logits=False)
+            assert _C.last_launch()["kernel"].endswith("_tall") != bool(lower), str(case)
+            torch.testing.assert_close(guessed[0], with_maxima[0], atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(guessed[1], with_maxima[1], atol=1e-4, rtol=1e-4)

@@ -39,6 +39,11 @@ def run_forward_mod(m, rnd, *, bias=False):
     forward_mod(m, items, rnd.choice((1, 2)), bias, draws=rnd.random() < 0.5)
 
 
+def run_forward_tall(m, rnd):
+    items = [[seen_by(rnd, 3) or (0, 1) for _ in range(count)] for count in counts(rnd)]
+    forward_mod(m, items, 2, draws=rnd.random() < 0.5, groups=3, kv_slots=rnd.choice((5, 8)))
+
+
 def key_items(rnd, apart=False):
     """Blocks of keys and the tiles of queries that see them, of one or two heads."""
     heads, tiles, causal = rnd.choice((1, 2)), rnd.randint(0, 6), rnd.random() < 0.6
@@ -92,6 +97,7 @@ SCORE_KINDS = {
 MODELS = {
     "forward": run_forward,
     "forward with modifiers": run_forward_mod,
+    "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
     "wide backward, keys": run_wide_keys,
     "wide backward, queries": run_wide_queries,

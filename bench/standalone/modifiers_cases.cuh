@@ -10,6 +10,11 @@ namespace standalone {
 
 using namespace flash_ext;
 using bf16 = __nv_bfloat16;
+#if FP16
+using Element = __half;
+#else
+using Element = bf16;
+#endif
 
 struct Case {
   std::string name;
@@ -68,9 +73,10 @@ Problem problem_of(const Case& c, int head_dim, int head_dim_v) {
   return p;
 }
 
-__global__ void compare_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b, size_t count, Errors* errors) {
+template <typename E>
+__global__ void compare_kernel(const E* a, const E* b, size_t count, Errors* errors) {
   for (size_t i = first_index(); i < count; i += index_step()) {
-    tally(errors, __bfloat162float(a[i]), __bfloat162float(b[i]));
+    tally(errors, static_cast<float>(a[i]), static_cast<float>(b[i]));
   }
 }
 
@@ -239,7 +245,7 @@ struct Named {
 };
 
 std::vector<Named> all_modifiers() {
-  const float lowest = -3.3e38f;
+  const float lowest = std::is_same_v<Element, __half> ? -65504.f : -3.3e38f;
   return {
       {"none", [](Modifiers&, const Case&) {}},
       {"mask b1qk", [](Modifiers& m, const Case& c) { set_random_mask(m, c.sequences(), 1, c.rows(), c.cols()); }},
@@ -288,26 +294,26 @@ std::vector<Named> all_modifiers() {
       {"top left", [](Modifiers& m, const Case&) { m.top_left = true; }},
       {"bias bhqk",
        [](Modifiers& m, const Case& c) {
-         set_bias<bf16>(m, c.sequences(), c.heads, c.rows(), c.cols(), (c.cols() + 15) / 8 * 8, as_is);
+         set_bias<Element>(m, c.sequences(), c.heads, c.rows(), c.cols(), (c.cols() + 15) / 8 * 8, as_is);
        }},
       {"bias 1hqk",
        [](Modifiers& m, const Case& c) {
-         set_bias<bf16>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, as_is);
+         set_bias<Element>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, as_is);
          m.batch_fastest = !c.is_packed() && c.batch > 1;
          m.batches = Divisor(c.batch);
        }},
       {"bias smaller",
        [](Modifiers& m, const Case& c) {
          const int rows = std::max(2, c.rows() / 2), cols = std::max(8, c.cols() / 2);
-         set_bias<bf16>(m, 1, 1, rows, cols, (c.cols() + 7) / 8 * 8, as_is);
+         set_bias<Element>(m, 1, 1, rows, cols, (c.cols() + 7) / 8 * 8, as_is);
        }},
       {"bias odd",
        [](Modifiers& m, const Case& c) {
-         set_bias<bf16>(m, 1, c.heads, c.rows(), c.cols(), c.cols() | 1, as_is);
+         set_bias<Element>(m, 1, c.heads, c.rows(), c.cols(), c.cols() | 1, as_is);
        }},
       {"bias bh1k",
        [](Modifiers& m, const Case& c) {
-         set_bias<bf16>(m, c.sequences(), c.heads, 1, c.cols(), (c.cols() + 7) / 8 * 8, as_is);
+         set_bias<Element>(m, c.sequences(), c.heads, 1, c.cols(), (c.cols() + 7) / 8 * 8, as_is);
        }},
       {"bias fp32",
        [](Modifiers& m, const Case& c) {
@@ -318,7 +324,7 @@ std::vector<Named> all_modifiers() {
          const auto fill = [=](int row, int col, float x) {
            return row % 5 == 0 || (row / 3 + col / 40) % 3 != 0 ? lowest : x;
          };
-         set_bias<bf16>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, fill);
+         set_bias<Element>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, fill);
        }},
       {"bias fp32 finfo.min",
        [=](Modifiers& m, const Case& c) {
@@ -345,7 +351,7 @@ std::vector<Named> all_modifiers() {
        }},
       {"bias, mask and dropout",
        [](Modifiers& m, const Case& c) {
-         set_bias<bf16>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, as_is);
+         set_bias<Element>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, as_is);
          set_random_mask(m, 1, 1, c.rows(), c.cols());
          set_dropout(m, 20000);
        }},
@@ -353,7 +359,7 @@ std::vector<Named> all_modifiers() {
        [](Modifiers& m, const Case& c) {
          set_softcap(m, 5.f);
          set_slopes(m, c.heads);
-         set_bias<bf16>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, as_is);
+         set_bias<Element>(m, 1, c.heads, c.rows(), c.cols(), (c.cols() + 7) / 8 * 8, as_is);
          set_sinks(m, c.heads);
          set_dropout(m, 6554);
        }},
@@ -381,7 +387,9 @@ std::vector<Case> cases() {
           {"large scores", 1, 2, 2, 400, 400, -1, -1, {}, {}, 8.f},
           {"packed", 1, 2, 2, 0, 0, -1, -1, {100, 0, 300, 64, 5}, {120, 30, 270, 0, 500}},
           {"packed causal", 1, 4, 2, 0, 0, -1, 0, {1, 500, 0, 64, 77, 400}, {1, 500, 10, 64, 77, 600}},
-          {"one row", 3, 2, 2, 1, 777}};
+          {"one row", 3, 2, 2, 1, 777},
+          {"many tiles", 1, 4, 2, 1000, 2600},
+          {"many tiles, causal", 2, 2, 1, 1400, 1400, -1, 0}};
 }
 
 }  // namespace standalone

@@ -64,6 +64,7 @@ struct TimedCase {
   SetModifiers set;  // none: the plain kernel
   int window_right = -1;
   bool portable = false;
+  int window_left = -1;
 };
 
 inline std::vector<TimedCase> timed_cases(int seqlen, const BigBiases& biases) {

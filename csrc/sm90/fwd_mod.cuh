@@ -13,6 +13,7 @@
 
 #include "fwd_mod_consume.cuh"
 #include "fwd_mod_produce.cuh"
+#include "fwd_tall_consume.cuh"
 #include "roles.cuh"
 
 namespace flash_ext::sm90 {
@@ -30,7 +31,14 @@ __device__ __forceinline__ void fwd_mod_body(const FwdModArgs& a, const FwdModMa
       load_mod_tiles<T>(a, maps, smem, shared, bars);
     }
   };
-  play_roles<T>(bars, produce, [&](int group) { consume_mod<T>(a, maps, smem, shared, bars, group - 1); });
+  const auto consume = [&](int group) {
+    if constexpr (T::kTall) {
+      consume_tall<T>(a, maps, smem, shared, bars, group - 1);
+    } else {
+      consume_mod<T>(a, maps, smem, shared, bars, group - 1);
+    }
+  };
+  play_roles<T>(bars, produce, consume);
 }
 
 template <typename T>

@@ -36,8 +36,9 @@ struct FwdModArgs {
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
-// kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others.
-enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias };
+// kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kTall
+// hides like kHides, in the tiles of the plain kernel: what it does to whole tiles is what that one does.
+enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
 template <typename T>
@@ -98,25 +99,29 @@ template <typename E, int D, int Dv, FwdModKind Kind>
 struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = Kind;
+  static constexpr bool kTall = Kind == FwdModKind::kTall;
   static constexpr bool kDrops = Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll;
   // Scores change while products run, to natural units, or to exponents: in units of log2, less the row's maximum.
   static constexpr bool kCapsOrSlopes = Kind == FwdModKind::kExponents;
-  static constexpr bool kExponents = kCapsOrSlopes || (D == 256 && Kind == FwdModKind::kHides);
+  static constexpr bool kExponents = kTall || kCapsOrSlopes || (D == 256 && Kind == FwdModKind::kHides);
   // Bits of masks are made behind the changes instead of while S is computed: registers are short.
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
   static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdModTile kModTile = fwd_mod_tile(D);
+  static constexpr FwdModTile kModTile = kTall ? tall_mod_tile(D) : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
-  static constexpr int kBiasSlots = FwdModTile::kBiasSlots;
+  static constexpr int kBiasSlots = kModTile.bias_slots;
   static constexpr bool kStaged = kModTile.staged;
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
-  // A thread; 504 for the warpgroups together, which is what a launch of three gets. The scheduler, which judges tiles,
-  // does not fit 40.
-  static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
-  static_assert(kConsumers == 2 && 2 * kConsumerRegs + kProducerRegs <= 504);
+  // A thread; 504 for the warpgroups together, which is what a launch of three gets, 512 for four. The scheduler, which
+  // judges tiles, does not fit 40.
+  static constexpr int kConsumerRegs = kTall ? 152 : 224, kProducerRegs = 56;
+  static_assert(kConsumers * kConsumerRegs + kProducerRegs <= (kConsumers == 2 ? 504 : 512));
+  static constexpr int kJudges = kConsumers == 2 ? 2 : 4;  // lanes a tile, one for each warpgroup's rows
+  static constexpr int kTilesAtOnce = 32 / kJudges;
+  static_assert(kTilesAtOnce <= Chunk::kCapacity);
   static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
   static constexpr int kSlotBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
   static constexpr int kQAt = kKvSlots * kSlotBytes, kStageAt = kQAt + kQSlots * kQBytes;
@@ -131,7 +136,7 @@ struct FwdModTraits {
   static constexpr int kItems = 8;
   static constexpr int kRingChunks = 4;
   static_assert(kModTile.bias_apart || (kQSlots == 2 && kBiasEnd <= kStageEnd));
-  static_assert((kKvSlots & (kKvSlots - 1)) == 0);
+  static_assert(kTall || (kKvSlots & (kKvSlots - 1)) == 0);
   static_assert(kSlotBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
 };
 

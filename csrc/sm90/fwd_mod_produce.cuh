@@ -24,18 +24,23 @@ __device__ __forceinline__ void store_unvisited(const FwdModArgs& a, const ModIt
   zero_rows(p.out, w.b, w.q.start + first_row, w.h, rows, p.problem.head_dim_v, lane);
 }
 
-// Two lanes judge a tile of keys, one for each warpgroup's 64 rows: both get the tests of both, or 0 where both skip
-// the tile. `tile` may lie outside the sequence.
+// T::kJudges lanes judge a tile of keys, one for each warpgroup's 64 rows: all get the tests of all, or 0 where all
+// skip the tile. `tile` may lie outside the sequence.
 template <typename T>
 __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block, int tile, int lane) {
-  static_assert(T::kConsumers == 2 && Chunk::kCapacity == 32 / T::kConsumers);
-  constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kTestsAt;
-  const int group = lane % 2, rows = m_block * 2 + group;
+  constexpr int kLanes = T::kJudges;
+  constexpr uint32_t kAllSkip = (kSkipped * (T::kConsumers == 2 ? 0x11 : 0x111)) << kTestsAt;
+  const int group = lane % kLanes, rows = m_block * T::kConsumers + group;
   TileTests tests = kSkipTile;
-  if (tile >= 0 && rows * 64 < scores.seat.seqlen_q) tests = scores.template visit<64, T::kBlockN>(rows, tile);
+  const bool judges = kLanes == T::kConsumers || group < T::kConsumers;
+  if (judges && tile >= 0 && rows * 64 < scores.seat.seqlen_q) {
+    tests = scores.template visit<64, T::kBlockN>(rows, tile);
+  }
   uint32_t flags = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kTestsAt + 4 * group);
-  flags |= __shfl_xor_sync(0xffffffffu, flags, 1);
-  return flags == kBothSkip ? 0 : flags | kVisited;
+  if (!judges) flags = 0;
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) flags |= __shfl_xor_sync(0xffffffffu, flags, step);
+  return flags == kAllSkip ? 0 : flags | kVisited;
 }
 
 // Writes item `index` to shared memory; false if there is nothing to compute or write.
@@ -100,10 +105,13 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
   const auto publish_steps = [&](const ModItem& item) -> bool {
     const Scores scores{plain.p.problem, a.m, item.seat, item.w.h};
     enum { kNothing, kWaiting, kWaitingWithQ } state = kNothing;
+    constexpr int kLanes = T::kJudges, kAtOnce = T::kTilesAtOnce;
+    // A chunk of few tiles comes first: during the last one the next item is found.
+    const int missing = T::kTall ? (item.blocks.begin - item.blocks.end) & (kAtOnce - 1) : 0;
 #pragma unroll 1
-    for (int last = item.blocks.end - 1; last >= item.blocks.begin; last -= Chunk::kCapacity) {
+    for (int last = item.blocks.end - 1 + missing; last >= item.blocks.begin; last -= kAtOnce) {
       const int lane = ptx::fresh_lane();
-      int tile = last - lane / 2;
+      int tile = last - lane / kLanes;
       if constexpr (T::kCapsOrSlopes) {
         // Those at the diagonal first: a slope then raises no score above what the maxima have seen.
         const BlockRange range = item.blocks;
@@ -111,13 +119,13 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
         tile = tile < range.begin ? -1 : turned < range.begin ? turned + (range.end - range.begin) : turned;
       }
       const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);
-      const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & 0x55555555u;
+      const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & (kLanes == 2 ? 0x55555555u : 0x11111111u);
       if (visited == 0) continue;
       if (state != kNothing) publish(false);
       if (state == kWaiting) load_q(item.w);
       state = state == kNothing ? kWaiting : kWaitingWithQ;
       wait_for_chunk();
-      if (flags != 0 && lane % 2 == 0) chunk().steps[__popc(visited & ((1u << lane) - 1))] = {tile, flags};
+      if (flags != 0 && lane % kLanes == 0) chunk().steps[__popc(visited & ((1u << lane) - 1))] = {tile, flags};
       if (lane == 0) chunk().count = __popc(visited);
     }
     if (state == kNothing) return false;
@@ -172,7 +180,7 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
     ring.advance();
   };
   const auto load_bias = [&](const ModItem& item, int tile) {
-    if (a.bias_rows == 0) return;
+    if (T::kBiasSlots == 0 || a.bias_rows == 0) return;
     wait(bars.bias_empty(bias_ring.slot), bias_ring.parity);
     if (lane == 0) {
       const uint32_t bar = bars.bias_full(bias_ring.slot);

@@ -107,6 +107,9 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
     if (m.rng != nullptr && !changes) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kDrops>(p, m, d);
   }
   if (changes || m.rng != nullptr) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kAll>(p, m, d);
+  if constexpr (has_tall_tiles(D)) {
+    if (prefers_tall_tiles(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTall>(p, m, d);
+  }
   return launch_fwd_mod_of<E, D, Dv, FwdModKind::kHides>(p, m, d);
 }
 

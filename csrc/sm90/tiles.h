@@ -51,18 +51,20 @@ constexpr FwdTile fwd_tile(int d, int dv, bool lower = false) {
 // step costs beside its scores must leave the issue slots to what changes scores.
 struct FwdModTile {
   int block_n;
-  int kv_slots;  // a power of 2, for the consumers' count
+  int kv_slots;  // a power of 2 where two warpgroups consume, for their count
   int q_slots;
   bool staged;      // output leaves through shared memory, else from registers
   bool bias_apart;  // tiles of a bias have their own place, else that of the second tile of Q and the stage
+  int consumers = 2;
+  int bias_slots = 2;
 
-  static constexpr int kConsumers = 2, kBiasSlots = 2, kControlBytes = 3072;
-  constexpr FwdTile plain() const { return {block_n, kConsumers, kv_slots, q_slots}; }
+  static constexpr int kControlBytes = 3072;
+  constexpr FwdTile plain() const { return {block_n, consumers, kv_slots, q_slots}; }
   constexpr int stage_bytes(int dv) const { return staged ? plain().stage_bytes(dv) : 0; }
-  constexpr int bias_slot_bytes() const { return tile_bytes(64 * kConsumers, block_n); }
+  constexpr int bias_slot_bytes() const { return bias_slots == 0 ? 0 : tile_bytes(64 * consumers, block_n); }
   constexpr int smem_bytes(int d, int dv) const {
     return plain().smem_bytes(d, dv) - plain().stage_bytes(dv) + stage_bytes(dv) - sm90::kControlBytes +
-           kControlBytes + (bias_apart ? kBiasSlots * bias_slot_bytes() : 0);
+           kControlBytes + (bias_apart ? bias_slots * bias_slot_bytes() : 0);
   }
 };
 
@@ -74,10 +76,20 @@ constexpr FwdModTile fwd_mod_tile(int d) {
   return {64, 4, 1, false, true};
 }
 
+// Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_tall_tiles().
+constexpr bool has_tall_tiles(int d) { return d == 64 || d == 128; }
+constexpr FwdModTile tall_mod_tile(int d) {
+  const FwdTile t = fwd_tile(d, d);
+  return {64, t.kv_slots, t.q_slots, true, false, t.consumers, 0};
+}
+
 constexpr bool tiles_fit() {
   for (int d : kHeadDims) {
     if (fwd_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (fwd_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+  }
+  for (int d : {64, 128}) {
+    if (tall_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   for (int d : {64, 96, 128}) {
     if (fwd_tile(d, d, true).smem_bytes(d, d) > kSmemLimitLarge) return false;
@@ -109,6 +121,19 @@ inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   if (5 * rows_of_rounds(192) < 6 * rows_of_rounds(128)) return false;
   if (!draws_items(p)) return p.seqlen_k >= 256;
   return p.seqlen_k >= 1024 || (p.seqlen_k >= 192 && tiles(128) >= 2 * d.num_sms);
+}
+
+inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
+  return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
+}
+
+// Whether a call that hides scores at most should take the tiles of the plain kernel: where masks are known by rows or
+// by keys alone, so that they leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool
+// masks and block maps, which are mixed in many places, stay with wider tiles, whose words are fetched ahead.
+inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+  const bool adds = m.is_natural || !(p.softmax_scale > 0.f) || m.rng != nullptr;
+  const bool is_mixed = (m.mask.words != nullptr && m.mask.row_stride != 0) || m.blocks.words != nullptr;
+  return !adds && !is_mixed && !takes_lower_tiles(p, d);
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

@@ -97,7 +97,8 @@ SLOPING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,si
 
 @pytest.mark.parametrize("lower", [0, 1])
 @pytest.mark.parametrize(
-    ("mods", "head_dim"), [*itertools.product(HIDING, (40, 64, 96, 128)), *itertools.product(SLOPING, (96, 128))]
+    ("mods", "head_dim"),
+    [*itertools.product(HIDING, (40, 64, 96, 128)), *itertools.product(SLOPING, (96, 128))],
 )
 @on_targets("sm90")
 def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, lower: int) -> None:

@@ -43,8 +43,8 @@ __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block
   return flags == kAllSkip ? 0 : flags | kVisited;
 }
 
-// The slope of an item in units of raw products, as three terms of bf16. Slopes that would overflow there are those of a
-// row that sees its nearest keys alone; they may be less. Infinity and NaN stay, and make NaN.
+// The slope of an item in units of raw products, as three terms of bf16. With slopes that would overflow there a row
+// sees its nearest keys alone; they may be less. Infinity and NaN stay, and make NaN.
 __device__ __forceinline__ void split_slope(SlopeItem& item, float scale_log2) {
   const float highest = 0x1p100f * fminf(scale_log2, 1.f), size = fabsf(item.slope);
   if (size > highest && size < INFINITY) item.slope = copysignf(highest, item.slope);

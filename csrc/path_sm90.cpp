@@ -200,7 +200,7 @@ BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const Devic
 LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const ModInstance* i = mod_instance_of(p);
   if (i == nullptr) return sm80::plan_fwd_mod(p, m, d);
-  const bool tall = has_tall_tiles(i->head_dim) && prefers_tall_tiles(p, m, d);
+  const bool tall = takes_tall_tiles(i->head_dim, p, m, d);
   const FwdModTile t = tall ? tall_mod_tile(i->head_dim) : fwd_mod_tile(i->head_dim);
   const int block_m = t.plain().block_m();
   const std::string name = i->name + std::string(tall ? "_tall" : "");

@@ -453,14 +453,14 @@ def test_tile_tables_are_those_of_heuristics_h() -> None:
 
 
 def launch_with_modifiers(
-    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80", *, tall: bool = False
+    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80", name: str = "softcap"
 ) -> dict:
-    """As :func:`plan`, for a call that has one (sinks, if ``tall``): known only by making the call.
+    """As :func:`plan`, for a call that has one, ``name``: known only by making the call.
 
     ``path`` cannot be named for tensors of a CPU: misaligned ones are what ``sm80`` kernels get on Hopper.
     """
     q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
-    modifiers = {"sinks": torch.zeros(4)} if tall else {"softcap": 2.0}
+    modifiers = {name: 2.0 if name == "softcap" else torch.zeros(4)}
     before = _C.get_switch("unaligned")
     with null_kernels():
         pretend(compute_capability)
@@ -541,10 +541,10 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
 
 def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
     (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    assert len(listed := rows(table)) == 6
-    for i, (d, block_m, block_n, slots, _, _, _, smem) in enumerate(listed):
-        chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90", tall=i >= 4)
-        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}{'_tall' * (i >= 4)}")
+    names = [("softcap", "")] * 4 + [("sinks", "_tall"), ("alibi_slopes", "_tall")]
+    for (name, tall), (d, block_m, block_n, slots, _, _, _, smem) in zip(names, rows(table), strict=True):
+        chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90", name=name)
+        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}{tall}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
 

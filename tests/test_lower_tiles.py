@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -91,12 +92,20 @@ HIDING = ["padding", "padding_right,sinks", "documents", "prefix,sinktok3", "chu
           "hrows1_b,hkeys1_h"]  # fmt: skip
 
 
+SLOPING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,sinktok3"]
+
+
 @pytest.mark.parametrize("lower", [0, 1])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
-@pytest.mark.parametrize("mods", HIDING)
+@pytest.mark.parametrize(
+    ("mods", "head_dim"),
+    [*itertools.product(HIDING, (40, 64, 96, 128)), *itertools.product(SLOPING, (96, 128))],
+)
 @on_targets("sm90")
-def test_both_heights_hide_the_same(target: Target, mods: str, head_dim: int, lower: int) -> None:
-    """Masks that leave most tiles whole have tiles of 192 queries, too. Maxima not asked for are guessed."""
+def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, lower: int) -> None:
+    """Masks that leave most tiles whole have tiles of 192 queries, too, and ALiBi with them at head_dim 128.
+
+    Maxima not asked for are guessed.
+    """
     cases = [
         dense(2, 385, 640, 4, 2, head_dim, causal=True, backward=False),
         dense(1, 700, 1100, 3, 3, head_dim, window=(300, 100), dtype="fp16", backward=False),

@@ -334,6 +334,39 @@ std::vector<Named> all_modifiers() {
          set_bias<float>(m, 1, c.heads, c.rows(), c.cols(), c.cols(), fill);
        }},
       {"alibi", [](Modifiers& m, const Case& c) { set_slopes(m, c.heads); }},
+      {"alibi of a batch, small, 0, negative",
+       [](Modifiers& m, const Case& c) {
+         std::vector<float> slopes;
+         for (int i = 0; i < c.sequences() * c.heads; ++i) slopes.push_back(i % 4 == 1 ? 0.f : .003f * (1 - i % 4));
+         m.is_natural = true;
+         m.slopes = on_device(slopes);
+         m.slopes_batch_stride = c.heads;
+       }},
+      {"alibi, large",
+       [](Modifiers& m, const Case& c) {
+         std::vector<float> slopes;
+         for (int h = 0; h < c.heads; ++h) slopes.push_back(h % 2 == 0 ? 3.7f : 1000.f);
+         m.is_natural = true;
+         m.slopes = on_device(slopes);
+       }},
+      {"alibi and what hides",
+       [](Modifiers& m, const Case& c) {
+         const int cols = c.cols(), n = c.is_packed() ? 1 : c.batch;
+         set_slopes(m, c.heads);
+         set_mask(m, c.sequences(), 1, 1, cols, [=](int b, int, int, int col) { return col < cols * (b + 2) / 4; });
+         m.hidden_keys = make_intervals(n, static_cast<int>(c.total_q()) / n, 1, cols);
+         set_sinks(m, c.heads);
+       }},
+      {"alibi and documents, top left",
+       [](Modifiers& m, const Case& c) {
+         const int n = c.is_packed() ? 1 : c.batch;
+         set_slopes(m, c.heads);
+         m.top_left = true;
+         m.document_q = make_labels(n, static_cast<int>(c.total_q()) / n, [](int, int i) { return i / 170; });
+         m.document_k = make_labels(n, static_cast<int>(c.total_k()) / n, [](int, int i) { return i / 170; });
+         if (c.is_packed()) m.document_q.batch_stride = m.document_k.batch_stride = 0;
+         if (c.is_packed()) m.document_q.group_batch_stride = m.document_k.group_batch_stride = 0;
+       }},
       {"softcap 30", [](Modifiers& m, const Case&) { set_softcap(m, 30.f); }},
       {"softcap 1", [](Modifiers& m, const Case&) { set_softcap(m, 1.f); }},
       {"softcap 300", [](Modifiers& m, const Case&) { set_softcap(m, 300.f); }},

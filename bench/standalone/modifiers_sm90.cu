@@ -27,9 +27,13 @@ constexpr int kCompiledDv = kCompiledD == 192 && kDv <= 128 ? 128 : kCompiledD;
 
 constexpr DType kDType = std::is_same_v<Element, __half> ? DType::kFloat16 : DType::kBFloat16;
 constexpr bool kHasTall = sm90::has_tall_tiles(kCompiledD) && kCompiledD == kCompiledDv;
+constexpr bool kHasTallSlopes = sm90::has_tall_slopes(kCompiledD) && kCompiledD == kCompiledDv;
 enum class Kernel { kChosen, kLow, kTall, kPortable };
 
 bool hides_only(const Modifiers& m) { return !m.is_natural && m.rng == nullptr; }
+bool slopes_only(const Modifiers& m) {
+  return m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
+}
 
 template <sm90::FwdModKind kKind>
 std::string launch_kind(const FwdParams& f, const Modifiers& m, const DeviceInfo& d) {
@@ -38,6 +42,10 @@ std::string launch_kind(const FwdParams& f, const Modifiers& m, const DeviceInfo
 
 std::string launch_kernel(Kernel kernel, const FwdParams& f, const Modifiers& m, const DeviceInfo& d) {
   if (kernel == Kernel::kPortable) return sm80::launch_fwd_mod<Element, kPadded, SmemClass::kLarge>(f, m, d);
+  if constexpr (kHasTallSlopes) {
+    if (kernel == Kernel::kLow && slopes_only(m)) return launch_kind<sm90::FwdModKind::kExponents>(f, m, d);
+    if (kernel == Kernel::kTall && slopes_only(m)) return launch_kind<sm90::FwdModKind::kTallSlopes>(f, m, d);
+  }
   if (kernel == Kernel::kLow) return launch_kind<sm90::FwdModKind::kHides>(f, m, d);
   if constexpr (kHasTall) {
     if (kernel == Kernel::kTall) return launch_kind<sm90::FwdModKind::kTall>(f, m, d);
@@ -95,7 +103,7 @@ class Runner {
     Modifiers m;
     named.set(m, c);
     int failed = !passes(c, named.name, m, Kernel::kChosen, want_max);
-    if (kHasTall && hides_only(m)) {
+    if ((kHasTall && hides_only(m)) || (kHasTallSlopes && slopes_only(m))) {
       failed += !passes(c, named.name + " (low)", m, Kernel::kLow, want_max);
       failed += !passes(c, named.name + " (tall)", m, Kernel::kTall, want_max);
     }
@@ -232,6 +240,13 @@ std::vector<TimedCase> tall_cases(int seqlen) {
   add("low 4 documents", "tall 4 documents", .25, documents(equal));
   add("low 4 docs causal", "tall 4 docs causal", .125, documents(equal), 0);
   add("low documents", "tall documents", shared_pairs(seqlen, uneven), documents(uneven));
+  if (kHasTallSlopes) {
+    const auto slopes = [](Modifiers& m) { set_slopes(m, kHeads); };
+    add("low alibi", "tall alibi", 1., slopes);
+    add("low alibi causal", "tall alibi causal", .5, slopes, 0);
+    add("low alibi window", "tall alibi window", in_window, slopes, 0, 1023);
+    add("low alibi, padding", "tall alibi, padding", .75, [=](Modifiers& m) { slopes(m), padding(m); });
+  }
   return all;
 }
 

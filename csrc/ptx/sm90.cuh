@@ -318,6 +318,18 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kCount], uint32_t a0, uint32
   else { static_assert(kCount == 128); FX_WGMMA_RS_TYPED(256, 128, 128, 129, 130, 131, 132, 133) }
 }
 
+// d (64 x 64, fp32) += A (64 x 16, bf16) B (16 x 64). A: rows that are the same, of which a thread has `a` of the first 8
+// columns, 0 behind. B, with its columns side by side: 8 rows, which serve twice.
+inline constexpr uint32_t kDescriptorHighOneGroup = 1u << 30;  // 0 bytes between groups of 8 rows
+__device__ __forceinline__ void wgmma_rs_one_group(float (&d)[32], uint32_t a, uint32_t low_b) {
+  asm volatile(
+      "{\n.reg .b64 b;\nmov.b64 b, {%36, %37};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FX_NAMES_32
+      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"
+      : FX_REGS_32
+      : "r"(a), "r"(a), "r"(0), "r"(0), "r"(low_b), "n"(kDescriptorHighOneGroup));
+}
+
 // d (64 x 2 kCount, fp32) = or += A (64 x 16, registers) B (16 x 2 kCount), B K-major.
 template <typename E, bool kAccumulate, int kCount>
 __device__ __forceinline__ void wgmma_rs_k(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

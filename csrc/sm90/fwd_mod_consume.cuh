@@ -35,7 +35,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
     ptx::bar_sync(1 + group, kTurnThreads);
   };
   const auto pass_turn = [&] { ptx::bar_arrive_only(1 + (group + 1) % T::kConsumers, kTurnThreads); };
-  const auto item_at = [&](int n) -> const ModItem& { return shared.items[slot_of(n, T::kItems)]; };
+  const auto item_at = [&](int n) -> const typename T::Item& { return shared.items[slot_of(n, T::kItems)]; };
   const auto wait_for_slot = [&] {
     wait(bars.kv_full(slot_of(used, T::kKvSlots)), parity_of(used, T::kKvSlots));
   };
@@ -186,7 +186,9 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
 #pragma unroll
       for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
     }
-    if (T::kDrops && m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
+    if constexpr (T::kDrops) {
+      if (m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
+    }
   };
   const auto store = [&](int n) {
     const ModItem& item = item_at(n);

@@ -37,8 +37,9 @@ struct FwdModArgs {
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
 // kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kTall
-// hides like kHides, in the tiles of the plain kernel: what it does to whole tiles is what that one does.
-enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall };
+// hides like kHides, in the tiles of the plain kernel: what it does to whole tiles is what that one does. kTallSlopes
+// has slopes besides, and needs them.
+enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall, kTallSlopes };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
 template <typename T>
@@ -60,7 +61,14 @@ struct ModItem {
   int turn;             // they are visited from blocks.end - 1 - turn down, those above it last
   float slope;          // times log2(e)
   const uint32_t* mask;  // its words of the head's first row
+};
+struct DropItem : ModItem {
   DropKeys drop;
+};
+struct SlopeItem : ModItem {
+  int centre;         // the first row's place among the keys
+  float raw_slope;    // in units of raw products
+  uint32_t terms[4];  // the same as a sum: pairs of bf16
 };
 
 // A step is a tile of keys of an item: the tile, and in `flags` what concerns all warpgroups, above it four bits for
@@ -99,14 +107,17 @@ template <typename E, int D, int Dv, FwdModKind Kind>
 struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = Kind;
-  static constexpr bool kTall = Kind == FwdModKind::kTall;
+  static constexpr bool kTallSlopes = Kind == FwdModKind::kTallSlopes;
+  static constexpr bool kTall = Kind == FwdModKind::kTall || kTallSlopes;
   static constexpr bool kDrops = Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll;
   // Scores change while products run, to natural units, or to exponents: in units of log2, less the row's maximum.
   static constexpr bool kCapsOrSlopes = Kind == FwdModKind::kExponents;
+  static constexpr bool kMaySlope = kCapsOrSlopes || kTallSlopes;
   static constexpr bool kExponents = kTall || kCapsOrSlopes || (D == 256 && Kind == FwdModKind::kHides);
   // Bits of masks are made behind the changes instead of while S is computed: registers are short.
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
   static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
+  using Item = std::conditional_t<kDrops, DropItem, std::conditional_t<kTallSlopes, SlopeItem, ModItem>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile kModTile = kTall ? tall_mod_tile(D) : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
@@ -129,7 +140,8 @@ struct FwdModTraits {
   static constexpr int kBiasBytes = kModTile.bias_slot_bytes();
   static constexpr int kBiasAt = kModTile.bias_apart ? kStageEnd : kQAt + kQBytes;
   static constexpr int kBiasEnd = kBiasAt + kBiasSlots * kBiasBytes;
-  static constexpr int kSharedAt = kBiasEnd > kStageEnd ? kBiasEnd : kStageEnd;
+  static constexpr int kNumbersAt = kBiasEnd > kStageEnd ? kBiasEnd : kStageEnd;  // of keys, for slopes
+  static constexpr int kSharedAt = kNumbersAt + (kTallSlopes ? 1024 : 0);
   static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);
   // The scheduler writes item i + 1 when every consumer has asked Q of item i - 2 for its last scores; the slowest may
   // then still store the output of item i - 3. A power of 2, for the consumers' count.
@@ -143,7 +155,7 @@ struct FwdModTraits {
 // Behind the tiles in shared memory, before the barriers.
 template <typename T>
 struct ModShared {
-  ModItem items[T::kItems];
+  typename T::Item items[T::kItems];
   Chunk chunks[T::kRingChunks];
   Step steps[T::kKvSlots];  // of the K in that slot of the ring
   uint32_t index;           // the scheduler's present one

@@ -43,9 +43,22 @@ __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block
   return flags == kAllSkip ? 0 : flags | kVisited;
 }
 
+// The slope of an item in units of raw products, as three terms of bf16. With slopes that would overflow there a row
+// sees its nearest keys alone; they may be less. Infinity and NaN stay, and make NaN.
+__device__ __forceinline__ void split_slope(SlopeItem& item, float scale_log2) {
+  const float highest = 0x1p100f * fminf(scale_log2, 1.f), size = fabsf(item.slope);
+  if (size > highest && size < INFINITY) item.slope = copysignf(highest, item.slope);
+  item.raw_slope = item.slope / scale_log2;
+  const auto rounded = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
+  const float first = rounded(item.raw_slope), second = rounded(item.raw_slope - first);
+  item.terms[0] = ptx::pack2<__nv_bfloat16>(first, second);
+  item.terms[1] = ptx::pack2<__nv_bfloat16>(item.raw_slope - first - second, 0.f);
+  item.terms[2] = item.terms[3] = 0;
+}
+
 // Writes item `index` to shared memory; false if there is nothing to compute or write.
 template <typename T>
-__device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, ModItem& item) {
+__device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, typename T::Item& item) {
   const Problem& p = a.plain.p.problem;
   int b = 0;
   Work w = decode_index<T::kBlockM, true, true>(index, p, a.plain.grid, &b);
@@ -57,13 +70,17 @@ __device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, M
     item.blocks = Scores{p, a.m, item.seat, w.h}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
     item.sink = a.m.sinks != nullptr && b >= 0 && b < p.batch ? a.m.sinks[w.h] : -INFINITY;
     item.turn = 0;
-    if (T::kCapsOrSlopes && a.m.slopes != nullptr) {
+    if (T::kMaySlope && a.m.slopes != nullptr) {
       const int diagonal = ((w.block + 1) * T::kBlockM - 1 + Scores{p, a.m, item.seat, w.h}.shift()) / T::kBlockN;
       item.turn = max(0, item.blocks.end - 1 - max(diagonal, item.blocks.begin));
       item.slope = b >= 0 && b < p.batch ? a.m.slopes[b * a.m.slopes_batch_stride + w.h] * kLog2e : 0.f;
     }
+    if constexpr (T::kTallSlopes) {
+      item.centre = w.block * T::kBlockM + Scores{p, a.m, item.seat, w.h}.shift();
+      split_slope(item, a.scale_log2);
+    }
     item.mask = a.m.mask.words + item.seat.b * a.m.mask.batch_stride + w.h * a.m.mask.head_stride;
-    item.drop.make(a.m, b, w.h);
+    if constexpr (T::kDrops) item.drop.make(a.m, b, w.h);
   }
   __syncwarp();
   return true;
@@ -112,11 +129,12 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
     for (int last = item.blocks.end - 1 + missing; last >= item.blocks.begin; last -= kAtOnce) {
       const int lane = ptx::fresh_lane();
       int tile = last - lane / kLanes;
-      if constexpr (T::kCapsOrSlopes) {
+      if constexpr (T::kMaySlope) {
         // Those at the diagonal first: a slope then raises no score above what the maxima have seen.
         const BlockRange range = item.blocks;
         const int turned = tile - item.turn;
-        tile = tile < range.begin ? -1 : turned < range.begin ? turned + (range.end - range.begin) : turned;
+        const bool outside = tile < range.begin || (T::kTall && tile >= range.end);
+        tile = outside ? -1 : turned < range.begin ? turned + (range.end - range.begin) : turned;
       }
       const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);
       const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & (kLanes == 2 ? 0x55555555u : 0x11111111u);
@@ -137,7 +155,7 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
 #pragma unroll 1
   while (index < plain.draw.num_items) {
     if (ptx::fresh_lane() == 0) shared.index = index;  // registers are short
-    ModItem& item = shared.items[slot_of(items(), T::kItems)];
+    typename T::Item& item = shared.items[slot_of(items(), T::kItems)];
     if (make_item<T>(a, index, item)) {
       if (publish_steps(item)) {
         if (draws) wait(bars.item_ending(), items() % 2);

@@ -1,11 +1,13 @@
 // The consumers of the sm90 forward with masks that leave most tiles whole: those of fwd_consume.cuh, with the steps of
 // fwd_mod_consume.cuh. A tile that a warpgroup sees whole costs what it costs there; bits are made where a step asks
 // for them, behind its scores, because words kept over a step, or asked for ahead, cost registers that all steps pay.
+// T::kTallSlopes adds ALiBi, see fwd_tall_slopes.cuh.
 #pragma once
 
 #include "fwd_consume.cuh"
 #include "fwd_mod_weights.cuh"
 #include "fwd_tall_hide.cuh"
+#include "fwd_tall_slopes.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -35,7 +37,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     ptx::bar_sync(1 + group, kTurnThreads);
   };
   const auto pass_turn = [&] { ptx::bar_arrive_only(1 + (group + 1) % T::kConsumers, kTurnThreads); };
-  const auto item_at = [&](int n) -> const ModItem& { return shared.items[slot_of(n, T::kItems)]; };
+  const auto item_at = [&](int n) -> const typename T::Item& { return shared.items[slot_of(n, T::kItems)]; };
   const auto wait_for_slot = [&] { wait(bars.kv_full(ring.slot), ring.parity); };
   // The next step, looked up while a product runs: behind its wait that lengthens the chain from scores to scores.
   const auto look_ahead = [&] {
@@ -83,14 +85,35 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     hide_tile(s, scores, item, item.w.block * T::kBlockM + warp_row(), now.tile() * kN, now.tests());
     ptx::pin(s);
   };
+  // From the tile's first key to the warp's first row.
+  const auto find_ahead = [&] {
+    if constexpr (T::kTallSlopes) return item_at(items).centre + warp_row() - now.tile() * kN;
+    else return 0;
+  };
+  const auto find_terms = [&](int ahead) -> uint32_t {
+    if constexpr (T::kTallSlopes) return own_terms(item_at(items), side_of<kN>(ahead));
+    else return 0;
+  };
+  const auto find_bias = [&](int ahead) {
+    if constexpr (T::kTallSlopes) return bias_of_rows<kN>(item_at(items), ahead);
+    else return RowBias{};
+  };
+  const auto bend = [&](const RowBias& bias, int ahead) {
+    if constexpr (T::kTallSlopes) {
+      if (!bias.bends) return;
+      subtract_distances(s, item_at(items).raw_slope, ahead);
+      ptx::pin(s);
+    }
+  };
   // The K has been waited for, when its step was looked up.
-  const auto issue_scores = [&] {
+  const auto issue_scores = [&](uint32_t terms) {
     const uint32_t q_at = smem + T::kQAt + group * 64 * 128 + slot_of(items, T::kQSlots) * T::kQBytes;
     const uint32_t q_low = uniform(descriptor_low(q_at, 16));
     const uint32_t k_low = uniform(descriptor_low(smem + ring.slot * T::kSlotBytes, 16));
     ptx::pin(s);
     ptx::wgmma_fence();
     issue_qk<E, D, T::kBlockM, kN>(s, q_low, k_low);
+    if constexpr (T::kTallSlopes) ptx::wgmma_rs_one_group(s, terms, uniform(descriptor_low(smem + T::kNumbersAt, 16)));
     ptx::wgmma_commit();
     ring.advance();
   };
@@ -109,11 +132,16 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
   };
   // Maxima that are wanted must be true ones. The first tile of an item takes its own, so that no result depends on
   // which hidden tiles were visited.
-  const auto prepare_weights = [&] {
+  const auto prepare_weights = [&](const RowBias& bias) {
     const bool asks = now.is_first() || a.m.row_max != nullptr;
-    if (!asks && try_weights<E>(s, weights, state, scale)) return;
     float factor[2];
-    weights_by_maximum<E>(s, weights, state, factor, scale);
+    if constexpr (T::kTallSlopes) {
+      if (!asks && try_biased_weights<E>(s, weights, state, scale, bias)) return;
+      biased_weights_by_maximum<E>(s, weights, state, factor, scale, bias);
+    } else {
+      if (!asks && try_weights<E>(s, weights, state, scale)) return;
+      weights_by_maximum<E>(s, weights, state, factor, scale);
+    }
 #pragma unroll
     for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
   };
@@ -133,12 +161,16 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
   const auto step = [&] {
     ptx::pin(o);
     ptx::pin(weights);
+    const int ahead = find_ahead();
+    const uint32_t terms = find_terms(ahead);
     take_turn();
-    issue_scores();
+    issue_scores(terms);
     issue_output();
     pass_turn();
+    const RowBias bias = find_bias(ahead);
     ptx::wgmma_wait<1>();
     finish_scores(2);
+    bend(bias, ahead);
     hide();
     look_ahead();
     ptx::wgmma_wait<0>();
@@ -149,7 +181,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
       store(items - 1);
       begin_output();
     }
-    prepare_weights();
+    prepare_weights(bias);
   };
 
   if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
@@ -178,15 +210,19 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
       has_step = next_step();
       continue;
     }
+    const int ahead = find_ahead();
+    const uint32_t terms = find_terms(ahead);
     take_turn();
-    issue_scores();
+    issue_scores(terms);
     pass_turn();
+    const RowBias bias = find_bias(ahead);
     if (started) skip_slot();
     ptx::wgmma_wait<0>();
     finish_scores(started ? 2 : 1);
     started = true;
+    bend(bias, ahead);
     hide();
-    prepare_weights();
+    prepare_weights(bias);
     look_ahead();
 #pragma unroll 1
     while (goes_on()) {

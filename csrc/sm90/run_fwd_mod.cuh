@@ -99,6 +99,9 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
   if constexpr (D == 128) {
     const bool bias = m.bias.ptr != nullptr;
     const bool alone = (m.softcap > 0.f) + (m.slopes != nullptr) + bias == 1 && m.rng == nullptr;
+    if (prefers_tall_slopes(p.problem, m, d)) {
+      return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallSlopes>(p, m, d);
+    }
     if (alone && !bias) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kExponents>(p, m, d);
     constexpr int kBlockM = FwdModTraits<E, D, Dv, FwdModKind::kBias>::kBlockM;
     if (alone && staged_bias_rows(m.bias, p.problem, kBlockM) > 0) {

@@ -130,10 +130,26 @@ inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
 // Whether a call that hides scores at most should take the tiles of the plain kernel: where masks are known by rows or
 // by keys alone, so that they leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool
 // masks and block maps, which are mixed in many places, stay with wider tiles, whose words are fetched ahead.
+inline bool has_mixed_tiles(const Modifiers& m) {
+  return (m.mask.words != nullptr && m.mask.row_stride != 0) || m.blocks.words != nullptr;
+}
 inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const bool adds = m.is_natural || !(p.softmax_scale > 0.f) || m.rng != nullptr;
-  const bool is_mixed = (m.mask.words != nullptr && m.mask.row_stride != 0) || m.blocks.words != nullptr;
-  return !adds && !is_mixed && !takes_lower_tiles(p, d);
+  return !adds && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+}
+
+// The same of calls with ALiBi beside what hides. Slopes are divided by the scale, and the kernel has room to 2^100.
+constexpr bool has_tall_slopes(int d) { return d == 128; }
+inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+  const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
+  const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p60f;
+  return alone && divides && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+}
+
+// Whether a call of a compiled head_dim takes tall tiles.
+inline bool takes_tall_tiles(int head_dim, const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+  return (has_tall_tiles(head_dim) && prefers_tall_tiles(p, m, d)) ||
+         (has_tall_slopes(head_dim) && prefers_tall_slopes(p, m, d));
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

@@ -1,0 +1,100 @@
+// ALiBi in tall tiles, for nothing a score. Where all rows of a warp lie behind a tile's keys, or all before them,
+// -slope * |row - key| is linear in the key. What the key's number within the tile contributes then comes from the
+// tensor cores, as one more step of 16 columns of Q K^T, 1/16 of the work of both products; the rest is a row's, and
+// joins the offset of its exponents. Tiles that the diagonal crosses, one or two of a warp's, take an fma a score.
+#pragma once
+
+#include "fwd_mod_weights.cuh"
+
+namespace flash_ext::sm90 {
+
+// The 64 keys of a tile are numbered from -32 on, exact in bf16, the same in 8 rows of the swizzled layout of V. Behind
+// them the tensor cores find the same 8 rows again, for columns of A that are 0.
+inline constexpr int kNumberRows = 8, kMiddleKey = 32;
+
+__device__ __forceinline__ void write_key_numbers(unsigned char* to) {
+  const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
+  if (row >= kNumberRows) return;
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float first = static_cast<float>(8 * piece + 2 * i - kMiddleKey);
+    pairs[i] = ptx::pack2<__nv_bfloat16>(first, first + 1.f);
+  }
+  *reinterpret_cast<uint4*>(to + row * 128 + ((piece ^ row) << 4)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  ptx::fence_proxy_async();
+}
+
+// 1 where 16 rows lie behind all keys of a tile, -1 where they lie before them, else 0. `ahead`: of the first row's
+// place to the first key's.
+template <int kKeys>
+__device__ __forceinline__ int side_of(int ahead) {
+  return ahead >= kKeys - 1 ? 1 : ahead <= -15 ? -1 : 0;
+}
+
+// A lane's part of the rows of A: the slope in three terms, those of bf16 that sum up to 24 bits, times the side.
+__device__ __forceinline__ uint32_t own_terms(const SlopeItem& item, int side) {
+  const uint32_t terms = item.terms[ptx::fresh_lane() % 4];
+  return side == 0 ? 0 : side > 0 ? terms : terms ^ 0x80008000u;
+}
+
+// What two rows add to all scores of a tile, in units of log2, or that each score has its own.
+struct RowBias {
+  float of[2];
+  bool bends;
+};
+
+// Made while products run: behind them it would lengthen the chain from scores to scores.
+template <int kKeys>
+__device__ __forceinline__ RowBias bias_of_rows(const SlopeItem& item, int ahead) {
+  const int side = side_of<kKeys>(ahead);
+  const float slope = static_cast<float>(-side) * item.slope;
+  const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kMiddleKey);
+  RowBias bias{{slope * first, slope * (first + 8.f)}, __any_sync(0xffffffffu, side == 0) != 0};
+  ptx::pin(bias.of);
+  return bias;
+}
+
+// Raw products less what their distances cost, for a tile that the diagonal crosses.
+template <int kCount>
+__device__ __forceinline__ void subtract_distances(float (&s)[kCount], float slope, int ahead) {
+  const int lane = ptx::fresh_lane();
+  const float first = static_cast<float>(ahead + lane / 4 - 2 * (lane % 4));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float distance = fabsf(first + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2));
+    s[i] = fmaf(-slope, distance, s[i]);
+  }
+}
+
+// try_weights() of scores that lack their rows' bias.
+template <typename E, int kCount>
+__device__ __forceinline__ bool try_biased_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
+                                                   float scale, const RowBias& bias) {
+  RowState biased = state;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) biased.minus_max[r] += bias.of[r];
+  if (!try_weights<E>(s, p, biased, scale)) return false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) state.sum[r] = biased.sum[r];
+  return true;
+}
+
+// weights_by_maximum() of the same. A maximum that stays must not move by a rounding error in each tile.
+template <typename E, int kCount>
+__device__ __forceinline__ void biased_weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 2],
+                                                          RowState& state, float (&factor)[2], float scale,
+                                                          const RowBias& bias) {
+  RowState biased = state;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) biased.minus_max[r] += bias.of[r];
+  const float before[2] = {biased.minus_max[0], biased.minus_max[1]};
+  weights_by_maximum<E>(s, p, biased, factor, scale);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (biased.minus_max[r] < before[r]) state.minus_max[r] = biased.minus_max[r] - bias.of[r];
+    state.sum[r] = biased.sum[r];
+  }
+}
+
+}  // namespace flash_ext::sm90

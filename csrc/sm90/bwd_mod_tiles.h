@@ -16,7 +16,7 @@ struct BwdModTile {
   constexpr int control_bytes() const { return slots > 2 ? 3072 : 2048; }
   constexpr BwdTile plain() const { return {false, slots, true}; }
   constexpr int smem_bytes(int d) const {
-    return plain().smem_bytes(d) - plain().finishing_bytes() - kBwdControlBytes + kBiasBytes + control_bytes();
+    return plain().smem_bytes(d) - plain().finishing_bytes() - BwdTile::kControlBytes + kBiasBytes + control_bytes();
   }
 };
 

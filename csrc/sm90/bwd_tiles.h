@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-inline constexpr int kBwdControlBytes = 1024;  // items and barriers
+inline constexpr int kBwdControlBytes = 1024;  // items and barriers, above head_dim 128
 
 // A CTA owns block_n keys and streams tiles of 64 queries. Its two consumer warpgroups share one block of 128 keys, 64
 // each, or (`apart`) have 128 keys each and nothing in common but the stream.
@@ -24,6 +24,7 @@ struct BwdTile {
   constexpr int ds_bytes() const { return (apart ? 2 * ds_slots() : ds_slots()) * kDsBytes; }
   constexpr int stats_bytes() const { return slots * kBlockM * 8; }
   constexpr int stage_bytes() const { return staged ? 8 * 4096 : 0; }
+  static constexpr int kControlBytes = 896;  // items and barriers
   // Of bwd_finish.cuh: each of two warps has slots for pieces of dQ; zeros for both.
   static constexpr int kPieceBytes = 2048, kFinishers = 2, kZeroBytes = kPieceBytes / 2;
   constexpr int piece_slots() const { return apart ? 3 : 4; }
@@ -31,7 +32,7 @@ struct BwdTile {
   constexpr int finishing_bytes() const { return kFinishers * finisher_bytes() + kZeroBytes; }
   constexpr int smem_bytes(int d) const {
     return 2 * kv_bytes(d) + slots * slot_bytes(d) + ds_bytes() + stats_bytes() + stage_bytes() + finishing_bytes() +
-           kBwdControlBytes;
+           kControlBytes;
   }
 };
 

@@ -49,7 +49,14 @@ def round_heads(num_sms: int, blocks: int) -> int:
         ((32, 16, 512, 72), {}, True),
         ((32, 16, 512, 40), {}, True),
         ((16, 16, 1024, 64), {"head_dim_v": 128}, True),
-        ((16, 16, 1024, 64), {"window_right": 0}, False),  # causal items are shorter: 0.94 to 1.05
+        ((8, 16, 2048), {"window_right": 0}, True),  # causal: 1.06
+        ((4, 16, 4096, 112), {"window_right": 0}, True),  # 1.02
+        ((16, 16, 1024), {"window_right": 0}, False),  # 1.00
+        ((2, 16, 8192), {"window_right": 0}, False),
+        ((8, 16, 2048, 96), {"window_right": 0}, False),  # 0.99
+        ((8, 16, 2048, 64), {"window_right": 0}, False),  # 0.98
+        ((8, 16, 2048), {"window_left": 100, "window_right": 0}, False),
+        ((8, 16, 2048), {"window_right": 3}, False),
         ((16, 16, 1024, 64), {"window_left": 600}, False),
         ((16, 16, 1024, 64), {"packed": True}, False),
         ((16, 16, 1024, 64), {"deterministic": True}, False),

@@ -205,16 +205,16 @@ def poison_pool(total: int = 2 << 30) -> None:
             used += size
 
 
-def _forward_plan(case: Case, target: Target) -> dict:
-    """What the forward of a case would launch."""
+def _plan(direction: str, case: Case, target: Target) -> dict:
+    """What a case would launch."""
     shapes = tensor_shapes(case)
     left, right = (min(reach, 2**31 - 1) for reach in case.effective_window)  # as the operators clamp it
     return _C.plan(
-        "fwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", packed=case.is_packed,
+        direction, dtype="float16" if case.dtype == "fp16" else "bfloat16", packed=case.is_packed,
         batch=len(case.lens_q) if case.is_packed else case.batch, seqlen_q=shapes["q"][-3],
         seqlen_k=shapes["k"][-3], num_heads=case.num_heads, num_heads_k=case.num_heads_k,
         head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left, window_right=right,
-        path=target.path,
+        deterministic=case.deterministic and direction == "bwd", path=target.path,
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _expected_allocations(case: Case, target: Target) -> tuple[list[int], list[i
     shapes = {name: math.prod(shape) for name, shape in tensor_shapes(case).items()}
     forward = [2 * shapes["out"], 4 * shapes["lse"], 16]  # the last where work is drawn
     if target.device == "cuda":
-        forward.append(_forward_plan(case, target).get("workspace_bytes", 0))
+        forward.append(_plan("fwd", case, target).get("workspace_bytes", 0))
     return forward, [2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], *workspace_sizes(case, target)]
 
 
@@ -231,8 +231,8 @@ def workspace_sizes(case: Case, target: Target) -> list[int]:
     """Byte counts of a backward's workspaces, statistics of rows and dq with the columns of a compiled size.
 
     The sm90 path has whole tiles of 64 rows, turns and a counter behind the statistics, and these twice
-    beside modifiers. What it leaves to the kernels of sm80 has the sizes of that path, which may have words
-    of a schedule behind the statistics.
+    beside modifiers; with a ring, words and fewer accumulators. What it leaves to the kernels of sm80 has the
+    sizes of that path, which may have words of a schedule behind the statistics.
     """
     rows = math.prod(tensor_shapes(case)["lse"])
     columns = next((size for size in COMPILED_HEAD_DIMS if size >= max(case.head_dim, case.dim_v)), 0)
@@ -244,6 +244,10 @@ def workspace_sizes(case: Case, target: Target) -> list[int]:
             tiles = (sum(case.lens_q) + case.tail) // 64 + len(case.lens_q) + 1
         tiles *= case.num_heads
         sizes += [512 * tiles + 4 * tiles + 64, 1024 * tiles + 64, 256 * tiles * columns]
+        if target.device == "cuda" and (chosen := _plan("bwd", case, target))["kernel"].endswith("_ring"):
+            rest = chosen["workspace_bytes"] - 512 * tiles
+            words = rest % (256 * columns)  # a few, less than a tile has
+            sizes += [512 * tiles + words, rest - words]
     group = case.num_heads // max(case.num_heads_k, 1)  # whose parts of dk and dv are in fp32
     parts = [n for n in range(2, min(group, 16) + 1) if group % n == 0]
     return sizes + [4 * n * math.prod(tensor_shapes(case)[name]) for n in parts for name in ("k", "v")]

@@ -2,14 +2,14 @@
 
 It does not read the kernels: a role is the order of waits, arrivals, reads and writes of the function that
 the docstring of its model names, copied by hand. Whoever changes that order there changes it here as well.
-The models are in protocols_forward.py, protocols_backward.py, protocols_wide.py and
-protocols_backward_mod.py.
+The models are in protocols_forward.py, protocols_backward.py, protocols_ring.py,
+protocols_wide.py and protocols_backward_mod.py.
 
 A role is a generator that yields what it waits for. Clocks of what each role knows to have happened find a
 read or write that nothing orders behind what it needs, in whatever order the roles ran; orders drawn at
 random, with slow and fast roles, find deadlocks and phases that somebody misses. A warpgroup has two warps
 here, and chunks hold two steps. Left out are time, what is in a tile, that all lanes of a warp are together,
-and everything in global memory but the additions to dQ in order.
+and everything in global memory but the additions to dQ in order and in a ring.
 """
 
 from __future__ import annotations
@@ -237,10 +237,14 @@ class Slots:
         me.arrive(self.empty[n % self.slots])
 
 
-def each_item(me, items_at, use):
-    """What all but the scheduler do for items; use(number of the item)."""
+def each_item(me, items_at, use, before=None, at_end=None):
+    """What all but the scheduler do for items; use(number of the item), before(its place) a wait for it."""
     for place in itertools.count():
+        if before:
+            yield from before(place)
         if (n := (yield from items_at.take(me, place))) == END:
+            if at_end:
+                yield from at_end()
             return
         yield from use(n)
         me.read(items_at.at(place), n)

@@ -6,6 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 from tests.protocols import END, WARPS, Barrier, Cell, Slots, Turn, barriers, cells, each_item
+from tests.protocols_ring import FINISHERS, Flight, finish_queries
 
 ALL = 2 * WARPS  # warps of both warpgroups
 
@@ -14,12 +15,17 @@ class KeyProducers:
     """The roles of bwd_produce.cuh. An item is a block of keys and its steps, a step a tile of queries,
     (head, number), and the groups that see it. `draw` gives numbers of items."""
 
-    def __init__(self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=ALL):
+    def __init__(self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=ALL, others=3):
+        """`others`: producers that read items."""
         self.m, self.cta, self.items, self.draw, self.draws = m, cta, items, draw, draws
         self.draw_ahead, self.swap, self.loaded = draw_ahead, swap, 0
         self.k, self.v = Slots("K", 1, readers), Slots("V", 1, readers)
         self.q, self.dout = Slots("Q", slots, ALL, full=2), Slots("dO", slots, ALL)
-        self.stats_at, self.item, self.ending = cells("stats", slots), Slots("item", 2, ALL + 3), Barrier(1)
+        self.stats_at, self.item, self.ending = (
+            cells("stats", slots),
+            Slots("item", 2, ALL + others),
+            Barrier(1),
+        )
 
     def role(self, name, body, *args):
         self.m.role(f"{self.cta}: {name}", body, *args)
@@ -35,10 +41,13 @@ class KeyProducers:
             yield from v.load(me, self.loaded, ("V", n))
             self.loaded += 1
 
-    def schedule_keys(self, me, loads_keys=False):
+    def schedule_keys(self, me, loads_keys=False, ring=None):
         place = 0
         while (n := next(self.draw, None)) is not None:
-            yield from self.item.put(me, place, n)
+            yield self.item.left(place)
+            if ring:
+                yield from ring.wait_for_round(n)
+            self.item.fill(me, place, n)
             if not self.items[n][1]:
                 me.arrive(self.ending)
             if loads_keys:
@@ -80,7 +89,7 @@ class KeyProducers:
         yield from each_item(me, self.item, use)
 
 
-def backward(m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1):
+def backward(m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None):
     """bwd_produce.cuh, consume_together() and consume_apart() of bwd_consume.cuh, bwd_order.cuh."""
     turns = {}  # of each tile, first that of the first block to see it: begin_turns()
     for block, steps in items:
@@ -89,19 +98,57 @@ def backward(m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1)
     dq_at = {(tile, warp): Cell(f"dQ of {tile}") for tile in turns for warp in range(WARPS)}
     draw = iter(range(len(items)))
     for cta in range(ctas):
-        x = KeyProducers(m, cta, items, draw, draws or ordered, slots, 2, swap=not apart)
+        others = 3 if ordered else 2
+        x = KeyProducers(
+            m, cta, items, draw, draws or ordered or ring, slots, 2, swap=not apart, others=others
+        )
         order = None
         if ordered:
             stages = 2 if apart else 1
             dq = [Slots("dQ", 1, 1, full=ALL // stages) for _ in range(stages)]
             order = SimpleNamespace(turns=turns, dq_at=dq_at, dq=dq, stage_at=cells("stage", ALL))
-        x.role("scheduler", x.schedule_keys, ordered)
-        x.role("Q", x.load_queries, ordered and apart)
-        x.role("turns 0", pass_turns, x, order, 0) if ordered else x.role("K and V", x.load_keys)
-        x.role("turns 1", pass_turns, x, order, 1) if ordered and apart else x.role("dO", x.load_douts)
-        consume = consume_apart(x, order) if apart else consume_together(x, order)
+        x.role("scheduler", x.schedule_keys, True, ring)
+        x.role("Q", x.load_queries, apart or not ordered)
+        added = barriers(2, ALL)
+        if ring:
+            for which in range(FINISHERS):
+                x.role(f"dq {which}", finish_queries, x, ring, added, which)
+        elif ordered:
+            x.role("turns 0", pass_turns, x, order, 0)
+            x.role("turns 1", pass_turns, x, order, 1) if apart else x.role("dO", x.load_douts)
+        else:
+            x.role("nobody", lambda me, x: each_item(me, x.item, lambda n: ()), x)
+        adds = RingAdder(x, ring, added) if ring else None
+        consume = consume_apart(x, order, adds) if apart else consume_together(x, order, adds)
         for group, warp in itertools.product(range(2), range(WARPS)):
             x.role(f"consumer {group}.{warp}", consume, group, warp)
+
+
+class RingAdder:
+    """What consumers do for a ring: additions, and arrivals at `added` of the place of an item."""
+
+    def __init__(self, x, ring, added):
+        self.x, self.ring, self.added = x, ring, added
+        self.flights, self.owed = [Flight() for _ in range(ALL)], [None] * ALL
+
+    def add(self, me, who, n, i, staged):
+        _, tile = self.x.items[n][1][i][0]
+        self.ring.add(me, self.flights[who] if staged else None, n, tile, who)
+
+    def arrive(self, me, place):
+        me.arrive(self.added[place % 2])
+
+    def settle(self, me, who):
+        if self.owed[who] is not None:
+            if self.x.m.plant != "an item is told before its last addition":
+                yield self.flights[who], 0
+            self.arrive(me, self.owed[who])
+            self.owed[who] = None
+
+    def settle_before(self, me, who, place):
+        full, phase = self.x.item.ready(place)
+        if not full.passed(phase) and self.x.m.plant != "a warp waits for an item before it settles":
+            yield from self.settle(me, who)
 
 
 def pass_turns(me, x, order, group):
@@ -146,13 +193,13 @@ def pass_turns(me, x, order, group):
     yield from each_item(me, x.item, use)
 
 
-def consume_together(x, order):
+def consume_together(x, order, ring=None):
     ds_slots = 2 if x.m.plant == "two places for dS" else 3
     ds_full = barriers(ds_slots, ALL)
     ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_slots)]
 
     def body(me, group, warp):
-        who, now = group * WARPS + warp, SimpleNamespace(steps=0, items=0, added=0)
+        who, now = group * WARPS + warp, SimpleNamespace(steps=0, items=0, added=0, place=-1)
 
         def issue_scores(n, i, k, v):
             at = now.steps
@@ -188,11 +235,25 @@ def consume_together(x, order):
                 me.fence()
                 me.arrive(order.dq[0].full[0])
                 now.added += 1
+            if ring:
+                ring.add(me, who, n, i, staged=True)
+
+        def before(place):
+            now.place = place
+            if ring:
+                yield from ring.settle_before(me, who, place)
+
+        def settle():
+            if ring:
+                yield from ring.settle(me, who)
 
         def use(n):
             k, v = x.keys(now.items)
             count = len(x.items[n][1])
             if count == 0:
+                if ring:
+                    yield from settle()
+                    ring.arrive(me, now.place)
                 return
             yield k.ready(now.items)
             yield from issue_scores(n, 0, k, v)
@@ -211,8 +272,7 @@ def consume_together(x, order):
                 used = issue_dq_before(n, i - 1, k) if i > 0 else []
                 me.begin(x.q.at(at), (n, i))
                 me.finish(x.dout.at(at), *used)
-                if i > 0:
-                    yield from add_dq_before(n, i - 1)
+                yield from add_dq_before(n, i - 1) if i > 0 else settle()
                 now.steps += 1
                 if not is_last:
                     yield from issue_scores(n, i + 1, k, v)
@@ -230,18 +290,20 @@ def consume_together(x, order):
             k.let_go(me, now.items)
             now.items += 1
             yield from add_dq_before(n, count - 1)
+            if ring:
+                ring.owed[who] = now.place
 
-        yield from each_item(me, x.item, use)
+        yield from each_item(me, x.item, use, before, settle)
 
     return body
 
 
-def consume_apart(x, order):
+def consume_apart(x, order, ring=None):
     named = barriers(2, WARPS)
     ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(2)] for group in range(2)]
 
     def body(me, group, warp):
-        now = SimpleNamespace(steps=0, seen=0, items=0)
+        who, now = group * WARPS + warp, SimpleNamespace(steps=0, seen=0, items=0, place=-1)
 
         def one_step(n, i, turn, tile):
             at, ds = now.steps, ds_at[group][now.seen % 2]
@@ -263,11 +325,16 @@ def consume_apart(x, order):
                 me.write(order.dq_at[tile, warp], turn)
                 yield order.dq[group].left(now.seen)
                 me.arrive(order.dq[group].full[0])
+            if ring:
+                ring.add(me, who, n, i, staged=False)
             now.seen += 1
 
         def use(n):
             block, steps = x.items[n]
+            now.place += 1
             if not steps:
+                if ring:
+                    ring.arrive(me, now.place)
                 return
             yield x.k.ready(now.items)
             yield x.v.ready(now.items)
@@ -280,6 +347,8 @@ def consume_apart(x, order):
                     x.q.let_go(me, now.steps)
                     x.dout.let_go(me, now.steps)
                 now.steps += 1
+            if ring:
+                ring.arrive(me, now.place)
             x.k.let_go(me, now.items)
             x.v.let_go(me, now.items)
             now.items += 1

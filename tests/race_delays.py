@@ -18,6 +18,7 @@ build or no build, 3 no GPU.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -105,6 +106,43 @@ def runs(target: Target) -> Iterator[tuple[str, Run]]:
         yield str(case), plain_run(case, target)
     for mcase in modifier_cases():
         yield str(mcase), modified_run(mcase, target)
+    for case in ring_cases() if target.path == "sm90" else ():
+        yield f"ring {case}", ring_run(case, target)
+
+
+def ring_cases() -> list[Case]:
+    """Six rounds of heads or more for RING_SMS multiprocessors, of which four have accumulators."""
+    return [
+        dense(12, 130, 150, 4, 2, head_dim, causal=causal, dtype=("bf16", "fp16")[causal])
+        for head_dim in (64, 96, 128)
+        for causal in (False, True)
+    ]
+
+
+RING_SMS = 3
+
+
+def with_ring(target: Target, ring: int) -> Target:
+    switches = (*target.switches, ("dq_ring", ring), ("num_sms", RING_SMS))
+    return dataclasses.replace(target, switches=switches)
+
+
+def ring_run(case: Case, target: Target) -> Run:
+    """dq, whose additions have no order, is compared with that of accumulators in no ring."""
+    x = make_inputs(case, target.device)
+    with with_ring(target, 0).active():
+        out, lse = call_forward(x, target)
+        expected = call_backward(x, out, lse, target)[0].float()
+
+    def run() -> dict[str, Tensor]:
+        with with_ring(target, 1).active():
+            dq, dk, dv = call_backward(x, out, lse, target)
+        wrong = ~((dq.float() - expected).abs() <= 1e-3 + 2.0**-7 * expected.abs())
+        if os.environ[SEED_VARIABLE] == "0":
+            assert not wrong.any(), f"{case}: dq differs without pauses"
+        return {"dq": wrong, "dk": dk, "dv": dv}
+
+    return run
 
 
 def plain_run(case: Case, target: Target) -> Run:

@@ -9,6 +9,7 @@ Results are only looked at for NaN; their values are the gauntlet's business.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
 import torch
@@ -65,6 +66,18 @@ def divided_cases() -> list[Case]:
         dense(1, 192, 130, 32, 2, 61, dtype="fp16", layout="odd", dout_layout="odd"),
         packed([160, 0, 32], [100, 9, 30], num_heads=16, num_heads_k=1, head_dim=128, dtype="fp16"),
     ]
+
+
+def ring_cases() -> list[Case]:
+    """Backwards that have a ring of accumulators of dq where RING forces it (csrc/sm90/bwd_ring.cuh)."""
+    return [
+        dense(20, 66, 130, 2, 1, 56, causal=True),
+        dense(30, 65, 70, 2, 1, 128),
+        dense(30, 130, 65, 2, 1, 96, dtype="fp16"),
+    ]
+
+
+RING = (("dq_ring", 1), ("num_sms", 3))
 
 
 # Beside each: which kernels it is there for, beyond fwd_mod and bwd_mod, which all of them launch.
@@ -178,7 +191,13 @@ def main() -> int:
                 continue
             print(f"case {case}", flush=True)
             (run_modified if isinstance(case, ModifierCase) else run)(case, target)
-    print(f"{len(cases)} cases, target {target.name}")
+    in_rings = ring_cases() if target.path == "sm90" else []
+    with dataclasses.replace(target, switches=(*target.switches, *RING)).active():
+        for case in in_rings:
+            print(case if options.list else f"case {case}, in a ring", flush=True)
+            if not options.list:
+                run(case, target)
+    print(f"{len(cases) + len(in_rings)} cases, target {target.name}")
     return 0
 
 

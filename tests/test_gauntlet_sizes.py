@@ -17,7 +17,7 @@ import torch
 import flash_ext
 from flash_ext.ops import _C
 from tests.cases import COMPILED_HEAD_DIMS, dense
-from tests.harness import Target, on_gpu_paths, run_cases
+from tests.harness import Target, on_gpu_paths, on_targets, run_cases
 from tests.large import Large, random_tensor, run_large
 
 pytestmark = pytest.mark.alone
@@ -373,12 +373,24 @@ class Numbers:
         counter = 16 if draws or ordered else 0
         return 4 * tiles * block * (2 + self.padded_head_dim()) + turns + counter
 
+    def workspace_of_ring(self, block: int, block_n: int) -> int:
+        """Of a backward on 132 multiprocessors: accumulators of four rounds of heads, or of three."""
+        blocks, per_head = -(-self.rows_k // block_n), -(-self.rows_q // block)
+        group = -(-4 * blocks // 132)
+        heads = group * -(-132 // (group * blocks))
+        bytes_of_round = heads * (self.heads // self.heads_k) * per_head * block * self.padded_head_dim() * 4
+        rounds = -(-self.batch * self.heads_k // heads)
+        places = 4 if 20 * bytes_of_round <= 4 * (50 << 20) else 3
+        assert rounds > places and 5 * places * bytes_of_round <= 4 * (50 << 20)
+        words = 4 + (2 * rounds + 3) // 4 * 4
+        return 8 * block * per_head * self.heads * self.batch + places * bytes_of_round + 4 * words + 16
+
 
 @pytest.mark.parametrize("path", ["sm80", "sm90"])
 def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
-    refused = divided = split = 0
+    refused = divided = split = rings = 0
     for _ in range(20_000):
         call, direction = Numbers.drawn(rng, unit=8 if path == "sm90" else 1), rng.choice(("fwd", "bwd"))
         if not call.can_be_counted():
@@ -403,10 +415,13 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
             assert workspace == run.workspace_sm80(direction), call
             assert plan["grid"] == ctas, call
         else:
-            ordered = plan["kernel"].endswith("_det")
-            assert workspace == run.workspace_sm90(direction, plan["block_m"], ordered), call
+            kind = plan["kernel"].rsplit("_", 1)[1]
+            wanted = run.workspace_sm90(direction, plan["block_m"], kind == "det")
+            if kind == "ring":
+                wanted, rings = run.workspace_of_ring(plan["block_m"], plan["block_n"]), rings + 1
+            assert workspace == wanted, call
             assert plan["grid"] == min(ctas, 132), call
-    assert 100 < refused < 15_000 and divided > 20 and split > 20
+    assert 100 < refused < 15_000 and divided > 20 and split > 20 and (rings > 4) == (path == "sm90")
 
 
 # ---- GR ----
@@ -421,6 +436,13 @@ def test_gr02_more_heads_than_a_grid_dimension(target: Target, heads: int) -> No
 @on_gpu_paths
 def test_gr03_a_million_batch_heads(target: Target, seed: int) -> None:
     run_large(dense_large(70000, 1, 7, 16, 1, 64), target, seed)
+
+
+@on_targets("sm90")
+def test_gr03_nine_million_tiles_of_queries(target: Target, seed: int) -> None:
+    """More than 2^31 threads prepare them; 68 thousand rounds of heads take turns in four places."""
+    needs_memory(30)
+    run_large(dense_large(560000, 1, 3, 16, 16, 64), target, seed)
 
 
 @on_gpu_paths

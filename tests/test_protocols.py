@@ -4,6 +4,7 @@ mistakes."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from tests.protocols import Fault, Machine, Slots
 from tests.protocols_backward import backward
 from tests.protocols_backward_mod import backward_mod
 from tests.protocols_forward import forward, forward_mod
+from tests.protocols_ring import Ring
 from tests.protocols_wide import wide_keys, wide_queries
 
 RUNS = 25  # of each model, every one with other items and another order of roles
@@ -63,6 +65,24 @@ def run_backward(m, rnd, *, apart, ordered):
     backward(m, key_items(rnd, apart), apart, 5 if apart else 2, rnd.random() < 0.5, ordered, ctas)
 
 
+def run_ring(m, rnd, *, apart):
+    """Heads in rounds that come to a place three times or more, by fewer CTAs than a round has items, too."""
+    round_heads, places, blocks, tiles = (rnd.randint(1, 2) for _ in range(4))
+    heads, group = round_heads * 3 * places + rnd.randint(1, 3), rnd.randint(1, round_heads)
+    groups = [range(first, min(first + group, heads)) for first in range(0, heads, group)]
+    if round_heads % group:
+        groups = [[head] for head in range(heads)]
+    causal, items, adders = rnd.random() < 0.5, [], []
+    for of_group in groups:
+        for block, head in itertools.product(range(blocks), of_group):
+            seen = [(tile, (1,) if apart and causal and tile == block else (0, 1)) for tile in range(tiles)]
+            seen = [(tile, who) for tile, who in seen if not causal or tile >= block]
+            items.append((block, [((head, tile), who) for tile, who in seen]))
+            adders.append((head, {tile: [2 * g + w for g in who for w in (0, 1)] for tile, who in seen}))
+    ring = Ring(m, adders, tiles, heads, round_heads, places)
+    backward(m, items, apart, 5 if apart else 2, ctas=rnd.randint(1, 3), ring=ring)
+
+
 def numbered(rnd):
     return [(n, [((0, tile), ()) for tile in range(count)]) for n, count in enumerate(counts(rnd))]
 
@@ -105,6 +125,7 @@ MODELS = {
 for way in ("together", "apart"):
     for order in ("", ", in order"):
         MODELS[f"backward {way}{order}"] = model(run_backward, apart=way == "apart", ordered=bool(order))
+    MODELS[f"backward {way}, in a ring"] = model(run_ring, apart=way == "apart")
 for name, kind in SCORE_KINDS.items():
     for head_dim, slots in ((64, 4), (128, 2)):
         MODELS[f"backward {name}, {head_dim}"] = model(run_backward_mod, slots=slots, **kind)
@@ -142,6 +163,13 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("forward", "a warp keeps Q", "deadlock"),
         ("backward together", "two places for dS", "overwrites dS"),
         ("backward together", "dS without a fence", "may not see dS"),
+        ("backward together, in a ring", "an item is told before its last addition", "may be added yet"),
+        ("backward together, in a ring", "a tile is given back before its zeros", "may not be zero yet"),
+        ("backward apart, in a ring", "a tile is given back before its zeros", "may not be zero yet"),
+        ("backward together, in a ring", "an item does not wait for its round", "may not be zero yet"),
+        ("backward apart, in a ring", "an item does not wait for its round", "may not be zero yet"),
+        ("backward together, in a ring", "a warp waits for an item before it settles", "deadlock"),
+        ("backward apart, in a ring", "a piece is loaded early", "one that leaves"),
     ],
 )
 def test_a_planted_mistake_is_found(name, plant, fault):
@@ -154,6 +182,8 @@ RINGS = {
     "backward together": ("K", "V", "Q", "dO", "item"),
     "backward together, in order": ("K", "V", "Q", "dO", "item", "dQ"),
     "backward apart": ("K", "V", "Q", "dO", "item"),
+    "backward together, in a ring": ("K", "V", "Q", "dO", "item"),
+    "backward apart, in a ring": ("K", "V", "Q", "dO", "item"),
     "wide backward, keys": ("K", "V", "Q", "dO", "item", "weights"),
     "wide backward, queries": ("K", "V", "Q", "dO", "item"),
     "backward adding, 128": ("first place", "second place", "Q", "dO", "item", "chunk", "bias", "marks"),

@@ -63,15 +63,25 @@ def test_hopper_kernels_pause_before_every_wait():
         ("fwd_parts.cuh", "void wait(uint32_t barrier"),
         ("bwd_order.cuh", "bool wait_for_turn("),
         ("bwd_order.cuh", "int wait_for_turns("),
+        ("bwd_finish.cuh", "while (tells || tile < ring.all_tiles)"),
     ):
         at = next(at for at, line in enumerate(lines[name]) if function in line)
         body = next(i for i in range(at, at + 4) if lines[name][i].endswith("{"))
         assert lines[name][body + 1] == PAUSE, function
+    # One lane waits for a round, and a pause needs all of them.
+    asks = next(at for at, line in enumerate(lines["bwd_produce.cuh"]) if "wait_for_round(" in line)
+    alone = max(at for at, line in enumerate(lines["bwd_produce.cuh"][:asks]) if line == "if (lane == 0) {")
+    assert lines["bwd_produce.cuh"][alone - 1] == PAUSE and PAUSE not in lines["bwd_ring.cuh"]
 
 
 def test_hopper_kernels_end_with_an_error_where_a_wait_never_ends():
     """In a debug build; each loop that waits has its own count."""
-    for name, count in (("fwd_parts.cuh", 1), ("bwd_order.cuh", 2)):
+    for name, count in (
+        ("fwd_parts.cuh", 1),
+        ("bwd_order.cuh", 2),
+        ("bwd_ring.cuh", 1),
+        ("bwd_finish.cuh", 1),
+    ):
         text = "\n".join(hopper_lines()[name])
         assert text.count("__trap();  // an error instead of a hang") == count
 

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from flash_ext.ops import _C
+from tests import race_delays
 from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.inputs import tensor_shapes
 from tests.modifier_cases import BIASES, MASKS, SCORES, STRUCTURE, ModifierCase
 from tests.sanitizer_cases import (
+    RING,
     divided_cases,
     exact,
+    ring_cases,
     run,
     run_modified,
     sanitizer_cases,
@@ -52,14 +55,14 @@ def test_every_kind_of_modifier_meets_every_head_size_and_mode():
     assert all(max(q for q, _ in m.case.sequences()) <= 192 for m in cases)
 
 
-def planned_head_parts(case: Case, path: str) -> int:
+def planned(case: Case, path: str) -> dict:
     shapes, (left, right) = tensor_shapes(case), case.effective_window
     return _C.plan(
         "bwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", batch=len(list(case.sequences())),
         seqlen_q=shapes["q"][-3], seqlen_k=shapes["k"][-3], packed=case.is_packed, num_heads=case.num_heads,
         num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left,
         window_right=right, deterministic=case.deterministic, path=path,
-    )["head_parts"]  # fmt: skip
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["sm80", "sm90"])
@@ -72,7 +75,19 @@ def test_heads_are_divided_whatever_the_gpu(pretended_gpu: None, path: str):
         for smem in (SMALL_SMEM_BYTES, 232448) if path == "sm80" else (232448,):
             _C.set_switch("smem_per_block", smem)
             for case in divided_cases():
-                assert planned_head_parts(case, path) > 1, (num_sms, smem, case)
+                assert planned(case, path)["head_parts"] > 1, (num_sms, smem, case)
+
+
+def test_rings_are_rings(pretended_gpu: None):
+    """Those for the sanitizer and those under pauses."""
+    for name, value in RING:
+        _C.set_switch(name, value)
+    try:
+        assert dict(RING)["num_sms"] == race_delays.RING_SMS
+        for case in ring_cases() + race_delays.ring_cases():
+            assert planned(case, "sm90")["kernel"].endswith("_ring"), str(case)
+    finally:
+        _C.set_switch("dq_ring", None)
 
 
 def test_cases_run_on_the_cpu():

@@ -372,7 +372,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       arrive(bars.dout_empty(ring.slot));
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      const int dq_tile = item.dq_tile - item.tile + tile;
+      const int dq_tile = T::kRing ? item.dq_tile - item.tile + tile : tile;
       float* to = dq_warp + static_cast<int64_t>(dq_tile) * (kM * D);
       if constexpr (T::kOrdered) {
         if constexpr (!T::kStaged) {

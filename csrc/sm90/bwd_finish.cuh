@@ -70,6 +70,7 @@ __device__ __forceinline__ void finish_queries(const BwdArgs& a, const BwdMaps& 
     ptx::store_shared(smem + T::kZerosAt + 512 + threadIdx.x % 32 * 16, make_float4(0.f, 0.f, 0.f, 0.f));
     ptx::fence_proxy_async();
   }
+  debug_delay();
   ptx::bar_sync(kFinishersMeet, 64);
   RingPosition<T::kItems> place;
   RingPosition<kPieceSlots> pieces;

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kPassThreads)
     bwd_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head,
                      uint32_t* turns, const __grid_constant__ Zeroed zeroed) {
   ptx::allow_next_kernel();
-  const int thread = blockIdx.x * kPassThreads + threadIdx.x;
+  const int64_t thread = int64_t{blockIdx.x} * kPassThreads + threadIdx.x;
   if (thread < zeroed.num_words) zeroed.words[thread] = 0;
   const QueryTile tile = locate_tile(p, grid, tiles_per_head);
   if (!tile.w.active || tile.outside) return;

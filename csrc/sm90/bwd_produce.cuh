@@ -66,6 +66,7 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
     const Work w = decode_index<T::kBlockN, false, false>(index, p, a.grid, &b);
     if (w.active) {
       wait(bars.item_empty(place.slot), place.parity);
+      debug_delay();
       if (lane == 0) {
         BwdItem& item = items[place.slot];
         item.w = w;

@@ -36,7 +36,6 @@ __device__ __forceinline__ void put_in_ring(const Ring& ring, BwdItem& item) {
 // Before an item begins, by one lane: its accumulators are free and zero.
 __device__ __forceinline__ void wait_for_round(const Ring& ring, const BwdItem& item) {
   if (ring.words == nullptr || static_cast<uint32_t>(item.round) < ring.rounds) return;
-  debug_delay();
   const uint32_t* word = tiles_given_back(ring, item.round - ring.rounds);
 #if FLASH_EXT_DEBUG
   int tries = 0;

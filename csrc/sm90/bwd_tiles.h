@@ -77,7 +77,7 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
 // 0.98; so do grouped heads (0.98 / 0.94) and head_dim 64 (0.98).
 inline bool prefers_order(const Problem& p, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (p.is_varlen() || p.num_heads != p.num_heads_k || (size != 96 && size != 128)) return false;
+  if (p.is_varlen() || p.num_heads != p.num_heads_k || (size != 96 && size != 128) || d.dq_ring == 1) return false;
   const auto is_short = [&] {
     if (p.window_left >= 0 && p.window_right >= 0) return int64_t{p.window_left} + p.window_right <= 1024;
     if (p.window_left < 0 && p.window_right == 0) return p.seqlen_k <= std::min(640, p.seqlen_q);

@@ -359,7 +359,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       ptx::wgmma_fence();
       issue_dq<E>(dq, uniform(descriptor_low(ds_at + ds_slot * T::kDsBytes, 16)), k_low);
       ptx::wgmma_commit();
-      const int tile = item.tile + walk.head * a.tiles_per_head + walk.block;
+      const int tile = (T::kRing ? item.dq_tile : item.tile) + walk.head * a.tiles_per_head + walk.block;
       uint32_t seen = 0;
       if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_relaxed(a.turns + tile);
       ptx::wgmma_wait<1>();
@@ -372,8 +372,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       arrive(bars.dout_empty(ring.slot));
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      const int dq_tile = T::kRing ? item.dq_tile - item.tile + tile : tile;
-      float* to = dq_warp + static_cast<int64_t>(dq_tile) * (kM * D);
+      float* to = dq_warp + static_cast<int64_t>(tile) * (kM * D);
       if constexpr (T::kOrdered) {
         if constexpr (!T::kStaged) {
           add_dq_in_turn(to, dq, lane, wait_for_turn(a.turns + tile, 2 * item.w.block + group, seen));

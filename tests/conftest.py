@@ -5,8 +5,8 @@ first and last, so a failure of any day can be repeated.
 
 Where there is a GPU, a run of everything leaves out most tests that say nothing about it: those without the
 `gpu` marker ran where there is none. One in eight stays, other ones with every seed; ``--all`` or
-FLASH_EXT_TEST_ALL=1 keeps all of them, as ``make test`` does. Modules marked `everywhere` look at the build, the driver or the
-documents beside the GPU and always run.
+FLASH_EXT_TEST_ALL=1 keeps all of them, as ``make test`` does. Modules marked `everywhere` look at the
+build, the driver or the documents beside the GPU and always run.
 
 With pytest-xdist (`-n auto`, which `make test` adds where it is installed) several processes share the GPU;
 tests marked `alone`, which need most of its memory, wait until no other test runs. Beside a GPU, silence.py

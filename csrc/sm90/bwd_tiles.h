@@ -121,11 +121,11 @@ struct DqRing {
 // Where a ring pays. On an H200, time of a backward with passes before and behind over that with a ring, 16k rows in all,
 // 512 / 1k / 2k / 4k keys, no mask: head_dim 64 1.09 / 1.07 / 1.03 / 1.02, 96 1.05 / 1.06 / 1.04 / 1.03, 128 1.01 / 1.06
 // / 1.03 / 1.01. Short causal items leave no time to convert: 64 0.94 / 1.04 / 0.98 / 1.00, 96 1.00 / 1.02 / 0.99 /
-// 0.95, 128 0.94 / 1.00 / 1.06 / 1.02.
+// 0.95, 128 0.94 / 1.00 / 1.06 / 1.02; beside other columns, at 128, 1.01 at 2k and 0.98 at 4k.
 inline bool prefers_ring(const Problem& p, int size) {
   if (p.seqlen_k > 4096) return false;
   const bool causal = p.window_left < 0 && p.window_right == 0;
-  return !draws_items(p) || (causal && size == 128 && p.seqlen_k >= 1536);
+  return !draws_items(p) || (causal && size == 128 && p.seqlen_k >= 1536 && p.seqlen_k < 4096);
 }
 
 // A round has an item for each CTA; with three rounds 512 rows of 128 columns take 0.487 ms, with four 0.458, with six

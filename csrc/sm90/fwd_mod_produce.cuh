@@ -43,11 +43,13 @@ __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block
   return flags == kAllSkip ? 0 : flags | kVisited;
 }
 
-// The slope of an item in units of raw products, as three terms of bf16. With slopes that would overflow there a row
-// sees its nearest keys alone; they may be less. Infinity and NaN stay, and make NaN.
+// The slope of an item in units of raw products, as three terms of bf16. A larger slope than 2^20 (7e5, in units of the
+// scores) counts as that: rows see their nearest keys alone either way, and fp32 rounds the exponent of
+// a tile's largest score, 32 keys away, by 2^-19 slopes, which overflowed fp16 from 1e7 on. Infinity and NaN stay, and make NaN.
 __device__ __forceinline__ void split_slope(SlopeItem& item, float scale_log2) {
-  const float highest = 0x1p100f * fminf(scale_log2, 1.f), size = fabsf(item.slope);
-  if (size > highest && size < INFINITY) item.slope = copysignf(highest, item.slope);
+  constexpr float kHighest = 0x1p20f;
+  const float size = fabsf(item.slope);
+  if (size > kHighest && size < INFINITY) item.slope = copysignf(kHighest, item.slope);
   item.raw_slope = item.slope / scale_log2;
   const auto rounded = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
   const float first = rounded(item.raw_slope), second = rounded(item.raw_slope - first);

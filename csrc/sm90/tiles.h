@@ -138,11 +138,12 @@ inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const Devic
   return !adds && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
 }
 
-// The same of calls with ALiBi beside what hides. Slopes are divided by the scale, and the kernel has room to 2^100.
+// The same of calls with ALiBi beside what hides. Slopes, up to 2^20, are divided by the scale; scores as large as scales
+// above 2^10 make them have exponents that fp32 rounds too coarsely where the slope's part is added apart.
 constexpr bool has_tall_slopes(int d) { return d == 128; }
 inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
-  const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p60f;
+  const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
   return alone && divides && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
 }
 

@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-// A piece is what a warp has of 32 columns of a tile: 16 queries. Becomes rows of dq in its own place, swizzled for TMA.
+// A piece is what a warp has of 32 columns of a tile: 16 queries. It becomes rows of dq in its place, swizzled for TMA.
 template <typename E>
 __device__ __forceinline__ void convert_piece(uint32_t piece, float scale, int lane) {
 #pragma unroll

@@ -131,7 +131,7 @@ __device__ __forceinline__ void for_tiles(const BwdArgs& a, const BwdItem* items
   });
 }
 
-// Second warp: K and V.
+// Second warp, above head_dim 128: K and V.
 template <typename T>
 __device__ __forceinline__ void load_keys(const BwdArgs& a, const BwdMaps& maps, uint32_t smem, const BwdItem* items,
                                           BwdBarriers<T> bars) {

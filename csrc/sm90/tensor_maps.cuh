@@ -22,8 +22,8 @@ inline EncodeTiled find_encoder() {
   return there ? reinterpret_cast<EncodeTiled>(found) : nullptr;
 }
 
-// A map with boxes of 64 columns and `box_rows` rows. `rows` counts those of a batch entry; packed tensors get the
-// shape that fwd_parts.cuh's row_coordinates() expects. Errors in words, or empty.
+// A map with boxes of `box_rows` rows of 64 columns, or 32, which have a swizzle of their own. `rows` counts those of a
+// batch entry; packed tensors get the shape that fwd_parts.cuh's row_coordinates() expects. Errors in words, or empty.
 inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
                               int heads, int box_rows, int box_columns = 64) {
   static const EncodeTiled encode = find_encoder();
@@ -44,7 +44,8 @@ inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Prob
     strides[2] = (cuuint64_t{1} << 35) - row;
     strides[3] = row;
   }
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type =
       p.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result = encode(&map, type, 5, x.ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,

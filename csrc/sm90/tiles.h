@@ -138,8 +138,8 @@ inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const Devic
   return !adds && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
 }
 
-// The same of calls with ALiBi beside what hides. Slopes, up to 2^20, are divided by the scale; scores as large as scales
-// above 2^10 make them have exponents that fp32 rounds too coarsely where the slope's part is added apart.
+// The same of calls with ALiBi beside what hides. Slopes are divided by the scale. From scales of 1e7 on fp32 rounds
+// the exponents of ordinary scores by more than 1, and fp16 weights overflowed: those calls stay with the other kernel.
 constexpr bool has_tall_slopes(int d) { return d == 128; }
 inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;

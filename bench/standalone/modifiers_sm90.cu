@@ -35,6 +35,11 @@ bool slopes_only(const Modifiers& m) {
   return m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
 }
 
+bool cap_only(const Modifiers& m) {
+  return m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr && m.rng == nullptr;
+}
+bool drops_only(const Modifiers& m) { return !m.is_natural && m.rng != nullptr; }
+
 template <sm90::FwdModKind kKind>
 std::string launch_kind(const FwdParams& f, const Modifiers& m, const DeviceInfo& d) {
   return sm90::launch_fwd_mod_of<Element, kCompiledD, kCompiledDv, kKind>(f, m, d);
@@ -45,6 +50,10 @@ std::string launch_kernel(Kernel kernel, const FwdParams& f, const Modifiers& m,
   if constexpr (kHasTallSlopes) {
     if (kernel == Kernel::kLow && slopes_only(m)) return launch_kind<sm90::FwdModKind::kExponents>(f, m, d);
     if (kernel == Kernel::kTall && slopes_only(m)) return launch_kind<sm90::FwdModKind::kTallSlopes>(f, m, d);
+    if (kernel == Kernel::kLow && cap_only(m)) return launch_kind<sm90::FwdModKind::kExponents>(f, m, d);
+    if (kernel == Kernel::kTall && cap_only(m)) return launch_kind<sm90::FwdModKind::kTallCap>(f, m, d);
+    if (kernel == Kernel::kLow && drops_only(m)) return launch_kind<sm90::FwdModKind::kDrops>(f, m, d);
+    if (kernel == Kernel::kTall && drops_only(m)) return launch_kind<sm90::FwdModKind::kTallDrops>(f, m, d);
   }
   if (kernel == Kernel::kLow) return launch_kind<sm90::FwdModKind::kHides>(f, m, d);
   if constexpr (kHasTall) {
@@ -103,7 +112,7 @@ class Runner {
     Modifiers m;
     named.set(m, c);
     int failed = !passes(c, named.name, m, Kernel::kChosen, want_max);
-    if ((kHasTall && hides_only(m)) || (kHasTallSlopes && slopes_only(m))) {
+    if ((kHasTall && hides_only(m)) || (kHasTallSlopes && (slopes_only(m) || cap_only(m) || drops_only(m)))) {
       failed += !passes(c, named.name + " (low)", m, Kernel::kLow, want_max);
       failed += !passes(c, named.name + " (tall)", m, Kernel::kTall, want_max);
     }
@@ -247,6 +256,14 @@ std::vector<TimedCase> tall_cases(int seqlen) {
     add("low alibi", "tall alibi", 1., slopes);
     add("low alibi causal", "tall alibi causal", .5, slopes, 0);
     add("low alibi window", "tall alibi window", in_window, slopes, 0, 1023);
+    const auto cap = [](float c) { return [=](Modifiers& m) { set_softcap(m, c); }; };
+    const auto drop = [](Modifiers& m) { set_dropout(m, 6554); };
+    add("low softcap 30", "tall softcap 30", 1., cap(30.f));
+    add("low softcap 3", "tall softcap 3", 1., cap(3.f));
+    add("low softcap causal", "tall softcap causal", .5, cap(30.f), 0);
+    add("low dropout", "tall dropout", 1., drop);
+    add("low dropout causal", "tall dropout causal", .5, drop, 0);
+    add("low drop, padding", "tall drop, padding", .75, [=](Modifiers& m) { drop(m), padding(m); });
     add("low alibi, padding", "tall alibi, padding", .75, [=](Modifiers& m) { slopes(m), padding(m); });
   }
   return all;

@@ -39,7 +39,7 @@ struct FwdModArgs {
 // kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kTall
 // hides like kHides, in the tiles of the plain kernel: what it does to whole tiles is what that one does. kTallSlopes
 // has slopes besides, and needs them.
-enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall, kTallSlopes };
+enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall, kTallSlopes, kTallCap, kTallDrops };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
 template <typename T>
@@ -108,8 +108,9 @@ struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = Kind;
   static constexpr bool kTallSlopes = Kind == FwdModKind::kTallSlopes;
-  static constexpr bool kTall = Kind == FwdModKind::kTall || kTallSlopes;
-  static constexpr bool kDrops = Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll;
+  static constexpr bool kTallCap = Kind == FwdModKind::kTallCap, kTallDrops = Kind == FwdModKind::kTallDrops;
+  static constexpr bool kTall = Kind == FwdModKind::kTall || kTallSlopes || kTallCap || kTallDrops;
+  static constexpr bool kDrops = Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || kTallDrops;
   // Scores change while products run, to natural units, or to exponents: in units of log2, less the row's maximum.
   static constexpr bool kCapsOrSlopes = Kind == FwdModKind::kExponents;
   static constexpr bool kMaySlope = kCapsOrSlopes || kTallSlopes;

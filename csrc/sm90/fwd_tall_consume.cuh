@@ -5,11 +5,55 @@
 #pragma once
 
 #include "fwd_consume.cuh"
+#include "fwd_mod_scores.cuh"
 #include "fwd_mod_weights.cuh"
 #include "fwd_tall_hide.cuh"
 #include "fwd_tall_slopes.cuh"
 
 namespace flash_ext::sm90 {
+
+#ifndef EARLY_DRAWS
+#define EARLY_DRAWS 0
+#endif
+inline constexpr bool kEarlyDraws = EARLY_DRAWS != 0;
+
+struct OwnDraws {
+#if EARLY_DRAWS == 1
+  uint32_t words[16];
+#elif EARLY_DRAWS == 2
+  uint32_t bits[2];
+#endif
+  __device__ __forceinline__ void make(int row0, int col0, const DropKeys& keys) {
+#if EARLY_DRAWS == 1
+    const int lane = ptx::fresh_lane();
+    const auto key_of = [&](int round) { return keys.rounds[round]; };
+    const uint32_t row_id = static_cast<uint32_t>(row0 / 16 * 8 + lane / 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t col_id = static_cast<uint32_t>((col0 / 32 + i / 2) * 8 + 2 * (lane % 4) + i % 2);
+      const uint4 d = philox(make_uint4(row_id, col_id, keys.counter.x, keys.counter.y), key_of);
+      words[4 * i] = d.x, words[4 * i + 1] = d.y, words[4 * i + 2] = d.z, words[4 * i + 3] = d.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(words[i]));
+#endif
+  }
+  __device__ __forceinline__ void apply(uint32_t (&p)[16], const Modifiers& m) const {
+#if EARLY_DRAWS == 1
+    const uint32_t highest = (m.drop_below << 16) - 1;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t others = i % 2 == 0 ? 0xffff0000u : 0xffffu;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const uint32_t w = words[4 * i + q];
+        if ((w << 16) <= highest) p[2 * (4 * (i / 2) + q)] &= others;
+        if (w <= highest) p[2 * (4 * (i / 2) + q) + 1] &= others;
+      }
+    }
+#endif
+  }
+};
 
 template <typename T>
 __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
@@ -21,7 +65,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
 
   float o[Dv / 2], s[kN / 2];
   uint32_t weights[kN / 4];
-  RowState state;
+  std::conditional_t<T::kTallCap, ModRowState, RowState> state;
   RingPosition<T::kKvSlots> ring;
   int items = -1;  // begun before the present one
   OwnStep now{}, next{};
@@ -105,6 +149,16 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
       ptx::pin(s);
     }
   };
+  // Raw products to exponents, less the maxima there are.
+  const auto cap = [&] {
+    if constexpr (T::kTallCap) {
+      // An item's state is not begun before the output of the last one has left.
+      const float shift[2] = {now.is_first() ? 0.f : shift_of(state.max[0]),
+                              now.is_first() ? 0.f : shift_of(state.max[1])};
+      cap_to_exponents(s, a, shift);
+      ptx::pin(s);
+    }
+  };
   // The K has been waited for, when its step was looked up.
   const auto issue_scores = [&](uint32_t terms) {
     const uint32_t q_at = smem + T::kQAt + group * 64 * 128 + slot_of(items, T::kQSlots) * T::kQBytes;
@@ -135,7 +189,10 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
   const auto prepare_weights = [&](const RowBias& bias) {
     const bool asks = now.is_first() || a.m.row_max != nullptr;
     float factor[2];
-    if constexpr (T::kTallSlopes) {
+    if constexpr (T::kTallCap) {
+      if (!asks && try_exponents<E>(s, weights, state)) return;
+      weights_by_maximum_of_exponents<E>(s, weights, state, factor);
+    } else if constexpr (T::kTallSlopes) {
       if (!asks && try_biased_weights<E>(s, weights, state, scale, bias)) return;
       biased_weights_by_maximum<E>(s, weights, state, factor, scale, bias);
     } else {
@@ -145,10 +202,26 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
 #pragma unroll
     for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
   };
+  const auto find_draws = [&] {
+    OwnDraws draws;
+    if constexpr (T::kTallDrops && kEarlyDraws) {
+      draws.make(item_at(items).w.block * T::kBlockM + warp_row(), now.tile() * kN, item_at(items).drop);
+    }
+    return draws;
+  };
+  const auto drop_weights = [&](const OwnDraws& draws) {
+    if constexpr (T::kTallDrops) {
+      if constexpr (kEarlyDraws) draws.apply(weights, a.m);
+      else drop_packed(weights, a.m, item_at(items).w.block * T::kBlockM + warp_row(), now.tile() * kN, item_at(items).drop);
+    }
+  };
   const auto store = [&](int n) {
     const ModItem& item = item_at(n);
     const int lane = ptx::fresh_lane(), first = warp_row();
-    const ModRowState rows{{-state.minus_max[0], -state.minus_max[1]}, {state.sum[0], state.sum[1]}};
+    const ModRowState rows = [&] {
+      if constexpr (T::kTallCap) return state;
+      else return ModRowState{{-state.minus_max[0], -state.minus_max[1]}, {state.sum[0], state.sum[1]}};
+    }();
     float inverse[2];
     finish_mod_rows(a, item, rows, item.w.block * T::kBlockM + first + lane / 4, lane, inverse);
     const uint32_t stage = smem + T::kStageAt + first / 16 * T::kStageChunks * 16 * 128;
@@ -156,7 +229,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
   };
   const auto begin_output = [&] {
     clear(o);
-    state = RowState{};
+    state = {};
   };
   const auto step = [&] {
     ptx::pin(o);
@@ -168,9 +241,11 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     issue_output();
     pass_turn();
     const RowBias bias = find_bias(ahead);
+    const OwnDraws draws = find_draws();
     ptx::wgmma_wait<1>();
     finish_scores(2);
     bend(bias, ahead);
+    cap();
     hide();
     look_ahead();
     ptx::wgmma_wait<0>();
@@ -182,6 +257,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
       begin_output();
     }
     prepare_weights(bias);
+    drop_weights(draws);
   };
 
   if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
@@ -216,13 +292,16 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     issue_scores(terms);
     pass_turn();
     const RowBias bias = find_bias(ahead);
+    const OwnDraws draws = find_draws();
     if (started) skip_slot();
     ptx::wgmma_wait<0>();
     finish_scores(started ? 2 : 1);
     started = true;
     bend(bias, ahead);
+    cap();
     hide();
     prepare_weights(bias);
+    drop_weights(draws);
     look_ahead();
 #pragma unroll 1
     while (goes_on()) {

@@ -102,6 +102,8 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
     if (prefers_tall_slopes(p.problem, m, d)) {
       return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallSlopes>(p, m, d);
     }
+    if (prefers_tall_cap(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallCap>(p, m, d);
+    if (prefers_tall_drops(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallDrops>(p, m, d);
     if (alone && !bias) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kExponents>(p, m, d);
     constexpr int kBlockM = FwdModTraits<E, D, Dv, FwdModKind::kBias>::kBlockM;
     if (alone && staged_bias_rows(m.bias, p.problem, kBlockM) > 0) {

@@ -147,10 +147,24 @@ inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const Devi
   return alone && divides && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
 }
 
+// The same of calls with a softcap, and of calls with dropout.
+constexpr bool has_tall_cap(int d) { return d == 128; }
+inline bool prefers_tall_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+  const bool alone = m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr && m.rng == nullptr;
+  return alone && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+}
+constexpr bool has_tall_drops(int d) { return d == 128; }
+inline bool prefers_tall_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+  const bool alone = m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f;
+  return alone && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+}
+
 // Whether a call of a compiled head_dim takes tall tiles.
 inline bool takes_tall_tiles(int head_dim, const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   return (has_tall_tiles(head_dim) && prefers_tall_tiles(p, m, d)) ||
-         (has_tall_slopes(head_dim) && prefers_tall_slopes(p, m, d));
+         (has_tall_slopes(head_dim) && prefers_tall_slopes(p, m, d)) ||
+         (has_tall_cap(head_dim) && prefers_tall_cap(p, m, d)) ||
+         (has_tall_drops(head_dim) && prefers_tall_drops(p, m, d));
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

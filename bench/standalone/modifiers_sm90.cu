@@ -27,7 +27,7 @@ constexpr int kCompiledDv = kCompiledD == 192 && kDv <= 128 ? 128 : kCompiledD;
 
 constexpr DType kDType = std::is_same_v<Element, __half> ? DType::kFloat16 : DType::kBFloat16;
 constexpr bool kHasTall = sm90::has_tall_tiles(kCompiledD) && kCompiledD == kCompiledDv;
-constexpr bool kHasTallSlopes = sm90::has_tall_slopes(kCompiledD) && kCompiledD == kCompiledDv;
+constexpr bool kHasTallChanges = sm90::has_tall_changes(kCompiledD) && kCompiledD == kCompiledDv;
 enum class Kernel { kChosen, kLow, kTall, kPortable };
 
 bool hides_only(const Modifiers& m) { return !m.is_natural && m.rng == nullptr; }
@@ -47,7 +47,7 @@ std::string launch_kind(const FwdParams& f, const Modifiers& m, const DeviceInfo
 
 std::string launch_kernel(Kernel kernel, const FwdParams& f, const Modifiers& m, const DeviceInfo& d) {
   if (kernel == Kernel::kPortable) return sm80::launch_fwd_mod<Element, kPadded, SmemClass::kLarge>(f, m, d);
-  if constexpr (kHasTallSlopes) {
+  if constexpr (kHasTallChanges) {
     if (kernel == Kernel::kLow && slopes_only(m)) return launch_kind<sm90::FwdModKind::kExponents>(f, m, d);
     if (kernel == Kernel::kTall && slopes_only(m)) return launch_kind<sm90::FwdModKind::kTallSlopes>(f, m, d);
     if (kernel == Kernel::kLow && cap_only(m)) return launch_kind<sm90::FwdModKind::kExponents>(f, m, d);
@@ -112,7 +112,7 @@ class Runner {
     Modifiers m;
     named.set(m, c);
     int failed = !passes(c, named.name, m, Kernel::kChosen, want_max);
-    if ((kHasTall && hides_only(m)) || (kHasTallSlopes && (slopes_only(m) || cap_only(m) || drops_only(m)))) {
+    if ((kHasTall && hides_only(m)) || (kHasTallChanges && (slopes_only(m) || cap_only(m) || drops_only(m)))) {
       failed += !passes(c, named.name + " (low)", m, Kernel::kLow, want_max);
       failed += !passes(c, named.name + " (tall)", m, Kernel::kTall, want_max);
     }
@@ -251,7 +251,21 @@ std::vector<TimedCase> tall_cases(int seqlen) {
   add("low 4 documents", "tall 4 documents", .25, documents(equal));
   add("low 4 docs causal", "tall 4 docs causal", .125, documents(equal), 0);
   add("low documents", "tall documents", shared_pairs(seqlen, uneven), documents(uneven));
-  if (kHasTallSlopes) {
+  const auto random_mask = [=](Modifiers& m) {
+    set_mask(m, 1, 1, seqlen, seqlen, [](int, int, int, int) { return below(2) == 0; });
+  };
+  const auto blocks = [=](int of, int side) -> SetModifiers {  // one in `of`, `side` units of 16 wide
+    return [=](Modifiers& m) {
+      set_blocks(m, 1, seqlen, seqlen, [=](int, int r, int q) { return (r / side * 5 + q / side) % of == 0; });
+    };
+  };
+  add("low mask random", "tall mask random", 1., random_mask);
+  add("low blocks 128 all", "tall blocks 128 all", 1., blocks(1, 8));
+  add("low blocks 128 1/2", "tall blocks 128 1/2", .5, blocks(2, 8));
+  add("low blocks 128 1/4", "tall blocks 128 1/4", .25, blocks(4, 8));
+  add("low blocks 64 1/2", "tall blocks 64 1/2", .5, blocks(2, 4));
+  add("low blocks 64 1/4", "tall blocks 64 1/4", .25, blocks(4, 4));
+  if (kHasTallChanges) {
     const auto slopes = [](Modifiers& m) { set_slopes(m, kHeads); };
     add("low alibi", "tall alibi", 1., slopes);
     add("low alibi causal", "tall alibi causal", .5, slopes, 0);

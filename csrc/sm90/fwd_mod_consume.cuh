@@ -171,7 +171,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   };
   const auto try_weights_of = [&](const float (&x)[kN / 2]) {
     if constexpr (T::kExponents) return try_exponents<E>(x, weights, state);
-    else return try_mod_weights<E, T::kChanges>(x, weights, state, m.unit_log2);
+    else return try_mod_weights<E>(x, weights, state, m.unit_log2);
   };
   const auto prepare_weights = [&] {
     // Maxima that are wanted must be true ones. The first tile has none to try.

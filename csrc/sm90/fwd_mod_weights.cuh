@@ -1,6 +1,6 @@
 // weights.cuh for scores to which anything may have been added. Maxima are kept in the units of the scores: those near
-// finfo.min would no longer be finite times log2(e), so rows as low as that subtract their maximum first. An item's
-// first tile takes its maximum instead of a guess, so that no result depends on which hidden tiles were visited.
+// finfo.min would no longer be finite times log2(e), so rows as far from 0 as kFarMaximum subtract their maximum first. An
+// item's first tile takes its maximum instead of a guess, so that no result depends on which hidden tiles were visited.
 #pragma once
 
 #include "fwd_mod_parts.cuh"
@@ -13,15 +13,14 @@ struct ModRowState {
   float sum[2] = {0.f, 0.f};  // this lane's share of the row sum
 };
 
-// p = weights of s by the maxima there are. False when they must not be used. Only what is added makes scores so low.
-template <typename E, bool kMayBeLow, int kCount>
+// p = weights of s by the maxima there are. False when they must not be used.
+template <typename E, int kCount>
 __device__ __forceinline__ bool try_mod_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 2], ModRowState& state,
                                                 float unit) {
   RowState log2_state;
   log2_state.minus_max[0] = -state.max[0] * unit;
   log2_state.minus_max[1] = -state.max[1] * unit;
-  const bool low = kMayBeLow && fminf(state.max[0], state.max[1]) < kLowMaximum;
-  if (low) log2_state.minus_max[0] = INFINITY;  // which try_weights() refuses
+  if (is_far(log2_state.minus_max[0], log2_state.minus_max[1])) log2_state.limit = -1.f;
   if (!try_weights<E>(s, p, log2_state, unit)) return false;
   state.sum[0] += log2_state.sum[0];
   state.sum[1] += log2_state.sum[1];
@@ -68,18 +67,16 @@ __device__ __forceinline__ void mod_weights_by_maximum(float (&s)[kCount], uint3
                                                        ModRowState& state, float (&factor)[2], float unit) {
   float largest[2], shift[2];
   quad_maxima(s, largest);
-  bool low = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float higher = fmaxf(state.max[r], largest[r]);
     // Nothing seen yet: the scores are all -inf and need an offset that is a number.
     factor[r] = higher == -INFINITY ? 1.f : ptx::ex2((state.max[r] - higher) * unit);
     shift[r] = higher == -INFINITY ? 0.f : higher;
-    low |= shift[r] < kLowMaximum;
     state.max[r] = higher;
     state.sum[r] *= factor[r];
   }
-  if (__any_sync(0xffffffffu, low)) {
+  if (__any_sync(0xffffffffu, is_far(shift[0] * unit, shift[1] * unit))) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] -= shift[i / 2 % 2];
     shift[0] = shift[1] = 0.f;

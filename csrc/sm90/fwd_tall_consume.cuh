@@ -12,49 +12,6 @@
 
 namespace flash_ext::sm90 {
 
-#ifndef EARLY_DRAWS
-#define EARLY_DRAWS 0
-#endif
-inline constexpr bool kEarlyDraws = EARLY_DRAWS != 0;
-
-struct OwnDraws {
-#if EARLY_DRAWS == 1
-  uint32_t words[16];
-#elif EARLY_DRAWS == 2
-  uint32_t bits[2];
-#endif
-  __device__ __forceinline__ void make(int row0, int col0, const DropKeys& keys) {
-#if EARLY_DRAWS == 1
-    const int lane = ptx::fresh_lane();
-    const auto key_of = [&](int round) { return keys.rounds[round]; };
-    const uint32_t row_id = static_cast<uint32_t>(row0 / 16 * 8 + lane / 4);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t col_id = static_cast<uint32_t>((col0 / 32 + i / 2) * 8 + 2 * (lane % 4) + i % 2);
-      const uint4 d = philox(make_uint4(row_id, col_id, keys.counter.x, keys.counter.y), key_of);
-      words[4 * i] = d.x, words[4 * i + 1] = d.y, words[4 * i + 2] = d.z, words[4 * i + 3] = d.w;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(words[i]));
-#endif
-  }
-  __device__ __forceinline__ void apply(uint32_t (&p)[16], const Modifiers& m) const {
-#if EARLY_DRAWS == 1
-    const uint32_t highest = (m.drop_below << 16) - 1;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t others = i % 2 == 0 ? 0xffff0000u : 0xffffu;
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const uint32_t w = words[4 * i + q];
-        if ((w << 16) <= highest) p[2 * (4 * (i / 2) + q)] &= others;
-        if (w <= highest) p[2 * (4 * (i / 2) + q) + 1] &= others;
-      }
-    }
-#endif
-  }
-};
-
 template <typename T>
 __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
                                              ModShared<T>& shared, ModBarriers<T> bars, int group) {
@@ -121,12 +78,13 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
   const auto finish_q = [&] {
     if (now.is_last()) arrive(bars.q_empty(slot_of(items, T::kQSlots)));
   };
+  const auto first_row = [&] { return item_at(items).w.block * T::kBlockM + warp_row(); };
   // Votes tell ptxas that the warp stays together, also between a product's issue and its wait.
   const auto hide = [&] {
     if (!__any_sync(0xffffffffu, now.tests() != 0)) return;
     const ModItem& item = item_at(items);
     const Scores scores{a.plain.p.problem, a.m, item.seat, item.w.h};
-    hide_tile(s, scores, item, item.w.block * T::kBlockM + warp_row(), now.tile() * kN, now.tests());
+    hide_tile(s, scores, item, first_row(), now.tile() * kN, now.tests());
     ptx::pin(s);
   };
   // From the tile's first key to the warp's first row.
@@ -135,8 +93,13 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     else return 0;
   };
   const auto find_terms = [&](int ahead) -> uint32_t {
-    if constexpr (T::kTallSlopes) return own_terms(item_at(items), side_of<kN>(ahead));
-    else return 0;
+    if constexpr (T::kTallSlopes) {
+      uint32_t terms[] = {own_terms(item_at(items), side_of<kN>(ahead))};
+      ptx::pin(terms);  // before the turn: ptxas would make them between it and the first product
+      return terms[0];
+    } else {
+      return 0;
+    }
   };
   const auto find_bias = [&](int ahead) {
     if constexpr (T::kTallSlopes) return bias_of_rows<kN>(item_at(items), ahead);
@@ -202,18 +165,8 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
 #pragma unroll
     for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
   };
-  const auto find_draws = [&] {
-    OwnDraws draws;
-    if constexpr (T::kTallDrops && kEarlyDraws) {
-      draws.make(item_at(items).w.block * T::kBlockM + warp_row(), now.tile() * kN, item_at(items).drop);
-    }
-    return draws;
-  };
-  const auto drop_weights = [&](const OwnDraws& draws) {
-    if constexpr (T::kTallDrops) {
-      if constexpr (kEarlyDraws) draws.apply(weights, a.m);
-      else drop_packed(weights, a.m, item_at(items).w.block * T::kBlockM + warp_row(), now.tile() * kN, item_at(items).drop);
-    }
+  const auto drop = [&] {
+    if constexpr (T::kDrops) drop_packed(weights, a.m, first_row(), now.tile() * kN, item_at(items).drop);
   };
   const auto store = [&](int n) {
     const ModItem& item = item_at(n);
@@ -241,7 +194,6 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     issue_output();
     pass_turn();
     const RowBias bias = find_bias(ahead);
-    const OwnDraws draws = find_draws();
     ptx::wgmma_wait<1>();
     finish_scores(2);
     bend(bias, ahead);
@@ -257,7 +209,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
       begin_output();
     }
     prepare_weights(bias);
-    drop_weights(draws);
+    drop();
   };
 
   if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
@@ -292,7 +244,6 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     issue_scores(terms);
     pass_turn();
     const RowBias bias = find_bias(ahead);
-    const OwnDraws draws = find_draws();
     if (started) skip_slot();
     ptx::wgmma_wait<0>();
     finish_scores(started ? 2 : 1);
@@ -301,7 +252,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     cap();
     hide();
     prepare_weights(bias);
-    drop_weights(draws);
+    drop();
     look_ahead();
 #pragma unroll 1
     while (goes_on()) {

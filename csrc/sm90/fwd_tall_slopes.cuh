@@ -95,6 +95,7 @@ __device__ __forceinline__ void biased_weights_by_maximum(const float (&s)[kCoun
     if (biased.minus_max[r] < before[r]) state.minus_max[r] = biased.minus_max[r] - bias.of[r];
     state.sum[r] = biased.sum[r];
   }
+  state.limit = biased.limit;
 }
 
 }  // namespace flash_ext::sm90

@@ -96,14 +96,14 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
   const bool changes = m.is_natural || p.problem.score_factor != 1.f;
   // Kernels of their own are compiled for 25 s. Others would gain 0.03 to 0.08 of plain for dropout (head_dim 64, 192, 256)
   // and 0.1 for a bias that TMA cannot read; what slopes, softcaps and biases would gain at other sizes is not measured.
+  if constexpr (has_tall_changes(D)) {
+    if (prefers_tall_slopes(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallSlopes>(p, m, d);
+    if (prefers_tall_cap(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallCap>(p, m, d);
+    if (prefers_tall_drops(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallDrops>(p, m, d);
+  }
   if constexpr (D == 128) {
     const bool bias = m.bias.ptr != nullptr;
     const bool alone = (m.softcap > 0.f) + (m.slopes != nullptr) + bias == 1 && m.rng == nullptr;
-    if (prefers_tall_slopes(p.problem, m, d)) {
-      return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallSlopes>(p, m, d);
-    }
-    if (prefers_tall_cap(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallCap>(p, m, d);
-    if (prefers_tall_drops(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallDrops>(p, m, d);
     if (alone && !bias) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kExponents>(p, m, d);
     constexpr int kBlockM = FwdModTraits<E, D, Dv, FwdModKind::kBias>::kBlockM;
     if (alone && staged_bias_rows(m.bias, p.problem, kBlockM) > 0) {

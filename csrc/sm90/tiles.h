@@ -127,44 +127,45 @@ inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
   return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
 }
 
-// Whether a call that hides scores at most should take the tiles of the plain kernel: where masks are known by rows or
-// by keys alone, so that they leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool
-// masks and block maps, which are mixed in many places, stay with wider tiles, whose words are fetched ahead.
+// Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that they
+// leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool masks, which are mixed in
+// all places, stay with lower and wider tiles, whose words are fetched ahead (a random mask: 0.67 of plain there, 0.60 in
+// tall ones). So do maps of blocks of 128 or more, of which a tile of 192 rows meets two (a quarter visited: 0.65 and
+// 0.51). Of blocks of 64, which a warpgroup's rows match, tall tiles visit fewer (0.23 and 0.41; a half 0.32 and 0.58).
 inline bool has_mixed_tiles(const Modifiers& m) {
-  return (m.mask.words != nullptr && m.mask.row_stride != 0) || m.blocks.words != nullptr;
+  const bool blocks_fit = m.block_side >= 64 && m.block_side < 128;
+  return (m.mask.words != nullptr && m.mask.row_stride != 0) || (m.blocks.words != nullptr && !blocks_fit);
+}
+inline bool tall_tiles_fit(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+  return !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
 }
 inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const bool adds = m.is_natural || !(p.softmax_scale > 0.f) || m.rng != nullptr;
-  return !adds && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+  return !adds && tall_tiles_fit(p, m, d);
 }
 
-// The same of calls with ALiBi beside what hides. Slopes are divided by the scale. From scales of 1e7 on fp32 rounds
-// the exponents of ordinary scores by more than 1, and fp16 weights overflowed: those calls stay with the other kernel.
-constexpr bool has_tall_slopes(int d) { return d == 128; }
+// The same of calls with one modifier of scores or weights beside what hides, at head_dim 128. With slopes, which are divided
+// by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16 weights
+// overflowed, so those calls stay with the other kernel.
+constexpr bool has_tall_changes(int d) { return d == 128; }
 inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
   const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
-  return alone && divides && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+  return alone && divides && tall_tiles_fit(p, m, d);
 }
-
-// The same of calls with a softcap, and of calls with dropout.
-constexpr bool has_tall_cap(int d) { return d == 128; }
 inline bool prefers_tall_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const bool alone = m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr && m.rng == nullptr;
-  return alone && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+  return alone && tall_tiles_fit(p, m, d);
 }
-constexpr bool has_tall_drops(int d) { return d == 128; }
 inline bool prefers_tall_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  const bool alone = m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f;
-  return alone && !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+  return m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f && tall_tiles_fit(p, m, d);
 }
 
 // Whether a call of a compiled head_dim takes tall tiles.
 inline bool takes_tall_tiles(int head_dim, const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  return (has_tall_tiles(head_dim) && prefers_tall_tiles(p, m, d)) ||
-         (has_tall_slopes(head_dim) && prefers_tall_slopes(p, m, d)) ||
-         (has_tall_cap(head_dim) && prefers_tall_cap(p, m, d)) ||
-         (has_tall_drops(head_dim) && prefers_tall_drops(p, m, d));
+  if (has_tall_tiles(head_dim) && prefers_tall_tiles(p, m, d)) return true;
+  return has_tall_changes(head_dim) &&
+         (prefers_tall_slopes(p, m, d) || prefers_tall_cap(p, m, d) || prefers_tall_drops(p, m, d));
 }
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs

@@ -19,10 +19,15 @@ namespace flash_ext::sm90 {
 
 inline constexpr float kSumLimit = 64.f;
 
+// From here on fp32 rounds scale * m by more than 1/4, which 2^(fma(scale, s, -m)) shows: where all scores are 1e9, weights
+// were 2^32 or 2^-32, neither of which fp16 has. Such rows always go the way that rounds each product as m was rounded.
+inline constexpr float kFarMaximum = 0x1p22f;
+__device__ __forceinline__ bool is_far(float a, float b) { return !(fmaxf(fabsf(a), fabsf(b)) < kFarMaximum); }
+
 struct RowState {
   float minus_max[2] = {INFINITY, INFINITY};  // -m, in units of log2
   float sum[2] = {0.f, 0.f};                  // this lane's share of the row sum
-  float limit = kSumLimit;                    // of a tile's share; the same in all lanes
+  float limit = kSumLimit;                    // of a tile's share; the same in all lanes; below 0: none is tried
 };
 
 // p = weights of s by the maxima there are. False when they must not be used.
@@ -65,6 +70,7 @@ __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     state.minus_max[r] = -largest * scale;
   }
+  if (__any_sync(0xffffffffu, is_far(state.minus_max[0], state.minus_max[1]))) state.limit = -1.f;
 }
 
 // p = weights of s by the larger of the maxima there are and the tile's; factor is what the output so far is worth.
@@ -72,7 +78,6 @@ template <typename E, int kCount>
 __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
                                                    float (&factor)[2], float scale) {
   float offset[2];
-  state.limit = kSumLimit;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = -INFINITY;
@@ -87,11 +92,12 @@ __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uin
     state.minus_max[r] = lower;
     state.sum[r] *= factor[r];
   }
+  state.limit = __any_sync(0xffffffffu, is_far(state.minus_max[0], state.minus_max[1])) ? -1.f : kSumLimit;
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
     const int r = i % 2;
-    const float x = ptx::ex2(fmaf(s[2 * i], scale, offset[r]));
-    const float y = ptx::ex2(fmaf(s[2 * i + 1], scale, offset[r]));
+    const float x = ptx::ex2(__fmul_rn(s[2 * i], scale) + offset[r]);
+    const float y = ptx::ex2(__fmul_rn(s[2 * i + 1], scale) + offset[r]);
     state.sum[r] += x + y;
     p[i] = ptx::pack2<E>(x, y);
   }

@@ -29,6 +29,8 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
 
   // Registers are short: what follows from the thread's number is made anew where it is used.
   const auto warp_row = [&] { return group * 64 + ptx::fresh_thread_idx() / 32 % 4 * 16; };
+  int own_row = warp_row();  // but for slopes, which ask for it in each step
+  asm volatile("" : "+r"(own_row));
   const auto arrive = [&](uint32_t bar) {
     ptx::mbarrier_arrive_if(bar, ptx::fresh_lane() == 0);
   };
@@ -89,25 +91,21 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
   };
   // From the tile's first key to the warp's first row.
   const auto find_ahead = [&] {
-    if constexpr (T::kTallSlopes) return item_at(items).centre + warp_row() - now.tile() * kN;
+    if constexpr (T::kTallSlopes) return item_at(items).centre + own_row - now.tile() * kN;
     else return 0;
   };
   const auto find_terms = [&](int ahead) -> uint32_t {
-    if constexpr (T::kTallSlopes) {
-      uint32_t terms[] = {own_terms(item_at(items), side_of<kN>(ahead))};
-      ptx::pin(terms);  // before the turn: ptxas would make them between it and the first product
-      return terms[0];
-    } else {
-      return 0;
-    }
+    if constexpr (T::kTallSlopes) return own_terms<kN>(item_at(items), ahead);
+    else return 0;
   };
   const auto find_bias = [&](int ahead) {
     if constexpr (T::kTallSlopes) return bias_of_rows<kN>(item_at(items), ahead);
     else return RowBias{};
   };
-  const auto bend = [&](const RowBias& bias, int ahead) {
+  const auto bend = [&](RowBias& bias, int ahead) {
     if constexpr (T::kTallSlopes) {
       if (!bias.bends) return;
+      bias.of[0] = bias.of[1] = 0.f;
       subtract_distances(s, item_at(items).raw_slope, ahead);
       ptx::pin(s);
     }
@@ -193,7 +191,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     issue_scores(terms);
     issue_output();
     pass_turn();
-    const RowBias bias = find_bias(ahead);
+    RowBias bias = find_bias(ahead);
     ptx::wgmma_wait<1>();
     finish_scores(2);
     bend(bias, ahead);
@@ -243,7 +241,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
     take_turn();
     issue_scores(terms);
     pass_turn();
-    const RowBias bias = find_bias(ahead);
+    RowBias bias = find_bias(ahead);
     if (started) skip_slot();
     ptx::wgmma_wait<0>();
     finish_scores(started ? 2 : 1);

@@ -25,20 +25,22 @@ __device__ __forceinline__ void write_key_numbers(unsigned char* to) {
   ptx::fence_proxy_async();
 }
 
-// 1 where 16 rows lie behind all keys of a tile, -1 where they lie before them, else 0. `ahead`: of the first row's
-// place to the first key's.
+// Whether 16 rows lie behind all keys of a tile, or before them. `ahead`: of the first row's place to the first key's.
 template <int kKeys>
-__device__ __forceinline__ int side_of(int ahead) {
-  return ahead >= kKeys - 1 ? 1 : ahead <= -15 ? -1 : 0;
+__device__ __forceinline__ bool is_behind(int ahead) {
+  return ahead >= kKeys - 1;
 }
+__device__ __forceinline__ bool is_before(int ahead) { return ahead <= -15; }
 
-// A lane's part of the rows of A: the slope in three terms, those of bf16 that sum up to 24 bits, times the side.
-__device__ __forceinline__ uint32_t own_terms(const SlopeItem& item, int side) {
+// A lane's part of the rows of A: the slope in three terms, those of bf16 that sum up to 24 bits, less where rows lie
+// before the keys.
+template <int kKeys>
+__device__ __forceinline__ uint32_t own_terms(const SlopeItem& item, int ahead) {
   const uint32_t terms = item.terms[ptx::fresh_lane() % 4];
-  return side == 0 ? 0 : side > 0 ? terms : terms ^ 0x80008000u;
+  return is_behind<kKeys>(ahead) ? terms : is_before(ahead) ? terms ^ 0x80008000u : 0;
 }
 
-// What two rows add to all scores of a tile, in units of log2, or that each score has its own.
+// What two rows add to all scores of a tile, in units of log2. Where the tile bends, each score has its own instead.
 struct RowBias {
   float of[2];
   bool bends;
@@ -47,10 +49,10 @@ struct RowBias {
 // Made while products run: behind them it would lengthen the chain from scores to scores.
 template <int kKeys>
 __device__ __forceinline__ RowBias bias_of_rows(const SlopeItem& item, int ahead) {
-  const int side = side_of<kKeys>(ahead);
-  const float slope = static_cast<float>(-side) * item.slope;
+  const bool behind = is_behind<kKeys>(ahead);
+  const float slope = behind ? -item.slope : item.slope;
   const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kMiddleKey);
-  RowBias bias{{slope * first, slope * (first + 8.f)}, __any_sync(0xffffffffu, side == 0) != 0};
+  RowBias bias{{slope * first, slope * (first + 8.f)}, __any_sync(0xffffffffu, !behind && !is_before(ahead)) != 0};
   ptx::pin(bias.of);
   return bias;
 }

@@ -48,8 +48,9 @@ HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192, 64, 96, 128)  # 192 for head_dim_v of 192 a
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
 HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)
 HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
-# Of head_dim 128: weights dropped, slopes or a softcap alone, a bias that TMA brings, slopes in higher tiles.
-HOPPER_MOD_OWN_KINDS = (1, 3, 4, 6)
+# Of head_dim 128: weights dropped, slopes or a softcap alone, a bias that TMA brings; in higher tiles slopes,
+# a softcap, and weights dropped.
+HOPPER_MOD_OWN_KINDS = (1, 3, 4, 6, 7, 8)
 HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (5,), (64, 128)  # the same as the first, in higher tiles
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
@@ -349,6 +350,7 @@ def test_shared_memory_with_modifiers_fits(device_switches, resources, compute_c
         if compute_capability == 90 and head_dim <= max(sizes):
             size = min(item for item in sizes if item >= head_dim)
             wanted, kernel = f"{direction}_mod_sm90_hd{size}", f"{direction}_mod_sm90_kernel"
+            wanted += "_tall" if (direction, size) == ("fwd", 128) else ""
         assert launch["kernel"] == wanted
         static = static_smem(resources, (kernel,))
         assert 0 < launch["smem_bytes"] + static <= limit, launch

@@ -166,12 +166,11 @@ def test_readme_signatures_are_those_of_the_functions() -> None:
 @pytest.fixture
 def pretend() -> Iterator[object]:
     """Makes plans for another GPU; undone afterwards."""
-    names = ("compute_capability", "num_sms", "smem_per_block")
+    names = ("compute_capability", "num_sms", "smem_per_block", "lower_tiles")
     before = {name: _C.get_switch(name) for name in names}
 
     def set_device(compute_capability: int) -> None:
-        values = (compute_capability, 108, SMEM_OF[compute_capability])
-        for name, value in zip(names, values, strict=True):
+        for name, value in zip(names, (compute_capability, 108, SMEM_OF[compute_capability])):
             _C.set_switch(name, value)
 
     yield set_device
@@ -541,8 +540,9 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
 
 def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
     (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    names = [("softcap", "")] * 4 + [("sinks", "_tall"), ("alibi_slopes", "_tall")]
-    for (name, tall), (d, block_m, block_n, slots, _, _, _, smem) in zip(names, rows(table), strict=True):
+    names = [("softcap", "")] * 4 + [("sinks", "_tall"), ("softcap", "_tall")]
+    for (name, tall), (d, block_m, block_n, slots, *_, smem) in zip(names, rows(table), strict=True):
+        _C.set_switch("lower_tiles", int(not tall))
         chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90", name=name)
         assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}{tall}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))

@@ -11,7 +11,7 @@ from torch import Tensor
 import flash_ext
 from tests import compare
 from tests.cases import DATA_KINDS, dense, packed
-from tests.harness import Target, on_all_tiles, on_paths, poison_pool, run_case, run_cases
+from tests.harness import Target, on_all_tiles, on_paths, on_targets, poison_pool, run_case, run_cases
 
 
 def full(target: Target, shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -114,6 +114,33 @@ def test_nf12_the_largest_fp16_value_does_not_overflow(target: Target) -> None:
     q, k = (normal(target, 2, 200, 4, 64, dtype=torch.float16) for _ in range(2))
     out = flash_ext.attention(q, k, full(target, (2, 200, 4, 64), 65504, torch.float16), path=target.path)
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"sinks": True}, {"bool_mask": True}])
+@on_targets("sm90")
+def test_nf12_equal_scores_of_a_thousand_million(target: Target, more: dict, dtype: torch.dtype) -> None:
+    """fp32 has steps of 64 there, so that 2^(score - maximum) is 1 only where both were rounded alike.
+
+    The portable forward makes fp16 weights infinite of them, and kernels of head_dim 256 that only hide
+    weigh tiles differently.
+    """
+    for head_dim in (64, 96, 128, 192, *([] if len(more) and "causal" not in more else [256])):
+        q, k = (full(target, (2, n, 3, head_dim), 1e4, dtype) for n in (400, 333))
+        v = normal(target, 2, 333, 3, head_dim, dtype=dtype)
+        options: dict = {"path": target.path, **more}
+        if options.pop("sinks", False):
+            options["sinks"] = torch.zeros(3, device=target.device)
+        if options.pop("bool_mask", False):
+            options["attn_mask"] = torch.ones(400, 333, dtype=torch.bool, device=target.device)
+        out, lse = flash_ext.attention(q, k, v, return_lse=True, **options)
+        seen = torch.ones(400, 333, device=target.device)
+        if "causal" in more:
+            seen = seen.tril(333 - 400)
+        weights = seen / seen.sum(1, keepdim=True).clamp(min=1)
+        want = torch.einsum("qk,bkhd->bqhd", weights.double(), v.double())
+        torch.testing.assert_close(out.double(), want, atol=4e-3, rtol=8e-3)
+        assert torch.isfinite(lse[seen.sum(1).expand(lse.shape) > 0]).all()
 
 
 @on_paths

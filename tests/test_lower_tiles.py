@@ -8,12 +8,14 @@ import itertools
 import pytest
 import torch
 
+import flash_ext
 from flash_ext.ops import _C
 from tests.cases import dense, packed
 from tests.harness import Target, on_targets, run_case, run_cases
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call
 from tests.modifier_harness import run_case as run_modified
+from tests.qkv import make_qkv, null_kernels
 
 
 def kernel(batch: int, heads: int, seqlen_q: int, seqlen_k: int, causal: bool, **more) -> str:
@@ -89,20 +91,63 @@ def test_both_heights_are_right(target: Target, head_dim: int, lower: int) -> No
 
 
 HIDING = ["padding", "padding_right,sinks", "documents", "prefix,sinktok3", "chunk100", "hkeys1",
-          "hrows1_b,hkeys1_h"]  # fmt: skip
+          "hrows1_b,hkeys1_h", "blocks64x64_h", "blocks64x128_bh,padding"]  # fmt: skip
 
 
-SLOPING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,sinktok3"]
+# With what changes scores or weights, at head_dim 128.
+CHANGING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,sinktok3",
+            "softcap30", "softcap1,padding", "softcap30,documents,sinks", "softcap1000,blocks64x64",
+            "drop0.1", "drop0.5,padding,sinks", "drop0.1,prefix,sinktok3", "drop0.5,blocks64x64"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "tall"),
+    [
+        (128, {}, True),
+        (64, {}, True),
+        (192, {}, False),
+        (128, {"softcap": 2.0}, True),
+        (128, {"dropout_p": 0.5}, True),
+        (128, {"alibi_slopes": torch.ones(4)}, True),
+        (64, {"softcap": 2.0}, False),
+        (64, {"dropout_p": 0.5}, False),
+        (128, {"softcap": 2.0, "dropout_p": 0.5}, False),
+        (128, {"softcap": 2.0, "alibi_slopes": torch.ones(4)}, False),
+        (128, {"softmax_scale": -1.0}, False),
+    ],
+)
+@pytest.mark.parametrize(("side", "fits"), [(None, True), (64, True), (96, True), (128, False), (32, False)])
+def test_which_calls_with_modifiers_have_tall_tiles(
+    pretended_gpu, head_dim: int, options: dict, tall: bool, side: int | None, fits: bool
+) -> None:
+    """Maps of blocks as high as a warpgroup's rows are measured in docs/performance.md beside others."""
+    q, k, v = make_qkv(batch=2, seqlen_q=1536, seqlen_k=1536, heads=4, heads_k=4, head_dim=head_dim,
+                       dtype=torch.bfloat16)  # fmt: skip
+    more = {}
+    if "dropout_p" in options:
+        more["rng"] = flash_ext.dropout_rng(q.device)
+    if side is not None:
+        count = 1536 // side
+        map_of = torch.ones(1, 1, count, count, dtype=torch.bool)
+        more["block_mask"] = flash_ext.BlockMask(map_of, (side, side))
+    before = _C.get_switch("lower_tiles")
+    _C.set_switch("lower_tiles", 0)
+    try:
+        with null_kernels():
+            flash_ext.forward(q, k, v, sinks=torch.zeros(4), **more, **options)
+            assert _C.last_launch()["kernel"].endswith("_tall") == (tall and fits)
+    finally:
+        _C.set_switch("lower_tiles", before)
 
 
 @pytest.mark.parametrize("lower", [0, 1])
 @pytest.mark.parametrize(
     ("mods", "head_dim"),
-    [*itertools.product(HIDING, (40, 64, 96, 128)), *itertools.product(SLOPING, (96, 128))],
+    [*itertools.product(HIDING, (40, 64, 96, 128)), *itertools.product(CHANGING, (96, 128))],
 )
 @on_targets("sm90")
 def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, lower: int) -> None:
-    """Masks that leave most tiles whole have tiles of 192 queries, too, and ALiBi with them at head_dim 128.
+    """Masks that leave most tiles whole have tiles of 192 queries, too, at head_dim 128 one change with them.
 
     Maxima not asked for are guessed.
     """
@@ -123,3 +168,22 @@ def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, lo
             assert _C.last_launch()["kernel"].endswith("_tall") != bool(lower), str(case)
             torch.testing.assert_close(guessed[0], with_maxima[0], atol=2e-2, rtol=2e-2)
             torch.testing.assert_close(guessed[1], with_maxima[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lower", [0, 1])
+@on_targets("sm90")
+def test_huge_slopes_pick_one_key(target: Target, lower: int, dtype: torch.dtype) -> None:
+    """The nearest key, or the farthest, outweighs all others; the other heads are not disturbed."""
+    q, k, v = (torch.randn(2, 512, 4, 128, device=target.device).to(dtype) for _ in range(3))
+    slopes = torch.tensor([1e9, -1e9, 0.0, -0.3], device=target.device)
+    chosen = dataclasses.replace(target, switches=(*target.switches, ("lower_tiles", lower)))
+    with chosen.active():
+        out = flash_ext.attention(q, k, v, alibi_slopes=slopes, path=target.path)
+        assert _C.last_launch()["kernel"].endswith("_tall") != bool(lower)
+        plain = flash_ext.attention(q, k, v, path=target.path)
+    farthest = torch.where(torch.arange(512) < 256, 511, 0).to(target.device)
+    torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
+    torch.testing.assert_close(out[:, :, 1], v[:, farthest, 1])
+    torch.testing.assert_close(out[:, :, 2], plain[:, :, 2], atol=1e-2, rtol=1e-2)
+    assert torch.isfinite(out).all()

@@ -37,8 +37,8 @@ struct FwdModArgs {
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
 // kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kTall
-// hides like kHides, in the tiles of the plain kernel: what it does to whole tiles is what that one does. kTallSlopes
-// has slopes besides, and needs them.
+// hides like kHides, in the tiles of the plain kernel: what it does to whole tiles is what that one does. Those whose
+// names begin so have slopes, a softcap or dropout besides, and need them.
 enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall, kTallSlopes, kTallCap, kTallDrops };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.

@@ -1,6 +1,7 @@
 // weights.cuh for scores to which anything may have been added. Maxima are kept in the units of the scores: those near
-// finfo.min would no longer be finite times log2(e), so rows as far from 0 as kFarMaximum subtract their maximum first. An
-// item's first tile takes its maximum instead of a guess, so that no result depends on which hidden tiles were visited.
+// finfo.min would no longer be finite times log2(e), so rows as far from 0 as kFarMaximum subtract their maximum first.
+// An item's first tile takes its maximum instead of a guess, so that no result depends on which hidden tiles were
+// visited.
 #pragma once
 
 #include "fwd_mod_parts.cuh"

@@ -1,7 +1,7 @@
 // The consumers of the sm90 forward with masks that leave most tiles whole: those of fwd_consume.cuh, with the steps of
 // fwd_mod_consume.cuh. A tile that a warpgroup sees whole costs what it costs there; bits are made where a step asks
 // for them, behind its scores, because words kept over a step, or asked for ahead, cost registers that all steps pay.
-// T::kTallSlopes adds ALiBi, see fwd_tall_slopes.cuh.
+// T::kTallSlopes adds ALiBi, see fwd_tall_slopes.cuh, T::kTallCap a softcap, T::kTallDrops dropout.
 #pragma once
 
 #include "fwd_consume.cuh"

@@ -127,11 +127,12 @@ inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
   return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
 }
 
-// Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that they
-// leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool masks, which are mixed in
-// all places, stay with lower and wider tiles, whose words are fetched ahead (a random mask: 0.67 of plain there, 0.60 in
-// tall ones). So do maps of blocks of 128 or more, of which a tile of 192 rows meets two (a quarter visited: 0.65 and
-// 0.51). Of blocks of 64, which a warpgroup's rows match, tall tiles visit fewer (0.23 and 0.41; a half 0.32 and 0.58).
+// Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that
+// they leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool masks, which are
+// mixed in all places, stay with lower and wider tiles, whose words are fetched ahead (a random mask: 0.67 of plain
+// there, 0.60 in tall ones). So do maps of blocks of 128 or more, of which a tile of 192 rows meets two (a quarter
+// visited: 0.65 and 0.51). Of blocks of 64, which a warpgroup's rows match, tall tiles visit fewer (0.23 and 0.41; a
+// half 0.32 and 0.58).
 inline bool has_mixed_tiles(const Modifiers& m) {
   const bool blocks_fit = m.block_side >= 64 && m.block_side < 128;
   return (m.mask.words != nullptr && m.mask.row_stride != 0) || (m.blocks.words != nullptr && !blocks_fit);
@@ -144,9 +145,9 @@ inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const Devic
   return !adds && tall_tiles_fit(p, m, d);
 }
 
-// The same of calls with one modifier of scores or weights beside what hides, at head_dim 128. With slopes, which are divided
-// by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16 weights
-// overflowed, so those calls stay with the other kernel.
+// The same of calls with one modifier of scores or weights beside what hides, at head_dim 128. With slopes, which are
+// divided by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16
+// weights overflowed, so those calls stay with the other kernel.
 constexpr bool has_tall_changes(int d) { return d == 128; }
 inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
   const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;

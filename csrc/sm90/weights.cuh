@@ -19,8 +19,9 @@ namespace flash_ext::sm90 {
 
 inline constexpr float kSumLimit = 64.f;
 
-// From here on fp32 rounds scale * m by more than 1/4, which 2^(fma(scale, s, -m)) shows: where all scores are 1e9, weights
-// were 2^32 or 2^-32, neither of which fp16 has. Such rows always go the way that rounds each product as m was rounded.
+// From here on fp32 rounds scale * m by more than 1/4, which 2^(fma(scale, s, -m)) shows: where all scores are 1e9,
+// weights were 2^32 or 2^-32, neither of which fp16 has. Such rows always go the way that rounds each product as m was
+// rounded.
 inline constexpr float kFarMaximum = 0x1p22f;
 __device__ __forceinline__ bool is_far(float a, float b) { return !(fmaxf(fabsf(a), fabsf(b)) < kFarMaximum); }
 

@@ -52,8 +52,9 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
   if (ordered || drawn) {
     // At least 8 heads, for longest-first order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8),
     // and groups of one size, because the last one ends with what is left. In order, not so many that all CTAs hold
-    // different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with a quarter or two thirds).
-    const int at_least = std::min<int>(8, static_cast<int>(g.head_slots));
+    // different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with a quarter or two thirds). Packed sequences
+    // in order: 16 heads (64 documents, half of 16k rows in six of them, 302 and 325; not in order 355 and 350).
+    const int at_least = std::min<int>(ordered && p.is_varlen() ? 16 : 8, static_cast<int>(g.head_slots));
     int fit = std::max(heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20), at_least);
     if (ordered) fit = std::clamp(d.num_sms / 3, at_least, fit);
     const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / fit);

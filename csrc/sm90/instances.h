@@ -39,7 +39,7 @@ inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m, bool dr
   Grid g = make_grid(p, d, true, block_m);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int fit = static_cast<int>(g.heads_in_group.divisor);
-  const int heads = heads_in_group(drawn, g.head_slots, g.blocks, fit, d.num_sms);
+  const int heads = heads_in_group(drawn, g.head_slots, g.blocks, fit, d.num_sms, p.is_varlen());
   g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
   g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
   return g;

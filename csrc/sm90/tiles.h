@@ -171,17 +171,20 @@ inline bool takes_tall_tiles(int head_dim, const Problem& p, const Modifiers& m,
 
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs
 // stream the same tiles at once; with one head all of them ask one place of the L2 cache (16k rows: 663 TFLOP/s with
-// one, 699 with four), with many each tile comes once for every CTA. Items of different lengths run longest first in
-// a group: groups whose K and V take half of the L2 cache, or more for three and a half items a CTA as long as eight CTAs
+// one, 699 with four), with many each tile comes once for every CTA. Items of different lengths run longest first in a
+// group: groups whose K and V take half of the L2 cache, or more for three and a half items a CTA as long as eight CTAs
 // share a head, and equal ones, because the last group ends with what is left (head_dim 256, 16k rows: 685 TFLOP/s with
-// one head, 778 with four).
-constexpr int heads_in_group(bool drawn, int64_t head_slots, int64_t blocks, int fit, int num_sms) {
+// one head, 778 with four). Packed sequences, whose long ones may come last, have 20 items a CTA: the CTAs work on a few
+// sequences at a time, and those fit the cache (16 heads of 128, causal, for 3.5 items: 64 documents, half of 16k rows
+// in six of them, 427 and 498 TFLOP/s, 8 documents of 2048 591 and 633, ragged ones 658 and 696).
+constexpr int heads_in_group(bool drawn, int64_t head_slots, int64_t blocks, int fit, int num_sms,
+                             bool packed = false) {
   if (!drawn) {
     const int64_t wanted = (4 * blocks + num_sms - 1) / std::max(1, num_sms);
     return static_cast<int>(std::clamp<int64_t>(wanted, 1, head_slots));
   }
-  const int64_t enough = (7 * static_cast<int64_t>(num_sms) / 2 + blocks - 1) / blocks;
-  const int64_t shared_well = std::min<int64_t>(enough, num_sms / 8);
+  const int64_t items = (packed ? 40 : 7) * static_cast<int64_t>(num_sms) / 2;
+  const int64_t shared_well = std::min<int64_t>((items + blocks - 1) / blocks, num_sms / 8);
   const int64_t groups = std::max<int64_t>(1, head_slots / std::max<int64_t>({1, fit, shared_well}));
   return static_cast<int>((head_slots + groups - 1) / groups);
 }

@@ -13,6 +13,7 @@ namespace flash_ext {
 // longest first.
 struct Grid {
   uint32_t blocks = 0;      // tiles of one head
+  uint32_t first_block = 0;  // where the order of tiles is open: the last one, from which they go down, or 0
   uint32_t head_slots = 0;  // heads, times the batch when dense
   Divisor group_tiles;      // blocks * heads_in_group
   Divisor heads_in_group;
@@ -37,6 +38,7 @@ inline Grid make_grid(const Problem& p, const DeviceInfo& d, bool over_queries, 
   const int64_t bytes = 2 * shared_rows * (p.head_dim + p.head_dim_v);
   const int in_group = heads_per_group(head_slots, bytes, d.l2_bytes);
   g.blocks = static_cast<uint32_t>(blocks);
+  g.first_block = g.blocks - 1;
   g.head_slots = static_cast<uint32_t>(head_slots);
   g.group_tiles = Divisor(static_cast<uint32_t>(blocks * in_group));
   g.heads_in_group = Divisor(static_cast<uint32_t>(in_group));

@@ -142,7 +142,9 @@ std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
 
 int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
   if (!is_taken(p) || splits_keys(p, d)) return sm80::fwd_workspace(p, d);
-  return draws_items(p) ? kCounterBytes : 0;
+  const Instance& i = instance_of(p);
+  const int block_m = fwd_tile(i.head_dim, i.head_dim_v, i.is_lower(p, d)).block_m();
+  return draws_items(p) || draws_short_tiles(p, d, block_m) ? kCounterBytes : 0;
 }
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {

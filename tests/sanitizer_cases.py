@@ -112,6 +112,9 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     some = {"num_heads": 2, "num_heads_k": 1, "tail": 5, "head_dim": 128, "deterministic": True}
     found.append(ModifierCase(many, ("blocks64x128",)))
     found.append(ModifierCase(packed([3, 0, 130], [65, 9, 67], **some), ("blocks16x16_h", "drop0.5")))
+    # Forwards for Hopper with one change in tall tiles.
+    for mods in (("softcap30", "padding"), ("drop0.5", "padding"), ("alibi", "padding")):
+        found.append(ModifierCase(packed([3, 0, 230], [65, 9, 167], **some), mods))
     return found
 
 

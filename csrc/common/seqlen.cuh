@@ -77,7 +77,7 @@ __device__ __forceinline__ uint32_t divide(uint32_t n, const Divisor& d) {
 
 // Decodes a number in [0, g.ctas); grid.h tells the order. `sequence`, if given, receives the number of the sequence,
 // which is -1 or batch for rows outside every one.
-template <int kBlock, bool kTilesAreQueries, bool kDescending>
+template <int kBlock, bool kTilesAreQueries, bool kDescending, bool kOrderIsOpen = false>
 __device__ __forceinline__ Work decode_index(uint32_t index, const Problem& p, const Grid& g, int* sequence) {
   const bool packed = p.cu_seqlens_q != nullptr;
   const uint32_t group = divide(index, g.group_tiles);
@@ -87,7 +87,8 @@ __device__ __forceinline__ Work decode_index(uint32_t index, const Problem& p, c
   const uint32_t in_group = min(g.heads_in_group.divisor, g.head_slots - first_head);
   const uint32_t slow = in_group == g.heads_in_group.divisor ? divide(rest, g.heads_in_group) : rest / in_group;
   const uint32_t bh = first_head + (rest - slow * in_group);
-  const int tile = static_cast<int>(kDescending ? g.blocks - 1 - slow : slow);
+  const int tile = kOrderIsOpen ? abs(static_cast<int>(g.first_block - slow))
+                                : static_cast<int>(kDescending ? g.blocks - 1 - slow : slow);
   Work w;
   if (packed) {
     const int32_t* cu = kTilesAreQueries ? p.cu_seqlens_q : p.cu_seqlens_k;

@@ -72,9 +72,10 @@ template <typename E, int D, int Dv, FwdModKind kKind>
 std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   using T = FwdModTraits<E, D, Dv, kKind>;
   const Problem& r = p.problem;
-  const bool drawn = p.schedule != nullptr && draws_items(r, m);
+  const bool unequal = p.schedule != nullptr && draws_items(r, m);
+  const bool drawn = unequal || (p.schedule != nullptr && draws_short_tiles(r, d, T::kBlockM));
   FwdModArgs a{};
-  std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, drawn), drawn);
+  std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, unequal), drawn);
   a.m = m;
   if (T::kExponents) a.m.unit_log2 = 1.f;  // of the maxima
   a.cap = cap_series(r, m);

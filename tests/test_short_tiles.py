@@ -1,0 +1,94 @@
+"""Hopper forwards whose last tile of queries is short (csrc/sm90/tiles.h) draw items of equal keys, too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flash_ext.ops import _C
+from tests.cases import dense
+from tests.harness import Target, on_targets, run_case
+from tests.modifier_cases import ModifierCase, make_modifier_inputs
+from tests.modifier_harness import call
+from tests.modifier_harness import run_case as run_modified
+
+COUNTER = 16  # bytes; a call whose items are dealt needs none
+
+
+def workspace(batch: int, heads: int, head_dim: int, seqlen: int, **more) -> int:
+    plan = _C.plan(
+        "fwd", batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_k=heads,
+        head_dim=head_dim, head_dim_v=head_dim, path="sm90", **more,
+    )  # fmt: skip
+    assert plan["path"] == "sm90"
+    return plan["workspace_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "drawn"),
+    [
+        ((32, 16, 128, 512), True),  # 1.015 times as fast: 10.5 rounds for 12
+        ((16, 16, 128, 1024), True),  # 1.03
+        ((16, 16, 128, 1000), True),  # 1.03
+        ((8, 16, 128, 2048), True),  # 1.006
+        ((4, 16, 128, 4096), False),  # whole tiles fill 10.2 rounds: there is an eleventh in any case
+        ((2, 16, 128, 8192), False),
+        ((32, 32, 64, 512), True),  # 1.05
+        ((16, 32, 64, 1024), True),  # 1.07
+        ((8, 32, 64, 2048), True),  # 1.02
+        ((4, 32, 64, 4096), True),  # 1.03
+        ((2, 32, 64, 8192), False),
+        ((42, 16, 128, 384), False),  # whole tiles alone
+        ((200, 16, 128, 100), False),  # equal ones
+        ((4, 16, 256, 4096), False),  # tiles of 128
+        ((1, 40, 256, 3000), True),
+        ((1, 16, 128, 4000), False),  # in lower tiles, and less than three rounds of them
+    ],
+)
+def test_items_are_drawn_where_that_saves_a_round(pretended_gpu, shape: tuple, drawn: bool) -> None:
+    assert workspace(*shape) == (COUNTER if drawn else 0)
+
+
+def test_items_of_different_keys_are_drawn_in_any_case(pretended_gpu) -> None:
+    assert workspace(4, 16, 128, 4096, window_right=0) == COUNTER
+    assert workspace(4, 16, 128, 4096, packed=True) == COUNTER
+
+
+def test_no_number_of_multiprocessors_or_rows_breaks_the_rule(pretended_gpu) -> None:
+    try:
+        for num_sms in (1, 2, 7, 78, 114, 132):
+            _C.set_switch("num_sms", num_sms)
+            for seqlen in (1, 63, 64, 191, 192, 193, 320, 1000, 5000):
+                for heads in (1, 3, 40):
+                    assert workspace(3, heads, 128, seqlen) in (0, COUNTER)
+    finally:
+        _C.set_switch("num_sms", 132)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@on_targets("sm90")
+def test_drawn_items_give_the_bits_of_dealt_ones(target: Target, head_dim: int) -> None:
+    """Seven multiprocessors draw what 132 would find in their first round."""
+
+    def on(num_sms: int) -> Target:
+        switches = (*target.switches, ("lower_tiles", 0), ("splits", 0), ("num_sms", num_sms))
+        return dataclasses.replace(target, switches=switches)
+
+    cases = [
+        dense(3, 500, 300, 4, 2, head_dim, backward=False),
+        dense(2, 650, 333, 3, 1, head_dim, window=(200, 70), dtype="fp16", backward=False),
+        dense(5, 333, 200, 2, 2, head_dim, backward=False),
+    ]
+    for case in cases:
+        run_case(case, on(7))
+        for mods in ("sinks", "alibi", "softcap30", "drop0.1"):
+            mcase = ModifierCase(case, (mods,))
+            run_modified(mcase, on(7))
+            results = []
+            for num_sms in (7, 132):
+                with on(num_sms).active():
+                    results.append(call(make_modifier_inputs(mcase, target.device), on(num_sms)))
+            for drawn, dealt in zip(*results, strict=True):
+                assert torch.equal(drawn, dealt), (str(case), mods)

@@ -363,7 +363,7 @@ class Numbers:
         """``block``: rows of a tile of queries. A counter where work is drawn, turns where it is ordered."""
         draws = self.packed or self.causal
         if direction == "fwd":
-            return 16 if draws else 0
+            return 16 if draws or self.saves_rounds(block) else 0
         per_head = self.rows_q // block + self.batch + 1 if self.packed else -(-self.rows_q // block)
         tiles = per_head * self.heads * (1 if self.packed else self.batch)
         if self.padded_head_dim() > 128:
@@ -372,6 +372,17 @@ class Numbers:
         turns = -(-tiles // 4) * 16 if ordered else 0
         counter = 16 if draws or ordered else 0
         return 4 * tiles * block * (2 + self.padded_head_dim()) + turns + counter
+
+    def saves_rounds(self, block: int) -> bool:
+        """Whether 132 multiprocessors are through sooner where short last tiles of queries are drawn."""
+        (whole, rows), heads = divmod(self.rows_q, block), self.batch * self.heads
+        if whole == 0 or rows == 0 or heads * (whole + 1) >= 2**31:
+            return False
+        last = 2 + 8 * -(-rows // 64) // (block // 64)  # tenths of a whole one
+        drawn = max(-(-heads * whole // 132) * 10, heads * (10 * whole + last) // 132 + 3)
+        in_step = any((whole + 1) % divisor == 0 for divisor in (2, 3, 11))
+        dealt = -(-heads * (whole + 1) // 132) * 10 - (0 if in_step else heads * (10 - last) // 132)
+        return drawn < dealt
 
     def workspace_of_ring(self, block: int, block_n: int) -> int:
         """Of a backward on 132 multiprocessors: accumulators of four rounds of heads, or of three."""

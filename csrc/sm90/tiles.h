@@ -113,6 +113,7 @@ inline bool draws_items(const Problem& p) {
 inline bool draws_short_tiles(const Problem& p, const DeviceInfo& d, int block_m) {
   const int64_t whole = p.seqlen_q / block_m, rows = p.seqlen_q % block_m, heads = int64_t{p.batch} * p.num_heads;
   if (p.is_varlen() || d.num_sms <= 0 || whole == 0 || rows == 0) return false;
+  if (heads > INT32_MAX / (whole + 1)) return false;  // refused
   const auto rounds = [&](int64_t tiles) { return (tiles + d.num_sms - 1) / d.num_sms; };
   // In tenths of a round: what a tile costs with fewer of its warpgroups at work, and three for an end that is not even.
   const int64_t groups = block_m / 64, last = 2 + 8 * ((rows + 63) / 64) / groups;

@@ -100,7 +100,7 @@ void prepare_mask(Prepared& made, const Tensor& mask) {
 
 void prepare_blocks(Prepared& made, const Tensor& blocks, int64_t block_rows, int64_t block_cols) {
   BitRows& x = made.modifiers.blocks;
-  made.modifiers.block_side = static_cast<int32_t>(std::min({block_rows, block_cols, int64_t{1} << 30}));
+  made.modifiers.block_rows = static_cast<int32_t>(std::min(block_rows, int64_t{1} << 30));
   const int64_t granule_rows = blocks.size(2) * (block_rows / 16);
   const int64_t words = (blocks.size(3) * (block_cols / 16) + 31) / 32;
   const Tensor bits = made.ints(blocks.size(0) * blocks.size(1) * granule_rows * words, blocks);

@@ -79,7 +79,7 @@ struct Modifiers {
   int64_t mask_group_head_stride = 0;
   int64_t mask_group_stride = 0;
   BitRows blocks;          // one bit per 16 x 16 scores
-  int32_t block_side = 0;  // rows or keys of a block as it was given, whichever are fewer
+  int32_t block_rows = 0;  // of a block as it was given
   Labels document_q, document_k;
   HiddenIntervals hidden_rows;  // of each key
   HiddenIntervals hidden_keys;  // of each row

@@ -379,6 +379,8 @@ class Numbers:
         if whole == 0 or rows == 0 or heads * (whole + 1) >= 2**31:
             return False
         last = 2 + 8 * -(-rows // 64) // (block // 64)  # tenths of a whole one
+        if last == 10:
+            return False
         drawn = max(-(-heads * whole // 132) * 10, heads * (10 * whole + last) // 132 + 3)
         in_step = any((whole + 1) % divisor == 0 for divisor in (2, 3, 11))
         dealt = -(-heads * (whole + 1) // 132) * 10 - (0 if in_step else heads * (10 - last) // 132)

@@ -143,6 +143,30 @@ def test_nf12_equal_scores_of_a_thousand_million(target: Target, more: dict, dty
         assert torch.isfinite(lse[seen.sum(1).expand(lse.shape) > 0]).all()
 
 
+@pytest.mark.parametrize("size", [200, 300, 448, 900, 2000])
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"sinks": True}, {"dropout": True}])
+@on_targets("sm90")
+def test_nf12_equal_scores_weigh_the_same_in_all_tiles(target: Target, more: dict, size: int) -> None:
+    """Tiles weighed by their own maximum and others are rounded in one way: scores here are 5e5 to 5e7."""
+    for head_dim in (64, 128):
+        q, k = (full(target, (2, n, 3, head_dim), size) for n in (400, 320))
+        # Each 64 keys have a column of their own.
+        v = torch.eye(5, head_dim, device=target.device).bfloat16().repeat_interleave(64, 0)
+        v = v[None, :, None].expand(2, -1, 3, -1).contiguous()
+        options: dict = {"path": target.path, **more}
+        if options.pop("sinks", False):
+            options["sinks"] = torch.zeros(3, device=target.device)
+        if options.pop("dropout", False):
+            options["dropout_p"] = 1e-5
+        out = flash_ext.attention(q, k, v, **options).double()
+        seen = torch.ones(400, 320, device=target.device)
+        if "causal" in more:
+            seen = seen.tril(320 - 400)
+        weights = seen / seen.sum(1, keepdim=True).clamp(min=1)
+        want = torch.einsum("qk,bkhd->bqhd", weights.double(), v.double())
+        torch.testing.assert_close(out, want, atol=2e-3, rtol=8e-3)
+
+
 @on_paths
 def test_nf16_equal_maxima_do_not_bias_the_result(target: Target) -> None:
     """Several keys with P exactly 1 and a V around -2: rounding must not lean to one side."""

@@ -116,9 +116,11 @@ CHANGING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,s
         (128, {"softmax_scale": -1.0}, False),
     ],
 )
-@pytest.mark.parametrize(("side", "fits"), [(None, True), (64, True), (96, True), (128, False), (32, False)])
+@pytest.mark.parametrize(
+    ("side", "fits"), [(None, True), ((64, 64), True), ((96, 192), True), ((128, 64), False), ((32, 64), False)]
+)
 def test_which_calls_with_modifiers_have_tall_tiles(
-    pretended_gpu, head_dim: int, options: dict, tall: bool, side: int | None, fits: bool
+    pretended_gpu, head_dim: int, options: dict, tall: bool, side: tuple[int, int] | None, fits: bool
 ) -> None:
     """Maps of blocks as high as a warpgroup's rows are measured in docs/performance.md beside others."""
     q, k, v = make_qkv(batch=2, seqlen_q=1536, seqlen_k=1536, heads=4, heads_k=4, head_dim=head_dim,
@@ -127,9 +129,8 @@ def test_which_calls_with_modifiers_have_tall_tiles(
     if "dropout_p" in options:
         more["rng"] = flash_ext.dropout_rng(q.device)
     if side is not None:
-        count = 1536 // side
-        map_of = torch.ones(1, 1, count, count, dtype=torch.bool)
-        more["block_mask"] = flash_ext.BlockMask(map_of, (side, side))
+        map_of = torch.ones(1, 1, 1536 // side[0], 1536 // side[1], dtype=torch.bool)
+        more["block_mask"] = flash_ext.BlockMask(map_of, side)
     before = _C.get_switch("lower_tiles")
     _C.set_switch("lower_tiles", 0)
     try:

@@ -117,6 +117,7 @@ inline bool draws_short_tiles(const Problem& p, const DeviceInfo& d, int block_m
   const auto rounds = [&](int64_t tiles) { return (tiles + d.num_sms - 1) / d.num_sms; };
   // In tenths of a round: what a tile costs with fewer of its warpgroups at work, and three for an end that is not even.
   const int64_t groups = block_m / 64, last = 2 + 8 * ((rows + 63) / 64) / groups;
+  if (last == 10) return false;
   const int64_t drawn = std::max(10 * rounds(heads * whole), (10 * heads * whole + last * heads) / d.num_sms + 3);
   const bool in_step = std::gcd<int64_t>(whole + 1, d.num_sms) > 1;
   const int64_t dealt = 10 * rounds(heads * (whole + 1)) - (in_step ? 0 : (10 - last) * heads / d.num_sms);
@@ -154,7 +155,7 @@ inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
 // visited: 0.65 and 0.51). Of blocks of 64, which a warpgroup's rows match, tall tiles visit fewer (0.23 and 0.41; a
 // half 0.32 and 0.58).
 inline bool has_mixed_tiles(const Modifiers& m) {
-  const bool blocks_fit = m.block_side >= 64 && m.block_side < 128;
+  const bool blocks_fit = m.block_rows >= 64 && m.block_rows < 128;
   return (m.mask.words != nullptr && m.mask.row_stride != 0) || (m.blocks.words != nullptr && !blocks_fit);
 }
 inline bool tall_tiles_fit(const Problem& p, const Modifiers& m, const DeviceInfo& d) {

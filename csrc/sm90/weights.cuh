@@ -78,7 +78,8 @@ __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState
 template <typename E, int kCount>
 __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
                                                    float (&factor)[2], float scale) {
-  float offset[2];
+  float offset[2], unit[2];
+  bool far[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = -INFINITY;
@@ -92,13 +93,17 @@ __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uin
     offset[r] = lower == INFINITY ? 0.f : lower;
     state.minus_max[r] = lower;
     state.sum[r] *= factor[r];
+    far[r] = is_far(lower, lower);
+    unit[r] = far[r] ? 1.f : scale;
   }
-  state.limit = __any_sync(0xffffffffu, is_far(state.minus_max[0], state.minus_max[1])) ? -1.f : kSumLimit;
+  state.limit = __any_sync(0xffffffffu, far[0] || far[1]) ? -1.f : kSumLimit;
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
     const int r = i % 2;
-    const float x = ptx::ex2(__fmul_rn(s[2 * i], scale) + offset[r]);
-    const float y = ptx::ex2(__fmul_rn(s[2 * i + 1], scale) + offset[r]);
+    // Of near rows in one rounding, as try_weights() has it: tiles of one row must agree.
+    const auto product = [&](float score) { return far[r] ? __fmul_rn(score, scale) : score; };
+    const float x = ptx::ex2(fmaf(product(s[2 * i]), unit[r], offset[r]));
+    const float y = ptx::ex2(fmaf(product(s[2 * i + 1]), unit[r], offset[r]));
     state.sum[r] += x + y;
     p[i] = ptx::pack2<E>(x, y);
   }

@@ -117,7 +117,8 @@ CHANGING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,s
     ],
 )
 @pytest.mark.parametrize(
-    ("side", "fits"), [(None, True), ((64, 64), True), ((96, 192), True), ((128, 64), False), ((32, 64), False)]
+    ("side", "fits"),
+    [(None, True), ((64, 64), True), ((96, 192), True), ((128, 64), False), ((32, 64), False)],
 )
 def test_which_calls_with_modifiers_have_tall_tiles(
     pretended_gpu, head_dim: int, options: dict, tall: bool, side: tuple[int, int] | None, fits: bool

@@ -17,6 +17,8 @@ profiles=(
   "d128-causal-s4096 fwd sm90"
   "d128-causal-s4096 fwd fa3"
   "d256-full-s8192 fwd sm90"
+  "d64-full-s1024 fwd sm90"
+  "d128-causal-s1024 fwd sm90"
   "b4-d192-dv128-full fwd sm90"
   "d64-causal-s16384 bwd sm90"
   "d64-causal-s16384 bwd fa3"

@@ -93,10 +93,12 @@ def test_drawn_items_give_the_bits_of_dealt_ones(target: Target, head_dim: int) 
                     head_dim_v=head_dim, window_left=left, window_right=right, path="sm90",
                 )  # fmt: skip
             assert plan["workspace_bytes"] == counter
-        run_case(case, on(6))
+        with on(6).active():
+            run_case(case, on(6))
         for mods in ("sinks", "alibi", "softcap30", "drop0.1"):
             mcase = ModifierCase(case, (mods,))
-            run_modified(mcase, on(6))
+            with on(6).active():
+                run_modified(mcase, on(6))
             results = []
             for num_sms in (6, 132):
                 with on(num_sms).active():

@@ -269,13 +269,6 @@ def test_entry_figures_follow_from_the_median():
     assert entry.extra_bytes == 10_000_000 - output_bytes(row.case, "fwd", 4)
 
 
-def test_rounds_start_with_another_entrant_each_time():
-    timer = ScriptedTimer()
-    calls = {name: Scripted(name, 1.0).prepare(None, "fwd") for name in "abc"}
-    timing.measure(calls, timer, rounds=3, budget_s=0.0)
-    assert "".join(timer.order[-9:]) == "abcbcacab"
-
-
 def test_quartiles_pool_all_rounds():
     samples = timing.Samples(rounds=[[1.0, 9.0, 2.0], [4.0, 3.0]])
     assert samples.quartiles() == (2.0, statistics.median([1, 9, 2, 4, 3]), 4.0)

@@ -146,8 +146,8 @@ def measure(
 
     Every round runs every call a few times in a row, in its :func:`balanced_order`, so that clock drift, heat
     and whatever ran last fall on all of them alike. The number of launches per round comes from a warm-up, so
-    that all rounds together take about ``budget_s``. A call that raises is dropped at once and leaves the others
-    running.
+    that all rounds together take about ``budget_s``. A call that raises is dropped at once and leaves the
+    others running.
 
     Returns:
         Samples of the calls that lasted, and the exception of each that did not, by name.

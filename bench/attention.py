@@ -96,6 +96,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"comma list, 'none', or 'all'; default all that are found of {','.join(GPU_PEERS)} (GPU), "
         f"{','.join(CPU_PEERS)} (CPU)",
     )
+    parser.add_argument(
+        "--need-peers", action="store_true", help="measure nothing where one of --peers is not here"
+    )
     parser.add_argument("--fa3-lib", default="", help="library that registers torch.ops.flash_attn_3")
     parser.add_argument("--cudart12", default="", help="libcudart.so.12 to load before it")
     parser.add_argument(
@@ -176,7 +179,10 @@ def run_with_progress(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark; returns 0 once the files are written, whatever the peers did."""
+    """Runs the benchmark; returns 0 once the files are written, whatever the peers did.
+
+    1: nothing was measured, since a peer is missing that had to be there.
+    """
     options = parse(argv)
     console = Console(soft_wrap=True)
     try:
@@ -189,6 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(str(error)) from None
     for name, reason in absent.items():
         console.print(f"peer {name} is not here: {reason}", highlight=False, markup=False)
+    if absent and options.need_peers:
+        return 1
     started = time.monotonic()
     setup = prepare(options, peers)
     metadata = machine.collect(setup.device, options.commit) | {

@@ -1,12 +1,13 @@
-"""bench.timing: in which order the columns of a row run."""
+"""bench.attention and bench.timing: which peers a run needs, in which order the columns of a row run."""
 
 from __future__ import annotations
 
 import collections
+from pathlib import Path
 
 import pytest
 
-from bench import timing
+from bench import attention, timing
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 8])
@@ -42,3 +43,15 @@ def test_rounds_have_these_orders() -> None:
     )
     assert launched[-9:] == [name for index in range(3) for name in timing.balanced_order(names, index)]
     assert failures == {} and all(len(samples[name].rounds) == 3 for name in names)
+
+
+@pytest.mark.parametrize(("needed", "status"), [([], 0), (["--need-peers"], 1)])
+def test_a_run_that_needs_its_peers_does_not_go_on_without_one(
+    needed: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["--device", "cpu", "--set", "smoke", "--cases", "smoke-full-s32", "--dirs", "fwd"]
+    arguments += ["--peers", "math,fa3", "--fa3-lib", "/nowhere/absent.so", "--rounds", "2"]
+    arguments += ["--budget", "0.01"]
+    assert attention.main([*arguments, "--out", str(tmp_path), *needed]) == status
+    assert "peer fa3 is not here" in capsys.readouterr().out
+    assert (tmp_path / "results.json").exists() == (status == 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import attention, timing
+from bench import timing
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 8])
@@ -49,6 +49,9 @@ def test_rounds_have_these_orders() -> None:
 def test_a_run_that_needs_its_peers_does_not_go_on_without_one(
     needed: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    pytest.importorskip("rich")
+    from bench import attention
+
     arguments = ["--device", "cpu", "--set", "smoke", "--cases", "smoke-full-s32", "--dirs", "fwd"]
     arguments += ["--peers", "math,fa3", "--fa3-lib", "/nowhere/absent.so", "--rounds", "2"]
     arguments += ["--budget", "0.01"]

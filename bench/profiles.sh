@@ -19,7 +19,9 @@ profiles=(
   "d256-full-s8192 fwd sm90"
   "d64-full-s1024 fwd sm90"
   "d128-causal-s1024 fwd sm90"
+  "d256-full-s512 fwd sm90"
   "b4-d192-dv128-full fwd sm90"
+  "b4-d192-dv192-full fwd sm90"
   "d64-causal-s16384 bwd sm90"
   "d64-causal-s16384 bwd fa3"
   "d64-full-s1024 bwd sm90"
@@ -29,6 +31,7 @@ profiles=(
   "b4-d192-dv192-full bwd sm90"
   "window-1024-s16384 bwd sm90"
   "docs-8x2048-causal bwd sm90"
+  "gqa-32-8-causal-s4096 bwd sm90"
   "d64-causal-s16384 bwd sm90-det"
   "d128-causal-s16384 bwd sm90-det"
   "feature-plain fwd sm90"
@@ -40,6 +43,7 @@ profiles=(
   "feature-blocks-128-quarter fwd sm90"
   "feature-plain bwd sm90"
   "feature-dropout bwd sm90"
+  "feature-documents bwd sm90"
   "feature-blocks-128-quarter bwd sm90"
 )
 

@@ -30,7 +30,8 @@ def kernel(
         (384, {"batch": 42}, True),  # 1.05
         (512, {"batch": 16}, False),  # 0.97
         (8192, {"window_left": 128, "window_right": 0, "batch": 2}, True),  # 1.15
-        (8192, {"window_left": 1024, "window_right": 0, "batch": 2}, True),  # 1.02
+        (16384, {"window_left": 256, "window_right": 0, "batch": 1}, True),  # 1.02
+        (8192, {"window_left": 1024, "window_right": 0, "batch": 2}, False),  # 0.94 since windows are drawn
         (16384, {"window_left": 128, "window_right": 128, "batch": 1}, True),  # 1.03
         (16384, {"window_left": 4096, "window_right": 0, "batch": 1}, False),  # 0.97
         (512, {"window_right": 0, "head_dim": 96, "heads": 21, "heads_k": 21}, True),  # 1.04

@@ -6,7 +6,8 @@
 //
 // Lists have commas. VERBOSE=1 in the environment prints tests that pass as well, DETERMINISTIC=1 chooses the
 // deterministic kernels, whose tests also compare the bits of many runs, DQ_RING=1 accumulators in a ring wherever they
-// can be, 0 none, NUM_SMS=7 as many CTAs. -DONLY=128 compiles one head_dim; 192 stands
+// can be, 0 none, NUM_SMS=7 as many CTAs. Of what is timed, WINDOW=1024 hides earlier keys, GROUP=4 shares key heads,
+// PACKED=1 packs the sequences. -DONLY=128 compiles one head_dim; 192 stands
 // for both sizes of v.
 #include "sm90/run_bwd.cuh"
 #include "sm90/run_bwd_wide.cuh"
@@ -61,9 +62,9 @@ std::vector<Variant> compiled_variants() {
 }
 
 constexpr int kTokens = 16384;
-constexpr size_t kElements = size_t{kTokens} * 2048;
+constexpr size_t kElements = size_t{kTokens} * 4096;  // 2048 of them are timed, tests need more
 // Tiles of the workspace are 64 whole rows, so that odd lengths and packed sequences need more than their rows.
-constexpr size_t kWorkspace = kElements + (1 << 20);
+constexpr size_t kWorkspace = kElements + (8 << 20);
 
 struct Buffers {
   void* q = device_alloc<uint16_t>(kElements);
@@ -251,6 +252,12 @@ Case case_of_length(const Variant& v, bool causal, int seqlen) {
   const float scale = 1.f / std::sqrt(static_cast<float>(d));
   Case c{kTokens / seqlen, heads, heads, seqlen, seqlen, d, -1, causal ? 0 : -1, scale};
   c.head_dim_v = v.head_dim_v;
+  if (const char* window = std::getenv("WINDOW"); window != nullptr) c.window_left = std::atoi(window);
+  if (const char* group = std::getenv("GROUP"); group != nullptr) c.heads_k = heads / std::atoi(group);
+  if (std::getenv("PACKED") != nullptr) {
+    c.lengths_q = std::vector<int>(static_cast<size_t>(c.batch), seqlen);
+    c.lengths_k = c.lengths_q;
+  }
   return c;
 }
 
@@ -277,7 +284,9 @@ void Harness::print_time(const Variant& v, bool causal, int seqlen, int reps) {
   const auto all = [&] { require(v.run(p, device_)); };
   time_calls(all, 2, nullptr);
   const double all_ms = median(time_calls(all, reps, &cold_));
-  const double gflop = 5e-9 * c.batch * heads * (d + v.head_dim_v) * seqlen * seqlen * (causal ? .5 : 1.);
+  // Of a window, rows that see less at their start count as well.
+  const double keys = c.window_left >= 0 ? c.window_left + 1 + (causal ? 0 : seqlen / 2) : seqlen * (causal ? .5 : 1.);
+  const double gflop = 5e-9 * c.batch * heads * (d + v.head_dim_v) * seqlen * keys;
   std::printf("d%d/%d %s %-6d all %.0f TFLOP/s (%.3f ms)", d, v.head_dim_v, causal ? "causal" : "full  ", seqlen,
               gflop / all_ms, all_ms);
   for (const auto& [name, run] : v.parts) {

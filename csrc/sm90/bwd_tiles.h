@@ -41,6 +41,22 @@ constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : B
 
 static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge);
 
+// Heads whose drawn items run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for the
+// order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8), and as many as have an item for every
+// CTA (4 query heads a key head, causal, times with 8, 16, 32, 64 heads: 64 columns, 2k rows 0.97 0.85 0.86 0.87 ms, 1k
+// 0.62 0.58 0.545 0.55; 128 columns, 1k 0.52 0.48 0.50 0.52). No more than 16 beyond that (96 columns, 1k rows: 0.55 with
+// 8 to 16, 0.566 with 56). In groups of one size, because the last one ends with what is left (128 columns, 16 slots:
+// 1.37 with 8, 1.47 with 10, 1.58 with 12).
+constexpr int drawn_heads(int64_t head_slots, int64_t blocks, int64_t fit, int num_sms) {
+  const int64_t for_all = (num_sms + blocks - 1) / blocks, least = std::max<int64_t>(8, for_all);
+  const int64_t most = std::min(head_slots, std::max(least, std::min<int64_t>(fit, std::max<int64_t>(16, for_all))));
+  const int64_t groups = std::max<int64_t>(1, head_slots / most);
+  for (int64_t g = groups; g < 2 * groups && 100 * (head_slots / g) >= 88 * least; ++g) {
+    if (head_slots % g == 0) return static_cast<int>(head_slots / g);
+  }
+  return static_cast<int>((head_slots + groups - 1) / groups);
+}
+
 // Items in the order in which CTAs take them; `ctas` counts items, of which a CTA takes many. Heads go in groups whose
 // dQ, in fp32, stays in the L2 cache with Q and dO: additions to it run at 3.6 TB/s up to 40 MB, at 1.5 TB/s beyond.
 inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered, bool drawn) {
@@ -48,17 +64,18 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int64_t rows = (p.is_varlen() ? p.total_q : p.seqlen_q) * static_cast<int64_t>(p.num_heads / p.num_heads_k);
   const int64_t bytes = rows * (2 * (p.head_dim + p.head_dim_v) + 4 * padded_head_dim(p.head_dim, p.head_dim_v));
+  const int fit = heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20);
   int heads = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
-  if (ordered || drawn) {
-    // At least 8 heads, for longest-first order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8),
-    // and groups of one size, because the last one ends with what is left. In order, not so many that all CTAs hold
-    // different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with a quarter or two thirds). Packed sequences
-    // in order: 16 heads (64 documents, half of 16k rows in six of them, 302 and 325; not in order 355 and 350).
-    const int at_least = std::min<int>(ordered && p.is_varlen() ? 16 : 8, static_cast<int>(g.head_slots));
-    int fit = std::max(heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20), at_least);
-    if (ordered) fit = std::clamp(d.num_sms / 3, at_least, fit);
-    const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / fit);
+  if (ordered) {
+    // In order, not so many that all CTAs hold different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with a
+    // quarter or two thirds). Packed sequences: 16 heads (64 documents, half of 16k rows in six of them, 302 and 325; not
+    // in order 355 and 350).
+    const int at_least = std::min<int>(p.is_varlen() ? 16 : 8, static_cast<int>(g.head_slots));
+    const int most = std::clamp(d.num_sms / 3, at_least, std::max(fit, at_least));
+    const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / most);
     heads = (static_cast<int>(g.head_slots) + groups - 1) / groups;
+  } else if (drawn) {
+    heads = drawn_heads(g.head_slots, g.blocks, fit, d.num_sms);
   }
   g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
   g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
@@ -74,13 +91,13 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
 // times of the other kernel over those of the ordered one, 16k rows in all, head_dim 128 / 96: causal 256 rows 1.17 /
 // 1.10, 512 1.08 / 1.04, 640 1.05 / 1.03, 768 1.01 / 0.99, 1k 0.97 / 0.95; without a mask 256 rows 1.10 / 1.07, 384
 // 1.05 / 1.03, 512 1.01 / 1.00, and 0.81 with 64 blocks of keys, whose walks all begin at one tile; windows of 128 1.15
-// / 1.10, of 1024 1.02 / 1.01. Fewer blocks of keys lose: causal, 512 rows, 512 blocks 1.13 / 1.09, 256 blocks 0.95 /
-// 0.98; so do grouped heads (0.98 / 0.94) and head_dim 64 (0.98).
+// / 1.10, of 256 1.02 / 1.00, of 1024 0.94 / 0.94. Fewer blocks of keys lose: causal, 512 rows, 512 blocks 1.13 / 1.09,
+// 256 blocks 0.95 / 0.98; so do grouped heads (0.98 / 0.94) and head_dim 64 (0.98).
 inline bool prefers_order(const Problem& p, const DeviceInfo& d) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   if (p.is_varlen() || p.num_heads != p.num_heads_k || (size != 96 && size != 128) || d.dq_ring == 1) return false;
   const auto is_short = [&] {
-    if (p.window_left >= 0 && p.window_right >= 0) return int64_t{p.window_left} + p.window_right <= 1024;
+    if (p.window_left >= 0 && p.window_right >= 0) return int64_t{p.window_left} + p.window_right <= 384;
     if (p.window_left < 0 && p.window_right == 0) return p.seqlen_k <= std::min(640, p.seqlen_q);
     return p.seqlen_k <= 384;
   };

@@ -77,9 +77,10 @@ WINDOWS = ((-1, -1), (-1, 0), (500, 0), (3000, 100))
 
 
 def choice(direction: str, batch: int, lengths: tuple[int, int], heads: tuple[int, int],
-           size: tuple[int, int], window: tuple[int, int], packed: bool, path: str) -> tuple:  # fmt: skip
-    """What can change bits, of a batch of equal sequences."""
-    factor = batch if packed else 1
+           size: tuple[int, int], window: tuple[int, int], packed: bool, path: str,
+           times: int | None = None) -> tuple:  # fmt: skip
+    """What can change bits, of a batch of equal sequences; packed ones have these lengths `times` in all."""
+    factor = (times or batch) if packed else 1
     plan = _C.plan(
         direction, batch=batch, seqlen_q=factor * lengths[0], seqlen_k=factor * lengths[1], packed=packed,
         num_heads=heads[0], num_heads_k=heads[1], head_dim=size[0], head_dim_v=size[1],
@@ -103,6 +104,20 @@ def test_plans_do_not_depend_on_the_batch(pretended_gpu, direction: str, packed:
         assert choices_that_differ(direction, packed, path) == []
     # Without the mode some do.
     assert choices_that_differ(direction, packed, path)
+
+
+@pytest.mark.parametrize("path", ["sm80", "sm90"])
+def test_plans_do_not_depend_on_lengths_of_packed_neighbours(pretended_gpu, path: str) -> None:
+    totals = [(1, 1, 1), (2, 9, 70000), (3, 400, 400), (64, 64, 64 * 8192), (50, 100_000, 90_000)]
+
+    def kernels(direction: str, size: tuple[int, int]) -> int:
+        return len({choice(direction, batch, (q, k), (16, 1), size, (-1, -1), True, path, 1)
+                    for batch, q, k in totals})  # fmt: skip
+
+    for direction, size in itertools.product(("fwd", "bwd"), SIZES):
+        assert kernels(direction, size) > 1
+        with flash_ext.set_batch_invariant(True):
+            assert kernels(direction, size) == 1
 
 
 @pytest.mark.parametrize("path", ["sm80", "sm90"])

@@ -113,6 +113,7 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
   }
   const DeviceInfo info = device_info(device);
   if (!info.error.empty()) throw std::runtime_error(info.error);
+  deterministic = deterministic || info.batch_invariant;
 
   py::dict result;
   if (const Path* path = choose_path(direction, p, info, path_name)) {

@@ -52,6 +52,7 @@ int head_parts_of(const Path& path, const Problem& p, bool deterministic, const 
     const int group = p.num_heads / p.num_heads_k;
     return *forced > 0 && *forced <= group && group % *forced == 0 ? static_cast<int>(*forced) : 1;
   }
+  if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
   return head_parts(p, path.plan_bwd(p, deterministic, d).block_n, d.num_sms);
 }
 
@@ -71,7 +72,7 @@ namespace {
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
     "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "head_parts", "splits", "lower_tiles", "dq_ring"};
+    "head_parts", "splits", "lower_tiles", "dq_ring", "batch_invariant"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -159,6 +160,7 @@ DeviceInfo device_info(int device_index) {
   if (const auto splits = get_switch(Switch::kSplits)) info.splits = static_cast<int>(*splits);
   if (const auto lower = get_switch(Switch::kLowerTiles)) info.lower_tiles = static_cast<int>(*lower);
   if (const auto ring = get_switch(Switch::kDqRing)) info.dq_ring = static_cast<int>(*ring);
+  info.batch_invariant = get_switch(Switch::kBatchInvariant) == 1;
   return info;
 }
 

@@ -56,7 +56,7 @@ int head_parts_of(const Path& path, const Problem& p, bool deterministic, const 
 // at all when switches give compute capability, SMs and shared memory.
 DeviceInfo device_info(int device_index);
 
-// Switches for tests and benchmarks; unset unless a test sets them, never read from the
+// Switches for tests and benchmarks, but for the last one; unset unless a test sets them, never read from the
 // environment.
 enum class Switch {
   kComputeCapability,  // e.g. 86: pretend to be this architecture when choosing
@@ -69,8 +69,9 @@ enum class Switch {
   kSplits,             // 0: never split keys; else into that many parts, in every plain forward
   kLowerTiles,         // 1 or 0: tiles of 128 queries in the sm90 forward always or never (sm90/tiles.h)
   kDqRing,             // 1 or 0: accumulators of the sm90 backward in a ring always or never (sm90/bwd_tiles.h)
+  kBatchInvariant,     // 1: DeviceInfo::batch_invariant; not for tests alone, flash_ext.set_batch_invariant() turns it
 };
-constexpr int kNumSwitches = 10;
+constexpr int kNumSwitches = 11;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

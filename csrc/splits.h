@@ -16,7 +16,7 @@ namespace flash_ext {
 struct SplitGrid {
   int rows = 0;  // of a CTA; 0: keys are not split
   int splits = 1;
-  double gain = 0.;  // expected, against the other forwards; without a limit where tests ask for it
+  double gain = 0.;  // expected, against the other forwards; without a limit where it is not asked
   int64_t ctas = 0;
   int64_t total_rows = 0;  // query heads x queries
   int pitch = 0;           // floats of a row of partial outputs
@@ -98,12 +98,23 @@ inline double time_unsplit(const Problem& p, const FewQueries& few, double weigh
   return std::max(waves * blocks * (0.42 + 0.4 * weight), 1.1 * memory);
 }
 
+// The same from one dense sequence and the query heads of one key head: neither the batch nor the number of heads or
+// multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here, have no
+// parts. None of the three numbers is measured: they bound what a long sequence alone loses.
+inline int invariant_parts(const Problem& p, const FewQueries& few) {
+  constexpr int64_t kMostRows = 64, kLeastKeys = 1024, kKeysOfPart = 512;
+  if (p.is_varlen() || few.rows > kMostRows || few.keys < kLeastKeys) return 0;
+  return static_cast<int>(std::clamp<int64_t>((few.keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
+}
+
 // rows == 0 where keys are not to be split.
 inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d) {
   SplitGrid g;
   const int64_t total_rows = p.total_q * p.num_heads;
   if (d.splits == 0 || total_rows <= 0 || p.total_k <= 0 || total_rows > (1 << 30)) return g;
   const FewQueries few = few_queries(p);
+  const int invariant = d.batch_invariant && d.splits < 0 ? invariant_parts(p, few) : -1;
+  if (invariant == 0) return g;
   const int size = padded_split_head_dim(p.head_dim, p.head_dim_v);
   const SplitTile t = split_tile(size, few.rows <= 16 ? 16 : 64);
   const int group = p.num_heads / p.num_heads_k;
@@ -117,11 +128,11 @@ inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d) {
   const PartsOfKeys best = best_parts(items, (few.keys + 63) / 64, t.rows, weight, result_bytes, sms, ctas_per_sm);
   constexpr int64_t kLeastKeys = 128;
   const double gain = few.keys < kLeastKeys ? 0. : time_unsplit(p, few, weight, sms) / best.time;
-  if (d.splits < 0 && gain <= 1.) return g;
-  const int splits = d.splits > 0 ? std::min(d.splits, kMaxSplits) : best.parts;
+  if (d.splits < 0 && invariant < 0 && gain <= 1.) return g;
+  const int splits = d.splits > 0 ? std::min(d.splits, kMaxSplits) : invariant > 0 ? invariant : best.parts;
   if (slots * p.num_heads_k * splits > INT32_MAX) return g;
   g.rows = t.rows;
-  g.gain = d.splits < 0 ? gain : HUGE_VAL;
+  g.gain = d.splits < 0 && invariant < 0 ? gain : HUGE_VAL;
   g.splits = splits;
   g.ctas = slots * p.num_heads_k * splits;
   g.total_rows = total_rows;

@@ -2,13 +2,15 @@
 
 Public names: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_product_attention`,
 :class:`BlockMask` for block-sparse attention, :func:`merge_attention_states`, the functional pair
-:func:`forward` and :func:`backward` with :func:`dropout_rng`, and :func:`enable_sdpa` and
-:func:`disable_sdpa` for PyTorch's own attention. Modules: :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`,
-:mod:`flash_ext.compat`, :mod:`flash_ext.integrations`.
+:func:`forward` and :func:`backward` with :func:`dropout_rng`, :func:`set_batch_invariant` and
+:func:`is_batch_invariant`, and :func:`enable_sdpa` and :func:`disable_sdpa` for PyTorch's own attention.
+Modules: :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.compat`,
+:mod:`flash_ext.integrations`.
 """
 
 from . import distributed as distributed
 from . import nn as nn
+from .batch_invariance import is_batch_invariant, set_batch_invariant
 from .block_mask import BlockMask
 from .functional import attention, attention_varlen
 from .log import logged
@@ -23,6 +25,7 @@ attention, attention_varlen = logged(attention), logged(attention_varlen)
 forward, backward = logged(forward), logged(backward)
 merge_attention_states, dropout_rng = logged(merge_attention_states), logged(dropout_rng)
 scaled_dot_product_attention = logged(scaled_dot_product_attention)
+set_batch_invariant, is_batch_invariant = logged(set_batch_invariant), logged(is_batch_invariant)
 
 __version__ = "0.1.0"
 
@@ -36,8 +39,10 @@ __all__ = [
     "dropout_rng",
     "enable_sdpa",
     "forward",
+    "is_batch_invariant",
     "merge_attention_states",
     "scaled_dot_product_attention",
+    "set_batch_invariant",
 ]
 
 # These use the names above.

@@ -79,6 +79,8 @@ PUBLIC_PARAMETERS = {
     f"rng=None, {STRUCTURE}, needs=('q', 'k', 'v'), grad_dtype=None, deterministic=False, "
     "path=None",
     "dropout_rng": "device, generator=None",
+    "set_batch_invariant": "mode",
+    "is_batch_invariant": "",
 }
 
 

@@ -62,7 +62,7 @@ PYTHON_LAYERS = [
     {"tiled_mod"},
     {"ops"},
     {"log"},
-    {"ops_mod"},
+    {"ops_mod", "batch_invariance"},
     {"autograd"},
     {"routes"},
     {"functional"},

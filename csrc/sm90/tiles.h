@@ -144,7 +144,7 @@ inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
 }
 
 inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
-  return d.lower_tiles >= 0 ? d.lower_tiles == 1 : prefers_lower_tiles(p, d);
+  return d.lower_tiles >= 0 ? d.lower_tiles == 1 : !d.batch_invariant && prefers_lower_tiles(p, d);
 }
 
 // Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that

@@ -1,0 +1,404 @@
+"""The batch-invariant mode (flash_ext/batch_invariance.py): what the host chooses, and RC-12 on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext.ops import _C
+from tests.harness import Target, on_gpu_paths
+from tests.qkv import make_qkv, null_kernels
+
+BATCHES = (1, 2, 7, 64)
+SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    """Whatever a test leaves behind."""
+    yield
+    _C.set_switch("batch_invariant", None)
+
+
+# ---- the mode itself -----------------------------------------------------------------------------------
+
+
+def test_the_mode_is_off_unless_turned_on_and_acts_at_once() -> None:
+    assert flash_ext.is_batch_invariant() is False
+    flash_ext.set_batch_invariant(True)
+    assert flash_ext.is_batch_invariant() is True
+    flash_ext.set_batch_invariant(True)
+    assert flash_ext.is_batch_invariant() is True
+    flash_ext.set_batch_invariant(False)
+    assert flash_ext.is_batch_invariant() is False
+
+
+def test_as_a_context_manager_it_restores_the_former_mode() -> None:
+    with flash_ext.set_batch_invariant(True):
+        assert flash_ext.is_batch_invariant()
+        with flash_ext.set_batch_invariant(False):
+            assert not flash_ext.is_batch_invariant()
+            with flash_ext.set_batch_invariant(True):
+                assert flash_ext.is_batch_invariant()
+            assert not flash_ext.is_batch_invariant()
+        assert flash_ext.is_batch_invariant()
+        with flash_ext.set_batch_invariant(True):
+            pass
+        assert flash_ext.is_batch_invariant()
+    assert not flash_ext.is_batch_invariant()
+
+
+def test_an_exception_inside_restores_it_as_well() -> None:
+    with pytest.raises(ZeroDivisionError), flash_ext.set_batch_invariant(True):
+        raise ZeroDivisionError
+    assert not flash_ext.is_batch_invariant()
+
+
+@pytest.mark.parametrize("mode", [1, 0, None, "True", torch.tensor(True)], ids=repr)
+def test_only_a_bool_is_taken(mode: object) -> None:
+    with flash_ext.set_batch_invariant(True):
+        with pytest.raises(TypeError, match="mode must be a bool, got"):
+            flash_ext.set_batch_invariant(mode)
+        assert flash_ext.is_batch_invariant()
+
+
+# ---- what is chosen ------------------------------------------------------------------------------------
+
+LENGTHS = ((1, 700), (1, 1024), (1, 9000), (1, 1 << 17), (4, 8192), (16, 1024), (64, 5000), (128, 128),
+           (200, 1000), (256, 256), (300, 65536), (512, 512), (1024, 1024), (1024, 16384),
+           (2048, 2048))  # fmt: skip
+HEADS = ((4, 4), (16, 16), (32, 8), (16, 1), (71, 1))
+WINDOWS = ((-1, -1), (-1, 0), (500, 0), (3000, 100))
+
+
+def choice(direction: str, batch: int, lengths: tuple[int, int], heads: tuple[int, int],
+           size: tuple[int, int], window: tuple[int, int], packed: bool, path: str,
+           times: int | None = None) -> tuple:  # fmt: skip
+    """What can change bits, of a batch of equal sequences; packed ones have these lengths `times` in all."""
+    factor = (times or batch) if packed else 1
+    plan = _C.plan(
+        direction, batch=batch, seqlen_q=factor * lengths[0], seqlen_k=factor * lengths[1], packed=packed,
+        num_heads=heads[0], num_heads_k=heads[1], head_dim=size[0], head_dim_v=size[1],
+        window_left=window[0], window_right=window[1], path=path,
+    )  # fmt: skip
+    names = ("path", "kernel", "block_m", "block_n", "splits", "head_parts")
+    return tuple(plan.get(name) for name in names)
+
+
+def choices_that_differ(direction: str, packed: bool, path: str) -> list[tuple]:
+    shapes = itertools.product(LENGTHS, HEADS, SIZES, WINDOWS)
+    return [shape for shape in shapes
+            if len({choice(direction, batch, *shape, packed, path) for batch in BATCHES}) > 1]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["sm80", "sm90"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_plans_do_not_depend_on_the_batch(pretended_gpu, direction: str, packed: bool, path: str) -> None:
+    with flash_ext.set_batch_invariant(True):
+        assert choices_that_differ(direction, packed, path) == []
+    # Without the mode some do.
+    assert choices_that_differ(direction, packed, path)
+
+
+@pytest.mark.parametrize("path", ["sm80", "sm90"])
+def test_plans_do_not_depend_on_lengths_of_packed_neighbours(pretended_gpu, path: str) -> None:
+    totals = [(1, 1, 1), (2, 9, 70000), (3, 400, 400), (64, 64, 64 * 8192), (50, 100_000, 90_000)]
+
+    def kernels(direction: str, size: tuple[int, int]) -> int:
+        return len({choice(direction, batch, (q, k), (16, 1), size, (-1, -1), True, path, 1)
+                    for batch, q, k in totals})  # fmt: skip
+
+    for direction, size in itertools.product(("fwd", "bwd"), SIZES):
+        assert kernels(direction, size) > 1
+        with flash_ext.set_batch_invariant(True):
+            assert kernels(direction, size) == 1
+
+
+@pytest.mark.parametrize("path", ["sm80", "sm90"])
+def test_parts_of_keys_depend_on_one_key_head_of_one_sequence(pretended_gpu, path: str) -> None:
+    def parts(q: int, k: int, heads: int, heads_k: int, window: tuple[int, int] = (-1, -1), **more) -> int:
+        plan = _C.plan(
+            "fwd", seqlen_q=q, seqlen_k=k, num_heads=heads, num_heads_k=heads_k, head_dim=128, head_dim_v=128,
+            window_left=window[0], window_right=window[1], path=path, **more,
+        )  # fmt: skip
+        assert ("split" in plan["kernel"]) or plan["splits"] == 1
+        return plan["splits"] if "split" in plan["kernel"] else 0
+
+    before = _C.get_switch("num_sms")
+    with flash_ext.set_batch_invariant(True):
+        for sms, (heads, heads_k) in itertools.product((16, 78, 132), ((4, 1), (32, 8), (128, 32))):
+            _C.set_switch("num_sms", sms)
+            assert [parts(1, k, heads, heads_k) for k in (1023, 1024, 1025, 8192, 1 << 17, 1 << 20)] == [
+                0, 2, 3, 16, 256, 256,
+            ]  # fmt: skip
+            assert parts(16, 8192, heads, heads_k) == 16 and parts(17, 8192, heads, heads_k) == 0
+            assert parts(1, 1 << 17, heads, heads_k, (8191, 0)) == 16  # what the window leaves
+            assert parts(64, 64 * 8192, heads, heads_k, packed=True, batch=64) == 0
+        _C.set_switch("num_sms", before)
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 2.0}, {"alibi_slopes": torch.ones(4)}, {"sinks": torch.zeros(4)}]
+)
+def test_modified_forwards_have_the_same_tiles_for_every_batch(pretended_gpu, options: dict) -> None:
+    one = make_qkv(
+        batch=1, seqlen_q=512, seqlen_k=512, heads=4, heads_k=4, head_dim=128, dtype=torch.bfloat16
+    )
+
+    def kernels() -> set[str]:
+        found = set()
+        for batch in (1, 32):
+            flash_ext.forward(*(t.expand(batch, -1, -1, -1) for t in one), **options)
+            found.add(_C.last_launch()["kernel"])
+        return found
+
+    with null_kernels():
+        assert len(kernels()) == 2
+        with flash_ext.set_batch_invariant(True):
+            assert kernels() == {"fwd_mod_sm90_hd128_tall"}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+def test_backwards_are_deterministic_by_the_mode_that_is_on_when_they_run(options: dict) -> None:
+    leaves = make_qkv(dtype=torch.bfloat16, head_dim=64, requires_grad=True)
+
+    def is_deterministic(out: Tensor) -> bool:
+        out.backward(torch.ones_like(out))
+        launch = _C.last_launch()
+        assert launch["direction"] == "bwd"
+        return launch["deterministic"]
+
+    with null_kernels():
+        assert not is_deterministic(flash_ext.attention(*leaves, **options))
+        with flash_ext.set_batch_invariant(True):
+            assert is_deterministic(flash_ext.attention(*leaves, **options))
+            made_inside = flash_ext.attention(*leaves, **options)
+        assert not is_deterministic(made_inside)
+        made_outside = flash_ext.attention(*leaves, **options)
+        with flash_ext.set_batch_invariant(True):
+            assert is_deterministic(made_outside)
+
+
+def test_query_heads_are_not_divided(pretended_gpu) -> None:
+    def parts() -> int:
+        return choice("bwd", 1, (64, 2048), (32, 1), (128, 128), (-1, -1), False, "sm90")[-1]
+
+    assert parts() > 1
+    with flash_ext.set_batch_invariant(True):
+        assert parts() == 1
+
+
+def test_switches_of_tests_go_first(pretended_gpu) -> None:
+    shape = ((256, 256), (16, 4), (128, 128), (-1, -1), False, "sm90")
+    wanted = {"lower_tiles": 1, "splits": 3, "head_parts": 2}
+    with flash_ext.set_batch_invariant(True):
+        for name, value in wanted.items():
+            _C.set_switch(name, value)
+            try:
+                forward, backward = choice("fwd", 1, *shape), choice("bwd", 1, *shape)
+            finally:
+                _C.set_switch(name, None)
+            seen = {
+                "lower_tiles": forward[1].endswith("_lower"),
+                "splits": forward[4],
+                "head_parts": backward[5],
+            }
+            assert seen[name] == value
+
+
+# ---- RC-12 on a GPU ------------------------------------------------------------------------------------
+
+LABELS = ("out", "lse", "dq", "dk", "dv")
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 30)},
+    "softcap": {"softcap": 20.0, "causal": True},
+    "alibi": {"alibi_slopes": True},
+    "padding": {"key_padding_mask": True},
+    "mask": {"attn_mask": True},
+    "sinks": {"sinks": True, "sink_tokens": 3, "chunk_size": 100},
+}
+DENSE_ONLY = {"bias": {"attn_bias": True}, "dropout": {"dropout_p": 0.1}}
+
+
+def draw(count: int, rows: int, heads: int, head_dim: int) -> Tensor:
+    """(count, rows, heads, head_dim); the first sequence is N(0, 1), others are larger or hold NaN."""
+    x = torch.randn(count, rows, heads, head_dim, device="cuda")
+    x[2::3] *= 30
+    if rows > 0:
+        x[1::3, rows // 2] = torch.nan
+    return x.bfloat16()
+
+
+def run_both(target: Target, dout: Tensor, qkv: list[Tensor], **options) -> tuple[Tensor, ...]:
+    options["path"] = target.path
+    out, lse = flash_ext.forward(*qkv, **options)
+    return out, lse, *flash_ext.backward(dout, *qkv, out, lse, **options)
+
+
+def assert_same(got: list[Tensor], alone: list[Tensor], where: str) -> None:
+    for label, a, b in zip(LABELS, got, alone):
+        # Rows that see no key have lse -inf.
+        assert not torch.isnan(b).any(), f"{label} alone, {where}"
+        assert torch.equal(a, b), f"{label}, {where}: {int((a != b).sum())} of {a.numel()} elements differ"
+
+
+def dense_options(name: str, count: int, q: int, k: int, heads: int) -> dict:
+    options = dict((OPTIONS | DENSE_ONLY)[name])
+    device = torch.device("cuda")
+    if options.pop("attn_bias", False):
+        options["attn_mask"] = torch.randn(count, heads, q, k, device=device).bfloat16()
+    for key, values in {
+        "alibi_slopes": lambda: torch.linspace(0.01, 0.5, heads, device=device),
+        "sinks": lambda: torch.linspace(-1, 1, heads, device=device),
+        "key_padding_mask": lambda: torch.rand(count, k, device=device) < 0.8,
+        "attn_mask": lambda: torch.rand(count, 1, q, k, device=device) < 0.8,
+    }.items():
+        if options.get(key) is True:
+            options[key] = values()
+    if "dropout_p" in options:
+        options["rng"] = flash_ext.dropout_rng(device)
+    return options
+
+
+def first_of(options: dict, counts: tuple[int, int]) -> dict:
+    """The options of the first ``counts[0]`` of ``counts[1]`` sequences."""
+    per_sequence = ("key_padding_mask", "attn_mask")
+    return {key: x[: counts[0]] if key in per_sequence else x for key, x in options.items()}
+
+
+def check_dense(target: Target, name: str, lengths: tuple[int, int], heads: tuple[int, int],
+                size: tuple[int, int], batches: tuple[int, ...] = BATCHES) -> None:  # fmt: skip
+    most, (q, k) = max(batches), lengths
+    dout, *qkv = (draw(most, *shape) for shape in (
+        (q, heads[0], size[1]), (q, heads[0], size[0]), (k, heads[1], size[0]), (k, heads[1], size[1]),
+    ))  # fmt: skip
+    options = dense_options(name, most, q, k, heads[0])
+    with flash_ext.set_batch_invariant(True):
+        alone = None
+        for batch in batches:
+            got = run_both(target, dout[:batch], [t[:batch] for t in qkv], **first_of(options, (batch, most)))
+            first = [t[:1] for t in got]
+            alone = alone or first
+            assert_same(first, alone, f"batch {batch}")
+            if batch == 1 or name == "dropout":
+                continue
+            # The same sequence as the last one.
+            order = torch.arange(batch - 1, -1, -1, device="cuda")
+            turned = {key: x[order] if key in ("key_padding_mask", "attn_mask") else x
+                      for key, x in first_of(options, (batch, most)).items()}  # fmt: skip
+            got = run_both(target, dout[order], [t[order] for t in qkv], **turned)
+            assert_same([t[-1:] for t in got], alone, f"last of {batch}")
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@on_gpu_paths
+def test_rc12_dense_sequences_do_not_see_their_neighbours(
+    target: Target, size: tuple[int, int], name: str
+) -> None:
+    check_dense(target, name, (130, 333), (4, 2), size)
+    # Without the mode 4 heads of one sequence have lower tiles, and those of 64 have not.
+    check_dense(target, name, (512, 512), (4, 4), size, (1, 3, 64))
+
+
+@pytest.mark.parametrize(
+    "name", [*DENSE_ONLY, *(name for name in OPTIONS if name not in ("full", "causal", "window"))]
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@on_gpu_paths
+def test_rc12_dense_sequences_with_modifiers(target: Target, head_dim: int, name: str) -> None:
+    check_dense(target, name, (200, 328), (4, 2), (head_dim, head_dim))
+    check_dense(target, name, (512, 512), (4, 4), (head_dim, head_dim), (1, 32))
+
+
+@pytest.mark.parametrize("lengths", [(1, 700), (1, 5000), (7, 3001)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@on_gpu_paths
+def test_rc12_few_queries_of_many_keys(target: Target, head_dim: int, lengths: tuple[int, int]) -> None:
+    for name, heads in (("full", (8, 2)), ("causal", (4, 4)), ("window", (8, 1))):
+        check_dense(target, name, lengths, heads, (head_dim, head_dim))
+
+
+# Lengths of queries and keys of others: empty, one row, around the tiles, long.
+AROUND = [[], [(1, 1)], [(0, 0), (0, 5), (3, 0)],
+          [(n, n + d) for n in (63, 64, 65, 127, 129) for d in (-1, 1)],
+          [(191, 193), (193, 191), (1500, 1700)], [(60, 70)] * 63]  # fmt: skip
+
+
+def packed_options(name: str, total_k: int, bounds: list[tuple[int, int]], seed: int) -> dict:
+    """As dense_options(); what is there for each sequence is drawn for the first by its own seed."""
+    options = dict(OPTIONS[name])
+    longest = [max(side) for side in zip(*bounds)]
+    own = torch.Generator("cuda").manual_seed(seed)
+    if options.get("key_padding_mask"):
+        mine = torch.rand(bounds[0][1], device="cuda", generator=own) < 0.8
+        others = torch.rand(total_k - bounds[0][1], device="cuda") < 0.8
+        options["key_padding_mask"] = torch.cat([mine, others])
+    if options.get("attn_mask"):
+        mask = torch.rand(len(bounds), 1, *longest, device="cuda") < 0.5
+        mask[0, 0, : bounds[0][0], : bounds[0][1]] = (
+            torch.rand(*bounds[0], device="cuda", generator=own) < 0.8
+        )
+        options["attn_mask"] = mask
+    for key in ("alibi_slopes", "sinks"):
+        if key in options:
+            options[key] = torch.linspace(0.01, 0.5, 4, device="cuda")
+    return options
+
+
+def check_packed(target: Target, name: str, lengths: tuple[int, int], size: tuple[int, int]) -> None:
+    rows, heads = (lengths[0], lengths[0], lengths[1], lengths[1]), (4, 4, 2, 2)
+    columns = (size[1], size[0], size[0], size[1])
+    mine = [torch.randn(n, h, d, device="cuda").bfloat16() for n, h, d in zip(rows, heads, columns)]
+    alone = None
+    with flash_ext.set_batch_invariant(True):
+        for i, around in enumerate(AROUND):
+            bounds = [lengths, *around]
+            others = [sum(side) for side in zip(*around)] or [0, 0]
+            parts = [torch.randn(n, h, d, device="cuda") for n, h, d in
+                     zip((others[0], others[0], others[1], others[1]), heads, columns)]  # fmt: skip
+            for x in parts:
+                x *= 30.0 if i % 2 else 1.0
+                x[::50] = torch.nan
+            dout, *qkv = (torch.cat([a, b.bfloat16()]) for a, b in zip(mine, parts))
+            cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*bounds)]
+            options = packed_options(name, len(qkv[1]), bounds, seed=7)
+            got = run_both(target, dout, qkv, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options)
+            first = [x[..., : lengths[0]] if label == "lse" else x[: len(t)]
+                     for label, x, t in zip(LABELS, got, (mine[0], mine[0], *mine[1:]))]  # fmt: skip
+            alone = alone or first
+            assert_same(first, alone, f"before {around}")
+            if name in ("padding", "mask") or not around:
+                continue
+            # The same behind its neighbours, at another place in memory and among the tiles.
+            dout, *qkv = (torch.cat([b.bfloat16(), a]) for a, b in zip(mine, parts))
+            cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*around, lengths)]
+            got = run_both(target, dout, qkv, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options)
+            last = [x[..., others[0] :] if label == "lse" else x[len(x) - len(t) :]
+                    for label, x, t in zip(LABELS, got, (mine[0], mine[0], *mine[1:]))]  # fmt: skip
+            assert_same(last, alone, f"behind {around}")
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@on_gpu_paths
+def test_rc12_packed_sequences_do_not_see_their_neighbours(
+    target: Target, size: tuple[int, int], name: str
+) -> None:
+    for lengths in ((1, 2000), (100, 333), (450, 450)):
+        check_packed(target, name, lengths, size)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("full", "causal", "window")])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@on_gpu_paths
+def test_rc12_packed_sequences_with_modifiers(target: Target, head_dim: int, name: str) -> None:
+    check_packed(target, name, (100, 333), (head_dim, head_dim))

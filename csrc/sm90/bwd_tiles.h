@@ -41,12 +41,12 @@ constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : B
 
 static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge);
 
-// Heads whose drawn items run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for the
-// order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8), and as many as have an item for every
-// CTA (4 query heads a key head, causal, times with 8, 16, 32, 64 heads: 64 columns, 2k rows 0.97 0.85 0.86 0.87 ms, 1k
-// 0.62 0.58 0.545 0.55; 128 columns, 1k 0.52 0.48 0.50 0.52). No more than 16 beyond that (96 columns, 1k rows: 0.55 with
-// 8 to 16, 0.566 with 56). In groups of one size, because the last one ends with what is left (128 columns, 16 slots:
-// 1.37 with 8, 1.47 with 10, 1.58 with 12).
+// Heads whose drawn items run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for
+// the order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8), and as many as have an item for
+// every CTA (4 query heads a key head, causal, ms with 8, 16, 32, 64 heads: 64 columns, 2k rows 0.97 0.85 0.86 0.87, 1k
+// 0.62 0.58 0.545 0.55; 128 columns, 1k 0.52 0.48 0.50 0.52). No more than 16 beyond that (96 columns, 1k rows: 0.55
+// with 8 to 16, 0.566 with 56). In groups of one size, because the last one ends with what is left (128 columns, 16
+// heads in all: 1.37 with 8, 1.47 with 10, 1.58 with 12).
 constexpr int drawn_heads(int64_t head_slots, int64_t blocks, int64_t fit, int num_sms) {
   const int64_t for_all = (num_sms + blocks - 1) / blocks, least = std::max<int64_t>(8, for_all);
   const int64_t most = std::min(head_slots, std::max(least, std::min<int64_t>(fit, std::max<int64_t>(16, for_all))));
@@ -67,9 +67,9 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
   const int fit = heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20);
   int heads = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
   if (ordered) {
-    // In order, not so many that all CTAs hold different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with a
-    // quarter or two thirds). Packed sequences: 16 heads (64 documents, half of 16k rows in six of them, 302 and 325; not
-    // in order 355 and 350).
+    // In order, not so many that all CTAs hold different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with
+    // a quarter or two thirds). Packed sequences: 16 heads (64 documents, half of 16k rows in six of them, 302 and 325;
+    // not in order 355 and 350).
     const int at_least = std::min<int>(p.is_varlen() ? 16 : 8, static_cast<int>(g.head_slots));
     const int most = std::clamp(d.num_sms / 3, at_least, std::max(fit, at_least));
     const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / most);

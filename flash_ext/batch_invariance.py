@@ -35,21 +35,27 @@ class BatchInvariantSwitch:
 def set_batch_invariant(mode: bool) -> BatchInvariantSwitch:
     """Turns the batch-invariant mode on or off, at once and for the whole process.
 
-    With the mode on, on one GPU model and build, out, lse, dq, dk and dv of a sequence do not depend on which
-    other sequences are in the call, how many, how long or of what content: bit for bit, for packed sequences
-    and along the batch dimension of dense calls. Tensors must lie alike (strides and alignment), and masks
-    and biases be given in the same form (which dimensions are broadcast); with dropout the sequence keeps its
-    number, on which its draws depend. Not promised: equal bits between a packed and a dense call; gradients
-    of biases, slopes and sinks, which are sums over the batch; results on the CPU.
+    With the mode on, on one GPU model and build, out, lse, dq, dk and dv of a sequence do not depend on
+    which other sequences are in the call, how many, how long or of what content: bit for bit, for packed
+    sequences and along the batch dimension of dense calls. Tensors must lie alike (strides and alignment),
+    and masks and biases be given in the same form (which dimensions are broadcast, whether a BlockMask has
+    elements); with dropout the sequence keeps its number, on which its draws depend. Not promised: equal
+    bits between a packed and a dense call; gradients of biases, slopes and sinks, which are sums over the
+    batch; results on the CPU.
 
-    A kernel that suits one batch size is then used for all. Forwards do not take the tiles that are made for
-    few sequences, keys of packed calls are not split, those of dense calls into a number of parts that the
-    lengths alone give, and backwards are deterministic and do not divide query heads. On an
-    H200 forwards of a few thousand rows take 1.0 to 1.3 times as long, dense decoding 1.0 to 1.26 times, packed
-    decoding 2.6 times, backwards 1.1 to 1.2 times, and twice where few key heads serve many (docs/performance.md).
+    A kernel that suits one batch size is then used for all. Forwards do not take the tiles that are made
+    for few sequences, keys of packed calls are not split, those of dense calls into a number of parts that
+    the lengths alone give, and backwards are deterministic and do not divide query heads. On an H200
+    forwards of a few thousand rows take 1.0 to 1.3 times as long, dense decoding 1.0 to 1.26 times, packed
+    decoding 2.6 times, backwards 1.1 to 1.2 times, and twice where few key heads serve many
+    (docs/performance.md); not measured are backwards with masks or modifiers, which run in the portable
+    kernels, at half the speed or less.
 
-    The mode is read when a kernel is launched. A CUDA graph keeps that of its capture, and a backward goes by
-    the mode that is on when it runs. Threads share the mode.
+    The mode is read when a kernel is launched. A CUDA graph keeps that of its capture, and a backward goes
+    by the mode that is on when it runs. Threads share the mode: of ``with`` statements that overlap in
+    time, the last to end leaves what it found. The integration of transformers, which leaves out masks that
+    hide nothing, leaves out none while the mode is on. Calls that :func:`flash_ext.enable_sdpa` hands back
+    to PyTorch are PyTorch's.
 
     Source: "Defeating Nondeterminism in LLM Inference", He and Thinking Machines Lab 2025, has the reasons
         to want this.

@@ -131,16 +131,30 @@ def test_parts_of_keys_depend_on_one_key_head_of_one_sequence(pretended_gpu, pat
         return plan["splits"] if "split" in plan["kernel"] else 0
 
     before = _C.get_switch("num_sms")
-    with flash_ext.set_batch_invariant(True):
-        for sms, (heads, heads_k) in itertools.product((16, 78, 132), ((4, 1), (32, 8), (128, 32))):
-            _C.set_switch("num_sms", sms)
-            assert [parts(1, k, heads, heads_k) for k in (1023, 1024, 1025, 8192, 1 << 17, 1 << 20)] == [
-                0, 2, 3, 16, 256, 256,
-            ]  # fmt: skip
-            assert parts(16, 8192, heads, heads_k) == 16 and parts(17, 8192, heads, heads_k) == 0
-            assert parts(1, 1 << 17, heads, heads_k, (8191, 0)) == 16  # what the window leaves
-            assert parts(64, 64 * 8192, heads, heads_k, packed=True, batch=64) == 0
+    try:
+        with flash_ext.set_batch_invariant(True):
+            for sms, (heads, heads_k) in itertools.product((16, 78, 132), ((4, 1), (32, 8), (128, 32))):
+                _C.set_switch("num_sms", sms)
+                assert [parts(1, k, heads, heads_k) for k in (1023, 1024, 1025, 8192, 1 << 17, 1 << 20)] == [
+                    0, 2, 3, 16, 256, 256,
+                ]  # fmt: skip
+                assert parts(16, 8192, heads, heads_k) == 16 and parts(17, 8192, heads, heads_k) == 0
+                assert parts(1, 1 << 17, heads, heads_k, (8191, 0)) == 16  # what the window leaves
+                assert parts(64, 64 * 8192, heads, heads_k, packed=True, batch=64) == 0
+    finally:
         _C.set_switch("num_sms", before)
+
+
+def test_masks_of_transformers_are_kept_whatever_others_hide() -> None:
+    """A sequence without padding, or of one document, alone has no mask, but beside others that have."""
+    from flash_ext.integrations.transformers import _documents, _padding
+
+    tokens, q = torch.ones(1, 8, dtype=torch.int64), torch.zeros(1, 8, 2, 64)
+    assert _padding(tokens, 0, 8) is None and _documents(torch.arange(8)[None], q, q) is None
+    with flash_ext.set_batch_invariant(True):
+        padding, documents = _padding(tokens, 0, 8), _documents(torch.arange(8)[None], q, q)
+    assert padding is not None and padding.all() and padding.shape == (1, 8)
+    assert documents is not None and not documents.any() and documents.shape == (1, 8)
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ struct Buffers {
   float* row_stats = device_alloc<float>(4 << 20);
   float* dq_accum = device_alloc<float>(kWorkspace);
   Scores scores = {device_alloc<float>(64 << 20), device_alloc<float>(64 << 20)};
-  int* cu_seqlens_q = device_alloc<int>(64);
-  int* cu_seqlens_k = device_alloc<int>(64);
+  int* cu_seqlens_q = device_alloc<int>(1024);
+  int* cu_seqlens_k = device_alloc<int>(1024);
   Errors* errors = device_alloc<Errors>(3);  // of dq, dk, dv
 };
 
@@ -253,7 +253,10 @@ Case case_of_length(const Variant& v, bool causal, int seqlen) {
   Case c{kTokens / seqlen, heads, heads, seqlen, seqlen, d, -1, causal ? 0 : -1, scale};
   c.head_dim_v = v.head_dim_v;
   if (const char* window = std::getenv("WINDOW"); window != nullptr) c.window_left = std::atoi(window);
-  if (const char* group = std::getenv("GROUP"); group != nullptr) c.heads_k = heads / std::atoi(group);
+  if (const char* group = std::getenv("GROUP"); group != nullptr) {
+    if (heads % std::atoi(group) != 0) require("GROUP has to divide the " + std::to_string(heads) + " heads");
+    c.heads_k = heads / std::atoi(group);
+  }
   if (std::getenv("PACKED") != nullptr) {
     c.lengths_q = std::vector<int>(static_cast<size_t>(c.batch), seqlen);
     c.lengths_k = c.lengths_q;

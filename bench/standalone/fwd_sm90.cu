@@ -253,7 +253,7 @@ void print_line(Harness& harness, const Timing& t, bool causal, int seqlen) {
       Case c{static_cast<int>(kTokens) / seqlen, heads, heads, seqlen, seqlen, v.head_dim, -1, causal ? 0 : -1,
              1.f / std::sqrt(static_cast<float>(v.head_dim))};
       c.head_dim_v = v.head_dim_v;
-      if (const char* window = std::getenv("WINDOW")) c.window_left = std::atoi(window);
+      if (const char* window = std::getenv("WINDOW"); window != nullptr && causal) c.window_left = std::atoi(window);
       found[i].push_back(harness.tflops(v, c, t.schedules[i % t.schedules.size()] == "dynamic", t.reps));
     }
   }

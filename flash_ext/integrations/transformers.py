@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention, attention_varlen
+from .. import attention, attention_varlen, is_batch_invariant
 from ..log import logged
 
 NAME = "fext"
@@ -186,7 +186,7 @@ def recognise(function: Callable[..., Any]) -> Pattern | None:
     if maker == "packed_sequence_mask_function":
         ids = held["packed_sequence_mask"]
         # transformers 4 makes ids for a single sequence as well.
-        several = _is_tracing(ids) or bool((ids[:, -1] != 0).any())
+        several = _is_tracing(ids) or is_batch_invariant() or bool((ids[:, -1] != 0).any())
         return Pattern(documents=ids if several else None)
     if maker == "remap_positions_for_packed_sequence":
         # Positions count up by one within a sequence, so that distances, and with them windows, stay.
@@ -218,12 +218,15 @@ def _narrower(a: int, b: int) -> int:
 
 
 def _padding(mask: Tensor | None, kv_offset: int, keys: int) -> Tensor | None:
-    """(batch, keys) bool of the keys that are there, or None if all are tokens; reads the device once."""
+    """(batch, keys) bool of the keys that are there, or None if all are tokens; reads the device once.
+
+    In the batch-invariant mode never None: what other sequences hold must not choose the kernel.
+    """
     if mask is None:
         return None
     mask = mask[:, kv_offset : kv_offset + keys].bool()
     mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[1]))
-    return None if bool(mask.all()) else mask
+    return None if not is_batch_invariant() and bool(mask.all()) else mask
 
 
 def _mask_with(
@@ -397,7 +400,8 @@ def _documents(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | No
         return None
     if not hasattr(position_ids, _ATTRIBUTE):
         ids = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1, dtype=torch.int32)
-        setattr(position_ids, _ATTRIBUTE, ids if bool((ids[:, -1] != 0).any()) else None)
+        several = is_batch_invariant() or bool((ids[:, -1] != 0).any())
+        setattr(position_ids, _ATTRIBUTE, ids if several else None)
     found: Tensor | None = getattr(position_ids, _ATTRIBUTE)
     return found
 

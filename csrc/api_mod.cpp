@@ -321,7 +321,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   need_sinks = need_sinks && sinks.has_value();
   const ProfilerRange range("bwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
-  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
+  Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
   deterministic = is_deterministic(deterministic) || info.batch_invariant;
@@ -348,6 +348,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
 
   const bool unit_stride = dout_any.size(-1) == 1 || dout_any.stride(-1) == 1;
   const Tensor dout = unit_stride ? dout_any : dout_any.contiguous();
+  problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
   const BwdWorkspace workspace = path.bwd_mod_workspace(problem, deterministic || !need_qkv, info);

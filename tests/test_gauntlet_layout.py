@@ -22,6 +22,7 @@ from tests.harness import (
     run_cases,
     run_probes,
 )
+from tests.qkv import make_qkv, null_kernels
 
 
 def random_tensor(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -97,6 +98,55 @@ def test_ly04_and_ly05_strides_of_the_incoming_gradient(target: Target) -> None:
     expected = gradients(target, q, k, v, dout)
     for view in (dout.transpose(1, 2).contiguous().transpose(1, 2), wide[..., :64], every_second):
         assert_same_bits(gradients(target, q, k, v, view), expected, str(view.stride()))
+
+
+MODIFIED = {"softcap": 20.0}, {"key_padding_mask": True}, {"alibi_slopes": True}, {"sinks": True}
+
+
+@pytest.mark.parametrize("options", [{}, *MODIFIED], ids=str)
+@on_paths
+def test_ly05_incoming_gradients_that_tma_cannot_read(target: Target, options: dict) -> None:
+    """The gradient of out.sum(1) has row stride 0, which was 16 bytes to TMA: it read other rows."""
+    q, k, v = (random_tensor(target, 2, 65, 4, 64) for _ in range(3))
+    device = {"device": q.device}
+    of = {"key_padding_mask": torch.arange(65, **device) < torch.tensor([[50], [65]], **device),
+          "alibi_slopes": torch.rand(4, **device), "sinks": torch.randn(4, **device)}  # fmt: skip
+    options = {name: of[name] if value is True else value for name, value in options.items()}
+    row = random_tensor(target, 2, 1, 4, 64)
+    room = random_tensor(target, 2 * 65 * 4 * 64 + 1)
+    shifted = room[1:].view(2, 65, 4, 64)
+    odd = random_tensor(target, 2, 65, 4, 65)[..., :64]
+    for dout in (row.expand(2, 65, 4, 64), shifted, odd):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = flash_ext.attention(*leaves, path=target.path, **options)
+        got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        wanted = torch.autograd.grad(out, leaves, dout.contiguous().clone())
+        for a, b in zip(got, wanted):
+            # By other kernels than the copy's, which round otherwise.
+            torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("options", MODIFIED, ids=str)
+def test_ly05_which_kernel_reads_incoming_gradients(pretended_gpu, options: dict) -> None:
+    """Kernels for Hopper where TMA can read dout, the portable ones where it cannot."""
+    shape = (2, 65, 4, 64)
+    q, k, v = make_qkv(batch=2, seqlen_q=65, heads=4, heads_k=4, head_dim=64, dtype=torch.bfloat16)
+    of = {"key_padding_mask": torch.ones(2, 65, dtype=torch.bool), "alibi_slopes": torch.ones(4),
+          "sinks": torch.ones(4)}  # fmt: skip
+    options = {name: of[name] if value is True else value for name, value in options.items()}
+    dtype = {"dtype": torch.bfloat16}
+    douts = {
+        "whole": (torch.zeros(shape, **dtype), True),
+        "expanded over the batch": (torch.zeros(1, 65, 4, 64, **dtype).expand(shape), True),
+        "expanded over rows": (torch.zeros(2, 1, 4, 64, **dtype).expand(shape), False),
+        "misaligned": (torch.zeros(2 * 65 * 4 * 64 + 1, **dtype)[1:].view(shape), False),
+        "odd strides": (torch.zeros(2, 65, 4, 65, **dtype)[..., :64], False),
+    }
+    with null_kernels():
+        out, lse = flash_ext.forward(q, k, v, **options)[:2]
+        for name, (dout, is_read) in douts.items():
+            flash_ext.backward(dout, q, k, v, out, lse, **options)
+            assert ("sm90" in _C.last_launch()["kernel"]) == is_read, name
 
 
 @on_paths

@@ -55,6 +55,11 @@ def test_wide_heads_have_no_others(pretended_gpu, head_dim: int) -> None:
     assert kernel(1, 16, 1024, 8192, False, head_dim=head_dim).endswith("_lower") == (head_dim <= 128)
 
 
+def test_items_of_a_window_count_as_equal(pretended_gpu) -> None:
+    assert kernel(4, 16, 512, 512, True, window_left=100).endswith("_lower")
+    assert not kernel(4, 16, 512, 512, True).endswith("_lower")
+
+
 def test_lengths_of_packed_sequences_are_not_known(pretended_gpu) -> None:
     assert not kernel(4, 16, 1024, 8192, True, packed=True).endswith("_lower")
 

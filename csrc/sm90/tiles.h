@@ -133,13 +133,15 @@ inline bool draws_items(const Problem& p, const Modifiers& m) {
 // of higher tiles cover 1.2 times as many rows, lower ones were 1.13 to 1.34 times as fast with equal items of 256 keys
 // or more (1024 queries of 16k keys, 16 heads, head_dim 128: 754 for 587 TFLOP/s), at 1.125 times -5 to +2 %. Causal
 // items of a square are unequal and short: 1.02 to 1.09 at 1k rows, 0.96 to 1.00 below for few of them, 1.1 at 256 rows
-// for many. Results may differ in their last bits between the two, hence between batch sizes.
+// for many. Items of a window count as equal: most are. Results may differ in their last bits between the two, hence
+// between batch sizes.
 inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   if (p.is_varlen() || d.num_sms <= 0) return false;
   const auto tiles = [&](int64_t rows) { return (p.seqlen_q + rows - 1) / rows * p.batch * p.num_heads; };
   const auto rows_of_rounds = [&](int64_t rows) { return (tiles(rows) + d.num_sms - 1) / d.num_sms * rows; };
   if (5 * rows_of_rounds(192) < 6 * rows_of_rounds(128)) return false;
-  if (!draws_items(p)) return p.seqlen_k >= 256;
+  const bool alike = (p.window_left >= 0) == (p.window_right >= 0);
+  if (alike) return p.seqlen_k >= 256;
   return p.seqlen_k >= 1024 || (p.seqlen_k >= 192 && tiles(128) >= 2 * d.num_sms);
 }
 

@@ -112,7 +112,7 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
-  deterministic = is_deterministic(deterministic) || info.batch_invariant;  // which order pays depends on the batch
+  deterministic = is_deterministic(deterministic, info);
 
   const int parts = head_parts_of(path, problem, deterministic, info);
   const Problem run = parts > 1 ? in_parts(problem, parts) : problem;

@@ -324,7 +324,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
-  deterministic = is_deterministic(deterministic) || info.batch_invariant;
+  deterministic = is_deterministic(deterministic, info);
 
   const auto float_options = q.options().dtype(at::kFloat);
   const auto like = [](const Tensor& t, bool wanted) {

@@ -30,6 +30,12 @@ int32_t clamp_to_int32(int64_t value);
 // Whether TMA can read it (Problem::tma_ready).
 bool is_tma_ready(const Tensor& t);
 
+// Whether a backward is deterministic: where it is asked for (api.h), and in the batch-invariant mode, because which
+// order of additions pays depends on the batch.
+inline bool is_deterministic(bool asked, const DeviceInfo& info) {
+  return info.batch_invariant || is_deterministic(asked);
+}
+
 // `aligned` holds when every row starts on a 16-byte boundary.
 StridedView view_of(const Tensor& t);
 

@@ -7,32 +7,14 @@ calls that other libraries make, too.
 
 from __future__ import annotations
 
-import types
+import contextlib
 
 from .ops import _C
 
 _SWITCH = "batch_invariant"
 
 
-class BatchInvariantSwitch:
-    """What :func:`set_batch_invariant` returns; as a context manager it restores the former mode."""
-
-    def __init__(self, before: bool) -> None:
-        self._before = before
-
-    def __enter__(self) -> BatchInvariantSwitch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
-        _set(self._before)
-
-
-def set_batch_invariant(mode: bool) -> BatchInvariantSwitch:
+def set_batch_invariant(mode: bool) -> contextlib.ExitStack:
     """Turns the batch-invariant mode on or off, at once and for the whole process.
 
     With the mode on, on one GPU model and build, out, lse, dq, dk and dv of a sequence do not depend on
@@ -75,7 +57,9 @@ def set_batch_invariant(mode: bool) -> BatchInvariantSwitch:
         raise TypeError(f"mode must be a bool, got {type(mode).__name__}.")
     before = is_batch_invariant()
     _set(mode)
-    return BatchInvariantSwitch(before)
+    undo = contextlib.ExitStack()
+    undo.callback(_set, before)
+    return undo
 
 
 def is_batch_invariant() -> bool:

@@ -13,7 +13,7 @@ operator. Two things are changed, through torch's registry of flash-attention im
 
 from __future__ import annotations
 
-import types
+import contextlib
 
 import torch
 from torch.nn.attention import (
@@ -37,30 +37,8 @@ _previous: str | None = None
 _FIRST = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value)
 
 
-class SdpaSwitch:
-    """What :func:`enable_sdpa` returns; as a context manager it switches back at the end.
-
-    Switching back restores the implementation that was active before: none, another one, or this one.
-    """
-
-    def __init__(self, was_on: bool) -> None:
-        self._was_on = was_on
-
-    def __enter__(self) -> SdpaSwitch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
-        if not self._was_on:
-            disable_sdpa()
-
-
 @logged
-def enable_sdpa() -> SdpaSwitch:
+def enable_sdpa() -> contextlib.ExitStack:
     """Lets PyTorch's own attention functions run on flash_ext's kernels.
 
     That is ``F.scaled_dot_product_attention``, with masks as well, ``torch.nn.attention.varlen_attn``, jagged
@@ -73,7 +51,8 @@ def enable_sdpa() -> SdpaSwitch:
     after forking processes, not before.
 
     Returns:
-        An object that may be ignored or used in a ``with`` statement, at whose end all is as before.
+        An object that may be ignored or used in a ``with`` statement, at whose end the implementation that
+        was active before is again: none, another one, or this one.
 
     Raises:
         ImportError: the extension module is missing; the message says what mends it.
@@ -92,7 +71,10 @@ def enable_sdpa() -> SdpaSwitch:
         register_flash_attention_impl(NAME, register_fn=_Active)
         activate_flash_attention_impl(NAME)
         _previous = active
-    return SdpaSwitch(active == NAME)
+    undo = contextlib.ExitStack()
+    if active != NAME:
+        undo.callback(disable_sdpa)
+    return undo
 
 
 @logged

@@ -150,9 +150,11 @@ def test_masks_of_transformers_are_kept_whatever_others_hide() -> None:
     from flash_ext.integrations.transformers import _documents, _padding
 
     tokens, q = torch.ones(1, 8, dtype=torch.int64), torch.zeros(1, 8, 2, 64)
-    assert _padding(tokens, 0, 8) is None and _documents(torch.arange(8)[None], q, q) is None
+    positions = torch.arange(8)[None]  # layers read the same tensor, which keeps what was found
+    assert _padding(tokens, 0, 8) is None and _documents(positions, q, q) is None
     with flash_ext.set_batch_invariant(True):
-        padding, documents = _padding(tokens, 0, 8), _documents(torch.arange(8)[None], q, q)
+        padding, documents = _padding(tokens, 0, 8), _documents(positions, q, q)
+    assert _documents(positions, q, q) is None
     assert padding is not None and padding.all() and padding.shape == (1, 8)
     assert documents is not None and not documents.any() and documents.shape == (1, 8)
 

@@ -7,8 +7,7 @@
 // Lists have commas. VERBOSE=1 in the environment prints tests that pass as well, DETERMINISTIC=1 chooses the
 // deterministic kernels, whose tests also compare the bits of many runs, DQ_RING=1 accumulators in a ring wherever they
 // can be, 0 none, NUM_SMS=7 as many CTAs. Of what is timed, WINDOW=1024 hides earlier keys, GROUP=4 shares key heads,
-// PACKED=1 packs the sequences. -DONLY=128 compiles one head_dim; 192 stands
-// for both sizes of v.
+// PACKED=1 packs the sequences. -DONLY=128 compiles one head_dim; 192 stands for both sizes of v.
 #include "sm90/run_bwd.cuh"
 #include "sm90/run_bwd_wide.cuh"
 

@@ -400,10 +400,10 @@ def _documents(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | No
         return None
     if not hasattr(position_ids, _ATTRIBUTE):
         ids = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1, dtype=torch.int32)
-        several = is_batch_invariant() or bool((ids[:, -1] != 0).any())
-        setattr(position_ids, _ATTRIBUTE, ids if several else None)
-    found: Tensor | None = getattr(position_ids, _ATTRIBUTE)
-    return found
+        setattr(position_ids, _ATTRIBUTE, (ids, bool((ids[:, -1] != 0).any())))
+    found: tuple[Tensor, bool] = getattr(position_ids, _ATTRIBUTE)
+    ids, several = found
+    return ids if several or is_batch_invariant() else None
 
 
 def _with_unit_stride(t: Tensor) -> Tensor:

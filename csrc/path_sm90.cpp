@@ -177,7 +177,7 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
     const WideBwdTile t = i.tile();
     return {"sm90", i.name, t.block_m, WideBwdTile::kKeys, t.slots, WideBwdTile::kThreads,
             t.dkv_smem_bytes(i.head_dim, i.head_dim_v),
-            std::min<int64_t>(wide_keys_grid(p, d).ctas, d.num_sms)};
+            std::min<int64_t>(wide_keys_grid(p, d, draws_items(p)).ctas, d.num_sms)};
   }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const BwdTile t = bwd_tile(size);

@@ -28,7 +28,7 @@ __device__ __forceinline__ void bwd_mod_body(const BwdModArgs& a, const BwdModMa
   const ModKeyBarriers<T> bars{smem};
   const auto produce = [&](int warp) {
     if (warp == 0) {
-      schedule_mod_keys<T>(a, shared, bars);
+      schedule_bwd_items<T>(a, shared, bars);
     } else {
       load_mod_steps<T>(a, maps, smem, shared, bars, warp - 1);
     }

@@ -7,8 +7,9 @@
 namespace flash_ext::sm90 {
 
 // Of 32 queries and 32 keys, a part, a lane makes one word: byte b is key lane / 4 + 8 b, bit 2 j + c of it query
-// 8 j + 2 (lane % 4) + c. Its halves are those of two consumer warps, whose words hold two such halves: bit mark_of(i)
-// is score i, s[4 j + 2 half + c].
+// 8 j + 2 (lane % 4) + c; the other way round (kByQueries) in a kernel whose accumulators have queries along their rows.
+// Its halves are those of two consumer warps, whose words hold two such halves: bit mark_of(i) is score i,
+// s[4 j + 2 half + c].
 __host__ __device__ constexpr int mark_of(int i) { return i / 16 * 16 + i / 2 % 2 * 8 + i / 4 % 4 * 2 + i % 2; }
 
 // use(i, x) for the i-th of a thread's rows 8 j + 2 (lane % 4) + c of 32, x as the lane has it that owns the row.
@@ -50,17 +51,40 @@ __device__ __forceinline__ uint32_t bits_of_row(const Scores& scores, uint32_t b
   return bits;
 }
 
-// From each row's bits, which one lane has made, to those of each thread's scores.
-__device__ __forceinline__ uint32_t hand_out_rows(uint32_t of_row) {
+// From the bits of each of 32 queries or keys, a word of 32 that its lane has made, to those of each thread's scores:
+// of what lies along the bits of a byte, and of what bytes number.
+__device__ __forceinline__ uint32_t hand_out_bits(uint32_t mine) {
   const int lane = ptx::fresh_lane();
   uint32_t bits = 0;
-  hand_out(of_row, [&](int i, uint32_t row) {
-    bits |= __funnelshift_r(row, row, lane / 4 - i) & (0x01010101u << i);
+  hand_out(mine, [&](int i, uint32_t word) {
+    bits |= __funnelshift_r(word, word, lane / 4 - i) & (0x01010101u << i);
   });
   return bits;
 }
+__device__ __forceinline__ uint32_t hand_out_bytes(uint32_t mine) {
+  const int lane = ptx::fresh_lane();
+  uint32_t bits = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    uint32_t pairs = __shfl_sync(0xffffffffu, mine, lane / 4 + 8 * b) >> (2 * (lane % 4)) & 0x03030303u;
+    pairs |= pairs >> 6;
+    bits |= ((pairs & 0xf) | (pairs >> 12 & 0xf0)) << (8 * b);
+  }
+  return bits;
+}
+
+template <bool kByQueries>
+struct MarkLayout {
+  __device__ static __forceinline__ uint32_t of_rows(uint32_t mine) {
+    return kByQueries ? hand_out_bytes(mine) : hand_out_bits(mine);
+  }
+  __device__ static __forceinline__ uint32_t of_keys(uint32_t mine) {
+    return kByQueries ? hand_out_bits(mine) : hand_out_bytes(mine);
+  }
+};
 
 // Scores that no test of the key hides: documents, hidden_rows.
+template <bool kByQueries>
 __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0, int col0) {
   const Modifiers& m = scores.m;
   const Seat& seat = scores.seat;
@@ -69,18 +93,22 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
   if (m.document_k.ids != nullptr) {
     const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
     const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
-    const int of_row = max(q[min(row0 + lane, last_row)], -1);
-    int key_ids[4];
+    const auto id_of_row = [&](int i) { return max(q[min(row0 + i, last_row)], -1); };
+    const auto id_of_key = [&](int i) {
+      const int id = k[min(col0 + i, last_key)];
+      return id < 0 ? -2 : id;  // like no row
+    };
+    const int along_bits = kByQueries ? id_of_key(lane) : id_of_row(lane);
+    int along_bytes[4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      key_ids[b] = k[min(col0 + lane / 4 + 8 * b, last_key)];
-      if (key_ids[b] < 0) key_ids[b] = -2;  // like no row
+      along_bytes[b] = kByQueries ? id_of_row(lane / 4 + 8 * b) : id_of_key(lane / 4 + 8 * b);
     }
     visible = 0;
-    hand_out(static_cast<uint32_t>(of_row), [&](int i, uint32_t row_id) {
+    hand_out(static_cast<uint32_t>(along_bits), [&](int i, uint32_t id) {
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
-        if (static_cast<int>(row_id) == key_ids[b]) visible |= 1u << (8 * b + i);
+        if (static_cast<int>(id) == along_bytes[b]) visible |= 1u << (8 * b + i);
       }
     });
   }
@@ -93,20 +121,35 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
     const int2 rows = Scores::interval(m.hidden_rows, base, position, k);
     hidden |= Scores::bits_between(rows.x, rows.y, row0);
   }
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    uint32_t pairs = __shfl_sync(0xffffffffu, hidden, lane / 4 + 8 * b) >> (2 * (lane % 4)) & 0x03030303u;
-    pairs |= pairs >> 6;
-    visible &= ~(((pairs & 0xf) | (pairs >> 12 & 0xf0)) << (8 * b));
-  }
-  return visible;
+  return visible & ~MarkLayout<kByQueries>::of_keys(hidden);
 }
 
 // Scores that dropout hits: the draws of common/dropout.cuh. One Philox block serves the rows r, r + 8 and the keys c,
-// c + 8, c + 16, c + 24: what a thread has. Each key's bits are shifted in from the highest on, in a chain of its own.
+// c + 8, c + 16, c + 24: what a thread has, either way round. With keys along the bytes each key's bits are shifted in
+// from the highest on, in a chain of its own.
+template <bool kByQueries>
 __device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const uint32_t lane = ptx::fresh_lane();
   const auto key_of = [&](int round) { return keys.rounds[round]; };
+  if constexpr (kByQueries) {
+    const uint32_t highest = (m.drop_below << 16) - 1;
+    const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + 2 * (lane % 4);
+    const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + lane / 4;
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {  // half of the rows, odd or even keys; more at once would not fit the registers
+      const uint4 x = philox(make_uint4(row_id + i / 2 * 8, col_id + i % 2, keys.counter.x, keys.counter.y), key_of);
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+      uint32_t hit = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if ((words[j] << 16) <= highest) hit |= 1u << (2 * j);
+        if (words[j] <= highest) hit |= 1u << (8 + 2 * j);
+      }
+      bits |= hit << (i / 2 * 16 + i % 2);
+    }
+    return bits;
+  }
   const uint32_t minus_below = 0u - m.drop_below;
   const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
   const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + 2 * (lane % 4);

@@ -30,13 +30,13 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   const auto arrive = [&](uint32_t bar) {
     if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
   };
-  const auto item_of = [&]() -> const ModKeyItem& { return shared.items[slot_of(items(), T::kItems)]; };
+  const auto item_of = [&]() -> const BwdModItem& { return shared.items[slot_of(items(), T::kItems)]; };
   const auto slot = [&] { return slot_of(steps(), T::kSlots); };
-  const auto now = [&]() -> const KeyStep& { return shared.steps[slot_of(steps(), T::kSteps)]; };
+  const auto now = [&]() -> const BwdStep& { return shared.steps[slot_of(steps(), T::kSteps)]; };
   const auto first_query = [&] { return now().block * kM; };
   const auto first_key = [&] { return item_of().w.block * kN + group_of() * 64 + warp_of() * 16; };
   const auto scores = [&] {
-    const ModKeyItem& item = item_of();
+    const BwdModItem& item = item_of();
     return Scores{problem, m, item.seat, item.first_head + now().head()};
   };
   const auto q_at = [&] { return smem + T::kQAt + slot() * T::kQBytes; };
@@ -60,7 +60,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::wgmma_commit();
   };
   const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
-    const KeyStep before = shared.steps[slot_of(steps() - 1, T::kSteps)];
+    const BwdStep before = shared.steps[slot_of(steps() - 1, T::kSteps)];
     const int tile = item_of().tile + before.head() * a.plain.tiles_per_head + before.block;
     const int first = D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount
                               : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     // Gradients pass through the warp's place for dQ before dQ does: they are gone when the function returns.
     if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
     const BwdParams& p = a.plain.p;
-    const ModKeyItem& item = item_of();
+    const BwdModItem& item = item_of();
     const int warp_row = first_key();
     const auto store = [&](const StridedView& view, const float (&x)[D / 2], float scale, int columns) {
       store_rows_staged<E, 16 * 128>(view, item.w.b, item.w.k, item.w.h, x, scale, columns, warp_row, stage(),

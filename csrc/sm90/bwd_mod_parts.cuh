@@ -32,17 +32,18 @@ struct BwdModArgs {
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
 };
 
-// An item, a block of keys of one key head, as the producer leaves it to the others. It has at least one step.
-struct ModKeyItem {
+// An item, a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
+// others. It has at least one step.
+struct BwdModItem {
   Work w;  // block < 0: there is none any more
   Seat seat;
-  BlockRange blocks;  // tiles of queries that may be visited, the same for all query heads
-  int first_head;     // of the query heads that read it
+  BlockRange blocks;  // tiles of queries that may be visited, the same for all query heads, or of keys
+  int first_head;     // of the query heads that read it; its own
   int tile;           // first one of the first query head in the workspace
 };
 
-// A step is a tile of queries of a query head that reads the item.
-struct KeyStep {
+// A step is a tile of queries of a query head that reads the item, or a tile of keys.
+struct BwdStep {
   int block;
   uint32_t bits;  // head of the group << 10, for each warpgroup four bits of tests from kKeyTestsAt on, flags
 
@@ -57,9 +58,9 @@ struct KeyStep {
 inline constexpr int kKeyTestsAt = 2, kHeadAt = 10;
 
 // Steps that the scheduler found, on their way to the loaders.
-struct KeyChunk {
+struct BwdChunk {
   static constexpr int kCapacity = 16;
-  KeyStep steps[kCapacity];
+  BwdStep steps[kCapacity];
   int count;
   bool is_last;  // of its item
 };
@@ -80,6 +81,8 @@ struct BwdModTraits {
   static constexpr BwdModTile kModTile = bwd_mod_tile(D);
   static constexpr BwdTile kTile = kModTile.plain();
   static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = BwdModTile::kBlockN, kThreads = BwdModTile::kThreads;
+  static constexpr bool kByQueries = false;
+  static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of an item; of a tile in the workspace
   static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kConsumerWarps = 8;
   // 504 for the three warpgroups. The scheduler, which judges tiles, does not fit 40.
   static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
@@ -107,9 +110,9 @@ template <typename T>
 struct ModKeyShared {
   static constexpr int kMarkers = 3;  // warps that make marks
   DropKeys drop[T::kConsumersDraw ? T::kSlots : T::kDrops ? kMarkers : 1];  // of a slot's step, of a loader's
-  ModKeyItem items[T::kItems];
-  KeyChunk chunks[T::kRingChunks];
-  KeyStep steps[T::kSteps];
+  BwdModItem items[T::kItems];
+  BwdChunk chunks[T::kRingChunks];
+  BwdStep steps[T::kSteps];
   float slopes[T::kSteps];  // of the steps' heads, times log2(e)
   uint32_t index;           // the scheduler's present one
   int items_found, chunks_found;

@@ -103,22 +103,23 @@ __device__ __forceinline__ void exponentiate(float (&s)[32]) {
 
 // tanh of what a softcap divides, from raw products. Small ones all by a series, which costs no more than other
 // arithmetic; exponential and reciprocal wait for the unit that the weights need as well.
-__device__ __forceinline__ void take_tanh(float (&s)[32], const KeyCap& cap) {
+template <int kCount>
+__device__ __forceinline__ void take_tanh(float (&s)[kCount], const KeyCap& cap) {
   float parts[4] = {};
 #pragma unroll
-  for (int i = 0; i < 32; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
+  for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
   const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
   // NaN and infinity are not small.
   if (!__any_sync(0xffffffffu, !(largest <= cap.limit))) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const float u = s[i] * s[i];
       s[i] *= fmaf(fmaf(cap.c[2], u, cap.c[1]), u, cap.c[0]);
     }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = 1.f - ptx::reciprocal(ptx::ex2(fmaf(s[i], cap.factor_log2, -1.f)) + 0.5f);
+  for (int i = 0; i < kCount; ++i) s[i] = 1.f - ptx::reciprocal(ptx::ex2(fmaf(s[i], cap.factor_log2, -1.f)) + 0.5f);
 }
 
 // s = P, dp = dS, from s = tanh and dp = dP - delta; the derivative goes where the tanh was, before that is gone.
@@ -136,9 +137,10 @@ __device__ __forceinline__ void weights_of_tanh(float (&s)[32], float (&dp)[32],
 }
 
 // 0 where a bit is 0.
-__device__ __forceinline__ void hide_weights(float (&s)[32], uint32_t visible) {
+template <int kCount>
+__device__ __forceinline__ void hide_weights(float (&s)[kCount], uint32_t visible) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = (visible >> mark_of(i) & 1) != 0 ? s[i] : 0.f;
+  for (int i = 0; i < kCount; ++i) s[i] = (visible >> mark_of(i) & 1) != 0 ? s[i] : 0.f;
 }
 
 }  // namespace flash_ext::sm90

@@ -52,10 +52,10 @@ inline void set_heads_in_group(Grid& g, int heads) {
   g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
 }
 
-inline Grid wide_keys_grid(const Problem& p, const DeviceInfo& d) {
+inline Grid wide_keys_grid(const Problem& p, const DeviceInfo& d, bool drawn) {
   Grid g = make_grid(p, d, false, WideBwdTile::kKeys);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
-  if (!draws_items(p)) {
+  if (!drawn) {
     set_heads_in_group(g, 1);
     return g;
   }
@@ -65,11 +65,11 @@ inline Grid wide_keys_grid(const Problem& p, const DeviceInfo& d) {
   return g;
 }
 
-inline Grid wide_queries_grid(const Problem& p, const DeviceInfo& d) {
+inline Grid wide_queries_grid(const Problem& p, const DeviceInfo& d, bool drawn) {
   Grid g = make_grid(p, d, true, WideBwdTile::kQueries);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int fit = static_cast<int>(g.heads_in_group.divisor);
-  set_heads_in_group(g, draws_items(p) ? heads_in_group(true, g.head_slots, g.blocks, fit, d.num_sms) : 1);
+  set_heads_in_group(g, drawn ? heads_in_group(true, g.head_slots, g.blocks, fit, d.num_sms) : 1);
   return g;
 }
 

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kPassThreads)
 
 // What both kernels get; `which` of the two counters behind the statistics is the launch's.
 template <typename Args>
-Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which) {
+Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which, bool drawn) {
   const Problem& r = p.problem;
   const auto steps = [&](const StridedView& x) {
     return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
@@ -30,7 +30,7 @@ Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which) {
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
   a.tiles_per_head = static_cast<int>(query_tiles_per_head(r, block_m));
   a.draw.num_items = static_cast<uint32_t>(grid.ctas);
-  if (draws_items(r)) {
+  if (drawn) {
     a.draw.counter = reinterpret_cast<Counter*>(p.row_stats + query_tiles(r, block_m) * 2 * block_m) + which;
     a.draw.launch = next_launch();
   }
@@ -40,9 +40,9 @@ Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which) {
 template <typename E, int D, int Dv>
 std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
   using T = WideKeyTraits<E, D, Dv>;
-  const Grid grid = wide_keys_grid(p.problem, d);
+  const Grid grid = wide_keys_grid(p.problem, d, draws_items(p.problem));
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0);
+  const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0, draws_items(p.problem));
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
@@ -53,9 +53,9 @@ std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
 template <typename E, int D, int Dv>
 std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
   using T = WideQueryTraits<E, D, Dv>;
-  const Grid grid = wide_queries_grid(p.problem, d);
+  const Grid grid = wide_queries_grid(p.problem, d, draws_items(p.problem));
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  const WideQueryArgs a = wide_args<WideQueryArgs>(p, grid, T::kStatRows, 1);
+  const WideQueryArgs a = wide_args<WideQueryArgs>(p, grid, T::kStatRows, 1, draws_items(p.problem));
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kGroupRows, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
@@ -63,9 +63,8 @@ std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
                    std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
-template <typename E, int D, int Dv>
+template <typename E, int Dv, int kBlockM>
 std::string launch_wide_begin(const BwdParams& p, const DeviceInfo& d) {
-  constexpr int kBlockM = wide_bwd_tile(D, Dv).block_m;
   const Grid g = make_grid(p.problem, d, true, kBlockM);
   const int tiles = static_cast<int>(query_tiles_per_head(p.problem, kBlockM));
   return launch("bwd_wide_begin", bwd_wide_begin_kernel<E, Dv, kBlockM>, g.ctas, kPassThreads, 0, p.stream, p, g,
@@ -74,7 +73,7 @@ std::string launch_wide_begin(const BwdParams& p, const DeviceInfo& d) {
 
 template <typename E, int D, int Dv>
 std::string run_bwd_wide_as(const BwdParams& p, const DeviceInfo& d) {
-  std::string error = launch_wide_begin<E, D, Dv>(p, d);
+  std::string error = launch_wide_begin<E, Dv, wide_bwd_tile(D, Dv).block_m>(p, d);
   if (error.empty()) error = launch_wide_keys<E, D, Dv>(p, d);
   if (error.empty()) error = launch_wide_queries<E, D, Dv>(p, d);
   return error;

@@ -1,0 +1,133 @@
+// The producers of the sm90 backward with modifiers above head_dim 128. Of both kernels the first warp finds the tiles to
+// visit (bwd_mod_produce.cuh); the other three load, each its own, and make marks.
+#pragma once
+
+#include "bwd_mod_produce.cuh"
+#include "bwd_wide_mod_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+// Where both marks of a step share a place, the second one waits until consumers have read the first, which they do once
+// what they need is loaded: those kernels make marks afterwards, others before, because marks take longer than is left
+// when a tile's place is free.
+template <typename T>
+inline constexpr bool kMarksComeLast = T::kMarkSlots == 1;
+
+// dK and dV: number 0 has K and V of an item; 1 streams Q, with lse and delta, and beside them the step; 2 streams dO.
+template <typename T>
+__device__ __forceinline__ void load_wide_key_steps(const WideModArgs& a, const BwdMaps& maps, uint32_t smem,
+                                                    WideModShared<T>& shared, WideModBarriers<T> bars, int loader) {
+  const BwdArgs& plain = a.plain;
+  const Problem& p = plain.p.problem;
+  MarkMaker<T> marks(loader);
+  RingPosition<T::kSlots> ring;  // of Q or of dO
+  ring.parity = 1;
+  uint32_t item_parity = 1;
+  const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
+  const auto begin = [&](const BwdModItem& item) {
+    marks.begin_item();
+    if (loader != 0) return;
+    const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
+    wait(bars.k_empty(), item_parity);
+    if (is_first_lane()) copy_tile<T::kChunks, T::kBlockN>(maps.k, plain.k, smem, bars.k_full(), at, item.w.h);
+    wait(bars.v_empty(), item_parity);
+    if (is_first_lane()) copy_tile<T::kChunks, T::kBlockN>(maps.v, plain.v, smem + T::kVAt, bars.v_full(), at, item.w.h);
+    item_parity ^= 1;
+  };
+  const auto load_query = [&](const BwdModItem& item, const BwdStep& step, int head, RowCoordinates at, bool is_ending) {
+    wait(bars.q_empty(ring.slot), ring.parity);
+    if (!is_first_lane()) return;
+    const uint32_t full = bars.q_full(ring.slot);
+    const int64_t tile = item.tile + static_cast<int64_t>(step.head()) * plain.tiles_per_head + step.block;
+    copy_tile<T::kChunks, T::kBlockM>(maps.q, plain.q, smem + T::kQAt + ring.slot * T::kQBytes, full, at, head);
+    ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
+    ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, plain.p.row_stats + tile * (2 * T::kBlockM),
+                   T::kStatsBytes, full);
+    shared.steps[ring.slot] = step;
+    ptx::mbarrier_arrive(full);
+    if (plain.draw.counter != nullptr && is_ending) ptx::mbarrier_arrive(bars.item_ending());
+  };
+  const auto load_dout = [&](int head, RowCoordinates at) {
+    wait(bars.dout_empty(ring.slot), ring.parity);
+    if (!is_first_lane()) return;
+    copy_tile<T::kChunks, T::kBlockM>(maps.dout, plain.dout, smem + T::kDoutAt + ring.slot * T::kQBytes,
+                                      bars.dout_full(ring.slot), at, head);
+  };
+  for_bwd_steps<T>(shared, bars, begin, [&](const BwdModItem& item, const BwdStep& step, bool is_ending) {
+    if constexpr (!kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
+    if (loader > 0) {
+      const RowCoordinates at = row_coordinates(p, item.w.q, item.w.b, step.block * T::kBlockM);
+      const int head = item.first_head + step.head();
+      if (loader == 1) {
+        load_query(item, step, head, at, is_ending);
+      } else {
+        load_dout(head, at);
+      }
+      __syncwarp();
+      ring.advance();
+    }
+    if constexpr (kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
+  });
+}
+
+// dQ: number 0 has Q and dO of an item; 1 streams K, and beside it the step; 2 streams V.
+template <typename T>
+__device__ __forceinline__ void load_wide_query_steps(const WideModArgs& a, const BwdMaps& maps, uint32_t smem,
+                                                      WideModShared<T>& shared, WideModBarriers<T> bars, int loader) {
+  const BwdArgs& plain = a.plain;
+  const Problem& p = plain.p.problem;
+  MarkMaker<T> marks(loader);
+  RingPosition<T::kKSlots> k_ring;
+  RingPosition<T::kVSlots> v_ring;
+  k_ring.parity = v_ring.parity = 1;
+  uint32_t item_parity = 1;
+  const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
+  const auto begin = [&](const BwdModItem& item) {
+    marks.begin_item();
+    if (loader != 0) return;
+    const auto load = [&](const CUtensorMap& map, const Steps& steps, int first, uint32_t full, uint32_t empty,
+                          int group) {
+      wait(empty, item_parity);
+      if (!is_first_lane()) return;
+      const RowCoordinates at =
+          row_coordinates(p, item.w.q, item.w.b, item.w.block * T::kBlockM + group * T::kGroupRows);
+      copy_tile<T::kChunks, T::kGroupRows>(map, steps, smem + first + group * T::kQBytes, full, at, item.w.h);
+    };
+#pragma unroll 1
+    for (int group = 0; group < 2; ++group) load(maps.q, plain.q, 0, bars.q_full(group), bars.q_empty(group), group);
+#pragma unroll 1
+    for (int group = 0; group < 2; ++group) {
+      load(maps.dout, plain.dout, T::kDoutAt, bars.dout_full(group), bars.dout_empty(group), group);
+    }
+    item_parity ^= 1;
+  };
+  for_bwd_steps<T>(shared, bars, begin, [&](const BwdModItem& item, const BwdStep& step, bool is_ending) {
+    if constexpr (!kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
+    if (loader > 0) {
+      const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, step.block * T::kBlockN);
+      const int head = static_cast<int>(divide(item.w.h, plain.grid.shared));
+      if (loader == 1) {
+        wait(bars.k_empty(k_ring.slot), k_ring.parity);
+        if (is_first_lane()) {
+          const uint32_t full = bars.k_full(k_ring.slot);
+          copy_tile<T::kChunks, T::kBlockN>(maps.k, plain.k, smem + T::kKAt + k_ring.slot * T::kKBytes, full, at, head);
+          shared.steps[k_ring.slot] = step;
+          ptx::mbarrier_arrive(full);
+          if (plain.draw.counter != nullptr && is_ending) ptx::mbarrier_arrive(bars.item_ending());
+        }
+        k_ring.advance();
+      } else {
+        wait(bars.v_empty(v_ring.slot), v_ring.parity);
+        if (is_first_lane()) {
+          copy_tile<T::kChunks, T::kBlockN>(maps.v, plain.v, smem + T::kVAt + v_ring.slot * T::kKBytes,
+                                            bars.v_full(v_ring.slot), at, head);
+        }
+        v_ring.advance();
+      }
+      __syncwarp();
+    }
+    if constexpr (kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
+  });
+}
+
+}  // namespace flash_ext::sm90

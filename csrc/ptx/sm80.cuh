@@ -66,6 +66,21 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// x = 2 or 4 bytes from global memory, if `condition`, without a branch. Stays where it is written.
+template <typename X>
+__device__ __forceinline__ void load_if(uint32_t& x, const void* address, bool condition) {
+  static_assert(sizeof(X) == 2 || sizeof(X) == 4);
+  if constexpr (sizeof(X) == 4) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.global.b32 %0, [%1];\n}\n"
+                 : "+r"(x)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+  } else {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.global.u16 %0, [%1];\n}\n"
+                 : "+r"(x)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+  }
+}
+
 // A global load that stays where it is written: dozens of them hoisted together would spill.
 template <typename X>
 __device__ __forceinline__ X load_late(const void* address) {

@@ -125,31 +125,10 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
 }
 
 // Scores that dropout hits: the draws of common/dropout.cuh. One Philox block serves the rows r, r + 8 and the keys c,
-// c + 8, c + 16, c + 24: what a thread has, either way round. With keys along the bytes each key's bits are shifted in
-// from the highest on, in a chain of its own.
-template <bool kByQueries>
+// c + 8, c + 16, c + 24: what a thread has. Each key's bits are shifted in from the highest on, in a chain of its own.
 __device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const uint32_t lane = ptx::fresh_lane();
   const auto key_of = [&](int round) { return keys.rounds[round]; };
-  if constexpr (kByQueries) {
-    const uint32_t highest = (m.drop_below << 16) - 1;
-    const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + 2 * (lane % 4);
-    const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + lane / 4;
-    uint32_t bits = 0;
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {  // half of the rows, odd or even keys; more at once would not fit the registers
-      const uint4 x = philox(make_uint4(row_id + i / 2 * 8, col_id + i % 2, keys.counter.x, keys.counter.y), key_of);
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-      uint32_t hit = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if ((words[j] << 16) <= highest) hit |= 1u << (2 * j);
-        if (words[j] <= highest) hit |= 1u << (8 + 2 * j);
-      }
-      bits |= hit << (i / 2 * 16 + i % 2);
-    }
-    return bits;
-  }
   const uint32_t minus_below = 0u - m.drop_below;
   const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
   const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + 2 * (lane % 4);
@@ -209,6 +188,44 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
   ptx::bar_sync(1 + warp / 2, 64);
   const uint32_t theirs = drawn[warp * 32 + lane];
   return odd ? mine << 16 | theirs : theirs << 16 | mine;
+}
+
+// And by consumers for themselves, keys along the rows of the accumulators (kT) or queries. Of 16 keys half of each block
+// is for another warp, which makes it as well: what it would take to exchange has no place above head_dim 128.
+template <bool kT, int kCount>
+__device__ __forceinline__ uint32_t draw_own(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
+  const uint32_t lane = ptx::fresh_lane();
+  const auto key_of = [&](int round) { return keys.rounds[round]; };
+  const uint32_t highest = (m.drop_below << 16) - 1;
+  const uint32_t few = lane / 4, many = 2 * (lane % 4);
+  const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + (kT ? many : few);
+  const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + (kT ? few : many);
+  const bool is_late = kT && col0 % 32 != 0;  // the other half of a block
+  uint32_t bits = 0;
+#pragma unroll
+  for (int n = 0; n < (kT ? kCount / 8 : kCount / 16); ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint4 x = philox(make_uint4(row_id + (kT ? 8 * n + c : 0), col_id + (kT ? 0 : 8 * n + c), keys.counter.x,
+                                        keys.counter.y), key_of);
+      if constexpr (kT) {
+        const uint32_t words[2] = {is_late ? x.z : x.x, is_late ? x.w : x.y};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if ((words[half] << 16) <= highest) bits |= 1u << (8 * n + 2 * half + c);
+          if (words[half] <= highest) bits |= 1u << (8 * n + 4 + 2 * half + c);
+        }
+      } else {
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if ((words[j] << 16) <= highest) bits |= 1u << (16 * n + 4 * j + c);
+          if (words[j] <= highest) bits |= 1u << (16 * n + 4 * j + 2 + c);
+        }
+      }
+    }
+  }
+  return bits;
 }
 
 }  // namespace flash_ext::sm90

@@ -260,7 +260,7 @@ class MarkMaker {
       }
 #pragma unroll 1
       for (int part = first_part(); part < end_part(); ++part) {
-        const uint32_t bits = dropped_bits<T::kByQueries>(a.m, row_of(part), col_of(part), shared.drop[loader_]);
+        const uint32_t bits = dropped_bits(a.m, row_of(part), col_of(part), shared.drop[loader_]);
         wait_for_place();
         put(Mark::kDropped, part, bits);
       }

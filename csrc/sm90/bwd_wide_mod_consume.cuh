@@ -44,9 +44,11 @@ class ModSteps {
     }
     return tests == kSkipped ? 0 : bits;
   }
-  __device__ __forceinline__ uint32_t dropped() {
+  // The same of what dropout hits: bit i is score i.
+  template <int kCount>
+  __device__ __forceinline__ uint32_t dropped(const Modifiers& m, int row0, int col0, int keys_at) const {
     if constexpr (!T::kDrops) return 0;
-    return take_mark();
+    return draw_own<!T::kByQueries, kCount>(m, row0, col0, shared_.drop[keys_at]);
   }
 
  private:
@@ -69,59 +71,123 @@ class ModSteps {
   uint32_t items_ = 0, marks_ = 0;  // taken so far; registers are short
 };
 
-// s += bias, of a warp's scores; keys along the rows of the accumulators (kT) or queries. Read from global memory, for
-// there is no place for tiles of a bias, half of the loads at a time.
+// A warp's part of a bias, keys along the rows of the accumulators (kT) or queries, on its way from global memory: there is
+// no place for tiles of it. It is asked for before the scores are there; with one trip to memory after the other it took
+// five times as long as all else. That is what ends of a bias and strange strides get where queries are the rows, because
+// addresses and predicates of all elements do not fit the registers there.
 template <typename E, bool kT, int kCount>
-__device__ __forceinline__ void add_read_bias(float (&s)[kCount], const Scores& scores, int row0, int col0) {
-  const BiasView& x = scores.m.bias;
-  const int lane = ptx::fresh_lane(), size = x.is_float ? 4 : 2;
-  const int last_row = min(x.rows, scores.seat.seqlen_q), last_col = min(x.cols, scores.seat.seqlen_k);
-  const int few = (kT ? col0 : row0) + lane / 4, many = (kT ? row0 : col0) + 2 * (lane % 4);
-  const int last_few = kT ? last_col : last_row, last_many = kT ? last_row : last_col;
-  const int64_t few_bytes = (kT ? x.col_stride : x.row_stride) * size;
-  const int64_t many_bytes = (kT ? x.row_stride : x.col_stride) * size;
-  const char* at = static_cast<const char*>(x.ptr) +
-                   (scores.seat.b * x.batch_stride + scores.h * x.head_stride) * size + few * few_bytes +
-                   many * many_bytes;
+class ReadBias {
+ public:
+  // Of the rows of accumulators from 8 half on. Writes all its registers, which would else be kept from step to step.
+  template <int half>
+  __device__ __forceinline__ void ask(const Scores& scores, int row0, int col0) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half, at += 8 * few_bytes) {
-    const char* from = at;
-    const int left = few + 8 * half < last_few ? last_many - many : 0;
+    for (int i = 2 * half; i < kCount; i += 4) raw_[i] = raw_[i + 1] = 0;
+    if (scores.m.bias.ptr == nullptr) return;
+    const Part x(scores, row0, col0, half);
+    if (!kT && !is_asked(scores, x)) return;
+    if (scores.m.bias.is_float) {
+      ask_for<half, uint32_t>(x);
+    } else {
+      ask_for<half, uint16_t>(x);
+    }
+  }
+
+  template <int half>
+  __device__ __forceinline__ void add_to(float (&s)[kCount], const Scores& scores, int row0, int col0) const {
+    const bool is_float = scores.m.bias.is_float;
+    if constexpr (!kT) {
+      if (const Part x(scores, row0, col0, half); !is_asked(scores, x)) {
+        const char* at = x.at;
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
+        for (int i = 2 * half; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+          if (i / 4 * 8 + i % 2 < x.left) {
+            s[i] += is_float ? ptx::load_late<float>(at) : ptx::to_float<E>(ptx::load_late<E>(at));
+          }
+          at += i % 2 == 0 ? x.many_bytes : 7 * x.many_bytes;
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 2 * half; i < kCount; i += 4) {
+      float2 x = ptx::unpack2<E>(kT ? raw_[i] | raw_[i + 1] << 16 : raw_[i]);
+      if (is_float) x = make_float2(__uint_as_float(raw_[i]), __uint_as_float(raw_[i + 1]));
+      s[i] += x.x;
+      s[i + 1] += x.y;
+    }
+  }
+
+ private:
+  // Of this thread: its first element, bytes between those side by side, and how far the bias goes on.
+  struct Part {
+    const char* at;
+    int64_t many_bytes;
+    int left;
+    __device__ __forceinline__ Part(const Scores& scores, int row0, int col0, int half) {
+      const BiasView& x = scores.m.bias;
+      const int lane = ptx::fresh_lane(), size = x.is_float ? 4 : 2;
+      const int last_row = min(x.rows, scores.seat.seqlen_q), last_col = min(x.cols, scores.seat.seqlen_k);
+      const int few = (kT ? col0 : row0) + lane / 4 + 8 * half, many = (kT ? row0 : col0) + 2 * (lane % 4);
+      many_bytes = (kT ? x.row_stride : x.col_stride) * size;
+      at = static_cast<const char*>(x.ptr) + (scores.seat.b * x.batch_stride + scores.h * x.head_stride) * size +
+           few * ((kT ? x.col_stride : x.row_stride) * size) + many * many_bytes;
+      left = few < (kT ? last_col : last_row) ? (kT ? last_row : last_col) - many : 0;
+    }
+  };
+  // Pairs of 16 bits want rows that begin on 16 bytes.
+  __device__ __forceinline__ static bool is_asked(const Scores& scores, const Part& x) {
+    const BiasView& bias = scores.m.bias;
+    return __all_sync(0xffffffffu, (bias.staged || (bias.is_float && bias.col_stride == 1)) && x.left >= 2 * kCount);
+  }
+
+  template <int half, typename Raw>
+  __device__ __forceinline__ void ask_for(const Part& x) {
+    const char* at = x.at;
+#pragma unroll
+    for (int i = 2 * half; i < kCount; i += 4) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (8 * j + c < left) {
-          const float bias = x.is_float ? ptx::load_late<float>(from) : ptx::to_float<E>(ptx::load_late<E>(from));
-          s[4 * j + 2 * half + c] += bias;
+        if constexpr (kT) {
+          ptx::load_if<Raw>(raw_[i + c], at, i / 4 * 8 + c < x.left);
+          at += c == 0 ? x.many_bytes : 7 * x.many_bytes;
+        } else if (sizeof(Raw) == 4 || c == 0) {
+          ptx::load_if<uint32_t>(raw_[i + c], x.at + i / 4 * 8 * static_cast<int>(sizeof(Raw)) + 4 * c, true);
         }
-        from += c == 0 ? many_bytes : 7 * many_bytes;
       }
     }
   }
-}
 
-// s = scale s, with slopes and bias, in natural units.
-template <typename E, bool kT, int kCount>
-__device__ __forceinline__ void add_naturally(float (&s)[kCount], const Scores& scores, int row0, int col0) {
+  uint32_t raw_[kCount];
+};
+
+// s = scale s, with slopes and bias, in natural units. kHalf: only the first half of the bias has been asked for, because
+// registers are short.
+template <typename E, bool kT, bool kHalf, int kCount>
+__device__ __forceinline__ void add_naturally(float (&s)[kCount], const Scores& scores, int row0, int col0,
+                                              ReadBias<E, kT, kCount>& bias) {
   if (scores.m.slopes != nullptr) {
     scores.template add_slopes<kT>(reinterpret_cast<float (&)[1][kCount / 4][4]>(s), row0, col0, scores.p.softmax_scale);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] *= scores.p.softmax_scale;
   }
-  if (scores.m.bias.ptr != nullptr) add_read_bias<E, kT>(s, scores, row0, col0);
+  if (scores.m.bias.ptr == nullptr) return;
+  bias.template add_to<0>(s, scores, row0, col0);
+  if constexpr (kHalf) bias.template ask<1>(scores, row0, col0);
+  bias.template add_to<1>(s, scores, row0, col0);
 }
 
 // From raw products s and bits of what is hidden and dropped: s = dS / (dP - delta), negative where a weight is dropped,
 // and p = what P is rounded to, 0 there. minus_lse(i) is that of score i.
 template <typename E, typename T, bool kT, int kCount, typename MinusLse, typename PutWeights>
 __device__ __forceinline__ void change_scores(float (&s)[kCount], const WideModArgs& a, const Scores& scores, int row0,
-                                              int col0, uint32_t visible, uint32_t dropped, const MinusLse& minus_lse,
+                                              int col0, uint32_t visible, uint32_t dropped,
+                                              ReadBias<E, kT, kCount>& bias, const MinusLse& minus_lse,
                                               const PutWeights& put_weights) {
   if constexpr (T::kCaps) take_tanh(s, a.cap);
   if constexpr (T::kAdds) {
-    if (a.m.is_natural) add_naturally<E, kT>(s, scores, row0, col0);
+    if (a.m.is_natural) add_naturally<E, kT, T::kByQueries>(s, scores, row0, col0, bias);
   }
   const auto is_set = [](uint32_t bits, int i) { return (bits >> mark_of(i) & 1) != 0; };
 #pragma unroll
@@ -135,7 +201,7 @@ __device__ __forceinline__ void change_scores(float (&s)[kCount], const WideModA
       p[c] = is_set(visible, i + c) ? p[c] : 0.f;
       x = T::kCaps ? p[c] * fmaf(-t, t, 1.f) : p[c];
       if constexpr (T::kDrops) {
-        x = __uint_as_float(__float_as_uint(x) | (dropped << (31 - mark_of(i + c)) & 0x80000000u));
+        x = __uint_as_float(__float_as_uint(x) | (dropped << (31 - i - c) & 0x80000000u));
         p[c] = fmaxf(x, 0.f);
       }
     }
@@ -195,6 +261,16 @@ __device__ __forceinline__ void consume_mod_weights(const WideModArgs& a, uint32
                                          uniform(descriptor_low(smem + T::kQAt + q_ring.slot * T::kQBytes, 16)));
     ptx::wgmma_commit();
   };
+  const auto col0 = [&] { return steps.item(item_at).w.block * T::kBlockN + warp_of() * 16; };
+  const auto draw = [&] { return steps.template dropped<kM / 2>(a.m, now.block * kM, col0(), q_ring.slot); };
+  [[maybe_unused]] ReadBias<E, true, kM / 2> bias;
+  const auto ask_for_bias = [&] {
+    if constexpr (T::kAdds) {
+      const Scores scores = steps.scores(a, item_at, now);
+      bias.template ask<0>(scores, now.block * kM, col0());
+      bias.template ask<1>(scores, now.block * kM, col0());
+    }
+  };
   const auto form_weights = [&](uint32_t visible, uint32_t dropped) {
     const float* stats = reinterpret_cast<const float*>(smem_bytes + T::kStatsAt + q_ring.slot * T::kStatsBytes) +
                          2 * (ptx::fresh_lane() % 4);
@@ -202,9 +278,8 @@ __device__ __forceinline__ void consume_mod_weights(const WideModArgs& a, uint32
       scores_to_weights(s, stats, a.unit);
       if (__any_sync(0xffffffffu, visible != ~0u)) hide_weights(s, visible);
     } else {
-      const int col0 = steps.item(item_at).w.block * T::kBlockN + warp_of() * 16;
       change_scores<E, T, true>(
-          s, a, steps.scores(a, item_at, now), now.block * kM, col0, visible, dropped,
+          s, a, steps.scores(a, item_at, now), now.block * kM, col0(), visible, dropped, bias,
           [&](int i) { return stats[i / 4 * 8 + i % 2]; },
           [&](int i, float x, float y) { next_words[i] = ptx::pack2<E>(x, y); });
     }
@@ -238,7 +313,8 @@ __device__ __forceinline__ void consume_mod_weights(const WideModArgs& a, uint32
   take_step();
   issue_scores();
   {
-    const uint32_t visible = steps.visible(now, 0), dropped = steps.dropped();
+    const uint32_t visible = steps.visible(now, 0), dropped = draw();
+    ask_for_bias();
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     form_weights(visible, dropped);
@@ -265,7 +341,8 @@ __device__ __forceinline__ void consume_mod_weights(const WideModArgs& a, uint32
     uint32_t visible = 0, dropped = 0;
     if (more) {
       visible = steps.visible(now, 0);
-      dropped = steps.dropped();
+      dropped = draw();
+      ask_for_bias();
     }
     ptx::wgmma_wait<1>();
     ptx::pin(s);
@@ -457,6 +534,7 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
       ptx::wgmma_commit();
       const auto issue_dp = [&] {
         wait(bars.v_full(v_slot()), parity_of(count, T::kVSlots));
+        if constexpr (T::kLateDp) clear(dp);  // else it would keep its registers from the step before
         ptx::pin(dp);
         ptx::wgmma_fence();
         issue_products<E, D, T::kGroupRows, kN, false>(
@@ -465,7 +543,12 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
         ptx::wgmma_commit();
       };
       if constexpr (!T::kLateDp) issue_dp();
-      const uint32_t visible = steps.visible(now, group), dropped = steps.dropped();
+      const uint32_t visible = steps.visible(now, group);
+      const uint32_t dropped = steps.template dropped<kN / 2>(a.m, row0(), now.block * kN, item_at);
+      [[maybe_unused]] ReadBias<E, false, kN / 2> bias;
+      if constexpr (T::kAdds) {
+        bias.template ask<0>(steps.scores(a, item_at, now), row0(), now.block * kN);
+      }
       ptx::wgmma_wait<T::kLateDp ? 0 : 1>();
       ptx::pin(s);
       if (is_last) arrive(bars.q_empty(group));
@@ -474,7 +557,7 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
         if (__any_sync(0xffffffffu, visible != ~0u)) hide_weights(s, visible);
       } else {
         change_scores<E, T, false>(
-            s, a, steps.scores(a, item_at, now), row0(), now.block * kN, visible, dropped,
+            s, a, steps.scores(a, item_at, now), row0(), now.block * kN, visible, dropped, bias,
             [&](int i) { return stats.minus_lse[i / 2 % 2]; }, [](int, float, float) {});
       }
       ptx::pin(s);

@@ -21,7 +21,7 @@ struct WideModTraits {
   using Element = E;
   static constexpr bool kCaps = kKind == ScoreKind::kCapping, kHides = kKind == ScoreKind::kHiding;
   static constexpr bool kAdds = kKind == ScoreKind::kAdding || kKind == ScoreKind::kAddingDropping;
-  static constexpr bool kDrops = kKind == ScoreKind::kAddingDropping, kLoadersDraw = kDrops;
+  static constexpr bool kDrops = kKind == ScoreKind::kAddingDropping, kLoadersDraw = false;  // consumers do
   static constexpr bool kByQueries = kQueries;
   static constexpr WideBwdTile kTile = wide_mod_tile(D);
   static constexpr int kHeadDim = D, kChunks = chunks_of(D), kThreads = WideBwdTile::kThreads, kConsumerWarps = 8;
@@ -29,10 +29,8 @@ struct WideModTraits {
   // As those of bwd_mod_parts.cuh: the scheduler judges tiles.
   static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
   static constexpr int kItems = 2, kRingChunks = 2, kDrawAhead = 3;
-  // Warps that read marks, and places for those of a step, visible scores before dropped ones. Where there is one, they
-  // take it in turn.
-  static constexpr int kMarkReaders = kQueries ? 8 : 4, kMarkBytes = 4 * 32 * kMarkReaders;
-  static constexpr int kMarkSlots = !kDrops ? 2 : kQueries && D == 256 ? 1 : 4;
+  // Warps that read marks, and places for those of a step.
+  static constexpr int kMarkReaders = kQueries ? 8 : 4, kMarkSlots = 2, kMarkBytes = 4 * 32 * kMarkReaders;
 };
 
 // The kernel of dK and dV.
@@ -72,7 +70,7 @@ struct WideModQueryTraits : WideModTraits<E, D, kKind, true> {
 template <typename T>
 struct WideModShared {
   static constexpr int kMarkers = 3;  // warps that make marks
-  DropKeys drop[T::kDrops ? kMarkers : 1];
+  DropKeys drop[!T::kDrops ? 1 : T::kByQueries ? T::kItems : T::kSteps];  // of an item, of a step
   BwdModItem items[T::kItems];
   BwdChunk chunks[T::kRingChunks];
   BwdStep steps[T::kSteps];  // of the Q or the K in that slot

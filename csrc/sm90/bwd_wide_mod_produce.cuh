@@ -7,12 +7,6 @@
 
 namespace flash_ext::sm90 {
 
-// Where both marks of a step share a place, the second one waits until consumers have read the first, which they do once
-// what they need is loaded: those kernels make marks afterwards, others before, because marks take longer than is left
-// when a tile's place is free.
-template <typename T>
-inline constexpr bool kMarksComeLast = T::kMarkSlots == 1;
-
 // dK and dV: number 0 has K and V of an item; 1 streams Q, with lse and delta, and beside them the step; 2 streams dO.
 template <typename T>
 __device__ __forceinline__ void load_wide_key_steps(const WideModArgs& a, const BwdMaps& maps, uint32_t smem,
@@ -23,9 +17,10 @@ __device__ __forceinline__ void load_wide_key_steps(const WideModArgs& a, const 
   RingPosition<T::kSlots> ring;  // of Q or of dO
   ring.parity = 1;
   uint32_t item_parity = 1;
+  int stale = 0, head_before = -1;  // slots whose keys of dropout are those of another head
   const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
   const auto begin = [&](const BwdModItem& item) {
-    marks.begin_item();
+    head_before = -1;
     if (loader != 0) return;
     const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, item.w.block * T::kBlockN);
     wait(bars.k_empty(), item_parity);
@@ -36,7 +31,11 @@ __device__ __forceinline__ void load_wide_key_steps(const WideModArgs& a, const 
   };
   const auto load_query = [&](const BwdModItem& item, const BwdStep& step, int head, RowCoordinates at, bool is_ending) {
     wait(bars.q_empty(ring.slot), ring.parity);
+    if (T::kDrops && head != head_before) stale = T::kSlots;
+    head_before = head;
+    --stale;
     if (!is_first_lane()) return;
+    if (T::kDrops && stale >= 0) shared.drop[ring.slot].make(a.m, item.seat.b, head);
     const uint32_t full = bars.q_full(ring.slot);
     const int64_t tile = item.tile + static_cast<int64_t>(step.head()) * plain.tiles_per_head + step.block;
     copy_tile<T::kChunks, T::kBlockM>(maps.q, plain.q, smem + T::kQAt + ring.slot * T::kQBytes, full, at, head);
@@ -54,7 +53,7 @@ __device__ __forceinline__ void load_wide_key_steps(const WideModArgs& a, const 
                                       bars.dout_full(ring.slot), at, head);
   };
   for_bwd_steps<T>(shared, bars, begin, [&](const BwdModItem& item, const BwdStep& step, bool is_ending) {
-    if constexpr (!kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
+    marks.leave(a, shared, bars, item, step);  // before the wait for a place: marks take longer than is left then
     if (loader > 0) {
       const RowCoordinates at = row_coordinates(p, item.w.q, item.w.b, step.block * T::kBlockM);
       const int head = item.first_head + step.head();
@@ -66,7 +65,6 @@ __device__ __forceinline__ void load_wide_key_steps(const WideModArgs& a, const 
       __syncwarp();
       ring.advance();
     }
-    if constexpr (kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
   });
 }
 
@@ -83,8 +81,8 @@ __device__ __forceinline__ void load_wide_query_steps(const WideModArgs& a, cons
   uint32_t item_parity = 1;
   const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
   const auto begin = [&](const BwdModItem& item) {
-    marks.begin_item();
     if (loader != 0) return;
+    if (T::kDrops && is_first_lane()) shared.drop[&item - shared.items].make(a.m, item.seat.b, item.first_head);
     const auto load = [&](const CUtensorMap& map, const Steps& steps, int first, uint32_t full, uint32_t empty,
                           int group) {
       wait(empty, item_parity);
@@ -102,7 +100,7 @@ __device__ __forceinline__ void load_wide_query_steps(const WideModArgs& a, cons
     item_parity ^= 1;
   };
   for_bwd_steps<T>(shared, bars, begin, [&](const BwdModItem& item, const BwdStep& step, bool is_ending) {
-    if constexpr (!kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
+    marks.leave(a, shared, bars, item, step);  // before the wait for a place: marks take longer than is left then
     if (loader > 0) {
       const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, step.block * T::kBlockN);
       const int head = static_cast<int>(divide(item.w.h, plain.grid.shared));
@@ -126,7 +124,6 @@ __device__ __forceinline__ void load_wide_query_steps(const WideModArgs& a, cons
       }
       __syncwarp();
     }
-    if constexpr (kMarksComeLast<T>) marks.leave(a, shared, bars, item, step);
   });
 }
 

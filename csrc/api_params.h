@@ -62,6 +62,10 @@ void* stream_handle(const c10::Device& device);
 DeviceInfo device_info_of(const Tensor& q);
 bool should_launch();
 
+// Records and runs the backward without modifiers, whose workspace it makes: `params` has everything else (api.cpp).
+void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
+                const at::TensorOptions& float_options);
+
 // The arguments of the operators with modifiers, in the order of their schemas.
 struct ModifierArguments {
   const OptionalTensor& bias;

@@ -218,7 +218,8 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   check_modifiers(q, k, cu_seqlens_q, a);
   const ProfilerRange range("fwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
-  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
+  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
+                                     top_left);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
@@ -335,7 +336,8 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   need_sinks = need_sinks && sinks.has_value();
   const ProfilerRange range("bwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
-  Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
+  Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
+                               top_left);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
   deterministic = is_deterministic(deterministic, info);

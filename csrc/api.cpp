@@ -112,17 +112,6 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
-  deterministic = is_deterministic(deterministic, info);
-
-  const int parts = head_parts_of(path, problem, deterministic, info);
-  const Problem run = parts > 1 ? in_parts(problem, parts) : problem;
-  const BwdWorkspace workspace = path.bwd_workspace(run, deterministic, info);
-  const auto float_options = q.options().dtype(at::kFloat);
-  Tensor row_stats, dq_accum, dk_parts, dv_parts;
-  if (workspace.row_stats_elements > 0)
-    row_stats = new_tensor({workspace.row_stats_elements}, float_options);
-  if (workspace.dq_accum_elements > 0)
-    dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
 
   BwdParams params;
   params.problem = problem;
@@ -136,14 +125,31 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   params.dv = view_of(dv);
   params.lse = lse.const_data_ptr<float>();
   params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
-  params.deterministic = deterministic;
+  params.deterministic = is_deterministic(deterministic, info);
+  params.stream = stream_handle(q.device());
+  launch_bwd(path, params, info, q.options().dtype(at::kFloat));
+  return gradients;
+}
+
+void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
+                const at::TensorOptions& float_options) {
+  const Problem problem = params.problem;
+  const bool deterministic = params.deterministic;
+  const int parts = head_parts_of(path, problem, deterministic, info);
+  const Problem run = parts > 1 ? in_parts(problem, parts) : problem;
+  const BwdWorkspace workspace = path.bwd_workspace(run, deterministic, info);
+  Tensor row_stats, dq_accum, dk_parts, dv_parts;
+  if (workspace.row_stats_elements > 0)
+    row_stats = new_tensor({workspace.row_stats_elements}, float_options);
+  if (workspace.dq_accum_elements > 0)
+    dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
   params.row_stats = row_stats.defined() ? row_stats.mutable_data_ptr<float>() : nullptr;
   params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
-  params.stream = stream_handle(q.device());
   const StridedView dk_view = params.dk, dv_view = params.dv;
   if (parts > 1) {
-    dk_parts = new_tensor({parts * dk.numel()}, float_options);
-    dv_parts = new_tensor({parts * dv.numel()}, float_options);
+    const int64_t rows = parts * problem.total_k * problem.num_heads_k;
+    dk_parts = new_tensor({rows * problem.head_dim}, float_options);
+    dv_parts = new_tensor({rows * problem.head_dim_v}, float_options);
     params = in_parts(params, parts, dk_parts.mutable_data_ptr<float>(),
                       dv_parts.mutable_data_ptr<float>());
   }
@@ -166,7 +172,6 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
     }
     TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
   }
-  return gradients;
 }
 
 // ---- dispatcher ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "api.h"
+#include "api_params.h"
 #include "build_info.h"
 #include "head_parts.h"
 #include "path_choice.h"
@@ -99,8 +100,6 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
   p.num_heads_k = num_heads_k;
   p.head_dim = head_dim;
   p.head_dim_v = head_dim_v;
-  p.window_left = window_left;
-  p.window_right = window_right;
   if (packed) {
     p.cu_seqlens_q = p.cu_seqlens_k = &no_cu_seqlens;
     p.total_q = seqlen_q;
@@ -111,6 +110,7 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
     p.total_q = batch * seqlen_q;
     p.total_k = batch * seqlen_k;
   }
+  set_window(p, window_left, window_right);
   const DeviceInfo info = device_info(device);
   if (!info.error.empty()) throw std::runtime_error(info.error);
   deterministic = deterministic || info.batch_invariant;

@@ -218,7 +218,8 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   check_modifiers(q, k, cu_seqlens_q, a);
   const ProfilerRange range("fwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
-  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
+  const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
+                                     top_left);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kForward, problem, info, path_name);
 
@@ -296,6 +297,20 @@ Tensor bias_gradient(BiasGradient& g, const Tensor& result, at::IntArrayRef shap
   return parts;
 }
 
+// Whether dq, dk and dv are those of a backward without modifiers from the same out and lse: where nothing but sinks is
+// asked for, which add to the denominator that lse holds and are no part of the scores.
+bool is_plain_given_lse(const Problem& p, const ModifierArguments& a) {
+  const OptionalTensor* const others[] = {&a.bias,        &a.mask,        &a.document_q, &a.document_k, &a.prefix_lens,
+                                          &a.hidden_rows, &a.hidden_keys, &a.blocks,     &a.slopes};
+  if (std::any_of(std::begin(others), std::end(others), [](const OptionalTensor* t) { return t->has_value(); })) {
+    return false;
+  }
+  // Where there is no window, or rows and keys are as many, both alignments are one.
+  const bool is_aligned = !a.top_left || (p.window_left < 0 && p.window_right < 0) ||
+                          (!p.is_varlen() && p.seqlen_q == p.seqlen_k);
+  return is_aligned && a.softcap == 0 && a.dropout_p == 0 && a.sink_tokens == 0 && a.chunk == 0;
+}
+
 BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
                          const Tensor& out, const Tensor& lse_any, const OptionalTensor& dlse_any,
                          const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
@@ -321,7 +336,8 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   need_sinks = need_sinks && sinks.has_value();
   const ProfilerRange range("bwd");
   const c10::OptionalDeviceGuard device_guard(q.device());
-  Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right);
+  Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
+                               top_left);
   const DeviceInfo info = device_info_of(q);
   const Path& path = required_path(Direction::kBackward, problem, info, path_name);
   deterministic = is_deterministic(deterministic, info);
@@ -351,10 +367,6 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = dlse_any.has_value() ? dlse_any->contiguous() : Tensor();
-  const BwdWorkspace workspace = path.bwd_mod_workspace(problem, deterministic || !need_qkv, info);
-  const Tensor row_stats = new_tensor({workspace.row_stats_elements}, float_options);
-  Tensor dq_accum;
-  if (workspace.dq_accum_elements > 0) dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
 
   BwdParams params;
   params.problem = problem;
@@ -371,9 +383,20 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   params.lse = lse.const_data_ptr<float>();
   params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
   params.deterministic = deterministic;
+  params.stream = stream_handle(q.device());
+
+  const bool runs_plain = need_qkv && is_plain_given_lse(problem, a);
+  if (runs_plain) {
+    launch_bwd(path, params, info, float_options);
+    if (!need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
+    need_qkv = false;  // what is left is the gradient of the sinks
+  }
+  const BwdWorkspace workspace = path.bwd_mod_workspace(problem, deterministic || !need_qkv, info);
+  const Tensor row_stats = new_tensor({workspace.row_stats_elements}, float_options);
+  Tensor dq_accum;
+  if (workspace.dq_accum_elements > 0) dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
   params.row_stats = row_stats.mutable_data_ptr<float>();
   params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
-  params.stream = stream_handle(q.device());
 
   const Prepared made = prepare(problem, a, params.stream);
   BwdExtras extras;
@@ -390,7 +413,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
     slope_parts = bias_gradient(of_slopes, dslopes, {slopes_batch, problem.num_heads, 1, 1}, true, info);
     extras.slopes = &of_slopes;
   }
-  if (get_switch(Switch::kRecordLaunches) == 1) {
+  if (get_switch(Switch::kRecordLaunches) == 1 && !runs_plain) {
     record_launch({Direction::kBackward, path.plan_bwd_mod(problem, deterministic, extras, info), deterministic,
                    params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
                        params.dout.aligned});

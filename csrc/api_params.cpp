@@ -51,7 +51,8 @@ StridedView view_of(const Tensor& t) {
 
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   double softmax_scale, int64_t window_left, int64_t window_right) {
+                   double softmax_scale, int64_t window_left, int64_t window_right,
+                   bool top_left) {
   Problem p;
   p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
   p.num_heads = static_cast<int32_t>(q.size(-2));
@@ -72,10 +73,22 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
     p.total_k = k.size(0) * k.size(1);
   }
   p.softmax_scale = static_cast<float>(softmax_scale);
-  p.window_left = clamp_to_int32(window_left);
-  p.window_right = clamp_to_int32(window_right);
+  set_window(p, window_left, window_right, top_left);
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
+}
+
+void set_window(Problem& p, int64_t left, int64_t right, bool top_left) {
+  if (!p.is_varlen()) {
+    // Keys before the one that the last row is level with, and keys behind the one that the first row is level with.
+    const int64_t before_last = int64_t{top_left ? p.seqlen_q : p.seqlen_k} - 1;
+    const int64_t behind_first = int64_t{top_left ? p.seqlen_k : p.seqlen_q} - 1;
+    if (left >= before_last) left = -1;
+    // Beside a left bound the right one stays: rules for windows count the keys between the two.
+    if (left < 0 && right >= behind_first) right = -1;
+  }
+  p.window_left = clamp_to_int32(left);
+  p.window_right = clamp_to_int32(right);
 }
 
 const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,

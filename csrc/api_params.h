@@ -27,6 +27,10 @@ struct ProfilerRange {
 
 int32_t clamp_to_int32(int64_t value);
 
+// The window of a problem that has its lengths. Of a dense one, a bound that hides nothing from any row is none, so
+// that the call runs as one without it. `top_left`: Modifiers::top_left.
+void set_window(Problem& p, int64_t left, int64_t right, bool top_left = false);
+
 // Whether TMA can read it (Problem::tma_ready).
 bool is_tma_ready(const Tensor& t);
 
@@ -41,7 +45,8 @@ StridedView view_of(const Tensor& t);
 
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   double softmax_scale, int64_t window_left, int64_t window_right);
+                   double softmax_scale, int64_t window_left, int64_t window_right,
+                   bool top_left = false);
 
 // As at::empty and at::empty_strided, whose headers take 3 s to read in each file.
 Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
@@ -61,6 +66,10 @@ const Path& required_path(Direction direction, const Problem& p, const DeviceInf
 void* stream_handle(const c10::Device& device);
 DeviceInfo device_info_of(const Tensor& q);
 bool should_launch();
+
+// Records and runs the backward without modifiers, whose workspace it makes: `params` has everything else (api.cpp).
+void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
+                const at::TensorOptions& float_options);
 
 // The arguments of the operators with modifiers, in the order of their schemas.
 struct ModifierArguments {

@@ -102,9 +102,25 @@ def _allocations(x: ModifierInputs, target: Target, backward: bool) -> list[int]
     return [*sizes, *leaves]
 
 
+def _has_plain_backward(x: ModifierInputs) -> bool:
+    """Whether nothing but sinks is asked for beside the window: the plain backward finds them in lse."""
+    case = x.mcase.case
+    if "qkv" not in x.mcase.needs or {choice.keyword for choice in x.choices} - {"sinks", "causal"}:
+        return False
+    if not x.mcase.has_top_left:
+        return True
+    if case.is_packed:
+        return False
+    # At the top left causal calls hide keys, unless there is one; with as many rows both alignments are one.
+    hides_left = 0 <= case.window[0] < case.seqlen_q - 1
+    return case.seqlen_q == case.seqlen_k or (case.seqlen_k == 1 and not hides_left)
+
+
 def _has_hopper_backward(x: ModifierInputs) -> bool:
-    """Whether the modifiers and the head_dim are some for which the sm90 path has a backward."""
+    """Whether the modifiers and the head_dim are some for which the sm90 path has a modified backward."""
     case, asked = x.mcase.case, {choice.keyword for choice in x.choices}
+    if max(case.head_dim, case.dim_v) > 128:
+        return False
     if case.deterministic or case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
         return False
     bias = x.leaves().get("attn_mask")
@@ -129,7 +145,11 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    native = direction == "fwd" or max(case.head_dim, case.dim_v) <= 128 and _has_hopper_backward(x)
+    if direction == "bwd" and _has_plain_backward(x):
+        native = case.head_dim % 8 == 0
+        assert "_mod" not in launch["kernel"], f"{launch['kernel']} ran where the plain backward was due"
+    else:
+        native = direction == "fwd" or _has_hopper_backward(x)
     wanted = kernels_of(target, native=native, tensors=(x.plain.q, x.plain.k, x.plain.v))
     if "split" in launch["kernel"]:
         wanted = "sm80"  # few queries and no modifier that is on: one kernel serves both paths

@@ -361,7 +361,7 @@ class Numbers:
 
     def workspace_sm90(self, direction: str, block: int, ordered: bool) -> int:
         """``block``: rows of a tile of queries. A counter where work is drawn, turns where it is ordered."""
-        draws = self.packed or self.causal
+        draws = self.packed or (self.causal and self.rows_q > 1)  # one row of a dense call sees all keys
         if direction == "fwd":
             return 16 if draws or self.saves_rounds(block) else 0
         per_head = self.rows_q // block + self.batch + 1 if self.packed else -(-self.rows_q // block)

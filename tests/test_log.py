@@ -124,7 +124,7 @@ def test_level_three_names_the_kernel() -> None:
 
 @pytest.mark.everywhere
 def test_profilers_see_ranges(tmp_path: Path) -> None:
-    """fwd and bwd in the domain flash_ext, with and without modifiers; launches are left out here."""
+    """fwd and bwd in the domain flash_ext, once a call, with and without modifiers; launches are left out."""
     toolkit, _ = environment.find_toolkit()
     folders = [] if toolkit is None else toolkit.include_dirs
     folders = [folder for folder in folders if (folder / "nvtx3/nvtx3.hpp").is_file()]
@@ -139,7 +139,7 @@ def test_profilers_see_ranges(tmp_path: Path) -> None:
         "from tests.qkv import make_qkv, null_kernels\n"
         "leaves = make_qkv(dtype=torch.bfloat16, requires_grad=True)\n"
         "with null_kernels():\n"
-        "    for options in ({}, {'softcap': 2.0}):\n"
+        "    for options in ({}, {'softcap': 2.0}, {'sinks': torch.zeros(4, requires_grad=True)}):\n"
         "        flash_ext.attention(*leaves, **options).sum().backward()\n"
     )
     done = subprocess.run(
@@ -149,4 +149,4 @@ def test_profilers_see_ranges(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     ranges = [line for line in done.stdout.splitlines() if "flash_ext" in line]
     one = ["open flash_ext fwd", "close flash_ext", "open flash_ext bwd", "close flash_ext"]
-    assert ranges == 2 * one
+    assert ranges == 3 * one

@@ -331,7 +331,9 @@ FEATURE_NAMES = (
 )
 
 
-def _features(prefix: str, batch: int, seqlen: int, num_heads: int, head_dim: int) -> list[Case]:
+def _features(
+    prefix: str, batch: int, seqlen: int, num_heads: int, head_dim: int, **options
+) -> list[Case]:
     """One case per mask, bias and modifier, all of one shape."""
     return [
         _dense(
@@ -343,6 +345,7 @@ def _features(prefix: str, batch: int, seqlen: int, num_heads: int, head_dim: in
             causal=name in _CAUSAL_FEATURES,
             window=(seqlen // 4, 0) if name in _WINDOWED_FEATURES else (-1, -1),
             feature=name,
+            **options,
         )
         for name in FEATURE_NAMES
     ]
@@ -366,6 +369,8 @@ SETS: dict[str, list[Case]] = {
     "headline": _headline(),
     "around": _around(),
     "features": _features("feature-", 4, 4096, 16, 128),
+    "features-d256": _features("d256-feature-", 4, 4096, 8, 256),
+    "features-deterministic": _features("deterministic-feature-", 4, 4096, 16, 128, deterministic=True),
     "shapes": _shapes(),
     "smoke": _smoke(),
     "smoke-features": _features("smoke-feature-", 2, 128, 2, 16),

@@ -1,5 +1,5 @@
-// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards, the backwards with
-// modifiers up to head_dim 128; the rest runs in the sm80 kernels, and the plan of such a call names those.
+// The sm90 path on the host: what a Hopper GPU runs. Its own kernels are forwards and backwards; the rest runs in the
+// sm80 kernels, and the plan of such a call names those.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include "build_info.h"
 #include "heuristics.h"
 #include "paths.h"
-#include "sm90/bwd_wide_tiles.h"
+#include "sm90/bwd_wide_mod_tiles.h"
 #include "sm80/instances.h"
 #include "sm90/instances.h"
 #include "splits.h"
@@ -95,7 +95,7 @@ const WideInstance& wide_instance_of(const Problem& p) {
   });
 }
 
-// The backward with modifiers.
+// The backward with modifiers that adds dQ to memory.
 struct BwdModInstance {
   int head_dim;
   std::string (*run)(const BwdParams&, const Modifiers&, const DeviceInfo&);
@@ -106,11 +106,48 @@ constexpr auto kBwdModInstances =
     std::to_array<BwdModInstance>({{64, run_bwd_mod_hd64, run_bwd_bias_hd64, "bwd_mod_sm90_hd64"},
                                    {128, run_bwd_mod_hd128, run_bwd_bias_hd128, "bwd_mod_sm90_hd128"}});
 
-// Null for what the portable kernels take: dQ in a fixed order, larger head dims, what TMA cannot read.
-const BwdModInstance* bwd_mod_instance_of(const Problem& p, bool deterministic) {
-  if (deterministic || !is_bwd_taken(p) || is_wide(p) || p.total_k == 0) return nullptr;
+// Whether TMA can read all that a backward with modifiers reads, but for a bias.
+bool is_bwd_mod_ready(const Problem& p) { return is_bwd_taken(p) && p.total_k > 0; }
+
+// Null for larger head dims and what TMA cannot read.
+const BwdModInstance* bwd_mod_instance_of(const Problem& p) {
+  if (!is_bwd_mod_ready(p) || is_wide(p)) return nullptr;
   return &*std::find_if(kBwdModInstances.begin(), kBwdModInstances.end() - 1,
                         [&](const BwdModInstance& i) { return bwd_mod_size(p) == i.head_dim; });
+}
+
+// And that in two kernels: above head_dim 128, in a fixed order, and with a bias that only those read.
+struct TwoKernelInstance {
+  int head_dim;
+  std::string (*run)(const BwdParams&, const Modifiers&, const DeviceInfo&);
+  const char* name;
+};
+constexpr auto kTwoKernelInstances =
+    std::to_array<TwoKernelInstance>({{64, run_bwd_mod_det_hd64, "bwd_mod_sm90_hd64_det"},
+                                      {128, run_bwd_mod_det_hd128, "bwd_mod_sm90_hd128_det"},
+                                      {192, run_bwd_mod_hd192, "bwd_mod_sm90_hd192"},
+                                      {256, run_bwd_mod_hd256, "bwd_mod_sm90_hd256"}});
+bool wants_two_kernels(const Problem& p, bool deterministic) { return is_wide(p) || deterministic; }
+
+// Which kernels compute dq, dk and dv: at most one of them is not null, neither where the portable ones do.
+struct BwdModChoice {
+  const BwdModInstance* one = nullptr;
+  const TwoKernelInstance* two = nullptr;
+};
+BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x) {
+  BwdModChoice choice;
+  if (!x.need_qkv || !is_bwd_mod_ready(p)) return choice;
+  if (!wants_two_kernels(p, deterministic)) {
+    if (is_bwd_mod_taken(p, *x.modifiers)) {
+      choice.one = bwd_mod_instance_of(p);
+      return choice;
+    }
+  }
+  if (is_wide_mod_taken(p, *x.modifiers)) {
+    choice.two = &*std::find_if(kTwoKernelInstances.begin(), kTwoKernelInstances.end() - 1,
+                                [&](const TwoKernelInstance& i) { return wide_mod_size(p) == i.head_dim; });
+  }
+  return choice;
 }
 
 std::string why_not_device(const DeviceInfo& d) {
@@ -195,8 +232,12 @@ int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo&) {
 BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
   // Enough for the portable kernels as well, which run what modifiers keep from those here: the words of their schedule
   // lie where this path's statistics, 128 a head or more, are then not needed.
-  if (bwd_mod_instance_of(p, deterministic) == nullptr) return sm80::bwd_mod_workspace(p, deterministic, d);
-  return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
+  if (!is_bwd_mod_ready(p)) return sm80::bwd_mod_workspace(p, deterministic, d);
+  if (!wants_two_kernels(p, deterministic)) {
+    return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
+  }
+  // What is left to the portable kernels runs in a fixed order there too, so that nobody wants an accumulator of dq.
+  return {std::max(wide_mod_stats_elements(p), sm80::bwd_mod_workspace(p, true, d).row_stats_elements), 0};
 }
 
 LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
@@ -212,12 +253,20 @@ LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& 
 }
 
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
-  const BwdModInstance* i = bwd_mod_instance_of(p, deterministic || !x.need_qkv);
-  if (i == nullptr || !is_bwd_mod_taken(p, *x.modifiers)) return sm80::plan_bwd_mod(p, deterministic, x, d);
-  const BwdModTile t = bwd_mod_tile(i->head_dim);
-  return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
-          t.smem_bytes(i->head_dim),
-          std::min<int64_t>(bwd_grid(p, d, BwdModTile::kBlockN, false).ctas, d.num_sms)};
+  const BwdModChoice choice = choose_bwd_mod(p, deterministic, x);
+  if (const BwdModInstance* i = choice.one) {
+    const BwdModTile t = bwd_mod_tile(i->head_dim);
+    return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
+            t.smem_bytes(i->head_dim),
+            std::min<int64_t>(bwd_grid(p, d, BwdModTile::kBlockN, false).ctas, d.num_sms)};
+  }
+  if (const TwoKernelInstance* i = choice.two) {
+    const WideBwdTile t = wide_mod_tile(i->head_dim);
+    return {"sm90", i->name, t.block_m, WideBwdTile::kKeys, t.slots, WideBwdTile::kThreads,
+            wide_mod_keys_bytes(i->head_dim),
+            std::min<int64_t>(wide_keys_grid(p, d, draws_items(p, *x.modifiers)).ctas, d.num_sms)};
+  }
+  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p) ? wants_two_kernels(p, deterministic) : deterministic, x, d);
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
@@ -251,9 +300,9 @@ std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const De
 }
 
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
-  const BwdModInstance* i = bwd_mod_instance_of(p.problem, false);
-  const bool has_qkv_kernel =
-      i != nullptr && !p.deterministic && x.need_qkv && is_bwd_mod_taken(p.problem, *x.modifiers);
+  const BwdModInstance* i = bwd_mod_instance_of(p.problem);
+  const BwdModChoice choice = choose_bwd_mod(p.problem, p.deterministic, x);
+  const bool has_qkv_kernel = choice.one != nullptr || choice.two != nullptr;
   const bool has_bias_kernel =
       i != nullptr && x.bias != nullptr && is_bias_gradient_taken(p.problem, *x.modifiers, *x.bias);
   // The other gradients are those of the portable kernels, and so are the statistics that they come from.
@@ -276,7 +325,7 @@ std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo
   }
   if (!has_qkv_kernel) return {};
   prepared.row_stats += portable_stats_elements(p.problem);
-  return i->run(prepared, m, d);
+  return choice.one != nullptr ? choice.one->run(prepared, m, d) : choice.two->run(prepared, m, d);
 }
 
 }  // namespace flash_ext::sm90

@@ -119,22 +119,38 @@ def _has_plain_backward(x: ModifierInputs) -> bool:
 def _has_hopper_backward(x: ModifierInputs) -> bool:
     """Whether the modifiers and the head_dim are some for which the sm90 path has a modified backward."""
     case, asked = x.mcase.case, {choice.keyword for choice in x.choices}
-    if max(case.head_dim, case.dim_v) > 128:
-        return False
-    if case.deterministic or case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
+    if case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
         return False
     bias = x.leaves().get("attn_mask")
     if "softcap" in asked and (asked & {"dropout_p", "alibi_slopes"} or bias is not None):
         return False
+    size = max(case.head_dim, case.dim_v)
+    shares_rows = bias is None or bias.dim() < 2 or bias.shape[-2] == 1
+    is_wide = bias is not None and bias.element_size() == 4 and bias.shape[-1] > 1 and bias.stride(-1) == 1
+    reads_bias = shares_rows or is_wide or (size > 128 and _is_staged(bias))
+    takes_two = reads_bias and (size > 64 or "dropout_p" not in asked)
+    if case.deterministic or size > 128:
+        return takes_two
+    return takes_two or _takes_one_kernel(x, bias)
+
+
+def _is_staged(bias: Tensor) -> bool:
+    """Whether its rows are what TMA can read."""
+    strides = [stride for size, stride in zip(bias.shape[:-1], bias.stride()) if size > 1]
+    whole = bias.shape[-1] > 1 and bias.stride(-1) == 1 and bias.data_ptr() % 16 == 0
+    return bias.element_size() == 2 and whole and all(stride % 8 == 0 for stride in strides)
+
+
+def _takes_one_kernel(x: ModifierInputs, bias: Tensor | None) -> bool:
+    """Of head_dims up to 128 and gradients in any order."""
+    case = x.mcase.case
     if bias is None:
         return True
     if bias.dim() < 2 or bias.shape[-2] == 1:
         # A row for all has no end, unless it was expanded, by the longest sequence.
         expanded = any(name.startswith("bias") and "expanded" in name for name in x.mcase.mods)
         return not (case.is_packed and expanded) or max(case.lens_q) >= sum(case.lens_q) + case.tail
-    strides = [stride for size, stride in zip(bias.shape[:-1], bias.stride()) if size > 1]
-    whole = bias.shape[-1] > 1 and bias.stride(-1) == 1 and bias.data_ptr() % 16 == 0
-    return bias.element_size() == 2 and whole and all(stride % 8 == 0 for stride in strides)
+    return _is_staged(bias)
 
 
 def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:

@@ -84,7 +84,8 @@ def with_edits(csrc: Path, edit: Edit) -> dict[str, str]:
 
 def modifier_cases() -> list[ModifierCase]:
     """Loops over a list of tiles, packed; and, dense, what Hopper has kernels of their own for: a bias that
-    comes by TMA and its gradient, a cap, dropout alone and beside a bias."""
+    comes by TMA and its gradient, a cap, dropout alone and beside a bias; all of them also in two kernels,
+    above head_dim 128 and in a fixed order."""
     found = []
     for head_dim in (64, 128, 192, 256):
         for deterministic in (False, True):
@@ -93,10 +94,9 @@ def modifier_cases() -> list[ModifierCase]:
                 [3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim, **options
             )
             found += [ModifierCase(case, mods) for mods in (("mask_bhqk",), ("documents", "alibi"))]
-            if head_dim <= 128:
-                case = dense(3, 130, 136, 4, 2, head_dim, **options)
-                kinds = ("bias_1hqk",), ("softcap30",), ("drop0.5",), ("bias_bhqk", "drop0.5")
-                found += [ModifierCase(case, mods) for mods in kinds]
+            case = dense(3, 130, 136, 4, 2, head_dim, **options)
+            kinds = ("bias_1hqk",), ("softcap30",), ("drop0.5",), ("bias_bhqk", "drop0.5")
+            found += [ModifierCase(case, mods) for mods in kinds]
     return found
 
 

@@ -1,6 +1,6 @@
 """The documents against the code: links, names, numbers, signatures, and every Python example in them.
 
-The tile tables of docs/kernels.md are computed from csrc/heuristics.h. After a change there,
+The tile tables of docs/kernels.md are computed (tests/tile_tables.py). After a change of a tile,
 
     python -m tests.test_docs
 
@@ -13,12 +13,8 @@ import ast
 import importlib.util
 import inspect
 import operator
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +26,7 @@ import flash_ext
 from flash_ext.ops import _C
 from tests import compare
 from tests.qkv import make_qkv, null_kernels
+from tests.tile_tables import tile_tables, with_tile_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -308,152 +305,15 @@ def test_performance_log_is_dated_and_newest_first() -> None:
     assert dates == sorted(dates, reverse=True)
 
 
-# Prints every tile of heuristics.h: kind, head_dim, class, then the columns of its table.
-TILE_PROGRAM = r"""
-#include "heuristics.h"
-#include "sm90/bwd_mod_tiles.h"
-#include "sm90/bwd_wide_tiles.h"
-#include "sm90/tiles.h"
-#include <cstdio>
-#include <utility>
-using namespace flash_ext;
-void put_bwd(const char* kind, int d, const char* name, const BwdTile& b) {
-  const int part = b.part_m < b.block_m ? b.part_m : b.block_m;
-  std::printf("%s|%d|%s|%d|%d|%d|%d|%s|%d|%d|%d|", kind, d, name, b.block_m, b.block_n(), b.stages, b.warps(),
-              b.paired ? "pairs" : "single", 16 * b.key_blocks, part, b.ctas_per_sm);
-}
-void put_bwd_q_mod(const char* kind, int d, const BwdQTile& q) {
-  const int bias = bias_stage_bytes(q.warps, 16, q.block_n, q.smem_bytes(d), kSmemLimitSmall);
-  std::printf("%s|%d|%d|%d|%d|%d|%d|%d\n", kind, d, q.block_m(), q.block_n, q.stages, q.warps, bias,
-              q.smem_bytes(d) + bias);
-}
-int main() {
-  for (int d : kHeadDims) {
-    for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
-      const char* name = c == SmemClass::kLarge ? "227 KB" : "99 KB";
-      const FwdTile f = fwd_tile_sm80(d, c);
-      std::printf("fwd|%d|%s|%d|%d|%d|%d|%d|%d|%d\n", d, name, f.block_m, f.block_n, f.stages, f.warps,
-                  16 * f.m_blocks(), f.ctas_per_sm, f.smem_bytes(d));
-      const FwdTile m = fwd_mod_tile_sm80(d, c);
-      const int fwd_bias =
-          bias_stage_bytes(m.warps, 16 * m.m_blocks(), m.part_n(), m.smem_bytes(d), smem_limit(c));
-      std::printf("fwd_mod|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, m.block_m, m.block_n, m.stages, m.warps,
-                  16 * m.m_blocks(), m.ctas_per_sm, fwd_bias, m.smem_bytes(d) + fwd_bias);
-      put_bwd("bwd", d, name, bwd_tile_sm80(d, c));
-      std::printf("%d\n", bwd_tile_sm80(d, c).smem_bytes(d));
-      const BwdTile b = bwd_mod_tile_sm80(d, c);
-      const int bwd_bias = bwd_mod_extra_sm80(d, c, true) - b.mask_bytes();
-      put_bwd("bwd_mod", d, name, b);
-      std::printf("%d|%d|%d\n", b.mask_bytes(), bwd_bias, b.smem_bytes(d) + b.mask_bytes() + bwd_bias);
-    }
-    const BwdQTile q = bwd_q_tile_sm80(d);
-    std::printf("bwd_q|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.stages, q.warps, q.smem_bytes(d));
-    put_bwd_q_mod("bwd_q_mod", d, bwd_q_mod_tile_sm80(d));
-  }
-  for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
-    const BwdBiasTile t = bwd_bias_tile_sm80(c);
-    std::printf("bwd_bias|%s|%d|%d|%d|%d|32 x %d|%d|%d|%d\n", c == SmemClass::kLarge ? "227 KB" : "99 KB",
-                t.block_m(), t.block_n(),
-                t.stages, t.warps(), t.warp_n, t.ctas_per_sm, t.bias_bytes(), t.smem_bytes());
-  }
-  for (int d : kSplitHeadDims) {
-    for (int rows : {16, 64}) {
-      const SplitTile t = split_tile(d, rows);
-      std::printf("fwd_split|%d|%d|%d|%d|%d|%d|%d\n", d, t.rows, t.block_n(), t.key_warps(), t.keys, t.slots,
-                  t.smem_bytes(d));
-    }
-  }
-  const int forwards[9][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256},
-                              {64, 64}, {96, 96}, {128, 128}};
-  for (int i = 0; i < 9; ++i) {
-    const auto [d, dv] = forwards[i];
-    const sm90::FwdTile t = sm90::fwd_tile(d, dv, i >= 6);
-    std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
-                t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
-  }
-  for (int d : {64, 128, 192, 256, -64, -128}) {
-    const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::tall_mod_tile(-d);
-    const char* bias = t.bias_slots == 0 ? "none" : t.bias_apart ? "apart" : "over Q and stage";
-    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
-                t.kv_slots, t.q_slots, t.staged ? "yes" : "no", bias, t.smem_bytes(std::abs(d), std::abs(d)));
-  }
-  for (int d : {64, 96, 128}) {
-    const sm90::BwdTile t = sm90::bwd_tile(d);
-    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(),
-                t.apart ? "apart" : "together",
-                t.slots, t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
-  }
-  for (int d : {64, 128}) {
-    const sm90::BwdModTile t = sm90::bwd_mod_tile(d);
-    std::printf("bwd_mod_sm90|%d|%d|%d|%d|%d|%d\n", d, t.kBlockM, t.kBlockN, t.slots, t.kDsSlots,
-                t.smem_bytes(d));
-  }
-  for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
-    const sm90::WideBwdTile t = sm90::wide_bwd_tile(d, dv);
-    std::printf("bwd_sm90_wide|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m, t.kKeys, t.slots,
-                t.held, t.dkv_smem_bytes(d, dv), t.kQueries, t.block_n, t.k_slots, t.v_slots,
-                t.dq_smem_bytes(d, dv));
-  }
-}
-"""
-TILE_HEADERS = {
-    "fwd": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|shared memory, bytes",
-    "bwd": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|CTAs an SM|"
-    "shared memory, bytes",
-    "bwd_q": "head_dim|kBlockM|kBlockN|stages|warps|shared memory, bytes",
-    "fwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|bias, bytes|"
-    "shared memory, bytes",
-    "bwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|"
-    "CTAs an SM|mask, bytes|bias, bytes|shared memory, bytes",
-    "fwd_split": "head_dim|rows|keys at a time|rings|keys a tile|tiles a ring|shared memory, bytes",
-    "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
-    "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
-    "bwd_sm90_wide": "head_dim|head_dim_v|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
-    "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
-    "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
-    "bwd_mod_sm90": "head_dim|kBlockM|kBlockN|Q and dO slots|dS slots|shared memory, bytes",
-    "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|ring slots|Q slots|stage|bias|shared memory, bytes",
-    "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|"
-    "shared memory, bytes",
-}
-TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
-
-
-def tile_tables() -> dict[str, str]:
-    """{kernel: markdown table}, from csrc/heuristics.h as it is now."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "tiles"
-        subprocess.run(
-            [*compiler.split(), "-std=c++20", f"-I{ROOT / 'csrc'}", "-xc++", "-", "-o", str(program)],
-            input=TILE_PROGRAM, text=True, check=True)  # fmt: skip
-        lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
-    tables = {}
-    for kind, header in TILE_HEADERS.items():
-        body = [line.split("|")[1:] for line in lines if line.split("|")[0] == kind]
-        table = [header.split("|"), ["---"] * (header.count("|") + 1), *body]
-        tables[kind] = "".join("| " + " | ".join(row) + " |\n" for row in table)
-    return tables
-
-
-def with_tile_tables(text: str, tables: dict[str, str]) -> str:
-    for kind, table in tables.items():
-        pattern = re.escape(TILE_BLOCK).replace(r"\{0\}", kind).replace(r"\{1\}", ".*?")
-        text, count = re.subn(pattern, lambda _, k=kind, t=table: TILE_BLOCK.format(k, t), text, flags=re.S)
-        assert count == 1, f"docs/kernels.md has {count} tables of {kind}"
-    return text
-
-
-def test_tile_tables_are_those_of_heuristics_h() -> None:
+def test_tile_tables_are_those_of_the_headers() -> None:
     text = text_of(KERNELS)
     assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
 
 
 def launch_with_modifiers(
-    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80", name: str = "softcap"
-) -> dict:
+    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80",
+    name: str = "softcap", deterministic: bool = False,
+) -> dict:  # fmt: skip
     """As :func:`plan`, for a call that has one, ``name``: known only by making the call.
 
     ``path`` cannot be named for tensors of a CPU: misaligned ones are what ``sm80`` kernels get on Hopper.
@@ -467,7 +327,7 @@ def launch_with_modifiers(
         try:
             out, lse = flash_ext.forward(q, k, v, **modifiers)
             if direction == "bwd":
-                flash_ext.backward(out, q, k, v, out, lse, **modifiers)
+                flash_ext.backward(out, q, k, v, out, lse, deterministic=deterministic, **modifiers)
         finally:
             _C.set_switch("unaligned", before)
         return _C.last_launch()
@@ -560,6 +420,21 @@ def test_hopper_backward_tiles_with_modifiers_are_those_of_the_launches(pretend)
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
 
 
+def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launches(pretend) -> None:
+    """Of which the launch names that of dK and dV. Up to head_dim 128 they are for the deterministic mode."""
+    (table,) = re.findall(r"<!-- bwd_wide_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    listed = rows(table)
+    assert [int(row[0]) for row in listed] == [64, 128, 192, 256]
+    for d, block_m, block_n, slots, _, smem, *_ in listed:
+        for deterministic in (True,) if int(d) <= 128 else (False, True):
+            options = {"path": "sm90", "deterministic": deterministic}
+            chosen = launch_with_modifiers("bwd", int(d), 90, pretend, **options)
+            wanted = f"bwd_mod_sm90_hd{d}" + ("_det" if int(d) <= 128 else "")
+            assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
+            assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
+            assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
+
+
 def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> None:
     source = text_of(ROOT / "csrc/sm90/bwd_bias.cuh")
     pairs = re.search(r"kPairs = D <= 64 \? (\d+) : (\d+);", source)
@@ -584,6 +459,7 @@ def test_every_hopper_kernel_has_its_map_barriers_and_registers() -> None:
         "bwd_mod.cuh": "Backward with modifiers for Hopper",
         "bwd_bias.cuh": "Gradient of a bias for Hopper",
         "bwd_wide.cuh": "Backward for Hopper, head_dim above 128",
+        "bwd_wide_mod.cuh": "Backward with modifiers for Hopper, in two kernels",
     }
     passes = {"bwd_passes.cuh", "run_bwd_wide.cuh"}  # memory-bound, without shared memory
     found = {p.name for p in (ROOT / "csrc/sm90").glob("*.cuh") if re.search(r"__global__ void", text_of(p))}

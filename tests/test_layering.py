@@ -25,8 +25,8 @@ INCLUDES = [
     ("grid.h", ("params.h", "divisor.h", "heuristics.h", "paths.h")),
     ("splits.h", ("divisor.h", "heuristics.h", "paths.h")),
     ("path_sm80.", ("grid.h", "heuristics.h", "paths.h", "sm80/instances.h", "splits.h")),
-    ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm80/instances.h", "sm90/bwd_wide_tiles.h",
-                    "sm90/instances.h", "splits.h")),
+    ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm80/instances.h", "splits.h",
+                    "sm90/bwd_wide_mod_tiles.h", "sm90/instances.h")),
     ("head_parts.h", ("params.h", "paths.h")),
     ("path_choice.", ("head_parts.h", "path_choice.h", "paths.h", "params.h")),
     ("api_sdpa.cpp", ("api_sdpa.h",)),
@@ -141,7 +141,8 @@ OF_TWO_HEADERS = {"bwd_sm90.cu": ["../sm90/run_bwd.cuh", "../sm90/run_bwd_wide.c
 
 def test_every_instantiation_is_one_kernel_header():
     """A file has one kernel, some of its head_dims and a class of tiles; mask passes launch themselves."""
-    name = r"fwd_split.cu|(fwd|bwd)(_mod|_bias)?_(sm80(_large)?|sm90)(_hd\d+(_v\d+)?|_upto\d+|_above\d+)?\.cu"
+    name = (r"fwd_split.cu|(fwd|bwd)(_mod|_bias)?_(sm80(_large)?|sm90)"
+            r"(_hd\d+(_v\d+)?|_upto\d+|_above\d+|_det)?\.cu")
     inst = sorted((CSRC / "inst").glob("*.cu"))
     of_kernels = [path for path in inst if re.fullmatch(name, path.name)]
     assert of_kernels, "no instantiations found"

@@ -109,7 +109,9 @@ inline std::vector<TimedCase> timed_cases(int seqlen, const BigBiases& biases) {
           {"plain causal", .5, nullptr, 0},
           {"alibi causal", .5, slopes, 0},
           {"portable none", 1., none, -1, true},
-          {"portable dropout", 1., dropout, -1, true}};
+          {"portable dropout", 1., dropout, -1, true},
+          {"portable bias bhqk", 1., bias(false, true), -1, true},
+          {"portable bias fp32", 1., bias(true, false), -1, true}};
 }
 
 // call_of(case) is what runs; the first case is the plain kernel. `gflop` is what all scores cost.

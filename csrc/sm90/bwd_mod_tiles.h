@@ -51,10 +51,10 @@ inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const B
 }
 
 // fp32 elements of the workspace beside dQ's: the rows' statistics as the portable kernels have them, for gradients of
-// biases, slopes and sinks, then the statistics of this path with its counter, on 16 bytes.
+// biases, slopes and sinks, then the statistics of this path with counters for two kernels, on 16 bytes.
 inline int64_t portable_stats_elements(const Problem& p) { return (2 * p.total_q * p.num_heads + 3) / 4 * 4; }
-inline int64_t mod_stats_elements(const Problem& p) {
-  return portable_stats_elements(p) + query_tiles(p) * 2 * BwdTile::kBlockM + kCounterBytes / 4;
+inline int64_t mod_stats_elements(const Problem& p, int block_m = BwdTile::kBlockM) {
+  return portable_stats_elements(p) + query_tiles(p, block_m) * 2 * block_m + 2 * kCounterBytes / 4;
 }
 
 }  // namespace flash_ext::sm90

@@ -1,5 +1,5 @@
-// Tile shapes of the sm90 backward with modifiers above head_dim 128, for the host and the kernels alike. No CUDA, no
-// torch.
+// Tile shapes of the sm90 backward with modifiers in two kernels, for the host and the kernels alike: above head_dim 128,
+// and in a fixed order also below. No CUDA, no torch.
 #pragma once
 
 #include "bwd_mod_tiles.h"
@@ -27,18 +27,28 @@ constexpr int wide_mod_queries_bytes(int d) {
 static_assert(wide_mod_keys_bytes(192) <= kSmemLimitLarge && wide_mod_queries_bytes(192) <= kSmemLimitLarge);
 static_assert(wide_mod_keys_bytes(256) <= kSmemLimitLarge && wide_mod_queries_bytes(256) <= kSmemLimitLarge);
 
-// The compiled head_dim that a problem of more than 128 runs in.
-inline int wide_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 192 ? 192 : 256; }
-
-// A softcap together with dropout or with anything that is added to scores is for the portable kernels.
-inline bool is_wide_mod_taken(const Modifiers& m) {
-  return m.softcap == 0.f || (m.slopes == nullptr && m.bias.ptr == nullptr && m.rng == nullptr);
+// The compiled head_dim that a problem runs in.
+inline int wide_mod_size(const Problem& p) {
+  const int size = std::max(p.head_dim, p.head_dim_v);
+  return size <= 128 ? bwd_mod_size(p) : size <= 192 ? 192 : 256;
 }
 
-// fp32 elements of the workspace: as mod_stats_elements(), with a counter for each kernel.
+// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; a bias
+// that differs from row to row and whose rows cannot be asked for ahead; and what is slower here (4k rows, ms, portable in
+// brackets: 16-bit bias, 128 columns 6.9 [5.7], 64 5.9 [4.4]; dropout, 64 4.4 [4.0]; but fp32 bias 7.2 [9.2] and 6.1
+// [7.6], dropout, 128 columns 5.5 [5.6]).
+inline bool is_wide_mod_taken(const Problem& p, const Modifiers& m) {
+  const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
+  if (m.softcap > 0.f && (adds || m.rng != nullptr)) return false;
+  const int size = wide_mod_size(p);
+  if (size == 64 && m.rng != nullptr) return false;
+  if (m.bias.ptr == nullptr || m.bias.row_stride == 0) return true;
+  return (m.bias.is_float && m.bias.col_stride == 1) || (m.bias.staged && size > 128);
+}
+
+// fp32 elements of the workspace, as mod_stats_elements().
 inline int64_t wide_mod_stats_elements(const Problem& p) {
-  const int block_m = wide_mod_tile(wide_mod_size(p)).block_m;
-  return portable_stats_elements(p) + query_tiles(p, block_m) * 2 * block_m + 2 * kCounterBytes / 4;
+  return mod_stats_elements(p, wide_mod_tile(wide_mod_size(p)).block_m);
 }
 
 }  // namespace flash_ext::sm90

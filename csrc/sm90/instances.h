@@ -25,6 +25,10 @@ std::string run_fwd_mod_hd192(const FwdParams& p, const Modifiers& m, const Devi
 std::string run_fwd_mod_hd256(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod_hd64(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod_hd128(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod_det_hd64(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod_det_hd128(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod_hd192(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
+std::string run_bwd_mod_hd256(const BwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_bias_hd64(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);
 std::string run_bwd_bias_hd128(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);
 std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d);

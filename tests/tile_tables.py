@@ -1,0 +1,162 @@
+"""The tile tables of docs/kernels.md: a program that prints every tile of csrc, and what puts its lines
+between the marks of the document. ``python -m tests.test_docs`` writes them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+
+# Prints every tile: kind, head_dim, class, then the columns of its table.
+TILE_PROGRAM = r"""
+#include "heuristics.h"
+#include "sm90/bwd_mod_tiles.h"
+#include "sm90/bwd_wide_mod_tiles.h"
+#include "sm90/bwd_wide_tiles.h"
+#include "sm90/tiles.h"
+#include <cstdio>
+#include <utility>
+using namespace flash_ext;
+void put_bwd(const char* kind, int d, const char* name, const BwdTile& b) {
+  const int part = b.part_m < b.block_m ? b.part_m : b.block_m;
+  std::printf("%s|%d|%s|%d|%d|%d|%d|%s|%d|%d|%d|", kind, d, name, b.block_m, b.block_n(), b.stages, b.warps(),
+              b.paired ? "pairs" : "single", 16 * b.key_blocks, part, b.ctas_per_sm);
+}
+void put_bwd_q_mod(const char* kind, int d, const BwdQTile& q) {
+  const int bias = bias_stage_bytes(q.warps, 16, q.block_n, q.smem_bytes(d), kSmemLimitSmall);
+  std::printf("%s|%d|%d|%d|%d|%d|%d|%d\n", kind, d, q.block_m(), q.block_n, q.stages, q.warps, bias,
+              q.smem_bytes(d) + bias);
+}
+int main() {
+  for (int d : kHeadDims) {
+    for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
+      const char* name = c == SmemClass::kLarge ? "227 KB" : "99 KB";
+      const FwdTile f = fwd_tile_sm80(d, c);
+      std::printf("fwd|%d|%s|%d|%d|%d|%d|%d|%d|%d\n", d, name, f.block_m, f.block_n, f.stages, f.warps,
+                  16 * f.m_blocks(), f.ctas_per_sm, f.smem_bytes(d));
+      const FwdTile m = fwd_mod_tile_sm80(d, c);
+      const int fwd_bias =
+          bias_stage_bytes(m.warps, 16 * m.m_blocks(), m.part_n(), m.smem_bytes(d), smem_limit(c));
+      std::printf("fwd_mod|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, m.block_m, m.block_n, m.stages, m.warps,
+                  16 * m.m_blocks(), m.ctas_per_sm, fwd_bias, m.smem_bytes(d) + fwd_bias);
+      put_bwd("bwd", d, name, bwd_tile_sm80(d, c));
+      std::printf("%d\n", bwd_tile_sm80(d, c).smem_bytes(d));
+      const BwdTile b = bwd_mod_tile_sm80(d, c);
+      const int bwd_bias = bwd_mod_extra_sm80(d, c, true) - b.mask_bytes();
+      put_bwd("bwd_mod", d, name, b);
+      std::printf("%d|%d|%d\n", b.mask_bytes(), bwd_bias, b.smem_bytes(d) + b.mask_bytes() + bwd_bias);
+    }
+    const BwdQTile q = bwd_q_tile_sm80(d);
+    std::printf("bwd_q|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.stages, q.warps, q.smem_bytes(d));
+    put_bwd_q_mod("bwd_q_mod", d, bwd_q_mod_tile_sm80(d));
+  }
+  for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
+    const BwdBiasTile t = bwd_bias_tile_sm80(c);
+    std::printf("bwd_bias|%s|%d|%d|%d|%d|32 x %d|%d|%d|%d\n", c == SmemClass::kLarge ? "227 KB" : "99 KB",
+                t.block_m(), t.block_n(),
+                t.stages, t.warps(), t.warp_n, t.ctas_per_sm, t.bias_bytes(), t.smem_bytes());
+  }
+  for (int d : kSplitHeadDims) {
+    for (int rows : {16, 64}) {
+      const SplitTile t = split_tile(d, rows);
+      std::printf("fwd_split|%d|%d|%d|%d|%d|%d|%d\n", d, t.rows, t.block_n(), t.key_warps(), t.keys, t.slots,
+                  t.smem_bytes(d));
+    }
+  }
+  const int forwards[9][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256},
+                              {64, 64}, {96, 96}, {128, 128}};
+  for (int i = 0; i < 9; ++i) {
+    const auto [d, dv] = forwards[i];
+    const sm90::FwdTile t = sm90::fwd_tile(d, dv, i >= 6);
+    std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
+                t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
+  }
+  for (int d : {64, 128, 192, 256, -64, -128}) {
+    const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::tall_mod_tile(-d);
+    const char* bias = t.bias_slots == 0 ? "none" : t.bias_apart ? "apart" : "over Q and stage";
+    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
+                t.kv_slots, t.q_slots, t.staged ? "yes" : "no", bias, t.smem_bytes(std::abs(d), std::abs(d)));
+  }
+  for (int d : {64, 96, 128}) {
+    const sm90::BwdTile t = sm90::bwd_tile(d);
+    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(),
+                t.apart ? "apart" : "together",
+                t.slots, t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
+  }
+  for (int d : {64, 128}) {
+    const sm90::BwdModTile t = sm90::bwd_mod_tile(d);
+    std::printf("bwd_mod_sm90|%d|%d|%d|%d|%d|%d\n", d, t.kBlockM, t.kBlockN, t.slots, t.kDsSlots,
+                t.smem_bytes(d));
+  }
+  for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
+    const sm90::WideBwdTile t = sm90::wide_bwd_tile(d, dv);
+    std::printf("bwd_sm90_wide|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m, t.kKeys, t.slots,
+                t.held, t.dkv_smem_bytes(d, dv), t.kQueries, t.block_n, t.k_slots, t.v_slots,
+                t.dq_smem_bytes(d, dv));
+  }
+  for (int d : {64, 128, 192, 256}) {
+    const sm90::WideBwdTile t = sm90::wide_mod_tile(d);
+    std::printf("bwd_wide_mod_sm90|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, t.block_m, t.kKeys, t.slots,
+                t.held, sm90::wide_mod_keys_bytes(d), t.kQueries, t.block_n, t.k_slots, t.v_slots,
+                sm90::wide_mod_queries_bytes(d));
+  }
+}
+"""
+TILE_HEADERS = {
+    "fwd": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|shared memory, bytes",
+    "bwd": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|CTAs an SM|"
+    "shared memory, bytes",
+    "bwd_q": "head_dim|kBlockM|kBlockN|stages|warps|shared memory, bytes",
+    "fwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|bias, bytes|"
+    "shared memory, bytes",
+    "bwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|"
+    "CTAs an SM|mask, bytes|bias, bytes|shared memory, bytes",
+    "fwd_split": "head_dim|rows|keys at a time|rings|keys a tile|tiles a ring|shared memory, bytes",
+    "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
+    "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
+    "bwd_sm90_wide": "head_dim|head_dim_v|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
+    "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
+    "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
+    "bwd_mod_sm90": "head_dim|kBlockM|kBlockN|Q and dO slots|dS slots|shared memory, bytes",
+    "bwd_wide_mod_sm90": "head_dim|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
+    "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
+    "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|ring slots|Q slots|stage|bias|shared memory, bytes",
+    "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|"
+    "shared memory, bytes",
+}
+TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
+
+
+def tile_tables() -> dict[str, str]:
+    """{kernel: markdown table}, from the headers of csrc as they are now."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "tiles"
+        subprocess.run(
+            [*compiler.split(), "-std=c++20", f"-I{CSRC}", "-xc++", "-", "-o", str(program)],
+            input=TILE_PROGRAM, text=True, check=True)  # fmt: skip
+        lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
+    tables = {}
+    for kind, header in TILE_HEADERS.items():
+        body = [line.split("|")[1:] for line in lines if line.split("|")[0] == kind]
+        table = [header.split("|"), ["---"] * (header.count("|") + 1), *body]
+        tables[kind] = "".join("| " + " | ".join(row) + " |\n" for row in table)
+    return tables
+
+
+def with_tile_tables(text: str, tables: dict[str, str]) -> str:
+    for kind, table in tables.items():
+        pattern = re.escape(TILE_BLOCK).replace(r"\{0\}", kind).replace(r"\{1\}", ".*?")
+        text, count = re.subn(pattern, lambda _, k=kind, t=table: TILE_BLOCK.format(k, t), text, flags=re.S)
+        assert count == 1, f"docs/kernels.md has {count} tables of {kind}"
+    return text

@@ -95,8 +95,7 @@ def on_targets(*names: str):
 on_paths = on_targets("cpu", "sm80", "sm90")
 on_all_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
 on_gpu_paths = on_targets("sm80", "sm90")
-# With modifiers the sm90 path has all forwards, and backwards up to head_dim 128 or of sinks alone; the rest
-# runs in the sm80 kernels.
+# With modifiers the sm90 path has all forwards and most backwards; the rest runs in the sm80 kernels.
 on_modifier_paths = on_targets("cpu", "sm80", "sm90")
 on_modifier_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
 on_modifier_gpu_paths = on_targets("sm80", "sm90")

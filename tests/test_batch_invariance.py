@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext.compat.flash_attn import flash_attn_with_kvcache
 from flash_ext.ops import _C
-from tests.harness import Target, on_gpu_paths
+from tests.harness import Target, on_gpu_paths, on_targets
 from tests.qkv import make_qkv, null_kernels
 
 BATCHES = (1, 2, 7, 64)
@@ -201,6 +202,37 @@ def test_backwards_are_deterministic_by_the_mode_that_is_on_when_they_run(option
             assert is_deterministic(made_outside)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", ["mask", "blocks", "documents"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_masked_backwards_have_one_kernel_for_every_batch(head_dim: int, name: str, packed: bool) -> None:
+    """That of the deterministic mode."""
+
+    def kernel(batch: int) -> str:
+        qkv = make_qkv(
+            batch=batch, seqlen_q=96, dtype=torch.bfloat16, head_dim=head_dim, requires_grad=True
+        )
+        ids = torch.zeros(batch, 96, dtype=torch.int32)
+        options = {
+            "mask": {"attn_mask": torch.ones(batch, 1, 96, 96, dtype=torch.bool)},
+            "blocks": {"block_mask": flash_ext.BlockMask(torch.rand(batch, 1, 2, 2) < 0.5, 64)},
+            "documents": {"document_ids": ids.flatten() if packed else ids},
+        }[name]
+        if packed:
+            cu = torch.arange(0, 96 * batch + 1, 96, dtype=torch.int32)
+            out = flash_ext.attention_varlen(*(t.flatten(0, 1) for t in qkv), cu, cu, **options)
+        else:
+            out = flash_ext.attention(*qkv, **options)
+        out.backward(torch.ones_like(out))
+        return _C.last_launch()["kernel"]
+
+    wanted = f"bwd_mod_sm90_hd{head_dim}"
+    with null_kernels():
+        assert {kernel(batch) for batch in (1, 32)} == {wanted}
+        with flash_ext.set_batch_invariant(True):
+            assert {kernel(batch) for batch in (1, 32)} == {wanted + ("_det" if head_dim <= 128 else "")}
+
+
 def test_query_heads_are_not_divided(pretended_gpu) -> None:
     def parts() -> int:
         return choice("bwd", 1, (64, 2048), (32, 1), (128, 128), (-1, -1), False, "sm90")[-1]
@@ -240,8 +272,13 @@ OPTIONS = {
     "padding": {"key_padding_mask": True},
     "mask": {"attn_mask": True},
     "sinks": {"sinks": True, "sink_tokens": 3, "chunk_size": 100},
+    "blocks": {"block_mask": True},
+    "blocks cut": {"block_mask": True, "elements": True, "causal": True},
+    "documents": {"document_ids": True},
 }
-DENSE_ONLY = {"bias": {"attn_bias": True}, "dropout": {"dropout_p": 0.1}}
+DENSE_ONLY = {"bias": {"attn_bias": True}, "bias of 32 bits": {"attn_bias": True, "wide": True},
+              "dropout": {"dropout_p": 0.1}}  # fmt: skip
+PER_SEQUENCE = ("key_padding_mask", "attn_mask", "block_mask", "document_ids")
 
 
 def draw(count: int, rows: int, heads: int, head_dim: int) -> Tensor:
@@ -270,13 +307,21 @@ def dense_options(name: str, count: int, q: int, k: int, heads: int) -> dict:
     options = dict((OPTIONS | DENSE_ONLY)[name])
     device = torch.device("cuda")
     if options.pop("attn_bias", False):
-        options["attn_mask"] = torch.randn(count, heads, q, k, device=device).bfloat16()
+        options["attn_mask"] = torch.randn(count, heads, q, k, device=device)
+        if not options.pop("wide", False):
+            options["attn_mask"] = options["attn_mask"].bfloat16()
+    cut = options.pop("elements", False)
     for key, values in {
         "alibi_slopes": lambda: torch.linspace(0.01, 0.5, heads, device=device),
         "sinks": lambda: torch.linspace(-1, 1, heads, device=device),
         "key_padding_mask": lambda: torch.rand(count, k, device=device) < 0.8,
         "attn_mask": lambda: torch.rand(count, 1, q, k, device=device) < 0.8,
-    }.items():
+        "block_mask": lambda: flash_ext.BlockMask(
+            torch.rand(count, heads, -(-q // 64), -(-k // 64), device=device) < 0.7, 64,
+            torch.rand(count, 1, q, k, device=device) < 0.8 if cut else None),
+        "document_ids": lambda: tuple(
+            torch.randint(0, 3, (count, n), device=device, dtype=torch.int32).sort(1)[0] for n in (q, k)),
+    }.items():  # fmt: skip
         if options.get(key) is True:
             options[key] = values()
     if "dropout_p" in options:
@@ -284,10 +329,18 @@ def dense_options(name: str, count: int, q: int, k: int, heads: int) -> dict:
     return options
 
 
-def first_of(options: dict, counts: tuple[int, int]) -> dict:
-    """The options of the first ``counts[0]`` of ``counts[1]`` sequences."""
-    per_sequence = ("key_padding_mask", "attn_mask")
-    return {key: x[: counts[0]] if key in per_sequence else x for key, x in options.items()}
+def of_sequences(options: dict, which: slice | Tensor) -> dict:
+    """The options of some sequences."""
+
+    def pick(x: Tensor | tuple[Tensor, ...] | flash_ext.BlockMask) -> object:
+        if isinstance(x, tuple):
+            return tuple(part[which] for part in x)
+        if not isinstance(x, flash_ext.BlockMask):
+            return x[which]
+        return flash_ext.BlockMask(x.blocks[which], x.block_size,
+                                   None if x.elements is None else x.elements[which])  # fmt: skip
+
+    return {key: pick(x) if key in PER_SEQUENCE else x for key, x in options.items()}
 
 
 def check_dense(target: Target, name: str, lengths: tuple[int, int], heads: tuple[int, int],
@@ -300,7 +353,8 @@ def check_dense(target: Target, name: str, lengths: tuple[int, int], heads: tupl
     with flash_ext.set_batch_invariant(True):
         alone = None
         for batch in batches:
-            got = run_both(target, dout[:batch], [t[:batch] for t in qkv], **first_of(options, (batch, most)))
+            own = of_sequences(options, slice(batch))
+            got = run_both(target, dout[:batch], [t[:batch] for t in qkv], **own)
             first = [t[:1] for t in got]
             alone = alone or first
             assert_same(first, alone, f"batch {batch}")
@@ -308,8 +362,7 @@ def check_dense(target: Target, name: str, lengths: tuple[int, int], heads: tupl
                 continue
             # The same sequence as the last one.
             order = torch.arange(batch - 1, -1, -1, device="cuda")
-            turned = {key: x[order] if key in ("key_padding_mask", "attn_mask") else x
-                      for key, x in first_of(options, (batch, most)).items()}  # fmt: skip
+            turned = of_sequences(options, order)
             got = run_both(target, dout[order], [t[order] for t in qkv], **turned)
             assert_same([t[-1:] for t in got], alone, f"last of {batch}")
 
@@ -349,21 +402,40 @@ AROUND = [[], [(1, 1)], [(0, 0), (0, 5), (3, 0)],
           [(191, 193), (193, 191), (1500, 1700)], [(60, 70)] * 63]  # fmt: skip
 
 
-def packed_options(name: str, total_k: int, bounds: list[tuple[int, int]], seed: int) -> dict:
-    """As dense_options(); what is there for each sequence is drawn for the first by its own seed."""
+def packed_options(name: str, bounds: list[tuple[int, int]], at: int, seed: int) -> dict:
+    """As dense_options(); of sequence ``at``, the first or the last one, all is drawn by its own seed."""
     options = dict(OPTIONS[name])
-    longest = [max(side) for side in zip(*bounds)]
+    longest, totals = [max(side) for side in zip(*bounds)], [sum(side) for side in zip(*bounds)]
+    rows, keys = bounds[at]
     own = torch.Generator("cuda").manual_seed(seed)
+
+    def joined(mine: Tensor, others: Tensor) -> Tensor:
+        return torch.cat([mine, others] if at == 0 else [others, mine])
+
+    def chances(p: float, *shape: int) -> Tensor:
+        return torch.rand(*shape, device="cuda", generator=own) < p
+
+    def by_sequence(mine: Tensor, *shape: int) -> Tensor:
+        """(sequence, 1, ...) of what is drawn for the others, too."""
+        everything = torch.rand(len(bounds), 1, *shape, device="cuda") < 0.5
+        everything[at, 0, : mine.shape[0], : mine.shape[1]] = mine
+        return everything
+
     if options.get("key_padding_mask"):
-        mine = torch.rand(bounds[0][1], device="cuda", generator=own) < 0.8
-        others = torch.rand(total_k - bounds[0][1], device="cuda") < 0.8
-        options["key_padding_mask"] = torch.cat([mine, others])
+        others = torch.rand(totals[1] - keys, device="cuda") < 0.8
+        options["key_padding_mask"] = joined(chances(0.8, keys), others)
     if options.get("attn_mask"):
-        mask = torch.rand(len(bounds), 1, *longest, device="cuda") < 0.5
-        mask[0, 0, : bounds[0][0], : bounds[0][1]] = (
-            torch.rand(*bounds[0], device="cuda", generator=own) < 0.8
-        )
-        options["attn_mask"] = mask
+        options["attn_mask"] = by_sequence(chances(0.8, rows, keys), *longest)
+    if options.get("block_mask"):
+        blocks = by_sequence(chances(0.7, -(-rows // 64), -(-keys // 64)), *(-(-n // 64) for n in longest))
+        cut = options.pop("elements", False)
+        elements = by_sequence(chances(0.8, rows, keys), *longest) if cut else None
+        options["block_mask"] = flash_ext.BlockMask(blocks, 64, elements)
+    if options.get("document_ids"):
+        options["document_ids"] = tuple(
+            joined(chances(0.3, n).cumsum(0).div(20, rounding_mode="floor").int(),
+                   torch.randint(-1, 9, (total - n,), device="cuda", dtype=torch.int32))
+            for n, total in zip((rows, keys), totals))  # fmt: skip
     for key in ("alibi_slopes", "sinks"):
         if key in options:
             options[key] = torch.linspace(0.01, 0.5, 4, device="cuda")
@@ -386,17 +458,19 @@ def check_packed(target: Target, name: str, lengths: tuple[int, int], size: tupl
                 x[::50] = torch.nan
             dout, *qkv = (torch.cat([a, b.bfloat16()]) for a, b in zip(mine, parts))
             cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*bounds)]
-            options = packed_options(name, len(qkv[1]), bounds, seed=7)
+            options = packed_options(name, bounds, at=0, seed=7)
             got = run_both(target, dout, qkv, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options)
             first = [x[..., : lengths[0]] if label == "lse" else x[: len(t)]
                      for label, x, t in zip(LABELS, got, (mine[0], mine[0], *mine[1:]))]  # fmt: skip
             alone = alone or first
             assert_same(first, alone, f"before {around}")
-            if name in ("padding", "mask") or not around:
+            if not around:
                 continue
             # The same behind its neighbours, at another place in memory and among the tiles.
             dout, *qkv = (torch.cat([b.bfloat16(), a]) for a, b in zip(mine, parts))
-            cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*around, lengths)]
+            bounds = [*around, lengths]
+            cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*bounds)]
+            options = packed_options(name, bounds, at=-1, seed=7)
             got = run_both(target, dout, qkv, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options)
             last = [x[..., others[0] :] if label == "lse" else x[len(x) - len(t) :]
                     for label, x, t in zip(LABELS, got, (mine[0], mine[0], *mine[1:]))]  # fmt: skip
@@ -418,3 +492,64 @@ def test_rc12_packed_sequences_do_not_see_their_neighbours(
 @on_gpu_paths
 def test_rc12_packed_sequences_with_modifiers(target: Target, head_dim: int, name: str) -> None:
     check_packed(target, name, (100, 333), (head_dim, head_dim))
+
+
+@pytest.mark.parametrize("name", ["mask", "blocks cut", "bias of 32 bits"])
+@pytest.mark.parametrize("size", [(96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+@on_targets("sm90")
+def test_rc12_backwards_in_two_kernels(target: Target, size: tuple[int, int], name: str) -> None:
+    """More items than multiprocessors; some sequences see most keys, others hardly any."""
+    with target.active():
+        check_dense(target, name, (300, 520), (8, 4), size, (1, 5, 24))
+        compiled = 128 if size[0] <= 128 else size[0]
+        wanted = f"bwd_mod_sm90_hd{compiled}" + ("_det" if compiled == 128 else "")
+        assert _C.last_launch()["kernel"] == wanted
+
+
+DECODING = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window_size": (200, 0)},
+    "padded": {"causal": True, "cache_leftpad": True},
+    "softcap": {"causal": True, "softcap": 20.0},
+    "alibi": {"causal": True, "alibi_slopes": True},
+    "appended": {"causal": True, "appends": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rc12_decoding_from_a_cache(head_dim: int, name: str) -> None:
+    """Beside entries that are empty, full, longer and shorter, by index and not; new keys written before."""
+    most, size, heads = 7, 1500, (8, 2)
+    lengths = torch.tensor([1100, 0, 1500, 1, 1490, 700, 64], dtype=torch.int32, device="cuda")
+    options = dict(DECODING[name])
+    if options.pop("alibi_slopes", False):
+        options["alibi_slopes"] = torch.linspace(0.01, 0.5, heads[0], device="cuda")
+    pads = torch.tensor([33, 0, 5, 0, 1000, 1, 7], dtype=torch.int32, device="cuda")
+    pads = pads if options.pop("cache_leftpad", False) else None
+    appends = options.pop("appends", False)
+    for rows in (1, 5):
+        q = draw(most, rows, heads[0], head_dim)
+        caches = [draw(most, size, heads[1], head_dim) for _ in range(2)]
+        new = [draw(most, rows, heads[1], head_dim) for _ in range(2)] if appends else []
+
+        def decode(which: Tensor, entries: Tensor | None, q=q, caches=caches, new=new) -> list[Tensor]:
+            given = {} if entries is None else {"cache_batch_idx": entries}
+            given |= {} if pads is None else {"cache_leftpad": pads[which]}
+            count = len(which) if entries is None else most
+            return flash_attn_with_kvcache(
+                q[which], *(t[:count].clone() for t in caches), *(t[which] for t in new),
+                cache_seqlens=lengths[which], return_softmax_lse=True, **given, **options)  # fmt: skip
+
+        with flash_ext.set_batch_invariant(True):
+            alone = None
+            for batch in (1, 2, most):
+                order = torch.arange(batch, device="cuda")
+                first = [t[:1] for t in decode(order, None)]
+                alone = alone or first
+                assert_same(first, alone, f"batch {batch}")
+                order = order.flip(0)
+                last = [t[-1:] for t in decode(order, order.int())]
+                assert_same(last, alone, f"last of {batch}")

@@ -1,25 +1,30 @@
-"""The Hopper backward with modifiers in two kernels (csrc/sm90/bwd_wide_mod.cuh): which calls run it, and that it is
-right: above head_dim 128, in a fixed order also below, and up to 128 with biases that only it reads.
+"""The Hopper backward with modifiers in two kernels (csrc/sm90/bwd_wide_mod.cuh): which calls run it, and
+that it is right.
+
+Those are calls above head_dim 128, in a fixed order also below, and up to 128 with biases that only it reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flash_ext
+from flash_ext.modifiers import Modifiers
 from flash_ext.ops import _C
+from flash_ext.reference import attention_reference
+from flash_ext.spec import AttnSpec, default_scale
 from tests import compare
 from tests.cases import dense, packed
 from tests.harness import TARGETS, Target, on_targets
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_gates import gate_case, gate_of
-from tests.modifier_harness import call_and_differentiate, for_each, naming, run_case
+from tests.modifier_harness import call, call_and_differentiate, for_each, naming, run_case
 from tests.qkv import make_qkv, null_kernels
 
 on_hopper = on_targets("sm90")
@@ -32,15 +37,15 @@ COMPILED = (64, 128, 192, 256)  # head_dims of the modified kernels
 PORTABLE = (64, 96, 128, 192, 256)
 
 
-def bias(dtype: torch.dtype, rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
+def bias(dtype: torch.dtype, rows: int = ROWS, keys: int = KEYS) -> Tensor:
     return torch.zeros(2, HEADS, rows, keys, dtype=dtype)
 
 
-def half(rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
+def half(rows: int = ROWS, keys: int = KEYS) -> Tensor:
     return bias(torch.bfloat16, rows, keys)
 
 
-def single(rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
+def single(rows: int = ROWS, keys: int = KEYS) -> Tensor:
     return bias(torch.float32, rows, keys)
 
 
@@ -74,7 +79,8 @@ CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
     "32 bits, dropout": (lambda: {"attn_mask": single(), **DROPS}, (OLD, TWO, TWO, OLD, TWO)),
     "32 bits, one row": (lambda: {"attn_mask": single(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
     "32 bits, one key": (lambda: {"attn_mask": single(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
-    "32 bits, odd rows": (lambda: {"attn_mask": single(keys=KEYS + 1)[..., :KEYS]}, (TWO, TWO, TWO, TWO, TWO)),
+    "32 bits, odd rows": (lambda: {"attn_mask": single(keys=KEYS + 1)[..., :KEYS]},
+                          (TWO, TWO, TWO, TWO, TWO)),
     "32 bits, every second key": (lambda: {"attn_mask": single(keys=2 * KEYS)[..., ::2]},
                                   (OLD, OLD, OLD, OLD, OLD)),
     "32 bits, turned": (lambda: {"attn_mask": single(KEYS, ROWS).mT}, (OLD, OLD, OLD, OLD, OLD)),
@@ -143,11 +149,14 @@ def test_the_larger_head_dim_counts(deterministic: bool) -> None:
         assert launched(sizes[0], deterministic, head_dim_v=sizes[1], **HIDES)["kernel"] == wanted
 
 
-@pytest.mark.parametrize("sizes", [(100, 100), (132, 132), (192, 196), (255, 255), (33, 33), (64, 60)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(100, 100), (132, 132), (192, 196), (255, 255), (33, 33), (64, 60)], ids=str
+)
 def test_rows_that_tma_cannot_read_are_portable(sizes: tuple[int, int]) -> None:
     for deterministic in (False, True):
         launch = launched(sizes[0], deterministic, head_dim_v=sizes[1], **HIDES)
-        assert launch["path"] == "sm80" and launch["kernel"].endswith(f"sm80_hd{compiled_for(max(sizes), PORTABLE)}")
+        assert launch["path"] == "sm80"
+        assert launch["kernel"].endswith(f"_mod_sm80_hd{compiled_for(max(sizes), PORTABLE)}")
 
 
 @pytest.mark.parametrize("name", ["bias", "slopes"])
@@ -171,7 +180,9 @@ def test_tiles_of_the_launch(head_dim: int) -> None:
 
 def allocated(head_dim: int, rows: int, deterministic: bool, options: dict) -> list[int]:
     """Bytes of what a backward of 2 sequences allocates beside dq, dk and dv."""
-    q, k, v = make_qkv(seqlen_q=rows, heads=HEADS, head_dim=head_dim, dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = make_qkv(
+        seqlen_q=rows, heads=HEADS, head_dim=head_dim, dtype=torch.bfloat16, requires_grad=True
+    )
     with null_kernels():
         out = flash_ext.attention(q, k, v, deterministic=deterministic, **options)
         dout = torch.ones_like(out)
@@ -205,63 +216,221 @@ def test_portable_kernels_above_128_have_no_accumulator_either() -> None:
 
 # ---- results -------------------------------------------------------------------------------------------
 
-FIXED = {"deterministic": True}
-SIZES: dict[str, dict] = {
-    "192": {"head_dim": 192},
-    "192_v128": {"head_dim": 192, "head_dim_v": 128},
-    "256": {"head_dim": 256},
-    "160_v136": {"head_dim": 160, "head_dim_v": 136},
-    "64 fixed": {"head_dim": 64, **FIXED},
-    "128 fixed": {"head_dim": 128, **FIXED},
-    "96 fixed": {"head_dim": 96, **FIXED},
-}
-# Modifiers of a case and the sizes that it is run with: a is 192, 192_v128 or 160_v136 in turn, b 256, c 64, d 128 or
-# 96 in turn. In capitals: portable kernels.
-MODS = {
-    "sinks,mask_bhqk": "abcd",
-    "mask_b1qk": "abcd",
-    "mask_bhqk_blocky": "abcd",
-    "mask_11qk_blocky_t": "abcd",
-    "mask_1hq1": "abcd",
-    "padding": "abcd",
-    "padding_left,sinks": "abcd",
-    "padding_right": "abcd",
-    "bias_bhqk_f32": "abcd",
-    "bias_bhqk": "abCD",
-    "bias_1hqk": "abCD",
-    "bias_1hqk_f32,sinks": "abcd",
-    "bias_b1qk_f32_expanded": "abcd",
-    "bias_b1qk_f32_odd": "abcd",
-    "bias_b11k": "abcd",
-    "bias_bh1k_f32": "abcd",
-    "bias_hqk_inf": "abCD",
-    "bias_1hqk_inf_f32": "abcd",
-    "bias_11qk_odd": "ABCD",
-    "bias_1hqk_t": "ABCD",
-    "bias_b1qk_skip_f32": "ABCD",
-    "bias_bhq1_f32": "ABCD",
-    "bias_1hqk_f32,alibi,mask_none": "",
-    "alibi": "abcd",
-    "alibi_b,sinks": "abcd",
-    "alibi,bias_qk_f32,padding": "abcd",
-    "softcap0.5": "abcd",
-    "softcap30,mask_bhqk_blocky,sinks": "abcd",
-    "softcap5,alibi": "ABCD",
-    "drop0.5": "abCd",
-    "drop0.1,bias_1hqk_f32": "abCd",
-    "drop0.5,bias_b1qk": "abCD",
-    "drop0.1,mask_b1qk,alibi,sinks": "abCd",
-    "documents": "abcd",
-    "prefix": "abcd",
-    "sinktok5": "abcd",
-    "chunk48": "abcd",
-    "chunk100,hkeys1": "abcd",
-    "hrows1": "abcd",
-    "hrows2_bh": "abcd",
-    "hkeys2_b": "abcd",
-    "blocks16x16_h": "abcd",
-    "blocks64x64_bh": "abcd",
-    "blocks128x128_bh": "abcd",
-    "blocks48x16_b_t,bias_qk_f32": "abcd",
-    "top": "abcd",
-}  # fmt: skip
+# Lengths around its tiles: 48 or 64 queries and 64 keys, 128 queries and 64 keys.
+LENGTHS = ((47, 64), (300, 97), (48, 65), (65, 193), (129, 300), (49, 127), (127, 48), (95, 129), (193, 63),
+           (97, 95), (64, 300), (300, 300), (63, 49), (128, 128))  # fmt: skip
+PACKED = (([47, 0, 129, 65], [64, 30, 193, 0]), ([63, 1, 0, 97], [300, 5, 48, 95]),
+          ([128, 49, 0], [127, 193, 9]))  # fmt: skip
+# The same for biases of 16 bits, whose rows TMA reads where they have a multiple of 8 keys.
+EVEN_LENGTHS = ((47, 64), (193, 200), (97, 136), (65, 264), (129, 48), (300, 296))
+EVEN_PACKED = (([47, 0, 129, 65], [64, 30, 200, 0]), ([63, 1, 0, 97], [296, 5, 48, 95]))
+GROUPS = ((4, 2), (6, 1), (3, 3))
+WINDOWS = ((False, (-1, -1)), (True, (-1, -1)), (False, (70, 30)), (True, (100, -1)), (False, (-1, 20)))
+SIZES = {64: ((64, None),), 128: ((128, None), (96, None)), 192: ((192, None), (192, 128), (160, 136)),
+         256: ((256, None), (200, 248))}  # fmt: skip
+
+EVERYWHERE = (
+    "sinks,mask_bhqk", "mask_b1qk", "mask_bhqk_blocky", "mask_11qk_blocky_t", "mask_1hq1", "mask_1hqk_odd",
+    "padding", "padding_left,sinks", "padding_right", "bias_bhqk_f32", "bias_1hqk_f32,sinks",
+    "bias_b1qk_expanded_f32", "bias_b1qk_odd_f32", "bias_1hqk_inf_f32", "bias_b11k", "bias_bh1k_f32", "alibi",
+    "alibi_b,sinks", "alibi,bias_qk_f32,padding", "softcap0.5", "softcap30,mask_bhqk_blocky,sinks",
+    "documents", "prefix", "sinktok5", "chunk48", "chunk100,hkeys1", "hrows1", "hrows2_bh", "hkeys2_b",
+    "blocks16x16_h", "blocks64x64_bh", "blocks128x128_bh", "blocks48x16_b_t,bias_11qk_f32", "top",
+)  # fmt: skip
+ABOVE_64 = ("drop0.5", "drop0.1,bias_1hqk_f32", "drop0.9,bias_b11k", "drop0.1,padding,alibi,sinks")
+ABOVE_128 = ("bias_bhqk", "bias_1hqk", "bias_hqk_inf", "drop0.5,bias_b1qk", "bias_b1qk_expanded,alibi_b")
+NOWHERE = ("bias_11qk_odd", "bias_1hqk_t", "bias_b1qk_skip_f32", "bias_bhq1_f32", "softcap5,alibi")
+WITH_CAUSAL = ("top", "prefix", "chunk48")  # without effect, or nearly so, otherwise
+
+
+def case_of(index: int, names: str, size: tuple[int, int | None], deterministic: bool) -> ModifierCase:
+    """Every third one is packed; lengths, groups, windows and types change with the index."""
+    mods = tuple(names.split(","))
+    causal, window = (True, (40, -1)) if mods[0] == "sinktok5" else WINDOWS[index % len(WINDOWS)]
+    num_heads, num_heads_k = GROUPS[index % len(GROUPS)]
+    common = {
+        "num_heads": num_heads, "num_heads_k": num_heads_k, "head_dim": size[0], "head_dim_v": size[1],
+        "causal": causal or mods[0] in WITH_CAUSAL, "window": window, "dlse": index % 4 == 0, "seed": index,
+        "dtype": ("bf16", "fp16")[index // 2 % 2], "deterministic": deterministic,
+    }  # fmt: skip
+    lengths, several = (EVEN_LENGTHS, EVEN_PACKED) if names in ABOVE_128 else (LENGTHS, PACKED)
+    if index // 3 % 3 == 2:
+        lens_q, lens_k = several[index // 9 % len(several)]
+        case = packed(lens_q, lens_k, tail=9 * (index % 2), hints=index % 4 < 2, **common)
+    else:
+        case = dense(2, *lengths[index % len(lengths)], **common)
+    return ModifierCase(case, mods)
+
+
+def cases(compiled: int) -> dict[ModifierCase, str]:
+    """Those of one compiled head_dim with the kernels that are due: each modifier once."""
+    found: dict[ModifierCase, str] = {}
+    index = 7 * compiled // 64  # other shapes for a modifier at every head_dim
+
+    def add(names: str, kind: str, deterministic: bool) -> None:
+        nonlocal index
+        sizes = SIZES[compiled]
+        mcase = case_of(index, names, sizes[index % len(sizes)], deterministic)
+        size = max(mcase.case.head_dim, mcase.case.dim_v)
+        found[mcase] = kernel_of(kind, size, deterministic)
+        index += 1
+
+    for least, group in ((0, EVERYWHERE), (64, ABOVE_64), (128, ABOVE_128), (256, NOWHERE)):
+        for names in group:
+            add(names, TWO if compiled > least else OLD, compiled <= 128 or index % 2 == 0)
+    if compiled <= 128:
+        for names in ("bias_bhqk_f32", "bias_b1qk_odd_f32", "bias_qk_f32,alibi,sinks", "bias_1hqk_inf_f32"):
+            add(names, TWO, False)
+        add("bias_1hqk_f32,drop0.1", TWO if compiled > 64 else OLD, False)
+    return found
+
+
+ALL_CASES = {compiled: cases(compiled) for compiled in COMPILED}
+
+
+def test_the_cases_say_what_they_cover() -> None:
+    """Each modifier at each compiled head_dim, in those kernels or in the portable ones."""
+    names = {*EVERYWHERE, *ABOVE_64, *ABOVE_128, *NOWHERE}
+    for found in ALL_CASES.values():
+        assert {",".join(mcase.mods) for mcase in found} >= names
+        assert {mcase.case.dtype for mcase in found} == {"bf16", "fp16"}
+        assert {mcase.case.num_heads for mcase in found} == {heads for heads, _ in GROUPS}
+        assert len({(mcase.case.causal, mcase.case.window) for mcase in found}) >= len(WINDOWS)
+        assert 10 < sum(mcase.case.is_packed for mcase in found) < len(found) // 2
+    assert 160 <= sum(map(len, ALL_CASES.values())) <= 220
+    everything = [mcase for found in ALL_CASES.values() for mcase in found]
+    lengths = {(mcase.case.seqlen_q, mcase.case.seqlen_k) for mcase in everything if not mcase.case.is_packed}
+    assert lengths == {*LENGTHS, *EVEN_LENGTHS}
+    assert {mcase.case.lens_q for mcase in everything} == {None, *(tuple(lens) for lens, _ in PACKED)}
+    of_sizes = {(mcase.case.head_dim, mcase.case.head_dim_v) for mcase in everything}
+    assert of_sizes == {size for sizes in SIZES.values() for size in sizes}
+    for mcase in everything:
+        assert ModifierCase.from_json(mcase.to_json()) == mcase
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_the_kernels_that_are_due_are_chosen(compiled: int) -> None:
+    """Launches left out: by the strides and addresses that the cases have."""
+    for mcase, wanted in ALL_CASES[compiled].items():
+        x = make_modifier_inputs(mcase, "cpu")
+        qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
+        with null_kernels():
+            out, *_ = call(x, TARGETS["sm90"], qkv, path=None)
+            torch.autograd.grad(out, qkv, x.plain.dout)
+            launch = _C.last_launch()
+        assert launch["direction"] == "bwd" and launch["kernel"] == wanted, mcase
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@on_targets("cpu", "sm90")
+def test_gradients_of_every_modifier(target: Target, compiled: int) -> None:
+    """Every result against float64, in the kernels that are due."""
+    kernels = ALL_CASES[compiled]
+
+    def run(mcase: ModifierCase, target: Target) -> None:
+        run_case(mcase, target)
+        with naming(mcase, target):
+            ran = _C.last_launch()["kernel"] if target.device == "cuda" else kernels[mcase]
+            assert ran == kernels[mcase], f"{ran} ran, {kernels[mcase]} was due"
+
+    for_each(list(kernels), target, run, cpu=6)
+
+
+@on_targets("cpu", "sm90")
+def test_nan_in_one_query_row(target: Target) -> None:
+    """It reaches dk and dv of all keys that the row sees."""
+    cases = [
+        ModifierCase(dense(2, 100, 130, 4, h_k, d, deterministic=d <= 128, data="nan_row"), mods)
+        for d in COMPILED
+        for h_k in (4, 2)
+        for mods in (("alibi",), ("softcap30",), *((("drop0.5",),) if d > 64 else ()))
+    ]
+    for_each(cases, target, run_case, cpu=6)
+
+
+def repeated_cases() -> list[ModifierCase]:
+    """More items than multiprocessors, drawn and not; in a fixed order whether asked for or not."""
+    found = []
+    for index, (compiled, deterministic) in enumerate(itertools.product(COMPILED, (True, False))):
+        wide = {64: ("bias_b1qk_f32",), 128: ("bias_b1qk_f32", "drop0.1")}  # in any order, too
+        mods = ("mask_b1qk", "alibi", "sinks", *(("drop0.1",) if compiled > 64 else ()))
+        for size in SIZES[compiled]:
+            case = dense(4, 700, 900, 8, 4, *size, deterministic=deterministic, seed=index)
+            some = mods if deterministic or compiled > 128 else wide[compiled]
+            found.append(ModifierCase(case, some, ("qkv",)))
+    return found
+
+
+@pytest.mark.parametrize("mcase", repeated_cases(), ids=str)
+@on_hopper
+def test_gradients_are_the_same_bits_every_time(target: Target, mcase: ModifierCase) -> None:
+    with target.active(), naming(mcase, target):
+        x = make_modifier_inputs(mcase, target.device)
+        first = call_and_differentiate(x, target)
+        size = max(mcase.case.head_dim, mcase.case.dim_v)
+        assert _C.last_launch()["kernel"] == kernel_of(TWO, size, mcase.case.deterministic)
+        for turn in range(20):
+            again = call_and_differentiate(x, target)
+            for name, one in first.items():
+                assert torch.equal(one, again[name]), f"{name} of run {turn + 2}"
+
+
+# ---- larger calls --------------------------------------------------------------------------------------
+
+MANY = (12, 1100, 1900, 4, 2)  # 720 items of keys and 432 of queries: several for each of 132 multiprocessors
+SAMPLED = (0, 5, 11)  # sequences that are compared with float64
+
+
+def many_items(head_dim: int, head_dim_v: int | None, name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """dout, q, k, v and the modifiers, which all sequences share."""
+    batch, rows, keys, heads, heads_k = MANY
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    columns = (head_dim_v or head_dim, head_dim, head_dim, head_dim_v or head_dim)
+    places = ((rows, heads), (rows, heads), (keys, heads_k), (keys, heads_k))
+    tensors = [torch.randn(batch, *place, width, **like) for place, width in zip(places, columns)]
+    mods = {
+        "mask": {"attn_mask": torch.rand(1, heads, rows, keys, device="cuda") < 0.7},
+        "bias": {"attn_mask": torch.randn(1, heads, rows, keys, device="cuda")},
+        "slopes": {"alibi_slopes": torch.linspace(0.001, 0.1, heads, device="cuda")},
+    }[name]
+    return tensors, mods | {"sinks": torch.linspace(-1, 1, heads, device="cuda")}
+
+
+def gradients(path: str, dout: Tensor, qkv: list[Tensor], mods: dict, **options) -> tuple[Tensor, ...]:
+    out, lse = flash_ext.forward(*qkv, path=path, **mods)
+    return flash_ext.backward(dout, *qkv, out, lse, path=path, **mods, **options)
+
+
+def exact(dout: Tensor, qkv: list[Tensor], mods: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """dq, dk and dv in float64."""
+    leaves = [t.double().requires_grad_() for t in qkv]
+    fields = {"sinks": mods["sinks"], "slopes": mods.get("alibi_slopes")}
+    if (given := mods.get("attn_mask")) is not None:
+        fields["mask" if given.dtype == torch.bool else "bias"] = given
+    spec = AttnSpec(default_scale(qkv[0].shape[-1]), -1, -1)
+    out, _ = attention_reference(*leaves, spec, mods=Modifiers(**fields))
+    return torch.autograd.grad(out, leaves, dout.double())
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "slopes"])
+@pytest.mark.parametrize("size", [(64, None), (128, None), (192, None), (192, 128), (256, None)], ids=str)
+@on_hopper
+def test_several_items_of_each_multiprocessor(
+    target: Target, size: tuple[int, int | None], name: str
+) -> None:
+    """Some sequences against float64, and all against the portable kernels, by the gates."""
+    (dout, *qkv), mods = many_items(*size, name)
+    with target.active():
+        found = gradients(target.path, dout, qkv, mods, deterministic=True)
+        assert _C.last_launch()["kernel"] == kernel_of(TWO, max(size[0], size[1] or 0), True)
+    portable = gradients("sm80", dout, qkv, mods, deterministic=True)
+    for label, ours, theirs in zip(("dq", "dk", "dv"), found, portable, strict=True):
+        gate = compare.GATES[torch.bfloat16][label]
+        both = dataclasses.replace(gate, rel_l2=2 * gate.rel_l2, worst_row=2 * gate.worst_row,
+                                   signed_bias=2 * gate.signed_bias)  # fmt: skip
+        errors = compare.measure(ours, theirs.double(), gate.row_floor)
+        assert not compare.violations(errors, both), f"{label} beside the portable kernels: {errors}"
+    for at in SAMPLED:
+        one = [t[at : at + 1] for t in (dout, *qkv)]
+        for label, ours, truth in zip(("dq", "dk", "dv"), found, exact(one[0], one[1:], mods), strict=True):
+            compare.assert_within_gates(f"{label} of sequence {at}", ours[at : at + 1], truth)

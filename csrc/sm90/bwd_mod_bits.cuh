@@ -191,7 +191,7 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
 }
 
 // And by consumers for themselves, keys along the rows of the accumulators (kT) or queries. Of 16 keys half of each block
-// is for another warp, which makes it as well: what it would take to exchange has no place above head_dim 128.
+// is for another warp, which makes it as well: what it would take to exchange has no place at head_dim 192 and 256.
 template <bool kT, int kCount>
 __device__ __forceinline__ uint32_t draw_own(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const uint32_t lane = ptx::fresh_lane();

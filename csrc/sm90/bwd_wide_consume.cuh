@@ -1,10 +1,11 @@
 // The consumers of the sm90 backward for head_dim above 128.
 //
-// Every warpgroup hands the tensor cores the gradient product of a step together with the scores of the next one, also
-// across items. In the kernel of dK and dV the scores come first: their exponentials overlap the gradient product. That
-// wants three tiles of Q and dO in shared memory (head_dim 256, 16k rows: 923 TFLOP/s, as of all five products, with
-// three tiles of 48 queries, 750 with two of 64 in either order). In that of dQ the gradient comes first, which lets go
-// of K.
+// In the kernel of dK and dV a warpgroup hands the tensor cores the scores of the next step together with the gradient
+// product of this one, also across items: exponentials overlap that product. That wants three tiles of Q and dO in shared
+// memory (head_dim 256, 16k rows: 923 TFLOP/s, as of all five products, with three tiles of 48 queries, 750 with two of 64
+// in either order; 0.94 to 0.99 of that speed, and up to 1.05 with causal 1k rows, with one step after the other).
+// In that of dQ both do the same work, and products of one are at work beside the arithmetic of the other. There steps go
+// one after the other: with the gradient product handed over together with the next two, 4k rows took 1.06 times as long.
 // The products of a step that does not exist (behind the last one) read what lies there, and nothing comes of them:
 // a branch around them would make ptxas serialise all.
 #pragma once
@@ -436,61 +437,36 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
     if (item_at < 0) return;
     clear(dq);
     wait(bars.q_full(group), parity);
-    wait(bars.k_full(k_ring.slot), k_ring.parity);
-    issue_scores();
     wait(bars.dout_full(group), parity);
-    wait(bars.v_full(v_ring.slot), v_ring.parity);
-    issue_dp();
-    ptx::wgmma_wait<1>();
-    ptx::pin(s);
-    form_weights();
-    ptx::wgmma_wait<0>();
-    ptx::pin(dp);
-    form_ds();
+    parity ^= 1;
 #pragma unroll 1
-    while (item_at >= 0) {
-      const bool ends = left == 1;
-      const int ended = item_at, ended_row = first_row, k_slot = k_ring.slot;
+    for (; left > 0; --left, ++block) {
+      ptx::pin(dq);
+      wait(bars.k_full(k_ring.slot), k_ring.parity);
+      issue_scores();
+      wait(bars.v_full(v_ring.slot), v_ring.parity);
+      issue_dp();
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      form_weights();
+      ptx::pin(s);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
+      form_ds();
       ptx::pin(dq);
       ptx::pin(words);
       ptx::wgmma_fence();
-      issue_pv<E>(dq, words, uniform(descriptor_low(smem + T::kKAt + k_slot * T::kKBytes, kN * 128)));
+      issue_pv<E>(dq, words, uniform(descriptor_low(smem + T::kKAt + k_ring.slot * T::kKBytes, kN * 128)));
       ptx::wgmma_commit();
-      k_ring.advance();
-      ++block;
-      --left;
-      if (ends) {
-        begin_item(following_item(items, bars, place));
-        parity ^= 1;
-      }
-      const bool more = item_at >= 0;
-      if (more) {
-        if (ends) wait(bars.q_full(group), parity);
-        wait(bars.k_full(k_ring.slot), k_ring.parity);
-      }
-      issue_scores();
-      if (more) {
-        if (ends) wait(bars.dout_full(group), parity);
-        wait(bars.v_full(v_ring.slot), v_ring.parity);
-      }
-      issue_dp();
-      ptx::wgmma_wait<2>();
+      ptx::wgmma_wait<0>();
       ptx::pin(dq);
       ptx::pin(words);
-      arrive(bars.k_empty(k_slot));
-      ptx::wgmma_wait<1>();
-      ptx::pin(s);
-      if (more) form_weights();
-      ptx::wgmma_wait<0>();
-      ptx::pin(dp);
-      if (more) form_ds();
-      if (ends) {
-        const QueryItem& item = items[ended];
-        store_rows<E>(a.p.dq, item.w.b, item.w.q, item.w.h, dq, problem.softmax_scale, problem.head_dim, ended_row, lane);
-        release_item<WideQueryBarriers<T>, T::kItems>(bars, ended, lane);
-        clear(dq);
-      }
+      arrive(bars.k_empty(k_ring.slot));
+      k_ring.advance();
     }
+    const QueryItem& item = items[item_at];
+    store_rows<E>(a.p.dq, item.w.b, item.w.q, item.w.h, dq, problem.softmax_scale, problem.head_dim, first_row, lane);
+    release_item<WideQueryBarriers<T>, T::kItems>(bars, item_at, lane);
   }
 }
 

@@ -1,4 +1,4 @@
-// The consumers of the sm90 backward with modifiers above head_dim 128. Who has what is as in bwd_wide_consume.cuh; what
+// The consumers of the sm90 backward with modifiers in two kernels. Who has what is as in bwd_wide_consume.cuh; what
 // a step is and which of its tests a warpgroup needs comes with each Q or K, and scores are changed before they become
 // weights.
 #pragma once
@@ -135,10 +135,11 @@ class ReadBias {
       left = few < (kT ? last_col : last_row) ? (kT ? last_row : last_col) - many : 0;
     }
   };
-  // Pairs of 16 bits want rows that begin on 16 bytes.
+  // Up to the thread's last element, which lies 2 (kCount - 4) + 1 behind its first. Pairs of 16 bits want rows that begin
+  // on 16 bytes.
   __device__ __forceinline__ static bool is_asked(const Scores& scores, const Part& x) {
     const BiasView& bias = scores.m.bias;
-    return __all_sync(0xffffffffu, (bias.staged || (bias.is_float && bias.col_stride == 1)) && x.left >= 2 * kCount);
+    return __all_sync(0xffffffffu, (bias.staged || (bias.is_float && bias.col_stride == 1)) && x.left > 2 * (kCount - 4) + 1);
   }
 
   template <int half, typename Raw>
@@ -178,8 +179,8 @@ __device__ __forceinline__ void add_naturally(float (&s)[kCount], const Scores& 
   bias.template add_to<1>(s, scores, row0, col0);
 }
 
-// From raw products s and bits of what is hidden and dropped: s = dS / (dP - delta), negative where a weight is dropped,
-// and p = what P is rounded to, 0 there. minus_lse(i) is that of score i.
+// From raw products s and bits of what is hidden and dropped: s = dS / (dP - delta), negative where a weight is dropped;
+// pairs of P as it is rounded, 0 there, go to put_weights(). minus_lse(i) is that of score i.
 template <typename E, typename T, bool kT, int kCount, typename MinusLse, typename PutWeights>
 __device__ __forceinline__ void change_scores(float (&s)[kCount], const WideModArgs& a, const Scores& scores, int row0,
                                               int col0, uint32_t visible, uint32_t dropped,
@@ -198,14 +199,14 @@ __device__ __forceinline__ void change_scores(float (&s)[kCount], const WideModA
       float& x = s[i + c];
       const float t = x;
       p[c] = ptx::ex2(fmaf(t, a.unit, minus_lse(i + c)));
-      p[c] = is_set(visible, i + c) ? p[c] : 0.f;
-      x = T::kCaps ? p[c] * fmaf(-t, t, 1.f) : p[c];
+      const bool is_visible = is_set(visible, i + c);
+      p[c] = is_visible ? p[c] : 0.f;
+      x = !T::kCaps ? p[c] : is_visible ? p[c] * fmaf(-t, t, 1.f) : 0.f;  // tanh of a hidden score may be NaN
       if constexpr (T::kDrops) {
-        x = __uint_as_float(__float_as_uint(x) | (dropped << (31 - i - c) & 0x80000000u));
-        p[c] = fmaxf(x, 0.f);
+        x = p[c] = __uint_as_float(__float_as_uint(x) | (dropped << (31 - i - c) & 0x80000000u));
       }
     }
-    put_weights(i / 2, p[0], p[1]);
+    put_weights(i / 2, T::kDrops ? ptx::pack2_positive<E>(p[0], p[1]) : ptx::pack2<E>(p[0], p[1]));
   }
 }
 
@@ -281,7 +282,7 @@ __device__ __forceinline__ void consume_mod_weights(const WideModArgs& a, uint32
       change_scores<E, T, true>(
           s, a, steps.scores(a, item_at, now), now.block * kM, col0(), visible, dropped, bias,
           [&](int i) { return stats[i / 4 * 8 + i % 2]; },
-          [&](int i, float x, float y) { next_words[i] = ptx::pack2<E>(x, y); });
+          [&](int i, uint32_t pair) { next_words[i] = pair; });
     }
     __syncwarp();
     arrive(bars.q_empty(q_ring.slot));
@@ -479,9 +480,7 @@ __device__ __forceinline__ void consume_mod_gradients(const WideModArgs& a, uint
   }
 }
 
-// A warpgroup of the kernel of dQ: 64 queries of an item. Where S, dP and packed dS are all alive there is no register
-// left at head_dim 256, so that a step's products do not overlap its arithmetic but for dP: those of the other warpgroup
-// do.
+// A warpgroup of the kernel of dQ: 64 queries of an item, one step after the other as without modifiers.
 template <typename T>
 __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32_t smem, WideModShared<T>& shared,
                                                     WideModBarriers<T> bars, int group) {
@@ -558,7 +557,7 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
       } else {
         change_scores<E, T, false>(
             s, a, steps.scores(a, item_at, now), row0(), now.block * kN, visible, dropped, bias,
-            [&](int i) { return stats.minus_lse[i / 2 % 2]; }, [](int, float, float) {});
+            [&](int i) { return stats.minus_lse[i / 2 % 2]; }, [](int, uint32_t) {});
       }
       ptx::pin(s);
       if constexpr (T::kLateDp) issue_dp();

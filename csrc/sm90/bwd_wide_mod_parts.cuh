@@ -1,4 +1,4 @@
-// What the roles of the sm90 backward with modifiers above head_dim 128 share: traits, shared memory, barriers.
+// What the roles of the sm90 backward with modifiers in two kernels share: traits, shared memory, barriers.
 #pragma once
 
 #include "bwd_mod_scores.cuh"
@@ -39,7 +39,9 @@ struct WideModKeyTraits : WideModTraits<E, D, kKind, false> {
   using Base = WideModTraits<E, D, kKind, false>;
   static constexpr WideBwdTile kTile = Base::kTile;
   static constexpr int kBlockM = kTile.block_m, kBlockN = WideBwdTile::kKeys, kOwnRows = kBlockN;
-  static constexpr int kSlots = kTile.slots, kSteps = kSlots, kHeld = kTile.held / 16;
+  static constexpr int kSlots = kTile.slots, kSteps = kSlots;
+  // Where nothing is asked for ahead there is room for more.
+  static constexpr int kHeld = (kTile.held + (Base::kAdds || D <= 128 ? 0 : 64)) / 16;
   static constexpr int kQPlaces = kSlots, kKPlaces = 1, kVPlaces = 1;
   static constexpr int kKBytes = tile_bytes(kBlockN, D), kQBytes = tile_bytes(kBlockM, D);
   static constexpr int kVAt = kKBytes, kQAt = 2 * kKBytes, kDoutAt = kQAt + kSlots * kQBytes;
@@ -59,8 +61,8 @@ struct WideModQueryTraits : WideModTraits<E, D, kKind, true> {
   static constexpr int kQPlaces = 2, kKPlaces = kKSlots, kVPlaces = kVSlots;
   static constexpr int kQBytes = tile_bytes(kGroupRows, D), kKBytes = tile_bytes(kBlockN, D);
   static constexpr int kDoutAt = 2 * kQBytes, kKAt = 4 * kQBytes, kVAt = kKAt + kKSlots * kKBytes;
-  // Changing scores takes the registers of dP at head_dim 256, whose product comes after it there.
-  static constexpr bool kLateDp = D == 256 && !Base::kHides;
+  // A bias asked for ahead takes the registers of dP at head_dim 256, whose product comes after it there.
+  static constexpr bool kLateDp = D == 256 && Base::kAdds;
   static constexpr int kSharedAt = kVAt + kVSlots * kKBytes, kSmemBytes = wide_mod_queries_bytes(D);
   static_assert(kBlockN == 64, "two parts of marks along a tile");
   static_assert((kKSlots & (kKSlots - 1)) == 0 && (kVSlots & (kVSlots - 1)) == 0, "slots follow from counts");

@@ -1,4 +1,4 @@
-// The producers of the sm90 backward with modifiers above head_dim 128. Of both kernels the first warp finds the tiles to
+// The producers of the sm90 backward with modifiers in two kernels. Of both kernels the first warp finds the tiles to
 // visit (bwd_mod_produce.cuh); the other three load, each its own, and make marks.
 #pragma once
 

@@ -1,5 +1,5 @@
-// From a backward request with modifiers to launches, for one compiled head dim above 128. Included by the instantiation
-// files only.
+// From a backward request with modifiers to the launches of two kernels, for one compiled head dim. Included by the
+// instantiation files only.
 #pragma once
 
 #include "bwd_wide_mod.cuh"

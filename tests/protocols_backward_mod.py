@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 from tests.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells, each_item
@@ -9,26 +10,43 @@ from tests.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells, 
 ALL = 2 * WARPS  # warps of both warpgroups
 
 
-def backward_mod(
-    m, items, slots=2, mark_slots=4, loaders_draw=False, consumers_draw=False, bias=False, draws=False
-):
-    """schedule_mod_keys() and load_mod_steps() of bwd_mod_produce.cuh, consume_mod_keys() of
-    bwd_mod_consume.cuh. A step says which head it is of and whether it is tested. Loaders that draw leave a
-    second mark for every step."""
-    places = Slots("first place of keys", 1, ALL), Slots("second place", 1, ALL)
-    q, dout, item = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL), Slots("item", 2, ALL + 3)
-    chunk, tile_of_bias, ending = Slots("chunk", 2, 3), Slots("bias", 1, ALL), Barrier(1)
-    marks = [Slots(f"marks of loader {loader}", mark_slots, ALL, full=3) for loader in range(3)]
-    for of_loader in marks:  # barriers of all loaders, places of their own
-        of_loader.full, of_loader.empty = marks[0].full, marks[0].empty
-    stats_at, step_at = cells("stats", slots), cells("step", 2 * slots)
-    drop_at = cells("keys of dropout", slots)
-    ds_full, ds_at = barriers(3, ALL), [cells(f"dS {slot} of", ALL) for slot in range(3)]
-    pairs, drawn_at = barriers(WARPS, 2), [cells(f"draws {slot} for", ALL) for slot in range(2)]
+class Marks:
+    """Those that the loaders leave, as one role goes through them."""
 
-    def scheduler(me):
-        found = chunks = 0
-        for n, steps in enumerate(items):
+    def __init__(self, me, of_loaders):
+        self.me, self.of_loaders, self.count = me, of_loaders, 0
+
+    def leave(self, loader, mark):
+        yield from self.of_loaders[loader].put(self.me, self.count, mark)
+        self.count += 1
+
+    def take(self, mark):
+        of_all = self.of_loaders[0]
+        is_early = self.me.machine.plant == "marks are let go before they are read"
+        yield of_all.ready(self.count)
+        if is_early:
+            of_all.let_go(self.me, self.count)
+        for of_loader in self.of_loaders:
+            self.me.read(of_loader.at(self.count), mark)
+        if not is_early:
+            of_all.let_go(self.me, self.count)
+        self.count += 1
+
+
+class ModProducers:
+    """schedule_bwd_items(), for_bwd_steps() and places of MarkMaker of bwd_mod_produce.cuh. A step says which
+    head it is of and whether it is tested; `readers` are the warps that read marks."""
+
+    def __init__(self, m, items, mark_slots, readers, draws, draw_ahead):
+        self.m, self.items, self.draws, self.draw_ahead = m, items, draws, draw_ahead
+        self.item, self.chunk, self.ending = Slots("item", 2, ALL + 3), Slots("chunk", 2, 3), Barrier(1)
+        self.marks = [Slots(f"marks of loader {n}", mark_slots, readers, full=3) for n in range(3)]
+        for of_loader in self.marks:  # barriers of all loaders, places of their own
+            of_loader.full, of_loader.empty = self.marks[0].full, self.marks[0].empty
+
+    def schedule(self, me):
+        item, chunk, found, chunks = self.item, self.chunk, 0, 0
+        for n, steps in enumerate(self.items):
             yield item.left(found)
             me.write(item.at(found), n)
             for first in range(0, len(steps), CHUNK):
@@ -38,18 +56,56 @@ def backward_mod(
                 chunks += 1
             if steps:
                 me.arrive(chunk.full[(chunks - 1) % 2])
-                if draws:
-                    yield ending, found
+                if self.draws:
+                    yield self.ending, found
                 found += 1
         yield from item.put(me, found, END)
 
+    def for_steps(self, me, begin, use):
+        """begin(item), then use((item, number, head), is tested, is where the next is drawn) for steps."""
+        taken = itertools.count()
+
+        def of_item(n):
+            yield from begin(n)
+            is_last = False
+            while not is_last:
+                at = next(taken)
+                _, first, is_last = part = yield from self.chunk.take(me, at)
+                count = min(CHUNK, len(self.items[n]) - first)
+                ending = first + max(0, count - self.draw_ahead) if is_last else None
+                for i, (head, is_tested) in enumerate(self.items[n][first : first + count], first):
+                    yield from use((n, i, head), is_tested, i == ending)
+                me.read(self.chunk.at(at), part)
+                self.chunk.let_go(me, at)
+
+        yield from each_item(me, self.item, of_item)
+
+    def start(self, loader):
+        self.m.role("scheduler", self.schedule)
+        for number in range(3):
+            self.m.role(f"loader {number}", loader, number)
+
+
+def backward_mod(
+    m, items, slots=2, mark_slots=4, loaders_draw=False, consumers_draw=False, bias=False, draws=False
+):
+    """load_mod_steps() of bwd_mod_produce.cuh, consume_mod_keys() of bwd_mod_consume.cuh. Loaders that draw
+    leave a second mark for every step."""
+    x = ModProducers(m, items, mark_slots, ALL, draws, draw_ahead=6)
+    places = Slots("first place of keys", 1, ALL), Slots("second place", 1, ALL)
+    q, dout = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL)
+    tile_of_bias = Slots("bias", 1, ALL)
+    stats_at, step_at = cells("stats", slots), cells("step", 2 * slots)
+    drop_at = cells("keys of dropout", slots)
+    ds_full, ds_at = barriers(3, ALL), [cells(f"dS {slot} of", ALL) for slot in range(3)]
+    pairs, drawn_at = barriers(WARPS, 2), [cells(f"draws {slot} for", ALL) for slot in range(2)]
+
     def loader(me, number):
-        now = SimpleNamespace(items=0, chunks=0, steps=0, marks=0, stale=0, head=None)
+        marks, now = Marks(me, x.marks), SimpleNamespace(items=0, steps=0, stale=0, head=None)
 
         def leave(step, is_tested):
             for which in ["visible"] * is_tested + ["dropped"] * loaders_draw:
-                yield from marks[number].put(me, now.marks, (which, *step))
-                now.marks += 1
+                yield from marks.leave(number, (which, *step))
 
         def load_query(step, is_ending):
             at, head = now.steps, step[2]
@@ -62,7 +118,7 @@ def backward_mod(
                 me.write(drop_at[at % slots], head)
             me.arrive(q.full[at % slots])
             if is_ending:
-                me.arrive(ending)
+                me.arrive(x.ending)
             now.stale -= 1
 
         def load(step, is_ending):
@@ -74,31 +130,26 @@ def backward_mod(
                 yield from tile_of_bias.load(me, now.steps, step)
             now.steps += 1
 
-        def use(n):
+        def begin(n):
             now.head = None
             if number == 0:
                 yield from places[now.items % 2].load(me, now.items, ("K", n))
                 yield from places[1 - now.items % 2].load(me, now.items, ("V", n))
             now.items += 1
-            is_last = False
-            while not is_last:
-                _, first, is_last = part = yield from chunk.take(me, now.chunks)
-                count = min(CHUNK, len(items[n]) - first)
-                for i, (head, is_tested) in enumerate(items[n][first : first + count], first):
-                    marks_last = loaders_draw and m.plant != "marks before loads"
-                    if not marks_last:
-                        yield from leave((n, i, head), is_tested)
-                    yield from load((n, i, head), is_last and i == first + max(0, count - 6))
-                    if marks_last:
-                        yield from leave((n, i, head), is_tested)
-                me.read(chunk.at(now.chunks), part)
-                chunk.let_go(me, now.chunks)
-                now.chunks += 1
 
-        yield from each_item(me, item, use)
+        def use(step, is_tested, is_ending):
+            marks_last = loaders_draw and m.plant != "marks before loads"
+            if not marks_last:
+                yield from leave(step, is_tested)
+            yield from load(step, is_ending)
+            if marks_last:
+                yield from leave(step, is_tested)
+
+        yield from x.for_steps(me, begin, use)
 
     def consumer(me, group, warp):
-        who, now = group * WARPS + warp, SimpleNamespace(steps=0, items=0, marks=0)
+        who, now = group * WARPS + warp, SimpleNamespace(steps=0, items=0)
+        marks = Marks(me, x.marks)
 
         def step_of(n):
             return step_at[n % (2 * slots)]
@@ -112,13 +163,6 @@ def backward_mod(
             me.begin(k.at(0), ("K", step[0]))
             return [*ds_at[(now.steps - 1) % 3], k.at(0)]
 
-        def take_mark(which, step):
-            yield marks[0].ready(now.marks)
-            for of_loader in marks:
-                me.read(of_loader.at(now.marks), (which, *step))
-            marks[0].let_go(me, now.marks)
-            now.marks += 1
-
         def draw_dropped(head):
             me.read(drop_at[now.steps % slots], head)
             drawn = drawn_at[now.steps % 2]
@@ -131,7 +175,7 @@ def backward_mod(
             yield q.ready(at)
             me.read(step_of(at), step)
             if is_tested:
-                yield from take_mark("visible", step)
+                yield from marks.take(("visible", *step))
             me.begin(q.at(at), step)
             me.begin(k.at(0), ("K", step[0]))
             if consumers_draw:
@@ -146,7 +190,7 @@ def backward_mod(
                 tile_of_bias.let_go(me, at)
             me.finish(dout.at(at), v.at(0))
             if loaders_draw:
-                yield from take_mark("dropped", step)
+                yield from marks.take(("dropped", *step))
             me.read(stats_at[at % slots], step)
             yield from wait_for_ds_before()
             me.write(ds_at[at % 3][who], step)
@@ -179,9 +223,7 @@ def backward_mod(
             me.read(step_of(now.steps - 1), before)
             now.items += 1
 
-        yield from each_item(me, item, use)
+        yield from each_item(me, x.item, use)
 
-    m.role("scheduler", scheduler)
-    for number in range(3):
-        m.role(f"loader {number}", loader, number)
+    x.start(loader)
     m.warps(2, consumer)

@@ -10,7 +10,8 @@ from tests.protocols_backward import ALL, KeyProducers
 
 
 class WideItems:
-    """next_item(), following_item() and release_item() of bwd_wide_consume.cuh."""
+    """next_item(), following_item() and release_item() of bwd_wide_consume.cuh; take_item() and
+    release_item() of bwd_wide_mod_consume.cuh, where every item has steps."""
 
     def __init__(self, me, item, items):
         self.me, self.item, self.items, self.place = me, item, items, 0
@@ -40,7 +41,8 @@ class WideItems:
         self.item.let_go(self.me, at.place)
 
     def walk(self, begin, step):
-        """The loops of all three: begin(item), then step(what goes on, what begins beside it or None)."""
+        """The loops of the kernels of dK and dV: begin(item), then step(what goes on, what begins beside it
+        or None)."""
         while (at := (yield from self.next())) is not None:
             yield from begin(at)
             while at is not None:
@@ -54,12 +56,18 @@ class WideItems:
                     self.release(before)
 
 
+def weights_between_warps(slots):
+    """One ring of places for each pair of warps, with barriers of all of them."""
+    weights = [Slots(f"weights {warp}", slots, WARPS, full=WARPS) for warp in range(WARPS)]
+    for of_warp in weights:
+        of_warp.full, of_warp.empty = weights[0].full, weights[0].empty
+    return weights
+
+
 def wide_keys(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
     """bwd_produce.cuh with consume_weights() and consume_gradients() of bwd_wide_consume.cuh."""
     x = KeyProducers(m, 0, items, iter(range(len(items))), draws, slots, 1, swap=False, readers=WARPS)
-    weights = [Slots(f"weights {warp}", weight_slots, WARPS, full=WARPS) for warp in range(WARPS)]
-    for of_warp in weights:  # barriers of all warps, places of their own
-        of_warp.full, of_warp.empty = weights[0].full, weights[0].empty
+    weights = weights_between_warps(weight_slots)
 
     def hold(me, keys, what, at, items_done):
         yield keys.ready(items_done)
@@ -194,43 +202,41 @@ def wide_queries(m, items, k_slots=2, v_slots=1, draws=False):
         yield from each_item(me, item, use)
 
     def consume_keys(me, group, warp):
-        now = SimpleNamespace(steps=0, items=0)
+        walk, now = WideItems(me, item, items), SimpleNamespace(steps=0, items=0)
 
-        def issue(at):
-            for rows, keys in ((q[group], k), (dout[group], v)):
-                if at.i == 0:
-                    yield rows.ready(now.items)
-                yield keys.ready(now.steps)
-                me.begin(rows.at(0), at.n)
-                me.begin(keys.at(now.steps), (at.n, at.i))
-
-        def form(at):
-            is_last = at.i == at.count - 1
-            me.finish(q[group].at(0), k.at(now.steps))
+        def one_step(at):
+            used, is_last = now.steps, at.i == at.count - 1
+            yield k.ready(used)
+            me.begin(q[group].at(0), at.n)
+            me.begin(k.at(used), (at.n, at.i))
+            yield v.ready(used)
+            me.begin(dout[group].at(0), at.n)
+            me.begin(v.at(used), (at.n, at.i))
+            me.finish(q[group].at(0), k.at(used))
             if is_last:
                 q[group].let_go(me, now.items)
-            me.finish(dout[group].at(0), v.at(now.steps))
-            v.let_go(me, now.steps)
+            me.read(item.at(at.place), at.n)
+            me.finish(dout[group].at(0), v.at(used))
+            v.let_go(me, used)
             if is_last:
                 dout[group].let_go(me, now.items)
-            now.items += is_last
+            me.begin(k.at(used), (at.n, at.i))
+            if m.plant == "K is let go before dQ is finished":
+                k.let_go(me, used)
+                me.finish(k.at(used))
+            else:
+                me.finish(k.at(used))
+                k.let_go(me, used)
             now.steps += 1
 
-        def begin(at):
-            yield from issue(at)
-            form(at)
-
-        def step(before, at):
-            used = now.steps - 1
-            me.begin(k.at(used), (before.n, before.i))
-            if at:
-                yield from issue(at)
-            me.finish(k.at(used))
-            k.let_go(me, used)
-            if at:
-                form(at)
-
-        yield from WideItems(me, item, items).walk(begin, step)
+        while (at := (yield from walk.next())) is not None:
+            yield q[group].ready(now.items)
+            yield dout[group].ready(now.items)
+            while at.i < at.count:
+                yield from one_step(at)
+                at.i += 1
+            walk.release(at)
+            now.items += 1
 
     m.role("scheduler", scheduler)
     m.role("Q and dO", load_rows)

@@ -23,8 +23,10 @@ from flash_ext.spec import AttnSpec, default_scale
 from tests import compare
 from tests.cases import dense, packed
 from tests.harness import TARGETS, Target, on_targets
+from tests.judge import judge
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call, call_and_differentiate, for_each, naming, run_case
+from tests.modifier_truth import compute_modifier_truth
 from tests.qkv import make_qkv, null_kernels
 
 on_hopper = on_targets("sm90")
@@ -338,14 +340,23 @@ def test_gradients_of_every_modifier(target: Target, compiled: int) -> None:
 
 @on_targets("cpu", "sm90")
 def test_nan_in_one_query_row(target: Target) -> None:
-    """It reaches dk and dv of all keys that the row sees."""
+    """It reaches dk and dv of all keys that the row sees. The row's maximum, which Hopper's forward takes
+    without NaN, is not looked at."""
     cases = [
         ModifierCase(dense(2, 100, 130, 4, h_k, d, deterministic=d <= 128, data="nan_row"), mods)
         for d in COMPILED
         for h_k in (4, 2)
         for mods in (("alibi",), ("softcap30",), *((("drop0.5",),) if d > 64 else ()))
     ]
-    for_each(cases, target, run_case, cpu=6)
+
+    def run(mcase: ModifierCase, target: Target) -> None:
+        with naming(mcase, target):
+            x = make_modifier_inputs(mcase, target.device)
+            first, second = (call_and_differentiate(x, target) for _ in range(2))
+            gradients = {name: first[name] for name in ("out", "dq", "dk", "dv")}
+            judge(gradients, second, compute_modifier_truth(x), mcase.case.deterministic)
+
+    for_each(cases, target, run, cpu=6)
 
 
 def repeated_cases() -> list[ModifierCase]:

@@ -45,20 +45,22 @@ def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor
 def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) -> None:
     """Nothing to see gives exactly nothing, and ends (RC-07); everything the bits of a call without a map.
 
-    Both in tiles of one height: by themselves, calls without a map take higher ones on Hopper."""
+    Both in tiles of one height: by themselves, calls without a map take higher ones on Hopper. And both with a
+    mask of one bit, because gradients of calls without any are those of the plain kernels."""
     target = dataclasses.replace(target, switches=(*target.switches, ("lower_tiles", 1)))
     with target.active():
         qkv = random_qkv(target, 2, 300, 333, 4, 2, 64)
+        options = {"causal": causal, "attn_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=target.device)}
         blocks = torch.ones(1, 4, 5, 6, dtype=torch.bool, device=target.device)
-        plain = with_gradients(target, qkv, causal=causal)
-        full = with_gradients(target, qkv, causal=causal, block_mask=flash_ext.BlockMask(blocks, 64))
+        plain = with_gradients(target, qkv, **options)
+        full = with_gradients(target, qkv, **options, block_mask=flash_ext.BlockMask(blocks, 64))
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), full, plain):
             assert torch.equal(a, b), f"{name} with all blocks"
-        none = with_gradients(target, qkv, causal=causal, block_mask=flash_ext.BlockMask(~blocks, 64))
+        none = with_gradients(target, qkv, **options, block_mask=flash_ext.BlockMask(~blocks, 64))
         assert (none[1] == -math.inf).all()
         assert not any(t.any() for t in (none[0], *none[2:]))
         blocks[:, 1, 2] = False  # rows 128 to 191 of head 1
-        some = with_gradients(target, qkv, causal=causal, block_mask=flash_ext.BlockMask(blocks, 64))
+        some = with_gradients(target, qkv, **options, block_mask=flash_ext.BlockMask(blocks, 64))
         assert (some[1][:, 1, 128:192] == -math.inf).all()
         assert not some[0][:, 128:192, 1].any() and not some[2][:, 128:192, 1].any()
         assert torch.equal(some[0][:, :, 2:], plain[0][:, :, 2:])

@@ -15,6 +15,7 @@ from tests.protocols_backward_mod import backward_mod
 from tests.protocols_forward import forward, forward_mod
 from tests.protocols_ring import Ring
 from tests.protocols_wide import wide_keys, wide_queries
+from tests.protocols_wide_mod import wide_mod_keys, wide_mod_queries
 
 RUNS = 25  # of each model, every one with other items and another order of roles
 LENGTHS = (0, 1, 1, 2, 3, 5, 8)
@@ -96,9 +97,23 @@ def run_wide_queries(m, rnd):
     wide_queries(m, numbered(rnd), *rnd.choice(((3, 3), (2, 2), (2, 1))), draws=rnd.random() < 0.5)
 
 
+def mod_items(rnd, heads=(0, 0, 1)):
+    steps = [[(rnd.choice(heads), rnd.random() < 0.5) for _ in range(count)] for count in counts(rnd)]
+    return [sorted(of_item, key=lambda step: step[0]) for of_item in steps]
+
+
+def run_wide_mod_keys(m, rnd):
+    wide_mod_keys(m, mod_items(rnd), rnd.choice((3, 4)), drops=rnd.random() < 0.5, draws=rnd.random() < 0.5)
+
+
+def run_wide_mod_queries(m, rnd):
+    slots = rnd.choice(((2, 1, True), (2, 1, False), (2, 2, False), (4, 4, False)))
+    items = mod_items(rnd, heads=(0,))
+    wide_mod_queries(m, items, *slots, drops=rnd.random() < 0.5, draws=rnd.random() < 0.5)
+
+
 def run_backward_mod(m, rnd, *, slots, **kind):
-    steps = [[(rnd.choice((0, 0, 1)), rnd.random() < 0.5) for _ in range(count)] for count in counts(rnd)]
-    items = [sorted(of_item, key=lambda step: step[0]) for of_item in steps]
+    items = mod_items(rnd)
     kind["bias"] = kind.get("bias", False) and rnd.random() < 0.6
     backward_mod(m, items, slots, **kind, draws=rnd.random() < 0.5)
 
@@ -121,6 +136,8 @@ MODELS = {
     "forward with a bias": model(run_forward_mod, bias=True),
     "wide backward, keys": run_wide_keys,
     "wide backward, queries": run_wide_queries,
+    "wide with modifiers, keys": run_wide_mod_keys,
+    "wide with modifiers, queries": run_wide_mod_queries,
 }
 for way in ("together", "apart"):
     for order in ("", ", in order"):
@@ -157,7 +174,13 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("backward adding and dropping, 128", "marks before loads", "deadlock"),  # it was so once
         ("backward adding and dropping, 64", "marks before loads", "deadlock"),
         ("wide backward, keys", "an item without steps is held", "deadlock"),
-        ("wide backward, queries", "an item without steps is held", "deadlock"),
+        ("wide backward, queries", "K is let go before dQ is finished", "overwrites K"),
+        ("wide with modifiers, keys", "marks are let go before they are read", "overwrites marks"),
+        ("wide with modifiers, keys", "a step is read after its Q is let go", "overwrites step"),
+        ("wide with modifiers, keys", "keys of dropout of a head in one slot", "in keys of dropout"),
+        ("wide with modifiers, queries", "marks are let go before they are read", "overwrites marks"),
+        ("wide with modifiers, queries", "an item is let go before its last draw", "overwrites item"),
+        ("wide with modifiers, queries", "one place for keys of dropout", "overwrites keys of dropout"),
         ("forward", "parity of V", "deadlock"),
         ("forward", "K let go early", "overwrites"),
         ("forward", "a warp keeps Q", "deadlock"),
@@ -186,6 +209,8 @@ RINGS = {
     "backward apart, in a ring": ("K", "V", "Q", "dO", "item"),
     "wide backward, keys": ("K", "V", "Q", "dO", "item", "weights"),
     "wide backward, queries": ("K", "V", "Q", "dO", "item"),
+    "wide with modifiers, keys": ("K", "V", "Q", "dO", "item", "chunk", "marks", "weights"),
+    "wide with modifiers, queries": ("K", "V", "Q", "dO", "item", "chunk", "marks"),
     "backward adding, 128": ("first place", "second place", "Q", "dO", "item", "chunk", "bias", "marks"),
     "backward dropping, 64": ("first place", "second place", "Q", "dO", "item", "chunk", "marks"),
 }

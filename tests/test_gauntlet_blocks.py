@@ -31,7 +31,7 @@ def random_qkv(target: Target, batch: int, rows: int, keys: int, heads: int, hea
 
 
 def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor]:
-    """out, lse, dq, dk, dv; the call asks for row maxima, too, so that none takes the plain kernels."""
+    """out, lse, dq, dk, dv; the call asks for row maxima, too, so that no forward takes the plain kernels."""
     out, lse, _ = flash_ext.attention(
         *qkv, return_lse=True, return_max_logits=True, deterministic=True, path=target.path, **keywords
     )
@@ -50,8 +50,8 @@ def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: b
     target = dataclasses.replace(target, switches=(*target.switches, ("lower_tiles", 1)))
     with target.active():
         qkv = random_qkv(target, 2, 300, 333, 4, 2, 64)
-        options = {"causal": causal, "attn_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=target.device)}
         blocks = torch.ones(1, 4, 5, 6, dtype=torch.bool, device=target.device)
+        options = {"causal": causal, "attn_mask": torch.ones_like(blocks[:, :1, :1, :1])}
         plain = with_gradients(target, qkv, **options)
         full = with_gradients(target, qkv, **options, block_mask=flash_ext.BlockMask(blocks, 64))
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), full, plain):

@@ -34,8 +34,8 @@ inline int wide_mod_size(const Problem& p) {
 }
 
 // What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; a bias
-// that differs from row to row and whose rows cannot be asked for ahead; and what is slower here (4k rows, ms, portable in
-// brackets: 16-bit bias, 128 columns 6.9 [5.7], 64 5.9 [4.4]; dropout, 64 4.4 [4.0]; but fp32 bias 7.2 [9.2] and 6.1
+// that differs from row to row and whose rows cannot be asked for ahead; and what is slower here than in portable kernels that add
+// in any order (4k rows, ms, those in brackets: 16-bit bias, 128 columns 6.9 [5.7], 64 5.9 [4.4]; dropout, 64 4.4 [4.0]; but fp32 bias 7.2 [9.2] and 6.1
 // [7.6], dropout, 128 columns 5.5 [5.6]).
 inline bool is_wide_mod_taken(const Problem& p, const Modifiers& m) {
   const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;

@@ -7,9 +7,8 @@
 namespace flash_ext::sm90 {
 
 // Of 32 queries and 32 keys, a part, a lane makes one word: byte b is key lane / 4 + 8 b, bit 2 j + c of it query
-// 8 j + 2 (lane % 4) + c; the other way round (kByQueries) in a kernel whose accumulators have queries along their rows.
-// Its halves are those of two consumer warps, whose words hold two such halves: bit mark_of(i) is score i,
-// s[4 j + 2 half + c].
+// 8 j + 2 (lane % 4) + c; the other way round (kByQueries) where accumulators have queries along their rows. Its halves
+// are those of two consumer warps, whose words hold two such halves: bit mark_of(i) is score i, s[4 j + 2 half + c].
 __host__ __device__ constexpr int mark_of(int i) { return i / 16 * 16 + i / 2 % 2 * 8 + i / 4 % 4 * 2 + i % 2; }
 
 // use(i, x) for the i-th of a thread's rows 8 j + 2 (lane % 4) + c of 32, x as the lane has it that owns the row.
@@ -190,8 +189,9 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
   return odd ? mine << 16 | theirs : theirs << 16 | mine;
 }
 
-// And by consumers for themselves, keys along the rows of the accumulators (kT) or queries. Of 16 keys half of each block
-// is for another warp, which makes it as well: what it would take to exchange has no place at head_dim 192 and 256.
+// And by consumers for themselves, keys along the rows of the accumulators (kT) or queries. Of 16 keys half of each
+// block is for another warp, which makes it as well: what it would take to exchange has no place at head_dim 192 and
+// 256.
 template <bool kT, int kCount>
 __device__ __forceinline__ uint32_t draw_own(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const uint32_t lane = ptx::fresh_lane();

@@ -1,13 +1,13 @@
 // The consumers of the sm90 backward for head_dim above 128.
 //
 // In the kernel of dK and dV a warpgroup hands the tensor cores the scores of the next step together with the gradient
-// product of this one, also across items: exponentials overlap that product. That wants three tiles of Q and dO in shared
-// memory (head_dim 256, 16k rows: 923 TFLOP/s, as of all five products, with three tiles of 48 queries, 750 with two of 64
-// in either order; 0.94 to 0.99 of that speed, and up to 1.05 with causal 1k rows, with one step after the other).
-// In that of dQ both do the same work, and products of one are at work beside the arithmetic of the other. There steps go
-// one after the other: with the gradient product handed over together with the next two, 4k rows took 1.06 times as long.
-// The products of a step that does not exist (behind the last one) read what lies there, and nothing comes of them:
-// a branch around them would make ptxas serialise all.
+// product of this one, also across items: exponentials overlap that product. That wants three tiles of Q and dO in
+// shared memory (head_dim 256, 16k rows: 923 TFLOP/s, as of all five products, with three tiles of 48 queries, 750 with
+// two of 64 in either order; 0.94 to 0.99 of that speed, and up to 1.05 with causal 1k rows, with one step after the
+// other). In that of dQ both do the same work, and products of one are at work beside the arithmetic of the other.
+// There steps go one after the other: with the gradient product handed over together with the next two, 4k rows took
+// 1.06 times as long. The products of a step that does not exist (behind the last one) read what lies there, and
+// nothing comes of them: a branch around them would make ptxas serialise all.
 #pragma once
 
 #include "bwd_wide_produce.cuh"

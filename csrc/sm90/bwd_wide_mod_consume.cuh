@@ -71,10 +71,10 @@ class ModSteps {
   uint32_t items_ = 0, marks_ = 0;  // taken so far; registers are short
 };
 
-// A warp's part of a bias, keys along the rows of the accumulators (kT) or queries, on its way from global memory: there is
-// no place for tiles of it. It is asked for before the scores are there; with one trip to memory after the other it took
-// five times as long as all else. That is what ends of a bias and strange strides get where queries are the rows, because
-// addresses and predicates of all elements do not fit the registers there.
+// A warp's part of a bias, keys along the rows of the accumulators (kT) or queries, on its way from global memory:
+// there is no place for tiles of it. It is asked for before the scores are there; with one trip to memory after the
+// other it took five times as long as all else. That is what ends of a bias and strange strides get where queries are
+// the rows, because addresses and predicates of all elements do not fit the registers there.
 template <typename E, bool kT, int kCount>
 class ReadBias {
  public:
@@ -135,8 +135,8 @@ class ReadBias {
       left = few < (kT ? last_col : last_row) ? (kT ? last_row : last_col) - many : 0;
     }
   };
-  // Up to the thread's last element, which lies 2 (kCount - 4) + 1 behind its first. Pairs of 16 bits want rows that begin
-  // on 16 bytes.
+  // Up to the thread's last element, which lies 2 (kCount - 4) + 1 behind its first. Pairs of 16 bits want rows that
+  // begin on 16 bytes.
   __device__ __forceinline__ static bool is_asked(const Scores& scores, const Part& x) {
     const BiasView& bias = scores.m.bias;
     return __all_sync(0xffffffffu, (bias.staged || (bias.is_float && bias.col_stride == 1)) && x.left > 2 * (kCount - 4) + 1);
@@ -162,8 +162,8 @@ class ReadBias {
   uint32_t raw_[kCount];
 };
 
-// s = scale s, with slopes and bias, in natural units. kHalf: only the first half of the bias has been asked for, because
-// registers are short.
+// s = scale s, with slopes and bias, in natural units. kHalf: only the first half of the bias has been asked for,
+// because registers are short.
 template <typename E, bool kT, bool kHalf, int kCount>
 __device__ __forceinline__ void add_naturally(float (&s)[kCount], const Scores& scores, int row0, int col0,
                                               ReadBias<E, kT, kCount>& bias) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ void add_naturally(float (&s)[kCount], const Scores& 
   bias.template add_to<1>(s, scores, row0, col0);
 }
 
-// From raw products s and bits of what is hidden and dropped: s = dS / (dP - delta), negative where a weight is dropped;
-// pairs of P as it is rounded, 0 there, go to put_weights(). minus_lse(i) is that of score i.
+// From raw products s and bits of what is hidden and dropped: s = dS / (dP - delta), negative where a weight is
+// dropped; pairs of P as it is rounded, 0 there, go to put_weights(). minus_lse(i) is that of score i.
 template <typename E, typename T, bool kT, int kCount, typename MinusLse, typename PutWeights>
 __device__ __forceinline__ void change_scores(float (&s)[kCount], const WideModArgs& a, const Scores& scores, int row0,
                                               int col0, uint32_t visible, uint32_t dropped,

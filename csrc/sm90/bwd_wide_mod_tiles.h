@@ -1,5 +1,5 @@
-// Tile shapes of the sm90 backward with modifiers in two kernels, for the host and the kernels alike: above head_dim 128,
-// and in a fixed order also below. No CUDA, no torch.
+// Tile shapes of the sm90 backward with modifiers in two kernels, for the host and the kernels alike: above head_dim
+// 128, and in a fixed order also below. No CUDA, no torch.
 #pragma once
 
 #include "bwd_mod_tiles.h"
@@ -33,10 +33,10 @@ inline int wide_mod_size(const Problem& p) {
   return size <= 128 ? bwd_mod_size(p) : size <= 192 ? 192 : 256;
 }
 
-// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; a bias
-// that differs from row to row and whose rows cannot be asked for ahead; and what is slower here than in portable kernels that add
-// in any order (4k rows, ms, those in brackets: 16-bit bias, 128 columns 6.9 [5.7], 64 5.9 [4.4]; dropout, 64 4.4 [4.0]; but fp32 bias 7.2 [9.2] and 6.1
-// [7.6], dropout, 128 columns 5.5 [5.6]).
+// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; a
+// bias that differs from row to row and whose rows cannot be asked for ahead; and what is slower here than in portable
+// kernels that add in any order (4k rows, ms, those in brackets: 16-bit bias, 128 columns 6.9 [5.7], 64 5.9 [4.4];
+// dropout, 64 columns 4.4 [4.0], 128 5.5 [5.6]; fp32 bias 7.2 [9.2] and 6.1 [7.6]).
 inline bool is_wide_mod_taken(const Problem& p, const Modifiers& m) {
   const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
   if (m.softcap > 0.f && (adds || m.rng != nullptr)) return false;

@@ -45,8 +45,8 @@ def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor
 def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) -> None:
     """Nothing to see gives exactly nothing, and ends (RC-07); everything the bits of a call without a map.
 
-    Both in tiles of one height: by themselves, calls without a map take higher ones on Hopper. And both with a
-    mask of one bit, because gradients of calls without any are those of the plain kernels."""
+    Both in tiles of one height: by themselves, calls without a map take higher ones on Hopper. And both with
+    a mask of one bit, because gradients of calls without any are those of the plain kernels."""
     target = dataclasses.replace(target, switches=(*target.switches, ("lower_tiles", 1)))
     with target.active():
         qkv = random_qkv(target, 2, 300, 333, 4, 2, 64)

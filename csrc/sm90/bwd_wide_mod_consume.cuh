@@ -3,7 +3,6 @@
 // weights.
 #pragma once
 
-#include "../common/bias_stage.cuh"
 #include "bwd_wide_mod_parts.cuh"
 
 namespace flash_ext::sm90 {

@@ -137,13 +137,9 @@ struct BwdModChoice {
 BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x) {
   BwdModChoice choice;
   if (!x.need_qkv || !is_bwd_mod_ready(p)) return choice;
-  if (!wants_two_kernels(p, deterministic)) {
-    if (is_bwd_mod_taken(p, *x.modifiers)) {
-      choice.one = bwd_mod_instance_of(p);
-      return choice;
-    }
-  }
-  if (is_wide_mod_taken(p, *x.modifiers)) {
+  if (!wants_two_kernels(p, deterministic) && is_bwd_mod_taken(p, *x.modifiers)) {
+    choice.one = bwd_mod_instance_of(p);
+  } else if (is_wide_mod_taken(p, *x.modifiers)) {
     choice.two = &*std::find_if(kTwoKernelInstances.begin(), kTwoKernelInstances.end() - 1,
                                 [&](const TwoKernelInstance& i) { return wide_mod_size(p) == i.head_dim; });
   }

@@ -175,7 +175,7 @@ def attention(
         return_lse: also return the logsumexp of every row.
         return_max_logits: also return the largest final score (after bias and ALiBi, sinks not counted, -inf
             without any): True or "row" for every row, "head" for every head over batch and rows. Carries no
-            gradient.
+            gradient. GPUs leave out scores that are NaN, which out and lse do show.
         deterministic: make the gradient of q repeatable bit for bit, as all others always are. Slower on a
             GPU. ``torch.use_deterministic_algorithms(True)`` switches it on as well.
         path: the implementation: "sm90" or "sm80" on a GPU, "cpu" on CPU, None for the fastest that serves

@@ -138,7 +138,8 @@ class ReadBias {
   // begin on 16 bytes.
   __device__ __forceinline__ static bool is_asked(const Scores& scores, const Part& x) {
     const BiasView& bias = scores.m.bias;
-    return __all_sync(0xffffffffu, (bias.staged || (bias.is_float && bias.col_stride == 1)) && x.left > 2 * (kCount - 4) + 1);
+    const bool has_neighbours = bias.staged || (bias.is_float && bias.col_stride == 1);
+    return __all_sync(0xffffffffu, has_neighbours && x.left > 2 * (kCount - 4) + 1);
   }
 
   template <int half, typename Raw>
@@ -167,7 +168,8 @@ template <typename E, bool kT, bool kHalf, int kCount>
 __device__ __forceinline__ void add_naturally(float (&s)[kCount], const Scores& scores, int row0, int col0,
                                               ReadBias<E, kT, kCount>& bias) {
   if (scores.m.slopes != nullptr) {
-    scores.template add_slopes<kT>(reinterpret_cast<float (&)[1][kCount / 4][4]>(s), row0, col0, scores.p.softmax_scale);
+    auto& x = reinterpret_cast<float (&)[1][kCount / 4][4]>(s);
+    scores.template add_slopes<kT>(x, row0, col0, scores.p.softmax_scale);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] *= scores.p.softmax_scale;

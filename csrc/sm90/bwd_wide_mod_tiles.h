@@ -24,8 +24,10 @@ constexpr int wide_mod_keys_bytes(int d) {
 constexpr int wide_mod_queries_bytes(int d) {
   return wide_mod_tile(d).dq_smem_bytes(d, d) - kBwdControlBytes + wide_mod_query_control_bytes(d);
 }
-static_assert(wide_mod_keys_bytes(192) <= kSmemLimitLarge && wide_mod_queries_bytes(192) <= kSmemLimitLarge);
-static_assert(wide_mod_keys_bytes(256) <= kSmemLimitLarge && wide_mod_queries_bytes(256) <= kSmemLimitLarge);
+constexpr bool wide_mod_tile_fits(int d) {
+  return wide_mod_keys_bytes(d) <= kSmemLimitLarge && wide_mod_queries_bytes(d) <= kSmemLimitLarge;
+}
+static_assert(wide_mod_tile_fits(64) && wide_mod_tile_fits(128) && wide_mod_tile_fits(192) && wide_mod_tile_fits(256));
 
 // The compiled head_dim that a problem runs in.
 inline int wide_mod_size(const Problem& p) {

@@ -139,7 +139,7 @@ BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtra
   if (!x.need_qkv || !is_bwd_mod_ready(p)) return choice;
   if (!wants_two_kernels(p, deterministic) && is_bwd_mod_taken(p, *x.modifiers)) {
     choice.one = bwd_mod_instance_of(p);
-  } else if (is_wide_mod_taken(p, *x.modifiers)) {
+  } else if (is_wide_mod_taken(p, *x.modifiers, deterministic)) {
     choice.two = &*std::find_if(kTwoKernelInstances.begin(), kTwoKernelInstances.end() - 1,
                                 [&](const TwoKernelInstance& i) { return wide_mod_size(p) == i.head_dim; });
   }

@@ -127,9 +127,9 @@ def _has_hopper_backward(x: ModifierInputs) -> bool:
     size = max(case.head_dim, case.dim_v)
     shares_rows = bias is None or bias.dim() < 2 or bias.shape[-2] == 1
     is_wide = bias is not None and bias.element_size() == 4 and bias.shape[-1] > 1 and bias.stride(-1) == 1
-    reads_bias = shares_rows or is_wide or (size > 128 and _is_staged(bias))
-    takes_two = reads_bias and (size > 64 or "dropout_p" not in asked)
-    if case.deterministic or size > 128:
+    in_two_kernels = case.deterministic or size > 128
+    takes_two = shares_rows or is_wide or (in_two_kernels and _is_staged(bias))
+    if in_two_kernels:
         return takes_two
     return takes_two or _takes_one_kernel(x, bias)
 

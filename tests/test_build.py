@@ -58,7 +58,6 @@ SCORE_KINDS = (0, 1, 2, 3, 4)  # of which each has a kernel: hidden, added, capp
 HOPPER_BWD_WIDE_MOD = ("bwd_wide_mod_sm90_kernel",)  # of dK and dV, and of dQ
 HOPPER_BWD_WIDE_MOD_HEAD_DIMS = (64, 128, 192, 256)  # up to 128 in a fixed order
 WIDE_SCORE_KINDS = (0, 1, 2, 4)  # hidden, added, capped, dropped with or without what is added
-NOT_COMPILED = (64, 4)  # of these head_dims and kinds
 HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
@@ -167,9 +166,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_bwd = itertools.product(2 * HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
     hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
-    hopper_wide_mod = [key for key in itertools.product(2 * HOPPER_BWD_WIDE_MOD, DTYPES,
-                                                        HOPPER_BWD_WIDE_MOD_HEAD_DIMS, WIDE_SCORE_KINDS)
-                       if key[2:] != NOT_COMPILED]
+    hopper_wide_mod = itertools.product(2 * HOPPER_BWD_WIDE_MOD, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
+                                        WIDE_SCORE_KINDS)
     hopper_wide_mod_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
                                                (None,))
     hopper_mod = [*itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
@@ -304,7 +302,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
     kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
     modified = len(HOPPER_MOD) * kinds
     modified += len(HOPPER_BWD_MOD) * len(HOPPER_BWD_MOD_HEAD_DIMS) * len(SCORE_KINDS)
-    modified += 2 * (len(HOPPER_BWD_WIDE_MOD_HEAD_DIMS) * len(WIDE_SCORE_KINDS) - 1)
+    modified += 2 * len(HOPPER_BWD_WIDE_MOD_HEAD_DIMS) * len(WIDE_SCORE_KINDS)
     assert seen == len(DTYPES) * (len(HOPPER) * len(HOPPER_HEAD_DIMS) + narrow + wide + modified)
 
 

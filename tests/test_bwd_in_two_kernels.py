@@ -66,10 +66,10 @@ CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
     "softcap": (lambda: CAPS, (TWO, TWO, TWO, ONE, ONE)),
     "softcap and mask": (lambda: {**CAPS, **HIDES}, (TWO, TWO, TWO, ONE, ONE)),
     "chunks": (lambda: {"chunk_size": 32, "causal": True}, (TWO, TWO, TWO, ONE, ONE)),
-    "dropout": (lambda: DROPS, (OLD, TWO, TWO, ONE, ONE)),
-    "dropout and slopes": (lambda: {**DROPS, **slopes()}, (OLD, TWO, TWO, ONE, ONE)),
-    "16 bits": (lambda: {"attn_mask": half()}, (OLD, OLD, TWO, ONE, ONE)),
-    "16 bits, dropout": (lambda: {"attn_mask": half(), **DROPS}, (OLD, OLD, TWO, ONE, ONE)),
+    "dropout": (lambda: DROPS, (TWO, TWO, TWO, ONE, ONE)),
+    "dropout and slopes": (lambda: {**DROPS, **slopes()}, (TWO, TWO, TWO, ONE, ONE)),
+    "16 bits": (lambda: {"attn_mask": half()}, (TWO, TWO, TWO, ONE, ONE)),
+    "16 bits, dropout": (lambda: {"attn_mask": half(), **DROPS}, (TWO, TWO, TWO, ONE, ONE)),
     "16 bits, one row": (lambda: {"attn_mask": half(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
     "16 bits, one key": (lambda: {"attn_mask": half(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
     "16 bits, odd rows": (lambda: {"attn_mask": half(keys=KEYS + 1)[..., :KEYS]}, (OLD, OLD, OLD, OLD, OLD)),
@@ -78,7 +78,7 @@ CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
     "16 bits, turned": (lambda: {"attn_mask": half(KEYS, ROWS).mT}, (OLD, OLD, OLD, OLD, OLD)),
     "32 bits": (lambda: {"attn_mask": single()}, (TWO, TWO, TWO, TWO, TWO)),
     "32 bits, slopes": (lambda: {"attn_mask": single(), **slopes()}, (TWO, TWO, TWO, TWO, TWO)),
-    "32 bits, dropout": (lambda: {"attn_mask": single(), **DROPS}, (OLD, TWO, TWO, OLD, TWO)),
+    "32 bits, dropout": (lambda: {"attn_mask": single(), **DROPS}, (TWO, TWO, TWO, TWO, TWO)),
     "32 bits, one row": (lambda: {"attn_mask": single(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
     "32 bits, one key": (lambda: {"attn_mask": single(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
     "32 bits, odd rows": (lambda: {"attn_mask": single(keys=KEYS + 1)[..., :KEYS]},
@@ -238,9 +238,9 @@ EVERYWHERE = (
     "alibi_b,sinks", "alibi,bias_qk_f32,padding", "softcap0.5", "softcap30,mask_bhqk_blocky,sinks",
     "documents", "prefix", "sinktok5", "chunk48", "chunk100,hkeys1", "hrows1", "hrows2_bh", "hkeys2_b",
     "blocks16x16_h", "blocks64x64_bh", "blocks128x128_bh", "blocks48x16_b_t,bias_11qk_f32", "top",
+    "drop0.5", "drop0.1,bias_1hqk_f32", "drop0.9,bias_b11k", "drop0.1,padding,alibi,sinks",
 )  # fmt: skip
-ABOVE_64 = ("drop0.5", "drop0.1,bias_1hqk_f32", "drop0.9,bias_b11k", "drop0.1,padding,alibi,sinks")
-ABOVE_128 = ("bias_bhqk", "bias_1hqk", "bias_hqk_inf", "drop0.5,bias_b1qk", "bias_b1qk_expanded,alibi_b")
+EVEN = ("bias_bhqk", "bias_1hqk", "bias_hqk_inf", "drop0.5,bias_b1qk", "bias_b1qk_expanded,alibi_b")
 NOWHERE = ("bias_11qk_odd", "bias_1hqk_t", "bias_b1qk_skip_f32", "bias_bhq1_f32", "softcap5,alibi")
 WITH_CAUSAL = ("top", "prefix", "chunk48")  # without effect, or nearly so, otherwise
 
@@ -255,7 +255,7 @@ def case_of(index: int, names: str, size: tuple[int, int | None], deterministic:
         "causal": causal or mods[0] in WITH_CAUSAL, "window": window, "dlse": index % 4 == 0, "seed": index,
         "dtype": ("bf16", "fp16")[index // 2 % 2], "deterministic": deterministic,
     }  # fmt: skip
-    lengths, several = (EVEN_LENGTHS, EVEN_PACKED) if names in ABOVE_128 else (LENGTHS, PACKED)
+    lengths, several = (EVEN_LENGTHS, EVEN_PACKED) if names in EVEN else (LENGTHS, PACKED)
     if index // 3 % 3 == 2:
         lens_q, lens_k = several[index // 9 % len(several)]
         case = packed(lens_q, lens_k, tail=9 * (index % 2), hints=index % 4 < 2, **common)
@@ -277,13 +277,12 @@ def cases(compiled: int) -> dict[ModifierCase, str]:
         found[mcase] = kernel_of(kind, size, deterministic)
         index += 1
 
-    for least, group in ((0, EVERYWHERE), (64, ABOVE_64), (128, ABOVE_128), (256, NOWHERE)):
-        for names in group:
-            add(names, TWO if compiled > least else OLD, compiled <= 128 or index % 2 == 0)
+    for names in (*EVERYWHERE, *EVEN, *NOWHERE):
+        add(names, OLD if names in NOWHERE else TWO, compiled <= 128 or index % 2 == 0)
     if compiled <= 128:
         for names in ("bias_bhqk_f32", "bias_b1qk_odd_f32", "bias_qk_f32,alibi,sinks", "bias_1hqk_inf_f32"):
             add(names, TWO, False)
-        add("bias_1hqk_f32,drop0.1", TWO if compiled > 64 else OLD, False)
+        add("bias_1hqk_f32,drop0.1", TWO, False)
     return found
 
 
@@ -292,7 +291,7 @@ ALL_CASES = {compiled: cases(compiled) for compiled in COMPILED}
 
 def test_the_cases_say_what_they_cover() -> None:
     """Each modifier at each compiled head_dim, in those kernels or in the portable ones."""
-    names = {*EVERYWHERE, *ABOVE_64, *ABOVE_128, *NOWHERE}
+    names = {*EVERYWHERE, *EVEN, *NOWHERE}
     for found in ALL_CASES.values():
         assert {",".join(mcase.mods) for mcase in found} >= names
         assert {mcase.case.dtype for mcase in found} == {"bf16", "fp16"}
@@ -346,7 +345,7 @@ def test_nan_in_one_query_row(target: Target) -> None:
         ModifierCase(dense(2, 100, 130, 4, h_k, d, deterministic=d <= 128, data="nan_row"), mods)
         for d in COMPILED
         for h_k in (4, 2)
-        for mods in (("alibi",), ("softcap30",), *((("drop0.5",),) if d > 64 else ()))
+        for mods in (("alibi",), ("softcap30",), ("drop0.5",))
     ]
 
     def run(mcase: ModifierCase, target: Target) -> None:
@@ -363,11 +362,11 @@ def repeated_cases() -> list[ModifierCase]:
     """More items than multiprocessors, drawn and not; in a fixed order whether asked for or not."""
     found = []
     for index, (compiled, deterministic) in enumerate(itertools.product(COMPILED, (True, False))):
-        wide = {64: ("bias_b1qk_f32",), 128: ("bias_b1qk_f32", "drop0.1")}  # in any order, too
-        mods = ("mask_b1qk", "alibi", "sinks", *(("drop0.1",) if compiled > 64 else ()))
+        wide = ("bias_b1qk_f32", "drop0.1")  # in any order, too
+        mods = ("mask_b1qk", "alibi", "sinks", "drop0.1")
         for size in SIZES[compiled]:
             case = dense(4, 700, 900, 8, 4, *size, deterministic=deterministic, seed=index)
-            some = mods if deterministic or compiled > 128 else wide[compiled]
+            some = mods if deterministic or compiled > 128 else wide
             found.append(ModifierCase(case, some, ("qkv",)))
     return found
 

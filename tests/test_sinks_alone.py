@@ -115,10 +115,7 @@ def test_what_else_is_asked_for_takes_the_modified_kernels(name: str, determinis
         shape={"seqlen_q": ROWS, "seqlen_k": KEYS, "head_dim": 128}, deterministic=deterministic,
         sinks=torch.zeros(HEADS), **BESIDE[name](),
     )  # fmt: skip
-    wanted = "bwd_mod_sm90_hd128_det" if deterministic else "bwd_mod_sm90_hd128"
-    if deterministic and name == "bias":  # of 16 bits: the portable kernels are faster
-        wanted = "bwd_mod+bwd_q_mod_sm80_hd128"
-    assert launch["kernel"] == wanted
+    assert launch["kernel"] == ("bwd_mod_sm90_hd128_det" if deterministic else "bwd_mod_sm90_hd128")
 
 
 def test_both_alignments_are_one_where_rows_and_keys_are_as_many() -> None:

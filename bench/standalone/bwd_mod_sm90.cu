@@ -29,7 +29,7 @@ constexpr bool kTwoKernels = kPadded > 128;
 #endif
 
 bool is_taken(const Problem& p, const Modifiers& m) {
-  return kTwoKernels ? sm90::is_wide_mod_taken(p, m) : sm90::is_bwd_mod_taken(p, m);
+  return kTwoKernels ? sm90::is_wide_mod_taken(p, m, true) : sm90::is_bwd_mod_taken(p, m);
 }
 std::string run_modified(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   if constexpr (kTwoKernels) {

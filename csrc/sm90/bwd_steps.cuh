@@ -58,6 +58,16 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint32_t ds, uint3
   });
 }
 
+// -lse or -delta of a thread's queries in registers: read before a wait for scores, and once for several blocks of keys.
+template <int kCount>
+struct HeldStats {
+  float2 x[kCount / 4];
+  __device__ __forceinline__ void load(const float* stats) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) x[j] = *reinterpret_cast<const float2*>(stats + 8 * j);
+  }
+};
+
 // dP starts from -delta: the products then give dP - delta.
 template <int kCount>
 __device__ __forceinline__ void begin_dp(float (&dp)[kCount], const float* minus_delta) {
@@ -71,10 +81,10 @@ __device__ __forceinline__ void begin_dp(float (&dp)[kCount], const float* minus
 
 // The same afterwards.
 template <int kCount>
-__device__ __forceinline__ void add_minus_delta(float (&dp)[kCount], const float* minus_delta) {
+__device__ __forceinline__ void add_minus_delta(float (&dp)[kCount], const HeldStats<kCount>& minus_delta) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
-    const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
+    const float2 x = minus_delta.x[j];
     dp[4 * j] += x.x;
     dp[4 * j + 1] += x.y;
     dp[4 * j + 2] += x.x;
@@ -84,15 +94,22 @@ __device__ __forceinline__ void add_minus_delta(float (&dp)[kCount], const float
 
 // s = P = 2^(scale s - lse).
 template <int kCount>
-__device__ __forceinline__ void scores_to_weights(float (&s)[kCount], const float* minus_lse, float scale) {
+__device__ __forceinline__ void scores_to_weights(float (&s)[kCount], const HeldStats<kCount>& minus_lse, float scale) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
-    const float2 x = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
+    const float2 x = minus_lse.x[j];
     s[4 * j] = ptx::ex2(fmaf(s[4 * j], scale, x.x));
     s[4 * j + 1] = ptx::ex2(fmaf(s[4 * j + 1], scale, x.y));
     s[4 * j + 2] = ptx::ex2(fmaf(s[4 * j + 2], scale, x.x));
     s[4 * j + 3] = ptx::ex2(fmaf(s[4 * j + 3], scale, x.y));
   }
+}
+
+template <int kCount>
+__device__ __forceinline__ void scores_to_weights(float (&s)[kCount], const float* minus_lse, float scale) {
+  HeldStats<kCount> held;
+  held.load(minus_lse);
+  scores_to_weights(s, held, scale);
 }
 
 // Weights of pairs that do not see each other become 0. `key` and `query` are those of element 0.

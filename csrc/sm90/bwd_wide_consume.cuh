@@ -74,7 +74,7 @@ __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem,
                                                 const BwdItem* items, BwdBarriers<T> bars) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kM = T::kBlockM;
-  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = warp * 16 + lane / 4;
+  const int lane = consumer_lane<T>(), warp = (threadIdx.x / 32) % 4, row = warp * 16 + lane / 4;
   const int heads = static_cast<int>(a.grid.shared.divisor);
   const float scale = a.p.problem.scale_log2;
   const uint32_t k_low = uniform(descriptor_low(smem, 16));
@@ -205,7 +205,7 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
                                                   const BwdItem* items, BwdBarriers<T> bars) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kM = T::kBlockM;
-  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = warp * 16 + lane / 4;
+  const int lane = consumer_lane<T>(), warp = (threadIdx.x / 32) % 4, row = warp * 16 + lane / 4;
   const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt, 16));
   const unsigned char* const weights_from = smem_bytes + T::kWeightsAt + threadIdx.x % 128 * 16;
   const float* const minus_delta = reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + kM + 2 * (lane % 4);
@@ -358,7 +358,7 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kN = T::kBlockN;
   const Problem& problem = a.p.problem;
-  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = group * 64 + warp * 16 + lane / 4;
+  const int lane = consumer_lane<T>(), warp = (threadIdx.x / 32) % 4, row = group * 64 + warp * 16 + lane / 4;
   const float scale = problem.scale_log2;
   const uint32_t q_low = uniform(descriptor_low(smem + group * T::kQBytes, 16));
   const uint32_t dout_low = uniform(descriptor_low(smem + T::kDoutAt + group * T::kDoutBytes, 16));

@@ -35,17 +35,14 @@ inline int wide_mod_size(const Problem& p) {
   return size <= 128 ? bwd_mod_size(p) : size <= 192 ? 192 : 256;
 }
 
-// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; a
-// bias that differs from row to row and whose rows cannot be asked for ahead; and what is slower here than in portable
-// kernels that add in any order (4k rows, ms, those in brackets: 16-bit bias, 128 columns 6.9 [5.7], 64 5.9 [4.4];
-// dropout, 64 columns 4.4 [4.0], 128 5.5 [5.6]; fp32 bias 7.2 [9.2] and 6.1 [7.6]).
-inline bool is_wide_mod_taken(const Problem& p, const Modifiers& m) {
+// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; and a
+// bias that differs from row to row and whose rows cannot be asked for ahead. Not deterministic up to head_dim 128, what
+// kernels that add in any order do faster: a 16-bit bias there is taken before, by bwd_mod.cuh or by those.
+inline bool is_wide_mod_taken(const Problem& p, const Modifiers& m, bool deterministic) {
   const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
   if (m.softcap > 0.f && (adds || m.rng != nullptr)) return false;
-  const int size = wide_mod_size(p);
-  if (size == 64 && m.rng != nullptr) return false;
-  if (m.bias.ptr == nullptr || m.bias.row_stride == 0) return true;
-  return (m.bias.is_float && m.bias.col_stride == 1) || (m.bias.staged && size > 128);
+  if (m.bias.ptr == nullptr || m.bias.row_stride == 0 || (m.bias.is_float && m.bias.col_stride == 1)) return true;
+  return m.bias.staged && (deterministic || wide_mod_size(p) > 128);
 }
 
 // fp32 elements of the workspace, as mod_stats_elements().

@@ -39,9 +39,7 @@ std::string run_bwd_wide_mod_as(const BwdParams& p, const Modifiers& m, const De
   if (!error.empty()) return error;
   const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
   if (m.softcap > 0.f) return launch_both_wide_mod<E, D, ScoreKind::kCapping>(p, m, d);
-  if constexpr (D > 64) {  // is_wide_mod_taken()
-    if (m.rng != nullptr) return launch_both_wide_mod<E, D, ScoreKind::kAddingDropping>(p, m, d);
-  }
+  if (m.rng != nullptr) return launch_both_wide_mod<E, D, ScoreKind::kAddingDropping>(p, m, d);
   if (adds) return launch_both_wide_mod<E, D, ScoreKind::kAdding>(p, m, d);
   return launch_both_wide_mod<E, D, ScoreKind::kHiding>(p, m, d);
 }

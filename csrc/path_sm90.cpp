@@ -180,12 +180,17 @@ int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
   return draws_items(p) || draws_short_tiles(p, d, block_m) ? kCounterBytes : 0;
 }
 
+// fp32 elements of what two kernels want: lse and delta of all rows, and each a counter where it draws items.
+static int64_t two_kernel_stats(const Problem& p, int block_m) {
+  return 2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0);
+}
+
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
   if (!is_bwd_taken(p)) return sm80::bwd_workspace(p, deterministic, d);
   if (is_wide(p)) {
-    const int block_m = wide_instance_of(p).tile().block_m;
-    return {2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0), 0};
+    return {two_kernel_stats(p, wide_instance_of(p).tile().block_m), 0};
   }
+  if (prefers_two_kernels(p, d)) return {two_kernel_stats(p, BwdTile::kBlockM), 0};
   const bool ordered = deterministic || prefers_order(p, d);
   const DqRing ring = dq_ring(p, d, ordered);
   const int64_t tiles = ring ? ring.tiles(p) : query_tiles(p);
@@ -213,6 +218,11 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
             std::min<int64_t>(wide_keys_grid(p, d, draws_items(p)).ctas, d.num_sms)};
   }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  if (prefers_two_kernels(p, d)) {
+    const BwdTile& t = kShortKeysTile;
+    return {"sm90", "bwd_sm90_hd128_two", BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
+            t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), false).ctas, d.num_sms)};
+  }
   const BwdTile t = bwd_tile(size);
   const bool ordered = deterministic || prefers_order(p, d);
   const std::string kind = ordered ? "_det" : dq_ring(p, d, ordered) ? "_ring" : "";
@@ -280,6 +290,7 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
   BwdParams prepared = p;
   prepared.problem.prepare();
   if (is_wide(p.problem)) return wide_instance_of(p.problem).run(prepared, d);
+  if (prefers_two_kernels(p.problem, d)) return run_bwd_short_hd128(prepared, d);
   prepared.deterministic = p.deterministic || prefers_order(p.problem, d);
   const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);
   return size == 64 ? run_bwd_hd64(prepared, d) : size == 96 ? run_bwd_hd96(prepared, d) : run_bwd_hd128(prepared, d);

@@ -492,7 +492,7 @@ MUTANTS = (
         (
             Edit(
                 "sm90/bwd_consume.cuh",
-                "ds_words);\n      ptx::fence_proxy_async();\n",
+                "ds_words);\n        ptx::fence_proxy_async();\n",
                 "ds_words);\n",
             ),
             Edit("sm90/bwd_consume.cuh", "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n"),

@@ -89,8 +89,12 @@ class KeyProducers:
         yield from each_item(me, self.item, use)
 
 
-def backward(m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None):
-    """bwd_produce.cuh, consume_together() and consume_apart() of bwd_consume.cuh, bwd_order.cuh."""
+def backward(
+    m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None, makes_dq=True,
+):  # fmt: skip
+    """bwd_produce.cuh, consume_together() and consume_apart() of bwd_consume.cuh, bwd_order.cuh.
+
+    Without dQ: of few rows."""
     turns = {}  # of each tile, first that of the first block to see it: begin_turns()
     for block, steps in items:
         for tile, groups in steps:
@@ -108,7 +112,7 @@ def backward(m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1,
             dq = [Slots("dQ", 1, 1, full=ALL // stages) for _ in range(stages)]
             order = SimpleNamespace(turns=turns, dq_at=dq_at, dq=dq, stage_at=cells("stage", ALL))
         x.role("scheduler", x.schedule_keys, True, ring)
-        x.role("Q", x.load_queries, apart or not ordered)
+        x.role("Q", x.load_queries, makes_dq and (apart or not ordered))
         added = barriers(2, ALL)
         if ring:
             for which in range(FINISHERS):
@@ -116,10 +120,12 @@ def backward(m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1,
         elif ordered:
             x.role("turns 0", pass_turns, x, order, 0)
             x.role("turns 1", pass_turns, x, order, 1) if apart else x.role("dO", x.load_douts)
-        else:
+        elif makes_dq:
             x.role("nobody", lambda me, x: each_item(me, x.item, lambda n: ()), x)
+        else:
+            x.role("dO", x.load_douts)
         adds = RingAdder(x, ring, added) if ring else None
-        consume = consume_apart(x, order, adds) if apart else consume_together(x, order, adds)
+        consume = consume_apart(x, order, adds) if apart else consume_together(x, order, adds, makes_dq)
         for group, warp in itertools.product(range(2), range(WARPS)):
             x.role(f"consumer {group}.{warp}", consume, group, warp)
 
@@ -193,7 +199,7 @@ def pass_turns(me, x, order, group):
     yield from each_item(me, x.item, use)
 
 
-def consume_together(x, order, ring=None):
+def consume_together(x, order, ring=None, makes_dq=True):
     ds_slots = 2 if x.m.plant == "two places for dS" else 3
     ds_full = barriers(ds_slots, ALL)
     ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_slots)]
@@ -260,19 +266,23 @@ def consume_together(x, order, ring=None):
             form_weights(n, 0, k, v)
             for i in range(count):
                 at, is_last = now.steps, i == count - 1
-                if is_last:
+                early = x.m.plant == "K and V are let go before the last scores"
+                if i == 0 if early else is_last:
                     v.let_go(me, now.items)
-                if i > 0:
-                    yield from wait_for_ds_before()
-                me.write(ds_at[at % ds_slots][who], (n, i))
-                if x.m.plant != "dS without a fence":
-                    me.fence()
-                me.arrive(ds_full[at % ds_slots])
+                    if not makes_dq:
+                        k.let_go(me, now.items)
+                if makes_dq:
+                    if i > 0:
+                        yield from wait_for_ds_before()
+                    me.write(ds_at[at % ds_slots][who], (n, i))
+                    if x.m.plant != "dS without a fence":
+                        me.fence()
+                    me.arrive(ds_full[at % ds_slots])
                 me.begin(x.dout.at(at), (n, i))
-                used = issue_dq_before(n, i - 1, k) if i > 0 else []
+                used = issue_dq_before(n, i - 1, k) if makes_dq and i > 0 else []
                 me.begin(x.q.at(at), (n, i))
                 me.finish(x.dout.at(at), *used)
-                yield from add_dq_before(n, i - 1) if i > 0 else settle()
+                yield from add_dq_before(n, i - 1) if makes_dq and i > 0 else settle()
                 now.steps += 1
                 if not is_last:
                     yield from issue_scores(n, i + 1, k, v)
@@ -281,6 +291,9 @@ def consume_together(x, order, ring=None):
                 x.dout.let_go(me, at)
                 if not is_last:
                     form_weights(n, i + 1, k, v)
+            if not makes_dq:
+                now.items += 1
+                return
             yield from wait_for_ds_before()
             used = issue_dq_before(n, count - 1, k)
             if order:

@@ -34,6 +34,7 @@ from tests.harness import TARGETS, Target, call_backward, call_forward
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.planted import CONTROL, MUTANTS, Edit, Mutant
+from tests.sanitizer_cases import FEW_ROWS
 
 SEED_VARIABLE = "FLASH_EXT_DEBUG_DELAY_SEED"
 # In a debug build a pair's first warp waits where it only arrives in a release.
@@ -108,6 +109,17 @@ def runs(target: Target) -> Iterator[tuple[str, Run]]:
         yield str(mcase), modified_run(mcase, target)
     for case in ring_cases() if target.path == "sm90" else ():
         yield f"ring {case}", ring_run(case, target)
+    for case in few_row_cases() if target.path == "sm90" else ():
+        switches = (*target.switches, *FEW_ROWS)
+        yield f"few rows {case}", plain_run(case, dataclasses.replace(target, switches=switches))
+
+
+def few_row_cases() -> list[Case]:
+    """dK and dV in one kernel, dQ in another, on one multiprocessor."""
+    return [
+        dense(2, 300, 430, 2, 2, 128, causal=causal, dtype=("bf16", "fp16")[causal])
+        for causal in (False, True)
+    ]
 
 
 def ring_cases() -> list[Case]:

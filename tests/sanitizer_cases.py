@@ -80,6 +80,17 @@ def ring_cases() -> list[Case]:
 RING = (("dq_ring", 1), ("num_sms", 3))
 
 
+def few_row_cases() -> list[Case]:
+    """Backwards in two kernels where FEW_ROWS leaves few multiprocessors (csrc/sm90/bwd_tiles.h)."""
+    return [
+        dense(2, 66, 130, 3, 3, 128, causal=True, deterministic=True),
+        dense(1, 190, 200, 3, 3, 104, dtype="fp16"),
+    ]
+
+
+FEW_ROWS = (("num_sms", 1),)
+
+
 # Beside each: which kernels it is there for, beyond fwd_mod and bwd_mod, which all of them launch.
 MODIFIED = (
     (False, ("bias_1hqk", "sinks", "softcap30")),  # bwd_bias over the batch; the bias staged
@@ -194,13 +205,16 @@ def main() -> int:
                 continue
             print(f"case {case}", flush=True)
             (run_modified if isinstance(case, ModifierCase) else run)(case, target)
-    in_rings = ring_cases() if target.path == "sm90" else []
-    with dataclasses.replace(target, switches=(*target.switches, *RING)).active():
-        for case in in_rings:
-            print(case if options.list else f"case {case}, in a ring", flush=True)
-            if not options.list:
-                run(case, target)
-    print(f"{len(cases) + len(in_rings)} cases, target {target.name}")
+    count = len(cases)
+    switched = (("in a ring", RING, ring_cases()), ("of few rows", FEW_ROWS, few_row_cases()))
+    for what, switches, found in switched if target.path == "sm90" else ():
+        count += len(found)
+        with dataclasses.replace(target, switches=(*target.switches, *switches)).active():
+            for case in found:
+                print(case if options.list else f"case {case}, {what}", flush=True)
+                if not options.list:
+                    run(case, target)
+    print(f"{count} cases, target {target.name}")
     return 0
 
 

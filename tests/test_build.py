@@ -60,6 +60,8 @@ HOPPER_BWD_WIDE_MOD_HEAD_DIMS = (64, 128, 192, 256)  # up to 128 in a fixed orde
 WIDE_SCORE_KINDS = (0, 1, 2, 4)  # hidden, added, capped, dropped with or without what is added
 HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
+DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few rows
+FEW_ROWS = (128,)  # head_dims; dQ then has the kernel of those above 128
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
 HOPPER_BWD_WIDE = ("bwd_sm90_wide_keys_kernel", "bwd_sm90_wide_queries_kernel")
@@ -163,7 +165,10 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     others = itertools.product(ONE_CLASS + 2 * PASSES, DTYPES, HEAD_DIMS, (None,))
     hopper_fwd = itertools.product(HOPPER, DTYPES, HOPPER_HEAD_DIMS, (None,))
     # Both modes of the backward: its deterministic kernels have the same name.
-    hopper_bwd = itertools.product(2 * HOPPER_BWD + HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,))
+    hopper_bwd = [*itertools.product(HOPPER_BWD, DTYPES, HOPPER_BWD_HEAD_DIMS, DQ_KINDS),
+                  *itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,)),
+                  *itertools.product(HOPPER_BWD, DTYPES, FEW_ROWS, (2,)),
+                  *itertools.product(("bwd_sm90_wide_queries_kernel",), DTYPES, FEW_ROWS, (None,))]
     hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, (128, 192, 256), (None,))
     hopper_wide_mod = itertools.product(2 * HOPPER_BWD_WIDE_MOD, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
@@ -297,7 +302,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         assert 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1
     wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
-    narrow = 2 * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS)
+    narrow = len(DQ_KINDS) * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS) + 2 * len(FEW_ROWS)
     kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
     kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
     modified = len(HOPPER_MOD) * kinds

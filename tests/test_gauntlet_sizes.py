@@ -359,14 +359,16 @@ class Numbers:
         rows = self.heads * self.rows_q * (1 if self.packed else self.batch)
         return 4 * rows * (2 + (0 if self.deterministic else self.padded_head_dim()))
 
-    def workspace_sm90(self, direction: str, block: int, ordered: bool) -> int:
-        """``block``: rows of a tile of queries. A counter where work is drawn, turns where it is ordered."""
+    def workspace_sm90(self, direction: str, block: int, kind: str) -> int:
+        """``block``: rows of a tile of queries. A counter where work is drawn, turns where it is ordered
+        (``kind`` det)."""
+        ordered = kind == "det"
         draws = self.packed or (self.causal and self.rows_q > 1)  # one row of a dense call sees all keys
         if direction == "fwd":
             return 16 if draws or self.saves_rounds(block) else 0
         per_head = self.rows_q // block + self.batch + 1 if self.packed else -(-self.rows_q // block)
         tiles = per_head * self.heads * (1 if self.packed else self.batch)
-        if self.padded_head_dim() > 128:
+        if self.padded_head_dim() > 128 or kind == "two":
             return 8 * tiles * block + (32 if draws else 0)
         assert ordered or not self.deterministic
         turns = -(-tiles // 4) * 16 if ordered else 0
@@ -403,7 +405,7 @@ class Numbers:
 def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
-    refused = divided = split = rings = 0
+    refused = divided = split = rings = twos = 0
     for _ in range(20_000):
         call, direction = Numbers.drawn(rng, unit=8 if path == "sm90" else 1), rng.choice(("fwd", "bwd"))
         if not call.can_be_counted():
@@ -429,12 +431,14 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
             assert plan["grid"] == ctas, call
         else:
             kind = plan["kernel"].rsplit("_", 1)[1]
-            wanted = run.workspace_sm90(direction, plan["block_m"], kind == "det")
+            wanted = run.workspace_sm90(direction, plan["block_m"], kind)
+            twos += kind == "two"
             if kind == "ring":
                 wanted, rings = run.workspace_of_ring(plan["block_m"], plan["block_n"]), rings + 1
             assert workspace == wanted, call
             assert plan["grid"] == min(ctas, 132), call
-    assert 100 < refused < 15_000 and divided > 20 and split > 20 and (rings > 4) == (path == "sm90")
+    assert 100 < refused < 15_000 and divided > 20 and split > 20
+    assert (rings > 4) == (twos > 4) == (path == "sm90")
 
 
 # ---- GR ----

@@ -66,6 +66,10 @@ def run_backward(m, rnd, *, apart, ordered):
     backward(m, key_items(rnd, apart), apart, 5 if apart else 2, rnd.random() < 0.5, ordered, ctas)
 
 
+def run_few_rows(m, rnd):
+    backward(m, key_items(rnd), slots=4, draws=rnd.random() < 0.5, makes_dq=False)
+
+
 def run_ring(m, rnd, *, apart):
     """Heads in rounds that come to a place three times or more, by fewer CTAs than a round has items, too."""
     round_heads, places, blocks, tiles = (rnd.randint(1, 2) for _ in range(4))
@@ -134,6 +138,7 @@ MODELS = {
     "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
+    "backward of few rows": run_few_rows,
     "wide backward, keys": run_wide_keys,
     "wide backward, queries": run_wide_queries,
     "wide with modifiers, keys": run_wide_mod_keys,
@@ -184,6 +189,7 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("forward", "parity of V", "deadlock"),
         ("forward", "K let go early", "overwrites"),
         ("forward", "a warp keeps Q", "deadlock"),
+        ("backward of few rows", "K and V are let go before the last scores", "overwrites V"),
         ("backward together", "two places for dS", "overwrites dS"),
         ("backward together", "dS without a fence", "may not see dS"),
         ("backward together, in a ring", "an item is told before its last addition", "may be added yet"),
@@ -202,6 +208,7 @@ def test_a_planted_mistake_is_found(name, plant, fault):
 RINGS = {
     "forward": ("K or V", "Q"),
     "forward with a bias": ("K or V", "Q", "bias", "chunk"),
+    "backward of few rows": ("K", "V", "Q", "dO", "item"),
     "backward together": ("K", "V", "Q", "dO", "item"),
     "backward together, in order": ("K", "V", "Q", "dO", "item", "dQ"),
     "backward apart": ("K", "V", "Q", "dO", "item"),

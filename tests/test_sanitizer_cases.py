@@ -14,9 +14,11 @@ from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.inputs import tensor_shapes
 from tests.modifier_cases import BIASES, MASKS, SCORES, STRUCTURE, ModifierCase
 from tests.sanitizer_cases import (
+    FEW_ROWS,
     RING,
     divided_cases,
     exact,
+    few_row_cases,
     ring_cases,
     run,
     run_modified,
@@ -88,6 +90,14 @@ def test_rings_are_rings(pretended_gpu: None):
             assert planned(case, "sm90")["kernel"].endswith("_ring"), str(case)
     finally:
         _C.set_switch("dq_ring", None)
+
+
+def test_few_rows_have_two_kernels(pretended_gpu: None):
+    """Those for the sanitizer and those under pauses."""
+    for name, value in FEW_ROWS:
+        _C.set_switch(name, value)
+    for case in few_row_cases() + race_delays.few_row_cases():
+        assert planned(case, "sm90")["kernel"].endswith("_two"), str(case)
 
 
 def test_cases_run_on_the_cpu():

@@ -6,9 +6,10 @@
 //
 // Lists have commas. VERBOSE=1 in the environment prints tests that pass as well, DETERMINISTIC=1 chooses the
 // deterministic kernels, whose tests also compare the bits of many runs, DQ_RING=1 accumulators in a ring wherever they
-// can be, 0 none, NUM_SMS=7 as many CTAs. Of what is timed, WINDOW=1024 hides earlier keys, GROUP=4 shares key heads,
-// PACKED=1 packs the sequences. -DONLY=128 compiles one head_dim; 192 stands for both sizes of v.
+// can be, 0 none, TWO_KERNELS=1 the two kernels of few rows (head_dim 128), NUM_SMS=7 as many CTAs. Of what is timed,
+// WINDOW=1024 hides earlier keys, GROUP=4 shares key heads, PACKED=1 packs the sequences. -DONLY=128 compiles one head_dim; 192 stands for both sizes of v.
 #include "sm90/run_bwd.cuh"
+#include "sm90/run_bwd_short.cuh"
 #include "sm90/run_bwd_wide.cuh"
 
 #include "bwd_cases.cuh"
@@ -30,6 +31,12 @@ struct Variant {
 
 template <int D>
 Variant variant() {
+  if constexpr (D == sm90::kShortHeadDim) {
+    if (std::getenv("TWO_KERNELS") != nullptr) {
+      return {D, D, sm90::run_bwd_short, {{"dK, dV", sm90::launch_short_keys<bf16, D>},
+                                          {"dQ", sm90::launch_wide_queries<bf16, D, D>}}};
+    }
+  }
   return {D, D, sm90::run_bwd_hd<D>, {{"main kernel", sm90::launch_bwd<bf16, D>}}};
 }
 

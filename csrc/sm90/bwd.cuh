@@ -37,7 +37,7 @@ __device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) 
       load_queries<T>(a, maps, smem, items, bars);
     } else if (T::kQueriesLoadDouts) {
       pass_turns<T>(a, smem, items, bars, 1);
-    } else {
+    } else if (warp == 3) {
       load_douts<T>(a, maps, smem, items, bars);
     }
   };
@@ -58,8 +58,9 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_sm90_kernel(const __grid_constant__ BwdArgs a, const __grid_constant__ BwdMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  ptx::allow_next_kernel();
+  if constexpr (T::kMakesDq) ptx::allow_next_kernel();
   ptx::wait_for_kernel_before();
+  if constexpr (!T::kMakesDq) ptx::allow_next_kernel();  // which reads what the kernel before this one has left
   bwd_body<T>(a, maps);
 #else
   __trap();  // wgmma exists in sm_90a machine code only

@@ -133,23 +133,26 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       float dq[kDqCount];
       uint32_t p_words[16], ds_words[16];
       if constexpr (kLast) arrive(bars.place_empty(k_place ^ 1));
+      if constexpr (kLast && !T::kMakesDq) arrive(bars.place_empty(k_place));
 #pragma unroll
       for (int i = 0; i < 32; ++i) dp[i] *= s[i];
       pack<E>(p_words, s);
       pack<E>(ds_words, dp);
-      // When both have written dS of the step before, both are through with dS of three steps ago: its place is free.
-      if constexpr (!kFirst) wait_for_ds_before();
-      store_ds(ds_to + ds_ring.slot * T::kDsBytes, ds_words);
-      ptx::fence_proxy_async();
-      __syncwarp();
-      arrive(bars.ds_full(ds_ring.slot));
+      if constexpr (T::kMakesDq) {
+        // When both have written dS of the step before, both are through with dS of three steps ago: its place is free.
+        if constexpr (!kFirst) wait_for_ds_before();
+        store_ds(ds_to + ds_ring.slot * T::kDsBytes, ds_words);
+        ptx::fence_proxy_async();
+        __syncwarp();
+        arrive(bars.ds_full(ds_ring.slot));
+      }
       ptx::pin(p_words);
       ptx::pin(ds_words);
       ptx::pin(dk);
       ptx::pin(dv);
       ptx::wgmma_fence();
       issue_pv<E>(dv, p_words, uniform(descriptor_low(dout_at(slot), kM * 128)));
-      if constexpr (kFirst) {
+      if constexpr (kFirst || !T::kMakesDq) {
         ptx::wgmma_commit();
       } else {
         issue_dq_before(dq);
@@ -159,15 +162,17 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       ptx::wgmma_wait<1>();
       ptx::pin(p_words);
       ptx::pin(dv);
-      if constexpr (!kFirst) {
+      if constexpr (!kFirst && T::kMakesDq) {
         ptx::pin(dq);
         add_dq_before(dq);
       } else if (has_ring()) {
         settle<T>(smem_bytes, bars, group * 4 + warp, lane);
         if (lane == 0) ptx::fence_proxy_async_global();  // zeros, before additions
       }
-      ds_ring.advance();
-      tile_before = item.dq_tile + walk.head * a.tiles_per_head + walk.block;
+      if constexpr (T::kMakesDq) {
+        ds_ring.advance();
+        tile_before = item.dq_tile + walk.head * a.tiles_per_head + walk.block;
+      }
       walk.advance(item, heads);
       ring.advance();
       if constexpr (kLast) {
@@ -199,9 +204,11 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
         while (walk.left > 1) step(std::false_type{}, std::false_type{});
         step(std::false_type{}, std::true_type{});
       }
-      wait_for_ds_before();
-      float dq[kDqCount];
-      issue_dq_before(dq);
+      [[maybe_unused]] float dq[kDqCount];
+      if constexpr (T::kMakesDq) {
+        wait_for_ds_before();
+        issue_dq_before(dq);
+      }
       // Gradients pass through the warp's place for dQ before dQ does: they are gone when the function returns.
       if constexpr (T::kOrdered) {
         wait(bars.dq_empty(0), dq_parity);
@@ -211,13 +218,15 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       const BwdItem& now = read_again();
       const int warp_row = first_key(now) + warp * 16;
       store_rows_staged<E, kNextChunk>(p.dv, now.w.b, now.w.k, now.w.h, dv, 1.f, r.head_dim_v, warp_row, stage, lane);
-      ptx::wgmma_wait<0>();
-      ptx::pin(dq);
-      arrive(bars.place_empty(k_place));
+      if constexpr (T::kMakesDq) {
+        ptx::wgmma_wait<0>();
+        ptx::pin(dq);
+        arrive(bars.place_empty(k_place));
+      }
       k_place ^= 1;
       store_rows_staged<E, kNextChunk>(p.dk, now.w.b, now.w.k, now.w.h, dk, r.softmax_scale, r.head_dim, warp_row,
                                        stage, lane);
-      add_dq_before(dq);
+      if constexpr (T::kMakesDq) add_dq_before(dq);
       if (has_ring()) owe();
     } else {
       if (has_ring()) {

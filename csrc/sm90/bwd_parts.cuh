@@ -76,16 +76,19 @@ struct QueryWalk {
   }
 };
 
-template <typename E, int D, bool kInOrder = false>
+enum class DqKind { kAnyOrder, kInOrder, kElsewhere };  // how dQ is added, or in another kernel
+
+template <typename E, int D, DqKind kDq = DqKind::kAnyOrder>
 struct BwdTraits {
   using Element = E;
-  static constexpr bool kOrdered = kInOrder;  // additions to dQ
-  static constexpr bool kRing = !kInOrder;    // may have its accumulators in a ring
+  static constexpr bool kOrdered = kDq == DqKind::kInOrder;
+  static constexpr bool kRing = kDq == DqKind::kAnyOrder;  // may have its accumulators in a ring
+  static constexpr bool kMakesDq = kDq != DqKind::kElsewhere;
   // Tiles of an item still to load when the next one is drawn: one drawn early is kept from a CTA that is free before
   // (causal, 4k to 16k rows: 5 %), and additions in order want items to begin in the order in which they are drawn.
   static constexpr int kDrawAhead = 2;
   static constexpr int kHeadDim = D;
-  static constexpr BwdTile kTile = bwd_tile(D);
+  static constexpr BwdTile kTile = kMakesDq ? bwd_tile(D) : kShortKeysTile;
   static constexpr bool kApart = kTile.apart;
   static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = BwdTile::kThreads;
   static constexpr int kGroupKeys = kBlockN / 2;  // of a consumer warpgroup
@@ -104,13 +107,14 @@ struct BwdTraits {
   static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kPiecesAt = kDsAt + kTile.ds_bytes();
   static constexpr int kPieceSlots = kTile.piece_slots(), kFinisherBytes = kTile.finisher_bytes();
   static constexpr int kZerosAt = kPiecesAt + BwdTile::kFinishers * kFinisherBytes;
-  static constexpr int kStatsAt = kZerosAt + BwdTile::kZeroBytes;
+  static constexpr int kStatsAt = kZerosAt + kTile.zero_bytes();
   static constexpr bool kStaged = kTile.staged;
   static constexpr int kStageAt = kStatsAt + kTile.stats_bytes(), kStageBytes = 4096;  // a warp: 16 queries, 64 columns
   // In order: additions of a step, each kind of which has a warp to itself, and tiles whose turns it asks for at once.
   static constexpr int kDqStages = kApart ? 2 : 1, kTurnsAtOnce = 4;
   static constexpr bool kQueriesLoadDouts = kRing || kApart;
   static constexpr bool kSchedulerLoadsKeys = true;
+  static constexpr int kItemReaders = kOrdered ? 3 : 2;  // among the producers
   static constexpr int kItemsAt = kStageAt + kTile.stage_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes(D);
   static constexpr int kItems = 2;
@@ -169,8 +173,7 @@ struct BwdBarriers {
     }
     for (int i = 0; i < T::kItems; ++i) {
       ptx::mbarrier_init(item_full(i), 1);
-      // And the other producers: of those with a ring one reads no items.
-      ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + (T::kRing ? 2 : 3));
+      ptx::mbarrier_init(item_empty(i), T::kConsumerWarps + T::kItemReaders);
       if constexpr (T::kRing) ptx::mbarrier_init(added(i), T::kConsumerWarps);
     }
     if constexpr (T::kRing) {

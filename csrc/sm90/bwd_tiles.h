@@ -14,22 +14,24 @@ struct BwdTile {
   bool apart;
   int slots;    // tiles of Q and of dO in the ring
   bool staged;  // dQ leaves through shared memory, else from registers
+  bool makes_dq = true;
 
   static constexpr int kBlockM = 64, kThreads = 384, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
   static constexpr int kOrderedKeys = 128;  // a turn, where additions to dQ have an order
   constexpr int block_n() const { return apart ? 256 : 128; }
   constexpr int kv_bytes(int d) const { return tile_bytes(block_n(), d); }
   constexpr int slot_bytes(int d) const { return 2 * tile_bytes(kBlockM, d); }
-  constexpr int ds_slots() const { return apart ? 2 : 3; }
+  constexpr int ds_slots() const { return !makes_dq ? 0 : apart ? 2 : 3; }
   constexpr int ds_bytes() const { return (apart ? 2 * ds_slots() : ds_slots()) * kDsBytes; }
   constexpr int stats_bytes() const { return slots * kBlockM * 8; }
   constexpr int stage_bytes() const { return staged ? 8 * 4096 : 0; }
   static constexpr int kControlBytes = 896;  // items and barriers
   // Of bwd_finish.cuh: each of two warps has slots for pieces of dQ; zeros for both.
   static constexpr int kPieceBytes = 2048, kFinishers = 2, kZeroBytes = kPieceBytes / 2;
-  constexpr int piece_slots() const { return apart ? 3 : 4; }
+  constexpr int piece_slots() const { return !makes_dq ? 0 : apart ? 3 : 4; }
   constexpr int finisher_bytes() const { return piece_slots() * kPieceBytes; }
-  constexpr int finishing_bytes() const { return kFinishers * finisher_bytes() + kZeroBytes; }
+  constexpr int zero_bytes() const { return makes_dq ? kZeroBytes : 0; }
+  constexpr int finishing_bytes() const { return kFinishers * finisher_bytes() + zero_bytes(); }
   constexpr int smem_bytes(int d) const {
     return 2 * kv_bytes(d) + slots * slot_bytes(d) + ds_bytes() + stats_bytes() + stage_bytes() + finishing_bytes() +
            kControlBytes;
@@ -38,8 +40,13 @@ struct BwdTile {
 
 // Whether dQ should be staged was measured, too: 646 against 575 TFLOP/s with 128 columns, 480 against 525 with 64.
 constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : BwdTile{false, 2, true}; }
+// Of the kernel that leaves dQ to another one, for few rows (prefers_two_kernels()): what it does not need holds two more
+// tiles of Q and dO. That one has 128 keys a tile, and the tiles of queries of this one in the workspace.
+inline constexpr int kShortHeadDim = 128;
+inline constexpr BwdTile kShortKeysTile = {false, 4, true, false};
 
-static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge);
+static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge &&
+              kShortKeysTile.smem_bytes(kShortHeadDim) <= kSmemLimitLarge);
 
 // Heads whose drawn items run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for
 // the order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8), and as many as have an item for
@@ -102,6 +109,19 @@ inline bool prefers_order(const Problem& p, const DeviceInfo& d) {
     return p.seqlen_k <= 384;
   };
   return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
+}
+
+// Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
+// but without a dQ in fp32 that one pass zeroes and another one converts, half of the time at 256 rows. On an H200, 16k
+// rows and 2048 columns in all, TFLOP/s in two kernels and as such calls would run otherwise (in order, or in a ring), 128
+// / 256 / 512 / 1k rows: causal 90 / 160 / 252 / 343 and 82 / 146 / 235 / 359, no mask 177 / 288 / 387 / 448 and 165 / 259 /
+// 374 / 523. Head_dim 64 would gain up to 256 rows only (causal, 256 / 512 / 1k: 132 / 204 / 278 and 116 / 213 / 324). The
+// batch-invariant mode does not take it, because it depends on the number of heads.
+inline bool prefers_two_kernels(const Problem& p, const DeviceInfo& d) {
+  if (p.is_varlen() || p.num_heads != p.num_heads_k || d.dq_ring >= 0 || d.batch_invariant) return false;
+  if (padded_head_dim(p.head_dim, p.head_dim_v) != kShortHeadDim || p.window_left >= 0) return false;
+  if (p.window_right > 0 || std::max(p.seqlen_q, p.seqlen_k) > 512) return false;
+  return make_grid(p, d, false, kShortKeysTile.block_n()).ctas >= 3 * d.num_sms;
 }
 
 // Whether the kernels of a backward behind its first begin before the one before them is over, which saves a few

@@ -42,6 +42,7 @@ struct WideKeyTraits {
   static constexpr int kBarriersAt = kItemsAt + kItems * static_cast<int>(sizeof(BwdItem));
   static constexpr int kDsSlots = 2 * kWeightSlots;  // weights written, weights read
   static constexpr bool kOrdered = false, kRing = false, kSchedulerLoadsKeys = false;
+  static constexpr int kItemReaders = 3;  // among the producers
   static constexpr bool kQueriesLoadDouts = false, kPlacesSwap = false;
   static_assert(kQBytes % 1024 == 0 && kDoutBytes % 1024 == 0 && kItemsAt % 16 == 0);
   static_assert(kBarriersAt + 8 * (5 + 4 * kSlots + 2 * kItems + kDsSlots) <= kSmemBytes);

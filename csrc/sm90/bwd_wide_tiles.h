@@ -33,6 +33,7 @@ struct WideBwdTile {
 // registers leave shared memory, whose bandwidth is the next limit after the tensor cores, to the other ones: 104 bytes
 // a clock of 128 at head_dim 192 instead of 136. More than 128 columns of 256 would spill.
 constexpr WideBwdTile wide_bwd_tile(int d, int dv) {
+  if (d == kShortHeadDim) return {BwdTile::kBlockM, 0, 0, 0, 128, 2, 2};  // the kernel of dQ only, see kShortKeysTile
   if (d == 192 && dv == 128) return {64, 4, 192, 1, 64, 3, 3};
   if (d == 192) return {64, 3, 192, 2, 80, 2, 2};
   return {48, 3, 128, 1, 64, 2, 1};
@@ -42,7 +43,7 @@ constexpr bool wide_bwd_tile_fits(int d, int dv) {
   const WideBwdTile t = wide_bwd_tile(d, dv);
   return t.dkv_smem_bytes(d, dv) <= kSmemLimitLarge && t.dq_smem_bytes(d, dv) <= kSmemLimitLarge;
 }
-static_assert(wide_bwd_tile_fits(192, 128) && wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
+static_assert(wide_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && wide_bwd_tile_fits(192, 128) && wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
 
 // Items of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
 // CTAs then stream the same tiles at the same time (16k rows: 957 TFLOP/s, as of all five products, against 854 with

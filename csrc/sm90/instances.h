@@ -34,6 +34,7 @@ std::string run_bwd_bias_hd128(const BwdParams& p, const Modifiers& m, const Bia
 std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd96(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d);
+std::string run_bwd_short_hd128(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd192(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd192_v128(const BwdParams& p, const DeviceInfo& d);
 std::string run_bwd_hd256(const BwdParams& p, const DeviceInfo& d);

@@ -50,7 +50,7 @@ inline Ring ring_of(const BwdParams& p, const DqRing& r) {
 
 template <typename E, int D, bool kOrdered = false>
 std::string launch_bwd(const BwdParams& p, const DeviceInfo& d) {
-  using T = BwdTraits<E, D, kOrdered>;
+  using T = BwdTraits<E, D, kOrdered ? DqKind::kInOrder : DqKind::kAnyOrder>;
   const Problem& r = p.problem;
   const DqRing ring = dq_ring(r, d, kOrdered);
   const bool drawn = kOrdered || ring || draws_items(r);

@@ -1,0 +1,137 @@
+"""Hopper backwards of few rows, in two kernels (csrc/sm90/bwd_tiles.h): when, what they want, and that they
+are right and repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext.ops import _C
+from tests.cases import Case, dense
+from tests.harness import Target, call_backward, call_forward, on_targets, run_case
+from tests.inputs import make_inputs
+from tests.test_dq_ring import switched
+
+TWO = "bwd_sm90_hd128_two"
+
+
+def plan(seqlen: int, *, batch: int = 32, keys: int | None = None, head_dim: int = 128, **more) -> dict:
+    return _C.plan(
+        "bwd", batch=batch, seqlen_q=seqlen, seqlen_k=keys or seqlen, path="sm90",
+        **{"num_heads": 16, "num_heads_k": 16, "head_dim": head_dim, "head_dim_v": head_dim} | more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "options", "in_two"),
+    [
+        (512, {"window_right": 0}, True),  # 1.07 times as fast as in order
+        (512, {}, True),  # 1.03 times as in a ring
+        (256, {"batch": 64}, True),  # 1.11
+        (256, {"batch": 64, "window_right": 0}, True),  # 1.10
+        (1, {"keys": 512}, True),
+        (512, {"head_dim": 104}, True),
+        (512, {"head_dim": 64, "head_dim_v": 128}, True),
+        (512, {"deterministic": True}, True),  # nothing is added to memory
+        (513, {}, False),
+        (100, {"keys": 513}, False),
+        (1024, {"batch": 16, "window_right": 0}, False),  # 0.95
+        (512, {"batch": 6}, False),  # 384 blocks of keys for 132 multiprocessors
+        (512, {"head_dim": 96}, False),
+        (512, {"head_dim": 64}, False),  # 0.96
+        (512, {"num_heads_k": 4}, False),
+        (512, {"window_left": 100, "window_right": 0}, False),
+        (512, {"window_right": 5}, False),
+        (512, {"packed": True}, False),
+    ],
+)
+def test_two_kernels_where_they_are_faster(pretended_gpu, seqlen: int, options: dict, in_two: bool) -> None:
+    assert (plan(seqlen, **options)["kernel"] == TWO) == in_two
+
+
+@pytest.mark.parametrize("switch", [{"dq_ring": 0}, {"dq_ring": 1}, {"batch_invariant": 1}])
+def test_not_where_a_switch_asks_for_one(pretended_gpu, switch: dict[str, int]) -> None:
+    """Nor in the batch-invariant mode: the choice depends on the number of heads."""
+    with switched(**switch):
+        assert plan(512)["kernel"] != TWO
+
+
+def test_the_workspace_holds_statistics_and_counters(pretended_gpu) -> None:
+    """lse and delta of whole tiles, 16 bytes for each kernel that draws its items; no dq in fp32."""
+    assert plan(512)["workspace_bytes"] == 8 * 32 * 16 * 512
+    assert plan(500, window_right=0)["workspace_bytes"] == 8 * 32 * 16 * 512 + 2 * 16
+
+
+def cases() -> list[Case]:
+    """Lengths around tiles of both kernels, masks, layouts; gradients in both types."""
+    found = [
+        dense(2, 1, 1, 12, 12, 128),
+        dense(3, 63, 65, 4, 4, 128, dtype="fp16", dlse=True),
+        dense(2, 65, 127, 5, 5, 104, causal=True, layout="bhsd"),
+        dense(2, 129, 63, 8, 8, 128, causal=True, layout="gap", dout_layout="gap"),  # rows without keys
+        dense(2, 128, 128, 6, 6, 128, dtype="fp16", causal=True),
+        dense(1, 300, 511, 3, 3, 120, 128, dtype="fp16", causal=True, dlse=True),
+        dense(1, 512, 512, 3, 3, 128, layout="packed"),
+        dense(1, 511, 512, 4, 4, 128, causal=True),
+        dense(1, 200, 449, 4, 4, 128, 64, dout_layout="bhsd"),
+        dense(1, 449, 200, 7, 7, 40, 128, dtype="fp16"),
+    ]
+    return [
+        case.replace(seed=seed, deterministic=deterministic)
+        for seed, case in enumerate(found)
+        for deterministic in (False, True)
+    ]
+
+
+def with_few(target: Target, num_sms: int) -> Target:
+    return dataclasses.replace(target, switches=(*target.switches, ("num_sms", num_sms)))
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_cases_run_in_two(pretended_gpu, num_sms: int) -> None:
+    for case in cases():
+        with switched(num_sms=num_sms):
+            left, right = case.effective_window
+            chosen = plan(
+                case.seqlen_q, batch=case.batch, keys=case.seqlen_k, num_heads=case.num_heads,
+                num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v,
+                window_left=left, window_right=right, deterministic=case.deterministic,
+            )  # fmt: skip
+        assert chosen["kernel"] == TWO, str(case)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+@on_targets("sm90")
+def test_two_kernels_are_right(target: Target, num_sms: int) -> None:
+    chosen = with_few(target, num_sms)
+    with chosen.active():
+        for case in cases():
+            run_case(case, chosen)
+            assert _C.last_launch()["kernel"] == TWO, str(case)
+
+
+@on_targets("sm90")
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_multiprocessors_and_the_same_bits(target: Target, causal: bool) -> None:
+    """As callers get them, asked to be deterministic or not."""
+    case = dense(16, 480, 512, 8, 8, 128, causal=causal)
+    with target.active():
+        run_case(case, target)
+        assert _C.last_launch()["kernel"] == TWO
+        x = make_inputs(case, target.device)
+        out, lse = call_forward(x, target)
+        asked = [dataclasses.replace(x, case=case.replace(deterministic=flag)) for flag in (False, True)]
+        first, *others = (call_backward(asked[n % 2], out, lse, target) for n in range(20))
+        assert _C.last_launch()["kernel"] == TWO
+        wide = flash_ext.backward(
+            x.dout, x.q, x.k, x.v, out, lse, causal=causal, softmax_scale=case.scale, grad_dtype=torch.float32
+        )
+        assert _C.last_launch()["kernel"] == TWO
+    for other in (*others, [x.to(first[0].dtype) for x in wide]):
+        for one, two in zip(first, other, strict=True):
+            assert torch.equal(one, two)
+

@@ -114,6 +114,40 @@ def test_two_kernels_are_right(target: Target, num_sms: int) -> None:
             assert _C.last_launch()["kernel"] == TWO, str(case)
 
 
+def divided() -> list[Case]:
+    """Query heads that share a key head, each a part of its own."""
+    return [
+        dense(2, 300, 130, 8, 1, 128),
+        dense(3, 130, 200, 4, 1, 104, causal=True, dtype="fp16", deterministic=True),
+    ]
+
+
+def in_as_many_parts(case: Case) -> dict[str, int]:
+    return {"num_sms": 3, "head_parts": case.num_heads}
+
+
+def test_divided_heads_run_in_two(pretended_gpu) -> None:
+    for case in divided():
+        with switched(**in_as_many_parts(case)):
+            chosen = plan(
+                case.seqlen_q, batch=case.batch, keys=case.seqlen_k, num_heads=case.num_heads, num_heads_k=1,
+                head_dim=case.head_dim, window_right=case.effective_window[1],
+                deterministic=case.deterministic,
+            )  # fmt: skip
+        assert (chosen["kernel"], chosen["head_parts"]) == (TWO, case.num_heads), str(case)
+
+
+@on_targets("sm90")
+def test_divided_heads(target: Target) -> None:
+    """Parts of dk and dv come in fp32 and are added behind."""
+    for case in divided():
+        switches = (*target.switches, *in_as_many_parts(case).items())
+        chosen = dataclasses.replace(target, switches=switches)
+        with chosen.active():
+            run_case(case, chosen)
+            assert _C.last_launch()["kernel"] == TWO, str(case)
+
+
 @on_targets("sm90")
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_multiprocessors_and_the_same_bits(target: Target, causal: bool) -> None:

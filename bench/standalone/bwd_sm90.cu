@@ -7,7 +7,8 @@
 // Lists have commas. VERBOSE=1 in the environment prints tests that pass as well, DETERMINISTIC=1 chooses the
 // deterministic kernels, whose tests also compare the bits of many runs, DQ_RING=1 accumulators in a ring wherever they
 // can be, 0 none, TWO_KERNELS=1 the two kernels of few rows (head_dim 128), NUM_SMS=7 as many CTAs. Of what is timed,
-// WINDOW=1024 hides earlier keys, GROUP=4 shares key heads, PACKED=1 packs the sequences. -DONLY=128 compiles one head_dim; 192 stands for both sizes of v.
+// WINDOW=1024 hides earlier keys, GROUP=4 shares key heads, PACKED=1 packs the sequences. -DONLY=128 compiles one
+// head_dim; 192 stands for both sizes of v.
 #include "sm90/run_bwd.cuh"
 #include "sm90/run_bwd_short.cuh"
 #include "sm90/run_bwd_wide.cuh"
@@ -299,7 +300,7 @@ void Harness::print_time(const Variant& v, bool causal, int seqlen, int reps) {
   std::printf("d%d/%d %s %-6d all %.0f TFLOP/s (%.3f ms)", d, v.head_dim_v, causal ? "causal" : "full  ", seqlen,
               gflop / all_ms, all_ms);
   for (const auto& [name, run] : v.parts) {
-    const bool in_ring = v.head_dim <= 128 && sm90::dq_ring(p.problem, device_, deterministic_);
+    const bool in_ring = v.head_dim <= 128 && v.parts.size() == 1 && sm90::dq_ring(p.problem, device_, deterministic_);
     if (deterministic_ || in_ring) break;  // words by which CTAs wait for each other are good for one run
     // Not cold: the pass before it has just read what it reads.
     const double ms = median(time_calls([&] { require(run(p, device_)); }, reps, nullptr));

@@ -6,9 +6,10 @@
 namespace flash_ext::sm90 {
 
 // Two warpgroups with 64 keys each of the same 128. dS of both meets in shared memory, and each adds its share of the
-// columns of dQ, one step late, so that neither waits for the other. S and dP of a step are issued behind dK of the step
-// before, while that runs. kGroup: which warpgroup, or -1 to tell at run time (where both have the same number of
-// columns). What a step needs seldom is read again from the item: registers that live across the loop cost 2 %.
+// columns of dQ, one step late, so that neither waits for the other. S and dP of a step are issued behind dK of the
+// step before, while that runs. Of few rows dQ is another kernel's, and nothing meets (T::kMakesDq). kGroup: which
+// warpgroup, or -1 to tell at run time (where both have the same number of columns). What a step needs seldom is read
+// again from the item: registers that live across the loop cost 2 %.
 template <typename T, int kGroup>
 __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                  const BwdItem* items, BwdBarriers<T> bars, int group) {

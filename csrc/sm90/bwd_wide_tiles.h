@@ -1,4 +1,5 @@
-// Tile shapes of the sm90 backward for head_dim above 128, for the host and the kernels alike. No CUDA, no torch.
+// Tile shapes of the sm90 backward in two kernels: head_dim above 128, and dQ of few rows (prefers_two_kernels()). For
+// the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
 #include "bwd_tiles.h"
@@ -43,7 +44,8 @@ constexpr bool wide_bwd_tile_fits(int d, int dv) {
   const WideBwdTile t = wide_bwd_tile(d, dv);
   return t.dkv_smem_bytes(d, dv) <= kSmemLimitLarge && t.dq_smem_bytes(d, dv) <= kSmemLimitLarge;
 }
-static_assert(wide_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && wide_bwd_tile_fits(192, 128) && wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
+static_assert(wide_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && wide_bwd_tile_fits(192, 128) &&
+              wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
 
 // Items of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
 // CTAs then stream the same tiles at the same time (16k rows: 957 TFLOP/s, as of all five products, against 854 with

@@ -146,6 +146,11 @@ BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtra
   return choice;
 }
 
+// fp32 elements of what two kernels want: lse and delta of all rows, and each a counter where it draws items.
+int64_t two_kernel_stats(const Problem& p, int block_m) {
+  return 2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0);
+}
+
 std::string why_not_device(const DeviceInfo& d) {
   if (d.cc_major != 9 || d.cc_minor != 0) {
     const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
@@ -178,11 +183,6 @@ int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
   const Instance& i = instance_of(p);
   const int block_m = fwd_tile(i.head_dim, i.head_dim_v, i.is_lower(p, d)).block_m();
   return draws_items(p) || draws_short_tiles(p, d, block_m) ? kCounterBytes : 0;
-}
-
-// fp32 elements of what two kernels want: lse and delta of all rows, and each a counter where it draws items.
-static int64_t two_kernel_stats(const Problem& p, int block_m) {
-  return 2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0);
 }
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
@@ -218,14 +218,9 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
             std::min<int64_t>(wide_keys_grid(p, d, draws_items(p)).ctas, d.num_sms)};
   }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (prefers_two_kernels(p, d)) {
-    const BwdTile& t = kShortKeysTile;
-    return {"sm90", "bwd_sm90_hd128_two", BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
-            t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), false).ctas, d.num_sms)};
-  }
-  const BwdTile t = bwd_tile(size);
-  const bool ordered = deterministic || prefers_order(p, d);
-  const std::string kind = ordered ? "_det" : dq_ring(p, d, ordered) ? "_ring" : "";
+  const bool in_two = prefers_two_kernels(p, d), ordered = !in_two && (deterministic || prefers_order(p, d));
+  const BwdTile t = in_two ? kShortKeysTile : bwd_tile(size);
+  const std::string kind = in_two ? "_two" : ordered ? "_det" : dq_ring(p, d, ordered) ? "_ring" : "";
   const std::string name = "bwd_sm90_hd" + std::to_string(size) + kind;
   return {"sm90", name, BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
           t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), ordered).ctas, d.num_sms)};

@@ -250,8 +250,8 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
                                               const BwdItem* items, BwdBarriers<T> bars, int group) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kM = T::kBlockM;
-  // Read once: ptxas would read the thread's number in every step again, and spill (causal, 1k rows: 303 and 289
-  // TFLOP/s).
+  // Read once: ptxas would read the thread's number in every step again, and spill 16 bytes (causal, 1k rows: 303 and
+  // 289 TFLOP/s); with ptx::fresh_lane() it spills 4.
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));
   const int warp = (threadIdx.x / 32) % 4;

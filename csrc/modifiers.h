@@ -113,7 +113,7 @@ struct BiasGradient {
   bool sum_cols = false;
   bool is_slope = false;  // weights every element by -|row + shift - col|
   bool is_float = false;  // out is fp32; else the dtype of q. Always fp32 with splits > 1
-  int32_t splits = 1;     // over the rows, and the caller adds the parts in order
+  int32_t splits = 1;     // parts of what is summed over, which the caller adds in order
 };
 
 // What a backward with modifiers computes beside dq, dk and dv.

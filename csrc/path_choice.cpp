@@ -72,7 +72,7 @@ namespace {
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
     "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "head_parts", "splits", "lower_tiles", "dq_ring", "batch_invariant"};
+    "head_parts", "splits", "lower_tiles", "dq_ring", "short_kernels", "batch_invariant"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -160,6 +160,7 @@ DeviceInfo device_info(int device_index) {
   if (const auto splits = get_switch(Switch::kSplits)) info.splits = static_cast<int>(*splits);
   if (const auto lower = get_switch(Switch::kLowerTiles)) info.lower_tiles = static_cast<int>(*lower);
   if (const auto ring = get_switch(Switch::kDqRing)) info.dq_ring = static_cast<int>(*ring);
+  if (const auto kernels = get_switch(Switch::kShortKernels)) info.short_kernels = static_cast<int>(*kernels);
   info.batch_invariant = get_switch(Switch::kBatchInvariant) == 1;
   return info;
 }

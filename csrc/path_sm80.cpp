@@ -70,17 +70,52 @@ Modifiers with_unit(Modifiers m, Problem p) {
   return m;
 }
 
+// One of the instances of kShortHeadDims, or the first of them.
+template <typename Params, typename Instances, typename... Args>
+std::string run_short(Params p, const Instances& instances, const Args&... args) {
+  p.problem.prepare();
+  const auto size = std::find(std::begin(kShortHeadDims), std::end(kShortHeadDims), short_head_dim(p.problem));
+  return instances[size - std::begin(kShortHeadDims)](p, args...);
+}
+
+std::string run_fwd_short(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
+  return run_short(p, std::to_array({run_fwd_short_hd32, run_fwd_short_hd64, run_fwd_short_hd128, run_fwd_short_hd256}), m,
+                   short_fwd_grid(p.problem, m.bias, d));
+}
+
+std::string run_bwd_short(const BwdParams& p, const Modifiers& m, const BiasGradient* bias, const DeviceInfo& d) {
+  return run_short(p, std::to_array({run_bwd_short_hd32, run_bwd_short_hd64, run_bwd_short_hd128}), m,
+                   bias != nullptr ? *bias : BiasGradient{}, short_bwd_grid(p.problem, m.bias, bias, d));
+}
+
+LaunchPlan short_plan(const char* kernel, const Problem& p, int smem_bytes, const ShortGrid& g) {
+  return {"sm80", name(kernel, short_head_dim(p)), kShortRows, kShortRows, 1, ShortTile::kThreads, smem_bytes, g.ctas};
+}
+LaunchPlan short_fwd_plan(const Problem& p, const BiasView& bias, const DeviceInfo& d) {
+  return short_plan("fwd_short", p, ShortTile::fwd_smem_bytes(short_head_dim(p)), short_fwd_grid(p, bias, d));
+}
+LaunchPlan short_bwd_plan(const Problem& p, const BiasView& bias, const BiasGradient* of_bias, const DeviceInfo& d) {
+  return short_plan("bwd_short", p, ShortTile::bwd_smem_bytes(short_head_dim(p)), short_bwd_grid(p, bias, of_bias, d));
+}
+
+// Gradients of sinks and slopes alone come from the statistics of rows and the kernel of bias gradients.
+bool is_short_bwd_mod(const Problem& p, const BwdExtras& x, const DeviceInfo& d) {
+  return is_short_bwd(p, d) && (x.need_qkv || x.bias != nullptr);
+}
+
 }  // namespace
 
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
 
-int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) { return make_split_grid(p, d).workspace_bytes(); }
+int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
+  return is_short(p, d) ? 0 : make_split_grid(p, d).workspace_bytes();
+}
 int64_t fwd_mod_workspace(const Problem&, const DeviceInfo&) { return 0; }
 
-BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo&) {
+BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
   const int64_t rows = p.total_q * p.num_heads;
-  return {2 * rows, deterministic ? 0 : rows * padded_head_dim(p.head_dim, p.head_dim_v)};
+  return {2 * rows, deterministic || is_short_bwd(p, d) ? 0 : rows * padded_head_dim(p.head_dim, p.head_dim_v)};
 }
 
 BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
@@ -92,6 +127,7 @@ BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const Devic
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
+  if (is_short(p, d)) return short_fwd_plan(p, {}, d);
   if (const SplitGrid g = make_split_grid(p, d); g.rows > 0) {
     const int size = padded_split_head_dim(p.head_dim, p.head_dim_v);
     const SplitTile t = split_tile(size, g.rows);
@@ -102,7 +138,8 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
   return plan_of("fwd", p, d, fwd_tile_sm80(size, class_of(d)), 0);
 }
 
-LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers&, const DeviceInfo& d) {
+LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+  if (is_short(p, d)) return short_fwd_plan(p, m.bias, d);
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const FwdTile t = fwd_mod_tile_sm80(size, class_of(d));
   return plan_of("fwd_mod", p, d, t,
@@ -111,11 +148,13 @@ LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers&, const DeviceInfo& d)
 
 // The deterministic mode runs the same kernel without its dQ, then bwd_q.
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  if (is_short_bwd(p, d)) return short_bwd_plan(p, {}, nullptr, d);
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   return plan_of(deterministic ? "bwd+bwd_q" : "bwd", p, d, bwd_tile_sm80(size, class_of(d)), 0);
 }
 
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& extras, const DeviceInfo& d) {
+  if (is_short_bwd_mod(p, extras, d)) return short_bwd_plan(p, extras.modifiers->bias, extras.bias, d);
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const SmemClass c = class_of(d);
   const bool adds = extras.modifiers == nullptr || extras.modifiers->is_natural || !has_hiding_bwd_sm80(size, c);
@@ -134,6 +173,7 @@ std::string run_fwd_split(const FwdParams& p, const SplitGrid& g, bool early) {
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
+  if (is_short(p.problem, d)) return run_fwd_short(p, with_unit({}, p.problem), d);
   if (const SplitGrid g = make_split_grid(p.problem, d); g.rows > 0) return run_fwd_split(p, g, false);
   return run(p, d, std::to_array({run_fwd_hd64, run_fwd_hd96, run_fwd_hd128, run_fwd_hd192, run_fwd_hd256}),
              std::to_array({run_fwd_large_hd64, run_fwd_large_hd96, run_fwd_large_hd128, run_fwd_large_hd192,
@@ -141,6 +181,7 @@ std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
 }
 
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
+  if (is_short_bwd(p.problem, d)) return run_bwd_short(p, with_unit({}, p.problem), nullptr, d);
   return run(p, d, std::to_array({run_bwd_hd64, run_bwd_hd96, run_bwd_hd128, run_bwd_hd192, run_bwd_hd256}),
              std::to_array({run_bwd_large_hd64, run_bwd_large_hd96, run_bwd_large_hd128, run_bwd_large_hd192,
                             run_bwd_large_hd256}));
@@ -148,6 +189,7 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
 
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
   const Modifiers m = with_unit(modifiers, p.problem);
+  if (is_short(p.problem, d)) return run_fwd_short(p, m, d);
   return run(p, d,
              std::to_array({run_fwd_mod_hd64, run_fwd_mod_hd96, run_fwd_mod_hd128, run_fwd_mod_hd192, run_fwd_mod_hd256}),
              std::to_array({run_fwd_mod_large_hd64, run_fwd_mod_large_hd96, run_fwd_mod_large_hd128,
@@ -159,6 +201,14 @@ std::string run_bwd_mod(const BwdParams& p, const BwdExtras& extras, const Devic
   const Modifiers m = with_unit(*extras.modifiers, p.problem);
   BwdExtras x = extras;
   x.modifiers = &m;
+  if (is_short_bwd_mod(p.problem, x, d)) {
+    const std::string error = run_bwd_short(p, m, x.bias, d);
+    if (!error.empty() || x.slopes == nullptr) return error;
+    BwdParams prepared = p;
+    prepared.problem.prepare();
+    return class_of(d) == SmemClass::kLarge ? run_bwd_bias_large(prepared, m, *x.slopes, d)
+                                            : run_bwd_bias(prepared, m, *x.slopes, d);
+  }
   return run(p, d,
              std::to_array({run_bwd_mod_hd64, run_bwd_mod_hd96, run_bwd_mod_hd128, run_bwd_mod_hd192, run_bwd_mod_hd256}),
              std::to_array({run_bwd_mod_large_hd64, run_bwd_mod_large_hd96, run_bwd_mod_large_hd128,

@@ -7,8 +7,9 @@
 #include "build_info.h"
 #include "heuristics.h"
 #include "paths.h"
-#include "sm90/bwd_wide_mod_tiles.h"
+#include "short_tiles.h"
 #include "sm80/instances.h"
+#include "sm90/bwd_wide_mod_tiles.h"
 #include "sm90/instances.h"
 #include "splits.h"
 
@@ -62,20 +63,27 @@ SplitGrid split_grid(const Problem& p, const DeviceInfo& d) {
 }
 bool splits_keys(const Problem& p, const DeviceInfo& d) { return split_grid(p, d).rows > 0; }
 
+// What the portable path runs in kernels of its own on Hopper as well: short sequences too.
+bool is_fwd_portable(const Problem& p, const DeviceInfo& d) {
+  return !is_taken(p) || is_short(p, d) || splits_keys(p, d);
+}
+
 // Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
 bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
 
 // The first that holds both, null for what the portable kernels take: also rows with sinks and no keys at all, because
 // TMA wants an address.
-const ModInstance* mod_instance_of(const Problem& p) {
-  if (!is_taken(p) || p.total_k == 0) return nullptr;
+const ModInstance* mod_instance_of(const Problem& p, const DeviceInfo& d) {
+  if (!is_taken(p) || p.total_k == 0 || is_short(p, d)) return nullptr;
   return &*std::find_if(kModInstances.begin(), kModInstances.end() - 1, [&](const ModInstance& i) {
     return p.head_dim <= i.head_dim && p.head_dim_v <= i.head_dim_v;
   });
 }
 
 // Whether the backward kernels here take it; dq and dk, contiguous like the output, want the same of head_dim.
-bool is_bwd_taken(const Problem& p) { return is_taken(p) && p.head_dim % 8 == 0; }
+bool is_bwd_taken(const Problem& p, const DeviceInfo& d) {
+  return is_taken(p) && p.head_dim % 8 == 0 && !is_short_bwd(p, d);
+}
 
 // Head dims of the backward above 128.
 struct WideInstance {
@@ -107,11 +115,11 @@ constexpr auto kBwdModInstances =
                                    {128, run_bwd_mod_hd128, run_bwd_bias_hd128, "bwd_mod_sm90_hd128"}});
 
 // Whether TMA can read all that a backward with modifiers reads, but for a bias.
-bool is_bwd_mod_ready(const Problem& p) { return is_bwd_taken(p) && p.total_k > 0; }
+bool is_bwd_mod_ready(const Problem& p, const DeviceInfo& d) { return is_bwd_taken(p, d) && p.total_k > 0; }
 
 // Null for larger head dims and what TMA cannot read.
-const BwdModInstance* bwd_mod_instance_of(const Problem& p) {
-  if (!is_bwd_mod_ready(p) || is_wide(p)) return nullptr;
+const BwdModInstance* bwd_mod_instance_of(const Problem& p, const DeviceInfo& d) {
+  if (!is_bwd_mod_ready(p, d) || is_wide(p)) return nullptr;
   return &*std::find_if(kBwdModInstances.begin(), kBwdModInstances.end() - 1,
                         [&](const BwdModInstance& i) { return bwd_mod_size(p) == i.head_dim; });
 }
@@ -134,11 +142,11 @@ struct BwdModChoice {
   const BwdModInstance* one = nullptr;
   const TwoKernelInstance* two = nullptr;
 };
-BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x) {
+BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
   BwdModChoice choice;
-  if (!x.need_qkv || !is_bwd_mod_ready(p)) return choice;
+  if (!x.need_qkv || !is_bwd_mod_ready(p, d)) return choice;
   if (!wants_two_kernels(p, deterministic) && is_bwd_mod_taken(p, *x.modifiers)) {
-    choice.one = bwd_mod_instance_of(p);
+    choice.one = bwd_mod_instance_of(p, d);
   } else if (is_wide_mod_taken(p, *x.modifiers, deterministic)) {
     choice.two = &*std::find_if(kTwoKernelInstances.begin(), kTwoKernelInstances.end() - 1,
                                 [&](const TwoKernelInstance& i) { return wide_mod_size(p) == i.head_dim; });
@@ -179,14 +187,14 @@ std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
 }
 
 int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
-  if (!is_taken(p) || splits_keys(p, d)) return sm80::fwd_workspace(p, d);
+  if (is_fwd_portable(p, d)) return sm80::fwd_workspace(p, d);
   const Instance& i = instance_of(p);
   const int block_m = fwd_tile(i.head_dim, i.head_dim_v, i.is_lower(p, d)).block_m();
   return draws_items(p) || draws_short_tiles(p, d, block_m) ? kCounterBytes : 0;
 }
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  if (!is_bwd_taken(p)) return sm80::bwd_workspace(p, deterministic, d);
+  if (!is_bwd_taken(p, d)) return sm80::bwd_workspace(p, deterministic, d);
   if (is_wide(p)) {
     return {two_kernel_stats(p, wide_instance_of(p).tile().block_m), 0};
   }
@@ -199,7 +207,7 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
 }
 
 LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
-  if (!is_taken(p) || splits_keys(p, d)) return sm80::plan_fwd(p, d);
+  if (is_fwd_portable(p, d)) return sm80::plan_fwd(p, d);
   const Instance& i = instance_of(p);
   const bool lower = i.is_lower(p, d);
   const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v, lower);
@@ -209,7 +217,7 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
 }
 
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  if (!is_bwd_taken(p)) return sm80::plan_bwd(p, deterministic, d);
+  if (!is_bwd_taken(p, d)) return sm80::plan_bwd(p, deterministic, d);
   if (is_wide(p)) {
     const WideInstance& i = wide_instance_of(p);
     const WideBwdTile t = i.tile();
@@ -226,14 +234,14 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
           t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), ordered).ctas, d.num_sms)};
 }
 
-int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo&) {
-  return mod_instance_of(p) != nullptr ? kCounterBytes : 0;
+int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d) {
+  return mod_instance_of(p, d) != nullptr ? kCounterBytes : 0;
 }
 
 BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
   // Enough for the portable kernels as well, which run what modifiers keep from those here: the words of their schedule
   // lie where this path's statistics, 128 a head or more, are then not needed.
-  if (!is_bwd_mod_ready(p)) return sm80::bwd_mod_workspace(p, deterministic, d);
+  if (!is_bwd_mod_ready(p, d)) return sm80::bwd_mod_workspace(p, deterministic, d);
   if (!wants_two_kernels(p, deterministic)) {
     return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
   }
@@ -242,7 +250,7 @@ BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const Devic
 }
 
 LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  const ModInstance* i = mod_instance_of(p);
+  const ModInstance* i = mod_instance_of(p, d);
   if (i == nullptr) return sm80::plan_fwd_mod(p, m, d);
   const bool tall = takes_tall_tiles(i->head_dim, p, m, d);
   const FwdModTile t = tall ? tall_mod_tile(i->head_dim) : fwd_mod_tile(i->head_dim);
@@ -254,7 +262,7 @@ LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& 
 }
 
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
-  const BwdModChoice choice = choose_bwd_mod(p, deterministic, x);
+  const BwdModChoice choice = choose_bwd_mod(p, deterministic, x, d);
   if (const BwdModInstance* i = choice.one) {
     const BwdModTile t = bwd_mod_tile(i->head_dim);
     return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
@@ -267,11 +275,12 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x
             wide_mod_keys_bytes(i->head_dim),
             std::min<int64_t>(wide_keys_grid(p, d, draws_items(p, *x.modifiers)).ctas, d.num_sms)};
   }
-  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p) ? wants_two_kernels(p, deterministic) : deterministic, x, d);
+  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p, d) ? wants_two_kernels(p, deterministic) : deterministic, x, d);
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
   // Here the machine code is that of sm_90a, in which the second of its kernels waits for the first by itself.
+  if (is_short(p.problem, d)) return sm80::run_fwd(p, d);
   if (const SplitGrid g = split_grid(p.problem, d); g.rows > 0) return sm80::run_fwd_split(p, g, true);
   if (!is_taken(p.problem)) return sm80::run_fwd(p, d);
   FwdParams prepared = p;
@@ -281,7 +290,7 @@ std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
 }
 
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
-  if (!is_bwd_taken(p.problem)) return sm80::run_bwd(p, d);
+  if (!is_bwd_taken(p.problem, d)) return sm80::run_bwd(p, d);
   BwdParams prepared = p;
   prepared.problem.prepare();
   if (is_wide(p.problem)) return wide_instance_of(p.problem).run(prepared, d);
@@ -292,7 +301,7 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
 }
 
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
-  const ModInstance* i = mod_instance_of(p.problem);
+  const ModInstance* i = mod_instance_of(p.problem, d);
   if (i == nullptr) return sm80::run_fwd_mod(p, modifiers, d);
   FwdParams prepared = p;
   prepared.problem.prepare();
@@ -302,8 +311,8 @@ std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const De
 }
 
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
-  const BwdModInstance* i = bwd_mod_instance_of(p.problem);
-  const BwdModChoice choice = choose_bwd_mod(p.problem, p.deterministic, x);
+  const BwdModInstance* i = bwd_mod_instance_of(p.problem, d);
+  const BwdModChoice choice = choose_bwd_mod(p.problem, p.deterministic, x, d);
   const bool has_qkv_kernel = choice.one != nullptr || choice.two != nullptr;
   const bool has_bias_kernel =
       i != nullptr && x.bias != nullptr && is_bias_gradient_taken(p.problem, *x.modifiers, *x.bias);

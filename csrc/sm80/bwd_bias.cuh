@@ -5,8 +5,8 @@
 //   dS = P * (keep * dO V^T - delta),  dbias = sum of dS over broadcast dimensions,
 //   dslope = -sum of dS * |row + shift - key|
 //
-// Two matrix products more than a backward without it. Where the rows are broadcast there may be few tiles, so they
-// are split over parts that the caller adds in order.
+// Two matrix products more than a backward without it. Where a bias is broadcast there may be few tiles, so what they sum
+// over is split into parts that the caller adds in order.
 //
 // A step is one tile of scores. Q and K, then dO and V, pass through a ring of slices of 64 columns, so neither
 // registers nor shared memory depend on head_dim, and one kernel serves all of them. CTAs are as many as fit the GPU;

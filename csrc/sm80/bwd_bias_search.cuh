@@ -12,7 +12,7 @@ namespace flash_ext::sm80 {
 
 // How the result is cut into tiles, and what walks over a tile divide by.
 struct BiasGrid {
-  int64_t tiles = 0;  // times the parts that rows are split into
+  int64_t tiles = 0;  // times the parts
   int slices_qk = 0;  // of a row of Q and K
   int slices = 0;     // and of dO and V
   bool whole = false;  // slices are full, and rows aligned
@@ -39,7 +39,7 @@ struct BiasGrid {
     r.slices_qk = parts(x.head_dim, T::kSlice);
     r.slices = r.slices_qk + parts(x.head_dim_v, T::kSlice);
     if (!g.sum_rows && !g.sum_cols) {
-      r.lines = Divisor((g.batch == 1 ? x.batch : 1) * r.heads_summed.divisor);
+      r.lines = Divisor(parts(int64_t{g.batch == 1 ? x.batch : 1} * r.heads_summed.divisor, g.splits));
       r.together = std::max(1, 32 / static_cast<int>(r.lines.divisor));
     }
     const bool aligned = p.q.aligned && p.k.aligned && p.v.aligned && p.dout.aligned;
@@ -48,7 +48,7 @@ struct BiasGrid {
   }
 };
 
-// Tile (m, n) of head h of batch entry b of the result, and of its rows the part `split`.
+// Tile (m, n) of head h of batch entry b of the result, and of its lines the part `split`: every splits-th from there on.
 struct BiasTile {
   uint32_t index;
   int n, m, h, b, split;
@@ -106,16 +106,18 @@ struct BiasSteps {
     return tile;
   }
 
-  // Sequences, or tiles of queries in them, are counted together: the first one of a tile, and how many.
+  // Sequences, or tiles of queries in them, are counted together, `first` is that of a tile's first line; its lines.
   struct Slots {
-    int first, count;
+    int first, lines;
   };
   __device__ Slots slots_of(const BiasTile& tile) const {
     const bool all = g.batch == 1;
     const int tiles_q = static_cast<int>(grid.tiles_q.divisor);
-    if (!g.sum_rows) return {all ? 0 : tile.b, all ? p.problem.batch : 1};
     int first = 0, count = 0;
-    if (!packed()) {
+    if (!g.sum_rows) {
+      first = all ? 0 : tile.b;
+      count = all ? p.problem.batch : 1;
+    } else if (!packed()) {
       first = all ? 0 : tile.b * tiles_q;
       count = (all ? p.problem.batch : 1) * tiles_q;
     } else if (all) {
@@ -125,7 +127,8 @@ struct BiasSteps {
       first = static_cast<int>(q.start / kBlockM) + tile.b + 1;
       count = (q.length + kBlockM - 1) / kBlockM;
     }
-    return {first + tile.split, max(0, (count - tile.split + g.splits - 1) / g.splits)};
+    const int lines = count * static_cast<int>(grid.heads_summed.divisor);
+    return {first, max(0, (lines - tile.split + g.splits - 1) / g.splits)};
   }
 
   __device__ bool packed() const { return p.problem.cu_seqlens_q != nullptr; }
@@ -142,10 +145,11 @@ struct BiasSteps {
     int b, h, m;  // b < 0: none
   };
   __device__ Line locate(const BiasTile& tile, const Slots& slots, int line) const {
-    const int at = static_cast<int>(divide(static_cast<uint32_t>(line), grid.heads_summed));
-    if (at >= slots.count) return {-1, 0, 0};
-    const int h = g.heads == 1 ? line - at * static_cast<int>(grid.heads_summed.divisor) : tile.h;
-    const int slot = slots.first + at * g.splits;
+    if (line >= slots.lines) return {-1, 0, 0};
+    const int of_all = tile.split + line * g.splits;
+    const int at = static_cast<int>(divide(static_cast<uint32_t>(of_all), grid.heads_summed));
+    const int h = g.heads == 1 ? of_all - at * static_cast<int>(grid.heads_summed.divisor) : tile.h;
+    const int slot = slots.first + at;
     if (!g.sum_rows) return {slot, h, tile.m};
     if (!packed()) {
       const int b = static_cast<int>(divide(static_cast<uint32_t>(slot), grid.tiles_q));
@@ -193,7 +197,7 @@ struct BiasSteps {
     }
     // Tiles that this completes, and of those the ones without a step, by their first lanes.
     const int next_line = s.line + (next_n >= 0 ? 0 : g.sum_cols ? 1 : 32);
-    const bool complete = many || next_line >= slots.count * static_cast<int>(grid.heads_summed.divisor);
+    const bool complete = many || next_line >= slots.lines;
     const uint32_t mine = many ? Scores::low_bits(grid.lines.divisor) << (in_tile == 0 ? lane : 0) : ~0u;
     const bool empty = (many || s.empty) && (visited & mine) == 0;
     uint32_t to_clear = __ballot_sync(0xffffffffu, has_tile && complete && empty && (many ? in_tile : lane) == 0);

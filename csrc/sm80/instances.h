@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../paths.h"
+#include "../short_tiles.h"
 #include "../splits.h"
 
 namespace flash_ext::sm80 {
@@ -63,6 +64,15 @@ std::string run_fwd_split(const FwdParams& p, const SplitGrid& g, bool early);  
 std::string run_fwd_split_hd64(const FwdParams& p, const SplitGrid& g, bool early);
 std::string run_fwd_split_hd128(const FwdParams& p, const SplitGrid& g, bool early);
 std::string run_fwd_split_hd256(const FwdParams& p, const SplitGrid& g, bool early);
+
+// Short sequences, with modifiers or without, and the gradient of a bias where bias.out is not null.
+std::string run_fwd_short_hd32(const FwdParams& p, const Modifiers& m, const ShortGrid& g);
+std::string run_fwd_short_hd64(const FwdParams& p, const Modifiers& m, const ShortGrid& g);
+std::string run_fwd_short_hd128(const FwdParams& p, const Modifiers& m, const ShortGrid& g);
+std::string run_fwd_short_hd256(const FwdParams& p, const Modifiers& m, const ShortGrid& g);
+std::string run_bwd_short_hd32(const BwdParams& p, const Modifiers& m, const BiasGradient& bias, const ShortGrid& g);
+std::string run_bwd_short_hd64(const BwdParams& p, const Modifiers& m, const BiasGradient& bias, const ShortGrid& g);
+std::string run_bwd_short_hd128(const BwdParams& p, const Modifiers& m, const BiasGradient& bias, const ShortGrid& g);
 
 // Any head dim.
 std::string run_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d);

@@ -1,21 +1,22 @@
-// Gradient of a 16-bit bias that differs from row to row, for the common calls: dense, hidden at most by intervals
-// (causal, window, chunk, first keys, ends of sequences). Everything else is the portable kernel's (sm80/bwd_bias.cuh),
-// whose idea this is: a CTA owns a tile of the result and walks what the bias is broadcast over, in order, computing
-// scores and dP once more:
+// Gradient of a bias that differs from row to row, for the common calls: dense, hidden at most by intervals (causal,
+// window, chunk, first keys, ends of sequences). Everything else is the portable kernel's (sm80/bwd_bias.cuh), whose idea
+// this is: a CTA owns a tile of the result, or a part of it, and walks what the bias is broadcast over, in order,
+// computing scores and dP once more:
 //
 //   dbias = sum of P * (dO V^T - delta)
 //
 // A step is one batch entry and head: S = Q K^T and dP = dO V^T of 128 queries and 128 keys, 64 queries a warpgroup.
-// Operands pass through a ring of pairs (Q with K, dO with V). A tile of the bias stays for all steps of its tile of
-// the result, which leaves through the same place.
+// Operands pass through a ring of pairs (Q with K, dO with V). A tile of the bias stays for all steps of its tile of the
+// result: one of 16 bits that TMA can read comes and leaves as it does, others are read by those who need them.
 //
 // Shared memory, 128-byte swizzled tiles:
 //   pairs  [kPairs][2][128 rows]
-//   bias   [2][128 queries][64 keys]
+//   bias   [2][128 queries][64 keys], or [128][128] in fp32 (common/own_bias.cuh)
 //   barriers
 #pragma once
 
 #include "../common/modifiers.cuh"
+#include "../common/own_bias.cuh"
 #include "bwd_steps.cuh"
 #include "roles.cuh"
 
@@ -36,13 +37,17 @@ struct BwdBiasArgs {
   int64_t tiles;
 };
 
-template <typename E, int D>
+// kOwnsBias: the bias is none that TMA can read.
+template <typename E, int D, bool kOwnsBias>
 struct BwdBiasTraits {
   using Element = E;
+  static constexpr bool kOwn = kOwnsBias;
   static constexpr int kHeadDim = D, kBlock = 128, kThreads = 384, kChunks = chunks_of(D), kConsumerWarps = 8;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
-  static constexpr int kOperandBytes = tile_bytes(kBlock, D), kPairBytes = 2 * kOperandBytes, kPairs = D <= 64 ? 5 : 3;
-  static constexpr int kBiasAt = kPairs * kPairBytes, kBiasChunkBytes = kBlock * 128, kBiasBytes = 2 * kBiasChunkBytes;
+  static constexpr int kOperandBytes = tile_bytes(kBlock, D), kPairBytes = 2 * kOperandBytes, kPairs = D <= 64 ? 5 : kOwn ? 2 : 3;
+  using Own = OwnBias<256, kBlock / 8>;
+  static constexpr int kBiasAt = kPairs * kPairBytes, kBiasChunkBytes = kBlock * 128;
+  static constexpr int kBiasBytes = kOwn ? Own::kBytes : 2 * kBiasChunkBytes;
   static constexpr int kBarriersAt = kBiasAt + kBiasBytes, kSmemBytes = kBarriersAt + 1024;
   static_assert(kSmemBytes <= kSmemLimitLarge);
 };
@@ -65,19 +70,22 @@ struct BwdBiasBarriers {
   }
 };
 
-// A tile of the result, and the steps that add to it.
+// A part of a tile of the result, and the steps that add to it: every splits-th of those of the tile.
 struct BiasGradTile {
-  int b, h, m, n;
-  int batches, heads;  // from b and h on
+  int b, h, m, n, part;
+  int steps;  // of the tile
+  int heads;  // of a batch entry, from h on
   __device__ BiasGradTile(const BwdBiasArgs& a, int64_t index) {
     n = static_cast<int>(index % a.tiles_n);
     index /= a.tiles_n;
     m = static_cast<int>(index % a.tiles_m);
-    const int bh = static_cast<int>(index / a.tiles_m);
-    h = bh % a.g.heads;
-    b = bh / a.g.heads;
-    batches = a.g.batch == 1 ? a.p.problem.batch : 1;
+    index /= a.tiles_m;
+    h = static_cast<int>(index % a.g.heads);
+    index /= a.g.heads;
+    b = static_cast<int>(index % a.g.batch);
+    part = static_cast<int>(index / a.g.batch);
     heads = a.g.heads == 1 ? a.p.problem.num_heads : 1;
+    steps = (a.g.batch == 1 ? a.p.problem.batch : 1) * heads;
   }
 };
 
@@ -107,22 +115,24 @@ __device__ __forceinline__ void load_bias_steps(const BwdBiasArgs& a, const BwdB
   const int shared = p.num_heads / p.num_heads_k;
   RingPosition<T::kPairs> ring;
   ring.parity = 1;
-  uint32_t bias_parity = 1;
+  [[maybe_unused]] uint32_t bias_parity = 1;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
     const BiasGradTile tile(a, index);
     if (!SeenOfTile::of<T::kBlock>(scores, tile.m, tile.n).any) continue;
-    wait(bars.bias_empty(), bias_parity);
-    bias_parity ^= 1;
-    ptx::mbarrier_arrive_expect_tx(bars.bias_full(), T::kBiasBytes);
+    if constexpr (!T::kOwn) {
+      wait(bars.bias_empty(), bias_parity);
+      bias_parity ^= 1;
+      ptx::mbarrier_arrive_expect_tx(bars.bias_full(), T::kBiasBytes);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      ptx::tma_load_5d(smem + T::kBiasAt + i * T::kBiasChunkBytes, &maps.bias, bars.bias_full(),
-                       tile.n * T::kBlock + 64 * i, tile.m * T::kBlock, tile.h * a.bias_steps.head,
-                       tile.b * a.bias_steps.batch, 0);
+      for (int i = 0; i < 2; ++i) {
+        ptx::tma_load_5d(smem + T::kBiasAt + i * T::kBiasChunkBytes, &maps.bias, bars.bias_full(),
+                         tile.n * T::kBlock + 64 * i, tile.m * T::kBlock, tile.h * a.bias_steps.head,
+                         tile.b * a.bias_steps.batch, 0);
+      }
     }
 #pragma unroll 1
-    for (int step = 0; step < tile.batches * tile.heads; ++step) {
+    for (int step = tile.part; step < tile.steps; step += a.g.splits) {
       const int b = tile.b + step / tile.heads, h = tile.h + step % tile.heads;
       const RowCoordinates queries{tile.m * T::kBlock, b, 0}, keys{tile.n * T::kBlock, b, 0};
       const auto load = [&](const CUtensorMap& of_rows, const Steps& row_steps, const CUtensorMap& of_keys,
@@ -159,6 +169,21 @@ __device__ __forceinline__ void form_bias_weights(float (&s)[64], uint32_t bias,
   }
 }
 
+// The same from a thread's own bias.
+template <typename T>
+__device__ __forceinline__ void form_own_bias_weights(float (&s)[64], uint32_t bias, const float (&minus_lse)[2],
+                                                      float unit) {
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+    const float4 x = ptx::load_shared(T::Own::at(bias, ptx::fresh_thread_idx() - 128, n));
+    float* four = &s[4 * n];
+    four[0] = ptx::ex2(fmaf(four[0], unit, fmaf(x.x, kLog2e, minus_lse[0])));
+    four[1] = ptx::ex2(fmaf(four[1], unit, fmaf(x.y, kLog2e, minus_lse[0])));
+    four[2] = ptx::ex2(fmaf(four[2], unit, fmaf(x.z, kLog2e, minus_lse[1])));
+    four[3] = ptx::ex2(fmaf(four[3], unit, fmaf(x.w, kLog2e, minus_lse[1])));
+  }
+}
+
 // Weights of keys that rows do not see become 0. `row` and `col` are those of s[0].
 __device__ __forceinline__ void hide_by_intervals(float (&s)[64], const Scores& scores, int row, int col) {
 #pragma unroll
@@ -170,6 +195,38 @@ __device__ __forceinline__ void hide_by_intervals(float (&s)[64], const Scores& 
       for (int c = 0; c < 2; ++c) {
         const int key = col + 8 * j + c;
         if (!((key >= keys.begin && key < keys.end) || key < keys.always)) s[4 * j + 2 * half + c] = 0.f;
+      }
+    }
+  }
+}
+
+// Stores a warp's 16 rows of the result where they are fp32 or do not begin on 16 bytes, from registers.
+template <typename E>
+__device__ __forceinline__ void store_bias_scalars(const BiasGradient& g, const BiasGradTile& tile, const float (&x)[64],
+                                                   int row0, int col0) {
+  const int lane = ptx::fresh_lane(), row = row0 + lane / 4, col = col0 + 2 * (lane % 4);
+  const int64_t head = (int64_t{1} * tile.part * g.batch + tile.b) * g.heads + tile.h;
+  const bool in_pairs = g.is_float && g.cols % 2 == 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t first = (head * g.rows + row + 8 * half) * g.cols + col;
+    const int left = row + 8 * half < g.rows ? g.cols - col : 0;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      const float lo = x[4 * n + 2 * half], hi = x[4 * n + 2 * half + 1];
+      if (in_pairs) {
+        if (8 * n < left) *reinterpret_cast<float2*>(static_cast<float*>(g.out) + first + 8 * n) = make_float2(lo, hi);
+        continue;
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * n + c >= left) continue;
+        const float value = c == 0 ? lo : hi;
+        if (g.is_float) {
+          static_cast<float*>(g.out)[first + 8 * n + c] = value;
+        } else {
+          static_cast<uint16_t*>(g.out)[first + 8 * n + c] = static_cast<uint16_t>(ptx::pack2<E>(value, 0.f));
+        }
       }
     }
   }
@@ -220,28 +277,40 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, warp_row = group * 64 + warp * 16;
   const uint32_t place = smem + T::kBiasAt + warp_row * 128;
+  const uint32_t own = smem + T::kBiasAt;
+  const bool in_pieces = !T::kOwn && !a.g.is_float && a.g.cols % 8 == 0;
   const Seat seat = dense_seat(p);
   const Scores scores{p, a.m, seat, 0};
   const auto arrive = [&](uint32_t bar) {
     if (lane == 0) ptx::mbarrier_arrive(bar);
   };
   RingPosition<T::kPairs> ring;
-  uint32_t bias_parity = 0;
+  [[maybe_unused]] uint32_t bias_parity = 0;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
     const BiasGradTile tile(a, index);
     const SeenOfTile seen = SeenOfTile::of<kBlock>(scores, tile.m, tile.n);
     const int row0 = tile.m * kBlock + warp_row, row = row0 + lane / 4;
-    if (!seen.any) {
-      store_bias_rows<T>(a.g, tile, row0, [](int) { return make_float4(0.f, 0.f, 0.f, 0.f); });
-      continue;
-    }
     float sum[64];
     clear(sum);
-    wait(bars.bias_full(), bias_parity);
-    bias_parity ^= 1;
+    if (!seen.any) {
+      if (in_pieces) {
+        store_bias_rows<T>(a.g, tile, row0, [](int) { return make_float4(0.f, 0.f, 0.f, 0.f); });
+      } else {
+        store_bias_scalars<E>(a.g, tile, sum, row0, tile.n * kBlock);
+      }
+      continue;
+    }
+    if constexpr (T::kOwn) {
+      const BiasView& bias = a.m.bias;
+      T::Own::template load<E>(own, ptx::fresh_thread_idx() - 128, bias, tile.b, tile.h, row,
+                               tile.n * kBlock + 2 * (lane % 4), min(bias.rows, p.seqlen_q), min(bias.cols, p.seqlen_k));
+    } else {
+      wait(bars.bias_full(), bias_parity);
+      bias_parity ^= 1;
+    }
 #pragma unroll 1
-    for (int step = 0; step < tile.batches * tile.heads; ++step) {
+    for (int step = tile.part; step < tile.steps; step += a.g.splits) {
       const int b = tile.b + step / tile.heads, h = tile.h + step % tile.heads;
       const float2* stats = reinterpret_cast<const float2*>(a.p.row_stats) +
                             (static_cast<int64_t>(b) * p.num_heads + h) * p.seqlen_q + row;
@@ -271,7 +340,11 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
       ptx::wgmma_wait<1>();
       ptx::pin(s);
       arrive(bars.pair_empty(slot));
-      form_bias_weights<T>(s, place, minus_lse, a.unit);
+      if constexpr (T::kOwn) {
+        form_own_bias_weights<T>(s, own, minus_lse, a.unit);
+      } else {
+        form_bias_weights<T>(s, place, minus_lse, a.unit);
+      }
       if (!seen.all) hide_by_intervals(s, scores, row, tile.n * kBlock + 2 * (lane % 4));
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[i] = fmaf(s[i], minus_delta[i / 2 % 2], sum[i]);
@@ -283,8 +356,12 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[i] = fmaf(s[i], dp[i], sum[i]);
     }
-    store_bias_sums<T>(a.g, tile, sum, place, row0);
-    arrive(bars.bias_empty());
+    if (in_pieces) {
+      store_bias_sums<T>(a.g, tile, sum, place, row0);
+    } else {
+      store_bias_scalars<E>(a.g, tile, sum, row0, tile.n * kBlock);
+    }
+    if constexpr (!T::kOwn) arrive(bars.bias_empty());
   }
 }
 

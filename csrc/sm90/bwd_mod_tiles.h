@@ -37,13 +37,12 @@ inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
   return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
 }
 
-// What bwd_bias.cuh computes: the gradient of a bias that TMA reads, element by element, of dense calls that hide keys
-// by intervals only and add nothing else.
+// What bwd_bias.cuh computes: the gradient of a bias, element by element, of dense calls that hide keys by intervals only
+// and add nothing else.
 inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const BiasGradient& g) {
-  const bool is_elementwise = !g.is_slope && !g.is_float && !g.sum_rows && !g.sum_cols && g.splits == 1;
-  const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k && g.cols % 8 == 0;
-  const bool is_alone = m.bias.staged && m.bias.row_stride != 0 && m.slopes == nullptr && m.softcap == 0.f &&
-                        m.rng == nullptr;
+  const bool is_elementwise = !g.is_slope && !g.sum_rows && !g.sum_cols;
+  const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k;
+  const bool is_alone = m.bias.row_stride != 0 && m.slopes == nullptr && m.softcap == 0.f && m.rng == nullptr;
   const bool hides_by_intervals = m.mask.words == nullptr && m.blocks.words == nullptr &&
                                   m.document_k.ids == nullptr && m.hidden_rows.count == 0 &&
                                   m.hidden_keys.count == 0 && m.prefix_lens == nullptr;

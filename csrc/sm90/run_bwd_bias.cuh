@@ -8,9 +8,9 @@
 namespace flash_ext::sm90 {
 
 // p.row_stats begins with the portable kernels' statistics.
-template <typename E, int D>
+template <typename E, int D, bool kOwnsBias>
 std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  using T = BwdBiasTraits<E, D>;
+  using T = BwdBiasTraits<E, D, kOwnsBias>;
   const Problem& r = p.problem;
   const auto steps = [](const StridedView& x) { return Steps{x.head_stride != 0, x.batch_stride != 0}; };
   BwdBiasArgs a{};
@@ -22,10 +22,10 @@ std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGr
   a.unit = r.softmax_scale * kLog2e;
   a.tiles_m = (g.rows + T::kBlock - 1) / T::kBlock;
   a.tiles_n = (g.cols + T::kBlock - 1) / T::kBlock;
-  a.tiles = int64_t{1} * g.batch * g.heads * a.tiles_m * a.tiles_n;
+  a.tiles = int64_t{1} * g.splits * g.batch * g.heads * a.tiles_m * a.tiles_n;
   BwdBiasMaps maps{};
   std::string error = encode_bwd_maps(maps.plain, p, T::kBlock, T::kBlock);
-  if (error.empty()) error = encode_bias_map(maps.bias, m.bias, r, T::kBlock);
+  if (!kOwnsBias && error.empty()) error = encode_bias_map(maps.bias, m.bias, r, T::kBlock);
   if (!error.empty()) return "bwd_bias_sm90: " + error;
   return launch("bwd_bias_sm90", bwd_bias_sm90_kernel<T>, std::min<int64_t>(a.tiles, d.num_sms), T::kThreads,
                 T::kSmemBytes, p.stream, a, maps);
@@ -33,8 +33,10 @@ std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGr
 
 template <int D>
 std::string run_bwd_bias_hd(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? launch_bwd_bias<__half, D>(p, m, g, d)
-                                            : launch_bwd_bias<__nv_bfloat16, D>(p, m, g, d);
+  const auto run = [&]<typename E>(E) {
+    return m.bias.staged ? launch_bwd_bias<E, D, false>(p, m, g, d) : launch_bwd_bias<E, D, true>(p, m, g, d);
+  };
+  return p.problem.dtype == DType::kFloat16 ? run(__half{}) : run(__nv_bfloat16{});
 }
 
 }  // namespace flash_ext::sm90

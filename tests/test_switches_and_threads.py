@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import attention as torch_attention
+from torch.utils import cpp_extension
 
 import flash_ext
 from flash_ext import batch_invariance, log, sdpa_override
@@ -242,6 +246,90 @@ def test_threads_that_switch_while_others_attend() -> None:
 @pytest.mark.gpu
 def test_gpu_threads_that_switch_while_others_attend() -> None:
     run_switching("cuda", 8.0)
+
+
+# What torch's own implementations are to the dispatcher, for CPU tensors: functions in C++, the backward with
+# int64_t where the schema has SymInt. Their results are sevens.
+STOCK = r"""
+#include <ATen/ops/full_like.h>
+#include <torch/library.h>
+using at::Tensor;
+using O = std::optional<double>;
+using T = const Tensor&;
+namespace {
+Tensor sevens(T like) { return at::full_like(like, 7.0); }
+std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> forward(
+    T q, T k, T, double, bool, bool, O) {
+  const Tensor lse = sevens(q.select(3, 0).to(at::kFloat)), state = sevens(q.new_empty({2}));
+  return {sevens(q), lse, Tensor(), Tensor(), q.size(2), k.size(2), state, state, state};
+}
+std::tuple<Tensor, Tensor, Tensor> backward(
+    T, T q, T k, T v, T, T, T, T, int64_t, int64_t, double, bool, T, T, O) {
+  return {sevens(q), sevens(k), sevens(v)};
+}
+}  // namespace
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("_scaled_dot_product_flash_attention", TORCH_FN(forward));
+  m.impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(backward));
+}
+"""
+
+BESIDE_STOCK = """
+import collections, sys, threading, time
+import torch, flash_ext
+
+torch.ops.load_library(sys.argv[1])
+attend, set_sdpa = torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.flash_ext._set_sdpa
+served = [torch.randn(1, 2, 8, 16).bfloat16().requires_grad_() for _ in range(3)]
+goes_back = [t.detach().float().requires_grad_() for t in served]
+seven = torch.full((1, 2, 8, 16), 7.0)
+set_sdpa("CPU")
+ours = attend(*served)[0].float()
+set_sdpa("")
+end, seen = time.monotonic() + 4, collections.Counter()
+
+def switch():
+    while time.monotonic() < end:
+        set_sdpa("CPU")
+        set_sdpa("")
+
+def call(leaves):
+    while time.monotonic() < end:
+        try:
+            out = attend(*leaves)[0]
+            grads = torch.autograd.grad(out.sum(), leaves)
+            whose = [name for name, t in (("ours", ours), ("torch's", seven)) if torch.equal(out.float(), t)]
+            seen[*whose, leaves[0].dtype] += 1
+        except BaseException as error:
+            seen[repr(error)] += 1
+
+threads = [threading.Thread(target=switch) for _ in range(2)]
+threads += [threading.Thread(target=call, args=(leaves,)) for leaves in (served, served, goes_back)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert set(seen) == {("ours", torch.bfloat16), ("torch's", torch.bfloat16), ("torch's", torch.float32)}, seen
+"""
+
+
+@pytest.mark.slow
+def test_calls_of_operators_that_come_and_go(tmp_path: Path) -> None:
+    """The dispatcher's entries change under calls, as on a GPU, where torch has implementations of its own."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "stock.cpp").write_text(STOCK)
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    options = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", *includes, *libraries]
+    built = ["stock.cpp", "-o", "stock.so", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run([compiler, *options, *built], cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", BESIDE_STOCK, str(tmp_path / "stock.so")],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # ---- the batch-invariant mode ----------------------------------------------------------------------------

@@ -315,7 +315,7 @@ assert set(seen) == {("ours", torch.bfloat16), ("torch's", torch.bfloat16), ("to
 
 @pytest.mark.slow
 def test_calls_of_operators_that_come_and_go(tmp_path: Path) -> None:
-    """The dispatcher's entries change under calls, as on a GPU, where torch has implementations of its own."""
+    """The dispatcher's entries change under calls, as on a GPU, where torch has its own implementations."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("no C++ compiler")

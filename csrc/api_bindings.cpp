@@ -145,8 +145,8 @@ Switch required_switch(const std::string& name) {
   return *which;
 }
 
-py::object latest_launch() {
-  const auto record = last_launch();
+py::object latest_launch(bool of_this_thread) {
+  const auto record = of_this_thread ? last_launch_of_this_thread() : last_launch();
   if (!record) return py::none();
   py::dict d = dict_of(record->plan);
   d["direction"] = record->direction == Direction::kForward ? "fwd" : "bwd";
@@ -216,6 +216,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_switch", [](const std::string& name, std::optional<int64_t> value) {
     set_switch(required_switch(name), value);
   });
-  m.def("last_launch", &latest_launch);
+  m.def("last_launch", &latest_launch, py::arg("of_this_thread") = false);
   m.def("use_null_kernels_on_cpu", wrap_pybind_function(use_null_kernels_on_cpu));
 }

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "stream.h"
+
 namespace flash_ext {
 
 int32_t clamp_to_int32(int64_t value) {
@@ -112,6 +114,11 @@ void* stream_handle(const c10::Device& device) {
 DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.get_device() : 0); }
 
 bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
+
+bool is_capturing(const Tensor& q) {
+  if (const auto pretended = get_switch(Switch::kCapturing)) return *pretended == 1;
+  return q.is_cuda() && is_capturing(stream_handle(q.device()));
+}
 
 bool is_deterministic(bool asked) { return asked || at::globalContext().deterministicAlgorithms(); }
 

@@ -67,6 +67,9 @@ void* stream_handle(const c10::Device& device);
 DeviceInfo device_info_of(const Tensor& q);
 bool should_launch();
 
+// Whether what runs on the current stream of q's device goes into a CUDA graph.
+bool is_capturing(const Tensor& q);
+
 // Records and runs the backward without modifiers, whose workspace it makes: `params` has everything else (api.cpp).
 void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
                 const at::TensorOptions& float_options);

@@ -20,7 +20,9 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "api_sdpa.h"
@@ -53,12 +55,24 @@ constexpr std::array<const char*, kNumOperators> kNames = {
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_cudnn_attention_backward"};
 
-struct Before {
-  std::optional<c10::OperatorHandle> op;
+struct Replaced {
+  c10::OperatorHandle op;
   std::optional<c10::SafeKernelFunction> kernel;  // none in a torch without CUDA
 };
-std::array<Before, kNumOperators> before;
+using Before = std::vector<Replaced>;  // by Operator
+
+std::mutex switching;  // held while the implementations come or go
 std::unique_ptr<torch::Library> overrides;
+
+// Calls may run while another thread switches. Each goes back to what was there at one moment, and keeps it
+// until it returns.
+std::mutex before_mutex;
+std::shared_ptr<const Before> before;
+
+std::shared_ptr<const Before> current_before() {
+  const std::lock_guard<std::mutex> lock(before_mutex);
+  return before;
+}
 
 // How many calls of each operator ran here, then how many went back.
 std::array<std::atomic<int64_t>, 2 * kNumOperators> counts;
@@ -71,7 +85,8 @@ void count(Operator which, bool served) {
 template <class Result, class... Args>
 Result call_before(Operator which, c10::DispatchKeySet keys, Args&&... args) {
   count(which, false);
-  const Before& b = before[which];
+  const std::shared_ptr<const Before> all = current_before();
+  const Replaced& b = (*all)[which];
   TORCH_CHECK_NOT_IMPLEMENTED(
       b.kernel.has_value(), "aten::", kNames[which],
       ": flash_ext does not serve this call (flash_ext.attention says why), and this torch "
@@ -79,7 +94,7 @@ Result call_before(Operator which, c10::DispatchKeySet keys, Args&&... args) {
   torch::jit::Stack stack;
   stack.reserve(sizeof...(args));
   (stack.emplace_back(std::forward<Args>(args)), ...);
-  b.kernel->callBoxed(*b.op, keys, &stack);
+  b.kernel->callBoxed(b.op, keys, &stack);
   return c10::impl::PopResult<Result>::call(stack);
 }
 
@@ -292,10 +307,13 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
       Tensor lse = own_lse;
       if (padded != rows) {
         lse = new_tensor({q.size(0), q.size(2), padded}, own_lse.options());
-        if (compute_lse) lse.narrow(2, 0, rows).copy_(own_lse);
+        if (compute_lse) {
+          lse.narrow(2, 0, rows).copy_(own_lse);
+          // As torch pads: its backward, which runs where flash_ext is off by then, relies on it.
+          lse.narrow(2, rows, padded - rows).fill_(std::numeric_limits<double>::infinity());
+        }
       }
-      const auto state = at::TensorOptions().dtype(at::kLong);
-      return {out.transpose(1, 2), std::move(lse), new_tensor({}, state), new_tensor({}, state)};
+      return {out.transpose(1, 2), std::move(lse), no_number(query), no_number(query)};
     }
   }
   return call_before<MaskedResult>(kMaskedForward, keys, query, key, value, bias, compute_lse,
@@ -363,15 +381,14 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
       const BelowAll guard;
       const auto [out, lse, row_max] = call_fwd_mod(
           q, k, v, scale_of(scale, q), is_causal ? 0 : -1, without_repeats(mask), is_causal);
-      const auto state = at::TensorOptions().dtype(at::kLong);
       return {placed_beside(query, out.transpose(1, 2)),
               lse.unsqueeze(-1),
               Tensor(),
               Tensor(),
               query.size(2),
               key.size(2),
-              new_tensor({}, state),
-              new_tensor({}, state),
+              no_number(query),
+              no_number(query),
               Tensor()};
     }
   }
@@ -408,33 +425,45 @@ BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, con
 
 // ---- on and off ---------------------------------------------------------------------------------
 
-void remember(Operator which, c10::DispatchKey key) {
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-      (std::string("aten::") + kNames[which]).c_str(), "");
-  before[which].kernel.reset();
-  if (op.hasKernelForDispatchKey(key))
-    before[which].kernel.emplace(op.getComputedKernelForDispatchKey(key));
-  before[which].op.emplace(std::move(op));
+Before found_at(c10::DispatchKey key) {
+  Before found;
+  for (const char* name : kNames) {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        (std::string("aten::") + name).c_str(), "");
+    std::optional<c10::SafeKernelFunction> kernel;
+    if (op.hasKernelForDispatchKey(key)) kernel.emplace(op.getComputedKernelForDispatchKey(key));
+    found.push_back({std::move(op), std::move(kernel)});
+  }
+  return found;
 }
 
 // Registers the implementations for a dispatch key by its name ("CUDA"; tests say "CPU"), or takes
-// them away with an empty name.
+// them away with an empty name. One thread at a time, or one would find another's in place of torch's.
+//
+// The dispatcher's readers take no lock, so that a call in another thread may still use a registration
+// that is gone, or the function of one with the object of another. Functions that are part of a type
+// (TORCH_FN) never look at that object; those given as pointers are kept in it.
 void set_sdpa(std::string_view key_name) {
+  const std::lock_guard<std::mutex> lock(switching);
   overrides.reset();
   if (key_name.empty()) return;
   const c10::DispatchKey key = c10::parseDispatchKey(std::string(key_name));
-  for (int which = 0; which < kNumOperators; ++which) remember(static_cast<Operator>(which), key);
+  auto found = std::make_shared<const Before>(found_at(key));
+  {
+    const std::lock_guard<std::mutex> lock_before(before_mutex);
+    before.swap(found);
+  }
   auto library =
       std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-  library->impl(kNames[kSdpaForward], &sdpa_forward);
-  library->impl(kNames[kSdpaBackward], &sdpa_backward);
+  library->impl(kNames[kSdpaForward], TORCH_FN(sdpa_forward));
+  library->impl(kNames[kSdpaBackward], TORCH_FN(sdpa_backward));
   library->impl(kNames[kFlashForward],
-                &FlashForward<at::_ops::_flash_attention_forward::schema>::call);
-  library->impl(kNames[kFlashBackward], &flash_backward);
-  library->impl(kNames[kMaskedForward], &masked_forward);
-  library->impl(kNames[kMaskedBackward], &masked_backward);
-  library->impl(kNames[kGroupedForward], &grouped_forward);
-  library->impl(kNames[kGroupedBackward], &grouped_backward);
+                TORCH_FN(FlashForward<at::_ops::_flash_attention_forward::schema>::call));
+  library->impl(kNames[kFlashBackward], TORCH_FN(flash_backward));
+  library->impl(kNames[kMaskedForward], TORCH_FN(masked_forward));
+  library->impl(kNames[kMaskedBackward], TORCH_FN(masked_backward));
+  library->impl(kNames[kGroupedForward], TORCH_FN(grouped_forward));
+  library->impl(kNames[kGroupedBackward], TORCH_FN(grouped_backward));
   overrides = std::move(library);
 }
 

@@ -169,6 +169,13 @@ inline std::pair<Tensor, Tensor> no_state(const Tensor& q) {
   return {pair, Tensor(std::move(impl))};
 }
 
+// The seed or the offset of such a call by the memory-efficient operator or cuDNN's: a number on the CPU, but on the GPU
+// while a CUDA graph is captured, as torch's own leave them.
+inline Tensor no_number(const Tensor& q) {
+  const auto options = at::TensorOptions().dtype(at::kLong);
+  return new_tensor({}, is_capturing(q) ? options.device(q.device()) : options);
+}
+
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 }  // namespace flash_ext

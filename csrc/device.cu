@@ -1,7 +1,8 @@
-// What the launchers need to know about a GPU, read once per device (the caller caches the answer).
+// What the launchers need to know about a GPU, read once per device (the caller caches the answer), and about a stream.
 #include <cuda_runtime.h>
 
 #include "paths.h"
+#include "stream.h"
 
 namespace flash_ext {
 
@@ -27,6 +28,16 @@ DeviceInfo query_device(int device_index) {
     }
   }
   return info;
+}
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  // The default stream, which no graph can capture, may not even be asked while another stream is captured.
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace flash_ext

@@ -72,7 +72,7 @@ namespace {
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
     "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "head_parts", "splits", "lower_tiles", "dq_ring", "short_kernels", "batch_invariant"};
+    "head_parts", "splits", "lower_tiles", "dq_ring", "short_kernels", "capturing", "batch_invariant"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -88,6 +88,7 @@ std::atomic<int64_t>& switch_state(Switch which) {
 
 std::mutex record_mutex;
 std::optional<LaunchRecord> record_of_last_launch;
+thread_local std::optional<LaunchRecord> record_of_this_thread;
 
 }  // namespace
 
@@ -114,6 +115,7 @@ void set_switch(Switch which, std::optional<int64_t> value) {
 }
 
 void record_launch(const LaunchRecord& record) {
+  record_of_this_thread = record;
   const std::lock_guard<std::mutex> lock(record_mutex);
   record_of_last_launch = record;
 }
@@ -122,6 +124,8 @@ std::optional<LaunchRecord> last_launch() {
   const std::lock_guard<std::mutex> lock(record_mutex);
   return record_of_last_launch;
 }
+
+std::optional<LaunchRecord> last_launch_of_this_thread() { return record_of_this_thread; }
 
 // ---- devices ------------------------------------------------------------------------------------
 

@@ -70,9 +70,10 @@ enum class Switch {
   kLowerTiles,         // 1 or 0: tiles of 128 queries in the sm90 forward always or never (sm90/tiles.h)
   kDqRing,             // 1 or 0: accumulators of the sm90 backward in a ring always or never (sm90/bwd_tiles.h)
   kShortKernels,       // 0: never the kernels of short sequences (short_tiles.h)
+  kCapturing,          // 1 or 0: pretend that a CUDA graph is captured, or that none is
   kBatchInvariant,     // 1: DeviceInfo::batch_invariant; not for tests alone, flash_ext.set_batch_invariant() turns it
 };
-constexpr int kNumSwitches = 12;
+constexpr int kNumSwitches = 13;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);
@@ -87,6 +88,7 @@ struct LaunchRecord {
   int head_parts = 1;    // head_parts.h
 };
 void record_launch(const LaunchRecord& record);
-std::optional<LaunchRecord> last_launch();
+std::optional<LaunchRecord> last_launch();                 // of any thread
+std::optional<LaunchRecord> last_launch_of_this_thread();
 
 }  // namespace flash_ext

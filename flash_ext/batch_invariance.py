@@ -8,10 +8,12 @@ calls that other libraries make, too.
 from __future__ import annotations
 
 import contextlib
+import threading
 
 from .ops import _C
 
 _SWITCH = "batch_invariant"
+_switching = threading.Lock()  # between reading the former mode and setting another
 
 
 def set_batch_invariant(mode: bool) -> contextlib.ExitStack:
@@ -34,11 +36,11 @@ def set_batch_invariant(mode: bool) -> contextlib.ExitStack:
     head_dim 128 are those of every call; at 128 they have 0.55 to 1.0 of the others' speed, with a 16-bit
     bias 0.29.
 
-    The mode is read when a kernel is launched. A CUDA graph keeps that of its capture, and a backward goes
-    by the mode that is on when it runs. Threads share the mode: of ``with`` statements that overlap in
-    time, the last to end leaves what it found. The integration of transformers, which leaves out masks that
-    hide nothing, leaves out none while the mode is on. Calls that :func:`flash_ext.enable_sdpa` hands back
-    to PyTorch are PyTorch's.
+    The mode is read once for each call, when its kernels are launched. A CUDA graph keeps that of its
+    capture, and a backward goes by the mode that is on when it runs. Threads share the mode: of ``with``
+    statements that overlap in time, the last to end leaves what it found. The integration of transformers,
+    which leaves out masks that hide nothing, leaves out none while the mode is on. Calls that
+    :func:`flash_ext.enable_sdpa` hands back to PyTorch are PyTorch's.
 
     Source: "Defeating Nondeterminism in LLM Inference", He and Thinking Machines Lab 2025, has the reasons
         to want this.
@@ -56,8 +58,9 @@ def set_batch_invariant(mode: bool) -> contextlib.ExitStack:
     """
     if not isinstance(mode, bool):
         raise TypeError(f"mode must be a bool, got {type(mode).__name__}.")
-    before = is_batch_invariant()
-    _set(mode)
+    with _switching:
+        before = is_batch_invariant()
+        _set(mode)
     undo = contextlib.ExitStack()
     undo.callback(_set, before)
     return undo

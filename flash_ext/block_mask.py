@@ -119,6 +119,12 @@ class BlockMask:
         """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
 
         Its full blocks need its map only; for the others its ``mask_mod`` is evaluated.
+
+        Raises:
+            TypeError: it is none, or its numbers and indices of blocks are no tensors of integers.
+            ValueError: their shapes or devices do not fit each other or its lengths, a number is negative or
+                above the number of key blocks, or an index that is used is outside them. Entries beyond the
+                number are not used, and may hold anything.
         """
         from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
         from torch.nn.attention.flex_attention import create_mask
@@ -129,13 +135,15 @@ class BlockMask:
                 f"{type(block_mask).__qualname__}."
             )
         rows, cols = checked_block_size(block_mask.BLOCK_SIZE)
-        partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
-        full = torch.zeros_like(partial)
-        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-            full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        seqlen_q, seqlen_k = block_mask.seq_lengths
+        partial, full = _maps_of(block_mask)
+        if partial.shape[2] * rows < seqlen_q or partial.shape[3] * cols < seqlen_k:
+            raise ValueError(
+                f"block_mask has {partial.shape[2]} row blocks of {rows} and {partial.shape[3]} key blocks "
+                f"of {cols}, too few for its lengths {seqlen_q} and {seqlen_k}."
+            )
         if not bool(partial.any()):
             return cls(full, (rows, cols))
-        seqlen_q, seqlen_k = block_mask.seq_lengths
         batch, num_heads = partial.shape[:2]
         seen = create_mask(block_mask.mask_mod, batch, num_heads, seqlen_q, seqlen_k, partial.device)
         whole, cut = (
@@ -195,10 +203,49 @@ def _seen(mask: Tensor, size: tuple[int, int]) -> Tensor:
     return padded.unflatten(3, (-1, cols)).unflatten(2, (-1, rows)).any(5).any(3)
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """(b, h, row blocks, key blocks) bool from the number and the indices of each row's key blocks."""
-    listed = torch.arange(indices.shape[3], device=indices.device) < counts.unsqueeze(3)
-    # Entries beyond the count are arbitrary: they are sent to one more column, which is dropped.
-    columns = indices.long().where(listed, indices.shape[3])
-    found = listed.new_zeros(*indices.shape[:3], indices.shape[3] + 1)
-    return found.scatter(3, columns, True)[..., :-1]
+def _maps_of(block_mask: Any) -> tuple[Tensor, Tensor]:
+    """The blocks that the rule of a torch BlockMask cuts through, and the full ones: bool (b, h, row, column).
+
+    On a GPU an index outside, once it is followed, takes the GPU from the process. So values are compared
+    first, on their device, and the answers are read back together.
+    """
+    maps, names, wrong = [], [], []
+    for kind in ("kv", "full_kv"):
+        counts, indices = (getattr(block_mask, f"{kind}_{what}") for what in ("num_blocks", "indices"))
+        if kind == "full_kv" and counts is None and indices is None:
+            continue
+        counts, indices = _checked_lists(kind, counts, indices)
+        if maps and (indices.shape, indices.device) != (maps[0].shape, maps[0].device):
+            raise ValueError(
+                "block_mask.full_kv_indices must have the shape and device of kv_indices, "
+                f"{tuple(maps[0].shape)} on {maps[0].device}, got {tuple(indices.shape)} on {indices.device}."
+            )
+        columns = indices.shape[3]
+        used = torch.arange(columns, device=indices.device) < counts[..., None]
+        outside = (indices < 0) | (indices >= columns)
+        # What is not used, or not there, is sent to one more column, which is dropped.
+        target = indices.where(used & ~outside, columns)
+        maps.append(used.new_zeros(*used.shape[:3], columns + 1).scatter(3, target, True)[..., :-1])
+        names += [f"{kind}_num_blocks", f"{kind}_indices"]
+        wrong += [((counts < 0) | (counts > columns)).any(), (used & outside).any()]
+    for name, is_wrong in zip(names, torch.stack(wrong).tolist()):
+        if is_wrong:
+            limit = f"{columns}" if name.endswith("num_blocks") else f"{columns - 1} where they are used"
+            raise ValueError(f"block_mask.{name} must be from 0 to {limit}, and holds other values.")
+    return maps[0], maps[1] if len(maps) == 2 else torch.zeros_like(maps[0])
+
+
+def _checked_lists(kind: str, counts: Any, indices: Any) -> tuple[Tensor, Tensor]:
+    """(b, h, row blocks) and (b, h, row blocks, key blocks), int64, of one kind of blocks."""
+    for name, t in ((f"{kind}_num_blocks", counts), (f"{kind}_indices", indices)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"block_mask.{name} must be a tensor of integers, got {type(t).__qualname__}.")
+        if t.dtype == torch.bool or t.is_floating_point() or t.is_complex():
+            raise TypeError(f"block_mask.{name} must be a tensor of integers, got {t.dtype}.")
+    if not 2 <= indices.dim() <= 4 or counts.shape != indices.shape[:-1] or counts.device != indices.device:
+        raise ValueError(
+            f"block_mask.{kind}_num_blocks must have the shape of {kind}_indices without its last dimension, "
+            f"and its device: got {tuple(counts.shape)} on {counts.device} for {tuple(indices.shape)} on "
+            f"{indices.device}."
+        )
+    return with_leading(counts, 3).long(), with_leading(indices, 4).long()

@@ -6,7 +6,7 @@ level   what goes to standard error, through the logger "flash_ext"
 0       nothing (default); the functions are the undecorated ones and cost nothing more
 1       the name of every public function that is called, and every switch of PyTorch's own attention
 2       and the arguments: shapes, types and devices of tensors, values of what is not left at its default
-3       and strides, and on a GPU the kernel that was launched last
+3       and strides, and on a GPU the kernel that the thread launched last
 ======  ==================================================================================================
 
 Values of tensors are never read. Calls inside compiled graphs are not logged.
@@ -74,7 +74,7 @@ def logged(function: F, level: int | None = None) -> F:
                  if key != "self" and not _is_default(parameters.get(key), value)]  # fmt: skip
         logger.info("%s", f"{name}({', '.join(given)})" if level > 1 else name)
         result = function(*args, **kwargs)
-        if level == 3 and is_built and (launch := _C.last_launch()) is not None:
+        if level == 3 and is_built and (launch := _C.last_launch(of_this_thread=True)) is not None:
             logger.info("%s", f"{name} launched {launch['kernel']}, grid {launch['grid']}")
         return result
 

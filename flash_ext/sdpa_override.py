@@ -14,6 +14,7 @@ operator. Two things are changed, through torch's registry of flash-attention im
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 from torch.nn.attention import (
@@ -30,6 +31,9 @@ from .ops import is_built
 
 # The name in torch's registry, for torch.nn.attention.activate_flash_attention_impl.
 NAME = "flash_ext"
+
+# Held from the first look at what is active to the last change: torch's registry has no lock of its own.
+_switching = threading.RLock()
 
 # What was active when :func:`enable_sdpa` came, for :func:`disable_sdpa`.
 _previous: str | None = None
@@ -50,6 +54,10 @@ def enable_sdpa() -> contextlib.ExitStack:
     chooses by itself is installed at the first call, so that one tiny call is made on the current GPU; enable
     after forking processes, not before.
 
+    The switch is one of the process, and threads may turn it while others attend: every call of an operator
+    is served here or as before, and a backward takes what either forward left. Of ``with`` statements that
+    overlap in time, the one that switched on switches off.
+
     Returns:
         An object that may be ignored or used in a ``with`` statement, at whose end the implementation that
         was active before is again: none, another one, or this one.
@@ -66,11 +74,12 @@ def enable_sdpa() -> contextlib.ExitStack:
 
         _C.fwd  # noqa: B018  raises, in words
     global _previous
-    active = current_flash_attention_impl()
-    if active != NAME:
-        register_flash_attention_impl(NAME, register_fn=_Active)
-        activate_flash_attention_impl(NAME)
-        _previous = active
+    with _switching:
+        active = current_flash_attention_impl()
+        if active != NAME:
+            register_flash_attention_impl(NAME, register_fn=_Active)
+            activate_flash_attention_impl(NAME)
+            _previous = active
     undo = contextlib.ExitStack()
     if active != NAME:
         undo.callback(disable_sdpa)
@@ -84,11 +93,12 @@ def disable_sdpa() -> None:
     The operators' previous implementations and the selector's previous order are in force again, and so is
     another implementation of torch's registry that was active then.
     """
-    if current_flash_attention_impl() == NAME:
-        previous = _previous
-        restore_flash_attention_impl()
-        if previous is not None:
-            activate_flash_attention_impl(previous)
+    with _switching:
+        if current_flash_attention_impl() == NAME:
+            previous = _previous
+            restore_flash_attention_impl()
+            if previous is not None:
+                activate_flash_attention_impl(previous)
 
 
 def sdpa_counts() -> dict[str, tuple[int, int]]:
@@ -114,18 +124,27 @@ def sdpa_counts() -> dict[str, tuple[int, int]]:
 class _Active:
     """The handle that torch's registry keeps while flash_ext is the active implementation."""
 
+    # Operators come before the selector's order and go after it: in our order torch's flash kernels would get
+    # what torch gives to cuDNN. Only a call that has chosen its operator when all is taken back gets them.
+
     def __init__(self) -> None:
-        self._order = _prefer_own_backends()
-        torch.ops.flash_ext._set_sdpa("CUDA")
+        with _switching:
+            torch.ops.flash_ext._set_sdpa("CUDA")
+            try:
+                self._order = _prefer_own_backends()
+            except BaseException:
+                torch.ops.flash_ext._set_sdpa("")
+                raise
         note("PyTorch's attention runs on flash_ext")
 
     def remove(self) -> None:
         """Called by the registry when something else is activated, or nothing."""
         global _previous
-        _previous = None
-        torch.ops.flash_ext._set_sdpa("")
-        if self._order is not None:
-            torch._C._set_sdp_priority_order(self._order)
+        with _switching:
+            _previous = None
+            if self._order is not None:
+                torch._C._set_sdp_priority_order(self._order)
+            torch.ops.flash_ext._set_sdpa("")
         note("PyTorch's attention runs as before")
 
 
@@ -133,11 +152,16 @@ def _prefer_own_backends() -> list[int] | None:
     """Puts the overridden backends first and returns the order as it was; None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    # torch installs its default order at the first selection, over whatever was set before. Unfused code
-    # takes any call, whatever the caller allows.
-    probe = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
-    with sdpa_kernel(SDPBackend.MATH):
+    # torch installs its default order at the first selection, over whatever was set before. Every backend
+    # takes this call.
+    probe = torch.empty(1, 1, 64, 64, dtype=torch.float16, device="cuda")
+    try:
         torch._fused_sdp_choice(probe, probe, probe)
+    except RuntimeError:
+        # The caller allows none that is there. What is allowed is a state of the process, which other threads
+        # see; but then they cannot attend either.
+        with sdpa_kernel(SDPBackend.MATH):
+            torch._fused_sdp_choice(probe, probe, probe)
     order: list[int] = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order([*_FIRST, *(backend for backend in order if backend not in _FIRST)])
     return order

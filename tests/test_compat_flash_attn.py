@@ -414,7 +414,7 @@ def test_kvcache_with_room_between_entries(device: str) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("variant", [{}, {"causal": True}, {"window_size": (4, 0)}], ids=str)
 def test_kvcache_rotates_by_position(variant: dict, interleaved: bool, leftpad: bool, device: str) -> None:
-    """Pairs of features are complex numbers that a position turns by its angles."""
+    """Pairs of features are complex numbers that a position in the cache turns by its angles."""
     q, k_cache, v_cache, k, v = draw(device, (2, 2, 4, 16), *((2, 12, 2, 16),) * 2, *((2, 2, 2, 16),) * 2)
     angles = torch.rand(12, 4, device=device, dtype=torch.float64)  # 8 of 16 features
     lengths, pads = (3, 7), (1, 2) if leftpad else (0, 0)
@@ -435,7 +435,7 @@ def test_kvcache_rotates_by_position(variant: dict, interleaved: bool, leftpad: 
         rotary_interleaved=interleaved, **variant,
     )  # fmt: skip
     for i, (length, pad) in enumerate(zip(lengths, pads)):
-        positions = [length - pad, length - pad + 1]
+        positions = [length, length + 1]
         close(k_cache[i, length : length + 2], turned(k[i], positions))
         assert torch.equal(k_cache[i, :length], old[i, :length])
         turned_q = turned(q[i], positions if variant else positions[:1] * 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import flash_ext
 from bench import host_cost
 from flash_ext.ops import _C
+from flash_ext.sdpa_override import sdpa_counts
 from tests.qkv import make_qkv, null_kernels, reference
 
 on_roads = pytest.mark.parametrize(
@@ -154,3 +156,36 @@ def test_host_cost_is_measured_and_leaves_nothing_behind() -> None:
     assert _C.get_switch("skip_launch") is None
     q, k, v = make_qkv()
     torch.testing.assert_close(flash_ext.attention(q, k, v), reference(q, k, v)[0].float())
+
+
+@pytest.fixture
+def overridden() -> Iterator[None]:
+    """torch's operators on our implementations for tensors without memory."""
+    torch.ops.flash_ext._set_sdpa("Meta")
+    yield
+    _C.set_switch("capturing", None)
+    torch.ops.flash_ext._set_sdpa("")
+
+
+@pytest.mark.usefixtures("overridden")
+@pytest.mark.parametrize("capturing", [None, 0, 1])
+def test_random_state_is_on_the_device_in_a_graph(capturing: int | None) -> None:
+    """A graph holds results on the GPU only: while one is captured, seed and offset of torch's are there."""
+    _C.set_switch("capturing", capturing)
+    q, k, v = (torch.empty(2, 4, 9, 16, dtype=torch.bfloat16, device="meta") for _ in "qkv")
+    mask, few = q.new_empty(9, 9), (k[:, :2], v[:, :2])
+    aten = torch.ops.aten
+    calls = {
+        "_scaled_dot_product_flash_attention": lambda op: op(q, k, v),
+        "_flash_attention_forward": lambda op: op(q, k, v, None, None, 4, 4, 0.0, False, False),
+        "_scaled_dot_product_efficient_attention": lambda op: op(q, k, v, mask.expand(2, 4, 9, 9), True),
+        "_scaled_dot_product_cudnn_attention": lambda op: op(q, *few, mask, True),
+    }
+    for name, call in calls.items():
+        served = sdpa_counts()[name][0]
+        tensors = [t for t in call(getattr(aten, name)) if isinstance(t, Tensor)]
+        assert sdpa_counts()[name][0] == served + 1
+        on_the_host = [t for t in tensors if t.device.type == "cpu"]
+        expected = 0 if capturing or "flash" in name else 2
+        assert len(on_the_host) == expected, name
+        assert all(t.shape == () and t.dtype == torch.int64 for t in on_the_host)

@@ -279,3 +279,88 @@ def test_gpu_graph_capture() -> None:
     q.normal_()
     graph.replay()
     close(out, F.scaled_dot_product_attention(q, k, v))
+
+
+def devices_of(names: tuple[str, ...], captured: bool) -> dict[str, list[str | None]]:
+    """Where the results of a call of each forward operator are, None for what is no tensor."""
+    q, k, v = (t.detach() for t in gpu(2, 4, 96, 64))
+    mask = torch.randn(96, 96, device="cuda", dtype=torch.bfloat16)
+    as_ours = [t.transpose(1, 2) for t in (q, k, v)]
+    k_few, v_few = (t[:, :2].contiguous() for t in (k, v))
+    aten = torch.ops.aten
+    calls = {
+        SDPA: lambda: aten._scaled_dot_product_flash_attention(q, k, v),
+        FLASH: lambda: aten._flash_attention_forward(*as_ours, None, None, 96, 96, 0.0, False, False),
+        MASKED: lambda: aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask.expand(2, 4, 96, 96), True),
+        GROUPED: lambda: aten._scaled_dot_product_cudnn_attention(q, k_few, v_few, mask, True),
+    }  # fmt: skip
+    results = {name: calls[name]() for name in names}
+    if captured:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = {name: calls[name]() for name in names}
+        graph.replay()
+    torch.cuda.synchronize()
+    return {name: [t.device.type if isinstance(t, Tensor) else None for t in values]
+            for name, values in results.items()}  # fmt: skip
+
+
+@pytest.mark.caching
+@pytest.mark.parametrize("captured", [False, True])
+def test_gpu_results_are_where_torchs_own_are(captured: bool) -> None:
+    """While a graph is captured every tensor is on the GPU; else two numbers of two operators are not."""
+    names = (SDPA, FLASH, MASKED, GROUPED)
+    with flash_ext.enable_sdpa(), counted(**dict.fromkeys(names, 1 + captured)):
+        ours = devices_of(names, captured)
+    for name, devices in ours.items():
+        assert devices.count("cpu") == (0 if captured or name in (SDPA, FLASH) else 2), name
+    runs_cudnn = torch.cuda.get_device_capability()[0] == 9
+    for name, devices in devices_of(names if runs_cudnn else names[:3], captured).items():
+        both = [(a, b) for a, b in zip(ours[name], devices, strict=True) if a is not None and b is not None]
+        assert all(a == b for a, b in both), name
+
+
+@pytest.mark.caching
+def test_gpu_gradients_in_a_graph_with_a_mask() -> None:
+    """Forward and backward of a masked call, captured and run again on other numbers."""
+    leaves = gpu(2, 4, 96, 64)
+    mask = torch.randn(96, 96, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn(2, 4, 96, 64, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> list[Tensor]:
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    with flash_ext.enable_sdpa(), counted(**{MASKED: 3, MASKED_BACKWARD: 3}):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.normal_()
+        graph.replay()
+        for got, expected in zip(captured, call(), strict=True):
+            close(got, expected)
+
+
+def test_gpu_a_backward_after_switching_off_takes_our_forward() -> None:
+    """With rows that are no multiple of 32, where torch's backward reads the padding of lse."""
+    leaves = gpu(2, 4, 90, 64)
+    mask = torch.randn(90, 96, device="cuda", dtype=torch.bfloat16)[:, :90]
+    with flash_ext.enable_sdpa(), counted(**{MASKED: 1}):
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, dout)
+    with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
+        expected = torch.autograd.grad(
+            F.scaled_dot_product_attention(*leaves, attn_mask=mask), leaves, dout
+        )
+    for a, b in zip(got, expected, strict=True):
+        close(a, b)

@@ -265,6 +265,14 @@ def test_repeats_of_a_mask_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert lse.shape == (2, 4, 0)
 
 
+def test_lse_is_padded_with_infinity() -> None:
+    """torch's backward of that operator relies on it, and runs if flash_ext is switched off before it."""
+    q, k, v = draw(heads_k=4)
+    with on_cpu():
+        lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[1]
+    assert lse.shape == (2, 4, 32) and (lse[..., 9:] == torch.inf).all() and lse[..., :9].isfinite().all()
+
+
 def test_autocast_does_not_cast_again() -> None:
     """bfloat16 tensors inside a float16 region: operators that autocast leaves alone keep their type."""
     q, k, v = (t.transpose(1, 2) for t in draw())

@@ -42,13 +42,16 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim); written in place if k is given.
         k, v: (batch, seqlen_new, nheads_k, headdim), placed at ``cache_seqlens`` of their sequence. Keys that
             the cache has no room for are left out: flash-attn writes them somewhere.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are rotated by their positions, counted
-            without left padding, before the call; without causal and window all of q by that of its first.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are rotated by their positions in the
+            cache, left padding included, before the call; without causal and window all of q by that of its
+            first.
         cache_seqlens: int or (batch,) int32, how many keys each sequence has before the append; None is
             all of the cache, and then nothing can be appended.
         cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. A
             sequence whose entry is not there has no keys. With softcap, alibi_slopes or gaps between entries
-            of the cache they are copied for the call.
+            of the cache they are copied for the call. Several sequences may read one entry, but with k one of
+            them only may have it: on the CPU that is refused, on a GPU, where the host does not see the
+            values, the first of them in the batch has the entry, and the others have none.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
@@ -63,19 +66,26 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: ``block_table`` (paged cache), or ``num_splits`` above 1.
         ValueError: k without v or without ``cache_seqlens``, rotary factors without k, one without the
-            other, or fewer than the cache has positions, a cache with fewer entries than sequences, and what
-            :func:`flash_ext.attention` refuses.
+            other, or fewer than the cache has positions, a cache with fewer entries than sequences, k with a
+            cache that is expanded or, on the CPU, with an entry for two sequences, numbers on another device
+            than the cache, and what :func:`flash_ext.attention` refuses.
     """
     _refuse_unsupported(block_table, num_splits)
     batch, seqlen_q = q.shape[:2]
-    _check(batch, k_cache, cache_seqlens, cache_batch_idx)
+    _check(batch, k_cache, cache_seqlens, cache_batch_idx, cache_leftpad)
+    appends = k is not None and k.shape[1] > 0
+    if appends:
+        _check_own_rows(k_cache=k_cache, v_cache=v_cache)
     size = k_cache.shape[1]
     lengths = _lengths(cache_seqlens, batch, k_cache).clamp(0, size)
+    leftpad = None if cache_leftpad is None else cache_leftpad.long().expand(batch)
     if cache_batch_idx is None:
         entries, exists = torch.arange(batch, device=q.device), None
     else:
         # A sequence whose entry is not there has no keys, and no other's.
-        entries, exists = _inside(cache_batch_idx.long(), k_cache.shape[0])
+        entries, exists = _inside(cache_batch_idx.long().expand(batch), k_cache.shape[0])
+        if appends:
+            exists = _with_one_owner(entries, exists)
         lengths = lengths.where(exists, 0)
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
@@ -83,11 +93,10 @@ def flash_attn_with_kvcache(
         if rotary_cos.shape[0] < size:
             rows = rotary_cos.shape[0]
             raise ValueError(f"rotary_cos must have a row for each of {size} positions, got {rows}.")
-        first = lengths if cache_leftpad is None else lengths - cache_leftpad.long()
-        factors = (rotary_cos, rotary_sin, rotary_interleaved)
-        k = _rotated(k, first[:, None] + torch.arange(k.shape[1], device=q.device), *factors)
+        first, factors = lengths[:, None], (rotary_cos, rotary_sin, rotary_interleaved)
+        k = _rotated(k, first + torch.arange(k.shape[1], device=q.device), *factors)
         counts = causal or tuple(window_size) != (-1, -1)
-        q = _rotated(q, first[:, None] + torch.arange(seqlen_q, device=q.device) * counts, *factors)
+        q = _rotated(q, first + torch.arange(seqlen_q, device=q.device) * counts, *factors)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
             raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
@@ -97,7 +106,7 @@ def flash_attn_with_kvcache(
         lengths = lengths if exists is None else lengths.where(exists, 0)
     runs = batch > 0 and _is_one_run_of_rows(k_cache) and _is_one_run_of_rows(v_cache)
     if runs and softcap == 0.0 and alibi_slopes is None:
-        starts = torch.zeros_like(lengths) if cache_leftpad is None else cache_leftpad.long()
+        starts = torch.zeros_like(lengths) if leftpad is None else leftpad
         runs_of_rows = entries, starts, lengths
         out, lse = _attend_to_runs(q, k_cache, v_cache, *runs_of_rows, softmax_scale, causal, window_size)
         return (out, lse) if return_softmax_lse else out
@@ -106,7 +115,7 @@ def flash_attn_with_kvcache(
         keys, values = k_cache[entries], v_cache[entries]
 
     centre = lengths[:, None] - seqlen_q + torch.arange(seqlen_q, device=q.device)  # (batch, seqlen_q)
-    hidden = _hidden_keys(centre, lengths, keys.shape[1], causal, window_size, cache_leftpad)
+    hidden = _hidden_keys(centre, lengths, keys.shape[1], causal, window_size, leftpad)
     bias = None if alibi_slopes is None else _alibi(alibi_slopes, centre, keys.shape[1])
     q = q if q.stride(-1) == 1 else q.contiguous()
     out, lse = forward(
@@ -120,18 +129,51 @@ def _check(
     k_cache: Tensor,
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
 ) -> None:
     """Sizes and types; values stay on the device and are kept inside the cache."""
-    for name, t in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx)):
-        if isinstance(t, Tensor) and t.dtype not in (torch.int32, torch.int64):
+    given = {"seqlens": cache_seqlens, "batch_idx": cache_batch_idx, "leftpad": cache_leftpad}
+    for name, t in ((f"cache_{what}", t) for what, t in given.items()):
+        if not isinstance(t, Tensor):
+            continue
+        if t.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be torch.int32, got {t.dtype}.")
-        if isinstance(t, Tensor) and t.shape not in ((batch,), ()):
+        if t.shape not in ((batch,), ()):
             raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(t.shape)}.")
+        if t.device != k_cache.device:
+            raise ValueError(f"{name} must be on the device of k_cache, {k_cache.device}, got {t.device}.")
     if cache_batch_idx is None and k_cache.shape[0] < batch:
         raise ValueError(
             f"k_cache must have an entry for each of the {batch} sequences, got {k_cache.shape[0]}; "
             "cache_batch_idx lets sequences share them."
         )
+
+
+def _check_own_rows(**caches: Tensor) -> None:
+    for name, cache in caches.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape)):
+            strides = tuple(cache.stride())
+            raise ValueError(f"{name} must not be expanded to append to it, got strides {strides}.")
+
+
+def _with_one_owner(entries: Tensor, exists: Tensor) -> Tensor:
+    """``exists`` without the sequences whose entry an earlier one appends to.
+
+    Both would write the same rows, and the one whose keys are overwritten would attend to the other's.
+
+    Raises:
+        ValueError: there are such sequences, where the host sees the values.
+    """
+    earlier = ((entries[:, None] == entries) & exists).tril(-1).any(1) & exists
+    if _is_seen(earlier) and bool(earlier.any()):
+        twice = int(entries[earlier][0])
+        raise ValueError(f"cache_batch_idx must not name entry {twice} for two sequences to append to it.")
+    return exists & ~earlier
+
+
+def _is_seen(t: Tensor) -> bool:
+    """Whether the host can look at values of t without waiting for anything."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _inside(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -239,7 +281,7 @@ def _hidden_keys(
     seqlen_cache: int,
     causal: bool,
     window_size: tuple[int, int],
-    cache_leftpad: Tensor | None,
+    leftpad: Tensor | None,
 ) -> Tensor:
     """(batch, 1, seqlen_q, 4) int32: the intervals before and after the keys that each row sees."""
     left, right = window_size
@@ -248,8 +290,8 @@ def _hidden_keys(
     if right >= 0:
         end = torch.minimum(end, centre + right + 1)
     start = torch.zeros_like(centre) if left < 0 else centre - left
-    if cache_leftpad is not None:
-        start = torch.maximum(start, cache_leftpad.long()[:, None])
+    if leftpad is not None:
+        start = torch.maximum(start, leftpad[:, None])
     bounds = (torch.zeros_like(centre), start, end, torch.full_like(centre, seqlen_cache))
     return torch.stack(bounds, dim=-1).clamp(0, seqlen_cache).to(torch.int32)[:, None]
 

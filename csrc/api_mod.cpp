@@ -63,20 +63,20 @@ BiasView bias_view(const Tensor& t) {
   x.rows = extent(t, 2);
   x.cols = extent(t, 3);
   x.is_float = t.scalar_type() == at::kFloat;
-  const bool strides_fit = x.batch_stride % 8 == 0 && x.head_stride % 8 == 0 && x.row_stride % 8 == 0;
-  x.staged = !x.is_float && x.col_stride == 1 && strides_fit &&
-             reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 && get_switch(Switch::kUnaligned) != 1;
+  const int64_t piece = x.is_float ? 4 : 8;  // elements of 16 bytes
+  const bool strides_fit = (x.batch_stride | x.head_stride | x.row_stride) % piece == 0;
+  x.aligned = x.col_stride == 1 && strides_fit && reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 &&
+              get_switch(Switch::kUnaligned) != 1;
+  x.staged = x.aligned && !x.is_float;
   return x;
 }
 
-// The bias as kernels read it. One of 16 bits whose rows differ and do not begin on 16 bytes, as with 49 keys, is copied
-// so that they do: read element by element it is 4 times as slow forward, and backward it leaves the Hopper kernels.
+// The bias as kernels read it. One whose rows differ and do not begin on 16 bytes, as with 77 keys, is copied so that they
+// do: read element by element it is 2 to 4 times as slow forward, and backward it leaves the Hopper kernels.
 BiasView prepare_bias(Prepared& made, const Tensor& bias, bool is_short) {
   const BiasView as_given = bias_view(bias);
   const bool differs = bias.size(2) > 1 && bias.size(3) > 1 && as_given.row_stride != 0 && as_given.col_stride != 0;
-  if (is_short || as_given.staged || as_given.is_float || !differs || get_switch(Switch::kUnaligned) == 1) {
-    return as_given;
-  }
+  if (is_short || as_given.aligned || !differs || get_switch(Switch::kUnaligned) == 1) return as_given;
   Tensor entries = bias;  // those that differ
   for (int64_t dim = 0; dim < 2; ++dim) {
     if (entries.stride(dim) == 0) entries = entries.narrow(dim, 0, 1);

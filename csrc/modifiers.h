@@ -32,7 +32,8 @@ struct BiasView {
   int32_t rows = 0;  // BitRows::kAny when broadcast
   int32_t cols = 0;
   bool is_float = false;  // fp32; else the dtype of q
-  bool staged = false;    // 16-byte asynchronous copies of its rows are legal
+  bool aligned = false;   // every row starts on a 16-byte boundary, and its elements are neighbours
+  bool staged = false;    // aligned, of 16 bits: what is there may be copied as it is
 };
 
 // One value per position and its smallest and largest value over groups of 32 positions.

@@ -135,7 +135,16 @@ constexpr auto kTwoKernelInstances =
                                       {128, run_bwd_mod_det_hd128, "bwd_mod_sm90_hd128_det"},
                                       {192, run_bwd_mod_hd192, "bwd_mod_sm90_hd192"},
                                       {256, run_bwd_mod_hd256, "bwd_mod_sm90_hd256"}});
-bool wants_two_kernels(const Problem& p, bool deterministic) { return is_wide(p) || deterministic; }
+bool wants_two_kernels(const Problem& p, bool deterministic) {
+  return is_wide(p) || (deterministic && !has_whole_keys(p));
+}
+// Whether dq is summed in memory, in whichever kernel.
+bool sums_dq(const Problem& p, bool deterministic) { return !wants_two_kernels(p, deterministic) && !has_whole_keys(p); }
+
+// The backward without modifiers in the kernel for them, where that stores dq at once.
+const BwdModInstance* whole_keys_instance_of(const Problem& p, const DeviceInfo& d) {
+  return prefers_whole_keys(p, d) ? bwd_mod_instance_of(p, d) : nullptr;
+}
 
 // Which kernels compute dq, dk and dv: at most one of them is not null, neither where the portable ones do.
 struct BwdModChoice {
@@ -198,6 +207,7 @@ BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInf
   if (is_wide(p)) {
     return {two_kernel_stats(p, wide_instance_of(p).tile().block_m), 0};
   }
+  if (whole_keys_instance_of(p, d) != nullptr) return {mod_stats_elements(p), 0};
   if (prefers_two_kernels(p, d)) return {two_kernel_stats(p, BwdTile::kBlockM), 0};
   const bool ordered = deterministic || prefers_order(p, d);
   const DqRing ring = dq_ring(p, d, ordered);
@@ -216,6 +226,12 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
           std::min<int64_t>(fwd_grid(p, d, t.block_m()).ctas, d.num_sms)};
 }
 
+LaunchPlan plan_of(const BwdModInstance& i, const Problem& p, const DeviceInfo& d) {
+  const BwdModTile t = bwd_mod_tile(i.head_dim);
+  return {"sm90", i.name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
+          t.smem_bytes(i.head_dim), std::min<int64_t>(bwd_grid(p, d, BwdModTile::kBlockN, false).ctas, d.num_sms)};
+}
+
 LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
   if (!is_bwd_taken(p, d)) return sm80::plan_bwd(p, deterministic, d);
   if (is_wide(p)) {
@@ -225,6 +241,7 @@ LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
             t.dkv_smem_bytes(i.head_dim, i.head_dim_v),
             std::min<int64_t>(wide_keys_grid(p, d, draws_items(p)).ctas, d.num_sms)};
   }
+  if (const BwdModInstance* i = whole_keys_instance_of(p, d)) return plan_of(*i, p, d);
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const bool in_two = prefers_two_kernels(p, d), ordered = !in_two && (deterministic || prefers_order(p, d));
   const BwdTile t = in_two ? kShortKeysTile : bwd_tile(size);
@@ -242,7 +259,7 @@ BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const Devic
   // Enough for the portable kernels as well, which run what modifiers keep from those here: the words of their schedule
   // lie where this path's statistics, 128 a head or more, are then not needed.
   if (!is_bwd_mod_ready(p, d)) return sm80::bwd_mod_workspace(p, deterministic, d);
-  if (!wants_two_kernels(p, deterministic)) {
+  if (sums_dq(p, deterministic)) {
     return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
   }
   // What is left to the portable kernels runs in a fixed order there too, so that nobody wants an accumulator of dq.
@@ -263,19 +280,14 @@ LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& 
 
 LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
   const BwdModChoice choice = choose_bwd_mod(p, deterministic, x, d);
-  if (const BwdModInstance* i = choice.one) {
-    const BwdModTile t = bwd_mod_tile(i->head_dim);
-    return {"sm90", i->name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
-            t.smem_bytes(i->head_dim),
-            std::min<int64_t>(bwd_grid(p, d, BwdModTile::kBlockN, false).ctas, d.num_sms)};
-  }
+  if (choice.one != nullptr) return plan_of(*choice.one, p, d);
   if (const TwoKernelInstance* i = choice.two) {
     const WideBwdTile t = wide_mod_tile(i->head_dim);
     return {"sm90", i->name, t.block_m, WideBwdTile::kKeys, t.slots, WideBwdTile::kThreads,
             wide_mod_keys_bytes(i->head_dim),
             std::min<int64_t>(wide_keys_grid(p, d, draws_items(p, *x.modifiers)).ctas, d.num_sms)};
   }
-  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p, d) ? wants_two_kernels(p, deterministic) : deterministic, x, d);
+  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p, d) ? !sums_dq(p, deterministic) : deterministic, x, d);
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {
@@ -294,6 +306,11 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
   BwdParams prepared = p;
   prepared.problem.prepare();
   if (is_wide(p.problem)) return wide_instance_of(p.problem).run(prepared, d);
+  if (const BwdModInstance* i = whole_keys_instance_of(p.problem, d)) {
+    Modifiers none;
+    none.unit_log2 = prepared.problem.abs_scale_log2;
+    return i->run(prepared, none, d);
+  }
   if (prefers_two_kernels(p.problem, d)) return run_bwd_short_hd128(prepared, d);
   prepared.deterministic = p.deterministic || prefers_order(p.problem, d);
   const int size = padded_head_dim(p.problem.head_dim, p.problem.head_dim_v);

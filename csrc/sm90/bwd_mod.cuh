@@ -8,7 +8,7 @@
 //   K, V     [128 rows]
 //   Q, dO    [kSlots][64 rows]
 //   dS       [3][64 queries x 128 keys]
-//   bias     [2][64 queries x 64 keys], in kernels that add one; else marks [kMarkSlots][2][consumer threads]
+//   bias     [2][64 queries x 64 keys] of 16 bits, [4][64 x 32] in fp32, in kernels that add one; else marks [kMarkSlots][2][consumer threads]
 //   stage    [consumer warps][4 KB]   dQ, or rows of gradients, on their way out
 //   stats    [kSlots][-lse * log2 e of 64 queries, -delta]
 //   ModKeyShared, barriers

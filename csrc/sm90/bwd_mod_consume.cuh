@@ -61,6 +61,15 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   };
   const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
     const BwdStep before = shared.steps[slot_of(steps() - 1, T::kSteps)];
+    if (a.stores_dq) {
+      const BwdModItem& item = item_of();
+      StridedView half = a.plain.p.dq;  // this warpgroup's columns
+      const int first = group_of() * 2 * kDqCount;
+      half.ptr = static_cast<char*>(half.ptr) + first * (half.is_float ? 4 : 2);
+      store_rows<E>(half, item.w.b, item.w.q, item.first_head + before.head(), dq, problem.softmax_scale,
+                    problem.head_dim - first, before.block * kM + warp_of() * 16 + ptx::fresh_lane() / 4, ptx::fresh_lane());
+      return;
+    }
     const int tile = item_of().tile + before.head() * a.plain.tiles_per_head + before.block;
     const int first = D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount
                               : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
@@ -107,7 +116,11 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       }
       if (a.brings_bias) {
         wait(bars.bias_full(), steps() % 2);
-        add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
+        if (T::kFloatBias && m.bias.is_float) {
+          add_brought_float_bias(s, smem + T::kBiasAt + group_of() * 2 * kM * 128, warp_of());
+        } else {
+          add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
+        }
         __syncwarp();
         arrive(bars.bias_empty());
       }

@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 
 struct BwdModMaps {
   BwdMaps plain;
-  CUtensorMap bias;  // boxes of 64 keys and 64 queries
+  CUtensorMap bias;  // boxes of 64 queries and 128 bytes of keys
 };
 
 // tanh(factor * x) = x * (c[0] + c[1] x^2 + c[2] x^4) for |x| <= limit.
@@ -30,6 +30,7 @@ struct BwdModArgs {
   float unit;        // raw products, or tanh, times this are scores in log2
   bool adds_to_keys;  // a slope or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
+  bool stores_dq;    // has_whole_keys()
 };
 
 // An item, a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
@@ -81,7 +82,7 @@ struct BwdModTraits {
   static constexpr BwdModTile kModTile = bwd_mod_tile(D);
   static constexpr BwdTile kTile = kModTile.plain();
   static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = BwdModTile::kBlockN, kThreads = BwdModTile::kThreads;
-  static constexpr bool kByQueries = false;
+  static constexpr bool kByQueries = false, kFloatBias = BwdModTile::has_float_bias(D);
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of an item; of a tile in the workspace
   static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kConsumerWarps = 8;
   // 504 for the three warpgroups. The scheduler, which judges tiles, does not fit 40.
@@ -89,7 +90,7 @@ struct BwdModTraits {
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
   static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kDsSlots = BwdModTile::kDsSlots;
-  static constexpr int kBiasAt = kDsAt + kTile.ds_bytes(), kBiasBytes = BwdModTile::kBiasBytes;
+  static constexpr int kBiasAt = kDsAt + kTile.ds_bytes(), kBiasBytes = BwdModTile::bias_bytes(D);
   static constexpr int kStageAt = kBiasAt + kBiasBytes, kStageBytes = 4096;  // a consumer warp
   static constexpr int kStatsAt = kStageAt + kTile.stage_bytes(), kStatsBytes = kBlockM * 8;
   static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);

@@ -311,11 +311,12 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
     wait(bars.bias_empty(), bias_parity);
     bias_parity ^= 1;
     if (!is_first_lane()) return;
-    ptx::mbarrier_arrive_expect_tx(bars.bias_full(), T::kBiasBytes);
-#pragma unroll
-    for (int i = 0; i < T::kBlockN / 64; ++i) {
+    const int boxes = T::kBlockN / (a.m.bias.is_float ? 32 : 64);
+    ptx::mbarrier_arrive_expect_tx(bars.bias_full(), boxes * T::kBlockM * 128);
+#pragma unroll 1
+    for (int i = 0; i < boxes; ++i) {
       ptx::tma_load_5d(smem + T::kBiasAt + i * T::kBlockM * 128, &maps.bias, bars.bias_full(),
-                       item.w.block * T::kBlockN + 64 * i, step.block * T::kBlockM,
+                       item.w.block * T::kBlockN + T::kBlockN / boxes * i, step.block * T::kBlockM,
                        (item.first_head + step.head()) * a.bias_steps.head, item.seat.b * a.bias_steps.batch, 0);
     }
   };

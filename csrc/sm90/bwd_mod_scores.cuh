@@ -80,6 +80,25 @@ __device__ __forceinline__ void add_brought_bias(float (&s)[32], uint32_t tile, 
   }
 }
 
+// The same from one in fp32, 32 keys a row: `tile` is that of the first 64 keys.
+__device__ __forceinline__ void add_brought_float_bias(float (&s)[32], uint32_t tile, int keys) {
+  const int lane = ptx::fresh_lane(), key = keys % 2 * 16 + lane / 4;
+  const uint32_t chunk = tile + keys / 2 * (64 * 128) + key % 4 * 4;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int query = 2 * (lane % 4) + c;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t at = chunk + query * 128 + (((key / 4 + 2 * half) ^ query) << 4);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {  // queries 8 j + query
+        float& x = s[4 * j + 2 * half + c];
+        x = fmaf(__uint_as_float(ptx::load_shared_word(at + j * 8 * 128)), kLog2e, x);
+      }
+    }
+  }
+}
+
 // A bias that all rows share, of this thread's keys.
 template <typename E>
 __device__ __forceinline__ void load_key_bias(float (&bias)[2], const Scores& scores, int col0) {

@@ -59,11 +59,12 @@ __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryT
   }
 }
 
-// Accumulators that the first pass zeroes, and words of a ring.
+// Accumulators that the first pass zeroes, words of a ring, and rows of dq that nobody else may write.
 struct Zeroed {
   int64_t tiles = INT64_MAX;
   uint32_t* words = nullptr;
   int num_words = 0;
+  bool dq_rows = false;
 };
 
 template <typename E, int D>
@@ -80,6 +81,11 @@ __global__ void __launch_bounds__(kPassThreads)
     const AttnMod mod{p.problem, tile.w.q.length, tile.w.k.length};
     // Whoever comes first writes the tile.
     if (begin_turns(turns, mod, tile.index, tile.w.block)) return;
+  }
+  if (zeroed.dq_rows) {
+    const int warp_row = tile.w.block * BwdTile::kBlockM + threadIdx.x / 32 * 8;
+    zero_rows(p.dq, tile.w.b, tile.w.q.start + warp_row, tile.w.h, min(8, tile.w.q.length - warp_row),
+              p.problem.head_dim, threadIdx.x % 32);
   }
   if (tile.index >= zeroed.tiles) return;
   float4* dq = reinterpret_cast<float4*>(p.dq_accum + tile.index * (64 * D));

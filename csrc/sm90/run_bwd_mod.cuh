@@ -40,7 +40,8 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
   a.m = m;
   if (T::kCaps) a.cap = key_cap(r, m);
   a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
-  a.brings_bias = staged_bias_rows(m.bias, r, T::kBlockM) == T::kBlockM;
+  a.brings_bias = m.bias.ptr != nullptr && m.bias.row_stride != 0;
+  a.stores_dq = has_whole_keys(r);
   a.adds_to_keys = m.slopes != nullptr || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};
@@ -67,10 +68,13 @@ std::string run_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceI
   const Grid g = make_grid(p.problem, d, true, BwdTile::kBlockM);
   const int tiles = static_cast<int>(query_tiles_per_head(p.problem));
   uint32_t* const no_turns = nullptr;
+  const bool stores_dq = has_whole_keys(p.problem);
+  Zeroed zeroed;
+  if (stores_dq) zeroed = {.tiles = 0, .dq_rows = !visits_all_queries(p.problem, m)};
   std::string error =
-      launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, no_turns, Zeroed{});
+      launch("bwd_begin", bwd_begin_kernel<E, D>, g.ctas, kPassThreads, 0, p.stream, p, g, tiles, no_turns, zeroed);
   if (error.empty()) error = launch_bwd_mod<E, D>(p, m, d);
-  if (!error.empty()) return error;
+  if (!error.empty() || stores_dq) return error;
   return launch_at(early_if(begins_early(p.problem)), "bwd_finish", bwd_finish_kernel<E, D>, g.ctas, 128, 0, p.stream,
                    p, g, tiles);
 }

@@ -73,10 +73,10 @@ BiasView bias_view(const Tensor& t) {
 
 // The bias as kernels read it. One whose rows differ and do not begin on 16 bytes, as with 77 keys, is copied so that they
 // do: read element by element it is 2 to 4 times as slow forward, and backward it leaves the Hopper kernels.
-BiasView prepare_bias(Prepared& made, const Tensor& bias, bool is_short) {
+BiasView prepare_bias(Prepared& made, const Tensor& bias) {
   const BiasView as_given = bias_view(bias);
   const bool differs = bias.size(2) > 1 && bias.size(3) > 1 && as_given.row_stride != 0 && as_given.col_stride != 0;
-  if (is_short || as_given.aligned || !differs || get_switch(Switch::kUnaligned) == 1) return as_given;
+  if (as_given.aligned || !differs || get_switch(Switch::kUnaligned) == 1) return as_given;
   Tensor entries = bias;  // those that differ
   for (int64_t dim = 0; dim < 2; ++dim) {
     if (entries.stride(dim) == 0) entries = entries.narrow(dim, 0, 1);
@@ -179,13 +179,16 @@ HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds) {
   return x;
 }
 
-Prepared prepare(const Problem& p, const ModifierArguments& a, const DeviceInfo& info, void* stream) {
+Prepared prepare(Direction direction, const Problem& p, const ModifierArguments& a, const DeviceInfo& info, void* stream) {
   Prepared made;
   made.stream = stream;
   Modifiers& m = made.modifiers;
   m.softcap = static_cast<float>(a.softcap);
   m.inv_softcap = a.softcap > 0 ? static_cast<float>(1 / a.softcap) : 0.f;
-  if (a.bias.has_value()) m.bias = prepare_bias(made, *a.bias, is_short(p, info));
+  if (a.bias.has_value()) {
+    const bool is_kept = direction == Direction::kForward ? is_short_mod(p, info) : is_short_bwd(p, info);
+    m.bias = is_kept ? bias_view(*a.bias) : prepare_bias(made, *a.bias);
+  }
   if (a.slopes.has_value()) {
     m.slopes = a.slopes->const_data_ptr<float>();
     m.slopes_batch_stride = a.slopes->dim() == 2 ? p.num_heads : 0;
@@ -275,7 +278,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
     schedule = new_tensor({bytes}, q.options().dtype(at::kByte));
     params.schedule = schedule.mutable_data_ptr();
   }
-  Prepared made = prepare(problem, a, info, params.stream);
+  Prepared made = prepare(Direction::kForward, problem, a, info, params.stream);
   if (want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
   if (get_switch(Switch::kRecordLaunches) == 1) {
     record_launch({Direction::kForward, path.plan_fwd_mod(problem, made.modifiers, info), false,
@@ -444,7 +447,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   params.row_stats = row_stats.mutable_data_ptr<float>();
   params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
 
-  const Prepared made = prepare(problem, a, info, params.stream);
+  const Prepared made = prepare(Direction::kBackward, problem, a, info, params.stream);
   BwdExtras extras;
   extras.modifiers = &made.modifiers;
   extras.need_qkv = need_qkv;

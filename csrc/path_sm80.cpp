@@ -139,7 +139,7 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
 }
 
 LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  if (is_short(p, d)) return short_fwd_plan(p, m.bias, d);
+  if (is_short_mod(p, d)) return short_fwd_plan(p, m.bias, d);
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const FwdTile t = fwd_mod_tile_sm80(size, class_of(d));
   return plan_of("fwd_mod", p, d, t,
@@ -189,7 +189,7 @@ std::string run_bwd(const BwdParams& p, const DeviceInfo& d) {
 
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
   const Modifiers m = with_unit(modifiers, p.problem);
-  if (is_short(p.problem, d)) return run_fwd_short(p, m, d);
+  if (is_short_mod(p.problem, d)) return run_fwd_short(p, m, d);
   return run(p, d,
              std::to_array({run_fwd_mod_hd64, run_fwd_mod_hd96, run_fwd_mod_hd128, run_fwd_mod_hd192, run_fwd_mod_hd256}),
              std::to_array({run_fwd_mod_large_hd64, run_fwd_mod_large_hd96, run_fwd_mod_large_hd128,

@@ -74,7 +74,7 @@ bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v
 // The first that holds both, null for what the portable kernels take: also rows with sinks and no keys at all, because
 // TMA wants an address.
 const ModInstance* mod_instance_of(const Problem& p, const DeviceInfo& d) {
-  if (!is_taken(p) || p.total_k == 0 || is_short(p, d)) return nullptr;
+  if (!is_taken(p) || p.total_k == 0 || is_short_mod(p, d)) return nullptr;
   return &*std::find_if(kModInstances.begin(), kModInstances.end() - 1, [&](const ModInstance& i) {
     return p.head_dim <= i.head_dim && p.head_dim_v <= i.head_dim_v;
   });

@@ -41,15 +41,18 @@ static_assert(ShortTile::tile_bytes(128) <= ShortTile::kScoreBytes, "O lies wher
 static_assert(ShortTile::bwd_smem_bytes(128) + 1024 <= kSmemLimitSmall);
 
 // Neither the batch nor the number of heads decides, so that a sequence has the same bits in every batch.
-inline bool is_short(const Problem& p, const DeviceInfo& d) {
+inline bool is_short_mod(const Problem& p, const DeviceInfo& d) {
   return d.short_kernels != 0 && !p.is_varlen() && p.total_q > 0 && p.total_k > 0 && p.seqlen_q <= kShortRows &&
          p.seqlen_k <= kShortRows && int64_t{1} * p.batch * p.num_heads < (1 << 30) &&
          ShortTile::fwd_smem_bytes(short_head_dim(p)) + 1024 <= d.smem_per_block;
 }
 
+// Above head_dim 128 calls without modifiers are faster in the other kernels (256, 49 rows: 151 us for 183).
+inline bool is_short(const Problem& p, const DeviceInfo& d) { return is_short_mod(p, d) && short_head_dim(p) <= 128; }
+
 // A CTA of the backward makes dk and dv of a key head from one query head.
 inline bool is_short_bwd(const Problem& p, const DeviceInfo& d) {
-  return is_short(p, d) && p.num_heads == p.num_heads_k && short_head_dim(p) <= 128;
+  return is_short(p, d) && p.num_heads == p.num_heads_k;
 }
 
 // Heads that share a bias are a group: entry (b', h') of the bias. The heads of a group are counted head first, then

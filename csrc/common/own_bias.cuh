@@ -15,25 +15,31 @@ struct OwnBias {
 
   __device__ static uint32_t at(uint32_t stage, int thread, int n) { return stage + (n * kThreads + thread) * 16; }
 
-  // `row`, `col`: of the first score. Beyond last_row and last_col a bias is 0.
+  // `row`, `col`: of the first score. From last_row and last_col on, both above 0, a bias is 0.
   template <typename E>
   __device__ static void load(uint32_t stage, int thread, const BiasView& x, int b, int h, int row, int col, int last_row,
                               int last_col) {
     const int64_t head = b * x.batch_stride + h * x.head_stride;
+    // Loads without branches, many at a time: what lies beyond reads the last element there is.
+    const auto load_as = [&](const auto* first, const auto& to_float) {
+      const auto* const upper = first + head + min(row, last_row - 1) * x.row_stride;
+      const auto* const lower = first + head + min(row + 8, last_row - 1) * x.row_stride;
 #pragma unroll 8
-    for (int n = 0; n < kBlocks; ++n) {
-      float value[4];
+      for (int n = 0; n < kBlocks; ++n) {
+        float value[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = row + i / 2 * 8, c = col + n * 8 + i % 2;
-        const int64_t element = head + r * x.row_stride + c * x.col_stride;
-        value[i] = 0.f;
-        if (r < last_row && c < last_col) {
-          value[i] = x.is_float ? static_cast<const float*>(x.ptr)[element]
-                                : ptx::to_float<E>(static_cast<const E*>(x.ptr)[element]);
+        for (int i = 0; i < 4; ++i) {
+          const int c = col + n * 8 + i % 2;
+          const float element = to_float((i < 2 ? upper : lower)[min(c, last_col - 1) * x.col_stride]);
+          value[i] = row + i / 2 * 8 < last_row && c < last_col ? element : 0.f;
         }
+        ptx::store_shared(at(stage, thread, n), make_float4(value[0], value[1], value[2], value[3]));
       }
-      ptx::store_shared(at(stage, thread, n), make_float4(value[0], value[1], value[2], value[3]));
+    };
+    if (x.is_float) {
+      load_as(static_cast<const float*>(x.ptr), [](float value) { return value; });
+    } else {
+      load_as(static_cast<const E*>(x.ptr), [](E value) { return ptx::to_float<E>(value); });
     }
   }
 };

@@ -81,6 +81,17 @@ __device__ __forceinline__ void load_if(uint32_t& x, const void* address, bool c
   }
 }
 
+// Two floats from global memory, or zeros, without a branch. Stays where it is written.
+__device__ __forceinline__ float2 load_pair_if(const void* address, bool condition) {
+  float2 x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
+               "@p ld.global.v2.f32 {%0, %1}, [%2];\n}\n"
+               : "=&f"(x.x), "=&f"(x.y)
+               : "l"(address), "r"(static_cast<uint32_t>(condition))
+               : "memory");
+  return x;
+}
+
 // A global load that stays where it is written: dozens of them hoisted together would spill.
 template <typename X>
 __device__ __forceinline__ X load_late(const void* address) {

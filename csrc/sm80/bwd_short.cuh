@@ -136,13 +136,14 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
   const auto keys_of = [](uint32_t tile) { return Tile::by_cols(tile, ptx::fresh_lane()); };
   const auto load = [&](const ShortWalk& to) {
     const ShortWalk::Head at = to.head(grid);
-    load_short<D>(smem_q, p.q, at.b, at.h, x.seqlen_q, x.head_dim);
-    load_short<D>(smem_k, p.k, at.b, at.h, x.seqlen_k, x.head_dim);
-    load_short<D>(smem_v, p.v, at.b, at.h, x.seqlen_k, x.head_dim_v);
-    load_short<D>(smem_do, p.dout, at.b, at.h, x.seqlen_q, x.head_dim_v);
-    load_short<D>(smem_p, p.out, at.b, at.h, x.seqlen_q, x.head_dim_v);
+    load_short<D>(smem_q, p.q, x, at.b, at.h, x.seqlen_q, x.head_dim);
+    load_short<D>(smem_k, p.k, x, at.b, at.h, x.seqlen_k, x.head_dim);
+    load_short<D>(smem_v, p.v, x, at.b, at.h, x.seqlen_k, x.head_dim_v);
+    load_short<D>(smem_do, p.dout, x, at.b, at.h, x.seqlen_q, x.head_dim_v);
+    load_short<D>(smem_p, p.out, x, at.b, at.h, x.seqlen_q, x.head_dim_v);
     ptx::cp_async_commit();
   };
+  clear_tiles(smem_q, 4 * kTile);
   ptx::wait_for_kernel_before();
   ShortWalk walk(grid);
   load(walk);

@@ -26,12 +26,13 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kFwdCtas)
     if (!to.is_over(grid)) {
       const ShortWalk::Head at = to.head(grid);
       const int h_k = static_cast<int>(divide(static_cast<uint32_t>(at.h), grid.shared));
-      load_short<D>(smem_q, p.q, at.b, at.h, x.seqlen_q, x.head_dim);
-      load_short<D>(smem_q + kTile, p.k, at.b, h_k, x.seqlen_k, x.head_dim);
-      load_short<D>(smem_q + 2 * kTile, p.v, at.b, h_k, x.seqlen_k, x.head_dim_v);
+      load_short<D>(smem_q, p.q, x, at.b, at.h, x.seqlen_q, x.head_dim);
+      load_short<D>(smem_q + kTile, p.k, x, at.b, h_k, x.seqlen_k, x.head_dim);
+      load_short<D>(smem_q + 2 * kTile, p.v, x, at.b, h_k, x.seqlen_k, x.head_dim_v);
     }
     ptx::cp_async_commit();
   };
+  clear_tiles(smem, 3 * T::kFwdStages * kTile);
   ptx::wait_for_kernel_before();
   uint32_t smem_q = smem;
   ShortWalk walk(grid);

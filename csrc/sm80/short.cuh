@@ -96,10 +96,24 @@ __device__ __forceinline__ Seat short_seat(const Problem& p, const Modifiers& m,
   return {b, p.seqlen_q, p.seqlen_k, 0, 0, prefix};
 }
 
+// Loads rows of a head in blocks of 32, as many as queries or keys need: what lies behind stays 0, see clear_tiles().
 template <int D>
-__device__ __forceinline__ void load_short(uint32_t tile, const StridedView& x, int b, int h, int rows, int columns) {
-  load_tile<kShortRows, D, ShortTile::kThreads>(tile, TileSource{row_pointer(x, b, 0, h), x.row_stride, columns, x.aligned},
-                                                rows, ptx::fresh_thread_idx());
+__device__ __forceinline__ void load_short(uint32_t tile, const StridedView& x, const Problem& p, int b, int h, int rows,
+                                           int columns) {
+  static_assert(kShortRows == 64);
+  const TileSource first{row_pointer(x, b, 0, h), x.row_stride, columns, x.aligned};
+  load_tile<32, D, ShortTile::kThreads>(tile, first, rows, ptx::fresh_thread_idx());
+  if (max(p.seqlen_q, p.seqlen_k) <= 32) return;
+  const TileSource second{first.ptr + (rows > 32 ? 32 * x.row_stride : 0), x.row_stride, columns, x.aligned};
+  load_tile<32, D, ShortTile::kThreads>(tile + 32 * SmemTile<D>::kRowBytes, second, rows - 32, ptx::fresh_thread_idx());
+}
+
+// Zeros once for all heads of a walk.
+__device__ __forceinline__ void clear_tiles(uint32_t first, int bytes) {
+  for (int at = ptx::fresh_thread_idx() * 16; at < bytes; at += ShortTile::kThreads * 16) {
+    ptx::store_shared(first + at, make_float4(0.f, 0.f, 0.f, 0.f));
+  }
+  __syncthreads();
 }
 
 // Scores of this warp's queries, hidden ones -inf. put_slope: Scores::modify().

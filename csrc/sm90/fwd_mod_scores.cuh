@@ -152,12 +152,14 @@ __device__ __forceinline__ void add_far_bias(ScorePart& s, const Scores& scores,
     asm volatile("" : "+f"(score));  // at once: all that is loaded first would not fit the registers
   };
   const bool pairs = x.is_float && x.col_stride == 1 && (reinterpret_cast<uintptr_t>(at) | down) % 8 == 0;
-  if (__all_sync(0xffffffffu, whole && pairs)) {
+  // Where its rows are aligned, a row has room for whole pairs at its end too: one more belongs to a key that is none.
+  const bool has_ends = x.aligned && x.cols >= scores.seat.seqlen_k;
+  if (__all_sync(0xffffffffu, pairs && (whole || has_ends))) {
 #pragma unroll
     for (int n = 0; n < kPartKeys / 8; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 pair = ptx::load_late<float2>(at + half * down + n * 32);
+        const float2 pair = ptx::load_pair_if(at + half * down + n * 32, 8 * half < rows_left && 8 * n < cols_left);
         add(s[4 * n + 2 * half], pair.x);
         add(s[4 * n + 2 * half + 1], pair.y);
       }

@@ -1,8 +1,8 @@
 """Finds and loads the extension module ``flash_ext._C``, or says which command mends that it does not load.
 
-It lies beside this file. Python that is started in the source folder takes the package from there, where a module
-may be missing, older than the sources, or built by ``make`` for the torch of .venv. The module of the installed
-package then serves, if it was built from the same sources.
+It lies beside this file. Python that is started in the source folder takes the package from there, where a
+module may be missing, older than the sources, or built by ``make`` for the torch of .venv. The module of the
+installed package then serves, if it was built from the same sources.
 """
 
 from __future__ import annotations

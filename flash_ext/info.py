@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from . import __version__, ops
-from .extension import PACKAGE, in_source_folder, is_of_sources_beside, mend
+from .extension import PACKAGE, MissingExtension, in_source_folder, is_of_sources_beside, mend
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 OTHER_PACKAGES = (
@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
 
 
 def _extension() -> dict[str, Any]:
-    if isinstance(ops._C, ops.MissingExtension):
+    if isinstance(ops._C, MissingExtension):
         return {"loaded": False, "message": ops._C.message}
     file = Path(ops._C.__file__)
     message = None
@@ -85,7 +85,7 @@ def _device(index: int) -> dict[str, Any]:
         "num_sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
     }
-    if not isinstance(ops._C, ops.MissingExtension):
+    if not isinstance(ops._C, MissingExtension):
         report["paths"] = {direction: _served(direction, index) for direction in ("fwd", "bwd")}
     return report
 

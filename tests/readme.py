@@ -1,8 +1,8 @@
 """The README as a program: ``python -m tests.readme`` prints its lines as one shell script, in their order.
 
-Lines of its ``sh`` blocks, and programs of ours that its text names, are taken as they stand. Each Python block is
-added to a file in the folder, which is then run. What measures a GPU takes hours: it is given none, and must end
-in words that say so. .ci/run gives the script an empty environment.
+Lines of its ``sh`` blocks, and programs of ours that its text names, are taken as they stand. Each Python
+block is added to a file in the folder, which is then run. What measures a GPU takes hours: it is given none,
+and must end in words that say so. .ci/run gives the script an empty environment.
 """
 
 from __future__ import annotations

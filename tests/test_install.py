@@ -335,7 +335,7 @@ def test_when_python3_itself_is_used(tmp_path, monkeypatch, cuda, reachable, sys
     assert prepare.must_use_system() == system
 
 
-# ---- info ---------------------------------------------------------------------------------------------------
+# ---- info ------------------------------------------------------------------------------------------------
 
 def run_info(*args: str, **environment: str) -> str:
     done = subprocess.run([sys.executable, "-m", "flash_ext.info", *args], cwd=ROOT, capture_output=True,

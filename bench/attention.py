@@ -101,9 +101,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fa3-lib", default="", help="library that registers torch.ops.flash_attn_3")
     parser.add_argument("--cudart12", default="", help="libcudart.so.12 to load before it")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    machine.add_device_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="default bf16 (GPU), fp32 (CPU)")
     parser.add_argument("--rounds", type=int, default=6, help="interleaved rounds per row")
     parser.add_argument(
@@ -116,6 +114,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for the results")
     options = parser.parse_args(argv)
+    if not options.list:
+        options.device = machine.device_asked_for(options, parser, "--set smoke")
     on_gpu = options.device == "cuda"
     if options.paths is None:
         options.paths = ",".join(serving_paths()) if on_gpu else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import os
@@ -20,6 +21,23 @@ COMMIT_VARIABLE = "FLASH_EXT_COMMIT"
 # What nvidia-smi is asked before a run, and again after it.
 CHANGING_STATE = ("power.draw", "clocks.sm", "clocks.mem", "temperature.gpu")
 GPU_STATE = ("driver_version", "power.limit", "clocks.max.sm", *CHANGING_STATE)
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """``--device``, which :func:`device_asked_for` fills in."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default cuda")
+
+
+def device_asked_for(options: argparse.Namespace, parser: argparse.ArgumentParser, smallest: str) -> str:
+    """That of ``--device``, else the GPU. Where there is none the program ends: it would run for hours.
+
+    Args:
+        smallest: the option that leaves seconds of it.
+    """
+    if options.device is None and not torch.cuda.is_available():
+        parser.error(f"no GPU is visible to torch, and a CPU would take hours; "
+                     f"{smallest} --device cpu tries the program itself, anywhere")  # fmt: skip
+    return options.device or "cuda"
 
 
 def collect(device: torch.device, commit: str | None) -> dict:

@@ -70,12 +70,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--time-limit", type=float, default=float("inf"), help="start nothing after so many seconds")
     add("--smoke", action="store_true", help="tiny models, to try the program itself in seconds")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    machine.add_device_option(parser)
     add("--dtype", choices=DTYPES, default=None, help="default bf16 (GPU), fp32 (CPU)")
     add("--seed", type=int, default=0, help="of weights and tokens")
     add("--commit", default=None, help="commit to record where there is no git to ask")
     add("--out", type=Path, default=Path("out/training"), help="folder for the results")
     options = parser.parse_args(argv)
+    options.device = machine.device_asked_for(options, parser, "--smoke")
     if options.dtype is None:
         options.dtype = "bf16" if options.device == "cuda" else "fp32"
     known, lengths, tokens = (SMOKE_MODELS, (16, 64), 128) if options.smoke else (MODELS, LENGTHS, 32768)

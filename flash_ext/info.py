@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from . import __version__, ops
+from .extension import PACKAGE, MissingExtension, in_source_folder, is_of_sources_beside, mend
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 OTHER_PACKAGES = (
@@ -45,9 +46,13 @@ def collect() -> dict[str, Any]:
 
 
 def _extension() -> dict[str, Any]:
-    if isinstance(ops._C, ops.MissingExtension):
-        return {"loaded": False, "message": ops._C.message, "torch": ops.built_for_torch()}
-    return {"loaded": True, "message": None, **ops._C.build_info}
+    if isinstance(ops._C, MissingExtension):
+        return {"loaded": False, "message": ops._C.message}
+    file = Path(ops._C.__file__)
+    message = None
+    if in_source_folder(PACKAGE) and not is_of_sources_beside(PACKAGE, file):
+        message = f"the sources have changed since it was built. Build it again: {mend(PACKAGE)}"
+    return {"loaded": True, "message": message, "file": str(file), **ops._C.build_info}
 
 
 def _runtime() -> dict[str, Any]:
@@ -80,7 +85,7 @@ def _device(index: int) -> dict[str, Any]:
         "num_sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
     }
-    if not isinstance(ops._C, ops.MissingExtension):
+    if not isinstance(ops._C, MissingExtension):
         report["paths"] = {direction: _served(direction, index) for direction in ("fwd", "bwd")}
     return report
 
@@ -126,10 +131,12 @@ def as_text(info: dict[str, Any]) -> str:
     if extension["loaded"]:
         commit = extension["git_sha"] or "not from a repository"
         lines += [
+            f"module        {extension['file']}",
             f"built for     torch {extension['torch']}, CUDA {extension['cuda']}",
             f"built as      {extension['variant']}, commit {commit}",
             f"machine code  {extension['archs']}",
             f"nvcc flags    {extension['flags']}",
+            *([f"out of date   {extension['message']}"] if extension["message"] else []),
         ]
     else:
         lines += [f"extension     not loaded: {extension['message']}"]

@@ -1,8 +1,8 @@
 """The operators ``flash_ext::fwd`` and ``flash_ext::bwd`` as PyTorch sees them.
 
 Schemas, the GPU implementation, autograd and autocast are registered by the extension module ``flash_ext._C``
-(csrc/api*.cpp). This module loads it and adds what is written in Python: the CPU implementation, shapes for
-tracing, vmap rules and FLOP formulas.
+(csrc/api*.cpp), which extension.py loads. This module adds what is written in Python: the CPU implementation,
+shapes for tracing, vmap rules and FLOP formulas.
 
 In every function here ``options`` are the operator's last arguments: max_seqlen_q, max_seqlen_k,
 softmax_scale, window_left, window_right, deterministic, path, and ``wide`` if it is not left at False.
@@ -10,10 +10,8 @@ softmax_scale, window_left, window_right, deterministic, path, and ``wide`` if i
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,55 +19,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .extension import MissingExtension, load
 from .spec import AttnSpec
 from .tiled import accumulator_dtype, tiled_backward, tiled_forward
-
-# ---- loading the extension module ----------------------------------------------------------------------
-
-
-class MissingExtension:
-    """Stands in for ``_C`` when it cannot be loaded: every use raises, and says why and what mends it."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-    def __getattr__(self, name: str) -> Any:
-        raise ImportError(self.message)
-
-
-def built_for_torch() -> str | None:
-    """The torch version that the extension module's file was built with, read without loading the file."""
-    for path in sorted(Path(__file__).parent.glob("_C*.so")):
-        found = re.search(rb'flash_ext build record: \{[^}]*?"torch": "([^"]+)"', path.read_bytes())
-        if found:
-            return found.group(1).decode()
-    return None
-
-
-def explain_missing(error: ImportError) -> str:
-    """One message for a module that is absent, or belongs to another torch, or does not load."""
-    built = built_for_torch()
-    if not any(Path(__file__).parent.glob("_C*.so")):
-        state = "the extension module flash_ext._C has not been built here"
-    elif built is not None and built != torch.__version__:
-        state = f"flash_ext._C was built for torch {built}, but this is torch {torch.__version__} ({error})"
-    else:
-        state = f"flash_ext._C does not load: {error}"
-    return f"{state}. Build it for this torch in the source folder: pip install --force-reinstall --no-deps ."
-
-
-def _load() -> Any:
-    try:
-        from . import _C
-    except ImportError as error:
-        return MissingExtension(explain_missing(error))
-    return _C
-
 
 if TYPE_CHECKING:
     from . import _C as _C
 else:
-    _C = _load()
+    _C = load()
 is_built = not isinstance(_C, MissingExtension)
 
 

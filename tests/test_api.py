@@ -23,7 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
-from flash_ext import ops
 from flash_ext.ops import _C
 from tests.qkv import make_packed, make_qkv, null_kernels
 
@@ -363,29 +362,6 @@ def test_import_touches_no_gpu() -> None:  # API-02, SY-10
     code = "import torch, flash_ext; print(torch.cuda.is_initialized(), flash_ext.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", flash_ext.__version__]
-
-
-def test_a_missing_extension_says_what_mends_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:  # API-03
-    error = ImportError("undefined symbol: _ZN5torch3abc")
-    monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops.py"))
-    message = ops.explain_missing(error)
-    assert "has not been built here" in message
-    assert "pip install" in message
-    module = tmp_path / "_C.cpython-311-x86_64-linux-gnu.so"
-    module.write_bytes(
-        b'\0\0flash_ext build record: {"version": "0.1.0", "torch": "2.1.0+cu99", "cuda": "13.0"}\n\0'
-    )
-    message = ops.explain_missing(error)
-    assert "built for torch 2.1.0+cu99" in message
-    assert torch.__version__ in message
-    assert "undefined symbol" in message
-    module.write_bytes(module.read_bytes().replace(b"2.1.0+cu99", torch.__version__.encode()))
-    assert f"does not load: {error}" in ops.explain_missing(error)
-    stand_in = ops.MissingExtension(message)
-    with pytest.raises(ImportError, match="pip install"):
-        stand_in.fwd(None)
 
 
 # ---- pickles and copies (API-05) -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -394,6 +395,18 @@ def test_training_reports_need_no_torch():
 
 
 # ---- whole program ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["attention", "training"])
+def test_without_a_gpu_it_says_that_it_needs_one(program: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Either benchmark would take hours on a CPU; whoever wants that says so."""
+    pytest.importorskip("rich")
+    parse = importlib.import_module(f"bench.{program}").parse
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as refusal:
+        parse([])
+    assert refusal.value.code not in (0, None) and "no GPU is visible to torch" in capsys.readouterr().err
+    assert parse(["--device", "cpu"]).device == "cpu"
 
 
 def test_whole_training_program_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture):

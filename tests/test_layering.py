@@ -56,7 +56,7 @@ CUDA_HEADER = re.compile(r"#\s*include\s*[<\"](cuda|cooperative_groups|mma\.h|nv
 
 # Python modules from the ground up: each may import those of earlier rows only.
 PYTHON_LAYERS = [
-    {"spec", "philox", "block_mask"},
+    {"extension", "spec", "philox", "block_mask"},
     {"modifiers"},
     {"reference", "merge", "sharding", "normalise"},
     {"tiled", "ladder"},

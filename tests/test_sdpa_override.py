@@ -560,7 +560,7 @@ def test_the_order_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_extension_it_says_what_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_ext.sdpa_override, "is_built", False)
-    monkeypatch.setattr(flash_ext.ops, "_C", flash_ext.ops.MissingExtension("not built: pip install ."))
+    monkeypatch.setattr(flash_ext.ops, "_C", flash_ext.extension.MissingExtension("not built: pip install ."))
     with pytest.raises(ImportError, match="pip install"):
         flash_ext.enable_sdpa()
 

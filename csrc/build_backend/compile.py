@@ -35,6 +35,7 @@ from pathlib import Path
 
 from . import environment, ptxas_log
 from .pins import ROOT, toolkit_requirement
+from .sources import content_hash
 
 DEFAULT_ARCHS = "8.0 8.0+PTX 9.0a"
 # The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
@@ -298,6 +299,7 @@ def _build_record(tools: Tools, variant: Variant, version: str) -> str:
         "version": version, "git_sha": _git_sha(), "torch": tools.torch.version,
         "cuda": tools.toolkit.version, "archs": " ".join(variant.archs),
         "flags": " ".join(variant.nvcc_flags + variant.defines), "variant": variant.name,
+        "sources": content_hash(ROOT / "csrc"),
     }
     lines = ["// Generated; see csrc/build_info.h.", "#pragma once"]
     lines += [f"#define FLASH_EXT_BUILD_{key.upper()} {json.dumps(value)}" for key, value in record.items()]

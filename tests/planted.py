@@ -276,7 +276,7 @@ MUTANTS = (
         tuple(
             Edit(
                 "api.cpp",
-                f'range("{name}");\n  const c10::OptionalDeviceGuard device_guard(q.device());\n',
+                f'range("{name}");\n  const OnDevice on_device(q);\n',
                 f'range("{name}");\n',
             )
             for name in ("fwd", "bwd")

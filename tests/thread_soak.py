@@ -88,7 +88,8 @@ def calls_of(family: Family, device: str, path: str | None = None) -> dict[str, 
     if family.packed:
         q, k, v, dout = (t.flatten(0, 1) for t in (q, k, v, dout))
         for name, n in (("q", rows), ("k", keys)):
-            options[f"cu_seqlens_{name}"] = torch.arange(0, batch * n + 1, n, device=device, dtype=torch.int32)
+            cu = torch.arange(0, batch * n + 1, n, device=device, dtype=torch.int32)
+            options[f"cu_seqlens_{name}"] = cu
     out, lse = flash_ext.forward(q, k, v, **options)
     needs = ("q", "k", "v", *(["attn_mask"] if "bias" in family.modifiers else []))
 

@@ -32,7 +32,8 @@ struct BoundSearch {
       end = at;
     }
   }
-  __device__ __forceinline__ Span span() const { return {start, end - start}; }
+  // Zeros above a start of 32 bits cost no register; its sign would (sm90 backward in order, head_dim 96: 8 bytes spilled).
+  __device__ __forceinline__ Span span() const { return {static_cast<int64_t>(static_cast<uint32_t>(start)), end - start}; }
 };
 
 // The middle of sequences [lo, hi], lo < hi: the first one of their upper half.
@@ -70,24 +71,25 @@ template <int kBlock>
 __device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int64_t total, const int32_t* cu_others,
                                               int64_t total_others, int batch, int slot, uint32_t scale = 1) {
   BoundSearch rows(cu_seqlens, total), others(cu_others, total_others);
+  const auto first_slot = [&](int32_t bound, int b) {
+    return static_cast<int>(static_cast<uint32_t>(bound) * scale / kBlock) + b + 1;
+  };
   // Largest b in [-1, batch] whose first slot is not beyond `slot`; first_slot(-1) = 0.
-  int lo = -1, hi = batch, first = 0;
+  int lo = -1, hi = batch;
   while (lo < hi) {
     const int mid = upper_half(lo, hi);
     const int32_t at = rows.bound(mid), others_at = others.bound(mid);
-    const int first_of_mid = static_cast<int>(static_cast<uint32_t>(at) * scale / kBlock) + mid + 1;
-    const bool takes_upper = first_of_mid <= slot;
+    const bool takes_upper = first_slot(at, mid) <= slot;
     rows.halve(at, takes_upper);
     others.halve(others_at, takes_upper);
     if (takes_upper) {
       lo = mid;
-      first = first_of_mid;
     } else {
       hi = mid - 1;
     }
   }
   const bool outside = lo < 0 || lo == batch;
-  return {lo, slot - first, outside, rows.span(), outside ? Span{0, 0} : others.span()};
+  return {lo, slot - (lo < 0 ? 0 : first_slot(rows.start, lo)), outside, rows.span(), outside ? Span{0, 0} : others.span()};
 }
 
 // Which tile of which head this CTA works on.

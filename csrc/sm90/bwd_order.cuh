@@ -56,8 +56,8 @@ __device__ __forceinline__ int wait_for_turns(const uint32_t* word, uint32_t blo
     if (++tries > 50'000'000) __trap();  // an error instead of a hang
 #endif
   } while ((come & 1) == 0);
-  __syncwarp();
   *firsts = __ballot_sync(kWarp, (seen & kFirst) != 0);
+  __syncwarp();
   return __ffs(~come) - 1;
 }
 

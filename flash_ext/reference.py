@@ -74,7 +74,7 @@ def row_max_reference(
 
 
 def sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) rows of each packed sequence: in order and inside [0, total], whatever ``cu_seqlens`` holds.
+    """(start, end) rows of each packed sequence: in order, inside [0, total], whatever ``cu_seqlens`` holds.
 
     Each bound is forced between two that a search from the middle meets before it, at first 0 and ``total``.
     Where ``cu_seqlens`` is in order, bounds are what it holds.

@@ -1,7 +1,7 @@
-"""What lanes and kernels know of each other's writes, for tests/protocols.py, which tells what such a model is.
+"""What lanes and kernels know of each other's writes, for tests/protocols.py, which tells what a model is.
 
-There all lanes of a warp are one role. Here each is a role of its own, where only some of them see a word or a
-barrier change: a vote tells what a lane has seen, not what it knows. An acquiring load learns what the writer
+There all lanes of a warp are one role. Here each is a role of its own, where only some of them see a word
+or a barrier change: a vote tells what a lane has seen, not what it knows. An acquiring load learns what the writer
 knew, a relaxed one nothing; __syncwarp brings lanes together.
 """
 
@@ -92,7 +92,8 @@ def adds_in_turn(m):
 
 
 def adds_to_many_tiles(m):
-    """wait_for_turns() of bwd_order.cuh: each lane asks for the turn of a tile, one lane adds to all of them."""
+    """wait_for_turns() of bwd_order.cuh: each lane asks for the turn of a tile, one lane adds to
+    all of them."""
     turns, cells, warp = [Word() for _ in range(TILES)], [Cell(f"dQ {i}") for i in range(TILES)], Warp()
 
     def before(me, tile):
@@ -123,7 +124,8 @@ def adds_to_many_tiles(m):
 
 
 def finishes_a_round(m):
-    """is_added() of bwd_finish.cuh: a lane takes what others have added when the count says that all is there."""
+    """is_added() of bwd_finish.cuh: a lane takes what others have added when the count says
+    that all is there."""
     count, cells, warp, adders = Word(), [Cell(f"dQ {i}") for i in range(TILES)], Warp(), TILES
 
     def before(me, tile):
@@ -147,8 +149,8 @@ def finishes_a_round(m):
 
 
 def leaves_a_step(m):
-    """A warp of consume_mod_queries() of bwd_wide_mod_consume.cuh: all lanes read the step, one of them lets its
-    place go, and the loader writes the next one there."""
+    """A warp of consume_mod_queries() of bwd_wide_mod_consume.cuh: all lanes read the step, one of them
+    lets its place go, and the loader writes the next one there."""
     step, full, empty, warp = Cell("step"), Barrier(1), Barrier(1), Warp()
     steps = 4
 
@@ -175,8 +177,8 @@ def leaves_a_step(m):
 
 
 class Grid:
-    """A kernel of a chain of programmatic launches: it begins when all CTAs of the one before have allowed it or
-    are over, and what these knew then has happened before; griddepcontrol.wait waits for their end."""
+    """A kernel of a chain of programmatic launches: it begins when all CTAs of the one before have allowed it
+    or are over, and what these knew then has happened before; griddepcontrol.wait waits for their end."""
 
     def __init__(self, before, ctas):
         self.before, self.allowed, self.over = before, Barrier(ctas), Barrier(ctas)

@@ -4,7 +4,7 @@ No guards and no arena here: a guard would hide from memcheck the very access th
 Results are only looked at for NaN; their values are the gauntlet's business.
 
     python -m tests.sanitizer_cases [--target sm80|sm80-99k|sm90|cpu] [--only TEXT] [--list]
-    python -m tests.sanitizer_cases --target sm90 --from-host      for initcheck, which follows our kernels only
+    python -m tests.sanitizer_cases --target sm90 --from-host     for initcheck, which follows ours only
 """
 
 from __future__ import annotations
@@ -185,7 +185,10 @@ def run(case: Case, target: Target, from_host: bool = False) -> None:
 
 
 def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -> None:
-    """Forward and backward of one call with modifiers. Raises AssertionError on NaN. ``from_host``: inputs."""
+    """Forward and backward of one call with modifiers. Raises AssertionError on NaN.
+
+    ``from_host``: inputs are.
+    """
     x, case = make_modifier_inputs(mcase, "cpu" if from_host else target.device), mcase.case
     device = target.device
     qkv = [exact(t, device).requires_grad_("qkv" in mcase.needs) for t in (x.plain.q, x.plain.k, x.plain.v)]

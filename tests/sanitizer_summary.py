@@ -11,9 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 FINDING = re.compile(
-    r"=========\s+(Uninitialized \S+ memory read of size \d+|(?:Error|Warning): .*hazard|.*[Rr]ace reported between .*)"
+    r"=========\s+(Uninitialized \S+ memory read of size \d+|(?:Error|Warning): .*hazard"
+    r"|.*[Rr]ace reported between .*)"
 )
-PLACE = re.compile(r"=========\s+(?:at |and |Read access at |Write access at )?(?:\w+ access by .* at )?(.*flash_ext.*)")
+PLACE = re.compile(r"=========\s+(?:at |and )?(?:\w+ access (?:by .* )?at )?(.*flash_ext.*)")
 LOCATION = re.compile(r"\+(0x[0-9a-f]+)(?: in (\S+))?")
 
 
@@ -43,8 +44,10 @@ def main() -> int:
     found = summary(lines)
     for (kind, kernel, place), count in found.most_common():
         print(f"{count:8d}  {kind}  {kernel}  {place}")
-    print(f"{sum(found.values())} findings of {len(found)} kinds; cases: {sum(x.startswith('case ') for x in lines)}")
-    print("\n".join([x for x in lines if "ERROR SUMMARY" in x or "RACECHECK SUMMARY" in x or "Error:" in x][-5:]))
+    cases = sum(line.startswith("case ") for line in lines)
+    print(f"{sum(found.values())} findings of {len(found)} kinds; {cases} cases")
+    said = ("ERROR SUMMARY", "RACECHECK SUMMARY", "Error:")
+    print("\n".join([line for line in lines if any(word in line for word in said)][-5:]))
     return 0
 
 

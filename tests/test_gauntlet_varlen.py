@@ -191,7 +191,7 @@ def test_ix03_decreasing_cu_seqlens_stay_inside(target: Target) -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @on_gpu_paths
 def test_ix03_decreasing_cu_seqlens_of_many_blocks_do_not_hang(target: Target, head_dim: int) -> None:
-    """Additions to dq in order would wait for turns of blocks that no item covers, if sequences shared rows."""
+    """Additions to dq in order would wait for turns of blocks that no item covers, if they shared rows."""
     lengths = [700, 1300, 500, 500]
     x = make_inputs(packed(lengths, lengths, num_heads=2, num_heads_k=1, head_dim=head_dim), target.device)
     generator = torch.Generator().manual_seed(0)

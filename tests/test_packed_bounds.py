@@ -98,7 +98,8 @@ def test_every_row_has_one_tile(tmp_path: Path, seed: int) -> None:
         pytest.skip("needs g++")
     cases = wild_cases(400, seed)
     text = "".join(
-        f"{batch} {rows} {keys} {' '.join(map(str, cu_q + cu_k))}\n" for batch, rows, keys, cu_q, cu_k in cases
+        f"{batch} {rows} {keys} {' '.join(map(str, cu_q + cu_k))}\n"
+        for batch, rows, keys, cu_q, cu_k in cases
     )
     program = build(tmp_path, "packed_bounds")
     done = subprocess.run([program], input=text, capture_output=True, text=True, check=True, timeout=60)

@@ -14,10 +14,10 @@ struct Span {
 
 // Bounds of packed sequences, forced into order whatever cu_seqlens holds.
 //
-// bound(b), b in [0, batch], is cu_seqlens[b], forced between two bounds that a search from the middle meets before it:
-// at first 0 and the number of rows, then those of the search's interval. So bounds lie in [0, total] and never decrease,
-// and no two sequences share a row. A search meets all it needs, both ends of what it finds included; where cu_seqlens is
-// in order, bounds are what it holds.
+// bound(b), b in [0, batch], is cu_seqlens[b], forced between two bounds that a search from the middle meets before
+// it: at first 0 and the number of rows, then those of the search's interval. So bounds lie in [0, total] and never
+// decrease, and no two sequences share a row. A search meets all it needs, both ends of what it finds included; where
+// cu_seqlens is in order, bounds are what it holds.
 struct BoundSearch {
   const int32_t* cu_seqlens;
   int32_t start, end;  // bounds of the interval's first sequence and behind its last one
@@ -32,8 +32,11 @@ struct BoundSearch {
       end = at;
     }
   }
-  // Zeros above a start of 32 bits cost no register; its sign would (sm90 backward in order, head_dim 96: 8 bytes spilled).
-  __device__ __forceinline__ Span span() const { return {static_cast<int64_t>(static_cast<uint32_t>(start)), end - start}; }
+  // Zeros above a start of 32 bits cost no register; its sign would (sm90 backward in order, head_dim 96: 8 bytes
+  // spilled).
+  __device__ __forceinline__ Span span() const {
+    return {static_cast<int64_t>(static_cast<uint32_t>(start)), end - start};
+  }
 };
 
 // The middle of sequences [lo, hi], lo < hi: the first one of their upper half.
@@ -89,7 +92,8 @@ __device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int64_t
     }
   }
   const bool outside = lo < 0 || lo == batch;
-  return {lo, slot - (lo < 0 ? 0 : first_slot(rows.start, lo)), outside, rows.span(), outside ? Span{0, 0} : others.span()};
+  const int first = lo < 0 ? 0 : first_slot(rows.start, lo);
+  return {lo, slot - first, outside, rows.span(), outside ? Span{0, 0} : others.span()};
 }
 
 // Which tile of which head this CTA works on.

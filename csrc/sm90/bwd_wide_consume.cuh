@@ -330,8 +330,8 @@ struct QueryStats {
 };
 
 // Of a thread's queries, from `row` of an item on. They come from the kernel before the one before this one, in which
-// every CTA allows this one behind griddepcontrol.wait: their writes are performed before any thread here begins (PTX ISA,
-// griddepcontrol), and strong loads are not answered by an older line of L1.
+// every CTA allows this one behind griddepcontrol.wait: their writes are performed before any thread here begins (PTX
+// ISA, griddepcontrol), and strong loads are not answered by an older line of L1.
 template <typename T, typename Item>
 __device__ __forceinline__ QueryStats load_query_stats(const float* row_stats, const Item& item, int row) {
   QueryStats stats;

@@ -1,6 +1,5 @@
 // The operators: schemas, the implementation for GPUs, and the calls into the dispatcher.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
@@ -50,7 +49,7 @@ FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Te
                    double softmax_scale, int64_t window_left, int64_t window_right,
                    OptionalName path_name) {
   const ProfilerRange range("fwd");
-  const c10::OptionalDeviceGuard device_guard(q.device());
+  const OnDevice on_device(q);
   const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale,
                                      window_left, window_right);
   const DeviceInfo info = device_info_of(q);
@@ -94,7 +93,7 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
                    const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
                    int64_t window_right, bool deterministic, OptionalName path_name) {
   const ProfilerRange range("bwd");
-  const c10::OptionalDeviceGuard device_guard(q.device());
+  const OnDevice on_device(q);
   Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left,
                                window_right);
   const DeviceInfo info = device_info_of(q);

@@ -1,5 +1,4 @@
 // The operators with modifiers for GPUs: from tensors to common/modifiers.cuh's parameters.
-#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -241,7 +240,7 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
                             block_cols, sink_tokens, chunk, top_left};
   check_modifiers(q, k, cu_seqlens_q, a);
   const ProfilerRange range("fwd");
-  const c10::OptionalDeviceGuard device_guard(q.device());
+  const OnDevice on_device(q);
   const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
                                      top_left);
   const DeviceInfo info = device_info_of(q);
@@ -384,7 +383,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   need_slopes = need_slopes && slopes.has_value();
   need_sinks = need_sinks && sinks.has_value();
   const ProfilerRange range("bwd");
-  const c10::OptionalDeviceGuard device_guard(q.device());
+  const OnDevice on_device(q);
   Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
                                top_left);
   const DeviceInfo info = device_info_of(q);

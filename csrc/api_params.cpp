@@ -104,6 +104,13 @@ const Path& required_path(Direction direction, const Problem& p, const DeviceInf
                               refusal_text(direction, p, info), ".");
 }
 
+// Torch's guard does nothing where the index is the thread's already, so that a thread new to CUDA has no context.
+OnDevice::OnDevice(const Tensor& t) : guard_(t.device()) {
+  if (!t.is_cuda() || !should_launch()) return;
+  const std::string error = bind_context(t.get_device());
+  TORCH_CHECK(error.empty(), "flash_ext cannot use the GPU: ", error);
+}
+
 void* stream_handle(const c10::Device& device) {
   if (!device.is_cuda()) return nullptr;
   const c10::impl::VirtualGuardImpl guard(device.type());

@@ -1,6 +1,8 @@
 // From tensors to what the kernel paths take: shared by the operators with and without modifiers.
 #pragma once
 
+#include <c10/core/DeviceGuard.h>
+
 #include "api.h"
 #include "path_choice.h"
 
@@ -62,6 +64,15 @@ Tensor empty_lse(const Tensor& q);
 // The path that will run; raises with the reasons of every path when none can.
 const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,
                           OptionalName wanted);
+
+// While it lives, the device of `t` is the current one, for torch and for the driver.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& t);
+
+ private:
+  c10::OptionalDeviceGuard guard_;
+};
 
 void* stream_handle(const c10::Device& device);
 DeviceInfo device_info_of(const Tensor& q);

@@ -1,10 +1,45 @@
-// What the launchers need to know about a GPU, read once per device (the caller caches the answer), and about a stream.
+// What the launchers need to know about a GPU, read once per device (the caller caches the answer), and about a stream;
+// and how a thread comes to the device's context.
+#include <cuda.h>
 #include <cuda_runtime.h>
 
+#include "launch.h"
 #include "paths.h"
 #include "stream.h"
 
 namespace flash_ext {
+namespace {
+
+struct Contexts {
+  template <typename... Args>
+  using Call = CUresult(CUDAAPI*)(Args...);
+  Call<CUdevice*> device_of_current = driver_function<Call<CUdevice*>>("cuCtxGetDevice");
+  Call<CUcontext> set_current = driver_function<Call<CUcontext>>("cuCtxSetCurrent");
+  Call<CUcontext*, CUdevice> retain = driver_function<Call<CUcontext*, CUdevice>>("cuDevicePrimaryCtxRetain");
+  Call<CUdevice> release = driver_function<Call<CUdevice>>("cuDevicePrimaryCtxRelease");
+
+  bool are_there() const {
+    return device_of_current != nullptr && set_current != nullptr && retain != nullptr && release != nullptr;
+  }
+};
+
+}  // namespace
+
+std::string bind_context(int device_index) {
+  static const Contexts contexts;
+  if (!contexts.are_there()) return "the driver has no functions for contexts";
+  // The driver is asked each time: others may have changed it since the last call of this thread.
+  CUdevice device = -1;
+  if (contexts.device_of_current(&device) == CUDA_SUCCESS && device == device_index) return {};
+  CUcontext primary = nullptr;
+  CUresult status = contexts.retain(&primary, device_index);
+  if (status == CUDA_SUCCESS) {
+    status = contexts.set_current(primary);
+    contexts.release(device_index);  // whoever made the tensors holds it as well
+  }
+  // The driver's codes are those of the runtime.
+  return status == CUDA_SUCCESS ? std::string() : cuda_error_text(static_cast<cudaError_t>(status), "primary context");
+}
 
 DeviceInfo query_device(int device_index) {
   DeviceInfo info;

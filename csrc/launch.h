@@ -37,6 +37,16 @@ inline std::string cuda_error_text(cudaError_t err, const char* what) {
   return text + "; an earlier kernel failed and the CUDA context is lost: only a new process can use the GPU again";
 }
 
+// A function of the running driver, or null: there is no link to libcuda.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  if (status != cudaSuccess) cudaGetLastError();
+  return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
+}
+
 // Raises a kernel's limit of shared memory on the current device, once for each thread and size.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   struct Allowed {

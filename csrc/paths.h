@@ -40,7 +40,11 @@ struct LaunchPlan {
   int splits = 1;  // parts of the keys, which a second kernel puts together
 };
 
-DeviceInfo query_device(int device_index);  // csrc/device.cu
+// csrc/device.cu
+DeviceInfo query_device(int device_index);
+// Makes a context of the device current in this thread: its primary one, unless one of its own is current already.
+// Launches bind it by themselves, but calls of the driver (tensor maps) fail in a thread that has none.
+std::string bind_context(int device_index);
 
 // Bring masks into the form the kernels read (passes/mask_passes.cuh); errors as of launchers.
 std::string pack_mask(const BoolView& x, uint32_t* words, int num_words, bool fill, void* stream);

@@ -74,10 +74,21 @@ def row_max_reference(
 
 
 def sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) rows of each packed sequence, forced to 0 <= start <= end <= total as in the kernels."""
-    cu = cu_seqlens.tolist()
-    starts = [min(max(c, 0), total) for c in cu[:-1]]
-    return [(start, min(max(end, start), total)) for start, end in zip(starts, cu[1:], strict=True)]
+    """(start, end) rows of each packed sequence: in order, inside [0, total], whatever ``cu_seqlens`` holds.
+
+    Each bound is forced between two that a search from the middle meets before it, at first 0 and ``total``.
+    Where ``cu_seqlens`` is in order, bounds are what it holds.
+    """
+    bounds = cu_seqlens.tolist()
+    intervals = [(-1, len(bounds) - 1, 0, total)]  # of sequences, -1 and batch those of no sequence
+    while intervals:
+        lo, hi, start, end = intervals.pop()
+        if lo >= hi:
+            continue
+        mid = lo + (hi - lo + 1) // 2
+        bounds[mid] = min(max(bounds[mid], start), end)
+        intervals += [(lo, mid - 1, start, bounds[mid]), (mid, hi, bounds[mid], end)]
+    return list(itertools.pairwise(bounds))
 
 
 def visible_mask(

@@ -276,7 +276,7 @@ MUTANTS = (
         tuple(
             Edit(
                 "api.cpp",
-                f'range("{name}");\n  const c10::OptionalDeviceGuard device_guard(q.device());\n',
+                f'range("{name}");\n  const OnDevice on_device(q);\n',
                 f'range("{name}");\n',
             )
             for name in ("fwd", "bwd")
@@ -298,13 +298,8 @@ MUTANTS = (
         (
             Edit(
                 "common/seqlen.cuh",
-                "const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total);",
-                "const int64_t lo = cu_seqlens[b];",
-            ),
-            Edit(
-                "common/seqlen.cuh",
-                "const int64_t hi = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), lo), total);",
-                "const int64_t hi = cu_seqlens[b + 1];",
+                "return min(max(cu_seqlens[b], start), end);",
+                "return cu_seqlens[b];",
             ),
         ),
         "varlen",

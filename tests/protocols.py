@@ -3,13 +3,13 @@
 It does not read the kernels: a role is the order of waits, arrivals, reads and writes of the function that
 the docstring of its model names, copied by hand. Whoever changes that order there changes it here as well.
 The models are in protocols_forward.py, protocols_backward.py, protocols_ring.py,
-protocols_wide.py, protocols_backward_mod.py and protocols_wide_mod.py.
+protocols_wide.py, protocols_backward_mod.py, protocols_wide_mod.py and protocols_memory.py.
 
 A role is a generator that yields what it waits for. Clocks of what each role knows to have happened find a
 read or write that nothing orders behind what it needs, in whatever order the roles ran; orders drawn at
 random, with slow and fast roles, find deadlocks and phases that somebody misses. A warpgroup has two warps
-here, and chunks hold two steps. Left out are time, what is in a tile, that all lanes of a warp are together,
-and everything in global memory but the additions to dQ in order and in a ring.
+here, and chunks hold two steps. Left out are time, what is in a tile, lanes of a warp but in
+protocols_memory.py, and everything in global memory but the additions to dQ in order and in a ring.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 #
 #   tests/run_sanitizer.sh [TOOL...]      default: all four
 #
+# TARGETS="sm90" and CASES="--only TEXT --part 1/4" (of tests.sanitizer_cases) choose less. Of racecheck and initcheck a
+# summary by kernel and source follows (tests/sanitizer_summary.py); a build with FLASH_EXT_LINEINFO=1 has the lines.
 # racecheck wants a build with FLASH_EXT_DEBUG=1: it does not follow bar.arrive, which that build replaces.
 # PYTHON chooses the interpreter, SANITIZER the program. Exit status: 0 clean, 1 a finding, 3 nothing was checked
 # because there is no compute-sanitizer or it refuses this GPU (some virtual ones do).
@@ -30,14 +32,17 @@ for tool in $tools; do
         status=3
         continue
     fi
-    for target in sm80 sm80-99k sm90; do
+    for target in ${TARGETS:-sm80 sm80-99k sm90}; do
+        inputs=""
         case $tool in
-            memcheck) options="--padding 64" ;;
-            *) options="" ;;
+            memcheck) options="--padding 64 --print-limit 20" ;;
+            # Only our kernels are followed: what those of torch write would count as never written.
+            initcheck) options="--print-limit 100000" inputs="--from-host" ;;
+            *) options="--print-limit 1000" ;;
         esac
         # shellcheck disable=SC2086
         timeout 500 "$sanitizer" --tool "$tool" $options --kernel-name kernel_substring=flash_ext \
-            --error-exitcode 77 --print-limit 20 "$python" -m tests.sanitizer_cases --target "$target" >"$log" 2>&1
+            --error-exitcode 77 "$python" -m tests.sanitizer_cases --target "$target" $inputs ${CASES:-} >"$log" 2>&1
         code=$?
         if grep -q "Device not supported" "$log"; then
             echo "NOT CHECKED: $sanitizer refuses this GPU"
@@ -48,7 +53,10 @@ for tool in $tools; do
         else
             echo "$tool $target: FAILED with code $code"
             # The last case named before a finding is the one that made it.
-            grep -E '^case |^=========' "$log" | tail -n 60
+            case $tool in
+                racecheck | initcheck) "$python" -m tests.sanitizer_summary "$log" ;;
+                *) grep -E '^case |^=========' "$log" | tail -n 60 ;;
+            esac
             grep -E '^[A-Za-z]*Error' "$log"
             status=1
         fi

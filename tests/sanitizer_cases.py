@@ -3,7 +3,8 @@
 No guards and no arena here: a guard would hide from memcheck the very access that it is there to find.
 Results are only looked at for NaN; their values are the gauntlet's business.
 
-    python -m tests.sanitizer_cases [--target sm80|sm80-99k|sm90|cpu] [--list]
+    python -m tests.sanitizer_cases [--target sm80|sm80-99k|sm90|cpu] [--only TEXT] [--list]
+    python -m tests.sanitizer_cases --target sm90 --from-host     for initcheck, which follows ours only
 """
 
 from __future__ import annotations
@@ -91,6 +92,20 @@ def few_row_cases() -> list[Case]:
 FEW_ROWS = (("num_sms", 1),)
 
 
+def two_kernel_cases() -> list[ModifierCase]:
+    """Backwards with modifiers in two kernels (csrc/sm90/bwd_wide_mod.cuh), with steps enough to come to each
+    place in shared memory again, with tests and without: every kind of kernel at every head_dim."""
+    found = []
+    for head_dim in (64, 128, 192, 256):
+        common = {"head_dim": head_dim, "num_heads_k": 1, "deterministic": True}
+        wide = Case(seqlen_q=150, seqlen_k=700, **common)
+        bf16, fp16 = wide, wide.replace(dtype="fp16", causal=True)
+        found += [ModifierCase(bf16, mods) for mods in (("blocks64x128",), ("padding", "hkeys2_b"))]
+        found.append(ModifierCase(fp16, ("alibi", "documents")))
+        found += [ModifierCase(bf16, mods) for mods in (("softcap30",), ("drop0.5", "padding"))]
+    return found
+
+
 # Beside each: which kernels it is there for, beyond fwd_mod and bwd_mod, which all of them launch.
 MODIFIED = (
     (False, ("bias_1hqk", "sinks", "softcap30")),  # bwd_bias over the batch; the bias staged
@@ -129,10 +144,17 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     return found
 
 
-def exact(t: Tensor | None) -> Tensor | None:
-    """The same values and strides in an allocation that ends with the last element (VL-09)."""
+def exact(t: Tensor | None, device: str | None = None) -> Tensor | None:
+    """The same values and strides in an allocation that ends with the last element (VL-09).
+
+    ``device``: another one, to which the whole allocation is copied at once, by no kernel.
+    """
     if t is None:
         return None
+    if device is not None and torch.device(device).type != t.device.type:
+        here = exact(t)
+        once = torch.empty(0, dtype=t.dtype).set_(here.untyped_storage())
+        return once.to(device).as_strided(here.shape, here.stride())
     once = t
     for dim, stride in enumerate(t.stride()):
         if stride == 0:
@@ -141,28 +163,38 @@ def exact(t: Tensor | None) -> Tensor | None:
     return held.expand(t.shape)
 
 
-def run(case: Case, target: Target) -> None:
-    """Forward and backward of one case. Raises AssertionError on NaN."""
-    x = make_inputs(case, target.device)
-    q, k, v, dout, dlse, cu_q, cu_k = map(
-        exact, (x.q, x.k, x.v, x.dout, x.dlse, x.cu_seqlens_q, x.cu_seqlens_k)
+def run(case: Case, target: Target, from_host: bool = False) -> None:
+    """Forward and backward of one case. Raises AssertionError on NaN.
+
+    ``from_host``: tensors come from the CPU, out and lse by way of it, so that no kernel but ours writes what
+    ours read.
+    """
+    x = make_inputs(case, "cpu" if from_host else target.device)
+    q, k, v, dout, dlse, cu_q, cu_k = (
+        exact(t, target.device) for t in (x.q, x.k, x.v, x.dout, x.dlse, x.cu_seqlens_q, x.cu_seqlens_k)
     )
     left, right = case.effective_window
     options = (cu_q, cu_k, *x.max_seqlens, case.scale, left, right, case.deterministic, target.path)
     del x
     out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
+    if from_host:
+        out, lse = (exact(t.cpu(), target.device) for t in (out, lse))
     grads = torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, dlse, *options)
     for name, t in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
         assert not t.isnan().any(), f"{case}: {name} holds NaN"
 
 
-def run_modified(mcase: ModifierCase, target: Target) -> None:
-    """Forward and backward of one call with modifiers. Raises AssertionError on NaN."""
-    x, case = make_modifier_inputs(mcase, target.device), mcase.case
-    qkv = [exact(t).requires_grad_("qkv" in mcase.needs) for t in (x.plain.q, x.plain.k, x.plain.v)]
+def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -> None:
+    """Forward and backward of one call with modifiers. Raises AssertionError on NaN.
+
+    ``from_host``: inputs are.
+    """
+    x, case = make_modifier_inputs(mcase, "cpu" if from_host else target.device), mcase.case
+    device = target.device
+    qkv = [exact(t, device).requires_grad_("qkv" in mcase.needs) for t in (x.plain.q, x.plain.k, x.plain.v)]
     for choice in x.choices:
-        choice.tensor = exact(choice.tensor)
-    dout, dlse, bounds = exact(x.plain.dout), exact(x.plain.dlse), ()
+        choice.tensor = exact(choice.tensor, device)
+    dout, dlse, bounds = exact(x.plain.dout, device), exact(x.plain.dlse, device), ()
     leaves = {name: t.requires_grad_() for name, t in x.leaves().items()}
     options = {
         "causal": case.causal,
@@ -175,8 +207,10 @@ def run_modified(mcase: ModifierCase, target: Target) -> None:
     attention = flash_ext.attention
     if case.is_packed:
         attention = flash_ext.attention_varlen
-        bounds = (exact(x.plain.cu_seqlens_q), exact(x.plain.cu_seqlens_k))
+        bounds = (exact(x.plain.cu_seqlens_q, device), exact(x.plain.cu_seqlens_k, device))
     options |= x.keywords(leaves)
+    if "generator" in options:
+        options["generator"] = torch.Generator(device).manual_seed(case.seed + 77)
     del x
     out, lse, top = attention(*qkv, *bounds, **options)
     wanted = [t for t in (*qkv, *leaves.values()) if t.requires_grad]
@@ -186,36 +220,52 @@ def run_modified(mcase: ModifierCase, target: Target) -> None:
         assert not t.isnan().any(), f"{mcase}: a result holds NaN"
 
 
+def groups_of(target: Target) -> list[tuple[str, tuple[tuple[str, int], ...], list]]:
+    """What they are, switches beyond those of the target, cases."""
+    groups = [("", (), [*sanitizer_cases(), *sanitizer_modifier_cases()])]
+    if target.path == "sm90":
+        groups += [
+            (", in a ring", RING, ring_cases()),
+            (", of few rows", FEW_ROWS, few_row_cases()),
+            (", in two kernels", (), two_kernel_cases()),
+        ]
+    return groups
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.sanitizer_cases", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--target", choices=TARGETS, default="sm80")
     parser.add_argument("--list", action="store_true", help="print the cases")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line holds it")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th of them, from the K-th on")
+    parser.add_argument("--from-host", action="store_true", help="no kernel but ours writes what ours read")
     options = parser.parse_args()
     target = TARGETS[options.target]
     if target.why_not():
         print(f"target {target.name}: {target.why_not()}", file=sys.stderr)
         return 2
-    cases = [*sanitizer_cases(), *sanitizer_modifier_cases()]
-    with target.active():
-        for case in cases:
-            if options.list:
-                print(case)
-                continue
-            print(f"case {case}", flush=True)
-            (run_modified if isinstance(case, ModifierCase) else run)(case, target)
-    count = len(cases)
-    switched = (("in a ring", RING, ring_cases()), ("of few rows", FEW_ROWS, few_row_cases()))
-    for what, switches, found in switched if target.path == "sm90" else ():
-        count += len(found)
+    first, step = map(int, options.part.split("/"))
+    if not 1 <= first <= step:
+        parser.error(f"--part {options.part}: K is one of 1 to N")
+    seen = count = 0
+    for what, switches, cases in groups_of(target):
         with dataclasses.replace(target, switches=(*target.switches, *switches)).active():
-            for case in found:
-                print(case if options.list else f"case {case}, {what}", flush=True)
+            for case in cases:
+                line = f"{case}{what}"
+                if options.only not in line:
+                    continue
+                seen += 1
+                if seen % step != first % step:
+                    continue
+                count += 1
+                print(line if options.list else f"case {line}", flush=True)
                 if not options.list:
-                    run(case, target)
+                    run_one = run_modified if isinstance(case, ModifierCase) else run
+                    run_one(case, target, options.from_host)
     print(f"{count} cases, target {target.name}")
-    return 0
+    return 0 if count else 2
 
 
 if __name__ == "__main__":

@@ -178,7 +178,8 @@ def test_ix03_cu_seqlens_outside_the_tensors_are_clamped(target: Target) -> None
 
 @on_paths
 def test_ix03_decreasing_cu_seqlens_stay_inside(target: Target) -> None:
-    """No meaning is promised, but nothing outside the tensors is read or written, and nothing hangs."""
+    """Nothing outside the tensors is read or written, and nothing hangs. What comes out is the business of
+    tests/test_packed_bounds.py."""
     x = make_inputs(packed([40, 50, 30], [40, 50, 30], num_heads=2, num_heads_k=1), target.device)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20 if target.device == "cuda" else 4):
@@ -190,7 +191,7 @@ def test_ix03_decreasing_cu_seqlens_stay_inside(target: Target) -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @on_gpu_paths
 def test_ix03_decreasing_cu_seqlens_of_many_blocks_do_not_hang(target: Target, head_dim: int) -> None:
-    """Additions to dq in order would wait for turns of blocks that no item covers."""
+    """Additions to dq in order would wait for turns of blocks that no item covers, if they shared rows."""
     lengths = [700, 1300, 500, 500]
     x = make_inputs(packed(lengths, lengths, num_heads=2, num_heads_k=1, head_dim=head_dim), target.device)
     generator = torch.Generator().manual_seed(0)

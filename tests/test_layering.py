@@ -32,8 +32,8 @@ INCLUDES = [
     ("path_choice.", ("head_parts.h", "path_choice.h", "paths.h", "params.h")),
     ("api_sdpa.cpp", ("api_sdpa.h",)),
     ("api", ("api.h", "api_params.h", "head_parts.h", "path_choice.h", "paths.h", "params.h",
-             "build_info.h", "stream.h")),
-    ("device.cu", ("paths.h", "stream.h")),
+             "build_info.h", "short_tiles.h", "stream.h")),
+    ("device.cu", ("launch.h", "paths.h", "stream.h")),
     ("ptx/", ()),
     ("common/", ("common/", "ptx/", "grid.h", "params.h", "modifiers.h", "heuristics.h")),
     ("sm80/run_", ("sm80/", "passes/", "grid.h", "launch.h")),
@@ -172,6 +172,17 @@ def test_op_layer_uses_no_cuda_library_of_torch():
 def test_launches_go_through_one_checked_helper():
     kernels = [path for path in cpp_files() if path.name != "launch.h"]
     assert findings(kernels, re.compile(r"<<<"), code_only=True) == []
+
+
+def test_operators_come_to_their_device_by_one_guard():
+    """torch's own leaves a thread that is new to CUDA without a context, which calls of the driver want."""
+    guards = re.compile(r"\b(?:Optional)?DeviceGuard\s+\w+\(")
+    assert findings(cpp_files(), guards, code_only=True) == []
+    entries = re.compile(r"\bconst ProfilerRange range\(.*\);\n  const OnDevice on_device\(q\);")
+    ranges = re.compile(r"\bconst ProfilerRange range\(")
+    for name in ("api.cpp", "api_mod.cpp"):
+        text = (CSRC / name).read_text()
+        assert len(entries.findall(text)) == len(ranges.findall(text)) == 2, name
 
 
 # A declaration of a 32-bit integer whose value multiplies two sizes, such as `int n = seqlen_q * num_heads`.

@@ -13,6 +13,13 @@ from tests.protocols import Fault, Machine, Slots
 from tests.protocols_backward import backward
 from tests.protocols_backward_mod import backward_mod
 from tests.protocols_forward import forward, forward_mod
+from tests.protocols_memory import (
+    adds_in_turn,
+    adds_to_many_tiles,
+    early_kernels,
+    finishes_a_round,
+    leaves_a_step,
+)
 from tests.protocols_ring import Ring
 from tests.protocols_wide import wide_keys, wide_queries
 from tests.protocols_wide_mod import wide_mod_keys, wide_mod_queries
@@ -151,6 +158,8 @@ for way in ("together", "apart"):
 for name, kind in SCORE_KINDS.items():
     for head_dim, slots in ((64, 4), (128, 2)):
         MODELS[f"backward {name}, {head_dim}"] = model(run_backward_mod, slots=slots, **kind)
+for of_memory in (adds_in_turn, adds_to_many_tiles, finishes_a_round, leaves_a_step, early_kernels):
+    MODELS[of_memory.__name__] = lambda m, rnd, run=of_memory: run(m)
 
 
 def run(name, seed, plant=None):
@@ -199,6 +208,12 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("backward apart, in a ring", "an item does not wait for its round", "may not be zero yet"),
         ("backward together, in a ring", "a warp waits for an item before it settles", "deadlock"),
         ("backward apart, in a ring", "a piece is loaded early", "one that leaves"),
+        ("adds_in_turn", "the early look is relaxed", "overwrites dQ"),
+        ("adds_to_many_tiles", "no __syncwarp behind the votes", "overwrites dQ"),
+        ("finishes_a_round", "the vote of any lane", "may not be written yet"),
+        ("leaves_a_step", "no __syncwarp behind the read", "overwrites step"),
+        ("early_kernels", "the next kernel is allowed before the wait", "may not be written yet"),
+        ("early_kernels", "the last kernel does not wait", "may not be written yet"),
     ],
 )
 def test_a_planted_mistake_is_found(name, plant, fault):

@@ -24,7 +24,9 @@ from tests.sanitizer_cases import (
     run_modified,
     sanitizer_cases,
     sanitizer_modifier_cases,
+    two_kernel_cases,
 )
+from tests.sanitizer_summary import summary
 from tests.test_build import (
     BY_CLASS,
     HIDING,
@@ -98,6 +100,32 @@ def test_few_rows_have_two_kernels(pretended_gpu: None):
         _C.set_switch(name, value)
     for case in few_row_cases() + race_delays.few_row_cases():
         assert planned(case, "sm90")["kernel"].endswith("_two"), str(case)
+
+
+def test_findings_are_counted_by_kernel_and_place():
+    read = [
+        "========= Uninitialized __global__ memory read of size 8 bytes",
+        "=========     at void flash_ext::sm90::own_kernel<T, (int)64>(flash_ext::A)+0x1f0 in schedule.cuh:36",
+        "=========     by thread (0,0,0) in block (1,0,0)",
+    ]
+    assert list(summary(["case one", *read, *read]).values()) == [2]
+    (kind, kernel, place), = summary(read)
+    assert "size 8" in kind and "own_kernel" in kernel and place == "schedule.cuh:36"
+
+
+def test_two_kernels_come_to_each_place_again():
+    """More tiles of keys than places for K, which have 64 keys and are four at most."""
+    cases = two_kernel_cases()
+    assert len(cases) == 20 and all(m.case.seqlen_k > 2 * 4 * 64 and m.case.deterministic for m in cases)
+    assert {m.case.head_dim for m in cases} == {64, 128, 192, 256}
+
+
+def test_inputs_by_way_of_the_host_are_the_same():
+    t = torch.arange(24.0).view(2, 12)[:, ::3]
+    found = exact(t, "meta")
+    assert found.shape == t.shape and found.stride() == t.stride() and found.device.type == "meta"
+    with CPU.active():
+        run(sanitizer_cases()[0], CPU, from_host=True)
 
 
 def test_cases_run_on_the_cpu():

@@ -12,53 +12,88 @@ struct Span {
   int32_t length;
 };
 
-// Bounds of packed sequence b, forced inside [0, total] whatever cu_seqlens holds.
-__device__ __forceinline__ Span packed_span(const int32_t* cu_seqlens, int b, int64_t total) {
-  const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total);
-  const int64_t hi = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), lo), total);
-  return {lo, static_cast<int32_t>(hi - lo)};
+// Bounds of packed sequences, forced into order whatever cu_seqlens holds.
+//
+// bound(b), b in [0, batch], is cu_seqlens[b], forced between two bounds that a search from the middle meets before
+// it: at first 0 and the number of rows, then those of the search's interval. So bounds lie in [0, total] and never
+// decrease, and no two sequences share a row. A search meets all it needs, both ends of what it finds included; where
+// cu_seqlens is in order, bounds are what it holds.
+struct BoundSearch {
+  const int32_t* cu_seqlens;
+  int32_t start, end;  // bounds of the interval's first sequence and behind its last one
+
+  __device__ __forceinline__ BoundSearch(const int32_t* cu_seqlens, int64_t total)
+      : cu_seqlens(cu_seqlens), start(0), end(static_cast<int32_t>(total)) {}
+  __device__ __forceinline__ int32_t bound(int b) const { return min(max(cu_seqlens[b], start), end); }
+  __device__ __forceinline__ void halve(int32_t at, bool takes_upper) {
+    if (takes_upper) {
+      start = at;
+    } else {
+      end = at;
+    }
+  }
+  // Zeros above a start of 32 bits cost no register; its sign would (sm90 backward in order, head_dim 96: 8 bytes
+  // spilled).
+  __device__ __forceinline__ Span span() const {
+    return {static_cast<int64_t>(static_cast<uint32_t>(start)), end - start};
+  }
+};
+
+// The middle of sequences [lo, hi], lo < hi: the first one of their upper half.
+__device__ __forceinline__ int upper_half(int lo, int hi) { return lo + (hi - lo + 1) / 2; }
+
+// Rows of sequence b; of -1 and batch those of no sequence, before and behind.
+__device__ __forceinline__ Span packed_span(const int32_t* cu_seqlens, int batch, int b, int64_t total) {
+  BoundSearch found(cu_seqlens, total);
+  int lo = -1, hi = batch;
+  while (lo < hi) {
+    const int mid = upper_half(lo, hi);
+    found.halve(found.bound(mid), mid <= b);
+    (mid <= b ? lo : hi) = mid <= b ? mid : mid - 1;
+  }
+  return found.span();
 }
 
 // Packed tiles are numbered without knowing any length on the host: sequence b owns the tile slots from
-//   first_slot(b) = cu[b] / block + b + 1
-// on. Because ceil(len / block) <= floor(cu[b+1] / block) - floor(cu[b] / block) + 1, the slots of two
+//   first_slot(b) = bound(b) / block + b + 1
+// on. Because ceil(len / block) <= floor(bound(b + 1) / block) - floor(bound(b) / block) + 1, the slots of two
 // sequences never overlap, and packed_slots() of heuristics.h holds them all; at most about one slot per
 // sequence stays idle. Slot numbers grow with b, so a CTA finds its sequence by bisection in
-// log2(batch) loads. Rows before cu[0] and after cu[batch] belong to two extra sequences without
+// log2(batch) loads. Rows before bound(0) and after bound(batch) belong to two extra sequences without
 // partners (b = -1 and b = batch), whose outputs are written as those of empty rows.
 struct TileSlot {
   int b;         // -1 or batch for rows outside every sequence
   int block;     // tile index inside the sequence
   bool outside;  // b is -1 or batch
+  Span rows;     // of the sequence, on the side whose tiles are numbered
+  Span others;   // on the other side
 };
 
 // `scale` counts every row that many times.
 template <int kBlock>
-__device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int batch, int64_t total, int slot,
-                                              int scale = 1) {
-  const auto boundary = [&](int b) { return min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total) * scale; };
+__device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int64_t total, const int32_t* cu_others,
+                                              int64_t total_others, int batch, int slot, uint32_t scale = 1) {
+  BoundSearch rows(cu_seqlens, total), others(cu_others, total_others);
+  const auto first_slot = [&](int32_t bound, int b) {
+    return static_cast<int>(static_cast<uint32_t>(bound) * scale / kBlock) + b + 1;
+  };
   // Largest b in [-1, batch] whose first slot is not beyond `slot`; first_slot(-1) = 0.
   int lo = -1, hi = batch;
   while (lo < hi) {
-    const int mid = lo + (hi - lo + 1) / 2;
-    if (boundary(mid) / kBlock + mid + 1 <= slot) {
+    const int mid = upper_half(lo, hi);
+    const int32_t at = rows.bound(mid), others_at = others.bound(mid);
+    const bool takes_upper = first_slot(at, mid) <= slot;
+    rows.halve(at, takes_upper);
+    others.halve(others_at, takes_upper);
+    if (takes_upper) {
       lo = mid;
     } else {
       hi = mid - 1;
     }
   }
-  const int first = lo < 0 ? 0 : static_cast<int>(boundary(lo) / kBlock + lo + 1);
-  return {lo, slot - first, lo < 0 || lo == batch};
-}
-
-// Span of the rows a slot's sequence has on one side (query or key).
-__device__ __forceinline__ Span slot_span(const int32_t* cu_seqlens, int b, int batch, int64_t total) {
-  if (b < 0) return {0, static_cast<int32_t>(min(max(static_cast<int64_t>(cu_seqlens[0]), int64_t{0}), total))};
-  if (b >= batch) {
-    const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[batch]), int64_t{0}), total);
-    return {lo, static_cast<int32_t>(total - lo)};
-  }
-  return packed_span(cu_seqlens, b, total);
+  const bool outside = lo < 0 || lo == batch;
+  const int first = lo < 0 ? 0 : first_slot(rows.start, lo);
+  return {lo, slot - first, outside, rows.span(), outside ? Span{0, 0} : others.span()};
 }
 
 // Which tile of which head this CTA works on.
@@ -91,20 +126,16 @@ __device__ __forceinline__ Work decode_index(uint32_t index, const Problem& p, c
                                 : static_cast<int>(kDescending ? g.blocks - 1 - slow : slow);
   Work w;
   if (packed) {
-    const int32_t* cu = kTilesAreQueries ? p.cu_seqlens_q : p.cu_seqlens_k;
-    const int64_t total = kTilesAreQueries ? p.total_q : p.total_k;
-    const TileSlot slot = find_slot<kBlock>(cu, p.batch, total, tile);
+    const TileSlot slot =
+        kTilesAreQueries
+            ? find_slot<kBlock>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch, tile)
+            : find_slot<kBlock>(p.cu_seqlens_k, p.total_k, p.cu_seqlens_q, p.total_q, p.batch, tile);
     w.b = 0;
     w.h = static_cast<int>(bh);
     w.block = slot.block;
-    const Span mine = slot_span(cu, slot.b, p.batch, total);
-    const Span none{0, 0};
-    const Span other = slot.outside ? none
-                       : kTilesAreQueries ? packed_span(p.cu_seqlens_k, slot.b, p.total_k)
-                                          : packed_span(p.cu_seqlens_q, slot.b, p.total_q);
-    w.q = kTilesAreQueries ? mine : other;
-    w.k = kTilesAreQueries ? other : mine;
-    w.active = static_cast<int64_t>(slot.block) * kBlock < mine.length;
+    w.q = kTilesAreQueries ? slot.rows : slot.others;
+    w.k = kTilesAreQueries ? slot.others : slot.rows;
+    w.active = static_cast<int64_t>(slot.block) * kBlock < slot.rows.length;
     if (sequence != nullptr) *sequence = slot.b;
   } else {
     const uint32_t b = divide(bh, g.heads);

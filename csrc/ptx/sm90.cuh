@@ -148,12 +148,16 @@ __device__ __forceinline__ void red_add_f32x4(float* address, float x, float y, 
   asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Words by which CTAs tell each other how far they are.
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
-  uint32_t x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
-  return x;
+// x = what lies where writes of the device meet, not in L1, if `condition`; without a branch, and nobody waits for it
+// before x is used.
+__device__ __forceinline__ void load_relaxed_if(float& x, const float* address, bool condition) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.f32 %0, [%1];\n}\n"
+               : "+f"(x)
+               : "l"(address), "r"(static_cast<uint32_t>(condition))
+               : "memory");
 }
+
+// Of words by which CTAs tell each other how far they are; load_acquire() reads them.
 __device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t x) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;\n" ::"l"(address), "r"(x) : "memory");
 }

@@ -136,8 +136,8 @@ struct BiasSteps {
     const Problem& x = p.problem;
     Work w{};
     w.b = packed() ? 0 : b;
-    w.q = packed() ? packed_span(x.cu_seqlens_q, b, x.total_q) : Span{0, x.seqlen_q};
-    w.k = packed() ? packed_span(x.cu_seqlens_k, b, x.total_k) : Span{0, x.seqlen_k};
+    w.q = packed() ? packed_span(x.cu_seqlens_q, x.batch, b, x.total_q) : Span{0, x.seqlen_q};
+    w.k = packed() ? packed_span(x.cu_seqlens_k, x.batch, b, x.total_k) : Span{0, x.seqlen_k};
     return w;
   }
 
@@ -155,7 +155,8 @@ struct BiasSteps {
       const int b = static_cast<int>(divide(static_cast<uint32_t>(slot), grid.tiles_q));
       return {b, h, slot - b * static_cast<int>(grid.tiles_q.divisor)};
     }
-    const TileSlot found = find_slot<kBlockM>(p.problem.cu_seqlens_q, p.problem.batch, p.problem.total_q, slot);
+    const Problem& x = p.problem;
+    const TileSlot found = find_slot<kBlockM>(x.cu_seqlens_q, x.total_q, x.cu_seqlens_k, x.total_k, x.batch, slot);
     return {found.outside ? -1 : found.b, h, found.block};
   }
 

@@ -69,11 +69,12 @@ __device__ __forceinline__ SplitWork split_work(const Problem& p, const SplitGri
   w.h_k = static_cast<int>(blockIdx.x - rest * g.heads_k.divisor);
   w.part = static_cast<int>(rest - slot * g.parts.divisor);
   if (p.cu_seqlens_q != nullptr) {
-    const TileSlot found = find_slot<kRows>(p.cu_seqlens_q, p.batch, p.total_q, static_cast<int>(slot), group);
+    const TileSlot found = find_slot<kRows>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch,
+                                            static_cast<int>(slot), g.group.divisor);
     w.b = 0;
     w.first = found.block * kRows;
-    w.q = slot_span(p.cu_seqlens_q, found.b, p.batch, p.total_q);
-    w.k = found.outside ? Span{0, 0} : packed_span(p.cu_seqlens_k, found.b, p.total_k);
+    w.q = found.rows;
+    w.k = found.others;
   } else {
     const uint32_t b = divide(slot, g.tiles);
     w.b = static_cast<int>(b);

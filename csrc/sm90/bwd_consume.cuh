@@ -380,7 +380,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       ptx::wgmma_commit();
       const int tile = (T::kRing ? item.dq_tile : item.tile) + walk.head * a.tiles_per_head + walk.block;
       uint32_t seen = 0;
-      if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_relaxed(a.turns + tile);
+      if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_acquire(a.turns + tile);
       ptx::wgmma_wait<1>();
 #pragma unroll
       for (int b = 0; b < 2; ++b) {

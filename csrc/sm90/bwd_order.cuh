@@ -22,8 +22,9 @@ __device__ __forceinline__ bool begin_turns(uint32_t* words, const AttnMod& mod,
   return true;
 }
 
-// By a whole warp: waits for the turn of `block`; true when nobody has added before. `seen` is what the word said a
-// while ago. Votes tell ptxas that the warp stays together; it copies all code behind a loop for every case otherwise.
+// By a whole warp: waits for the turn of `block`; true when nobody has added before. `seen` is what load_acquire() said
+// of the word a while ago: whoever goes on has acquired, each lane by a load of its own. Votes tell ptxas that the warp
+// stays together; it copies all code behind a loop for every case otherwise.
 __device__ __forceinline__ bool wait_for_turn(const uint32_t* word, uint32_t block, uint32_t seen) {
   debug_delay();
 #if FLASH_EXT_DEBUG
@@ -39,7 +40,8 @@ __device__ __forceinline__ bool wait_for_turn(const uint32_t* word, uint32_t blo
 }
 
 // The same for the turns of up to `count` tiles downwards from a word: how many have come, at least one. Bit i of
-// `firsts`: nobody has added to the i-th.
+// `firsts`: nobody has added to the i-th. Each lane acquires another word, and votes order no memory: __syncwarp does,
+// before one lane adds to all of these tiles.
 __device__ __forceinline__ int wait_for_turns(const uint32_t* word, uint32_t block, int count, uint32_t* firsts) {
   debug_delay();
   const int lane = threadIdx.x % 32;
@@ -55,23 +57,8 @@ __device__ __forceinline__ int wait_for_turns(const uint32_t* word, uint32_t blo
 #endif
   } while ((come & 1) == 0);
   *firsts = __ballot_sync(kWarp, (seen & kFirst) != 0);
+  __syncwarp();
   return __ffs(~come) - 1;
-}
-
-// Whether turns come to an end, by a whole warp. Where bounds of packed sequences decrease, sequences share tiles of
-// queries or leave blocks of keys out, and somebody would wait for a turn that nobody passes on.
-__device__ __forceinline__ bool can_be_ordered(const Problem& p) {
-  if (p.cu_seqlens_q == nullptr) return true;
-  const auto bound = [](int32_t x, int64_t total) {
-    return min(max(x, 0), static_cast<int32_t>(min(total, int64_t{INT32_MAX})));
-  };
-  bool decreases = false;
-#pragma unroll 2
-  for (int b = threadIdx.x % 32; b < p.batch; b += 32) {
-    decreases |= bound(p.cu_seqlens_q[b + 1], p.total_q) < bound(p.cu_seqlens_q[b], p.total_q);
-    decreases |= bound(p.cu_seqlens_k[b + 1], p.total_k) < bound(p.cu_seqlens_k[b], p.total_k);
-  }
-  return !__any_sync(kWarp, decreases);
 }
 
 // As draw_item(), but every item is drawn, the first of a CTA too: one that is drawn has a CTA that runs.

@@ -48,8 +48,7 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
   const bool in_order = draws_in_order<T>(a), draws = in_order || a.draw.counter != nullptr;
-  const bool has_items = !T::kOrdered || can_be_ordered(p);
-  if (draws && has_items && lane == 0) own_counter(a.draw);
+  if (draws && lane == 0) own_counter(a.draw);
   RingPosition<T::kItems> place;
   place.parity = 1;  // the first wait for an empty place passes
   [[maybe_unused]] uint32_t kv_parity = 1;
@@ -59,7 +58,7 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
     return __shfl_sync(0xffffffffu, next, 0);
   };
   uint32_t index = blockIdx.x;
-  if (in_order) index = has_items ? draw() : a.draw.num_items;
+  if (in_order) index = draw();
 #pragma unroll 1
   while (index < a.draw.num_items) {
     int b = 0;

@@ -329,6 +329,26 @@ struct QueryStats {
   float minus_lse[2], minus_delta[2];
 };
 
+// Of a thread's queries, from `row` of an item on. They come from the kernel before the one before this one, in which
+// every CTA allows this one behind griddepcontrol.wait: their writes are performed before any thread here begins (PTX
+// ISA, griddepcontrol), and strong loads are not answered by an older line of L1.
+template <typename T, typename Item>
+__device__ __forceinline__ QueryStats load_query_stats(const float* row_stats, const Item& item, int row) {
+  QueryStats stats;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + 8 * half;
+    const bool inside = at < item.w.q.length;
+    const float* from = row_stats + (item.tile + static_cast<int64_t>(at / T::kStatRows)) * (2 * T::kStatRows) +
+                        at % T::kStatRows;
+    stats.minus_lse[half] = -INFINITY;
+    stats.minus_delta[half] = 0.f;
+    ptx::load_relaxed_if(stats.minus_lse[half], from, inside);
+    ptx::load_relaxed_if(stats.minus_delta[half], from + T::kStatRows, inside);
+  }
+  return stats;
+}
+
 template <int kCount>
 __device__ __forceinline__ void scores_to_row_weights(float (&s)[kCount], const QueryStats& stats, float scale) {
 #pragma unroll
@@ -387,15 +407,7 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
     block = item.blocks.begin;
     first_row = item.w.block * T::kBlockM + row;
     left = item.steps;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = first_row + 8 * half;
-      const bool inside = at < item.w.q.length;
-      const float* from = a.p.row_stats + (item.tile + static_cast<int64_t>(at / T::kStatRows)) * (2 * T::kStatRows) +
-                          at % T::kStatRows;
-      stats.minus_lse[half] = inside ? from[0] : -INFINITY;
-      stats.minus_delta[half] = inside ? from[T::kStatRows] : 0.f;
-    }
+    stats = load_query_stats<T>(a.p.row_stats, item, first_row);
   };
   const auto issue_scores = [&] {
     ptx::pin(s);

@@ -495,7 +495,6 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
   };
   float dq[D / 2], s[kN / 2], dp[kN / 2];
   uint32_t words[kN / 4];
-  QueryStats stats;
   ModSteps<T> steps(shared, bars);
   uint32_t count = 0;  // of steps so far
   const auto k_slot = [&] { return slot_of(count, T::kKSlots); };
@@ -506,16 +505,8 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
     const int item_at = steps.take_item();
     if (item_at < 0) return;
     const auto row0 = [&] { return steps.item(item_at).w.block * T::kBlockM + group * T::kGroupRows + warp_of() * 16; };
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const BwdModItem& item = steps.item(item_at);
-      const int at = row0() + ptx::fresh_lane() / 4 + 8 * half;
-      const bool inside = at < item.w.q.length;
-      const float* from = params.row_stats +
-                          (item.tile + static_cast<int64_t>(at / T::kStatRows)) * (2 * T::kStatRows) + at % T::kStatRows;
-      stats.minus_lse[half] = inside ? from[0] : -INFINITY;
-      stats.minus_delta[half] = inside ? from[T::kStatRows] : 0.f;
-    }
+    const QueryStats stats =
+        load_query_stats<T>(params.row_stats, steps.item(item_at), row0() + ptx::fresh_lane() / 4);
     clear(dq);
     wait(bars.q_full(group), steps.item_parity());
     wait(bars.dout_full(group), steps.item_parity());
@@ -578,6 +569,7 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
       ptx::pin(words);
+      __syncwarp();  // all lanes have read the step
       arrive(bars.k_empty(k_slot()));
       ++count;
     }

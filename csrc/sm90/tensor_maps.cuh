@@ -1,4 +1,4 @@
-// Tensor maps for TMA. Included by .cu files only; no link to libcuda, the encoder comes from the running driver.
+// Tensor maps for TMA. Included by .cu files only. The encoder wants a current context: bind_context().
 #pragma once
 
 #include <cuda.h>
@@ -12,15 +12,7 @@ namespace flash_ext::sm90 {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-inline EncodeTiled find_encoder() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const cudaError_t status =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-  if (status != cudaSuccess) cudaGetLastError();
-  const bool there = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
-  return there ? reinterpret_cast<EncodeTiled>(found) : nullptr;
-}
+inline EncodeTiled find_encoder() { return driver_function<EncodeTiled>("cuTensorMapEncodeTiled"); }
 
 // A map with boxes of `box_rows` rows of 64 columns, or 32, which have a swizzle of their own. `rows` counts those of a
 // batch entry; packed tensors get the shape that fwd_parts.cuh's row_coordinates() expects. Errors in words, or empty.

@@ -1,0 +1,174 @@
+"""Calls from threads that are new to CUDA: a server's workers, data-parallel threads.
+
+Such a thread has no current context until something binds one. A launch does; a call of the driver, as those
+that make tensor maps, fails. Tensors are made and results looked at in the main thread, so that a call of
+ours is the first CUDA work of every other one.
+
+    python -m tests.thread_soak --seconds 60       8 new threads a second; exit status 1 if any call failed
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_ext
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of call: batch, queries, keys, query and key heads, head_dim, and what else it asks for."""
+
+    sizes: tuple[int, int, int, int, int, int]
+    head_dim_v: int | None = None
+    packed: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    modifiers: tuple[str, ...] = ()
+
+
+DENSE = (2, 300, 300, 4, 2)
+FAMILIES = {
+    **{f"hd{d}": Family((*DENSE, d)) for d in (64, 96, 128, 192, 256)},
+    "hd192_v128": Family((*DENSE, 192), head_dim_v=128),
+    "few queries": Family((2, 1, 4096, 8, 2, 128)),
+    "causal": Family((*DENSE, 128), options=(("causal", True),)),
+    "packed": Family((*DENSE, 128), packed=True, options=(("causal", True),)),
+    "in order": Family((*DENSE, 64), options=(("deterministic", True),)),
+    "in order, causal": Family((*DENSE, 128), options=(("deterministic", True), ("causal", True))),
+    "ring": Family((16, 512, 1024, 16, 16, 128)),
+    "few rows": Family((16, 512, 512, 16, 16, 128)),
+    "mask": Family((*DENSE, 128), modifiers=("mask",)),
+    "mask, in order": Family((*DENSE, 64), modifiers=("mask",), options=(("deterministic", True),)),
+    "mask, hd256": Family((*DENSE, 256), modifiers=("mask",)),
+    "bias": Family((*DENSE, 64), modifiers=("bias",)),
+    "slopes": Family((*DENSE, 128), modifiers=("slopes",)),
+    "softcap": Family((*DENSE, 128), modifiers=("softcap",)),
+    "sinks": Family((*DENSE, 128), modifiers=("sinks",)),
+    "dropout": Family((*DENSE, 128), modifiers=("dropout",)),
+}
+
+
+def modifiers_of(family: Family, device: str) -> dict[str, Any]:
+    batch, rows, keys, heads, _, _ = family.sizes
+
+    def bias() -> Tensor:  # with rows that TMA can read
+        return torch.randn(1, heads, rows, 304, device=device).bfloat16()[..., :keys]
+
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "mask": lambda: {"attn_mask": torch.rand(batch, 1, rows, keys, device=device) < 0.7},
+        "bias": lambda: {"attn_mask": bias()},
+        "slopes": lambda: {"alibi_slopes": torch.rand(heads, device=device)},
+        "softcap": lambda: {"softcap": 20.0},
+        "sinks": lambda: {"sinks": torch.randn(heads, device=device)},
+        "dropout": lambda: {"dropout_p": 0.1, "rng": torch.tensor([1, 2], device=device)},
+    }
+    return {key: value for name in family.modifiers for key, value in made[name]().items()}
+
+
+def calls_of(family: Family, device: str, path: str | None = None) -> dict[str, Call]:
+    """Forward and backward of a family; whatever they allocate is in torch's cache from then on."""
+    batch, rows, keys, heads, heads_k, d = family.sizes
+    dv = family.head_dim_v or d
+    q, k, v, dout = (
+        torch.randn(batch, n, h, size, device=device).bfloat16()
+        for n, h, size in ((rows, heads, d), (keys, heads_k, d), (keys, heads_k, dv), (rows, heads, dv))
+    )
+    options: dict[str, Any] = {**dict(family.options), **modifiers_of(family, device), "path": path}
+    if family.packed:
+        q, k, v, dout = (t.flatten(0, 1) for t in (q, k, v, dout))
+        for name, n in (("q", rows), ("k", keys)):
+            cu = torch.arange(0, batch * n + 1, n, device=device, dtype=torch.int32)
+            options[f"cu_seqlens_{name}"] = cu
+    out, lse = flash_ext.forward(q, k, v, **options)
+    needs = ("q", "k", "v", *(["attn_mask"] if "bias" in family.modifiers else []))
+
+    def forward() -> tuple[Tensor, ...]:
+        return flash_ext.forward(q, k, v, **options)
+
+    def backward() -> tuple[Tensor, ...]:
+        return flash_ext.backward(dout, q, k, v, out, lse, needs=needs, **options)
+
+    for call in (forward, backward) * 2:
+        call()
+    return {"forward": forward, "backward": backward}
+
+
+def in_new_threads(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, BaseException]]:
+    """Each call in a thread of its own, one after the other: what came back and what was raised, by name."""
+    results: dict[str, Any] = {}
+    raised: dict[str, BaseException] = {}
+
+    def work(name: str) -> None:
+        try:
+            results[name] = calls[name]()
+        except Exception as error:
+            raised[name] = error
+
+    for name in calls:
+        thread = threading.Thread(target=work, args=(name,))
+        thread.start()
+        thread.join()
+    return results, raised
+
+
+def soak(devices: list[str], seconds: float, per_second: int) -> tuple[int, list[str]]:
+    """Starts so many threads a second, each for one call; how many there were, and what failed."""
+    calls = {
+        f"{device} {name} {what}": call
+        for device in devices
+        for name, family in FAMILIES.items()
+        for what, call in calls_of(family, device).items()
+    }
+    for device in devices:
+        torch.cuda.synchronize(device)
+    names: Iterator[str] = itertools.cycle(calls)
+    failures: list[str] = []
+    count, begun = 0, time.monotonic()
+
+    def work(name: str) -> None:
+        try:
+            calls[name]()
+        except Exception as error:
+            failures.append(f"{name}: {error}")
+
+    while time.monotonic() - begun < seconds:
+        threads = [threading.Thread(target=work, args=(next(names),)) for _ in range(per_second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        count += len(threads)
+        time.sleep(max(0.0, begun + count / per_second - time.monotonic()))
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return count, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.thread_soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--per-second", type=int, default=8, help="new threads a second")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a CUDA device, none is visible", file=sys.stderr)
+        return 3
+    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    count, failures = soak(devices, options.seconds, options.per_second)
+    print("\n".join(sorted(set(failures))))
+    print(f"{count} threads on {len(devices)} devices, {len(failures)} failed")
+    return 1 if failures or count == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,8 +25,9 @@ INCLUDES = [
     ("paths.h", ("params.h", "modifiers.h")),
     ("grid.h", ("params.h", "divisor.h", "heuristics.h", "paths.h")),
     ("splits.h", ("divisor.h", "heuristics.h", "paths.h")),
-    ("path_sm80.", ("grid.h", "heuristics.h", "paths.h", "sm80/instances.h", "splits.h")),
-    ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "sm80/instances.h", "splits.h",
+    ("short_tiles.h", ("divisor.h", "heuristics.h", "modifiers.h", "paths.h")),
+    ("path_sm80.", ("grid.h", "heuristics.h", "paths.h", "short_tiles.h", "sm80/instances.h", "splits.h")),
+    ("path_sm90.", ("build_info.h", "heuristics.h", "paths.h", "short_tiles.h", "sm80/instances.h", "splits.h",
                     "sm90/bwd_wide_mod_tiles.h", "sm90/instances.h")),
     ("head_parts.h", ("params.h", "paths.h")),
     ("path_choice.", ("head_parts.h", "path_choice.h", "paths.h", "params.h")),
@@ -37,7 +38,7 @@ INCLUDES = [
     ("ptx/", ()),
     ("common/", ("common/", "ptx/", "grid.h", "params.h", "modifiers.h", "heuristics.h")),
     ("sm80/run_", ("sm80/", "passes/", "grid.h", "launch.h")),
-    ("sm80/", ("sm80/", "common/", "ptx/", "params.h", "heuristics.h", "paths.h", "splits.h")),
+    ("sm80/", ("sm80/", "common/", "ptx/", "params.h", "heuristics.h", "paths.h", "short_tiles.h", "splits.h")),
     ("sm90/tensor_maps.cuh", ("launch.h", "params.h")),
     ("sm90/run_", ("sm90/", "passes/", "grid.h", "launch.h")),
     ("sm90/bwd_passes.cuh", ("sm90/", "passes/")),
@@ -142,7 +143,7 @@ OF_SEVERAL_HEADERS = {"bwd_sm90.cu": [f"../sm90/run_bwd{which}.cuh" for which in
 
 def test_every_instantiation_is_one_kernel_header():
     """A file has one kernel, some of its head_dims and a class of tiles; mask passes launch themselves."""
-    name = (r"fwd_split.cu|(fwd|bwd)(_mod|_bias)?_(sm80(_large)?|sm90)"
+    name = (r"fwd_split.cu|(fwd|bwd)_short.cu|(fwd|bwd)(_mod|_bias)?_(sm80(_large)?|sm90)"
             r"(_hd\d+(_v\d+)?|_upto\d+|_above\d+|_det)?\.cu")
     inst = sorted((CSRC / "inst").glob("*.cu"))
     of_kernels = [path for path in inst if re.fullmatch(name, path.name)]

@@ -1,4 +1,4 @@
-#include "../sm80/run_short.cuh"
+#include "../sm80/run_bwd_short.cuh"
 
 namespace flash_ext::sm80 {
 std::string run_bwd_short_hd32(const BwdParams& p, const Modifiers& m, const BiasGradient& bias, const ShortGrid& g) {

@@ -1,4 +1,4 @@
-#include "../sm80/run_short.cuh"
+#include "../sm80/run_fwd_short.cuh"
 
 namespace flash_ext::sm80 {
 std::string run_fwd_short_hd32(const FwdParams& p, const Modifiers& m, const ShortGrid& g) {

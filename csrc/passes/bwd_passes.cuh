@@ -6,6 +6,7 @@
 // postprocess: dq = softmax_scale * dq_accum, rounded to the output type unless that is fp32.
 #pragma once
 
+#include "../common/attn_mod.cuh"
 #include "../common/bwd_schedule.cuh"
 #include "../common/float_results.cuh"
 #include "../common/seqlen.cuh"
@@ -14,10 +15,6 @@
 namespace flash_ext {
 
 inline constexpr int kPassThreads = 256;
-
-// Rows below count as rows that see nothing. A row whose every score holds finfo.min gets there: next to 1e38 its lse
-// has no room for the logarithm of a sum, so its weights cannot be told from it.
-inline constexpr float kLowestLse = -1e30f;
 
 // One row of one head is handled by kLanes neighbouring lanes, 8 elements a lane.
 template <int D>

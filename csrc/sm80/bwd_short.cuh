@@ -15,7 +15,6 @@
 #pragma once
 
 #include "../common/debug_delay.cuh"
-#include "../passes/bwd_passes.cuh"
 #include "short.cuh"
 
 namespace flash_ext::sm80 {

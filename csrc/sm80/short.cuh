@@ -48,6 +48,12 @@ struct ShortBias : OwnBias<ShortTile::kThreads, kShortRows / 8> {
   }
 };
 
+// What a launch passes: ShortBias takes a bias of any type and strides.
+inline Modifiers with_own_bias(Modifiers m) {
+  m.bias.staged = m.bias.ptr != nullptr;
+  return m;
+}
+
 // Where a CTA is on its walk, and what comes next.
 struct ShortWalk {
   int group, item;

@@ -146,15 +146,11 @@ __device__ __forceinline__ void add_far_bias(ScorePart& s, const Scores& scores,
   const char* at = static_cast<const char*>(x.ptr) + (scores.seat.b * x.batch_stride + scores.h * x.head_stride +
                                                       row * x.row_stride + col * x.col_stride) * size;
   const int64_t down = 8 * x.row_stride * size;
-  const bool whole = rows_left > 8 && cols_left > kPartKeys - 8 + 1;
   const auto add = [&](float& score, float bias) {
     score = fmaf(score, scale, bias);
     asm volatile("" : "+f"(score));  // at once: all that is loaded first would not fit the registers
   };
-  const bool pairs = x.is_float && x.col_stride == 1 && (reinterpret_cast<uintptr_t>(at) | down) % 8 == 0;
-  // Where its rows are aligned, a row has room for whole pairs at its end too: one more belongs to a key that is none.
-  const bool has_ends = x.aligned && x.cols >= scores.seat.seqlen_k;
-  if (__all_sync(0xffffffffu, pairs && (whole || has_ends))) {
+  if (x.is_float && x.aligned) {  // has_pairs()
 #pragma unroll
     for (int n = 0; n < kPartKeys / 8; ++n) {
 #pragma unroll

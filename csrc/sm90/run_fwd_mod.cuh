@@ -70,6 +70,12 @@ inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Pr
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
 }
 
+// Whether add_far_bias() may read a bias in fp32 by pairs: an aligned row has room for a whole one at its end, whose second
+// element may belong to no key, but must not be added to one.
+inline bool has_pairs(const BiasView& x, const Problem& p) {
+  return x.aligned && (x.cols % 2 == 0 || (!p.is_varlen() && x.cols >= p.seqlen_k));
+}
+
 template <typename E, int D, int Dv, FwdModKind kKind>
 std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   using T = FwdModTraits<E, D, Dv, kKind>;
@@ -79,6 +85,7 @@ std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const Devi
   FwdModArgs a{};
   std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, unequal), drawn);
   a.m = m;
+  a.m.bias.aligned = has_pairs(m.bias, r);
   if (T::kExponents) a.m.unit_log2 = 1.f;  // of the maxima
   a.cap = cap_series(r, m);
   a.short_cap = short_cap_series(r, m);

@@ -69,7 +69,7 @@ enum class Switch {
   kSplits,             // 0: never split keys; else into that many parts, in every plain forward
   kLowerTiles,         // 1 or 0: tiles of 128 queries in the sm90 forward always or never (sm90/tiles.h)
   kDqRing,             // 1 or 0: accumulators of the sm90 backward in a ring always or never (sm90/bwd_tiles.h)
-  kShortKernels,       // 0: never the kernels of short sequences (short_tiles.h)
+  kShortKernels,       // 0: never what is for short sequences alone (DeviceInfo::short_kernels)
   kCapturing,          // 1 or 0: pretend that a CUDA graph is captured, or that none is
   kBatchInvariant,     // 1: DeviceInfo::batch_invariant; not for tests alone, flash_ext.set_batch_invariant() turns it
 };

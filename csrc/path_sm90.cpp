@@ -135,11 +135,13 @@ constexpr auto kTwoKernelInstances =
                                       {128, run_bwd_mod_det_hd128, "bwd_mod_sm90_hd128_det"},
                                       {192, run_bwd_mod_hd192, "bwd_mod_sm90_hd192"},
                                       {256, run_bwd_mod_hd256, "bwd_mod_sm90_hd256"}});
-bool wants_two_kernels(const Problem& p, bool deterministic) {
-  return is_wide(p) || (deterministic && !has_whole_keys(p));
+bool wants_two_kernels(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  return is_wide(p) || (deterministic && !has_whole_keys(p, d));
 }
 // Whether dq is summed in memory, in whichever kernel.
-bool sums_dq(const Problem& p, bool deterministic) { return !wants_two_kernels(p, deterministic) && !has_whole_keys(p); }
+bool sums_dq(const Problem& p, bool deterministic, const DeviceInfo& d) {
+  return !wants_two_kernels(p, deterministic, d) && !has_whole_keys(p, d);
+}
 
 // The backward without modifiers in the kernel for them, where that stores dq at once.
 const BwdModInstance* whole_keys_instance_of(const Problem& p, const DeviceInfo& d) {
@@ -154,7 +156,7 @@ struct BwdModChoice {
 BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
   BwdModChoice choice;
   if (!x.need_qkv || !is_bwd_mod_ready(p, d)) return choice;
-  if (!wants_two_kernels(p, deterministic) && is_bwd_mod_taken(p, *x.modifiers)) {
+  if (!wants_two_kernels(p, deterministic, d) && is_bwd_mod_taken(p, *x.modifiers)) {
     choice.one = bwd_mod_instance_of(p, d);
   } else if (is_wide_mod_taken(p, *x.modifiers, deterministic)) {
     choice.two = &*std::find_if(kTwoKernelInstances.begin(), kTwoKernelInstances.end() - 1,
@@ -259,7 +261,7 @@ BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const Devic
   // Enough for the portable kernels as well, which run what modifiers keep from those here: the words of their schedule
   // lie where this path's statistics, 128 a head or more, are then not needed.
   if (!is_bwd_mod_ready(p, d)) return sm80::bwd_mod_workspace(p, deterministic, d);
-  if (sums_dq(p, deterministic)) {
+  if (sums_dq(p, deterministic, d)) {
     return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
   }
   // What is left to the portable kernels runs in a fixed order there too, so that nobody wants an accumulator of dq.
@@ -287,7 +289,7 @@ LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x
             wide_mod_keys_bytes(i->head_dim),
             std::min<int64_t>(wide_keys_grid(p, d, draws_items(p, *x.modifiers)).ctas, d.num_sms)};
   }
-  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p, d) ? !sums_dq(p, deterministic) : deterministic, x, d);
+  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p, d) ? !sums_dq(p, deterministic, d) : deterministic, x, d);
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {

@@ -22,7 +22,8 @@ struct DeviceInfo {
   int splits = -1;         // of the keys, for tests: 0 never, else that many wherever it is possible; -1: as it pays
   int dq_ring = -1;        // of the sm90 backward, for tests: 0 never, 1 wherever it is possible; -1: as it pays
   int lower_tiles = -1;    // of the sm90 forwards, for tests: 0 never, 1 always; -1: as it pays
-  int short_kernels = -1;  // of short sequences (short_tiles.h), for tests: 0 never; -1: wherever it is possible
+  // For tests, 0: never what is for short sequences alone (short_tiles.h, sm90::has_whole_keys()); -1: wherever it pays.
+  int short_kernels = -1;
   // Nothing that changes bits is chosen by how much else a call holds; what tests ask for above goes first.
   bool batch_invariant = false;
 };

@@ -33,12 +33,16 @@ from tests.truth import Truth, compute_truth
 
 @dataclass(frozen=True)
 class Target:
-    """Where a case runs: a device, a kernel path on it, and the switches that steer the choice of tiles."""
+    """Where a case runs: a device, a kernel path on it, and the switches that steer the choice of tiles.
+
+    short: with the kernels for short sequences, which would otherwise keep small cases from all the others.
+    """
 
     name: str
     device: str
     path: str
     switches: tuple[tuple[str, int], ...] = ()
+    short: bool = False
 
     def why_not(self) -> str:
         """Why this machine cannot run the target; empty if it can."""
@@ -52,6 +56,8 @@ class Target:
         switches = dict(self.switches)
         if self.device == "cuda":
             switches["record_launches"] = 1
+            if not self.short:
+                switches["short_kernels"] = 0
         for name, value in switches.items():
             _C.set_switch(name, value)
         threads = torch.get_num_threads()
@@ -78,6 +84,8 @@ TARGETS = {
         Target("sm80", "cuda", "sm80"),
         Target("sm90", "cuda", "sm90"),
         Target("sm80-99k", "cuda", "sm80", (("smem_per_block", SMALL_SMEM_BYTES),)),
+        Target("sm80-short", "cuda", "sm80", short=True),
+        Target("sm90-short", "cuda", "sm90", short=True),
     )
 }
 
@@ -95,6 +103,7 @@ def on_targets(*names: str):
 on_paths = on_targets("cpu", "sm80", "sm90")
 on_all_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
 on_gpu_paths = on_targets("sm80", "sm90")
+on_short_paths = on_targets("sm80-short", "sm90-short")
 # With modifiers the sm90 path has all forwards and most backwards; the rest runs in the sm80 kernels.
 on_modifier_paths = on_targets("cpu", "sm80", "sm90")
 on_modifier_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
@@ -354,8 +363,8 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
     if direction == "fwd" and splits is not None:
         assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
         assert ("split" in launch["kernel"]) == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
-    if "split" in launch["kernel"]:
-        wanted = "sm80"  # the one kernel for few queries serves both paths
+    if "split" in launch["kernel"] or "short" in launch["kernel"]:
+        wanted = "sm80"  # the kernels for few queries and for short sequences serve both paths
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
     assert compiled >= max(case.head_dim, case.dim_v), (

@@ -32,12 +32,13 @@ inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_d
 
 // Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
 // without sums in memory, a pass that zeroes and one that converts. Up to head_dim 64 calls without modifiers take this
-// kernel for it, in which both warpgroups have keys: 128 rows, causal, head_dim 32 WHOLE_KEYS_NUMBERS.
-inline bool has_whole_keys(const Problem& p) {
-  return !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN && std::max(p.head_dim, p.head_dim_v) <= 128;
+// kernel for it, in which both warpgroups have keys: 128 rows, causal, head_dim 32 938 us for
+// 1267.
+inline bool has_whole_keys(const Problem& p, const DeviceInfo& d) {
+  return d.short_kernels != 0 && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN && std::max(p.head_dim, p.head_dim_v) <= 128;
 }
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d) {
-  return has_whole_keys(p) && bwd_mod_size(p) == 64 && d.dq_ring < 0;
+  return has_whole_keys(p, d) && bwd_mod_size(p) == 64 && d.dq_ring < 0;
 }
 
 // Whether every tile of queries sees some key, so that a step visits it.

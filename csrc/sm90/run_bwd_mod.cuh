@@ -41,7 +41,7 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Devi
   if (T::kCaps) a.cap = key_cap(r, m);
   a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
   a.brings_bias = m.bias.ptr != nullptr && m.bias.row_stride != 0;
-  a.stores_dq = has_whole_keys(r);
+  a.stores_dq = has_whole_keys(r, d);
   a.adds_to_keys = m.slopes != nullptr || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};
@@ -68,7 +68,7 @@ std::string run_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceI
   const Grid g = make_grid(p.problem, d, true, BwdTile::kBlockM);
   const int tiles = static_cast<int>(query_tiles_per_head(p.problem));
   uint32_t* const no_turns = nullptr;
-  const bool stores_dq = has_whole_keys(p.problem);
+  const bool stores_dq = has_whole_keys(p.problem, d);
   Zeroed zeroed;
   if (stores_dq) zeroed = {.tiles = 0, .dq_rows = !visits_all_queries(p.problem, m)};
   std::string error =

@@ -1,0 +1,275 @@
+"""Short sequences: kernels for at most 64 queries and keys, and dq that is stored at once where there are at most 128 keys;
+gradients of biases that many sequences share, and biases whose rows are not aligned."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext.ops import _C
+from tests.cases import dense
+from tests.harness import TARGETS, Target, on_short_paths, on_targets, run_cases
+from tests.modifier_cases import ModifierCase, paired_cases, single_cases
+from tests.modifier_harness import for_each
+
+EDGES = (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64)
+HEAD_DIMS = ((16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (128, 128), (32, 64), (128, 24))
+
+
+def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
+    shape = dict(batch=64, num_heads=4, num_heads_k=4, head_dim=32, head_dim_v=32) | more
+    return _C.plan(direction, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which calls
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_they_serve_up_to_64_queries_and_keys(pretended_gpu, direction: str) -> None:
+    for rows, keys in itertools.product((1, 49, 64, 65, 128), repeat=2):
+        kernel = plan(direction, rows, keys)["kernel"]
+        assert ("short" in kernel) == (max(rows, keys) <= 64), (rows, keys, kernel)
+
+
+@pytest.mark.parametrize(("head_dim", "compiled"), [(8, 32), (32, 32), (33, 64), (64, 64), (96, 128), (128, 128)])
+def test_head_dims_of_their_own(pretended_gpu, head_dim: int, compiled: int) -> None:
+    for direction in ("fwd", "bwd"):
+        kernel = plan(direction, 49, 49, head_dim=head_dim, head_dim_v=head_dim)["kernel"]
+        assert kernel == f"{direction}_short_sm80_hd{compiled}"
+
+
+def test_what_they_leave_to_others(pretended_gpu) -> None:
+    """Packed sequences, head_dim above 128, and backwards with grouped heads."""
+    assert "short" not in plan("fwd", 640, 640, packed=True)["kernel"]
+    assert "short" not in plan("fwd", 49, 49, head_dim=256, head_dim_v=256)["kernel"]
+    assert "short" in plan("fwd", 49, 49, num_heads_k=2)["kernel"]
+    assert "short" not in plan("bwd", 49, 49, num_heads_k=2)["kernel"]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
+    assert len({plan(direction, 49, 49, batch=batch)["kernel"] for batch in (1, 2, 64, 4096)}) == 1
+    assert len({plan(direction, 100, 100, batch=batch)["kernel"] for batch in (1, 4096)}) == 1
+
+
+def test_ctas_are_as_many_as_run_at_a_time(pretended_gpu) -> None:
+    assert plan("fwd", 49, 49, batch=4096)["grid"] == 3 * 132
+    assert plan("fwd", 49, 49, batch=3)["grid"] == 12
+
+
+def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:
+    """Up to head_dim 64 calls without modifiers take the kernel that stores dq at once; workspace is what rows need."""
+    for keys, head_dim in itertools.product((77, 128, 129), (32, 64, 128)):
+        chosen = plan("bwd", 256, keys, head_dim=head_dim, head_dim_v=head_dim)
+        assert (chosen["kernel"] == "bwd_mod_sm90_hd64") == (keys <= 128 and head_dim <= 64), chosen
+    rows = 64 * 4 * 256
+    assert plan("bwd", 256, 128, head_dim=64, head_dim_v=64)["workspace_bytes"] < 20 * rows
+    assert plan("bwd", 256, 129, head_dim=64, head_dim_v=64)["workspace_bytes"] > 256 * rows
+
+
+# --------------------------------------------------------------------------------------------------
+# Right at every edge
+
+
+@on_short_paths
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), HEAD_DIMS)
+def test_every_edge(target: Target, head_dim: int, head_dim_v: int) -> None:
+    cases = []
+    for index, (rows, keys) in enumerate(itertools.product(EDGES, repeat=2)):
+        if (index + head_dim) % 3 and rows != keys:
+            continue
+        heads, heads_k = ((2, 2), (3, 3), (4, 2))[index % 3]
+        mask: dict = ({}, {"causal": True}, {"window": (9, 4)})[index // 2 % 3]
+        cases.append(dense(3, rows, keys, heads, heads_k, head_dim, head_dim_v, dtype=("bf16", "fp16")[index % 2],
+                           dlse=index % 4 == 0, deterministic=index % 5 == 0, **mask))  # fmt: skip
+    run_cases(cases, target)
+
+
+@on_short_paths
+@pytest.mark.parametrize("layout", ["bhsd", "sbhd", "gap", "odd", "offset"])
+def test_layouts(target: Target, layout: str) -> None:
+    run_cases([dense(3, 49, 33, 2, 2, d, layout=layout, causal=True) for d in (24, 64, 128)], target)
+
+
+@on_targets("sm90-short")
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_one_block_of_keys(target: Target, head_dim: int) -> None:
+    """Rows that no key sees, grouped heads, fixed order, more items than multiprocessors."""
+    cases = [
+        dense(2, 300, 128, 4, 4, head_dim, causal=True),  # most tiles of queries see nothing
+        dense(3, 128, 77, 4, 2, head_dim, deterministic=True),
+        dense(2, 65, 128, 3, 3, head_dim, window=(20, 3), dtype="fp16"),
+        dense(40, 100, 100, 4, 4, head_dim, causal=True),
+        dense(1, 500, 1, 2, 1, head_dim, window=(3, 0)),
+    ]
+    run_cases(cases, target)
+
+
+# --------------------------------------------------------------------------------------------------
+# Modifiers
+
+
+def short(mcase: ModifierCase, limit: int, index: int) -> ModifierCase | None:
+    """The same with lengths up to `limit`; None for packed ones."""
+    case = mcase.case
+    if case.is_packed:
+        return None
+    lengths = [n for n in (17, 49, 64, 33, 77, 128) if n <= limit]
+    rows, keys = lengths[index % len(lengths)], lengths[index // 3 % len(lengths)]
+    if any("documents" in name for name in mcase.mods) or case.seqlen_q == case.seqlen_k:
+        rows = keys
+    heads_k = case.num_heads if index % 2 else case.num_heads_k
+    return mcase.replace(seqlen_q=rows, seqlen_k=keys, num_heads_k=heads_k, batch=3)
+
+
+@on_short_paths
+@pytest.mark.parametrize("limit", [64, 128])
+def test_every_modifier(target: Target, limit: int) -> None:
+    mcases = [short(m, limit, i) for i, m in enumerate(single_cases() + paired_cases())]
+    for_each([m for m in mcases if m is not None], target)
+
+
+# --------------------------------------------------------------------------------------------------
+# Biases that are shared, and their gradients
+
+
+def truth_of_bias(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, bias: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv and dbias in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v, bias)]
+    scores = torch.einsum("bihd,bjhd->bhij", leaves[0], leaves[1]) / math.sqrt(q.shape[-1]) + leaves[3]
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), leaves[2])
+    return [out, *torch.autograd.grad(out, leaves, dout.double())]
+
+
+def results_of_bias(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, bias: Tensor, path: str) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
+    out = flash_ext.attention(*leaves[:3], attn_mask=leaves[3], path=path)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+def bias_inputs(batch: int, rows: int, keys: int, heads: int, head_dim: int, shape: tuple[int, ...],
+                dtype: torch.dtype) -> tuple[Tensor, ...]:  # fmt: skip
+    def make(*size: int) -> Tensor:
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+    q, dout = make(batch, rows, heads, head_dim), make(batch, rows, heads, head_dim)
+    k, v = make(batch, keys, heads, head_dim), make(batch, keys, heads, head_dim)
+    return q, k, v, dout, torch.randn(shape, device="cuda", dtype=dtype)
+
+
+@on_short_paths
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("rows", [49, 64, 77, 200])
+def test_a_bias_broadcast_over_any_dimensions(target: Target, rows: int, dtype: torch.dtype) -> None:
+    """Of any strides, alone or expanded; the gradient has the shape that was given."""
+    with target.active():
+        for subset in itertools.product((False, True), repeat=4):
+            if subset[3]:
+                continue  # constant along keys: rows of dS sum to 0, and what is left is rounding
+            shape = tuple(1 if one else n for one, n in zip(subset, (5, 3, rows, rows)))
+            q, k, v, dout, bias = bias_inputs(5, rows, rows, 3, 32, shape, dtype)
+            views = [bias, bias.expand(5, 3, rows, rows)]
+            if shape[2] > 1 and shape[3] > 1:
+                views.append(bias.mT.contiguous().mT)
+            for view in views:
+                truth = truth_of_bias(q, k, v, dout, view)
+                made = results_of_bias(q, k, v, dout, view, target.path)
+                for name, got, want in zip(("out", "dq", "dk", "dv", "dbias"), made, truth):
+                    assert got.shape == want.shape
+                    error = (got.double() - want).norm() / want.norm()
+                    assert error < 0.012, f"{name} of bias {tuple(view.shape)}, {view.stride()}: {error:.2g}"
+
+
+@on_short_paths
+@pytest.mark.parametrize("sms", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [49, 130])
+def test_sums_over_the_batch_in_parts(target: Target, rows: int, sms: int | None) -> None:
+    """Batches around the number of parts, with few multiprocessors too; the same bits every time."""
+    chosen = dataclasses.replace(target, switches=(("num_sms", sms),) if sms else ())
+    with chosen.active():
+        for batch in (1, 2, 7, 8, 33, 100):
+            inputs = bias_inputs(batch, rows, rows, 2, 32, (1, 2, rows, rows), torch.float32)
+            truth = truth_of_bias(*inputs)[-1]
+            first, second = (results_of_bias(*inputs, target.path) for _ in range(2))
+            error = (first[-1].double() - truth).norm() / truth.norm()
+            assert error < 0.01, f"batch {batch}: {error:.2g}"
+            assert torch.equal(first[-1], second[-1])
+
+
+@on_short_paths
+def test_many_sequences_add_without_losing_bits(target: Target) -> None:
+    """4096 windows of 49 rows that share a bias: sums in fp32, so the error does not grow with the batch."""
+    errors = []
+    with target.active():
+        for batch in (64, 4096):
+            inputs = bias_inputs(batch, 49, 49, 4, 32, (1, 4, 49, 49), torch.float32)
+            truth = truth_of_bias(*inputs)[-1]
+            made = results_of_bias(*inputs, target.path)[-1]
+            errors.append(float((made.double() - truth).norm() / truth.norm()))
+    assert errors[1] < 1.5 * errors[0], errors
+
+
+@on_short_paths
+@pytest.mark.parametrize("rows", [49, 77])
+def test_nan_stays_in_its_sequence(target: Target, rows: int) -> None:
+    with target.active():
+        q, k, v, dout, bias = bias_inputs(9, rows, rows, 2, 64, (1, 2, rows, rows), torch.bfloat16)
+        before = results_of_bias(q, k, v, dout, bias, target.path)
+        for spoiled in (q, k, v, dout):
+            kept = spoiled[4].clone()
+            spoiled[4] = math.nan
+            after = results_of_bias(q, k, v, dout, bias, target.path)
+            spoiled[4] = kept
+            others = [n for n in range(9) if n != 4]
+            for old, new in zip(before[:4], after[:4]):
+                assert torch.equal(old[others], new[others])
+
+
+@on_short_paths
+@pytest.mark.parametrize("rows", [49, 100])
+def test_the_same_bits_every_time(target: Target, rows: int) -> None:
+    """dq too: nothing is added to memory. And the deterministic mode changes nothing."""
+    with target.active():
+        x = [torch.randn(20, rows, 3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        dout = torch.randn_like(x[0])
+        runs = []
+        for n in range(20):
+            out = flash_ext.attention(*x, causal=True, path=target.path, deterministic=n == 0)
+            runs.append(torch.autograd.grad(out, x, dout))
+        if target.path == "sm90" or rows <= 64:
+            for run in runs[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
+
+
+@on_targets("sm90", "sm80")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["16", "fp32"])
+@pytest.mark.parametrize("keys", [77, 197])
+def test_rows_that_are_not_aligned_change_no_bit(target: Target, keys: int, dtype: torch.dtype) -> None:
+    """A bias in rows of 77 gives what it gives in rows of 80, from the same kernels, at any storage offset."""
+    with target.active():
+        q, k, v, dout, bias = bias_inputs(3, 130, keys, 2, 64, (1, 2, 130, keys), dtype)
+        room = torch.full((1, 2, 130, -(-keys // 8) * 8), math.nan, device="cuda", dtype=dtype)
+        room[..., :keys] = bias
+        shifted = torch.empty(bias.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(bias).copy_(bias)
+        made, kernels = [], []
+        for view in (bias, room[..., :keys], shifted):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out, lse, _ = flash_ext.attention(*leaves, attn_mask=view, path=target.path, return_lse=True,
+                                              return_max_logits="row", deterministic=True)
+            kernels.append(_C.last_launch()["kernel"])
+            made.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
+            kernels.append(_C.last_launch()["kernel"])
+        assert kernels[:2] == kernels[2:4] == kernels[4:]
+        for other in made[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(made[0], other))
+
+
+def test_targets_with_and_without_them() -> None:
+    assert {name for name, target in TARGETS.items() if target.short} == {"sm80-short", "sm90-short"}

@@ -91,6 +91,13 @@ def sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
+def key_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
+    """The same of keys, which nobody owns in a forward: any rows inside [0, total], shared or in any order."""
+    cu = cu_seqlens.tolist()
+    starts = [min(max(c, 0), total) for c in cu[:-1]]
+    return [(start, min(max(end, start), total)) for start, end in zip(starts, cu[1:], strict=True)]
+
+
 def visible_mask(
     spec: AttnSpec,
     seqlen_q: int,
@@ -120,7 +127,7 @@ def _attention(
 
     # Rows are gathered once and split, so that backward adds each gradient once and not once per sequence.
     bounds_q = sequence_bounds(cu_seqlens_q, q.shape[0])
-    bounds_k = sequence_bounds(cu_seqlens_k, k.shape[0])
+    bounds_k = key_bounds(cu_seqlens_k, k.shape[0])
     rows_q, rows_k = _covered_rows(bounds_q, q.device), _covered_rows(bounds_k, q.device)
     lens_q, lens_k = ([end - start for start, end in bounds] for bounds in (bounds_q, bounds_k))
     parts = zip(

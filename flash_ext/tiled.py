@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import sequence_bounds
+from .reference import key_bounds, sequence_bounds
 from .spec import AttnSpec
 
 # Rows and columns of one score tile, chosen for CPU caches; results do not depend on them beyond rounding.
@@ -110,7 +110,7 @@ def packed_sequences(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> list[tuple[slice, slice]]:
     """Row slices of q and of k for each packed sequence."""
-    bounds_q, bounds_k = sequence_bounds(cu_seqlens_q, q.shape[0]), sequence_bounds(cu_seqlens_k, k.shape[0])
+    bounds_q, bounds_k = sequence_bounds(cu_seqlens_q, q.shape[0]), key_bounds(cu_seqlens_k, k.shape[0])
     return [(slice(*bq), slice(*bk)) for bq, bk in zip(bounds_q, bounds_k, strict=True)]
 
 

@@ -70,6 +70,8 @@ HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD + HOPPER_BWD_MOD + HOPPER_BWD_WIDE_MOD
 SPLIT = ("fwd_split_kernel",)  # in both machine codes, for 16 and for 64 rows
 SPLIT_HEAD_DIMS = (64, 128, 256)
+SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # of short sequences, in both machine codes
+SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
@@ -180,10 +182,12 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
                   *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS)]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
-    hopper_bwd_bias = itertools.product(HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
+    hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))  # by TMA, not
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
-    any_class = [*others, *split, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
+    short = [*itertools.product(SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
+             *itertools.product(SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,))]
+    any_class = [*others, *split, *short, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
     hiding = itertools.product(HIDING, DTYPES, HIDING_HEAD_DIMS, (LARGE,))
     hiding_passes = itertools.product(HIDING_PASSES, DTYPES, HIDING_HEAD_DIMS, (None,))
     of_hopper = [*hiding, *hiding_passes, *hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes,

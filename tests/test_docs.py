@@ -437,16 +437,18 @@ def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launche
 
 def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> None:
     source = text_of(ROOT / "csrc/sm90/bwd_bias.cuh")
-    pairs = re.search(r"kPairs = D <= 64 \? (\d+) : (\d+);", source)
+    pairs = re.search(r"kPairs = D <= 64 \? (\d+) : kOwn \? (\d+) : (\d+);", source)
     block = re.search(r"kBlock = (\d+),", source)
     registers = re.search(r"kConsumerRegs = (\d+), kProducerRegs = (\d+);", source)
     assert pairs and block and registers
     text, rows_of_block = section(KERNELS, "Gradient of a bias for Hopper"), int(block.group(1))
     assert f"consumers {registers.group(1)}, producers {registers.group(2)}" in text
     wanted = []
-    for head_dim, slots in zip((64, 128), map(int, pairs.groups())):
-        smem = slots * 2 * rows_of_block * head_dim * 2 + 2 * rows_of_block * 128 + 1024
-        wanted.append([str(head_dim), f"{rows_of_block} x {rows_of_block}", str(slots), str(smem)])
+    small, own, large = map(int, pairs.groups())
+    for head_dim, slots, words, kind in ((64, small, 2, ""), (128, large, 2, ""), (64, small, 4, ", bias in fp32"),
+                                         (128, own, 4, ", bias in fp32")):  # fmt: skip
+        smem = slots * 2 * rows_of_block * head_dim * 2 + words * rows_of_block**2 + 1024
+        wanted.append([f"{head_dim}{kind}", f"{rows_of_block} x {rows_of_block}", str(slots), str(smem)])
     assert rows(text[text.index("| head_dim") :]) == wanted
 
 

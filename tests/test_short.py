@@ -22,6 +22,11 @@ EDGES = (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64)
 HEAD_DIMS = ((16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (128, 128), (32, 64), (128, 24))
 
 
+@pytest.fixture
+def short_gpu(pretended_gpu) -> None:
+    _C.set_switch("short_kernels", None)
+
+
 def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
     shape = dict(batch=64, num_heads=4, num_heads_k=4, head_dim=32, head_dim_v=32) | more
     return _C.plan(direction, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **shape)
@@ -32,20 +37,20 @@ def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_they_serve_up_to_64_queries_and_keys(pretended_gpu, direction: str) -> None:
+def test_they_serve_up_to_64_queries_and_keys(short_gpu, direction: str) -> None:
     for rows, keys in itertools.product((1, 49, 64, 65, 128), repeat=2):
         kernel = plan(direction, rows, keys)["kernel"]
         assert ("short" in kernel) == (max(rows, keys) <= 64), (rows, keys, kernel)
 
 
 @pytest.mark.parametrize(("head_dim", "compiled"), [(8, 32), (32, 32), (33, 64), (64, 64), (96, 128), (128, 128)])
-def test_head_dims_of_their_own(pretended_gpu, head_dim: int, compiled: int) -> None:
+def test_head_dims_of_their_own(short_gpu, head_dim: int, compiled: int) -> None:
     for direction in ("fwd", "bwd"):
         kernel = plan(direction, 49, 49, head_dim=head_dim, head_dim_v=head_dim)["kernel"]
         assert kernel == f"{direction}_short_sm80_hd{compiled}"
 
 
-def test_what_they_leave_to_others(pretended_gpu) -> None:
+def test_what_they_leave_to_others(short_gpu) -> None:
     """Packed sequences, head_dim above 128, and backwards with grouped heads."""
     assert "short" not in plan("fwd", 640, 640, packed=True)["kernel"]
     assert "short" not in plan("fwd", 49, 49, head_dim=256, head_dim_v=256)["kernel"]
@@ -54,17 +59,17 @@ def test_what_they_leave_to_others(pretended_gpu) -> None:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
+def test_the_batch_does_not_choose(short_gpu, direction: str) -> None:
     assert len({plan(direction, 49, 49, batch=batch)["kernel"] for batch in (1, 2, 64, 4096)}) == 1
     assert len({plan(direction, 100, 100, batch=batch)["kernel"] for batch in (1, 4096)}) == 1
 
 
-def test_ctas_are_as_many_as_run_at_a_time(pretended_gpu) -> None:
+def test_ctas_are_as_many_as_run_at_a_time(short_gpu) -> None:
     assert plan("fwd", 49, 49, batch=4096)["grid"] == 3 * 132
     assert plan("fwd", 49, 49, batch=3)["grid"] == 12
 
 
-def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:
+def test_up_to_128_keys_need_no_dq_in_fp32(short_gpu) -> None:
     """Up to head_dim 64 calls without modifiers take the kernel that stores dq at once; workspace is what rows need."""
     for keys, head_dim in itertools.product((77, 128, 129), (32, 64, 128)):
         chosen = plan("bwd", 256, keys, head_dim=head_dim, head_dim_v=head_dim)

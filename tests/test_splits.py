@@ -22,11 +22,11 @@ SMEM = {80: 166912, 86: 101376, 90: 232448}
 @pytest.fixture(autouse=True)
 def pretend():
     """An H100 unless a test asks for another device; undone afterwards."""
-    names = ("compute_capability", "num_sms", "smem_per_block", "splits")
+    names = ("compute_capability", "num_sms", "smem_per_block", "splits", "short_kernels")
     before = {name: _C.get_switch(name) for name in names}
 
     def be(compute_capability: int, splits: int | None = None) -> None:
-        values = (compute_capability, SMS[compute_capability], SMEM[compute_capability], splits)
+        values = (compute_capability, SMS[compute_capability], SMEM[compute_capability], splits, 0)
         for name, value in zip(names, values, strict=True):
             _C.set_switch(name, value)
 

@@ -54,6 +54,14 @@ __device__ __forceinline__ Span packed_span(const int32_t* cu_seqlens, int batch
   return found.span();
 }
 
+// Keys of sequence b in a forward, where nobody owns them: any rows, so that sequences may share some, or take them in any
+// order (compat/flash_attn/kvcache.py does).
+__device__ __forceinline__ Span any_span(const int32_t* cu_seqlens, int b, int64_t total) {
+  const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total);
+  const int64_t hi = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), lo), total);
+  return {lo, static_cast<int32_t>(hi - lo)};
+}
+
 // Packed tiles are numbered without knowing any length on the host: sequence b owns the tile slots from
 //   first_slot(b) = bound(b) / block + b + 1
 // on. Because ceil(len / block) <= floor(bound(b + 1) / block) - floor(bound(b) / block) + 1, the slots of two
@@ -69,8 +77,8 @@ struct TileSlot {
   Span others;   // on the other side
 };
 
-// `scale` counts every row that many times.
-template <int kBlock>
+// `scale` counts every row that many times. kAnyOthers: any_span() on the other side.
+template <int kBlock, bool kAnyOthers = false>
 __device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int64_t total, const int32_t* cu_others,
                                               int64_t total_others, int batch, int slot, uint32_t scale = 1) {
   BoundSearch rows(cu_seqlens, total), others(cu_others, total_others);
@@ -81,10 +89,10 @@ __device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int64_t
   int lo = -1, hi = batch;
   while (lo < hi) {
     const int mid = upper_half(lo, hi);
-    const int32_t at = rows.bound(mid), others_at = others.bound(mid);
+    const int32_t at = rows.bound(mid), others_at = kAnyOthers ? 0 : others.bound(mid);
     const bool takes_upper = first_slot(at, mid) <= slot;
     rows.halve(at, takes_upper);
-    others.halve(others_at, takes_upper);
+    if (!kAnyOthers) others.halve(others_at, takes_upper);
     if (takes_upper) {
       lo = mid;
     } else {
@@ -93,7 +101,9 @@ __device__ __forceinline__ TileSlot find_slot(const int32_t* cu_seqlens, int64_t
   }
   const bool outside = lo < 0 || lo == batch;
   const int first = lo < 0 ? 0 : first_slot(rows.start, lo);
-  return {lo, slot - first, outside, rows.span(), outside ? Span{0, 0} : others.span()};
+  Span of_others{0, 0};
+  if (!outside) of_others = kAnyOthers ? any_span(cu_others, lo, total_others) : others.span();
+  return {lo, slot - first, outside, rows.span(), of_others};
 }
 
 // Which tile of which head this CTA works on.
@@ -111,8 +121,8 @@ __device__ __forceinline__ uint32_t divide(uint32_t n, const Divisor& d) {
 }
 
 // Decodes a number in [0, g.ctas); grid.h tells the order. `sequence`, if given, receives the number of the sequence,
-// which is -1 or batch for rows outside every one.
-template <int kBlock, bool kTilesAreQueries, bool kDescending, bool kOrderIsOpen = false>
+// which is -1 or batch for rows outside every one. kAnyKeys: of a forward, see any_span().
+template <int kBlock, bool kTilesAreQueries, bool kDescending, bool kOrderIsOpen = false, bool kAnyKeys = false>
 __device__ __forceinline__ Work decode_index(uint32_t index, const Problem& p, const Grid& g, int* sequence) {
   const bool packed = p.cu_seqlens_q != nullptr;
   const uint32_t group = divide(index, g.group_tiles);
@@ -128,7 +138,7 @@ __device__ __forceinline__ Work decode_index(uint32_t index, const Problem& p, c
   if (packed) {
     const TileSlot slot =
         kTilesAreQueries
-            ? find_slot<kBlock>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch, tile)
+            ? find_slot<kBlock, kAnyKeys>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch, tile)
             : find_slot<kBlock>(p.cu_seqlens_k, p.total_k, p.cu_seqlens_q, p.total_q, p.batch, tile);
     w.b = 0;
     w.h = static_cast<int>(bh);
@@ -151,9 +161,9 @@ __device__ __forceinline__ Work decode_index(uint32_t index, const Problem& p, c
 }
 
 // What a CTA of a grid of g.ctas works on.
-template <int kBlock, bool kTilesAreQueries, bool kDescending>
+template <int kBlock, bool kTilesAreQueries, bool kDescending, bool kAnyKeys = false>
 __device__ __forceinline__ Work decode_work(const Problem& p, const Grid& g, int* sequence = nullptr) {
-  return decode_index<kBlock, kTilesAreQueries, kDescending>(blockIdx.x, p, g, sequence);
+  return decode_index<kBlock, kTilesAreQueries, kDescending, false, kAnyKeys>(blockIdx.x, p, g, sequence);
 }
 
 // First element of a row of a head; `row` counts from the batch entry's first row.

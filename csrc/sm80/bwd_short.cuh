@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
   ShortScores bias_sums;
   clear(bias_sums);
 #pragma unroll 1
-  while (!walk.is_over(grid)) {
+  while (walk.has_head(grid)) {
     if (m.bias.ptr != nullptr && walk.begins_group(grid)) {
       const ShortWalk::Head first = walk.head(grid);
       ShortBias::load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
       clear(bias_sums);
     }
     walk.next(grid);
-    if (!walk.is_over(grid)) load(walk);
+    if (walk.has_head(grid)) load(walk);
   }
 }
 

@@ -113,7 +113,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
   // What the CTA works on is read back from shared memory where the loop and the epilogue need it: kept in
   // registers it would spill at D = 128, where output and scores take 192 of the 255.
   __shared__ FwdWork shared;
-  const Work mine = decode_work<kBlockM, true, true>(p.problem, grid);
+  const Work mine = decode_work<kBlockM, true, true, true>(p.problem, grid);
   if (!mine.active) return;
   const int h_k = static_cast<int>(divide(mine.h, grid.shared));
   const FwdWork work{mine, row_pointer(p.k, mine.b, mine.k.start, h_k), row_pointer(p.v, mine.b, mine.k.start, h_k)};

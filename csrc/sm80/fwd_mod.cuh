@@ -125,7 +125,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   // Three warps side by side, as one thread would be long about it.
   if (lane == 0 && warp < 3) {
     int b = 0;
-    Work w = decode_work<kBlockM, true, true>(p.problem, grid, &b);
+    Work w = decode_work<kBlockM, true, true, true>(p.problem, grid, &b);
     reorder_batch(m, w, p.problem.num_heads, b);
     if (warp == 0) {
       const Seat seat = make_seat(p.problem, m, w, b);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kFwdCtas)
   // Registers are short: what follows from the thread's number is made anew where it is used.
   const auto row0 = [] { return ptx::fresh_thread_idx() / 32 * 16; };
   const auto load = [&](const ShortWalk& to, uint32_t smem_q) {
-    if (!to.is_over(grid)) {
+    if (to.has_head(grid)) {
       const ShortWalk::Head at = to.head(grid);
       const int h_k = static_cast<int>(divide(static_cast<uint32_t>(at.h), grid.shared));
       load_short<D>(smem_q, p.q, x, at.b, at.h, x.seqlen_q, x.head_dim);
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kFwdCtas)
   ShortWalk walk(grid);
   load(walk, smem_q);
 #pragma unroll 1
-  while (!walk.is_over(grid)) {
+  while (walk.has_head(grid)) {
     const ShortWalk::Head at = walk.head(grid);
     if (m.bias.ptr != nullptr && walk.begins_group(grid)) ShortBias::load<E>(bias, x, m.bias, at.bias_b, at.bias_h);
     walk.next(grid);

@@ -69,7 +69,7 @@ __device__ __forceinline__ SplitWork split_work(const Problem& p, const SplitGri
   w.h_k = static_cast<int>(blockIdx.x - rest * g.heads_k.divisor);
   w.part = static_cast<int>(rest - slot * g.parts.divisor);
   if (p.cu_seqlens_q != nullptr) {
-    const TileSlot found = find_slot<kRows>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch,
+    const TileSlot found = find_slot<kRows, true>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch,
                                             static_cast<int>(slot), g.group.divisor);
     w.b = 0;
     w.first = found.block * kRows;

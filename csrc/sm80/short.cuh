@@ -65,7 +65,7 @@ struct ShortWalk {
   __device__ static int part(const ShortGrid& g) {
     return static_cast<int>(blockIdx.x) - static_cast<int>(divide(blockIdx.x, g.part_count)) * g.parts;
   }
-  __device__ bool is_over(const ShortGrid& g) const { return group >= g.groups; }
+  __device__ bool has_head(const ShortGrid& g) const { return group < g.groups; }
   __device__ bool begins_group(const ShortGrid& g) const { return item < g.parts; }
   __device__ bool ends_group(const ShortGrid& g) const { return item + g.parts >= g.items; }
   __device__ void next(const ShortGrid& g) {

@@ -63,7 +63,7 @@ template <typename T>
 __device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, typename T::Item& item) {
   const Problem& p = a.plain.p.problem;
   int b = 0;
-  Work w = decode_index<T::kBlockM, true, true, true>(index, p, a.plain.grid, &b);
+  Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.plain.grid, &b);
   if (!w.active) return false;
   reorder_batch(a.m, w, p.num_heads, b);
   if (ptx::fresh_lane() == 0) {

@@ -45,7 +45,7 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   while (index < a.draw.num_items) {
-    const Work w = decode_index<T::kBlockM, true, true, true>(index, p, a.grid, nullptr);
+    const Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, nullptr);
     if (w.active) {
       const BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
       if (blocks.begin < blocks.end) {

@@ -18,9 +18,13 @@ bool covers(const std::vector<int32_t>& cu, int64_t total, const std::vector<int
   std::vector<int> found(total * scale, 0);
   const int64_t slots = packed_slots(total * scale, batch, kBlock);
   for (int slot = 0; slot < slots; ++slot) {
+    const TileSlot any = find_slot<kBlock, true>(cu.data(), total, others.data(), total_others, batch, slot, scale);
     const TileSlot t = find_slot<kBlock>(cu.data(), total, others.data(), total_others, batch, slot, scale);
     const Span mine = packed_span(cu.data(), batch, t.b, total);
     const Span other = t.outside ? Span{0, 0} : packed_span(others.data(), batch, t.b, total_others);
+    const Span any_other = t.outside ? Span{0, 0} : any_span(others.data(), t.b, total_others);
+    if (any.b != t.b || any.block != t.block || any.rows.start != t.rows.start) return false;
+    if (any.others.start != any_other.start || any.others.length != any_other.length) return false;
     if (t.outside != (t.b < 0 || t.b == batch)) return false;
     if (mine.start != t.rows.start || mine.length != t.rows.length) return false;
     if (other.start != t.others.start || other.length != t.others.length) return false;

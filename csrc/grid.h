@@ -8,6 +8,11 @@
 
 namespace flash_ext {
 
+// Whether the portable forward takes the keys in stretches. Packed sequences it takes whole.
+inline bool takes_stretches_sm80(const Problem& p) {
+  return p.seqlen_k > kStretchesSm80.above && p.total_q * p.num_heads <= kStretchRowsSm80;
+}
+
 // Heads are taken in groups of heads_in_group (batch * heads counted together) whose shared rows fit the L2
 // cache; inside a group the tile index is the slow dimension, so that causal tiles of all heads are started
 // longest first.

@@ -97,9 +97,6 @@ struct Modifiers {
 
   float* row_max = nullptr;  // forward: like lse, largest score of a row; null: not wanted
 
-  // Set by a launch for its kernel: what the scores that it keeps leave out, in natural units.
-  float score_shift = 0.f;
-
   static constexpr int kMaskGroup = 64;  // rows a summary word stands for
 };
 

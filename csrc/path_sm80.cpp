@@ -109,7 +109,12 @@ std::string why_not_fwd(const Problem& p, const DeviceInfo& d) { return why_not(
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d) { return why_not(p, d); }
 
 int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
-  return is_short(p, d) ? 0 : make_split_grid(p, d).workspace_bytes();
+  if (is_short(p, d)) return 0;
+  if (const SplitGrid g = make_split_grid(p, d); g.rows > 0) return g.workspace_bytes();
+  if (!takes_stretches_sm80(p)) return 0;
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const FwdTile t = fwd_tile_sm80(size, class_of(d), takes_stretches_sm80(p));
+  return 4 * make_grid(p, d, true, t.block_m).ctas * kept_floats_sm80(t, size);
 }
 int64_t fwd_mod_workspace(const Problem&, const DeviceInfo&) { return 0; }
 
@@ -135,7 +140,7 @@ LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
             g.ctas, g.splits};
   }
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  return plan_of("fwd", p, d, fwd_tile_sm80(size, class_of(d)), 0);
+  return plan_of("fwd", p, d, fwd_tile_sm80(size, class_of(d), takes_stretches_sm80(p)), 0);
 }
 
 LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {

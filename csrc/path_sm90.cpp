@@ -200,8 +200,9 @@ std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
 int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
   if (is_fwd_portable(p, d)) return sm80::fwd_workspace(p, d);
   const Instance& i = instance_of(p);
-  const int block_m = fwd_tile(i.head_dim, i.head_dim_v, i.is_lower(p, d)).block_m();
-  return draws_items(p) || draws_short_tiles(p, d, block_m) ? kCounterBytes : 0;
+  const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v, i.is_lower(p, d));
+  const int64_t kept = has_long_keys(p) ? 4 * d.num_sms * kept_floats(t, i.head_dim_v) : 0;
+  return kept + (draws_items(p) || draws_short_tiles(p, d, t.block_m()) ? kCounterBytes : 0);
 }
 
 BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {

@@ -132,6 +132,9 @@ def attention(
     last query sees the last key whatever the lengths. A row that sees no key has out 0, lse -inf, and
     contributes nothing to any gradient.
 
+    In float16, gradients of q and k are lost, inf or NaN, where P (dP - delta), the gradient of a score,
+    reaches 65504 (dout and v of N(0, 1) times 300). bfloat16 has no such limit.
+
     The order is: scale, softcap, bias and ALiBi added, masks, sinks in the denominator, softmax, dropout. All
     options combine; a key takes part when every mask lets it, and what is per head counts query heads. A
     float ``attn_mask``, ``alibi_slopes`` and ``sinks`` get their gradients, the first summed over its
@@ -172,7 +175,9 @@ def attention(
             intervals [start, end) of query rows that may not see it.
         hidden_keys: (b, h, seqlen_q, 2 n) int32: for each row, n intervals of keys it may not see.
         block_mask: a :class:`flash_ext.BlockMask`, the blocks of scores that take part.
-        return_lse: also return the logsumexp of every row.
+        return_lse: also return the logsumexp of every row, within 1e-5 of the exact one of the scores up to 4
+            million keys (with masks and biases for random data); a softcap adds 1e-7 of a score on "sm90"
+            where scores are below 3/4 of a cap up to 100, else up to 3e-7 of the cap.
         return_max_logits: also return the largest final score (after bias and ALiBi, sinks not counted, -inf
             without any): True or "row" for every row, "head" for every head over batch and rows. Carries no
             gradient. GPUs leave out scores that are NaN, which out and lse do show.

@@ -26,12 +26,13 @@
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, SmemClass kSmemClass>
+template <typename E, int D, SmemClass kSmemClass, bool kInStretches = false>
 struct FwdTraits {
   using Element = E;
   static constexpr SmemClass kClass = kSmemClass;
   static constexpr int kHeadDim = D;
-  static constexpr FwdTile kTile = fwd_tile_sm80(D, kSmemClass);
+  static constexpr bool kStretched = kInStretches;  // a kernel of its own: its registers would slow down the other one
+  static constexpr FwdTile kTile = fwd_tile_sm80(D, kSmemClass, kStretched);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = kTile.threads(), kMBlocks = kTile.m_blocks();
   static constexpr int kQBytes = 2 * D * kBlockM, kKvBytes = 2 * D * kBlockN;
@@ -85,17 +86,64 @@ __device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][kKeys /
 #pragma unroll
   for (int r = 0; r < 2 * T::kMBlocks; ++r) {
     const float offset = state.offset(r, mod.p.abs_scale_log2);
+    float sum = 0.f;
 #pragma unroll
     for (int nb = 0; nb < kKeys / 8; ++nb) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& s = acc_s[r / 2][nb][(r % 2) * 2 + c];
         s = ptx::ex2(fmaf(s, mod.p.abs_scale_log2, -offset));
-        state.row_sum[r] += s;
+        sum += s;
       }
     }
+    state.row_sum[r] += sum;  // tile by tile: fewer roundings at the size of the whole sum
   }
 }
+
+// Between stretches of keys (heuristics.h) each thread keeps what it holds of its rows in memory: output, maxima and
+// shares of the sums.
+template <typename T>
+struct KeptRows {
+  static constexpr int kRows = 2 * T::kMBlocks, kO = T::kMBlocks * T::kHeadDim / 2;
+  static_assert(kO + 2 * kRows == kept_floats_sm80(T::kTile, T::kHeadDim) / T::kThreads);
+  float* own;
+
+  __device__ explicit KeptRows(const FwdParams& p)
+      : own(static_cast<float*>(p.schedule) + static_cast<int64_t>(blockIdx.x) * ((kO + 2 * kRows) * T::kThreads) +
+            ptx::fresh_thread_idx()) {}
+
+  __device__ __forceinline__ void put(const float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
+                                      const SoftmaxState<kRows>& state) const {
+#pragma unroll
+    for (int i = 0; i < kO; ++i) own[i * T::kThreads] = acc_o[i / (kO / T::kMBlocks)][i / 4 % (T::kHeadDim / 8)][i % 4];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      own[(kO + r) * T::kThreads] = state.row_max[r];
+      own[(kO + kRows + r) * T::kThreads] = state.row_sum[r];
+    }
+  }
+
+  // Adds them, by the larger of both maxima.
+  __device__ __forceinline__ void join(float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4], SoftmaxState<kRows>& state,
+                                       float scale_log2) const {
+    const auto load = [&](int i) { return ptx::load_late<float>(own + i * T::kThreads); };
+    float ours[kRows], theirs[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float kept = load(kO + r), higher = fmaxf(state.row_max[r], kept);
+      ours[r] = higher == -INFINITY ? 1.f : ptx::ex2((state.row_max[r] - higher) * scale_log2);
+      theirs[r] = higher == -INFINITY ? 1.f : ptx::ex2((kept - higher) * scale_log2);
+      state.row_max[r] = higher;
+      state.row_sum[r] = fmaf(load(kO + kRows + r), theirs[r], state.row_sum[r] * ours[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < kO; ++i) {
+      const int mb = i / (kO / T::kMBlocks), r = 2 * mb + i / 2 % 2;
+      float& x = acc_o[mb][i / 4 % (T::kHeadDim / 8)][i % 4];
+      x = fmaf(load(i), theirs[r], x * ours[r]);
+    }
+  }
+};
 
 struct FwdWork {
   Work w;
@@ -143,6 +191,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
     load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
   };
 
+  [[maybe_unused]] constexpr int kStretch = kStretchesSm80.keys / kBlockN;
   float acc_o[T::kMBlocks][D / 8][4];
   clear(acc_o);
   SoftmaxState<2 * T::kMBlocks> state;
@@ -196,13 +245,26 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
       }
       multiply_accumulate<E, D, T::kAhead>(acc_o, acc_s, v_lane + kv_at);
     };
-    if constexpr (T::kShortKeys < kBlockN) {
-      if (n_block == short_block) {
-        take(std::integral_constant<int, T::kShortKeys>{});
-        continue;
+    const bool is_short = T::kShortKeys < kBlockN && n_block == short_block;
+    if (is_short) {
+      take(std::integral_constant<int, T::kShortKeys>{});
+    } else {
+      take(std::integral_constant<int, kBlockN>{});
+    }
+    if constexpr (T::kStretched) {
+      if (n_block % kStretch == 0 && n_block > range.begin) {
+        const KeptRows<T> kept(p);
+        if (n_block + kStretch < range.end) kept.join(acc_o, state, p.problem.abs_scale_log2);
+        kept.put(acc_o, state);
+        clear(acc_o);
+        state = {};
       }
     }
-    take(std::integral_constant<int, kBlockN>{});
+  }
+  if constexpr (T::kStretched) {
+    if ((range.end - 1) / kStretch * kStretch > range.begin) {
+      KeptRows<T>(p).join(acc_o, state, p.problem.abs_scale_log2);
+    }
   }
 
   debug_delay();

@@ -346,7 +346,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     __syncthreads();  // everybody has left this segment's list and tiles
   } while (shared.visits.scanned < shared.range.end - shared.range.begin);
 
-  each_row_max([&](float top, int) { return fmaf(top, m.unit_log2 * kLn2, m.score_shift); });
+  each_row_max([&](float top, int) { return top * (m.unit_log2 * kLn2); });
   const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
   const int64_t stat = row_stat_offset(p.problem, w, w.h) + first_row;
   const float sink = m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;

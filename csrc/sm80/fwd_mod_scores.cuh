@@ -56,9 +56,9 @@ __device__ __forceinline__ RowTerms add_slopes(float (&acc)[kA][kN][4], const Sc
   return {};
 }
 
-// acc = cap tanh(factor acc), or, with m.score_shift, (tanh - 1) / 2: what a soft cap alone adds and multiplies by is
-// the same for all scores. Where all are below a fifth of the cap a polynomial, good to 1.3e-7 of them, does with
-// multiply-adds what takes two trips to the unit for exponentials, on which the softmax waits as well.
+// acc = cap tanh(factor acc). Where all are below a fifth, or three
+// quarters, of the cap a polynomial, good to 1.3e-7 of them, does with multiply-adds what takes two trips to the unit
+// for exponentials, on which the softmax waits as well. The quotient's error is 2e-7 of the cap.
 template <int kA, int kN>
 __device__ __forceinline__ void cap_scores(float (&acc)[kA][kN][4], float factor, const Modifiers& m) {
   const auto each = [&](const auto& capped) {
@@ -81,29 +81,36 @@ __device__ __forceinline__ void cap_scores(float (&acc)[kA][kN][4], float factor
     }
   }
   const float magnitude = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-  const bool is_alone = m.score_shift != 0.f;
-  // Factors so small that their fifth power is none take the other way.
+  // Factors so small that their fifth power is none take another way.
   const bool is_small = magnitude * factor <= 0.2f && factor > 1e-6f;
   if (__all_sync(0xffffffffu, is_small)) {
-    const float last = is_alone ? 0.5f * factor : m.softcap * factor, base = is_alone ? -0.5f : 0.f;
-    const float square = factor * factor, c1 = last * square * -0.33329646f, c2 = last * square * square * 0.1303653f;
+    const float last = m.softcap * factor, square = factor * factor;
+    const float c1 = last * square * -0.33329646f, c2 = last * square * square * 0.1303653f;
     each([&](float x) {
       const float u = x * x;
-      return fmaf(x, fmaf(u, fmaf(u, c2, c1), last), base);
+      return x * fmaf(u, fmaf(u, c2, c1), last);
+    });
+    return;
+  }
+  if (__all_sync(0xffffffffu, magnitude * fabsf(factor) <= 0.75f)) {
+    each([&](float x) {
+      const float t = x * factor, u = t * t;
+      float sum = fmaf(u, -0.004716257f, 0.019582908f);
+      sum = fmaf(u, sum, -0.05334443f);
+      sum = fmaf(u, sum, 0.13325406f);
+      sum = fmaf(u, sum, -0.33332959f);
+      sum = m.softcap * t * fmaf(u, sum, 1.f);
+      asm volatile("" : "+f"(sum));  // at once: those of all scores side by side would not fit the registers
+      return sum;
     });
     return;
   }
   const float exponent = 2.f * kLog2e * factor;
   const auto quotient = [&](float x) { return ptx::reciprocal(-1.f - ptx::ex2(x * exponent)); };
-  if (is_alone) {
-    each(quotient);
-  } else {
-    each([&](float x) { return fmaf(2.f * m.softcap, quotient(x), m.softcap); });
-  }
+  each([&](float x) { return fmaf(2.f * m.softcap, quotient(x), m.softcap); });
 }
 
-// Raw products to natural scores, or, with m.score_shift, to those in units of 1 / (unit_log2 ln 2) less that shift: a
-// soft cap alone is cap - 2 cap / (1 + e^(2 x)), of which the softmax needs the quotient.
+// Raw products to natural scores.
 template <typename E, typename Stage, int kA, int kN>
 __device__ __forceinline__ RowTerms change_scores(float (&acc)[kA][kN][4], const Scores& s, int row0, int col0,
                                                   uint32_t stage) {
@@ -111,7 +118,6 @@ __device__ __forceinline__ RowTerms change_scores(float (&acc)[kA][kN][4], const
   float scale = s.p.softmax_scale;
   if (m.softcap > 0.f) {
     cap_scores(acc, s.p.softmax_scale * m.inv_softcap, m);
-    if (m.score_shift != 0.f) return {};
     scale = 1.f;
   }
   RowTerms terms;

@@ -112,7 +112,6 @@ template <int kRows>
 __device__ __forceinline__ float finish_row(SoftmaxState<kRows>& state, int r, const Modifiers& m, float sink,
                                             float& lse) {
   const float inverse = state.finish(r, m.unit_log2, lse);
-  lse += m.score_shift;
   if (sink == -INFINITY) return inverse;
   // Both denominators, e^lse and e^sink, over the larger of the two.
   const float top = fmaxf(lse, sink);

@@ -9,17 +9,20 @@
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, SmemClass kClass>
+template <typename E, int D, SmemClass kClass, bool kStretched = false>
 std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
-  using T = FwdTraits<E, D, kClass>;
+  using T = FwdTraits<E, D, kClass, kStretched>;
   const Grid g = make_grid(p.problem, d, true, T::kBlockM);
   return launch("fwd_sm80", fwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
 }
 
 template <int D, SmemClass kClass>
 std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? launch_fwd<__half, D, kClass>(p, d)
-                                            : launch_fwd<__nv_bfloat16, D, kClass>(p, d);
+  const bool is_half = p.problem.dtype == DType::kFloat16;
+  if (takes_stretches_sm80(p.problem)) {
+    return is_half ? launch_fwd<__half, D, kClass, true>(p, d) : launch_fwd<__nv_bfloat16, D, kClass, true>(p, d);
+  }
+  return is_half ? launch_fwd<__half, D, kClass>(p, d) : launch_fwd<__nv_bfloat16, D, kClass>(p, d);
 }
 
 }  // namespace flash_ext::sm80

@@ -20,15 +20,9 @@ inline FwdModKind fwd_mod_kind(const Problem& p, const Modifiers& m) {
 }
 
 template <typename E, int D, SmemClass kClass, FwdModKind kKind>
-std::string launch_fwd_mod_kind(const FwdParams& p, const Modifiers& modifiers, const DeviceInfo& d) {
+std::string launch_fwd_mod_kind(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
   using T = FwdModTraits<E, D, kClass, kKind>;
   const Grid g = make_grid(p.problem, d, true, T::kBlockM);
-  Modifiers m = modifiers;
-  if (T::kSplitsTerms && m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr) {
-    // change_scores() leaves the cap out, and twice of it is the unit.
-    m.unit_log2 = 2.f * kLog2e * m.softcap;
-    m.score_shift = m.softcap;
-  }
   return launch_at(early_if(m.follows_pass), "fwd_mod_sm80", fwd_mod_kernel<T>, g.ctas, T::kThreads, T::kSmemBytes,
                    p.stream, p, m, g);
 }

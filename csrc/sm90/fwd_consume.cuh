@@ -19,6 +19,19 @@ __device__ __forceinline__ void clear(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) x[i] = 0.f;
 }
 
+// Tiles of which any row of a warpgroup sees anything. Rows without keys go through a tile that they do not see, rows
+// outside the sequence through none.
+template <typename T>
+__device__ __forceinline__ BlockRange seen_tiles(const FwdArgs& a, const Item& item, int group) {
+  const AttnMod mod{a.p.problem, item.w.q.length, item.w.k.length};
+  const int first_row = item.w.block * T::kBlockM + group * 64;
+  const int last_row = min(first_row + 64, item.w.q.length) - 1;
+  const int lo = max(0, first_row + mod.shift() - a.p.problem.reach_left);
+  const int hi = min(item.w.k.length, last_row + mod.shift() + a.p.problem.reach_right + 1);
+  const int begin = lo < hi ? lo / T::kBlockN : item.blocks.begin;
+  return {begin, first_row > last_row ? 0 : lo < hi ? (hi + T::kBlockN - 1) / T::kBlockN : begin + 1};
+}
+
 template <typename T>
 __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, const Item* items,
                                         Barriers<T> bars, int group) {
@@ -62,11 +75,9 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
     tiles_left = item.blocks.end - item.blocks.begin;
     const int first_row = item.w.block * T::kBlockM + group * 64;
     const int last_row = min(first_row + 64, item.w.q.length) - 1;
-    const int lo = max(0, first_row + mod.shift() - a.p.problem.reach_left);
-    const int hi = min(item.w.k.length, last_row + mod.shift() + a.p.problem.reach_right + 1);
-    // Rows without keys go through a tile that they do not see, rows outside the sequence through none.
-    seen_begin = lo < hi ? lo / kN : item.blocks.begin;
-    seen_end = first_row > last_row ? 0 : lo < hi ? (hi + kN - 1) / kN : seen_begin + 1;
+    const BlockRange seen = seen_tiles<T>(a, item, group);
+    seen_begin = seen.begin;
+    seen_end = seen.end;
     const int whole_lo = max(0, last_row + mod.shift() - a.p.problem.reach_left);
     const int whole_hi = min(item.w.k.length, first_row + mod.shift() + a.p.problem.reach_right + 1);
     whole_begin = (whole_lo + kN - 1) / kN;
@@ -140,7 +151,14 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
     for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
   };
   const auto store = [&] {
-    const Work& w = items[item_at].w;
+    const Item& item = items[item_at];
+    const Work& w = item.w;
+    if (item.w.k.length > kStretches.above) {
+      const BlockRange seen = seen_tiles<T>(a, item, group);
+      float* own = kept_place<T>(a, group);
+      if (seen.end > item.blocks.end) join_kept<T>(own, o, state);
+      if (seen.begin < item.blocks.begin) return keep<T>(own, o, state);
+    }
     float inverse[2];
     finish_rows(a, w, state, w.block * T::kBlockM + row_in_tile, lane, inverse);
     const uint32_t stage = smem + T::kStageAt + (group * 4 + warp) * T::kStageChunks * 16 * 128;

@@ -19,14 +19,14 @@ struct SeriesOf {
   float c[kTerms];
   float limit;  // below 0: never
 };
-using CapSeries = SeriesOf<5>;
+using CapSeries = SeriesOf<6>;
 using ShortCapSeries = SeriesOf<3>;
 
 struct FwdModArgs {
   FwdArgs plain;
   Modifiers m;
-  CapSeries cap;
-  ShortCapSeries short_cap;  // in units of log2
+  CapSeries cap;             // in natural units, or with kExponents in those of log2, as the other
+  ShortCapSeries short_cap;
   float scale_log2;          // from raw products to units of log2
   Steps bias_steps;
   int bias_rows;  // of a staged tile of bias: those of a tile of queries, or 1; 0: bias is read from global memory

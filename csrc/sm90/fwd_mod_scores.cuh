@@ -52,23 +52,31 @@ __device__ __forceinline__ void slope_scores(ScorePart& s, float unit, float slo
   }
 }
 
-// Raw products to exponents with a softcap. Small ones all by three terms, whose last one takes the maximum along.
+// c[0] + c[1] u + ...
+template <int kTerms>
+__device__ __forceinline__ float sum_series(const SeriesOf<kTerms>& series, float u) {
+  float sum = series.c[kTerms - 1];
+#pragma unroll
+  for (int k = kTerms - 2; k >= 0; --k) sum = fmaf(sum, u, series.c[k]);
+  return sum;
+}
+
+// Raw products to exponents with a softcap. Where all are below 3/4 of the cap by a series, whose last term takes the
+// maximum along: its error is relative to a score. That of the quotient is 2e-7 of the cap.
 __device__ __forceinline__ void cap_to_exponents(ScorePart& s, const FwdModArgs& a, const float (&shift)[2]) {
   constexpr int kCount = kPartKeys / 2;
-  const ShortCapSeries& series = a.short_cap;
   float parts[4] = {};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
   const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
-  // NaN and infinity do not get here.
-  if (!__any_sync(0xffffffffu, !(largest <= series.limit))) {
+  const auto exceeds = [&](const auto& series) { return __any_sync(0xffffffffu, !(largest <= series.limit)); };
+  const auto sum_all = [&](const auto& series) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float u = s[i] * s[i];
-      s[i] = fmaf(s[i], fmaf(fmaf(series.c[2], u, series.c[1]), u, series.c[0]), -shift[i / 2 % 2]);
-    }
-    return;
-  }
+    for (int i = 0; i < kCount; ++i) s[i] = fmaf(s[i], sum_series(series, s[i] * s[i]), -shift[i / 2 % 2]);
+  };
+  // NaN and infinity exceed both.
+  if (!exceeds(a.short_cap)) return sum_all(a.short_cap);
+  if (!exceeds(a.cap)) return sum_all(a.cap);
   const float cap = a.m.softcap * kLog2e, factor = a.plain.p.problem.softmax_scale * a.m.inv_softcap;
   if (a.m.softcap > Scores::kFineSoftcap) {
 #pragma unroll
@@ -94,13 +102,7 @@ __device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
   // NaN and infinity do not get here.
   if (!__any_sync(0xffffffffu, !(largest <= series.limit))) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float u = s[i] * s[i];
-      float sum = series.c[CapSeries::kTerms - 1];
-#pragma unroll
-      for (int k = CapSeries::kTerms - 2; k >= 0; --k) sum = fmaf(sum, u, series.c[k]);
-      s[i] *= sum;
-    }
+    for (int i = 0; i < kCount; ++i) s[i] *= sum_series(series, s[i] * s[i]);
     return;
   }
   const float cap = a.m.softcap, factor = a.plain.p.problem.softmax_scale * a.m.inv_softcap;

@@ -24,6 +24,7 @@ struct FwdArgs {
   Grid grid;
   Draw draw;
   Steps q_steps, k_steps, v_steps;
+  float* kept = nullptr;  // kept_floats() of each CTA, null where no sequence has long keys
 };
 
 // An item, a tile of queries of one head, as the producer leaves it to the consumers.

@@ -43,12 +43,21 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
   RingPosition<T::kItems> place;
   q_ring.parity = 1;  // the first wait for an empty slot passes
   uint32_t index = blockIdx.x;
+  int stretch_end = 0;  // of the tiles of the same item that are left; 0: none
 #pragma unroll 1
   while (index < a.draw.num_items) {
     const Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, nullptr);
     if (w.active) {
-      const BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
+      BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
       if (blocks.begin < blocks.end) {
+        if (w.k.length > kStretches.above) {
+          // Stretches of one tile of queries are items of their own, from the last one on.
+          constexpr int kStretch = kStretches.keys / T::kBlockN;
+          if (stretch_end > 0) blocks.end = stretch_end;
+          const int begin = (blocks.end - 1) / kStretch * kStretch;
+          stretch_end = begin > blocks.begin ? begin : 0;
+          blocks.begin = max(blocks.begin, begin);
+        }
         wait(bars.q_empty(q_ring.slot), q_ring.parity);
         if (lane == 0) {
           items[place.slot] = {w, blocks};
@@ -61,6 +70,7 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
         static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
         if (draws) wait(bars.item_ending(), place.slot % 2);
         place.advance();
+        if (stretch_end > 0) continue;
       } else {
         store_empty<T>(a, w, lane);
       }

@@ -43,6 +43,44 @@ __device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, con
   }
 }
 
+// Between stretches of keys (heuristics.h) each thread keeps what it holds of its rows: output, maxima and shares of the
+// sums.
+template <typename T>
+__device__ __forceinline__ float* kept_place(const FwdArgs& a, int group) {
+  constexpr int kThreads = 128 * T::kConsumers;
+  return a.kept + blockIdx.x * (kThreads * (T::kHeadDimV / 2 + 4)) + group * 128 + threadIdx.x % 128;
+}
+
+template <typename T>
+__device__ __forceinline__ void keep(float* own, const float (&o)[T::kHeadDimV / 2], const RowState& state) {
+  constexpr int kThreads = 128 * T::kConsumers, kO = T::kHeadDimV / 2;
+#pragma unroll
+  for (int i = 0; i < kO; ++i) own[i * kThreads] = o[i];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    own[(kO + r) * kThreads] = state.minus_max[r];
+    own[(kO + 2 + r) * kThreads] = state.sum[r];
+  }
+}
+
+// Adds what was kept, by the larger of both maxima.
+template <typename T>
+__device__ __forceinline__ void join_kept(const float* own, float (&o)[T::kHeadDimV / 2], RowState& state) {
+  constexpr int kThreads = 128 * T::kConsumers, kO = T::kHeadDimV / 2;
+  const auto load = [&](int i) { return ptx::load_late<float>(own + i * kThreads); };
+  float ours[2], theirs[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float kept = load(kO + r), lower = fminf(state.minus_max[r], kept);
+    ours[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - state.minus_max[r]);
+    theirs[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - kept);
+    state.minus_max[r] = lower;
+    state.sum[r] = fmaf(load(kO + 2 + r), theirs[r], state.sum[r] * ours[r]);
+  }
+#pragma unroll
+  for (int i = 0; i < kO; ++i) o[i] = fmaf(load(i), theirs[i / 2 % 2], o[i] * ours[i / 2 % 2]);
+}
+
 // Stores a warp's 16 rows in fp32.
 template <typename T>
 __device__ __forceinline__ void store_float_output(const FwdArgs& a, const Work& w, const float (&o)[T::kHeadDimV / 2],

@@ -52,10 +52,14 @@ std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
   using T = FwdTraits<E, D, Dv, kLower>;
   FwdArgs a;
   FwdMaps maps;
-  std::string error = make_fwd_args(a, p, fwd_grid(p.problem, d, T::kBlockM), p.schedule != nullptr);
+  const bool drawn = draws_items(p.problem) || draws_short_tiles(p.problem, d, T::kBlockM);
+  std::string error = make_fwd_args(a, p, fwd_grid(p.problem, d, T::kBlockM), drawn);
   if (error.empty()) error = encode_fwd_maps<T>(maps, p);
   if (!error.empty()) return "fwd_sm90: " + error;
   const int64_t ctas = std::min<int64_t>(a.grid.ctas, d.num_sms);
+  if (has_long_keys(p.problem)) {
+    a.kept = reinterpret_cast<float*>(static_cast<char*>(p.schedule) + (drawn ? kCounterBytes : 0));
+  }
   return launch("fwd_sm90", fwd_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 

@@ -104,6 +104,13 @@ static_assert(tiles_fit());
 // end or both, and how many heads go side by side counts for more (see bwd_grid()).
 inline bool draws_items(const Problem& p) { return p.is_varlen() || p.window_right >= 0 || p.window_left >= 0; }
 
+// Each CTA, of which there are no more than multiprocessors, has a place for what it keeps between stretches of keys.
+inline constexpr Stretches kStretches{1 << 16, 1 << 14};
+inline int64_t kept_floats(const FwdTile& t, int head_dim_v) {  // of a CTA
+  return int64_t{128} * t.consumers * (head_dim_v / 2 + 4);
+}
+inline bool has_long_keys(const Problem& p) { return (p.is_varlen() ? p.total_k : p.seqlen_k) > kStretches.above; }
+
 // Whether forward items of equal keys should be drawn because the last tile of a head has fewer rows. 132
 // multiprocessors and 3, 6, 11 or 22 tiles a head, which 512 to 4096 rows make: dealt in turn, the last ones come to the
 // same CTAs, and the others work as long as if all were whole. Drawn, and last in their group, they fill what is left of

@@ -1,13 +1,15 @@
 """Looks for slow shape classes: a sweep over (head_dim, seqlen, feature) at about constant work.
 
-    python -m bench.cliffs --out cliffs.json           # beside PyTorch's memory-efficient backend, about 2 minutes
+    python -m bench.cliffs --out cliffs.json           # about 2 minutes
     python -m bench.cliffs --head-dims 32 --kinds plain,bias1h_grad
 
-Each point is timed forward and backward. Two things are wrong with a point, and the program names and counts them:
+Each point is timed forward and backward, beside PyTorch's memory-efficient backend. Two things may be wrong
+with a point, and the program names and counts both:
 
-behind: the memory-efficient backend takes less time. It gets an fp32 bias rounded, since it has none in fp32.
-cliff: the time over the floor is more than twice that of a neighbour, the next shorter or longer sequence. The floor
-    is the bytes that must move at the copy speed, plus the products at the speed of a matrix product, both of this run.
+behind: the backend takes less time. It gets an fp32 bias rounded, since it has none in fp32.
+cliff: the time over the floor is more than twice that of a neighbour, the next shorter or longer sequence.
+    The floor is the bytes that must move at the speed of a copy, plus the products at the speed of a matrix
+    product, both measured in this run.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from bench import machine, timing
 
 HEADS = {32: 4, 64: 12, 80: 12, 128: 16, 256: 8}
 SEQLENS = (16, 49, 77, 128, 197, 256, 577, 1024, 4096)
-KINDS = ("plain", "causal", "key_padding", "bias1h", "bias1h_grad", "bias11_grad", "biasb1_grad", "biasbh_grad",
-         "bias1h_row", "fp32bias1h_grad", "dropout", "documents")  # fmt: skip
+KINDS = ("plain", "causal", "key_padding", "bias1h", "bias1h_grad", "bias11_grad", "biasb1_grad",
+         "biasbh_grad", "bias1h_row", "fp32bias1h_grad", "dropout", "documents")  # fmt: skip
 MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 16384
 OURS, PEER = "flash_ext", "efficient"
 NEIGHBOURS = 2.0  # times the time over the floor
@@ -138,7 +140,8 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
     moved = 2.0 * q.numel()
     of_bias = 0.0 if bias is None else float(bias.numel() * bias.element_size())
     product = 2.0 * batch * heads * seqlen**2 * head_dim * (0.5 if kind == "causal" else 1.0)
-    return Calls(forward, backward, (4 * moved + of_bias, 8 * moved + 2 * of_bias), (2 * product, 5 * product))
+    least_bytes = (4 * moved + of_bias, 8 * moved + 2 * of_bias)
+    return Calls(forward, backward, least_bytes, (2 * product, 5 * product))
 
 
 def kernel_of(call: timing.Call) -> str:
@@ -153,8 +156,8 @@ def kernel_of(call: timing.Call) -> str:
         _C.set_switch("record_launches", None)
 
 
-def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str], timer: timing.Timer, speeds: tuple[float, float],
-          seconds: float) -> Iterator[Point]:  # fmt: skip
+def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str], timer: timing.Timer,
+          speeds: tuple[float, float], seconds: float) -> Iterator[Point]:  # fmt: skip
     """All points, one after the other. speeds: bytes and operations a microsecond."""
     for head_dim in head_dims:
         heads = HEADS[head_dim]
@@ -168,7 +171,8 @@ def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str], timer: tim
                 for at, (direction, both) in enumerate((("fwd", calls.forward), ("bwd", calls.backward))):
                     samples, failures = timing.measure(both, timer, 2, seconds)
                     for name, error in failures.items():
-                        print(f"{name} refuses D{head_dim} S{seqlen} {kind} {direction}: {error}"[:150], file=sys.stderr)
+                        where = f"D{head_dim} S{seqlen} {kind} {direction}"
+                        print(f"{name} refuses {where}: {error}"[:150], file=sys.stderr)
                     us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}
                     floor = calls.bytes[at] / speeds[0] + calls.flops[at] / speeds[1]
                     ours = us.get(OURS)
@@ -181,7 +185,8 @@ def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str], timer: tim
 def behind(points: list[Point]) -> list[str]:
     """Points at which the peer is faster, slowest first."""
     slow = [(p.peer_us / p.ours_us, p) for p in points if p.ours_us and p.peer_us and p.peer_us < p.ours_us]
-    return [f"{p.name}: {ratio:.2f} of {PEER}, {p.ours_us:.0f} us in {p.kernel}" for ratio, p in sorted(slow, key=lambda x: x[0])]
+    slow.sort(key=lambda pair: pair[0])
+    return [f"{p.name}: {ratio:.2f} of {PEER}, {p.ours_us:.0f} us in {p.kernel}" for ratio, p in slow]
 
 
 def cliffs(points: list[Point]) -> list[str]:
@@ -193,9 +198,11 @@ def cliffs(points: list[Point]) -> list[str]:
     for line in lines.values():
         line.sort(key=lambda p: p.seqlen)
         for at, point in enumerate(line):
-            near = [p.over_floor for p in (*line[max(at - 1, 0) : at], *line[at + 1 : at + 2]) if p.over_floor]
+            beside = line[max(at - 1, 0) : at] + line[at + 1 : at + 2]
+            near = [p.over_floor for p in beside if p.over_floor]
             if point.over_floor and near and point.over_floor > NEIGHBOURS * min(near):
-                found.append(f"{point.name}: {point.over_floor:.1f} times the floor, a neighbour {min(near):.1f}")
+                over = f"{point.over_floor:.1f} times the floor, a neighbour {min(near):.1f}"
+                found.append(f"{point.name}: {over}")
     return found
 
 
@@ -205,7 +212,7 @@ def main() -> int:
     parser.add_argument("--head-dims", default=",".join(map(str, HEADS)))
     parser.add_argument("--seqlens", default=",".join(map(str, SEQLENS)))
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--seconds", type=float, default=0.02, help="for the launches of a point (default 0.02)")
+    parser.add_argument("--seconds", type=float, default=0.02, help="a point (default 0.02)")
     parser.add_argument("--out", type=Path, default=None, help="JSON with all points")
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
     options = parser.parse_args()
@@ -213,7 +220,8 @@ def main() -> int:
         parser.error("the memory-efficient backend needs a GPU")
     device = torch.device("cuda")
     facts, timer = machine.collect(device, options.commit), timing.make_timer(device)
-    speeds = (timing.copy_gbps(timer, device) * 1e3, timing.matmul_tflops(timer, device, torch.bfloat16) * 1e6)
+    matmul = timing.matmul_tflops(timer, device, torch.bfloat16)
+    speeds = (timing.copy_gbps(timer, device) * 1e3, matmul * 1e6)
     asked = [[int(n) for n in text.split(",")] for text in (options.head_dims, options.seqlens)]
     points = list(sweep(*asked, options.kinds.split(","), timer, speeds, options.seconds))
     slow, steep = behind(points), cliffs(points)

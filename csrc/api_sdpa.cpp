@@ -313,7 +313,7 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
           lse.narrow(2, rows, padded - rows).fill_(std::numeric_limits<double>::infinity());
         }
       }
-      return {out.transpose(1, 2), std::move(lse), no_number(query), no_number(query)};
+      return {out.transpose(1, 2), std::move(lse), no_number(query, is_capturing(query)), no_number(query, is_capturing(query))};
     }
   }
   return call_before<MaskedResult>(kMaskedForward, keys, query, key, value, bias, compute_lse,
@@ -387,8 +387,8 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
               Tensor(),
               query.size(2),
               key.size(2),
-              no_number(query),
-              no_number(query),
+              no_number(query, true),
+              no_number(query, true),
               Tensor()};
     }
   }

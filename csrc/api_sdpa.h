@@ -169,11 +169,11 @@ inline std::pair<Tensor, Tensor> no_state(const Tensor& q) {
   return {pair, Tensor(std::move(impl))};
 }
 
-// The seed or the offset of such a call by the memory-efficient operator or cuDNN's: a number on the CPU, but on the GPU
-// while a CUDA graph is captured, as torch's own leave them.
-inline Tensor no_number(const Tensor& q) {
+// The seed or the offset of such a call where torch's own operators leave them: cuDNN's on the GPU, those of the
+// memory-efficient operator on the CPU, but on the GPU while a CUDA graph is captured.
+inline Tensor no_number(const Tensor& q, bool on_device) {
   const auto options = at::TensorOptions().dtype(at::kLong);
-  return new_tensor({}, is_capturing(q) ? options.device(q.device()) : options);
+  return new_tensor({}, on_device ? options.device(q.device()) : options);
 }
 
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }

@@ -204,12 +204,13 @@ def _seen(mask: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _maps_of(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """The blocks that the rule of a torch BlockMask cuts through, and the full ones: bool (b, h, row, column).
+    """The blocks that the rule of a torch BlockMask cuts, and the full ones: bool (b, h, row, column).
 
     On a GPU an index outside, once it is followed, takes the GPU from the process. So values are compared
     first, on their device, and the answers are read back together.
     """
-    maps, names, wrong = [], [], []
+    maps: list[Tensor] = []
+    names, wrong = [], []
     for kind in ("kv", "full_kv"):
         counts, indices = (getattr(block_mask, f"{kind}_{what}") for what in ("num_blocks", "indices"))
         if kind == "full_kv" and counts is None and indices is None:

@@ -92,7 +92,7 @@ def sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
 
 
 def key_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
-    """The same of keys, which nobody owns in a forward: any rows inside [0, total], shared or in any order."""
+    """The same of keys, which nobody owns in a forward: any rows inside [0, total], shared or unordered."""
     cu = cu_seqlens.tolist()
     starts = [min(max(c, 0), total) for c in cu[:-1]]
     return [(start, min(max(end, start), total)) for start, end in zip(starts, cu[1:], strict=True)]

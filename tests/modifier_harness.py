@@ -171,13 +171,14 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
     if direction == "bwd" and _has_plain_backward(x):
         native = case.head_dim % 8 == 0
-        is_plain = "_mod" not in launch["kernel"] or target.short  # which takes that kernel for up to 128 keys
+        # With up to 128 keys the short targets take the kernel for modifiers.
+        is_plain = "_mod" not in launch["kernel"] or target.short
         assert is_plain, f"{launch['kernel']} ran where the plain backward was due"
     else:
         native = direction == "fwd" or _has_hopper_backward(x)
     wanted = kernels_of(target, native=native, tensors=(x.plain.q, x.plain.k, x.plain.v))
     if "split" in launch["kernel"] or "short" in launch["kernel"]:
-        wanted = "sm80"  # few queries and no modifier that is on, or short sequences: one kernel serves both paths
+        wanted = "sm80"  # few queries without modifiers, or short sequences: one kernel serves both paths
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
     assert compiled >= max(case.head_dim, case.dim_v), (

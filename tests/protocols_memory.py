@@ -1,7 +1,8 @@
 """What lanes and kernels know of each other's writes, for tests/protocols.py, which tells what a model is.
 
 There all lanes of a warp are one role. Here each is a role of its own, where only some of them see a word
-or a barrier change: a vote tells what a lane has seen, not what it knows. An acquiring load learns what the writer
+or a barrier change: a vote tells what a lane has seen, not what it
+knows. An acquiring load learns what the writer
 knew, a relaxed one nothing; __syncwarp brings lanes together.
 """
 

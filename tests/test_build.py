@@ -70,7 +70,8 @@ HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD + HOPPER_BWD_MOD + HOPPER_BWD_WIDE_MOD
 SPLIT = ("fwd_split_kernel",)  # in both machine codes, for 16 and for 64 rows
 SPLIT_HEAD_DIMS = (64, 128, 256)
-SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # of short sequences, in both machine codes
+STRETCHED = ("fwd_kernel",)  # once more, for very many keys
+SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both machine codes
 SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
@@ -182,7 +183,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
                   *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS)]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     hopper_bwd_mod_passes = itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
-    hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))  # by TMA, not
+    # Once for a bias that TMA brings, once for others.
+    hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
     short = [*itertools.product(SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
@@ -199,7 +201,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         any_size = itertools.product(ANY_HEAD_DIM, DTYPES, (None,), (LARGE if hopper else SMALL,))
         more = (PORTABLE_MOD_KINDS - 1) * ("fwd_mod_kernel",)
         kinds = itertools.product(more, DTYPES, PORTABLE_MOD_KIND_HEAD_DIMS, (LARGE,))
-        expected = [*any_class, *by_class, *any_size, *((*kinds, *of_hopper) if hopper else ())]
+        stretched = itertools.product(STRETCHED, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
+        expected = [*any_class, *by_class, *any_size, *stretched, *((*kinds, *of_hopper) if hopper else ())]
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
 
@@ -271,14 +274,16 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
     """CG-03: HMMA.16816 fed by LDGSTS and LDSM."""
     seen = 0
     for item in resources["kernels"]:
-        if kernel_id(item["name"])[0] not in BY_CLASS + ANY_HEAD_DIM + ONE_CLASS + SPLIT + HIDING:
+        of_others = SPLIT + HIDING + SHORT_FWD + SHORT_BWD
+        if kernel_id(item["name"])[0] not in BY_CLASS + ANY_HEAD_DIM + ONE_CLASS + of_others:
             continue
         names = " ".join(machine_code[item["arch"], item["symbol"]])
         assert re.search(r"HMMA\.16816\.F32", names), f"{item['name']} for {item['arch']}: no HMMA.16816.F32"
         for wanted in ("LDGSTS.", "LDSM."):
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
-    sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS) + len(ANY_HEAD_DIM) + 2 * len(SPLIT_HEAD_DIMS)
+    sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS + STRETCHED) + len(ANY_HEAD_DIM)
+    sizes += 2 * len(SPLIT_HEAD_DIMS) + len(SHORT_HEAD_DIMS) + len(SHORT_HEAD_DIMS[:-1])
     hiding = len(HIDING) * len(HIDING_HEAD_DIMS)
     kinds = (PORTABLE_MOD_KINDS - 1) * len(PORTABLE_MOD_KIND_HEAD_DIMS)
     assert seen == len(DTYPES) * (len(ARCHS) * sizes + hiding + kinds)

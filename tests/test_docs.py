@@ -445,8 +445,9 @@ def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> Non
     assert f"consumers {registers.group(1)}, producers {registers.group(2)}" in text
     wanted = []
     small, own, large = map(int, pairs.groups())
-    for head_dim, slots, words, kind in ((64, small, 2, ""), (128, large, 2, ""), (64, small, 4, ", bias in fp32"),
-                                         (128, own, 4, ", bias in fp32")):  # fmt: skip
+    in_16, in_32 = (2, ""), (4, ", bias in fp32")
+    for head_dim, slots, (words, kind) in ((64, small, in_16), (128, large, in_16), (64, small, in_32),
+                                           (128, own, in_32)):  # fmt: skip
         smem = slots * 2 * rows_of_block * head_dim * 2 + words * rows_of_block**2 + 1024
         wanted.append([f"{head_dim}{kind}", f"{rows_of_block} x {rows_of_block}", str(slots), str(smem)])
     assert rows(text[text.index("| head_dim") :]) == wanted

@@ -21,7 +21,7 @@ def whole_numbers(target: Target, dtype: torch.dtype, d: int = 64) -> tuple[torc
 
 
 def has_series(target: Target, d: int) -> bool:
-    """Whether this forward forms small capped scores by a series: portable ones do at head_dim 128 on Hopper."""
+    """Whether small capped scores are formed by a series: portable forwards do at 128 on Hopper."""
     return target.path == "sm90" or (d == 128 and torch.cuda.get_device_capability()[0] == 9)
 
 
@@ -58,7 +58,7 @@ def test_softcap_keeps_the_digits_of_small_maxima(target: Target, d: int) -> Non
 
 @on_gpu_paths
 def test_a_million_keys(target: Target) -> None:
-    """Weights added one by one leave lse off by 1e-5 and more, one sum of tensor cores out by 1e-3 and more."""
+    """Weights added one by one leave lse off by 1e-5 and more, one sum of products out by 1e-3."""
     torch.manual_seed(4)
     rows, keys = 256, 2**20
     q = torch.randn(1, rows, 1, 64, device=target.device).half()

@@ -105,7 +105,7 @@ def test_few_rows_have_two_kernels(pretended_gpu: None):
 def test_findings_are_counted_by_kernel_and_place():
     read = [
         "========= Uninitialized __global__ memory read of size 8 bytes",
-        "=========     at void flash_ext::sm90::own_kernel<T, (int)64>(flash_ext::A)+0x1f0 in schedule.cuh:36",
+        "=========     at void flash_ext::sm90::own_kernel<T, (int)64>(fx::A)+0x1f0 in schedule.cuh:36",
         "=========     by thread (0,0,0) in block (1,0,0)",
     ]
     assert list(summary(["case one", *read, *read]).values()) == [2]

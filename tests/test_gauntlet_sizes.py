@@ -346,10 +346,16 @@ class Numbers:
     def padded_head_dim(self) -> int:
         return next(size for size in COMPILED_HEAD_DIMS if size >= max(self.head_dim, self.head_dim_v))
 
-    def workspace_sm80(self, direction: str) -> int:
-        if direction == "fwd":
-            return 0
+    def head_dim_v_sm90(self) -> int:
+        pairs = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+        return next(dv for d, dv in pairs if d >= self.head_dim and dv >= self.head_dim_v)
+
+    def workspace_sm80(self, direction: str, block: int) -> int:
         rows = self.heads * self.rows_q * (1 if self.packed else self.batch)
+        if direction == "fwd":
+            in_stretches = not self.packed and self.rows_k > 1 << 19 and rows <= 1 << 18
+            kept = -(-self.rows_q // block) * block * self.heads * self.batch
+            return 4 * kept * (self.padded_head_dim() + 8) if in_stretches else 0
         return 4 * rows * (2 + (0 if self.deterministic else self.padded_head_dim()))
 
     def workspace_sm90(self, direction: str, block: int, kind: str) -> int:
@@ -358,7 +364,9 @@ class Numbers:
         ordered = kind == "det"
         draws = self.packed or (self.causal and self.rows_q > 1)  # one row of a dense call sees all keys
         if direction == "fwd":
-            return 16 if draws or self.saves_rounds(block) else 0
+            in_stretches = self.rows_k > 1 << 16
+            kept = 132 * block * (self.head_dim_v_sm90() + 8) if in_stretches else 0  # a place of each CTA
+            return 4 * kept + (16 if draws or self.saves_rounds(block) else 0)
         per_head = self.rows_q // block + self.batch + 1 if self.packed else -(-self.rows_q // block)
         tiles = per_head * self.heads * (1 if self.packed else self.batch)
         if self.padded_head_dim() > 128 or kind == "two":
@@ -420,7 +428,7 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
         run, workspace = call.in_parts(parts), plan["workspace_bytes"] - call.parts_bytes(parts)
         ctas = run.tiles(direction, plan)
         if path == "sm80":
-            assert workspace == run.workspace_sm80(direction), call
+            assert workspace == run.workspace_sm80(direction, plan["block_m"]), call
             assert plan["grid"] == ctas, call
         else:
             kind = plan["kernel"].rsplit("_", 1)[1]

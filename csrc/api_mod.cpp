@@ -52,6 +52,12 @@ BoolView bool_view(const Tensor& t) {
   return x;
 }
 
+int64_t last_element(const Tensor& t) {  // from the first
+  int64_t at = 0;
+  for (int64_t dim = 0; dim < t.dim(); ++dim) at += (t.size(dim) - 1) * t.stride(dim);
+  return at;
+}
+
 BiasView bias_view(const Tensor& t) {
   BiasView x;
   x.ptr = t.const_data_ptr();
@@ -67,17 +73,21 @@ BiasView bias_view(const Tensor& t) {
   x.aligned = x.col_stride == 1 && strides_fit && reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 &&
               get_switch(Switch::kUnaligned) != 1;
   x.staged = x.aligned && !x.is_float;
+  // A row of an odd number of elements ends in half a pair: those that follow have the next row there, the last one
+  // may be the end of the memory.
+  const int64_t elements = static_cast<int64_t>(t.storage().nbytes() / t.element_size());
+  x.has_room = x.cols % 2 == 0 || (t.numel() > 0 && t.storage_offset() + last_element(t) + 1 < elements);
   return x;
 }
 
-// The bias as kernels read it. One whose rows differ and do not begin on 16 bytes, as with 77 keys, is copied so that they
-// do: read element by element it is 2 to 4 times as slow forward, and backward it leaves the Hopper kernels.
+// The bias as kernels read it. One whose rows do not begin on 16 bytes, as with 77 keys, is copied so that they do: read
+// element by element it is 2 to 4 times as slow forward, and backward it leaves the Hopper kernels. One value for all
+// keys is read as it is.
 BiasView prepare_bias(Prepared& made, const Tensor& bias) {
   const BiasView as_given = bias_view(bias);
-  const bool differs = bias.size(2) > 1 && bias.size(3) > 1 && as_given.row_stride != 0 && as_given.col_stride != 0;
-  if (as_given.aligned || !differs || get_switch(Switch::kUnaligned) == 1) return as_given;
+  if (as_given.aligned || as_given.col_stride == 0 || get_switch(Switch::kUnaligned) == 1) return as_given;
   Tensor entries = bias;  // those that differ
-  for (int64_t dim = 0; dim < 2; ++dim) {
+  for (int64_t dim = 0; dim < 3; ++dim) {
     if (entries.stride(dim) == 0) entries = entries.narrow(dim, 0, 1);
   }
   const int64_t cols = bias.size(3), room = (cols + 7) / 8 * 8;

@@ -13,13 +13,15 @@ namespace {
 struct Contexts {
   template <typename... Args>
   using Call = CUresult(CUDAAPI*)(Args...);
+  Call<CUcontext*> current = driver_function<Call<CUcontext*>>("cuCtxGetCurrent");
   Call<CUdevice*> device_of_current = driver_function<Call<CUdevice*>>("cuCtxGetDevice");
   Call<CUcontext> set_current = driver_function<Call<CUcontext>>("cuCtxSetCurrent");
   Call<CUcontext*, CUdevice> retain = driver_function<Call<CUcontext*, CUdevice>>("cuDevicePrimaryCtxRetain");
   Call<CUdevice> release = driver_function<Call<CUdevice>>("cuDevicePrimaryCtxRelease");
 
   bool are_there() const {
-    return device_of_current != nullptr && set_current != nullptr && retain != nullptr && release != nullptr;
+    return current != nullptr && device_of_current != nullptr && set_current != nullptr && retain != nullptr &&
+           release != nullptr;
   }
 };
 
@@ -29,9 +31,12 @@ std::string bind_context(int device_index) {
   static const Contexts contexts;
   if (!contexts.are_there()) return "the driver has no functions for contexts";
   // The driver is asked each time: others may have changed it since the last call of this thread.
+  // Where there is none the second question would be an error, which memcheck reports.
+  CUcontext now = nullptr, primary = nullptr;
   CUdevice device = -1;
-  if (contexts.device_of_current(&device) == CUDA_SUCCESS && device == device_index) return {};
-  CUcontext primary = nullptr;
+  const bool is_bound = contexts.current(&now) == CUDA_SUCCESS && now != nullptr &&
+                        contexts.device_of_current(&device) == CUDA_SUCCESS && device == device_index;
+  if (is_bound) return {};
   CUresult status = contexts.retain(&primary, device_index);
   if (status == CUDA_SUCCESS) {
     status = contexts.set_current(primary);

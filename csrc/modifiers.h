@@ -34,6 +34,7 @@ struct BiasView {
   bool is_float = false;  // fp32; else the dtype of q
   bool aligned = false;   // every row starts on a 16-byte boundary, and its elements are neighbours
   bool staged = false;    // aligned, of 16 bits: what is there may be copied as it is
+  bool has_room = false;  // memory of the tensor goes on to the end of the last pair of elements
 };
 
 // One value per position and its smallest and largest value over groups of 32 positions.

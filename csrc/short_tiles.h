@@ -74,6 +74,7 @@ struct ShortGrid {
 // they read the same one.
 inline ShortGrid short_grid(const Problem& p, const BiasView& bias, const BiasGradient* of_bias, int wanted_ctas) {
   ShortGrid g;
+  if (p.batch == 0 || p.num_heads == 0) return g;
   const int bias_batch = of_bias != nullptr ? of_bias->batch : bias.batch_stride != 0 ? p.batch : 1;
   g.bias_heads = of_bias != nullptr ? of_bias->heads : bias.head_stride != 0 ? p.num_heads : 1;
   const int heads = g.bias_heads == 1 ? p.num_heads : 1;

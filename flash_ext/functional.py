@@ -322,8 +322,10 @@ def attention_varlen(
 
     Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q and the corresponding rows of k and v; it
     sees its own keys only. Either side of a sequence may be empty. The values of cu_seqlens stay on the
-    device: there is no host synchronisation. Values outside the tensors are clamped, values that decrease are
-    forced into order, and rows that belong to no sequence have out 0, lse -inf and gradients 0.
+    device: there is no host synchronisation. Values outside the tensors are clamped, values that decrease
+    are forced into order, and rows that belong to no sequence have out 0, lse -inf and gradients 0. A forward
+    takes the keys of a sequence from wherever cu_seqlens_k says, also where sequences share them; gradients
+    are right only where cu_seqlens_k does not decrease.
 
     Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 

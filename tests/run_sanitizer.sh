@@ -6,8 +6,8 @@
 # TARGETS="sm90" and CASES="--only TEXT --part 1/4" (of tests.sanitizer_cases) choose less. Of racecheck and initcheck a
 # summary by kernel and source follows (tests/sanitizer_summary.py); a build with FLASH_EXT_LINEINFO=1 has the lines.
 # racecheck wants a build with FLASH_EXT_DEBUG=1: it does not follow bar.arrive, which that build replaces.
-# PYTHON chooses the interpreter, SANITIZER the program. Exit status: 0 clean, 1 a finding, 3 nothing was checked
-# because there is no compute-sanitizer or it refuses this GPU (some virtual ones do).
+# PYTHON chooses the interpreter, SANITIZER the program, LIMIT the seconds of a run (500). Exit status: 0 clean,
+# 1 a finding, 3 nothing was checked because there is no compute-sanitizer or it refuses this GPU (some virtual ones do).
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
@@ -32,16 +32,17 @@ for tool in $tools; do
         status=3
         continue
     fi
-    for target in ${TARGETS:-sm80 sm80-99k sm90}; do
+    for target in ${TARGETS:-sm80 sm80-99k sm90 sm80-short sm90-short}; do
         inputs=""
         case $tool in
             memcheck) options="--padding 64 --print-limit 20" ;;
             # Only our kernels are followed: what those of torch write would count as never written.
-            initcheck) options="--print-limit 100000" inputs="--from-host" ;;
-            *) options="--print-limit 1000" ;;
+            # Without the stack of the host, whose writing takes most of the time.
+            initcheck) options="--print-limit 100000 --show-backtrace no" inputs="--from-host" ;;
+            *) options="--print-limit 1000 --show-backtrace no" ;;
         esac
         # shellcheck disable=SC2086
-        timeout 500 "$sanitizer" --tool "$tool" $options --kernel-name kernel_substring=flash_ext \
+        timeout "${LIMIT:-500}" "$sanitizer" --tool "$tool" $options --kernel-name kernel_substring=flash_ext \
             --error-exitcode 77 "$python" -m tests.sanitizer_cases --target "$target" $inputs ${CASES:-} >"$log" 2>&1
         code=$?
         if grep -q "Device not supported" "$log"; then

@@ -15,6 +15,7 @@ import sys
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import flash_ext
 from tests.cases import COMPILED_HEAD_DIMS, Case, dense, few_query_cases, packed
@@ -106,6 +107,14 @@ def two_kernel_cases() -> list[ModifierCase]:
     return found
 
 
+def long_cases() -> list[Case]:
+    """Forwards whose keys are in stretches (csrc/sm90/tiles.h), dense and packed."""
+    return [
+        dense(1, 3, 66_000, 2, 1, 64, causal=True),
+        packed([2, 0, 3], [9, 100, 65_700], num_heads=1, num_heads_k=1, head_dim=128, dtype="fp16"),
+    ]
+
+
 # Beside each: which kernels it is there for, beyond fwd_mod and bwd_mod, which all of them launch.
 MODIFIED = (
     (False, ("bias_1hqk", "sinks", "softcap30")),  # bwd_bias over the batch; the bias staged
@@ -141,6 +150,22 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     # Forwards for Hopper with one change in tall tiles.
     for mods in (("softcap30", "padding"), ("drop0.5", "padding"), ("alibi", "padding")):
         found.append(ModifierCase(packed([3, 0, 190], [65, 9, 167], **some), mods))
+    return found
+
+
+def short_cases() -> list[Case | ModifierCase]:
+    """Sequences of at most 64 queries and keys, for targets with kernels of their own for them."""
+    found: list[Case | ModifierCase] = []
+    for i, head_dim in enumerate((32, 64, 128)):
+        common = {"batch": 3, "num_heads": 2, "num_heads_k": 2, "deterministic": i % 2 == 0}
+        found.append(Case(seqlen_q=49, seqlen_k=64, head_dim=head_dim, causal=True, **common))
+        odd = {"head_dim": head_dim - 3, "layout": "odd", "dout_layout": "odd"}
+        found.append(Case(seqlen_q=64, seqlen_k=17, **odd, **common))
+        for j, (is_packed, mods) in enumerate(MODIFIED):
+            mods = ("bias_1hqk_odd", "drop0.5") if is_packed and "alibi" not in mods else mods
+            case = Case(seqlen_q=49, seqlen_k=(49, 61)[j % 2], head_dim=head_dim - j, **common)
+            case = case.replace(causal=j % 2 == 0, dtype=("bf16", "fp16")[(i + j) % 2])
+            found.append(ModifierCase(case, mods))
     return found
 
 
@@ -208,7 +233,9 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
     if case.is_packed:
         attention = flash_ext.attention_varlen
         bounds = (exact(x.plain.cu_seqlens_q, device), exact(x.plain.cu_seqlens_k, device))
-    options |= x.keywords(leaves)
+    # Labels of documents are made beside the tensors of the choices, and are still where the inputs were.
+    chosen = x.keywords(leaves)
+    options |= tree_map_only(Tensor, lambda t: t if t.device == dout.device else exact(t, device), chosen)
     if "generator" in options:
         options["generator"] = torch.Generator(device).manual_seed(case.seed + 77)
     del x
@@ -222,12 +249,17 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
 
 def groups_of(target: Target) -> list[tuple[str, tuple[tuple[str, int], ...], list]]:
     """What they are, switches beyond those of the target, cases."""
-    groups = [("", (), [*sanitizer_cases(), *sanitizer_modifier_cases()])]
+    if target.short:
+        return [(", short", (), short_cases())]
+    groups: list[tuple[str, tuple[tuple[str, int], ...], list]] = [
+        ("", (), [*sanitizer_cases(), *sanitizer_modifier_cases()])
+    ]
     if target.path == "sm90":
         groups += [
             (", in a ring", RING, ring_cases()),
             (", of few rows", FEW_ROWS, few_row_cases()),
             (", in two kernels", (), two_kernel_cases()),
+            (", of many keys", (), long_cases()),
         ]
     return groups
 

@@ -118,6 +118,43 @@ def test_one_block_of_keys(target: Target, head_dim: int) -> None:
     run_cases(cases, target)
 
 
+def with_parts(target: Target, parts: int) -> Target:
+    return dataclasses.replace(target, switches=(*target.switches, ("head_parts", parts)))
+
+
+@on_short_paths
+@pytest.mark.parametrize("parts", [2, 8])
+def test_divided_heads(target: Target, parts: int) -> None:
+    """As many parts as query heads of a key head make backwards that the short kernels take, with K and V
+    that heads share; fewer go with dq that is stored at once."""
+    cases = [
+        dense(3, 49, 49, 8, 1, 64, causal=True),
+        dense(1, 33, 64, 16, 2, 32, dtype="fp16", dlse=True),
+        dense(2, 17, 50, 8, 1, 128, 40, deterministic=True),
+        dense(2, 150, 100, 8, 1, 64, window=(40, 3)),
+        dense(3, 5, 77, 8, 1, 40, layout="odd", dout_layout="odd"),
+    ]
+    run_cases(cases, with_parts(target, parts))
+
+
+def test_divided_heads_are_short_where_none_share(short_gpu) -> None:
+    for parts, kernel in ((2, "bwd_mod_sm90_hd64"), (8, "bwd_short_sm80_hd64")):
+        _C.set_switch("head_parts", parts)
+        try:
+            chosen = plan("bwd", 49, 49, num_heads=8, num_heads_k=1, head_dim=64, head_dim_v=64)
+        finally:
+            _C.set_switch("head_parts", None)
+        assert (chosen["kernel"], chosen["head_parts"]) == (kernel, parts)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_plans_of_nothing(short_gpu, direction: str) -> None:
+    assert plan(direction, 49, 49, batch=0)["grid"] == 0
+    for nothing in ({"num_heads": 0}, {"num_heads_k": 0}, {"head_dim": 0}, {"batch": -1}, {"num_heads_k": 3}):
+        with pytest.raises(ValueError, match="must be at least"):
+            plan(direction, 49, 49, **nothing)
+
+
 # --------------------------------------------------------------------------------------------------
 # Modifiers
 
@@ -258,22 +295,27 @@ def test_the_same_bits_every_time(target: Target, rows: int) -> None:
 @on_targets("sm90", "sm80")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["16", "fp32"])
 @pytest.mark.parametrize("keys", [77, 197])
-def test_rows_that_are_not_aligned_change_no_bit(target: Target, keys: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [130, 1], ids=["", "one_row"])
+def test_rows_that_are_not_aligned_change_no_bit(target: Target, rows: int, keys: int,
+                                                 dtype: torch.dtype) -> None:  # fmt: skip
     """A bias in rows of 77 gives what it gives in rows of 80, in the same kernels, at any offset."""
     with target.active():
-        q, k, v, dout, bias = bias_inputs(3, 130, keys, 2, 64, (1, 2, 130, keys), dtype)
-        room = torch.full((1, 2, 130, -(-keys // 8) * 8), math.nan, device="cuda", dtype=dtype)
+        q, k, v, dout, bias = bias_inputs(3, 130, keys, 2, 64, (1, 2, rows, keys), dtype)
+        room = torch.full((1, 2, rows, -(-keys // 8) * 8), math.nan, device="cuda", dtype=dtype)
         room[..., :keys] = bias
         shifted = torch.empty(bias.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(bias).copy_(bias)
+        stride = room.stride(2)  # memory that ends with the last element, after which nothing may be read
+        exact = torch.empty(room.numel() - stride + keys, device="cuda", dtype=dtype)
+        exact = exact.as_strided(bias.shape, room.stride()).copy_(bias)
         made, kernels = [], []
-        for view in (bias, room[..., :keys], shifted):
+        for view in (bias, room[..., :keys], shifted, exact):
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             out, lse, _ = flash_ext.attention(*leaves, attn_mask=view, path=target.path, return_lse=True,
                                               return_max_logits="row", deterministic=True)
             kernels.append(_C.last_launch()["kernel"])
             made.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
             kernels.append(_C.last_launch()["kernel"])
-        assert kernels[:2] == kernels[2:4] == kernels[4:]
+        assert kernels[:2] == kernels[2:4] == kernels[4:6] == kernels[6:]
         for other in made[1:]:
             assert all(torch.equal(a, b) for a, b in zip(made[0], other))
 

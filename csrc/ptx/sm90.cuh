@@ -13,8 +13,16 @@ namespace flash_ext::ptx {
 
 // ---- mbarrier -----------------------------------------------------------------------------------
 
+// Racecheck of compute-sanitizer does not follow a lane that arrives for its warp. In debug builds every lane arrives for
+// itself, and whoever arrives alone counts as many.
+#if FLASH_EXT_DEBUG
+inline constexpr uint32_t kArrivalsOfOne = 32;
+#else
+inline constexpr uint32_t kArrivalsOfOne = 1;
+#endif
+
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(count) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(count * kArrivalsOfOne) : "memory");
 }
 
 // Makes initialised barriers visible to the asynchronous proxy; a barrier of the CTA must follow.
@@ -23,21 +31,39 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
+  if constexpr (kArrivalsOfOne == 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
+  } else {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "n"(kArrivalsOfOne) : "memory");
+  }
+}
+
+// Once for a warp all of whose lanes come here, after __syncwarp().
+__device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t bar, bool is_first) {
+  if constexpr (kArrivalsOfOne == 1) {
+    if (is_first) mbarrier_arrive(bar);
+  } else {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
+  }
 }
 // The same without a branch: behind one that lanes take apart ptxas no longer sees what all of them have in common, and
 // keeps slots and descriptors in registers of each.
-__device__ __forceinline__ void mbarrier_arrive_if(uint32_t bar, bool arrives) {
+__device__ __forceinline__ void mbarrier_arrive_for_warp_flat(uint32_t bar, bool is_first) {
   asm volatile(
       "{\n.reg .pred p;\n"
       "setp.ne.b32 p, %1, 0;\n"
       "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(bar),
-      "r"(static_cast<uint32_t>(arrives))
+      "r"(static_cast<uint32_t>(is_first || kArrivalsOfOne > 1))
       : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+  if constexpr (kArrivalsOfOne == 1) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+  } else {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+    mbarrier_arrive(bar);
+  }
 }
 
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {

@@ -282,7 +282,7 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
   const Seat seat = dense_seat(p);
   const Scores scores{p, a.m, seat, 0};
   const auto arrive = [&](uint32_t bar) {
-    if (lane == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
   };
   RingPosition<T::kPairs> ring;
   [[maybe_unused]] uint32_t bias_parity = 0;

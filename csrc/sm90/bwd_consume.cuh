@@ -38,7 +38,7 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
   uint32_t k_place = 0;  // and the parity of the barriers of both places
   [[maybe_unused]] uint32_t dq_parity = 1;
   const auto arrive = [&](uint32_t bar) {
-    if (lane == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
   };
   const auto has_ring = [&] { return T::kRing && a.ring.words != nullptr; };
   const auto owe = [&] {
@@ -271,7 +271,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
   uint32_t kv_parity = 0, ds_slot = 0;
   [[maybe_unused]] uint32_t dq_parity = 1;
   const auto arrive = [&](uint32_t bar) {
-    if (lane == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
   };
 #pragma unroll 1
   while (true) {

@@ -28,7 +28,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   const auto steps = [&] { return static_cast<int>(counts >> 2); };
   const auto items = [&] { return static_cast<int>(counts & 3); };
   const auto arrive = [&](uint32_t bar) {
-    if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
   };
   const auto item_of = [&]() -> const BwdModItem& { return shared.items[slot_of(items(), T::kItems)]; };
   const auto slot = [&] { return slot_of(steps(), T::kSlots); };

@@ -183,12 +183,12 @@ __device__ __forceinline__ void for_bwd_steps(const Shared& shared, Bars bars, c
         use(item, step, is_last && i == max(0, count - T::kDrawAhead));
       }
       __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(bars.chunk_empty(chunk.slot));
+      ptx::mbarrier_arrive_for_warp(bars.chunk_empty(chunk.slot), threadIdx.x % 32 == 0);
       chunk.advance();
       is_first = false;
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(bars.item_empty(place.slot));
+    ptx::mbarrier_arrive_for_warp(bars.item_empty(place.slot), threadIdx.x % 32 == 0);
     place.advance();
   }
 }
@@ -218,7 +218,7 @@ class MarkMaker {
     const auto wait_for_place = [&] { wait(bars.marks_empty(place_.slot), place_.parity); };
     const auto hand_over = [&] {
       __syncwarp();
-      if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bars.marks_full(place_.slot));
+      ptx::mbarrier_arrive_for_warp(bars.marks_full(place_.slot), ptx::fresh_lane() == 0);
       place_.advance();
     };
     const auto put = [&](Mark which, int part, uint32_t bits) {

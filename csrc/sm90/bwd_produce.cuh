@@ -111,7 +111,7 @@ __device__ __forceinline__ void for_items(const BwdItem* items, BwdBarriers<T> b
     if (item.w.block < 0) break;
     use(item);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(bars.item_empty(place.slot));
+    ptx::mbarrier_arrive_for_warp(bars.item_empty(place.slot), threadIdx.x % 32 == 0);
     place.advance();
   }
 }

@@ -24,7 +24,7 @@ __device__ __forceinline__ void clear_rows(const StridedView& view, int b, const
 template <typename Bars, int kItems>
 __device__ __forceinline__ void release_item(Bars bars, int slot, int lane) {
   __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(bars.item_empty(slot));
+  ptx::mbarrier_arrive_for_warp(bars.item_empty(slot), lane == 0);
 }
 
 // Waits for the next item with steps and returns its place, or -1 at the end. Those without go to `empty` on the way.
@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume_weights(const BwdArgs& a, uint32_t smem,
   handed.parity = 1;  // the first wait for an empty place passes
   uint32_t k_parity = 0;
   const auto arrive = [&](uint32_t bar) {
-    if (lane == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
   };
   const auto next = [&] {
     return next_item(items, bars, place, lane, [&](const BwdItem& item) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
   RingPosition<T::kWeightSlots> handed;
   uint32_t v_parity = 0;
   const auto arrive = [&](uint32_t bar) {
-    if (lane == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
   };
   const auto next = [&] {
     return next_item(items, bars, place, lane, [&](const BwdItem& item) {
@@ -392,7 +392,7 @@ __device__ __forceinline__ void consume_keys(const WideQueryArgs& a, uint32_t sm
   uint32_t parity = 0;  // of the item's Q and dO
   int item_at = -1, block = 0, left = 0, first_row = 0;
   const auto arrive = [&](uint32_t bar) {
-    if (lane == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
   };
   const auto next = [&] {
     return next_item(items, bars, place, lane, [&](const QueryItem& item) {

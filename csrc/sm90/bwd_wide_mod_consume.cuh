@@ -52,7 +52,7 @@ class ModSteps {
 
  private:
   __device__ __forceinline__ static void arrive(uint32_t bar) {
-    if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
   }
   __device__ __forceinline__ uint32_t take_mark() {
     const int slot = slot_of(marks_, T::kMarkSlots);
@@ -235,7 +235,7 @@ __device__ __forceinline__ void consume_mod_weights(const WideModArgs& a, uint32
   const auto warp_of = [] { return ptx::fresh_thread_idx() / 32 % 4; };
   const auto weights_to = [=] { return smem_bytes + T::kWeightsAt + ptx::fresh_thread_idx() % 128 * 16; };
   const auto arrive = [](uint32_t bar) {
-    if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
   };
 
   float dv[D / 2], s[kM / 2];
@@ -376,7 +376,7 @@ __device__ __forceinline__ void consume_mod_gradients(const WideModArgs& a, uint
   const Problem& problem = a.plain.p.problem;
   const auto warp_of = [] { return ptx::fresh_thread_idx() / 32 % 4; };
   const auto arrive = [](uint32_t bar) {
-    if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
   };
 
   float dk[D / 2], dp[kM / 2];
@@ -491,7 +491,7 @@ __device__ __forceinline__ void consume_mod_queries(const WideModArgs& a, uint32
   const Problem& problem = params.problem;
   const auto warp_of = [] { return ptx::fresh_thread_idx() / 32 % 4; };
   const auto arrive = [](uint32_t bar) {
-    if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
   };
   float dq[D / 2], s[kN / 2], dp[kN / 2];
   uint32_t words[kN / 4];

@@ -63,7 +63,7 @@ __device__ __forceinline__ void for_query_items(const QueryItem* items, WideQuer
     if (item.w.block < 0) break;
     if (item.steps > 0) use(item);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(bars.item_empty(place.slot));
+    ptx::mbarrier_arrive_for_warp(bars.item_empty(place.slot), threadIdx.x % 32 == 0);
     place.advance();
   }
 }

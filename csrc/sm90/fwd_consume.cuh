@@ -57,7 +57,7 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
   bool new_item = false;
 
   const auto arrive = [&](uint32_t bar) {
-    if (lane == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
   };
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
   const auto take_turn = [&] {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
   // Registers are short: what follows from the thread's number is made anew where it is used.
   const auto warp_row = [&] { return group * 64 + ptx::fresh_thread_idx() / 32 % 4 * 16; };
   const auto arrive = [&](uint32_t bar) {
-    if (ptx::fresh_lane() == 0) ptx::mbarrier_arrive(bar);
+    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
   };
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
   const auto take_turn = [&] {

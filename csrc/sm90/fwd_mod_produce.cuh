@@ -247,7 +247,7 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
       v_h = h;
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(bars.chunk_empty(chunk.slot));
+    ptx::mbarrier_arrive_for_warp(bars.chunk_empty(chunk.slot), lane == 0);
     chunk.advance();
     is_first = is_last;
     if (is_last) place.advance();

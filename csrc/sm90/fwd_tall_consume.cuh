@@ -32,7 +32,7 @@ __device__ __forceinline__ void consume_tall(const FwdModArgs& a, const FwdModMa
   int own_row = warp_row();  // but for slopes, which ask for it in each step
   asm volatile("" : "+r"(own_row));
   const auto arrive = [&](uint32_t bar) {
-    ptx::mbarrier_arrive_if(bar, ptx::fresh_lane() == 0);
+    ptx::mbarrier_arrive_for_warp_flat(bar, ptx::fresh_lane() == 0);
   };
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
   const auto take_turn = [&] {

@@ -70,10 +70,10 @@ inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Pr
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
 }
 
-// Whether add_far_bias() may read a bias in fp32 by pairs: an aligned row has room for a whole one at its end, whose second
-// element may belong to no key, but must not be added to one.
+// Whether add_far_bias() may read a bias in fp32 by pairs: the second element of the last one of a row may belong to no
+// key, but must be in the memory of the tensor and must not be added to a key.
 inline bool has_pairs(const BiasView& x, const Problem& p) {
-  return x.aligned && (x.cols % 2 == 0 || (!p.is_varlen() && x.cols >= p.seqlen_k));
+  return x.aligned && x.has_room && (x.cols % 2 == 0 || (!p.is_varlen() && x.cols >= p.seqlen_k));
 }
 
 template <typename E, int D, int Dv, FwdModKind kKind>

@@ -88,14 +88,16 @@ std::string run_bwd_short(const BwdParams& p, const Modifiers& m, const BiasGrad
                    bias != nullptr ? *bias : BiasGradient{}, short_bwd_grid(p.problem, m.bias, bias, d));
 }
 
-LaunchPlan short_plan(const char* kernel, const Problem& p, int smem_bytes, const ShortGrid& g) {
-  return {"sm80", name(kernel, short_head_dim(p)), kShortRows, kShortRows, 1, ShortTile::kThreads, smem_bytes, g.ctas};
+LaunchPlan short_plan(const char* kernel, const ShortTile& tile, int smem_bytes, const ShortGrid& g) {
+  return {"sm80", name(kernel, tile.head_dim), tile.rows, tile.rows, 1, tile.threads(), smem_bytes, g.ctas};
 }
 LaunchPlan short_fwd_plan(const Problem& p, const BiasView& bias, const DeviceInfo& d) {
-  return short_plan("fwd_short", p, ShortTile::fwd_smem_bytes(short_head_dim(p)), short_fwd_grid(p, bias, d));
+  const ShortTile tile = short_tile(p);
+  return short_plan("fwd_short", tile, tile.fwd_smem(), short_fwd_grid(p, bias, d));
 }
 LaunchPlan short_bwd_plan(const Problem& p, const BiasView& bias, const BiasGradient* of_bias, const DeviceInfo& d) {
-  return short_plan("bwd_short", p, ShortTile::bwd_smem_bytes(short_head_dim(p)), short_bwd_grid(p, bias, of_bias, d));
+  const ShortTile tile = short_tile(p);
+  return short_plan("bwd_short", tile, tile.bwd_smem(), short_bwd_grid(p, bias, of_bias, d));
 }
 
 // Gradients of sinks and slopes alone come from the statistics of rows and the kernel of bias gradients.

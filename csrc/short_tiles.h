@@ -1,4 +1,5 @@
-// Sequences of at most 64 queries and keys: a CTA holds all of one head, and walks heads that share a bias.
+// Sequences of at most 64 queries and keys: a CTA holds all of one head, and walks heads that share a bias. There are
+// kernels for 16, 32 and 64 rows, as a CTA of 64 leaves warps and memory idle where there are fewer.
 // Which calls run so, and how their heads are shared out, for the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
@@ -13,7 +14,7 @@
 
 namespace flash_ext {
 
-inline constexpr int kShortRows = 64;
+inline constexpr int kShortRows = 64;  // most queries and keys
 inline constexpr int kShortHeadDims[] = {32, 64, 128, 256};
 
 // The smallest compiled head_dim that holds both.
@@ -22,37 +23,54 @@ inline int short_head_dim(const Problem& p) {
                        [&](int size) { return std::max(p.head_dim, p.head_dim_v) <= size; });
 }
 
-// Four warps of 16 queries each.
+// `rows` queries and keys, 16 queries a warp. Sizes in bytes.
 struct ShortTile {
-  static constexpr int kThreads = 128;
-  static constexpr int kScoreBytes = 4 * kShortRows * kShortRows;  // fp32
-  static constexpr int tile_bytes(int d) { return 2 * d * kShortRows; }
-  // Registers for so many CTAs a multiprocessor, of 65536.
-  static constexpr int fwd_ctas(int d) { return d <= 128 ? 3 : 2; }
-  static constexpr int bwd_ctas(int d) { return d <= 64 ? 3 : 2; }
+  int rows, head_dim;
+
+  constexpr int threads() const { return 2 * rows; }
+  constexpr int tile() const { return 2 * head_dim * rows; }      // of Q, K, V, O or dO
+  constexpr int bias() const { return 4 * rows * rows; }          // fp32
+  constexpr int weights() const { return 2 * rows * std::max(rows, 32); }  // P or dS
+  // So many CTAs a multiprocessor have room in its registers and shared memory.
+  constexpr int fwd_ctas() const {
+    const bool fits = head_dim <= 128;
+    return rows == 16 ? (fits ? 16 : 8) : rows == 32 ? (fits ? 7 : 4) : fits ? 3 : 2;
+  }
+  constexpr int bwd_ctas() const {
+    const bool fits = head_dim <= 64;
+    return rows == 16 ? (fits ? 16 : 10) : rows == 32 ? (fits ? 8 : 5) : fits ? 3 : 2;
+  }
   // The next head's tiles come while one is worked on, where there is room for both.
-  static constexpr int fwd_stages(int d) { return d <= 64 ? 2 : 1; }
-  // Q, K, V; a bias in fp32.
-  static constexpr int fwd_smem_bytes(int d) { return 3 * fwd_stages(d) * tile_bytes(d) + kScoreBytes; }
+  constexpr int fwd_stages() const { return head_dim <= 64 ? 2 : 1; }
+  // Q, K, V; a bias.
+  constexpr int fwd_smem() const { return 3 * fwd_stages() * tile() + bias(); }
   // Q, K, V, dO; O, then P and dS in its place; (lse, delta); a bias.
-  static constexpr int bwd_smem_bytes(int d) { return 4 * tile_bytes(d) + kScoreBytes + 8 * kShortRows + kScoreBytes; }
+  constexpr int o_or_weights() const { return std::max(tile(), 2 * weights()); }
+  constexpr int bwd_smem() const { return 4 * tile() + o_or_weights() + 8 * rows + bias(); }
 };
-static_assert(ShortTile::tile_bytes(128) <= ShortTile::kScoreBytes, "O lies where P and dS do");
-static_assert(ShortTile::bwd_smem_bytes(128) + 1024 <= kSmemLimitSmall);
+static_assert(ShortTile{64, 128}.bwd_smem() + 1024 <= kSmemLimitSmall);
+
+inline ShortTile short_tile(const Problem& p) {
+  const int rows = std::max(p.seqlen_q, p.seqlen_k);
+  return {rows <= 16 ? 16 : rows <= 32 ? 32 : 64, short_head_dim(p)};
+}
 
 // Neither the batch nor the number of heads decides, so that a sequence has the same bits in every batch.
 inline bool is_short_mod(const Problem& p, const DeviceInfo& d) {
   return d.short_kernels != 0 && !p.is_varlen() && p.total_q > 0 && p.total_k > 0 && p.seqlen_q <= kShortRows &&
          p.seqlen_k <= kShortRows && int64_t{1} * p.batch * p.num_heads < (1 << 30) &&
-         ShortTile::fwd_smem_bytes(short_head_dim(p)) + 1024 <= d.smem_per_block;
+         short_tile(p).fwd_smem() + 1024 <= d.smem_per_block;
 }
 
 // Above head_dim 128 calls without modifiers are faster in the other kernels (256, 49 rows: 151 us for 183).
-inline bool is_short(const Problem& p, const DeviceInfo& d) { return is_short_mod(p, d) && short_head_dim(p) <= 128; }
+inline bool is_short(const Problem& p, const DeviceInfo& d) {
+  const ShortTile tile = short_tile(p);
+  return is_short_mod(p, d) && (tile.head_dim <= 128 || tile.rows < kShortRows);
+}
 
 // A CTA of the backward makes dk and dv of a key head from one query head.
 inline bool is_short_bwd(const Problem& p, const DeviceInfo& d) {
-  return is_short(p, d) && p.num_heads == p.num_heads_k;
+  return is_short_mod(p, d) && short_head_dim(p) <= 128 && p.num_heads == p.num_heads_k;
 }
 
 // Heads that share a bias are a group: entry (b', h') of the bias. The heads of a group are counted head first, then
@@ -92,10 +110,10 @@ inline ShortGrid short_grid(const Problem& p, const BiasView& bias, const BiasGr
 }
 
 inline ShortGrid short_fwd_grid(const Problem& p, const BiasView& bias, const DeviceInfo& d) {
-  return short_grid(p, bias, nullptr, d.num_sms * ShortTile::fwd_ctas(short_head_dim(p)));
+  return short_grid(p, bias, nullptr, d.num_sms * short_tile(p).fwd_ctas());
 }
 inline ShortGrid short_bwd_grid(const Problem& p, const BiasView& bias, const BiasGradient* of_bias, const DeviceInfo& d) {
-  return short_grid(p, bias, of_bias, d.num_sms * ShortTile::bwd_ctas(short_head_dim(p)));
+  return short_grid(p, bias, of_bias, d.num_sms * short_tile(p).bwd_ctas());
 }
 
 }  // namespace flash_ext

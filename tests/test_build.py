@@ -73,6 +73,7 @@ SPLIT_HEAD_DIMS = (64, 128, 256)
 STRETCHED = ("fwd_kernel",)  # once more, for very many keys
 SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both machine codes
 SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
+SHORT_TILES = 3  # of 16, 32 and 64 rows
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
@@ -187,8 +188,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
-    short = [*itertools.product(SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
-             *itertools.product(SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,))]
+    short = [*itertools.product(SHORT_TILES * SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
+             *itertools.product(SHORT_TILES * SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,))]
     any_class = [*others, *split, *short, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
     hiding = itertools.product(HIDING, DTYPES, HIDING_HEAD_DIMS, (LARGE,))
     hiding_passes = itertools.product(HIDING_PASSES, DTYPES, HIDING_HEAD_DIMS, (None,))
@@ -283,7 +284,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS + STRETCHED) + len(ANY_HEAD_DIM)
-    sizes += 2 * len(SPLIT_HEAD_DIMS) + len(SHORT_HEAD_DIMS) + len(SHORT_HEAD_DIMS[:-1])
+    sizes += 2 * len(SPLIT_HEAD_DIMS) + SHORT_TILES * (len(SHORT_HEAD_DIMS) + len(SHORT_HEAD_DIMS[:-1]))
     hiding = len(HIDING) * len(HIDING_HEAD_DIMS)
     kinds = (PORTABLE_MOD_KINDS - 1) * len(PORTABLE_MOD_KIND_HEAD_DIMS)
     assert seen == len(DTYPES) * (len(ARCHS) * sizes + hiding + kinds)

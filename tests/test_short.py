@@ -50,10 +50,22 @@ def test_head_dims_of_their_own(short_gpu, head_dim: int, compiled: int) -> None
         assert kernel == f"{direction}_short_sm80_hd{compiled}"
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_tiles_hold_the_longer_of_queries_and_keys(short_gpu, direction: str) -> None:
+    for rows, keys in itertools.product(EDGES, repeat=2):
+        chosen = plan(direction, rows, keys)
+        longer = max(rows, keys)
+        tile = 16 if longer <= 16 else 32 if longer <= 32 else 64
+        assert (chosen["block_m"], chosen["block_n"], chosen["threads"]) == (tile, tile, 2 * tile)
+
+
 def test_what_they_leave_to_others(short_gpu) -> None:
-    """Packed sequences, head_dim above 128, and backwards with grouped heads."""
+    """Packed sequences, 33 or more rows of head_dim above 128, and backwards with grouped heads."""
     assert "short" not in plan("fwd", 640, 640, packed=True)["kernel"]
-    assert "short" not in plan("fwd", 49, 49, head_dim=256, head_dim_v=256)["kernel"]
+    wide = {"head_dim": 256, "head_dim_v": 256}
+    assert "short" not in plan("fwd", 33, 20, **wide)["kernel"]
+    assert "short" in plan("fwd", 32, 20, **wide)["kernel"]
+    assert "short" not in plan("bwd", 16, 16, **wide)["kernel"]
     assert "short" in plan("fwd", 49, 49, num_heads_k=2)["kernel"]
     assert "short" not in plan("bwd", 49, 49, num_heads_k=2)["kernel"]
 
@@ -66,6 +78,7 @@ def test_the_batch_does_not_choose(short_gpu, direction: str) -> None:
 
 def test_ctas_are_as_many_as_run_at_a_time(short_gpu) -> None:
     assert plan("fwd", 49, 49, batch=4096)["grid"] == 3 * 132
+    assert plan("fwd", 16, 16, batch=4096)["grid"] == 16 * 132
     assert plan("fwd", 49, 49, batch=3)["grid"] == 12
 
 

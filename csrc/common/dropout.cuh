@@ -61,11 +61,11 @@ __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m
       }
     }
   } else {
-    static_assert(kN % 4 == 0);
+    static_assert(kN % 4 == 0 || kN == 2);
 #pragma unroll
     for (int a = 0; a < kA; ++a) {
 #pragma unroll
-      for (int n4 = 0; n4 < kN / 4; ++n4) {
+      for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + a) * 8 + lane / 4);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m
           const uint4 draws = philox(make_uint4(row_id, col_id, keys.counter.x, keys.counter.y), key_of);
           const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
 #pragma unroll
-          for (int q = 0; q < 4; ++q) {
+          for (int q = 0; q < min(4, kN); ++q) {
             mark(acc[a][4 * n4 + q][c], words[q] << 16);
             mark(acc[a][4 * n4 + q][2 + c], words[q]);
           }

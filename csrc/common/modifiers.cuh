@@ -66,7 +66,7 @@ __device__ __forceinline__ void reorder_batch(const Modifiers& m, Work& w, int h
 // Words of a bit mask that a warp has fetched together; see fetch_mask().
 template <int kRows, int kCols>
 struct MaskWords {
-  static constexpr int kARow = kCols / 32, kALane = (kRows * kARow + 31) / 32;
+  static constexpr int kARow = (kCols + 31) / 32, kALane = (kRows * kARow + 31) / 32;
   uint32_t of[kALane];
 
   // Word w of row 16 block + row, whichever lane has it; all lanes ask for the same block and w.
@@ -511,7 +511,7 @@ struct Scores {
     const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
     if (tests & (kTestInterval | kTestRows)) {
 #pragma unroll
-      for (int n4 = 0; n4 < kN / 4; ++n4) {
+      for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
         uint32_t bits[2 * kA];
         row_bits(bits, [&](int r) { return row0 + place(r); },
                  [&](int r) { return mask.word(r / 2, r % 2 * 8 + lane / 4, n4); }, col0 + 32 * n4, tests);
@@ -519,7 +519,7 @@ struct Scores {
         for (int r = 0; r < 2 * kA; ++r) {
           const uint32_t mine = bits[r] >> (2 * (lane % 4));
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
+          for (int i = 0; i < 2 * min(4, kN); ++i) {
             if ((mine & (1u << (i / 2 * 8 + i % 2))) == 0) acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
           }
         }

@@ -1,6 +1,6 @@
-// The backward of sequences of at most 64 queries and keys, with every modifier, in one kernel: dq, dk, dv, delta, and
-// the gradient of a bias. A CTA has all queries and keys of a head, so every sum has one owner and a fixed order, and
-// nothing is added to memory:
+// The backward of sequences of at most R = 16, 32 or 64 queries and keys, with every modifier, in one kernel: dq, dk, dv,
+// delta, and the gradient of a bias. A CTA has all queries and keys of a head, so every sum has one owner and a fixed
+// order, and nothing is added to memory:
 //
 //   queries as rows: S, dP, P, dS, dQ = dS K;  keys as rows: dV = P^T dO, dK = dS^T Q
 //
@@ -8,10 +8,10 @@
 // when it stores it as its part; the caller adds the parts in order.
 //
 // Shared memory:
-//   Q, K, V, dO  [64][D]
-//   O [64][D], then P, dS [64 queries][64 keys] in its place
-//   stats        [64] (lse * log2 e, delta)
-//   bias         [64][64] in fp32 where there is one (own_bias.cuh); while no head is worked on, sums of its gradient
+//   Q, K, V, dO  [R][D]
+//   O [R][D], then P, dS [R queries][max(R, 32) keys] in its place
+//   stats        [R] (lse * log2 e, delta)
+//   bias         [R][R] in fp32 where there is one (own_bias.cuh); while no head is worked on, sums of its gradient
 #pragma once
 
 #include "../common/debug_delay.cuh"
@@ -19,13 +19,15 @@
 
 namespace flash_ext::sm80 {
 
-using ShortScores = float[1][kShortRows / 8][4];
+template <int R>
+using ShortScores = float[1][R / 8][4];
 
-// acc = A^T B of 16 columns of A, which has 64 rows: dV = P^T dO and dK = dS^T Q. a_lane is by_cols of those columns,
+// acc = A^T B of 16 columns of A, which has R rows: dV = P^T dO and dK = dS^T Q. a_lane is by_cols of those columns,
 // b_lane by_rows.
-template <typename E, int D>
+template <typename T, int D = T::kHeadDim>
 __device__ __forceinline__ void multiply_columns(float (&acc)[D / 8][4], uint32_t a_lane, uint32_t b_lane) {
-  using Tile = SmemTile<D>;
+  using E = typename T::Element;
+  using Tile = typename T::Tile;
   constexpr int kBlocks = D / 16, kAhead = 2, kSlots = kLeftSlots<kAhead, kBlocks>;
   uint32_t a[kSlots][4];
 #pragma unroll
@@ -33,10 +35,10 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[D / 8][4], uint32_
 #pragma unroll
     for (float& y : x) y = 0.f;
   }
-  stream_fragments<kShortRows / 16 * kBlocks, kAhead>(
+  stream_fragments<T::kRows / 16 * kBlocks, kAhead>(
       [&](int i, uint32_t(&b)[4]) {
         const int ks = i / kBlocks;
-        if (i % kBlocks == 0) ptx::ldmatrix_x4_trans(a[ks % kSlots], a_lane + ks * 16 * SmemTile<kShortRows>::kRowBytes);
+        if (i % kBlocks == 0) ptx::ldmatrix_x4_trans(a[ks % kSlots], a_lane + ks * 16 * T::WeightTile::kRowBytes);
         ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, ks * 16, i % kBlocks));
       },
       [&](int i, const uint32_t(&b)[4]) {
@@ -79,31 +81,31 @@ __device__ __forceinline__ void leave_row_stats(const BwdParams& p, uint32_t out
 }
 
 // Stores what a walk has summed of the gradient of a bias, as part `part`, summed over rows or columns where the bias
-// is. `sums`: room for 64 x 64 floats that nobody needs meanwhile.
-template <typename E>
-__device__ __forceinline__ void store_bias_gradient(const BiasGradient& g, const ShortScores& acc, float* sums, int b,
+// is. `sums`: room for R x R floats that nobody needs meanwhile.
+template <typename E, int R>
+__device__ __forceinline__ void store_bias_gradient(const BiasGradient& g, const ShortScores<R>& acc, float* sums, int b,
                                                     int h, int part) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kShortRows / 8; ++n) {
+  for (int n = 0; n < R / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = warp * 16 + lane / 4 + i / 2 * 8, col = n * 8 + 2 * (lane % 4) + i % 2;
-      sums[row * kShortRows + col] = acc[0][n][i];
+      sums[row * R + col] = acc[0][n][i];
     }
   }
   __syncthreads();
   const int64_t first = ((static_cast<int64_t>(part) * g.batch + b) * g.heads + h) * g.rows * g.cols;
-  const int summed_rows = g.sum_rows ? kShortRows : 1, summed_cols = g.sum_cols ? kShortRows : 1;
+  const int summed_rows = g.sum_rows ? R : 1, summed_cols = g.sum_cols ? R : 1;
 #pragma unroll 1
-  for (int index = threadIdx.x; index < g.rows * g.cols; index += ShortTile::kThreads) {
+  for (int index = threadIdx.x; index < g.rows * g.cols; index += 2 * R) {
     const int row = index / g.cols, col = index - row * g.cols;
     float sum = 0.f;
 #pragma unroll 1
     for (int r = row; r < row + summed_rows; ++r) {
 #pragma unroll 1
-      for (int c = col; c < col + summed_cols; ++c) sum += sums[r * kShortRows + c];
+      for (int c = col; c < col + summed_cols; ++c) sum += sums[r * R + c];
     }
     if (g.is_float) {
       static_cast<float*>(g.out)[first + index] = sum;
@@ -115,13 +117,13 @@ __device__ __forceinline__ void store_bias_gradient(const BiasGradient& g, const
 }
 
 template <typename T>
-__global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
+__global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
     bwd_short_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
                      const __grid_constant__ BiasGradient bias_gradient, const __grid_constant__ ShortGrid grid) {
   using E = typename T::Element;
   using Tile = typename T::Tile;
-  using ScoreTile = SmemTile<kShortRows>;
-  constexpr int D = T::kHeadDim, kTile = T::kTileBytes;
+  using WeightTile = typename T::WeightTile;
+  constexpr int D = T::kHeadDim, kTile = T::kTileBytes, kBlocks = T::kRows / 8;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   __shared__ DropKeys drop_keys;
   __shared__ ShortWalk::Head at;  // of this turn: registers are short
@@ -135,24 +137,23 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
   const auto keys_of = [](uint32_t tile) { return Tile::by_cols(tile, ptx::fresh_lane()); };
   const auto load = [&](const ShortWalk& to) {
     const ShortWalk::Head at = to.head(grid);
-    load_short<D>(smem_q, p.q, x, at.b, at.h, x.seqlen_q, x.head_dim);
-    load_short<D>(smem_k, p.k, x, at.b, at.h, x.seqlen_k, x.head_dim);
-    load_short<D>(smem_v, p.v, x, at.b, at.h, x.seqlen_k, x.head_dim_v);
-    load_short<D>(smem_do, p.dout, x, at.b, at.h, x.seqlen_q, x.head_dim_v);
-    load_short<D>(smem_p, p.out, x, at.b, at.h, x.seqlen_q, x.head_dim_v);
+    load_short<T>(smem_q, p.q, at.b, at.h, x.seqlen_q, x.head_dim);
+    load_short<T>(smem_k, p.k, at.b, at.h, x.seqlen_k, x.head_dim);
+    load_short<T>(smem_v, p.v, at.b, at.h, x.seqlen_k, x.head_dim_v);
+    load_short<T>(smem_do, p.dout, at.b, at.h, x.seqlen_q, x.head_dim_v);
+    load_short<T>(smem_p, p.out, at.b, at.h, x.seqlen_q, x.head_dim_v);
     ptx::cp_async_commit();
   };
-  clear_tiles(smem_q, 4 * kTile);
   ptx::wait_for_kernel_before();
   ShortWalk walk(grid);
   load(walk);
-  ShortScores bias_sums;
+  ShortScores<T::kRows> bias_sums;
   clear(bias_sums);
 #pragma unroll 1
   while (walk.has_head(grid)) {
     if (m.bias.ptr != nullptr && walk.begins_group(grid)) {
       const ShortWalk::Head first = walk.head(grid);
-      ShortBias::load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
+      ShortBias<T::kRows>::template load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
     }
     if (threadIdx.x == 0) {
       at = walk.head(grid);
@@ -173,23 +174,25 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
     const Seat seat = short_seat(x, m, at.b);
     // Derivatives of a softcap wait where this warp will put its rows of P and dS: in registers they would cost 32.
     const auto slope_at = [&](int n) {
-      return smem_p + n / 4 * (T::kDsAt - T::kPAt) + row0() * ScoreTile::kRowBytes + (n % 4 * 32 + ptx::fresh_lane()) * 16;
+      constexpr int kFits = WeightTile::kRowBytes / 32;  // blocks of 16 queries x 8 keys, 512 bytes each
+      return smem_p + n / kFits * (T::kDsAt - T::kPAt) + row0() * WeightTile::kRowBytes +
+             (n % kFits * 32 + ptx::fresh_lane()) * 16;
     };
-    ShortScores weights, ds;
+    ShortScores<T::kRows> weights, ds;
     if (row0() < x.seqlen_q) {
-      short_scores<E, D>(weights, Scores{x, m, seat, at.h}, rows_of(smem_q), keys_of(smem_k), bias,
-                         [&](int, int n, const float(&slope)[4]) {
-                           ptx::store_shared(slope_at(n), make_float4(slope[0], slope[1], slope[2], slope[3]));
-                         });
+      short_scores<T>(weights, Scores{x, m, seat, at.h}, rows_of(smem_q), keys_of(smem_k), bias,
+                      [&](int, int n, const float(&slope)[4]) {
+                        ptx::store_shared(slope_at(n), make_float4(slope[0], slope[1], slope[2], slope[3]));
+                      });
 #pragma unroll
-      for (int n = 0; n < kShortRows / 8; ++n) {
+      for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) weights[0][n][i] = ptx::ex2(fmaf(weights[0][n][i], m.unit_log2, -row_stats[i / 2].x));
       }
       if (m.rng != nullptr) drop<false, true>(weights, m, row0(), 0, drop_keys);
       multiply_transposed<E, D, 2>(ds, rows_of(smem_do), keys_of(smem_v));
 #pragma unroll
-      for (int n = 0; n < kShortRows / 8; ++n) {
+      for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // A negative weight is one that dropout hit: its dP counts nothing, that of others keep_scale times.
@@ -200,7 +203,7 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
       }
       if (m.softcap > 0.f) {
 #pragma unroll
-        for (int n = 0; n < kShortRows / 8; ++n) {
+        for (int n = 0; n < kBlocks; ++n) {
           const float4 slope = ptx::load_shared(slope_at(n));
           ds[0][n][0] *= slope.x, ds[0][n][1] *= slope.y, ds[0][n][2] *= slope.z, ds[0][n][3] *= slope.w;
         }
@@ -210,18 +213,18 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
       clear(weights);
       clear(ds);
     }
-    const uint32_t to_p = ScoreTile::by_rows(smem_p, ptx::fresh_lane()) + row0() * ScoreTile::kRowBytes;
+    const uint32_t to_p = WeightTile::by_rows(smem_p, ptx::fresh_lane()) + row0() * WeightTile::kRowBytes;
     const uint32_t to_ds = to_p + (T::kDsAt - T::kPAt);
 #pragma unroll
-    for (int j = 0; j < kShortRows / 16; ++j) {
+    for (int j = 0; j < kBlocks / 2; ++j) {
       float left[4], right[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         left[i] = weights[0][2 * j][i] < 0.f ? 0.f : weights[0][2 * j][i];  // NaN stays
         right[i] = weights[0][2 * j + 1][i] < 0.f ? 0.f : weights[0][2 * j + 1][i];
       }
-      put_block<E>(ScoreTile::block(to_p, 0, j), left, right, ptx::fresh_lane());
-      put_block<E>(ScoreTile::block(to_ds, 0, j), ds[0][2 * j], ds[0][2 * j + 1], ptx::fresh_lane());
+      put_block<E>(WeightTile::block(to_p, 0, j), left, right, ptx::fresh_lane());
+      put_block<E>(WeightTile::block(to_ds, 0, j), ds[0][2 * j], ds[0][2 * j + 1], ptx::fresh_lane());
     }
     float dq[1][D / 8][4];
     clear(dq);
@@ -237,11 +240,11 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
     };
     if (row0() < x.seqlen_q) store(dq[0], p.dq, at.h, x.seqlen_q, x.head_dim, x.softmax_scale, smem_v);
     if (row0() < x.seqlen_k) {
-      const uint32_t of_p = ScoreTile::block(ScoreTile::by_cols(smem_p, ptx::fresh_lane()), 0, row0() / 16);
+      const uint32_t of_p = WeightTile::block(WeightTile::by_cols(smem_p, ptx::fresh_lane()), 0, row0() / 16);
       float sums[D / 8][4];
-      multiply_columns<E, D>(sums, of_p, Tile::by_rows(smem_do, ptx::fresh_lane()));
+      multiply_columns<T>(sums, of_p, Tile::by_rows(smem_do, ptx::fresh_lane()));
       store(sums, p.dv, at.h, x.seqlen_k, x.head_dim_v, m.keep_scale, smem_v);
-      multiply_columns<E, D>(sums, of_p + (T::kDsAt - T::kPAt), Tile::by_rows(smem_q, ptx::fresh_lane()));
+      multiply_columns<T>(sums, of_p + (T::kDsAt - T::kPAt), Tile::by_rows(smem_q, ptx::fresh_lane()));
       store(sums, p.dk, at.h, x.seqlen_k, x.head_dim, x.softmax_scale, smem_k);
     }
     debug_delay();
@@ -249,7 +252,7 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kBwdCtas)
     debug_delay();
     if (walk.ends_group(grid) && bias_gradient.out != nullptr) {
       float* const sums = reinterpret_cast<float*>(smem_raw + T::kBiasAt);
-      store_bias_gradient<E>(bias_gradient, bias_sums, sums, at.bias_b, at.bias_h, ShortWalk::part(grid));
+      store_bias_gradient<E, T::kRows>(bias_gradient, bias_sums, sums, at.bias_b, at.bias_h, ShortWalk::part(grid));
       clear(bias_sums);
     }
     walk.next(grid);

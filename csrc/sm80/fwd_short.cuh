@@ -1,7 +1,8 @@
-// The forward of sequences of at most 64 queries and keys, with every modifier: a warp has 16 queries and all keys, so
-// the softmax is that of whole rows and nothing is rescaled. A CTA walks heads that share a bias, which it reads once.
+// The forward of sequences of at most R = 16, 32 or 64 queries and keys, with every modifier: a warp has 16 queries and
+// all keys, so the softmax is that of whole rows and nothing is rescaled. A CTA walks heads that share a bias, which it
+// reads once.
 //
-// Shared memory: Q, K, V [stages][64][D]; bias [64][64] in fp32 (own_bias.cuh).
+// Shared memory: Q, K, V [stages][R][D]; bias [R][R] in fp32 (own_bias.cuh).
 #pragma once
 
 #include "../common/debug_delay.cuh"
@@ -10,12 +11,12 @@
 namespace flash_ext::sm80 {
 
 template <typename T>
-__global__ void __launch_bounds__(ShortTile::kThreads, T::kFwdCtas)
+__global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
     fwd_short_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Modifiers m,
                      const __grid_constant__ ShortGrid grid) {
   using E = typename T::Element;
   using Tile = typename T::Tile;
-  constexpr int D = T::kHeadDim, kTile = T::kTileBytes;
+  constexpr int D = T::kHeadDim, kTile = T::kTileBytes, kBlocks = T::kRows / 8;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   __shared__ DropKeys drop_keys;
   const Problem& x = p.problem;
@@ -26,13 +27,12 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kFwdCtas)
     if (to.has_head(grid)) {
       const ShortWalk::Head at = to.head(grid);
       const int h_k = static_cast<int>(divide(static_cast<uint32_t>(at.h), grid.shared));
-      load_short<D>(smem_q, p.q, x, at.b, at.h, x.seqlen_q, x.head_dim);
-      load_short<D>(smem_q + kTile, p.k, x, at.b, h_k, x.seqlen_k, x.head_dim);
-      load_short<D>(smem_q + 2 * kTile, p.v, x, at.b, h_k, x.seqlen_k, x.head_dim_v);
+      load_short<T>(smem_q, p.q, at.b, at.h, x.seqlen_q, x.head_dim);
+      load_short<T>(smem_q + kTile, p.k, at.b, h_k, x.seqlen_k, x.head_dim);
+      load_short<T>(smem_q + 2 * kTile, p.v, at.b, h_k, x.seqlen_k, x.head_dim_v);
     }
     ptx::cp_async_commit();
   };
-  clear_tiles(smem, 3 * T::kFwdStages * kTile);
   ptx::wait_for_kernel_before();
   uint32_t smem_q = smem;
   ShortWalk walk(grid);
@@ -40,7 +40,9 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kFwdCtas)
 #pragma unroll 1
   while (walk.has_head(grid)) {
     const ShortWalk::Head at = walk.head(grid);
-    if (m.bias.ptr != nullptr && walk.begins_group(grid)) ShortBias::load<E>(bias, x, m.bias, at.bias_b, at.bias_h);
+    if (m.bias.ptr != nullptr && walk.begins_group(grid)) {
+      ShortBias<T::kRows>::template load<E>(bias, x, m.bias, at.bias_b, at.bias_h);
+    }
     walk.next(grid);
     const uint32_t next_q = T::kFwdStages == 1 ? smem : smem == smem_q ? smem + 3 * kTile : smem;
     if (T::kFwdStages > 1) load(walk, next_q);
@@ -51,22 +53,22 @@ __global__ void __launch_bounds__(ShortTile::kThreads, T::kFwdCtas)
     debug_delay();
     if (row0() < x.seqlen_q) {
       const Seat seat = short_seat(x, m, at.b);
-      float acc_s[1][kShortRows / 8][4];
+      float acc_s[1][kBlocks][4];
       const uint32_t rows = Tile::by_rows(smem_q, ptx::fresh_lane()) + row0() * Tile::kRowBytes;
-      short_scores<E, D>(acc_s, Scores{x, m, seat, at.h}, rows, Tile::by_cols(smem_q + kTile, ptx::fresh_lane()), bias,
+      short_scores<T>(acc_s, Scores{x, m, seat, at.h}, rows, Tile::by_cols(smem_q + kTile, ptx::fresh_lane()), bias,
                          [](int, int, const float(&)[4]) {});
       float inverse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float top = -INFINITY, sum = 0.f;
 #pragma unroll
-        for (int n = 0; n < kShortRows / 8; ++n) top = fmaxf(top, fmaxf(acc_s[0][n][2 * half], acc_s[0][n][2 * half + 1]));
+        for (int n = 0; n < kBlocks; ++n) top = fmaxf(top, fmaxf(acc_s[0][n][2 * half], acc_s[0][n][2 * half + 1]));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         // The maximum is subtracted first: the product with log2(e) of a mask made of finfo.min is not finite.
         const float shift = top == -INFINITY ? 0.f : top;
 #pragma unroll
-        for (int n = 0; n < kShortRows / 8; ++n) {
+        for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& s = acc_s[0][n][2 * half + i];

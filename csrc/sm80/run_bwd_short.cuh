@@ -9,12 +9,18 @@ namespace flash_ext::sm80 {
 
 template <int D>
 std::string run_bwd_short_hd(const BwdParams& p, const Modifiers& m, const BiasGradient& bias, const ShortGrid& g) {
+  const ShortTile tile = short_tile(p.problem);
   const auto run = [&](auto kernel) {
-    return launch_at(early_if(m.follows_pass), "bwd_short", kernel, g.ctas, ShortTile::kThreads,
-                     ShortTile::bwd_smem_bytes(D), p.stream, p, with_own_bias(m), bias, g);
+    return launch_at(early_if(m.follows_pass), "bwd_short", kernel, g.ctas, tile.threads(), tile.bwd_smem(), p.stream, p,
+                     with_own_bias(m), bias, g);
   };
-  return p.problem.dtype == DType::kFloat16 ? run(bwd_short_kernel<ShortTraits<__half, D>>)
-                                            : run(bwd_short_kernel<ShortTraits<__nv_bfloat16, D>>);
+  const auto of_rows = [&]<int R>(std::integral_constant<int, R>) {
+    return p.problem.dtype == DType::kFloat16 ? run(bwd_short_kernel<ShortTraits<__half, D, R>>)
+                                              : run(bwd_short_kernel<ShortTraits<__nv_bfloat16, D, R>>);
+  };
+  if (tile.rows == 16) return of_rows(std::integral_constant<int, 16>{});
+  if (tile.rows == 32) return of_rows(std::integral_constant<int, 32>{});
+  return of_rows(std::integral_constant<int, 64>{});
 }
 
 }  // namespace flash_ext::sm80

@@ -9,12 +9,18 @@ namespace flash_ext::sm80 {
 
 template <int D>
 std::string run_fwd_short_hd(const FwdParams& p, const Modifiers& m, const ShortGrid& g) {
+  const ShortTile tile = short_tile(p.problem);
   const auto run = [&](auto kernel) {
-    return launch_at(early_if(m.follows_pass), "fwd_short", kernel, g.ctas, ShortTile::kThreads,
-                     ShortTile::fwd_smem_bytes(D), p.stream, p, with_own_bias(m), g);
+    return launch_at(early_if(m.follows_pass), "fwd_short", kernel, g.ctas, tile.threads(), tile.fwd_smem(), p.stream, p,
+                     with_own_bias(m), g);
   };
-  return p.problem.dtype == DType::kFloat16 ? run(fwd_short_kernel<ShortTraits<__half, D>>)
-                                            : run(fwd_short_kernel<ShortTraits<__nv_bfloat16, D>>);
+  const auto of_rows = [&]<int R>(std::integral_constant<int, R>) {
+    return p.problem.dtype == DType::kFloat16 ? run(fwd_short_kernel<ShortTraits<__half, D, R>>)
+                                              : run(fwd_short_kernel<ShortTraits<__nv_bfloat16, D, R>>);
+  };
+  if (tile.rows == 16) return of_rows(std::integral_constant<int, 16>{});
+  if (tile.rows == 32) return of_rows(std::integral_constant<int, 32>{});
+  return of_rows(std::integral_constant<int, 64>{});
 }
 
 }  // namespace flash_ext::sm80

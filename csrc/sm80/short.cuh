@@ -1,6 +1,8 @@
 // What the kernels of short sequences share: which heads a CTA walks, and a bias that stays for all of them.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/dropout.cuh"
 #include "../common/float_results.cuh"
 #include "../common/fragments.cuh"
@@ -10,36 +12,39 @@
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D>
+template <typename E, int D, int R>
 struct ShortTraits {
   using Element = E;
   using Tile = SmemTile<D>;
-  static constexpr int kHeadDim = D, kTileBytes = ShortTile::tile_bytes(D), kFwdCtas = ShortTile::fwd_ctas(D);
-  static constexpr int kFwdStages = ShortTile::fwd_stages(D);
-  static constexpr int kBwdCtas = ShortTile::bwd_ctas(D);
+  using WeightTile = SmemTile<std::max(R, 32)>;
+  static constexpr ShortTile kSizes{R, D};
+  static constexpr int kRows = R, kHeadDim = D, kThreads = kSizes.threads(), kTileBytes = kSizes.tile();
+  static constexpr int kFwdCtas = kSizes.fwd_ctas(), kFwdStages = kSizes.fwd_stages(), kBwdCtas = kSizes.bwd_ctas();
   // Of the backward: Q, K, V and dO come first.
-  static constexpr int kPAt = 4 * kTileBytes, kDsAt = kPAt + ShortTile::kScoreBytes / 2;
-  static constexpr int kStatsAt = kPAt + ShortTile::kScoreBytes, kBiasAt = kStatsAt + 8 * kShortRows;
+  static constexpr int kPAt = 4 * kTileBytes, kDsAt = kPAt + kSizes.weights();
+  static constexpr int kStatsAt = kPAt + kSizes.o_or_weights(), kBiasAt = kStatsAt + 8 * R;
 };
 
 // The bias of a group of heads.
-struct ShortBias : OwnBias<ShortTile::kThreads, kShortRows / 8> {
-  static_assert(kBytes == ShortTile::kScoreBytes);
+template <int R>
+struct ShortBias : OwnBias<2 * R, R / 8> {
+  using Own = OwnBias<2 * R, R / 8>;
+  static_assert(Own::kBytes == ShortTile{R, 0}.bias());
 
   template <typename E>
   __device__ static void load(uint32_t stage, const Problem& p, const BiasView& x, int b, int h) {
     const int thread = ptx::fresh_thread_idx(), lane = thread % 32;
-    OwnBias::load<E>(stage, thread, x, b, h, thread / 32 * 16 + lane / 4, 2 * (lane % 4), min(x.rows, p.seqlen_q),
+    Own::template load<E>(stage, thread, x, b, h, thread / 32 * 16 + lane / 4, 2 * (lane % 4), min(x.rows, p.seqlen_q),
                      min(x.cols, p.seqlen_k));
   }
 
   // acc = acc * scale + bias.
   template <typename E, bool kT, int kN>
   __device__ static void add(float (&acc)[1][kN][4], float scale, uint32_t stage) {
-    static_assert(!kT && kN == kShortRows / 8);
+    static_assert(!kT && kN == R / 8);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const float4 bias = ptx::load_shared(at(stage, ptx::fresh_thread_idx(), n));
+      const float4 bias = ptx::load_shared(Own::at(stage, ptx::fresh_thread_idx(), n));
       acc[0][n][0] = fmaf(acc[0][n][0], scale, bias.x);
       acc[0][n][1] = fmaf(acc[0][n][1], scale, bias.y);
       acc[0][n][2] = fmaf(acc[0][n][2], scale, bias.z);
@@ -102,35 +107,23 @@ __device__ __forceinline__ Seat short_seat(const Problem& p, const Modifiers& m,
   return {b, p.seqlen_q, p.seqlen_k, 0, 0, prefix};
 }
 
-// Loads rows of a head in blocks of 32, as many as queries or keys need: what lies behind stays 0, see clear_tiles().
-template <int D>
-__device__ __forceinline__ void load_short(uint32_t tile, const StridedView& x, const Problem& p, int b, int h, int rows,
-                                           int columns) {
-  static_assert(kShortRows == 64);
-  const TileSource first{row_pointer(x, b, 0, h), x.row_stride, columns, x.aligned};
-  load_tile<32, D, ShortTile::kThreads>(tile, first, rows, ptx::fresh_thread_idx());
-  if (max(p.seqlen_q, p.seqlen_k) <= 32) return;
-  const TileSource second{first.ptr + (rows > 32 ? 32 * x.row_stride : 0), x.row_stride, columns, x.aligned};
-  load_tile<32, D, ShortTile::kThreads>(tile + 32 * SmemTile<D>::kRowBytes, second, rows - 32, ptx::fresh_thread_idx());
-}
-
-// Zeros once for all heads of a walk.
-__device__ __forceinline__ void clear_tiles(uint32_t first, int bytes) {
-  for (int at = ptx::fresh_thread_idx() * 16; at < bytes; at += ShortTile::kThreads * 16) {
-    ptx::store_shared(first + at, make_float4(0.f, 0.f, 0.f, 0.f));
-  }
-  __syncthreads();
+// Loads rows of a head; those beyond the last are 0.
+template <typename T>
+__device__ __forceinline__ void load_short(uint32_t tile, const StridedView& x, int b, int h, int rows, int columns) {
+  const TileSource source{row_pointer(x, b, 0, h), x.row_stride, columns, x.aligned};
+  load_tile<T::kRows, T::kHeadDim, T::kThreads>(tile, source, rows, ptx::fresh_thread_idx());
 }
 
 // Scores of this warp's queries, hidden ones -inf. put_slope: Scores::modify().
-template <typename E, int D, typename PutSlope>
-__device__ __forceinline__ void short_scores(float (&acc)[1][kShortRows / 8][4], const Scores& scores, uint32_t q_lane,
+template <typename T, typename PutSlope>
+__device__ __forceinline__ void short_scores(float (&acc)[1][T::kRows / 8][4], const Scores& scores, uint32_t q_lane,
                                              uint32_t k_lane, uint32_t bias, const PutSlope& put_slope) {
+  using E = typename T::Element;
   const int row0 = ptx::fresh_thread_idx() / 32 * 16;
   const TileTests tests = short_tests(scores.m);
-  const auto words = scores.fetch_mask<16, kShortRows>(row0, 0, tests);
-  multiply_transposed<E, D, 2>(acc, q_lane, k_lane);
-  scores.modify<E, false, ShortBias>(acc, row0, 0, bias, put_slope);
+  const auto words = scores.fetch_mask<16, T::kRows>(row0, 0, tests);
+  multiply_transposed<E, T::kHeadDim, 2>(acc, q_lane, k_lane);
+  scores.template modify<E, false, ShortBias<T::kRows>>(acc, row0, 0, bias, put_slope);
   scores.hide(acc, row0, 0, tests, words);
 }
 

@@ -85,10 +85,8 @@ __device__ __forceinline__ void schedule_bwd_items(const Args& a, Shared& shared
   };
   const auto publish_chunk = [&](bool is_last) {
     __syncwarp();
-    if (ptx::fresh_lane() == 0) {
-      shared.chunks[chunk()].is_last = is_last;
-      ptx::mbarrier_arrive(bars.chunk_full(chunk()));
-    }
+    if (ptx::fresh_lane() == 0) shared.chunks[chunk()].is_last = is_last;
+    ptx::mbarrier_arrive_for_warp(bars.chunk_full(chunk()), ptx::fresh_lane() == 0);
     count_one(shared.chunks_found);
   };
   // Publishes an item and its steps; false if there are none. A chunk waits for the next one: it may be the last.

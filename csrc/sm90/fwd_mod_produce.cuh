@@ -105,10 +105,8 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
   const auto chunk = [&]() -> Chunk& { return shared.chunks[slot_of(chunks(), T::kRingChunks)]; };
   const auto publish = [&](bool is_last) {
     __syncwarp();
-    if (ptx::fresh_lane() == 0) {
-      chunk().is_last = is_last;
-      ptx::mbarrier_arrive(bars.chunk_full(slot_of(chunks(), T::kRingChunks)));
-    }
+    if (ptx::fresh_lane() == 0) chunk().is_last = is_last;
+    ptx::mbarrier_arrive_for_warp(bars.chunk_full(slot_of(chunks(), T::kRingChunks)), ptx::fresh_lane() == 0);
     counts = (counts & 0xffff0000u) | ((counts + 1) & 0xffff);
   };
   const auto load_q = [&](const Work& w) {

@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -92,9 +93,13 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
   if (dtype != "float16" && dtype != "bfloat16") {
     throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + dtype);
   }
+  if (num_heads == 0 && num_heads_k == 0) {  // nothing runs, as without batch entries
+    batch = 0;
+    num_heads = num_heads_k = 1;
+  }
   const int32_t least = std::min({num_heads, num_heads_k, head_dim, head_dim_v});
   if (least < 1 || std::min<int64_t>({batch, seqlen_q, seqlen_k}) < 0 || num_heads % num_heads_k != 0) {
-    throw py::value_error("heads and head sizes must be at least 1, batch and lengths at least 0, and num_heads a multiple "
+    throw py::value_error("head sizes must be at least 1, batch, heads and lengths at least 0, and num_heads a multiple "
                           "of num_heads_k");
   }
   static const int32_t no_cu_seqlens = 0;  // never read: plans look at metadata only

@@ -162,7 +162,8 @@ def test_divided_heads_are_short_where_none_share(short_gpu) -> None:
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_plans_of_nothing(short_gpu, direction: str) -> None:
-    assert plan(direction, 49, 49, batch=0)["grid"] == 0
+    for empty in ({"batch": 0}, {"num_heads": 0, "num_heads_k": 0}):
+        assert plan(direction, 49, 49, **empty)["grid"] == 0
     for nothing in ({"num_heads": 0}, {"num_heads_k": 0}, {"head_dim": 0}, {"batch": -1}, {"num_heads_k": 3}):
         with pytest.raises(ValueError, match="must be at least"):
             plan(direction, 49, 49, **nothing)

@@ -103,6 +103,7 @@ __device__ __forceinline__ bool leave_seen_keys(uint32_t to, const Scores& score
     ptx::store_shared_word(to + (first + lane) * kPitch, seen);
     all &= seen;
   }
+  __syncwarp();  // the vote would not order it: before others read the words, or fill their place with something else
   return !__all_sync(0xffffffffu, (all | ~Scores::low_bits(kKeys)) == ~0u);
 }
 
@@ -110,7 +111,6 @@ __device__ __forceinline__ bool leave_seen_keys(uint32_t to, const Scores& score
 template <int kPitch, int kA, int kN>
 __device__ __forceinline__ void hide_unseen(float (&acc)[kA][kN][4], uint32_t seen) {
   const int lane = ptx::fresh_lane();
-  __syncwarp();
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const uint32_t at = seen + (8 * n + 2 * (lane % 4)) * kPitch;

@@ -92,9 +92,9 @@ __device__ __forceinline__ void finish_queries(const BwdArgs& a, const BwdMaps& 
     if (ptx::fresh_lane() == 0) {
       ptx::fence_gpu();
       atomicAdd(items_added(ring, item.round), 1u);
-      ptx::mbarrier_arrive(bars.item_empty(place.slot));
     }
-    __syncwarp();
+    __syncwarp();  // all have read the item
+    ptx::mbarrier_arrive_for_warp(bars.item_empty(place.slot), ptx::fresh_lane() == 0);
     place.advance();
   };
   const auto is_added = [&](uint32_t round) {

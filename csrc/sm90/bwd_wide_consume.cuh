@@ -236,7 +236,8 @@ __device__ __forceinline__ void consume_gradients(const BwdArgs& a, uint32_t sme
       arrive(bars.v_empty());
     }
   };
-  // dP starts from -delta, so that the products give dP - delta.
+  // dP starts from -delta, so that the products give dP - delta. Behind the last step it is issued once more, on what lies
+  // there by then, and nobody takes the result.
   const auto issue_dp = [&] {
     begin_dp(dp, minus_delta + q_ring.slot * (T::kStatsBytes / 4));
     ptx::pin(dp);

@@ -400,7 +400,8 @@ __device__ __forceinline__ void consume_mod_gradients(const WideModArgs& a, uint
     now = shared.steps[q_ring.slot];
     wait(bars.dout_full(dout_ring.slot), dout_ring.parity);
   };
-  // dP starts from -delta, so that the products give dP - delta, but with dropout, where -delta comes afterwards.
+  // dP starts from -delta, so that the products give dP - delta, but with dropout, where -delta comes afterwards. Behind
+  // the last step it is issued once more, on what lies there by then, and nobody takes the result.
   const auto issue_dp = [&] {
     if constexpr (!T::kDrops) begin_dp(dp, minus_delta());
     ptx::pin(dp);

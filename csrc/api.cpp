@@ -71,14 +71,14 @@ FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Te
   params.out = view_of(out);
   params.lse = lse.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
+  const Plan plan = plan_on(path, {.direction = Direction::kForward, .problem = problem}, info);
   Tensor schedule;
-  if (const int64_t bytes = path.fwd_workspace(problem, info); bytes > 0) {
-    schedule = new_tensor({bytes}, q.options().dtype(at::kByte));
+  if (plan.workspace.bytes > 0) {
+    schedule = new_tensor({plan.workspace.bytes}, q.options().dtype(at::kByte));
     params.schedule = schedule.mutable_data_ptr();
   }
   if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kForward, path.plan_fwd(problem, info), false,
-                   params.q.aligned && params.k.aligned && params.v.aligned});
+    record_launch({Direction::kForward, plan, false, params.q.aligned && params.k.aligned && params.v.aligned});
   }
   if (should_launch()) {
     const std::string error = path.run_fwd(params, info);
@@ -134,16 +134,13 @@ void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
                 const at::TensorOptions& float_options) {
   const Problem problem = params.problem;
   const bool deterministic = params.deterministic;
-  const int parts = head_parts_of(path, problem, deterministic, info);
+  const Plan plan = plan_on(
+      path, {.direction = Direction::kBackward, .problem = problem, .deterministic = deterministic}, info);
+  const int parts = plan.gqa_splits;
   const Problem run = parts > 1 ? in_parts(problem, parts) : problem;
-  const BwdWorkspace workspace = path.bwd_workspace(run, deterministic, info);
-  Tensor row_stats, dq_accum, dk_parts, dv_parts;
-  if (workspace.row_stats_elements > 0)
-    row_stats = new_tensor({workspace.row_stats_elements}, float_options);
-  if (workspace.dq_accum_elements > 0)
-    dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
-  params.row_stats = row_stats.defined() ? row_stats.mutable_data_ptr<float>() : nullptr;
-  params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
+  const BwdMemory memory(plan.workspace, float_options);
+  memory.give_to(params);
+  Tensor dk_parts, dv_parts;
   const StridedView dk_view = params.dk, dv_view = params.dv;
   if (parts > 1) {
     const int64_t rows = parts * problem.total_k * problem.num_heads_k;
@@ -153,10 +150,9 @@ void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
                       dv_parts.mutable_data_ptr<float>());
   }
   if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kBackward, path.plan_bwd(run, deterministic, info), deterministic,
+    record_launch({Direction::kBackward, plan, deterministic,
                    params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
-                       params.dout.aligned,
-                   parts});
+                       params.dout.aligned});
   }
   if (should_launch()) {
     std::string error = path.run_bwd(params, info);

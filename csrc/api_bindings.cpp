@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <vector>
 
 #include "api.h"
 #include "api_params.h"
 #include "build_info.h"
-#include "head_parts.h"
 #include "path_choice.h"
 
 namespace py = pybind11;
@@ -62,17 +62,50 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
 
 // ---- plans, switches, records -------------------------------------------------------------------
 
-py::dict dict_of(const LaunchPlan& plan) {
+void put_launch(py::dict& d, const Launch& l) {
+  d["block_m"] = l.block_m;
+  d["block_n"] = l.block_n;
+  d["stages"] = l.stages;
+  d["threads"] = l.threads;
+  d["smem_bytes"] = l.smem_bytes;
+  d["grid"] = l.ctas;
+}
+
+py::dict dict_of(const Plan& plan) {
+  const std::string kernel = name_of(plan);
   py::dict d;
-  d["path"] = plan.path;
-  d["kernel"] = plan.kernel;
-  d["block_m"] = plan.block_m;
-  d["block_n"] = plan.block_n;
-  d["stages"] = plan.stages;
-  d["threads"] = plan.threads;
-  d["smem_bytes"] = plan.smem_bytes;
-  d["grid"] = plan.grid;
-  d["splits"] = plan.splits;
+  d["path"] = kernel.find("_sm90") == std::string::npos ? "sm80" : "sm90";
+  d["kernel"] = kernel;
+  put_launch(d, plan.main_launch());
+  d["splits"] = plan.kv_splits;
+  d["head_parts"] = plan.gqa_splits;
+  d["row"] = plan.row;
+  d["evidence"] = name_of(plan.evidence);
+  py::list launches;
+  for (const Launch& l : plan.steps()) {
+    py::dict one;
+    one["kernel"] = name_of(l);
+    if (l.threads > 0) {
+      put_launch(one, l);
+      one["tiles"] = l.tiles;
+      one["dynamic"] = l.dynamic;
+    }
+    one["early"] = l.early;
+    launches.append(one);
+  }
+  d["launches"] = launches;
+  const Workspace& w = plan.workspace;
+  py::dict parts;
+  const std::pair<const char*, Part> named[] = {
+      {"tile_counters", w.tile_counters},   {"kv_partials", w.kv_partials},   {"kv_stretches", w.kv_stretches},
+      {"stats_portable", w.stats_portable}, {"row_stats", w.row_stats},       {"dq_semaphore", w.dq_semaphore},
+      {"pool_words", w.pool_words},         {"schedule_words", w.schedule_words}, {"dq_accum", w.dq_accum},
+      {"gqa_partials", w.gqa_partials}};
+  for (const auto& [name, part] : named) {
+    if (part) parts[name] = part.bytes;
+  }
+  d["workspace"] = parts;
+  d["workspace_bytes"] = w.bytes;
   return d;
 }
 
@@ -82,13 +115,78 @@ Direction direction_of(const std::string& name) {
   return name == "fwd" ? Direction::kForward : Direction::kBackward;
 }
 
+// Modifiers of which only the kind is known, as plans look at them: pointers that are not null, and numbers.
+struct NamedModifiers {
+  Modifiers modifiers;
+  BiasGradient dbias;
+  bool wants_dbias = false;
+
+  NamedModifiers(const std::vector<std::string>& names, const Problem& p) {
+    static const int64_t something = 0;  // never read
+    Modifiers& m = modifiers;
+    for (const std::string& name : names) {
+      if (name == "softcap") {
+        m.softcap = 30.f;
+        m.inv_softcap = 1.f / 30.f;
+      } else if (name == "alibi") {
+        m.slopes = reinterpret_cast<const float*>(&something);
+      } else if (name == "bias" || name == "bias_gradient") {  // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes
+        BiasView& b = m.bias;
+        b.ptr = &something;
+        b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
+        b.cols = p.is_varlen() ? static_cast<int32_t>(p.total_k) : p.seqlen_k;
+        b.row_stride = (b.cols + 7) / 8 * 8;
+        b.col_stride = 1;
+        b.head_stride = b.row_stride * b.rows;
+        b.aligned = b.staged = b.has_room = true;
+        dbias.heads = p.num_heads;
+        dbias.rows = b.rows;
+        dbias.cols = b.cols;
+        wants_dbias = wants_dbias || name == "bias_gradient";
+      } else if (name == "dropout") {
+        m.rng = &something;
+        m.drop_below = 6554;
+      } else if (name == "mask") {
+        m.mask.words = reinterpret_cast<const uint32_t*>(&something);
+        m.mask.row_stride = 1;
+        m.follows_pass = true;
+      } else if (name == "key_padding") {
+        m.mask.words = reinterpret_cast<const uint32_t*>(&something);
+        m.follows_pass = true;
+      } else if (name == "blocks") {
+        m.blocks.words = reinterpret_cast<const uint32_t*>(&something);
+        m.block_rows = 128;
+        m.follows_pass = true;
+      } else if (name == "documents") {
+        m.document_q.ids = m.document_k.ids = reinterpret_cast<const int32_t*>(&something);
+        m.follows_pass = true;
+      } else if (name == "hidden_rows" || name == "hidden_keys") {
+        (name == "hidden_rows" ? m.hidden_rows : m.hidden_keys).count = 1;
+        m.follows_pass = true;
+      } else if (name == "chunk") {
+        m.chunk = 1024;
+      } else if (name == "prefix") {
+        m.prefix_lens = reinterpret_cast<const int32_t*>(&something);
+      } else if (name == "sink_tokens") {
+        m.sink_tokens = 4;
+      } else if (name == "sinks") {
+        m.sinks = reinterpret_cast<const float*>(&something);
+      } else {
+        throw py::value_error("unknown modifier '" + name + "'; known: softcap, alibi, bias, bias_gradient, dropout, mask, "
+                              "key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
+      }
+    }
+    m.is_natural = m.softcap > 0 || m.bias.ptr != nullptr || m.slopes != nullptr;
+  }
+};
+
 // What would be launched for a problem given by numbers alone; no tensor and, with every fact of
 // the device given through switches, no GPU either.
-py::dict plan(const std::string& direction_name, const std::string& dtype, int32_t batch,
+py::dict plan_of_numbers(const std::string& direction_name, const std::string& dtype, int32_t batch,
               int64_t seqlen_q, int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k,
               int32_t head_dim, int32_t head_dim_v, bool packed, int32_t window_left,
-              int32_t window_right, bool deterministic, std::optional<std::string> path_name,
-              int device) {
+              int32_t window_right, bool deterministic, const std::vector<std::string>& modifiers,
+              const std::string& row, std::optional<std::string> path_name, int device) {
   const Direction direction = direction_of(direction_name);
   if (dtype != "float16" && dtype != "bfloat16") {
     throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + dtype);
@@ -121,25 +219,23 @@ py::dict plan(const std::string& direction_name, const std::string& dtype, int32
     p.total_k = batch * seqlen_k;
   }
   set_window(p, window_left, window_right);
+  p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
   const DeviceInfo info = device_info(device);
   if (!info.error.empty()) throw std::runtime_error(info.error);
   deterministic = deterministic || info.batch_invariant;
 
   py::dict result;
   if (const Path* path = choose_path(direction, p, info, path_name)) {
-    if (direction == Direction::kForward) {
-      result = dict_of(path->plan_fwd(p, info));
-      result["workspace_bytes"] = path->fwd_workspace(p, info);
-    } else {
-      const int parts = head_parts_of(*path, p, deterministic, info);
-      const Problem run = parts > 1 ? in_parts(p, parts) : p;
-      const BwdWorkspace workspace = path->bwd_workspace(run, deterministic, info);
-      result = dict_of(path->plan_bwd(run, deterministic, info));
-      result["head_parts"] = parts;
-      result["workspace_bytes"] =
-          4 * (workspace.row_stats_elements + workspace.dq_accum_elements) +
-          head_parts_bytes(p, parts);
+    const NamedModifiers named(modifiers, p);
+    Request request{.direction = direction, .problem = p, .deterministic = deterministic};
+    if (!modifiers.empty()) request.modifiers = &named.modifiers;
+    if (named.wants_dbias) request.dbias = &named.dbias;
+    request.row = row;
+    const Plan found = plan_on(*path, request, info);
+    if (found.row.empty()) {
+      throw py::value_error("path " + std::string(path->name) + " has no row '" + row + "' for this call");
     }
+    result = dict_of(found);
   } else {
     result["path"] = py::none();
   }
@@ -162,8 +258,30 @@ py::object latest_launch(bool of_this_thread) {
   d["direction"] = record->direction == Direction::kForward ? "fwd" : "bwd";
   d["deterministic"] = record->deterministic;
   d["aligned"] = record->aligned;
-  d["head_parts"] = record->head_parts;
   return d;
+}
+
+// What has been asked of the GPU since the latest record.
+py::list launches_done() {
+  py::list launches;
+  for (const DoneLaunch& l : done_launches()) {
+    py::dict d;
+    d["name"] = l.name;
+    d["grid"] = l.ctas;
+    d["threads"] = l.threads;
+    d["smem_bytes"] = l.smem_bytes;
+    d["early"] = l.early;
+    launches.append(d);
+  }
+  return launches;
+}
+
+py::list rows_of_plans() {
+  py::list rows;
+  for (const RowName& row : row_names()) {
+    rows.append(py::make_tuple(row.arch == Arch::kSm90 ? "sm90" : "sm80", row.name, name_of(row.evidence)));
+  }
+  return rows;
 }
 
 py::dict device_facts(int device) {
@@ -215,11 +333,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_bwd", wrap_pybind_function(check_bwd));
 
   m.def("path_names", &path_names);
-  m.def("plan", &plan, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",
+  m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",
         py::arg("batch") = 1, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("num_heads"),
         py::arg("num_heads_k"), py::arg("head_dim"), py::arg("head_dim_v"),
         py::arg("packed") = false, py::arg("window_left") = -1, py::arg("window_right") = -1,
-        py::arg("deterministic") = false, py::arg("path") = py::none(), py::arg("device") = 0);
+        py::arg("deterministic") = false, py::arg("modifiers") = std::vector<std::string>(),
+        py::arg("row") = "", py::arg("path") = py::none(), py::arg("device") = 0);
+  m.def("plan_rows", &rows_of_plans);
+  m.def("done_launches", &launches_done);
   m.def("device_facts", &device_facts, py::arg("device") = 0);
 
   m.def("get_switch", [](const std::string& name) { return get_switch(required_switch(name)); });

@@ -282,16 +282,17 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   params.out = view_of(out);
   params.lse = lse.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
-  Tensor schedule;
-  if (const int64_t bytes = path.fwd_mod_workspace(problem, info); bytes > 0) {
-    schedule = new_tensor({bytes}, q.options().dtype(at::kByte));
-    params.schedule = schedule.mutable_data_ptr();
-  }
   Prepared made = prepare(Direction::kForward, problem, a, info, params.stream);
   if (want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
+  const Plan plan = plan_on(
+      path, {.direction = Direction::kForward, .problem = problem, .modifiers = &made.modifiers}, info);
+  Tensor schedule;
+  if (plan.workspace.bytes > 0) {
+    schedule = new_tensor({plan.workspace.bytes}, q.options().dtype(at::kByte));
+    params.schedule = schedule.mutable_data_ptr();
+  }
   if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kForward, path.plan_fwd_mod(problem, made.modifiers, info), false,
-                   params.q.aligned && params.k.aligned && params.v.aligned});
+    record_launch({Direction::kForward, plan, false, params.q.aligned && params.k.aligned && params.v.aligned});
   }
   if (should_launch()) {
     const std::string error = path.run_fwd_mod(params, made.modifiers, info);
@@ -449,13 +450,6 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
     if (!need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
     need_qkv = false;  // what is left is the gradient of the sinks
   }
-  const BwdWorkspace workspace = path.bwd_mod_workspace(problem, deterministic || !need_qkv, info);
-  const Tensor row_stats = new_tensor({workspace.row_stats_elements}, float_options);
-  Tensor dq_accum;
-  if (workspace.dq_accum_elements > 0) dq_accum = new_tensor({workspace.dq_accum_elements}, float_options);
-  params.row_stats = row_stats.mutable_data_ptr<float>();
-  params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
-
   const Prepared made = prepare(Direction::kBackward, problem, a, info, params.stream);
   BwdExtras extras;
   extras.modifiers = &made.modifiers;
@@ -471,8 +465,19 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
     slope_parts = bias_gradient(of_slopes, dslopes, {slopes_batch, problem.num_heads, 1, 1}, true, problem, info);
     extras.slopes = &of_slopes;
   }
+  const Plan plan = plan_on(path,
+                            {.direction = Direction::kBackward,
+                             .problem = problem,
+                             .modifiers = &made.modifiers,
+                             .deterministic = deterministic,
+                             .need_qkv = need_qkv,
+                             .dbias = extras.bias,
+                             .dslopes = extras.slopes},
+                            info);
+  const BwdMemory memory(plan.workspace, float_options);
+  memory.give_to(params);
   if (get_switch(Switch::kRecordLaunches) == 1 && !runs_plain) {
-    record_launch({Direction::kBackward, path.plan_bwd_mod(problem, deterministic, extras, info), deterministic,
+    record_launch({Direction::kBackward, plan, deterministic,
                    params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
                        params.dout.aligned});
   }
@@ -486,7 +491,7 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   if (need_sinks) {
     // d sink = -sum of exp(sink - lse) * delta over the rows of a head; the second row statistic is delta. What else a
     // path keeps there comes behind.
-    const Tensor delta = row_stats.narrow(0, 0, 2 * lse.numel()).view({-1, 2}).select(1, 1).view(lse.sizes());
+    const Tensor delta = memory.row_stats.narrow(0, 0, 2 * lse.numel()).view({-1, 2}).select(1, 1).view(lse.sizes());
     const Tensor of_head = lse.dim() == 3 ? sinks->view({1, -1, 1}) : sinks->view({-1, 1});
     // Rows outside every sequence have lse -inf and no sink; whatever their dout holds must not count.
     const Tensor of_rows = of_head.sub(lse).exp().mul(delta).masked_fill(

@@ -122,6 +122,17 @@ DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.
 
 bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
 
+BwdMemory::BwdMemory(const Workspace& w, const at::TensorOptions& float_options) {
+  const int64_t beside = w.bytes - w.dq_accum.bytes - w.gqa_partials.bytes;
+  if (beside > 0) row_stats = new_tensor({beside / 4}, float_options);
+  if (w.dq_accum) dq_accum = new_tensor({w.dq_accum.bytes / 4}, float_options);
+}
+
+void BwdMemory::give_to(BwdParams& params) const {
+  params.row_stats = row_stats.defined() ? row_stats.mutable_data_ptr<float>() : nullptr;
+  params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
+}
+
 bool is_capturing(const Tensor& q) {
   if (const auto pretended = get_switch(Switch::kCapturing)) return *pretended == 1;
   return q.is_cuda() && is_capturing(stream_handle(q.device()));

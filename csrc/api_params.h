@@ -81,6 +81,14 @@ bool should_launch();
 // Whether what runs on the current stream of q's device goes into a CUDA graph.
 bool is_capturing(const Tensor& q);
 
+// The workspace of a backward: sums of dq have a tensor of their own, so that each is freed as soon as it can be.
+struct BwdMemory {
+  BwdMemory(const Workspace& w, const at::TensorOptions& float_options);
+  void give_to(BwdParams& params) const;
+
+  Tensor row_stats, dq_accum;  // fp32; undefined where the plan has none
+};
+
 // Records and runs the backward without modifiers, whose workspace it makes: `params` has everything else (api.cpp).
 void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
                 const at::TensorOptions& float_options);

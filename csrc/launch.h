@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/debug_delay.cuh"
+#include "paths.h"
 
 namespace flash_ext {
 
@@ -126,6 +127,7 @@ std::string launch_at(Start start, const char* name, void (*kernel)(Params...), 
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = start == Start::kEarly && can_wait_itself(kernel) ? 1 : 0;
+  note_launch({name, grid, threads, smem_bytes, start == Start::kEarly});
   const cudaError_t err = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (err == cudaSuccess) return {};
   cudaGetLastError();

@@ -58,6 +58,9 @@ struct HiddenIntervals {
   int32_t count = 0;  // intervals a position
 };
 
+// Above it the tanh of a softcap is evaluated finely, which not every kernel can.
+inline constexpr float kFineSoftcap = 100.f;
+
 struct Modifiers {
   // Scores are kept in units of 1 / (unit_log2 ln 2): raw products where nothing is added to them, else natural ones.
   bool is_natural = false;  // softcap, bias or slopes

@@ -96,9 +96,4 @@ struct BwdParams {
 };
 
 // Bytes of fp32 workspace the backward wants for a problem; both O(rows).
-struct BwdWorkspace {
-  int64_t row_stats_elements = 0;
-  int64_t dq_accum_elements = 0;
-};
-
 }  // namespace flash_ext

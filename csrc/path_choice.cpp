@@ -1,7 +1,5 @@
 #include "path_choice.h"
 
-#include "head_parts.h"
-
 #include <array>
 #include <atomic>
 #include <limits>
@@ -13,13 +11,10 @@ namespace flash_ext {
 
 const std::vector<Path>& gpu_paths() {
   static const std::vector<Path> paths = {
-      {"sm90", sm90::why_not_fwd, sm90::why_not_bwd, sm90::fwd_workspace, sm90::bwd_workspace,
-       sm90::plan_fwd, sm90::plan_bwd, sm90::run_fwd, sm90::run_bwd, sm90::fwd_mod_workspace, sm90::bwd_mod_workspace,
-       sm90::plan_fwd_mod, sm90::plan_bwd_mod, sm90::run_fwd_mod, sm90::run_bwd_mod},
-      {"sm80", sm80::why_not_fwd, sm80::why_not_bwd, sm80::fwd_workspace, sm80::bwd_workspace,
-       sm80::plan_fwd, sm80::plan_bwd, sm80::run_fwd, sm80::run_bwd, sm80::fwd_mod_workspace,
-       sm80::bwd_mod_workspace,
-       sm80::plan_fwd_mod, sm80::plan_bwd_mod, sm80::run_fwd_mod, sm80::run_bwd_mod},
+      {"sm90", Arch::kSm90, sm90::why_not_fwd, sm90::why_not_bwd, sm90::run_fwd, sm90::run_bwd, sm90::run_fwd_mod,
+       sm90::run_bwd_mod},
+      {"sm80", Arch::kSm80, sm80::why_not_fwd, sm80::why_not_bwd, sm80::run_fwd, sm80::run_bwd, sm80::run_fwd_mod,
+       sm80::run_bwd_mod},
   };
   return paths;
 }
@@ -46,14 +41,9 @@ const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo&
   return nullptr;
 }
 
-int head_parts_of(const Path& path, const Problem& p, bool deterministic, const DeviceInfo& d) {
-  if (!has_head_parts(p)) return 1;
-  if (const auto forced = get_switch(Switch::kHeadParts)) {
-    const int group = p.num_heads / p.num_heads_k;
-    return *forced > 0 && *forced <= group && group % *forced == 0 ? static_cast<int>(*forced) : 1;
-  }
-  if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
-  return head_parts(p, path.plan_bwd(p, deterministic, d).block_n, d.num_sms);
+Plan plan_on(const Path& path, Request request, const DeviceInfo& d) {
+  if (const auto forced = get_switch(Switch::kHeadParts)) request.gqa_splits = static_cast<int>(*forced);
+  return plan(request, d, path.arch);
 }
 
 std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d) {
@@ -89,6 +79,7 @@ std::atomic<int64_t>& switch_state(Switch which) {
 std::mutex record_mutex;
 std::optional<LaunchRecord> record_of_last_launch;
 thread_local std::optional<LaunchRecord> record_of_this_thread;
+std::vector<DoneLaunch> launches_since;
 
 }  // namespace
 
@@ -117,6 +108,7 @@ void set_switch(Switch which, std::optional<int64_t> value) {
 void record_launch(const LaunchRecord& record) {
   record_of_this_thread = record;
   const std::lock_guard<std::mutex> lock(record_mutex);
+  launches_since.clear();
   record_of_last_launch = record;
 }
 
@@ -126,6 +118,18 @@ std::optional<LaunchRecord> last_launch() {
 }
 
 std::optional<LaunchRecord> last_launch_of_this_thread() { return record_of_this_thread; }
+
+void note_launch(const DoneLaunch& launch) {
+  constexpr size_t kMost = 64;
+  if (get_switch(Switch::kRecordLaunches) != 1) return;
+  const std::lock_guard<std::mutex> lock(record_mutex);
+  if (launches_since.size() < kMost) launches_since.push_back(launch);
+}
+
+std::vector<DoneLaunch> done_launches() {
+  const std::lock_guard<std::mutex> lock(record_mutex);
+  return launches_since;
+}
 
 // ---- devices ------------------------------------------------------------------------------------
 

@@ -8,27 +8,18 @@
 #include <string_view>
 #include <vector>
 
-#include "paths.h"
+#include "plan.h"
 
 namespace flash_ext {
 
-enum class Direction { kForward, kBackward };
-
 struct Path {
   const char* name;
+  Arch arch;
   std::string (*why_not_fwd)(const Problem&, const DeviceInfo&);
   std::string (*why_not_bwd)(const Problem&, const DeviceInfo&);
-  int64_t (*fwd_workspace)(const Problem&, const DeviceInfo&);  // bytes; their content does not matter
-  BwdWorkspace (*bwd_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
-  LaunchPlan (*plan_fwd)(const Problem&, const DeviceInfo&);
-  LaunchPlan (*plan_bwd)(const Problem&, bool deterministic, const DeviceInfo&);
   std::string (*run_fwd)(const FwdParams&, const DeviceInfo&);
   std::string (*run_bwd)(const BwdParams&, const DeviceInfo&);
   // With modifiers; the conditions of why_not_* hold for them, too.
-  int64_t (*fwd_mod_workspace)(const Problem&, const DeviceInfo&);
-  BwdWorkspace (*bwd_mod_workspace)(const Problem&, bool deterministic, const DeviceInfo&);
-  LaunchPlan (*plan_fwd_mod)(const Problem&, const Modifiers&, const DeviceInfo&);
-  LaunchPlan (*plan_bwd_mod)(const Problem&, bool deterministic, const BwdExtras&, const DeviceInfo&);
   std::string (*run_fwd_mod)(const FwdParams&, const Modifiers&, const DeviceInfo&);
   std::string (*run_bwd_mod)(const BwdParams&, const BwdExtras&, const DeviceInfo&);
 
@@ -49,8 +40,8 @@ const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo&
                         std::optional<std::string_view> wanted);
 std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d);
 
-// Parts into which a backward without modifiers divides the query heads of a key head (head_parts.h); 1 nearly always.
-int head_parts_of(const Path& path, const Problem& p, bool deterministic, const DeviceInfo& d);
+// The plan of a request on a path, with what test switches ask for.
+Plan plan_on(const Path& path, Request request, const DeviceInfo& d);
 
 // Facts of one device with the test switches applied; queried once per device and process, and not
 // at all when switches give compute capability, SMs and shared memory.
@@ -82,13 +73,13 @@ void set_switch(Switch which, std::optional<int64_t> value);
 // The latest launch while kRecordLaunches is set.
 struct LaunchRecord {
   Direction direction = Direction::kForward;
-  LaunchPlan plan;
+  Plan plan;
   bool deterministic = false;
   bool aligned = false;  // every tensor takes the 16-byte loader
-  int head_parts = 1;    // head_parts.h
 };
 void record_launch(const LaunchRecord& record);
 std::optional<LaunchRecord> last_launch();                 // of any thread
 std::optional<LaunchRecord> last_launch_of_this_thread();
+std::vector<DoneLaunch> done_launches();  // since the latest record, of all threads
 
 }  // namespace flash_ext

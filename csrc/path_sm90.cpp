@@ -20,19 +20,18 @@ using RunForward = std::string (*)(const FwdParams&, const DeviceInfo&);
 struct Instance {
   int head_dim, head_dim_v;
   RunForward run, run_lower;  // with tiles of 128 queries, null where there are no others
-  const char* name;
 
   bool is_lower(const Problem& p, const DeviceInfo& d) const {
     return run_lower != nullptr && takes_lower_tiles(p, d);
   }
 };
 constexpr std::array<Instance, 6> kInstances = {
-    {{64, 64, run_fwd_hd64, run_fwd_lower_hd64, "fwd_sm90_hd64"},
-     {96, 96, run_fwd_hd96, run_fwd_lower_hd96, "fwd_sm90_hd96"},
-     {128, 128, run_fwd_hd128, run_fwd_lower_hd128, "fwd_sm90_hd128"},
-     {192, 128, run_fwd_hd192_v128, nullptr, "fwd_sm90_hd192_v128"},
-     {192, 192, run_fwd_hd192, nullptr, "fwd_sm90_hd192"},
-     {256, 256, run_fwd_hd256, nullptr, "fwd_sm90_hd256"}}};
+    {{64, 64, run_fwd_hd64, run_fwd_lower_hd64},
+     {96, 96, run_fwd_hd96, run_fwd_lower_hd96},
+     {128, 128, run_fwd_hd128, run_fwd_lower_hd128},
+     {192, 128, run_fwd_hd192_v128, nullptr},
+     {192, 192, run_fwd_hd192, nullptr},
+     {256, 256, run_fwd_hd256, nullptr}}};
 
 // The first that holds both; callers have made sure that there is one.
 const Instance& instance_of(const Problem& p) {
@@ -44,12 +43,11 @@ const Instance& instance_of(const Problem& p) {
 struct ModInstance {
   int head_dim, head_dim_v;
   std::string (*run)(const FwdParams&, const Modifiers&, const DeviceInfo&);
-  const char* name;
 };
-constexpr std::array<ModInstance, 4> kModInstances = {{{64, 64, run_fwd_mod_hd64, "fwd_mod_sm90_hd64"},
-                                                       {128, 128, run_fwd_mod_hd128, "fwd_mod_sm90_hd128"},
-                                                       {192, 192, run_fwd_mod_hd192, "fwd_mod_sm90_hd192"},
-                                                       {256, 256, run_fwd_mod_hd256, "fwd_mod_sm90_hd256"}}};
+constexpr std::array<ModInstance, 4> kModInstances = {{{64, 64, run_fwd_mod_hd64},
+                                                       {128, 128, run_fwd_mod_hd128},
+                                                       {192, 192, run_fwd_mod_hd192},
+                                                       {256, 256, run_fwd_mod_hd256}}};
 
 // Whether the forward kernels here take it: TMA reads tensors that are ready for it only, and the rows of the output,
 // which is contiguous, start on 16 bytes only if head_dim_v is a multiple of 8.
@@ -89,13 +87,10 @@ bool is_bwd_taken(const Problem& p, const DeviceInfo& d) {
 struct WideInstance {
   int head_dim, head_dim_v;
   std::string (*run)(const BwdParams&, const DeviceInfo&);
-  const char* name;
-
-  WideBwdTile tile() const { return wide_bwd_tile(head_dim, head_dim_v); }
 };
-constexpr std::array<WideInstance, 3> kWideInstances = {{{192, 128, run_bwd_hd192_v128, "bwd_sm90_hd192_v128"},
-                                                         {192, 192, run_bwd_hd192, "bwd_sm90_hd192"},
-                                                         {256, 256, run_bwd_hd256, "bwd_sm90_hd256"}}};
+constexpr std::array<WideInstance, 3> kWideInstances = {{{192, 128, run_bwd_hd192_v128},
+                                                         {192, 192, run_bwd_hd192},
+                                                         {256, 256, run_bwd_hd256}}};
 
 const WideInstance& wide_instance_of(const Problem& p) {
   return *std::find_if(kWideInstances.begin(), kWideInstances.end() - 1, [&](const WideInstance& i) {
@@ -108,11 +103,10 @@ struct BwdModInstance {
   int head_dim;
   std::string (*run)(const BwdParams&, const Modifiers&, const DeviceInfo&);
   std::string (*run_bias)(const BwdParams&, const Modifiers&, const BiasGradient&, const DeviceInfo&);
-  const char* name;
 };
 constexpr auto kBwdModInstances =
-    std::to_array<BwdModInstance>({{64, run_bwd_mod_hd64, run_bwd_bias_hd64, "bwd_mod_sm90_hd64"},
-                                   {128, run_bwd_mod_hd128, run_bwd_bias_hd128, "bwd_mod_sm90_hd128"}});
+    std::to_array<BwdModInstance>({{64, run_bwd_mod_hd64, run_bwd_bias_hd64},
+                                   {128, run_bwd_mod_hd128, run_bwd_bias_hd128}});
 
 // Whether TMA can read all that a backward with modifiers reads, but for a bias.
 bool is_bwd_mod_ready(const Problem& p, const DeviceInfo& d) { return is_bwd_taken(p, d) && p.total_k > 0; }
@@ -128,13 +122,12 @@ const BwdModInstance* bwd_mod_instance_of(const Problem& p, const DeviceInfo& d)
 struct TwoKernelInstance {
   int head_dim;
   std::string (*run)(const BwdParams&, const Modifiers&, const DeviceInfo&);
-  const char* name;
 };
 constexpr auto kTwoKernelInstances =
-    std::to_array<TwoKernelInstance>({{64, run_bwd_mod_det_hd64, "bwd_mod_sm90_hd64_det"},
-                                      {128, run_bwd_mod_det_hd128, "bwd_mod_sm90_hd128_det"},
-                                      {192, run_bwd_mod_hd192, "bwd_mod_sm90_hd192"},
-                                      {256, run_bwd_mod_hd256, "bwd_mod_sm90_hd256"}});
+    std::to_array<TwoKernelInstance>({{64, run_bwd_mod_det_hd64},
+                                      {128, run_bwd_mod_det_hd128},
+                                      {192, run_bwd_mod_hd192},
+                                      {256, run_bwd_mod_hd256}});
 bool wants_two_kernels(const Problem& p, bool deterministic, const DeviceInfo& d) {
   return is_wide(p) || (deterministic && !has_whole_keys(p, d));
 }
@@ -165,11 +158,6 @@ BwdModChoice choose_bwd_mod(const Problem& p, bool deterministic, const BwdExtra
   return choice;
 }
 
-// fp32 elements of what two kernels want: lse and delta of all rows, and each a counter where it draws items.
-int64_t two_kernel_stats(const Problem& p, int block_m) {
-  return 2 * query_tiles(p, block_m) * block_m + (draws_items(p) ? 2 * kCounterBytes / 4 : 0);
-}
-
 std::string why_not_device(const DeviceInfo& d) {
   if (d.cc_major != 9 || d.cc_minor != 0) {
     const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
@@ -195,102 +183,6 @@ std::string why_not_fwd(const Problem& p, const DeviceInfo& d) {
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d) {
   const std::string reason = why_not_device(d);
   return reason.empty() ? sm80::why_not_bwd(p, d) : reason;
-}
-
-int64_t fwd_workspace(const Problem& p, const DeviceInfo& d) {
-  if (is_fwd_portable(p, d)) return sm80::fwd_workspace(p, d);
-  const Instance& i = instance_of(p);
-  const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v, i.is_lower(p, d));
-  const int64_t kept = has_long_keys(p) ? 4 * d.num_sms * kept_floats(t, i.head_dim_v) : 0;
-  return kept + (draws_items(p) || draws_short_tiles(p, d, t.block_m()) ? kCounterBytes : 0);
-}
-
-BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  if (!is_bwd_taken(p, d)) return sm80::bwd_workspace(p, deterministic, d);
-  if (is_wide(p)) {
-    return {two_kernel_stats(p, wide_instance_of(p).tile().block_m), 0};
-  }
-  if (whole_keys_instance_of(p, d) != nullptr) return {mod_stats_elements(p), 0};
-  if (prefers_two_kernels(p, d)) return {two_kernel_stats(p, BwdTile::kBlockM), 0};
-  const bool ordered = deterministic || prefers_order(p, d);
-  const DqRing ring = dq_ring(p, d, ordered);
-  const int64_t tiles = ring ? ring.tiles(p) : query_tiles(p);
-  return {row_stats_elements(p, ordered, ring),
-          tiles * BwdTile::kBlockM * padded_head_dim(p.head_dim, p.head_dim_v)};
-}
-
-LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d) {
-  if (is_fwd_portable(p, d)) return sm80::plan_fwd(p, d);
-  const Instance& i = instance_of(p);
-  const bool lower = i.is_lower(p, d);
-  const FwdTile t = fwd_tile(i.head_dim, i.head_dim_v, lower);
-  const std::string name = i.name + std::string(lower ? "_lower" : "");
-  return {"sm90", name, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(), t.smem_bytes(i.head_dim, i.head_dim_v),
-          std::min<int64_t>(fwd_grid(p, d, t.block_m()).ctas, d.num_sms)};
-}
-
-LaunchPlan plan_of(const BwdModInstance& i, const Problem& p, const DeviceInfo& d) {
-  const BwdModTile t = bwd_mod_tile(i.head_dim);
-  return {"sm90", i.name, BwdModTile::kBlockM, BwdModTile::kBlockN, t.slots, BwdModTile::kThreads,
-          t.smem_bytes(i.head_dim), std::min<int64_t>(bwd_grid(p, d, BwdModTile::kBlockN, false).ctas, d.num_sms)};
-}
-
-LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  if (!is_bwd_taken(p, d)) return sm80::plan_bwd(p, deterministic, d);
-  if (is_wide(p)) {
-    const WideInstance& i = wide_instance_of(p);
-    const WideBwdTile t = i.tile();
-    return {"sm90", i.name, t.block_m, WideBwdTile::kKeys, t.slots, WideBwdTile::kThreads,
-            t.dkv_smem_bytes(i.head_dim, i.head_dim_v),
-            std::min<int64_t>(wide_keys_grid(p, d, draws_items(p)).ctas, d.num_sms)};
-  }
-  if (const BwdModInstance* i = whole_keys_instance_of(p, d)) return plan_of(*i, p, d);
-  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  const bool in_two = prefers_two_kernels(p, d), ordered = !in_two && (deterministic || prefers_order(p, d));
-  const BwdTile t = in_two ? kShortKeysTile : bwd_tile(size);
-  const std::string kind = in_two ? "_two" : ordered ? "_det" : dq_ring(p, d, ordered) ? "_ring" : "";
-  const std::string name = "bwd_sm90_hd" + std::to_string(size) + kind;
-  return {"sm90", name, BwdTile::kBlockM, t.block_n(), t.slots, BwdTile::kThreads,
-          t.smem_bytes(size), std::min<int64_t>(bwd_grid(p, d, t.block_n(), ordered).ctas, d.num_sms)};
-}
-
-int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d) {
-  return mod_instance_of(p, d) != nullptr ? kCounterBytes : 0;
-}
-
-BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  // Enough for the portable kernels as well, which run what modifiers keep from those here: the words of their schedule
-  // lie where this path's statistics, 128 a head or more, are then not needed.
-  if (!is_bwd_mod_ready(p, d)) return sm80::bwd_mod_workspace(p, deterministic, d);
-  if (sums_dq(p, deterministic, d)) {
-    return {mod_stats_elements(p), query_tiles(p) * BwdTile::kBlockM * bwd_mod_size(p)};
-  }
-  // What is left to the portable kernels runs in a fixed order there too, so that nobody wants an accumulator of dq.
-  return {std::max(wide_mod_stats_elements(p), sm80::bwd_mod_workspace(p, true, d).row_stats_elements), 0};
-}
-
-LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  const ModInstance* i = mod_instance_of(p, d);
-  if (i == nullptr) return sm80::plan_fwd_mod(p, m, d);
-  const bool tall = takes_tall_tiles(i->head_dim, p, m, d);
-  const FwdModTile t = tall ? tall_mod_tile(i->head_dim) : fwd_mod_tile(i->head_dim);
-  const int block_m = t.plain().block_m();
-  const std::string name = i->name + std::string(tall ? "_tall" : "");
-  return {"sm90", name, block_m, t.plain().block_n, t.kv_slots / 2, t.plain().threads(),
-          t.smem_bytes(i->head_dim, i->head_dim_v),
-          std::min<int64_t>(fwd_grid(p, d, block_m).ctas, d.num_sms)};
-}
-
-LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d) {
-  const BwdModChoice choice = choose_bwd_mod(p, deterministic, x, d);
-  if (choice.one != nullptr) return plan_of(*choice.one, p, d);
-  if (const TwoKernelInstance* i = choice.two) {
-    const WideBwdTile t = wide_mod_tile(i->head_dim);
-    return {"sm90", i->name, t.block_m, WideBwdTile::kKeys, t.slots, WideBwdTile::kThreads,
-            wide_mod_keys_bytes(i->head_dim),
-            std::min<int64_t>(wide_keys_grid(p, d, draws_items(p, *x.modifiers)).ctas, d.num_sms)};
-  }
-  return sm80::plan_bwd_mod(p, is_bwd_mod_ready(p, d) ? !sums_dq(p, deterministic, d) : deterministic, x, d);
 }
 
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d) {

@@ -28,18 +28,14 @@ struct DeviceInfo {
   bool batch_invariant = false;
 };
 
-// One kernel launch as it would be done: what info, bench and tests print and assert on.
-struct LaunchPlan {
-  std::string path;
-  std::string kernel;  // e.g. "fwd_sm80_hd128"
-  int block_m = 0;
-  int block_n = 0;
-  int stages = 0;
-  int threads = 0;
-  int smem_bytes = 0;
-  int64_t grid = 0;
-  int splits = 1;  // parts of the keys, which a second kernel puts together
+// A launch as it was asked of the GPU, for tests: kept while launches are recorded (path_choice.h).
+struct DoneLaunch {
+  const char* name;
+  int64_t ctas;
+  int threads, smem_bytes;
+  bool early;
 };
+void note_launch(const DoneLaunch& launch);
 
 // csrc/device.cu
 DeviceInfo query_device(int device_index);
@@ -60,16 +56,8 @@ std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows
 namespace sm90 {
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
-int64_t fwd_workspace(const Problem& p, const DeviceInfo& d);
-BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
-LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d);
-LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
-int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d);
-BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
-LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d);
-LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d);
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
 }  // namespace sm90
@@ -77,18 +65,10 @@ std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo
 namespace sm80 {
 std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
 std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
-int64_t fwd_workspace(const Problem& p, const DeviceInfo& d);
-BwdWorkspace bwd_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
-LaunchPlan plan_fwd(const Problem& p, const DeviceInfo& d);
-LaunchPlan plan_bwd(const Problem& p, bool deterministic, const DeviceInfo& d);
 std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
 std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
-LaunchPlan plan_fwd_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d);
-LaunchPlan plan_bwd_mod(const Problem& p, bool deterministic, const BwdExtras& x, const DeviceInfo& d);
 std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
 std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
-int64_t fwd_mod_workspace(const Problem& p, const DeviceInfo& d);
-BwdWorkspace bwd_mod_workspace(const Problem& p, bool deterministic, const DeviceInfo& d);
 }  // namespace sm80
 
 }  // namespace flash_ext

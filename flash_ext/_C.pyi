@@ -1,5 +1,6 @@
 """The extension module; written in csrc/api_bindings.cpp."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -58,9 +59,13 @@ def plan(
     window_left: int = -1,
     window_right: int = -1,
     deterministic: bool = False,
+    modifiers: Sequence[str] = (),
+    row: str = "",
     path: str | None = None,
     device: int = 0,
 ) -> dict[str, Any]: ...
+def plan_rows() -> list[tuple[str, str, str]]: ...
+def done_launches() -> list[dict[str, Any]]: ...
 def device_facts(device: int = 0) -> dict[str, Any]: ...
 def get_switch(name: str) -> int | None: ...
 def set_switch(name: str, value: int | None) -> None: ...

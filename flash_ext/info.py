@@ -1,5 +1,7 @@
 """What is installed here and which kernels serve this machine: ``python -m flash_ext.info [--json]``.
 
+``--plan "bwd batch=4 seqlen=4096 heads=32/8 head_dim=128 causal"`` prints what one call would launch.
+
 Works without a GPU, and when the extension module is missing or belongs to another torch: then it says so and
 names the command that mends it. Attach the ``--json`` output to a bug report.
 """
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
-from . import __version__, ops
+from . import __version__, ops, planned
 from .extension import PACKAGE, MissingExtension, in_source_folder, is_of_sources_beside, mend
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -176,7 +178,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flash_ext.info",
                                      description="What is installed and what runs.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--plan", metavar="CALL", help=planned.HELP)
     args = parser.parse_args()
+    if args.plan is not None:
+        try:
+            plan = planned.plan(args.plan)
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
+        sys.stdout.write((json.dumps(plan, indent=2) if args.json else planned.as_text(plan)) + "\n")
+        return
     info = collect()
     sys.stdout.write((json.dumps(info, indent=2) if args.json else as_text(info)) + "\n")
 

@@ -351,6 +351,18 @@ def leaving_nothing_behind(device: str, kept: dict[str, Tensor]) -> Iterator[Non
     assert grown <= allowed, f"{grown} bytes stay allocated after the call, its results take {allowed}"
 
 
+def check_done_launches(launch: dict, others: bool = False) -> None:
+    """What ran is what the plan says, launch by launch. others: kernels that another plan has may follow."""
+    done, planned = _C.done_launches(), launch["launches"]
+    ran_all = [one["name"] for one in done]
+    is_complete = len(done) >= len(planned) if others else len(done) == len(planned)
+    assert is_complete, f"{ran_all} ran, not {[one['kernel'] for one in planned]}"
+    for ran, wanted in zip(done, planned):
+        facts = ("early", "grid", "threads", "smem_bytes") if "grid" in wanted else ("early",)
+        for name in facts:
+            assert ran[name] == wanted[name], f"{ran['name']} for {wanted['kernel']}: {name} {ran[name]}"
+
+
 def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Tensor, ...]) -> None:
     """F7: the recorded launch is the one that was asked for."""
     nothing_to_do = not all(math.prod(shape) for shape in tensor_shapes(case).values()) or case.lens_q == ()
@@ -363,6 +375,7 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
     if direction == "fwd" and splits is not None:
         assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
         assert ("split" in launch["kernel"]) == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
+    check_done_launches(launch)
     if "split" in launch["kernel"] or "short" in launch["kernel"]:
         wanted = "sm80"  # the kernels for few queries and for short sequences serve both paths
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"

@@ -282,8 +282,6 @@ struct Scores {
     }
   }
 
-  static constexpr float kFineSoftcap = 100.f;
-
   // Raw products to scores, without masks. With a softcap put_slope(a, n, ...) receives d score / d (scale * q k).
   // `stage` is this warp's staged bias, where the call has one.
   template <typename E, bool kT, typename Stage, int kA, int kN, typename PutSlope>

@@ -15,7 +15,7 @@ inline FwdModKind fwd_mod_kind(const Problem& p, const Modifiers& m) {
     return m.rng == nullptr ? FwdModKind::kHides : FwdModKind::kDrops;
   }
   const bool far_bias = m.bias.ptr != nullptr && !m.bias.staged;
-  if (m.rng != nullptr || far_bias || m.softcap > Scores::kFineSoftcap) return FwdModKind::kEverything;
+  if (m.rng != nullptr || far_bias || m.softcap > kFineSoftcap) return FwdModKind::kEverything;
   return FwdModKind::kChanges;
 }
 

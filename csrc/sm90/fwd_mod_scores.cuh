@@ -78,7 +78,7 @@ __device__ __forceinline__ void cap_to_exponents(ScorePart& s, const FwdModArgs&
   if (!exceeds(a.short_cap)) return sum_all(a.short_cap);
   if (!exceeds(a.cap)) return sum_all(a.cap);
   const float cap = a.m.softcap * kLog2e, factor = a.plain.p.problem.softmax_scale * a.m.inv_softcap;
-  if (a.m.softcap > Scores::kFineSoftcap) {
+  if (a.m.softcap > kFineSoftcap) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] = fmaf(cap, Scores::fine_tanh_of(s[i] * factor), -shift[i / 2 % 2]);
   } else {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
     return;
   }
   const float cap = a.m.softcap, factor = a.plain.p.problem.softmax_scale * a.m.inv_softcap;
-  if (cap > Scores::kFineSoftcap) {
+  if (cap > kFineSoftcap) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] = cap * Scores::fine_tanh_of(s[i] * factor);
   } else {

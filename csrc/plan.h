@@ -1,0 +1,132 @@
+// What runs: plan(Request, DeviceInfo, Arch) -> Plan, a pure host function without CUDA or torch. The rows of the tables
+// (plan/fwd.cpp, plan/bwd.cpp) are in order: the first one that supports a request and is preferred for it runs.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "modifiers.h"
+#include "params.h"
+#include "paths.h"
+
+namespace flash_ext {
+
+enum class Direction : uint8_t { kForward, kBackward };
+enum class Arch : uint8_t { kSm80, kSm90 };
+
+// What is asked. Pointers inside are looked at for null only.
+struct Request {
+  Direction direction = Direction::kForward;
+  Problem problem;
+  const Modifiers* modifiers = nullptr;  // null: the plain operators
+  bool deterministic = false;            // dq, dk and dv repeat bit by bit
+  // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only.
+  bool need_qkv = true;
+  const BiasGradient* dbias = nullptr;
+  const BiasGradient* dslopes = nullptr;
+  std::string_view row = {};               // for tests: only this row of the table
+  std::optional<int> gqa_splits = {};      // for tests: instead of what pays
+};
+
+// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/performance.md. kNone: the
+// row is taken because no other one supports the request.
+enum class Evidence : uint8_t {
+  kNone, kShort, kSplitKv, kM128Rounds, kM192, kMaskedM192, kMaskedVariants, kSplitBwdWide, kSplitBwdShort, kWholeKeys,
+  kOrderedShort, kDqPool, kSplitBwdMod, kFusedBwdMod, kPersistentBwd,
+};
+std::string_view name_of(Evidence e);
+
+// One member for each family of __global__ functions.
+enum class KernelId : uint8_t {
+  kNone,
+  // portable
+  kFwd80, kFwdShort80, kFwdMod80, kFwdSplitKv80, kFwdCombine80, kRowStats80, kBwd80, kBwdShort80, kBwdMod80,
+  kBwdModPersistent80, kBwdDq80, kBwdDqMod80, kDqConvert80, kDqConvertOverlapped80, kDbias80,
+  // Hopper
+  kFwd90, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
+  kBwdFusedMod90, kBwdDkdvMod90, kBwdDqMod90, kDbias90,
+  // passes
+  kSumGqaSplits,
+};
+
+// How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,
+// stored because it is all there is, or made by a kernel of its own.
+enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhere };
+
+// What a kernel with modifiers is compiled for. A kernel has those that it needs.
+enum class ScoreVariant : uint8_t { kPlain, kHide, kDrop, kSlopes, kCap, kExponents, kBias, kAdd, kAddDrop, kChange, kAll };
+
+// One launch: the instance (kernel, compiled head dims, variant) and its shape. Of passes only the instance and the start.
+struct Launch {
+  KernelId kernel = KernelId::kNone;
+  int16_t head_dim = 0, head_dim_v = 0;
+  ScoreVariant variant = ScoreVariant::kPlain;
+  DqMode dq = DqMode::kNone;
+  int block_m = 0, block_n = 0, stages = 0, threads = 0, smem_bytes = 0;
+  int64_t ctas = 0;
+  int64_t tiles = 0;     // work tiles; more than ctas where a kernel is persistent
+  bool dynamic = false;  // tiles are fetched from a counter, else dealt out in turn
+  bool early = false;    // programmatic launch: begins before the kernel in front of it has ended
+};
+
+// A part of the workspace. Without bytes it is not there, and nobody has a pointer to it.
+struct Part {
+  int64_t offset = 0, bytes = 0;
+  explicit operator bool() const { return bytes > 0; }
+};
+struct Workspace {
+  Part tile_counters;   // 16 bytes for each kernel that fetches its tiles
+  Part kv_partials;     // split-KV: maxima and sums, then outputs
+  Part kv_stretches;    // forwards over very many keys: output, maximum and sum between stretches
+  Part stats_portable;  // fp32 pairs [h][rows] (lse log2 e, delta); gradients of biases, slopes and sinks read them
+  Part row_stats;       // the same by tiles of queries, Hopper
+  Part dq_semaphore;    // ordered dq: a word for each tile of queries
+  Part pool_words;      // L2 dq pool: what CTAs tell each other
+  Part schedule_words;  // persistent portable backward
+  Part dq_accum;        // fp32
+  Part gqa_partials;    // fp32 dk and dv of each GQA split
+  int64_t bytes = 0;
+
+  Part add(int64_t size) {
+    if (size <= 0) return {};
+    const int64_t at = bytes;
+    bytes += size;
+    return {at, size};
+  }
+};
+
+struct Plan {
+  std::string_view row;  // of the table; empty where no row supports the request
+  Arch arch = Arch::kSm80;
+  Evidence evidence = Evidence::kNone;
+  int kv_splits = 1, gqa_splits = 1;
+  std::array<Launch, 8> launches{};  // in order
+  int num_launches = 0;
+  int main = 0;                      // the launch whose tile is printed first
+  Workspace workspace;
+
+  std::span<const Launch> steps() const { return {launches.data(), static_cast<size_t>(num_launches)}; }
+  const Launch& main_launch() const { return launches[static_cast<size_t>(main)]; }
+  Launch& push(const Launch& l) { return launches[static_cast<size_t>(num_launches++)] = l; }
+};
+
+Plan plan(const Request& request, const DeviceInfo& device, Arch arch);
+
+// All rows of the tables, in order.
+struct RowName {
+  Arch arch;
+  std::string_view name;
+  Evidence evidence;
+};
+std::vector<RowName> row_names();
+
+// e.g. "fwd_sm90_hd128_lower": the kernel of one launch, and of a plan, whose second kernel for dq is part of the name.
+std::string name_of(const Launch& l);
+std::string name_of(const Plan& p);
+
+}  // namespace flash_ext

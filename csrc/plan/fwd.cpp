@@ -1,0 +1,200 @@
+// The tables of the forwards.
+#include "../splits.h"
+#include "table.h"
+
+namespace flash_ext::plans {
+namespace {
+
+using sm90::kCounterBytes;
+using enum ScoreVariant;
+
+// ---- without modifiers -----------------------------------------------------------------------------
+
+struct Dims {
+  int d, dv;
+};
+Dims hopper_dims(const Problem& p) {
+  for (const Dims x : {Dims{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}}) {
+    if (p.head_dim <= x.d && p.head_dim_v <= x.dv) return x;
+  }
+  return {256, 256};
+}
+bool supports_short(Req r, Dev d) { return is_short_mod(r.problem, d); }
+bool prefers_short(Req r, Dev d) { return is_short(r.problem, d); }
+bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
+bool prefers_m128(Req r, Dev d) { return sm90::takes_lower_tiles(r.problem, d); }
+bool supports_m192(Req r, Dev) {
+  const Dims x = hopper_dims(r.problem);
+  return tma_fwd(r) && sm90::fwd_tile(x.d, x.dv).block_m() == 192;
+}
+bool supports_tma(Req r, Dev) { return tma_fwd(r); }
+
+bool prefers_split_kv(Req r, Dev d) { return make_split_grid(r.problem, d).rows > 0; }
+// What it gains was measured beside tiles of 192 queries, 1.25 times as slow there as those of 128.
+bool prefers_split_kv_on_hopper(Req r, Dev d) {
+  const SplitGrid g = make_split_grid(r.problem, d);
+  return g.rows > 0 && (g.gain >= 1.25 || !(supports_m128(r, d) && prefers_m128(r, d)));
+}
+
+void build_short(Req r, Dev d, Plan& p) {
+  const ShortTile t = short_tile(r.problem);
+  const BiasView bias = r.modifiers == nullptr ? BiasView{} : r.modifiers->bias;
+  p.push(short_launch(KernelId::kFwdShort80, t, t.fwd_smem(), short_fwd_grid(r.problem, bias, d),
+                      r.modifiers != nullptr && r.modifiers->follows_pass));
+}
+
+void build_split_kv(Req r, Dev d, Plan& p) {
+  const SplitGrid g = make_split_grid(r.problem, d);
+  const int size = padded_split_head_dim(r.problem.head_dim, r.problem.head_dim_v);
+  const SplitTile t = split_tile(size, g.rows);
+  p.push(main_of(KernelId::kFwdSplitKv80, size, size, t.rows, t.block_n(), t.slots / 2, SplitTile::kThreads,
+                 t.smem_bytes(size), g.ctas, 0));
+  p.kv_splits = g.splits;
+  if (g.splits > 1) p.push(pass(KernelId::kFwdCombine80, 0, 0, p.arch == Arch::kSm90));
+  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+}
+
+template <bool kM128>
+void build_hopper(Req r, Dev d, Plan& p) {
+  const Dims x = hopper_dims(r.problem);
+  const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kM128);
+  Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(),
+                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m()).ctas, d.num_sms));
+  l.dynamic = sm90::draws_items(r.problem) || sm90::draws_short_tiles(r.problem, d, t.block_m());
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
+  const bool in_stretches = sm90::has_long_keys(r.problem);
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
+}
+
+void build_portable(Req r, Dev d, Plan& p) {
+  const int size = padded(r.problem);
+  const bool in_stretches = takes_stretches_sm80(r.problem);
+  const FwdTile t = fwd_tile_sm80(size, class_of(d), in_stretches);
+  const int64_t ctas = make_grid(r.problem, d, true, t.block_m).ctas;
+  p.push(main_of(KernelId::kFwd80, size, size, t.block_m, t.block_n, t.stages, t.threads(), t.smem_bytes(size), ctas, 0));
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * ctas * kept_floats_sm80(t, size) : 0);
+}
+
+// ---- with modifiers --------------------------------------------------------------------------------
+
+int masked_dim(const Problem& p) {
+  const int x = std::max(p.head_dim, p.head_dim_v);
+  return x <= 64 ? 64 : x <= 128 ? 128 : x <= 192 ? 192 : 256;
+}
+// TMA wants an address, which keys that are not there do not have.
+bool supports_mod(Req r, Dev) { return tma_fwd(r) && r.problem.total_k > 0; }
+bool supports_mod_128(Req r, Dev d) { return supports_mod(r, d) && masked_dim(r.problem) == 128; }
+bool changes(Req r) { return r.modifiers->is_natural || factor_of(r.problem) != 1.f; }
+bool drops(Req r) { return r.modifiers->rng != nullptr; }
+bool has_one_change(Req r) {
+  const Modifiers& m = *r.modifiers;
+  return (m.softcap > 0.f) + (m.slopes != nullptr) + (m.bias.ptr != nullptr) == 1 && m.rng == nullptr;
+}
+// Rows of a tile of the bias that TMA brings, 0 where it cannot.
+int staged_bias_rows(Req r, int block_m) {
+  const BiasView& x = r.modifiers->bias;
+  if (x.ptr == nullptr || !x.staged) return 0;
+  if (x.row_stride != 0) return block_m;
+  return x.rows >= (r.problem.is_varlen() ? r.problem.total_q : r.problem.seqlen_q) ? 1 : 0;
+}
+bool supports_hide(Req r, Dev d) { return supports_mod(r, d) && !changes(r) && !drops(r); }
+bool supports_hide_m192(Req r, Dev d) { return supports_hide(r, d) && sm90::has_tall_tiles(masked_dim(r.problem)); }
+bool supports_exponents(Req r, Dev d) {
+  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr == nullptr;
+}
+bool supports_bias(Req r, Dev d) {
+  const int block_m = sm90::fwd_mod_tile(128).plain().block_m();
+  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr && staged_bias_rows(r, block_m) > 0;
+}
+bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
+
+bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_tall_slopes(r.problem, *r.modifiers, d); }
+bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_tall_cap(r.problem, *r.modifiers, d); }
+bool prefers_drop_m192(Req r, Dev d) { return sm90::prefers_tall_drops(r.problem, *r.modifiers, d); }
+bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_tall_tiles(r.problem, *r.modifiers, d); }
+
+template <bool kM192, ScoreVariant kVariant>
+void build_hopper_mod(Req r, Dev d, Plan& p) {
+  const int size = masked_dim(r.problem);
+  const sm90::FwdModTile t = kM192 ? sm90::tall_mod_tile(size) : sm90::fwd_mod_tile(size);
+  const sm90::FwdTile f = t.plain();
+  const bool unequal = sm90::draws_items(r.problem, *r.modifiers);
+  Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_slots / 2, f.threads(),
+                             t.smem_bytes(size, size), sm90::fwd_grid(r.problem, d, f.block_m(), unequal).ctas, d.num_sms));
+  l.variant = kVariant;
+  l.dynamic = unequal || sm90::draws_short_tiles(r.problem, d, f.block_m());
+  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+}
+
+ScoreVariant portable_variant(Req r, Dev d) {
+  if (!has_fwd_mod_kinds(padded(r.problem), class_of(d))) return kAll;
+  const Modifiers& m = *r.modifiers;
+  if (!m.is_natural) return factor_of(r.problem) != 1.f ? kAll : drops(r) ? kDrop : kHide;
+  const bool far_bias = m.bias.ptr != nullptr && !m.bias.staged;
+  return drops(r) || far_bias || m.softcap > kFineSoftcap ? kAll : kChange;
+}
+FwdModKind kind_of(ScoreVariant v) {
+  return v == kHide     ? FwdModKind::kHides
+         : v == kDrop   ? FwdModKind::kDrops
+         : v == kChange ? FwdModKind::kChanges
+                        : FwdModKind::kEverything;
+}
+void build_portable_mod(Req r, Dev d, Plan& p) {
+  const int size = padded(r.problem);
+  const SmemClass c = class_of(d);
+  const ScoreVariant v = portable_variant(r, d);
+  const FwdTile t = fwd_mod_tile_sm80(size, c, kind_of(v));
+  const bool stages_bias = v == kChange || v == kAll;
+  const int bias =
+      stages_bias ? bias_stage_bytes(t.warps, 16 * t.m_blocks(), t.part_n(), t.smem_bytes(size), smem_limit(c)) : 0;
+  Launch& l = p.push(main_of(KernelId::kFwdMod80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
+                             t.smem_bytes(size) + bias, make_grid(r.problem, d, true, t.block_m).ctas, 0));
+  l.variant = v;
+  l.early = r.modifiers->follows_pass;
+}
+
+// ---- the tables ------------------------------------------------------------------------------------
+
+using F = Family;
+using E = Evidence;
+
+constexpr Row kHopper[] = {
+    {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
+    {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, prefers_split_kv_on_hopper, build_split_kv, E::kSplitKv},
+    {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<true>, E::kM128Rounds},
+    {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
+    {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
+    {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
+
+    {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
+    {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_mod_128, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
+     E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_mod_128, prefers_cap_m192, build_hopper_mod<true, kCap>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_mod_128, prefers_drop_m192, build_hopper_mod<true, kDrop>,
+     E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.hide", supports_hide_m192, prefers_hide_m192, build_hopper_mod<true, kHide>,
+     E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m128.exponents", supports_exponents, nullptr, build_hopper_mod<false, kExponents>,
+     E::kMaskedVariants},
+    {F::kFwdMod, "sm90.fwd_mod.m128.bias", supports_bias, nullptr, build_hopper_mod<false, kBias>, E::kMaskedVariants},
+    {F::kFwdMod, "sm90.fwd_mod.m128.drop", supports_drop, nullptr, build_hopper_mod<false, kDrop>, E::kMaskedVariants},
+    {F::kFwdMod, "sm90.fwd_mod.m128.hide", supports_hide, nullptr, build_hopper_mod<false, kHide>, E::kMaskedVariants},
+    {F::kFwdMod, "sm90.fwd_mod.m128.all", supports_mod, nullptr, build_hopper_mod<false, kAll>, E::kNone},
+    {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},
+};
+
+constexpr Row kPortable[] = {
+    {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
+    {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, nullptr, build_split_kv, E::kSplitKv},
+    {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
+    {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
+    {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},
+};
+
+}  // namespace
+
+std::span<const Row> fwd_rows(Arch arch) {
+  return arch == Arch::kSm90 ? std::span<const Row>(kHopper) : std::span<const Row>(kPortable);
+}
+
+}  // namespace flash_ext::plans

@@ -1,0 +1,152 @@
+// The first row that fits, GQA splits around it, and names.
+#include "../plan.h"
+
+#include "../head_parts.h"
+#include "table.h"
+
+namespace flash_ext {
+namespace {
+
+using plans::Family;
+using plans::Row;
+
+Plan plan_of_rows(const Request& r, const DeviceInfo& d, Arch arch) {
+  const bool forward = r.direction == Direction::kForward;
+  const bool modified = r.modifiers != nullptr;
+  const Family family = forward ? (modified ? Family::kFwdMod : Family::kFwd) : modified ? Family::kBwdMod : Family::kBwd;
+  Plan p;
+  p.arch = arch;
+  for (const Row& row : forward ? plans::fwd_rows(arch) : plans::bwd_rows(arch)) {
+    if (row.family != family || !row.supports(r, d)) continue;
+    const bool is_asked_for = r.row.empty() ? row.preferred == nullptr || row.preferred(r, d) : r.row == row.name;
+    if (!is_asked_for) continue;
+    p.row = row.name, p.evidence = row.evidence;
+    row.build(r, d, p);
+    return p;
+  }
+  return p;
+}
+
+// Into how many parts a backward divides the query heads of a key head (head_parts.h).
+int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
+  if (r.direction == Direction::kForward || r.modifiers != nullptr || !has_head_parts(r.problem)) return 1;
+  if (r.gqa_splits) {
+    const int group = r.problem.num_heads / r.problem.num_heads_k, wanted = *r.gqa_splits;
+    return wanted > 0 && wanted <= group && group % wanted == 0 ? wanted : 1;
+  }
+  if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
+  return head_parts(r.problem, plan_of_rows(r, d, arch).main_launch().block_n, d.num_sms);
+}
+
+const char* stem_of(KernelId k) {
+  switch (k) {
+    case KernelId::kNone: return "none";
+    case KernelId::kFwd80: return "fwd_sm80";
+    case KernelId::kFwdShort80: return "fwd_short_sm80";
+    case KernelId::kFwdMod80: return "fwd_mod_sm80";
+    case KernelId::kFwdSplitKv80: return "fwd_split_sm80";
+    case KernelId::kFwdCombine80: return "fwd_combine_sm80";
+    case KernelId::kRowStats80: return "bwd_preprocess_sm80";
+    case KernelId::kBwd80: return "bwd_sm80";
+    case KernelId::kBwdShort80: return "bwd_short_sm80";
+    case KernelId::kBwdMod80: return "bwd_mod_sm80";
+    case KernelId::kBwdModPersistent80: return "bwd_mod_sm80";
+    case KernelId::kBwdDq80: return "bwd_q_sm80";
+    case KernelId::kBwdDqMod80: return "bwd_q_mod_sm80";
+    case KernelId::kDqConvert80: return "bwd_postprocess_sm80";
+    case KernelId::kDqConvertOverlapped80: return "bwd_late_postprocess_sm80";
+    case KernelId::kDbias80: return "bwd_bias_sm80";
+    case KernelId::kFwd90: return "fwd_sm90";
+    case KernelId::kFwdMod90: return "fwd_mod_sm90";
+    case KernelId::kRowStatsAndZero90: return "bwd_begin_sm90";
+    case KernelId::kRowStats90: return "bwd_wide_begin_sm90";
+    case KernelId::kBwdFused90: return "bwd_sm90";
+    case KernelId::kDqConvert90: return "bwd_finish_sm90";
+    case KernelId::kBwdDkdv90: return "bwd_sm90";
+    case KernelId::kBwdDq90: return "bwd_q_sm90";
+    case KernelId::kBwdDkdvShort90: return "bwd_sm90";
+    case KernelId::kBwdFusedMod90: return "bwd_mod_sm90";
+    case KernelId::kBwdDkdvMod90: return "bwd_mod_sm90";
+    case KernelId::kBwdDqMod90: return "bwd_q_mod_sm90";
+    case KernelId::kDbias90: return "bwd_bias_sm90";
+    case KernelId::kSumGqaSplits: return "sum_heads";
+  }
+  return "?";
+}
+
+// What tells instances of one name and head_dim apart.
+const char* suffix_of(const Launch& l) {
+  switch (l.kernel) {
+    case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_lower" : "";
+    case KernelId::kFwdMod90: return l.block_m > 128 ? "_tall" : "";
+    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_ring" : "";
+    case KernelId::kBwdModPersistent80: return "_persistent";
+    case KernelId::kBwdDkdvShort90: return "_two";
+    case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
+    default: return "";
+  }
+}
+
+}  // namespace
+
+Plan plan(const Request& r, const DeviceInfo& d, Arch arch) {
+  const int splits = gqa_splits_of(r, d, arch);
+  if (splits == 1) return plan_of_rows(r, d, arch);
+  Request parts = r;
+  parts.problem = in_parts(r.problem, splits);
+  Plan p = plan_of_rows(parts, d, arch);
+  p.gqa_splits = splits;
+  p.workspace.gqa_partials = p.workspace.add(head_parts_bytes(r.problem, splits));
+  for (int i = 0; i < 2; ++i) p.push(plans::pass(KernelId::kSumGqaSplits, 0));
+  return p;
+}
+
+std::vector<RowName> row_names() {
+  std::vector<RowName> names;
+  for (const Arch arch : {Arch::kSm90, Arch::kSm80}) {
+    for (const auto rows : {plans::fwd_rows(arch), plans::bwd_rows(arch)}) {
+      for (const Row& row : rows) names.push_back({arch, row.name, row.evidence});
+    }
+  }
+  return names;
+}
+
+std::string_view name_of(Evidence e) {
+  switch (e) {
+    case Evidence::kNone: return "";
+    case Evidence::kShort: return "short";
+    case Evidence::kSplitKv: return "split-kv";
+    case Evidence::kM128Rounds: return "m128-rounds";
+    case Evidence::kM192: return "m192";
+    case Evidence::kMaskedM192: return "masked-m192";
+    case Evidence::kMaskedVariants: return "masked-variants";
+    case Evidence::kSplitBwdWide: return "split-bwd-wide";
+    case Evidence::kSplitBwdShort: return "split-bwd-short";
+    case Evidence::kWholeKeys: return "whole-keys";
+    case Evidence::kOrderedShort: return "ordered-short";
+    case Evidence::kDqPool: return "dq-pool";
+    case Evidence::kSplitBwdMod: return "split-bwd-mod";
+    case Evidence::kFusedBwdMod: return "fused-bwd-mod";
+    case Evidence::kPersistentBwd: return "persistent-bwd";
+  }
+  return "?";
+}
+
+std::string name_of(const Launch& l) {
+  std::string name = stem_of(l.kernel);
+  if (l.head_dim > 0) name += "_hd" + std::to_string(l.head_dim);
+  if (l.head_dim_v > 0 && l.head_dim_v != l.head_dim) name += "_v" + std::to_string(l.head_dim_v);
+  return name + suffix_of(l);
+}
+
+std::string name_of(const Plan& p) {
+  const std::string name = name_of(p.main_launch());
+  const KernelId after = p.main + 1 < p.num_launches ? p.launches[static_cast<size_t>(p.main) + 1].kernel : KernelId::kNone;
+  const size_t sm80 = name.find("_sm80");
+  if (sm80 == std::string::npos) return name;
+  if (after == KernelId::kBwdDq80) return name.substr(0, sm80) + "+bwd_q" + name.substr(sm80);
+  if (after == KernelId::kBwdDqMod80) return name.substr(0, sm80) + "+bwd_q_mod" + name.substr(sm80);
+  return name;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,64 @@
+// What the tables of plan/fwd.cpp and plan/bwd.cpp share.
+#pragma once
+
+#include <algorithm>
+
+#include "../grid.h"
+#include "../heuristics.h"
+#include "../plan.h"
+#include "../short_tiles.h"
+#include "../sm90/bwd_wide_mod_tiles.h"
+#include "../sm90/instances.h"
+
+namespace flash_ext::plans {
+
+using Req = const Request&;
+using Dev = const DeviceInfo&;
+
+enum class Family : uint8_t { kFwd, kFwdMod, kBwd, kBwdMod };
+
+struct Row {
+  Family family;
+  std::string_view name;
+  bool (*supports)(Req, Dev);   // computes it, correctly and within bounds
+  bool (*preferred)(Req, Dev);  // by measurement, asked only where it supports; null: always
+  void (*build)(Req, Dev, Plan&);
+  Evidence evidence;
+};
+
+std::span<const Row> fwd_rows(Arch arch);
+std::span<const Row> bwd_rows(Arch arch);
+
+// ---- what both ask ---------------------------------------------------------------------------------
+
+inline int padded(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v); }
+inline SmemClass class_of(Dev d) { return smem_class(d.cc_major, d.smem_per_block); }
+// Problem::score_factor, which a request does not have yet.
+inline float factor_of(const Problem& p) { return p.softmax_scale > 0.f ? 1.f : p.softmax_scale < 0.f ? -1.f : 0.f; }
+// What TMA reads and stores. Rows of contiguous results begin on 16 bytes where head sizes are multiples of 8.
+inline bool tma_fwd(Req r) { return r.problem.tma_ready && r.problem.head_dim_v % 8 == 0; }
+inline bool always(Req, Dev) { return true; }
+
+// ---- launches --------------------------------------------------------------------------------------
+
+inline Launch pass(KernelId k, int d, int dv = 0, bool early = false) {
+  Launch l;
+  l.kernel = k, l.head_dim = static_cast<int16_t>(d), l.head_dim_v = static_cast<int16_t>(dv), l.early = early;
+  return l;
+}
+// at_most: CTAs of a persistent kernel, 0 where each has one tile.
+inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int threads, int smem, int64_t tiles,
+                      int at_most) {
+  Launch l = pass(k, d, dv);
+  l.block_m = m, l.block_n = n, l.stages = stages, l.threads = threads, l.smem_bytes = smem;
+  l.tiles = tiles;
+  l.ctas = at_most > 0 ? std::min<int64_t>(tiles, at_most) : tiles;
+  return l;
+}
+inline Launch short_launch(KernelId k, const ShortTile& t, int smem, const ShortGrid& g, bool early) {
+  Launch l = main_of(k, t.head_dim, t.head_dim, t.rows, t.rows, 1, t.threads(), smem, g.ctas, 0);
+  l.early = early;
+  return l;
+}
+
+}  // namespace flash_ext::plans

@@ -1,0 +1,132 @@
+"""What a call would launch: kernels, tiles, scheduling, workspace, and why it is these.
+
+``python -m flash_ext.info --plan "bwd batch=4 seqlen=4096 heads=32/8 head_dim=128 causal alibi"``
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .ops import _C
+
+HELP = (
+    "print what a call would launch, e.g. 'bwd batch=4 seqlen=4096/8192 heads=32/8 head_dim=192/128 causal "
+    "deterministic alibi'; gpu=9.0/132 plans for a GPU of that compute capability and so many multiprocessors"
+)
+
+# Shared memory that one block may have, bytes, by compute capability (CUDA C++ programming guide).
+_SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}
+_SMALL_SHARED_MEMORY = 101376
+_H200 = "9.0/132"
+
+_NUMBERS = {"batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window": "", "gpu": ""}
+_WORDS = ("fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16")
+
+
+def _pair(text: str) -> tuple[int, int]:
+    """ "a/b", or "a" for both."""
+    first, _, second = text.partition("/")
+    return int(first), int(second or first)
+
+
+@contextlib.contextmanager
+def _pretending(gpu: str) -> Iterator[None]:
+    """As if that were GPU 0; nothing if it is empty."""
+    facts: dict[str, int] = {}
+    if gpu:
+        capability, _, multiprocessors = gpu.partition("/")
+        major, _, minor = capability.partition(".")
+        known = _SHARED_MEMORY.get((int(major), int(minor)), _SMALL_SHARED_MEMORY)
+        facts = {"compute_capability": 10 * int(major) + int(minor), "num_sms": int(multiprocessors),
+                 "smem_per_block": known}  # fmt: skip
+    before = {name: _C.get_switch(name) for name in facts}
+    try:
+        for name, value in facts.items():
+            _C.set_switch(name, value)
+        yield
+    finally:
+        for name, old in before.items():
+            _C.set_switch(name, old)
+
+
+def plan(text: str) -> dict[str, Any]:
+    """The plan of a call in words, as ``torch.ops.flash_ext`` would run it.
+
+    Args:
+        text: words in any order: "fwd" (default) or "bwd"; "float16" or "bfloat16" (default); "causal",
+            "packed", "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk, head_dim=D/Dv, window=LEFT/RIGHT (one
+            number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default GPU 0, or an H200 where there is
+            none; and modifiers: softcap, alibi, bias, bias_gradient, dropout, mask, key_padding, blocks,
+            documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks.
+
+    Returns:
+        A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
+        docs/performance.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
+        "splits" (of the keys), "head_parts" (splits of grouped heads), "reasons" (why other paths refuse).
+
+    Raises:
+        ValueError: a word that is not known, or numbers out of range.
+        RuntimeError: the GPU could not be read.
+    """
+    numbers, words, modifiers = dict(_NUMBERS), set(), []
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if equals:
+            if name not in numbers:
+                raise ValueError(f"unknown {name}=; known: {', '.join(f'{n}=' for n in numbers)}")
+            numbers[name] = value
+        elif word in _WORDS:
+            words.add(word)
+        else:
+            modifiers.append(word)
+    (seqlen_q, seqlen_k), (heads, heads_k), (head_dim, head_dim_v) = (
+        _pair(numbers[name]) for name in ("seqlen", "heads", "head_dim")
+    )
+    left, right = _pair(numbers["window"]) if numbers["window"] else (-1, -1)
+    gpu = numbers["gpu"] or ("" if torch.cuda.is_available() else _H200)
+    with _pretending(gpu):
+        found = _C.plan(
+            "bwd" if "bwd" in words else "fwd",
+            dtype="float16" if "float16" in words else "bfloat16",
+            batch=int(numbers["batch"]),
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_heads=heads,
+            num_heads_k=heads_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            packed="packed" in words,
+            window_left=left,
+            window_right=0 if "causal" in words else right,
+            deterministic="deterministic" in words,
+            modifiers=modifiers,
+        )
+    return {"call": text, "gpu": gpu or "GPU 0", **found}
+
+
+def as_text(plan: dict[str, Any]) -> str:
+    """For a reader at a terminal."""
+    lines = [f"call        {plan['call']}", f"gpu         {plan['gpu']}"]
+    if plan["path"] is None:
+        return "\n".join([*lines, *(f"not {path}    {why}" for path, why in plan["reasons"].items())])
+    evidence = f", evidence {plan['evidence']}" if plan["evidence"] else ""
+    lines.append(f"row         {plan['row']}{evidence}")
+    if plan["splits"] > 1:
+        lines.append(f"split-KV    {plan['splits']} parts of the keys")
+    if plan["head_parts"] > 1:
+        lines.append(f"GQA splits  {plan['head_parts']} a key head")
+    for launch in plan["launches"]:
+        line = f"launch      {launch['kernel']}"
+        if "block_m" in launch:
+            scheduling = "dynamic" if launch["dynamic"] else "static"
+            line += (f": tile {launch['block_m']} x {launch['block_n']}, {launch['stages']} stages, "
+                     f"{launch['threads']} threads, {launch['smem_bytes']} bytes of shared memory, "
+                     f"{launch['grid']} CTAs for {launch['tiles']} tiles, {scheduling}")  # fmt: skip
+        lines.append(line + (", programmatic launch" if launch["early"] else ""))
+    lines += [f"workspace   {name} {size} bytes" for name, size in plan["workspace"].items()]
+    lines.append(f"workspace   {plan['workspace_bytes']} bytes in all")
+    return "\n".join(lines)

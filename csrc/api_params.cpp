@@ -51,12 +51,15 @@ StridedView view_of(const Tensor& t) {
   return view;
 }
 
+// The checks have let no other type through.
+static DType dtype_of(const Tensor& t) { return t.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16; }
+
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                    double softmax_scale, int64_t window_left, int64_t window_right,
                    bool top_left) {
   Problem p;
-  p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+  p.dtype = dtype_of(q);
   p.num_heads = static_cast<int32_t>(q.size(-2));
   p.num_heads_k = static_cast<int32_t>(k.size(-2));
   p.head_dim = static_cast<int32_t>(q.size(-1));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/debug_delay.cuh"
+#include "dtype.cuh"
 #include "paths.h"
 
 namespace flash_ext {

@@ -55,7 +55,7 @@ std::string sum_heads(const Problem& p, const float* parts, const StridedView& t
   const int64_t threads = s.batch_rows * ((columns + 3) / 4);
   const int64_t blocks = (threads + kHeadSumThreads - 1) / kHeadSumThreads;
   const auto run = [&](auto kernel) { return launch("sum_heads", kernel, blocks, kHeadSumThreads, 0, stream, s); };
-  return p.dtype == DType::kFloat16 ? run(sum_heads_kernel<__half>) : run(sum_heads_kernel<__nv_bfloat16>);
+  return dispatch_dtype(p.dtype, [&]<typename E>() { return run(sum_heads_kernel<E>); });
 }
 
 }  // namespace flash_ext

@@ -249,6 +249,7 @@ __device__ __forceinline__ uint32_t pack2_positive(float lo, float hi) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(hi), "f"(lo));
   } else {
+    static_assert(std::is_same_v<E, __half>, "another element type");
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(hi), "f"(lo));
   }
   return r;
@@ -271,6 +272,7 @@ __device__ __forceinline__ float2 unpack2(uint32_t pair) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   } else {
+    static_assert(std::is_same_v<E, __half>, "another element type");
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
 }

@@ -306,12 +306,14 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
   if constexpr (std::is_same_v<E, __half>) {        \
     FX_WGMMA_SS(N, COUNT, A, B, H, P, "f16", 0);        \
   } else {                                          \
+    static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type"); \
     FX_WGMMA_SS(N, COUNT, A, B, H, P, "bf16", 0);       \
   }
 #define FX_WGMMA_RS_TYPED(N, COUNT, A0, A1, A2, A3, B, H) \
   if constexpr (std::is_same_v<E, __half>) {           \
     FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "f16");   \
   } else {                                             \
+    static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type"); \
     FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "bf16");  \
   }
 
@@ -319,6 +321,7 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
   if constexpr (std::is_same_v<E, __half>) {                \
     FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "f16");   \
   } else {                                                  \
+    static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type"); \
     FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "bf16");  \
   }
 
@@ -375,6 +378,7 @@ __device__ __forceinline__ void wgmma_ss_rows(float (&d)[kCount], uint32_t low_a
     if constexpr (std::is_same_v<E, __half>) {
       FX_WGMMA_SS(32, 16, 16, 17, 18, 19, "f16", 1);
     } else {
+      static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type");
       FX_WGMMA_SS(32, 16, 16, 17, 18, 19, "bf16", 1);
     }
   } else {
@@ -382,6 +386,7 @@ __device__ __forceinline__ void wgmma_ss_rows(float (&d)[kCount], uint32_t low_a
     if constexpr (std::is_same_v<E, __half>) {
       FX_WGMMA_SS(64, 32, 32, 33, 34, 35, "f16", 1);
     } else {
+      static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type");
       FX_WGMMA_SS(64, 32, 32, 33, 34, 35, "bf16", 1);
     }
   }

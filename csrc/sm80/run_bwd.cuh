@@ -40,8 +40,7 @@ std::string run_bwd_as(const BwdParams& p, const DeviceInfo& d) {
 
 template <int D, SmemClass kClass>
 std::string run_bwd_hd(const BwdParams& p, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D, kClass>(p, d)
-                                            : run_bwd_as<__nv_bfloat16, D, kClass>(p, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run_bwd_as<E, D, kClass>(p, d); });
 }
 
 }  // namespace flash_ext::sm80

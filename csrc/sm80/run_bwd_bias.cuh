@@ -19,8 +19,7 @@ std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGr
 
 template <SmemClass kClass>
 std::string launch_bwd_bias_as(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? launch_bwd_bias<__half, kClass>(p, m, g, d)
-                                            : launch_bwd_bias<__nv_bfloat16, kClass>(p, m, g, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_bwd_bias<E, kClass>(p, m, g, d); });
 }
 
 }  // namespace flash_ext::sm80

@@ -77,8 +77,7 @@ std::string run_bwd_mod_as(const BwdParams& params, const BwdExtras& x, const De
 
 template <int D, SmemClass kClass>
 std::string run_bwd_mod_hd(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_mod_as<__half, D, kClass>(p, x, d)
-                                            : run_bwd_mod_as<__nv_bfloat16, D, kClass>(p, x, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run_bwd_mod_as<E, D, kClass>(p, x, d); });
 }
 
 }  // namespace flash_ext::sm80

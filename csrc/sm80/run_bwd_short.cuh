@@ -15,8 +15,7 @@ std::string run_bwd_short_hd(const BwdParams& p, const Modifiers& m, const BiasG
                      with_own_bias(m), bias, g);
   };
   const auto of_rows = [&]<int R>(std::integral_constant<int, R>) {
-    return p.problem.dtype == DType::kFloat16 ? run(bwd_short_kernel<ShortTraits<__half, D, R>>)
-                                              : run(bwd_short_kernel<ShortTraits<__nv_bfloat16, D, R>>);
+    return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run(bwd_short_kernel<ShortTraits<E, D, R>>); });
   };
   if (tile.rows == 16) return of_rows(std::integral_constant<int, 16>{});
   if (tile.rows == 32) return of_rows(std::integral_constant<int, 32>{});

@@ -18,11 +18,9 @@ std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
 
 template <int D, SmemClass kClass>
 std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
-  const bool is_half = p.problem.dtype == DType::kFloat16;
-  if (takes_stretches_sm80(p.problem)) {
-    return is_half ? launch_fwd<__half, D, kClass, true>(p, d) : launch_fwd<__nv_bfloat16, D, kClass, true>(p, d);
-  }
-  return is_half ? launch_fwd<__half, D, kClass>(p, d) : launch_fwd<__nv_bfloat16, D, kClass>(p, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
+    return takes_stretches_sm80(p.problem) ? launch_fwd<E, D, kClass, true>(p, d) : launch_fwd<E, D, kClass>(p, d);
+  });
 }
 
 }  // namespace flash_ext::sm80

@@ -42,8 +42,7 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
 
 template <int D, SmemClass kClass>
 std::string run_fwd_mod_hd(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? launch_fwd_mod<__half, D, kClass>(p, m, d)
-                                            : launch_fwd_mod<__nv_bfloat16, D, kClass>(p, m, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_fwd_mod<E, D, kClass>(p, m, d); });
 }
 
 }  // namespace flash_ext::sm80

@@ -15,8 +15,7 @@ std::string run_fwd_short_hd(const FwdParams& p, const Modifiers& m, const Short
                      with_own_bias(m), g);
   };
   const auto of_rows = [&]<int R>(std::integral_constant<int, R>) {
-    return p.problem.dtype == DType::kFloat16 ? run(fwd_short_kernel<ShortTraits<__half, D, R>>)
-                                              : run(fwd_short_kernel<ShortTraits<__nv_bfloat16, D, R>>);
+    return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run(fwd_short_kernel<ShortTraits<E, D, R>>); });
   };
   if (tile.rows == 16) return of_rows(std::integral_constant<int, 16>{});
   if (tile.rows == 32) return of_rows(std::integral_constant<int, 32>{});

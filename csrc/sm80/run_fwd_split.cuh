@@ -19,8 +19,7 @@ std::string launch_fwd_split(const FwdParams& p, const SplitGrid& g, bool early)
 
 template <int D, int kRows>
 std::string run_fwd_split_rows(const FwdParams& p, const SplitGrid& g, bool early) {
-  return p.problem.dtype == DType::kFloat16 ? launch_fwd_split<__half, D, kRows>(p, g, early)
-                                            : launch_fwd_split<__nv_bfloat16, D, kRows>(p, g, early);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_fwd_split<E, D, kRows>(p, g, early); });
 }
 
 template <int D>

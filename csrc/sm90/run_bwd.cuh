@@ -95,8 +95,7 @@ template <int D>
 std::string run_bwd_hd(const BwdParams& p, const DeviceInfo& d) {
   const auto run = [&](auto ordered) {
     constexpr bool kOrdered = decltype(ordered)::value;
-    return p.problem.dtype == DType::kFloat16 ? run_bwd_as<__half, D, kOrdered>(p, d)
-                                              : run_bwd_as<__nv_bfloat16, D, kOrdered>(p, d);
+    return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run_bwd_as<E, D, kOrdered>(p, d); });
   };
   return p.deterministic ? run(std::true_type{}) : run(std::false_type{});
 }

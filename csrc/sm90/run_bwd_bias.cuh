@@ -33,10 +33,9 @@ std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGr
 
 template <int D>
 std::string run_bwd_bias_hd(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  const auto run = [&]<typename E>(E) {
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
     return m.bias.staged ? launch_bwd_bias<E, D, false>(p, m, g, d) : launch_bwd_bias<E, D, true>(p, m, g, d);
-  };
-  return p.problem.dtype == DType::kFloat16 ? run(__half{}) : run(__nv_bfloat16{});
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -81,8 +81,7 @@ std::string run_bwd_mod_as(const BwdParams& p, const Modifiers& m, const DeviceI
 
 template <int D>
 std::string run_bwd_mod_hd(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_mod_as<__half, D>(p, m, d)
-                                            : run_bwd_mod_as<__nv_bfloat16, D>(p, m, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run_bwd_mod_as<E, D>(p, m, d); });
 }
 
 }  // namespace flash_ext::sm90

@@ -30,8 +30,7 @@ std::string run_bwd_short_as(const BwdParams& p, const DeviceInfo& d) {
 }
 
 inline std::string run_bwd_short(const BwdParams& p, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_short_as<__half, kShortHeadDim>(p, d)
-                                            : run_bwd_short_as<__nv_bfloat16, kShortHeadDim>(p, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run_bwd_short_as<E, kShortHeadDim>(p, d); });
 }
 
 }  // namespace flash_ext::sm90

@@ -81,8 +81,7 @@ std::string run_bwd_wide_as(const BwdParams& p, const DeviceInfo& d) {
 
 template <int D, int Dv>
 std::string run_bwd_wide_hd(const BwdParams& p, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? run_bwd_wide_as<__half, D, Dv>(p, d)
-                                            : run_bwd_wide_as<__nv_bfloat16, D, Dv>(p, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run_bwd_wide_as<E, D, Dv>(p, d); });
 }
 
 }  // namespace flash_ext::sm90

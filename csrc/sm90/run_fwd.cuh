@@ -65,8 +65,7 @@ std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
 
 template <int D, int Dv, bool kLower = false>
 std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? launch_fwd<__half, D, Dv, kLower>(p, d)
-                                            : launch_fwd<__nv_bfloat16, D, Dv, kLower>(p, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_fwd<E, D, Dv, kLower>(p, d); });
 }
 
 }  // namespace flash_ext::sm90

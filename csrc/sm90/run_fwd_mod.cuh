@@ -60,9 +60,7 @@ inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Pr
                               size(x.head_stride, p.num_heads), size(x.batch_stride, p.batch), 1};
   const cuuint64_t strides[4] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride), 16};
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(128 / element), static_cast<cuuint32_t>(box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type = x.is_float                      ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                   : p.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUtensorMapDataType type = x.is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : map_type_of(p.dtype);
   const CUresult result = encode(&map, type, 5, const_cast<void*>(x.ptr), dims, strides, box, ones,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -131,8 +129,7 @@ std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceI
 
 template <int D, int Dv>
 std::string run_fwd_mod_hd(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return p.problem.dtype == DType::kFloat16 ? launch_fwd_mod<__half, D, Dv>(p, m, d)
-                                            : launch_fwd_mod<__nv_bfloat16, D, Dv>(p, m, d);
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_fwd_mod<E, D, Dv>(p, m, d); });
 }
 
 }  // namespace flash_ext::sm90

@@ -14,6 +14,14 @@ using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 inline EncodeTiled find_encoder() { return driver_function<EncodeTiled>("cuTensorMapEncodeTiled"); }
 
+inline CUtensorMapDataType map_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
 // A map with boxes of `box_rows` rows of 64 columns, or 32, which have a swizzle of their own. `rows` counts those of a
 // batch entry; packed tensors get the shape that fwd_parts.cuh's row_coordinates() expects. Errors in words, or empty.
 inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
@@ -38,12 +46,10 @@ inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Prob
   }
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1};
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      p.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result = encode(&map, type, 5, x.ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 box_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, map_type_of(p.dtype), 5, x.ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's codes are those of the runtime; a context lost earlier shows here first.
   if (result == CUDA_SUCCESS) return {};
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");

@@ -41,8 +41,8 @@ DEFAULT_ARCHS = "8.0 8.0+PTX 9.0a"
 # The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
 BYTES_PER_JOB = 2.5 * 2**30
 
-# Compressed for size: line tables would otherwise make up nine tenths of a module that has them. A switch that
-# misses a member of its enum is an error: whoever adds an element type is led to every place that has to know it.
+# Compressed for size: line tables would otherwise make up nine tenths of a module that has them. A switch
+# that misses a member of its enum is an error: a new element type is then asked for everywhere it matters.
 NVCC_FLAGS = ["-std=c++20", "-O3", "--compress-mode=size", "-Xptxas=-v",
               "-Xcompiler=-fPIC,-fvisibility=hidden,-g0,-Wswitch,-Werror=switch"]
 CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",

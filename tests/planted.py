@@ -253,7 +253,7 @@ MUTANTS = (
         1601,
         "M16 deterministic flag ignored",
         "dQ is summed by atomic additions in the deterministic mode, too",
-        (Edit("path_sm80.cpp", "deterministic || is_short_bwd(p, d) ? 0 : rows * padded", "rows * padded"),),
+        (Edit("plan/bwd.cpp", "if (r.deterministic) {", "if (false) {"),),
         "races",
     ),
     Mutant(

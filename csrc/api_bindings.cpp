@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -186,7 +187,8 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
               int64_t seqlen_q, int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k,
               int32_t head_dim, int32_t head_dim_v, bool packed, int32_t window_left,
               int32_t window_right, bool deterministic, const std::vector<std::string>& modifiers,
-              const std::string& row, std::optional<std::string> path_name, int device) {
+              const std::string& row, std::optional<std::string> path_name, int device,
+              const std::optional<std::array<int, 5>>& gpu, bool tma) {
   const Direction direction = direction_of(direction_name);
   if (dtype != "float16" && dtype != "bfloat16") {
     throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + dtype);
@@ -220,15 +222,28 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   }
   set_window(p, window_left, window_right);
   p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
-  const DeviceInfo info = device_info(device);
+  p.tma_ready = tma;
+  DeviceInfo info;
+  if (gpu) {
+    info.cc_major = (*gpu)[0];
+    info.cc_minor = (*gpu)[1];
+    info.num_sms = (*gpu)[2];
+    info.smem_per_block = (*gpu)[3];
+    info.l2_bytes = (*gpu)[4];
+  } else {
+    info = device_info(device);
+  }
   if (!info.error.empty()) throw std::runtime_error(info.error);
   deterministic = deterministic || info.batch_invariant;
+  const NamedModifiers named(modifiers, p);
 
   py::dict result;
   if (const Path* path = choose_path(direction, p, info, path_name)) {
-    const NamedModifiers named(modifiers, p);
     Request request{.direction = direction, .problem = p, .deterministic = deterministic};
-    if (!modifiers.empty()) request.modifiers = &named.modifiers;
+    // Gradients of q, k and v where nothing but sinks is asked for are those of a plain call.
+    const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0] == "sinks";
+    const bool is_plain = modifiers.empty() || (direction == Direction::kBackward && has_sinks_alone);
+    if (!is_plain) request.modifiers = &named.modifiers;
     if (named.wants_dbias) request.dbias = &named.dbias;
     request.row = row;
     const Plan found = plan_on(*path, request, info);
@@ -338,7 +353,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("num_heads_k"), py::arg("head_dim"), py::arg("head_dim_v"),
         py::arg("packed") = false, py::arg("window_left") = -1, py::arg("window_right") = -1,
         py::arg("deterministic") = false, py::arg("modifiers") = std::vector<std::string>(),
-        py::arg("row") = "", py::arg("path") = py::none(), py::arg("device") = 0);
+        py::arg("row") = "", py::arg("path") = py::none(), py::arg("device") = 0, py::arg("gpu") = py::none(),
+        py::arg("tma") = true);
   m.def("plan_rows", &rows_of_plans);
   m.def("done_launches", &launches_done);
   m.def("device_facts", &device_facts, py::arg("device") = 0);

@@ -1,4 +1,4 @@
-// The sm80 path on the host: what it accepts, how it would launch, and which instance runs.
+// The sm80 path on the host: what it accepts, and which instance runs.
 #include <algorithm>
 #include <array>
 

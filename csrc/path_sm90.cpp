@@ -59,13 +59,6 @@ SplitGrid split_grid(const Problem& p, const DeviceInfo& d) {
   const SplitGrid g = make_split_grid(p, d);
   return g.rows > 0 && g.gain < 1.25 && is_taken(p) && instance_of(p).is_lower(p, d) ? SplitGrid{} : g;
 }
-bool splits_keys(const Problem& p, const DeviceInfo& d) { return split_grid(p, d).rows > 0; }
-
-// What the portable path runs in kernels of its own on Hopper as well: short sequences too.
-bool is_fwd_portable(const Problem& p, const DeviceInfo& d) {
-  return !is_taken(p) || is_short(p, d) || splits_keys(p, d);
-}
-
 // Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
 bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
 
@@ -131,11 +124,6 @@ constexpr auto kTwoKernelInstances =
 bool wants_two_kernels(const Problem& p, bool deterministic, const DeviceInfo& d) {
   return is_wide(p) || (deterministic && !has_whole_keys(p, d));
 }
-// Whether dq is summed in memory, in whichever kernel.
-bool sums_dq(const Problem& p, bool deterministic, const DeviceInfo& d) {
-  return !wants_two_kernels(p, deterministic, d) && !has_whole_keys(p, d);
-}
-
 // The backward without modifiers in the kernel for them, where that stores dq at once.
 const BwdModInstance* whole_keys_instance_of(const Problem& p, const DeviceInfo& d) {
   return prefers_whole_keys(p, d) ? bwd_mod_instance_of(p, d) : nullptr;

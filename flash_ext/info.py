@@ -183,7 +183,7 @@ def main() -> None:
     if args.plan is not None:
         try:
             plan = planned.plan(args.plan)
-        except (ValueError, RuntimeError) as error:
+        except (ImportError, ValueError, RuntimeError) as error:
             parser.error(str(error))
         sys.stdout.write((json.dumps(plan, indent=2) if args.json else planned.as_text(plan)) + "\n")
         return

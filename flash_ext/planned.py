@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import re
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ HELP = (
 # Shared memory that one block may have, bytes, by compute capability (CUDA C++ programming guide).
 _SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}
 _SMALL_SHARED_MEMORY = 101376
+_L2_BYTES = 60 << 20  # an H200's
 _H200 = "9.0/132"
 
 _NUMBERS = {"batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window": "", "gpu": ""}
@@ -33,24 +33,14 @@ def _pair(text: str) -> tuple[int, int]:
     return int(first), int(second or first)
 
 
-@contextlib.contextmanager
-def _pretending(gpu: str) -> Iterator[None]:
-    """As if that were GPU 0; nothing if it is empty."""
-    facts: dict[str, int] = {}
-    if gpu:
-        capability, _, multiprocessors = gpu.partition("/")
-        major, _, minor = capability.partition(".")
-        known = _SHARED_MEMORY.get((int(major), int(minor)), _SMALL_SHARED_MEMORY)
-        facts = {"compute_capability": 10 * int(major) + int(minor), "num_sms": int(multiprocessors),
-                 "smem_per_block": known}  # fmt: skip
-    before = {name: _C.get_switch(name) for name in facts}
-    try:
-        for name, value in facts.items():
-            _C.set_switch(name, value)
-        yield
-    finally:
-        for name, old in before.items():
-            _C.set_switch(name, old)
+def _facts(gpu: str) -> tuple[int, int, int, int, int]:
+    """Compute capability, multiprocessors, bytes of shared memory a block and of L2 cache, of "9.0/132"."""
+    found = re.fullmatch(r"(\d+)\.(\d+)/(\d+)", gpu)
+    if found is None:
+        raise ValueError(f"gpu= takes CAPABILITY/MULTIPROCESSORS, as {_H200}; got {gpu}")
+    major, minor, multiprocessors = map(int, found.groups())
+    shared = _SHARED_MEMORY.get((major, minor), _SMALL_SHARED_MEMORY)
+    return major, minor, multiprocessors, shared, _L2_BYTES
 
 
 def plan(text: str) -> dict[str, Any]:
@@ -58,8 +48,8 @@ def plan(text: str) -> dict[str, Any]:
 
     Args:
         text: words in any order: "fwd" (default) or "bwd"; "float16" or "bfloat16" (default); "causal",
-            "packed", "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk, head_dim=D/Dv, window=LEFT/RIGHT (one
-            number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default GPU 0, or an H200 where there is
+            "packed" (seqlen is that of each sequence), "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk,
+            head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default GPU 0, or an H200 where there is
             none; and modifiers: softcap, alibi, bias, bias_gradient, dropout, mask, key_padding, blocks,
             documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks.
 
@@ -88,23 +78,28 @@ def plan(text: str) -> dict[str, Any]:
     )
     left, right = _pair(numbers["window"]) if numbers["window"] else (-1, -1)
     gpu = numbers["gpu"] or ("" if torch.cuda.is_available() else _H200)
-    with _pretending(gpu):
-        found = _C.plan(
-            "bwd" if "bwd" in words else "fwd",
-            dtype="float16" if "float16" in words else "bfloat16",
-            batch=int(numbers["batch"]),
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            num_heads=heads,
-            num_heads_k=heads_k,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            packed="packed" in words,
-            window_left=left,
-            window_right=0 if "causal" in words else right,
-            deterministic="deterministic" in words,
-            modifiers=modifiers,
-        )
+    if {"fwd", "bwd"} <= words:
+        raise ValueError("either fwd or bwd")
+    batch = int(numbers["batch"])
+    rows = batch if "packed" in words else 1  # packed lengths are those of all sequences together
+    found = _C.plan(
+        "bwd" if "bwd" in words else "fwd",
+        dtype="float16" if "float16" in words else "bfloat16",
+        batch=batch,
+        seqlen_q=rows * seqlen_q,
+        seqlen_k=rows * seqlen_k,
+        num_heads=heads,
+        num_heads_k=heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        packed="packed" in words,
+        window_left=left,
+        window_right=0 if "causal" in words else right,
+        deterministic="deterministic" in words,
+        modifiers=modifiers,
+        gpu=_facts(gpu) if gpu else None,
+        tma=head_dim % 8 == 0 and head_dim_v % 8 == 0,  # rows of contiguous tensors begin on 16 bytes
+    )
     return {"call": text, "gpu": gpu or "GPU 0", **found}
 
 

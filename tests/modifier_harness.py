@@ -170,9 +170,10 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
         return
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
+    has_plain_backward = direction == "bwd" and _has_plain_backward(x)
     # Where sinks alone are asked for their gradient follows the plain backward.
-    check_done_launches(launch, others="sinks" in x.mcase.mods)
-    if direction == "bwd" and _has_plain_backward(x):
+    check_done_launches(launch, others=has_plain_backward and "sinks" in x.mcase.mods)
+    if has_plain_backward:
         native = case.head_dim % 8 == 0
         # With up to 128 keys the short targets take the kernel for modifiers.
         is_plain = "_mod" not in launch["kernel"] or target.short

@@ -121,6 +121,7 @@ def test_deterministic_backwards_never_add_in_any_order(plans) -> None:
         ("fwd heads=0/1", "num_heads a multiple"),
         ("fwd heads=5/2", "num_heads a multiple"),
         ("fwd batch=-1", "at least 0"),
+        ("fwd bwd", "either fwd or bwd"),
     ],
 )
 def test_words_that_are_refused(plans, call: str, message: str) -> None:
@@ -128,12 +129,29 @@ def test_words_that_are_refused(plans, call: str, message: str) -> None:
         planned.plan(f"{call} {H200}")
 
 
-def test_the_switches_are_as_before() -> None:
+def test_another_gpu_is_no_switch_of_the_process() -> None:
     before = _C.get_switch("num_sms")
-    planned.plan(f"bwd {H200}")
-    with pytest.raises(ValueError, match="unknown modifier"):
-        planned.plan(f"bwd warp {H200}")
+    assert planned.plan("bwd gpu=8.0/108")["path"] == "sm80"
+    assert planned.plan(f"bwd {H200}")["path"] == "sm90"
     assert _C.get_switch("num_sms") == before
+    with pytest.raises(ValueError, match="gpu= takes"):
+        planned.plan("bwd gpu=9.0")
+
+
+def test_plans_in_words(plans) -> None:
+    packed = planned.plan(f"fwd packed batch=4 seqlen=512 {H200}")
+    rows = SHAPE | {"seqlen_q": 2048, "seqlen_k": 2048}
+    assert packed["launches"] == _C.plan("fwd", batch=4, packed=True, **rows)["launches"]
+    assert planned.plan(f"fwd head_dim=36/64 {H200}")["path"] == "sm80", "rows of 72 bytes"
+    assert planned.plan(f"bwd sinks {H200}")["row"] == planned.plan(f"bwd {H200}")["row"]
+
+
+@pytest.mark.parametrize("row", ["sm90.fwd_mod.m192.drop", "sm90.fwd_mod.m192.slopes", "sm90.bwd.dq_pool"])
+def test_rows_that_cannot_are_refused(plans, row: str) -> None:
+    direction = "bwd" if "bwd" in row else "fwd"
+    modifiers = ["bias", "dropout", "alibi"] if direction == "fwd" else []
+    with pytest.raises(ValueError, match="has no row"):
+        _C.plan(direction, **SHAPE | {"seqlen_q": 300, "seqlen_k": 300}, modifiers=modifiers, row=row)
 
 
 def run_info(call: str) -> subprocess.CompletedProcess:

@@ -26,12 +26,13 @@ bool supports_fused(Req r, Dev d) { return tma_bwd(r, d) && !is_wide(r); }
 bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && has_whole_keys(r, d); }
 bool supports_split_short(Req r, Dev d) { return supports_fused(r, d) && padded(r.problem) == 128; }
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
-bool supports_pool(Req r, Dev d) { return supports_atomic(r, d) && !r.problem.is_varlen(); }
+bool supports_pool(Req r, Dev d) {
+  return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_ring(r.problem, d, false);
+}
 
 bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d); }
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_two_kernels(r.problem, d); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d); }
-bool prefers_pool(Req r, Dev d) { return static_cast<bool>(sm90::dq_ring(r.problem, d, false)); }
 
 void add_row_stats(const Problem& p, Plan& plan, int block_m) {
   plan.workspace.row_stats = plan.workspace.add(4 * 2 * sm90::query_tiles(p, block_m) * block_m);
@@ -293,7 +294,7 @@ constexpr Row kHopper[] = {
     {F::kBwd, "sm90.bwd.whole_keys", supports_whole_keys, prefers_whole_keys, build_whole_keys, E::kWholeKeys},
     {F::kBwd, "sm90.bwd.split_short", supports_split_short, prefers_split_short, build_split<true>, E::kSplitBwdShort},
     {F::kBwd, "sm90.bwd.dq_ordered", supports_fused, prefers_ordered, build_fused<DqMode::kOrdered>, E::kOrderedShort},
-    {F::kBwd, "sm90.bwd.dq_pool", supports_pool, prefers_pool, build_fused<DqMode::kPool>, E::kDqPool},
+    {F::kBwd, "sm90.bwd.dq_pool", supports_pool, nullptr, build_fused<DqMode::kPool>, E::kDqPool},
     {F::kBwd, "sm90.bwd.dq_atomic", supports_atomic, nullptr, build_fused<DqMode::kAtomic>, E::kNone},
     {F::kBwd, "sm80.bwd", always, nullptr, build_portable, E::kNone},
 

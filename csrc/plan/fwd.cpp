@@ -107,6 +107,8 @@ bool supports_bias(Req r, Dev d) {
   return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr && staged_bias_rows(r, block_m) > 0;
 }
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
+bool supports_slopes(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->slopes != nullptr; }
+bool supports_cap(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->softcap > 0.f; }
 
 bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_tall_slopes(r.problem, *r.modifiers, d); }
 bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_tall_cap(r.problem, *r.modifiers, d); }
@@ -167,10 +169,10 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
 
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
-    {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_mod_128, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
+    {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
      E::kMaskedM192},
-    {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_mod_128, prefers_cap_m192, build_hopper_mod<true, kCap>, E::kMaskedM192},
-    {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_mod_128, prefers_drop_m192, build_hopper_mod<true, kDrop>,
+    {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap, prefers_cap_m192, build_hopper_mod<true, kCap>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_drop, prefers_drop_m192, build_hopper_mod<true, kDrop>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.hide", supports_hide_m192, prefers_hide_m192, build_hopper_mod<true, kHide>,
      E::kMaskedM192},

@@ -35,7 +35,8 @@ int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
     return wanted > 0 && wanted <= group && group % wanted == 0 ? wanted : 1;
   }
   if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
-  return head_parts(r.problem, plan_of_rows(r, d, arch).main_launch().block_n, d.num_sms);
+  const Plan whole = plan_of_rows(r, d, arch);
+  return whole.row.empty() ? 1 : head_parts(r.problem, whole.main_launch().block_n, d.num_sms);
 }
 
 const char* stem_of(KernelId k) {

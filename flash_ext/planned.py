@@ -49,9 +49,10 @@ def plan(text: str) -> dict[str, Any]:
     Args:
         text: words in any order: "fwd" (default) or "bwd"; "float16" or "bfloat16" (default); "causal",
             "packed" (seqlen is that of each sequence), "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk,
-            head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default GPU 0, or an H200 where there is
-            none; and modifiers: softcap, alibi, bias, bias_gradient, dropout, mask, key_padding, blocks,
-            documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks.
+            head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
+            GPU 0, or an H200 where there is none; and modifiers: softcap, alibi, bias, bias_gradient,
+            dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix,
+            sink_tokens, sinks.
 
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in

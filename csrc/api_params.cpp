@@ -51,8 +51,11 @@ StridedView view_of(const Tensor& t) {
   return view;
 }
 
-// The checks have let no other type through.
-static DType dtype_of(const Tensor& t) { return t.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16; }
+static DType dtype_of(const Tensor& t) {
+  if (t.scalar_type() == at::kHalf) return DType::kFloat16;
+  TORCH_CHECK(t.scalar_type() == at::kBFloat16, "flash_ext has no kernels for ", t.scalar_type());
+  return DType::kBFloat16;
+}
 
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,

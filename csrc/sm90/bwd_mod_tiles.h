@@ -70,11 +70,8 @@ inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const B
   return !p.is_varlen() && is_elementwise && is_whole && is_alone && hides_by_intervals;
 }
 
-// fp32 elements of the workspace beside dQ's: the rows' statistics as the portable kernels have them, for gradients of
-// biases, slopes and sinks, then the statistics of this path with counters for two kernels, on 16 bytes.
+// fp32 elements of the rows' statistics as the portable kernels have them, for gradients of biases, slopes and sinks. Those
+// of this path follow, on 16 bytes, then counters for two kernels (Workspace in plan.h).
 inline int64_t portable_stats_elements(const Problem& p) { return (2 * p.total_q * p.num_heads + 3) / 4 * 4; }
-inline int64_t mod_stats_elements(const Problem& p, int block_m = BwdTile::kBlockM) {
-  return portable_stats_elements(p) + query_tiles(p, block_m) * 2 * block_m + 2 * kCounterBytes / 4;
-}
 
 }  // namespace flash_ext::sm90

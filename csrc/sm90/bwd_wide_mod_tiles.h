@@ -45,9 +45,4 @@ inline bool is_wide_mod_taken(const Problem& p, const Modifiers& m, bool determi
   return m.bias.staged && (deterministic || wide_mod_size(p) > 128);
 }
 
-// fp32 elements of the workspace, as mod_stats_elements().
-inline int64_t wide_mod_stats_elements(const Problem& p) {
-  return mod_stats_elements(p, wide_mod_tile(wide_mod_size(p)).block_m);
-}
-
 }  // namespace flash_ext::sm90

@@ -191,13 +191,6 @@ inline bool prefers_tall_drops(const Problem& p, const Modifiers& m, const Devic
   return m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f && tall_tiles_fit(p, m, d);
 }
 
-// Whether a call of a compiled head_dim takes tall tiles.
-inline bool takes_tall_tiles(int head_dim, const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  if (has_tall_tiles(head_dim) && prefers_tall_tiles(p, m, d)) return true;
-  return has_tall_changes(head_dim) &&
-         (prefers_tall_slopes(p, m, d) || prefers_tall_cap(p, m, d) || prefers_tall_drops(p, m, d));
-}
-
 // Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs
 // stream the same tiles at once; with one head all of them ask one place of the L2 cache (16k rows: 663 TFLOP/s with
 // one, 699 with four), with many each tile comes once for every CTA. Items of different lengths run longest first in a

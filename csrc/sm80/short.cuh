@@ -6,7 +6,7 @@
 #include "../common/dropout.cuh"
 #include "../common/float_results.cuh"
 #include "../common/fragments.cuh"
-#include "../common/modifiers.cuh"
+#include "../common/hide.cuh"
 #include "../common/own_bias.cuh"
 #include "../short_tiles.h"
 
@@ -121,10 +121,10 @@ __device__ __forceinline__ void short_scores(float (&acc)[1][T::kRows / 8][4], c
   using E = typename T::Element;
   const int row0 = ptx::fresh_thread_idx() / 32 * 16;
   const TileTests tests = short_tests(scores.m);
-  const auto words = scores.fetch_mask<16, T::kRows>(row0, 0, tests);
+  const auto words = fetch_mask<16, T::kRows>(scores, row0, 0, tests);
   multiply_transposed<E, T::kHeadDim, 2>(acc, q_lane, k_lane);
   scores.template modify<E, false, ShortBias<T::kRows>>(acc, row0, 0, bias, put_slope);
-  scores.hide(acc, row0, 0, tests, words);
+  hide(acc, scores, row0, 0, tests, words);
 }
 
 // Rounds 16 rows of a warp into their rows of a tile that nobody else reads any more, and stores them.

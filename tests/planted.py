@@ -408,11 +408,6 @@ MUTANTS = (
                 "~Scores::bits_between(keys.x, keys.y, col0 + 32 * i);",
                 "~Scores::bits_between(keys.x, keys.y + 1, col0 + 32 * i);",
             ),
-            Edit(
-                "sm80/fwd_mod_bits.cuh",
-                "~Scores::bits_between(keys.x, keys.y, own_col0 + 32 * i);",
-                "~Scores::bits_between(keys.x, keys.y + 1, own_col0 + 32 * i);",
-            ),
         ),
         "modifiers",
     ),

@@ -208,8 +208,7 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
       uint32_t bits = (step.tests & kTestRows) ? word : ~0u;
       if (step.tests & kTestInterval) {
         const RowKeys keys = scores.row_keys(step.row0 + part.row() + row);
-        const int first = step.col0 + part.key() + unit / 2 * 32;
-        bits &= Scores::bits_between(keys.begin, keys.end, first) | Scores::bits_between(0, keys.always, first);
+        bits &= interval_word(keys, step.col0 + part.key() + unit / 2 * 32);
       }
       bits >>= 2 * (ptx::fresh_lane() % 4);
 #pragma unroll
@@ -235,7 +234,7 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
   });
 }
 
-// The mask words of one block of rows and 32 keys, as Scores::hide() asks for them.
+// The mask words of one block of rows and 32 keys, as hide() asks for them.
 template <typename Word>
 struct MaskOfUnit {
   const Word& of;

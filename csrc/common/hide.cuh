@@ -43,7 +43,6 @@ template <int kA, int kN, typename Words>
 __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scores, int row0, int col0,
                                      TileTests tests, const Words& mask) {
   const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
   const int lane = ptx::fresh_lane();
   const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
   if (tests & (kTestInterval | kTestRows)) {
@@ -69,37 +68,34 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scor
     }
   }
   if (!(tests & kTestKeys)) return;
-  const int last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+  const auto key_of = [&](int at) { return col0 + at / 2 * 8 + 2 * (lane % 4) + at % 2; };
   if (m.document_k.ids != nullptr) {
-    const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
-    const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
+    const Documents documents(scores);
     int rows[2 * kA];
 #pragma unroll
-    for (int r = 0; r < 2 * kA; ++r) rows[r] = q[min(row0 + place(r), last_row)];
+    for (int r = 0; r < 2 * kA; ++r) rows[r] = documents.row(row0 + place(r));
 #pragma unroll
     for (int at = 0; at < 2 * kN; ++at) {
-      const int key = k[min(col0 + at / 2 * 8 + 2 * (lane % 4) + at % 2, last_key)];
+      const int key = documents.key(key_of(at));
 #pragma unroll
       for (int r = 0; r < 2 * kA; ++r) {
-        if (rows[r] != key || key < 0) acc[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
+        if (rows[r] != key) acc[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
       }
     }
   }
   if (m.hidden_rows.count > 0) {
-    const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
-    // Key by key: addresses of all keys at once would not fit the registers.
+    const HiddenRows hidden(scores);
+    // Key by key: addresses of all keys at once would not fit the registers. Each row is compared with the bounds, since
+    // key words spill here (bwd_q.cuh at head_dim 96) and take 2 % more instructions.
 #pragma unroll
     for (int at = 0; at < 2 * kN; ++at) {
-      const int64_t position = seat.k_start + min(col0 + at / 2 * 8 + at % 2 + 2 * (lane % 4), last_key);
-#pragma unroll 1
-      for (int k = 0; k < m.hidden_rows.count; ++k) {
-        const int2 rows = Scores::interval(m.hidden_rows, base, position, k);
+      hidden.for_each(key_of(at), [&](int2 rows) {
 #pragma unroll
         for (int r = 0; r < 2 * kA; ++r) {
           const int row = row0 + place(r);
           if (row >= rows.x && row < rows.y) acc[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
         }
-      }
+      });
     }
   }
 }

@@ -8,7 +8,8 @@
 // A row sees a key that all three let it see. Kernels differ in which lane makes a word and in where its bits go. Those
 // are layouts, and they decide nothing about masks:
 //
-//   common/hide.cuh                               a lane makes the words of its own scores' rows
+//   common/hide.cuh                               a lane makes the words of its own scores' rows, and compares rows
+//                                                 with what their keys hide one by one
 //   sm80/fwd_mod_bits.cuh, sm90/fwd_mod_bits.cuh  a lane makes the words of one row, or of a half of one
 //   sm90/fwd_tall_hide.cuh                        the same, 32 keys at a time
 //   sm80/seen_keys.cuh, sm90/bwd_mod_bits.cuh     a lane makes the word of one row, and that of one key
@@ -95,17 +96,27 @@ __device__ __forceinline__ uint32_t row_word(uint32_t mask_word, const Scores& s
   return words[0];
 }
 
-// Which of the rows [row0, row0 + 32) a key hides. Keys past the end stand for the last one.
-__device__ __forceinline__ uint32_t key_word(const Scores& scores, int key, int row0) {
-  const HiddenIntervals& x = scores.m.hidden_rows;
-  const int64_t base = scores.seat_batch() * x.batch_stride + scores.h * x.head_stride;
-  const int64_t position = scores.seat.k_start + min(key, scores.seat.seqlen_k - 1);
-  uint32_t hidden = 0;
+// The intervals of rows that keys hide. Keys past the end stand for the last one. An object for the same reason as
+// Documents below: a thread that asks for several keys finds the base once.
+struct HiddenRows {
+  const Scores& scores;
+  int64_t base;
+
+  __device__ explicit HiddenRows(const Scores& s)
+      : scores(s), base(s.seat_batch() * s.m.hidden_rows.batch_stride + s.h * s.m.hidden_rows.head_stride) {}
+  template <typename Use>
+  __device__ __forceinline__ void for_each(int key, const Use& use) const {
+    const HiddenIntervals& x = scores.m.hidden_rows;
+    const int64_t position = scores.seat.k_start + min(key, scores.seat.seqlen_k - 1);
 #pragma unroll 1
-  for (int k = 0; k < x.count; ++k) {
-    const int2 rows = Scores::interval(x, base, position, k);
-    hidden |= Scores::bits_between(rows.x, rows.y, row0);
+    for (int k = 0; k < x.count; ++k) use(Scores::interval(x, base, position, k));
   }
+};
+
+// Which of the rows [row0, row0 + 32) a key hides.
+__device__ __forceinline__ uint32_t key_word(const Scores& scores, int key, int row0) {
+  uint32_t hidden = 0;
+  HiddenRows(scores).for_each(key, [&](int2 rows) { hidden |= Scores::bits_between(rows.x, rows.y, row0); });
   return hidden;
 }
 

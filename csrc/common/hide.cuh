@@ -69,7 +69,7 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scor
   }
   if (!(tests & kTestKeys)) return;
   const auto key_of = [&](int at) { return col0 + at / 2 * 8 + 2 * (lane % 4) + at % 2; };
-  if (m.document_k.ids != nullptr) {
+  if (has_documents(m)) {
     const Documents documents(scores);
     int rows[2 * kA];
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scor
       }
     }
   }
-  if (m.hidden_rows.count > 0) {
+  if (has_key_words(m)) {
     const HiddenRows hidden(scores);
     // Key by key: addresses of all keys at once would not fit the registers. Each row is compared with the bounds, since
     // key words spill here (bwd_q.cuh at head_dim 96) and take 2 % more instructions.

@@ -113,12 +113,17 @@ struct HiddenRows {
   }
 };
 
+// Are there key words at all? Layouts ask this and not what words are made of.
+__device__ __forceinline__ bool has_key_words(const Modifiers& m) { return m.hidden_rows.count > 0; }
+
 // Which of the rows [row0, row0 + 32) a key hides.
 __device__ __forceinline__ uint32_t key_word(const Scores& scores, int key, int row0) {
   uint32_t hidden = 0;
   HiddenRows(scores).for_each(key, [&](int2 rows) { hidden |= Scores::bits_between(rows.x, rows.y, row0); });
   return hidden;
 }
+
+__device__ __forceinline__ bool has_documents(const Modifiers& m) { return m.document_k.ids != nullptr; }
 
 // Ids that are equal exactly where a row sees a key by its document: a negative one becomes -2 for a row and -1 for a
 // key. An object, since functions of each id formed the addresses anew and spilled.

@@ -95,7 +95,7 @@ __device__ __forceinline__ void hide_by_keys(RowWords<kRows, kCols>& seen, const
       if (Words::first_word(lane) + i == w) seen.of[i] &= ~hidden;
     }
   };
-  if (m.document_k.ids != nullptr) {
+  if (has_documents(m)) {
     const Documents documents(s);
     const int row_id = documents.row(row0 + Words::row(lane));
     int key_ids[Words::kWords];
@@ -111,7 +111,7 @@ __device__ __forceinline__ void hide_by_keys(RowWords<kRows, kCols>& seen, const
       take(w, hidden);
     }
   }
-  if (m.hidden_rows.count == 0) return;
+  if (!has_key_words(m)) return;
 #pragma unroll 1
   for (int w = 0; w < Words::kWords; ++w) {
     const uint32_t rows_hidden = key_word(s, col0 + 32 * w + lane, row0);

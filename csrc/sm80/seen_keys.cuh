@@ -36,11 +36,11 @@ __device__ __forceinline__ uint32_t seen_by_keys(const Scores& scores, int row0,
   const Modifiers& m = scores.m;
   const int lane = ptx::fresh_lane();
   uint32_t bits = ~0u;
-  if (m.document_k.ids != nullptr) {
+  if (has_documents(m)) {
     const Documents documents(scores);
     bits = keys_of_document(documents.row(row0 + lane), documents.key(col0 + lane));
   }
-  if (m.hidden_rows.count > 0) bits &= ~transposed(key_word(scores, col0 + lane, row0));
+  if (has_key_words(m)) bits &= ~transposed(key_word(scores, col0 + lane, row0));
   return bits;
 }
 

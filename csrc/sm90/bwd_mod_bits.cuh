@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
   const Modifiers& m = scores.m;
   const int lane = ptx::fresh_lane();
   uint32_t visible = ~0u;
-  if (m.document_k.ids != nullptr) {
+  if (has_documents(m)) {
     const Documents documents(scores);
     const auto id_of_row = [&](int i) { return documents.row(row0 + i); };
     const auto id_of_key = [&](int i) { return documents.key(col0 + i); };
@@ -83,7 +83,7 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
       }
     });
   }
-  if (m.hidden_rows.count == 0) return visible;
+  if (!has_key_words(m)) return visible;
   const uint32_t hidden = key_word(scores, col0 + lane, row0);
   return visible & ~MarkLayout<kByQueries>::of_keys(hidden);
 }

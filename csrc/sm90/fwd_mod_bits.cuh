@@ -98,7 +98,7 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
       }
     }
   };
-  if (m.document_k.ids != nullptr) {
+  if (has_documents(m)) {
     const Documents documents(scores);
     int row_ids[2];
 #pragma unroll
@@ -120,9 +120,9 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
       hide(w, differ);
     }
   }
-  if (kInRow && m.hidden_rows.count == 0) return;
+  if (kInRow && !has_key_words(m)) return;
 #pragma unroll kAtOnce
-  for (int w = 0; w < (kInRow || m.hidden_rows.count > 0 ? kKeys / 32 : 0); ++w) {
+  for (int w = 0; w < (kInRow || has_key_words(m) ? kKeys / 32 : 0); ++w) {
     const uint32_t hidden = key_word(scores, col0 + 32 * w + lane, row0);
     uint32_t mine[2] = {};
 #pragma unroll

@@ -64,8 +64,8 @@ __device__ __forceinline__ void hide_tile(float (&s)[kCount], const Scores& scor
       seen[half] = word >> (2 * (lane % 4));
     }
     if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
-      if (scores.m.document_k.ids != nullptr) keep_own_document(seen, scores, row0, col0 + 32 * w);
-      if (scores.m.hidden_rows.count > 0) leave_hidden_rows(seen, scores, row0, col0 + 32 * w);
+      if (has_documents(scores.m)) keep_own_document(seen, scores, row0, col0 + 32 * w);
+      if (has_key_words(scores.m)) leave_hidden_rows(seen, scores, row0, col0 + 32 * w);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {

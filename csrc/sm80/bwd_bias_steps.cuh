@@ -4,6 +4,7 @@
 #include "../common/bias_stage.cuh"
 #include "../common/fragments.cuh"
 #include "../heuristics.h"
+#include "../mask_kinds.h"
 #include "bwd_bias_search.cuh"
 #include "score_gradients.cuh"
 
@@ -156,8 +157,7 @@ __device__ __forceinline__ void load_slice(const BwdParams& p, const Modifiers& 
 
 // Do the tests of a tile ask for intervals of rows and the mask tensor only?
 __device__ __forceinline__ bool is_light(const Modifiers& m, TileTests tests) {
-  const bool only_mask = m.blocks.words == nullptr && m.hidden_keys.count == 0;
-  return (tests & kTestKeys) == 0 && ((tests & kTestRows) == 0 || only_mask);
+  return (tests & kTestKeys) == 0 && ((tests & kTestRows) == 0 || !asks_any<kMadeRowWords>(m));
 }
 
 // acc += dS of this warp's part of a tile, for what most calls ask: no soft cap, no dropout, a staged bias or (kSlopes)

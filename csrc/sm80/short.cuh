@@ -8,6 +8,7 @@
 #include "../common/fragments.cuh"
 #include "../common/hide.cuh"
 #include "../common/own_bias.cuh"
+#include "../mask_kinds.h"
 #include "../short_tiles.h"
 
 namespace flash_ext::sm80 {
@@ -97,8 +98,8 @@ struct ShortWalk {
 // Which tests scores need: rows and keys that are no more are hidden like any other, so there is always the first.
 __device__ __forceinline__ TileTests short_tests(const Modifiers& m) {
   TileTests tests = kTestInterval;
-  if (m.mask.words != nullptr || m.blocks.words != nullptr || m.hidden_keys.count > 0) tests |= kTestRows;
-  if (m.document_k.ids != nullptr || m.hidden_rows.count > 0) tests |= kTestKeys;
+  if (asks_any<kKnownByRows>(m)) tests |= kTestRows;
+  if (asks_any<kKnownByKeys>(m)) tests |= kTestKeys;
   return tests;
 }
 

@@ -386,7 +386,7 @@ MUTANTS = (
         "a bool mask is read 32 keys too far",
         (
             Edit(
-                "common/modifiers.cuh",
+                "common/hide.cuh",
                 "w = col0 / 32 + lane % Words::kARow;",
                 "w = col0 / 32 + 1 + lane % Words::kARow;",
             ),
@@ -404,14 +404,9 @@ MUTANTS = (
         "the key at the end of an interval is hidden, too",
         (
             Edit(
-                "common/modifiers.cuh",
-                "bits[r] &= ~bits_between(keys.x, keys.y, col0);",
-                "bits[r] &= ~bits_between(keys.x, keys.y + 1, col0);",
-            ),
-            Edit(
-                "sm80/fwd_mod_bits.cuh",
-                "~Scores::bits_between(keys.x, keys.y, own_col0 + 32 * i);",
-                "~Scores::bits_between(keys.x, keys.y + 1, own_col0 + 32 * i);",
+                "common/mask_words.cuh",
+                "~Scores::bits_between(keys.x, keys.y, col0 + 32 * i);",
+                "~Scores::bits_between(keys.x, keys.y + 1, col0 + 32 * i);",
             ),
         ),
         "modifiers",

@@ -63,18 +63,6 @@ __device__ __forceinline__ void reorder_batch(const Modifiers& m, Work& w, int h
   b = w.b;
 }
 
-// Words of a bit mask that a warp has fetched together; see fetch_mask().
-template <int kRows, int kCols>
-struct MaskWords {
-  static constexpr int kARow = (kCols + 31) / 32, kALane = (kRows * kARow + 31) / 32;
-  uint32_t of[kALane];
-
-  // Word w of row 16 block + row, whichever lane has it; all lanes ask for the same block and w.
-  __device__ uint32_t word(int block, int row, int w) const {
-    return __shfl_sync(0xffffffffu, of[16 * block * kARow / 32], (16 * block + row) * kARow % 32 + w);
-  }
-};
-
 struct Scores {
   const Problem& p;
   const Modifiers& m;
@@ -169,17 +157,24 @@ struct Scores {
     return result;
   }
 
+  // What visit() finds out without memory about the rows [r0, r1] and the keys [c0, c1] of a tile. Takes the bounds and
+  // not the tile: formed here as well, they spilled in a backward at head_dim 192.
+  template <int kBlockM, int kBlockN>
+  __device__ __forceinline__ TileTests tests_of_intervals(int r0, int r1, int c0, int c1) const {
+    const RowKeys first = row_keys(r0), last = row_keys(r1);
+    if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return kSkipTile;
+    const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
+    const bool whole = c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
+    return inside && whole ? 0 : kTestInterval;
+  }
+
   // Is a tile worth a visit, and which tests does it need? Conservative: tests where it is not certain.
   template <int kBlockM, int kBlockN, int kAtOnce = 1>
   __device__ TileTests visit(int m_block, int n_block) const {
     const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
     const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
-    const RowKeys first = row_keys(r0), last = row_keys(r1);
-    if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return kSkipTile;
-    const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
-    const bool whole = c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
-    TileTests tests = inside && whole ? 0 : kTestInterval;
-
+    TileTests tests = tests_of_intervals<kBlockM, kBlockN>(r0, r1, c0, c1);
+    if (tests == kSkipTile) return kSkipTile;
     if (m.document_k.ids != nullptr) {
       const int2 q = label_bounds<kAtOnce>(m.document_q, r0, r1, seat.q_start);
       const int2 k = label_bounds<kAtOnce>(m.document_k, c0, c1, seat.k_start);
@@ -257,27 +252,6 @@ struct Scores {
         const int col = col0 + n * 8 + 2 * (lane % 4) + c;
 #pragma unroll
         for (int r = 0; r < 2 * kA; ++r) f(acc[r / 2][n][r % 2 * 2 + c], row0 + r / 2 * 16 + r % 2 * 8 + lane / 4, col);
-      }
-    }
-  }
-
-  // A test that reads one value per position of the queries and one per position of the keys.
-  template <int kA, int kN, typename OfRow, typename OfKey, typename Hides>
-  __device__ static void hide_if(float (&acc)[kA][kN][4], int row0, int col0, const OfRow& of_row, const OfKey& of_key,
-                                 const Hides& hides) {
-    const int lane = ptx::fresh_lane();
-    decltype(of_row(0)) rows[2 * kA];
-#pragma unroll
-    for (int r = 0; r < 2 * kA; ++r) rows[r] = of_row(row0 + r / 2 * 16 + r % 2 * 8 + lane / 4);
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const auto key = of_key(col0 + n * 8 + 2 * (lane % 4) + c);
-#pragma unroll
-        for (int r = 0; r < 2 * kA; ++r) {
-          if (hides(rows[r], key)) acc[r / 2][n][r % 2 * 2 + c] = -INFINITY;
-        }
       }
     }
   }
@@ -443,112 +417,6 @@ struct Scores {
   __device__ static uint32_t bits_between(int first, int end, int col0) {
     const int lo = min(max(first - col0, 0), 32), hi = min(max(end - col0, lo), 32);
     return low_bits(hi) & ~low_bits(lo);
-  }
-
-  // The words of a bit mask that a warp needs for its part of a tile, spread over its lanes: rows [row0, row0 + kRows)
-  // and keys [col0, col0 + kCols). Asked for before the products, handed out by hide().
-  template <int kRows, int kCols>
-  __device__ MaskWords<kRows, kCols> fetch_mask(int row0, int col0, TileTests tests) const {
-    using Words = MaskWords<kRows, kCols>;
-    Words result{};
-    if (m.mask.words == nullptr || !(tests & kTestRows)) return result;
-    const int lane = ptx::fresh_lane(), w = col0 / 32 + lane % Words::kARow;
-    const int last_row = min(m.mask.rows, seat.seqlen_q);
-    const uint32_t* at = m.mask.words + seat.b * m.mask.batch_stride + h * m.mask.head_stride + w * m.mask.word_stride;
-#pragma unroll
-    for (int i = 0; i < Words::kALane; ++i) {
-      const int in_part = i * 32 / Words::kARow + lane / Words::kARow, row = row0 + in_part;
-      if (in_part < kRows && row < last_row && w < m.mask.num_words) result.of[i] = at[row * m.mask.row_stride];
-    }
-    return result;
-  }
-
-  // Which of the keys [col0, col0 + 32) each row of this thread sees by what is known from the rows' side; col0 is a
-  // multiple of 32. mask_word(r) is the mask's word of row r.
-  template <int kRows, typename RowOf, typename MaskWord>
-  __device__ void row_bits(uint32_t (&bits)[kRows], const RowOf& row_of, const MaskWord& mask_word, int col0,
-                           TileTests tests) const {
-    const bool has_mask = (tests & kTestRows) && m.mask.words != nullptr;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const uint32_t word = mask_word(r);
-      bits[r] = has_mask ? word : ~0u;
-    }
-    if (tests & kTestInterval) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const RowKeys keys = row_keys(row_of(r));
-        bits[r] &= bits_between(keys.begin, keys.end, col0) | bits_between(0, keys.always, col0);
-      }
-    }
-    if (!(tests & kTestRows)) return;
-    if (m.blocks.words != nullptr) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const uint32_t two = word(m.blocks, seat.b, h, row_of(r) / 16, col0 / 512) >> (col0 / 16 % 32);
-        bits[r] &= ((two & 1) * 0xffffu) | ((two >> 1 & 1) * 0xffff0000u);
-      }
-    }
-    if (m.hidden_keys.count > 0) {
-      const int64_t base = seat_batch() * m.hidden_keys.batch_stride + h * m.hidden_keys.head_stride;
-#pragma unroll 1
-      for (int k = 0; k < m.hidden_keys.count; ++k) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int2 keys = interval(m.hidden_keys, base, seat.q_start + min(row_of(r), seat.seqlen_q - 1), k);
-          bits[r] &= ~bits_between(keys.x, keys.y, col0);
-        }
-      }
-    }
-  }
-
-  // -inf for every key a row does not see, by the tests that visit() named and the words that fetch_mask() fetched.
-  template <int kA, int kN, typename Words>
-  __device__ void hide(float (&acc)[kA][kN][4], int row0, int col0, TileTests tests, const Words& mask) const {
-    const int lane = ptx::fresh_lane();
-    const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
-    if (tests & (kTestInterval | kTestRows)) {
-#pragma unroll
-      for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
-        uint32_t bits[2 * kA];
-        row_bits(bits, [&](int r) { return row0 + place(r); },
-                 [&](int r) { return mask.word(r / 2, r % 2 * 8 + lane / 4, n4); }, col0 + 32 * n4, tests);
-#pragma unroll
-        for (int r = 0; r < 2 * kA; ++r) {
-          const uint32_t mine = bits[r] >> (2 * (lane % 4));
-#pragma unroll
-          for (int i = 0; i < 2 * min(4, kN); ++i) {
-            if ((mine & (1u << (i / 2 * 8 + i % 2))) == 0) acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
-          }
-        }
-      }
-    }
-    if (!(tests & kTestKeys)) return;
-    const int last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
-    if (m.document_k.ids != nullptr) {
-      const int32_t* q = m.document_q.ids + seat_batch() * m.document_q.batch_stride + seat.q_start;
-      const int32_t* k = m.document_k.ids + seat_batch() * m.document_k.batch_stride + seat.k_start;
-      hide_if(
-          acc, row0, col0, [&](int row) { return q[min(row, last_row)]; }, [&](int key) { return k[min(key, last_key)]; },
-          [](int row_id, int key_id) { return row_id != key_id || key_id < 0; });
-    }
-    if (m.hidden_rows.count > 0) {
-      const int64_t base = seat_batch() * m.hidden_rows.batch_stride + h * m.hidden_rows.head_stride;
-      // Key by key: addresses of all keys at once would not fit the registers.
-#pragma unroll
-      for (int at = 0; at < 2 * kN; ++at) {
-        const int64_t position = seat.k_start + min(col0 + at / 2 * 8 + at % 2 + 2 * (lane % 4), last_key);
-#pragma unroll 1
-        for (int k = 0; k < m.hidden_rows.count; ++k) {
-          const int2 rows = interval(m.hidden_rows, base, position, k);
-#pragma unroll
-          for (int r = 0; r < 2 * kA; ++r) {
-            const int row = row0 + place(r);
-            if (row >= rows.x && row < rows.y) acc[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
-          }
-        }
-      }
-    }
   }
 
   __device__ static int2 interval(const HiddenIntervals& x, int64_t base, int64_t position, int k) {

@@ -4,6 +4,7 @@
 #include "../common/bias_stage.cuh"
 #include "../common/fragments.cuh"
 #include "../heuristics.h"
+#include "../mask_kinds.h"
 #include "bwd_bias_search.cuh"
 #include "score_gradients.cuh"
 
@@ -156,8 +157,7 @@ __device__ __forceinline__ void load_slice(const BwdParams& p, const Modifiers& 
 
 // Do the tests of a tile ask for intervals of rows and the mask tensor only?
 __device__ __forceinline__ bool is_light(const Modifiers& m, TileTests tests) {
-  const bool only_mask = m.blocks.words == nullptr && m.hidden_keys.count == 0;
-  return (tests & kTestKeys) == 0 && ((tests & kTestRows) == 0 || only_mask);
+  return (tests & kTestKeys) == 0 && ((tests & kTestRows) == 0 || !asks_any<kMadeRowWords>(m));
 }
 
 // acc += dS of this warp's part of a tile, for what most calls ask: no soft cap, no dropout, a staged bias or (kSlopes)
@@ -208,8 +208,7 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
       uint32_t bits = (step.tests & kTestRows) ? word : ~0u;
       if (step.tests & kTestInterval) {
         const RowKeys keys = scores.row_keys(step.row0 + part.row() + row);
-        const int first = step.col0 + part.key() + unit / 2 * 32;
-        bits &= Scores::bits_between(keys.begin, keys.end, first) | Scores::bits_between(0, keys.always, first);
+        bits &= interval_word(keys, step.col0 + part.key() + unit / 2 * 32);
       }
       bits >>= 2 * (ptx::fresh_lane() % 4);
 #pragma unroll
@@ -235,7 +234,7 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
   });
 }
 
-// The mask words of one block of rows and 32 keys, as Scores::hide() asks for them.
+// The mask words of one block of rows and 32 keys, as hide() asks for them.
 template <typename Word>
 struct MaskOfUnit {
   const Word& of;

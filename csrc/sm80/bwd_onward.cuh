@@ -17,27 +17,10 @@
 
 #include "../common/bwd_schedule.cuh"
 #include "../common/visits.cuh"
+#include "../mask_kinds.h"
 #include "bwd.cuh"
 
 namespace flash_ext::sm80 {
-
-// What a search of this kernel looks up ahead, if anything: a block map.
-__device__ __forceinline__ bool looks_up_blocks_only(const Modifiers& m) {
-  return m.document_k.ids == nullptr && m.hidden_rows.count == 0 && m.hidden_keys.count == 0 && m.mask.words == nullptr;
-}
-
-// What Scores::visit() finds out without memory.
-template <int kBlockM, int kBlockN>
-__device__ __forceinline__ TileTests interval_tests(const Scores& s, int m_block, int n_block) {
-  const Seat& seat = s.seat;
-  const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
-  const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
-  const RowKeys first = s.row_keys(r0), last = s.row_keys(r1);
-  if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return kSkipTile;
-  const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
-  const bool whole = c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
-  return inside && whole ? 0 : kTestInterval;
-}
 
 // The item behind the one that a CTA works on.
 template <int kThreads>
@@ -88,7 +71,7 @@ __device__ __forceinline__ void begin_next_item(NextItem<T::kThreads>& next, con
   if (ptx::fresh_thread_idx() == 32 * T::kKeyWarps) {  // which has made the range
     const BlockRange& range = next.work.range;
     next.exists = exists;
-    next.ahead = exists && looks_up_blocks_only(m) && grid.shared.divisor == 1 &&
+    next.ahead = exists && asks_only<kFoundByBlocks>(m) && grid.shared.divisor == 1 &&
                  (range.end - range.begin) * (T::kBlockM / 16) <= T::kThreads;
   }
 }
@@ -112,7 +95,8 @@ __device__ __forceinline__ void list_next_item(NextItem<T::kThreads>& next, cons
   BwdModWork& work = next.work;
   const int lane = ptx::fresh_lane();
   const Scores scores{p.problem, m, work.seat, work.w.h};
-  const int c0 = work.w.block * T::kBlockN, c1 = min(c0 + T::kBlockN, work.seat.seqlen_k) - 1;
+  const Seat& seat = work.seat;
+  const int c0 = work.w.block * T::kBlockN, c1 = min(c0 + T::kBlockN, seat.seqlen_k) - 1;
   const uint32_t wanted = ((1u << (c1 / 16 - c0 / 16 + 1)) - 1) << (c0 / 16 % 32);
   int found = 0;
 #pragma unroll 1
@@ -120,7 +104,8 @@ __device__ __forceinline__ void list_next_item(NextItem<T::kThreads>& next, cons
     const int tile = first + lane;
     TileTests tests = kSkipTile;
     if (tile < work.range.end) {
-      tests = interval_tests<T::kBlockM, T::kBlockN>(scores, tile, work.w.block);
+      const int r0 = tile * T::kBlockM, r1 = min(r0 + T::kBlockM, seat.seqlen_q) - 1;
+      tests = scores.template tests_of_intervals<T::kBlockM, T::kBlockN>(r0, r1, c0, c1);
       if (m.blocks.words != nullptr && tests != kSkipTile) {
         uint32_t any = 0, all = ~0u;
 #pragma unroll

@@ -189,7 +189,7 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
         const int next = it + 1 < count ? shared.visits[it + 1].block : -1;
         const int row0 = first_row + warp_row, col0 = tile.block * kBlockN;
         step(
-            stage, next, [&] { return scores.template fetch_mask<16, kBlockN>(row0, col0, tile.tests); },
+            stage, next, [&] { return fetch_mask<16, kBlockN>(scores, row0, col0, tile.tests); },
             [&](auto& acc_s, auto& acc_dp, const auto& mask) {
               modified_score_gradients<E, typename T::Stage, true>(acc_s, acc_dp, scores, stats, tile.tests, mask, row0,
                                                                    col0, stage_bias, shared.drop_keys);

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../common/modifiers.cuh"
+#include "../common/mask_words.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -86,7 +86,7 @@ template <int kRows, int kCols>
 __device__ __forceinline__ void hide_by_keys(RowWords<kRows, kCols>& seen, const Scores& s, int row0, int col0) {
   using Words = RowWords<kRows, kCols>;
   const Modifiers& m = s.m;
-  const int lane = ptx::fresh_lane(), last_row = s.seat.seqlen_q - 1, last_key = s.seat.seqlen_k - 1;
+  const int lane = ptx::fresh_lane();
   // The word that a lane with all rows of word w gives to its own words.
   const auto take = [&](int w, uint32_t hidden) {
     if constexpr (kRows < 32) hidden = __shfl_sync(0xffffffffu, hidden, Words::row(lane));
@@ -95,14 +95,12 @@ __device__ __forceinline__ void hide_by_keys(RowWords<kRows, kCols>& seen, const
       if (Words::first_word(lane) + i == w) seen.of[i] &= ~hidden;
     }
   };
-  if (m.document_k.ids != nullptr) {
-    const int32_t* q = m.document_q.ids + s.seat_batch() * m.document_q.batch_stride + s.seat.q_start;
-    const int32_t* k = m.document_k.ids + s.seat_batch() * m.document_k.batch_stride + s.seat.k_start;
-    const int own = q[min(row0 + Words::row(lane), last_row)];
-    const int row_id = own < 0 ? -2 : own;  // like no key
+  if (has_documents(m)) {
+    const Documents documents(s);
+    const int row_id = documents.row(row0 + Words::row(lane));
     int key_ids[Words::kWords];
 #pragma unroll
-    for (int w = 0; w < Words::kWords; ++w) key_ids[w] = max(k[min(col0 + 32 * w + lane, last_key)], -1);
+    for (int w = 0; w < Words::kWords; ++w) key_ids[w] = documents.key(col0 + 32 * w + lane);
 #pragma unroll
     for (int w = 0; w < Words::kWords; ++w) {
       uint32_t hidden = 0;
@@ -113,17 +111,10 @@ __device__ __forceinline__ void hide_by_keys(RowWords<kRows, kCols>& seen, const
       take(w, hidden);
     }
   }
-  if (m.hidden_rows.count == 0) return;
-  const int64_t base = s.seat_batch() * m.hidden_rows.batch_stride + s.h * m.hidden_rows.head_stride;
+  if (!has_key_words(m)) return;
 #pragma unroll 1
   for (int w = 0; w < Words::kWords; ++w) {
-    const int64_t position = s.seat.k_start + min(col0 + 32 * w + lane, last_key);
-    uint32_t rows_hidden = 0;
-#pragma unroll 1
-    for (int i = 0; i < m.hidden_rows.count; ++i) {
-      const int2 rows = Scores::interval(m.hidden_rows, base, position, i);
-      rows_hidden |= Scores::bits_between(rows.x, rows.y, row0);
-    }
+    const uint32_t rows_hidden = key_word(s, col0 + 32 * w + lane, row0);
     take(w, transpose_bits(rows_hidden));
   }
 }
@@ -139,35 +130,12 @@ __device__ __forceinline__ RowWords<kRows, kCols> seen_keys(const Scores& s, int
   Words seen;
 #pragma unroll
   for (int i = 0; i < Words::kALane; ++i) seen.of[i] = ~0u;
-  if (tests & kTestInterval) {
-    const RowKeys keys = s.row_keys(row);
+  if ((tests & kTestRows) && m.mask.words != nullptr) {
 #pragma unroll
-    for (int i = 0; i < Words::kALane; ++i) {
-      const int col = own_col0 + 32 * i;
-      seen.of[i] = Scores::bits_between(keys.begin, keys.end, col) | Scores::bits_between(0, keys.always, col);
-    }
+    for (int i = 0; i < Words::kALane; ++i) seen.of[i] = ptx::load_shared_word(box + 4 * i);
   }
-  if (tests & kTestRows) {
-    if (m.mask.words != nullptr) {
-#pragma unroll
-      for (int i = 0; i < Words::kALane; ++i) seen.of[i] &= ptx::load_shared_word(box + 4 * i);
-    }
-    if (m.blocks.words != nullptr) {
-      const uint32_t squares = ptx::load_shared_word(box + 4 * Words::kALane) >> (own_col0 / 16 % 32);
-#pragma unroll
-      for (int i = 0; i < Words::kALane; ++i) {
-        seen.of[i] &= (squares >> (2 * i) & 1) * 0xffffu | (squares >> (2 * i + 1) & 1) * 0xffff0000u;
-      }
-    }
-    const int64_t base = s.seat_batch() * m.hidden_keys.batch_stride + s.h * m.hidden_keys.head_stride;
-    const int64_t position = s.seat.q_start + min(row, s.seat.seqlen_q - 1);
-#pragma unroll 1
-    for (int k = 0; k < m.hidden_keys.count; ++k) {
-      const int2 keys = Scores::interval(m.hidden_keys, base, position, k);
-#pragma unroll
-      for (int i = 0; i < Words::kALane; ++i) seen.of[i] &= ~Scores::bits_between(keys.x, keys.y, own_col0 + 32 * i);
-    }
-  }
+  and_row_words(seen.of, s, row, own_col0, tests,
+                [&](int, int) { return ptx::load_shared_word(box + 4 * Words::kALane); });
   if (tests & kTestKeys) hide_by_keys(seen, s, row0, col0);
   return seen;
 }

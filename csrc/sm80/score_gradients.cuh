@@ -3,7 +3,7 @@
 
 #include "../common/bias_stage.cuh"
 #include "../common/dropout.cuh"
-#include "../common/modifiers.cuh"
+#include "../common/hide.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[kA][kN][
 #pragma unroll
     for (int i = 0; i < 4; ++i) slope[a][nb][i] = x[i];
   });
-  if (tests != 0) scores.hide(acc_s, row0, col0, tests, mask);
+  if (tests != 0) hide(acc_s, scores, row0, col0, tests, mask);
 #pragma unroll
   for (int a = 0; a < kA; ++a) {
 #pragma unroll

@@ -3,7 +3,7 @@
 // the scores' lanes then get it by a shuffle. What is known by keys is made by the lane of the key and turned around.
 #pragma once
 
-#include "../common/modifiers.cuh"
+#include "../common/mask_words.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t keys_of_document(int of_row, int of_key) {
 #pragma unroll 1
   do {
     const int id = __shfl_sync(0xffffffffu, of_row, __ffs(left) - 1);
-    const uint32_t keys = __ballot_sync(0xffffffffu, of_key == id && id >= 0);
+    const uint32_t keys = __ballot_sync(0xffffffffu, of_key == id);
     if (of_row == id) bits = keys;
     left &= ~__ballot_sync(0xffffffffu, of_row == id);
   } while (left != 0);
@@ -34,25 +34,13 @@ __device__ __forceinline__ uint32_t keys_of_document(int of_row, int of_key) {
 
 __device__ __forceinline__ uint32_t seen_by_keys(const Scores& scores, int row0, int col0) {
   const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
   const int lane = ptx::fresh_lane();
-  const int64_t q = seat.q_start + min(row0 + lane, seat.seqlen_q - 1);
-  const int64_t k = seat.k_start + min(col0 + lane, seat.seqlen_k - 1);
   uint32_t bits = ~0u;
-  if (m.document_k.ids != nullptr) {
-    bits = keys_of_document(m.document_q.ids[scores.seat_batch() * m.document_q.batch_stride + q],
-                            m.document_k.ids[scores.seat_batch() * m.document_k.batch_stride + k]);
+  if (has_documents(m)) {
+    const Documents documents(scores);
+    bits = keys_of_document(documents.row(row0 + lane), documents.key(col0 + lane));
   }
-  if (m.hidden_rows.count > 0) {
-    const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
-    uint32_t hidden = 0;
-#pragma unroll 1
-    for (int i = 0; i < m.hidden_rows.count; ++i) {
-      const int2 rows = Scores::interval(m.hidden_rows, base, k, i);
-      hidden |= Scores::bits_between(rows.x, rows.y, row0);
-    }
-    bits &= ~transposed(hidden);
-  }
+  if (has_key_words(m)) bits &= ~transposed(key_word(scores, col0 + lane, row0));
   return bits;
 }
 
@@ -62,34 +50,17 @@ template <int kKeys>
 __device__ __forceinline__ uint32_t seen_keys(const Scores& scores, uint32_t mask_word, int row0, int col0,
                                               TileTests tests) {
   static_assert(kKeys == 16 || kKeys == 32);
-  const Modifiers& m = scores.m;
   const int row = row0 + ptx::fresh_lane();
   uint32_t bits = mask_word;
-  if constexpr (kKeys == 16) bits = bits >> (col0 % 32) & 0xffffu;
-  if (tests & kTestInterval) {
-    const RowKeys keys = scores.row_keys(row);
-    bits &= Scores::bits_between(keys.begin, keys.end, col0) | Scores::bits_between(0, keys.always, col0);
-  }
-  if (tests & kTestRows) {
-    if (m.blocks.words != nullptr) {
-      const uint32_t two = Scores::word(m.blocks, scores.seat.b, scores.h, row / 16, col0 / 512) >> (col0 / 16 % 32);
-      bits &= ((two & 1) * 0xffffu) | ((two >> 1 & 1) * 0xffff0000u);
-    }
-    const int64_t base = scores.seat_batch() * m.hidden_keys.batch_stride + scores.h * m.hidden_keys.head_stride;
-#pragma unroll 1
-    for (int i = 0; i < m.hidden_keys.count; ++i) {
-      const int2 keys =
-          Scores::interval(m.hidden_keys, base, scores.seat.q_start + min(row, scores.seat.seqlen_q - 1), i);
-      bits &= ~Scores::bits_between(keys.x, keys.y, col0);
-    }
-  }
+  if constexpr (kKeys == 16) bits = bits >> (col0 % 32) & 0xffffu;  // bits of keys behind these 16 mean nothing
+  bits = row_word(bits, scores, row, col0, tests);
   if (tests & kTestKeys) bits &= seen_by_keys(scores, row0, col0);
   return bits;
 }
 
 // Leaves the words of kQueries queries in shared memory, kPitch bytes apart, where hide_unseen() of this warp finds them;
-// false where they see all keys. `mask` is where the mask's words of these queries lie, kMaskPitch bytes apart, if the call has one and
-// the tile needs it.
+// false where they see all keys. `mask` is where the mask's words of these queries lie, kMaskPitch bytes apart, if the
+// call has one and the tile needs it.
 template <int kQueries, int kKeys, int kMaskPitch, int kPitch>
 __device__ __forceinline__ bool leave_seen_keys(uint32_t to, const Scores& scores, uint32_t mask, int row0, int col0,
                                                 TileTests tests) {

@@ -6,8 +6,9 @@
 #include "../common/dropout.cuh"
 #include "../common/float_results.cuh"
 #include "../common/fragments.cuh"
-#include "../common/modifiers.cuh"
+#include "../common/hide.cuh"
 #include "../common/own_bias.cuh"
+#include "../mask_kinds.h"
 #include "../short_tiles.h"
 
 namespace flash_ext::sm80 {
@@ -97,8 +98,8 @@ struct ShortWalk {
 // Which tests scores need: rows and keys that are no more are hidden like any other, so there is always the first.
 __device__ __forceinline__ TileTests short_tests(const Modifiers& m) {
   TileTests tests = kTestInterval;
-  if (m.mask.words != nullptr || m.blocks.words != nullptr || m.hidden_keys.count > 0) tests |= kTestRows;
-  if (m.document_k.ids != nullptr || m.hidden_rows.count > 0) tests |= kTestKeys;
+  if (asks_any<kKnownByRows>(m)) tests |= kTestRows;
+  if (asks_any<kKnownByKeys>(m)) tests |= kTestKeys;
   return tests;
 }
 
@@ -121,10 +122,10 @@ __device__ __forceinline__ void short_scores(float (&acc)[1][T::kRows / 8][4], c
   using E = typename T::Element;
   const int row0 = ptx::fresh_thread_idx() / 32 * 16;
   const TileTests tests = short_tests(scores.m);
-  const auto words = scores.fetch_mask<16, T::kRows>(row0, 0, tests);
+  const auto words = fetch_mask<16, T::kRows>(scores, row0, 0, tests);
   multiply_transposed<E, T::kHeadDim, 2>(acc, q_lane, k_lane);
   scores.template modify<E, false, ShortBias<T::kRows>>(acc, row0, 0, bias, put_slope);
-  scores.hide(acc, row0, 0, tests, words);
+  hide(acc, scores, row0, 0, tests, words);
 }
 
 // Rounds 16 rows of a warp into their rows of a tile that nobody else reads any more, and stores them.

@@ -2,6 +2,7 @@
 // Loaders make them, 32 keys at a time, which two consumer warps share, and leave them beside the step.
 #pragma once
 
+#include "../common/mask_words.cuh"
 #include "bwd_mod_parts.cuh"
 
 namespace flash_ext::sm90 {
@@ -24,30 +25,6 @@ __device__ __forceinline__ uint32_t mask_word(const Scores& scores, int row, int
   const BitRows& mask = scores.m.mask;
   if (mask.words == nullptr || !(tests & kTestRows)) return ~0u;
   return Scores::word(mask, scores.seat.b, scores.h, row, col0 / 32);
-}
-
-// Which of those keys the row sees by what is known from the rows' side.
-__device__ __forceinline__ uint32_t bits_of_row(const Scores& scores, uint32_t bits, int row, int col0,
-                                                TileTests tests) {
-  const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
-  if (tests & kTestInterval) {
-    const RowKeys keys = scores.row_keys(row);
-    bits &= Scores::bits_between(keys.begin, keys.end, col0) | Scores::bits_between(0, keys.always, col0);
-  }
-  if (!(tests & kTestRows)) return bits;
-  if (m.blocks.words != nullptr) {
-    const uint32_t two = Scores::word(m.blocks, seat.b, scores.h, row / 16, col0 / 512) >> (col0 / 16 % 32);
-    bits &= (two & 1) * 0xffffu | (two >> 1 & 1) * 0xffff0000u;
-  }
-  const int64_t base = scores.seat_batch() * m.hidden_keys.batch_stride + scores.h * m.hidden_keys.head_stride;
-  const int64_t position = seat.q_start + min(row, seat.seqlen_q - 1);
-#pragma unroll 1
-  for (int k = 0; k < m.hidden_keys.count; ++k) {
-    const int2 keys = Scores::interval(m.hidden_keys, base, position, k);
-    bits &= ~Scores::bits_between(keys.x, keys.y, col0);
-  }
-  return bits;
 }
 
 // From the bits of each of 32 queries or keys, a word of 32 that its lane has made, to those of each thread's scores:
@@ -86,17 +63,12 @@ struct MarkLayout {
 template <bool kByQueries>
 __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0, int col0) {
   const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
-  const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+  const int lane = ptx::fresh_lane();
   uint32_t visible = ~0u;
-  if (m.document_k.ids != nullptr) {
-    const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
-    const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
-    const auto id_of_row = [&](int i) { return max(q[min(row0 + i, last_row)], -1); };
-    const auto id_of_key = [&](int i) {
-      const int id = k[min(col0 + i, last_key)];
-      return id < 0 ? -2 : id;  // like no row
-    };
+  if (has_documents(m)) {
+    const Documents documents(scores);
+    const auto id_of_row = [&](int i) { return documents.row(row0 + i); };
+    const auto id_of_key = [&](int i) { return documents.key(col0 + i); };
     const int along_bits = kByQueries ? id_of_key(lane) : id_of_row(lane);
     int along_bytes[4];
 #pragma unroll
@@ -111,15 +83,8 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
       }
     });
   }
-  if (m.hidden_rows.count == 0) return visible;
-  const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
-  const int64_t position = seat.k_start + min(col0 + lane, last_key);
-  uint32_t hidden = 0;  // rows, of this lane's key
-#pragma unroll 1
-  for (int k = 0; k < m.hidden_rows.count; ++k) {
-    const int2 rows = Scores::interval(m.hidden_rows, base, position, k);
-    hidden |= Scores::bits_between(rows.x, rows.y, row0);
-  }
+  if (!has_key_words(m)) return visible;
+  const uint32_t hidden = key_word(scores, col0 + lane, row0);
   return visible & ~MarkLayout<kByQueries>::of_keys(hidden);
 }
 

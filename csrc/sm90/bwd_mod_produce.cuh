@@ -240,7 +240,7 @@ class MarkMaker {
         uint32_t visible = ~0u;
         if (__any_sync(0xffffffffu, (tests & (kTestInterval | kTestRows)) != 0)) {
           const int row = row_of(part) + ptx::fresh_lane();
-          visible = MarkLayout<T::kByQueries>::of_rows(bits_of_row(scores, of_row[i], row, col_of(part), tests_of(part)));
+          visible = MarkLayout<T::kByQueries>::of_rows(row_word(of_row[i], scores, row, col_of(part), tests_of(part)));
         }
         if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
           visible &= bits_by_keys<T::kByQueries>(scores, row_of(part), col_of(part));

@@ -1,6 +1,7 @@
 // Tile shapes of the sm90 backward with modifiers, for the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
+#include "../mask_kinds.h"
 #include "../modifiers.h"
 #include "bwd_tiles.h"
 
@@ -35,7 +36,8 @@ inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_d
 // kernel for it, in which both warpgroups have keys: 128 rows, causal, head_dim 32 938 us for
 // 1267.
 inline bool has_whole_keys(const Problem& p, const DeviceInfo& d) {
-  return d.short_kernels != 0 && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN && std::max(p.head_dim, p.head_dim_v) <= 128;
+  return d.short_kernels != 0 && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
+         std::max(p.head_dim, p.head_dim_v) <= 128;
 }
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d) {
   return has_whole_keys(p, d) && bwd_mod_size(p) == 64 && d.dq_ring < 0;
@@ -43,8 +45,7 @@ inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d) {
 
 // Whether every tile of queries sees some key, so that a step visits it.
 inline bool visits_all_queries(const Problem& p, const Modifiers& m) {
-  const bool hides = m.mask.words != nullptr || m.blocks.words != nullptr || m.document_k.ids != nullptr ||
-                     m.hidden_rows.count > 0 || m.hidden_keys.count > 0 || m.chunk > 0 || p.window_left >= 0;
+  const bool hides = asks_any<kHidingKinds>(m) || p.window_left >= 0;
   return !hides && (p.window_right < 0 || m.top_left || p.seqlen_q <= p.seqlen_k);
 }
 
@@ -64,10 +65,7 @@ inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const B
   const bool is_elementwise = !g.is_slope && !g.sum_rows && !g.sum_cols;
   const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k;
   const bool is_alone = m.bias.row_stride != 0 && m.slopes == nullptr && m.softcap == 0.f && m.rng == nullptr;
-  const bool hides_by_intervals = m.mask.words == nullptr && m.blocks.words == nullptr &&
-                                  m.document_k.ids == nullptr && m.hidden_rows.count == 0 &&
-                                  m.hidden_keys.count == 0 && m.prefix_lens == nullptr;
-  return !p.is_varlen() && is_elementwise && is_whole && is_alone && hides_by_intervals;
+  return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kSharedIntervals>(m);
 }
 
 // fp32 elements of the rows' statistics as the portable kernels have them, for gradients of biases, slopes and sinks. Those

@@ -2,7 +2,7 @@
 // the products run, so that the chain from scores to weights only applies them.
 #pragma once
 
-#include "../common/modifiers.cuh"
+#include "../common/mask_words.cuh"
 #include "fwd_mod_parts.cuh"
 
 namespace flash_ext::sm90 {
@@ -51,35 +51,11 @@ __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const Scores& scores, con
                                                        int col0, TileTests tests) {
   constexpr int kCount = OwnWords<kKeys>::kCount;
   const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
   const bool has_mask = m.mask.words != nullptr && (tests & kTestRows);
   OwnWords<kKeys> bits;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) bits.of[i] = has_mask ? mask.of[i] : ~0u;
-  if (tests & kTestInterval) {
-    const RowKeys keys = scores.row_keys(row);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int col = col0 + 32 * i;
-      bits.of[i] &= Scores::bits_between(keys.begin, keys.end, col) | Scores::bits_between(0, keys.always, col);
-    }
-  }
-  if (!(tests & kTestRows)) return bits;
-  if (m.blocks.words != nullptr) {
-    const uint32_t four = Scores::word(m.blocks, seat.b, scores.h, row / 16, col0 / 512) >> (col0 / 16 % 32);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      bits.of[i] &= (four >> 2 * i & 1) * 0xffffu | (four >> (2 * i + 1) & 1) * 0xffff0000u;
-    }
-  }
-  const int64_t base = scores.seat_batch() * m.hidden_keys.batch_stride + scores.h * m.hidden_keys.head_stride;
-  const int64_t position = seat.q_start + min(row, seat.seqlen_q - 1);
-#pragma unroll 1
-  for (int k = 0; k < m.hidden_keys.count; ++k) {
-    const int2 keys = Scores::interval(m.hidden_keys, base, position, k);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) bits.of[i] &= ~Scores::bits_between(keys.x, keys.y, col0 + 32 * i);
-  }
+  and_row_words(bits.of, scores, row, col0, tests);
   return bits;
 }
 
@@ -104,8 +80,7 @@ __device__ __forceinline__ void visible_by_rows(ScoreBits<kKeys>& visible, const
 template <int kKeys>
 __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Scores& scores, int row0, int col0) {
   const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
-  const int lane = ptx::fresh_lane(), last_row = seat.seqlen_q - 1, last_key = seat.seqlen_k - 1;
+  const int lane = ptx::fresh_lane();
   // Of the i-th of 8 keys of this thread in every 32.
   const auto owner = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
   // Loops over words, whose pairs are spread at the end, spill at head_dim 256; all words in a row spill at 128.
@@ -123,18 +98,16 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
       }
     }
   };
-  if (m.document_k.ids != nullptr) {
-    const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
-    const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
+  if (has_documents(m)) {
+    const Documents documents(scores);
     int row_ids[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      row_ids[half] = q[min(row0 + lane / 4 + 8 * half, last_row)];
-      if (row_ids[half] < 0) row_ids[half] = -2;  // like no key
+      row_ids[half] = documents.row(row0 + lane / 4 + 8 * half);
     }
 #pragma unroll kAtOnce
     for (int w = 0; w < kKeys / 32; ++w) {
-      const int key_id = max(k[min(col0 + 32 * w + lane, last_key)], -1);
+      const int key_id = documents.key(col0 + 32 * w + lane);
       uint32_t differ[2] = {};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -147,17 +120,10 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
       hide(w, differ);
     }
   }
-  if (kInRow && m.hidden_rows.count == 0) return;
-  const int64_t base = scores.seat_batch() * m.hidden_rows.batch_stride + scores.h * m.hidden_rows.head_stride;
+  if (kInRow && !has_key_words(m)) return;
 #pragma unroll kAtOnce
-  for (int w = 0; w < (kInRow || m.hidden_rows.count > 0 ? kKeys / 32 : 0); ++w) {
-    const int64_t position = seat.k_start + min(col0 + 32 * w + lane, last_key);
-    uint32_t hidden = 0;  // rows of the warp
-#pragma unroll 1
-    for (int k = 0; k < m.hidden_rows.count; ++k) {
-      const int2 rows = Scores::interval(m.hidden_rows, base, position, k);
-      hidden |= Scores::bits_between(rows.x, rows.y, row0);
-    }
+  for (int w = 0; w < (kInRow || has_key_words(m) ? kKeys / 32 : 0); ++w) {
+    const uint32_t hidden = key_word(scores, col0 + 32 * w + lane, row0);
     uint32_t mine[2] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

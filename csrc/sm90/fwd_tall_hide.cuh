@@ -15,17 +15,13 @@ __device__ __forceinline__ uint32_t bit_of_key(int i) { return 1u << (i / 2 * 8 
 
 // Takes out keys of other documents, each lane with the key col0 + lane.
 __device__ __forceinline__ void keep_own_document(SeenKeys& seen, const Scores& scores, int row0, int col0) {
-  const Modifiers& m = scores.m;
-  const Seat& seat = scores.seat;
   const int lane = ptx::fresh_lane();
-  const int32_t* q = m.document_q.ids + scores.seat_batch() * m.document_q.batch_stride + seat.q_start;
-  const int32_t* k = m.document_k.ids + scores.seat_batch() * m.document_k.batch_stride + seat.k_start;
-  const int key_id = max(k[min(col0 + lane, seat.seqlen_k - 1)], -1);
+  const Documents documents(scores);
+  const int key_id = documents.key(col0 + lane);
   int row_ids[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    row_ids[half] = q[min(row0 + lane / 4 + 8 * half, seat.seqlen_q - 1)];
-    if (row_ids[half] < 0) row_ids[half] = -2;  // like no key
+    row_ids[half] = documents.row(row0 + lane / 4 + 8 * half);
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -39,17 +35,8 @@ __device__ __forceinline__ void keep_own_document(SeenKeys& seen, const Scores& 
 
 // Takes out rows that the intervals of keys hide, each lane with the key col0 + lane.
 __device__ __forceinline__ void leave_hidden_rows(SeenKeys& seen, const Scores& scores, int row0, int col0) {
-  const HiddenIntervals& x = scores.m.hidden_rows;
-  const Seat& seat = scores.seat;
   const int lane = ptx::fresh_lane();
-  const int64_t base = scores.seat_batch() * x.batch_stride + scores.h * x.head_stride;
-  const int64_t position = seat.k_start + min(col0 + lane, seat.seqlen_k - 1);
-  uint32_t hidden = 0;  // rows of the warp
-#pragma unroll 1
-  for (int k = 0; k < x.count; ++k) {
-    const int2 rows = Scores::interval(x, base, position, k);
-    hidden |= Scores::bits_between(rows.x, rows.y, row0);
-  }
+  const uint32_t hidden = key_word(scores, col0 + lane, row0);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t of_key = __shfl_sync(0xffffffffu, hidden, key_of_bit(i, lane)) >> (lane / 4);
@@ -77,8 +64,8 @@ __device__ __forceinline__ void hide_tile(float (&s)[kCount], const Scores& scor
       seen[half] = word >> (2 * (lane % 4));
     }
     if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
-      if (scores.m.document_k.ids != nullptr) keep_own_document(seen, scores, row0, col0 + 32 * w);
-      if (scores.m.hidden_rows.count > 0) leave_hidden_rows(seen, scores, row0, col0 + 32 * w);
+      if (has_documents(scores.m)) keep_own_document(seen, scores, row0, col0 + 32 * w);
+      if (has_key_words(scores.m)) leave_hidden_rows(seen, scores, row0, col0 + 32 * w);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "../heuristics.h"
+#include "../mask_kinds.h"
 #include "../modifiers.h"
 #include "../params.h"
 
@@ -131,8 +132,7 @@ inline bool draws_short_tiles(const Problem& p, const DeviceInfo& d, int block_m
 }
 
 inline bool draws_items(const Problem& p, const Modifiers& m) {
-  return draws_items(p) || m.mask.words != nullptr || m.blocks.words != nullptr || m.document_k.ids != nullptr ||
-         m.hidden_rows.count > 0 || m.hidden_keys.count > 0 || m.chunk > 0 || m.prefix_lens != nullptr;
+  return draws_items(p) || asks_any<kUnequalTiles>(m);
 }
 
 // Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that

@@ -10,7 +10,6 @@
 
 #include "api.h"
 #include "api_params.h"
-#include "head_parts.h"
 #include "path_choice.h"
 
 namespace flash_ext {
@@ -53,7 +52,8 @@ FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Te
   const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale,
                                      window_left, window_right);
   const DeviceInfo info = device_info_of(q);
-  const Path& path = required_path(Direction::kForward, problem, info, path_name);
+  const Choice choice = choice_of(path_name);
+  const Path& path = required_path(problem, info, choice);
 
   const Tensor lse = empty_lse(q);
   if (out.numel() == 0) return {out, lse};
@@ -71,19 +71,10 @@ FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Te
   params.out = view_of(out);
   params.lse = lse.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
-  const Plan plan = plan_on(path, {.direction = Direction::kForward, .problem = problem}, info);
-  Tensor schedule;
-  if (plan.workspace.bytes > 0) {
-    schedule = new_tensor({plan.workspace.bytes}, q.options().dtype(at::kByte));
-    params.schedule = schedule.mutable_data_ptr();
-  }
-  if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kForward, plan, false, params.q.aligned && params.k.aligned && params.v.aligned});
-  }
-  if (should_launch()) {
-    const std::string error = path.run_fwd(params, info);
-    TORCH_CHECK(error.empty(), "flash_ext forward, path ", path.name, ": ", error);
-  }
+  const Plan plan = required_plan(
+      path, {.direction = Direction::kForward, .problem = problem, .constraints = choice.constraints}, info);
+  const Tensor workspace = workspace_of(plan, q);
+  launch(path, FwdCall{plan, params, {}, pointer_to(workspace)});
   return {out, lse};
 }
 
@@ -97,7 +88,8 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left,
                                window_right);
   const DeviceInfo info = device_info_of(q);
-  const Path& path = required_path(Direction::kBackward, problem, info, path_name);
+  const Choice choice = choice_of(path_name);
+  const Path& path = required_path(problem, info, choice);
 
   const auto& [dq, dk, dv] = gradients;
   if (out.numel() == 0 || problem.batch == 0 || problem.total_k == 0) {
@@ -126,47 +118,20 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout_any, const Ten
   params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
   params.deterministic = is_deterministic(deterministic, info);
   params.stream = stream_handle(q.device());
-  launch_bwd(path, params, info, q.options().dtype(at::kFloat));
+  launch_bwd(path, choice.constraints, params, info, q);
   return gradients;
 }
 
-void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
-                const at::TensorOptions& float_options) {
-  const Problem problem = params.problem;
-  const bool deterministic = params.deterministic;
-  const Plan plan = plan_on(
-      path, {.direction = Direction::kBackward, .problem = problem, .deterministic = deterministic}, info);
-  const int parts = plan.gqa_splits;
-  const Problem run = parts > 1 ? in_parts(problem, parts) : problem;
-  const BwdMemory memory(plan.workspace, float_options);
-  memory.give_to(params);
-  Tensor dk_parts, dv_parts;
-  const StridedView dk_view = params.dk, dv_view = params.dv;
-  if (parts > 1) {
-    const int64_t rows = parts * problem.total_k * problem.num_heads_k;
-    dk_parts = new_tensor({rows * problem.head_dim}, float_options);
-    dv_parts = new_tensor({rows * problem.head_dim_v}, float_options);
-    params = in_parts(params, parts, dk_parts.mutable_data_ptr<float>(),
-                      dv_parts.mutable_data_ptr<float>());
-  }
-  if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kBackward, plan, deterministic,
-                   params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
-                       params.dout.aligned});
-  }
-  if (should_launch()) {
-    std::string error = path.run_bwd(params, info);
-    if (parts > 1) {
-      const auto add = [&](const Tensor& made, StridedView to, int columns) {
-        if (!error.empty()) return;
-        to = grouped(to, problem, problem.num_heads_k);
-        error = sum_heads(run, made.const_data_ptr<float>(), to, columns, params.stream);
-      };
-      add(dk_parts, dk_view, problem.head_dim);
-      add(dv_parts, dv_view, problem.head_dim_v);
-    }
-    TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
-  }
+void launch_bwd(const Path& path, const Constraints& constraints, const BwdParams& params, const DeviceInfo& info,
+                const Tensor& q) {
+  const Plan plan = required_plan(path,
+                                  {.direction = Direction::kBackward,
+                                   .problem = params.problem,
+                                   .deterministic = params.deterministic,
+                                   .constraints = constraints},
+                                  info);
+  const Tensor workspace = workspace_of(plan, q);
+  launch(path, BwdCall{plan, params, {}, {}, {}, pointer_to(workspace)});
 }
 
 // ---- dispatcher ---------------------------------------------------------------------------------

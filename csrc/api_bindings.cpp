@@ -86,7 +86,9 @@ py::dict dict_of(const Plan& plan) {
   for (const Launch& l : plan.steps()) {
     py::dict one;
     one["kernel"] = name_of(l);
-    if (l.threads > 0) {
+    one["grid"] = l.ctas;
+    one["threads"] = l.threads;
+    if (l.block_m > 0) {
       put_launch(one, l);
       one["tiles"] = l.tiles;
       one["dynamic"] = l.dynamic;
@@ -101,7 +103,8 @@ py::dict dict_of(const Plan& plan) {
       {"tile_counters", w.tile_counters},   {"kv_partials", w.kv_partials},   {"kv_stretches", w.kv_stretches},
       {"stats_portable", w.stats_portable}, {"row_stats", w.row_stats},       {"dq_semaphore", w.dq_semaphore},
       {"pool_words", w.pool_words},         {"schedule_words", w.schedule_words}, {"dq_accum", w.dq_accum},
-      {"gqa_partials", w.gqa_partials}};
+      {"dk_partials", w.dk_partials},        {"dv_partials", w.dv_partials},
+      {"dbias_partials", w.dbias_partials}, {"dslopes_partials", w.dslopes_partials}};
   for (const auto& [name, part] : named) {
     if (part) parts[name] = part.bytes;
   }
@@ -187,7 +190,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
               int64_t seqlen_q, int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k,
               int32_t head_dim, int32_t head_dim_v, bool packed, int32_t window_left,
               int32_t window_right, bool deterministic, const std::vector<std::string>& modifiers,
-              const std::string& row, std::optional<std::string> path_name, int device,
+              const std::optional<std::string>& path_text, int device,
               const std::optional<std::array<int, 5>>& gpu, bool tma) {
   const Direction direction = direction_of(direction_name);
   if (dtype != "float16" && dtype != "bfloat16") {
@@ -237,17 +240,23 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   deterministic = deterministic || info.batch_invariant;
   const NamedModifiers named(modifiers, p);
 
+  Choice choice;
+  const std::string text = path_text.value_or("");
+  const std::string error = parse_choice(text, choice);
+  if (!error.empty()) throw py::value_error("path: " + error);
+
   py::dict result;
-  if (const Path* path = choose_path(direction, p, info, path_name)) {
-    Request request{.direction = direction, .problem = p, .deterministic = deterministic};
+  if (const Path* path = choose_path(p, info, choice.path)) {
+    Request request{
+        .direction = direction, .problem = p, .deterministic = deterministic, .constraints = choice.constraints};
     // Gradients of q, k and v where nothing but sinks is asked for are those of a plain call.
     const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0] == "sinks";
     const bool is_plain = modifiers.empty() || (direction == Direction::kBackward && has_sinks_alone);
     if (!is_plain) request.modifiers = &named.modifiers;
     if (named.wants_dbias) request.dbias = &named.dbias;
-    request.row = row;
-    const Plan found = plan_on(*path, request, info);
+    const Plan found = plan(request, info, path->arch);
     if (found.row.empty()) {
+      const std::string row(choice.constraints.row);
       throw py::value_error("path " + std::string(path->name) + " has no row '" + row + "' for this call");
     }
     result = dict_of(found);
@@ -255,7 +264,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
     result["path"] = py::none();
   }
   py::dict reasons;
-  for (const Path& path : gpu_paths()) reasons[path.name] = path.why_not(direction, p, info);
+  for (const Path& path : gpu_paths()) reasons[path.name] = path.why_not(p, info);
   result["reasons"] = reasons;
   return result;
 }
@@ -353,7 +362,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("num_heads_k"), py::arg("head_dim"), py::arg("head_dim_v"),
         py::arg("packed") = false, py::arg("window_left") = -1, py::arg("window_right") = -1,
         py::arg("deterministic") = false, py::arg("modifiers") = std::vector<std::string>(),
-        py::arg("row") = "", py::arg("path") = py::none(), py::arg("device") = 0, py::arg("gpu") = py::none(),
+        py::arg("path") = py::none(), py::arg("device") = 0, py::arg("gpu") = py::none(),
         py::arg("tma") = true);
   m.def("plan_rows", &rows_of_plans);
   m.def("done_launches", &launches_done);

@@ -166,8 +166,10 @@ void check_options(const Tensor& q, const SymInt& max_seqlen_q, const SymInt& ma
   TORCH_CHECK_VALUE(at_most(0, max_seqlen_k), "max_seqlen_k must not be negative, got ",
                     max_seqlen_k, "; leave it out when unknown.");
   if (!path.has_value()) return;
-  TORCH_CHECK_VALUE(is_path_name(*path), "path must be None (automatic) or one of ", path_names(),
-                    ", got '", *path, "'.");
+  Choice choice;
+  const std::string error = parse_choice(*path, choice);
+  TORCH_CHECK_VALUE(error.empty() && !path->empty(), "path must be None (automatic) or one of ",
+                    path_names(), ", got '", *path, "'", error.empty() ? "" : ": ", error, ".");
   if (q.is_cpu() && *path != "cpu") {
     std::string text;
     for (const Path& gpu_path : gpu_paths())

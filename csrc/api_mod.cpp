@@ -188,14 +188,15 @@ HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds) {
   return x;
 }
 
-Prepared prepare(Direction direction, const Problem& p, const ModifierArguments& a, const DeviceInfo& info, void* stream) {
+Prepared prepare(Direction direction, const Problem& p, const ModifierArguments& a, const DeviceInfo& info,
+                 const Constraints& c, void* stream) {
   Prepared made;
   made.stream = stream;
   Modifiers& m = made.modifiers;
   m.softcap = static_cast<float>(a.softcap);
   m.inv_softcap = a.softcap > 0 ? static_cast<float>(1 / a.softcap) : 0.f;
   if (a.bias.has_value()) {
-    const bool is_kept = direction == Direction::kForward ? is_short_mod(p, info) : is_short_bwd(p, info);
+    const bool is_kept = direction == Direction::kForward ? is_short_mod(p, info, c) : is_short_bwd(p, info, c);
     m.bias = is_kept ? bias_view(*a.bias) : prepare_bias(made, *a.bias);
   }
   if (a.slopes.has_value()) {
@@ -254,7 +255,8 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   const Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
                                      top_left);
   const DeviceInfo info = device_info_of(q);
-  const Path& path = required_path(Direction::kForward, problem, info, path_name);
+  const Choice choice = choice_of(path_name);
+  const Path& path = required_path(problem, info, choice);
 
   const Tensor out = empty_out(q, v, wide), lse = empty_lse(q);
   const Tensor row_max = new_tensor(want_row_max ? lse.sizes() : at::IntArrayRef({0}), lse.options());
@@ -282,22 +284,16 @@ FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
   params.out = view_of(out);
   params.lse = lse.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
-  Prepared made = prepare(Direction::kForward, problem, a, info, params.stream);
+  Prepared made = prepare(Direction::kForward, problem, a, info, choice.constraints, params.stream);
   if (want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
-  const Plan plan = plan_on(
-      path, {.direction = Direction::kForward, .problem = problem, .modifiers = &made.modifiers}, info);
-  Tensor schedule;
-  if (plan.workspace.bytes > 0) {
-    schedule = new_tensor({plan.workspace.bytes}, q.options().dtype(at::kByte));
-    params.schedule = schedule.mutable_data_ptr();
-  }
-  if (get_switch(Switch::kRecordLaunches) == 1) {
-    record_launch({Direction::kForward, plan, false, params.q.aligned && params.k.aligned && params.v.aligned});
-  }
-  if (should_launch()) {
-    const std::string error = path.run_fwd_mod(params, made.modifiers, info);
-    TORCH_CHECK(error.empty(), "flash_ext forward, path ", path.name, ": ", error);
-  }
+  const Plan plan = required_plan(path,
+                                  {.direction = Direction::kForward,
+                                   .problem = problem,
+                                   .modifiers = &made.modifiers,
+                                   .constraints = choice.constraints},
+                                  info);
+  const Tensor workspace = workspace_of(plan, q);
+  launch(path, FwdCall{plan, params, made.modifiers, pointer_to(workspace)});
   return {out, lse, row_max};
 }
 
@@ -307,29 +303,9 @@ Tensor sum_over_rows(const Tensor& t) {
   return t.dim() == 3 ? t.sum(at::IntArrayRef(kBatchAndRows)) : t.sum(at::IntArrayRef(&kRows, 1));
 }
 
-// Into how many parts the sum of a gradient that has rows and columns of its own is divided. A CTA owns 128 x 128
-// elements and takes a step for each head and batch entry that they are shared by. Steps of about 2 us on an H200 set the
-// time; a part costs a fiftieth of one where it is added up.
-int32_t bias_parts(const BiasGradient& g, const Problem& p, const DeviceInfo& info) {
-  constexpr int64_t kTile = 128, kMostBytes = int64_t{64} << 20;
-  const int64_t numel = int64_t{1} * g.batch * g.heads * g.rows * g.cols;
-  const int64_t owners = int64_t{1} * g.batch * g.heads * ((g.rows + kTile - 1) / kTile) * ((g.cols + kTile - 1) / kTile);
-  const int64_t steps = int64_t{1} * (g.batch == 1 ? p.batch : 1) * (g.heads == 1 ? p.num_heads : 1);
-  const int64_t most = std::min({steps / 4, int64_t{64}, kMostBytes / (4 * std::max<int64_t>(numel, 1))});
-  int32_t best = 1;
-  double best_time = static_cast<double>(steps) * static_cast<double>((owners + info.num_sms - 1) / info.num_sms);
-  for (int32_t parts = 2; parts <= most; ++parts) {
-    const int64_t waves = (owners * parts + info.num_sms - 1) / info.num_sms;
-    const double time = static_cast<double>(waves * ((steps + parts - 1) / parts)) + 0.02 * parts;
-    if (time < best_time) best = parts, best_time = time;
-  }
-  return best;
-}
-
-// Where and how a gradient of shape (batch|1, h|1, rows|1, cols|1) is summed. Returns the tensor of its parts when
-// there are several, else `result` itself.
-Tensor bias_gradient(BiasGradient& g, const Tensor& result, at::IntArrayRef shape, bool is_slope, const Problem& p,
-                     const DeviceInfo& info) {
+// A gradient of shape (batch|1, h|1, rows|1, cols|1).
+BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope) {
+  BiasGradient g;
   g.batch = static_cast<int32_t>(shape[0]);
   g.heads = static_cast<int32_t>(shape[1]);
   g.rows = static_cast<int32_t>(shape[2]);
@@ -337,23 +313,16 @@ Tensor bias_gradient(BiasGradient& g, const Tensor& result, at::IntArrayRef shap
   g.sum_rows = shape[2] == 1;
   g.sum_cols = shape[3] == 1;
   g.is_slope = is_slope;
-  constexpr int64_t kCols = 32;  // at least so many columns a CTA owns
-  const int64_t owners = shape[0] * shape[1] * ((shape[3] + kCols - 1) / kCols);
-  // Two CTAs an SM are enough to fill the GPU; parts beyond 32 only cost memory.
-  const int64_t wanted = std::max(int64_t{1}, 2 * info.num_sms / std::max<int64_t>(owners, 1));
-  if (g.sum_rows) {
-    g.splits = static_cast<int32_t>(std::min<int64_t>(wanted, 32));
-  } else if (!g.sum_cols) {
-    g.splits = bias_parts(g, p, info);
-  }
-  if (!is_slope && is_short_bwd(p, info)) g.splits = short_bwd_grid(p, {}, &g, info).parts;
-  Tensor parts = result;
-  if (g.splits > 1) {
-    parts = new_tensor({g.splits, result.numel()}, result.options().dtype(at::kFloat));
-  }
-  g.is_float = parts.scalar_type() == at::kFloat;
-  g.out = parts.mutable_data_ptr();
-  return parts;
+  return g;
+}
+
+// Where it is summed: in its parts of the workspace, else in `result`.
+Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result) {
+  g.splits = splits;
+  const Tensor to = part ? workspace.narrow(0, part.offset, part.bytes).view(at::kFloat).view({splits, -1}) : result;
+  g.is_float = to.scalar_type() == at::kFloat;
+  g.out = to.mutable_data_ptr();
+  return to;
 }
 
 // Whether dq, dk and dv are those of a backward without modifiers from the same out and lse: where nothing but sinks is
@@ -398,7 +367,8 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
   Problem problem = problem_of(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right,
                                top_left);
   const DeviceInfo info = device_info_of(q);
-  const Path& path = required_path(Direction::kBackward, problem, info, path_name);
+  const Choice choice = choice_of(path_name);
+  const Path& path = required_path(problem, info, choice);
   deterministic = is_deterministic(deterministic, info);
 
   const auto float_options = q.options().dtype(at::kFloat);
@@ -446,52 +416,38 @@ BwdModResult bwd_mod_gpu(const Tensor& dout_any, const Tensor& q, const Tensor& 
 
   const bool runs_plain = need_qkv && is_plain_given_lse(problem, a);
   if (runs_plain) {
-    launch_bwd(path, params, info, float_options);
+    launch_bwd(path, choice.constraints, params, info, q);
     if (!need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
     need_qkv = false;  // what is left is the gradient of the sinks
   }
-  const Prepared made = prepare(Direction::kBackward, problem, a, info, params.stream);
-  BwdExtras extras;
-  extras.modifiers = &made.modifiers;
-  extras.need_qkv = need_qkv;
+  const Prepared made = prepare(Direction::kBackward, problem, a, info, choice.constraints, params.stream);
   BiasGradient of_bias, of_slopes;
-  Tensor bias_parts, slope_parts;
-  if (need_bias) {
-    bias_parts = bias_gradient(of_bias, dbias, bias->sizes(), false, problem, info);
-    extras.bias = &of_bias;
-  }
-  if (need_slopes) {
-    const int64_t slopes_batch = slopes->dim() == 2 ? slopes->size(0) : 1;
-    slope_parts = bias_gradient(of_slopes, dslopes, {slopes_batch, problem.num_heads, 1, 1}, true, problem, info);
-    extras.slopes = &of_slopes;
-  }
-  const Plan plan = plan_on(path,
+  if (need_bias) of_bias = gradient_of(bias->sizes(), false);
+  if (need_slopes) of_slopes = gradient_of({slopes->dim() == 2 ? slopes->size(0) : 1, problem.num_heads, 1, 1}, true);
+  const Plan plan = required_plan(path,
                             {.direction = Direction::kBackward,
                              .problem = problem,
                              .modifiers = &made.modifiers,
                              .deterministic = deterministic,
                              .need_qkv = need_qkv,
-                             .dbias = extras.bias,
-                             .dslopes = extras.slopes},
+                             .dbias = need_bias ? &of_bias : nullptr,
+                             .dslopes = need_slopes ? &of_slopes : nullptr,
+                             .constraints = choice.constraints},
                             info);
-  const BwdMemory memory(plan.workspace, float_options);
-  memory.give_to(params);
-  if (get_switch(Switch::kRecordLaunches) == 1 && !runs_plain) {
-    record_launch({Direction::kBackward, plan, deterministic,
-                   params.q.aligned && params.k.aligned && params.v.aligned && params.out.aligned &&
-                       params.dout.aligned});
-  }
-  if (should_launch()) {
-    const std::string error = path.run_bwd_mod(params, extras, info);
-    TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
-  }
+  const Tensor workspace = workspace_of(plan, q);
+  const Workspace& w = plan.workspace;
+  Tensor bias_parts, slope_parts;
+  if (need_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
+  if (need_slopes) slope_parts = place_gradient(of_slopes, plan.dslopes_splits, w.dslopes_partials, workspace, dslopes);
+  launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, !runs_plain);
   // Sums over parts and rows have a fixed order in torch, too.
   if (of_bias.splits > 1) dbias.copy_(bias_parts.sum(0).view(dbias.sizes()));
   if (of_slopes.splits > 1) dslopes.copy_(slope_parts.sum(0).view(dslopes.sizes()));
   if (need_sinks) {
-    // d sink = -sum of exp(sink - lse) * delta over the rows of a head; the second row statistic is delta. What else a
-    // path keeps there comes behind.
-    const Tensor delta = memory.row_stats.narrow(0, 0, 2 * lse.numel()).view({-1, 2}).select(1, 1).view(lse.sizes());
+    // d sink = -sum of exp(sink - lse) * delta over the rows of a head; the second row statistic is delta.
+    const Part& stats = plan.workspace.stats_portable;
+    const Tensor delta =
+        workspace.narrow(0, stats.offset, stats.bytes).view(at::kFloat).view({-1, 2}).select(1, 1).view(lse.sizes());
     const Tensor of_head = lse.dim() == 3 ? sinks->view({1, -1, 1}) : sinks->view({-1, 1});
     // Rows outside every sequence have lse -inf and no sink; whatever their dout holds must not count.
     const Tensor of_rows = of_head.sub(lse).exp().mul(delta).masked_fill(

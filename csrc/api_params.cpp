@@ -99,15 +99,26 @@ void set_window(Problem& p, int64_t left, int64_t right, bool top_left) {
   p.window_right = clamp_to_int32(right);
 }
 
-const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,
-                          OptionalName wanted) {
+Choice choice_of(OptionalName path) {
+  Choice choice;
+  if (path.has_value()) parse_choice(*path, choice);
+  return choice;
+}
+
+const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice& wanted) {
   TORCH_CHECK(info.error.empty(), "flash_ext cannot read the GPU: ", info.error);
-  const Path* path = choose_path(direction, p, info, wanted);
+  const Path* path = choose_path(p, info, wanted.path);
   if (C10_LIKELY(path != nullptr)) return *path;
-  TORCH_CHECK_VALUE(!wanted.has_value(), "path '", *wanted, "' cannot run this call. ",
-                    refusal_text(direction, p, info), ".");
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "no path can run this call. ",
-                              refusal_text(direction, p, info), ".");
+  TORCH_CHECK_VALUE(wanted.path.empty(), "path '", wanted.path, "' cannot run this call. ",
+                    refusal_text(p, info), ".");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "no path can run this call. ", refusal_text(p, info), ".");
+}
+
+Plan required_plan(const Path& path, const Request& request, const DeviceInfo& info) {
+  const Plan found = plan(request, info, path.arch);
+  TORCH_CHECK_VALUE(!found.row.empty(), "path ", path.name, " has no row '", request.constraints.row,
+                    "' for this call.");
+  return found;
 }
 
 // Torch's guard does nothing where the index is the thread's already, so that a thread new to CUDA has no context.
@@ -128,15 +139,29 @@ DeviceInfo device_info_of(const Tensor& q) { return device_info(q.is_cuda() ? q.
 
 bool should_launch() { return get_switch(Switch::kSkipLaunch) != 1; }
 
-BwdMemory::BwdMemory(const Workspace& w, const at::TensorOptions& float_options) {
-  const int64_t beside = w.bytes - w.dq_accum.bytes - w.gqa_partials.bytes;
-  if (beside > 0) row_stats = new_tensor({beside / 4}, float_options);
-  if (w.dq_accum) dq_accum = new_tensor({w.dq_accum.bytes / 4}, float_options);
+Tensor workspace_of(const Plan& plan, const Tensor& q) {
+  if (plan.workspace.bytes == 0) return {};
+  return new_tensor({plan.workspace.bytes}, q.options().dtype(at::kByte));
 }
 
-void BwdMemory::give_to(BwdParams& params) const {
-  params.row_stats = row_stats.defined() ? row_stats.mutable_data_ptr<float>() : nullptr;
-  params.dq_accum = dq_accum.defined() ? dq_accum.mutable_data_ptr<float>() : nullptr;
+void launch(const Path& path, const FwdCall& call) {
+  if (get_switch(Switch::kRecordLaunches) == 1) {
+    record_launch({Direction::kForward, call.plan, false, call.p.q.aligned && call.p.k.aligned && call.p.v.aligned});
+  }
+  if (!should_launch()) return;
+  const std::string error = run(call);
+  TORCH_CHECK(error.empty(), "flash_ext forward, path ", path.name, ": ", error);
+}
+
+void launch(const Path& path, const BwdCall& call, bool noted) {
+  if (noted && get_switch(Switch::kRecordLaunches) == 1) {
+    const BwdParams& p = call.p;
+    record_launch({Direction::kBackward, call.plan, p.deterministic,
+                   p.q.aligned && p.k.aligned && p.v.aligned && p.out.aligned && p.dout.aligned});
+  }
+  if (!should_launch()) return;
+  const std::string error = run(call);
+  TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
 }
 
 bool is_capturing(const Tensor& q) {

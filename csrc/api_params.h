@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "api.h"
+#include "call.h"
 #include "path_choice.h"
 
 #if __has_include(<nvtx3/nvtx3.hpp>)
@@ -61,9 +62,14 @@ at::TensorOptions result_options(const Tensor& t, bool wide);
 Tensor empty_out(const Tensor& q, const Tensor& v, bool wide);
 Tensor empty_lse(const Tensor& q);
 
+// What `path=` says, which check_fwd() or check_bwd() has accepted.
+Choice choice_of(OptionalName path);
+
 // The path that will run; raises with the reasons of every path when none can.
-const Path& required_path(Direction direction, const Problem& p, const DeviceInfo& info,
-                          OptionalName wanted);
+const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice& wanted);
+
+// The plan of a request; raises where no kernel is left that its constraints allow.
+Plan required_plan(const Path& path, const Request& request, const DeviceInfo& info);
 
 // While it lives, the device of `t` is the current one, for torch and for the driver.
 class OnDevice {
@@ -81,17 +87,20 @@ bool should_launch();
 // Whether what runs on the current stream of q's device goes into a CUDA graph.
 bool is_capturing(const Tensor& q);
 
-// The workspace of a backward: sums of dq have a tensor of their own, so that each is freed as soon as it can be.
-struct BwdMemory {
-  BwdMemory(const Workspace& w, const at::TensorOptions& float_options);
-  void give_to(BwdParams& params) const;
+// The workspace of a plan: bytes, undefined where it needs none.
+Tensor workspace_of(const Plan& plan, const Tensor& q);
+inline std::byte* pointer_to(const Tensor& workspace) {
+  return workspace.defined() ? static_cast<std::byte*>(workspace.mutable_data_ptr()) : nullptr;
+}
 
-  Tensor row_stats, dq_accum;  // fp32; undefined where the plan has none
-};
+// Notes the plan of a call where tests ask for it, and runs it unless they ask not to. `noted`: false for a plan that goes
+// with one noted before.
+void launch(const Path& path, const FwdCall& call);
+void launch(const Path& path, const BwdCall& call, bool noted = true);
 
 // Records and runs the backward without modifiers, whose workspace it makes: `params` has everything else (api.cpp).
-void launch_bwd(const Path& path, BwdParams params, const DeviceInfo& info,
-                const at::TensorOptions& float_options);
+void launch_bwd(const Path& path, const Constraints& constraints, const BwdParams& params, const DeviceInfo& info,
+                const Tensor& q);
 
 // The arguments of the operators with modifiers, in the order of their schemas.
 struct ModifierArguments {

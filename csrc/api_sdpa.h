@@ -50,7 +50,7 @@ inline bool serves(Direction direction, OptionalScale scale, const Tensor& q, co
   if (!q.is_cuda()) return true;  // tests register on the CPU, where there is nothing to choose
   const DeviceInfo info = device_info_of(q);
   const Problem p = problem_of(q, k, v, cu_q, cu_k, 1.0, -1, -1);
-  return info.error.empty() && choose_path(direction, p, info, std::nullopt) != nullptr;
+  return info.error.empty() && choose_path(p, info, {}) != nullptr;
 }
 
 inline double scale_of(OptionalScale scale, const Tensor& q) {

@@ -8,8 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "params.h"
-#include "paths.h"
+#include "plan.h"
 
 namespace flash_ext {
 
@@ -17,8 +16,8 @@ inline bool has_head_parts(const Problem& p) {
   return p.num_heads > p.num_heads_k && (p.num_heads_k == 1 || (p.batch == 1 && !p.is_varlen()));
 }
 
-// How long a backward takes with so many parts a key head, where 1 is the time of a CTA that has all query heads. Of nine
-// shapes on an H200, with 1, 2, 4, 8 and 16 parts, it chooses within 4 % of the fastest.
+// How long a backward takes with so many parts a key head, where 1 is the time of a CTA that has all query heads. Within
+// 4 % of the fastest. Evidence: gqa-splits.
 inline double time_with_parts(const Problem& p, int parts, int block_keys, int num_sms) {
   const double group = static_cast<double>(p.num_heads) / p.num_heads_k;
   const double rows_k = static_cast<double>(p.total_k), rows_q = static_cast<double>(p.total_q) / p.batch;
@@ -77,11 +76,6 @@ inline StridedView shared_by_parts(StridedView x, const Problem& before) {
   return x;
 }
 
-// Bytes of fp32 parts of dk and dv.
-inline int64_t head_parts_bytes(const Problem& p, int parts) {
-  return parts == 1 ? 0 : 4 * parts * p.num_heads_k * p.total_k * (int64_t{p.head_dim} + p.head_dim_v);
-}
-
 // The same call for parts, which are to be written to `dk` and `dv`: (batch, rows, parts, columns).
 inline BwdParams in_parts(const BwdParams& whole, int parts, float* dk, float* dv) {
   const Problem& before = whole.problem;
@@ -105,7 +99,8 @@ inline BwdParams in_parts(const BwdParams& whole, int parts, float* dk, float* d
   return p;
 }
 
-// Adds the parts of one gradient, which are those of `p`, a problem in parts; csrc/inst/passes.cu.
-std::string sum_heads(const Problem& p, const float* parts, const StridedView& to, int columns, void* stream);
+// Adds the parts of one gradient, whose columns are l.head_dim, and which are those of `p`, a problem in parts;
+// csrc/inst/passes.cu.
+std::string sum_heads(const Launch& l, const Problem& p, const float* parts, const StridedView& to, void* stream);
 
 }  // namespace flash_ext

@@ -205,6 +205,12 @@ constexpr int bwd_mod_extra_sm80(int d, SmemClass c, bool adds) {
   return t.mask_bytes() + (adds ? bias_stage_bytes(t.key_warps, t.block_m, 16 * t.key_blocks, used, smem_limit(c)) : 0);
 }
 
+// The passes around a backward (passes/bwd_passes.cuh): so many neighbouring lanes have a row, 8 elements each.
+inline constexpr int kPassThreads = 256;
+constexpr int pass_lanes(int d) { return d <= 64 ? 8 : d <= 128 ? 16 : 32; }
+inline constexpr int kLateRows = 64;          // of a CTA of the overlapped one
+inline constexpr int kHeadSumThreads = 256;   // a thread adds four columns of a row over all GQA splits
+
 // Gradient of a bias: the scores of a tile of queries and keys again, in slices of their columns. A warp holds 32
 // queries x warp_n keys of S, of dP and of the sum: 3 x warp_n registers.
 struct BwdBiasTile {
@@ -259,8 +265,8 @@ constexpr int padded_split_head_dim(int head_dim, int head_dim_v) {
   return d <= 64 ? 64 : d <= 128 ? 128 : 256;
 }
 
-// 64 KB on the way cover a latency of 2 us at a multiprocessor's share of 4.2 TB/s. Tiles of half as many keys are
-// slower by 1 % (16 rows) and 14 % (64 rows); at 256 there are no registers for more.
+// 64 KB on the way cover a latency of 2 us at a multiprocessor's share of 4.2 TB/s; at 256 there are no registers for
+// more keys a tile. Evidence: split-kv.
 constexpr SplitTile split_tile(int d, int rows) {
   if (rows <= 16) return d == 256 ? SplitTile{16, 16, 3} : SplitTile{16, 32, d == 64 ? 5 : 3};
   return d == 256 ? SplitTile{64, 16, 12} : SplitTile{64, 64, d == 64 ? 8 : 5};

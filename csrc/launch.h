@@ -10,7 +10,7 @@
 
 #include "common/debug_delay.cuh"
 #include "dtype.cuh"
-#include "paths.h"
+#include "plan.h"
 
 namespace flash_ext {
 
@@ -72,8 +72,6 @@ enum class Start {
             // waits for the rest. In turn where the machine code has no such wait
 };
 
-inline Start early_if(bool early) { return early ? Start::kEarly : Start::kInTurn; }
-
 // Whether a kernel's machine code, on the current device, was made for sm_90 or newer: older code, and what a driver
 // makes of older PTX on a newer device, has no instructions for programmatic dependent launches.
 inline bool can_wait_itself(const void* kernel) {
@@ -134,6 +132,22 @@ std::string launch_at(Start start, const char* name, void (*kernel)(Params...), 
   cudaGetLastError();
   return cuda_error_text(err, name);
 }
+
+// A launch of a plan by a kernel that was compiled for so many threads and so much shared memory.
+template <typename... Params, typename... Args>
+std::string launch_planned(const Launch& l, void (*kernel)(Params...), int threads, int smem_bytes, void* stream,
+                           const Args&... args) {
+  if (l.tiles > INT32_MAX) return name_of(l) + ": the problem needs more than 2^31 - 1 tiles";
+  if (l.threads != threads || l.smem_bytes != smem_bytes) {
+    return name_of(l) + ": planned with " + std::to_string(l.threads) + " threads and " + std::to_string(l.smem_bytes) +
+           " bytes of shared memory, compiled for " + std::to_string(threads) + " and " + std::to_string(smem_bytes);
+  }
+  return launch_at(l.early ? Start::kEarly : Start::kInTurn, stem_of(l.kernel), kernel, l.ctas, threads, smem_bytes,
+                   stream, args...);
+}
+
+// Of an instance that has no such kernel.
+inline std::string not_compiled(const Launch& l) { return name_of(l) + " is not compiled"; }
 
 template <typename... Params, typename... Args>
 std::string launch(const char* name, void (*kernel)(Params...), int64_t grid, int threads, int smem_bytes, void* stream,

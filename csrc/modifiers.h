@@ -115,15 +115,13 @@ struct BiasGradient {
   bool sum_cols = false;
   bool is_slope = false;  // weights every element by -|row + shift - col|
   bool is_float = false;  // out is fp32; else the dtype of q. Always fp32 with splits > 1
-  int32_t splits = 1;     // parts of what is summed over, which the caller adds in order
-};
+  int32_t splits = 1;     // parts of what is summed over, which are added in order behind; the plan says how many
 
-// What a backward with modifiers computes beside dq, dk and dv.
-struct BwdExtras {
-  const Modifiers* modifiers = nullptr;
-  const BiasGradient* bias = nullptr;    // null: not wanted
-  const BiasGradient* slopes = nullptr;  // null: not wanted
-  bool need_qkv = true;
+  // Tiles of the result, for each part.
+  int64_t tiles(int block_m, int block_n) const {
+    const auto tiles_of = [](int64_t n, int block) { return (n + block - 1) / block; };
+    return (sum_rows ? 1 : tiles_of(rows, block_m)) * (sum_cols ? 1 : tiles_of(cols, block_n)) * heads * batch * splits;
+  }
 };
 
 // A bool tensor (batch|1, h|1, rows|1, cols|1) with any strides.

@@ -75,7 +75,7 @@ struct FwdParams {
   StridedView v;    // (b, seqlen_k, h_k, dv) or (total_k, h_k, dv)
   StridedView out;  // (b, seqlen_q, h, dv)   or (total_q, h, dv)
   float* lse = nullptr;  // (b, h, seqlen_q) or (h, total_q), contiguous; natural log, -inf for empty rows
-  void* schedule = nullptr;  // the workspace of the plan, holding anything, on 16 bytes, or null
+  void* schedule = nullptr;  // a part of the workspace (plan.h), which a launch sets, or null
   void* stream = nullptr;  // cudaStream_t
 };
 
@@ -87,11 +87,12 @@ struct BwdParams {
   const float* lse = nullptr;   // as in FwdParams
   const float* dlse = nullptr;  // same shape as lse, contiguous, or null
   bool deterministic = false;
-  int32_t schedule_words = 0;  // behind row_stats, set by a launch that uses them (common/bwd_schedule.cuh)
-  // Workspaces (plan.h), both fp32, written by the preprocess kernel. Shapes are those of the sm80
-  // path; sm90/bwd_passes.cuh has its own, with modifiers behind the others (sm90/bwd_mod_tiles.h).
+  // Parts of the workspace (plan.h), which a launch sets: fp32, written by the first pass. Shapes are those of the
+  // portable kernels; sm90/bwd_passes.cuh has the others.
   float* row_stats = nullptr;  // lse's shape + (2,): lse * log2(e), and delta = rowsum(dout * out) - dlse
   float* dq_accum = nullptr;   // lse's shape + (padded head_dim,), or null when not needed
+  uint32_t* schedule = nullptr;  // common/bwd_schedule.cuh, or null
+  int32_t schedule_words = 0;
   void* stream = nullptr;     // cudaStream_t
 };
 

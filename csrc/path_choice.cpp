@@ -1,21 +1,61 @@
 #include "path_choice.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <charconv>
+#include <cstring>
 #include <limits>
 #include <mutex>
+
+#include "build_info.h"
+#include "heuristics.h"
 
 namespace flash_ext {
 
 // ---- paths --------------------------------------------------------------------------------------
 
+namespace {
+
+std::string why_not_sm80(const Problem& p, const DeviceInfo& d) {
+  if (d.cc_major < 8) {
+    return "compute capability " + std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor) +
+           " is below 8.0 (Ampere)";
+  }
+  if (d.smem_per_block < kSmemLimitSmall) {
+    return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " +
+           std::to_string(kSmemLimitSmall) + " needed";
+  }
+  if (padded_head_dim(p.head_dim, p.head_dim_v) == 0) {
+    return "head_dim " + std::to_string(std::max(p.head_dim, p.head_dim_v)) + " > 256";
+  }
+  const int64_t longest = p.is_varlen() ? std::max(p.total_q, p.total_k)
+                                        : std::max<int64_t>(p.seqlen_q, p.seqlen_k);
+  if (longest > Problem::kMaxSeqlen) {
+    return "sequence length " + std::to_string(longest) + " > " + std::to_string(Problem::kMaxSeqlen);
+  }
+  return {};
+}
+
+std::string why_not_sm90(const Problem& p, const DeviceInfo& d) {
+  if (d.cc_major != 9 || d.cc_minor != 0) {
+    const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
+    return "compute capability " + found + " is not 9.0 (Hopper)";
+  }
+  if (std::strstr(build_info().archs, "9.0a") == nullptr) {
+    return std::string("built for ") + build_info().archs + ", without 9.0a";
+  }
+  if (d.smem_per_block < kSmemLimitLarge) {
+    return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " + std::to_string(kSmemLimitLarge) +
+           " needed";
+  }
+  return why_not_sm80(p, d);
+}
+
+}  // namespace
+
 const std::vector<Path>& gpu_paths() {
-  static const std::vector<Path> paths = {
-      {"sm90", Arch::kSm90, sm90::why_not_fwd, sm90::why_not_bwd, sm90::run_fwd, sm90::run_bwd, sm90::run_fwd_mod,
-       sm90::run_bwd_mod},
-      {"sm80", Arch::kSm80, sm80::why_not_fwd, sm80::why_not_bwd, sm80::run_fwd, sm80::run_bwd, sm80::run_fwd_mod,
-       sm80::run_bwd_mod},
-  };
+  static const std::vector<Path> paths = {{"sm90", Arch::kSm90, why_not_sm90}, {"sm80", Arch::kSm80, why_not_sm80}};
   return paths;
 }
 
@@ -25,31 +65,76 @@ std::string path_names() {
   return names + "cpu";
 }
 
-bool is_path_name(std::string_view name) {
-  for (const Path& path : gpu_paths()) {
-    if (name == path.name) return true;
+namespace {
+
+std::string parse_constraint(std::string_view name, std::string_view value, Constraints& c) {
+  if (name == "row") {
+    const auto rows = row_names();
+    if (std::none_of(rows.begin(), rows.end(), [&](const RowName& row) { return row.name == value; })) {
+      return "no row '" + std::string(value) + "'; flash_ext._C.plan_rows() has them all";
+    }
+    c.row = value;
+    return {};
   }
-  return name == "cpu";
+  int number = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+  if (error != std::errc() || end != value.data() + value.size() || number < 0) {
+    return std::string(name) + " takes a number of at least 0, not '" + std::string(value) + "'";
+  }
+  const bool is_yes_or_no = name == "dq_pool" || name == "short_kernels";
+  if (is_yes_or_no && number > 1) return std::string(name) + " takes 0 or 1";
+  if (name == "kv_splits") {
+    c.kv_splits = number;
+  } else if (name == "gqa_splits") {
+    c.gqa_splits = number;
+  } else if (name == "fwd_block_m") {
+    if (number != 128 && number != 192) return "fwd_block_m takes 128 or 192";
+    c.fwd_block_m = number;
+  } else if (name == "dq_pool") {
+    c.dq_pool = number == 1;
+  } else if (name == "short_kernels") {
+    c.short_kernels = number == 1;
+  } else {
+    return "no constraint '" + std::string(name) +
+           "'; known: row, kv_splits, gqa_splits, fwd_block_m, dq_pool, short_kernels";
+  }
+  return {};
 }
 
-const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo& d,
-                        std::optional<std::string_view> wanted) {
+}  // namespace
+
+std::string parse_choice(std::string_view text, Choice& choice) {
+  for (bool is_first = true; !text.empty(); is_first = false) {
+    const size_t end = std::min(text.find(' '), text.size());
+    const std::string_view word = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    const size_t equals = word.find('=');
+    if (equals != std::string_view::npos) {
+      const std::string error = parse_constraint(word.substr(0, equals), word.substr(equals + 1), choice.constraints);
+      if (!error.empty()) return error;
+      continue;
+    }
+    const auto& paths = gpu_paths();
+    const bool is_known =
+        word == "cpu" || std::any_of(paths.begin(), paths.end(), [&](const Path& path) { return word == path.name; });
+    if (!is_first || !is_known) return "no path '" + std::string(word) + "'";
+    choice.path = word;
+  }
+  return {};
+}
+
+const Path* choose_path(const Problem& p, const DeviceInfo& d, std::string_view wanted) {
   for (const Path& path : gpu_paths()) {
-    if (wanted && *wanted != path.name) continue;
-    if (path.why_not(direction, p, d).empty()) return &path;
+    if (!wanted.empty() && wanted != path.name) continue;
+    if (path.why_not(p, d).empty()) return &path;
   }
   return nullptr;
 }
 
-Plan plan_on(const Path& path, Request request, const DeviceInfo& d) {
-  if (const auto forced = get_switch(Switch::kHeadParts)) request.gqa_splits = static_cast<int>(*forced);
-  return plan(request, d, path.arch);
-}
-
-std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d) {
+std::string refusal_text(const Problem& p, const DeviceInfo& d) {
   std::string text;
   for (const Path& path : gpu_paths()) {
-    const std::string reason = path.why_not(direction, p, d);
+    const std::string reason = path.why_not(p, d);
     text += std::string(path.name) + " path: " + (reason.empty() ? "accepts" : reason) + "; ";
   }
   return text + "cpu path: the tensors are on a GPU";
@@ -62,7 +147,7 @@ namespace {
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
     "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "head_parts", "splits", "lower_tiles", "dq_ring", "short_kernels", "capturing", "batch_invariant"};
+    "capturing", "batch_invariant"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -165,10 +250,6 @@ DeviceInfo device_info(int device_index) {
   }
   if (sms) info.num_sms = static_cast<int>(*sms);
   if (smem) info.smem_per_block = static_cast<int>(*smem);
-  if (const auto splits = get_switch(Switch::kSplits)) info.splits = static_cast<int>(*splits);
-  if (const auto lower = get_switch(Switch::kLowerTiles)) info.lower_tiles = static_cast<int>(*lower);
-  if (const auto ring = get_switch(Switch::kDqRing)) info.dq_ring = static_cast<int>(*ring);
-  if (const auto kernels = get_switch(Switch::kShortKernels)) info.short_kernels = static_cast<int>(*kernels);
   info.batch_invariant = get_switch(Switch::kBatchInvariant) == 1;
   return info;
 }

@@ -15,17 +15,8 @@ namespace flash_ext {
 struct Path {
   const char* name;
   Arch arch;
-  std::string (*why_not_fwd)(const Problem&, const DeviceInfo&);
-  std::string (*why_not_bwd)(const Problem&, const DeviceInfo&);
-  std::string (*run_fwd)(const FwdParams&, const DeviceInfo&);
-  std::string (*run_bwd)(const BwdParams&, const DeviceInfo&);
-  // With modifiers; the conditions of why_not_* hold for them, too.
-  std::string (*run_fwd_mod)(const FwdParams&, const Modifiers&, const DeviceInfo&);
-  std::string (*run_bwd_mod)(const BwdParams&, const BwdExtras&, const DeviceInfo&);
-
-  std::string why_not(Direction direction, const Problem& p, const DeviceInfo& d) const {
-    return direction == Direction::kForward ? why_not_fwd(p, d) : why_not_bwd(p, d);
-  }
+  // In words why it cannot run a call; empty where it can.
+  std::string (*why_not)(const Problem&, const DeviceInfo&);
 };
 
 // The GPU paths in the order they are tried: the first that accepts runs.
@@ -33,15 +24,18 @@ const std::vector<Path>& gpu_paths();
 
 // "sm90, sm80, cpu": every name that `path=` takes.
 std::string path_names();
-bool is_path_name(std::string_view name);
 
-// The path that runs, or null: then `refusal_text` says why, path by path.
-const Path* choose_path(Direction direction, const Problem& p, const DeviceInfo& d,
-                        std::optional<std::string_view> wanted);
-std::string refusal_text(Direction direction, const Problem& p, const DeviceInfo& d);
+// What `path=` says: a name, constraints, or both, as in "sm90", "kv_splits=4" and "sm90 row=sm90.bwd.dq_pool dq_pool=1".
+struct Choice {
+  std::string_view path;  // empty: any
+  Constraints constraints;
+};
+// An empty string, or what is wrong with the text, of which `choice` keeps views.
+std::string parse_choice(std::string_view text, Choice& choice);
 
-// The plan of a request on a path, with what test switches ask for.
-Plan plan_on(const Path& path, Request request, const DeviceInfo& d);
+// The path that runs, or null: then `refusal_text` says why, path by path. `wanted`: its name, or empty.
+const Path* choose_path(const Problem& p, const DeviceInfo& d, std::string_view wanted);
+std::string refusal_text(const Problem& p, const DeviceInfo& d);
 
 // Facts of one device with the test switches applied; queried once per device and process, and not
 // at all when switches give compute capability, SMs and shared memory.
@@ -56,15 +50,10 @@ enum class Switch {
   kUnaligned,          // 1: report every tensor as unaligned, which selects the element-wise loader
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
-  kHeadParts,          // this many parts of a key head in backwards that can have them (head_parts.h)
-  kSplits,             // 0: never split keys; else into that many parts, in every plain forward
-  kLowerTiles,         // 1 or 0: tiles of 128 queries in the sm90 forward always or never (sm90/tiles.h)
-  kDqRing,             // 1 or 0: accumulators of the sm90 backward in a ring always or never (sm90/bwd_tiles.h)
-  kShortKernels,       // 0: never what is for short sequences alone (DeviceInfo::short_kernels)
   kCapturing,          // 1 or 0: pretend that a CUDA graph is captured, or that none is
   kBatchInvariant,     // 1: DeviceInfo::batch_invariant; not for tests alone, flash_ext.set_batch_invariant() turns it
 };
-constexpr int kNumSwitches = 13;
+constexpr int kNumSwitches = 8;
 std::optional<Switch> switch_by_name(std::string_view name);
 std::string switch_names();
 std::optional<int64_t> get_switch(Switch which);

@@ -1,10 +1,9 @@
-// The kernel paths the host may choose from. No torch, no CUDA headers.
-//
-// Each path says in words why it refuses a request (an empty string means it accepts), and runs it.
-// Launchers return an empty string on success, else the text of the CUDA error with the kernel's name.
+// What the host knows of a device, and the passes that prepare masks. No torch, no CUDA headers.
 #pragma once
 
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "modifiers.h"
 #include "params.h"
@@ -19,13 +18,18 @@ struct DeviceInfo {
   int smem_per_block = 0;  // opt-in limit, bytes
   int l2_bytes = 0;
   std::string error;       // non-empty when the device could not be read
-  int splits = -1;         // of the keys, for tests: 0 never, else that many wherever it is possible; -1: as it pays
-  int dq_ring = -1;        // of the sm90 backward, for tests: 0 never, 1 wherever it is possible; -1: as it pays
-  int lower_tiles = -1;    // of the sm90 forwards, for tests: 0 never, 1 always; -1: as it pays
-  // For tests, 0: never what is for short sequences alone (short_tiles.h, sm90::has_whole_keys()); -1: wherever it pays.
-  int short_kernels = -1;
-  // Nothing that changes bits is chosen by how much else a call holds; what tests ask for above goes first.
+  // Nothing that changes bits is chosen by how much else a call holds; constraints of a call go first.
   bool batch_invariant = false;
+};
+
+// What a call asks of the choice of its kernels, for tests and tuning. Empty: as it pays.
+struct Constraints {
+  std::string_view row;            // of the plan's tables (plan.h), in its own direction
+  std::optional<int> kv_splits;    // of the keys of a plain forward; 0: never split
+  std::optional<int> gqa_splits;   // of the query heads of a key head in a plain backward, where it divides them
+  std::optional<int> fwd_block_m;  // 128 or 192 queries a tile, in forwards for Hopper that have both
+  std::optional<bool> dq_pool;     // in the plain fused backward for Hopper
+  bool short_kernels = true;       // what is for short sequences alone (short_tiles.h, sm90::has_whole_keys())
 };
 
 // A launch as it was asked of the GPU, for tests: kept while launches are recorded (path_choice.h).
@@ -52,23 +56,5 @@ std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, in
 std::string group_labels(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream);
 std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count,
                             void* stream);
-
-namespace sm90 {
-std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
-std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
-std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
-std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
-std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
-std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
-}  // namespace sm90
-
-namespace sm80 {
-std::string why_not_fwd(const Problem& p, const DeviceInfo& d);
-std::string why_not_bwd(const Problem& p, const DeviceInfo& d);
-std::string run_fwd(const FwdParams& p, const DeviceInfo& d);
-std::string run_bwd(const BwdParams& p, const DeviceInfo& d);
-std::string run_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d);
-std::string run_bwd_mod(const BwdParams& p, const BwdExtras& x, const DeviceInfo& d);
-}  // namespace sm80
 
 }  // namespace flash_ext

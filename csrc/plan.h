@@ -13,6 +13,9 @@
 #include "modifiers.h"
 #include "params.h"
 #include "paths.h"
+#include "short_tiles.h"
+#include "sm90/bwd_tiles.h"
+#include "splits.h"
 
 namespace flash_ext {
 
@@ -25,12 +28,12 @@ struct Request {
   Problem problem;
   const Modifiers* modifiers = nullptr;  // null: the plain operators
   bool deterministic = false;            // dq, dk and dv repeat bit by bit
-  // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only.
+  // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
+  // splits.
   bool need_qkv = true;
   const BiasGradient* dbias = nullptr;
   const BiasGradient* dslopes = nullptr;
-  std::string_view row = {};               // for tests: only this row of the table
-  std::optional<int> gqa_splits = {};      // for tests: instead of what pays
+  Constraints constraints = {};
 };
 
 // Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/performance.md. kNone: the
@@ -51,7 +54,7 @@ enum class KernelId : uint8_t {
   kFwd90, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
   kBwdFusedMod90, kBwdDkdvMod90, kBwdDqMod90, kDbias90,
   // passes
-  kSumGqaSplits,
+  kSumDkSplits, kSumDvSplits,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,
@@ -61,10 +64,12 @@ enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhe
 // What a kernel with modifiers is compiled for. A kernel has those that it needs.
 enum class ScoreVariant : uint8_t { kPlain, kHide, kDrop, kSlopes, kCap, kExponents, kBias, kAdd, kAddDrop, kChange, kAll };
 
-// One launch: the instance (kernel, compiled head dims, variant) and its shape. Of passes only the instance and the start.
+// One launch: the instance (kernel, compiled head dims, variant) and its shape. A launcher adds pointers to it and chooses
+// nothing. Tiles are 0 in passes, shared memory is 0 where it is static.
 struct Launch {
   KernelId kernel = KernelId::kNone;
   int16_t head_dim = 0, head_dim_v = 0;
+  SmemClass smem_class = SmemClass::kSmall;  // of portable kernels
   ScoreVariant variant = ScoreVariant::kPlain;
   DqMode dq = DqMode::kNone;
   int block_m = 0, block_n = 0, stages = 0, threads = 0, smem_bytes = 0;
@@ -72,6 +77,7 @@ struct Launch {
   int64_t tiles = 0;     // work tiles; more than ctas where a kernel is persistent
   bool dynamic = false;  // tiles are fetched from a counter, else dealt out in turn
   bool early = false;    // programmatic launch: begins before the kernel in front of it has ended
+  Grid grid;             // the order of work tiles; not of passes, short and split-KV kernels
 };
 
 // A part of the workspace. Without bytes it is not there, and nobody has a pointer to it.
@@ -89,13 +95,15 @@ struct Workspace {
   Part pool_words;      // L2 dq pool: what CTAs tell each other
   Part schedule_words;  // persistent portable backward
   Part dq_accum;        // fp32
-  Part gqa_partials;    // fp32 dk and dv of each GQA split
+  Part dk_partials, dv_partials;  // fp32, of each GQA split
+  Part dbias_partials, dslopes_partials;  // fp32, where what is summed over is divided
   int64_t bytes = 0;
 
+  static constexpr int64_t kAlignment = 128;  // a line of the L2 cache; TMA wants 16
   Part add(int64_t size) {
     if (size <= 0) return {};
-    const int64_t at = bytes;
-    bytes += size;
+    const int64_t at = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    bytes = at + size;
     return {at, size};
   }
 };
@@ -105,9 +113,13 @@ struct Plan {
   Arch arch = Arch::kSm80;
   Evidence evidence = Evidence::kNone;
   int kv_splits = 1, gqa_splits = 1;
+  int dbias_splits = 1, dslopes_splits = 1;
   std::array<Launch, 8> launches{};  // in order
   int num_launches = 0;
   int main = 0;                      // the launch whose tile is printed first
+  SplitGrid split_kv;                // of the split-KV kernels
+  ShortGrid short_heads;             // of the kernels for short sequences
+  sm90::DqRing dq_pool;              // of DqMode::kPool
   Workspace workspace;
 
   std::span<const Launch> steps() const { return {launches.data(), static_cast<size_t>(num_launches)}; }
@@ -125,6 +137,8 @@ struct RowName {
 };
 std::vector<RowName> row_names();
 
+// e.g. "fwd_sm90"
+const char* stem_of(KernelId k);
 // e.g. "fwd_sm90_hd128_lower": the kernel of one launch, and of a plan, whose second kernel for dq is part of the name.
 std::string name_of(const Launch& l);
 std::string name_of(const Plan& p);

@@ -16,6 +16,7 @@ namespace flash_ext {
 
 inline constexpr int kShortRows = 64;  // most queries and keys
 inline constexpr int kShortHeadDims[] = {32, 64, 128, 256};
+inline constexpr int kShortBwdHeadDims[] = {32, 64, 128};
 
 // The smallest compiled head_dim that holds both.
 inline int short_head_dim(const Problem& p) {
@@ -56,21 +57,21 @@ inline ShortTile short_tile(const Problem& p) {
 }
 
 // Neither the batch nor the number of heads decides, so that a sequence has the same bits in every batch.
-inline bool is_short_mod(const Problem& p, const DeviceInfo& d) {
-  return d.short_kernels != 0 && !p.is_varlen() && p.total_q > 0 && p.total_k > 0 && p.seqlen_q <= kShortRows &&
+inline bool is_short_mod(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return c.short_kernels && !p.is_varlen() && p.total_q > 0 && p.total_k > 0 && p.seqlen_q <= kShortRows &&
          p.seqlen_k <= kShortRows && int64_t{1} * p.batch * p.num_heads < (1 << 30) &&
          short_tile(p).fwd_smem() + 1024 <= d.smem_per_block;
 }
 
-// Above head_dim 128 calls without modifiers are faster in the other kernels (256, 49 rows: 151 us for 183).
-inline bool is_short(const Problem& p, const DeviceInfo& d) {
+// Above head_dim 128 calls without modifiers are faster in the other kernels. Evidence: short.
+inline bool is_short(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const ShortTile tile = short_tile(p);
-  return is_short_mod(p, d) && (tile.head_dim <= 128 || tile.rows < kShortRows);
+  return is_short_mod(p, d, c) && (tile.head_dim <= 128 || tile.rows < kShortRows);
 }
 
 // A CTA of the backward makes dk and dv of a key head from one query head.
-inline bool is_short_bwd(const Problem& p, const DeviceInfo& d) {
-  return is_short_mod(p, d) && short_head_dim(p) <= 128 && p.num_heads == p.num_heads_k;
+inline bool is_short_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return is_short_mod(p, d, c) && short_head_dim(p) <= 128 && p.num_heads == p.num_heads_k;
 }
 
 // Heads that share a bias are a group: entry (b', h') of the bias. The heads of a group are counted head first, then

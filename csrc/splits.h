@@ -31,7 +31,7 @@ struct SplitGrid {
   int64_t workspace_bytes() const { return splits == 1 ? 0 : stats_bytes + 4 * splits * total_rows * pitch; }
 };
 
-// Time below is in microseconds of an H200 beyond what every call takes, measured at head_dim 64, 128 and 256. Memory
+// Time below is in microseconds of an H200 beyond what every call takes (evidence: split-kv). Memory
 // sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
 // another size `weight`. On other GPUs the proportions count.
 
@@ -100,20 +100,20 @@ inline double time_unsplit(const Problem& p, const FewQueries& few, double weigh
 
 // The same from one dense sequence and the query heads of one key head: neither the batch nor the number of heads or
 // multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here, have no
-// parts. Decoding takes 0.97 to 1.26 times as long as with parts for the call (docs/performance.md).
+// parts. Evidence: split-kv.
 inline int invariant_parts(const Problem& p, const FewQueries& few) {
   constexpr int64_t kMostRows = 64, kLeastKeys = 1024, kKeysOfPart = 512;
   if (p.is_varlen() || few.rows > kMostRows || few.keys < kLeastKeys) return 0;
   return static_cast<int>(std::clamp<int64_t>((few.keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
 }
 
-// rows == 0 where keys are not to be split.
-inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d) {
+// rows == 0 where keys are not to be split. `wanted`: Constraints::kv_splits.
+inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d, std::optional<int> wanted) {
   SplitGrid g;
   const int64_t total_rows = p.total_q * p.num_heads;
-  if (d.splits == 0 || total_rows <= 0 || p.total_k <= 0 || total_rows > (1 << 30)) return g;
+  if (wanted == 0 || total_rows <= 0 || p.total_k <= 0 || total_rows > (1 << 30)) return g;
   const FewQueries few = few_queries(p);
-  const int invariant = d.batch_invariant && d.splits < 0 ? invariant_parts(p, few) : -1;
+  const int invariant = d.batch_invariant && !wanted ? invariant_parts(p, few) : -1;
   if (invariant == 0) return g;
   const int size = padded_split_head_dim(p.head_dim, p.head_dim_v);
   const SplitTile t = split_tile(size, few.rows <= 16 ? 16 : 64);
@@ -128,11 +128,11 @@ inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d) {
   const PartsOfKeys best = best_parts(items, (few.keys + 63) / 64, t.rows, weight, result_bytes, sms, ctas_per_sm);
   constexpr int64_t kLeastKeys = 128;
   const double gain = few.keys < kLeastKeys ? 0. : time_unsplit(p, few, weight, sms) / best.time;
-  if (d.splits < 0 && invariant < 0 && gain <= 1.) return g;
-  const int splits = d.splits > 0 ? std::min(d.splits, kMaxSplits) : invariant > 0 ? invariant : best.parts;
+  if (!wanted && invariant < 0 && gain <= 1.) return g;
+  const int splits = wanted ? std::clamp(*wanted, 1, kMaxSplits) : invariant > 0 ? invariant : best.parts;
   if (slots * p.num_heads_k * splits > INT32_MAX) return g;
   g.rows = t.rows;
-  g.gain = d.splits < 0 && invariant < 0 ? gain : HUGE_VAL;
+  g.gain = !wanted && invariant < 0 ? gain : HUGE_VAL;
   g.splits = splits;
   g.ctas = slots * p.num_heads_k * splits;
   g.total_rows = total_rows;

@@ -60,7 +60,6 @@ def plan(
     window_right: int = -1,
     deterministic: bool = False,
     modifiers: Sequence[str] = (),
-    row: str = "",
     path: str | None = None,
     device: int = 0,
     gpu: tuple[int, int, int, int, int] | None = None,

@@ -24,6 +24,7 @@ _L2_BYTES = 60 << 20  # an H200's
 _H200 = "9.0/132"
 
 _NUMBERS = {"batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window": "", "gpu": ""}
+_CONSTRAINTS = ("sm90", "sm80", "row", "kv_splits", "gqa_splits", "fwd_block_m", "dq_pool", "short_kernels")
 _WORDS = ("fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16")
 
 
@@ -50,9 +51,10 @@ def plan(text: str) -> dict[str, Any]:
         text: words in any order: "fwd" (default) or "bwd"; "float16" or "bfloat16" (default); "causal",
             "packed" (seqlen is that of each sequence), "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk,
             head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
-            GPU 0, or an H200 where there is none; and modifiers: softcap, alibi, bias, bias_gradient,
-            dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix,
-            sink_tokens, sinks.
+            GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``path=`` of
+            :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
+            bias, bias_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk,
+            prefix, sink_tokens, sinks.
 
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
@@ -63,12 +65,15 @@ def plan(text: str) -> dict[str, Any]:
         ValueError: a word that is not known, or numbers out of range.
         RuntimeError: the GPU could not be read.
     """
-    numbers, words, modifiers = dict(_NUMBERS), set(), []
+    numbers, words, modifiers, path = dict(_NUMBERS), set(), [], []
     for word in text.split():
         name, equals, value = word.partition("=")
-        if equals:
+        if name in _CONSTRAINTS:
+            path.append(word)
+        elif equals:
             if name not in numbers:
-                raise ValueError(f"unknown {name}=; known: {', '.join(f'{n}=' for n in numbers)}")
+                known = (*numbers, *_CONSTRAINTS[2:])
+                raise ValueError(f"unknown {name}=; known: {', '.join(f'{n}=' for n in known)}")
             numbers[name] = value
         elif word in _WORDS:
             words.add(word)
@@ -98,6 +103,7 @@ def plan(text: str) -> dict[str, Any]:
         window_right=0 if "causal" in words else right,
         deterministic="deterministic" in words,
         modifiers=modifiers,
+        path=" ".join(sorted(path, key=lambda word: "=" in word)),
         gpu=_facts(gpu) if gpu else None,
         tma=head_dim % 8 == 0 and head_dim_v % 8 == 0,  # rows of contiguous tensors begin on 16 bytes
     )

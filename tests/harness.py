@@ -12,6 +12,7 @@ F8 cases that have hung or crashed elsewhere run in a child process: watchdog.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor
 from flash_ext.ops import _C
 from flash_ext.spec import AttnSpec
 from tests import probes
-from tests.cases import COMPILED_HEAD_DIMS, Case
+from tests.cases import Case
 from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes
 from tests.judge import NoiseError, judge
 from tests.refusals import check_refused
@@ -31,11 +32,18 @@ from tests.silence import WATCH, lose_context
 from tests.truth import Truth, compute_truth
 
 
+def choice_of(path: str, **constraints: int | str) -> str:
+    """The text of ``path=``: a path and what is asked of its kernels (Constraints in csrc/paths.h)."""
+    return " ".join([path, *(f"{name}={value}" for name, value in constraints.items())])
+
+
 @dataclass(frozen=True)
 class Target:
-    """Where a case runs: a device, a kernel path on it, and the switches that steer the choice of tiles.
+    """Where a case runs: a device, a kernel path on it, and what its calls ask of the choice of kernels.
 
+    switches: facts of the device to pretend.
     short: with the kernels for short sequences, which would otherwise keep small cases from all the others.
+    constraints: of calls on a GPU.
     """
 
     name: str
@@ -43,6 +51,23 @@ class Target:
     path: str
     switches: tuple[tuple[str, int], ...] = ()
     short: bool = False
+    constraints: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def choice(self) -> str:
+        """What calls pass as ``path=``: the path and the constraints."""
+        if self.device == "cpu":
+            return self.path
+        constraints = self.constraints if self.short else (("short_kernels", 0), *self.constraints)
+        return choice_of(self.path, **dict(constraints))
+
+    def asking(self, **constraints: int | str) -> Target:
+        """The same with more constraints."""
+        return dataclasses.replace(self, constraints=(*self.constraints, *constraints.items()))
+
+    def pretending(self, **switches: int) -> Target:
+        """The same with more switches."""
+        return dataclasses.replace(self, switches=(*self.switches, *switches.items()))
 
     def why_not(self) -> str:
         """Why this machine cannot run the target; empty if it can."""
@@ -56,8 +81,6 @@ class Target:
         switches = dict(self.switches)
         if self.device == "cuda":
             switches["record_launches"] = 1
-            if not self.short:
-                switches["short_kernels"] = 0
         for name, value in switches.items():
             _C.set_switch(name, value)
         threads = torch.get_num_threads()
@@ -141,7 +164,7 @@ def call_forward(x: Inputs, target: Target) -> tuple[Tensor, Tensor]:
         left,
         right,
         case.deterministic,
-        target.path,
+        target.choice,
     )
 
 
@@ -164,7 +187,7 @@ def call_backward(x: Inputs, out: Tensor, lse: Tensor, target: Target) -> tuple[
         left,
         right,
         case.deterministic,
-        target.path,
+        target.choice,
     )
 
 
@@ -213,8 +236,8 @@ def poison_pool(total: int = 2 << 30) -> None:
             used += size
 
 
-def _plan(direction: str, case: Case, target: Target) -> dict:
-    """What a case would launch."""
+def _plan(direction: str, case: Case, target: Target, tma: bool = True) -> dict:
+    """What a case would launch, with tensors that TMA can read or others."""
     shapes = tensor_shapes(case)
     left, right = (min(reach, 2**31 - 1) for reach in case.effective_window)  # as the operators clamp it
     return _C.plan(
@@ -222,43 +245,25 @@ def _plan(direction: str, case: Case, target: Target) -> dict:
         batch=len(case.lens_q) if case.is_packed else case.batch, seqlen_q=shapes["q"][-3],
         seqlen_k=shapes["k"][-3], num_heads=case.num_heads, num_heads_k=case.num_heads_k,
         head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left, window_right=right,
-        deterministic=case.deterministic and direction == "bwd", path=target.path,
+        deterministic=case.deterministic and direction == "bwd", path=target.choice, tma=tma,
     )  # fmt: skip
 
 
 def _expected_allocations(case: Case, target: Target) -> tuple[list[int], list[int]]:
-    """Byte counts that forward and backward allocate: results, then workspaces."""
+    """Byte counts that forward and backward allocate: results, then the workspace."""
     shapes = {name: math.prod(shape) for name, shape in tensor_shapes(case).items()}
-    forward = [2 * shapes["out"], 4 * shapes["lse"], 16]  # the last where work is drawn
-    if target.device == "cuda":
-        forward.append(_plan("fwd", case, target).get("workspace_bytes", 0))
-    return forward, [2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], *workspace_sizes(case, target)]
+    forward, backward = [2 * shapes["out"], 4 * shapes["lse"]], [2 * shapes[name] for name in "qkv"]
+    return (
+        [*forward, *planned_workspaces("fwd", case, target)],
+        [*backward, *planned_workspaces("bwd", case, target)],
+    )
 
 
-def workspace_sizes(case: Case, target: Target) -> list[int]:
-    """Byte counts of a backward's workspaces, statistics of rows and dq with the columns of a compiled size.
-
-    The sm90 path has whole tiles of 64 rows, turns and a counter behind the statistics, and these twice
-    beside modifiers; with a ring, words and fewer accumulators. What it leaves to the kernels of sm80 has the
-    sizes of that path, which may have words of a schedule behind the statistics.
-    """
-    rows = math.prod(tensor_shapes(case)["lse"])
-    columns = next((size for size in COMPILED_HEAD_DIMS if size >= max(case.head_dim, case.dim_v)), 0)
-    words = 1 + (0 if case.is_packed else case.batch * case.num_heads_k)
-    sizes = [8 * rows, 8 * rows + 4 * words, 4 * rows * columns]
-    if target.path == "sm90":
-        tiles = -(-case.seqlen_q // 64) * case.batch
-        if case.is_packed:
-            tiles = (sum(case.lens_q) + case.tail) // 64 + len(case.lens_q) + 1
-        tiles *= case.num_heads
-        sizes += [512 * tiles + 4 * tiles + 64, 1024 * tiles + 64, 256 * tiles * columns]
-        if target.device == "cuda" and (chosen := _plan("bwd", case, target))["kernel"].endswith("_ring"):
-            rest = chosen["workspace_bytes"] - 512 * tiles
-            words = rest % (256 * columns)  # a few, less than a tile has
-            sizes += [512 * tiles + words, rest - words]
-    group = case.num_heads // max(case.num_heads_k, 1)  # whose parts of dk and dv are in fp32
-    parts = [n for n in range(2, min(group, 16) + 1) if group % n == 0]
-    return sizes + [4 * n * math.prod(tensor_shapes(case)[name]) for n in parts for name in ("k", "v")]
+def planned_workspaces(direction: str, case: Case, target: Target) -> set[int]:
+    """Byte counts that the workspace of a call without modifiers may have."""
+    if target.device == "cpu":
+        return set()
+    return {_plan(direction, case, target, tma).get("workspace_bytes", 0) for tma in (False, True)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,7 +363,8 @@ def check_done_launches(launch: dict, others: bool = False) -> None:
     is_complete = len(done) >= len(planned) if others else len(done) == len(planned)
     assert is_complete, f"{ran_all} ran, not {[one['kernel'] for one in planned]}"
     for ran, wanted in zip(done, planned):
-        facts = ("early", "grid", "threads", "smem_bytes") if "grid" in wanted else ("early",)
+        assert wanted["kernel"].startswith(ran["name"]), f"{ran_all} ran, {wanted['kernel']} was planned"
+        facts = ["early", "grid", "threads"] + (["smem_bytes"] if "smem_bytes" in wanted else [])
         for name in facts:
             assert ran[name] == wanted[name], f"{ran['name']} for {wanted['kernel']}: {name} {ran[name]}"
 
@@ -371,7 +377,7 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
     wanted = kernels_of(target, native=direction == "fwd" or case.head_dim % 8 == 0, tensors=tensors)
-    splits = dict(target.switches).get("splits")
+    splits = dict(target.constraints).get("kv_splits")
     if direction == "fwd" and splits is not None:
         assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
         assert ("split" in launch["kernel"]) == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
@@ -451,7 +457,8 @@ def probe_case(case: Case, target: Target, only: Callable | None = None) -> None
 def _probe_case(case: Case, target: Target, only: Callable | None) -> None:
 
     def options(spec: AttnSpec) -> tuple:
-        return 0, 0, spec.softmax_scale, spec.window_left, spec.window_right, case.deterministic, target.path
+        window = spec.window_left, spec.window_right
+        return 0, 0, spec.softmax_scale, *window, case.deterministic, target.choice
 
     def forward(q, k, v, spec, cu_q, cu_k):
         cu_q, cu_k = (cu if cu is None else cu.contiguous() for cu in (cu_q, cu_k))

@@ -101,12 +101,14 @@ class ModifierInputs:
     """What one call gets, and what it means.
 
     plain: q, k, v, dout, dlse, cu_seqlens. choices: by name. guards: buffers with their snapshots.
+    workspaces: bytes of the latest launch of each direction, none before one was seen.
     """
 
     mcase: ModifierCase
     plain: Inputs
     choices: list[_Choice]
     guards: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    workspaces: dict[str, int] = field(default_factory=dict)
 
     def unchanged(self) -> bool:
         return self.plain.unchanged() and all(torch.equal(a, b) for a, b in self.guards)

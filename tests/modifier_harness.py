@@ -31,7 +31,6 @@ from tests.harness import (
     kernels_of,
     leaving_nothing_behind,
     poisoned,
-    workspace_sizes,
 )
 from tests.inputs import tensor_shapes
 from tests.judge import judge
@@ -58,7 +57,7 @@ def call(
     qkv = [plain.q, plain.k, plain.v] if qkv is None else qkv
     options = dict(
         causal=case.causal, window=case.window, softmax_scale=case.softmax_scale, return_lse=True,
-        return_max_logits=True, deterministic=case.deterministic, path=target.path,
+        return_max_logits=True, deterministic=case.deterministic, path=target.choice,
     )  # fmt: skip
     if not case.is_packed:
         return flash_ext.attention(*qkv, **(options | x.keywords({}) | changes))
@@ -73,8 +72,9 @@ def call_and_differentiate(x: ModifierInputs, target: Target) -> dict[str, Tenso
     case, plain, needs = x.mcase.case, x.plain, x.mcase.needs
     qkv = [t.detach().requires_grad_("qkv" in needs) for t in (plain.q, plain.k, plain.v)]
     leaves = {name: t.requires_grad_("mods" in needs) for name, t in x.leaves().items()}
-    with poisoned(target.device, _allocations(x, target, False)):
+    with poisoned(target.device, _allocations(x, "fwd")):
         results = call(x, target, qkv, **x.keywords(leaves))
+    _note_workspace(x)
     found = {name: t.detach() for name, t in zip(RESULTS, results)}
     wanted = dict(zip(("dq", "dk", "dv"), qkv)) if "qkv" in needs else {}
     if "mods" in needs:
@@ -85,22 +85,28 @@ def call_and_differentiate(x: ModifierInputs, target: Target) -> dict[str, Tenso
     outputs, gradients = [results[0]], [plain.dout]
     if plain.dlse is not None:
         outputs, gradients = [*outputs, results[1]], [*gradients, plain.dlse]
-    with poisoned(target.device, _allocations(x, target, True)):
+    with poisoned(target.device, _allocations(x, "bwd")):
         grads = torch.autograd.grad(outputs, list(wanted.values()), gradients)
+    _note_workspace(x)
     found |= dict(zip(wanted, grads))
     _check_launch(x, target, "bwd")
     return found
 
 
-def _allocations(x: ModifierInputs, target: Target, backward: bool) -> list[int]:
-    """Byte counts that a call is expected to allocate, and many others for its workspaces."""
+def _allocations(x: ModifierInputs, direction: str) -> list[int]:
+    """Byte counts that a call is expected to allocate, and many others for what masks are brought into."""
     shapes = {name: math.prod(shape) for name, shape in tensor_shapes(x.mcase.case).items()}
-    sizes = [512 << i for i in range(8)]
-    if not backward:
+    sizes = [*(512 << i for i in range(14)), x.workspaces.get(direction, 0)]
+    if direction == "fwd":
         return [*sizes, 2 * shapes["out"], 4 * shapes["lse"], 4 * shapes["lse"]]
     leaves = [t.numel() * t.element_size() for t in x.leaves().values()]
-    sizes += [2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], *workspace_sizes(x.mcase.case, target)]
-    return [*sizes, *leaves]
+    return [*sizes, 2 * shapes["q"], 2 * shapes["k"], 2 * shapes["v"], *leaves]
+
+
+def _note_workspace(x: ModifierInputs) -> None:
+    """What the latest call has allocated, for the next one with these inputs."""
+    if (launch := _C.last_launch()) is not None:
+        x.workspaces[launch["direction"]] = launch["workspace_bytes"]
 
 
 def _has_plain_backward(x: ModifierInputs) -> bool:
@@ -237,8 +243,9 @@ def run_case(mcase: ModifierCase, target: Target) -> dict[str, Any]:
             now = (torch.cuda.current_device(), torch.cuda.current_stream())
             assert place == now, f"current device or stream moved from {place} to {now}"
         assert x.unchanged(), "an input or the memory around it was written"
-        _check_forms(x, runs[0])
-        return judge(*runs, compute_modifier_truth(x), mcase.case.deterministic)
+        first, second = runs  # the second found poison where its workspace lay
+        _check_forms(x, second)
+        return judge(second, first, compute_modifier_truth(x), mcase.case.deterministic)
 
 
 def _check_forms(x: ModifierInputs, results: dict[str, Tensor]) -> None:

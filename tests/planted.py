@@ -253,7 +253,19 @@ MUTANTS = (
         1601,
         "M16 deterministic flag ignored",
         "dQ is summed by atomic additions in the deterministic mode, too",
-        (Edit("plan/bwd.cpp", "if (r.deterministic) {", "if (false) {"),),
+        (
+            Edit(
+                "plan/bwd.cpp",
+                "const BwdTile t = bwd_tile_sm80(size, class_of(d));\n"
+                "  const DqMode dq = r.deterministic ? DqMode::kElsewhere : DqMode::kAtomic;",
+                "const BwdTile t = bwd_tile_sm80(size, class_of(d));\n  const DqMode dq = DqMode::kAtomic;",
+            ),
+            Edit(
+                "plan/bwd.cpp",
+                "  add_portable_stats(x, p);\n  if (r.deterministic) {",
+                "  add_portable_stats(x, p);\n  if (false) {",
+            ),
+        ),
         "races",
     ),
     Mutant(
@@ -531,7 +543,7 @@ MUTANTS = (
         1602,
         "M16 deterministic flag ignored (Hopper)",
         "dQ is summed in no order in the deterministic mode, too",
-        (Edit("sm90/run_bwd.cuh", "? run(std::true_type{}) :", "? run(std::false_type{}) :"),),
+        (Edit("sm90/run_bwd.cuh", "return l.dq == DqMode::kOrdered ?", "return false ?"),),
         "races",
     ),
     Mutant(

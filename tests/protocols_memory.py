@@ -198,8 +198,8 @@ class Grid:
 
 
 def early_kernels(m, ctas=2):
-    """bwd_wide_begin_kernel, the kernel of dK and dV and that of dQ (run_bwd_wide.cuh, run_bwd_wide_mod.cuh,
-    run_bwd_short.cuh): the third reads the statistics of the first before it waits for the second."""
+    """bwd_wide_begin_kernel, the kernel of dK and dV and that of dQ (run_bwd_wide.cuh,
+    run_bwd_wide_mod.cuh): the third reads the statistics of the first before it waits for the second."""
     begin = Grid(None, ctas)
     keys = Grid(begin, ctas)
     queries = Grid(keys, ctas)

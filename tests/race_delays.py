@@ -18,7 +18,6 @@ build or no build, 3 no GPU.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from tests.harness import TARGETS, Target, call_backward, call_forward
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.planted import CONTROL, MUTANTS, Edit, Mutant
-from tests.sanitizer_cases import FEW_ROWS
+from tests.sanitizer_cases import on_one_multiprocessor
 
 SEED_VARIABLE = "FLASH_EXT_DEBUG_DELAY_SEED"
 # In a debug build a pair's first warp waits where it only arrives in a release.
@@ -123,7 +122,7 @@ def few_row_cases() -> list[Case]:
 
 
 def few_rows_run(case: Case, target: Target) -> Run:
-    few = dataclasses.replace(target, switches=(*target.switches, *FEW_ROWS))
+    few = on_one_multiprocessor(target)
     plain = plain_run(case, few)
 
     def run() -> dict[str, Tensor]:
@@ -148,20 +147,20 @@ RING_SMS = 3
 
 
 def with_ring(target: Target, ring: int) -> Target:
-    switches = (*target.switches, ("dq_ring", ring), ("num_sms", RING_SMS))
-    return dataclasses.replace(target, switches=switches)
+    return target.pretending(num_sms=RING_SMS).asking(dq_pool=ring)
 
 
 def ring_run(case: Case, target: Target) -> Run:
     """dq, whose additions have no order, is compared with that of accumulators in no ring."""
     x = make_inputs(case, target.device)
-    with with_ring(target, 0).active():
-        out, lse = call_forward(x, target)
-        expected = call_backward(x, out, lse, target)[0].float()
+    without, chosen = with_ring(target, 0), with_ring(target, 1)
+    with without.active():
+        out, lse = call_forward(x, without)
+        expected = call_backward(x, out, lse, without)[0].float()
 
     def run() -> dict[str, Tensor]:
-        with with_ring(target, 1).active():
-            dq, dk, dv = call_backward(x, out, lse, target)
+        with chosen.active():
+            dq, dk, dv = call_backward(x, out, lse, chosen)
         wrong = ~((dq.float() - expected).abs() <= 1e-3 + 2.0**-7 * expected.abs())
         if os.environ[SEED_VARIABLE] == "0":
             assert not wrong.any(), f"{case}: dq differs without pauses"

@@ -10,7 +10,6 @@ Results are only looked at for NaN; their values are the gauntlet's business.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 
 import torch
@@ -71,7 +70,7 @@ def divided_cases() -> list[Case]:
 
 
 def ring_cases() -> list[Case]:
-    """Backwards that have a ring of accumulators of dq where RING forces it (csrc/sm90/bwd_ring.cuh)."""
+    """Backwards that have a ring of accumulators of dq with_ring() (csrc/sm90/bwd_ring.cuh)."""
     return [
         dense(20, 66, 130, 2, 1, 56, causal=True),
         dense(30, 65, 70, 2, 1, 128),
@@ -79,18 +78,20 @@ def ring_cases() -> list[Case]:
     ]
 
 
-RING = (("dq_ring", 1), ("num_sms", 3))
+def with_ring(target: Target) -> Target:
+    return target.pretending(num_sms=3).asking(dq_pool=1)
 
 
 def few_row_cases() -> list[Case]:
-    """Backwards in two kernels where FEW_ROWS leaves few multiprocessors (csrc/sm90/bwd_tiles.h)."""
+    """Backwards in two kernels on_one_multiprocessor() (csrc/sm90/bwd_tiles.h)."""
     return [
         dense(2, 66, 130, 3, 3, 128, causal=True, deterministic=True),
         dense(1, 190, 200, 3, 3, 104, dtype="fp16"),
     ]
 
 
-FEW_ROWS = (("num_sms", 1),)
+def on_one_multiprocessor(target: Target) -> Target:
+    return target.pretending(num_sms=1)
 
 
 def two_kernel_cases() -> list[ModifierCase]:
@@ -199,7 +200,7 @@ def run(case: Case, target: Target, from_host: bool = False) -> None:
         exact(t, target.device) for t in (x.q, x.k, x.v, x.dout, x.dlse, x.cu_seqlens_q, x.cu_seqlens_k)
     )
     left, right = case.effective_window
-    options = (cu_q, cu_k, *x.max_seqlens, case.scale, left, right, case.deterministic, target.path)
+    options = (cu_q, cu_k, *x.max_seqlens, case.scale, left, right, case.deterministic, target.choice)
     del x
     out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
     if from_host:
@@ -227,7 +228,7 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
         "return_lse": True,
         "return_max_logits": True,
         "deterministic": case.deterministic,
-        "path": target.path,
+        "path": target.choice,
     }
     attention = flash_ext.attention
     if case.is_packed:
@@ -247,19 +248,17 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
         assert not t.isnan().any(), f"{mcase}: a result holds NaN"
 
 
-def groups_of(target: Target) -> list[tuple[str, tuple[tuple[str, int], ...], list]]:
-    """What they are, switches beyond those of the target, cases."""
+def groups_of(target: Target) -> list[tuple[str, Target, list]]:
+    """What they are, where they run, cases."""
     if target.short:
-        return [(", short", (), short_cases())]
-    groups: list[tuple[str, tuple[tuple[str, int], ...], list]] = [
-        ("", (), [*sanitizer_cases(), *sanitizer_modifier_cases()])
-    ]
+        return [(", short", target, short_cases())]
+    groups: list[tuple[str, Target, list]] = [("", target, [*sanitizer_cases(), *sanitizer_modifier_cases()])]
     if target.path == "sm90":
         groups += [
-            (", in a ring", RING, ring_cases()),
-            (", of few rows", FEW_ROWS, few_row_cases()),
-            (", in two kernels", (), two_kernel_cases()),
-            (", of many keys", (), long_cases()),
+            (", in a ring", with_ring(target), ring_cases()),
+            (", of few rows", on_one_multiprocessor(target), few_row_cases()),
+            (", in two kernels", target, two_kernel_cases()),
+            (", of many keys", target, long_cases()),
         ]
     return groups
 
@@ -282,8 +281,8 @@ def main() -> int:
     if not 1 <= first <= step:
         parser.error(f"--part {options.part}: K is one of 1 to N")
     seen = count = 0
-    for what, switches, cases in groups_of(target):
-        with dataclasses.replace(target, switches=(*target.switches, *switches)).active():
+    for what, chosen, cases in groups_of(target):
+        with chosen.active():
             for case in cases:
                 line = f"{case}{what}"
                 if options.only not in line:
@@ -295,7 +294,7 @@ def main() -> int:
                 print(line if options.list else f"case {line}", flush=True)
                 if not options.list:
                     run_one = run_modified if isinstance(case, ModifierCase) else run
-                    run_one(case, target, options.from_host)
+                    run_one(case, chosen, options.from_host)
     print(f"{count} cases, target {target.name}")
     return 0 if count else 2
 

@@ -209,17 +209,15 @@ def test_masked_backwards_have_one_kernel_for_every_batch(head_dim: int, name: s
     """That of the deterministic mode."""
 
     def kernel(batch: int) -> str:
-        qkv = make_qkv(
-            batch=batch, seqlen_q=96, dtype=torch.bfloat16, head_dim=head_dim, requires_grad=True
-        )
-        ids = torch.zeros(batch, 96, dtype=torch.int32)
+        qkv = make_qkv(batch=batch, seqlen_q=160, dtype=torch.bfloat16, head_dim=head_dim, requires_grad=True)
+        ids = torch.zeros(batch, 160, dtype=torch.int32)
         options = {
-            "mask": {"attn_mask": torch.ones(batch, 1, 96, 96, dtype=torch.bool)},
-            "blocks": {"block_mask": flash_ext.BlockMask(torch.rand(batch, 1, 2, 2) < 0.5, 64)},
+            "mask": {"attn_mask": torch.ones(batch, 1, 160, 160, dtype=torch.bool)},
+            "blocks": {"block_mask": flash_ext.BlockMask(torch.rand(batch, 1, 3, 3) < 0.5, 64)},
             "documents": {"document_ids": ids.flatten() if packed else ids},
         }[name]
         if packed:
-            cu = torch.arange(0, 96 * batch + 1, 96, dtype=torch.int32)
+            cu = torch.arange(0, 160 * batch + 1, 160, dtype=torch.int32)
             out = flash_ext.attention_varlen(*(t.flatten(0, 1) for t in qkv), cu, cu, **options)
         else:
             out = flash_ext.attention(*qkv, **options)
@@ -242,22 +240,16 @@ def test_query_heads_are_not_divided(pretended_gpu) -> None:
         assert parts() == 1
 
 
-def test_switches_of_tests_go_first(pretended_gpu) -> None:
-    shape = ((256, 256), (16, 4), (128, 128), (-1, -1), False, "sm90")
-    wanted = {"lower_tiles": 1, "splits": 3, "head_parts": 2}
+def test_what_a_call_asks_for_goes_first(pretended_gpu) -> None:
+    def asked(direction: str, constraint: str) -> tuple:
+        return choice(
+            direction, 1, (256, 256), (16, 4), (128, 128), (-1, -1), False, f"sm90 {constraint}"
+        )  # fmt: skip
+
     with flash_ext.set_batch_invariant(True):
-        for name, value in wanted.items():
-            _C.set_switch(name, value)
-            try:
-                forward, backward = choice("fwd", 1, *shape), choice("bwd", 1, *shape)
-            finally:
-                _C.set_switch(name, None)
-            seen = {
-                "lower_tiles": forward[1].endswith("_lower"),
-                "splits": forward[4],
-                "head_parts": backward[5],
-            }
-            assert seen[name] == value
+        assert asked("fwd", "fwd_block_m=128")[1].endswith("_lower")
+        assert asked("fwd", "kv_splits=3")[4] == 3
+        assert asked("bwd", "gqa_splits=2")[5] == 2
 
 
 # ---- RC-12 on a GPU ------------------------------------------------------------------------------------

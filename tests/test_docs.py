@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flash_ext
 from flash_ext.ops import _C
 from tests import compare
-from tests.qkv import make_qkv, null_kernels
 from tests.tile_tables import tile_tables, with_tile_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +162,7 @@ def test_readme_signatures_are_those_of_the_functions() -> None:
 @pytest.fixture
 def pretend() -> Iterator[object]:
     """Makes plans for another GPU; undone afterwards."""
-    names = ("compute_capability", "num_sms", "smem_per_block", "lower_tiles")
+    names = ("compute_capability", "num_sms", "smem_per_block")
     before = {name: _C.get_switch(name) for name in names}
 
     def set_device(compute_capability: int) -> None:
@@ -175,9 +174,9 @@ def pretend() -> Iterator[object]:
         _C.set_switch(name, value)
 
 
-def plan(direction: str, head_dim: int, deterministic: bool = False, **shape: int | str) -> dict:
+def plan(direction: str, head_dim: int, deterministic: bool = False, **more: int | str | list[str]) -> dict:
     usual = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 4, "num_heads_k": 4, "head_dim_v": head_dim}
-    return _C.plan(direction, head_dim=head_dim, deterministic=deterministic, **(usual | shape))
+    return _C.plan(direction, head_dim=head_dim, deterministic=deterministic, **(usual | more))
 
 
 def test_readme_devices_are_served_as_said(pretend) -> None:
@@ -273,12 +272,15 @@ def test_memory_formula(pretend) -> None:
                 asked = plan("bwd", head_dim, deterministic, batch=3, num_heads=8)
                 wide = asked["path"] == "sm90" and padded > 128
                 tile = asked["block_m"] if wide else 1
-                known = {"rows": 3 * 8 * tile * -(-1024 // tile), "padded_head_dim": padded,
-                         "deterministic": asked["path"] == "sm80" and deterministic or wide}
+                known = {
+                    "rows": 3 * 8 * tile * -(-1024 // tile),
+                    "padded_head_dim": padded,
+                    "deterministic": asked["path"] == "sm80" and deterministic or wide,
+                }
                 more = 0
                 if asked["kernel"].endswith("_det"):  # turns, and the counter of items
                     more = 4 * known["rows"] // asked["block_m"] + 16
-                assert eval(formula, known) + more == asked["workspace_bytes"]  # noqa: S307
+                assert eval(formula, known) + more == sum(asked["workspace"].values())  # noqa: S307
 
 
 def test_gates_are_those_that_are_applied() -> None:
@@ -310,30 +312,6 @@ def test_tile_tables_are_those_of_the_headers() -> None:
     assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
 
 
-def launch_with_modifiers(
-    direction: str, head_dim: int, compute_capability: int, pretend, path: str = "sm80",
-    name: str = "softcap", deterministic: bool = False,
-) -> dict:  # fmt: skip
-    """As :func:`plan`, for a call that has one, ``name``: known only by making the call.
-
-    ``path`` cannot be named for tensors of a CPU: misaligned ones are what ``sm80`` kernels get on Hopper.
-    """
-    q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=head_dim)
-    softcap = 200.0 if path == "sm80" else 2.0  # above 100 the portable forward is the one for everything
-    modifiers = {name: softcap if name == "softcap" else torch.zeros(4)}
-    before = _C.get_switch("unaligned")
-    with null_kernels():
-        pretend(compute_capability)
-        _C.set_switch("unaligned", int(path == "sm80"))
-        try:
-            out, lse = flash_ext.forward(q, k, v, **modifiers)
-            if direction == "bwd":
-                flash_ext.backward(out, q, k, v, out, lse, deterministic=deterministic, **modifiers)
-        finally:
-            _C.set_switch("unaligned", before)
-        return _C.last_launch()
-
-
 @pytest.mark.parametrize("kernel", ["fwd", "bwd", "fwd_mod", "bwd_mod"])
 def test_tile_tables_are_those_of_the_plans(pretend, kernel: str) -> None:
     """What the loaded module would launch, on a GPU of each shared-memory class."""
@@ -341,13 +319,10 @@ def test_tile_tables_are_those_of_the_plans(pretend, kernel: str) -> None:
     listed = rows(table)
     assert len(listed) == 10
     direction, _, modified = kernel.partition("_")
+    modifiers = ["softcap", "dropout"] if modified else []  # which together take the kernels for everything
     for head_dim, smem_class, block_m, block_n, stages, warps, *_, smem in listed:
-        compute_capability = 90 if smem_class == "227 KB" else 86
-        pretend(compute_capability)
-        if modified:
-            chosen = launch_with_modifiers(direction, int(head_dim), compute_capability, pretend)
-        else:
-            chosen = plan(direction, int(head_dim), path="sm80")
+        pretend(90 if smem_class == "227 KB" else 86)
+        chosen = plan(direction, int(head_dim), path="sm80", modifiers=modifiers)
         assert chosen["kernel"] == f"{kernel}_sm80_hd{head_dim}"
         assert (int(block_m), int(block_n), int(stages)) == tuple(
             chosen[name] for name in ("block_m", "block_n", "stages")
@@ -391,8 +366,16 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
     pretend(90)
     for d, dv, block_m, block_n, slots, _, smem, *_ in listed:
         for deterministic in (False, True):
-            chosen = _C.plan("bwd", seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_k=4, head_dim=int(d),
-                             head_dim_v=int(dv), deterministic=deterministic)
+            chosen = _C.plan(
+                "bwd",
+                seqlen_q=1024,
+                seqlen_k=1024,
+                num_heads=4,
+                num_heads_k=4,
+                head_dim=int(d),
+                head_dim_v=int(dv),
+                deterministic=deterministic,
+            )
             wanted = f"bwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}")
             assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
             assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
@@ -402,9 +385,10 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
 def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
     (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
     names = [("softcap", "")] * 4 + [("sinks", "_tall"), ("softcap", "_tall")]
+    pretend(90)
     for (name, tall), (d, block_m, block_n, slots, *_, smem) in zip(names, rows(table), strict=True):
-        _C.set_switch("lower_tiles", int(not tall))
-        chosen = launch_with_modifiers("fwd", int(d), 90, pretend, path="sm90", name=name)
+        path = f"sm90 fwd_block_m={192 if tall else 128}"
+        chosen = plan("fwd", int(d), path=path, modifiers=[name])
         assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}{tall}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
@@ -414,8 +398,9 @@ def test_hopper_backward_tiles_with_modifiers_are_those_of_the_launches(pretend)
     (table,) = re.findall(r"<!-- bwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
     listed = rows(table)
     assert len(listed) == 2
+    pretend(90)
     for d, block_m, block_n, slots, _, smem in listed:
-        chosen = launch_with_modifiers("bwd", int(d), 90, pretend, path="sm90")
+        chosen = plan("bwd", int(d), modifiers=["softcap"])
         assert (chosen["path"], chosen["kernel"]) == ("sm90", f"bwd_mod_sm90_hd{d}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
@@ -426,10 +411,10 @@ def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launche
     (table,) = re.findall(r"<!-- bwd_wide_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
     listed = rows(table)
     assert [int(row[0]) for row in listed] == [64, 128, 192, 256]
+    pretend(90)
     for d, block_m, block_n, slots, _, smem, *_ in listed:
         for deterministic in (True,) if int(d) <= 128 else (False, True):
-            options = {"path": "sm90", "deterministic": deterministic}
-            chosen = launch_with_modifiers("bwd", int(d), 90, pretend, **options)
+            chosen = plan("bwd", int(d), deterministic, modifiers=["softcap"])
             wanted = f"bwd_mod_sm90_hd{d}" + ("_det" if int(d) <= 128 else "")
             assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
             assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
@@ -437,9 +422,9 @@ def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launche
 
 
 def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> None:
-    source = text_of(ROOT / "csrc/sm90/bwd_bias.cuh")
-    pairs = re.search(r"kPairs = D <= 64 \? (\d+) : kOwn \? (\d+) : (\d+);", source)
-    block = re.search(r"kBlock = (\d+),", source)
+    source, tile = (text_of(ROOT / "csrc/sm90" / name) for name in ("bwd_bias.cuh", "bwd_mod_tiles.h"))
+    pairs = re.search(r"return \{d <= 64 \? (\d+) : owns_bias \? (\d+) : (\d+), owns_bias\}", tile)
+    block = re.search(r"kBlock = (\d+),", tile)
     registers = re.search(r"kConsumerRegs = (\d+), kProducerRegs = (\d+);", source)
     assert pairs and block and registers
     text, rows_of_block = section(KERNELS, "Gradient of a bias for Hopper"), int(block.group(1))

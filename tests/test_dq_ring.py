@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 
@@ -14,16 +13,17 @@ import flash_ext
 from flash_ext.ops import _C
 from tests.built import ROOT
 from tests.cases import Case, dense
-from tests.harness import TARGETS, Target, call_backward, call_forward, on_targets, run_case
+from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import Inputs, make_inputs
 from tests.qkv import make_qkv
 
 PLACES = 4  # rounds that have accumulators
 
 
-def plan(batch: int, heads: int, seqlen: int, head_dim: int = 128, **more) -> dict:
+def plan(batch: int, heads: int, seqlen: int, head_dim: int = 128, asked: dict | None = None, **more) -> dict:
+    path = choice_of("sm90", short_kernels=0, **(asked or {}))
     sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "num_heads_k": heads, "head_dim_v": head_dim} | more
-    return _C.plan("bwd", batch=batch, num_heads=heads, head_dim=head_dim, path="sm90", **sizes)
+    return _C.plan("bwd", batch=batch, num_heads=heads, head_dim=head_dim, path=path, **sizes)
 
 
 def blocks_of(seqlen_k: int, head_dim: int) -> int:
@@ -95,10 +95,8 @@ def test_accumulators_are_in_a_ring_where_that_was_faster(
 def test_tests_have_rings_wherever_there_can_be_one(
     pretended_gpu, shape: tuple, options: dict, has_ring: bool
 ) -> None:
-    with switched(dq_ring=1):
-        assert plan(*shape, **options)["kernel"].endswith("_ring") == has_ring
-    with switched(dq_ring=0):
-        assert not plan(*shape, **options)["kernel"].endswith("_ring")
+    assert plan(*shape, asked={"dq_pool": 1}, **options)["kernel"].endswith("_ring") == has_ring
+    assert not plan(*shape, asked={"dq_pool": 0}, **options)["kernel"].endswith("_ring")
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -114,33 +112,30 @@ def test_the_workspace_has_a_place_for_four_rounds(
     rows, rounds = batch * 16 * seqlen, math.ceil(batch * 16 / heads)
     places = PLACES if 5 * PLACES * heads * seqlen * head_dim * 4 <= 4 * (50 << 20) else PLACES - 1
     known = {"rows": rows, "round_rows": heads * seqlen, "padded_head_dim": head_dim, "places": places}
-    words = 32 + (8 * rounds + 15) // 16 * 16
-    assert eval(formula, known) + words == chosen["workspace_bytes"] < 44.1e6  # noqa: S307
-    with switched(dq_ring=0):
-        assert plan(batch, 16, seqlen, head_dim)["workspace_bytes"] == 8 * rows + 4 * head_dim * rows
+    parts = chosen["workspace"]
+    assert eval(formula, known) == parts.pop("row_stats") + parts.pop("dq_accum")  # noqa: S307
+    assert parts == {"tile_counters": 16, "pool_words": 16 + (8 * rounds + 15) // 16 * 16}
+    assert chosen["workspace_bytes"] < 44.1e6
+    without = plan(batch, 16, seqlen, head_dim, asked={"dq_pool": 0})
+    assert without["workspace_bytes"] == 8 * rows + 4 * head_dim * rows
 
 
 def test_a_ring_changes_nothing_else_of_the_plan(pretended_gpu) -> None:
-    found = []
-    for ring in (0, 1):
-        with switched(dq_ring=ring):
-            chosen = plan(32, 16, 512)
-            facts = ("path", "block_m", "block_n", "stages", "threads", "smem_bytes", "grid", "head_parts")
-            found.append([chosen[name] for name in facts])
-    assert found[0] == found[1]
+    facts = ("path", "block_m", "block_n", "stages", "threads", "smem_bytes", "grid", "head_parts")
+    without, with_one = (plan(32, 16, 512, asked={"dq_pool": pool}) for pool in (0, 1))
+    assert [without[name] for name in facts] == [with_one[name] for name in facts]
 
 
 # ---- results ----
 
 
 def switched(**switches: int):
-    """As a block: these switches, on top of those that are set."""
-    return dataclasses.replace(TARGETS["cpu"], switches=tuple(switches.items())).active()
+    """As a block: these facts of the device, on top of those that are set."""
+    return TARGETS["cpu"].pretending(**switches).active()
 
 
 def with_ring(target: Target, num_sms: int, ring: int = 1, **more: int) -> Target:
-    switches = (*target.switches, ("dq_ring", ring), ("num_sms", num_sms), *more.items())
-    return dataclasses.replace(target, switches=switches)
+    return target.pretending(num_sms=num_sms).asking(dq_pool=ring, **more)
 
 
 def in_rounds(num_sms: int, rounds: float, case: Case) -> Case:
@@ -168,10 +163,11 @@ def cases(head_dim: int, num_sms: int) -> list[Case]:
 
 def planned(case: Case, num_sms: int, **more: int) -> dict:
     left, right = case.effective_window
-    with switched(dq_ring=1, num_sms=num_sms, **more):
+    with switched(num_sms=num_sms):
         return plan(
-            case.batch, case.num_heads, case.seqlen_q, case.head_dim, seqlen_k=case.seqlen_k,
-            num_heads_k=case.num_heads_k, head_dim_v=case.dim_v, window_left=left, window_right=right,
+            case.batch, case.num_heads, case.seqlen_q, case.head_dim, {"dq_pool": 1} | more,
+            seqlen_k=case.seqlen_k, num_heads_k=case.num_heads_k, head_dim_v=case.dim_v,
+            window_left=left, window_right=right,
         )  # fmt: skip
 
 
@@ -205,7 +201,7 @@ def divided(head_dim: int) -> list[Case]:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_divided_heads_have_rings(pretended_gpu, head_dim: int) -> None:
     for case in divided(head_dim):
-        chosen = planned(case, 3, head_parts=2)
+        chosen = planned(case, 3, gqa_splits=2)
         assert chosen["kernel"].endswith("_ring") and chosen["head_parts"] == 2, str(case)
 
 
@@ -213,7 +209,7 @@ def test_divided_heads_have_rings(pretended_gpu, head_dim: int) -> None:
 @on_targets("sm90")
 def test_divided_heads_and_rings(target: Target, head_dim: int) -> None:
     """Parts of a key head count as key heads (csrc/head_parts.h)."""
-    chosen = with_ring(target, 3, head_parts=2)
+    chosen = with_ring(target, 3, gqa_splits=2)
     with chosen.active():
         for case in divided(head_dim):
             run_case(case, chosen)
@@ -345,10 +341,11 @@ def test_gradients_in_fp32(target: Target, head_dim: int) -> None:
     for causal in (False, True):
         found = {}
         for ring, wide in ((0, torch.float32), (1, torch.float32), (1, None)):
-            with with_ring(target, 3, ring).active():
-                out, lse = flash_ext.forward(q, k, v, causal=causal, path="sm90")
+            chosen = with_ring(target, 3, ring)
+            with chosen.active():
+                out, lse = flash_ext.forward(q, k, v, causal=causal, path=chosen.choice)
                 found[ring, wide] = flash_ext.backward(
-                    dout, q, k, v, out, lse, causal=causal, path="sm90", grad_dtype=wide
+                    dout, q, k, v, out, lse, causal=causal, path=chosen.choice, grad_dtype=wide
                 )
                 assert _C.last_launch()["kernel"].endswith("_ring") == bool(ring)
         expected, wide, rounded = found.values()

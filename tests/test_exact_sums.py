@@ -9,7 +9,6 @@ import torch
 
 import flash_ext
 from tests.harness import Target, on_gpu_paths
-from tests.test_dq_ring import switched
 
 # Whole numbers: products and their sums are exact in fp32, so all errors are those of cap and softmax.
 WHOLE_SIZE = 32.0  # standard deviation of a product of 64 numbers from -3 to 3
@@ -64,8 +63,8 @@ def test_a_million_keys(target: Target) -> None:
     q = torch.randn(1, rows, 1, 64, device=target.device).half()
     k = torch.randn(1, keys, 1, 64, device=target.device).half()
     v = torch.ones_like(k)
-    with switched(splits=0):
-        out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True, path=target.path)
+    path = target.asking(kv_splits=0).choice
+    out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True, path=path)
     for row in range(0, rows, 37):
         seen = keys - rows + row + 1
         truth = (k[0, :seen, 0].double() @ q[0, row, 0].double() / 8).logsumexp(0)
@@ -81,26 +80,25 @@ def test_stretches_meet_windows_and_empty_rows(target: Target, packed: bool) -> 
     rows, keys, left = 500, 100_000, 16_500
     q = torch.randn(1, rows, 1, 64, device=target.device).half()
     k, v = (torch.randn(1, keys, 1, 64, device=target.device).half() for _ in range(2))
-    more = {"softmax_scale": 0.125, "window": (left, 0), "path": target.path}
-    with switched(splits=0):
-        for shift in (0, 1_200, 1_596, 1_696, 30_000, keys):  # 1,696: the last key ends a stretch
-            n = keys - min(shift, keys - 1)
-            seen_k, seen_v = k[:, :n], v[:, :n]
-            if packed:
-                bounds = [torch.tensor([0, x], dtype=torch.int32, device=target.device) for x in (rows, n)]
-                out, lse = flash_ext.attention_varlen(
-                    q[0], seen_k[0], seen_v[0], *bounds, return_lse=True, **more
-                )
-                out, lse = out[None], lse[None]
-            else:
-                out, lse = flash_ext.attention(q, seen_k, seen_v, return_lse=True, **more)
-            place = torch.arange(n - rows, n, device=target.device)[:, None]
-            key = torch.arange(n, device=target.device)[None]
-            scores = (q[0, :, 0].double() @ seen_k[0, :, 0].double().T) * 0.125
-            scores.masked_fill_((key > place) | (key < place - left), -math.inf)
-            truth = torch.nan_to_num(scores.softmax(-1)) @ seen_v[0, :, 0].double()
-            wanted = scores.logsumexp(-1)
-            assert torch.equal(lse[0, 0].isinf(), wanted.isinf())
-            finite = wanted.isfinite()
-            assert float((lse[0, 0] - wanted)[finite].abs().max()) <= 1e-5
-            assert float((out[0, :, 0] - truth).abs().max()) <= 2e-3 * float(truth.abs().max())
+    more = {"softmax_scale": 0.125, "window": (left, 0), "path": target.asking(kv_splits=0).choice}
+    for shift in (0, 1_200, 1_596, 1_696, 30_000, keys):  # 1,696: the last key ends a stretch
+        n = keys - min(shift, keys - 1)
+        seen_k, seen_v = k[:, :n], v[:, :n]
+        if packed:
+            bounds = [torch.tensor([0, x], dtype=torch.int32, device=target.device) for x in (rows, n)]
+            out, lse = flash_ext.attention_varlen(
+                q[0], seen_k[0], seen_v[0], *bounds, return_lse=True, **more
+            )
+            out, lse = out[None], lse[None]
+        else:
+            out, lse = flash_ext.attention(q, seen_k, seen_v, return_lse=True, **more)
+        place = torch.arange(n - rows, n, device=target.device)[:, None]
+        key = torch.arange(n, device=target.device)[None]
+        scores = (q[0, :, 0].double() @ seen_k[0, :, 0].double().T) * 0.125
+        scores.masked_fill_((key > place) | (key < place - left), -math.inf)
+        truth = torch.nan_to_num(scores.softmax(-1)) @ seen_v[0, :, 0].double()
+        wanted = scores.logsumexp(-1)
+        assert torch.equal(lse[0, 0].isinf(), wanted.isinf())
+        finite = wanted.isfinite()
+        assert float((lse[0, 0] - wanted)[finite].abs().max()) <= 1e-5
+        assert float((out[0, :, 0] - truth).abs().max()) <= 2e-3 * float(truth.abs().max())

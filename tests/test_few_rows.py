@@ -12,16 +12,20 @@ import torch
 import flash_ext
 from flash_ext.ops import _C
 from tests.cases import Case, dense
-from tests.harness import Target, call_backward, call_forward, on_targets, run_case
+from tests.harness import Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import make_inputs
 from tests.test_dq_ring import switched
 
 TWO = "bwd_sm90_hd128_two"
 
 
-def plan(seqlen: int, *, batch: int = 32, keys: int | None = None, head_dim: int = 128, **more) -> dict:
+def plan(
+    seqlen: int, *, batch: int = 32, keys: int | None = None, head_dim: int = 128,
+    asked: dict | None = None, **more,
+) -> dict:  # fmt: skip
     return _C.plan(
-        "bwd", batch=batch, seqlen_q=seqlen, seqlen_k=keys or seqlen, path="sm90",
+        "bwd", batch=batch, seqlen_q=seqlen, seqlen_k=keys or seqlen,
+        path=choice_of("sm90", short_kernels=0, **(asked or {})),
         **{"num_heads": 16, "num_heads_k": 16, "head_dim": head_dim, "head_dim_v": head_dim} | more,
     )  # fmt: skip
 
@@ -53,10 +57,11 @@ def test_two_kernels_where_they_are_faster(pretended_gpu, seqlen: int, options: 
     assert (plan(seqlen, **options)["kernel"] == TWO) == in_two
 
 
-@pytest.mark.parametrize("switch", [{"dq_ring": 0}, {"dq_ring": 1}, {"batch_invariant": 1}])
-def test_not_where_a_switch_asks_for_one(pretended_gpu, switch: dict[str, int]) -> None:
+def test_not_where_one_is_asked_for(pretended_gpu) -> None:
     """Nor in the batch-invariant mode: the choice depends on the number of heads."""
-    with switched(**switch):
+    for pool in (0, 1):
+        assert plan(512, asked={"dq_pool": pool})["kernel"] != TWO
+    with switched(batch_invariant=1):
         assert plan(512)["kernel"] != TWO
 
 
@@ -88,7 +93,7 @@ def cases() -> list[Case]:
 
 
 def with_few(target: Target, num_sms: int) -> Target:
-    return dataclasses.replace(target, switches=(*target.switches, ("num_sms", num_sms)))
+    return target.pretending(num_sms=num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3])
@@ -122,17 +127,13 @@ def divided() -> list[Case]:
     ]
 
 
-def in_as_many_parts(case: Case) -> dict[str, int]:
-    return {"num_sms": 3, "head_parts": case.num_heads}
-
-
 def test_divided_heads_run_in_two(pretended_gpu) -> None:
     for case in divided():
-        with switched(**in_as_many_parts(case)):
+        with switched(num_sms=3):
             chosen = plan(
                 case.seqlen_q, batch=case.batch, keys=case.seqlen_k, num_heads=case.num_heads, num_heads_k=1,
                 head_dim=case.head_dim, window_right=case.effective_window[1],
-                deterministic=case.deterministic,
+                deterministic=case.deterministic, asked={"gqa_splits": case.num_heads},
             )  # fmt: skip
         assert (chosen["kernel"], chosen["head_parts"]) == (TWO, case.num_heads), str(case)
 
@@ -141,8 +142,7 @@ def test_divided_heads_run_in_two(pretended_gpu) -> None:
 def test_divided_heads(target: Target) -> None:
     """Parts of dk and dv come in fp32 and are added behind."""
     for case in divided():
-        switches = (*target.switches, *in_as_many_parts(case).items())
-        chosen = dataclasses.replace(target, switches=switches)
+        chosen = with_few(target, 3).asking(gqa_splits=case.num_heads)
         with chosen.active():
             run_case(case, chosen)
             assert _C.last_launch()["kernel"] == TWO, str(case)
@@ -165,9 +165,9 @@ def test_all_multiprocessors_and_the_same_bits(target: Target, causal: bool) -> 
                 assert torch.equal(one, other), n
         assert _C.last_launch()["kernel"] == TWO
         wide = flash_ext.backward(
-            x.dout, x.q, x.k, x.v, out, lse, causal=causal, softmax_scale=case.scale, grad_dtype=torch.float32
-        )
+            x.dout, x.q, x.k, x.v, out, lse, causal=causal, softmax_scale=case.scale,
+            grad_dtype=torch.float32, path=target.choice,
+        )  # fmt: skip
         assert _C.last_launch()["kernel"] == TWO
     for one, other in zip(first, wide, strict=True):
         assert torch.equal(one, other.to(one.dtype))
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -33,7 +32,7 @@ def random_qkv(target: Target, batch: int, rows: int, keys: int, heads: int, hea
 def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor]:
     """out, lse, dq, dk, dv; the call asks for row maxima, too, so that no forward takes the plain kernels."""
     out, lse, _ = flash_ext.attention(
-        *qkv, return_lse=True, return_max_logits=True, deterministic=True, path=target.path, **keywords
+        *qkv, return_lse=True, return_max_logits=True, deterministic=True, path=target.choice, **keywords
     )
     generator = torch.Generator(target.device).manual_seed(1)
     dout = torch.randn(out.shape, device=target.device, generator=generator).to(out.dtype)
@@ -47,7 +46,7 @@ def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: b
 
     Both in tiles of one height: by themselves, calls without a map take higher ones on Hopper. And both with
     a mask of one bit, because gradients of calls without any are those of the plain kernels."""
-    target = dataclasses.replace(target, switches=(*target.switches, ("lower_tiles", 1)))
+    target = target.asking(fwd_block_m=128)
     with target.active():
         qkv = random_qkv(target, 2, 300, 333, 4, 2, 64)
         blocks = torch.ones(1, 4, 5, 6, dtype=torch.bool, device=target.device)

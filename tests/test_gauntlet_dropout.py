@@ -88,8 +88,8 @@ def test_dr03_forward_and_backward_drop_what_the_definition_says(
         for seed, shape in enumerate(shapes):
             rng = random_rng(target.device, seed)
             wanted = defined_mask(rng, p, shape)
-            assert torch.equal(forward_mask(rng, p, shape, head_dim, target.path), wanted), f"out, {shape}"
-            assert torch.equal(backward_mask(rng, p, shape, head_dim, target.path), wanted), f"dv, {shape}"
+            assert torch.equal(forward_mask(rng, p, shape, head_dim, target.choice), wanted), f"out, {shape}"
+            assert torch.equal(backward_mask(rng, p, shape, head_dim, target.choice), wanted), f"dv, {shape}"
 
 
 @on_modifier_paths
@@ -99,7 +99,7 @@ def test_dr03_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
     with target.active():
         wanted = defined_mask(rng, 0.5, shape)
         seen = torch.ones(130, 190, dtype=torch.bool, device=target.device).tril(60)
-        got = forward_mask(rng, 0.5, shape, 128, target.path, causal=True)
+        got = forward_mask(rng, 0.5, shape, 128, target.choice, causal=True)
         assert torch.equal(got, wanted & seen)
         q = torch.zeros(130 + 7, 2, 256, dtype=torch.float16, device=target.device)
         k = torch.zeros(190 + 9, 1, 256, dtype=torch.float16, device=target.device)
@@ -108,7 +108,7 @@ def test_dr03_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
             torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, 7, 137], [0, 9, 199])
         )
         out, _ = flash_ext.forward(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, dropout_p=0.5, rng=rng, path=target.path
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, dropout_p=0.5, rng=rng, path=target.choice
         )
         assert torch.equal(out[7:, :, :190].transpose(0, 1) != 0, wanted[1])
         assert torch.equal(out[:7, :, :9].transpose(0, 1) != 0, wanted[0, :, :7, :9])

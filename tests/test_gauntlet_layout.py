@@ -209,7 +209,7 @@ def test_ly09_each_tensor_misaligned_in_turn(target: Target) -> None:
 @on_targets("sm90")
 def test_ly09_what_tma_does_not_read_may_be_misaligned(target: Target) -> None:
     """out, lse and dlse of the backward: the same kernels, the same bits."""
-    options = (None, None, 0, 0, 0.125, -1, 0, True, target.path)
+    options = (None, None, 0, 0, 0.125, -1, 0, True, target.choice)
     q, k, v, dout = (random_tensor(target, 2, 65, 4, 64) for _ in range(4))
     dlse = torch.randn(2, 4, 65, device=target.device)
     arguments = (dout, q, k, v, *torch.ops.flash_ext.fwd(q, k, v, *options), dlse)

@@ -6,8 +6,6 @@ were split.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from flash_ext.ops import _C
@@ -26,9 +24,7 @@ from tests.harness import Target, on_all_tiles, on_gpu_paths, run_case, run_case
 
 def in_parts(target: Target, parts: int) -> Target:
     """The same target, whose plain forwards have their keys in that many parts."""
-    if target.device == "cpu":
-        return target
-    return dataclasses.replace(target, switches=(*target.switches, ("splits", parts)))
+    return target.asking(kv_splits=parts)
 
 
 def forwards(cases: list[Case]) -> list[Case]:

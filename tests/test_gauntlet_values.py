@@ -263,7 +263,7 @@ def test_nl07_shared_memory_left_over_from_a_nan_call(target: Target) -> None:
         ]
         for case in target.pick(cases, cpu=2):
             with target.active():
-                flash_ext.attention(nan, nan, nan, path=target.path)
+                flash_ext.attention(nan, nan, nan, path=target.choice)
             run_cases([case], target)
 
 

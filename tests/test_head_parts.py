@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 import flash_ext
 from flash_ext.ops import _C
 from tests.cases import Case, dense, packed
-from tests.harness import Target, on_all_tiles, on_gpu_paths, run_cases
+from tests.harness import Target, choice_of, on_all_tiles, on_gpu_paths, run_cases
 
 
 def plan(batch: int, heads: int, heads_k: int, seqlen: int, *, causal: bool = True, **more) -> dict:
@@ -56,15 +54,13 @@ def test_packed_calls_count_all_rows(pretended_gpu):
 def test_workspace_holds_the_parts(pretended_gpu):
     """In fp32, one dk and dv for each part."""
     for path in ("sm80", "sm90"):
-        _C.set_switch("head_parts", 1)
-        one = plan(4, 16, 1, 4096, path=path)
-        _C.set_switch("head_parts", 8)
-        eight = plan(4, 16, 1, 4096, path=path)
-        _C.set_switch("head_parts", 3)
-        none = plan(4, 16, 1, 4096, path=path)
-        _C.set_switch("head_parts", None)
+        one, eight, none = (
+            plan(4, 16, 1, 4096, path=choice_of(path, gqa_splits=parts)) for parts in (1, 8, 3)
+        )
         assert (one["head_parts"], eight["head_parts"], none["head_parts"]) == (1, 8, 1)
-        assert eight["workspace_bytes"] - one["workspace_bytes"] == 8 * 4 * 4096 * 4 * 2 * 128
+        more = {name: size for name, size in eight["workspace"].items() if name not in one["workspace"]}
+        assert more == dict.fromkeys(("dk_partials", "dv_partials"), 8 * 4 * 4096 * 4 * 128)
+        assert [launch["kernel"] for launch in eight["launches"][-2:]] == ["sum_dk_hd128", "sum_dv_hd128"]
         assert eight["kernel"] == one["kernel"]
 
 
@@ -90,7 +86,7 @@ def cases() -> list[Case]:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @on_all_tiles
 def test_gradients_of_divided_heads(target: Target, parts: int) -> None:
-    run_cases(cases(), dataclasses.replace(target, switches=(*target.switches, ("head_parts", parts))))
+    run_cases(cases(), target.asking(gqa_splits=parts))
 
 
 @on_gpu_paths
@@ -99,11 +95,11 @@ def test_what_ran_is_what_was_planned(target: Target) -> None:
     q, dout = (torch.randn(1, 1024, 32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with target.active():
-        out, lse = flash_ext.forward(q, k, v, causal=True, path=target.path)
+        out, lse = flash_ext.forward(q, k, v, causal=True, path=target.choice)
         gradients = {}
         for wide in (None, torch.float32):
             found = flash_ext.backward(
-                dout, q, k, v, out, lse, causal=True, deterministic=True, path=target.path, grad_dtype=wide
+                dout, q, k, v, out, lse, causal=True, deterministic=True, path=target.choice, grad_dtype=wide
             )
             assert _C.last_launch()["head_parts"] > 1
             gradients[wide] = found

@@ -12,7 +12,7 @@ import torch
 
 import flash_ext
 from flash_ext.ops import _C
-from tests.harness import Target, on_paths
+from tests.harness import Target, choice_of, on_paths
 from tests.qkv import make_qkv, null_kernels
 
 
@@ -34,15 +34,12 @@ def hides(seqlen_q: int, seqlen_k: int, left: int, right: int) -> bool:
 
 def test_a_window_is_none_where_it_hides_nothing(pretended_gpu) -> None:
     """Forwards of few rows draw their work only where there is a window: 16 bytes."""
-    _C.set_switch("splits", 0)
-    try:
-        for seqlen_q, seqlen_k in itertools.product((1, 2, 5), repeat=2):
-            for left, right in itertools.product(range(-1, 7), repeat=2):
-                found = plan("fwd", seqlen_q, seqlen_k, left, right, path="sm90")["workspace_bytes"]
-                wanted = 16 if hides(seqlen_q, seqlen_k, left, right) else 0
-                assert found == wanted, (seqlen_q, seqlen_k, left, right)
-    finally:
-        _C.set_switch("splits", None)
+    path = choice_of("sm90", kv_splits=0, short_kernels=0)
+    for seqlen_q, seqlen_k in itertools.product((1, 2, 5), repeat=2):
+        for left, right in itertools.product(range(-1, 7), repeat=2):
+            found = plan("fwd", seqlen_q, seqlen_k, left, right, path=path)["workspace_bytes"]
+            wanted = 16 if hides(seqlen_q, seqlen_k, left, right) else 0
+            assert found == wanted, (seqlen_q, seqlen_k, left, right)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import flash_ext
 from flash_ext.ops import _C
 from tests.cases import dense, packed
-from tests.harness import Target, on_targets, run_case, run_cases
+from tests.harness import Target, choice_of, on_targets, run_case, run_cases
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call
 from tests.modifier_harness import run_case as run_modified
@@ -22,7 +21,8 @@ def kernel(batch: int, heads: int, seqlen_q: int, seqlen_k: int, causal: bool, *
     head_dim = more.pop("head_dim", 128)
     return _C.plan(
         "fwd", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_heads_k=heads,
-        head_dim=head_dim, head_dim_v=head_dim, window_right=0 if causal else -1, path="sm90", **more,
+        head_dim=head_dim, head_dim_v=head_dim, window_right=0 if causal else -1,
+        path=choice_of("sm90", short_kernels=0), **more,
     )["kernel"]  # fmt: skip
 
 
@@ -72,10 +72,10 @@ def test_splitting_keys_has_to_gain_more_beside_them(pretended_gpu) -> None:
     assert kernels[-1].endswith("_lower")
 
 
-@pytest.mark.parametrize("lower", [0, 1])
+@pytest.mark.parametrize("block_m", [192, 128])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
 @on_targets("sm90")
-def test_both_heights_are_right(target: Target, head_dim: int, lower: int) -> None:
+def test_both_heights_are_right(target: Target, head_dim: int, block_m: int) -> None:
     """Lengths around the tiles, windows, grouped heads, more items than multiprocessors, packed sequences."""
     cases = [
         dense(2, 127, 129, 3, 1, head_dim, causal=True),
@@ -86,13 +86,12 @@ def test_both_heights_are_right(target: Target, head_dim: int, lower: int) -> No
         packed([1, 130, 0, 300], [5, 130, 7, 256], num_heads=4, num_heads_k=2, head_dim=head_dim,
                causal=True),
     ]  # fmt: skip
-    switches = (*target.switches, ("lower_tiles", lower), ("splits", 0))
-    chosen = dataclasses.replace(target, switches=switches)
+    chosen = target.asking(fwd_block_m=block_m, kv_splits=0)
     run_cases(cases, chosen)
     with chosen.active():
         for case in cases:
             run_case(case.replace(backward=False), chosen)
-            assert _C.last_launch()["kernel"].endswith("_lower") == bool(lower), str(case)
+            assert _C.last_launch()["kernel"].endswith("_lower") == (block_m == 128), str(case)
 
 
 HIDING = ["padding", "padding_right,sinks", "documents", "prefix,sinktok3", "chunk100", "hkeys1",
@@ -128,7 +127,8 @@ CHANGING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,s
 def test_which_calls_with_modifiers_have_tall_tiles(
     pretended_gpu, head_dim: int, options: dict, tall: bool, side: tuple[int, int] | None, fits: bool
 ) -> None:
-    """Maps of blocks as high as a warpgroup's rows are measured in docs/performance.md beside others."""
+    """Of few multiprocessors, which lower tiles do not fill better. Maps of blocks as high as the rows of a
+    warpgroup are measured in docs/performance.md beside others."""
     q, k, v = make_qkv(batch=2, seqlen_q=1536, seqlen_k=1536, heads=4, heads_k=4, head_dim=head_dim,
                        dtype=torch.bfloat16)  # fmt: skip
     more = {}
@@ -137,23 +137,19 @@ def test_which_calls_with_modifiers_have_tall_tiles(
     if side is not None:
         map_of = torch.ones(1, 1, 1536 // side[0], 1536 // side[1], dtype=torch.bool)
         more["block_mask"] = flash_ext.BlockMask(map_of, side)
-    before = _C.get_switch("lower_tiles")
-    _C.set_switch("lower_tiles", 0)
-    try:
-        with null_kernels():
-            flash_ext.forward(q, k, v, sinks=torch.zeros(4), **more, **options)
-            assert _C.last_launch()["kernel"].endswith("_tall") == (tall and fits)
-    finally:
-        _C.set_switch("lower_tiles", before)
+    with null_kernels():
+        _C.set_switch("num_sms", 8)
+        flash_ext.forward(q, k, v, sinks=torch.zeros(4), **more, **options)
+        assert _C.last_launch()["kernel"].endswith("_tall") == (tall and fits)
 
 
-@pytest.mark.parametrize("lower", [0, 1])
+@pytest.mark.parametrize("block_m", [192, 128])
 @pytest.mark.parametrize(
     ("mods", "head_dim"),
     [*itertools.product(HIDING, (40, 64, 96, 128)), *itertools.product(CHANGING, (96, 128))],
 )
 @on_targets("sm90")
-def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, lower: int) -> None:
+def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, block_m: int) -> None:
     """Masks that leave most tiles whole have tiles of 192 queries, too, at head_dim 128 one change with them.
 
     Maxima not asked for are guessed.
@@ -164,31 +160,30 @@ def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, lo
         packed([1, 430, 0, 300], [5, 330, 7, 856], num_heads=4, num_heads_k=2, head_dim=head_dim,
                backward=False),
     ]  # fmt: skip
-    switches = (*target.switches, ("lower_tiles", lower))
-    chosen = dataclasses.replace(target, switches=switches)
+    chosen = target.asking(fwd_block_m=block_m)
     with chosen.active():
         for case in cases:
             mcase = ModifierCase(case, tuple(mods.split(",")))
             run_modified(mcase, chosen)
             x = make_modifier_inputs(mcase, target.device)
             with_maxima, guessed = call(x, chosen), call(x, chosen, return_max_logits=False)
-            assert _C.last_launch()["kernel"].endswith("_tall") != bool(lower), str(case)
+            assert _C.last_launch()["kernel"].endswith("_tall") == (block_m == 192), str(case)
             torch.testing.assert_close(guessed[0], with_maxima[0], atol=2e-2, rtol=2e-2)
             torch.testing.assert_close(guessed[1], with_maxima[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("lower", [0, 1])
+@pytest.mark.parametrize("block_m", [192, 128])
 @on_targets("sm90")
-def test_huge_slopes_pick_one_key(target: Target, lower: int, dtype: torch.dtype) -> None:
+def test_huge_slopes_pick_one_key(target: Target, block_m: int, dtype: torch.dtype) -> None:
     """The nearest key, or the farthest, outweighs all others; the other heads are not disturbed."""
     q, k, v = (torch.randn(2, 512, 4, 128, device=target.device).to(dtype) for _ in range(3))
     slopes = torch.tensor([1e9, -1e9, 0.0, -0.3], device=target.device)
-    chosen = dataclasses.replace(target, switches=(*target.switches, ("lower_tiles", lower)))
-    with chosen.active():
-        out = flash_ext.attention(q, k, v, alibi_slopes=slopes, path=target.path)
-        assert _C.last_launch()["kernel"].endswith("_tall") != bool(lower)
-        plain = flash_ext.attention(q, k, v, path=target.path)
+    path = target.asking(fwd_block_m=block_m).choice
+    with target.active():
+        out = flash_ext.attention(q, k, v, alibi_slopes=slopes, path=path)
+        assert _C.last_launch()["kernel"].endswith("_tall") == (block_m == 192)
+        plain = flash_ext.attention(q, k, v, path=path)
     farthest = torch.where(torch.arange(512) < 256, 511, 0).to(target.device)
     torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
     torch.testing.assert_close(out[:, :, 1], v[:, farthest, 1])

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -32,7 +31,7 @@ HIDING = (
 
 
 def on_few_multiprocessors(target: Target, count: int = 3) -> Target:
-    return dataclasses.replace(target, switches=(*target.switches, ("num_sms", count)))
+    return target.pretending(num_sms=count)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -77,7 +76,7 @@ def sparse_call(target: Target, seed: int = 0) -> tuple[dict[str, Tensor], Calla
 
     def step() -> list[Tensor]:
         q, k, v, dout = tensors.values()
-        options = {"block_mask": mask, "path": target.path}
+        options = {"block_mask": mask, "path": target.choice}
         out, lse = flash_ext.forward(q, k, v, **options)
         results = [out, lse]
         for deterministic in (False, True):

@@ -7,7 +7,7 @@ import torch
 
 import flash_ext
 from flash_ext.ops import _C
-from tests.harness import Target, on_targets
+from tests.harness import Target, choice_of, on_targets
 
 
 def kernel(
@@ -15,7 +15,7 @@ def kernel(
 ) -> str:
     return _C.plan(
         "bwd", batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_k=heads_k,
-        head_dim=head_dim, head_dim_v=head_dim, path="sm90", **more,
+        head_dim=head_dim, head_dim_v=head_dim, path=choice_of("sm90", short_kernels=0), **more,
     )["kernel"]  # fmt: skip
 
 
@@ -69,9 +69,11 @@ def test_results_are_those_of_the_deterministic_mode(
     like = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     q, k, v, dout = (torch.randn(16, seqlen, 12, head_dim, **like) for _ in range(4))
     with target.active():
-        out, lse = flash_ext.forward(q, k, v, path="sm90", **options)
+        out, lse = flash_ext.forward(q, k, v, path=target.choice, **options)
         runs = [
-            flash_ext.backward(dout, q, k, v, out, lse, path="sm90", deterministic=deterministic, **options)
+            flash_ext.backward(
+                dout, q, k, v, out, lse, path=target.choice, deterministic=deterministic, **options
+            )
             for deterministic in (False, True, False)
         ]
     for other in runs[1:]:

@@ -13,7 +13,7 @@ import torch
 import flash_ext
 from flash_ext import planned
 from flash_ext.ops import _C
-from tests.harness import Target, check_done_launches, on_short_paths
+from tests.harness import Target, check_done_launches, on_gpu_paths, on_short_paths
 
 ROOT = Path(__file__).parents[1]
 SHAPE = {"seqlen_q": 4096, "seqlen_k": 4096, "num_heads": 16, "num_heads_k": 16, "head_dim": 128}
@@ -48,6 +48,7 @@ CALLS = {
         "sm80.bwd_mod.short": "bwd seqlen=49 bias_gradient",
         "sm90.bwd_mod.fused": "bwd key_padding",
         "sm90.bwd_mod.split": "bwd key_padding head_dim=256",
+        "sm80.bwd_mod.persistent": "bwd key_padding row=sm80.bwd_mod.persistent",
         "sm80.bwd_mod": "bwd softcap dropout head_dim=64",
     },
     "sm80": {
@@ -56,13 +57,8 @@ CALLS = {
         "sm80.bwd": "bwd",
     },
 }
-# Rows that words cannot reach: calls that want the gradient of a bias alone, portable kernels on Hopper.
-BEYOND_WORDS = {"bwd_mod.other_gradients", "sm80.bwd_mod.persistent"}
-
-
-@pytest.fixture
-def plans(pretended_gpu) -> None:
-    _C.set_switch("short_kernels", None)
+# What words cannot say: that the gradient of a bias alone is wanted.
+BEYOND_WORDS = {"bwd_mod.other_gradients"}
 
 
 def of(path: str, call: str) -> dict:
@@ -71,11 +67,14 @@ def of(path: str, call: str) -> dict:
 
 
 @pytest.mark.parametrize(("path", "row"), [(path, row) for path in CALLS for row in CALLS[path]])
-def test_a_call_for_every_row(plans, path: str, row: str) -> None:
+def test_a_call_for_every_row(pretended_gpu, path: str, row: str) -> None:
     found = of(path, CALLS[path][row])
     assert found["row"] == row
     assert found["launches"] and found["kernel"]
-    assert sum(found["workspace"].values()) == found["workspace_bytes"]
+    assert all(launch["grid"] > 0 and launch["threads"] > 0 for launch in found["launches"])
+    # Parts begin on 128 bytes.
+    between = found["workspace_bytes"] - sum(found["workspace"].values())
+    assert 0 <= between < 128 * max(1, len(found["workspace"]))
 
 
 def test_no_row_is_left_out() -> None:
@@ -83,11 +82,16 @@ def test_no_row_is_left_out() -> None:
     assert named == {row for _, row, _ in _C.plan_rows()}
 
 
-def test_every_row_with_a_preference_has_its_evidence_in_the_page() -> None:
+def test_every_choice_has_its_evidence_in_the_page() -> None:
+    """That of rows with a preference, and what comments of the sources name."""
     page = (ROOT / "docs" / "performance.md").read_text()
     table = page.split("## Evidence", 1)[1].split("\n## ", 1)[0]
     ids = re.findall(r"^\| ([a-z0-9-]+) \|", table, re.MULTILINE)
-    assert sorted(set(ids) - {"id"}) == sorted({evidence for _, _, evidence in _C.plan_rows() if evidence})
+    named = {evidence for _, _, evidence in _C.plan_rows() if evidence}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
+            named |= set(re.findall(r"// .*\bEvidence: ([a-z0-9-]+)", path.read_text()))
+    assert sorted(set(ids) - {"id"}) == sorted(named)
     headings = {
         re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-")
         for line in re.findall(r"^#+ (.*)$", page, re.MULTILINE)
@@ -96,16 +100,63 @@ def test_every_row_with_a_preference_has_its_evidence_in_the_page() -> None:
         assert anchor in headings
 
 
-def test_a_row_may_be_asked_for(plans) -> None:
+def test_a_row_may_be_asked_for(pretended_gpu) -> None:
     usual = _C.plan("bwd", **SHAPE)
-    other = _C.plan("bwd", **SHAPE, row="sm90.bwd.dq_ordered")
+    other = _C.plan("bwd", **SHAPE, path="sm90 row=sm90.bwd.dq_ordered")
     assert other["row"] == "sm90.bwd.dq_ordered" != usual["row"]
     assert other["kernel"].endswith("_det")
-    with pytest.raises(ValueError, match=r"has no row 'sm90\.fwd\.m192' for this call"):
-        _C.plan("bwd", **SHAPE, row="sm90.fwd.m192")
+    with pytest.raises(ValueError, match=r"path sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
+        _C.plan("bwd", **SHAPE, path="sm80 row=sm90.bwd.dq_ordered")
 
 
-def test_deterministic_backwards_never_add_in_any_order(plans) -> None:
+def test_a_row_of_the_other_direction_is_not_asked_for(pretended_gpu) -> None:
+    for direction, row in (("bwd", "sm90.fwd.m128"), ("fwd", "sm90.bwd.dq_ordered")):
+        assert _C.plan(direction, **SHAPE, path=f"row={row}") == _C.plan(direction, **SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("direction", "text", "seen"),
+    [
+        ("fwd", "sm80", {"row": "sm80.fwd"}),
+        ("fwd", "kv_splits=4", {"row": "sm80.fwd.split_kv", "splits": 4}),
+        ("fwd", "sm90 kv_splits=0 fwd_block_m=128", {"row": "sm90.fwd.m128"}),
+        ("fwd", "fwd_block_m=192", {"row": "sm90.fwd.m192"}),
+        ("bwd", "dq_pool=1", {"row": "sm90.bwd.dq_pool"}),
+        ("bwd", "dq_pool=0", {"row": "sm90.bwd.dq_atomic"}),
+        ("bwd", "gqa_splits=2", {"row": "sm90.bwd.dq_atomic", "head_parts": 1}),  # nothing to divide
+    ],
+)
+def test_what_a_call_asks_of_its_kernels(pretended_gpu, direction: str, text: str, seen: dict) -> None:
+    found = _C.plan(direction, batch=8, **SHAPE | {"seqlen_q": 8192, "seqlen_k": 8192}, path=text)
+    assert {name: found[name] for name in seen} == seen
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sm75", "no path 'sm75'"),
+        ("kv_splits=4 sm90", "no path 'sm90'"),  # which goes first
+        ("sm90  kv_splits=4", "no path ''"),  # two spaces
+        ("warps=4", "no constraint 'warps'; known: row, kv_splits"),
+        ("kv_splits=", "kv_splits takes a number of at least 0, not ''"),
+        ("kv_splits=-1", "kv_splits takes a number of at least 0"),
+        ("kv_splits=4.5", "kv_splits takes a number of at least 0"),
+        ("fwd_block_m=64", "fwd_block_m takes 128 or 192"),
+        ("dq_pool=2", "dq_pool takes 0 or 1"),
+        ("row=sm90.fwd", "no row 'sm90.fwd'"),
+    ],
+)
+def test_texts_that_are_refused(pretended_gpu, text: str, message: str) -> None:
+    """By calls in the words of every other wrong path, too."""
+    with pytest.raises(ValueError, match=f"^path: {re.escape(message)}"):
+        _C.plan("fwd", **SHAPE, path=text)
+    q = torch.zeros(1, 4, 1, 64)
+    wanted = f"path must be None (automatic) or one of sm90, sm80, cpu, got '{text}': {message}"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        flash_ext.attention(q, q, q, path=text)
+
+
+def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
     for head_dim in (64, 96, 128, 192, 256):
         for gpu in ("9.0/132", "8.0/108"):
             found = planned.plan(f"bwd deterministic head_dim={head_dim} gpu={gpu}")
@@ -122,9 +173,11 @@ def test_deterministic_backwards_never_add_in_any_order(plans) -> None:
         ("fwd heads=5/2", "num_heads a multiple"),
         ("fwd batch=-1", "at least 0"),
         ("fwd bwd", "either fwd or bwd"),
+        ("fwd kv_splits=few", "kv_splits takes a number"),
+        ("fwd row=sm80.fwd.tall", "no row 'sm80.fwd.tall'"),
     ],
 )
-def test_words_that_are_refused(plans, call: str, message: str) -> None:
+def test_words_that_are_refused(pretended_gpu, call: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         planned.plan(f"{call} {H200}")
 
@@ -138,20 +191,22 @@ def test_another_gpu_is_no_switch_of_the_process() -> None:
         planned.plan("bwd gpu=9.0")
 
 
-def test_plans_in_words(plans) -> None:
+def test_plans_in_words(pretended_gpu) -> None:
     packed = planned.plan(f"fwd packed batch=4 seqlen=512 {H200}")
     rows = SHAPE | {"seqlen_q": 2048, "seqlen_k": 2048}
     assert packed["launches"] == _C.plan("fwd", batch=4, packed=True, **rows)["launches"]
     assert planned.plan(f"fwd head_dim=36/64 {H200}")["path"] == "sm80", "rows of 72 bytes"
     assert planned.plan(f"bwd sinks {H200}")["row"] == planned.plan(f"bwd {H200}")["row"]
+    assert planned.plan(f"kv_splits=3 fwd sm80 {H200}")["splits"] == 3
 
 
 @pytest.mark.parametrize("row", ["sm90.fwd_mod.m192.drop", "sm90.fwd_mod.m192.slopes", "sm90.bwd.dq_pool"])
-def test_rows_that_cannot_are_refused(plans, row: str) -> None:
+def test_rows_that_cannot_are_refused(pretended_gpu, row: str) -> None:
     direction = "bwd" if "bwd" in row else "fwd"
     modifiers = ["bias", "dropout", "alibi"] if direction == "fwd" else []
+    shape = SHAPE | {"seqlen_q": 300, "seqlen_k": 300}
     with pytest.raises(ValueError, match="has no row"):
-        _C.plan(direction, **SHAPE | {"seqlen_q": 300, "seqlen_k": 300}, modifiers=modifiers, row=row)
+        _C.plan(direction, **shape, modifiers=modifiers, path=f"row={row}")
 
 
 def run_info(call: str) -> subprocess.CompletedProcess:
@@ -187,6 +242,7 @@ def test_what_runs_is_what_the_plan_says(target: Target) -> None:
             q = torch.randn(2, rows, heads[0], head_dim, **make).requires_grad_()
             k, v = (torch.randn(2, keys, heads[-1], head_dim, **make).requires_grad_() for _ in range(2))
             options: dict = {"causal": "causal" in words, "deterministic": "deterministic" in words}
+            asked = target.asking(row=numbers["row"]) if "row" in numbers else target
             if "alibi" in words:
                 options["alibi_slopes"] = torch.rand(heads[0], device="cuda")
             if "softcap" in words:
@@ -197,8 +253,26 @@ def test_what_runs_is_what_the_plan_says(target: Target) -> None:
                 options["key_padding_mask"] = torch.ones(2, keys, device="cuda", dtype=torch.bool)
             if "bias" in words:
                 options["attn_mask"] = torch.randn(1, heads[0], rows, keys, **make)
-            out = flash_ext.attention(q, k, v, path=target.path, **options)
+            out = flash_ext.attention(q, k, v, path=asked.choice, **options)
             check_done_launches(_C.last_launch())
             if "bwd" in words:
                 out.sum().backward()
                 check_done_launches(_C.last_launch())
+
+
+@on_gpu_paths
+def test_gradients_run_as_their_call_asked(target: Target) -> None:
+    """By autograd, also in a compiled function."""
+    path = target.asking(kv_splits=3, gqa_splits=2).choice
+    make = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = [torch.randn(1, 700, heads, 64, **make) for heads in (4, 1, 1)]
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return flash_ext.attention(*qkv, path=path)
+
+    with target.active():
+        for call in (attend, torch.compile(attend, backend="aot_eager")):
+            out = call(*leaves)
+            assert _C.last_launch()["splits"] == 3
+            torch.autograd.grad(out, leaves, torch.randn_like(out))
+            assert _C.last_launch()["head_parts"] == 2

@@ -14,17 +14,17 @@ from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.inputs import tensor_shapes
 from tests.modifier_cases import BIASES, MASKS, SCORES, STRUCTURE, ModifierCase
 from tests.sanitizer_cases import (
-    FEW_ROWS,
-    RING,
     divided_cases,
     exact,
     few_row_cases,
+    on_one_multiprocessor,
     ring_cases,
     run,
     run_modified,
     sanitizer_cases,
     sanitizer_modifier_cases,
     two_kernel_cases,
+    with_ring,
 )
 from tests.sanitizer_summary import summary
 from tests.test_build import (
@@ -59,13 +59,13 @@ def test_every_kind_of_modifier_meets_every_head_size_and_mode():
     assert all(max(q for q, _ in m.case.sequences()) <= 192 for m in cases)
 
 
-def planned(case: Case, path: str) -> dict:
+def planned(case: Case, target: Target) -> dict:
     shapes, (left, right) = tensor_shapes(case), case.effective_window
     return _C.plan(
         "bwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", batch=len(list(case.sequences())),
         seqlen_q=shapes["q"][-3], seqlen_k=shapes["k"][-3], packed=case.is_packed, num_heads=case.num_heads,
         num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left,
-        window_right=right, deterministic=case.deterministic, path=path,
+        window_right=right, deterministic=case.deterministic, path=target.choice,
     )  # fmt: skip
 
 
@@ -79,27 +79,25 @@ def test_heads_are_divided_whatever_the_gpu(pretended_gpu: None, path: str):
         for smem in (SMALL_SMEM_BYTES, 232448) if path == "sm80" else (232448,):
             _C.set_switch("smem_per_block", smem)
             for case in divided_cases():
-                assert planned(case, path)["head_parts"] > 1, (num_sms, smem, case)
+                assert planned(case, TARGETS[path])["head_parts"] > 1, (num_sms, smem, case)
 
 
 def test_rings_are_rings(pretended_gpu: None):
     """Those for the sanitizer and those under pauses."""
-    for name, value in RING:
-        _C.set_switch(name, value)
-    try:
-        assert dict(RING)["num_sms"] == race_delays.RING_SMS
-        for case in ring_cases() + race_delays.ring_cases():
-            assert planned(case, "sm90")["kernel"].endswith("_ring"), str(case)
-    finally:
-        _C.set_switch("dq_ring", None)
+    chosen = with_ring(TARGETS["sm90"])
+    assert chosen.switches == (("num_sms", race_delays.RING_SMS),)
+    _C.set_switch("num_sms", race_delays.RING_SMS)
+    for case in ring_cases() + race_delays.ring_cases():
+        assert planned(case, chosen)["kernel"].endswith("_ring"), str(case)
 
 
 def test_few_rows_have_two_kernels(pretended_gpu: None):
     """Those for the sanitizer and those under pauses."""
-    for name, value in FEW_ROWS:
-        _C.set_switch(name, value)
+    chosen = on_one_multiprocessor(TARGETS["sm90"])
+    assert chosen.switches == (("num_sms", 1),)
+    _C.set_switch("num_sms", 1)
     for case in few_row_cases() + race_delays.few_row_cases():
-        assert planned(case, "sm90")["kernel"].endswith("_two"), str(case)
+        assert planned(case, chosen)["kernel"].endswith("_two"), str(case)
 
 
 def test_findings_are_counted_by_kernel_and_place():
@@ -109,7 +107,7 @@ def test_findings_are_counted_by_kernel_and_place():
         "=========     by thread (0,0,0) in block (1,0,0)",
     ]
     assert list(summary(["case one", *read, *read]).values()) == [2]
-    (kind, kernel, place), = summary(read)
+    ((kind, kernel, place),) = summary(read)
     assert "size 8" in kind and "own_kernel" in kernel and place == "schedule.cuh:36"
 
 

@@ -22,11 +22,6 @@ EDGES = (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64)
 HEAD_DIMS = ((16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (128, 128), (32, 64), (128, 24))
 
 
-@pytest.fixture
-def short_gpu(pretended_gpu) -> None:
-    _C.set_switch("short_kernels", None)
-
-
 def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
     shape = dict(batch=64, num_heads=4, num_heads_k=4, head_dim=32, head_dim_v=32) | more
     return _C.plan(direction, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **shape)
@@ -37,21 +32,21 @@ def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_they_serve_up_to_64_queries_and_keys(short_gpu, direction: str) -> None:
+def test_they_serve_up_to_64_queries_and_keys(pretended_gpu, direction: str) -> None:
     for rows, keys in itertools.product((1, 49, 64, 65, 128), repeat=2):
         kernel = plan(direction, rows, keys)["kernel"]
         assert ("short" in kernel) == (max(rows, keys) <= 64), (rows, keys, kernel)
 
 
 @pytest.mark.parametrize(("head_dim", "compiled"), [(8, 32), (32, 32), (33, 64), (64, 64), (96, 128)])
-def test_head_dims_of_their_own(short_gpu, head_dim: int, compiled: int) -> None:
+def test_head_dims_of_their_own(pretended_gpu, head_dim: int, compiled: int) -> None:
     for direction in ("fwd", "bwd"):
         kernel = plan(direction, 49, 49, head_dim=head_dim, head_dim_v=head_dim)["kernel"]
         assert kernel == f"{direction}_short_sm80_hd{compiled}"
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_tiles_hold_the_longer_of_queries_and_keys(short_gpu, direction: str) -> None:
+def test_tiles_hold_the_longer_of_queries_and_keys(pretended_gpu, direction: str) -> None:
     for rows, keys in itertools.product(EDGES, repeat=2):
         chosen = plan(direction, rows, keys)
         longer = max(rows, keys)
@@ -59,7 +54,7 @@ def test_tiles_hold_the_longer_of_queries_and_keys(short_gpu, direction: str) ->
         assert (chosen["block_m"], chosen["block_n"], chosen["threads"]) == (tile, tile, 2 * tile)
 
 
-def test_what_they_leave_to_others(short_gpu) -> None:
+def test_what_they_leave_to_others(pretended_gpu) -> None:
     """Packed sequences, 33 or more rows of head_dim above 128, and backwards with grouped heads."""
     assert "short" not in plan("fwd", 640, 640, packed=True)["kernel"]
     wide = {"head_dim": 256, "head_dim_v": 256}
@@ -71,18 +66,18 @@ def test_what_they_leave_to_others(short_gpu) -> None:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_the_batch_does_not_choose(short_gpu, direction: str) -> None:
+def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
     assert len({plan(direction, 49, 49, batch=batch)["kernel"] for batch in (1, 2, 64, 4096)}) == 1
     assert len({plan(direction, 100, 100, batch=batch)["kernel"] for batch in (1, 4096)}) == 1
 
 
-def test_ctas_are_as_many_as_run_at_a_time(short_gpu) -> None:
+def test_ctas_are_as_many_as_run_at_a_time(pretended_gpu) -> None:
     assert plan("fwd", 49, 49, batch=4096)["grid"] == 3 * 132
     assert plan("fwd", 16, 16, batch=4096)["grid"] == 16 * 132
     assert plan("fwd", 49, 49, batch=3)["grid"] == 12
 
 
-def test_up_to_128_keys_need_no_dq_in_fp32(short_gpu) -> None:
+def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:
     """Up to head_dim 64 calls without modifiers take the kernel that stores dq at once."""
     for keys, head_dim in itertools.product((77, 128, 129), (32, 64, 128)):
         chosen = plan("bwd", 256, keys, head_dim=head_dim, head_dim_v=head_dim)
@@ -131,10 +126,6 @@ def test_one_block_of_keys(target: Target, head_dim: int) -> None:
     run_cases(cases, target)
 
 
-def with_parts(target: Target, parts: int) -> Target:
-    return dataclasses.replace(target, switches=(*target.switches, ("head_parts", parts)))
-
-
 @on_short_paths
 @pytest.mark.parametrize("parts", [2, 8])
 def test_divided_heads(target: Target, parts: int) -> None:
@@ -147,21 +138,18 @@ def test_divided_heads(target: Target, parts: int) -> None:
         dense(2, 150, 100, 8, 1, 64, window=(40, 3)),
         dense(3, 5, 77, 8, 1, 40, layout="odd", dout_layout="odd"),
     ]
-    run_cases(cases, with_parts(target, parts))
+    run_cases(cases, target.asking(gqa_splits=parts))
 
 
-def test_divided_heads_are_short_where_none_share(short_gpu) -> None:
+def test_divided_heads_are_short_where_none_share(pretended_gpu) -> None:
     for parts, kernel in ((2, "bwd_mod_sm90_hd64"), (8, "bwd_short_sm80_hd64")):
-        _C.set_switch("head_parts", parts)
-        try:
-            chosen = plan("bwd", 49, 49, num_heads=8, num_heads_k=1, head_dim=64, head_dim_v=64)
-        finally:
-            _C.set_switch("head_parts", None)
+        chosen = plan("bwd", 49, 49, num_heads=8, num_heads_k=1, head_dim=64, head_dim_v=64,
+                      path=f"gqa_splits={parts}")  # fmt: skip
         assert (chosen["kernel"], chosen["head_parts"]) == (kernel, parts)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_plans_of_nothing(short_gpu, direction: str) -> None:
+def test_plans_of_nothing(pretended_gpu, direction: str) -> None:
     for empty in ({"batch": 0}, {"num_heads": 0, "num_heads_k": 0}):
         assert plan(direction, 49, 49, **empty)["grid"] == 0
     for nothing in ({"num_heads": 0}, {"num_heads_k": 0}, {"head_dim": 0}, {"batch": -1}, {"num_heads_k": 3}):
@@ -237,7 +225,7 @@ def test_a_bias_broadcast_over_any_dimensions(target: Target, rows: int, dtype: 
                 views.append(bias.mT.contiguous().mT)
             for view in views:
                 truth = truth_of_bias(q, k, v, dout, view)
-                made = results_of_bias(q, k, v, dout, view, target.path)
+                made = results_of_bias(q, k, v, dout, view, target.choice)
                 for name, got, want in zip(("out", "dq", "dk", "dv", "dbias"), made, truth):
                     assert got.shape == want.shape
                     error = (got.double() - want).norm() / want.norm()
@@ -254,7 +242,7 @@ def test_sums_over_the_batch_in_parts(target: Target, rows: int, sms: int | None
         for batch in (1, 2, 7, 8, 33, 100):
             inputs = bias_inputs(batch, rows, rows, 2, 32, (1, 2, rows, rows), torch.float32)
             truth = truth_of_bias(*inputs)[-1]
-            first, second = (results_of_bias(*inputs, target.path) for _ in range(2))
+            first, second = (results_of_bias(*inputs, target.choice) for _ in range(2))
             error = (first[-1].double() - truth).norm() / truth.norm()
             assert error < 0.01, f"batch {batch}: {error:.2g}"
             assert torch.equal(first[-1], second[-1])
@@ -268,7 +256,7 @@ def test_many_sequences_add_without_losing_bits(target: Target) -> None:
         for batch in (64, 4096):
             inputs = bias_inputs(batch, 49, 49, 4, 32, (1, 4, 49, 49), torch.float32)
             truth = truth_of_bias(*inputs)[-1]
-            made = results_of_bias(*inputs, target.path)[-1]
+            made = results_of_bias(*inputs, target.choice)[-1]
             errors.append(float((made.double() - truth).norm() / truth.norm()))
     assert errors[1] < 1.5 * errors[0], errors
 
@@ -278,11 +266,11 @@ def test_many_sequences_add_without_losing_bits(target: Target) -> None:
 def test_nan_stays_in_its_sequence(target: Target, rows: int) -> None:
     with target.active():
         q, k, v, dout, bias = bias_inputs(9, rows, rows, 2, 64, (1, 2, rows, rows), torch.bfloat16)
-        before = results_of_bias(q, k, v, dout, bias, target.path)
+        before = results_of_bias(q, k, v, dout, bias, target.choice)
         for spoiled in (q, k, v, dout):
             kept = spoiled[4].clone()
             spoiled[4] = math.nan
-            after = results_of_bias(q, k, v, dout, bias, target.path)
+            after = results_of_bias(q, k, v, dout, bias, target.choice)
             spoiled[4] = kept
             others = [n for n in range(9) if n != 4]
             for old, new in zip(before[:4], after[:4]):
@@ -299,7 +287,7 @@ def test_the_same_bits_every_time(target: Target, rows: int) -> None:
         x = [t.requires_grad_() for t in x]
         runs = []
         for n in range(20):
-            out = flash_ext.attention(*x, causal=True, path=target.path, deterministic=n == 0)
+            out = flash_ext.attention(*x, causal=True, path=target.choice, deterministic=n == 0)
             runs.append(torch.autograd.grad(out, x, dout))
         if target.path == "sm90" or rows <= 64:
             for run in runs[1:]:
@@ -324,8 +312,14 @@ def test_rows_that_are_not_aligned_change_no_bit(target: Target, rows: int, keys
         made, kernels = [], []
         for view in (bias, room[..., :keys], shifted, exact):
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            out, lse, _ = flash_ext.attention(*leaves, attn_mask=view, path=target.path, return_lse=True,
-                                              return_max_logits="row", deterministic=True)
+            out, lse, _ = flash_ext.attention(
+                *leaves,
+                attn_mask=view,
+                path=target.choice,
+                return_lse=True,
+                return_max_logits="row",
+                deterministic=True,
+            )
             kernels.append(_C.last_launch()["kernel"])
             made.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
             kernels.append(_C.last_launch()["kernel"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from flash_ext.ops import _C
 from tests.cases import dense
-from tests.harness import Target, on_targets, run_case
+from tests.harness import Target, choice_of, on_targets, run_case
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call
 from tests.modifier_harness import run_case as run_modified
@@ -20,7 +18,7 @@ COUNTER = 16  # bytes; a call whose items are dealt needs none
 def workspace(batch: int, heads: int, head_dim: int, seqlen: int, **more) -> int:
     plan = _C.plan(
         "fwd", batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_k=heads,
-        head_dim=head_dim, head_dim_v=head_dim, path="sm90", **more,
+        head_dim=head_dim, head_dim_v=head_dim, path=choice_of("sm90", short_kernels=0), **more,
     )  # fmt: skip
     assert plan["path"] == "sm90"
     return plan["workspace_bytes"]
@@ -77,8 +75,7 @@ def test_drawn_items_give_the_bits_of_dealt_ones(target: Target, head_dim: int) 
     """Six multiprocessors draw what 132 find in their first round."""
 
     def on(num_sms: int) -> Target:
-        switches = (*target.switches, ("lower_tiles", 0), ("splits", 0), ("num_sms", num_sms))
-        return dataclasses.replace(target, switches=switches)
+        return target.pretending(num_sms=num_sms).asking(fwd_block_m=192, kv_splits=0)
 
     cases = [
         dense(3, 440, 300, 4, 2, head_dim, backward=False),
@@ -91,7 +88,7 @@ def test_drawn_items_give_the_bits_of_dealt_ones(target: Target, head_dim: int) 
                 plan = _C.plan(
                     "fwd", batch=case.batch, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k,
                     num_heads=case.num_heads, num_heads_k=case.num_heads_k, head_dim=head_dim,
-                    head_dim_v=head_dim, path="sm90",
+                    head_dim_v=head_dim, path=on(num_sms).choice,
                 )  # fmt: skip
             assert plan["workspace_bytes"] == counter
         with on(6).active():

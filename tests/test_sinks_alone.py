@@ -5,7 +5,6 @@ The sink is in lse, so dq, dk and dv are those of the backward without modifiers
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -175,7 +174,7 @@ def test_gradients_are_those_of_the_reference(target: Target) -> None:
 @on_modifier_tiles
 def test_gradients_of_divided_heads(target: Target) -> None:
     some = [mcase for mcase in cases() if mcase.case.num_heads_k == 1 or mcase.case.batch == 1]
-    for_each(some, dataclasses.replace(target, switches=(*target.switches, ("head_parts", 2))), cpu=3)
+    for_each(some, target.asking(gqa_splits=2), cpu=3)
 
 
 @pytest.mark.parametrize("head_dim", KERNELS)

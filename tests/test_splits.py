@@ -22,11 +22,11 @@ SMEM = {80: 166912, 86: 101376, 90: 232448}
 @pytest.fixture(autouse=True)
 def pretend():
     """An H100 unless a test asks for another device; undone afterwards."""
-    names = ("compute_capability", "num_sms", "smem_per_block", "splits", "short_kernels")
+    names = ("compute_capability", "num_sms", "smem_per_block")
     before = {name: _C.get_switch(name) for name in names}
 
-    def be(compute_capability: int, splits: int | None = None) -> None:
-        values = (compute_capability, SMS[compute_capability], SMEM[compute_capability], splits, 0)
+    def be(compute_capability: int) -> None:
+        values = (compute_capability, SMS[compute_capability], SMEM[compute_capability])
         for name, value in zip(names, values, strict=True):
             _C.set_switch(name, value)
 
@@ -126,12 +126,10 @@ def test_every_head_size_runs_in_the_next_compiled_one() -> None:
         assert plan(1, 1, 8192, 8, 2, d, head_dim_v=dv)["kernel"] == f"fwd_split_sm80_hd{size}"
 
 
-def test_the_switch_decides_for_every_shape(pretend) -> None:
-    pretend(90, splits=0)
-    assert not is_split(plan(1, 1, 131072, 32, 8))
-    pretend(90, splits=5)
+def test_what_is_asked_for_decides_for_every_shape() -> None:
+    assert not is_split(plan(1, 1, 131072, 32, 8, path="kv_splits=0"))
     for shape in ((1, 1, 10, 2, 1), (4, 300, 300, 4, 4)):
-        assert plan(*shape)["splits"] == 5
+        assert plan(*shape, path="kv_splits=5 short_kernels=0")["splits"] == 5
 
 
 def launch_of_one_query(**options) -> dict:

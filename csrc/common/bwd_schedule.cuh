@@ -1,6 +1,6 @@
 // Words by which the CTAs of the backward that goes on from item to item (sm80/bwd_onward.cuh) share out its items and
-// tell the pass behind it (passes/bwd_late_pass.cuh) how far they are. They lie behind the row statistics, heuristics.h
-// knows how many, and the preprocess pass clears them:
+// tell the pass behind it (passes/bwd_late_pass.cuh) how far they are. BwdParams::schedule points to them, heuristics.h
+// knows how many there are, and the preprocess pass clears them:
 //   drawn                            items beyond the first of each CTA
 //   finished  [batch][num_heads_k]   items whose additions to dQ are there; of dense calls
 #pragma once
@@ -11,16 +11,12 @@
 
 namespace flash_ext {
 
-__device__ __forceinline__ uint32_t* schedule_words(const BwdParams& p) {
-  return reinterpret_cast<uint32_t*>(p.row_stats + 2 * p.problem.total_q * p.problem.num_heads);
-}
-
 __device__ __forceinline__ uint32_t* finished_items(const BwdParams& p, int b, int h_k) {
-  return schedule_words(p) + 1 + b * p.problem.num_heads_k + h_k;
+  return p.schedule + 1 + b * p.problem.num_heads_k + h_k;
 }
 
 __device__ __forceinline__ uint32_t draw_item(const BwdParams& p) {
-  return gridDim.x + atomicAdd(schedule_words(p), 1u);
+  return gridDim.x + atomicAdd(p.schedule, 1u);
 }
 
 // By one thread, behind a barrier that all threads reach after their additions.

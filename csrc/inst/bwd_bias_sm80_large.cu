@@ -1,7 +1,5 @@
 #include "../sm80/run_bwd_bias.cuh"
 
 namespace flash_ext::sm80 {
-std::string run_bwd_bias_large(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  return launch_bwd_bias_as<SmemClass::kLarge>(p, m, g, d);
-}
+std::string launch_dbias_large(const BwdCall& c, const Launch& l) { return launch_dbias<SmemClass::kLarge>(c, l); }
 }  // namespace flash_ext::sm80

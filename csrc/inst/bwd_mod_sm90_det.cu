@@ -1,10 +1,6 @@
 #include "../sm90/run_bwd_wide_mod.cuh"
 
 namespace flash_ext::sm90 {
-std::string run_bwd_mod_det_hd64(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return run_bwd_wide_mod_hd<64>(p, m, d);
-}
-std::string run_bwd_mod_det_hd128(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return run_bwd_wide_mod_hd<128>(p, m, d);
-}
+constexpr auto kBwdSplitModUpTo128Table = instances_of<kModDimsUpTo128>([]<int D>(Constant<D>) { return BwdInstance{D, D, launch_bwd_split_mod<D>}; });
+const BwdInstances kBwdSplitModUpTo128 = kBwdSplitModUpTo128Table;
 }  // namespace flash_ext::sm90

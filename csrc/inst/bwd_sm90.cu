@@ -1,13 +1,13 @@
 #include "../sm90/run_bwd.cuh"
-#include "../sm90/run_bwd_short.cuh"
 #include "../sm90/run_bwd_wide.cuh"
 
 namespace flash_ext::sm90 {
-std::string run_bwd_hd64(const BwdParams& p, const DeviceInfo& d) { return run_bwd_hd<64>(p, d); }
-std::string run_bwd_hd96(const BwdParams& p, const DeviceInfo& d) { return run_bwd_hd<96>(p, d); }
-std::string run_bwd_hd128(const BwdParams& p, const DeviceInfo& d) { return run_bwd_hd<128>(p, d); }
-std::string run_bwd_short_hd128(const BwdParams& p, const DeviceInfo& d) { return run_bwd_short(p, d); }
-std::string run_bwd_hd192(const BwdParams& p, const DeviceInfo& d) { return run_bwd_wide_hd<192, 192>(p, d); }
-std::string run_bwd_hd192_v128(const BwdParams& p, const DeviceInfo& d) { return run_bwd_wide_hd<192, 128>(p, d); }
-std::string run_bwd_hd256(const BwdParams& p, const DeviceInfo& d) { return run_bwd_wide_hd<256, 256>(p, d); }
+constexpr auto kBwdFusedTable = instances_of<kBwdFusedDims>([]<int D>(Constant<D>) { return BwdInstance{D, D, launch_bwd_fused<D>}; });
+const BwdInstances kBwdFused = kBwdFusedTable;
+
+constexpr auto kBwdSplitTable = instances_of<kBwdSplitDims>([]<HeadDims x>(Constant<x>) { return BwdInstance{x.d, x.dv, launch_bwd_split<x.d, x.dv>}; });
+const BwdInstances kBwdSplit = kBwdSplitTable;
+
+constexpr auto kRowStatsTable = instances_of<kRowStatsDims>([]<HeadDims x>(Constant<x>) { return BwdInstance{x.d, x.dv, launch_row_stats<x.d, x.dv>}; });
+const BwdInstances kRowStats = kRowStatsTable;
 }  // namespace flash_ext::sm90

@@ -1,10 +1,6 @@
 #include "../sm90/run_fwd_mod.cuh"
 
 namespace flash_ext::sm90 {
-std::string run_fwd_mod_hd64(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return run_fwd_mod_hd<64, 64>(p, m, d);
-}
-std::string run_fwd_mod_hd128(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return run_fwd_mod_hd<128, 128>(p, m, d);
-}
+constexpr auto kFwdModUpTo128Table = instances_of<kModDimsUpTo128>([]<int D>(Constant<D>) { return FwdInstance{D, D, launch_fwd_mod<D>}; });
+const FwdInstances kFwdModUpTo128 = kFwdModUpTo128Table;
 }  // namespace flash_ext::sm90

@@ -1,13 +1,6 @@
 #include "../sm80/run_fwd_split.cuh"
 
 namespace flash_ext::sm80 {
-std::string run_fwd_split_hd64(const FwdParams& p, const SplitGrid& g, bool early) {
-  return run_fwd_split_hd<64>(p, g, early);
-}
-std::string run_fwd_split_hd128(const FwdParams& p, const SplitGrid& g, bool early) {
-  return run_fwd_split_hd<128>(p, g, early);
-}
-std::string run_fwd_split_hd256(const FwdParams& p, const SplitGrid& g, bool early) {
-  return run_fwd_split_hd<256>(p, g, early);
-}
+constexpr auto kFwdSplitTable = instances_of<kSplitHeadDims>([]<int D>(Constant<D>) { return FwdInstance{D, D, launch_fwd_split<D>}; });
+const FwdInstances kFwdSplit = kFwdSplitTable;
 }  // namespace flash_ext::sm80

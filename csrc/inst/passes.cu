@@ -42,7 +42,8 @@ std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows
                 length, count);
 }
 
-std::string sum_heads(const Problem& p, const float* parts, const StridedView& to, int columns, void* stream) {
+std::string sum_heads(const Launch& l, const Problem& p, const float* parts, const StridedView& to, void* stream) {
+  const int columns = l.head_dim;
   HeadSums s;
   s.parts = parts;
   s.to = to;
@@ -52,10 +53,9 @@ std::string sum_heads(const Problem& p, const float* parts, const StridedView& t
   s.batch_rows = p.total_k;
   const auto at = reinterpret_cast<uintptr_t>(to.ptr);
   s.in_fours = columns % 4 == 0 && to.row_stride % 4 == 0 && to.batch_stride % 4 == 0 && at % 16 == 0;
-  const int64_t threads = s.batch_rows * ((columns + 3) / 4);
-  const int64_t blocks = (threads + kHeadSumThreads - 1) / kHeadSumThreads;
-  const auto run = [&](auto kernel) { return launch("sum_heads", kernel, blocks, kHeadSumThreads, 0, stream, s); };
-  return dispatch_dtype(p.dtype, [&]<typename E>() { return run(sum_heads_kernel<E>); });
+  return dispatch_dtype(p.dtype, [&]<typename E>() {
+    return launch_planned(l, sum_heads_kernel<E>, kHeadSumThreads, 0, stream, s);
+  });
 }
 
 }  // namespace flash_ext

@@ -14,8 +14,6 @@
 
 namespace flash_ext {
 
-inline constexpr int kLateRows = 64;  // of a CTA
-
 // By one thread: waits until all items of a head have added to dQ.
 __device__ __forceinline__ void wait_for_items(const uint32_t* finished, uint32_t items) {
 #if FLASH_EXT_DEBUG

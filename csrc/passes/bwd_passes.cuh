@@ -10,15 +10,13 @@
 #include "../common/bwd_schedule.cuh"
 #include "../common/float_results.cuh"
 #include "../common/seqlen.cuh"
+#include "../heuristics.h"
 #include "../ptx/sm80.cuh"
 
 namespace flash_ext {
 
-inline constexpr int kPassThreads = 256;
-
-// One row of one head is handled by kLanes neighbouring lanes, 8 elements a lane.
 template <int D>
-inline constexpr int kPassLanes = D <= 64 ? 8 : D <= 128 ? 16 : 32;
+inline constexpr int kPassLanes = pass_lanes(D);
 
 struct RowHead {
   int b;        // batch index for strides; 0 when packed
@@ -74,7 +72,7 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
   constexpr int kLanes = kPassLanes<D>;
   ptx::allow_next_kernel();
   if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.schedule_words; i += kPassThreads) schedule_words(p)[i] = 0;
+    for (int i = threadIdx.x; i < p.schedule_words; i += kPassThreads) p.schedule[i] = 0;
   }
   const RowHead r = locate_row<kLanes>(p.problem);
   const int chunk = threadIdx.x % kLanes;

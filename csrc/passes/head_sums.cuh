@@ -2,12 +2,11 @@
 // the query heads, rounded once.
 #pragma once
 
+#include "../heuristics.h"
 #include "../params.h"
 #include "../ptx/sm80.cuh"
 
 namespace flash_ext {
-
-inline constexpr int kHeadSumThreads = 256;
 
 struct HeadSums {
   const float* parts = nullptr;  // (batch, rows, num_parts, columns), contiguous

@@ -10,29 +10,27 @@ using enum ScoreVariant;
 // ---- what is asked ---------------------------------------------------------------------------------
 
 bool is_wide(Req r) { return padded(r.problem) > 128; }
-bool tma_bwd(Req r, Dev d) { return tma_fwd(r) && r.problem.head_dim % 8 == 0 && !is_short_bwd(r.problem, d); }
+bool tma_bwd(Req r, Dev d) { return tma_fwd(r) && r.problem.head_dim % 8 == 0 && !is_short_bwd(r.problem, d, r.constraints); }
 bool tma_bwd_mod(Req r, Dev d) { return tma_bwd(r, d) && r.problem.total_k > 0; }
-bool has_whole_keys(Req r, Dev d) { return sm90::has_whole_keys(r.problem, d); }
+bool has_whole_keys(Req r) { return sm90::has_whole_keys(r.problem, r.constraints); }
 // dQ has no place in the kernel over keys: too wide, or to be summed in a fixed order without being stored at once.
-bool wants_split(Req r, Dev d, bool deterministic) { return is_wide(r) || (deterministic && !has_whole_keys(r, d)); }
-// Whether dq is summed in memory, in whichever kernel.
-bool sums_dq(Req r, Dev d, bool deterministic) { return !wants_split(r, d, deterministic) && !has_whole_keys(r, d); }
+bool wants_split(Req r) { return is_wide(r) || (r.deterministic && !has_whole_keys(r)); }
 
 // ---- without modifiers -----------------------------------------------------------------------------
 
-bool supports_short(Req r, Dev d) { return is_short_bwd(r.problem, d); }
+bool supports_short(Req r, Dev d) { return is_short_bwd(r.problem, d, r.constraints); }
 bool supports_split(Req r, Dev d) { return tma_bwd(r, d) && is_wide(r); }
 bool supports_fused(Req r, Dev d) { return tma_bwd(r, d) && !is_wide(r); }
-bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && has_whole_keys(r, d); }
+bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && has_whole_keys(r); }
 bool supports_split_short(Req r, Dev d) { return supports_fused(r, d) && padded(r.problem) == 128; }
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
 bool supports_pool(Req r, Dev d) {
-  return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_ring(r.problem, d, false);
+  return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_ring(r.problem, d, r.constraints);
 }
 
-bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d); }
-bool prefers_split_short(Req r, Dev d) { return sm90::prefers_two_kernels(r.problem, d); }
-bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d); }
+bool prefers_whole_keys(Req r, Dev) { return sm90::prefers_whole_keys(r.problem, r.constraints); }
+bool prefers_split_short(Req r, Dev d) { return sm90::prefers_two_kernels(r.problem, d, r.constraints); }
+bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }
 
 void add_row_stats(const Problem& p, Plan& plan, int block_m) {
   plan.workspace.row_stats = plan.workspace.add(4 * 2 * sm90::query_tiles(p, block_m) * block_m);
@@ -41,9 +39,36 @@ void add_portable_stats(const Problem& p, Plan& plan) {
   plan.workspace.stats_portable = plan.workspace.add(8 * p.total_q * p.num_heads);
 }
 
+// The first pass of the Hopper backwards: statistics of rows, and what the kernel behind it adds to.
+void push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_dim_v, int block_m, DqMode dq) {
+  Launch& l = p.push(pass(k, head_dim, head_dim_v, 0, kPassThreads));
+  l.grid = make_grid(r.problem, d, true, block_m);
+  l.ctas = l.tiles = l.grid.ctas;
+  l.dq = dq;
+}
+void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool early) {
+  Launch& l = p.push(pass(KernelId::kDqConvert90, head_dim, head_dim, 0, 128, early));
+  l.grid = make_grid(r.problem, d, true, sm90::BwdTile::kBlockM);
+  l.ctas = l.tiles = l.grid.ctas;
+}
+// The same of the portable ones, a row of a head for pass_lanes() lanes.
+void push_portable_pass(Req r, Dev d, Plan& p, KernelId k, DqMode dq, bool early) {
+  const int size = padded(r.problem);
+  const int64_t rows = r.problem.total_q * r.problem.num_heads;
+  Launch& l = p.push(pass(k, size, size, (rows * pass_lanes(size) + kPassThreads - 1) / kPassThreads, kPassThreads, early));
+  l.smem_class = class_of(d);
+  l.dq = dq;
+}
+void push_dq80(Req r, Dev d, Plan& p, KernelId k, const BwdQTile& q, int smem) {
+  const int size = padded(r.problem);
+  Launch& l = p.push(main_of(k, size, size, q.block_m(), q.block_n, q.stages, q.threads(), smem,
+                             make_grid(r.problem, d, true, q.block_m()), 0));
+  l.smem_class = class_of(d);
+}
+
 void build_short(Req r, Dev d, Plan& p) {
   const ShortTile t = short_tile(r.problem);
-  p.push(short_launch(KernelId::kBwdShort80, t, t.bwd_smem(), short_bwd_grid(r.problem, {}, nullptr, d), false));
+  push_short(p, KernelId::kBwdShort80, t, t.bwd_smem(), short_bwd_grid(r.problem, {}, nullptr, d), false);
   add_portable_stats(r.problem, p);
 }
 
@@ -60,22 +85,23 @@ void build_split(Req r, Dev d, Plan& p) {
                  : x.head_dim <= 192 && x.head_dim_v <= 192 ? Dims{192, 192}
                                                             : Dims{256, 256};
   const sm90::WideBwdTile t = sm90::wide_bwd_tile(f.d, f.dv);
-  p.push(pass(KernelId::kRowStats90, f.d, f.dv));
+  const int stat_rows = kShort ? sm90::BwdTile::kBlockM : t.block_m;
+  push_row_stats(r, d, p, KernelId::kRowStats90, f.d, f.dv, stat_rows, DqMode::kElsewhere);
   p.main = 1;
   if (kShort) {
     const sm90::BwdTile k = sm90::kShortKeysTile;
     p.push(main_of(KernelId::kBwdDkdvShort90, f.d, f.dv, sm90::BwdTile::kBlockM, k.block_n(), k.slots,
-                   sm90::BwdTile::kThreads, k.smem_bytes(f.d), sm90::bwd_grid(x, d, k.block_n(), false).ctas, d.num_sms));
+                   sm90::BwdTile::kThreads, k.smem_bytes(f.d), sm90::bwd_grid(x, d, k.block_n(), false), d.num_sms));
   } else {
     p.push(main_of(KernelId::kBwdDkdv90, f.d, f.dv, t.block_m, sm90::WideBwdTile::kKeys, t.slots,
-                   sm90::WideBwdTile::kThreads, t.dkv_smem_bytes(f.d, f.dv), sm90::wide_keys_grid(x, d, dynamic).ctas,
+                   sm90::WideBwdTile::kThreads, t.dkv_smem_bytes(f.d, f.dv), sm90::wide_keys_grid(x, d, dynamic),
                    d.num_sms));
   }
   p.launches[1].dq = DqMode::kElsewhere;
   p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, 128, t.block_n, t.k_slots, sm90::WideBwdTile::kThreads,
-                 t.dq_smem_bytes(f.d, f.dv), sm90::wide_queries_grid(x, d, dynamic).ctas, d.num_sms));
+                 t.dq_smem_bytes(f.d, f.dv), sm90::wide_queries_grid(x, d, dynamic), d.num_sms));
   for (const int j : {1, 2}) p.launches[j].dynamic = dynamic, p.launches[j].early = sm90::begins_early(x);
-  add_row_stats(x, p, kShort ? sm90::BwdTile::kBlockM : t.block_m);
+  add_row_stats(x, p, stat_rows);
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
 }
 
@@ -85,16 +111,17 @@ void build_fused(Req r, Dev d, Plan& p) {
   const int size = padded(x);
   constexpr bool kOrdered = kDq == DqMode::kOrdered;
   const sm90::BwdTile t = sm90::bwd_tile(size);
-  const sm90::DqRing pool = kDq == DqMode::kPool ? sm90::dq_ring(x, d, false) : sm90::DqRing{};
+  const sm90::DqRing pool = kDq == DqMode::kPool ? sm90::dq_ring(x, d, r.constraints) : sm90::DqRing{};
   const Grid g = pool ? sm90::ring_grid(x, d, t.block_n(), pool) : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
-  p.push(pass(KernelId::kRowStatsAndZero90, size));
+  p.dq_pool = pool;
+  push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, size, size, sm90::BwdTile::kBlockM, kDq);
   p.main = 1;
   Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.slots,
-                             sm90::BwdTile::kThreads, t.smem_bytes(size), g.ctas, d.num_sms));
+                             sm90::BwdTile::kThreads, t.smem_bytes(size), g, d.num_sms));
   l.dq = kDq;
   l.dynamic = kDq != DqMode::kAtomic || sm90::draws_items(x);
   l.early = sm90::begins_early(x);
-  if (!pool) p.push(pass(KernelId::kDqConvert90, size, 0, l.early));
+  if (!pool) push_dq_convert(r, d, p, size, l.early);
   Workspace& w = p.workspace;
   add_row_stats(x, p, sm90::BwdTile::kBlockM);
   if (kOrdered) w.dq_semaphore = w.add(4 * ((sm90::query_tiles(x) + 3) / 4 * 4));
@@ -107,17 +134,19 @@ void build_portable(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int size = padded(x);
   const BwdTile t = bwd_tile_sm80(size, class_of(d));
-  p.push(pass(KernelId::kRowStats80, size));
+  const DqMode dq = r.deterministic ? DqMode::kElsewhere : DqMode::kAtomic;
+  push_portable_pass(r, d, p, KernelId::kRowStats80, dq, false);
   p.main = 1;
-  p.push(main_of(KernelId::kBwd80, size, size, t.block_m, t.block_n(), t.stages, t.threads(), t.smem_bytes(size),
-                 make_grid(x, d, false, t.block_n()).ctas, 0));
+  Launch& l = p.push(main_of(KernelId::kBwd80, size, size, t.block_m, t.block_n(), t.stages, t.threads(),
+                             t.smem_bytes(size), make_grid(x, d, false, t.block_n()), 0));
+  l.smem_class = class_of(d);
+  l.dq = dq;
   add_portable_stats(x, p);
   if (r.deterministic) {
     const BwdQTile q = bwd_q_tile_sm80(size);
-    p.push(main_of(KernelId::kBwdDq80, size, size, q.block_m(), q.block_n, q.stages, q.threads(), q.smem_bytes(size),
-                   make_grid(x, d, true, q.block_m()).ctas, 0));
+    push_dq80(r, d, p, KernelId::kBwdDq80, q, q.smem_bytes(size));
   } else {
-    p.push(pass(KernelId::kDqConvert80, size));
+    push_portable_pass(r, d, p, KernelId::kDqConvert80, dq, false);
     p.workspace.dq_accum = p.workspace.add(4 * x.total_q * x.num_heads * size);
   }
 }
@@ -126,10 +155,10 @@ void build_portable(Req r, Dev d, Plan& p) {
 
 bool drops(Req r) { return r.modifiers->rng != nullptr; }
 // One kernel for dk, dv, dq and the gradient of a bias.
-bool supports_short_mod(Req r, Dev d) { return is_short_bwd(r.problem, d) && (r.need_qkv || r.dbias != nullptr); }
+bool supports_short_mod(Req r, Dev d) { return is_short_bwd(r.problem, d, r.constraints) && (r.need_qkv || r.dbias != nullptr); }
 bool supports_others(Req r, Dev) { return !r.need_qkv; }
 bool supports_fused_mod(Req r, Dev d) {
-  return tma_bwd_mod(r, d) && !wants_split(r, d, r.deterministic) && sm90::is_bwd_mod_taken(r.problem, *r.modifiers);
+  return tma_bwd_mod(r, d) && !wants_split(r) && sm90::is_bwd_mod_taken(r.problem, *r.modifiers);
 }
 bool supports_split_mod(Req r, Dev d) {
   return tma_bwd_mod(r, d) && sm90::is_wide_mod_taken(r.problem, *r.modifiers, r.deterministic);
@@ -152,56 +181,94 @@ ScoreVariant split_variant(Req r) {
   return v == kDrop ? kAddDrop : v;
 }
 
-void add_workspace(Req r, Dev d, Plan& p) {
-  const Problem& x = r.problem;
-  Workspace& w = p.workspace;
-  const bool no_sums = r.deterministic || !r.need_qkv;
-  const int64_t schedule = has_hiding_bwd_sm80(padded(x), class_of(d)) ? 4 * bwd_schedule_words(x) : 0;
-  if (p.arch == Arch::kSm80 || !tma_bwd_mod(r, d)) {
-    add_portable_stats(x, p);
-    w.schedule_words = w.add(schedule);
-    w.dq_accum = w.add(no_sums || is_short_bwd(x, d) ? 0 : 4 * x.total_q * x.num_heads * padded(x));
-    return;
+// Into how many parts the sum of a gradient that has rows and columns of its own is divided. A CTA owns 128 x 128
+// elements and takes a step for each head and batch entry that they are shared by. Steps of about 2 us on an H200 set the
+// time; a part costs a fiftieth of one where it is added up.
+int splits_of_matrix(const BiasGradient& g, const Problem& p, Dev d) {
+  constexpr int64_t kMostBytes = int64_t{64} << 20;
+  const int64_t numel = int64_t{1} * g.batch * g.heads * g.rows * g.cols, owners = g.tiles(128, 128);
+  const int64_t steps = int64_t{1} * (g.batch == 1 ? p.batch : 1) * (g.heads == 1 ? p.num_heads : 1);
+  const int64_t most = std::min({steps / 4, int64_t{64}, kMostBytes / (4 * std::max<int64_t>(numel, 1))});
+  int best = 1;
+  double best_time = static_cast<double>(steps) * static_cast<double>((owners + d.num_sms - 1) / d.num_sms);
+  for (int parts = 2; parts <= most; ++parts) {
+    const int64_t waves = (owners * parts + d.num_sms - 1) / d.num_sms;
+    const double time = static_cast<double>(waves * ((steps + parts - 1) / parts)) + 0.02 * parts;
+    if (time < best_time) best = parts, best_time = time;
   }
-  // Enough for the portable kernels as well, which run what modifiers keep from those for Hopper: the words of their
-  // schedule lie where the Hopper statistics, 128 a head or more, are then not needed.
-  w.stats_portable = w.add(4 * sm90::portable_stats_elements(x));
-  const bool sums = sums_dq(r, d, no_sums);
-  add_row_stats(x, p, sums ? sm90::BwdTile::kBlockM : sm90::wide_mod_tile(sm90::wide_mod_size(x)).block_m);
-  w.tile_counters = w.add(2 * kCounterBytes);
-  w.dq_accum = w.add(sums ? 4 * sm90::query_tiles(x) * sm90::BwdTile::kBlockM * sm90::bwd_mod_size(x) : 0);
+  return best;
 }
 
-// The portable statistics of rows, and the gradients that read them.
-void push_other_gradients(Req r, Plan& p, bool dbias80) {
-  p.push(pass(KernelId::kRowStats80, padded(r.problem), 0, r.modifiers->follows_pass));
-  if (dbias80) p.push(pass(KernelId::kDbias80, padded(r.problem)));
-  if (r.dslopes != nullptr) p.push(pass(KernelId::kDbias80, padded(r.problem)));
+// Two CTAs an SM, of at least 32 columns, are enough to fill the GPU; parts beyond 32 only cost memory.
+int splits_of_gradient(const BiasGradient& g, const Problem& p, Dev d) {
+  if (!g.sum_rows) return g.sum_cols ? 1 : splits_of_matrix(g, p, d);
+  const int64_t owners = int64_t{1} * g.batch * g.heads * ((g.cols + 31) / 32);
+  const int64_t wanted = std::max<int64_t>(1, 2 * d.num_sms / std::max<int64_t>(owners, 1));
+  return static_cast<int>(std::min<int64_t>(wanted, 32));
 }
-void push_hopper_dbias(Req r, Plan& p) { p.push(pass(KernelId::kDbias90, sm90::bwd_mod_size(r.problem))); }
+
+// The gradient with its splits, for which it gets a part of the workspace.
+BiasGradient in_splits(BiasGradient g, int splits, int& of_plan, Part& part, Workspace& w) {
+  of_plan = g.splits = splits;
+  if (splits > 1) part = w.add(int64_t{4} * splits * g.batch * g.heads * g.rows * g.cols);
+  return g;
+}
+BiasGradient dbias_of(Req r, Dev d, Plan& p) {
+  const int splits = splits_of_gradient(*r.dbias, r.problem, d);
+  return in_splits(*r.dbias, splits, p.dbias_splits, p.workspace.dbias_partials, p.workspace);
+}
+BiasGradient dslopes_of(Req r, Dev d, Plan& p) {
+  const int splits = splits_of_gradient(*r.dslopes, r.problem, d);
+  return in_splits(*r.dslopes, splits, p.dslopes_splits, p.workspace.dslopes_partials, p.workspace);
+}
+
+// The portable statistics of rows, and the gradients that read them. dq: of the kernel behind, where that is a portable one.
+void push_dbias80(Req r, Dev d, Plan& p, const BiasGradient& g, ScoreVariant of) {
+  const int size = padded(r.problem);
+  const BwdBiasTile t = bwd_bias_tile_sm80(class_of(d));
+  const int64_t tiles = g.tiles(t.block_m(), t.block_n());
+  // As many CTAs as run at a time.
+  const int resident = std::max(d.num_sms, 1) * t.ctas_per_sm;
+  Launch& l = p.push(main_of(KernelId::kDbias80, size, size, t.block_m(), t.block_n(), t.stages, t.threads(),
+                             t.smem_bytes(), tiles, tiles > INT32_MAX ? 0 : resident));
+  l.smem_class = class_of(d);
+  l.variant = of;
+}
+void push_other_gradients(Req r, Dev d, Plan& p, bool dbias80, DqMode dq) {
+  add_portable_stats(r.problem, p);
+  push_portable_pass(r, d, p, KernelId::kRowStats80, dq, r.modifiers->follows_pass);
+  if (dbias80) push_dbias80(r, d, p, dbias_of(r, d, p), kBias);
+  if (r.dslopes != nullptr) push_dbias80(r, d, p, dslopes_of(r, d, p), kSlopes);
+}
+void push_hopper_dbias(Req r, Dev d, Plan& p) {
+  const int size = sm90::bwd_mod_size(r.problem);
+  constexpr int kBlock = sm90::BwdBiasTile::kBlock;
+  p.push(main_of(KernelId::kDbias90, size, size, kBlock, kBlock, 0, sm90::BwdBiasTile::kThreads,
+                 sm90::bwd_bias_tile(size, !r.modifiers->bias.staged).smem_bytes(size), dbias_of(r, d, p).tiles(kBlock, kBlock),
+                 d.num_sms));
+}
 
 void build_short_mod(Req r, Dev d, Plan& p) {
   const ShortTile t = short_tile(r.problem);
-  p.push(short_launch(KernelId::kBwdShort80, t, t.bwd_smem(), short_bwd_grid(r.problem, r.modifiers->bias, r.dbias, d),
-                      r.modifiers->follows_pass));
-  if (r.dslopes != nullptr) p.push(pass(KernelId::kDbias80, padded(r.problem)));
-  add_workspace(r, d, p);
+  const ShortGrid g = short_bwd_grid(r.problem, r.modifiers->bias, r.dbias, d);
+  push_short(p, KernelId::kBwdShort80, t, t.bwd_smem(), g, r.modifiers->follows_pass);
+  if (r.dbias != nullptr) in_splits(*r.dbias, g.parts, p.dbias_splits, p.workspace.dbias_partials, p.workspace);
+  if (r.dslopes != nullptr) push_dbias80(r, d, p, dslopes_of(r, d, p), kSlopes);
+  add_portable_stats(r.problem, p);
 }
 
 void build_others(Req r, Dev d, Plan& p) {
-  add_workspace(r, d, p);
   const bool dbias90 = has_hopper_dbias(r, d, p.arch);
-  push_other_gradients(r, p, r.dbias != nullptr && !dbias90);
-  if (dbias90) push_hopper_dbias(r, p);
+  push_other_gradients(r, d, p, r.dbias != nullptr && !dbias90, DqMode::kNone);
+  if (dbias90) push_hopper_dbias(r, d, p);
 }
 
 void begin_hopper(Req r, Dev d, Plan& p) {
-  add_workspace(r, d, p);
   const bool dbias90 = has_hopper_dbias(r, d, p.arch);
   if (r.dbias != nullptr || r.dslopes != nullptr || r.modifiers->sinks != nullptr) {
-    push_other_gradients(r, p, r.dbias != nullptr && !dbias90);
+    push_other_gradients(r, d, p, r.dbias != nullptr && !dbias90, DqMode::kNone);
   }
-  if (dbias90) push_hopper_dbias(r, p);
+  if (dbias90) push_hopper_dbias(r, d, p);
 }
 
 Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
@@ -211,28 +278,27 @@ Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
   const bool dynamic = sm90::draws_items(x, m);
   constexpr int kBlockN = sm90::BwdModTile::kBlockN;
   Launch l = main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.slots,
-                     sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic).ctas,
+                     sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic),
                      d.num_sms);
   l.dynamic = dynamic, l.variant = v, l.early = sm90::begins_early(x);
-  l.dq = has_whole_keys(r, d) ? DqMode::kStored : DqMode::kAtomic;
+  l.dq = has_whole_keys(r) ? DqMode::kStored : DqMode::kAtomic;
   return l;
 }
-void push_fused_mod(const Launch& l, Plan& p) {
-  p.push(pass(KernelId::kRowStatsAndZero90, l.head_dim));
+void push_fused_mod(Req r, Dev d, Plan& p, const Launch& l) {
+  push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, l.head_dim, l.head_dim, sm90::BwdTile::kBlockM, l.dq);
   p.main = p.num_launches;
   p.push(l);
-  if (l.dq == DqMode::kAtomic) p.push(pass(KernelId::kDqConvert90, l.head_dim, 0, l.early));
-}
-void build_whole_keys(Req r, Dev d, Plan& p) {
-  push_fused_mod(fused_mod_launch(r, d, {}, kHide), p);
   Workspace& w = p.workspace;
   add_row_stats(r.problem, p, sm90::BwdTile::kBlockM);
-  w.tile_counters = w.add(2 * kCounterBytes);
-  w.stats_portable = w.add(4 * sm90::portable_stats_elements(r.problem));
+  w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
+  if (l.dq != DqMode::kAtomic) return;
+  push_dq_convert(r, d, p, l.head_dim, l.early);
+  w.dq_accum = w.add(4 * sm90::query_tiles(r.problem) * sm90::BwdTile::kBlockM * l.head_dim);
 }
+void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, fused_mod_launch(r, d, {}, kHide)); }
 void build_fused_mod(Req r, Dev d, Plan& p) {
   begin_hopper(r, d, p);
-  push_fused_mod(fused_mod_launch(r, d, *r.modifiers, fused_variant(r)), p);
+  push_fused_mod(r, d, p, fused_mod_launch(r, d, *r.modifiers, fused_variant(r)));
 }
 
 void build_split_mod(Req r, Dev d, Plan& p) {
@@ -241,25 +307,27 @@ void build_split_mod(Req r, Dev d, Plan& p) {
   const int size = sm90::wide_mod_size(x);
   const sm90::WideBwdTile t = sm90::wide_mod_tile(size);
   const bool dynamic = sm90::draws_items(x, *r.modifiers);
-  p.push(pass(KernelId::kRowStats90, size, size));
+  push_row_stats(r, d, p, KernelId::kRowStats90, size, size, t.block_m, DqMode::kElsewhere);
   p.main = p.num_launches;
   p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::WideBwdTile::kKeys, t.slots,
-                 sm90::WideBwdTile::kThreads, sm90::wide_mod_keys_bytes(size), sm90::wide_keys_grid(x, d, dynamic).ctas,
+                 sm90::WideBwdTile::kThreads, sm90::wide_mod_keys_bytes(size), sm90::wide_keys_grid(x, d, dynamic),
                  d.num_sms)).dq = DqMode::kElsewhere;
   p.push(main_of(KernelId::kBwdDqMod90, size, size, 128, t.block_n, t.k_slots, sm90::WideBwdTile::kThreads,
-                 sm90::wide_mod_queries_bytes(size), sm90::wide_queries_grid(x, d, dynamic).ctas, d.num_sms));
+                 sm90::wide_mod_queries_bytes(size), sm90::wide_queries_grid(x, d, dynamic), d.num_sms));
   for (const int j : {0, 1}) {
     Launch& l = p.launches[p.main + j];
     l.dynamic = dynamic, l.variant = split_variant(r), l.early = sm90::begins_early(x);
   }
+  add_row_stats(x, p, t.block_m);
+  p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
 }
 
 template <bool kPersistent>
 void build_portable_mod(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
-  add_workspace(r, d, p);
   const bool dbias90 = has_hopper_dbias(r, d, p.arch), dbias80 = r.dbias != nullptr && !dbias90;
-  push_other_gradients(r, p, dbias80);
+  const DqMode dq = r.deterministic ? DqMode::kElsewhere : DqMode::kAtomic;
+  push_other_gradients(r, d, p, dbias80, dq);
   const int size = padded(x);
   const SmemClass c = class_of(d);
   const BwdTile t = bwd_mod_tile_sm80(size, c, !kPersistent);
@@ -267,20 +335,27 @@ void build_portable_mod(Req r, Dev d, Plan& p) {
   Launch& l = p.push(main_of(kPersistent ? KernelId::kBwdModPersistent80 : KernelId::kBwdMod80, size, size, t.block_m,
                              t.block_n(), t.stages, t.threads(),
                              t.smem_bytes(size) + bwd_mod_extra_sm80(size, c, !kPersistent),
-                             make_grid(x, d, false, t.block_n()).ctas, kPersistent ? d.num_sms : 0));
+                             make_grid(x, d, false, t.block_n()), kPersistent ? d.num_sms : 0));
+  l.smem_class = c;
   l.dynamic = kPersistent;
   l.early = !dbias80 && r.dslopes == nullptr;
-  if (!p.workspace.dq_accum) {
+  l.dq = dq;
+  Workspace& w = p.workspace;
+  w.schedule_words = w.add(kPersistent ? 4 * bwd_schedule_words(x) : 0);
+  if (r.deterministic) {
     const BwdQTile q = bwd_q_mod_tile_sm80(size);
-    p.push(main_of(KernelId::kBwdDqMod80, size, size, q.block_m(), q.block_n, q.stages, q.threads(),
-                   q.smem_bytes(size) + bias_stage_bytes(q.warps, 16, q.block_n, q.smem_bytes(size), kSmemLimitSmall),
-                   make_grid(x, d, true, q.block_m()).ctas, 0));
+    const int smem = q.smem_bytes(size);
+    push_dq80(r, d, p, KernelId::kBwdDqMod80, q,
+              smem + bias_stage_bytes(q.warps, 16, q.block_n, smem, kSmemLimitSmall));
   } else if (kPersistent && !x.is_varlen() && l.tiles >= d.num_sms) {
-    p.push(pass(KernelId::kDqConvertOverlapped80, size, 0, true));
+    const int64_t tiles = (x.seqlen_q + kLateRows - 1) / kLateRows;
+    p.push(pass(KernelId::kDqConvertOverlapped80, size, size, tiles * x.batch * x.num_heads, kPassThreads, true));
+    p.launches[p.num_launches - 1].smem_class = c;
   } else {
-    p.push(pass(KernelId::kDqConvert80, size));
+    push_portable_pass(r, d, p, KernelId::kDqConvert80, dq, false);
   }
-  if (dbias90) push_hopper_dbias(r, p);
+  w.dq_accum = w.add(r.deterministic ? 0 : 4 * x.total_q * x.num_heads * size);
+  if (dbias90) push_hopper_dbias(r, d, p);
 }
 
 // ---- the tables ------------------------------------------------------------------------------------

@@ -19,38 +19,42 @@ Dims hopper_dims(const Problem& p) {
   }
   return {256, 256};
 }
-bool supports_short(Req r, Dev d) { return is_short_mod(r.problem, d); }
-bool prefers_short(Req r, Dev d) { return is_short(r.problem, d); }
+bool supports_short(Req r, Dev d) { return is_short_mod(r.problem, d, r.constraints); }
+bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints); }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
-bool prefers_m128(Req r, Dev d) { return sm90::takes_lower_tiles(r.problem, d); }
+bool prefers_m128(Req r, Dev d) { return sm90::takes_lower_tiles(r.problem, d, r.constraints); }
 bool supports_m192(Req r, Dev) {
   const Dims x = hopper_dims(r.problem);
   return tma_fwd(r) && sm90::fwd_tile(x.d, x.dv).block_m() == 192;
 }
 bool supports_tma(Req r, Dev) { return tma_fwd(r); }
 
-bool prefers_split_kv(Req r, Dev d) { return make_split_grid(r.problem, d).rows > 0; }
+bool prefers_split_kv(Req r, Dev d) { return make_split_grid(r.problem, d, r.constraints.kv_splits).rows > 0; }
 // What it gains was measured beside tiles of 192 queries, 1.25 times as slow there as those of 128.
 bool prefers_split_kv_on_hopper(Req r, Dev d) {
-  const SplitGrid g = make_split_grid(r.problem, d);
+  const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
   return g.rows > 0 && (g.gain >= 1.25 || !(supports_m128(r, d) && prefers_m128(r, d)));
 }
 
 void build_short(Req r, Dev d, Plan& p) {
   const ShortTile t = short_tile(r.problem);
   const BiasView bias = r.modifiers == nullptr ? BiasView{} : r.modifiers->bias;
-  p.push(short_launch(KernelId::kFwdShort80, t, t.fwd_smem(), short_fwd_grid(r.problem, bias, d),
-                      r.modifiers != nullptr && r.modifiers->follows_pass));
+  push_short(p, KernelId::kFwdShort80, t, t.fwd_smem(), short_fwd_grid(r.problem, bias, d),
+             r.modifiers != nullptr && r.modifiers->follows_pass);
 }
 
 void build_split_kv(Req r, Dev d, Plan& p) {
-  const SplitGrid g = make_split_grid(r.problem, d);
+  const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
   const int size = padded_split_head_dim(r.problem.head_dim, r.problem.head_dim_v);
   const SplitTile t = split_tile(size, g.rows);
   p.push(main_of(KernelId::kFwdSplitKv80, size, size, t.rows, t.block_n(), t.slots / 2, SplitTile::kThreads,
                  t.smem_bytes(size), g.ctas, 0));
+  p.split_kv = g;
   p.kv_splits = g.splits;
-  if (g.splits > 1) p.push(pass(KernelId::kFwdCombine80, 0, 0, p.arch == Arch::kSm90));
+  if (g.splits > 1) {
+    // The machine code for Hopper waits for the kernel before by itself.
+    p.push(pass(KernelId::kFwdCombine80, size, size, g.total_rows, SplitTile::kThreads, p.arch == Arch::kSm90));
+  }
   p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
 }
 
@@ -59,7 +63,7 @@ void build_hopper(Req r, Dev d, Plan& p) {
   const Dims x = hopper_dims(r.problem);
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kM128);
   Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(),
-                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m()).ctas, d.num_sms));
+                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m()), d.num_sms));
   l.dynamic = sm90::draws_items(r.problem) || sm90::draws_short_tiles(r.problem, d, t.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = sm90::has_long_keys(r.problem);
@@ -69,10 +73,12 @@ void build_hopper(Req r, Dev d, Plan& p) {
 void build_portable(Req r, Dev d, Plan& p) {
   const int size = padded(r.problem);
   const bool in_stretches = takes_stretches_sm80(r.problem);
-  const FwdTile t = fwd_tile_sm80(size, class_of(d), in_stretches);
-  const int64_t ctas = make_grid(r.problem, d, true, t.block_m).ctas;
-  p.push(main_of(KernelId::kFwd80, size, size, t.block_m, t.block_n, t.stages, t.threads(), t.smem_bytes(size), ctas, 0));
-  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * ctas * kept_floats_sm80(t, size) : 0);
+  const SmemClass c = class_of(d);
+  const FwdTile t = fwd_tile_sm80(size, c, in_stretches);
+  Launch& l = p.push(main_of(KernelId::kFwd80, size, size, t.block_m, t.block_n, t.stages, t.threads(), t.smem_bytes(size),
+                             make_grid(r.problem, d, true, t.block_m), 0));
+  l.smem_class = c;
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * kept_floats_sm80(t, size) : 0);
 }
 
 // ---- with modifiers --------------------------------------------------------------------------------
@@ -90,13 +96,6 @@ bool has_one_change(Req r) {
   const Modifiers& m = *r.modifiers;
   return (m.softcap > 0.f) + (m.slopes != nullptr) + (m.bias.ptr != nullptr) == 1 && m.rng == nullptr;
 }
-// Rows of a tile of the bias that TMA brings, 0 where it cannot.
-int staged_bias_rows(Req r, int block_m) {
-  const BiasView& x = r.modifiers->bias;
-  if (x.ptr == nullptr || !x.staged) return 0;
-  if (x.row_stride != 0) return block_m;
-  return x.rows >= (r.problem.is_varlen() ? r.problem.total_q : r.problem.seqlen_q) ? 1 : 0;
-}
 bool supports_hide(Req r, Dev d) { return supports_mod(r, d) && !changes(r) && !drops(r); }
 bool supports_hide_m192(Req r, Dev d) { return supports_hide(r, d) && sm90::has_tall_tiles(masked_dim(r.problem)); }
 bool supports_exponents(Req r, Dev d) {
@@ -104,16 +103,16 @@ bool supports_exponents(Req r, Dev d) {
 }
 bool supports_bias(Req r, Dev d) {
   const int block_m = sm90::fwd_mod_tile(128).plain().block_m();
-  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr && staged_bias_rows(r, block_m) > 0;
+  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr && sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
 }
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
 bool supports_slopes(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->slopes != nullptr; }
 bool supports_cap(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->softcap > 0.f; }
 
-bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_tall_slopes(r.problem, *r.modifiers, d); }
-bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_tall_cap(r.problem, *r.modifiers, d); }
-bool prefers_drop_m192(Req r, Dev d) { return sm90::prefers_tall_drops(r.problem, *r.modifiers, d); }
-bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_tall_tiles(r.problem, *r.modifiers, d); }
+bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_tall_slopes(r.problem, *r.modifiers, d, r.constraints); }
+bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_tall_cap(r.problem, *r.modifiers, d, r.constraints); }
+bool prefers_drop_m192(Req r, Dev d) { return sm90::prefers_tall_drops(r.problem, *r.modifiers, d, r.constraints); }
+bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_tall_tiles(r.problem, *r.modifiers, d, r.constraints); }
 
 template <bool kM192, ScoreVariant kVariant>
 void build_hopper_mod(Req r, Dev d, Plan& p) {
@@ -122,10 +121,10 @@ void build_hopper_mod(Req r, Dev d, Plan& p) {
   const sm90::FwdTile f = t.plain();
   const bool unequal = sm90::draws_items(r.problem, *r.modifiers);
   Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_slots / 2, f.threads(),
-                             t.smem_bytes(size, size), sm90::fwd_grid(r.problem, d, f.block_m(), unequal).ctas, d.num_sms));
+                             t.smem_bytes(size, size), sm90::fwd_grid(r.problem, d, f.block_m(), unequal), d.num_sms));
   l.variant = kVariant;
   l.dynamic = unequal || sm90::draws_short_tiles(r.problem, d, f.block_m());
-  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
 }
 
 ScoreVariant portable_variant(Req r, Dev d) {
@@ -150,8 +149,9 @@ void build_portable_mod(Req r, Dev d, Plan& p) {
   const int bias =
       stages_bias ? bias_stage_bytes(t.warps, 16 * t.m_blocks(), t.part_n(), t.smem_bytes(size), smem_limit(c)) : 0;
   Launch& l = p.push(main_of(KernelId::kFwdMod80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
-                             t.smem_bytes(size) + bias, make_grid(r.problem, d, true, t.block_m).ctas, 0));
+                             t.smem_bytes(size) + bias, make_grid(r.problem, d, true, t.block_m), 0));
   l.variant = v;
+  l.smem_class = c;
   l.early = r.modifiers->follows_pass;
 }
 

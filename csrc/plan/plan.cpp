@@ -10,6 +10,12 @@ namespace {
 using plans::Family;
 using plans::Row;
 
+// The row that a request asks for, if it is one of its own direction.
+std::string_view row_for(const Request& r) {
+  const bool is_backward = r.constraints.row.find("bwd") != std::string_view::npos;
+  return is_backward == (r.direction == Direction::kBackward) ? r.constraints.row : std::string_view();
+}
+
 Plan plan_of_rows(const Request& r, const DeviceInfo& d, Arch arch) {
   const bool forward = r.direction == Direction::kForward;
   const bool modified = r.modifiers != nullptr;
@@ -18,7 +24,8 @@ Plan plan_of_rows(const Request& r, const DeviceInfo& d, Arch arch) {
   p.arch = arch;
   for (const Row& row : forward ? plans::fwd_rows(arch) : plans::bwd_rows(arch)) {
     if (row.family != family || !row.supports(r, d)) continue;
-    const bool is_asked_for = r.row.empty() ? row.preferred == nullptr || row.preferred(r, d) : r.row == row.name;
+    const std::string_view wanted = row_for(r);
+    const bool is_asked_for = wanted.empty() ? row.preferred == nullptr || row.preferred(r, d) : wanted == row.name;
     if (!is_asked_for) continue;
     p.row = row.name, p.evidence = row.evidence;
     row.build(r, d, p);
@@ -30,14 +37,29 @@ Plan plan_of_rows(const Request& r, const DeviceInfo& d, Arch arch) {
 // Into how many parts a backward divides the query heads of a key head (head_parts.h).
 int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
   if (r.direction == Direction::kForward || r.modifiers != nullptr || !has_head_parts(r.problem)) return 1;
-  if (r.gqa_splits) {
-    const int group = r.problem.num_heads / r.problem.num_heads_k, wanted = *r.gqa_splits;
+  if (r.constraints.gqa_splits) {
+    const int group = r.problem.num_heads / r.problem.num_heads_k, wanted = *r.constraints.gqa_splits;
     return wanted > 0 && wanted <= group && group % wanted == 0 ? wanted : 1;
   }
   if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
   const Plan whole = plan_of_rows(r, d, arch);
   return whole.row.empty() ? 1 : head_parts(r.problem, whole.main_launch().block_n, d.num_sms);
 }
+
+// What tells instances of one name and head_dim apart.
+const char* suffix_of(const Launch& l) {
+  switch (l.kernel) {
+    case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_lower" : "";
+    case KernelId::kFwdMod90: return l.block_m > 128 ? "_tall" : "";
+    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_ring" : "";
+    case KernelId::kBwdModPersistent80: return "_persistent";
+    case KernelId::kBwdDkdvShort90: return "_two";
+    case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
+    default: return "";
+  }
+}
+
+}  // namespace
 
 const char* stem_of(KernelId k) {
   switch (k) {
@@ -70,25 +92,11 @@ const char* stem_of(KernelId k) {
     case KernelId::kBwdDkdvMod90: return "bwd_mod_sm90";
     case KernelId::kBwdDqMod90: return "bwd_q_mod_sm90";
     case KernelId::kDbias90: return "bwd_bias_sm90";
-    case KernelId::kSumGqaSplits: return "sum_heads";
+    case KernelId::kSumDkSplits: return "sum_dk";
+    case KernelId::kSumDvSplits: return "sum_dv";
   }
   return "?";
 }
-
-// What tells instances of one name and head_dim apart.
-const char* suffix_of(const Launch& l) {
-  switch (l.kernel) {
-    case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_lower" : "";
-    case KernelId::kFwdMod90: return l.block_m > 128 ? "_tall" : "";
-    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_ring" : "";
-    case KernelId::kBwdModPersistent80: return "_persistent";
-    case KernelId::kBwdDkdvShort90: return "_two";
-    case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
-    default: return "";
-  }
-}
-
-}  // namespace
 
 Plan plan(const Request& r, const DeviceInfo& d, Arch arch) {
   const int splits = gqa_splits_of(r, d, arch);
@@ -97,8 +105,14 @@ Plan plan(const Request& r, const DeviceInfo& d, Arch arch) {
   parts.problem = in_parts(r.problem, splits);
   Plan p = plan_of_rows(parts, d, arch);
   p.gqa_splits = splits;
-  p.workspace.gqa_partials = p.workspace.add(head_parts_bytes(r.problem, splits));
-  for (int i = 0; i < 2; ++i) p.push(plans::pass(KernelId::kSumGqaSplits, 0));
+  const Problem& x = r.problem;
+  const auto add_sum = [&](KernelId k, Part& part, int columns) {
+    part = p.workspace.add(4 * splits * x.num_heads_k * x.total_k * int64_t{columns});
+    const int64_t threads = x.num_heads_k * x.total_k * ((columns + 3) / 4);
+    p.push(plans::pass(k, columns, columns, (threads + kHeadSumThreads - 1) / kHeadSumThreads, kHeadSumThreads));
+  };
+  add_sum(KernelId::kSumDkSplits, p.workspace.dk_partials, x.head_dim);
+  add_sum(KernelId::kSumDvSplits, p.workspace.dv_partials, x.head_dim_v);
   return p;
 }
 

@@ -8,7 +8,7 @@
 #include "../plan.h"
 #include "../short_tiles.h"
 #include "../sm90/bwd_wide_mod_tiles.h"
-#include "../sm90/instances.h"
+#include "../sm90/bwd_wide_tiles.h"
 
 namespace flash_ext::plans {
 
@@ -41,24 +41,29 @@ inline bool always(Req, Dev) { return true; }
 
 // ---- launches --------------------------------------------------------------------------------------
 
-inline Launch pass(KernelId k, int d, int dv = 0, bool early = false) {
+inline Launch pass(KernelId k, int d, int dv, int64_t ctas, int threads, bool early = false) {
   Launch l;
-  l.kernel = k, l.head_dim = static_cast<int16_t>(d), l.head_dim_v = static_cast<int16_t>(dv), l.early = early;
+  l.kernel = k, l.head_dim = static_cast<int16_t>(d), l.head_dim_v = static_cast<int16_t>(dv);
+  l.ctas = l.tiles = ctas, l.threads = threads, l.early = early;
   return l;
 }
 // at_most: CTAs of a persistent kernel, 0 where each has one tile.
 inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int threads, int smem, int64_t tiles,
                       int at_most) {
-  Launch l = pass(k, d, dv);
-  l.block_m = m, l.block_n = n, l.stages = stages, l.threads = threads, l.smem_bytes = smem;
+  Launch l = pass(k, d, dv, at_most > 0 ? std::min<int64_t>(tiles, at_most) : tiles, threads);
+  l.block_m = m, l.block_n = n, l.stages = stages, l.smem_bytes = smem;
   l.tiles = tiles;
-  l.ctas = at_most > 0 ? std::min<int64_t>(tiles, at_most) : tiles;
   return l;
 }
-inline Launch short_launch(KernelId k, const ShortTile& t, int smem, const ShortGrid& g, bool early) {
-  Launch l = main_of(k, t.head_dim, t.head_dim, t.rows, t.rows, 1, t.threads(), smem, g.ctas, 0);
-  l.early = early;
+inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int threads, int smem, const Grid& grid,
+                      int at_most) {
+  Launch l = main_of(k, d, dv, m, n, stages, threads, smem, grid.ctas, at_most);
+  l.grid = grid;
   return l;
+}
+inline void push_short(Plan& p, KernelId k, const ShortTile& t, int smem, const ShortGrid& g, bool early) {
+  p.push(main_of(k, t.head_dim, t.head_dim, t.rows, t.rows, 1, t.threads(), smem, g.ctas, 0)).early = early;
+  p.short_heads = g;
 }
 
 }  // namespace flash_ext::plans

@@ -35,7 +35,7 @@ struct BiasGrid {
     r.heads_summed = Divisor(g.heads == 1 ? x.num_heads : 1);
     r.tiles_q = Divisor(std::max(1u, parts(x.seqlen_q, T::kBlockM)));
     r.shared = Divisor(x.num_heads / x.num_heads_k);
-    r.tiles = int64_t{1} * r.tiles_m.divisor * r.tiles_n.divisor * g.heads * g.batch * g.splits;
+    r.tiles = g.tiles(T::kBlockM, T::kBlockN);
     r.slices_qk = parts(x.head_dim, T::kSlice);
     r.slices = r.slices_qk + parts(x.head_dim_v, T::kSlice);
     if (!g.sum_rows && !g.sum_cols) {

@@ -1,4 +1,4 @@
-// From a backward of short sequences to a launch, for one compiled head dim. Included by the instantiation file only.
+// Launches of the backward of short sequences, for one compiled head dim. Included by its instantiation file only.
 #pragma once
 
 #include "../launch.h"
@@ -7,19 +7,19 @@
 
 namespace flash_ext::sm80 {
 
+template <typename T>
+std::string launch_bwd_short_as(const BwdCall& c, const Launch& l) {
+  return launch_planned(l, bwd_short_kernel<T>, T::kThreads, T::kSizes.bwd_smem(), c.p.stream, c.portable(l),
+                        with_own_bias(c.modifiers), c.dbias, c.plan.short_heads);
+}
+
 template <int D>
-std::string run_bwd_short_hd(const BwdParams& p, const Modifiers& m, const BiasGradient& bias, const ShortGrid& g) {
-  const ShortTile tile = short_tile(p.problem);
-  const auto run = [&](auto kernel) {
-    return launch_at(early_if(m.follows_pass), "bwd_short", kernel, g.ctas, tile.threads(), tile.bwd_smem(), p.stream, p,
-                     with_own_bias(m), bias, g);
-  };
-  const auto of_rows = [&]<int R>(std::integral_constant<int, R>) {
-    return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run(bwd_short_kernel<ShortTraits<E, D, R>>); });
-  };
-  if (tile.rows == 16) return of_rows(std::integral_constant<int, 16>{});
-  if (tile.rows == 32) return of_rows(std::integral_constant<int, 32>{});
-  return of_rows(std::integral_constant<int, 64>{});
+std::string launch_bwd_short(const BwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    if (l.block_m == 16) return launch_bwd_short_as<ShortTraits<E, D, 16>>(c, l);
+    if (l.block_m == 32) return launch_bwd_short_as<ShortTraits<E, D, 32>>(c, l);
+    return launch_bwd_short_as<ShortTraits<E, D, 64>>(c, l);
+  });
 }
 
 }  // namespace flash_ext::sm80

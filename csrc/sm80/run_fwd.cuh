@@ -1,26 +1,30 @@
-// From a forward request to launches, for one compiled head dim and class of tiles. Included by the
-// instantiation files only.
+// Launches of the portable forward, for one compiled head dim and class of tiles. Included by the instantiation files
+// only.
 #pragma once
 
-#include "../grid.h"
 #include "../launch.h"
 #include "fwd.cuh"
 #include "instances.h"
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, SmemClass kClass, bool kStretched = false>
-std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
-  using T = FwdTraits<E, D, kClass, kStretched>;
-  const Grid g = make_grid(p.problem, d, true, T::kBlockM);
-  return launch("fwd_sm80", fwd_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
+template <typename T>
+std::string launch_fwd_as(const FwdParams& p, const Launch& l) {
+  return launch_planned(l, fwd_kernel<T>, T::kThreads, T::kTile.smem_bytes(T::kHeadDim), p.stream, p, l.grid);
 }
 
 template <int D, SmemClass kClass>
-std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
+std::string launch_fwd(const FwdCall& c, const Launch& l) {
+  FwdParams p = c.p;
+  p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_stretches);
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
-    return takes_stretches_sm80(p.problem) ? launch_fwd<E, D, kClass, true>(p, d) : launch_fwd<E, D, kClass>(p, d);
+    return p.schedule != nullptr ? launch_fwd_as<FwdTraits<E, D, kClass, true>>(p, l)
+                                 : launch_fwd_as<FwdTraits<E, D, kClass>>(p, l);
   });
 }
+
+template <SmemClass kClass>
+inline constexpr auto kFwdTable =
+    instances_of<kHeadDims>([]<int D>(Constant<D>) { return FwdInstance{D, D, launch_fwd<D, kClass>}; });
 
 }  // namespace flash_ext::sm80

@@ -1,4 +1,4 @@
-// From a forward of short sequences to a launch, for one compiled head dim. Included by the instantiation file only.
+// Launches of the forward of short sequences, for one compiled head dim. Included by its instantiation file only.
 #pragma once
 
 #include "../launch.h"
@@ -7,19 +7,19 @@
 
 namespace flash_ext::sm80 {
 
+template <typename T>
+std::string launch_fwd_short_as(const FwdCall& c, const Launch& l) {
+  return launch_planned(l, fwd_short_kernel<T>, T::kThreads, T::kSizes.fwd_smem(), c.p.stream, c.p,
+                        with_own_bias(c.modifiers), c.plan.short_heads);
+}
+
 template <int D>
-std::string run_fwd_short_hd(const FwdParams& p, const Modifiers& m, const ShortGrid& g) {
-  const ShortTile tile = short_tile(p.problem);
-  const auto run = [&](auto kernel) {
-    return launch_at(early_if(m.follows_pass), "fwd_short", kernel, g.ctas, tile.threads(), tile.fwd_smem(), p.stream, p,
-                     with_own_bias(m), g);
-  };
-  const auto of_rows = [&]<int R>(std::integral_constant<int, R>) {
-    return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run(fwd_short_kernel<ShortTraits<E, D, R>>); });
-  };
-  if (tile.rows == 16) return of_rows(std::integral_constant<int, 16>{});
-  if (tile.rows == 32) return of_rows(std::integral_constant<int, 32>{});
-  return of_rows(std::integral_constant<int, 64>{});
+std::string launch_fwd_short(const FwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    if (l.block_m == 16) return launch_fwd_short_as<ShortTraits<E, D, 16>>(c, l);
+    if (l.block_m == 32) return launch_fwd_short_as<ShortTraits<E, D, 32>>(c, l);
+    return launch_fwd_short_as<ShortTraits<E, D, 64>>(c, l);
+  });
 }
 
 }  // namespace flash_ext::sm80

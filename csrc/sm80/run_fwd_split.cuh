@@ -1,4 +1,5 @@
-// From a forward request for few queries to launches. Included by its instantiation file only.
+// Launches of the forward for few queries: the parts of the keys, then what adds them up. Included by its instantiation
+// file only.
 #pragma once
 
 #include "../launch.h"
@@ -7,24 +8,23 @@
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, int kRows>
-std::string launch_fwd_split(const FwdParams& p, const SplitGrid& g, bool early) {
-  using T = SplitTraits<E, D, kRows>;
-  const std::string error =
-      launch("fwd_split_sm80", fwd_split_kernel<T>, g.ctas, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
-  if (!error.empty() || g.splits == 1) return error;
-  return launch_at(early_if(early), "fwd_merge_sm80", fwd_merge_kernel<E>, g.total_rows, SplitTile::kThreads, 0,
-                   p.stream, p, g);
-}
-
-template <int D, int kRows>
-std::string run_fwd_split_rows(const FwdParams& p, const SplitGrid& g, bool early) {
-  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_fwd_split<E, D, kRows>(p, g, early); });
+template <typename T>
+std::string launch_fwd_split_as(const FwdParams& p, const SplitGrid& g, const Launch& l) {
+  return launch_planned(l, fwd_split_kernel<T>, T::kThreads, T::kTile.smem_bytes(T::kHeadDim), p.stream, p, g);
 }
 
 template <int D>
-std::string run_fwd_split_hd(const FwdParams& p, const SplitGrid& g, bool early) {
-  return g.rows == 16 ? run_fwd_split_rows<D, 16>(p, g, early) : run_fwd_split_rows<D, 64>(p, g, early);
+std::string launch_fwd_split(const FwdCall& c, const Launch& l) {
+  FwdParams p = c.p;
+  p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
+  const SplitGrid& g = c.plan.split_kv;
+  return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
+    if (l.kernel == KernelId::kFwdCombine80) {
+      return launch_planned(l, fwd_merge_kernel<E>, SplitTile::kThreads, 0, p.stream, p, g);
+    }
+    return g.rows == 16 ? launch_fwd_split_as<SplitTraits<E, D, 16>>(p, g, l)
+                        : launch_fwd_split_as<SplitTraits<E, D, 64>>(p, g, l);
+  });
 }
 
 }  // namespace flash_ext::sm80

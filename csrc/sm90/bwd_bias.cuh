@@ -17,6 +17,7 @@
 
 #include "../common/modifiers.cuh"
 #include "../common/own_bias.cuh"
+#include "bwd_mod_tiles.h"
 #include "bwd_steps.cuh"
 #include "roles.cuh"
 
@@ -42,14 +43,17 @@ template <typename E, int D, bool kOwnsBias>
 struct BwdBiasTraits {
   using Element = E;
   static constexpr bool kOwn = kOwnsBias;
-  static constexpr int kHeadDim = D, kBlock = 128, kThreads = 384, kChunks = chunks_of(D), kConsumerWarps = 8;
+  static constexpr BwdBiasTile kTile = bwd_bias_tile(D, kOwnsBias);
+  static constexpr int kHeadDim = D, kBlock = kTile.kBlock, kThreads = kTile.kThreads;
+  static constexpr int kChunks = chunks_of(D), kConsumerWarps = 8;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
-  static constexpr int kOperandBytes = tile_bytes(kBlock, D), kPairBytes = 2 * kOperandBytes, kPairs = D <= 64 ? 5 : kOwn ? 2 : 3;
+  static constexpr int kOperandBytes = tile_bytes(kBlock, D), kPairBytes = 2 * kOperandBytes, kPairs = kTile.pairs;
   using Own = OwnBias<256, kBlock / 8>;
   static constexpr int kBiasAt = kPairs * kPairBytes, kBiasChunkBytes = kBlock * 128;
-  static constexpr int kBiasBytes = kOwn ? Own::kBytes : 2 * kBiasChunkBytes;
-  static constexpr int kBarriersAt = kBiasAt + kBiasBytes, kSmemBytes = kBarriersAt + 1024;
-  static_assert(kSmemBytes <= kSmemLimitLarge);
+  static constexpr int kBiasBytes = kTile.bias_bytes();
+  static constexpr int kBarriersAt = kBiasAt + kBiasBytes, kSmemBytes = kTile.smem_bytes(D);
+  static_assert(kBiasBytes == (kOwn ? Own::kBytes : 2 * kBiasChunkBytes));
+  static_assert(kBarriersAt + 1024 == kSmemBytes && kSmemBytes <= kSmemLimitLarge);
 };
 
 template <typename T>

@@ -28,19 +28,30 @@ constexpr BwdModTile bwd_mod_tile(int d) { return {d <= 64 ? 4 : 2}; }
 static_assert(bwd_mod_tile(64).smem_bytes(64) <= kSmemLimitLarge &&
               bwd_mod_tile(128).smem_bytes(128) <= kSmemLimitLarge);
 
+// Gradient of a bias: 128 x 128 scores, tiles of Q and K or of dO and V in pairs. `owns_bias`: consumers keep a bias that
+// TMA cannot read, in fp32; else TMA brings two chunks of it.
+struct BwdBiasTile {
+  int pairs;
+  bool owns_bias;
+
+  static constexpr int kBlock = 128, kThreads = 384;
+  constexpr int bias_bytes() const { return owns_bias ? 4 * kBlock * kBlock : 2 * kBlock * 128; }
+  constexpr int smem_bytes(int d) const { return 2 * pairs * tile_bytes(kBlock, d) + bias_bytes() + 1024; }
+};
+constexpr BwdBiasTile bwd_bias_tile(int d, bool owns_bias) { return {d <= 64 ? 5 : owns_bias ? 2 : 3, owns_bias}; }
+
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
 
 // Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
 // without sums in memory, a pass that zeroes and one that converts. Up to head_dim 64 calls without modifiers take this
-// kernel for it, in which both warpgroups have keys: 128 rows, causal, head_dim 32 938 us for
-// 1267.
-inline bool has_whole_keys(const Problem& p, const DeviceInfo& d) {
-  return d.short_kernels != 0 && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
+// kernel for it, in which both warpgroups have keys. Evidence: whole-keys.
+inline bool has_whole_keys(const Problem& p, const Constraints& c) {
+  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
-inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d) {
-  return has_whole_keys(p, d) && bwd_mod_size(p) == 64 && d.dq_ring < 0;
+inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
+  return has_whole_keys(p, c) && bwd_mod_size(p) == 64 && !c.dq_pool;
 }
 
 // Whether every tile of queries sees some key, so that a step visits it.
@@ -67,9 +78,5 @@ inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const B
   const bool is_alone = m.bias.row_stride != 0 && m.slopes == nullptr && m.softcap == 0.f && m.rng == nullptr;
   return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kSharedIntervals>(m);
 }
-
-// fp32 elements of the rows' statistics as the portable kernels have them, for gradients of biases, slopes and sinks. Those
-// of this path follow, on 16 bytes, then counters for two kernels (Workspace in plan.h).
-inline int64_t portable_stats_elements(const Problem& p) { return (2 * p.total_q * p.num_heads + 3) / 4 * 4; }
 
 }  // namespace flash_ext::sm90

@@ -38,7 +38,7 @@ struct BwdTile {
   }
 };
 
-// Whether dQ should be staged was measured, too: 646 against 575 TFLOP/s with 128 columns, 480 against 525 with 64.
+// dQ is staged with 128 columns and leaves from registers with 64. Evidence: dq-staging.
 constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : BwdTile{false, 2, true}; }
 // Of the kernel that leaves dQ to another one, for few rows (prefers_two_kernels()): what it does not need holds two more
 // tiles of Q and dO. That one has 128 keys a tile, and the tiles of queries of this one in the workspace.
@@ -48,12 +48,9 @@ inline constexpr BwdTile kShortKeysTile = {false, 4, true, false};
 static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge &&
               kShortKeysTile.smem_bytes(kShortHeadDim) <= kSmemLimitLarge);
 
-// Heads whose drawn items run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for
-// the order to even out the end (16k rows, causal: 548 TFLOP/s with 2, 609 with 8), and as many as have an item for
-// every CTA (4 query heads a key head, causal, ms with 8, 16, 32, 64 heads: 64 columns, 2k rows 0.97 0.85 0.86 0.87, 1k
-// 0.62 0.58 0.545 0.55; 128 columns, 1k 0.52 0.48 0.50 0.52). No more than 16 beyond that (96 columns, 1k rows: 0.55
-// with 8 to 16, 0.566 with 56). In groups of one size, because the last one ends with what is left (128 columns, 16
-// heads in all: 1.37 with 8, 1.47 with 10, 1.58 with 12).
+// Heads whose dynamic tiles run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for
+// the order to even out the end, and as many as have a tile for every CTA; no more than 16 beyond that. In groups of one
+// size, because the last one ends with what is left. Evidence: bwd-head-groups.
 constexpr int drawn_heads(int64_t head_slots, int64_t blocks, int64_t fit, int num_sms) {
   const int64_t for_all = (num_sms + blocks - 1) / blocks, least = std::max<int64_t>(8, for_all);
   const int64_t most = std::min(head_slots, std::max(least, std::min<int64_t>(fit, std::max<int64_t>(16, for_all))));
@@ -74,9 +71,7 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
   const int fit = heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20);
   int heads = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
   if (ordered) {
-    // In order, not so many that all CTAs hold different heads (512 rows: 370 with a third of the CTAs, 327 to 357 with
-    // a quarter or two thirds). Packed sequences: 16 heads (64 documents, half of 16k rows in six of them, 302 and 325;
-    // not in order 355 and 350).
+    // In order, not so many that all CTAs hold different heads. Evidence: bwd-head-groups.
     const int at_least = std::min<int>(p.is_varlen() ? 16 : 8, static_cast<int>(g.head_slots));
     const int most = std::clamp(d.num_sms / 3, at_least, std::max(fit, at_least));
     const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / most);
@@ -94,15 +89,11 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
 }
 
 // Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first
-// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. On an H200,
-// times of the other kernel over those of the ordered one, 16k rows in all, head_dim 128 / 96: causal 256 rows 1.17 /
-// 1.10, 512 1.08 / 1.04, 640 1.05 / 1.03, 768 1.01 / 0.99, 1k 0.97 / 0.95; without a mask 256 rows 1.10 / 1.07, 384
-// 1.05 / 1.03, 512 1.01 / 1.00, and 0.81 with 64 blocks of keys, whose walks all begin at one tile; windows of 128 1.15
-// / 1.10, of 256 1.02 / 1.00, of 1024 0.94 / 0.94. Fewer blocks of keys lose: causal, 512 rows, 512 blocks 1.13 / 1.09,
-// 256 blocks 0.95 / 0.98; so do grouped heads (0.98 / 0.94) and head_dim 64 (0.98).
-inline bool prefers_order(const Problem& p, const DeviceInfo& d) {
+// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. Fewer blocks of
+// keys lose, and so do grouped heads and head_dim 64. Evidence: ordered-short.
+inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (p.is_varlen() || p.num_heads != p.num_heads_k || (size != 96 && size != 128) || d.dq_ring == 1) return false;
+  if (p.is_varlen() || p.num_heads != p.num_heads_k || (size != 96 && size != 128) || c.dq_pool == true) return false;
   const auto is_short = [&] {
     if (p.window_left >= 0 && p.window_right >= 0) return int64_t{p.window_left} + p.window_right <= 384;
     if (p.window_left < 0 && p.window_right == 0) return p.seqlen_k <= std::min(640, p.seqlen_q);
@@ -112,21 +103,18 @@ inline bool prefers_order(const Problem& p, const DeviceInfo& d) {
 }
 
 // Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
-// but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. On an H200, 16k
-// rows and 2048 columns in all, TFLOP/s in two kernels and as such calls would run otherwise (in order, or in a ring), 128
-// / 256 / 512 / 1k rows: causal 90 / 160 / 252 / 343 and 82 / 146 / 235 / 359, no mask 177 / 288 / 387 / 448 and 165 / 259 /
-// 374 / 523. Head_dim 64 would gain up to 256 rows only (causal, 256 / 512 / 1k: 132 / 204 / 278 and 116 / 213 / 324). The
-// batch-invariant mode does not take it, because it depends on the number of heads.
-inline bool prefers_two_kernels(const Problem& p, const DeviceInfo& d) {
-  if (p.is_varlen() || p.num_heads != p.num_heads_k || d.dq_ring >= 0 || d.batch_invariant) return false;
+// but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. The
+// batch-invariant mode does not take it, because it depends on the number of heads. Evidence: split-bwd-short.
+inline bool prefers_two_kernels(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  if (p.is_varlen() || p.num_heads != p.num_heads_k || c.dq_pool || d.batch_invariant) return false;
   if (padded_head_dim(p.head_dim, p.head_dim_v) != kShortHeadDim || p.window_left >= 0) return false;
   if (p.window_right > 0 || std::max(p.seqlen_q, p.seqlen_k) > 512) return false;
   return make_grid(p, d, false, kShortKeysTile.block_n()).ctas >= 3 * d.num_sms;
 }
 
 // Whether the kernels of a backward behind its first begin before the one before them is over, which saves a few
-// microseconds: that counts up to 1k rows (head_dim 256, 512 rows: 456 us for 466). Where items are long they take
-// multiprocessors from the kernel before them (16k rows, causal: 5.91 ms for 5.68).
+// microseconds: that counts up to 1k rows. Where tiles are long they take multiprocessors from the kernel before them.
+// Evidence: pdl-short.
 inline bool begins_early(const Problem& p) { return p.total_q <= 1024 * static_cast<int64_t>(p.batch); }
 
 // Tiles of queries of one head in the workspace; packed sequences as in packed_slots().
@@ -156,22 +144,18 @@ struct DqRing {
   int64_t tiles(const Problem& p) const { return rounds * round_tiles(p); }
 };
 
-// Where a ring pays. On an H200, time of a backward with passes before and behind over that with a ring, 16k rows in all,
-// 512 / 1k / 2k / 4k keys, no mask: head_dim 64 1.09 / 1.07 / 1.03 / 1.02, 96 1.05 / 1.06 / 1.04 / 1.03, 128 1.01 / 1.06
-// / 1.03 / 1.01. Short causal items leave no time to convert: 64 0.94 / 1.04 / 0.98 / 1.00, 96 1.00 / 1.02 / 0.99 /
-// 0.95, 128 0.94 / 1.00 / 1.06 / 1.02; beside other columns, at 128, 1.01 at 2k and 0.98 at 4k.
+// Where a ring pays: not where short causal tiles leave no time to convert. Evidence: dq-pool.
 inline bool prefers_ring(const Problem& p, int size) {
   if (p.seqlen_k > 4096) return false;
   const bool causal = p.window_left < 0 && p.window_right == 0;
   return !draws_items(p) || (causal && size == 128 && p.seqlen_k >= 1536 && p.seqlen_k < 4096);
 }
 
-// A round has an item for each CTA; with three rounds 512 rows of 128 columns take 0.487 ms, with four 0.458, with six
-// 0.449. All of them have to fit the L2 cache.
-inline DqRing dq_ring(const Problem& p, const DeviceInfo& d, bool ordered) {
+// A round has a tile for each CTA. All rounds that have a place have to fit the L2 cache. Evidence: dq-pool.
+inline DqRing dq_ring(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  const bool asked = d.dq_ring == 1;
-  if (ordered || d.dq_ring == 0 || p.is_varlen() || size > 128 || d.num_sms <= 0) return {};
+  const bool asked = c.dq_pool == true;
+  if (c.dq_pool == false || p.is_varlen() || size > 128 || d.num_sms <= 0) return {};
   if (!asked && !prefers_ring(p, size)) return {};
   const Grid g = make_grid(p, d, false, bwd_tile(size).block_n());
   if (g.ctas <= 0 || g.ctas > INT32_MAX || query_tiles(p) > INT32_MAX) return {};
@@ -195,14 +179,6 @@ inline Grid ring_grid(const Problem& p, const DeviceInfo& d, int block_n, const 
   g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(ring.heads_in_group));
   g.heads_in_group = Divisor(static_cast<uint32_t>(ring.heads_in_group));
   return g;
-}
-
-// What goes with the tiles: their rows' lse and delta, turns where additions are ordered or the words of a ring, and the
-// counter of items, which starts on 16 bytes.
-inline int64_t row_stats_elements(const Problem& p, bool ordered, const DqRing& ring = {}) {
-  const int64_t turns = ordered ? (query_tiles(p) + 3) / 4 * 4 : ring.words();
-  const int counter = ordered || ring || draws_items(p) ? kCounterBytes / 4 : 0;
-  return query_tiles(p) * 2 * BwdTile::kBlockM + turns + counter;
 }
 
 }  // namespace flash_ext::sm90

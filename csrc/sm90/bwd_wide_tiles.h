@@ -47,9 +47,9 @@ constexpr bool wide_bwd_tile_fits(int d, int dv) {
 static_assert(wide_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && wide_bwd_tile_fits(192, 128) &&
               wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
 
-// Items of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
-// CTAs then stream the same tiles at the same time (16k rows: 957 TFLOP/s, as of all five products, against 854 with
-// eight heads side by side). Else longest first in groups of heads whose streamed rows fit the L2 cache.
+// Tiles of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
+// CTAs then stream the same tiles at the same time. Else longest first in groups of heads whose streamed rows fit the L2
+// cache. Evidence: split-bwd-wide.
 inline void set_heads_in_group(Grid& g, int heads) {
   g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
   g.heads_in_group = Divisor(static_cast<uint32_t>(heads));

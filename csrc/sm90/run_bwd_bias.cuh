@@ -1,4 +1,4 @@
-// From the gradient of a bias to a launch, for one compiled head dim. Included by the instantiation files only.
+// Launches of the gradient of a bias on Hopper, for one compiled head dim. Included by the instantiation files only.
 #pragma once
 
 #include "bwd_bias.cuh"
@@ -7,11 +7,12 @@
 
 namespace flash_ext::sm90 {
 
-// p.row_stats begins with the portable kernels' statistics.
-template <typename E, int D, bool kOwnsBias>
-std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  using T = BwdBiasTraits<E, D, kOwnsBias>;
+template <typename T>
+std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
+  const BwdParams p = c.portable(l);
   const Problem& r = p.problem;
+  const Modifiers& m = c.modifiers;
+  const BiasGradient& g = c.dbias;
   const auto steps = [](const StridedView& x) { return Steps{x.head_stride != 0, x.batch_stride != 0}; };
   BwdBiasArgs a{};
   a.p = p;
@@ -22,19 +23,19 @@ std::string launch_bwd_bias(const BwdParams& p, const Modifiers& m, const BiasGr
   a.unit = r.softmax_scale * kLog2e;
   a.tiles_m = (g.rows + T::kBlock - 1) / T::kBlock;
   a.tiles_n = (g.cols + T::kBlock - 1) / T::kBlock;
-  a.tiles = int64_t{1} * g.splits * g.batch * g.heads * a.tiles_m * a.tiles_n;
+  a.tiles = l.tiles;
   BwdBiasMaps maps{};
   std::string error = encode_bwd_maps(maps.plain, p, T::kBlock, T::kBlock);
-  if (!kOwnsBias && error.empty()) error = encode_bias_map(maps.bias, m.bias, r, T::kBlock);
+  if (!T::kOwn && error.empty()) error = encode_bias_map(maps.bias, m.bias, r, T::kBlock);
   if (!error.empty()) return "bwd_bias_sm90: " + error;
-  return launch("bwd_bias_sm90", bwd_bias_sm90_kernel<T>, std::min<int64_t>(a.tiles, d.num_sms), T::kThreads,
-                T::kSmemBytes, p.stream, a, maps);
+  return launch_planned(l, bwd_bias_sm90_kernel<T>, T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
 template <int D>
-std::string run_bwd_bias_hd(const BwdParams& p, const Modifiers& m, const BiasGradient& g, const DeviceInfo& d) {
-  return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
-    return m.bias.staged ? launch_bwd_bias<E, D, false>(p, m, g, d) : launch_bwd_bias<E, D, true>(p, m, g, d);
+std::string launch_dbias(const BwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    return c.modifiers.bias.staged ? launch_dbias_as<BwdBiasTraits<E, D, false>>(c, l)
+                                   : launch_dbias_as<BwdBiasTraits<E, D, true>>(c, l);
   });
 }
 

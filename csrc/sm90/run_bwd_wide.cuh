@@ -1,10 +1,11 @@
-// From a backward request to launches, for one compiled pair of head dims above 128. Included by the instantiation
-// files only.
+// Launches of the split Hopper backward, for one compiled pair of head dims: row statistics, dK and dV, dQ. Included by
+// the instantiation files only.
 #pragma once
 
 #include "bwd_passes.cuh"
 #include "bwd_wide.cuh"
-#include "run_fwd.cuh"
+#include "bwd_wide_mod_tiles.h"
+#include "run_bwd.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -17,71 +18,44 @@ __global__ void __launch_bounds__(kPassThreads)
   if (tile.w.active && !tile.outside) store_row_stats<E, Dv, kBlockM>(p, tile);
 }
 
-// What both kernels get; `which` of the two counters behind the statistics is the launch's.
-template <typename Args>
-Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which, bool drawn) {
-  const Problem& r = p.problem;
-  const auto steps = [&](const StridedView& x) {
-    return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
-  };
-  Args a{};
-  a.p = p;
-  a.grid = grid;
-  a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
-  a.tiles_per_head = static_cast<int>(query_tiles_per_head(r, block_m));
-  a.draw.num_items = static_cast<uint32_t>(grid.ctas);
-  if (drawn) {
-    a.draw.counter = reinterpret_cast<Counter*>(p.row_stats + query_tiles(r, block_m) * 2 * block_m) + which;
-    a.draw.launch = next_launch();
-  }
-  return a;
+template <int D, int Dv>
+std::string launch_row_stats(const BwdCall& c, const Launch& l) {
+  constexpr int kBlockM = D <= 128 ? BwdTile::kBlockM : wide_bwd_tile(D, Dv).block_m;
+  static_assert(D != Dv || wide_mod_tile(D).block_m == kBlockM);
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    return launch_planned(l, bwd_wide_begin_kernel<E, Dv, kBlockM>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
+                          static_cast<int>(query_tiles_per_head(c.p.problem, kBlockM)));
+  });
 }
 
-template <typename E, int D, int Dv>
-std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
-  using T = WideKeyTraits<E, D, Dv>;
-  const Grid grid = wide_keys_grid(p.problem, d, draws_items(p.problem));
-  if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0, draws_items(p.problem));
-  BwdMaps maps;
-  const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
+template <typename T>
+std::string launch_bwd_dkdv(const BwdCall& c, const Launch& l) {
+  const BwdArgs a = make_bwd_args<BwdArgs>(c, l, T::kBlockM);
+  BwdMaps maps{};
+  const std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>,
-                   std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
+  return launch_planned(l, bwd_sm90_wide_keys_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
-template <typename E, int D, int Dv>
-std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
-  using T = WideQueryTraits<E, D, Dv>;
-  const Grid grid = wide_queries_grid(p.problem, d, draws_items(p.problem));
-  if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  const WideQueryArgs a = wide_args<WideQueryArgs>(p, grid, T::kStatRows, 1, draws_items(p.problem));
-  BwdMaps maps;
-  const std::string error = encode_bwd_maps(maps, p, T::kGroupRows, T::kBlockN);
+template <typename T>
+std::string launch_bwd_dq(const BwdCall& c, const Launch& l) {
+  const WideQueryArgs a = make_bwd_args<WideQueryArgs>(c, l, T::kStatRows, 1);
+  BwdMaps maps{};
+  const std::string error = encode_bwd_maps(maps, c.p, T::kGroupRows, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>,
-                   std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
-}
-
-template <typename E, int Dv, int kBlockM>
-std::string launch_wide_begin(const BwdParams& p, const DeviceInfo& d) {
-  const Grid g = make_grid(p.problem, d, true, kBlockM);
-  const int tiles = static_cast<int>(query_tiles_per_head(p.problem, kBlockM));
-  return launch("bwd_wide_begin", bwd_wide_begin_kernel<E, Dv, kBlockM>, g.ctas, kPassThreads, 0, p.stream, p, g,
-                tiles);
-}
-
-template <typename E, int D, int Dv>
-std::string run_bwd_wide_as(const BwdParams& p, const DeviceInfo& d) {
-  std::string error = launch_wide_begin<E, Dv, wide_bwd_tile(D, Dv).block_m>(p, d);
-  if (error.empty()) error = launch_wide_keys<E, D, Dv>(p, d);
-  if (error.empty()) error = launch_wide_queries<E, D, Dv>(p, d);
-  return error;
+  return launch_planned(l, bwd_sm90_wide_queries_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
 template <int D, int Dv>
-std::string run_bwd_wide_hd(const BwdParams& p, const DeviceInfo& d) {
-  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return run_bwd_wide_as<E, D, Dv>(p, d); });
+std::string launch_bwd_split(const BwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    if (l.kernel == KernelId::kBwdDq90) return launch_bwd_dq<WideQueryTraits<E, D, Dv>>(c, l);
+    if constexpr (D == kShortHeadDim) {
+      return launch_bwd_as<BwdTraits<E, D, DqKind::kElsewhere>>(c, l);
+    } else {
+      return launch_bwd_dkdv<WideKeyTraits<E, D, Dv>>(c, l);
+    }
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -1,10 +1,9 @@
-// From a forward request to a launch, for one compiled head dim. Included by the instantiation files only.
+// Launches of the Hopper forward, for one compiled pair of head dims. Included by the instantiation files only.
 #pragma once
 
 #include <atomic>
 #include <random>
 
-#include "../grid.h"
 #include "../launch.h"
 #include "fwd.cuh"
 #include "instances.h"
@@ -21,18 +20,17 @@ inline unsigned long long next_launch() {
   return latest.fetch_add(2) & ~1ull;
 }
 
-inline std::string make_fwd_args(FwdArgs& a, const FwdParams& p, const Grid& grid, bool drawn) {
+inline FwdArgs make_fwd_args(const FwdCall& c, const Launch& l) {
   const auto steps = [&](const StridedView& x) {
-    return Steps{x.head_stride != 0, p.problem.is_varlen() || x.batch_stride != 0};
+    return Steps{x.head_stride != 0, c.p.problem.is_varlen() || x.batch_stride != 0};
   };
-  a = FwdArgs{p, grid, {}, steps(p.q), steps(p.k), steps(p.v)};
-  if (grid.ctas > INT32_MAX) return "the problem needs more than 2^31 - 1 tiles";
-  a.draw.num_items = static_cast<uint32_t>(grid.ctas);
-  if (drawn) {
-    a.draw.counter = static_cast<Counter*>(p.schedule);
+  FwdArgs a{c.p, l.grid, {}, steps(c.p.q), steps(c.p.k), steps(c.p.v)};
+  a.draw.num_items = static_cast<uint32_t>(l.tiles);
+  if (l.dynamic) {
+    a.draw.counter = part_of<Counter>(c.workspace, c.plan.workspace.tile_counters);
     a.draw.launch = next_launch();
   }
-  return {};
+  return a;
 }
 
 template <typename T>
@@ -47,25 +45,24 @@ std::string encode_fwd_maps(FwdMaps& maps, const FwdParams& p) {
   return error;
 }
 
-template <typename E, int D, int Dv, bool kLower = false>
-std::string launch_fwd(const FwdParams& p, const DeviceInfo& d) {
-  using T = FwdTraits<E, D, Dv, kLower>;
-  FwdArgs a;
+template <typename T>
+std::string launch_fwd_as(const FwdCall& c, const Launch& l) {
+  FwdArgs a = make_fwd_args(c, l);
+  a.kept = part_of<float>(c.workspace, c.plan.workspace.kv_stretches);
   FwdMaps maps;
-  const bool drawn = draws_items(p.problem) || draws_short_tiles(p.problem, d, T::kBlockM);
-  std::string error = make_fwd_args(a, p, fwd_grid(p.problem, d, T::kBlockM), drawn);
-  if (error.empty()) error = encode_fwd_maps<T>(maps, p);
+  const std::string error = encode_fwd_maps<T>(maps, c.p);
   if (!error.empty()) return "fwd_sm90: " + error;
-  const int64_t ctas = std::min<int64_t>(a.grid.ctas, d.num_sms);
-  if (has_long_keys(p.problem)) {
-    a.kept = reinterpret_cast<float*>(static_cast<char*>(p.schedule) + (drawn ? kCounterBytes : 0));
-  }
-  return launch("fwd_sm90", fwd_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
+  return launch_planned(l, fwd_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
-template <int D, int Dv, bool kLower = false>
-std::string run_fwd_hd(const FwdParams& p, const DeviceInfo& d) {
-  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_fwd<E, D, Dv, kLower>(p, d); });
+template <int D, int Dv>
+std::string launch_fwd(const FwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    if constexpr (D <= 128) {
+      if (l.block_m == fwd_tile(D, Dv, true).block_m()) return launch_fwd_as<FwdTraits<E, D, Dv, true>>(c, l);
+    }
+    return launch_fwd_as<FwdTraits<E, D, Dv, false>>(c, l);
+  });
 }
 
 }  // namespace flash_ext::sm90

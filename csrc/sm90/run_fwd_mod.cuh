@@ -1,5 +1,4 @@
-// From a forward request with modifiers to a launch, for one compiled head dim. Included by the instantiation files
-// only.
+// Launches of the Hopper forward with modifiers, for one compiled head dim. Included by the instantiation files only.
 #pragma once
 
 #include <cfloat>
@@ -41,14 +40,6 @@ inline ShortCapSeries short_cap_series(double unit, const Problem& p, const Modi
   return series_of<ShortCapSeries>(kTerms, 0.2, unit, p, m);
 }
 
-// Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias. One row
-// for all knows no end, behind which a bias would add 0.
-inline int staged_bias_rows(const BiasView& x, const Problem& p, int block_m) {
-  if (x.ptr == nullptr || !x.staged) return 0;
-  if (x.row_stride != 0) return block_m;
-  return x.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q) ? 1 : 0;
-}
-
 inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Problem& p, int box_rows) {
   static const EncodeTiled encode = find_encoder();
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
@@ -74,14 +65,12 @@ inline bool has_pairs(const BiasView& x, const Problem& p) {
   return x.aligned && x.has_room && (x.cols % 2 == 0 || (!p.is_varlen() && x.cols >= p.seqlen_k));
 }
 
-template <typename E, int D, int Dv, FwdModKind kKind>
-std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  using T = FwdModTraits<E, D, Dv, kKind>;
-  const Problem& r = p.problem;
-  const bool unequal = p.schedule != nullptr && draws_items(r, m);
-  const bool drawn = unequal || (p.schedule != nullptr && draws_short_tiles(r, d, T::kBlockM));
+template <typename T>
+std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
+  const Problem& r = c.p.problem;
+  const Modifiers& m = c.modifiers;
   FwdModArgs a{};
-  std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, unequal), drawn);
+  a.plain = make_fwd_args(c, l);
   a.m = m;
   a.m.bias.aligned = has_pairs(m.bias, r);
   if (T::kExponents) a.m.unit_log2 = 1.f;  // of the maxima
@@ -93,43 +82,39 @@ std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const Devi
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   a.q_slots = !T::kModTile.bias_apart && a.bias_rows > 0 ? 1 : T::kQSlots;
   FwdModMaps maps{};
-  if (error.empty()) error = encode_fwd_maps<T>(maps.plain, p);
+  std::string error = encode_fwd_maps<T>(maps.plain, c.p);
   if (error.empty() && a.bias_rows > 0) error = encode_bias_map(maps.bias, m.bias, r, a.bias_rows);
   if (!error.empty()) return "fwd_mod_sm90: " + error;
-  const int64_t ctas = std::min<int64_t>(a.plain.grid.ctas, d.num_sms);
-  return launch("fwd_mod_sm90", fwd_mod_sm90_kernel<T>, ctas, T::kThreads, T::kSmemBytes, p.stream, a, maps);
+  return launch_planned(l, fwd_mod_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
-template <typename E, int D, int Dv>
-std::string launch_fwd_mod(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  const bool changes = m.is_natural || p.problem.score_factor != 1.f;
-  // Kernels of their own are compiled for 25 s. Others would gain 0.03 to 0.08 of plain for dropout (head_dim 64, 192, 256)
-  // and 0.1 for a bias that TMA cannot read; what slopes, softcaps and biases would gain at other sizes is not measured.
-  if constexpr (has_tall_changes(D)) {
-    if (prefers_tall_slopes(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallSlopes>(p, m, d);
-    if (prefers_tall_cap(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallCap>(p, m, d);
-    if (prefers_tall_drops(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTallDrops>(p, m, d);
+template <typename E, int D>
+std::string launch_fwd_mod_kind(const FwdCall& c, const Launch& l) {
+  const auto of_kind = [&]<FwdModKind kKind>() { return launch_fwd_mod_as<FwdModTraits<E, D, D, kKind>>(c, l); };
+  if (l.block_m > 128) {
+    if constexpr (has_tall_changes(D)) {
+      if (l.variant == ScoreVariant::kSlopes) return of_kind.template operator()<FwdModKind::kTallSlopes>();
+      if (l.variant == ScoreVariant::kCap) return of_kind.template operator()<FwdModKind::kTallCap>();
+      if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kTallDrops>();
+    }
+    if constexpr (has_tall_tiles(D)) {
+      if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kTall>();
+    }
+    return not_compiled(l);
   }
   if constexpr (D == 128) {
-    const bool bias = m.bias.ptr != nullptr;
-    const bool alone = (m.softcap > 0.f) + (m.slopes != nullptr) + bias == 1 && m.rng == nullptr;
-    if (alone && !bias) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kExponents>(p, m, d);
-    constexpr int kBlockM = FwdModTraits<E, D, Dv, FwdModKind::kBias>::kBlockM;
-    if (alone && staged_bias_rows(m.bias, p.problem, kBlockM) > 0) {
-      return launch_fwd_mod_of<E, D, Dv, FwdModKind::kBias>(p, m, d);
-    }
-    if (m.rng != nullptr && !changes) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kDrops>(p, m, d);
+    if (l.variant == ScoreVariant::kExponents) return of_kind.template operator()<FwdModKind::kExponents>();
+    if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kBias>();
+    if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kDrops>();
   }
-  if (changes || m.rng != nullptr) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kAll>(p, m, d);
-  if constexpr (has_tall_tiles(D)) {
-    if (prefers_tall_tiles(p.problem, m, d)) return launch_fwd_mod_of<E, D, Dv, FwdModKind::kTall>(p, m, d);
-  }
-  return launch_fwd_mod_of<E, D, Dv, FwdModKind::kHides>(p, m, d);
+  if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kHides>();
+  if (l.variant == ScoreVariant::kAll) return of_kind.template operator()<FwdModKind::kAll>();
+  return not_compiled(l);
 }
 
-template <int D, int Dv>
-std::string run_fwd_mod_hd(const FwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  return dispatch_dtype(p.problem.dtype, [&]<typename E>() { return launch_fwd_mod<E, D, Dv>(p, m, d); });
+template <int D>
+std::string launch_fwd_mod(const FwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() { return launch_fwd_mod_kind<E, D>(c, l); });
 }
 
 }  // namespace flash_ext::sm90

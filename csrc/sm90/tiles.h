@@ -3,6 +3,7 @@
 
 #include <numeric>
 
+#include "../grid.h"
 #include "../heuristics.h"
 #include "../mask_kinds.h"
 #include "../modifiers.h"
@@ -35,9 +36,8 @@ struct FwdTile {
 };
 
 // Three warpgroups where 160 registers a thread hold output, scores and weights (dv / 2 + 3 / 4 block_n): more query
-// rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores. Then 64 keys, which
-// divide the usual lengths, although tiles of 80 or 96 do as well from 8k rows on (head_dim 128: 724 and 722 TFLOP/s):
-// 512 rows, causal, run at 310 with them and 265 with 80. What 64 keys leave of shared memory stages the output.
+// rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores. 64 keys divide the usual
+// lengths, and leave room to stage the output. Evidence: m192.
 //
 // `lower`, up to 128 columns: where tiles of 192 queries are too few to go round (prefers_lower_tiles()).
 constexpr FwdTile fwd_tile(int d, int dv, bool lower = false) {
@@ -112,11 +112,10 @@ inline int64_t kept_floats(const FwdTile& t, int head_dim_v) {  // of a CTA
 }
 inline bool has_long_keys(const Problem& p) { return (p.is_varlen() ? p.total_k : p.seqlen_k) > kStretches.above; }
 
-// Whether forward items of equal keys should be drawn because the last tile of a head has fewer rows. 132
-// multiprocessors and 3, 6, 11 or 22 tiles a head, which 512 to 4096 rows make: dealt in turn, the last ones come to the
-// same CTAs, and the others work as long as if all were whole. Drawn, and last in their group, they fill what is left of
-// its rounds. head_dim 128, 512 / 640 / 1k / 2k rows: 1.015, 1.08, 1.03, 1.006 times as fast; 64: 1.05, 1.085, 1.07, 1.02
-// (4k 1.03); 96: 1.01, 1.03, 1.05, 1.00. By count 1.12 times, but short rows also wait for memory.
+// Whether forward tiles of equal keys should be fetched dynamically because the last tile of a head has fewer rows. With
+// static scheduling 3, 6, 11 or 22 tiles a head, which 512 to 4096 rows make, put the short ones on the same CTAs of 132,
+// and the others work as long as if all were whole. Fetched, and last in their group, they fill what is left of its
+// rounds. Evidence: short-last-tiles.
 inline bool draws_short_tiles(const Problem& p, const DeviceInfo& d, int block_m) {
   const int64_t whole = p.seqlen_q / block_m, rows = p.seqlen_q % block_m, heads = int64_t{p.batch} * p.num_heads;
   if (p.is_varlen() || d.num_sms <= 0 || whole == 0 || rows == 0) return false;
@@ -136,12 +135,10 @@ inline bool draws_items(const Problem& p, const Modifiers& m) {
 }
 
 // Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that
-// has none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. Where the rounds
-// of higher tiles cover 1.2 times as many rows, lower ones were 1.13 to 1.34 times as fast with equal items of 256 keys
-// or more (1024 queries of 16k keys, 16 heads, head_dim 128: 754 for 587 TFLOP/s), at 1.125 times -5 to +2 %. Causal
-// items of a square are unequal and short: 1.02 to 1.09 at 1k rows, 0.96 to 1.00 below for few of them, 1.1 at 256 rows
-// for many. Items of a window count as equal: most are. Results may differ in their last bits between the two, hence
-// between batch sizes.
+// has none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. So where the
+// rounds of higher tiles cover 1.2 times as many rows; causal tiles of a square are unequal and short, and gain less.
+// Tiles of a window count as equal: most are. Results may differ in their last bits between the two, hence between batch
+// sizes. Evidence: m128-rounds.
 inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   if (p.is_varlen() || d.num_sms <= 0) return false;
   const auto tiles = [&](int64_t rows) { return (p.seqlen_q + rows - 1) / rows * p.batch * p.num_heads; };
@@ -152,53 +149,63 @@ inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   return p.seqlen_k >= 1024 || (p.seqlen_k >= 192 && tiles(128) >= 2 * d.num_sms);
 }
 
-inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d) {
-  return d.lower_tiles >= 0 ? d.lower_tiles == 1 : !d.batch_invariant && prefers_lower_tiles(p, d);
+inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return c.fwd_block_m ? *c.fwd_block_m == 128 : !d.batch_invariant && prefers_lower_tiles(p, d);
+}
+
+// Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias. One row
+// for all knows no end, behind which a bias would add 0.
+inline int staged_bias_rows(const BiasView& x, const Problem& p, int block_m) {
+  if (x.ptr == nullptr || !x.staged) return 0;
+  if (x.row_stride != 0) return block_m;
+  return x.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q) ? 1 : 0;
 }
 
 // Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that
-// they leave most tiles whole or hide them, and where there are enough items of 192 queries. Bool masks, which are
-// mixed in all places, stay with lower and wider tiles, whose words are fetched ahead (a random mask: 0.67 of plain
-// there, 0.60 in tall ones). So do maps of blocks of 128 or more, of which a tile of 192 rows meets two (a quarter
-// visited: 0.65 and 0.51). Of blocks of 64, which a warpgroup's rows match, tall tiles visit fewer (0.23 and 0.41; a
-// half 0.32 and 0.58).
+// they leave most tiles whole or hide them, and where there are enough tiles of 192 queries. Bool masks, which are
+// mixed in all places, stay with lower and wider tiles, whose words are fetched ahead. So do maps of blocks of 128 or
+// more, of which a tile of 192 rows meets two. Of blocks of 64, which a warpgroup's rows match, tiles of 192 visit
+// fewer. Evidence: masked-m192.
 inline bool has_mixed_tiles(const Modifiers& m) {
   const bool blocks_fit = m.block_rows >= 64 && m.block_rows < 128;
   return (m.mask.words != nullptr && m.mask.row_stride != 0) || (m.blocks.words != nullptr && !blocks_fit);
 }
-inline bool tall_tiles_fit(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  return !has_mixed_tiles(m) && !takes_lower_tiles(p, d);
+inline bool tall_tiles_fit(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
+  return !has_mixed_tiles(m) && !takes_lower_tiles(p, d, c);
 }
-inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
   const bool adds = m.is_natural || !(p.softmax_scale > 0.f) || m.rng != nullptr;
-  return !adds && tall_tiles_fit(p, m, d);
+  return !adds && tall_tiles_fit(p, m, d, c);
 }
 
 // The same of calls with one modifier of scores or weights beside what hides, at head_dim 128. With slopes, which are
 // divided by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16
 // weights overflowed, so those calls stay with the other kernel.
 constexpr bool has_tall_changes(int d) { return d == 128; }
-inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
   const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
   const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
-  return alone && divides && tall_tiles_fit(p, m, d);
+  return alone && divides && tall_tiles_fit(p, m, d, c);
 }
-inline bool prefers_tall_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
+inline bool prefers_tall_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
   const bool alone = m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr && m.rng == nullptr;
-  return alone && tall_tiles_fit(p, m, d);
+  return alone && tall_tiles_fit(p, m, d, c);
 }
-inline bool prefers_tall_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d) {
-  return m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f && tall_tiles_fit(p, m, d);
+inline bool prefers_tall_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
+  return m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f && tall_tiles_fit(p, m, d, c);
 }
 
-// Heads whose items run side by side. Items of equal length: enough heads that no more than a quarter of the CTAs
-// stream the same tiles at once; with one head all of them ask one place of the L2 cache (16k rows: 663 TFLOP/s with
-// one, 699 with four), with many each tile comes once for every CTA. Items of different lengths run longest first in a
-// group: groups whose K and V take half of the L2 cache, or more for three and a half items a CTA as long as eight CTAs
-// share a head, and equal ones, because the last group ends with what is left (head_dim 256, 16k rows: 685 TFLOP/s with
-// one head, 778 with four). Packed sequences, whose long ones may come last, have 20 items a CTA: the CTAs work on a few
-// sequences at a time, and those fit the cache (16 heads of 128, causal, for 3.5 items: 64 documents, half of 16k rows
-// in six of them, 427 and 498 TFLOP/s, 8 documents of 2048 591 and 633, ragged ones 658 and 696).
+// Heads whose tiles run side by side. Tiles of equal length: enough heads that no more than a quarter of the CTAs
+// stream the same K and V at once; with one head all of them ask one place of the L2 cache, with many each tile comes
+// once for every CTA. Tiles of different lengths run longest first in a group: groups whose K and V take half of the L2
+// cache, or more for three and a half tiles a CTA as long as eight CTAs share a head, and equal ones, because the last
+// group ends with what is left. Packed sequences, whose long ones may come last, have 20 tiles a CTA: the CTAs work on a
+// few sequences at a time, and those fit the cache. Evidence: fwd-head-groups.
 constexpr int heads_in_group(bool drawn, int64_t head_slots, int64_t blocks, int fit, int num_sms,
                              bool packed = false) {
   if (!drawn) {
@@ -207,11 +214,29 @@ constexpr int heads_in_group(bool drawn, int64_t head_slots, int64_t blocks, int
   }
   const int64_t items = (packed ? 40 : 7) * static_cast<int64_t>(num_sms) / 2;
   const int64_t shared_well = std::min<int64_t>((items + blocks - 1) / blocks, num_sms / 8);
-  // Short heads, many of which the cache holds, go one and a half items a CTA side by side: 512 causal rows run at 287
-  // TFLOP/s with 64 heads and 281 with 128 (head_dim 128), at 237 and 231 with 256 (64).
+  // Short heads, many of which the cache holds, go one and a half tiles a CTA side by side.
   const int64_t cached = blocks <= 4 ? std::min<int64_t>(fit, (3 * int64_t{num_sms} / 2 + blocks - 1) / blocks) : fit;
   const int64_t groups = std::max<int64_t>(1, head_slots / std::max<int64_t>({1, cached, shared_well}));
   return static_cast<int>((head_slots + groups - 1) / groups);
+}
+
+// Items in the order in which CTAs take them; `ctas` counts items, of which a CTA takes many. `unequal`: in their keys.
+inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m, bool unequal) {
+  Grid g = make_grid(p, d, true, block_m);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  int heads = heads_in_group(unequal, g.head_slots, g.blocks, g.heads_in_group.divisor, d.num_sms, p.is_varlen());
+  if (!unequal && draws_short_tiles(p, d, block_m)) {
+    // Few, so that their K and V come from memory once.
+    heads = std::clamp(d.num_sms / static_cast<int>(4 * g.blocks), 1, static_cast<int>(g.head_slots));
+    g.first_block = 0;
+  }
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  return g;
+}
+
+inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
+  return fwd_grid(p, d, block_m, draws_items(p));
 }
 
 }  // namespace flash_ext::sm90

@@ -219,8 +219,7 @@ bool agrees(const Case& c, int splits, bool lazy) {
   DeviceInfo device;
   device.num_sms = 132;
   device.smem_per_block = kSmemLimitLarge;
-  device.splits = splits;
-  const SplitGrid g = make_split_grid(x.p.problem, device);
+  const SplitGrid g = make_split_grid(x.p.problem, device, splits);
   x.workspace.assign(g.workspace_bytes() / 8 + 2, ~uint64_t{0});  // NaN
   x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
   emu::lazy = lazy;

@@ -1,0 +1,68 @@
+// A call on its way to the kernels: the plan and everything a launch adds to it. No torch, no CUDA headers.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "plan.h"
+
+namespace flash_ext {
+
+// A part of a workspace that begins at `workspace`, null where the plan has none.
+template <typename T>
+T* part_of(std::byte* workspace, const Part& part) {
+  return part ? reinterpret_cast<T*>(workspace + part.offset) : nullptr;
+}
+
+struct FwdCall {
+  const Plan& plan;
+  FwdParams p;           // without p.schedule, which each launch sets
+  Modifiers modifiers;   // of plain calls none
+  std::byte* workspace;  // of plan.workspace.bytes, on 128 bytes, holding anything
+};
+
+struct BwdCall {
+  const Plan& plan;
+  BwdParams p;          // without pointers into the workspace
+  Modifiers modifiers;  // of plain calls none
+  BiasGradient dbias, dslopes;
+  std::byte* workspace;
+  BwdParams whole = {};  // with GQA splits: the call as it came, while `p` has the splits as key heads
+
+  // As portable kernels see the workspace, and as those for Hopper do. `l`: the launch that is to read it.
+  BwdParams portable(const Launch& l) const;
+  BwdParams hopper() const;
+};
+
+// Runs the launches of a plan, in order. An empty string, or what went wrong.
+std::string run(FwdCall call);
+std::string run(BwdCall call);
+
+// ---- instances ----------------------------------------------------------------------------------
+
+// What csrc/inst/ compiles of a family of kernels for one pair of head sizes.
+template <typename Call>
+struct Instance {
+  int head_dim, head_dim_v;
+  std::string (*launch)(const Call&, const Launch&);
+};
+using FwdInstance = Instance<FwdCall>;
+using BwdInstance = Instance<BwdCall>;
+using FwdInstances = std::span<const FwdInstance>;
+using BwdInstances = std::span<const BwdInstance>;
+
+template <auto kValue>
+struct Constant {};
+
+// make(Constant<kSizes[i]>{}) for each i.
+template <const auto& kSizes, typename Make>
+constexpr auto instances_of(const Make& make) {
+  return [&]<size_t... I>(std::index_sequence<I...>) {
+    return std::to_array({make(Constant<kSizes[I]>{})...});
+  }(std::make_index_sequence<std::size(kSizes)>());
+}
+
+}  // namespace flash_ext

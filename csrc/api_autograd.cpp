@@ -17,41 +17,37 @@ using torch::autograd::variable_list;
 
 // ---- autograd -----------------------------------------------------------------------------------
 
+// The numbers of a call, kept for its backward; tensors are saved apart.
+constexpr std::tuple kKept = std::tuple_cat(fields::kProblem, std::tuple{Field{"deterministic", &CallArgs::deterministic}});
+
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
-                               const Tensor& v, const OptionalTensor& cu_seqlens_q,
-                               const OptionalTensor& cu_seqlens_k, SymInt max_seqlen_q,
-                               SymInt max_seqlen_k, double softmax_scale, SymInt window_left,
-                               SymInt window_right, bool deterministic, OptionalName path) {
-    deterministic = is_deterministic(deterministic);
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, CallArgs a) {
+    a.deterministic = is_deterministic(a.deterministic);
     FwdResult result;
     {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      result = call_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                        softmax_scale, window_left, window_right, deterministic, path,
-                        /*wide=*/false);
+      result = call_fwd(q, k, v, a);
     }
     const auto& [out, lse] = result;
-    ctx->save_for_backward(
-        {q, k, v, out, lse, cu_seqlens_q.value_or(Tensor()), cu_seqlens_k.value_or(Tensor())});
+    ctx->save_for_backward({q, k, v, out, lse, a.cu_seqlens_q.value_or(Tensor()), a.cu_seqlens_k.value_or(Tensor())});
     ctx->set_materialize_grads(false);
     auto& saved = ctx->saved_data;
-    saved["max_seqlen_q"] = std::move(max_seqlen_q);
-    saved["max_seqlen_k"] = std::move(max_seqlen_k);
-    saved["softmax_scale"] = softmax_scale;
-    saved["window_left"] = std::move(window_left);
-    saved["window_right"] = std::move(window_right);
-    saved["deterministic"] = deterministic;
-    if (path.has_value()) saved["path"] = std::string(*path);
+    const auto keep = [&](const auto& field) {
+      const auto& value = a.*field.member;
+      if constexpr (!std::is_same_v<std::remove_cvref_t<decltype(value)>, OptionalTensor>) {
+        saved[std::string(field.name)] = value;
+      }
+    };
+    std::apply([&](const auto&... field) { (keep(field), ...); }, kKept);
+    if (a.path.has_value()) saved["path"] = std::string(*a.path);
     return {out, lse};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    constexpr size_t kNumArguments = 12;  // of forward, without ctx
-    variable_list result(kNumArguments);
+    variable_list result(4);  // of q, k, v and the rest
     Tensor dout = grads[0];
     const Tensor dlse = grads[1];
     if (!dout.defined() && !dlse.defined()) return result;
@@ -64,14 +60,20 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
       return t.defined() ? OptionalTensor(t) : std::nullopt;
     };
     auto& saved = ctx->saved_data;
+    CallArgs a;
+    a.dlse = optional(dlse);
+    a.cu_seqlens_q = optional(tensors[5]);
+    a.cu_seqlens_k = optional(tensors[6]);
+    const auto restore = [&](const auto& field) {
+      auto& value = a.*field.member;
+      using T = std::remove_cvref_t<decltype(value)>;
+      if constexpr (!std::is_same_v<T, OptionalTensor>) value = saved[std::string(field.name)].template to<T>();
+    };
+    std::apply([&](const auto&... field) { (restore(field), ...); }, kKept);
     const auto path = saved.find("path");
     const std::string path_name = path == saved.end() ? "" : path->second.toStringRef();
-    const auto [dq, dk, dv] = call_bwd(
-        dout, q, k, v, out, lse, optional(dlse), optional(tensors[5]), optional(tensors[6]),
-        saved["max_seqlen_q"].toSymInt(), saved["max_seqlen_k"].toSymInt(),
-        saved["softmax_scale"].toDouble(), saved["window_left"].toSymInt(),
-        saved["window_right"].toSymInt(), saved["deterministic"].toBool(),
-        path_name.empty() ? OptionalName() : OptionalName(path_name), /*wide=*/false);
+    if (!path_name.empty()) a.path = path_name;
+    const auto [dq, dk, dv] = call_bwd(dout, q, k, v, out, lse, a);
     if (ctx->needs_input_grad(0)) result[0] = dq;
     if (ctx->needs_input_grad(1)) result[1] = dk;
     if (ctx->needs_input_grad(2)) result[2] = dv;
@@ -81,86 +83,67 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
 bool has_tangent(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
 
-FwdResult fwd_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
-                       const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                       SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
-                       SymInt window_left, SymInt window_right, bool deterministic,
-                       OptionalName path, bool wide) {
+FwdResult fwd_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !has_tangent(q) && !has_tangent(k) && !has_tangent(v),
       "forward-mode automatic differentiation of attention is not implemented; use reverse mode.");
   if (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad())) {
     // Autograd wants a gradient in the dtype of out, which the backward takes in that of q only.
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !wide || !c10::isReducedFloatingType(q.scalar_type()),
+        !a.wide || !c10::isReducedFloatingType(q.scalar_type()),
         "out_dtype: a result wider than q has no gradient; call forward under torch.no_grad(), and "
         "backward for the gradients.");
-    variable_list result = AttentionFunction::apply(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k),
-        softmax_scale, std::move(window_left), std::move(window_right), deterministic, path);
+    variable_list result = AttentionFunction::apply(q, k, v, a);
     return {std::move(result[0]), std::move(result[1])};
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
-                  std::move(max_seqlen_k), softmax_scale, std::move(window_left),
-                  std::move(window_right), deterministic, path, wide);
+  return call_fwd(q, k, v, a);
 }
 
 // ---- autocast -----------------------------------------------------------------------------------
 
+// Tensors in the dtype of the autocast region.
 template <c10::DeviceType kDevice>
-FwdResult fwd_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
-                       const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                       SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
-                       SymInt window_left, SymInt window_right, bool deterministic,
-                       OptionalName path, bool wide) {
+struct Cast {
+  c10::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  Tensor operator()(const Tensor& t) const { return at::autocast::cached_cast(dtype, t, kDevice); }
+};
+
+template <c10::DeviceType kDevice>
+FwdResult fwd_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const auto dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [dtype](const Tensor& t) {
-    return at::autocast::cached_cast(dtype, t, kDevice);
-  };
-  return call_fwd(cast(q), cast(k), cast(v), cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
-                  std::move(max_seqlen_k), softmax_scale, std::move(window_left),
-                  std::move(window_right), deterministic, path, wide);
+  const Cast<kDevice> cast;
+  return call_fwd(cast(q), cast(k), cast(v), a);
 }
 
 // For direct calls of backward inside an autocast region; autograd arrives here with dtypes that
 // agree.
 template <c10::DeviceType kDevice>
-BwdResult bwd_autocast(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                       const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
-                       const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                       SymInt max_seqlen_q, SymInt max_seqlen_k, double softmax_scale,
-                       SymInt window_left, SymInt window_right, bool deterministic,
-                       OptionalName path, bool wide) {
+BwdResult bwd_autocast(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                       const Tensor& lse, const CallArgs& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const auto dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [dtype](const Tensor& t) {
-    return at::autocast::cached_cast(dtype, t, kDevice);
-  };
-  return call_bwd(cast(dout), cast(q), cast(k), cast(v), cast(out), lse, dlse, cu_seqlens_q,
-                  cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k), softmax_scale,
-                  std::move(window_left), std::move(window_right), deterministic, path, wide);
+  const Cast<kDevice> cast;
+  return call_bwd(cast(dout), cast(q), cast(k), cast(v), cast(out), lse, a);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
-  m.impl("fwd", &fwd_autograd);
+  m.impl("fwd", &FwdOperator::entry<fwd_autograd>);
   // A second derivative raises instead of being silently zero.
   m.impl("bwd", torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {
-  m.impl("fwd", &fwd_autocast<c10::DeviceType::CUDA>);
-  m.impl("bwd", &bwd_autocast<c10::DeviceType::CUDA>);
+  m.impl("fwd", &FwdOperator::entry<fwd_autocast<c10::DeviceType::CUDA>>);
+  m.impl("bwd", &BwdOperator::entry<bwd_autocast<c10::DeviceType::CUDA>>);
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) {
-  m.impl("fwd", &fwd_autocast<c10::DeviceType::CPU>);
-  m.impl("bwd", &bwd_autocast<c10::DeviceType::CPU>);
+  m.impl("fwd", &FwdOperator::entry<fwd_autocast<c10::DeviceType::CPU>>);
+  m.impl("bwd", &BwdOperator::entry<bwd_autocast<c10::DeviceType::CPU>>);
 }
 
 }  // namespace flash_ext

@@ -35,30 +35,32 @@ int64_t resolved_window_right(bool causal, int64_t window_right) {
   return causal && window_right >= -1 ? 0 : window_right;
 }
 
-// Same result as torch.ops.flash_ext.fwd at less than half the cost: it enters the same dispatcher,
-// but without boxing the arguments.
-FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
-              const OptionalTensor& cu_seqlens_k, OptionalInt max_seqlen_q,
-              OptionalInt max_seqlen_k, std::optional<double> softmax_scale, bool causal,
-              int64_t window_left, int64_t window_right, bool deterministic,
-              const std::optional<std::string>& path) {
-  return call_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q.value_or(0),
-                  max_seqlen_k.value_or(0), resolved_scale(softmax_scale, q), window_left,
-                  resolved_window_right(causal, window_right), deterministic, path,
-                  /*wide=*/false);
+CallArgs args_of(const Tensor& q, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                 OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, std::optional<double> softmax_scale, bool causal,
+                 int64_t window_left, int64_t window_right, bool deterministic, const std::optional<std::string>& path) {
+  CallArgs a;
+  a.cu_seqlens_q = cu_seqlens_q, a.cu_seqlens_k = cu_seqlens_k;
+  a.max_seqlen_q = max_seqlen_q.value_or(0), a.max_seqlen_k = max_seqlen_k.value_or(0);
+  a.softmax_scale = resolved_scale(softmax_scale, q);
+  a.window_left = window_left, a.window_right = resolved_window_right(causal, window_right);
+  a.deterministic = deterministic;
+  if (path.has_value()) a.path = *path;
+  return a;
 }
 
-BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-              const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
-              const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-              OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-              std::optional<double> softmax_scale, bool causal, int64_t window_left,
-              int64_t window_right, bool deterministic, const std::optional<std::string>& path) {
-  return call_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k,
-                  max_seqlen_q.value_or(0), max_seqlen_k.value_or(0),
-                  resolved_scale(softmax_scale, q), window_left,
-                  resolved_window_right(causal, window_right), deterministic, path,
-                  /*wide=*/false);
+// Same result as torch.ops.flash_ext.fwd at less than half the cost: it enters the same dispatcher,
+// but without boxing the arguments.
+template <typename... Args>
+FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Args&... args) {
+  return call_fwd(q, k, v, args_of(q, args...));
+}
+
+template <typename... Args>
+BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+              const Tensor& lse, const OptionalTensor& dlse, const Args&... args) {
+  CallArgs a = args_of(q, args...);
+  a.dlse = dlse;
+  return call_bwd(dout, q, k, v, out, lse, a);
 }
 
 // ---- plans, switches, records -------------------------------------------------------------------
@@ -344,17 +346,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Kernels and operators of flash_ext; use the functions of the package instead of these.";
   m.attr("build_info") = build_facts();
 
-  m.def("fwd", wrap_pybind_function_no_gil(fwd), py::arg("q"), py::arg("k"), py::arg("v"),
+  m.def("fwd", wrap_pybind_function_no_gil(fwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt,
+                                        std::optional<double>, bool, int64_t, int64_t, bool, std::optional<std::string>>), py::arg("q"), py::arg("k"), py::arg("v"),
         py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"),
         py::arg("max_seqlen_k"), py::arg("softmax_scale"), py::arg("causal"),
         py::arg("window_left"), py::arg("window_right"), py::arg("deterministic"), py::arg("path"));
-  m.def("bwd", wrap_pybind_function_no_gil(bwd), py::arg("dout"), py::arg("q"), py::arg("k"),
+  m.def("bwd", wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt,
+                                        std::optional<double>, bool, int64_t, int64_t, bool, std::optional<std::string>>), py::arg("dout"), py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("dlse"), py::arg("cu_seqlens_q"),
         py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
         py::arg("softmax_scale"), py::arg("causal"), py::arg("window_left"),
         py::arg("window_right"), py::arg("deterministic"), py::arg("path"));
-  m.def("check_fwd", wrap_pybind_function(check_fwd));
-  m.def("check_bwd", wrap_pybind_function(check_bwd));
+  // The operators' arguments in their order, without `wide`, and nothing but the checks.
+  m.def("check_fwd", wrap_pybind_function(&Operator<void, 3, fields::kFwdChecked>::entry<check_fwd>));
+  m.def("check_bwd", wrap_pybind_function(&Operator<void, 6, fields::kBwdChecked>::entry<check_bwd>));
+  m.def("check_fwd_mod", wrap_pybind_function(&Operator<void, 3, fields::kFwdModChecked>::entry<check_fwd_mod>));
+  m.def("check_bwd_mod", wrap_pybind_function(&Operator<void, 6, fields::kBwdModChecked>::entry<check_bwd_mod>));
 
   m.def("path_names", &path_names);
   m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",

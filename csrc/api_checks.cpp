@@ -3,11 +3,15 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
+#include <set>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "api.h"
 #include "path_choice.h"
@@ -152,29 +156,27 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
                     num_heads, " and ", num_heads_k, ".");
 }
 
-void check_options(const Tensor& q, const SymInt& max_seqlen_q, const SymInt& max_seqlen_k,
-                   double softmax_scale, const SymInt& window_left, const SymInt& window_right,
-                   OptionalName path) {
-  TORCH_CHECK_VALUE(std::isfinite(softmax_scale), "softmax_scale must be finite, got ",
-                    softmax_scale, ".");
+void check_options(const Tensor& q, const CallArgs& a) {
+  TORCH_CHECK_VALUE(std::isfinite(a.softmax_scale), "softmax_scale must be finite, got ",
+                    a.softmax_scale, ".");
   TORCH_CHECK_VALUE(
-      at_most(-1, window_left) && at_most(-1, window_right),
+      at_most(-1, a.window_left) && at_most(-1, a.window_right),
       "window must be (left, right) with values of at least -1 (-1 is unlimited), got (",
-      window_left, ", ", window_right, ").");
-  TORCH_CHECK_VALUE(at_most(0, max_seqlen_q), "max_seqlen_q must not be negative, got ",
-                    max_seqlen_q, "; leave it out when unknown.");
-  TORCH_CHECK_VALUE(at_most(0, max_seqlen_k), "max_seqlen_k must not be negative, got ",
-                    max_seqlen_k, "; leave it out when unknown.");
-  if (!path.has_value()) return;
+      a.window_left, ", ", a.window_right, ").");
+  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_q), "max_seqlen_q must not be negative, got ",
+                    a.max_seqlen_q, "; leave it out when unknown.");
+  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_k), "max_seqlen_k must not be negative, got ",
+                    a.max_seqlen_k, "; leave it out when unknown.");
+  if (!a.path.has_value()) return;
   Choice choice;
-  const std::string error = parse_choice(*path, choice);
-  TORCH_CHECK_VALUE(error.empty() && !path->empty(), "path must be None (automatic) or one of ",
-                    path_names(), ", got '", *path, "'", error.empty() ? "" : ": ", error, ".");
-  if (q.is_cpu() && *path != "cpu") {
+  const std::string error = parse_choice(*a.path, choice);
+  TORCH_CHECK_VALUE(error.empty() && !a.path->empty(), "path must be None (automatic) or one of ",
+                    path_names(), ", got '", *a.path, "'", error.empty() ? "" : ": ", error, ".");
+  if (q.is_cpu() && *a.path != "cpu") {
     std::string text;
     for (const Path& gpu_path : gpu_paths())
       text += std::string(gpu_path.name) + " path: q is on cpu; ";
-    TORCH_CHECK_VALUE(false, "path '", *path, "' cannot run this call. ", text,
+    TORCH_CHECK_VALUE(false, "path '", *a.path, "' cannot run this call. ", text,
                       "cpu path: accepts. Leave path out, or move q, k and v to a GPU.");
   }
 }
@@ -203,31 +205,109 @@ void check_row_statistic(const Tensor& t, const char* name, const Tensor& q) {
   }
 }
 
+// ---- modifiers ----------------------------------------------------------------------------------
+
+// What a dimension may be; nothing: any size.
+using Sizes = std::vector<SymInt>;
+
+bool is_any_of(const SymInt& size, const Sizes& allowed) {
+  return allowed.empty() || std::any_of(allowed.begin(), allowed.end(), [&](const SymInt& one) {
+           const auto x = size.maybe_as_int(), y = one.maybe_as_int();
+           return x && y ? *x == *y : size.sym_eq(one).guard_bool(__FILE__, __LINE__);
+         });
+}
+
+void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
+                    std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous) {
+  if (!t.has_value()) return;
+  if (std::find(dtypes.begin(), dtypes.end(), t->scalar_type()) == dtypes.end()) {
+    std::set<std::string> names;
+    for (const auto dtype : dtypes) names.insert("torch." + std::string(c10::getDtypeNames(dtype).first));
+    std::string wanted;
+    for (const std::string& one : names) wanted += (wanted.empty() ? "" : " or ") + one;
+    TORCH_CHECK_TYPE(false, name, " must be ", wanted, ", got ", dtype_of(*t), ".");
+  }
+  TORCH_CHECK_VALUE(t->device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t->device(),
+                    ".");
+  bool fits = t->dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; fits && i < sizes.size(); ++i) fits = is_any_of(t->sym_size(static_cast<int64_t>(i)), sizes[i]);
+  if (!fits) {
+    std::ostringstream wanted;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      wanted << (i == 0 ? "" : ", ") << (sizes[i].empty() ? "any" : "");
+      for (size_t j = 0; j < sizes[i].size(); ++j) wanted << (j == 0 ? "" : " or ") << sizes[i][j];
+    }
+    TORCH_CHECK_VALUE(false, name, " must have shape (", wanted.str(), "), got ", shape_of(*t), ".");
+  }
+  TORCH_CHECK_VALUE(!contiguous || t->is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
+}
+
+// Dtypes, devices and shapes of what the arguments point to. Values stay on the device; kernels clamp them. The public
+// functions check more, in the caller's words.
+void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
+  const bool packed = a.cu_seqlens_q.has_value();
+  const SymInt batch = packed ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+  const SymInt rows = q.sym_size(-3), heads = q.sym_size(-2), keys = k.sym_size(-3);
+  const Sizes any;
+  const auto shape = [&](bool with_batch, std::initializer_list<Sizes> rest) {
+    std::vector<Sizes> sizes;
+    if (with_batch) sizes.push_back({batch, 1});
+    sizes.insert(sizes.end(), rest);
+    return sizes;
+  };
+  const auto of_scores = shape(true, {{heads, 1}, packed ? any : Sizes{rows, 1}, packed ? any : Sizes{keys, 1}});
+  const auto of_positions = [&](const SymInt& length) {
+    return packed ? std::vector<Sizes>{{length}} : std::vector<Sizes>{{batch}, {length}};
+  };
+  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+
+  check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
+  check_modifier(a.mask, "mask", q, {at::kBool}, of_scores, false);
+  check_modifier(a.document_q, "document_q", q, {at::kInt}, of_positions(rows), true);
+  check_modifier(a.document_k, "document_k", q, {at::kInt}, of_positions(keys), true);
+  check_modifier(a.prefix_lens, "prefix_lens", q, {at::kInt}, {{batch}}, true);
+  check_modifier(a.hidden_rows, "hidden_rows", q, {at::kInt}, shape(!packed, {{heads, 1}, {keys}, {2, 4}}), true);
+  check_modifier(a.hidden_keys, "hidden_keys", q, {at::kInt}, shape(!packed, {{heads, 1}, {rows}, {2, 4}}), true);
+  const bool has_batch = a.slopes.has_value() && a.slopes->dim() != 1;
+  check_modifier(a.slopes, "slopes", q, {statistic},
+                 has_batch ? std::vector<Sizes>{{batch}, {heads}} : std::vector<Sizes>{{heads}}, true);
+  check_modifier(a.sinks, "sinks", q, {statistic}, {{heads}}, true);
+  check_modifier(a.rng, "rng", q, {at::kLong}, {{2}}, true);
+  TORCH_CHECK_VALUE(a.document_q.has_value() == a.document_k.has_value(),
+                    "document_q and document_k must be given together.");
+  TORCH_CHECK_VALUE(a.softcap >= 0 && std::isfinite(a.softcap),
+                    "softcap must be 0 (off) or a positive finite number, got ", a.softcap, ".");
+  TORCH_CHECK_VALUE(a.dropout_p >= 0 && a.dropout_p <= 1, "dropout_p must be a probability from 0 to 1, got ",
+                    a.dropout_p, ".");
+  TORCH_CHECK_VALUE(a.dropout_p == 0 || a.rng.has_value(), "rng must be given with dropout_p ", a.dropout_p, ".");
+  TORCH_CHECK_VALUE(at_most(0, a.sink_tokens) && at_most(0, a.chunk),
+                    "sink_tokens and chunk must not be negative, got ", a.sink_tokens, " and ", a.chunk, ".");
+  if (!a.blocks.has_value()) return;
+  const SymInt &m = a.block_rows, &n = a.block_cols;
+  TORCH_CHECK_VALUE(at_most(1, m) && at_most(1, n) && equal(m % 16, 0) && equal(n % 16, 0),
+                    "block_rows and block_cols must be positive multiples of 16, got (", m, ", ", n, ").");
+  const auto count = [](const SymInt& length, const SymInt& size) { return (length + size - 1) / size; };
+  check_modifier(a.blocks, "blocks", q, {at::kBool},
+                 shape(true, {{heads, 1}, packed ? any : Sizes{count(rows, m)}, packed ? any : Sizes{count(keys, n)}}),
+                 false);
+}
+
 }  // namespace
 
-void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-               const SymInt& max_seqlen_q, const SymInt& max_seqlen_k, double softmax_scale,
-               const SymInt& window_left, const SymInt& window_right, bool /*deterministic*/,
-               OptionalName path) {
+void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   check_devices(q, k, v);
   check_dtypes(q, k, v);
-  check_packed_or_dense(q, k, v, cu_seqlens_q, cu_seqlens_k);
+  check_packed_or_dense(q, k, v, a.cu_seqlens_q, a.cu_seqlens_k);
   check_shapes(q, k, v);
   check_unit_stride(q, "q");
   check_unit_stride(k, "k");
   check_unit_stride(v, "v");
-  check_options(q, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, path);
+  check_options(q, a);
 }
 
-void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-               const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
-               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-               const SymInt& max_seqlen_q, const SymInt& max_seqlen_k, double softmax_scale,
-               const SymInt& window_left, const SymInt& window_right, bool deterministic,
-               OptionalName path) {
-  check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-            window_left, window_right, deterministic, path);
+void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+               const Tensor& lse, const CallArgs& a) {
+  check_fwd(q, k, v, a);
   std::vector<SymInt> out_shape = q.sym_sizes().vec();
   out_shape.back() = v.sym_size(-1);
   TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out must have the dtype of q, ",
@@ -238,7 +318,18 @@ void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tenso
                    dtype_of(q), ", got ", dtype_of(dout), ".");
   check_like(dout, "dout", q, out_shape);
   check_row_statistic(lse, "lse", q);
-  if (dlse.has_value()) check_row_statistic(*dlse, "dlse", q);
+  if (a.dlse.has_value()) check_row_statistic(*a.dlse, "dlse", q);
+}
+
+void check_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_fwd(q, k, v, a);
+  check_modifiers(q, k, a);
+}
+
+void check_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                   const Tensor& lse, const CallArgs& a) {
+  check_bwd(dout, q, k, v, out, lse, a);
+  check_modifiers(q, k, a);
 }
 
 }  // namespace flash_ext

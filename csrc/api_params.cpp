@@ -57,22 +57,19 @@ static DType dtype_of(const Tensor& t) {
   return DType::kBFloat16;
 }
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   double softmax_scale, int64_t window_left, int64_t window_right,
-                   bool top_left) {
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   Problem p;
   p.dtype = dtype_of(q);
   p.num_heads = static_cast<int32_t>(q.size(-2));
   p.num_heads_k = static_cast<int32_t>(k.size(-2));
   p.head_dim = static_cast<int32_t>(q.size(-1));
   p.head_dim_v = static_cast<int32_t>(v.size(-1));
-  if (cu_seqlens_q.has_value()) {
-    p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
+  if (a.cu_seqlens_q.has_value()) {
+    p.batch = static_cast<int32_t>(a.cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);
     p.total_k = k.size(0);
-    p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
-    p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
+    p.cu_seqlens_q = a.cu_seqlens_q->const_data_ptr<int32_t>();
+    p.cu_seqlens_k = a.cu_seqlens_k->const_data_ptr<int32_t>();
   } else {
     p.batch = static_cast<int32_t>(q.size(0));
     p.seqlen_q = static_cast<int32_t>(q.size(1));
@@ -80,8 +77,8 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
     p.total_q = q.size(0) * q.size(1);
     p.total_k = k.size(0) * k.size(1);
   }
-  p.softmax_scale = static_cast<float>(softmax_scale);
-  set_window(p, window_left, window_right, top_left);
+  p.softmax_scale = static_cast<float>(a.softmax_scale);
+  set_window(p, a.window_left.expect_int(), a.window_right.expect_int(), a.top_left);
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
 }

@@ -11,10 +11,6 @@
 #include <nvtx3/nvtx3.hpp>
 #endif
 
-namespace torch {
-class Library;  // its header takes longer to read than all others here together: 4 s
-}  // namespace torch
-
 namespace flash_ext {
 
 #if __has_include(<nvtx3/nvtx3.hpp>)
@@ -46,10 +42,7 @@ inline bool is_deterministic(bool asked, const DeviceInfo& info) {
 // `aligned` holds when every row starts on a 16-byte boundary.
 StridedView view_of(const Tensor& t);
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   double softmax_scale, int64_t window_left, int64_t window_right,
-                   bool top_left = false);
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
 
 // As at::empty and at::empty_strided, whose headers take 3 s to read in each file.
 Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
@@ -98,38 +91,14 @@ inline std::byte* pointer_to(const Tensor& workspace) {
 void launch(const Path& path, const FwdCall& call);
 void launch(const Path& path, const BwdCall& call, bool noted = true);
 
-// Records and runs the backward without modifiers, whose workspace it makes: `params` has everything else (api.cpp).
-void launch_bwd(const Path& path, const Constraints& constraints, const BwdParams& params, const DeviceInfo& info,
-                const Tensor& q);
-
-// The arguments of the operators with modifiers, in the order of their schemas.
-struct ModifierArguments {
-  const OptionalTensor& bias;
-  const OptionalTensor& mask;
-  const OptionalTensor& document_q;
-  const OptionalTensor& document_k;
-  const OptionalTensor& prefix_lens;
-  const OptionalTensor& hidden_rows;
-  const OptionalTensor& hidden_keys;
-  const OptionalTensor& blocks;
-  const OptionalTensor& slopes;
-  const OptionalTensor& sinks;
-  const OptionalTensor& rng;
-  double softcap;
-  double dropout_p;
-  int64_t block_rows;
-  int64_t block_cols;
-  int64_t sink_tokens;
-  int64_t chunk;
-  bool top_left;
+// The modifiers of a call as kernels read them, and the tensors made for that, kept until the kernels are launched.
+struct Prepared {
+  Modifiers modifiers;
+  std::vector<Tensor> kept;
+  void* stream = nullptr;
 };
 
-// Raises unless the kernels may read what the arguments point to (api_mod_checks.cpp). The public functions check
-// more, in the caller's words.
-void check_modifiers(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
-                     const ModifierArguments& a);
-
-// Registers the GPU implementation of the operators with modifiers (api_mod.cpp).
-void implement_modifiers(torch::Library& library);
+// Runs the passes over masks that `request` needs, whose modifiers are still missing (api_mod.cpp).
+Prepared prepare(const Request& request, const CallArgs& args, const DeviceInfo& info, void* stream);
 
 }  // namespace flash_ext

@@ -115,7 +115,7 @@ SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Ten
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 &&
       !return_debug_mask) {
     const Call call{query, key, value, true};
-    if (call.is_served(Direction::kForward, scale)) {
+    if (call.is_served(scale)) {
       count(kSdpaForward, true);
       const BelowAll guard;
       auto [out, lse] = call.forward(std::nullopt, std::nullopt, scale_of(scale, query), -1,
@@ -143,7 +143,7 @@ BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const 
                         const Tensor& offset, OptionalScale scale) {
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 && !cu_q.defined()) {
     const Call call{query, key, value, true};
-    if (call.is_served(Direction::kBackward, scale) && unit_stride(out)) {
+    if (call.is_served(scale) && unit_stride(out)) {
       count(kSdpaBackward, true);
       const BelowAll guard;
       return call.backward(grad_out, out, lse, std::nullopt, std::nullopt, scale_of(scale, query),
@@ -182,7 +182,7 @@ struct FlashForward<Result(Args...)> {
     const bool fits = dropout_p == 0 && !return_debug_mask &&
                       cu_q.has_value() == cu_k.has_value() && !any_given<kFirstRefused>(all);
     const Call call{q, k, v, false};
-    if (fits && call.is_served(Direction::kForward, std::get<kScale>(all), cu_q, cu_k)) {
+    if (fits && call.is_served(std::get<kScale>(all), cu_q, cu_k)) {
       count(kFlashForward, true);
       const BelowAll guard;
       const int64_t right = is_causal ? 0 : unlimited_if_negative(window_of(std::get<kRight>(all)));
@@ -214,7 +214,7 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
   const OptionalTensor bounds_q = optional(cu_q), bounds_k = optional(cu_k);
   const Call call{q, k, v, false};
   if (dropout_p == 0 && cu_q.defined() == cu_k.defined() &&
-      call.is_served(Direction::kBackward, scale, bounds_q, bounds_k) && unit_stride(out)) {
+      call.is_served(scale, bounds_q, bounds_k) && unit_stride(out)) {
     count(kFlashBackward, true);
     const BelowAll guard;
     return call.backward(grad_out, out, lse, bounds_q, bounds_k, scale_of(scale, q),
@@ -233,40 +233,13 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
 using MaskedResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 constexpr int64_t kLseRows = 32;
 
-using FwdModResult = std::tuple<Tensor, Tensor, Tensor>;
-using BwdModResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-// Schemas in api_mod.cpp; every modifier but the bias and the alignment is off.
-FwdModResult call_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
-                          int64_t right, const OptionalTensor& bias, bool top_left) {
-  using T = const Tensor&;
-  using O = const OptionalTensor&;
-  using Signature = FwdModResult(T, T, T, O, O, SymInt, SymInt, double, SymInt, SymInt, O, O, O, O,
-                                 O, O, O, O, O, O, O, double, double, SymInt, SymInt, SymInt,
-                                 SymInt, bool, bool, bool, OptionalName, bool);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::fwd_mod", "").typed<Signature>();
-  const OptionalTensor none;
-  return op.call(q, k, v, none, none, 0, 0, scale, -1, right, bias, none, none, none, none, none,
-                 none, none, none, none, none, 0.0, 0.0, 0, 0, 0, 0, top_left, false, false,
-                 std::nullopt, false);
-}
-
-BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                          const Tensor& out, const Tensor& lse, double scale, int64_t right,
-                          const OptionalTensor& bias, bool top_left, bool need_qkv,
-                          bool need_bias) {
-  using T = const Tensor&;
-  using O = const OptionalTensor&;
-  using Signature = BwdModResult(T, T, T, T, T, T, O, O, O, SymInt, SymInt, double, SymInt, SymInt,
-                                 O, O, O, O, O, O, O, O, O, O, O, double, double, SymInt, SymInt,
-                                 SymInt, SymInt, bool, bool, bool, bool, bool, bool, OptionalName,
-                                 bool);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("flash_ext::bwd_mod", "").typed<Signature>();
-  const OptionalTensor none;
-  return op.call(dout, q, k, v, out, lse, none, none, none, 0, 0, scale, -1, right, bias, none,
-                 none, none, none, none, none, none, none, none, none, 0.0, 0.0, 0, 0, 0, 0,
-                 top_left, need_qkv, need_bias, false, false, false, std::nullopt, false);
+CallArgs masked_args(double scale, bool is_causal, const OptionalTensor& bias) {
+  CallArgs a;
+  a.softmax_scale = scale;
+  a.window_right = is_causal ? 0 : -1;
+  a.top_left = is_causal;
+  a.bias = bias;
+  return a;
 }
 
 bool takes_bias(const OptionalTensor& bias, const Tensor& q, const Tensor& k) {
@@ -296,12 +269,12 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
                             double dropout_p, bool is_causal, OptionalScale scale) {
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
-    if (serves(Direction::kForward, scale, q, k, v, std::nullopt, std::nullopt) &&
+    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
         takes_bias(bias, q, k)) {
       count(kMaskedForward, true);
       const BelowAll guard;
       const auto [out, own_lse, row_max] = call_fwd_mod(
-          q, k, v, scale_of(scale, q), is_causal ? 0 : -1, without_repeats(bias), is_causal);
+          q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(bias)));
       const int64_t rows = q.size(1);
       const int64_t padded = compute_lse ? (rows + kLseRows - 1) / kLseRows * kLseRows : 0;
       Tensor lse = own_lse;
@@ -331,14 +304,15 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
     const OptionalTensor given = optional(bias);
     const bool need_bias = needs[3] && given.has_value();
     // A gradient of the bias has every element, also those of a mask that repeats.
-    if (serves(Direction::kBackward, scale, q, k, v, std::nullopt, std::nullopt) &&
+    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
         takes_bias(given, q, k) && unit_stride(out) && lse.dim() == 3 && lse.size(2) >= q.size(1)) {
       count(kMaskedBackward, true);
       const BelowAll guard;
+      CallArgs args = masked_args(scale_of(scale, q), is_causal, need_bias ? given : without_repeats(given));
+      args.need_qkv = needs[0] || needs[1] || needs[2];
+      args.need_bias = need_bias;
       auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(
-          grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.narrow(2, 0, q.size(1)),
-          scale_of(scale, q), is_causal ? 0 : -1, need_bias ? given : without_repeats(given),
-          is_causal, needs[0] || needs[1] || needs[2], need_bias);
+          grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.narrow(2, 0, q.size(1)), args);
       const auto wanted = [](bool needed, Tensor t) { return needed ? t : Tensor(); };
       return {wanted(needs[0], dq.transpose(1, 2)), wanted(needs[1], dk.transpose(1, 2)),
               wanted(needs[2], dv.transpose(1, 2)), wanted(need_bias, dbias)};
@@ -375,12 +349,12 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
       is_offered_to_nobody_else(query, key, value, bias.has_value(), is_causal)) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     const OptionalTensor mask = with_four_dims(bias);
-    if (serves(Direction::kForward, scale, q, k, v, std::nullopt, std::nullopt) &&
+    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
         takes_bias(mask, q, k)) {
       count(kGroupedForward, true);
       const BelowAll guard;
       const auto [out, lse, row_max] = call_fwd_mod(
-          q, k, v, scale_of(scale, q), is_causal ? 0 : -1, without_repeats(mask), is_causal);
+          q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(mask)));
       return {placed_beside(query, out.transpose(1, 2)),
               lse.unsqueeze(-1),
               Tensor(),
@@ -406,14 +380,13 @@ BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, con
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     const OptionalTensor mask = with_four_dims(optional(bias));
     const bool has_lse = lse.dim() == 4 && lse.size(2) == q.size(1) && lse.size(3) == 1;
-    if (serves(Direction::kBackward, scale, q, k, v, std::nullopt, std::nullopt) &&
+    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
         takes_bias(mask, q, k) && unit_stride(out) && has_lse) {
       count(kGroupedBackward, true);
       const BelowAll guard;
       const auto [dq, dk, dv, dbias, dslopes, dsinks] =
           call_bwd_mod(grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.squeeze(-1),
-                       scale_of(scale, q), is_causal ? 0 : -1, without_repeats(mask), is_causal,
-                       true, false);
+                       masked_args(scale_of(scale, q), is_causal, without_repeats(mask)));
       return {placed_beside(query, dq.transpose(1, 2)), placed_beside(key, dk.transpose(1, 2)),
               placed_beside(value, dv.transpose(1, 2))};
     }

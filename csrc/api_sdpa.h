@@ -22,7 +22,7 @@ using OptionalScale = std::optional<double>;
 inline bool unit_stride(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 
 // Tensors (batch, rows, heads, features) or (total, heads, features) and a factor that a path takes.
-inline bool serves(Direction direction, OptionalScale scale, const Tensor& q, const Tensor& k,
+inline bool serves(OptionalScale scale, const Tensor& q, const Tensor& k,
             const Tensor& v, const OptionalTensor& cu_q, const OptionalTensor& cu_k) {
   constexpr int64_t kLargestHeadDim = 256;
   if (scale.has_value() && !std::isfinite(*scale)) return false;
@@ -49,7 +49,9 @@ inline bool serves(Direction direction, OptionalScale scale, const Tensor& q, co
   }
   if (!q.is_cuda()) return true;  // tests register on the CPU, where there is nothing to choose
   const DeviceInfo info = device_info_of(q);
-  const Problem p = problem_of(q, k, v, cu_q, cu_k, 1.0, -1, -1);
+  CallArgs a;
+  a.cu_seqlens_q = cu_q, a.cu_seqlens_k = cu_k;
+  const Problem p = problem_of(q, k, v, a);
   return info.error.empty() && choose_path(p, info, {}) != nullptr;
 }
 
@@ -108,6 +110,15 @@ inline Tensor placed_beside(const Tensor& like, const Tensor& result) {
   return same_strides(result, wanted) ? result : wanted.copy_(result);
 }
 
+inline CallArgs plain_args(const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale, int64_t left,
+                           int64_t right) {
+  CallArgs a;
+  a.cu_seqlens_q = cu_q, a.cu_seqlens_k = cu_k;
+  a.softmax_scale = scale;
+  a.window_left = left, a.window_right = right;
+  return a;
+}
+
 // A call's q, k and v, with rows before heads as the kernels want them, and results in the layout that torch promises
 // for those of `query`, `key` and `value`. The kernels write any order of dimensions but the last; what has another
 // last one gets a copy, and so do the CPU tensors of tests, whose operators choose their own layout.
@@ -118,35 +129,35 @@ struct Call {
 
   Tensor rows_first(const Tensor& t) const { return heads_first ? swapped(t) : t; }
 
-  bool is_served(Direction direction, OptionalScale scale, const OptionalTensor& cu_q = {},
+  bool is_served(OptionalScale scale, const OptionalTensor& cu_q = {},
                  const OptionalTensor& cu_k = {}) const {
-    return serves(direction, scale, q, k, v, cu_q, cu_k);
+    return serves(scale, q, k, v, cu_q, cu_k);
   }
 
   FwdResult forward(const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
                     int64_t left, int64_t right) const {
+    const CallArgs args = plain_args(cu_q, cu_k, scale, left, right);
     const Tensor wanted = empty_beside(query, value.size(-1));
     auto [out, lse] =
         is_written(wanted)
-            ? fwd_into(rows_first(wanted), q, k, v, cu_q, cu_k, scale, left, right, std::nullopt)
-            : call_fwd(q, k, v, cu_q, cu_k, 0, 0, scale, left, right, false, std::nullopt, false);
+            ? fwd_into(rows_first(wanted), q, k, v, args)
+            : call_fwd(q, k, v, args);
     return {place(out, wanted), std::move(lse)};
   }
 
   BwdResult backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse,
                      const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
                      int64_t left, int64_t right) const {
+    const CallArgs args = plain_args(cu_q, cu_k, scale, left, right);
     const Tensor wanted_q = empty_beside(query, query.size(-1)),
                  wanted_k = empty_beside(key, key.size(-1)),
                  wanted_v = empty_beside(value, value.size(-1));
     const Tensor dout = rows_first(grad_out), o = rows_first(out);
     const bool written = is_written(wanted_q) && is_written(wanted_k) && is_written(wanted_v);
     const auto [dq, dk, dv] =
-        written ? bwd_into({rows_first(wanted_q), rows_first(wanted_k), rows_first(wanted_v)}, dout,
-                           q, k, v, o, lse, std::nullopt, cu_q, cu_k, scale, left, right, false,
-                           std::nullopt)
-                : call_bwd(dout, q, k, v, o, lse, std::nullopt, cu_q, cu_k, 0, 0, scale, left,
-                           right, false, std::nullopt, false);
+        written ? bwd_into({rows_first(wanted_q), rows_first(wanted_k), rows_first(wanted_v)}, dout, q, k, v, o, lse,
+                           args)
+                : call_bwd(dout, q, k, v, o, lse, args);
     return {place(dq, wanted_q), place(dk, wanted_k), place(dv, wanted_v)};
   }
 

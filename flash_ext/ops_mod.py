@@ -1,7 +1,7 @@
 """The operators ``flash_ext::fwd_mod`` and ``flash_ext::bwd_mod``: attention with masks, biases and the rest.
 
 They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`flash_ext.modifiers.Modifiers` in
-between. The extension module registers schemas and the GPU implementation (csrc/api_mod.cpp); this module
+between. The extension module registers schemas and the GPU implementation (csrc/api.cpp); this module
 adds the CPU implementation, shapes for tracing, gradients, autocast, vmap and FLOP formulas.
 """
 
@@ -45,87 +45,17 @@ def _split(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], Modifiers, tuple[Any
     return rest[:7], Modifiers(*rest[7 : 7 + NUM_MODIFIERS]), rest[7 + NUM_MODIFIERS :]
 
 
-# ---- checks --------------------------------------------------------------------------------------------
-
-
-def check_modifiers(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, mods: Modifiers) -> None:
-    """Refuses modifiers that are not normalised; a caller of the public functions never gets here.
-
-    Raises:
-        ValueError, TypeError: naming the argument.
-    """
-    packed = cu_seqlens_q is not None
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    rows, heads, keys = q.shape[-3], q.shape[-2], k.shape[-3]
-    lead = ((heads, 1),) if packed else ((batch, 1), (heads, 1))
-    statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
-    anything = None
-    sides = (anything, anything) if packed else ((rows, 1), (keys, 1))
-
-    _check(mods.bias, "bias", q, {torch.float32, q.dtype}, ((batch, 1), (heads, 1), *sides))
-    _check(mods.mask, "mask", q, {torch.bool}, ((batch, 1), (heads, 1), *sides))
-    ints = {torch.int32}
-    _check(mods.document_q, "document_q", q, ints, ((rows,),) if packed else ((batch,), (rows,)), True)
-    _check(mods.document_k, "document_k", q, ints, ((keys,),) if packed else ((batch,), (keys,)), True)
-    _check(mods.prefix_lens, "prefix_lens", q, ints, ((batch,),), True)
-    _check(mods.hidden_rows, "hidden_rows", q, ints, (*lead, (keys,), (2, 4)), True)
-    _check(mods.hidden_keys, "hidden_keys", q, ints, (*lead, (rows,), (2, 4)), True)
-    slopes_lead = () if mods.slopes is None or mods.slopes.dim() == 1 else ((batch,),)
-    _check(mods.slopes, "slopes", q, {statistic}, (*slopes_lead, (heads,)), True)
-    _check(mods.sinks, "sinks", q, {statistic}, ((heads,),), True)
-    _check(mods.rng, "rng", q, {torch.int64}, ((2,),), True)
-    if (mods.document_q is None) != (mods.document_k is None):
-        raise ValueError("document_q and document_k must be given together.")
-    if not 0.0 <= mods.softcap < float("inf"):
-        raise ValueError(f"softcap must be 0 (off) or a positive finite number, got {mods.softcap}.")
-    if not 0.0 <= mods.dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be a probability from 0 to 1, got {mods.dropout_p}.")
-    if mods.dropout_p > 0 and mods.rng is None:
-        raise ValueError(f"rng must be given with dropout_p {mods.dropout_p}.")
-    if mods.sink_tokens < 0 or mods.chunk < 0:
-        raise ValueError(
-            f"sink_tokens and chunk must not be negative, got {mods.sink_tokens} and {mods.chunk}."
-        )
-    if mods.blocks is not None:
-        size = (mods.block_rows, mods.block_cols)
-        if min(size) <= 0 or size[0] % 16 or size[1] % 16:
-            raise ValueError(f"block_rows and block_cols must be positive multiples of 16, got {size}.")
-        counts = (anything,) * 2 if packed else ((-(-rows // size[0]),), (-(-keys // size[1]),))
-        _check(mods.blocks, "blocks", q, {torch.bool}, ((batch, 1), (heads, 1), *counts))
-
-
-def _check(
-    t: Tensor | None,
-    name: str,
-    q: Tensor,
-    dtypes: set[torch.dtype],
-    sizes: tuple[tuple[Any, ...] | None, ...],
-    contiguous: bool = False,
-) -> None:
-    """``sizes`` lists what each dimension may be; None is any size."""
-    if t is None:
-        return
-    if t.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(sorted(map(str, dtypes)))}, got {t.dtype}.")
-    if t.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}.")
-    fits = t.dim() == len(sizes) and all(
-        allowed is None or any(n == size for size in allowed) for n, allowed in zip(t.shape, sizes)
-    )
-    if not fits:
-        wanted = ", ".join("any" if s is None else " or ".join(map(str, s)) for s in sizes)
-        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(t.shape)}.")
-    if contiguous and not t.is_contiguous():
-        raise ValueError(f"{name} must be contiguous. Call .contiguous() on it.")
+def without_wide(rest: tuple[Any, ...], wide: list[bool]) -> tuple[Any, ...]:
+    """What the checks of the extension take; ``wide``, the last argument, is missing where it is False."""
+    return rest[: len(rest) - len(wide)]
 
 
 # ---- CPU -----------------------------------------------------------------------------------------------
 
 
 def cpu_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    head, mods, (want_row_max, deterministic, path, *wide) = _split(rest)
-    _C.check_fwd(q, k, v, *head, deterministic, path)
-    check_modifiers(q, k, head[0], mods)
+    head, mods, (want_row_max, _, _, *wide) = _split(rest)
+    _C.check_fwd_mod(q, k, v, *without_wide(rest, wide))
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
     return modified_forward(
         q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max, result_dtype(q, wide)
@@ -135,10 +65,8 @@ def cpu_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
 def cpu_bwd_mod(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    head, mods, flags = _split(rest)
-    need_qkv, need_bias, need_slopes, need_sinks, deterministic, path, *wide = flags
-    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, deterministic, path)
-    check_modifiers(q, k, head[0], mods)
+    head, mods, (need_qkv, need_bias, need_slopes, need_sinks, _, _, *wide) = _split(rest)
+    _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *without_wide(rest, wide))
     need_bias, need_slopes, need_sinks = _given_needs(mods, need_bias, need_slopes, need_sinks)
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
     *qkv, dbias, dslopes, dsinks = modified_backward(
@@ -172,9 +100,8 @@ def _given_needs(mods: Modifiers, need_bias: bool, need_slopes: bool, need_sinks
 
 def fake_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     register_sharding_rules()
-    head, mods, (want_row_max, deterministic, path, *wide) = _split(rest)
-    _C.check_fwd(q, k, v, *head, deterministic, path)
-    check_modifiers(q, k, head[0], mods)
+    _, _, (want_row_max, _, _, *wide) = _split(rest)
+    _C.check_fwd_mod(q, k, v, *without_wide(rest, wide))
     *batch, rows, heads, _ = q.shape
     statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((*batch, heads, rows), dtype=statistic)
@@ -189,10 +116,8 @@ def fake_bwd_mod(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     register_sharding_rules()
-    head, mods, flags = _split(rest)
-    need_qkv, need_bias, need_slopes, need_sinks, deterministic, path, *wide = flags
-    _C.check_bwd(dout, q, k, v, out, lse, dlse, *head, deterministic, path)
-    check_modifiers(q, k, head[0], mods)
+    head, mods, (need_qkv, need_bias, need_slopes, need_sinks, _, _, *wide) = _split(rest)
+    _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *without_wide(rest, wide))
     needs = (*(need_qkv,) * 3, *_given_needs(mods, need_bias, need_slopes, need_sinks))
     like = _gradients_are_like(q, k, v, lse, mods, wide)
     return tuple(

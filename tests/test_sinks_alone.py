@@ -1,4 +1,4 @@
-"""Backwards with sinks and no other modifier (csrc/api_mod.cpp): which kernels run, and that they are right.
+"""Backwards with sinks and no other modifier (csrc/api.cpp): which kernels run, and that they are right.
 
 The sink is in lse, so dq, dk and dv are those of the backward without modifiers.
 """

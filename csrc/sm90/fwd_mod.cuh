@@ -8,13 +8,12 @@
 //   Q     [kQSlots][kBlockM rows]           a 16-bit bias takes the second slot, or
 //   stage [consumer warps][16 rows x 128 columns]   output on its way out, if T::kStaged
 //   bias  [2][kBlockM rows x 64 keys]       has its own place
-//   numbers of keys [8 rows x 64], for slopes of tall tiles
+//   numbers of keys [8 rows x 64], for slopes in the product
 //   ModShared, barriers
 #pragma once
 
 #include "fwd_mod_consume.cuh"
 #include "fwd_mod_produce.cuh"
-#include "fwd_tall_consume.cuh"
 #include "roles.cuh"
 
 namespace flash_ext::sm90 {
@@ -25,7 +24,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdModArgs& a, const FwdModMa
   const uint32_t smem = ptx::smem_address(smem_bytes);
   ModShared<T>& shared = *reinterpret_cast<ModShared<T>*>(smem_bytes + T::kSharedAt);
   const ModBarriers<T> bars{smem};
-  if constexpr (T::kTallSlopes) write_key_numbers(smem_bytes + T::kNumbersAt);
+  if constexpr (T::kSlopesInProduct) write_key_numbers(smem_bytes + T::kNumbersAt);
   const auto produce = [&](int warp) {
     if (warp == 0) {
       schedule_mod_items<T>(a, maps, smem, shared, bars);
@@ -34,11 +33,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdModArgs& a, const FwdModMa
     }
   };
   const auto consume = [&](int group) {
-    if constexpr (T::kTall) {
-      consume_tall<T>(a, maps, smem, shared, bars, group - 1);
-    } else {
-      consume_mod<T>(a, maps, smem, shared, bars, group - 1);
-    }
+    consume_masked<T>(a, maps, smem, shared, bars, group - 1);
   };
   play_roles<T>(bars, produce, consume);
 }

@@ -77,7 +77,7 @@ __device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, t
       item.turn = max(0, item.blocks.end - 1 - max(diagonal, item.blocks.begin));
       item.slope = b >= 0 && b < p.batch ? a.m.slopes[b * a.m.slopes_batch_stride + w.h] * kLog2e : 0.f;
     }
-    if constexpr (T::kTallSlopes) {
+    if constexpr (T::kSlopesInProduct) {
       item.centre = w.block * T::kBlockM + Scores{p, a.m, item.seat, w.h}.shift();
       split_slope(item, a.scale_log2);
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
     enum { kNothing, kWaiting, kWaitingWithQ } state = kNothing;
     constexpr int kLanes = T::kJudges, kAtOnce = T::kTilesAtOnce;
     // A chunk of few tiles comes first: during the last one the next item is found.
-    const int missing = T::kTall ? (item.blocks.begin - item.blocks.end) & (kAtOnce - 1) : 0;
+    const int missing = T::kM192 ? (item.blocks.begin - item.blocks.end) & (kAtOnce - 1) : 0;
 #pragma unroll 1
     for (int last = item.blocks.end - 1 + missing; last >= item.blocks.begin; last -= kAtOnce) {
       const int lane = ptx::fresh_lane();
@@ -133,7 +133,7 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
         // Those at the diagonal first: a slope then raises no score above what the maxima have seen.
         const BlockRange range = item.blocks;
         const int turned = tile - item.turn;
-        const bool outside = tile < range.begin || (T::kTall && tile >= range.end);
+        const bool outside = tile < range.begin || (T::kM192 && tile >= range.end);
         tile = outside ? -1 : turned < range.begin ? turned + (range.end - range.begin) : turned;
       }
       const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);

@@ -14,6 +14,15 @@ struct ModRowState {
   float sum[2] = {0.f, 0.f};  // this lane's share of the row sum
 };
 
+// What a kernel keeps of its rows.
+template <typename T>
+using StateOf = std::conditional_t<T::kUnits == ScoreUnits::kRaw, RowState, ModRowState>;
+
+__device__ __forceinline__ const ModRowState& mod_state(const ModRowState& state) { return state; }
+__device__ __forceinline__ ModRowState mod_state(const RowState& state) {
+  return {{-state.minus_max[0], -state.minus_max[1]}, {state.sum[0], state.sum[1]}};
+}
+
 // p = weights of s by the maxima there are. False when they must not be used.
 template <typename E, int kCount>
 __device__ __forceinline__ bool try_mod_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 2], ModRowState& state,

@@ -84,8 +84,8 @@ std::string launch_fwd_mod_of(const FwdParams& p, const Modifiers& m, const Devi
   std::string error = make_fwd_args(a.plain, p, fwd_grid(r, d, T::kBlockM, unequal), drawn);
   a.m = m;
   a.m.bias.aligned = has_pairs(m.bias, r);
-  if (T::kExponents) a.m.unit_log2 = 1.f;  // of the maxima
-  const double unit = T::kExponents ? kLog2e : 1.;
+  if (T::kLog2Maxima) a.m.unit_log2 = 1.f;  // of the maxima
+  const double unit = T::kLog2Maxima ? kLog2e : 1.;
   a.cap = cap_series(unit, r, m);
   a.short_cap = short_cap_series(unit, r, m);
   a.scale_log2 = m.is_natural ? r.softmax_scale * kLog2e : m.unit_log2;

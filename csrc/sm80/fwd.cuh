@@ -65,14 +65,7 @@ __device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][kKeys /
     }
   }
   float tile_max[2 * T::kMBlocks], factor[2 * T::kMBlocks];
-#pragma unroll
-  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
-    tile_max[r] = -INFINITY;
-#pragma unroll
-    for (int nb = 0; nb < kKeys / 8; ++nb) {
-      tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
-    }
-  }
+  own_maxima(acc_s, tile_max);
   if (state.raise(tile_max, mod.p.abs_scale_log2, factor)) {
 #pragma unroll
     for (int mb = 0; mb < T::kMBlocks; ++mb) {
@@ -277,11 +270,8 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) {
-    fwd_body<T>(p, grid);
-  } else {
-    __trap();
-  }
+  if constexpr (kCompiledHere<T::kClass>) fwd_body<T>(p, grid);
+  else __trap();
 }
 
 }  // namespace flash_ext::sm80

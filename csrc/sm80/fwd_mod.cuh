@@ -357,11 +357,8 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     fwd_mod_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Modifiers m,
                    const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) {
-    fwd_mod_body<T>(p, m, grid);
-  } else {
-    __trap();
-  }
+  if constexpr (kCompiledHere<T::kClass>) fwd_mod_body<T>(p, m, grid);
+  else __trap();
 }
 
 }  // namespace flash_ext::sm80

@@ -7,12 +7,13 @@
 
 namespace flash_ext::sm80 {
 
-// finish(r, lse) completes row r of a thread: it returns the factor for the output and the lse. 16-bit rows pass through
-// the warp's own rows of Q in shared memory, which nobody else reads; q_lane is where this lane finds them.
+// finish(r, lse) completes row r of a thread: it returns the factor for the output, and the lse. 16-bit rows pass
+// through the warp's own rows of Q in shared memory, which nobody else reads; q_lane is where this lane finds them.
 template <typename T, typename Finish>
 __device__ __forceinline__ void store_rows(const FwdParams& p, const Work& w,
                                            float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4], uint32_t smem_q,
                                            uint32_t q_lane, int warp_row, int lane, const Finish& finish) {
+  using E = typename T::Element;
   constexpr int D = T::kHeadDim;
   const int first_row = w.block * T::kBlockM, rows = w.q.length - first_row;
   float* lse = p.lse + row_stat_offset(p.problem, w, w.h) + first_row;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const Work& w,
   for (int mb = 0; mb < T::kMBlocks; ++mb) {
 #pragma unroll
     for (int db = 0; db < D / 16; ++db) {
-      put_block<typename T::Element>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
+      put_block<E>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
     }
   }
   __syncwarp();

@@ -59,7 +59,7 @@ __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const Scores& scores, con
   return bits;
 }
 
-// Word w of row lane / 4 + 8 half, from the lane that made it, shifted so that this thread's keys lie at constant places.
+// Word w of row lane / 4 + 8 half from the lane that made it, shifted so that this thread's keys are at constant bits.
 template <int kKeys>
 __device__ __forceinline__ uint32_t row_word(const OwnWords<kKeys>& own, int half, int w, int lane) {
   constexpr int kCount = OwnWords<kKeys>::kCount;

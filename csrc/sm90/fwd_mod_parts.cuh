@@ -25,7 +25,7 @@ using ShortCapSeries = SeriesOf<3>;
 struct FwdModArgs {
   FwdArgs plain;
   Modifiers m;
-  CapSeries cap;             // in natural units, or with kExponents in those of log2, as the other
+  CapSeries cap;             // in natural units, or with kLog2Maxima in those of log2, as the other
   ShortCapSeries short_cap;
   float scale_log2;          // from raw products to units of log2
   Steps bias_steps;
@@ -37,7 +37,7 @@ struct FwdModArgs {
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
 // kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kTall
-// hides like kHides, in the tiles of 192 queries of the plain kernel (m192), and does to whole tiles what that one does.
+// hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel does.
 // The others of m192 have slopes, a softcap or dropout besides, and need them.
 enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall, kTallSlopes, kTallCap, kTallDrops };
 
@@ -191,16 +191,10 @@ struct ModBarriers {
   __device__ uint32_t item_ending() const { return at(kEnding); }
 
   __device__ void init() const {
-    const auto init_pairs = [&](int first, int count, int empty_arrivals) {
-      for (int i = 0; i < count; ++i) {
-        ptx::mbarrier_init(at(first + i), 1);
-        ptx::mbarrier_init(at(first + count + i), empty_arrivals);
-      }
-    };
-    init_pairs(kKv, T::kKvSlots, 4 * T::kConsumers);
-    init_pairs(kQ, T::kQSlots, 4 * T::kConsumers);
-    init_pairs(kChunk, T::kRingChunks, 1);
-    init_pairs(kBias, T::kBiasSlots, 4 * T::kConsumers);
+    init_pairs(at(kKv), T::kKvSlots, 1, 4 * T::kConsumers);
+    init_pairs(at(kQ), T::kQSlots, 1, 4 * T::kConsumers);
+    init_pairs(at(kChunk), T::kRingChunks, 1, 1);
+    init_pairs(at(kBias), T::kBiasSlots, 1, 4 * T::kConsumers);
     ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();
   }

@@ -59,18 +59,6 @@ __device__ __forceinline__ bool try_exponents(const float (&s)[kCount], uint32_t
   return true;
 }
 
-template <int kCount>
-__device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&largest)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    largest[r] = -INFINITY;
-#pragma unroll
-    for (int i = r; i < kCount / 2; i += 2) largest[r] = fmaxf(largest[r], fmaxf(s[2 * i], s[2 * i + 1]));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
-  }
-}
-
 // p = weights of s by the larger of the maxima there are and the tile's; factor is what the output so far is worth.
 template <typename E, int kCount>
 __device__ __forceinline__ void mod_weights_by_maximum(float (&s)[kCount], uint32_t (&p)[kCount / 2],

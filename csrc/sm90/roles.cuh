@@ -38,8 +38,8 @@ struct Cta {
   Barriers bars;
 };
 
-// The body of a kernel: prepare(cta) in all threads, then the roles, produce(cta, warp) and consume(cta, group). Lambdas
-// that take `const auto&` are compiled for sm_90a alone.
+// The body of a kernel: prepare(cta) in all threads, then the roles, produce(cta, warp) and consume(cta, group). As
+// they take `const auto&`, they are compiled for sm_90a alone.
 template <typename T, typename Shared, typename Barriers, typename Prepare, typename Produce, typename Consume>
 __device__ __forceinline__ void run_cta(int shared_at, int barriers_at, const Prepare& prepare, const Produce& produce,
                                         const Consume& consume) {

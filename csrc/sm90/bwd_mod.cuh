@@ -23,10 +23,6 @@ namespace flash_ext::sm90 {
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_mod_sm90_kernel(const __grid_constant__ BwdModArgs a, const __grid_constant__ BwdModMaps maps) {
-  const auto wait_before = [](const auto&) {
-    ptx::allow_next_kernel();
-    ptx::wait_for_kernel_before();
-  };
   const auto produce = [&](const auto& cta, int warp) {
     if (warp == 0) {
       schedule_bwd_items<T>(a, *cta.shared, cta.bars);
@@ -34,9 +30,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       load_mod_steps<T>(a, maps, cta.smem, *cta.shared, cta.bars, warp - 1);
     }
   };
-  run_cta<T, ModKeyShared<T>, ModKeyBarriers<T>>(T::kSharedAt, 0, wait_before, produce, [&](const auto& cta, int) {
-    consume_mod_keys<T>(a, cta.smem, cta.bytes, *cta.shared, cta.bars);
-  });
+  run_cta<T, ModKeyShared<T>, ModKeyBarriers<T>>(
+      T::kSharedAt, 0, [](const auto&) { ptx::allow_next_kernel(), ptx::wait_for_kernel_before(); }, produce,
+      [&](const auto& cta, int) { consume_mod_keys<T>(a, cta.smem, cta.bytes, *cta.shared, cta.bars); });
 }
 
 }  // namespace flash_ext::sm90

@@ -149,8 +149,8 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
 
 
 def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots=4):
-    """schedule_mod_items() and load_mod_tiles() of fwd_mod_produce.cuh, consume_mod() of fwd_mod_consume.cuh,
-    with three groups consume_tall() of fwd_tall_consume.cuh. An item is a list of steps, a step the groups
+    """schedule_mod_items() and load_mod_tiles() of fwd_mod_produce.cuh, MaskedConsumer of
+    fwd_mod_consume.cuh, with three groups as T::kM192 has it. An item is a list of steps, a step the groups
     that see it."""
     kv, q = Slots("K or V", kv_slots, groups * WARPS), Slots("Q", q_slots, groups * WARPS)
     tile_of_bias = Slots("bias", 2, groups * WARPS)

@@ -27,6 +27,9 @@ struct __align__(16) DropKeys {
     for (int round = 0; round < kPhiloxRounds; ++round) rounds[round] = key_of(round);
     counter = make_uint2(head.z, head.w);
   }
+  __device__ __forceinline__ uint4 draws(uint32_t row_id, uint32_t col_id) const {
+    return philox(make_uint4(row_id, col_id, counter.x, counter.y), [&](int round) { return rounds[round]; });
+  }
 };
 
 // Marks dropped weights by their sign (kSign), or makes them 0. The draws depend on seed, offset, sequence,
@@ -35,7 +38,6 @@ struct __align__(16) DropKeys {
 template <bool kT, bool kSign, int kA, int kN>
 __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const int lane = ptx::fresh_lane();
-  const auto key_of = [&](int round) { return keys.rounds[round]; };
   // Both draws of a word are compared in its upper half; drop_below is not 0.
   const uint32_t highest = (m.drop_below << 16) - 1;
   const auto mark = [&](float& weight, uint32_t draw) {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + n2) * 8 + 2 * (lane % 4) + c);
-        const uint4 draws = philox(make_uint4(row_id, col_id, keys.counter.x, keys.counter.y), key_of);
+        const uint4 draws = keys.draws(row_id, col_id);
         const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
 #pragma unroll
         for (int r = 0; r < 2 * kA; ++r) {
@@ -70,7 +72,7 @@ __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m
         for (int c = 0; c < 2; ++c) {
           const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + a) * 8 + lane / 4);
           const uint32_t col_id = static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c);
-          const uint4 draws = philox(make_uint4(row_id, col_id, keys.counter.x, keys.counter.y), key_of);
+          const uint4 draws = keys.draws(row_id, col_id);
           const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
 #pragma unroll
           for (int q = 0; q < min(4, kN); ++q) {

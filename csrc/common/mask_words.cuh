@@ -11,7 +11,6 @@
 //   common/hide.cuh                               a lane makes the words of its own scores' rows, and compares rows
 //                                                 with what their keys hide one by one
 //   sm80/fwd_mod_bits.cuh, sm90/fwd_mod_bits.cuh  a lane makes the words of one row, or of a half of one
-//   sm90/fwd_tall_hide.cuh                        the same, 32 keys at a time
 //   sm80/seen_keys.cuh, sm90/bwd_mod_bits.cuh     a lane makes the word of one row, and that of one key
 //   sm80/bwd_bias_steps.cuh                       light tiles: intervals and the bit mask only
 #pragma once

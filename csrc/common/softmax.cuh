@@ -8,6 +8,19 @@
 
 namespace flash_ext {
 
+// The largest score of each row among those of a thread.
+template <int kA, int kN>
+__device__ __forceinline__ void own_maxima(const float (&acc)[kA][kN][4], float (&largest)[2 * kA]) {
+#pragma unroll
+  for (int r = 0; r < 2 * kA; ++r) {
+    largest[r] = -INFINITY;
+#pragma unroll
+    for (int nb = 0; nb < kN; ++nb) {
+      largest[r] = fmaxf(largest[r], fmaxf(acc[r / 2][nb][(r % 2) * 2], acc[r / 2][nb][(r % 2) * 2 + 1]));
+    }
+  }
+}
+
 // kRows rows per thread; each row is spread over the four lanes of a quad.
 template <int kRows>
 struct SoftmaxState {

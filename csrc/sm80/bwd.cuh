@@ -325,11 +325,8 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) {
-    bwd_body<T>(p, NoModifiers{}, grid);
-  } else {
-    __trap();
-  }
+  if constexpr (kCompiledHere<T::kClass>) bwd_body<T>(p, NoModifiers{}, grid);
+  else __trap();
 }
 
 template <typename T>

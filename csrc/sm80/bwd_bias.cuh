@@ -229,11 +229,8 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     bwd_bias_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
                     const __grid_constant__ BiasGradient g, const __grid_constant__ BiasGrid grid) {
-  if constexpr (kCompiledHere<T::kClass>) {
-    bwd_bias_body<T>(p, m, g, grid);
-  } else {
-    __trap();
-  }
+  if constexpr (kCompiledHere<T::kClass>) bwd_bias_body<T>(p, m, g, grid);
+  else __trap();
 }
 
 }  // namespace flash_ext::sm80

@@ -255,11 +255,8 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_onward_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
                       const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) {
-    bwd_onward_body<T>(p, m, grid);
-  } else {
-    __trap();
-  }
+  if constexpr (kCompiledHere<T::kClass>) bwd_onward_body<T>(p, m, grid);
+  else __trap();
 }
 
 }  // namespace flash_ext::sm80

@@ -202,6 +202,24 @@ __device__ __forceinline__ float4 load_stats(uint32_t stats, int mb, int lane) {
   return ptx::load_shared(stats + mb * 64 + (lane % 4) * 16);
 }
 
+// 2^(unit * score - lse), in place of the scores.
+template <typename T>
+__device__ __forceinline__ void exponentiate(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], float unit, uint32_t stats,
+                                             int lane) {
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+    const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      float(&x)[4] = acc[kb][mb];
+      x[0] = ptx::ex2(fmaf(x[0], unit, -s.x));
+      x[1] = ptx::ex2(fmaf(x[1], unit, -s.z));
+      x[2] = ptx::ex2(fmaf(x[2], unit, -s.x));
+      x[3] = ptx::ex2(fmaf(x[3], unit, -s.z));
+    }
+  }
+}
+
 // P^T of kPartM queries and this warp's keys, in fp32.
 template <typename T>
 __device__ __forceinline__ void weights(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], const BwdParams& p,
@@ -210,18 +228,7 @@ __device__ __forceinline__ void weights(float (&acc)[T::kKeyBlocks][T::kPartM / 
   multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
       acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
       T::Tile::by_cols(smem_q, lane) + query0 * T::Tile::kRowBytes);
-#pragma unroll
-  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
-    const float4 s = load_stats(stats, mb, lane);
-#pragma unroll
-    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-      float(&x)[4] = acc[kb][mb];
-      x[0] = ptx::ex2(fmaf(x[0], p.problem.scale_log2, -s.x));
-      x[1] = ptx::ex2(fmaf(x[1], p.problem.scale_log2, -s.z));
-      x[2] = ptx::ex2(fmaf(x[2], p.problem.scale_log2, -s.x));
-      x[3] = ptx::ex2(fmaf(x[3], p.problem.scale_log2, -s.z));
-    }
-  }
+  exponentiate<T>(acc, p.problem.scale_log2, stats, lane);
   const AttnMod mod{p.problem, w.q.length, w.k.length};
   if (mod.template kind<T::kBlockM, T::kBlockN>(m_block, w.block) == TileKind::kFull) return;
 #pragma unroll
@@ -270,18 +277,7 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
     Scores::scale_all(acc, scores.p.score_factor);
   }
   if (hides) hide_unseen<kPitch>(acc, words);
-#pragma unroll
-  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
-    const float4 s = load_stats(stats, mb, lane);
-#pragma unroll
-    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-      float(&x)[4] = acc[kb][mb];
-      x[0] = ptx::ex2(fmaf(x[0], scores.m.unit_log2, -s.x));
-      x[1] = ptx::ex2(fmaf(x[1], scores.m.unit_log2, -s.z));
-      x[2] = ptx::ex2(fmaf(x[2], scores.m.unit_log2, -s.x));
-      x[3] = ptx::ex2(fmaf(x[3], scores.m.unit_log2, -s.z));
-    }
-  }
+  exponentiate<T>(acc, scores.m.unit_log2, stats, lane);
   if (scores.m.rng != nullptr) drop<true, true>(acc, scores.m, row0, col0, drop_keys);
 }
 

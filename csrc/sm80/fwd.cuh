@@ -19,10 +19,10 @@
 #include "../common/seqlen.cuh"
 #include "../common/softmax.cuh"
 #include "../common/debug_delay.cuh"
-#include "../common/float_results.cuh"
 #include "../common/fragments.cuh"
 #include "../heuristics.h"
 #include "compiled_here.cuh"
+#include "fwd_store.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -65,14 +65,7 @@ __device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][kKeys /
     }
   }
   float tile_max[2 * T::kMBlocks], factor[2 * T::kMBlocks];
-#pragma unroll
-  for (int r = 0; r < 2 * T::kMBlocks; ++r) {
-    tile_max[r] = -INFINITY;
-#pragma unroll
-    for (int nb = 0; nb < kKeys / 8; ++nb) {
-      tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][(r % 2) * 2], acc_s[r / 2][nb][(r % 2) * 2 + 1]));
-    }
-  }
+  own_maxima(acc_s, tile_max);
   if (state.raise(tile_max, mod.p.abs_scale_log2, factor)) {
 #pragma unroll
     for (int mb = 0; mb < T::kMBlocks; ++mb) {
@@ -269,52 +262,16 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
 
   debug_delay();
   if (range.begin >= range.end) __syncthreads();  // no tile's barrier has made `shared` visible
-  const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
-  float* lse = p.lse + row_stat_offset(p.problem, w, w.h) + first_row;
-#pragma unroll
-  for (int mb = 0; mb < T::kMBlocks; ++mb) {
-    float inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float row_lse;
-      inverse[half] = state.finish(2 * mb + half, p.problem.abs_scale_log2, row_lse);
-      const int r = warp_row + mb * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && r < rows) lse[r] = row_lse;
-    }
-#pragma unroll
-    for (int j = 0; j < D / 8; ++j) scale_block(acc_o[mb][j], inverse[0], inverse[1]);
-  }
-  // Asked once: a branch beside every block costs head_dim 64 and 128 up to 4 %.
-  if (p.out.is_float) {
-#pragma unroll
-    for (int mb = 0; mb < T::kMBlocks; ++mb) {
-      store_float_rows<D / 8, false>(p.out, w.b, w.q, w.h, first_row + warp_row + mb * 16 + lane / 4,
-                                     p.problem.head_dim_v, lane, [&](int j, int i) { return acc_o[mb][j][i]; });
-    }
-    return;
-  }
-#pragma unroll
-  for (int mb = 0; mb < T::kMBlocks; ++mb) {
-#pragma unroll
-    for (int db = 0; db < D / 16; ++db) {
-      put_block<E>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
-    }
-  }
-  // A warp stores the rows it wrote itself; nobody else reads its rows of Q.
-  __syncwarp();
-  const TileDestination out{row_pointer(p.out, w.b, w.q.start + first_row, w.h), p.out.row_stride, p.problem.head_dim_v,
-                            p.out.aligned};
-  store_tile<16 * T::kMBlocks, D, 32>(out, smem_q, warp_row, rows, lane);
+  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane, [&](int r, float& lse) {
+    return state.finish(r, p.problem.abs_scale_log2, lse);
+  });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) {
-    fwd_body<T>(p, grid);
-  } else {
-    __trap();
-  }
+  if constexpr (kCompiledHere<T::kClass>) fwd_body<T>(p, grid);
+  else __trap();
 }
 
 }  // namespace flash_ext::sm80

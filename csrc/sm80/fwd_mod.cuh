@@ -18,7 +18,6 @@
 
 #include "../common/bias_stage.cuh"
 #include "../common/debug_delay.cuh"
-#include "../common/float_results.cuh"
 #include "../common/fragments.cuh"
 #include "../common/visits.cuh"
 #include "../heuristics.h"
@@ -26,6 +25,7 @@
 #include "fwd_mod_bits.cuh"
 #include "fwd_mod_drop.cuh"
 #include "fwd_mod_weights.cuh"
+#include "fwd_store.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -347,55 +347,18 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
   } while (shared.visits.scanned < shared.range.end - shared.range.begin);
 
   each_row_max([&](float top, int) { return top * (m.unit_log2 * kLn2); });
-  const int first_row = w.block * kBlockM, rows = w.q.length - first_row;
-  const int64_t stat = row_stat_offset(p.problem, w, w.h) + first_row;
   const float sink = m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;
-#pragma unroll
-  for (int mb = 0; mb < T::kMBlocks; ++mb) {
-    float inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float row_lse;
-      inverse[half] =
-          finish_row(state, 2 * mb + half, m, sink, row_lse) * m.keep_scale;
-      const int r = warp_row + mb * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && r < rows) {
-        p.lse[stat + r] = row_lse;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < D / 8; ++j) scale_block(acc_o[mb][j], inverse[0], inverse[1]);
-  }
-  if (p.out.is_float) {
-#pragma unroll
-    for (int mb = 0; mb < T::kMBlocks; ++mb) {
-      store_float_rows<D / 8, false>(p.out, w.b, w.q, w.h, first_row + warp_row + mb * 16 + lane / 4,
-                                     p.problem.head_dim_v, lane, [&](int j, int i) { return acc_o[mb][j][i]; });
-    }
-    return;
-  }
-#pragma unroll
-  for (int mb = 0; mb < T::kMBlocks; ++mb) {
-#pragma unroll
-    for (int db = 0; db < D / 16; ++db) {
-      put_block<E>(T::Tile::block(q_lane, mb * 16, db), acc_o[mb][2 * db], acc_o[mb][2 * db + 1], lane);
-    }
-  }
-  __syncwarp();
-  const TileDestination out{row_pointer(p.out, w.b, w.q.start + first_row, w.h), p.out.row_stride, p.problem.head_dim_v,
-                            p.out.aligned};
-  store_tile<16 * T::kMBlocks, D, 32>(out, smem_q, warp_row, rows, lane);
+  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane, [&](int r, float& lse) {
+    return finish_row(state, r, m, sink, lse) * m.keep_scale;
+  });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     fwd_mod_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Modifiers m,
                    const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) {
-    fwd_mod_body<T>(p, m, grid);
-  } else {
-    __trap();
-  }
+  if constexpr (kCompiledHere<T::kClass>) fwd_mod_body<T>(p, m, grid);
+  else __trap();
 }
 
 }  // namespace flash_ext::sm80

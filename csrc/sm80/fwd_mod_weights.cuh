@@ -26,15 +26,9 @@ struct GuessedSoftmax : SoftmaxState<kRows> {
   __device__ __forceinline__ bool raise_maxima(const float (&acc_s)[kA][kN][4], float (&acc_o)[kA][kD][4], float unit,
                                                const Terms& terms, const Note& note) {
     float tile_max[kRows], factor[kRows];
+    own_maxima(acc_s, tile_max);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      tile_max[r] = -INFINITY;
-#pragma unroll
-      for (int nb = 0; nb < kN; ++nb) {
-        tile_max[r] = fmaxf(tile_max[r], fmaxf(acc_s[r / 2][nb][r % 2 * 2], acc_s[r / 2][nb][r % 2 * 2 + 1]));
-      }
-      tile_max[r] += terms(r);
-    }
+    for (int r = 0; r < kRows; ++r) tile_max[r] += terms(r);
     const bool rescale = this->raise(tile_max, unit, factor);
     note(tile_max);
     if (rescale) {

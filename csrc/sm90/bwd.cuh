@@ -21,50 +21,40 @@
 namespace flash_ext::sm90 {
 
 template <typename T>
-__device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  const uint32_t smem = ptx::smem_address(smem_bytes);
-  BwdItem* items = reinterpret_cast<BwdItem*>(smem_bytes + T::kItemsAt);
-  const BwdBarriers<T> bars{smem + T::kBarriersAt};
-  const auto produce = [&](int warp) {
-    if (warp == 0) {
-      schedule_keys<T>(a, maps, smem, items, bars);
-    } else if (T::kOrdered && warp == 1) {
-      pass_turns<T>(a, smem, items, bars, 0);
-    } else if (T::kRing && warp % 2 == 1) {
-      finish_queries<T>(a, maps, smem, items, bars, warp / 2);
-    } else if (warp == 2) {
-      load_queries<T>(a, maps, smem, items, bars);
-    } else if (T::kQueriesLoadDouts) {
-      pass_turns<T>(a, smem, items, bars, 1);
-    } else if (warp == 3) {
-      load_douts<T>(a, maps, smem, items, bars);
-    }
-  };
-  play_roles<T>(bars, produce, [&](int group) {
-    if constexpr (T::kApart) {
-      consume_apart<T>(a, smem, smem_bytes, items, bars, group - 1);
-    } else if constexpr (T::kHeadDim == 128) {
-      consume_together<T, -1>(a, smem, smem_bytes, items, bars, group - 1);
-    } else if (group == 1) {
-      consume_together<T, 0>(a, smem, smem_bytes, items, bars, 0);
-    } else {
-      consume_together<T, 1>(a, smem, smem_bytes, items, bars, 1);
-    }
-  });
-}
-
-template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_sm90_kernel(const __grid_constant__ BwdArgs a, const __grid_constant__ BwdMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (T::kMakesDq) ptx::allow_next_kernel();
-  ptx::wait_for_kernel_before();
-  if constexpr (!T::kMakesDq) ptx::allow_next_kernel();  // which reads what the kernel before this one has left
-  bwd_body<T>(a, maps);
-#else
-  __trap();  // wgmma exists in sm_90a machine code only
-#endif
+  const auto wait_before = [](const auto&) {
+    if constexpr (T::kMakesDq) ptx::allow_next_kernel();
+    ptx::wait_for_kernel_before();
+    if constexpr (!T::kMakesDq) ptx::allow_next_kernel();  // which reads what the kernel before this one has left
+  };
+  const auto produce = [&](const auto& cta, int warp) {
+    if (warp == 0) {
+      schedule_keys<T>(a, maps, cta.smem, cta.shared, cta.bars);
+    } else if (T::kOrdered && warp == 1) {
+      pass_turns<T>(a, cta.smem, cta.shared, cta.bars, 0);
+    } else if (T::kRing && warp % 2 == 1) {
+      finish_queries<T>(a, maps, cta.smem, cta.shared, cta.bars, warp / 2);
+    } else if (warp == 2) {
+      load_queries<T>(a, maps, cta.smem, cta.shared, cta.bars);
+    } else if (T::kQueriesLoadDouts) {
+      pass_turns<T>(a, cta.smem, cta.shared, cta.bars, 1);
+    } else if (warp == 3) {
+      load_douts<T>(a, maps, cta.smem, cta.shared, cta.bars);
+    }
+  };
+  const auto consume = [&](const auto& cta, int group) {
+    if constexpr (T::kApart) {
+      consume_apart<T>(a, cta.smem, cta.bytes, cta.shared, cta.bars, group - 1);
+    } else if constexpr (T::kHeadDim == 128) {
+      consume_together<T, -1>(a, cta.smem, cta.bytes, cta.shared, cta.bars, group - 1);
+    } else if (group == 1) {
+      consume_together<T, 0>(a, cta.smem, cta.bytes, cta.shared, cta.bars, 0);
+    } else {
+      consume_together<T, 1>(a, cta.smem, cta.bytes, cta.shared, cta.bars, 1);
+    }
+  };
+  run_cta<T, BwdItem, BwdBarriers<T>>(T::kItemsAt, T::kBarriersAt, wait_before, produce, consume);
 }
 
 }  // namespace flash_ext::sm90

@@ -372,19 +372,12 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_bias_sm90_kernel(const __grid_constant__ BwdBiasArgs a, const __grid_constant__ BwdBiasMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  const uint32_t smem = ptx::smem_address(smem_bytes);
-  const BwdBiasBarriers<T> bars{smem};
-  play_roles<T>(
-      bars,
-      [&](int warp) {
-        if (warp == 0 && threadIdx.x == 0) load_bias_steps<T>(a, maps, smem, bars);
-      },
-      [&](int group) { consume_bias_steps<T>(a, smem, bars, group - 1); });
-#else
-  __trap();  // wgmma exists in sm_90a machine code only
-#endif
+  const auto produce = [&](const auto& cta, int warp) {
+    if (warp == 0 && threadIdx.x == 0) load_bias_steps<T>(a, maps, cta.smem, cta.bars);
+  };
+  run_cta<T, void, BwdBiasBarriers<T>>(0, 0, [](const auto&) {}, produce, [&](const auto& cta, int group) {
+    consume_bias_steps<T>(a, cta.smem, cta.bars, group - 1);
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -21,32 +21,18 @@
 namespace flash_ext::sm90 {
 
 template <typename T>
-__device__ __forceinline__ void bwd_mod_body(const BwdModArgs& a, const BwdModMaps& maps) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  const uint32_t smem = ptx::smem_address(smem_bytes);
-  ModKeyShared<T>& shared = *reinterpret_cast<ModKeyShared<T>*>(smem_bytes + T::kSharedAt);
-  const ModKeyBarriers<T> bars{smem};
-  const auto produce = [&](int warp) {
-    if (warp == 0) {
-      schedule_bwd_items<T>(a, shared, bars);
-    } else {
-      load_mod_steps<T>(a, maps, smem, shared, bars, warp - 1);
-    }
-  };
-  play_roles<T>(bars, produce,
-                [&](int) { consume_mod_keys<T>(a, smem, smem_bytes, shared, bars); });
-}
-
-template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     bwd_mod_sm90_kernel(const __grid_constant__ BwdModArgs a, const __grid_constant__ BwdModMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  ptx::allow_next_kernel();
-  ptx::wait_for_kernel_before();
-  bwd_mod_body<T>(a, maps);
-#else
-  __trap();  // wgmma exists in sm_90a machine code only
-#endif
+  const auto produce = [&](const auto& cta, int warp) {
+    if (warp == 0) {
+      schedule_bwd_items<T>(a, *cta.shared, cta.bars);
+    } else {
+      load_mod_steps<T>(a, maps, cta.smem, *cta.shared, cta.bars, warp - 1);
+    }
+  };
+  run_cta<T, ModKeyShared<T>, ModKeyBarriers<T>>(
+      T::kSharedAt, 0, [](const auto&) { ptx::allow_next_kernel(), ptx::wait_for_kernel_before(); }, produce,
+      [&](const auto& cta, int) { consume_mod_keys<T>(a, cta.smem, cta.bytes, *cta.shared, cta.bars); });
 }
 
 }  // namespace flash_ext::sm90

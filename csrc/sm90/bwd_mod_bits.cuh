@@ -92,7 +92,6 @@ __device__ __forceinline__ uint32_t bits_by_keys(const Scores& scores, int row0,
 // c + 8, c + 16, c + 24: what a thread has. Each key's bits are shifted in from the highest on, in a chain of its own.
 __device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const uint32_t lane = ptx::fresh_lane();
-  const auto key_of = [&](int round) { return keys.rounds[round]; };
   const uint32_t minus_below = 0u - m.drop_below;
   const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
   const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + 2 * (lane % 4);
@@ -102,7 +101,7 @@ __device__ __forceinline__ uint32_t dropped_bits(const Modifiers& m, int row0, i
     uint4 draws[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      draws[c] = philox(make_uint4(row_id + 8 * n + c, col_id, keys.counter.x, keys.counter.y), key_of);
+      draws[c] = keys.draws(row_id + 8 * n + c, col_id);
     }
 #pragma unroll
     for (int i = 3; i >= 0; --i) {  // bit 4 n + i of each key
@@ -127,7 +126,6 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
   const uint32_t lane = ptx::fresh_lane();
   const uint32_t warp = static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32 % T::kConsumerWarps;
   const uint32_t odd = warp % 2;
-  const auto key_of = [&](int round) { return keys.rounds[round]; };
   const uint32_t highest = (m.drop_below << 16) - 1;
   const uint32_t col_id = static_cast<uint32_t>(col0) / 32 * 8 + lane / 4;
   const uint32_t row_id = (static_cast<uint32_t>(row0) + odd * kQueries) / 16 * 8 + 2 * (lane % 4);
@@ -136,7 +134,7 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
   for (int n = 0; n < kQueries / 16; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const uint4 draws = philox(make_uint4(row_id + n * 8 + c, col_id, keys.counter.x, keys.counter.y), key_of);
+      const uint4 draws = keys.draws(row_id + n * 8 + c, col_id);
       const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
@@ -160,7 +158,6 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
 template <bool kT, int kCount>
 __device__ __forceinline__ uint32_t draw_own(const Modifiers& m, int row0, int col0, const DropKeys& keys) {
   const uint32_t lane = ptx::fresh_lane();
-  const auto key_of = [&](int round) { return keys.rounds[round]; };
   const uint32_t highest = (m.drop_below << 16) - 1;
   const uint32_t few = lane / 4, many = 2 * (lane % 4);
   const uint32_t row_id = static_cast<uint32_t>(row0) / 16 * 8 + (kT ? many : few);
@@ -171,8 +168,7 @@ __device__ __forceinline__ uint32_t draw_own(const Modifiers& m, int row0, int c
   for (int n = 0; n < (kT ? kCount / 8 : kCount / 16); ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const uint4 x = philox(make_uint4(row_id + (kT ? 8 * n + c : 0), col_id + (kT ? 0 : 8 * n + c), keys.counter.x,
-                                        keys.counter.y), key_of);
+      const uint4 x = keys.draws(row_id + (kT ? 8 * n + c : 0), col_id + (kT ? 0 : 8 * n + c));
       if constexpr (kT) {
         const uint32_t words[2] = {is_late ? x.z : x.x, is_late ? x.w : x.y};
 #pragma unroll

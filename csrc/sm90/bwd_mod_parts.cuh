@@ -160,19 +160,13 @@ struct ModKeyBarriers {
 
   __device__ void init() const {
     constexpr int kLoaders = 3;
-    const auto init_pairs = [&](int first, int count, int full_arrivals, int empty_arrivals) {
-      for (int i = 0; i < count; ++i) {
-        ptx::mbarrier_init(at(first + i), full_arrivals);
-        ptx::mbarrier_init(at(first + count + i), empty_arrivals);
-      }
-    };
-    init_pairs(kKeys, 2, 1, T::kConsumerWarps);
-    init_pairs(kQ, T::kSlots, 3, T::kConsumerWarps);  // Q, its statistics, its step
-    init_pairs(kDout, T::kSlots, 1, T::kConsumerWarps);
-    init_pairs(kItem, T::kItems, 1, T::kConsumerWarps + kLoaders);
-    init_pairs(kChunk, T::kRingChunks, 1, kLoaders);
-    init_pairs(kBias, 1, 1, T::kConsumerWarps);
-    init_pairs(kMarks, T::kMarkSlots, ModKeyShared<T>::kMarkers, T::kConsumerWarps);
+    init_pairs(at(kKeys), 2, 1, T::kConsumerWarps);
+    init_pairs(at(kQ), T::kSlots, 3, T::kConsumerWarps);  // Q, its statistics, its step
+    init_pairs(at(kDout), T::kSlots, 1, T::kConsumerWarps);
+    init_pairs(at(kItem), T::kItems, 1, T::kConsumerWarps + kLoaders);
+    init_pairs(at(kChunk), T::kRingChunks, 1, kLoaders);
+    init_pairs(at(kBias), 1, 1, T::kConsumerWarps);
+    init_pairs(at(kMarks), T::kMarkSlots, ModKeyShared<T>::kMarkers, T::kConsumerWarps);
     for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
     ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();

@@ -144,9 +144,7 @@ __device__ __forceinline__ void schedule_bwd_items(const Args& a, Shared& shared
         __syncwarp();  // before the item's place is written again
       }
     }
-    index = 0;
-    if (ptx::fresh_lane() == 0) index = draws ? draw_item(plain.draw) : shared.index + gridDim.x;
-    index = __shfl_sync(0xffffffffu, index, 0);
+    index = next_item(plain.draw, shared.index);
   }
   wait_for_place();
   if (ptx::fresh_lane() == 0) {

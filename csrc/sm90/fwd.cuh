@@ -19,29 +19,18 @@
 namespace flash_ext::sm90 {
 
 template <typename T>
-__device__ __forceinline__ void fwd_body(const FwdArgs& a, const FwdMaps& maps) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  const uint32_t smem = ptx::smem_address(smem_bytes);
-  Item* items = reinterpret_cast<Item*>(smem_bytes + T::kItemsAt);
-  const Barriers<T> bars{smem + T::kBarriersAt};
-  const auto produce = [&](int warp) {
-    if (warp == 0) {
-      schedule_items<T>(a, maps, smem, items, bars);
-    } else if (warp == 1) {
-      load_tiles<T>(a, maps, smem, items, bars);
-    }
-  };
-  play_roles<T>(bars, produce, [&](int group) { consume<T>(a, maps, smem, items, bars, group - 1); });
-}
-
-template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_sm90_kernel(const __grid_constant__ FwdArgs a, const __grid_constant__ FwdMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  fwd_body<T>(a, maps);
-#else
-  __trap();  // wgmma exists in sm_90a machine code only
-#endif
+  run_cta<T, Item, Barriers<T>>(
+      T::kItemsAt, T::kBarriersAt, [](const auto&) {},
+      [&](const auto& cta, int warp) {
+        if (warp == 0) {
+          schedule_items<T>(a, maps, cta.smem, cta.shared, cta.bars);
+        } else if (warp == 1) {
+          load_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
+        }
+      },
+      [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
 }
 
 }  // namespace flash_ext::sm90

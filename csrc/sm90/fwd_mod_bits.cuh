@@ -59,6 +59,13 @@ __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const Scores& scores, con
   return bits;
 }
 
+// Word w of row lane / 4 + 8 half from the lane that made it, shifted so that this thread's keys are at constant bits.
+template <int kKeys>
+__device__ __forceinline__ uint32_t row_word(const OwnWords<kKeys>& own, int half, int w, int lane) {
+  constexpr int kCount = OwnWords<kKeys>::kCount;
+  return __shfl_sync(0xffffffffu, own.of[w % kCount], 2 * (lane / 4 + 8 * half) + w / kCount) >> (2 * (lane % 4));
+}
+
 // Scores that no test known by rows hides: each row's half is made once and handed out.
 template <int kKeys>
 __device__ __forceinline__ void visible_by_rows(ScoreBits<kKeys>& visible, const Scores& scores,
@@ -70,10 +77,46 @@ __device__ __forceinline__ void visible_by_rows(ScoreBits<kKeys>& visible, const
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int w = 0; w < 2 * kCount; ++w) {
-      const uint32_t word = __shfl_sync(0xffffffffu, own.of[w % kCount], 2 * (lane / 4 + 8 * half) + w / kCount);
-      visible.of[half][w] = word >> (2 * (lane % 4));
+      visible.of[half][w] = row_word(own, half, w, lane);
     }
   }
+}
+
+// Key 8 j + 2 (lane % 4) + c of 32, for i = 2 j + c: the i-th of a thread's 8.
+__device__ __forceinline__ int own_key(int i, int lane) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; }
+__device__ __forceinline__ int bit_in_word(int i) { return i / 2 * 8 + i % 2; }
+
+// Adds what 32 keys hide of a thread's two rows, for its i-th key at bit_of(i): keys of other documents than the rows'.
+// Each lane has the document of one key.
+template <typename BitOf>
+__device__ __forceinline__ void add_other_documents(uint32_t (&hidden)[2], int key_id, const int (&row_ids)[2],
+                                                    const BitOf& bit_of) {
+  const int lane = ptx::fresh_lane();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int id = __shfl_sync(0xffffffffu, key_id, own_key(i, lane));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (id != row_ids[half]) hidden[half] |= 1u << bit_of(i);
+    }
+  }
+}
+
+// The same for the intervals of rows that keys hide. Each lane has the word of one key, a bit for each of the 16 rows.
+template <typename BitOf>
+__device__ __forceinline__ void add_hidden_rows(uint32_t (&hidden)[2], uint32_t word, const BitOf& bit_of) {
+  const int lane = ptx::fresh_lane();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t of_key = __shfl_sync(0xffffffffu, word, own_key(i, lane)) >> (lane / 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) hidden[half] |= (of_key >> 8 * half & 1) << bit_of(i);
+  }
+}
+
+__device__ __forceinline__ void find_row_documents(int (&ids)[2], const Documents& documents, int row0) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) ids[half] = documents.row(row0 + ptx::fresh_lane() / 4 + 8 * half);
 }
 
 // Takes out of `visible` what keys hide: documents, hidden_rows. A lane has the keys lane, lane + 32, ...
@@ -81,13 +124,11 @@ template <int kKeys>
 __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Scores& scores, int row0, int col0) {
   const Modifiers& m = scores.m;
   const int lane = ptx::fresh_lane();
-  // Of the i-th of 8 keys of this thread in every 32.
-  const auto owner = [&](int i) { return i / 2 * 8 + 2 * (lane % 4) + i % 2; };
   // Loops over words, whose pairs are spread at the end, spill at head_dim 256; all words in a row spill at 128.
   constexpr bool kInRow = kKeys == 64;
   constexpr int kAtOnce = kInRow ? kKeys / 32 : 1;
   uint32_t hidden_pairs[2] = {};  // of[half]: bit 2 j + c is key 8 j + 2 (lane % 4) + c
-  const auto bit_of = [](int i) { return kInRow ? i / 2 * 8 + i % 2 : i; };
+  const auto bit_of = [](int i) { return kInRow ? bit_in_word(i) : i; };
   const auto hide = [&](int w, const uint32_t (&bits)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -101,37 +142,20 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
   if (has_documents(m)) {
     const Documents documents(scores);
     int row_ids[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row_ids[half] = documents.row(row0 + lane / 4 + 8 * half);
-    }
+    find_row_documents(row_ids, documents, row0);
 #pragma unroll kAtOnce
     for (int w = 0; w < kKeys / 32; ++w) {
-      const int key_id = documents.key(col0 + 32 * w + lane);
-      uint32_t differ[2] = {};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int id = __shfl_sync(0xffffffffu, key_id, owner(i));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (id != row_ids[half]) differ[half] |= 1u << bit_of(i);
-        }
-      }
-      hide(w, differ);
+      uint32_t hidden[2] = {};
+      add_other_documents(hidden, documents.key(col0 + 32 * w + lane), row_ids, bit_of);
+      hide(w, hidden);
     }
   }
   if (kInRow && !has_key_words(m)) return;
 #pragma unroll kAtOnce
   for (int w = 0; w < (kInRow || has_key_words(m) ? kKeys / 32 : 0); ++w) {
-    const uint32_t hidden = key_word(scores, col0 + 32 * w + lane, row0);
-    uint32_t mine[2] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t of_key = __shfl_sync(0xffffffffu, hidden, owner(i)) >> (lane / 4);
-      mine[0] |= (of_key & 1) << bit_of(i);
-      mine[1] |= (of_key >> 8 & 1) << bit_of(i);
-    }
-    hide(w, mine);
+    uint32_t hidden[2] = {};
+    add_hidden_rows(hidden, key_word(scores, col0 + 32 * w + lane, row0), bit_of);
+    hide(w, hidden);
   }
   if constexpr (!kInRow) {
 #pragma unroll
@@ -162,6 +186,40 @@ __device__ __forceinline__ void hide_scores(float (&s)[kCount], const ScoreBits<
   for (int i = 0; i < kCount; ++i) {
     const uint32_t word = visible.of[i / 2 % 2][i / 16];
     s[i] = (word >> (i / 4 % 4 * 8 + i % 2) & 1) != 0 ? s[i] : -INFINITY;
+  }
+}
+
+// The same for a kernel that has no registers for the bits of a tile: 32 keys at a time, made where they are applied.
+template <int kCount>
+__device__ __forceinline__ void hide_tile(float (&s)[kCount], const Scores& scores, const ModItem& item, int row0,
+                                          int col0, TileTests tests) {
+  constexpr int kKeys = 2 * kCount, kWords = OwnWords<kKeys>::kCount;
+  const int lane = ptx::fresh_lane(), own_col0 = col0 + lane % 2 * 32 * kWords;
+  const auto mask = fetch_own_words<kKeys>(scores, item, row0, col0, tests);
+  const auto own = seen_by_row<kKeys>(scores, mask, row0 + lane / 2, own_col0, tests);
+#pragma unroll
+  for (int w = 0; w < kKeys / 32; ++w) {
+    uint32_t seen[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) seen[half] = row_word(own, half, w, lane);
+    if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
+      uint32_t hidden[2] = {};
+      const int col = col0 + 32 * w + ptx::fresh_lane();
+      if (has_documents(scores.m)) {
+        const Documents documents(scores);
+        int row_ids[2];
+        find_row_documents(row_ids, documents, row0);
+        add_other_documents(hidden, documents.key(col), row_ids, bit_in_word);
+      }
+      if (has_key_words(scores.m)) add_hidden_rows(hidden, key_word(scores, col, row0), bit_in_word);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) seen[half] &= ~hidden[half];
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float& x = s[16 * w + i];
+      x = (seen[i / 2 % 2] >> bit_in_word(i / 4 * 2 + i % 2) & 1) != 0 ? x : -INFINITY;
+    }
   }
 }
 

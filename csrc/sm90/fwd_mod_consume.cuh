@@ -1,200 +1,327 @@
-// The consumers of the sm90 forward with modifiers. As those of fwd_consume.cuh, but what a step is and which of its
-// tests a warpgroup needs comes with each K, and an item may hold tiles that a warpgroup does not see in any place.
+// The consumers of the sm90 forward with modifiers: those of fwd_consume.cuh, with two differences. What a step is and
+// which tests a warpgroup needs comes with each K, and an item may hold tiles that a warpgroup sees nowhere.
+//
+// Tiles of 128 queries (m128) serve every modifier: their words of masks are asked for before a step's products and
+// made into bits while they run. Tiles of 192 (m192) serve masks that leave most tiles whole: bits are made where a
+// step asks for them, behind its scores, because words kept over a step, or asked for ahead, cost registers that all
+// steps pay. A tile that a warpgroup sees whole then costs what it costs in the plain kernel.
 #pragma once
 
 #include "fwd_consume.cuh"
 #include "fwd_mod_bits.cuh"
 #include "fwd_mod_scores.cuh"
+#include "fwd_mod_slopes.cuh"
 #include "fwd_mod_weights.cuh"
 
 namespace flash_ext::sm90 {
 
+// Where a consumer is in the ring of K and V. Registers are short: m128 keeps a count alone, which serves the tiles of
+// bias as well. A ring of m192 may have five slots, which a count would have to be divided by.
 template <typename T>
-__device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
-                                            ModShared<T>& shared, ModBarriers<T> bars, int group) {
-  using E = typename T::Element;
-  constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kN = T::kBlockN;
-  constexpr int kTurnThreads = 256;  // of the warpgroup whose turn it is and of the one before
-  const Modifiers& m = a.m;
+struct KvPosition {
+  RingPosition<T::kKvSlots> ring;
+  int used = 0;  // slots so far
 
-  float o[Dv / 2], s[kN / 2];
-  uint32_t weights[kN / 4];
-  ModRowState state;
-  int used = 0;    // slots of the ring so far
+  __device__ __forceinline__ int slot() const { return T::kM192 ? ring.slot : slot_of(used, T::kKvSlots); }
+  __device__ __forceinline__ uint32_t parity() const { return T::kM192 ? ring.parity : parity_of(used, T::kKvSlots); }
+  // The slot used so many slots ago.
+  __device__ __forceinline__ int slot_ago(int ago) const {
+    return T::kM192 ? ring.slot - ago + (ring.slot < ago ? T::kKvSlots : 0) : slot_of(used - ago, T::kKvSlots);
+  }
+  __device__ __forceinline__ void advance() {
+    if constexpr (T::kM192) {
+      ring.advance();
+    } else {
+      ++used;
+    }
+  }
+};
+
+// Arrays are the caller's own variables: as members they would keep all the others in memory until loops are unrolled,
+// and ptxas would get other code.
+template <typename T>
+struct MaskedConsumer {
+  using E = typename T::Element;
+  static constexpr int kN = T::kBlockN, kO = T::kHeadDimV / 2;
+  static constexpr int kTurnThreads = 256;  // of the warpgroup whose turn it is and of the one before
+
+  // What a step knows beside its scores. m128: words of the mask, asked for before the products, and the bits made of
+  // them. With slopes in the product: from the tile's first key to the warp's first row, and what follows from it.
+  struct Beside {
+    OwnWords<kN> mask;
+    ScoreBits<kN> visible;
+    int ahead;
+    uint32_t terms;
+    RowBias bias;
+  };
+
+  const FwdModArgs& a;
+  const FwdModMaps& maps;
+  uint32_t smem;
+  ModShared<T>& shared;
+  ModBarriers<T> bars;
+  int group;
+
+  float (&o)[kO], (&s)[kN / 2];
+  uint32_t (&weights)[kN / 4];
+  StateOf<T>& state;
+  KvPosition<T> kv;
   int items = -1;  // begun before the present one
   OwnStep now{}, next{};
+  int own_row;  // warp_row() for slopes in the product, which ask for it in each step
 
-  // Registers are short: what follows from the thread's number is made anew where it is used.
-  const auto warp_row = [&] { return group * 64 + ptx::fresh_thread_idx() / 32 % 4 * 16; };
-  const auto arrive = [&](uint32_t bar) {
-    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
-  };
+  // ---- Who this is. Registers are short: what follows from the thread's number is made anew where it is used.
+
+  __device__ __forceinline__ int warp_row() const { return group * 64 + ptx::fresh_thread_idx() / 32 % 4 * 16; }
+  __device__ __forceinline__ const typename T::Item& item_at(int n) const {
+    return shared.items[slot_of(n, T::kItems)];
+  }
+  __device__ __forceinline__ int first_row() const { return item_at(items).w.block * T::kBlockM + warp_row(); }
+  __device__ __forceinline__ int first_col() const { return now.tile() * kN; }
+  __device__ __forceinline__ Scores scores() const {
+    const ModItem& item = item_at(items);
+    return Scores{a.plain.p.problem, a.m, item.seat, item.w.h};
+  }
+
+  // ---- Barriers and slots.
+
+  __device__ __forceinline__ void arrive(uint32_t bar) const {
+    if constexpr (T::kM192) {
+      ptx::mbarrier_arrive_for_warp_flat(bar, ptx::fresh_lane() == 0);
+    } else {
+      ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
+    }
+  }
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
-  const auto take_turn = [&] {
+  __device__ __forceinline__ void take_turn() const {
     debug_delay();
     ptx::bar_sync(1 + group, kTurnThreads);
-  };
-  const auto pass_turn = [&] { ptx::bar_arrive_only(1 + (group + 1) % T::kConsumers, kTurnThreads); };
-  const auto item_at = [&](int n) -> const typename T::Item& { return shared.items[slot_of(n, T::kItems)]; };
-  const auto wait_for_slot = [&] {
-    wait(bars.kv_full(slot_of(used, T::kKvSlots)), parity_of(used, T::kKvSlots));
-  };
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    ptx::bar_arrive_only(1 + (group + 1) % T::kConsumers, kTurnThreads);
+  }
+  __device__ __forceinline__ void wait_for_slot() const { wait(bars.kv_full(kv.slot()), kv.parity()); }
+  __device__ __forceinline__ uint32_t slot_address() const { return smem + kv.slot() * T::kSlotBytes; }
   // Gives back the slot used so many slots ago.
-  const auto free_slot = [&](int ago) { arrive(bars.kv_empty(slot_of(used - ago, T::kKvSlots))); };
-  const auto slot_at = [&] { return smem + slot_of(used, T::kKvSlots) * T::kSlotBytes; };
-  // The next step, looked up while a product runs: behind its wait that lengthens the chain from scores to scores.
-  const auto look_ahead = [&] {
+  __device__ __forceinline__ void free_slot(int ago) const { arrive(bars.kv_empty(kv.slot_ago(ago))); }
+  __device__ __forceinline__ void skip_slot() {
     wait_for_slot();
-    next.take(shared.steps[slot_of(used, T::kKvSlots)], group);
-  };
-  // On to the step that has been looked at; false after the last one of all items.
-  const auto begin_step = [&]() -> bool {
-    now = next;
-    if (now.bits & kNoStep) {
-      ++used;
-      return false;
-    }
-    if (now.is_first()) {
-      ++items;
-      wait(bars.q_full(slot_of(items, q_slots<T>(a))), parity_of(items, q_slots<T>(a)));
-    }
-    return true;
-  };
-  const auto next_step = [&] {
-    look_ahead();
-    return begin_step();
-  };
-  const auto scores = [&] {
-    const ModItem& item = item_at(items);
-    return Scores{a.plain.p.problem, m, item.seat, item.w.h};
-  };
-  const auto first_row = [&] { return item_at(items).w.block * T::kBlockM + warp_row(); };
-  using Mask = OwnWords<kN>;
-  const auto fetch_mask = [&] {
-    return fetch_own_words<kN>(scores(), item_at(items), first_row(), now.tile() * kN, now.tests());
-  };
-  const auto find_visible = [&](const Mask& mask) {
-    return visible_scores<kN>(scores(), mask, first_row(), now.tile() * kN, now.tests());
-  };
-  const auto find_early = [&](const Mask& mask) {
-    if constexpr (T::kLateBits) return ScoreBits<kN>{};
-    else return find_visible(mask);
-  };
+    arrive(bars.kv_empty(kv.slot()));
+    kv.advance();
+  }
+  __device__ __forceinline__ int q_slot() const { return slot_of(items, q_slots<T>(a)); }
+  __device__ __forceinline__ void finish_q() const {
+    if (now.is_last()) arrive(bars.q_empty(q_slot()));
+  }
   // Step i has used 2 i or 2 i + 1 slots when it comes to its bias, the first step one.
-  const auto wait_for_bias = [&]() -> uint32_t {
-    const int slot = slot_of(used / 2, T::kBiasSlots);
-    wait(bars.bias_full(slot), parity_of(used / 2, T::kBiasSlots));
+  __device__ __forceinline__ uint32_t wait_for_bias() const {
+    const int slot = slot_of(kv.used / 2, T::kBiasSlots);
+    wait(bars.bias_full(slot), parity_of(kv.used / 2, T::kBiasSlots));
     return smem + T::kBiasAt + slot * T::kBiasBytes;
-  };
-  const auto free_bias = [&] {
+  }
+  __device__ __forceinline__ void free_bias() const {
     __syncwarp();
-    arrive(bars.bias_empty(slot_of(used / 2, T::kBiasSlots)));
-  };
-  const auto skip_slot = [&] {
-    wait_for_slot();
-    free_slot(0);
-    ++used;
-  };
+    arrive(bars.bias_empty(slot_of(kv.used / 2, T::kBiasSlots)));
+  }
   // K of a step that this warpgroup does not see, and its bias.
-  const auto skip_step = [&] {
+  __device__ __forceinline__ void skip_step() {
     skip_slot();
     if (has_bias<T>(a)) {
       wait_for_bias();
       free_bias();
     }
-  };
-  const auto finish_q = [&] {
-    if (now.is_last()) arrive(bars.q_empty(slot_of(items, q_slots<T>(a))));
-  };
-  const auto issue_scores = [&] {
-    const uint32_t q_at = smem + T::kQAt + group * 64 * 128 + slot_of(items, q_slots<T>(a)) * T::kQBytes;
+  }
+
+  // ---- From step to step.
+
+  // The next step, looked up while a product runs: behind its wait that lengthens the chain from scores to scores.
+  __device__ __forceinline__ void look_ahead() {
+    wait_for_slot();
+    next.take(shared.steps[kv.slot()], group);
+  }
+  // On to the step that has been looked at.
+  __device__ __forceinline__ void enter_step() {
+    now = next;
+    if (!now.is_first()) return;
+    ++items;
+    wait(bars.q_full(q_slot()), parity_of(items, q_slots<T>(a)));
+  }
+  // The same; false after the last one of all items.
+  __device__ __forceinline__ bool begin_step() {
+    // m192 has the step in a uniform register, which it would leave for a copy ahead of the test.
+    if constexpr (!T::kM192) now = next;
+    if (next.bits & kNoStep) {
+      kv.advance();
+      return false;
+    }
+    enter_step();
+    return true;
+  }
+  // The same where there is a step and it is seen, in one test for both.
+  __device__ __forceinline__ bool enter_seen_step() {
+    if ((next.bits & (kNoStep | kSkipped << kTestsAt)) != 0) return false;
+    enter_step();
+    return true;
+  }
+  __device__ __forceinline__ bool next_step() {
+    look_ahead();
+    return begin_step();
+  }
+
+  // ---- What stands beside the scores.
+
+  __device__ __forceinline__ Beside prepare() const {
+    Beside beside{};
+    if constexpr (T::kSlopesInProduct) {
+      beside.ahead = item_at(items).centre + own_row - first_col();
+      beside.terms = own_terms<kN>(item_at(items), beside.ahead);
+    } else if constexpr (!T::kM192) {
+      beside.mask = fetch_own_words<kN>(scores(), item_at(items), first_row(), first_col(), now.tests());
+    }
+    return beside;
+  }
+  // While products run.
+  __device__ __forceinline__ void complete(Beside& beside) const {
+    if constexpr (T::kSlopesInProduct) beside.bias = bias_of_rows<kN>(item_at(items), beside.ahead);
+    if constexpr (!T::kM192 && !T::kLateBits) beside.visible = find_visible(beside);
+  }
+  __device__ __forceinline__ ScoreBits<kN> find_visible(const Beside& beside) const {
+    return visible_scores<kN>(scores(), beside.mask, first_row(), first_col(), now.tests());
+  }
+
+  // ---- Products.
+
+  // The K has been waited for, when its step was looked up.
+  __device__ __forceinline__ void issue_scores(const Beside& beside) {
+    const uint32_t q_at = smem + T::kQAt + group * 64 * 128 + q_slot() * T::kQBytes;
     const uint32_t q_low = uniform(descriptor_low(q_at, 16));
-    const uint32_t k_low = uniform(descriptor_low(slot_at(), 16));
+    const uint32_t k_low = uniform(descriptor_low(slot_address(), 16));
     ptx::pin(s);
     ptx::wgmma_fence();
-    issue_qk<E, D, T::kBlockM, kN>(s, q_low, k_low);
+    issue_qk<E, T::kHeadDim, T::kBlockM, kN>(s, q_low, k_low);
+    if constexpr (T::kSlopesInProduct) {
+      ptx::wgmma_rs_one_group(s, beside.terms, uniform(descriptor_low(smem + T::kNumbersAt, 16)));
+    }
     ptx::wgmma_commit();
-  };
-  const auto finish_products = [&](int k_ago) {
+    kv.advance();
+  }
+  __device__ __forceinline__ void issue_output() {
+    wait_for_slot();
+    const uint32_t v_low = uniform(descriptor_low(slot_address(), kN * 128));
+    ptx::wgmma_fence();
+    issue_pv<E>(o, weights, v_low);
+    ptx::wgmma_commit();
+    kv.advance();
+  }
+  __device__ __forceinline__ void finish_products(int k_ago) {
     ptx::pin(s);
     free_slot(k_ago);
     finish_q();
-  };
-  const auto change_scores = [&] {
+  }
+
+  // ---- Scores.
+
+  __device__ __forceinline__ void add_bias() {
     const int row0 = first_row();
     const uint32_t bias = has_bias<T>(a) ? wait_for_bias() : 0;
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
-      const int col0 = now.tile() * kN + part * kPartKeys;
-      modify_scores<T>(x, a, scores(), row0, col0, [&](float scale) {
+      modify_scores<T>(x, a, scores(), row0, first_col() + part * kPartKeys, [&](float scale) {
         add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
       });
       ptx::pin(x);
     }
     if (has_bias<T>(a)) free_bias();
-  };
-  const auto make_exponents = [&] {
+  }
+  // Raw products to exponents, less the maxima there are.
+  __device__ __forceinline__ void make_exponents() {
     // An item's state is not begun before the output of the last one has left.
     const float shift[2] = {now.is_first() ? 0.f : shift_of(state.max[0]),
                             now.is_first() ? 0.f : shift_of(state.max[1])};
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
-      if constexpr (!T::kCapsOrSlopes) {
+      if constexpr (T::kKind == FwdModKind::kHides) {
         shift_scores(x, a.scale_log2, shift);
-      } else if (m.slopes == nullptr) {
+      } else if (T::kM192 || a.m.slopes == nullptr) {
         cap_to_exponents(x, a, shift);
       } else {
-        const int centre0 = first_row() + scores().shift(), col0 = now.tile() * kN + part * kPartKeys;
+        const int centre0 = first_row() + scores().shift(), col0 = first_col() + part * kPartKeys;
         slope_scores(x, a.scale_log2, item_at(items).slope, centre0, col0, shift);
       }
       ptx::pin(x);
     }
-  };
-  const auto finish_scores = [&](const ScoreBits<kN>& visible, const Mask& mask) {
-    if constexpr (T::kChanges) change_scores();
-    if constexpr (T::kExponents) make_exponents();
-    if constexpr (T::kLateBits) {
-      hide_scores(s, find_visible(mask));
+  }
+  // A tile that the diagonal crosses: each score has its own distance.
+  __device__ __forceinline__ void bend(Beside& beside) {
+    if (!beside.bias.bends) return;
+    beside.bias.of[0] = beside.bias.of[1] = 0.f;
+    subtract_distances(s, item_at(items).raw_slope, beside.ahead);
+    ptx::pin(s);
+  }
+  __device__ __forceinline__ void hide(const Beside& beside) {
+    if constexpr (T::kM192) {
+      // The vote makes the branch warp-uniform; otherwise ptxas clones what follows.
+      if (!__any_sync(0xffffffffu, now.tests() != 0)) return;
+      hide_tile(s, scores(), item_at(items), first_row(), first_col(), now.tests());
+    } else if constexpr (T::kLateBits) {
+      hide_scores(s, find_visible(beside));
     } else {
-      hide_scores(s, visible);
+      hide_scores(s, beside.visible);
     }
     ptx::pin(s);
-  };
-  const auto issue_output = [&] {
-    wait_for_slot();
-    const uint32_t v_low = uniform(descriptor_low(slot_at(), kN * 128));
-    ptx::wgmma_fence();
-    issue_pv<E>(o, weights, v_low);
-    ptx::wgmma_commit();
-  };
-  const auto try_weights_of = [&](const float (&x)[kN / 2]) {
-    if constexpr (T::kExponents) return try_exponents<E>(x, weights, state);
-    else return try_mod_weights<E>(x, weights, state, m.unit_log2);
-  };
-  const auto prepare_weights = [&] {
-    // Maxima that are wanted must be true ones. The first tile has none to try.
-    const bool asks = now.is_first() || m.row_max != nullptr;
-    if (asks || !try_weights_of(s)) {
+  }
+  __device__ __forceinline__ void change_scores(Beside& beside) {
+    if constexpr (T::kSlopesInProduct) bend(beside);
+    if constexpr (T::kChanges) add_bias();
+    if constexpr (T::kUnits == ScoreUnits::kExponents) make_exponents();
+    hide(beside);
+  }
+
+  // ---- Weights and output.
+
+  // By the maxima there are; false where they do not serve.
+  __device__ __forceinline__ bool try_own_weights(const RowBias& bias) {
+    if constexpr (T::kUnits == ScoreUnits::kExponents) return try_exponents<E>(s, weights, state);
+    else if constexpr (T::kUnits == ScoreUnits::kChanged) return try_mod_weights<E>(s, weights, state, a.m.unit_log2);
+    else if constexpr (T::kSlopesInProduct) return try_biased_weights<E>(s, weights, state, a.scale_log2, bias);
+    else return try_weights<E>(s, weights, state, a.scale_log2);
+  }
+  __device__ __forceinline__ void own_weights_by_maximum(float (&factor)[2], const RowBias& bias) {
+    if constexpr (T::kUnits == ScoreUnits::kExponents) {
+      weights_by_maximum_of_exponents<E>(s, weights, state, factor);
+    } else if constexpr (T::kUnits == ScoreUnits::kChanged) {
+      mod_weights_by_maximum<E>(s, weights, state, factor, a.m.unit_log2);
+    } else if constexpr (T::kSlopesInProduct) {
+      biased_weights_by_maximum<E>(s, weights, state, factor, a.scale_log2, bias);
+    } else {
+      weights_by_maximum<E>(s, weights, state, factor, a.scale_log2);
+    }
+  }
+  __device__ __forceinline__ void prepare_weights(const Beside& beside) {
+    // Maxima that are wanted must be true ones. The first tile of an item takes its own, so that no result depends on
+    // which hidden tiles were visited.
+    const bool asks = now.is_first() || a.m.row_max != nullptr;
+    if (asks || !try_own_weights(beside.bias)) {
       float factor[2];
-      if constexpr (T::kExponents) {
-        weights_by_maximum_of_exponents<E>(s, weights, state, factor);
-      } else {
-        mod_weights_by_maximum<E>(s, weights, state, factor, m.unit_log2);
-      }
+      own_weights_by_maximum(factor, beside.bias);
 #pragma unroll
-      for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
+      for (int i = 0; i < kO; ++i) o[i] *= factor[(i / 2) % 2];
     }
     if constexpr (T::kDrops) {
-      if (m.rng != nullptr) drop_packed(weights, m, first_row(), now.tile() * kN, item_at(items).drop);
+      if (T::kM192 || a.m.rng != nullptr) drop_packed(weights, a.m, first_row(), first_col(), item_at(items).drop);
     }
-  };
-  const auto store = [&](int n) {
+  }
+  __device__ __forceinline__ void begin_output() {
+    clear(o);
+    state = {};
+  }
+  __device__ __forceinline__ void store(int n) const {
     const ModItem& item = item_at(n);
     const int lane = ptx::fresh_lane(), first = warp_row(), row_in_tile = first + lane / 4;
     float inverse[2];
-    finish_mod_rows(a, item, state, item.w.block * T::kBlockM + row_in_tile, lane, inverse);
+    finish_mod_rows(a, item, mod_state(state), item.w.block * T::kBlockM + row_in_tile, lane, inverse);
     if constexpr (T::kStaged) {
       if (T::kModTile.bias_apart || !has_bias<T>(a)) {
         const uint32_t stage = smem + T::kStageAt + first / 16 * T::kStageChunks * 16 * 128;
@@ -203,25 +330,23 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
       }
     }
     store_direct<T>(a.plain, item.w, o, inverse, item.w.block * T::kBlockM + row_in_tile, lane);
-  };
-  const auto begin_output = [&] {
-    clear(o);
-    state = ModRowState{};
-  };
-  const auto step = [&] {
-    const Mask mask = fetch_mask();
+  }
+
+  // ---- The loop.
+
+  // Scores of this step beside the output of the one before.
+  __device__ __forceinline__ void step() {
+    Beside beside = prepare();
     ptx::pin(o);
     ptx::pin(weights);
     take_turn();
-    issue_scores();
-    ++used;
+    issue_scores(beside);
     issue_output();
-    ++used;
     pass_turn();
-    const ScoreBits<kN> visible = find_early(mask);
+    complete(beside);
     ptx::wgmma_wait<1>();
     finish_products(2);
-    finish_scores(visible, mask);
+    change_scores(beside);
     look_ahead();
     ptx::wgmma_wait<0>();
     ptx::pin(o);
@@ -231,66 +356,80 @@ __device__ __forceinline__ void consume_mod(const FwdModArgs& a, const FwdModMap
       store(items - 1);
       begin_output();
     }
-    prepare_weights();
-  };
+    prepare_weights(beside);
+  }
 
-  if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
-  bool started = false;    // from the second step on a V comes with it
-  bool is_passed = false;  // the step's turn has been taken already, by the last product before it
-  bool has_step = next_step();
-#pragma unroll 1
-  while (true) {
-    // No weights wait for their V here.
-    if (!has_step || now.is_first()) {
-      const int finished = has_step ? items - 1 : items;
-      if (finished >= 0) store(finished);
-      if (!has_step) break;
-      begin_output();
+  __device__ __forceinline__ void run() {
+    if constexpr (T::kSlopesInProduct) {
+      own_row = warp_row();
+      asm volatile("" : "+r"(own_row));
     }
-    if (!now.is_seen()) {
-      if (!is_passed) {
+    if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
+    bool started = false;    // from the second step on a V comes with it
+    bool is_passed = false;  // the step's turn has been taken already, by the last product before it
+    bool has_step = next_step();
+#pragma unroll 1
+    while (true) {
+      // No weights wait for their V here.
+      if (!has_step || now.is_first()) {
+        const int finished = has_step ? items - 1 : items;
+        if (finished >= 0) store(finished);
+        if (!has_step) break;
+        begin_output();
+      }
+      if (!now.is_seen()) {
+        if (!is_passed) {
+          take_turn();
+          skip_step();
+          if (started) skip_slot();
+          pass_turn();
+        }
+        is_passed = false;
+        started = true;
+        finish_q();
+        has_step = next_step();
+        continue;
+      }
+      Beside beside = prepare();
+      take_turn();
+      issue_scores(beside);
+      pass_turn();
+      complete(beside);
+      if (started) skip_slot();
+      ptx::wgmma_wait<0>();
+      finish_products(started ? 2 : 1);
+      started = true;
+      change_scores(beside);
+      prepare_weights(beside);
+      look_ahead();
+#pragma unroll 1
+      while (T::kM192 ? enter_seen_step() : (has_step = begin_step()) && now.is_seen()) step();
+      if constexpr (T::kM192) has_step = begin_step();
+      // The last product, which no scores accompany: the step's tile is not seen, or there is none.
+      if (has_step) {
         take_turn();
         skip_step();
-        if (started) skip_slot();
-        pass_turn();
       }
-      is_passed = false;
-      started = true;
-      finish_q();
-      has_step = next_step();
-      continue;
+      ptx::pin(o);
+      ptx::pin(weights);
+      issue_output();
+      if (has_step) pass_turn();
+      is_passed = has_step;
+      ptx::wgmma_wait<0>();
+      ptx::pin(o);
+      free_slot(1);
     }
-    const Mask mask = fetch_mask();
-    take_turn();
-    issue_scores();
-    ++used;
-    pass_turn();
-    const ScoreBits<kN> visible = find_early(mask);
-    if (started) skip_slot();
-    ptx::wgmma_wait<0>();
-    finish_products(started ? 2 : 1);
-    started = true;
-    finish_scores(visible, mask);
-    prepare_weights();
-    look_ahead();
-#pragma unroll 1
-    while ((has_step = begin_step()) && now.is_seen()) step();
-    // The last product, which no scores accompany: the step's tile is not seen, or there is none.
-    if (has_step) {
-      take_turn();
-      skip_step();
-    }
-    ptx::pin(o);
-    ptx::pin(weights);
-    issue_output();
-    ++used;
-    if (has_step) pass_turn();
-    is_passed = has_step;
-    ptx::wgmma_wait<0>();
-    ptx::pin(o);
-    free_slot(1);
+    if (T::kStaged && ptx::fresh_lane() == 0) ptx::bulk_wait_read();
   }
-  if (T::kStaged && ptx::fresh_lane() == 0) ptx::bulk_wait_read();
+};
+
+template <typename T>
+__device__ __forceinline__ void consume_masked(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
+                                               ModShared<T>& shared, ModBarriers<T> bars, int group) {
+  float o[T::kHeadDimV / 2], s[T::kBlockN / 2];
+  uint32_t weights[T::kBlockN / 4];
+  StateOf<T> state;
+  MaskedConsumer<T>{a, maps, smem, shared, bars, group, o, s, weights, state}.run();
 }
 
 }  // namespace flash_ext::sm90

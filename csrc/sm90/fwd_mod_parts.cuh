@@ -25,7 +25,7 @@ using ShortCapSeries = SeriesOf<3>;
 struct FwdModArgs {
   FwdArgs plain;
   Modifiers m;
-  CapSeries cap;             // in natural units, or with kExponents in those of log2, as the other
+  CapSeries cap;             // in natural units, or with kLog2Maxima in those of log2, as the other
   ShortCapSeries short_cap;
   float scale_log2;          // from raw products to units of log2
   Steps bias_steps;
@@ -37,8 +37,8 @@ struct FwdModArgs {
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
 // kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kTall
-// hides like kHides, in the tiles of the plain kernel: what it does to whole tiles is what that one does. Those whose
-// names begin so have slopes, a softcap or dropout besides, and need them.
+// hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel does.
+// The others of m192 have slopes, a softcap or dropout besides, and need them.
 enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall, kTallSlopes, kTallCap, kTallDrops };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
@@ -103,24 +103,32 @@ struct Chunk {
   bool is_last;  // of its item
 };
 
+// What weights are made of: raw products of Q and K as in the plain kernel, scores that were changed, or exponents: in
+// units of log2 and less the maxima there are.
+enum class ScoreUnits { kRaw, kChanged, kExponents };
+
 template <typename E, int D, int Dv, FwdModKind Kind>
 struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = Kind;
-  static constexpr bool kTallSlopes = Kind == FwdModKind::kTallSlopes;
-  static constexpr bool kTallCap = Kind == FwdModKind::kTallCap, kTallDrops = Kind == FwdModKind::kTallDrops;
-  static constexpr bool kTall = Kind == FwdModKind::kTall || kTallSlopes || kTallCap || kTallDrops;
-  static constexpr bool kDrops = Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || kTallDrops;
-  // Scores change while products run, to natural units, or to exponents: in units of log2, less the row's maximum.
-  static constexpr bool kCapsOrSlopes = Kind == FwdModKind::kExponents;
-  static constexpr bool kMaySlope = kCapsOrSlopes || kTallSlopes;
-  static constexpr bool kExponents = kTall || kCapsOrSlopes || (D == 256 && Kind == FwdModKind::kHides);
-  // Bits of masks are made behind the changes instead of while S is computed: registers are short.
+  static constexpr bool kM192 = Kind >= FwdModKind::kTall;  // tiles of 192 queries instead of 128
+  static constexpr bool kSlopesInProduct = Kind == FwdModKind::kTallSlopes;  // see fwd_mod_slopes.cuh
+  static constexpr bool kMaySlope = Kind == FwdModKind::kExponents || kSlopesInProduct;
+  static constexpr bool kDrops =
+      Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || Kind == FwdModKind::kTallDrops;
+  static constexpr bool kMakesExponents = Kind == FwdModKind::kExponents || Kind == FwdModKind::kTallCap ||
+                                          (D == 256 && Kind == FwdModKind::kHides);
+  static constexpr ScoreUnits kUnits = kMakesExponents ? ScoreUnits::kExponents
+                                       : kM192         ? ScoreUnits::kRaw
+                                                       : ScoreUnits::kChanged;
+  static constexpr bool kLog2Maxima = kUnits != ScoreUnits::kChanged;
+  // Registers are short: bits of masks are made behind the changes instead of while S is computed.
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
+  // Scores change while products run.
   static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
-  using Item = std::conditional_t<kDrops, DropItem, std::conditional_t<kTallSlopes, SlopeItem, ModItem>>;
+  using Item = std::conditional_t<kDrops, DropItem, std::conditional_t<kSlopesInProduct, SlopeItem, ModItem>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdModTile kModTile = kTall ? tall_mod_tile(D) : fwd_mod_tile(D);
+  static constexpr FwdModTile kModTile = kM192 ? tall_mod_tile(D) : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
@@ -129,7 +137,7 @@ struct FwdModTraits {
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
   // A thread; 504 for the warpgroups together, which is what a launch of three gets, 512 for four. The scheduler, which
   // judges tiles, does not fit 40.
-  static constexpr int kConsumerRegs = kTall ? 152 : 224, kProducerRegs = 56;
+  static constexpr int kConsumerRegs = kM192 ? 152 : 224, kProducerRegs = 56;
   static_assert(kConsumers * kConsumerRegs + kProducerRegs <= (kConsumers == 2 ? 504 : 512));
   static constexpr int kJudges = kConsumers == 2 ? 2 : 4;  // lanes a tile, one for each warpgroup's rows
   static constexpr int kTilesAtOnce = 32 / kJudges;
@@ -142,14 +150,14 @@ struct FwdModTraits {
   static constexpr int kBiasAt = kModTile.bias_apart ? kStageEnd : kQAt + kQBytes;
   static constexpr int kBiasEnd = kBiasAt + kBiasSlots * kBiasBytes;
   static constexpr int kNumbersAt = kBiasEnd > kStageEnd ? kBiasEnd : kStageEnd;  // of keys, for slopes
-  static constexpr int kSharedAt = kNumbersAt + (kTallSlopes ? 1024 : 0);
+  static constexpr int kSharedAt = kNumbersAt + (kSlopesInProduct ? 1024 : 0);
   static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);
   // The scheduler writes item i + 1 when every consumer has asked Q of item i - 2 for its last scores; the slowest may
   // then still store the output of item i - 3. A power of 2, for the consumers' count.
   static constexpr int kItems = 8;
   static constexpr int kRingChunks = 4;
   static_assert(kModTile.bias_apart || (kQSlots == 2 && kBiasEnd <= kStageEnd));
-  static_assert(kTall || (kKvSlots & (kKvSlots - 1)) == 0);
+  static_assert(kM192 || (kKvSlots & (kKvSlots - 1)) == 0);
   static_assert(kSlotBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
 };
 
@@ -183,16 +191,10 @@ struct ModBarriers {
   __device__ uint32_t item_ending() const { return at(kEnding); }
 
   __device__ void init() const {
-    const auto init_pairs = [&](int first, int count, int empty_arrivals) {
-      for (int i = 0; i < count; ++i) {
-        ptx::mbarrier_init(at(first + i), 1);
-        ptx::mbarrier_init(at(first + count + i), empty_arrivals);
-      }
-    };
-    init_pairs(kKv, T::kKvSlots, 4 * T::kConsumers);
-    init_pairs(kQ, T::kQSlots, 4 * T::kConsumers);
-    init_pairs(kChunk, T::kRingChunks, 1);
-    init_pairs(kBias, T::kBiasSlots, 4 * T::kConsumers);
+    init_pairs(at(kKv), T::kKvSlots, 1, 4 * T::kConsumers);
+    init_pairs(at(kQ), T::kQSlots, 1, 4 * T::kConsumers);
+    init_pairs(at(kChunk), T::kRingChunks, 1, 1);
+    init_pairs(at(kBias), T::kBiasSlots, 1, 4 * T::kConsumers);
     ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();
   }

@@ -9,21 +9,6 @@ namespace flash_ext::sm90 {
 
 inline constexpr int kModDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
 
-// Rows that no key is visited for: output 0, lse -inf or that of the sink.
-template <typename T>
-__device__ __forceinline__ void store_unvisited(const FwdModArgs& a, const ModItem& item, int lane) {
-  const FwdParams& p = a.plain.p;
-  const Work& w = item.w;
-  const int first_row = w.block * T::kBlockM, rows = min(T::kBlockM, w.q.length - first_row);
-  const int64_t stat = row_stat_offset(p.problem, w, w.h) + first_row;
-#pragma unroll 1
-  for (int row = lane; row < rows; row += 32) {
-    p.lse[stat + row] = item.sink;
-    if (a.m.row_max != nullptr) a.m.row_max[stat + row] = -INFINITY;
-  }
-  zero_rows(p.out, w.b, w.q.start + first_row, w.h, rows, p.problem.head_dim_v, lane);
-}
-
 // T::kJudges lanes judge a tile of keys, one for each warpgroup's 64 rows: all get the tests of all, or 0 where all
 // skip the tile. `tile` may lie outside the sequence.
 template <typename T>
@@ -77,7 +62,7 @@ __device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, t
       item.turn = max(0, item.blocks.end - 1 - max(diagonal, item.blocks.begin));
       item.slope = b >= 0 && b < p.batch ? a.m.slopes[b * a.m.slopes_batch_stride + w.h] * kLog2e : 0.f;
     }
-    if constexpr (T::kTallSlopes) {
+    if constexpr (T::kSlopesInProduct) {
       item.centre = w.block * T::kBlockM + Scores{p, a.m, item.seat, w.h}.shift();
       split_slope(item, a.scale_log2);
     }
@@ -112,11 +97,7 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
   const auto load_q = [&](const Work& w) {
     const int slot = slot_of(items(), a.q_slots);
     wait(bars.q_empty(slot), parity_of(items(), a.q_slots) ^ 1);
-    if (ptx::fresh_lane() == 0) {
-      copy_tile<T::kChunks, T::kBlockM>(maps.plain.q, plain.q_steps, smem + T::kQAt + slot * T::kQBytes,
-                                        bars.q_full(slot),
-                                        row_coordinates(plain.p.problem, w.q, w.b, w.block * T::kBlockM), w.h);
-    }
+    if (ptx::fresh_lane() == 0) copy_q<T>(plain, maps.plain, smem, bars.q_full(slot), slot, w);
   };
   // Publishes the steps of an item; false if there are none. A chunk waits for the next one: it may be the last.
   const auto publish_steps = [&](const ModItem& item) -> bool {
@@ -124,7 +105,7 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
     enum { kNothing, kWaiting, kWaitingWithQ } state = kNothing;
     constexpr int kLanes = T::kJudges, kAtOnce = T::kTilesAtOnce;
     // A chunk of few tiles comes first: during the last one the next item is found.
-    const int missing = T::kTall ? (item.blocks.begin - item.blocks.end) & (kAtOnce - 1) : 0;
+    const int missing = T::kM192 ? (item.blocks.begin - item.blocks.end) & (kAtOnce - 1) : 0;
 #pragma unroll 1
     for (int last = item.blocks.end - 1 + missing; last >= item.blocks.begin; last -= kAtOnce) {
       const int lane = ptx::fresh_lane();
@@ -133,7 +114,7 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
         // Those at the diagonal first: a slope then raises no score above what the maxima have seen.
         const BlockRange range = item.blocks;
         const int turned = tile - item.turn;
-        const bool outside = tile < range.begin || (T::kTall && tile >= range.end);
+        const bool outside = tile < range.begin || (T::kM192 && tile >= range.end);
         tile = outside ? -1 : turned < range.begin ? turned + (range.end - range.begin) : turned;
       }
       const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);
@@ -161,42 +142,27 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
         if (draws) wait(bars.item_ending(), items() % 2);
         counts += 0x10000;
       } else {
-        store_unvisited<T>(a, item, ptx::fresh_lane());
+        store_empty<T>(plain.p, item.w, item.sink, a.m.row_max, ptx::fresh_lane());
         __syncwarp();  // before the item's place is written again
       }
     }
-    index = 0;
-    if (ptx::fresh_lane() == 0) index = draws ? draw_item(plain.draw) : shared.index + gridDim.x;
-    index = __shfl_sync(0xffffffffu, index, 0);
+    index = next_item(plain.draw, shared.index);
   }
   wait_for_chunk();
   if (ptx::fresh_lane() == 0) chunk().count = 0;
   publish(true);
 }
 
-// Second warp: streams K and V through the ring in the order of use, K0, K1, V0, K2, V1, ... without a seam between
-// items, and with each K its step; tiles of bias through a ring of their own.
+// Second warp: loads K and V, and with each K its step; tiles of bias through a ring of their own.
 template <typename T>
 __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
                                                ModShared<T>& shared, ModBarriers<T> bars) {
   const Problem& p = a.plain.p.problem;
   const int lane = threadIdx.x % 32;
-  RingPosition<T::kKvSlots> ring;
-  RingPosition<T::kBiasSlots> bias_ring;
+  KvLoader<T, ModBarriers<T>> kv{a.plain, maps.plain, smem, bars, lane};
+  RingPosition<T::kBiasSlots> bias_ring{0, 1};
   RingPosition<T::kItems> place;
   RingPosition<T::kRingChunks> chunk;
-  ring.parity = bias_ring.parity = 1;
-  int v_h = -1;  // head of the V tile that is still to load
-  RowCoordinates v_at{};
-  const auto load_v = [&] {
-    if (v_h < 0) return;
-    wait(bars.kv_empty(ring.slot), ring.parity);
-    const uint32_t to = smem + ring.slot * T::kSlotBytes;
-    if (lane == 0) {
-      copy_tile<T::kChunksV, T::kBlockN>(maps.plain.v, a.plain.v_steps, to, bars.kv_full(ring.slot), v_at, v_h);
-    }
-    ring.advance();
-  };
   const auto load_bias = [&](const ModItem& item, int tile) {
     if (T::kBiasSlots == 0 || a.bias_rows == 0) return;
     wait(bars.bias_empty(bias_ring.slot), bias_ring.parity);
@@ -232,17 +198,8 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
       if (is_first && i == 0) step.flags |= kFirstOfItem;
       if (is_last && i == count - 1) step.flags |= kLastOfItem;
       const RowCoordinates at = row_coordinates(p, item.w.k, item.w.b, step.tile * T::kBlockN);
-      wait(bars.kv_empty(ring.slot), ring.parity);
-      if (lane == 0) {
-        shared.steps[ring.slot] = step;
-        copy_tile<T::kChunks, T::kBlockN>(maps.plain.k, a.plain.k_steps, smem + ring.slot * T::kSlotBytes,
-                                          bars.kv_full(ring.slot), at, h);
-      }
-      ring.advance();
-      load_v();
+      kv.load_step(at, h, [&](int slot) { shared.steps[slot] = step; });
       load_bias(item, step.tile);
-      v_at = at;
-      v_h = h;
     }
     __syncwarp();
     ptx::mbarrier_arrive_for_warp(bars.chunk_empty(chunk.slot), lane == 0);
@@ -251,13 +208,13 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
     if (is_last) place.advance();
   }
   // A step without a tile tells the consumers that none is left.
-  wait(bars.kv_empty(ring.slot), ring.parity);
+  wait(bars.kv_empty(kv.ring.slot), kv.ring.parity);
   if (lane == 0) {
-    shared.steps[ring.slot] = {0, kNoStep};
-    ptx::mbarrier_arrive(bars.kv_full(ring.slot));
+    shared.steps[kv.ring.slot] = {0, kNoStep};
+    ptx::mbarrier_arrive(bars.kv_full(kv.ring.slot));
   }
-  ring.advance();
-  load_v();
+  kv.ring.advance();
+  kv.load_v();
 }
 
 }  // namespace flash_ext::sm90

@@ -61,14 +61,18 @@ __device__ __forceinline__ float sum_series(const SeriesOf<kTerms>& series, floa
   return sum;
 }
 
+__device__ __forceinline__ float largest_magnitude(const ScorePart& s) {
+  float parts[4] = {};
+#pragma unroll
+  for (int i = 0; i < kPartKeys / 2; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
+  return fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+}
+
 // Raw products to exponents with a softcap. Where all are below 3/4 of the cap by a series, whose last term takes the
 // maximum along: its error is relative to a score. That of the quotient is 2e-7 of the cap.
 __device__ __forceinline__ void cap_to_exponents(ScorePart& s, const FwdModArgs& a, const float (&shift)[2]) {
   constexpr int kCount = kPartKeys / 2;
-  float parts[4] = {};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
-  const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+  const float largest = largest_magnitude(s);
   const auto exceeds = [&](const auto& series) { return __any_sync(0xffffffffu, !(largest <= series.limit)); };
   const auto sum_all = [&](const auto& series) {
 #pragma unroll
@@ -94,10 +98,7 @@ __device__ __forceinline__ void cap_to_exponents(ScorePart& s, const FwdModArgs&
 // the unit that the weights need as well.
 __device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
   constexpr int kCount = kPartKeys / 2;
-  float parts[4] = {};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
-  const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+  const float largest = largest_magnitude(s);
   const CapSeries& series = a.cap;
   // NaN and infinity do not get here.
   if (!__any_sync(0xffffffffu, !(largest <= series.limit))) {
@@ -218,7 +219,6 @@ __device__ __forceinline__ void drop_packed(uint32_t (&p)[kCount], const Modifie
                                             const DropKeys& keys) {
   static_assert(kCount % 8 == 0);
   const int lane = ptx::fresh_lane();
-  const auto key_of = [&](int round) { return keys.rounds[round]; };
   const uint32_t highest = (m.drop_below << 16) - 1;
   const uint32_t row_id = static_cast<uint32_t>(row0 / 16 * 8 + lane / 4);
 #pragma unroll
@@ -226,7 +226,7 @@ __device__ __forceinline__ void drop_packed(uint32_t (&p)[kCount], const Modifie
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const uint32_t col_id = static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c);
-      const uint4 draws = philox(make_uint4(row_id, col_id, keys.counter.x, keys.counter.y), key_of);
+      const uint4 draws = keys.draws(row_id, col_id);
       const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
       const uint32_t others = c == 0 ? 0xffff0000u : 0xffffu;
 #pragma unroll

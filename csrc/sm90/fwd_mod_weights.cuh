@@ -14,6 +14,15 @@ struct ModRowState {
   float sum[2] = {0.f, 0.f};  // this lane's share of the row sum
 };
 
+// What a kernel keeps of its rows.
+template <typename T>
+using StateOf = std::conditional_t<T::kUnits == ScoreUnits::kRaw, RowState, ModRowState>;
+
+__device__ __forceinline__ const ModRowState& mod_state(const ModRowState& state) { return state; }
+__device__ __forceinline__ ModRowState mod_state(const RowState& state) {
+  return {{-state.minus_max[0], -state.minus_max[1]}, {state.sum[0], state.sum[1]}};
+}
+
 // p = weights of s by the maxima there are. False when they must not be used.
 template <typename E, int kCount>
 __device__ __forceinline__ bool try_mod_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 2], ModRowState& state,
@@ -48,18 +57,6 @@ __device__ __forceinline__ bool try_exponents(const float (&s)[kCount], uint32_t
   state.sum[0] += sum0;
   state.sum[1] += sum1;
   return true;
-}
-
-template <int kCount>
-__device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&largest)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    largest[r] = -INFINITY;
-#pragma unroll
-    for (int i = r; i < kCount / 2; i += 2) largest[r] = fmaxf(largest[r], fmaxf(s[2 * i], s[2 * i + 1]));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
-  }
 }
 
 // p = weights of s by the larger of the maxima there are and the tile's; factor is what the output so far is worth.

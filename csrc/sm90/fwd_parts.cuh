@@ -57,6 +57,14 @@ struct FwdTraits {
   static_assert(kSlotBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
 };
 
+// Sets up the barriers of a ring: the full ones, behind them the empty ones.
+__device__ __forceinline__ void init_pairs(uint32_t first, int count, int full_arrivals, int empty_arrivals) {
+  for (int i = 0; i < count; ++i) {
+    ptx::mbarrier_init(first + 8 * i, full_arrivals);
+    ptx::mbarrier_init(first + 8 * (count + i), empty_arrivals);
+  }
+}
+
 // Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of a copy, "empty" ones when every
 // consumer warp has arrived.
 template <typename T>
@@ -70,14 +78,8 @@ struct Barriers {
   __device__ uint32_t item_ending() const { return item_full(T::kItems); }
 
   __device__ void init() const {
-    for (int i = 0; i < T::kKvSlots; ++i) {
-      ptx::mbarrier_init(kv_full(i), 1);
-      ptx::mbarrier_init(kv_empty(i), 4 * T::kConsumers);
-    }
-    for (int i = 0; i < T::kQSlots; ++i) {
-      ptx::mbarrier_init(q_full(i), 1);
-      ptx::mbarrier_init(q_empty(i), 4 * T::kConsumers);
-    }
+    init_pairs(kv_full(0), T::kKvSlots, 1, 4 * T::kConsumers);
+    init_pairs(q_full(0), T::kQSlots, 1, 4 * T::kConsumers);
     for (int i = 0; i < T::kItems; ++i) ptx::mbarrier_init(item_full(i), 1);
     ptx::mbarrier_init(item_ending(), 1);
     ptx::fence_mbarrier_init();

@@ -6,15 +6,19 @@
 
 namespace flash_ext::sm90 {
 
-// Rows without any key: output 0, lse -inf. Consumers meet items with tiles only.
+// Rows that no key is visited for: output 0, their lse, and maxima where those are wanted. Consumers meet items with
+// tiles only.
 template <typename T>
-__device__ __forceinline__ void store_empty(const FwdArgs& a, const Work& w, int lane) {
+__device__ __forceinline__ void store_empty(const FwdParams& p, const Work& w, float lse, float* row_max, int lane) {
   const int first_row = w.block * T::kBlockM, rows = min(T::kBlockM, w.q.length - first_row);
-  float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h) + first_row;
+  const int64_t stat = row_stat_offset(p.problem, w, w.h) + first_row;
 #pragma unroll 1
-  for (int row = lane; row < rows; row += 32) lse[row] = -INFINITY;
+  for (int row = lane; row < rows; row += 32) {
+    p.lse[stat + row] = lse;
+    if (row_max != nullptr) row_max[stat + row] = -INFINITY;
+  }
   // In a loop of its own: there are no registers for one loop over both.
-  zero_rows(a.p.out, w.b, w.q.start + first_row, w.h, rows, a.p.problem.head_dim_v, lane);
+  zero_rows(p.out, w.b, w.q.start + first_row, w.h, rows, p.problem.head_dim_v, lane);
 }
 
 template <int kChunks, int kRows>
@@ -28,6 +32,51 @@ __device__ __forceinline__ void copy_tile(const CUtensorMap& map, const Steps& s
     ptx::tma_load_5d(to + i * kRows * 128, &map, bar, 64 * i, at.row, h, at.outer, at.outermost);
   }
 }
+
+// Q of an item, by one lane.
+template <typename T>
+__device__ __forceinline__ void copy_q(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, uint32_t bar, int slot,
+                                       const Work& w) {
+  copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q_steps, smem + T::kQAt + slot * T::kQBytes, bar,
+                                    row_coordinates(a.p.problem, w.q, w.b, w.block * T::kBlockM), w.h);
+}
+
+// The ring of K and V as the warp sees it that fills it, in the order of use: K0, K1, V0, K2, V1, ... without a seam
+// between items.
+template <typename T, typename Barriers>
+struct KvLoader {
+  const FwdArgs& a;
+  const FwdMaps& maps;
+  uint32_t smem;
+  Barriers bars;
+  int lane;
+  RingPosition<T::kKvSlots> ring{0, 1};
+  RowCoordinates v_at{};
+  int v_h = -1;  // head of the V tile that is still to load
+
+  // `beside(slot)` is called by the lane that copies.
+  template <int kChunks, typename Beside>
+  __device__ __forceinline__ void load(const CUtensorMap& map, const Steps& steps, RowCoordinates at, int h,
+                                       const Beside& beside) {
+    wait(bars.kv_empty(ring.slot), ring.parity);
+    if (lane == 0) {
+      beside(ring.slot);
+      copy_tile<kChunks, T::kBlockN>(map, steps, smem + ring.slot * T::kSlotBytes, bars.kv_full(ring.slot), at, h);
+    }
+    ring.advance();
+  }
+  // K of a step, then V of the one before.
+  template <typename Beside>
+  __device__ __forceinline__ void load_step(RowCoordinates at, int h, const Beside& beside) {
+    load<T::kChunks>(maps.k, a.k_steps, at, h, beside);
+    load_v();
+    v_at = at;
+    v_h = h;
+  }
+  __device__ __forceinline__ void load_v() {
+    if (v_h >= 0) load<T::kChunksV>(maps.v, a.v_steps, v_at, v_h, [](int) {});
+  }
+};
 
 inline constexpr int kDrawAhead = 3;  // tiles of an item still to load when the next one is drawn
 
@@ -62,9 +111,7 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
         if (lane == 0) {
           items[place.slot] = {w, blocks};
           ptx::mbarrier_arrive(bars.item_full(place.slot));
-          copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q_steps, smem + T::kQAt + q_ring.slot * T::kQBytes,
-                                            bars.q_full(q_ring.slot),
-                                            row_coordinates(p, w.q, w.b, w.block * T::kBlockM), w.h);
+          copy_q<T>(a, maps, smem, bars.q_full(q_ring.slot), q_ring.slot, w);
         }
         q_ring.advance();
         static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
@@ -72,7 +119,7 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
         place.advance();
         if (stretch_end > 0) continue;
       } else {
-        store_empty<T>(a, w, lane);
+        store_empty<T>(a.p, w, -INFINITY, nullptr, lane);
       }
     }
     uint32_t next = index + gridDim.x;
@@ -87,30 +134,14 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
   }
 }
 
-// Second warp: streams K and V through the ring in the order of use, K0, K1, V0, K2, V1, ... without a seam between
-// items.
+// Second warp: loads K and V.
 template <typename T>
 __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, const Item* items,
                                            Barriers<T> bars) {
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
-  RingPosition<T::kKvSlots> ring;
+  KvLoader<T, Barriers<T>> kv{a, maps, smem, bars, lane};
   RingPosition<T::kItems> place;
-  ring.parity = 1;
-  const auto load_k = [&](RowCoordinates at, int h) {
-    wait(bars.kv_empty(ring.slot), ring.parity);
-    const uint32_t to = smem + ring.slot * T::kSlotBytes;
-    if (lane == 0) copy_tile<T::kChunks, T::kBlockN>(maps.k, a.k_steps, to, bars.kv_full(ring.slot), at, h);
-    ring.advance();
-  };
-  const auto load_v = [&](RowCoordinates at, int h) {
-    wait(bars.kv_empty(ring.slot), ring.parity);
-    const uint32_t to = smem + ring.slot * T::kSlotBytes;
-    if (lane == 0) copy_tile<T::kChunksV, T::kBlockN>(maps.v, a.v_steps, to, bars.kv_full(ring.slot), at, h);
-    ring.advance();
-  };
-  int v_h = -1;  // head of the V tile that is still to load
-  RowCoordinates v_at{};
 #pragma unroll 1
   while (true) {
     wait(bars.item_full(place.slot), place.parity);
@@ -126,13 +157,10 @@ __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps
       const bool draws = a.draw.counter != nullptr;  // else nobody waits for that
       if (draws && left == min(kDrawAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
       at.row -= T::kBlockN;
-      load_k(at, h);
-      if (v_h >= 0) load_v(v_at, v_h);
-      v_at = at;
-      v_h = h;
+      kv.load_step(at, h, [](int) {});
     }
   }
-  if (v_h >= 0) load_v(v_at, v_h);
+  kv.load_v();
 }
 
 }  // namespace flash_ext::sm90

@@ -73,8 +73,8 @@ std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
   a.plain = make_fwd_args(c, l);
   a.m = m;
   a.m.bias.aligned = has_pairs(m.bias, r);
-  if (T::kExponents) a.m.unit_log2 = 1.f;  // of the maxima
-  const double unit = T::kExponents ? kLog2e : 1.;
+  if (T::kLog2Maxima) a.m.unit_log2 = 1.f;  // of the maxima
+  const double unit = T::kLog2Maxima ? kLog2e : 1.;
   a.cap = cap_series(unit, r, m);
   a.short_cap = short_cap_series(unit, r, m);
   a.scale_log2 = m.is_natural ? r.softmax_scale * kLog2e : m.unit_log2;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../ptx/sm80.cuh"
 #include "tiles.h"
 
 namespace flash_ext::sm90 {
@@ -42,6 +43,13 @@ __device__ __forceinline__ uint32_t draw_item(const Draw& d) {
   const uint32_t drawn = atomicAdd(&d.counter->next, 1u);
   if (drawn == d.num_items - 1) atomicExch(&d.counter->owner, 0ull);
   return gridDim.x + drawn;
+}
+
+// The item that follows `present`, for a whole warp.
+__device__ __forceinline__ uint32_t next_item(const Draw& d, uint32_t present) {
+  uint32_t next = 0;
+  if (ptx::fresh_lane() == 0) next = d.counter != nullptr ? draw_item(d) : present + gridDim.x;
+  return __shfl_sync(0xffffffffu, next, 0);
 }
 
 }  // namespace flash_ext::sm90

@@ -54,6 +54,19 @@ __device__ __forceinline__ bool try_weights(const float (&s)[kCount], uint32_t (
   return true;
 }
 
+// The largest scores of two rows in the first 1 / kParts of a tile, over their quads.
+template <int kParts = 1, int kCount>
+__device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&largest)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    largest[r] = -INFINITY;
+#pragma unroll
+    for (int i = r; i < kCount / 2 / kParts; i += 2) largest[r] = fmaxf(largest[r], fmaxf(s[2 * i], s[2 * i + 1]));
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
+  }
+}
+
 // The maximum of a quarter of the first tile, as a first guess for try_weights() to judge, which is 2^5 times as
 // lenient in a warp some of whose rows do not see the end of that quarter. A row that sees a key or two there guesses
 // far below what the next tile holds: under a causal mask every tenth tile of 512 normal rows (head_dim 64) was done
@@ -62,15 +75,10 @@ template <int kCount>
 __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState& state, float scale) {
   constexpr int kLast = 4 * (kCount / 16 - 1) + 1;  // of the quarter, in the first row
   if (__any_sync(0xffffffffu, s[kLast] == -INFINITY || s[kLast + 2] == -INFINITY)) state.limit = 32.f * kSumLimit;
+  float largest[2];
+  quad_maxima<4>(s, largest);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = -INFINITY;
-#pragma unroll
-    for (int i = r; i < kCount / 8; i += 2) largest = fmaxf(largest, fmaxf(s[2 * i], s[2 * i + 1]));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    state.minus_max[r] = -largest * scale;
-  }
+  for (int r = 0; r < 2; ++r) state.minus_max[r] = -largest[r] * scale;
   if (__any_sync(0xffffffffu, is_far(state.minus_max[0], state.minus_max[1]))) state.limit = -1.f;
 }
 
@@ -78,16 +86,12 @@ __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState
 template <typename E, int kCount>
 __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
                                                    float (&factor)[2], float scale) {
-  float offset[2], unit[2];
+  float largest[2], offset[2], unit[2];
   bool far[2];
+  quad_maxima(s, largest);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float largest = -INFINITY;
-#pragma unroll
-    for (int i = r; i < kCount / 2; i += 2) largest = fmaxf(largest, fmaxf(s[2 * i], s[2 * i + 1]));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const float lower = fminf(state.minus_max[r], -largest * scale);
+    const float lower = fminf(state.minus_max[r], -largest[r] * scale);
     // Nothing seen yet: the scores are all -inf and need an offset that is a number.
     factor[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - state.minus_max[r]);
     offset[r] = lower == INFINITY ? 0.f : lower;

@@ -1,7 +1,8 @@
-// ALiBi in tall tiles, for nothing a score. Where all rows of a warp lie behind a tile's keys, or all before them,
-// -slope * |row - key| is linear in the key. What the key's number within the tile contributes then comes from the
-// tensor cores, as one more step of 16 columns of Q K^T, 1/16 of the work of both products; the rest is a row's, and
-// joins the offset of its exponents. Tiles that the diagonal crosses, one or two of a warp's, take an fma a score.
+// ALiBi in tiles of 192 queries (m192), at no cost per score. Where all rows of a warp lie behind a tile's keys, or all
+// before them, -slope * |row - key| is linear in the key. What the key's number within the tile contributes then comes
+// from the tensor cores, as one more step of 16 columns of Q K^T, 1/16 of the work of both products; the rest is a
+// row's, and joins the offset of its exponents. Tiles that the diagonal crosses, one or two of a warp's, take an fma a
+// score.
 #pragma once
 
 #include "fwd_mod_weights.cuh"

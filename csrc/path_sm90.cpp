@@ -59,7 +59,7 @@ SplitGrid split_grid(const Problem& p, const DeviceInfo& d) {
   const SplitGrid g = make_split_grid(p, d);
   return g.rows > 0 && g.gain < 1.25 && is_taken(p) && instance_of(p).is_lower(p, d) ? SplitGrid{} : g;
 }
-// Whether its backward runs in two kernels (bwd_wide.cuh), whose results do not depend on any order.
+// Whether its backward runs in two kernels (bwd_split.cuh), whose results do not depend on any order.
 bool is_wide(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) > 128; }
 
 // The first that holds both, null for what the portable kernels take: also rows with sinks and no keys at all, because

@@ -150,7 +150,7 @@ def finishes_a_round(m):
 
 
 def leaves_a_step(m):
-    """A warp of consume_mod_queries() of bwd_wide_mod_consume.cuh: all lanes read the step, one of them
+    """A warp of consume_dq() of bwd_split_dq.cuh with modifiers: all lanes read the step, one of them
     lets its place go, and the loader writes the next one there."""
     step, full, empty, warp = Cell("step"), Barrier(1), Barrier(1), Warp()
     steps = 4

@@ -28,7 +28,7 @@ __device__ __forceinline__ void bwd_body(const BwdArgs& a, const BwdMaps& maps) 
   const BwdBarriers<T> bars{smem + T::kBarriersAt};
   const auto produce = [&](int warp) {
     if (warp == 0) {
-      schedule_keys<T>(a, maps, smem, items, bars);
+      schedule_items<T>(a, maps, smem, items, bars);
     } else if (T::kOrdered && warp == 1) {
       pass_turns<T>(a, smem, items, bars, 0);
     } else if (T::kRing && warp % 2 == 1) {

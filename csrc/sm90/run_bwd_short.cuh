@@ -13,7 +13,7 @@ std::string launch_short_keys(const BwdParams& p, const DeviceInfo& d) {
   const bool drawn = draws_items(p.problem);
   const Grid grid = bwd_grid(p.problem, d, T::kBlockN, false);
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0, drawn);
+  const BwdArgs a = wide_args(p, grid, T::kBlockM, 0, drawn);
   BwdMaps maps{};
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kPartRows);
   if (!error.empty()) return "bwd_sm90: " + error;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bwd_passes.cuh"
-#include "bwd_wide.cuh"
+#include "bwd_split.cuh"
 #include "run_fwd.cuh"
 
 namespace flash_ext::sm90 {
@@ -18,13 +18,12 @@ __global__ void __launch_bounds__(kPassThreads)
 }
 
 // What both kernels get; `which` of the two counters behind the statistics is the launch's.
-template <typename Args>
-Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which, bool drawn) {
+inline BwdArgs wide_args(const BwdParams& p, const Grid& grid, int block_m, int which, bool drawn) {
   const Problem& r = p.problem;
   const auto steps = [&](const StridedView& x) {
     return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
   };
-  Args a{};
+  BwdArgs a{};
   a.p = p;
   a.grid = grid;
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
@@ -39,27 +38,27 @@ Args wide_args(const BwdParams& p, const Grid& grid, int block_m, int which, boo
 
 template <typename E, int D, int Dv>
 std::string launch_wide_keys(const BwdParams& p, const DeviceInfo& d) {
-  using T = WideKeyTraits<E, D, Dv>;
+  using T = DkdvTraits<E, D, Dv, ScoreKind::kPlain>;
   const Grid grid = wide_keys_grid(p.problem, d, draws_items(p.problem));
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  const BwdArgs a = wide_args<BwdArgs>(p, grid, T::kBlockM, 0, draws_items(p.problem));
+  const SplitArgs a{wide_args(p, grid, T::kStatRows, 0, draws_items(p.problem)), p.problem.scale_log2};
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_keys", bwd_sm90_wide_keys_kernel<T>,
+  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_keys", bwd_split_sm90_kernel<T>,
                    std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
 template <typename E, int D, int Dv>
 std::string launch_wide_queries(const BwdParams& p, const DeviceInfo& d) {
-  using T = WideQueryTraits<E, D, Dv>;
+  using T = DqTraits<E, D, Dv, ScoreKind::kPlain>;
   const Grid grid = wide_queries_grid(p.problem, d, draws_items(p.problem));
   if (grid.ctas > INT32_MAX) return "bwd_sm90: the problem needs more than 2^31 - 1 tiles";
-  const WideQueryArgs a = wide_args<WideQueryArgs>(p, grid, T::kStatRows, 1, draws_items(p.problem));
+  const SplitArgs a{wide_args(p, grid, T::kStatRows, 1, draws_items(p.problem)), p.problem.scale_log2};
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kGroupRows, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_queries", bwd_sm90_wide_queries_kernel<T>,
+  return launch_at(early_if(begins_early(p.problem)), "bwd_sm90_wide_queries", bwd_split_sm90_kernel<T>,
                    std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 

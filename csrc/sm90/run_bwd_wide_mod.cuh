@@ -2,7 +2,7 @@
 // instantiation files only.
 #pragma once
 
-#include "bwd_wide_mod.cuh"
+#include "bwd_split.cuh"
 #include "run_bwd_mod.cuh"
 #include "run_bwd_wide.cuh"
 
@@ -15,22 +15,22 @@ std::string launch_wide_mod(const BwdParams& p, const Modifiers& m, const Device
   const bool drawn = draws_items(r, m);
   const Grid grid = T::kByQueries ? wide_queries_grid(r, d, drawn) : wide_keys_grid(r, d, drawn);
   if (grid.ctas > INT32_MAX) return "bwd_mod_sm90: the problem needs more than 2^31 - 1 tiles";
-  WideModArgs a{};
-  a.plain = wide_args<BwdArgs>(p, grid, T::kStatRows, T::kByQueries, drawn);
+  SplitModArgs a{};
+  a.plain = wide_args(p, grid, T::kStatRows, T::kByQueries, drawn);
   a.m = m;
   if (T::kCaps) a.cap = key_cap(r, m);
   a.unit = T::kCaps ? m.softcap * kLog2e : m.is_natural ? kLog2e : r.softmax_scale * kLog2e;
   BwdMaps maps;
   const std::string error = encode_bwd_maps(maps, p, T::kByQueries ? 64 : T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_mod_sm90: " + error;
-  return launch_at(early_if(begins_early(r)), "bwd_wide_mod_sm90", bwd_wide_mod_sm90_kernel<T>,
+  return launch_at(early_if(begins_early(r)), "bwd_wide_mod_sm90", bwd_split_sm90_kernel<T>,
                    std::min<int64_t>(grid.ctas, d.num_sms), T::kThreads, T::kSmemBytes, p.stream, a, maps);
 }
 
 template <typename E, int D, ScoreKind kKind>
 std::string launch_both_wide_mod(const BwdParams& p, const Modifiers& m, const DeviceInfo& d) {
-  const std::string error = launch_wide_mod<WideModKeyTraits<E, D, kKind>>(p, m, d);
-  return error.empty() ? launch_wide_mod<WideModQueryTraits<E, D, kKind>>(p, m, d) : error;
+  const std::string error = launch_wide_mod<DkdvTraits<E, D, D, kKind>>(p, m, d);
+  return error.empty() ? launch_wide_mod<DqTraits<E, D, D, kKind>>(p, m, d) : error;
 }
 
 template <typename E, int D>

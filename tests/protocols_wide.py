@@ -10,8 +10,8 @@ from tests.protocols_backward import ALL, KeyProducers
 
 
 class WideItems:
-    """PlainSteps of bwd_split_steps.cuh: take_item(), take_following_item() and release_item(). ModSteps, where
-    every item has steps, has the same."""
+    """PlainSteps of bwd_split_steps.cuh: take_item(), take_following_item() and release_item(). ModSteps
+    has the same, but there every item has steps."""
 
     def __init__(self, me, item, items):
         self.me, self.item, self.items, self.place = me, item, items, 0

@@ -182,8 +182,8 @@ def wide_mod_keys(m, items, slots=3, drops=False, draws=False):
 
 
 def wide_mod_queries(m, items, k_slots=2, v_slots=1, late_dp=False, drops=False, draws=False):
-    """load_dq_steps() of bwd_split_produce.cuh with consume_dq() of bwd_split_dq.cuh. Keys of dropout lie with an item. `late_dp`: that product comes after the use of
-    the scores."""
+    """load_dq_steps() of bwd_split_produce.cuh with consume_dq() of bwd_split_dq.cuh. Keys of dropout lie
+    with an item. `late_dp`: that product comes after the use of the scores."""
     x = ModProducers(m, items, MARK_SLOTS, ALL, draws, DRAW_AHEAD)
     q, dout = [Slots("Q", 1, WARPS) for _ in range(2)], [Slots("dO", 1, WARPS) for _ in range(2)]
     k, v = Slots("K", k_slots, ALL, full=2), Slots("V", v_slots, ALL)

@@ -12,8 +12,7 @@
 
 namespace flash_ext::sm90 {
 
-// First warpgroup: P of 64 keys, which it leaves to the second one, and dV. With modifiers it leaves what dS is
-// dP - delta times.
+// First warpgroup: P of 64 keys, and dV. It leaves the second one P, with modifiers the factor from dP - delta to dS.
 template <typename T>
 __device__ __forceinline__ void consume_dv(const typename T::Args& a, uint32_t smem, unsigned char* smem_bytes,
                                            SplitShared<T>& shared, SplitBarriers<T> bars) {
@@ -56,7 +55,7 @@ __device__ __forceinline__ void consume_dv(const typename T::Args& a, uint32_t s
   const auto col0 = [&] { return steps.item(item_at).w.block * T::kBlockN + me.warp() * 16; };
   [[maybe_unused]] ReadBias<E, true, kM / 2> bias;
   uint32_t visible = ~0u, dropped = 0;
-  // What is known of scores, or asked for, before they are there.
+  // Mask words, draws, and loads of a bias: all that need not wait for the scores.
   const auto prepare_scores = [&] {
     if constexpr (!T::kPlain) {
       visible = steps.visible(0);
@@ -167,7 +166,7 @@ __device__ __forceinline__ void consume_dv(const typename T::Args& a, uint32_t s
         clear(dv);
       }
     }
-    if constexpr (!T::kPlain) return;  // no item without steps has ended the loop
+    if constexpr (!T::kPlain) return;  // every item has steps: the loop above has seen the last one
   }
 }
 
@@ -223,23 +222,22 @@ __device__ __forceinline__ void consume_dk(const typename T::Args& a, uint32_t s
     wait(bars.weights_full(handed.slot), handed.parity);
     const unsigned char* from = smem_bytes + T::kWeightsAt + handed.slot * T::kWeightBytes + me.thread() * 16;
     [[maybe_unused]] const float* delta = minus_delta();
-    const float keep = keep_scale_of<T>(a);
+    [[maybe_unused]] const float keep = keep_scale_of<T>(a);
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
       const float4 x = *reinterpret_cast<const float4*>(from + i * 2048);
-      float2 minus = make_float2(0.f, 0.f);
-      if constexpr (T::kDrops) minus = *reinterpret_cast<const float2*>(delta + 8 * i);
-      if constexpr (T::kPlain) {
+      if constexpr (T::kDrops) {
+        const float2 minus = *reinterpret_cast<const float2*>(delta + 8 * i);
+        dp[4 * i] = gradient_of<T>(dp[4 * i], x.x, minus.x, keep);
+        dp[4 * i + 1] = gradient_of<T>(dp[4 * i + 1], x.y, minus.y, keep);
+        dp[4 * i + 2] = gradient_of<T>(dp[4 * i + 2], x.z, minus.x, keep);
+        dp[4 * i + 3] = gradient_of<T>(dp[4 * i + 3], x.w, minus.y, keep);
+      } else {
         dp[4 * i] *= x.x;
         dp[4 * i + 1] *= x.y;
         dp[4 * i + 2] *= x.z;
         dp[4 * i + 3] *= x.w;
-        continue;
       }
-      dp[4 * i] = gradient_of<T>(dp[4 * i], x.x, minus.x, keep);
-      dp[4 * i + 1] = gradient_of<T>(dp[4 * i + 1], x.y, minus.y, keep);
-      dp[4 * i + 2] = gradient_of<T>(dp[4 * i + 2], x.z, minus.x, keep);
-      dp[4 * i + 3] = gradient_of<T>(dp[4 * i + 3], x.w, minus.y, keep);
     }
     __syncwarp();
     me.arrive(bars.weights_empty(handed.slot));
@@ -297,7 +295,7 @@ __device__ __forceinline__ void consume_dk(const typename T::Args& a, uint32_t s
         clear(dk);
       }
     }
-    if constexpr (!T::kPlain) return;  // no item without steps has ended the loop
+    if constexpr (!T::kPlain) return;  // every item has steps: the loop above has seen the last one
   }
 }
 

@@ -147,7 +147,7 @@ __device__ __forceinline__ void change_scores(float (&s)[kCount], const typename
   }
 }
 
-// dS from dP, or with a delta of 0 from dP - delta, and s of change_scores(). `keep` is the factor of kept weights.
+// dS from dP and s of change_scores(), or P. `keep` is the factor of kept weights.
 template <typename T>
 __device__ __forceinline__ float gradient_of(float dp, float s, float minus_delta, float keep) {
   if constexpr (!T::kDrops) return s * (dp + minus_delta);

@@ -150,7 +150,7 @@ def finishes_a_round(m):
 
 
 def leaves_a_step(m):
-    """A warp of consume_mod_queries() of bwd_wide_mod_consume.cuh: all lanes read the step, one of them
+    """A warp of consume_dq() of bwd_split_dq.cuh with modifiers: all lanes read the step, one of them
     lets its place go, and the loader writes the next one there."""
     step, full, empty, warp = Cell("step"), Barrier(1), Barrier(1), Warp()
     steps = 4
@@ -198,8 +198,8 @@ class Grid:
 
 
 def early_kernels(m, ctas=2):
-    """bwd_wide_begin_kernel, the kernel of dK and dV and that of dQ (run_bwd_wide.cuh,
-    run_bwd_wide_mod.cuh): the third reads the statistics of the first before it waits for the second."""
+    """bwd_wide_begin_kernel, the kernel of dK and dV and that of dQ (run_bwd_split.cuh,
+    run_bwd_split_mod.cuh): the third reads the statistics of the first before it waits for the second."""
     begin = Grid(None, ctas)
     keys = Grid(begin, ctas)
     queries = Grid(keys, ctas)

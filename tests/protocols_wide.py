@@ -10,8 +10,8 @@ from tests.protocols_backward import ALL, KeyProducers
 
 
 class WideItems:
-    """next_item(), following_item() and release_item() of bwd_wide_consume.cuh; take_item() and
-    release_item() of bwd_wide_mod_consume.cuh, where every item has steps."""
+    """PlainSteps of bwd_split_steps.cuh: take_item(), take_following_item() and release_item(). ModSteps
+    has the same, but there every item has steps."""
 
     def __init__(self, me, item, items):
         self.me, self.item, self.items, self.place = me, item, items, 0
@@ -65,7 +65,8 @@ def weights_between_warps(slots):
 
 
 def wide_keys(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
-    """bwd_produce.cuh with consume_weights() and consume_gradients() of bwd_wide_consume.cuh."""
+    """schedule_items() of bwd_produce.cuh, load_dkdv_steps() of bwd_split_produce.cuh, consume_dv() and
+    consume_dk() of bwd_split_dkdv.cuh."""
     x = KeyProducers(m, 0, items, iter(range(len(items))), draws, slots, 1, swap=False, readers=WARPS)
     weights = weights_between_warps(weight_slots)
 
@@ -166,7 +167,8 @@ def wide_keys(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
 
 
 def wide_queries(m, items, k_slots=2, v_slots=1, draws=False):
-    """bwd_wide_produce.cuh with consume_keys() of bwd_wide_consume.cuh. An item is a number and its tiles."""
+    """schedule_items() of bwd_produce.cuh, load_dq_steps() of bwd_split_produce.cuh and consume_dq() of
+    bwd_split_dq.cuh. An item is a number and its tiles."""
     item, ending = Slots("item", 2, ALL + 3), Barrier(1)
     q, dout = [Slots("Q", 1, WARPS) for _ in range(2)], [Slots("dO", 1, WARPS) for _ in range(2)]
     k, v = Slots("K", k_slots, ALL), Slots("V", v_slots, ALL)

@@ -29,8 +29,7 @@ class Walk(WideItems):
 
 
 def wide_mod_keys(m, items, slots=3, drops=False, draws=False):
-    """load_wide_key_steps() of bwd_wide_mod_produce.cuh, consume_mod_weights() and consume_mod_gradients() of
-    bwd_wide_mod_consume.cuh."""
+    """load_dkdv_steps() of bwd_split_produce.cuh, consume_dv() and consume_dk() of bwd_split_dkdv.cuh."""
     x = ModProducers(m, items, MARK_SLOTS, WARPS, draws, DRAW_AHEAD)
     k, v = Slots("K", 1, WARPS), Slots("V", 1, WARPS)
     q, dout = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL)
@@ -183,9 +182,8 @@ def wide_mod_keys(m, items, slots=3, drops=False, draws=False):
 
 
 def wide_mod_queries(m, items, k_slots=2, v_slots=1, late_dp=False, drops=False, draws=False):
-    """load_wide_query_steps() of bwd_wide_mod_produce.cuh with consume_mod_queries() of
-    bwd_wide_mod_consume.cuh. Keys of dropout lie with an item. `late_dp`: that product comes after the use of
-    the scores."""
+    """load_dq_steps() of bwd_split_produce.cuh with consume_dq() of bwd_split_dq.cuh. Keys of dropout lie
+    with an item. `late_dp`: that product comes after the use of the scores."""
     x = ModProducers(m, items, MARK_SLOTS, ALL, draws, DRAW_AHEAD)
     q, dout = [Slots("Q", 1, WARPS) for _ in range(2)], [Slots("dO", 1, WARPS) for _ in range(2)]
     k, v = Slots("K", k_slots, ALL, full=2), Slots("V", v_slots, ALL)

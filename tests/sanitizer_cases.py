@@ -95,7 +95,7 @@ def on_one_multiprocessor(target: Target) -> Target:
 
 
 def two_kernel_cases() -> list[ModifierCase]:
-    """Backwards with modifiers in two kernels (csrc/sm90/bwd_wide_mod.cuh), with steps enough to come to each
+    """Backwards with modifiers in two kernels (csrc/sm90/bwd_split.cuh), with steps enough to come to each
     place in shared memory again, with tests and without: every kind of kernel at every head_dim."""
     found = []
     for head_dim in (64, 128, 192, 256):

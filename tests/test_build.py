@@ -54,19 +54,19 @@ HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (5,), (64, 128)  # the same a
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
 SCORE_KINDS = (0, 1, 2, 3, 4)  # of which each has a kernel: hidden, added, capped, dropped, added and dropped
-HOPPER_BWD_WIDE_MOD = ("bwd_wide_mod_sm90_kernel",)  # of dK and dV, and of dQ
+HOPPER_BWD_SPLIT = ("bwd_split_sm90_kernel",)  # of dK and dV, and of dQ
 HOPPER_BWD_WIDE_MOD_HEAD_DIMS = (64, 128, 192, 256)  # up to 128 in a fixed order
 WIDE_SCORE_KINDS = (0, 1, 2, 4)  # hidden, added, capped, dropped with or without what is added
+PLAIN_SCORES = 5  # the kind of those kernels without modifiers
 HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
 DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few rows
 FEW_ROWS = (128,)  # head_dims; dQ then has the kernel of those above 128
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
-HOPPER_BWD_WIDE = ("bwd_sm90_wide_keys_kernel", "bwd_sm90_wide_queries_kernel")
 HOPPER_BWD_WIDE_PASSES = ("bwd_wide_begin_kernel",)  # of head_dim_v
 HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
-WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_WIDE + HOPPER_MOD + HOPPER_BWD_MOD + HOPPER_BWD_WIDE_MOD
+WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_SPLIT + HOPPER_MOD + HOPPER_BWD_MOD
 SPLIT = ("fwd_split_kernel",)  # in both machine codes, for 16 and for 64 rows
 SPLIT_HEAD_DIMS = (64, 128, 256)
 STRETCHED = ("fwd_kernel",)  # once more, for very many keys
@@ -171,11 +171,11 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_bwd = [*itertools.product(HOPPER_BWD, DTYPES, HOPPER_BWD_HEAD_DIMS, DQ_KINDS),
                   *itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,)),
                   *itertools.product(HOPPER_BWD, DTYPES, FEW_ROWS, (2,)),
-                  *itertools.product(("bwd_sm90_wide_queries_kernel",), DTYPES, FEW_ROWS, (None,))]
-    hopper_wide = itertools.product(HOPPER_BWD_WIDE, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (None,))
+                  *itertools.product(HOPPER_BWD_SPLIT, DTYPES, FEW_ROWS, (PLAIN_SCORES,))]
+    hopper_wide = itertools.product(2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (PLAIN_SCORES,))
     hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
                                            (None,))
-    hopper_wide_mod = itertools.product(2 * HOPPER_BWD_WIDE_MOD, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
+    hopper_wide_mod = itertools.product(2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
                                         WIDE_SCORE_KINDS)
     hopper_mod = [*itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
                   *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
@@ -300,14 +300,14 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
             count[name] += number
         kernel, _, head_dim, _ = kernel_id(item["name"])
         # Three products of at least four instructions each, where dQ of 64 columns is alone.
-        products = 3 if kernel in HOPPER_BWD_WIDE_MOD and head_dim == 64 else 4
+        products = 3 if kernel in HOPPER_BWD_SPLIT and head_dim == 64 else 4
         assert count["HGMMA"] >= products * 4 and count["UTMALDG"] > 0, item["name"]
         assert count["USETMAXREG"] >= 2, item["name"]
         groups = count["HGMMA"] // 4  # a group has at least four products
         assert 0 < count["WARPGROUP.ARRIVE"] <= groups, item["name"]
         assert 0 < count["WARPGROUP.DEPBAR.LE"] <= groups, item["name"]
         seen += 1
-    wide = len(HOPPER_BWD_WIDE) * len(HOPPER_BWD_WIDE_HEAD_DIMS)
+    wide = 2 * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = len(DQ_KINDS) * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS) + 2 * len(FEW_ROWS)
     kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
     kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
@@ -346,7 +346,7 @@ def test_shared_memory_fits_every_device(device_switches, resources, compute_cap
     """HD-05: the plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
     limit = SMEM_LIMITS[compute_capability]
     device_switches(compute_capability, limit)
-    kernels = ("fwd_kernel", "bwd_kernel", "bwd_q_kernel", *HOPPER, *HOPPER_BWD, *HOPPER_BWD_WIDE)
+    kernels = ("fwd_kernel", "bwd_kernel", "bwd_q_kernel", *HOPPER, *HOPPER_BWD, *HOPPER_BWD_SPLIT)
     static = static_smem(resources, kernels)
     for direction, head_dim, deterministic in itertools.product(("fwd", "bwd"), range(1, 257), (False, True)):
         chosen = plan(direction, head_dim, deterministic)
@@ -371,7 +371,7 @@ def test_shared_memory_with_modifiers_fits(device_switches, resources, compute_c
             wanted, kernel = f"{direction}_mod_sm90_hd{size}", f"{direction}_mod_sm90_kernel"
             wanted += "_tall" if (direction, size) == ("fwd", 128) else ""
             if direction == "bwd" and size > 128:
-                kernel = "bwd_wide_mod_sm90_kernel"
+                kernel = "bwd_split_sm90_kernel"
         assert launch["kernel"] == wanted
         static = static_smem(resources, (kernel,))
         assert 0 < launch["smem_bytes"] + static <= limit, launch

@@ -442,18 +442,18 @@ def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> Non
 def test_every_hopper_kernel_has_its_map_barriers_and_registers() -> None:
     """One section for each kernel of csrc/sm90, with what a newcomer needs to change it."""
     kernels = {
-        "fwd.cuh": "Forward for Hopper",
-        "fwd_mod.cuh": "Forward with modifiers for Hopper",
-        "bwd.cuh": "Backward for Hopper",
-        "bwd_mod.cuh": "Backward with modifiers for Hopper",
-        "bwd_bias.cuh": "Gradient of a bias for Hopper",
-        "bwd_wide.cuh": "Backward for Hopper, head_dim above 128",
-        "bwd_wide_mod.cuh": "Backward with modifiers for Hopper, in two kernels",
+        "Forward for Hopper": "fwd.cuh",
+        "Forward with modifiers for Hopper": "fwd_mod.cuh",
+        "Backward for Hopper": "bwd.cuh",
+        "Backward with modifiers for Hopper": "bwd_mod.cuh",
+        "Gradient of a bias for Hopper": "bwd_bias.cuh",
+        "Backward for Hopper, head_dim above 128": "bwd_split.cuh",
+        "Backward with modifiers for Hopper, in two kernels": "bwd_split.cuh",
     }
-    passes = {"bwd_passes.cuh", "run_bwd_wide.cuh"}  # memory-bound, without shared memory
+    passes = {"bwd_passes.cuh", "run_bwd_split.cuh"}  # memory-bound, without shared memory
     found = {p.name for p in (ROOT / "csrc/sm90").glob("*.cuh") if re.search(r"__global__ void", text_of(p))}
-    assert found - passes == set(kernels)
-    for file, heading in kernels.items():
+    assert found - passes == set(kernels.values())
+    for heading, file in kernels.items():
         text = section(KERNELS, heading)
         assert file in text, f"{heading}: {file}"
         assert "| barrier |" in text and "_full" in text, f"{heading}: barriers"

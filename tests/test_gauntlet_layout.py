@@ -419,7 +419,7 @@ def test_hd12_the_kernels_that_ran_are_those_of_the_plan(target: Target) -> None
         assert any(forward in name for name in names), names
         backward = "sm80::bwd_kernel"
         if target.path == "sm90":
-            backward = "sm90::bwd_sm90_wide_keys_kernel" if head_dim > 128 else "sm90::bwd_sm90_kernel"
+            backward = "sm90::bwd_split_sm90_kernel" if head_dim > 128 else "sm90::bwd_sm90_kernel"
         assert any(backward in name for name in names), names
         assert not any("flash_fwd" in name or "flash_bwd" in name for name in names), (
             "PyTorch's own kernel ran"

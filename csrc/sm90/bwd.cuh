@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   };
   const auto produce = [&](const auto& cta, int warp) {
     if (warp == 0) {
-      schedule_keys<T>(a, maps, cta.smem, cta.shared, cta.bars);
+      schedule_items<T>(a, maps, cta.smem, cta.shared, cta.bars);
     } else if (T::kOrdered && warp == 1) {
       pass_turns<T>(a, cta.smem, cta.shared, cta.bars, 0);
     } else if (T::kRing && warp % 2 == 1) {

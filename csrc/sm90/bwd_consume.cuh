@@ -93,7 +93,7 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
       }
     };
     const auto q_at = [&](int slot) { return smem + T::kQAt + slot * T::kQBytes; };
-    const auto dout_at = [&](int slot) { return smem + T::kDoutAt + slot * T::kDoutBytes; };
+    const auto dout_at = [&](int slot) { return smem + T::kDoutAt + slot * T::kQBytes; };
     const auto stats_of = [&](int slot) {
       return reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + slot * 2 * kM + 2 * (lane % 4);
     };

@@ -67,8 +67,8 @@ struct BwdChunk {
 };
 
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers, in instructions that
-// are not there when they are needed, and in the order that ptxas finds.
-enum class ScoreKind { kHiding, kAdding, kCapping, kDropping, kAddingDropping };
+// are not there when they are needed, and in the order that ptxas finds. kPlain: no modifiers at all (bwd_split.cuh).
+enum class ScoreKind { kHiding, kAdding, kCapping, kDropping, kAddingDropping, kPlain };
 
 template <typename E, int D, ScoreKind kKind>
 struct BwdModTraits {

@@ -1,5 +1,5 @@
 // The producers of the sm90 backward with modifiers. The first warp finds out which tiles an item visits and what their
-// scores are tested for, here also for the two kernels of bwd_wide_mod.cuh, as are marks. In the one of bwd_mod.cuh one
+// scores are tested for, here also for the two kernels of bwd_split.cuh, as are marks. In the one of bwd_mod.cuh one
 // of the others loads K, V and tiles of a bias, one Q, one dO; all three make marks.
 #pragma once
 

@@ -33,13 +33,14 @@ struct BwdArgs {
   Ring ring;
 };
 
-// An item, a block of keys of one key head, as the producer leaves it to the others.
+// An item, a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
+// others.
 struct BwdItem {
   Work w;             // block < 0: there is none any more
-  BlockRange blocks;  // tiles of queries, the same for all query heads
+  BlockRange blocks;  // tiles of queries, the same for all query heads, or of keys
   int first;          // of them, where the walk starts
   int steps;          // tiles of all heads together, may be 0
-  int tile;           // first one of the first query head in the workspace
+  int tile;           // first one of the first query head, or of its own, in the workspace
   int dq_tile;        // the same among the accumulators
   int round;          // of its head
   int unused;
@@ -55,11 +56,13 @@ __device__ __forceinline__ int64_t first_tile(const Problem& p, const Work& w, i
 }
 
 // The tiles of queries that see an item, of one query head after the other. Downwards for additions in order: with
-// causal masks and windows a block of keys then comes to each tile after the block before it from the start.
-template <bool kOrdered>
-struct QueryWalk {
+// causal masks and windows a block of keys then comes to each tile after the block before it from the start. Of an item
+// of queries (kByQueries), the tiles of keys that it sees.
+template <bool kOrdered, bool kByQueries>
+struct TileWalk {
   int block, head, left;
-  __device__ explicit QueryWalk(const BwdItem& item) : block(item.first), head(0), left(item.steps) {}
+  TileWalk() = default;
+  __device__ explicit TileWalk(const BwdItem& item) : block(item.first), head(0), left(item.steps) {}
   __device__ __forceinline__ void advance(const BwdItem& item, int heads) {
     --left;
     if constexpr (kOrdered) {
@@ -69,7 +72,8 @@ struct QueryWalk {
       }
       return;
     }
-    if (++block == item.blocks.end) {
+    ++block;
+    if (!kByQueries && block == item.blocks.end) {
       block = item.blocks.begin;
       if (++head == heads) head = 0;
     }
@@ -91,10 +95,11 @@ struct BwdTraits {
   static constexpr BwdTile kTile = kMakesDq ? bwd_tile(D) : kShortKeysTile;
   static constexpr bool kApart = kTile.apart;
   static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = BwdTile::kThreads;
+  static constexpr bool kByQueries = false;
+  static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of an item; of a tile in the workspace
   static constexpr int kGroupKeys = kBlockN / 2;  // of a consumer warpgroup
-  static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kChunksV = kChunks, kConsumerWarps = 8;
+  static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kConsumerWarps = 8;
   static constexpr int kKeyParts = kBlockN / 128, kPartRows = 128;  // boxes in which K and V come
-  static constexpr int kKeyReaders = kConsumerWarps, kDsWriters = kConsumerWarps;  // warps that use K or V, write dS
   // K of the next item comes to the place of V, which is free a step before that of K (1 to 2 %).
   static constexpr bool kPlacesSwap = !kApart;
   // Steps of 16 columns of K and V, of 6, whose operands stay in registers for a whole item: at 96 columns shared memory
@@ -102,7 +107,6 @@ struct BwdTraits {
   static constexpr int kHeldK = D == 96 ? 6 : 0, kHeldV = D == 96 ? 2 : 0;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
-  static constexpr int kDoutBytes = kQBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;
   static constexpr int kDsAt = kDoutAt + kSlots * kQBytes, kPiecesAt = kDsAt + kTile.ds_bytes();
   static constexpr int kPieceSlots = kTile.piece_slots(), kFinisherBytes = kTile.finisher_bytes();
@@ -128,7 +132,7 @@ struct BwdTraits {
 };
 
 template <typename T>
-using Walk = QueryWalk<T::kOrdered>;
+using Walk = TileWalk<T::kOrdered, T::kByQueries>;
 
 // Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of copies (of Q with those of lse and
 // delta; of dS and dQ when every warp concerned has written its part), "empty" ones when all that read it have arrived.
@@ -151,7 +155,7 @@ struct BwdBarriers {
 
   __device__ uint32_t ds_full(int slot) const { return base + 32 + 8 * (4 * T::kSlots + 2 * T::kItems + slot); }
 
-  // With kDrawAhead: the last tiles of an item are on their way.
+  // The last tiles of an item are on their way.
   __device__ uint32_t item_ending() const { return ds_full(T::kDsSlots); }
   // In order: dQ has been left or added, and is where it belongs.
   __device__ uint32_t dq_full(int group) const { return item_ending() + 8 + 8 * group; }
@@ -162,9 +166,9 @@ struct BwdBarriers {
 
   __device__ void init() const {
     ptx::mbarrier_init(k_full(), T::kKeyParts);
-    ptx::mbarrier_init(k_empty(), T::kKeyReaders);
+    ptx::mbarrier_init(k_empty(), T::kConsumerWarps);
     ptx::mbarrier_init(v_full(), T::kKeyParts);
-    ptx::mbarrier_init(v_empty(), T::kKeyReaders);
+    ptx::mbarrier_init(v_empty(), T::kConsumerWarps);
     for (int i = 0; i < T::kSlots; ++i) {
       ptx::mbarrier_init(q_full(i), 2);
       ptx::mbarrier_init(q_empty(i), T::kConsumerWarps);
@@ -179,8 +183,8 @@ struct BwdBarriers {
     if constexpr (T::kRing) {
       for (int i = 0; i < BwdTile::kFinishers * T::kPieceSlots; ++i) ptx::mbarrier_init(piece_full(i), 1);
     }
-    for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kDsWriters);
-    if constexpr (T::kDrawAhead > 0) ptx::mbarrier_init(item_ending(), 1);
+    for (int i = 0; i < T::kDsSlots; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
+    ptx::mbarrier_init(item_ending(), 1);
     if constexpr (T::kOrdered) {
       for (int i = 0; i < T::kDqStages; ++i) {
         ptx::mbarrier_init(dq_full(i), T::kConsumerWarps / T::kDqStages);

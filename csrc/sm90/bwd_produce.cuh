@@ -11,26 +11,23 @@ __device__ __forceinline__ void load_keys_of(const BwdArgs& a, const BwdMaps& ma
                                              BwdBarriers<T> bars, uint32_t& parity) {
   if (item.steps == 0) return;
   const RowCoordinates at = row_coordinates(a.p.problem, item.w.k, item.w.b, item.w.block * T::kBlockN);
-  const auto load = [&](auto chunks, const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full,
-                        uint32_t empty) {
-    constexpr int kChunks = decltype(chunks)::value, kRows = T::kPartRows;
+  const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
+    constexpr int kRows = T::kPartRows;
     wait(empty, parity);
     if (threadIdx.x % 32 != 0) return;
 #pragma unroll
     for (int part = 0; part < T::kKeyParts; ++part) {
-      copy_tile<kChunks, kRows>(map, steps, to + part * kChunks * kRows * 128, full,
-                                {at.row + kRows * part, at.outer, at.outermost}, item.w.h);
+      copy_tile<T::kChunks, kRows>(map, steps, to + part * T::kChunks * kRows * 128, full,
+                                   {at.row + kRows * part, at.outer, at.outermost}, item.w.h);
     }
   };
   if constexpr (T::kPlacesSwap) {
     const int k_place = parity ^ 1, v_place = parity;
-    load(std::integral_constant<int, T::kChunks>{}, maps.k, a.k, smem + k_place * T::kVAt, bars.place_full(k_place),
-         bars.place_empty(k_place));
-    load(std::integral_constant<int, T::kChunksV>{}, maps.v, a.v, smem + v_place * T::kVAt, bars.place_full(v_place),
-         bars.place_empty(v_place));
+    load(maps.k, a.k, smem + k_place * T::kVAt, bars.place_full(k_place), bars.place_empty(k_place));
+    load(maps.v, a.v, smem + v_place * T::kVAt, bars.place_full(v_place), bars.place_empty(v_place));
   } else {
-    load(std::integral_constant<int, T::kChunks>{}, maps.k, a.k, smem, bars.k_full(), bars.k_empty());
-    load(std::integral_constant<int, T::kChunksV>{}, maps.v, a.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
+    load(maps.k, a.k, smem, bars.k_full(), bars.k_empty());
+    load(maps.v, a.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
   }
   parity ^= 1;
 }
@@ -41,10 +38,10 @@ __device__ __forceinline__ bool draws_in_order(const BwdArgs& a) {
   return T::kOrdered || (T::kRing && a.ring.words != nullptr);
 }
 
-// First warp: decides what is next. Up to head_dim 128 it loads K and V as well.
-template <typename T>
-__device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& maps, uint32_t smem, BwdItem* items,
-                                              BwdBarriers<T> bars) {
+// First warp: decides what is next. In the kernel of bwd.cuh it loads K and V as well.
+template <typename T, typename Bars>
+__device__ __forceinline__ void schedule_items(const BwdArgs& a, const BwdMaps& maps, uint32_t smem, BwdItem* items,
+                                               Bars bars) {
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
   const bool in_order = draws_in_order<T>(a), draws = in_order || a.draw.counter != nullptr;
@@ -62,33 +59,38 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
 #pragma unroll 1
   while (index < a.draw.num_items) {
     int b = 0;
-    const Work w = decode_index<T::kBlockN, false, false>(index, p, a.grid, &b);
+    const Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries>(index, p, a.grid, &b);
     if (w.active) {
       wait(bars.item_empty(place.slot), place.parity);
       debug_delay();
       if (lane == 0) {
         BwdItem& item = items[place.slot];
         item.w = w;
-        const int first_head = w.h * static_cast<int>(a.grid.shared.divisor);
-        item.tile = static_cast<int>(first_tile<T::kBlockM>(p, w, b, first_head, a.tiles_per_head));
+        const int first_head = T::kByQueries ? w.h : w.h * static_cast<int>(a.grid.shared.divisor);
+        item.tile = static_cast<int>(first_tile<T::kStatRows>(p, w, b, first_head, a.tiles_per_head));
         if constexpr (T::kRing) put_in_ring(a.ring, item);
         asm volatile("" ::: "memory");  // reads it again below: not enough registers to keep it
         const AttnMod mod{p, item.w.q.length, item.w.k.length};
-        item.blocks = mod.template q_blocks<T::kBlockM, T::kBlockN>(item.w.block);
+        if constexpr (T::kByQueries) {
+          item.blocks = mod.template kv_blocks<T::kBlockM, T::kBlockN>(item.w.block);
+        } else {
+          item.blocks = mod.template q_blocks<T::kBlockM, T::kBlockN>(item.w.block);
+        }
         const uint32_t count = max(item.blocks.end - item.blocks.begin, 0);
-        const uint32_t late = count == 0 ? 0 : static_cast<uint32_t>(item.w.block * a.rotate) % count;
+        const bool rotates = !T::kByQueries && count != 0;
+        const uint32_t late = rotates ? static_cast<uint32_t>(item.w.block * a.rotate) % count : 0;
         item.first = T::kOrdered ? item.blocks.end - 1 : item.blocks.begin + static_cast<int>(late);
-        item.steps = static_cast<int>(count * a.grid.shared.divisor);
+        item.steps = static_cast<int>(T::kByQueries ? count : count * a.grid.shared.divisor);
         if constexpr (T::kRing) wait_for_round(a.ring, item);
         ptx::mbarrier_arrive(bars.item_full(place.slot));
-        if (T::kDrawAhead > 0 && draws && count == 0) ptx::mbarrier_arrive(bars.item_ending());
+        if (draws && count == 0) ptx::mbarrier_arrive(bars.item_ending());
       }
       if constexpr (T::kSchedulerLoadsKeys) {
         __syncwarp();
         load_keys_of<T>(a, maps, smem, items[place.slot], bars, kv_parity);
       }
       static_assert(T::kItems % 2 == 0);  // places then tell the parity of item_ending
-      if (T::kDrawAhead > 0 && draws) wait(bars.item_ending(), place.slot % 2);
+      if (draws) wait(bars.item_ending(), place.slot % 2);
       place.advance();
     }
     index = draws ? draw() : index + gridDim.x;
@@ -101,8 +103,8 @@ __device__ __forceinline__ void schedule_keys(const BwdArgs& a, const BwdMaps& m
 }
 
 // What the other producers do for every item.
-template <typename T, typename Use>
-__device__ __forceinline__ void for_items(const BwdItem* items, BwdBarriers<T> bars, const Use& use) {
+template <typename T, typename Bars, typename Use>
+__device__ __forceinline__ void for_items(const BwdItem* items, Bars bars, const Use& use) {
   RingPosition<T::kItems> place;
 #pragma unroll 1
   while (true) {
@@ -130,19 +132,11 @@ __device__ __forceinline__ void for_tiles(const BwdArgs& a, const BwdItem* items
   });
 }
 
-// Second warp, above head_dim 128: K and V.
-template <typename T>
-__device__ __forceinline__ void load_keys(const BwdArgs& a, const BwdMaps& maps, uint32_t smem, const BwdItem* items,
-                                          BwdBarriers<T> bars) {
-  uint32_t parity = 1;
-  for_items<T>(items, bars, [&](const BwdItem& item) { load_keys_of<T>(a, maps, smem, item, bars, parity); });
-}
-
-// Or, with additions in order: adds the tiles of dQ that the consumers leave, each in its turn, or (not staged) passes
-// on the turns that a warpgroup has used. All that orders the additions of different CTAs waits here, where nobody
-// waits for it: a fence of the device takes 700 clocks, and would cost a consumer 400 to 800 in each step. Without it
-// gradients do differ from run to run. Turns are passed on at once when the next tile is not there yet, else several
-// by one fence.
+// Second and fourth warp, with additions in order: adds the tiles of dQ that the consumers leave, each in its turn, or
+// (not staged) passes on the turns that a warpgroup has used. All that orders the additions of different CTAs waits
+// here, where nobody waits for it: a fence of the device takes 700 clocks, and would cost a consumer 400 to 800 in each
+// step. Without it gradients do differ from run to run. Turns are passed on at once when the next tile is not there
+// yet, else several by one fence.
 template <typename T>
 __device__ __forceinline__ void pass_turns(const BwdArgs& a, uint32_t smem, const BwdItem* items, BwdBarriers<T> bars,
                                            int group) {
@@ -229,7 +223,7 @@ __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& ma
                                         row_coordinates(a.p.problem, item.w.q, item.w.b, walk.block * T::kBlockM), h);
     }
     const bool draws = draws_in_order<T>(a) || a.draw.counter != nullptr;  // else nobody waits for that
-    if (T::kDrawAhead > 0 && draws && walk.left == min(T::kDrawAhead, item.steps)) {
+    if (draws && walk.left == min(T::kDrawAhead, item.steps)) {
       ptx::mbarrier_arrive(bars.item_ending());
     }
   });
@@ -242,10 +236,10 @@ __device__ __forceinline__ void load_douts(const BwdArgs& a, const BwdMaps& maps
   for_tiles<T>(a, items, bars, [&](const BwdItem& item, const Walk<T>& walk, const RingPosition<T::kSlots>& ring) {
     wait(bars.dout_empty(ring.slot), ring.parity);
     if (threadIdx.x % 32 != 0) return;
-    copy_tile<T::kChunksV, T::kBlockM>(maps.dout, a.dout, smem + T::kDoutAt + ring.slot * T::kDoutBytes,
-                                       bars.dout_full(ring.slot),
-                                       row_coordinates(a.p.problem, item.w.q, item.w.b, walk.block * T::kBlockM),
-                                       item.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head);
+    copy_tile<T::kChunks, T::kBlockM>(maps.dout, a.dout, smem + T::kDoutAt + ring.slot * T::kQBytes,
+                                      bars.dout_full(ring.slot),
+                                      row_coordinates(a.p.problem, item.w.q, item.w.b, walk.block * T::kBlockM),
+                                      item.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head);
   });
 }
 

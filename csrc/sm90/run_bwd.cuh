@@ -9,17 +9,14 @@
 
 namespace flash_ext::sm90 {
 
-// `rotate`: with static scheduling, tiles by which a block of keys starts its walk later than the block before. Where
-// warpgroups work together it gains nothing, and costs 1 % at 512 rows.
 // `which` of the two counters of the plan is the launch's.
-template <typename Args>
-Args make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int which = 0) {
+inline BwdArgs make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int which = 0) {
   const BwdParams p = c.hopper();
   const Problem& r = p.problem;
   const auto steps = [&](const StridedView& x) {
     return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
   };
-  Args a{};
+  BwdArgs a{};
   a.p = p;
   a.grid = l.grid;
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
@@ -52,9 +49,11 @@ inline Ring ring_of(const BwdCall& c) {
 template <typename T>
 std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
   const Problem& r = c.p.problem;
-  BwdArgs a = make_bwd_args<BwdArgs>(c, l, T::kBlockM);
+  BwdArgs a = make_bwd_args(c, l, T::kBlockM);
   BwdMaps maps{};
   std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kPartRows);
+  // With static scheduling a block of keys starts its walk later than the block before. Where warpgroups work together that
+  // gains nothing, and costs 1 % at 512 rows.
   const int rotate = T::kApart ? T::kBlockN / T::kBlockM : 0;
   if (!l.dynamic) a.rotate = rotate;
   if (l.dq == DqMode::kOrdered) a.turns = part_of<uint32_t>(c.workspace, c.plan.workspace.dq_semaphore);

@@ -31,7 +31,7 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   const Problem& r = c.p.problem;
   const Modifiers& m = c.modifiers;
   BwdModArgs a{};
-  a.plain = make_bwd_args<BwdArgs>(c, l, T::kBlockM);
+  a.plain = make_bwd_args(c, l, T::kBlockM);
   if (!l.dynamic) a.plain.rotate = T::kBlockN / T::kBlockM;
   a.m = m;
   if (T::kCaps) a.cap = key_cap(r, m);

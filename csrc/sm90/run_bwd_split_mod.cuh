@@ -2,7 +2,7 @@
 // only.
 #pragma once
 
-#include "bwd_wide_mod.cuh"
+#include "bwd_split.cuh"
 #include "run_bwd_mod.cuh"
 
 namespace flash_ext::sm90 {
@@ -11,21 +11,21 @@ template <typename T>
 std::string launch_bwd_split_mod_as(const BwdCall& c, const Launch& l) {
   const Problem& r = c.p.problem;
   const Modifiers& m = c.modifiers;
-  WideModArgs a{};
-  a.plain = make_bwd_args<BwdArgs>(c, l, T::kStatRows, T::kByQueries);
+  SplitModArgs a{};
+  a.plain = make_bwd_args(c, l, T::kStatRows, T::kByQueries);
   a.m = m;
   if (T::kCaps) a.cap = key_cap(r, m);
   a.unit = T::kCaps ? m.softcap * kLog2e : m.is_natural ? kLog2e : r.softmax_scale * kLog2e;
   BwdMaps maps{};
   const std::string error = encode_bwd_maps(maps, c.p, T::kByQueries ? 64 : T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_mod_sm90: " + error;
-  return launch_planned(l, bwd_wide_mod_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+  return launch_planned(l, bwd_split_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
 template <typename E, int D, ScoreKind kKind>
 std::string launch_bwd_split_mod_kind(const BwdCall& c, const Launch& l) {
-  return l.kernel == KernelId::kBwdDqMod90 ? launch_bwd_split_mod_as<WideModQueryTraits<E, D, kKind>>(c, l)
-                                           : launch_bwd_split_mod_as<WideModKeyTraits<E, D, kKind>>(c, l);
+  return l.kernel == KernelId::kBwdDqMod90 ? launch_bwd_split_mod_as<DqTraits<E, D, D, kKind>>(c, l)
+                                           : launch_bwd_split_mod_as<DkdvTraits<E, D, D, kKind>>(c, l);
 }
 
 template <int D>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bwd_passes.cuh"
-#include "bwd_wide.cuh"
+#include "bwd_split.cuh"
 #include "bwd_wide_mod_tiles.h"
 #include "run_bwd.cuh"
 
@@ -30,30 +30,30 @@ std::string launch_row_stats(const BwdCall& c, const Launch& l) {
 
 template <typename T>
 std::string launch_bwd_dkdv(const BwdCall& c, const Launch& l) {
-  const BwdArgs a = make_bwd_args<BwdArgs>(c, l, T::kBlockM);
+  const SplitArgs a{make_bwd_args(c, l, T::kStatRows), c.p.problem.scale_log2};
   BwdMaps maps{};
   const std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_planned(l, bwd_sm90_wide_keys_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+  return launch_planned(l, bwd_split_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
 template <typename T>
 std::string launch_bwd_dq(const BwdCall& c, const Launch& l) {
-  const WideQueryArgs a = make_bwd_args<WideQueryArgs>(c, l, T::kStatRows, 1);
+  const SplitArgs a{make_bwd_args(c, l, T::kStatRows, 1), c.p.problem.scale_log2};
   BwdMaps maps{};
   const std::string error = encode_bwd_maps(maps, c.p, T::kGroupRows, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_planned(l, bwd_sm90_wide_queries_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+  return launch_planned(l, bwd_split_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
 template <int D, int Dv>
 std::string launch_bwd_split(const BwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    if (l.kernel == KernelId::kBwdDq90) return launch_bwd_dq<WideQueryTraits<E, D, Dv>>(c, l);
+    if (l.kernel == KernelId::kBwdDq90) return launch_bwd_dq<DqTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);
     if constexpr (D == kShortHeadDim) {
       return launch_bwd_as<BwdTraits<E, D, DqKind::kElsewhere>>(c, l);
     } else {
-      return launch_bwd_dkdv<WideKeyTraits<E, D, Dv>>(c, l);
+      return launch_bwd_dkdv<DkdvTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);
     }
   });
 }

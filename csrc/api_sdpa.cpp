@@ -269,8 +269,7 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
                             double dropout_p, bool is_causal, OptionalScale scale) {
   if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
-    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
-        takes_bias(bias, q, k)) {
+    if (serves(scale, q, k, v, std::nullopt, std::nullopt) && takes_bias(bias, q, k)) {
       count(kMaskedForward, true);
       const BelowAll guard;
       const auto [out, own_lse, row_max] = call_fwd_mod(
@@ -349,21 +348,13 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
       is_offered_to_nobody_else(query, key, value, bias.has_value(), is_causal)) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     const OptionalTensor mask = with_four_dims(bias);
-    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
-        takes_bias(mask, q, k)) {
+    if (serves(scale, q, k, v, std::nullopt, std::nullopt) && takes_bias(mask, q, k)) {
       count(kGroupedForward, true);
       const BelowAll guard;
       const auto [out, lse, row_max] = call_fwd_mod(
           q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(mask)));
-      return {placed_beside(query, out.transpose(1, 2)),
-              lse.unsqueeze(-1),
-              Tensor(),
-              Tensor(),
-              query.size(2),
-              key.size(2),
-              no_number(query, true),
-              no_number(query, true),
-              Tensor()};
+      return {placed_beside(query, out.transpose(1, 2)), lse.unsqueeze(-1), Tensor(), Tensor(), query.size(2),
+              key.size(2), no_number(query, true), no_number(query, true), Tensor()};
     }
   }
   return call_before<SdpaResult>(kGroupedForward, keys, query, key, value, bias, compute_lse,

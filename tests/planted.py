@@ -170,8 +170,16 @@ MUTANTS = (
         "M7 barrier removed: P of a pair",
         "the second warp of a pair does not wait for the weights of the first",
         (
-            Edit("sm80/bwd_steps.cuh", "    ptx::bar_arrive(1 + key_warp * T::kParts + part, 64);\n", ""),
-            Edit("sm80/bwd_steps.cuh", "    ptx::bar_sync(1 + key_warp * T::kParts + part, 64);\n", ""),
+            Edit(
+                "sm80/bwd_warps.cuh",
+                "    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n",
+                "",
+            ),
+            Edit(
+                "sm80/bwd_warps.cuh",
+                "    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n",
+                "",
+            ),
         ),
         "races",
     ),
@@ -345,7 +353,7 @@ MUTANTS = (
                 "",
             ),
             Edit(
-                "sm80/bwd_steps.cuh",
+                "sm80/bwd_warps.cuh",
                 "slopes[kb][mb][i] *= acc_p[kb][mb][i];",
                 "slopes[kb][mb][i] = acc_p[kb][mb][i];",
             ),

@@ -146,7 +146,7 @@ def test_includes_follow_the_layers():
 
 
 # A kernel with several headers, for its wider heads.
-OF_SEVERAL_HEADERS = {"bwd_sm90.cu": [f"../sm90/run_bwd{which}.cuh" for which in ("", "_wide")]}
+OF_SEVERAL_HEADERS = {"bwd_sm90.cu": [f"../sm90/run_bwd{which}.cuh" for which in ("", "_split")]}
 
 
 def test_every_instantiation_is_one_kernel_header():

@@ -34,7 +34,7 @@ def is_between(line: str) -> bool:
         ("sm80/bwd.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd_q.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd_onward.cuh", r"__syncthreads\(\);"),
-        ("sm80/bwd_steps.cuh", r"ptx::bar_(sync|arrive)\("),
+        ("sm80/bwd_warps.cuh", r"ptx::bar_(sync|arrive)\("),
     ],
 )
 def test_every_barrier_has_a_pause_in_front_and_behind(name: str, barrier: str):

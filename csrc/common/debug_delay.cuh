@@ -40,7 +40,7 @@ inline cudaError_t set_debug_delays(void* stream) {
 __device__ __forceinline__ void debug_delay() {
   const uint32_t seed = debug_delay_seed;
   if (seed == 0) return;
-  const uint32_t now = __shfl_sync(0xffffffffu, static_cast<uint32_t>(clock64()), 0);
+  const uint32_t now = __shfl_sync(ptx::kFullWarp, static_cast<uint32_t>(clock64()), 0);
   uint32_t x = seed * 0x9e3779b9u ^ blockIdx.x * 0x85ebca6bu ^ threadIdx.x / 32 * 0xc2b2ae35u ^ now;
   x = (x ^ x >> 15) * 0x2c1b3c6du;
   x = (x ^ x >> 12) * 0x297a2d39u;

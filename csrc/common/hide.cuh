@@ -13,7 +13,7 @@ struct MaskWords {
 
   // Word w of row 16 block + row, whichever lane has it; all lanes ask for the same block and w.
   __device__ uint32_t word(int block, int row, int w) const {
-    return __shfl_sync(0xffffffffu, of[16 * block * kARow / 32], (16 * block + row) * kARow % 32 + w);
+    return __shfl_sync(ptx::kFullWarp, of[16 * block * kARow / 32], (16 * block + row) * kARow % 32 + w);
   }
 };
 

@@ -379,7 +379,7 @@ struct Scores {
     // Pairs of fp32 side by side inside the bias: one load each, at constant distances.
     const bool whole = (kT ? col0 + 16 * kA : row0 + 16 * kA) <= last_few && (kT ? row0 : col0) + 8 * kN <= last_many;
     const bool pairs = whole && x.is_float && many_bytes == 4 && reinterpret_cast<uintptr_t>(base) % 8 == 0;
-    if (__all_sync(0xffffffffu, pairs)) {
+    if (__all_sync(ptx::kFullWarp, pairs)) {
 #pragma unroll
       for (int r = 0; r < 2 * kA; ++r) {
 #pragma unroll

@@ -44,12 +44,12 @@ struct SoftmaxState {
     bool need = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(0xffffffffu, tile_max[r], 1));
-      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(0xffffffffu, tile_max[r], 2));
+      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(ptx::kFullWarp, tile_max[r], 1));
+      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(ptx::kFullWarp, tile_max[r], 2));
       // False while both are -inf: (-inf) - (-inf) is NaN and compares false.
       need |= (tile_max[r] - row_max[r]) * scale_log2 > kSlackLog2;
     }
-    if (!__any_sync(0xffffffffu, need)) return false;
+    if (!__any_sync(ptx::kFullWarp, need)) return false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float higher = fmaxf(row_max[r], tile_max[r]);
@@ -66,8 +66,8 @@ struct SoftmaxState {
 
   // Completes the sum over the quad; returns the factor for the output and the natural-log lse.
   __device__ float finish(int r, float scale_log2, float& lse) {
-    row_sum[r] += __shfl_xor_sync(0xffffffffu, row_sum[r], 1);
-    row_sum[r] += __shfl_xor_sync(0xffffffffu, row_sum[r], 2);
+    row_sum[r] += __shfl_xor_sync(ptx::kFullWarp, row_sum[r], 1);
+    row_sum[r] += __shfl_xor_sync(ptx::kFullWarp, row_sum[r], 2);
     const bool empty = row_max[r] == -INFINITY && row_sum[r] == 0.f;
     lse = empty ? -INFINITY : shift(r) * (scale_log2 * kLn2) + logf(row_sum[r]);
     return empty ? 0.f : 1.f / row_sum[r];

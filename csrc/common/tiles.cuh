@@ -166,7 +166,7 @@ __device__ __forceinline__ void put_block(uint32_t address, const float (&left)[
   // Lane 8 i + j names row j of matrix i; this lane's words belong to row lane / 4 of each.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t row = __shfl_sync(0xffffffffu, address, 8 * i + lane / 4);
+    const uint32_t row = __shfl_sync(ptx::kFullWarp, address, 8 * i + lane / 4);
     asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(row + (lane % 4) * 4), "r"(r[i]) : "memory");
   }
 #endif

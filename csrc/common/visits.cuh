@@ -32,7 +32,7 @@ struct Visits {
     for (; x0 < total && found <= kCapacity - 32; x0 += 32) {
       VisitedTile tile{0, 0, 0};
       const TileTests tests = x0 + lane < total ? look(x0 + lane, tile) : kSkipTile;
-      const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+      const uint32_t visited = __ballot_sync(ptx::kFullWarp, tests != kSkipTile);
       if (tests != kSkipTile) {
         const int at = found + __popc(visited & ((1u << lane) - 1));
         tiles[at] = static_cast<uint32_t>(tile.head) << 3 | static_cast<uint32_t>(tests);
@@ -57,7 +57,7 @@ struct Visits {
     do {
       VisitedTile tile{0, 0, 0};
       const TileTests tests = x0 + thread_idx < total ? look(x0 + thread_idx, tile) : kSkipTile;
-      const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+      const uint32_t visited = __ballot_sync(ptx::kFullWarp, tests != kSkipTile);
       if (x0 != first) __syncthreads();  // everybody has read the last ballots
       if (thread_idx % 32 == 0) ballots[thread_idx / 32] = visited;
       __syncthreads();

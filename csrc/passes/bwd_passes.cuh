@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
     for (int i = 0; i < 8; ++i) sum = fmaf(o[i], d[i], sum);
   }
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
   ptx::wait_for_kernel_before();  // it needs nothing of that one, but who waits for this one wants both
   if (!r.valid) return;
   if (chunk == 0) {

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_co
     const int col = (piece * 32 + i) * 32 + lane;
     // With `fill` one column stands for all.
     const bool bit = fill ? *at : col < x.sizes[3] && at[col * x.strides[3]];
-    const uint32_t bits = __ballot_sync(0xffffffffu, bit);
+    const uint32_t bits = __ballot_sync(ptx::kFullWarp, bit);
     if (lane == i) mine = bits;
   }
   if (word < num_words) words[row * num_words + word] = mine;

@@ -10,6 +10,8 @@
 
 namespace flash_ext::ptx {
 
+inline constexpr unsigned kFullWarp = 0xffffffffu;  // the lanes of a shuffle or vote: all
+
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -278,6 +280,14 @@ __device__ __forceinline__ float2 unpack2(uint32_t pair) {
 }
 
 // Named barriers: `threads` is the number of threads that arrive or wait, a multiple of 32.
+// Named barriers of a CTA; 0 is that of __syncthreads(). Of the first three a kernel uses one.
+enum NamedBarrier : int {
+  kTurnBarrier = 1,       // + consumer warpgroup: whose products are next
+  kGroupBarrier = 1,      // + consumer warpgroup: its warps meet
+  kPairBarrier = 1,       // + pair of warps: they meet
+  kFinisherBarrier = 15,  // the two warps that convert dQ meet
+};
+
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }

@@ -207,6 +207,10 @@ __device__ __forceinline__ void bar_arrive_only(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Registers a thread of each warpgroup, all together, that a launch of so many warpgroups gets and setmaxnreg shares out.
+template <int kWarpgroups>
+inline constexpr int kRegisterBudget = kWarpgroups == 3 ? 504 : 512;
+
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
@@ -391,5 +395,38 @@ __device__ __forceinline__ void wgmma_ss_rows(float (&d)[kCount], uint32_t low_a
     }
   }
 }
+
+#undef FX_N8
+#undef FX_NAMES_16
+#undef FX_NAMES_24
+#undef FX_NAMES_32
+#undef FX_NAMES_40
+#undef FX_NAMES_48
+#undef FX_NAMES_56
+#undef FX_NAMES_64
+#undef FX_NAMES_72
+#undef FX_NAMES_80
+#undef FX_NAMES_88
+#undef FX_NAMES_96
+#undef FX_NAMES_128
+#undef FX_D8
+#undef FX_REGS_16
+#undef FX_REGS_24
+#undef FX_REGS_32
+#undef FX_REGS_40
+#undef FX_REGS_48
+#undef FX_REGS_56
+#undef FX_REGS_64
+#undef FX_REGS_72
+#undef FX_REGS_80
+#undef FX_REGS_88
+#undef FX_REGS_96
+#undef FX_REGS_128
+#undef FX_WGMMA_SS
+#undef FX_WGMMA_RS
+#undef FX_WGMMA_RS_K
+#undef FX_WGMMA_SS_TYPED
+#undef FX_WGMMA_RS_TYPED
+#undef FX_WGMMA_RS_K_TYPED
 
 }  // namespace flash_ext::ptx

@@ -28,12 +28,12 @@
 //   dS         [2][kBlockN][kBlockM]   4 kBlockN kBlockM
 //   mask       [kStages][kBlockM]      kBlockN / 8 kBlockM kStages (modifiers only)
 //   bias       queries x a warp's keys, 16-bit, padded (modifiers only, where it fits)
-// Named barriers of pairs: 1 + key_warp * kParts + part, "this part of P is written", 64 threads.
+// Named barriers of pairs: kPairBarrier + key_warp * kParts + part, "this part of P is written", 64 threads.
 #pragma once
 
 #include "../common/float_results.cuh"
 #include "bwd_search.cuh"
-#include "bwd_steps.cuh"
+#include "bwd_warps.cuh"
 #include "compiled_here.cuh"
 
 namespace flash_ext::sm80 {

@@ -92,8 +92,8 @@ __device__ __forceinline__ void write_bias_tile(const BiasUnits<T>& acc, const B
       for (int nb = 0; nb < 4 * T::kParts; ++nb) {
         sum += acc[nb / 4 * 2 + i / 2][0][nb % 4][i % 2 * 2] + acc[nb / 4 * 2 + i / 2][0][nb % 4][i % 2 * 2 + 1];
       }
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+      sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
       if (lane % 4 == 0) sums[warp_n * T::kBlockM + warp_m * 32 + i * 8 + lane / 4] = sum;
     }
   } else {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void write_bias_tile(const BiasUnits<T>& acc, const B
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum += acc[nb / 4 * 2 + i / 2][0][nb % 4][i % 2 * 2 + c];
 #pragma unroll
-        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
         if (lane < 4) sums[warp_m * T::kBlockN + warp_n * T::kWarpN + nb * 8 + 2 * lane + c] = sum;
       }
     }
@@ -118,7 +118,7 @@ __device__ __forceinline__ void write_bias_tile(const BiasUnits<T>& acc, const B
     float sum = 0.f;
     for (int i = lane; i < T::kTile.warps_m * T::kBlockN; i += 32) sum += sums[i];
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
     if (lane == 0) put(0, 0, sum);
   } else if (thread_idx < T::kBlockM) {
     float sum = 0.f;

@@ -192,7 +192,7 @@ struct BiasSteps {
       }
       if (inside && n * kBlockN < w.k.length) tests = scores.template visit<kBlockM, kBlockN>(line.m, n);
     }
-    const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+    const uint32_t visited = __ballot_sync(ptx::kFullWarp, tests != kSkipTile);
     if (tests != kSkipTile) {
       fill((*this)[s.found + __popc(visited & ((1u << lane) - 1))], tile, w, seat, line, n, tests);
     }
@@ -201,10 +201,10 @@ struct BiasSteps {
     const bool complete = many || next_line >= slots.lines;
     const uint32_t mine = many ? Scores::low_bits(grid.lines.divisor) << (in_tile == 0 ? lane : 0) : ~0u;
     const bool empty = (many || s.empty) && (visited & mine) == 0;
-    uint32_t to_clear = __ballot_sync(0xffffffffu, has_tile && complete && empty && (many ? in_tile : lane) == 0);
+    uint32_t to_clear = __ballot_sync(ptx::kFullWarp, has_tile && complete && empty && (many ? in_tile : lane) == 0);
 #pragma unroll 1
     for (; to_clear != 0; to_clear &= to_clear - 1) {
-      clear_tile(tile_of(__shfl_sync(0xffffffffu, index, __ffs(to_clear) - 1)), lane);
+      clear_tile(tile_of(__shfl_sync(ptx::kFullWarp, index, __ffs(to_clear) - 1)), lane);
     }
     __syncwarp();
     if (lane == 0) {

@@ -118,7 +118,7 @@ __device__ __forceinline__ void list_next_item(NextItem<T::kThreads>& next, cons
         else if ((all & wanted) != wanted) tests |= kTestRows;
       }
     }
-    const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+    const uint32_t visited = __ballot_sync(ptx::kFullWarp, tests != kSkipTile);
     if (tests != kSkipTile) {
       const int at = found + __popc(visited & ((1u << lane) - 1));
       work.visits.tiles[at] = static_cast<uint32_t>(tests);
@@ -239,7 +239,7 @@ __device__ __forceinline__ void bwd_onward_body(const BwdParams& p, const Modifi
     debug_delay();
     __syncthreads();  // everybody has left P, dS and what is shared of this item
     debug_delay();
-    if (!__any_sync(0xffffffffu, next.exists)) break;
+    if (!__any_sync(ptx::kFullWarp, next.exists)) break;
     static_assert(sizeof(BwdModWork) % 4 == 0);
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&next.work);
     uint32_t* to = reinterpret_cast<uint32_t*>(&work);

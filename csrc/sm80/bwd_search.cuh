@@ -18,7 +18,7 @@ __device__ __forceinline__ void find_together(Visits& visits, int (&counts)[kWar
   do {
     VisitedTile tile{0, 0, 0};
     const TileTests tests = x0 + thread_idx < total ? look(x0 + thread_idx, tile) : kSkipTile;
-    const uint32_t visited = __ballot_sync(0xffffffffu, tests != kSkipTile);
+    const uint32_t visited = __ballot_sync(ptx::kFullWarp, tests != kSkipTile);
     if (lane == 0) counts[warp] = __popc(visited);
     debug_delay();
     __syncthreads();

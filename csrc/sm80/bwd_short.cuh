@@ -67,7 +67,7 @@ __device__ __forceinline__ void leave_row_stats(const BwdParams& p, uint32_t out
       delta = fmaf(x.y, y.y, delta);
     }
   }
-  delta += __shfl_xor_sync(0xffffffffu, delta, 1);
+  delta += __shfl_xor_sync(ptx::kFullWarp, delta, 1);
   if (lane % 2 == 0) {
     float2 x = make_float2(INFINITY, 0.f);
     if (row < p.problem.seqlen_q) {

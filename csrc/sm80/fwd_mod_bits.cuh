@@ -75,7 +75,7 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
   for (int step = 16; step > 0; step /= 2) {
     const uint32_t low = step == 16 ? 0x0000ffffu : step == 8 ? 0x00ff00ffu : step == 4 ? 0x0f0f0f0fu
                          : step == 2 ? 0x33333333u : 0x55555555u;
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, x, step);
+    const uint32_t other = __shfl_xor_sync(ptx::kFullWarp, x, step);
     x = lane & step ? (x & ~low) | (other & ~low) >> step : (x & low) | (other & low) << step;
   }
   return x;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void hide_by_keys(RowWords<kRows, kCols>& seen, const
   const int lane = ptx::fresh_lane();
   // The word that a lane with all rows of word w gives to its own words.
   const auto take = [&](int w, uint32_t hidden) {
-    if constexpr (kRows < 32) hidden = __shfl_sync(0xffffffffu, hidden, Words::row(lane));
+    if constexpr (kRows < 32) hidden = __shfl_sync(ptx::kFullWarp, hidden, Words::row(lane));
 #pragma unroll
     for (int i = 0; i < Words::kALane; ++i) {
       if (Words::first_word(lane) + i == w) seen.of[i] &= ~hidden;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void hide_by_keys(RowWords<kRows, kCols>& seen, const
       uint32_t hidden = 0;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        if (__shfl_sync(0xffffffffu, key_ids[w], i) != row_id) hidden |= 1u << i;
+        if (__shfl_sync(ptx::kFullWarp, key_ids[w], i) != row_id) hidden |= 1u << i;
       }
       take(w, hidden);
     }
@@ -150,8 +150,8 @@ __device__ __forceinline__ Seen how_much(const RowWords<kRows, kCols>& seen) {
     any |= word;
     all &= word;
   }
-  if (!__any_sync(0xffffffffu, any != 0)) return Seen::kNothing;
-  return __any_sync(0xffffffffu, all != ~0u) ? Seen::kSome : Seen::kAll;
+  if (!__any_sync(ptx::kFullWarp, any != 0)) return Seen::kNothing;
+  return __any_sync(ptx::kFullWarp, all != ~0u) ? Seen::kSome : Seen::kAll;
 }
 
 // -inf for the scores of keys from word0 on that their row does not see, by what put() has left.

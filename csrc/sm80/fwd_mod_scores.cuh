@@ -83,7 +83,7 @@ __device__ __forceinline__ void cap_scores(float (&acc)[kA][kN][4], float factor
   const float magnitude = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
   // Factors so small that their fifth power is none take another way.
   const bool is_small = magnitude * factor <= 0.2f && factor > 1e-6f;
-  if (__all_sync(0xffffffffu, is_small)) {
+  if (__all_sync(ptx::kFullWarp, is_small)) {
     const float last = m.softcap * factor, square = factor * factor;
     const float c1 = last * square * -0.33329646f, c2 = last * square * square * 0.1303653f;
     each([&](float x) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void cap_scores(float (&acc)[kA][kN][4], float factor
     });
     return;
   }
-  if (__all_sync(0xffffffffu, magnitude * fabsf(factor) <= 0.75f)) {
+  if (__all_sync(ptx::kFullWarp, magnitude * fabsf(factor) <= 0.75f)) {
     each([&](float x) {
       const float t = x * factor, u = t * t;
       float sum = fmaf(u, -0.004716257f, 0.019582908f);

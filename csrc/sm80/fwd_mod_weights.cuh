@@ -45,7 +45,7 @@ struct GuessedSoftmax : SoftmaxState<kRows> {
     float lowest = this->row_max[0];
 #pragma unroll
     for (int r = 1; r < kRows; ++r) lowest = fminf(lowest, this->row_max[r]);
-    return __any_sync(0xffffffffu, lowest < kLowMaximum);
+    return __any_sync(ptx::kFullWarp, lowest < kLowMaximum);
   }
 
   // Weights of scores, packed by pairs of keys. False: the maxima were too low, and the scores are wanted once more.
@@ -90,7 +90,7 @@ struct GuessedSoftmax : SoftmaxState<kRows> {
       float all = sum[0];
 #pragma unroll
       for (int r = 1; r < kRows; ++r) all += sum[r];
-      exact = __any_sync(0xffffffffu, !(all <= kLargestSum));
+      exact = __any_sync(ptx::kFullWarp, !(all <= kLargestSum));
       if (exact) return false;
     } else {
       exact = raised || low;

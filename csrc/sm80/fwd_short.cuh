@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
         float top = -INFINITY, sum = 0.f;
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) top = fmaxf(top, fmaxf(acc_s[0][n][2 * half], acc_s[0][n][2 * half + 1]));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        top = fmaxf(top, __shfl_xor_sync(ptx::kFullWarp, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(ptx::kFullWarp, top, 2));
         // The maximum is subtracted first: the product with log2(e) of a mask made of finfo.min is not finite.
         const float shift = top == -INFINITY ? 0.f : top;
 #pragma unroll
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
             sum += s;
           }
         }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
         // In natural units.
         const float highest = top * (m.is_natural ? 1.f : x.softmax_scale * x.score_factor);
         const bool empty = top == -INFINITY && sum == 0.f;  // not a row of NaN

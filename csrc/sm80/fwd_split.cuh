@@ -359,8 +359,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
   for (int half = 0; half < 2; ++half) {
     const int r = warp_row + 8 * half + lane / 4;
     float sum = state.row_sum[half];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
     if (lane % 4 == 0) states[ring][r] = {state.row_max[half], sum};
     float* row = out + (ring * T::kRows + r) * T::kOutPitch + lane % 4 * 2;
 #pragma unroll
@@ -394,14 +394,14 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   for (int part = lane; part < g.splits; part += 32) all.largest = fmaxf(all.largest, state_of(part).largest);
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    all.largest = fmaxf(all.largest, __shfl_xor_sync(0xffffffffu, all.largest, step));
+    all.largest = fmaxf(all.largest, __shfl_xor_sync(ptx::kFullWarp, all.largest, step));
   }
   for (int part = lane; part < g.splits; part += 32) {
     const RowState s = state_of(part);
     all.sum += s.sum * s.factor(all.largest, scale);
   }
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(0xffffffffu, all.sum, step);
+  for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(ptx::kFullWarp, all.sum, step);
 
   float4 x[kPasses] = {};
 #pragma unroll 8

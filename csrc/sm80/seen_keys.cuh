@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
   uint32_t low = 0xffffu;
 #pragma unroll
   for (int step = 16; step > 0; step /= 2, low ^= low << step) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, x, step);
+    const uint32_t other = __shfl_xor_sync(ptx::kFullWarp, x, step);
     x = (lane & step) ? (x & ~low) | (other >> step & low) : (x & low) | (other << step & ~low);
   }
   return x;
@@ -24,10 +24,10 @@ __device__ __forceinline__ uint32_t keys_of_document(int of_row, int of_key) {
   uint32_t bits = 0, left = ~0u;
 #pragma unroll 1
   do {
-    const int id = __shfl_sync(0xffffffffu, of_row, __ffs(left) - 1);
-    const uint32_t keys = __ballot_sync(0xffffffffu, of_key == id);
+    const int id = __shfl_sync(ptx::kFullWarp, of_row, __ffs(left) - 1);
+    const uint32_t keys = __ballot_sync(ptx::kFullWarp, of_key == id);
     if (of_row == id) bits = keys;
-    left &= ~__ballot_sync(0xffffffffu, of_row == id);
+    left &= ~__ballot_sync(ptx::kFullWarp, of_row == id);
   } while (left != 0);
   return bits;
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool leave_seen_keys(uint32_t to, const Scores& score
     all &= seen;
   }
   __syncwarp();  // the vote would not order it: before others read the words, or fill their place with something else
-  return !__all_sync(0xffffffffu, (all | ~Scores::low_bits(kKeys)) == ~0u);
+  return !__all_sync(ptx::kFullWarp, (all | ~Scores::low_bits(kKeys)) == ~0u);
 }
 
 // -inf for every key a query does not see, in S^T of 16 kA keys and 8 kN queries.

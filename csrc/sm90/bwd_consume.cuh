@@ -47,7 +47,7 @@ __device__ __forceinline__ void consume_together(const BwdArgs& a, uint32_t smem
   if (T::kRing && lane == 0) reinterpret_cast<uint32_t*>(smem_bytes + T::kOwedAt)[group * 4 + warp] = 0;
 #pragma unroll 1
   while (true) {
-    if (has_ring() && !__any_sync(kWarp, ptx::mbarrier_test_wait(bars.item_full(place.slot), place.parity))) {
+    if (has_ring() && !__any_sync(ptx::kFullWarp, ptx::mbarrier_test_wait(bars.item_full(place.slot), place.parity))) {
       settle<T>(smem_bytes, bars, group * 4 + warp, lane);
     }
     wait(bars.item_full(place.slot), place.parity);
@@ -373,7 +373,7 @@ __device__ __forceinline__ void consume_apart(const BwdArgs& a, uint32_t smem, u
       ptx::fence_proxy_async();
       issue_gradients(1);
       debug_delay();
-      ptx::bar_sync(1 + group, 128);
+      ptx::bar_sync(ptx::kGroupBarrier + group, 128);
       float dq[32];
       ptx::wgmma_fence();
       issue_dq<E>(dq, uniform(descriptor_low(ds_at + ds_slot * T::kDsBytes, 16)), k_low);

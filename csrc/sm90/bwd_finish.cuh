@@ -49,7 +49,6 @@ __device__ __forceinline__ void store_float_piece(const BwdParams& p, uint32_t p
   }
 }
 
-inline constexpr int kFinishersMeet = 15;  // a named barrier
 
 // Second and fourth warp (`which` 0 and 1): dq of the tiles they draw. The second also tells when an item is added.
 template <typename T>
@@ -71,24 +70,24 @@ __device__ __forceinline__ void finish_queries(const BwdArgs& a, const BwdMaps& 
     ptx::fence_proxy_async();
   }
   debug_delay();
-  ptx::bar_sync(kFinishersMeet, 64);
+  ptx::bar_sync(ptx::kFinisherBarrier, 64);
   RingPosition<T::kItems> place;
   RingPosition<kPieceSlots> pieces;
   bool tells = which == 0;
   const auto draw = [&] {
     uint32_t tile = 0;
     if (ptx::fresh_lane() == 0) tile = atomicAdd(ring.words, 1u);
-    return __shfl_sync(kWarp, tile, 0);
+    return __shfl_sync(ptx::kFullWarp, tile, 0);
   };
   // Votes of all lanes: each has acquired by its own look, since a vote orders no memory.
   const auto tell = [&] {
-    if (!__all_sync(kWarp, ptx::mbarrier_test_wait(bars.item_full(place.slot), place.parity))) return;
+    if (!__all_sync(ptx::kFullWarp, ptx::mbarrier_test_wait(bars.item_full(place.slot), place.parity))) return;
     const BwdItem& item = items[place.slot];
     if (item.w.block < 0) {
       tells = false;
       return;
     }
-    if (!__all_sync(kWarp, ptx::mbarrier_test_wait(bars.added(place.slot), place.parity))) return;
+    if (!__all_sync(ptx::kFullWarp, ptx::mbarrier_test_wait(bars.added(place.slot), place.parity))) return;
     if (ptx::fresh_lane() == 0) {
       ptx::fence_gpu();
       atomicAdd(items_added(ring, item.round), 1u);
@@ -99,7 +98,7 @@ __device__ __forceinline__ void finish_queries(const BwdArgs& a, const BwdMaps& 
   };
   const auto is_added = [&](uint32_t round) {
     const uint32_t heads = min(ring.round_heads, a.grid.head_slots - round * ring.round_heads);
-    return __all_sync(kWarp, ptx::load_acquire(items_added(ring, round)) == heads * a.grid.blocks);
+    return __all_sync(ptx::kFullWarp, ptx::load_acquire(items_added(ring, round)) == heads * a.grid.blocks);
   };
   // Slots go on from tile to tile.
   const auto convert = [&](uint32_t tile) {

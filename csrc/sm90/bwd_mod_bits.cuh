@@ -17,7 +17,7 @@ template <typename Use>
 __device__ __forceinline__ void hand_out(uint32_t x, const Use& use) {
   const int lane = ptx::fresh_lane();
 #pragma unroll
-  for (int i = 0; i < 8; ++i) use(i, __shfl_sync(0xffffffffu, x, i / 2 * 8 + 2 * (lane % 4) + i % 2));
+  for (int i = 0; i < 8; ++i) use(i, __shfl_sync(ptx::kFullWarp, x, i / 2 * 8 + 2 * (lane % 4) + i % 2));
 }
 
 // The word of a mask for the keys [col0, col0 + 32) of a row, ahead of the rest: several are asked for at once.
@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t hand_out_bytes(uint32_t mine) {
   uint32_t bits = 0;
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    uint32_t pairs = __shfl_sync(0xffffffffu, mine, lane / 4 + 8 * b) >> (2 * (lane % 4)) & 0x03030303u;
+    uint32_t pairs = __shfl_sync(ptx::kFullWarp, mine, lane / 4 + 8 * b) >> (2 * (lane % 4)) & 0x03030303u;
     pairs |= pairs >> 6;
     bits |= ((pairs & 0xf) | (pairs >> 12 & 0xf0)) << (8 * b);
   }
@@ -147,7 +147,7 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
   const uint32_t mine = odd ? bits[1] : bits[0], others = odd ? bits[0] : bits[1];
   drawn[(warp ^ 1) * 32 + lane] = static_cast<uint16_t>(others);
   debug_delay();
-  ptx::bar_sync(1 + warp / 2, 64);
+  ptx::bar_sync(ptx::kPairBarrier + warp / 2, 64);
   const uint32_t theirs = drawn[warp * 32 + lane];
   return odd ? mine << 16 | theirs : theirs << 16 | mine;
 }

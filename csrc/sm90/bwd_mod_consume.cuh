@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   const auto visible_scores = [&]() -> uint32_t {
     const uint32_t tests = now().tests(group_of());
     uint32_t visible = ~0u;
-    if (__any_sync(0xffffffffu, now().has_tests())) {
+    if (__any_sync(ptx::kFullWarp, now().has_tests())) {
       const uint32_t mark = read_mark(Mark::kVisible);
       free_marks();
       visible = tests == 0 ? ~0u : mark;
@@ -128,13 +128,13 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     } else {
       scores_to_weights(s, stats(), a.unit);
     }
-    if (__any_sync(0xffffffffu, visible != ~0u)) hide_weights(s, visible);
+    if (__any_sync(ptx::kFullWarp, visible != ~0u)) hide_weights(s, visible);
   };
   // dp = dS, s = P with 0 where dropout hit it.
   const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t visible, uint32_t dropped) {
     if constexpr (T::kCaps) {
       weights_of_tanh(s, dp, stats(), a.unit);
-      if (!__any_sync(0xffffffffu, visible != ~0u)) return;
+      if (!__any_sync(ptx::kFullWarp, visible != ~0u)) return;
       hide_weights(s, visible);
       hide_weights(dp, visible);
     } else if constexpr (!T::kDrops) {

@@ -85,7 +85,7 @@ struct BwdModTraits {
   static constexpr bool kByQueries = false, kFloatBias = BwdModTile::has_float_bias(D);
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of an item; of a tile in the workspace
   static constexpr int kSlots = kTile.slots, kChunks = chunks_of(D), kConsumerWarps = 8;
-  // 504 for the three warpgroups. The scheduler, which judges tiles, does not fit 40.
+  // The scheduler, which judges tiles, does not fit 40.
   static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kSlots * kQBytes;

@@ -45,7 +45,7 @@ __device__ __forceinline__ uint32_t judge_bwd_tile(const Scores& scores, int blo
     if (tile >= 0 && own * 64 < scores.seat.seqlen_k) tests = scores.template visit<T::kBlockM, 64>(tile, own);
   }
   uint32_t bits = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kKeyTestsAt + 4 * group);
-  bits |= __shfl_xor_sync(0xffffffffu, bits, 1);
+  bits |= __shfl_xor_sync(ptx::kFullWarp, bits, 1);
   return bits == kBothSkip ? 0 : bits | kVisitedStep;
 }
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ void schedule_bwd_items(const Args& a, Shared& shared
       }
       const Scores scores{plain.p.problem, a.m, item.seat, item.first_head + head};
       const uint32_t bits = judge_bwd_tile<T>(scores, item.w.block, block, lane);
-      const uint32_t visited = __ballot_sync(0xffffffffu, bits != 0) & 0x55555555u;
+      const uint32_t visited = __ballot_sync(ptx::kFullWarp, bits != 0) & 0x55555555u;
       if (visited == 0) continue;
       if (found) {
         publish_chunk(false);
@@ -223,7 +223,7 @@ class MarkMaker {
       to[0] = static_cast<uint16_t>(bits);
       to[64] = static_cast<uint16_t>(bits >> 16);
     };
-    if (__any_sync(0xffffffffu, step.has_tests())) {
+    if (__any_sync(ptx::kFullWarp, step.has_tests())) {
       uint32_t of_row[kParts];
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
@@ -236,11 +236,11 @@ class MarkMaker {
         if (part == end_part()) break;
         const uint32_t tests = tests_of(part);
         uint32_t visible = ~0u;
-        if (__any_sync(0xffffffffu, (tests & (kTestInterval | kTestRows)) != 0)) {
+        if (__any_sync(ptx::kFullWarp, (tests & (kTestInterval | kTestRows)) != 0)) {
           const int row = row_of(part) + ptx::fresh_lane();
           visible = MarkLayout<T::kByQueries>::of_rows(row_word(of_row[i], scores, row, col_of(part), tests_of(part)));
         }
-        if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
+        if (__any_sync(ptx::kFullWarp, (tests & kTestKeys) != 0)) {
           visible &= bits_by_keys<T::kByQueries>(scores, row_of(part), col_of(part));
         }
         wait_for_place();

@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& 
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, rows[i % 2]) + x.of_key[i / 2];
   }
-  if (!__any_sync(0xffffffffu, x.near != 0.f)) return;
+  if (!__any_sync(ptx::kFullWarp, x.near != 0.f)) return;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const float step = static_cast<float>(i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void take_tanh(float (&s)[kCount], const KeyCap& cap)
   for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
   const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
   // NaN and infinity are not small.
-  if (!__any_sync(0xffffffffu, !(largest <= cap.limit))) {
+  if (!__any_sync(ptx::kFullWarp, !(largest <= cap.limit))) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float u = s[i] * s[i];

@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm90 {
 
-inline constexpr uint32_t kFirst = 1u << 31, kWarp = 0xffffffff;
+inline constexpr uint32_t kFirst = 1u << 31;
 
 // What the pass before leaves for a tile of queries: the turn of the first block of keys that sees it, if one does.
 __device__ __forceinline__ bool begin_turns(uint32_t* words, const AttnMod& mod, int64_t index, int tile) {
@@ -30,13 +30,13 @@ __device__ __forceinline__ bool wait_for_turn(const uint32_t* word, uint32_t blo
 #if FLASH_EXT_DEBUG
   int tries = 0;
 #endif
-  while (__any_sync(kWarp, (seen & ~kFirst) != block)) {
+  while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {
     seen = ptx::load_acquire(word);
 #if FLASH_EXT_DEBUG
     if (++tries > 50'000'000) __trap();  // an error instead of a hang
 #endif
   }
-  return __any_sync(kWarp, (seen & kFirst) != 0);
+  return __any_sync(ptx::kFullWarp, (seen & kFirst) != 0);
 }
 
 // The same for the turns of up to `count` tiles downwards from a word: how many have come, at least one. Bit i of
@@ -51,12 +51,12 @@ __device__ __forceinline__ int wait_for_turns(const uint32_t* word, uint32_t blo
 #endif
   do {
     seen = lane < count ? ptx::load_acquire(word - lane) : ~0u;
-    come = __ballot_sync(kWarp, (seen & ~kFirst) == block);
+    come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block);
 #if FLASH_EXT_DEBUG
     if (++tries > 50'000'000) __trap();  // an error instead of a hang
 #endif
   } while ((come & 1) == 0);
-  *firsts = __ballot_sync(kWarp, (seen & kFirst) != 0);
+  *firsts = __ballot_sync(ptx::kFullWarp, (seen & kFirst) != 0);
   __syncwarp();
   return __ffs(~come) - 1;
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryT
       for (int c = 0; c < 8; ++c) sum = fmaf(o[c], d[c], sum);
     }
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
     if (chunk == 0) {
       const int64_t at = row_stat_offset(p.problem, tile.w, tile.w.h) + row;
       const float lse = inside ? p.lse[at] : -INFINITY;

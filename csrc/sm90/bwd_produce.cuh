@@ -52,7 +52,7 @@ __device__ __forceinline__ void schedule_items(const BwdArgs& a, const BwdMaps& 
   const auto draw = [&] {
     uint32_t next = 0;
     if (lane == 0) next = in_order ? draw_in_order(a.draw) : draw_item(a.draw);
-    return __shfl_sync(0xffffffffu, next, 0);
+    return __shfl_sync(ptx::kFullWarp, next, 0);
   };
   uint32_t index = blockIdx.x;
   if (in_order) index = draw();
@@ -169,7 +169,7 @@ __device__ __forceinline__ void pass_turns(const BwdArgs& a, uint32_t smem, cons
       };
 #pragma unroll 1
       for (int left = tiles.end - tiles.begin; left > 0; --left, --word) {
-        const bool here = __any_sync(kWarp, ptx::mbarrier_test_wait(bars.dq_full(group), parity));
+        const bool here = __any_sync(ptx::kFullWarp, ptx::mbarrier_test_wait(bars.dq_full(group), parity));
         if (held > 0 && (!here || (T::kStaged && come == 0))) pass_on();
         if constexpr (T::kStaged) {
           if (come == 0) come = wait_for_turns(word, turn, min(T::kTurnsAtOnce, left), &firsts);

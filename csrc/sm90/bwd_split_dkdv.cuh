@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume_dv(const typename T::Args& a, uint32_t s
                          2 * (me.lane() % 4);
     if constexpr (kPacksScores) {
       scores_to_weights(s, stats, a.unit);
-      if (T::kHides && __any_sync(0xffffffffu, visible != ~0u)) hide_weights(s, visible);
+      if (T::kHides && __any_sync(ptx::kFullWarp, visible != ~0u)) hide_weights(s, visible);
     } else {
       change_scores<E, T, true>(
           s, a, steps.scores(item_at), steps.block() * kM, col0(), visible, dropped, bias,

@@ -140,7 +140,7 @@ __device__ __forceinline__ void consume_dq(const typename T::Args& a, uint32_t s
         if (!whole) hide_keys(s, mod, row0() + me.lane() / 4, col0 + 2 * (me.lane() % 4));
       } else if constexpr (T::kHides) {
         scores_to_row_weights(s, stats, a.unit);
-        if (__any_sync(0xffffffffu, visible != ~0u)) hide_weights(s, visible);
+        if (__any_sync(ptx::kFullWarp, visible != ~0u)) hide_weights(s, visible);
       } else {
         change_scores<E, T, false>(
             s, a, steps.scores(item_at), row0(), col0, visible, dropped, bias,

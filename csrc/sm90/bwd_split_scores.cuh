@@ -75,7 +75,7 @@ class ReadBias {
   __device__ __forceinline__ static bool is_asked(const Scores& scores, const Part& x) {
     const BiasView& bias = scores.m.bias;
     const bool has_neighbours = bias.staged || (bias.is_float && bias.col_stride == 1);
-    return __all_sync(0xffffffffu, has_neighbours && x.left > 2 * (kCount - 4) + 1);
+    return __all_sync(ptx::kFullWarp, has_neighbours && x.left > 2 * (kCount - 4) + 1);
   }
 
   template <int half, typename Raw>

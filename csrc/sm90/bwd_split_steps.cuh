@@ -164,7 +164,7 @@ class ModSteps {
   __device__ __forceinline__ uint32_t visible(int group) {
     const uint32_t tests = now_.tests(group);
     uint32_t bits = ~0u;
-    if (__any_sync(0xffffffffu, now_.has_tests())) {
+    if (__any_sync(ptx::kFullWarp, now_.has_tests())) {
       const uint32_t mark = take_mark();
       bits = tests == 0 ? ~0u : mark;
     }

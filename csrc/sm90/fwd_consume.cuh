@@ -11,7 +11,7 @@
 namespace flash_ext::sm90 {
 
 // The same value, known to the compiler to be the same in all lanes.
-__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ptx::kFullWarp, x, 0); }
 
 template <int kCount>
 __device__ __forceinline__ void clear(float (&x)[kCount]) {
@@ -62,9 +62,9 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
   const auto take_turn = [&] {
     debug_delay();
-    ptx::bar_sync(1 + group, kTurnThreads);
+    ptx::bar_sync(ptx::kTurnBarrier + group, kTurnThreads);
   };
-  const auto pass_turn = [&] { ptx::bar_arrive_only(1 + (group + 1) % T::kConsumers, kTurnThreads); };
+  const auto pass_turn = [&] { ptx::bar_arrive_only(ptx::kTurnBarrier + (group + 1) % T::kConsumers, kTurnThreads); };
   const auto begin_item = [&]() -> bool {
     wait(bars.q_full(q_ring.slot), q_ring.parity);
     const Item& item = items[count % T::kItems];
@@ -195,7 +195,7 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
     prepare_weights();
   };
 
-  if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
+  if (group == T::kConsumers - 1) ptx::bar_arrive_only(ptx::kTurnBarrier, kTurnThreads);
   bool started = false;  // from the second step on a V comes with it
   bool has_step = next_step();
 #pragma unroll 1

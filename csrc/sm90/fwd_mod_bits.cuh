@@ -63,7 +63,7 @@ __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const Scores& scores, con
 template <int kKeys>
 __device__ __forceinline__ uint32_t row_word(const OwnWords<kKeys>& own, int half, int w, int lane) {
   constexpr int kCount = OwnWords<kKeys>::kCount;
-  return __shfl_sync(0xffffffffu, own.of[w % kCount], 2 * (lane / 4 + 8 * half) + w / kCount) >> (2 * (lane % 4));
+  return __shfl_sync(ptx::kFullWarp, own.of[w % kCount], 2 * (lane / 4 + 8 * half) + w / kCount) >> (2 * (lane % 4));
 }
 
 // Scores that no test known by rows hides: each row's half is made once and handed out.
@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_other_documents(uint32_t (&hidden)[2], int k
   const int lane = ptx::fresh_lane();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int id = __shfl_sync(0xffffffffu, key_id, own_key(i, lane));
+    const int id = __shfl_sync(ptx::kFullWarp, key_id, own_key(i, lane));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (id != row_ids[half]) hidden[half] |= 1u << bit_of(i);
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_hidden_rows(uint32_t (&hidden)[2], uint32_t 
   const int lane = ptx::fresh_lane();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint32_t of_key = __shfl_sync(0xffffffffu, word, own_key(i, lane)) >> (lane / 4);
+    const uint32_t of_key = __shfl_sync(ptx::kFullWarp, word, own_key(i, lane)) >> (lane / 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) hidden[half] |= (of_key >> 8 * half & 1) << bit_of(i);
   }
@@ -171,10 +171,10 @@ template <int kKeys>
 __device__ __forceinline__ ScoreBits<kKeys> visible_scores(const Scores& scores, const OwnWords<kKeys>& mask, int row0,
                                                     int col0, TileTests tests) {
   ScoreBits<kKeys> visible;
-  visible.hide = __any_sync(0xffffffffu, tests != 0);
+  visible.hide = __any_sync(ptx::kFullWarp, tests != 0);
   if (!visible.hide) return visible;
   visible_by_rows<kKeys>(visible, scores, mask, row0, col0, tests);
-  if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) hide_by_keys<kKeys>(visible, scores, row0, col0);
+  if (__any_sync(ptx::kFullWarp, (tests & kTestKeys) != 0)) hide_by_keys<kKeys>(visible, scores, row0, col0);
   return visible;
 }
 
@@ -202,7 +202,7 @@ __device__ __forceinline__ void hide_tile(float (&s)[kCount], const Scores& scor
     uint32_t seen[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) seen[half] = row_word(own, half, w, lane);
-    if (__any_sync(0xffffffffu, (tests & kTestKeys) != 0)) {
+    if (__any_sync(ptx::kFullWarp, (tests & kTestKeys) != 0)) {
       uint32_t hidden[2] = {};
       const int col = col0 + 32 * w + ptx::fresh_lane();
       if (has_documents(scores.m)) {

@@ -95,10 +95,10 @@ struct MaskedConsumer {
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
   __device__ __forceinline__ void take_turn() const {
     debug_delay();
-    ptx::bar_sync(1 + group, kTurnThreads);
+    ptx::bar_sync(ptx::kTurnBarrier + group, kTurnThreads);
   }
   __device__ __forceinline__ void pass_turn() const {
-    ptx::bar_arrive_only(1 + (group + 1) % T::kConsumers, kTurnThreads);
+    ptx::bar_arrive_only(ptx::kTurnBarrier + (group + 1) % T::kConsumers, kTurnThreads);
   }
   __device__ __forceinline__ void wait_for_slot() const { wait(bars.kv_full(kv.slot()), kv.parity()); }
   __device__ __forceinline__ uint32_t slot_address() const { return smem + kv.slot() * T::kSlotBytes; }
@@ -263,7 +263,7 @@ struct MaskedConsumer {
   __device__ __forceinline__ void hide(const Beside& beside) {
     if constexpr (T::kM192) {
       // The vote makes the branch warp-uniform; otherwise ptxas clones what follows.
-      if (!__any_sync(0xffffffffu, now.tests() != 0)) return;
+      if (!__any_sync(ptx::kFullWarp, now.tests() != 0)) return;
       hide_tile(s, scores(), item_at(items), first_row(), first_col(), now.tests());
     } else if constexpr (T::kLateBits) {
       hide_scores(s, find_visible(beside));
@@ -364,7 +364,7 @@ struct MaskedConsumer {
       own_row = warp_row();
       asm volatile("" : "+r"(own_row));
     }
-    if (group == T::kConsumers - 1) ptx::bar_arrive_only(1, kTurnThreads);
+    if (group == T::kConsumers - 1) ptx::bar_arrive_only(ptx::kTurnBarrier, kTurnThreads);
     bool started = false;    // from the second step on a V comes with it
     bool is_passed = false;  // the step's turn has been taken already, by the last product before it
     bool has_step = next_step();

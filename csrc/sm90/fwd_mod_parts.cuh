@@ -135,10 +135,8 @@ struct FwdModTraits {
   static constexpr int kBiasSlots = kModTile.bias_slots;
   static constexpr bool kStaged = kModTile.staged;
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
-  // A thread; 504 for the warpgroups together, which is what a launch of three gets, 512 for four. The scheduler, which
-  // judges tiles, does not fit 40.
+  // The scheduler, which judges tiles, does not fit 40.
   static constexpr int kConsumerRegs = kM192 ? 152 : 224, kProducerRegs = 56;
-  static_assert(kConsumers * kConsumerRegs + kProducerRegs <= (kConsumers == 2 ? 504 : 512));
   static constexpr int kJudges = kConsumers == 2 ? 2 : 4;  // lanes a tile, one for each warpgroup's rows
   static constexpr int kTilesAtOnce = 32 / kJudges;
   static_assert(kTilesAtOnce <= Chunk::kCapacity);

@@ -7,6 +7,43 @@
 
 namespace flash_ext::sm90 {
 
+// The ring of K and V as the warp sees it that fills it, in the order of use: K0, K1, V0, K2, V1, ... without a seam
+// between items.
+template <typename T, typename Barriers>
+struct KvLoader {
+  const FwdArgs& a;
+  const FwdMaps& maps;
+  uint32_t smem;
+  Barriers bars;
+  int lane;
+  RingPosition<T::kKvSlots> ring{0, 1};
+  RowCoordinates v_at{};
+  int v_h = -1;  // head of the V tile that is still to load
+
+  // `beside(slot)` is called by the lane that copies.
+  template <int kChunks, typename Beside>
+  __device__ __forceinline__ void load(const CUtensorMap& map, const Steps& steps, RowCoordinates at, int h,
+                                       const Beside& beside) {
+    wait(bars.kv_empty(ring.slot), ring.parity);
+    if (lane == 0) {
+      beside(ring.slot);
+      copy_tile<kChunks, T::kBlockN>(map, steps, smem + ring.slot * T::kSlotBytes, bars.kv_full(ring.slot), at, h);
+    }
+    ring.advance();
+  }
+  // K of a step, then V of the one before.
+  template <typename Beside>
+  __device__ __forceinline__ void load_step(RowCoordinates at, int h, const Beside& beside) {
+    load<T::kChunks>(maps.k, a.k_steps, at, h, beside);
+    load_v();
+    v_at = at;
+    v_h = h;
+  }
+  __device__ __forceinline__ void load_v() {
+    if (v_h >= 0) load<T::kChunksV>(maps.v, a.v_steps, v_at, v_h, [](int) {});
+  }
+};
+
 inline constexpr int kModDrawAhead = 6;  // tiles of an item still to load; the next one's are to be judged as well
 
 // T::kJudges lanes judge a tile of keys, one for each warpgroup's 64 rows: all get the tests of all, or 0 where all
@@ -24,7 +61,7 @@ __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block
   uint32_t flags = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kTestsAt + 4 * group);
   if (!judges) flags = 0;
 #pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) flags |= __shfl_xor_sync(0xffffffffu, flags, step);
+  for (int step = 1; step < kLanes; step *= 2) flags |= __shfl_xor_sync(ptx::kFullWarp, flags, step);
   return flags == kAllSkip ? 0 : flags | kVisited;
 }
 
@@ -118,7 +155,7 @@ __device__ __forceinline__ void schedule_mod_items(const FwdModArgs& a, const Fw
         tile = outside ? -1 : turned < range.begin ? turned + (range.end - range.begin) : turned;
       }
       const uint32_t flags = judge_tile<T>(scores, item.w.block, tile, lane);
-      const uint32_t visited = __ballot_sync(0xffffffffu, flags != 0) & (kLanes == 2 ? 0x55555555u : 0x11111111u);
+      const uint32_t visited = __ballot_sync(ptx::kFullWarp, flags != 0) & (kLanes == 2 ? 0x55555555u : 0x11111111u);
       if (visited == 0) continue;
       if (state != kNothing) publish(false);
       if (state == kWaiting) load_q(item.w);

@@ -38,7 +38,7 @@ __device__ __forceinline__ void slope_scores(ScorePart& s, float unit, float slo
   const bool before = col0 + kPartKeys - 1 <= centre0, after = centre0 + 15 <= col0;
   const float first = static_cast<float>(centre0 - col0 + lane / 4 - 2 * (lane % 4));
   const auto step_of = [](int i) { return static_cast<float>(i / 4 * 8 + i % 2); };
-  if (__any_sync(0xffffffffu, before || after)) {
+  if (__any_sync(ptx::kFullWarp, before || after)) {
     const float sloped = before ? slope : -slope;
     const float base[2] = {fmaf(-sloped, first, -shift[0]), fmaf(-sloped, first + 8.f, -shift[1])};
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ float largest_magnitude(const ScorePart& s) {
 __device__ __forceinline__ void cap_to_exponents(ScorePart& s, const FwdModArgs& a, const float (&shift)[2]) {
   constexpr int kCount = kPartKeys / 2;
   const float largest = largest_magnitude(s);
-  const auto exceeds = [&](const auto& series) { return __any_sync(0xffffffffu, !(largest <= series.limit)); };
+  const auto exceeds = [&](const auto& series) { return __any_sync(ptx::kFullWarp, !(largest <= series.limit)); };
   const auto sum_all = [&](const auto& series) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] = fmaf(s[i], sum_series(series, s[i] * s[i]), -shift[i / 2 % 2]);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
   const float largest = largest_magnitude(s);
   const CapSeries& series = a.cap;
   // NaN and infinity do not get here.
-  if (!__any_sync(0xffffffffu, !(largest <= series.limit))) {
+  if (!__any_sync(ptx::kFullWarp, !(largest <= series.limit))) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] *= sum_series(series, s[i] * s[i]);
     return;

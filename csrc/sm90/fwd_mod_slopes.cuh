@@ -53,7 +53,7 @@ __device__ __forceinline__ RowBias bias_of_rows(const SlopeItem& item, int ahead
   const bool behind = is_behind<kKeys>(ahead);
   const float slope = behind ? -item.slope : item.slope;
   const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kMiddleKey);
-  RowBias bias{{slope * first, slope * (first + 8.f)}, __any_sync(0xffffffffu, !behind && !is_before(ahead)) != 0};
+  RowBias bias{{slope * first, slope * (first + 8.f)}, __any_sync(ptx::kFullWarp, !behind && !is_before(ahead)) != 0};
   ptx::pin(bias.of);
   return bias;
 }

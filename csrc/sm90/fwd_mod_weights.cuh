@@ -53,7 +53,7 @@ __device__ __forceinline__ bool try_exponents(const float (&s)[kCount], uint32_t
   // NaN compares false. Rows that have seen nothing are less no maximum: theirs must be found.
   const bool seen = fminf(state.max[0], state.max[1]) > -INFINITY;
   const bool fine = seen && sum0 <= kSumLimit && sum1 <= kSumLimit;
-  if (__any_sync(0xffffffffu, !fine)) return false;
+  if (__any_sync(ptx::kFullWarp, !fine)) return false;
   state.sum[0] += sum0;
   state.sum[1] += sum1;
   return true;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void mod_weights_by_maximum(float (&s)[kCount], uint3
     state.max[r] = higher;
     state.sum[r] *= factor[r];
   }
-  if (__any_sync(0xffffffffu, is_far(shift[0] * unit, shift[1] * unit))) {
+  if (__any_sync(ptx::kFullWarp, is_far(shift[0] * unit, shift[1] * unit))) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] -= shift[i / 2 % 2];
     shift[0] = shift[1] = 0.f;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void finish_mod_rows(const FwdModArgs& a, const ModIt
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = state.sum[half];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
     const float largest = state.max[half];
     const bool unseen = largest == -INFINITY, empty = unseen && sum == 0.f;
     float lse = empty ? -INFINITY : (unseen ? 0.f : largest) * (m.unit_log2 * kLn2) + logf(sum);

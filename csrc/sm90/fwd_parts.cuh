@@ -41,9 +41,9 @@ struct FwdTraits {
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);
-  // A thread; 512 for the warpgroups together. The producers want 40 for packed sequences, where consumers leave it.
+  // The producers want 40 for packed sequences, where consumers leave it.
   static constexpr int kConsumerRegs = kConsumers == 2 ? 232 : D == 96 ? 152 : 160;
-  static constexpr int kProducerRegs = 512 - kConsumers * kConsumerRegs - (kConsumers == 2 ? 8 : 0);
+  static constexpr int kProducerRegs = ptx::kRegisterBudget<kConsumers + 1> - kConsumers * kConsumerRegs;
   static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
   static constexpr int kSlotBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
   static constexpr int kQAt = kKvSlots * kSlotBytes, kStageAt = kQAt + kQSlots * kQBytes;

@@ -41,43 +41,6 @@ __device__ __forceinline__ void copy_q(const FwdArgs& a, const FwdMaps& maps, ui
                                     row_coordinates(a.p.problem, w.q, w.b, w.block * T::kBlockM), w.h);
 }
 
-// The ring of K and V as the warp sees it that fills it, in the order of use: K0, K1, V0, K2, V1, ... without a seam
-// between items.
-template <typename T, typename Barriers>
-struct KvLoader {
-  const FwdArgs& a;
-  const FwdMaps& maps;
-  uint32_t smem;
-  Barriers bars;
-  int lane;
-  RingPosition<T::kKvSlots> ring{0, 1};
-  RowCoordinates v_at{};
-  int v_h = -1;  // head of the V tile that is still to load
-
-  // `beside(slot)` is called by the lane that copies.
-  template <int kChunks, typename Beside>
-  __device__ __forceinline__ void load(const CUtensorMap& map, const Steps& steps, RowCoordinates at, int h,
-                                       const Beside& beside) {
-    wait(bars.kv_empty(ring.slot), ring.parity);
-    if (lane == 0) {
-      beside(ring.slot);
-      copy_tile<kChunks, T::kBlockN>(map, steps, smem + ring.slot * T::kSlotBytes, bars.kv_full(ring.slot), at, h);
-    }
-    ring.advance();
-  }
-  // K of a step, then V of the one before.
-  template <typename Beside>
-  __device__ __forceinline__ void load_step(RowCoordinates at, int h, const Beside& beside) {
-    load<T::kChunks>(maps.k, a.k_steps, at, h, beside);
-    load_v();
-    v_at = at;
-    v_h = h;
-  }
-  __device__ __forceinline__ void load_v() {
-    if (v_h >= 0) load<T::kChunksV>(maps.v, a.v_steps, v_at, v_h, [](int) {});
-  }
-};
-
 inline constexpr int kDrawAhead = 3;  // tiles of an item still to load when the next one is drawn
 
 // First warp: decides what is next, loads its Q.
@@ -124,7 +87,7 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
     }
     uint32_t next = index + gridDim.x;
     if (draws && lane == 0) next = draw_item(a.draw);
-    index = draws ? __shfl_sync(0xffffffffu, next, 0) : next;
+    index = draws ? __shfl_sync(ptx::kFullWarp, next, 0) : next;
   }
   wait(bars.q_empty(q_ring.slot), q_ring.parity);
   if (lane == 0) {
@@ -134,14 +97,31 @@ __device__ __forceinline__ void schedule_items(const FwdArgs& a, const FwdMaps& 
   }
 }
 
-// Second warp: loads K and V.
+// Second warp: streams K and V through the ring in the order of use, K0, K1, V0, K2, V1, ... without a seam between
+// items. As fwd_mod_produce.cuh has it, in a struct, it makes ptxas order the code of the consumers otherwise: 0.98 of the
+// speed at head sizes (192, 128).
 template <typename T>
 __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, const Item* items,
                                            Barriers<T> bars) {
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
-  KvLoader<T, Barriers<T>> kv{a, maps, smem, bars, lane};
+  RingPosition<T::kKvSlots> ring;
   RingPosition<T::kItems> place;
+  ring.parity = 1;
+  const auto load_k = [&](RowCoordinates at, int h) {
+    wait(bars.kv_empty(ring.slot), ring.parity);
+    const uint32_t to = smem + ring.slot * T::kSlotBytes;
+    if (lane == 0) copy_tile<T::kChunks, T::kBlockN>(maps.k, a.k_steps, to, bars.kv_full(ring.slot), at, h);
+    ring.advance();
+  };
+  const auto load_v = [&](RowCoordinates at, int h) {
+    wait(bars.kv_empty(ring.slot), ring.parity);
+    const uint32_t to = smem + ring.slot * T::kSlotBytes;
+    if (lane == 0) copy_tile<T::kChunksV, T::kBlockN>(maps.v, a.v_steps, to, bars.kv_full(ring.slot), at, h);
+    ring.advance();
+  };
+  int v_h = -1;  // head of the V tile that is still to load
+  RowCoordinates v_at{};
 #pragma unroll 1
   while (true) {
     wait(bars.item_full(place.slot), place.parity);
@@ -157,10 +137,13 @@ __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps
       const bool draws = a.draw.counter != nullptr;  // else nobody waits for that
       if (draws && left == min(kDrawAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.item_ending());
       at.row -= T::kBlockN;
-      kv.load_step(at, h, [](int) {});
+      load_k(at, h);
+      if (v_h >= 0) load_v(v_at, v_h);
+      v_at = at;
+      v_h = h;
     }
   }
-  kv.load_v();
+  if (v_h >= 0) load_v(v_at, v_h);
 }
 
 }  // namespace flash_ext::sm90

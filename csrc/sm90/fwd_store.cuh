@@ -16,7 +16,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
       const uint32_t away = upper ? w[i] : w[i | step];
-      const uint32_t back = __shfl_xor_sync(0xffffffffu, away, step);
+      const uint32_t back = __shfl_xor_sync(ptx::kFullWarp, away, step);
       if (upper) {
         w[i] = back;
       } else {
@@ -33,8 +33,8 @@ __device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, con
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = state.sum[half];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
     const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
     inverse[half] = empty ? 0.f : 1.f / sum;
     if (lane % 4 == 0 && row + 8 * half < w.q.length) {

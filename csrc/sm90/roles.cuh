@@ -9,12 +9,14 @@ namespace flash_ext::sm90 {
 // numbers begin with 1. Registers move from the first to the others.
 template <typename T, typename Barriers, typename Produce, typename Consume>
 __device__ __forceinline__ void play_roles(const Barriers& bars, const Produce& produce, const Consume& consume) {
+  constexpr int kGroups = T::kThreads / 128;
+  static_assert(T::kProducerRegs + (kGroups - 1) * T::kConsumerRegs <= ptx::kRegisterBudget<kGroups>);
   if (threadIdx.x == 0) bars.init();
   __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int group = __shfl_sync(ptx::kFullWarp, threadIdx.x / 128, 0);
   if (group == 0) {
     ptx::setmaxnreg_dec<T::kProducerRegs>();
-    produce(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0));
+    produce(__shfl_sync(ptx::kFullWarp, static_cast<int>(threadIdx.x / 32), 0));
   } else {
     ptx::setmaxnreg_inc<T::kConsumerRegs>();
     consume(group);

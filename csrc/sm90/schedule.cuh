@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t draw_item(const Draw& d) {
 __device__ __forceinline__ uint32_t next_item(const Draw& d, uint32_t present) {
   uint32_t next = 0;
   if (ptx::fresh_lane() == 0) next = d.counter != nullptr ? draw_item(d) : present + gridDim.x;
-  return __shfl_sync(0xffffffffu, next, 0);
+  return __shfl_sync(ptx::kFullWarp, next, 0);
 }
 
 }  // namespace flash_ext::sm90

@@ -48,7 +48,7 @@ __device__ __forceinline__ bool try_weights(const float (&s)[kCount], uint32_t (
   const float sum0 = sum[0][0] + sum[0][1], sum1 = sum[1][0] + sum[1][1];
   // NaN compares false.
   const bool fine = sum0 <= state.limit && sum1 <= state.limit;
-  if (__any_sync(0xffffffffu, !fine)) return false;
+  if (__any_sync(ptx::kFullWarp, !fine)) return false;
   state.sum[0] += sum0;
   state.sum[1] += sum1;
   return true;
@@ -62,8 +62,8 @@ __device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&la
     largest[r] = -INFINITY;
 #pragma unroll
     for (int i = r; i < kCount / 2 / kParts; i += 2) largest[r] = fmaxf(largest[r], fmaxf(s[2 * i], s[2 * i + 1]));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(ptx::kFullWarp, largest[r], 1));
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(ptx::kFullWarp, largest[r], 2));
   }
 }
 
@@ -74,12 +74,12 @@ __device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&la
 template <int kCount>
 __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState& state, float scale) {
   constexpr int kLast = 4 * (kCount / 16 - 1) + 1;  // of the quarter, in the first row
-  if (__any_sync(0xffffffffu, s[kLast] == -INFINITY || s[kLast + 2] == -INFINITY)) state.limit = 32.f * kSumLimit;
+  if (__any_sync(ptx::kFullWarp, s[kLast] == -INFINITY || s[kLast + 2] == -INFINITY)) state.limit = 32.f * kSumLimit;
   float largest[2];
   quad_maxima<4>(s, largest);
 #pragma unroll
   for (int r = 0; r < 2; ++r) state.minus_max[r] = -largest[r] * scale;
-  if (__any_sync(0xffffffffu, is_far(state.minus_max[0], state.minus_max[1]))) state.limit = -1.f;
+  if (__any_sync(ptx::kFullWarp, is_far(state.minus_max[0], state.minus_max[1]))) state.limit = -1.f;
 }
 
 // p = weights of s by the larger of the maxima there are and the tile's; factor is what the output so far is worth.
@@ -100,7 +100,7 @@ __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uin
     far[r] = is_far(lower, lower);
     unit[r] = far[r] ? 1.f : scale;
   }
-  state.limit = __any_sync(0xffffffffu, far[0] || far[1]) ? -1.f : kSumLimit;
+  state.limit = __any_sync(ptx::kFullWarp, far[0] || far[1]) ? -1.f : kSumLimit;
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
     const int r = i % 2;

@@ -312,15 +312,27 @@ def test_tile_tables_are_those_of_the_headers() -> None:
     assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
 
 
+def tile_rows(kernel: str) -> list[list[str]]:
+    (table,) = re.findall(rf"<!-- {kernel}: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
+    return rows(table)
+
+
 @pytest.mark.parametrize("kernel", ["fwd", "bwd", "fwd_mod", "bwd_mod"])
 def test_tile_tables_are_those_of_the_plans(pretend, kernel: str) -> None:
     """What the loaded module would launch, on a GPU of each shared-memory class."""
-    (table,) = re.findall(rf"<!-- {kernel}: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    listed = rows(table)
-    assert len(listed) == 10
     direction, _, modified = kernel.partition("_")
+    # A table of each direction: columns of both, those of plain kernels, those of modified ones.
+    listed = []
+    for row in tile_rows(direction):
+        head_dim, smem_class, *both = row
+        if direction == "fwd":
+            (block_m, warps, *_), (block_n, stages, *_, smem) = both, row[9:] if modified else row[6:9]
+        else:
+            (block_n, stages, *_), (block_m, warps, *_, smem) = both, row[11:] if modified else row[5:11]
+        listed.append((head_dim, smem_class, block_m, block_n, stages, warps, smem))
+    assert len(listed) == 10
     modifiers = ["softcap", "dropout"] if modified else []  # which together take the kernels for everything
-    for head_dim, smem_class, block_m, block_n, stages, warps, *_, smem in listed:
+    for head_dim, smem_class, block_m, block_n, stages, warps, smem in listed:
         pretend(90 if smem_class == "227 KB" else 86)
         chosen = plan(direction, int(head_dim), path="sm80", modifiers=modifiers)
         assert chosen["kernel"] == f"{kernel}_sm80_hd{head_dim}"
@@ -346,8 +358,7 @@ def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
 
 
 def test_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
-    (table,) = re.findall(r"<!-- bwd_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    listed = rows(table)
+    listed = [row[1:] for row in tile_rows("bwd_fused") if row[0] == "plain"]
     assert len(listed) == 3
     pretend(90)
     for d, block_m, block_n, _, slots, _, _, smem in listed:
@@ -360,8 +371,7 @@ def test_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
 
 
 def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
-    (table,) = re.findall(r"<!-- bwd_sm90_wide: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    listed = rows(table)
+    listed = [row[1:] for row in tile_rows("bwd_split") if row[0] == "plain"]
     assert len(listed) == 3
     pretend(90)
     for d, dv, block_m, block_n, slots, _, smem, *_ in listed:
@@ -395,11 +405,10 @@ def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
 
 
 def test_hopper_backward_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
-    (table,) = re.findall(r"<!-- bwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    listed = rows(table)
+    listed = [row[1:] for row in tile_rows("bwd_fused") if row[0] == "modified"]
     assert len(listed) == 2
     pretend(90)
-    for d, block_m, block_n, slots, _, smem in listed:
+    for d, block_m, block_n, _, slots, _, _, smem in listed:
         chosen = plan("bwd", int(d), modifiers=["softcap"])
         assert (chosen["path"], chosen["kernel"]) == ("sm90", f"bwd_mod_sm90_hd{d}")
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
@@ -408,11 +417,10 @@ def test_hopper_backward_tiles_with_modifiers_are_those_of_the_launches(pretend)
 
 def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launches(pretend) -> None:
     """Of which the launch names that of dK and dV. Up to head_dim 128 they are for the deterministic mode."""
-    (table,) = re.findall(r"<!-- bwd_wide_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    listed = rows(table)
+    listed = [row[1:] for row in tile_rows("bwd_split") if row[0] == "modified"]
     assert [int(row[0]) for row in listed] == [64, 128, 192, 256]
     pretend(90)
-    for d, block_m, block_n, slots, _, smem, *_ in listed:
+    for d, _, block_m, block_n, slots, _, smem, *_ in listed:
         for deterministic in (True,) if int(d) <= 128 else (False, True):
             chosen = plan("bwd", int(d), deterministic, modifiers=["softcap"])
             wanted = f"bwd_mod_sm90_hd{d}" + ("_det" if int(d) <= 128 else "")
@@ -427,7 +435,7 @@ def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> Non
     block = re.search(r"kBlock = (\d+),", tile)
     registers = re.search(r"kConsumerRegs = (\d+), kProducerRegs = (\d+);", source)
     assert pairs and block and registers
-    text, rows_of_block = section(KERNELS, "Gradient of a bias for Hopper"), int(block.group(1))
+    text, rows_of_block = section(KERNELS, "Hopper gradient of a bias"), int(block.group(1))
     assert f"consumers {registers.group(1)}, producers {registers.group(2)}" in text
     wanted = []
     small, own, large = map(int, pairs.groups())
@@ -442,13 +450,12 @@ def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> Non
 def test_every_hopper_kernel_has_its_map_barriers_and_registers() -> None:
     """One section for each kernel of csrc/sm90, with what a newcomer needs to change it."""
     kernels = {
-        "Forward for Hopper": "fwd.cuh",
-        "Forward with modifiers for Hopper": "fwd_mod.cuh",
-        "Backward for Hopper": "bwd.cuh",
-        "Backward with modifiers for Hopper": "bwd_mod.cuh",
-        "Gradient of a bias for Hopper": "bwd_bias.cuh",
-        "Backward for Hopper, head_dim above 128": "bwd_split.cuh",
-        "Backward with modifiers for Hopper, in two kernels": "bwd_split.cuh",
+        "Hopper forward": "fwd.cuh",
+        "Hopper forward with modifiers": "fwd_mod.cuh",
+        "Hopper fused backward": "bwd.cuh",
+        "Hopper fused backward with modifiers": "bwd_mod.cuh",
+        "Hopper gradient of a bias": "bwd_bias.cuh",
+        "Hopper split backward": "bwd_split.cuh",
     }
     passes = {"bwd_passes.cuh", "run_bwd_split.cuh"}  # memory-bound, without shared memory
     found = {p.name for p in (ROOT / "csrc/sm90").glob("*.cuh") if re.search(r"__global__ void", text_of(p))}

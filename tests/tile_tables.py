@@ -25,38 +25,42 @@ TILE_PROGRAM = r"""
 #include <cstdio>
 #include <utility>
 using namespace flash_ext;
-void put_bwd(const char* kind, int d, const char* name, const BwdTile& b) {
-  const int part = b.part_m < b.block_m ? b.part_m : b.block_m;
-  std::printf("%s|%d|%s|%d|%d|%d|%d|%s|%d|%d|%d|", kind, d, name, b.block_m, b.block_n(), b.stages, b.warps(),
-              b.paired ? "pairs" : "single", 16 * b.key_blocks, part, b.ctas_per_sm);
+int part_of(const BwdTile& b) { return b.part_m < b.block_m ? b.part_m : b.block_m; }
+void put_fused(const char* scores, int d, int block_n, const sm90::BwdTile& t, int ds_slots, int bytes) {
+  std::printf("bwd_fused|%s|%d|%d|%d|%s|%d|%d|%s|%d\n", scores, d, t.kBlockM, block_n,
+              t.apart ? "independent" : "cooperative", t.slots, ds_slots, t.staged ? "yes" : "no", bytes);
 }
-void put_bwd_q_mod(const char* kind, int d, const BwdQTile& q) {
-  const int bias = bias_stage_bytes(q.warps, 16, q.block_n, q.smem_bytes(d), kSmemLimitSmall);
-  std::printf("%s|%d|%d|%d|%d|%d|%d|%d\n", kind, d, q.block_m(), q.block_n, q.stages, q.warps, bias,
-              q.smem_bytes(d) + bias);
+void put_split(const char* scores, int d, int dv, const sm90::WideBwdTile& t, int dkdv_bytes, int dq_bytes) {
+  std::printf("bwd_split|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", scores, d, dv, t.block_m, t.kKeys,
+              t.slots, t.held, dkdv_bytes, t.kQueries, t.block_n, t.k_slots, t.v_slots, dq_bytes);
 }
 int main() {
   for (int d : kHeadDims) {
     for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
       const char* name = c == SmemClass::kLarge ? "227 KB" : "99 KB";
       const FwdTile f = fwd_tile_sm80(d, c);
-      std::printf("fwd|%d|%s|%d|%d|%d|%d|%d|%d|%d\n", d, name, f.block_m, f.block_n, f.stages, f.warps,
-                  16 * f.m_blocks(), f.ctas_per_sm, f.smem_bytes(d));
       const FwdTile m = fwd_mod_tile_sm80(d, c);
+      // What has one column for both.
+      if (m.block_m != f.block_m || m.warps != f.warps || m.ctas_per_sm != f.ctas_per_sm) return 1;
       const int fwd_bias =
           bias_stage_bytes(m.warps, 16 * m.m_blocks(), m.part_n(), m.smem_bytes(d), smem_limit(c));
-      std::printf("fwd_mod|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, m.block_m, m.block_n, m.stages, m.warps,
-                  16 * m.m_blocks(), m.ctas_per_sm, fwd_bias, m.smem_bytes(d) + fwd_bias);
-      put_bwd("bwd", d, name, bwd_tile_sm80(d, c));
-      std::printf("%d\n", bwd_tile_sm80(d, c).smem_bytes(d));
-      const BwdTile b = bwd_mod_tile_sm80(d, c);
-      const int bwd_bias = bwd_mod_extra_sm80(d, c, true) - b.mask_bytes();
-      put_bwd("bwd_mod", d, name, b);
-      std::printf("%d|%d|%d\n", b.mask_bytes(), bwd_bias, b.smem_bytes(d) + b.mask_bytes() + bwd_bias);
+      std::printf("fwd|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, f.block_m, f.warps,
+                  16 * f.m_blocks(), f.ctas_per_sm, f.block_n, f.stages, f.smem_bytes(d), m.block_n, m.stages,
+                  fwd_bias, m.smem_bytes(d) + fwd_bias);
+      const BwdTile b = bwd_tile_sm80(d, c), x = bwd_mod_tile_sm80(d, c);
+      if (x.block_n() != b.block_n() || x.stages != b.stages || x.key_blocks != b.key_blocks) return 1;
+      if (!x.paired || x.ctas_per_sm != 1) return 1;  // as the text says
+      const int extra = bwd_mod_extra_sm80(d, c, true);
+      std::printf("bwd|%d|%s|%d|%d|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, b.block_n(), b.stages,
+                  16 * b.key_blocks, b.block_m, b.warps(), b.paired ? "pairs" : "single", part_of(b),
+                  b.ctas_per_sm, b.smem_bytes(d), x.block_m, x.warps(), part_of(x), x.mask_bytes(),
+                  extra - x.mask_bytes(), x.smem_bytes(d) + extra);
     }
-    const BwdQTile q = bwd_q_tile_sm80(d);
-    std::printf("bwd_q|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.stages, q.warps, q.smem_bytes(d));
-    put_bwd_q_mod("bwd_q_mod", d, bwd_q_mod_tile_sm80(d));
+    const BwdQTile q = bwd_q_tile_sm80(d), m = bwd_q_mod_tile_sm80(d);
+    if (m.block_n != q.block_n || m.warps != q.warps) return 1;
+    const int bias = bias_stage_bytes(m.warps, 16, m.block_n, m.smem_bytes(d), kSmemLimitSmall);
+    std::printf("bwd_q|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, q.block_m(), q.block_n, q.warps, q.stages,
+                q.smem_bytes(d), m.stages, bias, m.smem_bytes(d) + bias);
   }
   for (SmemClass c : {SmemClass::kLarge, SmemClass::kSmall}) {
     const BwdBiasTile t = bwd_bias_tile_sm80(c);
@@ -81,56 +85,45 @@ int main() {
   }
   for (int d : {64, 128, 192, 256, -64, -128}) {
     const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::tall_mod_tile(-d);
-    const char* bias = t.bias_slots == 0 ? "none" : t.bias_apart ? "apart" : "over Q and stage";
+    const char* bias = t.bias_slots == 0 ? "none" : t.bias_apart ? "own place" : "over Q and output";
     std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
                 t.kv_slots, t.q_slots, t.staged ? "yes" : "no", bias, t.smem_bytes(std::abs(d), std::abs(d)));
   }
   for (int d : {64, 96, 128}) {
     const sm90::BwdTile t = sm90::bwd_tile(d);
-    std::printf("bwd_sm90|%d|%d|%d|%s|%d|%d|%s|%d\n", d, t.kBlockM, t.block_n(),
-                t.apart ? "apart" : "together",
-                t.slots, t.ds_slots(), t.staged ? "yes" : "no", t.smem_bytes(d));
+    put_fused("plain", d, t.block_n(), t, t.ds_slots(), t.smem_bytes(d));
   }
   for (int d : {64, 128}) {
     const sm90::BwdModTile t = sm90::bwd_mod_tile(d);
-    std::printf("bwd_mod_sm90|%d|%d|%d|%d|%d|%d\n", d, t.kBlockM, t.kBlockN, t.slots, t.kDsSlots,
-                t.smem_bytes(d));
+    put_fused("modified", d, t.kBlockN, t.plain(), t.kDsSlots, t.smem_bytes(d));
   }
   for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
     const sm90::WideBwdTile t = sm90::wide_bwd_tile(d, dv);
-    std::printf("bwd_sm90_wide|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m, t.kKeys, t.slots,
-                t.held, t.dkv_smem_bytes(d, dv), t.kQueries, t.block_n, t.k_slots, t.v_slots,
-                t.dq_smem_bytes(d, dv));
+    put_split("plain", d, dv, t, t.dkv_smem_bytes(d, dv), t.dq_smem_bytes(d, dv));
   }
   for (int d : {64, 128, 192, 256}) {
-    const sm90::WideBwdTile t = sm90::wide_mod_tile(d);
-    std::printf("bwd_wide_mod_sm90|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, t.block_m, t.kKeys, t.slots,
-                t.held, sm90::wide_mod_keys_bytes(d), t.kQueries, t.block_n, t.k_slots, t.v_slots,
-                sm90::wide_mod_queries_bytes(d));
+    put_split("modified", d, d, sm90::wide_mod_tile(d), sm90::wide_mod_keys_bytes(d),
+              sm90::wide_mod_queries_bytes(d));
   }
 }
 """
 TILE_HEADERS = {
-    "fwd": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|shared memory, bytes",
-    "bwd": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|CTAs an SM|"
+    "fwd": "head_dim|class|kBlockM|warps|rows a warp|CTAs an SM|plain: kBlockN|stages|shared memory, bytes|"
+    "modified: kBlockN|stages|bias, bytes|shared memory, bytes",
+    "fwd_split": "head_dim|rows|keys at a time|rings|keys a tile|stages of a ring|shared memory, bytes",
+    "bwd": "head_dim|class|kBlockN|stages|keys a group|plain: kBlockM|warps|key groups|queries a part|"
+    "CTAs an SM|shared memory, bytes|modified: kBlockM|warps|queries a part|mask, bytes|bias, bytes|"
     "shared memory, bytes",
-    "bwd_q": "head_dim|kBlockM|kBlockN|stages|warps|shared memory, bytes",
-    "fwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|rows a warp|CTAs an SM|bias, bytes|"
+    "bwd_q": "head_dim|kBlockM|kBlockN|warps|plain: stages|shared memory, bytes|modified: stages|bias, bytes|"
     "shared memory, bytes",
-    "bwd_mod": "head_dim|class|kBlockM|kBlockN|stages|warps|key groups|keys a group|queries a part|"
-    "CTAs an SM|mask, bytes|bias, bytes|shared memory, bytes",
-    "fwd_split": "head_dim|rows|keys at a time|rings|keys a tile|tiles a ring|shared memory, bytes",
-    "bwd_q_mod": "head_dim|kBlockM|kBlockN|stages|warps|bias, bytes|shared memory, bytes",
     "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
-    "bwd_sm90_wide": "head_dim|head_dim_v|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
-    "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
-    "bwd_sm90": "head_dim|kBlockM|kBlockN|warpgroups|Q and dO slots|dS slots|stage|shared memory, bytes",
-    "bwd_mod_sm90": "head_dim|kBlockM|kBlockN|Q and dO slots|dS slots|shared memory, bytes",
-    "bwd_wide_mod_sm90": "head_dim|kBlockM|kBlockN|Q and dO slots|columns held|shared memory, bytes|"
-    "kBlockM of dQ|kBlockN of dQ|K slots|V slots|shared memory of dQ, bytes",
-    "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|ring slots|Q slots|stage|bias|shared memory, bytes",
-    "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|ring slots|Q slots|"
+    "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|K/V stages|Q stages|"
     "shared memory, bytes",
+    "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|K/V stages|Q stages|output staged|bias|shared memory, bytes",
+    "bwd_fused": "scores|head_dim|kBlockM|kBlockN|warpgroups|Q and dO stages|dS stages|dQ staged|"
+    "shared memory, bytes",
+    "bwd_split": "scores|head_dim|head_dim_v|dK, dV: kBlockM|kBlockN|Q and dO stages|columns in registers|"
+    "shared memory, bytes|dQ: kBlockM|kBlockN|K stages|V stages|shared memory, bytes",
 }
 TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
 

@@ -536,13 +536,13 @@ MUTANTS = (
         (
             Edit(
                 "sm90/bwd_order.cuh",
-                "while (__any_sync(kWarp, (seen & ~kFirst) != block)) {",
-                "while (__any_sync(kWarp, false)) {",
+                "while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {",
+                "while (__any_sync(ptx::kFullWarp, false)) {",
             ),
             Edit(
                 "sm90/bwd_order.cuh",
-                "come = __ballot_sync(kWarp, (seen & ~kFirst) == block);",
-                "come = __ballot_sync(kWarp, (seen & ~kFirst) == block) | 1u;",
+                "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block);",
+                "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block) | 1u;",
             ),
         ),
         "races",

@@ -7,7 +7,7 @@
 // Shared memory, 128-byte swizzled tiles first:
 //   K, V     [block_n rows], in parts of 128
 //   Q, dO    [kSlots][64 rows]
-//   dS       [2][64 queries x 128 keys], for each warpgroup where they work apart; not without dQ (DqKind::kElsewhere)
+//   dS       [kDsSlots][64 queries x 128 keys], for each warpgroup where they work apart; not without dQ (DqKind::kElsewhere)
 //   pieces   [2][piece slots][16 queries x 32 columns of dQ in fp32], zeros; not without dQ
 //   stats    [kSlots][-lse * log2 e of 64 queries, -delta]
 //   stage    [consumer warps][16 queries x 64 columns of dQ], if T::kStaged

@@ -36,7 +36,7 @@ struct SplitTraits {
   static constexpr int kItems = 2, kDrawAhead = kPlain ? 1 : 3, kRingChunks = kPlain ? 0 : 2;
   // Warps that read marks, and places for those of a step.
   static constexpr int kMarkReaders = kQueries ? 8 : 4, kMarkSlots = kPlain ? 0 : 2, kMarkBytes = 4 * 32 * kMarkReaders;
-  // Asked for by schedule_keys() of bwd_produce.cuh.
+  // Asked for by schedule_items() of bwd_produce.cuh.
   static constexpr bool kOrdered = false, kRing = false, kSchedulerLoadsKeys = false;
 };
 

@@ -4,10 +4,10 @@
 // steps on by way of the loader; consumers change scores while the product of the tile before runs.
 //
 // Shared memory, 128-byte swizzled tiles first:
-//   ring  [kKvSlots][64 rows of K or V]
+//   ring  [kKvSlots][kBlockN rows of K or V]
 //   Q     [kQSlots][kBlockM rows]           a 16-bit bias takes the second slot, or
 //   stage [consumer warps][16 rows x 128 columns]   output on its way out, if T::kStaged
-//   bias  [2][kBlockM rows x 64 keys]       has its own place
+//   bias  [2][kBlockM rows x kBlockN keys]  has its own place
 //   numbers of keys [8 rows x 64], for slopes in the product
 //   ModShared, barriers
 #pragma once

@@ -5,6 +5,8 @@
 
 namespace flash_ext::ptx {
 
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
 inline uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emu::smem);
 }

@@ -208,7 +208,7 @@ constexpr int bwd_mod_extra_sm80(int d, SmemClass c, bool adds) {
 // The passes around a backward (passes/bwd_passes.cuh): so many neighbouring lanes have a row, 8 elements each.
 inline constexpr int kPassThreads = 256;
 constexpr int pass_lanes(int d) { return d <= 64 ? 8 : d <= 128 ? 16 : 32; }
-inline constexpr int kLateRows = 64;          // of a CTA of the overlapped one
+inline constexpr int kOverlappedRows = 64;          // of a CTA of the overlapped one
 inline constexpr int kHeadSumThreads = 256;   // a thread adds four columns of a row over all GQA splits
 
 // Gradient of a bias: the scores of a tile of queries and keys again, in slices of their columns. A warp holds 32

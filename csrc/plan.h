@@ -139,7 +139,7 @@ std::vector<RowName> row_names();
 
 // e.g. "fwd_sm90"
 const char* stem_of(KernelId k);
-// e.g. "fwd_sm90_hd128_lower": the kernel of one launch, and of a plan, whose second kernel for dq is part of the name.
+// e.g. "fwd_sm90_hd128_m128": the kernel of one launch, and of a plan, whose second kernel for dq is part of the name.
 std::string name_of(const Launch& l);
 std::string name_of(const Plan& p);
 

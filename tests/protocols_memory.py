@@ -198,7 +198,7 @@ class Grid:
 
 
 def early_kernels(m, ctas=2):
-    """bwd_wide_begin_kernel, the kernel of dK and dV and that of dQ (run_bwd_split.cuh,
+    """row_stats_kernel, the kernel of dK and dV and that of dQ (run_bwd_split.cuh,
     run_bwd_split_mod.cuh): the third reads the statistics of the first before it waits for the second."""
     begin = Grid(None, ctas)
     keys = Grid(begin, ctas)

@@ -142,8 +142,9 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     alone = Case(batch=2, seqlen_q=70, seqlen_k=90, num_heads=2, num_heads_k=1)
     found += [ModifierCase(alone, ("bias_11qk_odd",), ("mods",)), ModifierCase(alone, ("alibi",), ("mods",))]
     found.append(ModifierCase(packed([0, 0, 7], [0, 5, 0], num_heads_k=1), ("mask_b1qk", "sinks")))
-    # Calls that hide only: bwd_onward; the first with a block of keys for every multiprocessor, so that the
-    # pass behind it is bwd_late_postprocess. A head_dim that TMA cannot read keeps it in portable kernels.
+    # Calls that hide only: bwd_persistent; the first with a block of keys for every multiprocessor, so that
+    # the pass behind it is bwd_overlapped_postprocess. A head_dim that TMA cannot read keeps it in portable
+    # kernels.
     many = Case(batch=10, seqlen_q=192, seqlen_k=150, num_heads=8, num_heads_k=8, head_dim=127)
     some = {"num_heads": 2, "num_heads_k": 1, "tail": 5, "head_dim": 128, "deterministic": True}
     found.append(ModifierCase(many, ("blocks64x128",)))

@@ -178,7 +178,7 @@ def test_modified_forwards_have_the_same_tiles_for_every_batch(pretended_gpu, op
     with null_kernels():
         assert len(kernels()) == 2
         with flash_ext.set_batch_invariant(True):
-            assert kernels() == {"fwd_mod_sm90_hd128_tall"}
+            assert kernels() == {"fwd_mod_sm90_hd128_m192"}
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
@@ -247,7 +247,7 @@ def test_what_a_call_asks_for_goes_first(pretended_gpu) -> None:
         )  # fmt: skip
 
     with flash_ext.set_batch_invariant(True):
-        assert asked("fwd", "fwd_block_m=128")[1].endswith("_lower")
+        assert asked("fwd", "fwd_block_m=128")[1].endswith("_m128")
         assert asked("fwd", "kv_splits=3")[4] == 3
         assert asked("bwd", "gqa_splits=2")[5] == 2
 

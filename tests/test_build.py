@@ -35,8 +35,8 @@ ARCHS = ("sm_80", "sm_90a")
 # Shared memory a block may use, bytes, by compute capability.
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 BY_CLASS = ("fwd_kernel", "fwd_mod_kernel", "bwd_kernel", "bwd_mod_kernel")  # compiled for both classes
-HIDING = ("bwd_onward_kernel",)  # in place of bwd_mod where nothing is added to scores, for large tiles
-HIDING_PASSES = ("bwd_late_postprocess_kernel",)  # behind it
+HIDING = ("bwd_persistent_kernel",)  # in place of bwd_mod where nothing is added to scores, for large tiles
+HIDING_PASSES = ("bwd_overlapped_postprocess_kernel",)  # behind it
 HIDING_HEAD_DIMS = (128,)
 PORTABLE_MOD_KINDS = 4  # of fwd_mod, in the large class: csrc/heuristics.h names them
 PORTABLE_MOD_KIND_HEAD_DIMS = (128,)
@@ -64,7 +64,7 @@ DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few 
 FEW_ROWS = (128,)  # head_dims; dQ then has the kernel of those above 128
 HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
-HOPPER_BWD_WIDE_PASSES = ("bwd_wide_begin_kernel",)  # of head_dim_v
+HOPPER_BWD_WIDE_PASSES = ("row_stats_kernel",)  # of head_dim_v
 HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 WARPGROUPS = HOPPER + HOPPER_BWD + HOPPER_BWD_SPLIT + HOPPER_MOD + HOPPER_BWD_MOD
 SPLIT = ("fwd_split_kernel",)  # in both machine codes, for 16 and for 64 rows
@@ -369,7 +369,7 @@ def test_shared_memory_with_modifiers_fits(device_switches, resources, compute_c
         if compute_capability == 90:
             size = min(item for item in HOPPER_MOD_HEAD_DIMS if item >= head_dim)
             wanted, kernel = f"{direction}_mod_sm90_hd{size}", f"{direction}_mod_sm90_kernel"
-            wanted += "_tall" if (direction, size) == ("fwd", 128) else ""
+            wanted += "_m192" if (direction, size) == ("fwd", 128) else ""
             if direction == "bwd" and size > 128:
                 kernel = "bwd_split_sm90_kernel"
         assert launch["kernel"] == wanted

@@ -350,7 +350,7 @@ def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
     for i, (d, dv, block_m, block_n, consumers, slots, _, smem) in enumerate(listed):
         keys = 1024 if i >= 6 else 64  # few keys have no lower tiles
         chosen = plan("fwd", int(d), seqlen_k=keys, head_dim_v=int(dv))
-        wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}") + ("_lower" if i >= 6 else "")
+        wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}") + ("_m128" if i >= 6 else "")
         assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
         assert chosen["threads"] == 128 * (int(consumers) + 1)
@@ -394,7 +394,7 @@ def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
 
 def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
     (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    names = [("softcap", "")] * 4 + [("sinks", "_tall"), ("softcap", "_tall")]
+    names = [("softcap", "")] * 4 + [("sinks", "_m192"), ("softcap", "_m192")]
     pretend(90)
     for (name, tall), (d, block_m, block_n, slots, *_, smem) in zip(names, rows(table), strict=True):
         path = f"sm90 fwd_block_m={192 if tall else 128}"

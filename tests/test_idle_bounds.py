@@ -69,7 +69,7 @@ def test_plans_are_those_without_the_bound(
 def test_plans_differ_where_one_key_is_hidden(pretended_gpu) -> None:
     """512 causal rows have higher tiles than a window, and two kernels for their gradients."""
     assert plan("fwd", 512, 512, 511, 0)["kernel"] == "fwd_sm90_hd128"
-    assert plan("fwd", 512, 512, 510, 0)["kernel"] == "fwd_sm90_hd128_lower"
+    assert plan("fwd", 512, 512, 510, 0)["kernel"] == "fwd_sm90_hd128_m128"
     more = {"batch": 32}
     assert plan("bwd", 512, 512, 511, 0, **more)["kernel"] == "bwd_sm90_hd128_two"
     assert plan("bwd", 512, 512, 510, 0, **more)["kernel"] == "bwd_sm90_hd128"
@@ -99,7 +99,7 @@ def test_the_bound_is_counted_from_the_alignment(left: int, causal: bool | str, 
                        dtype=torch.bfloat16)  # fmt: skip
     with null_kernels():
         flash_ext.forward(q, k, v, causal=causal, window=(left, -1), sinks=torch.zeros(16))
-        assert _C.last_launch()["kernel"] == "fwd_mod_sm90_hd128" + ("_tall" if tall else "")
+        assert _C.last_launch()["kernel"] == "fwd_mod_sm90_hd128" + ("_m192" if tall else "")
 
 
 MODIFIERS = {

@@ -31,7 +31,7 @@ INCLUDES = [
     ("plan.h", ("params.h", "modifiers.h", "paths.h", "short_tiles.h", "splits.h", "sm90/bwd_tiles.h")),
     ("head_parts.h", ("plan.h",)),
     ("plan/", ("plan/", "plan.h", "grid.h", "head_parts.h", "heuristics.h", "short_tiles.h", "splits.h",
-               "sm90/bwd_wide_tiles.h", "sm90/bwd_wide_mod_tiles.h")),
+               "sm90/bwd_split_tiles.h", "sm90/bwd_split_mod_tiles.h")),
     ("path_choice.", ("path_choice.h", "plan.h", "build_info.h", "heuristics.h")),
     ("call.h", ("plan.h",)),
     ("run.cpp", ("call.h", "head_parts.h", "sm80/instances.h", "sm90/instances.h")),

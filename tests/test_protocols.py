@@ -21,8 +21,8 @@ from tests.protocols_memory import (
     leaves_a_step,
 )
 from tests.protocols_ring import Ring
-from tests.protocols_wide import wide_keys, wide_queries
-from tests.protocols_wide_mod import wide_mod_keys, wide_mod_queries
+from tests.protocols_split import split_dkdv, split_dq
+from tests.protocols_split_mod import split_mod_dkdv, split_mod_dq
 
 RUNS = 25  # of each model, every one with other items and another order of roles
 LENGTHS = (0, 1, 1, 2, 3, 5, 8)
@@ -99,13 +99,13 @@ def numbered(rnd):
     return [(n, [((0, tile), ()) for tile in range(count)]) for n, count in enumerate(counts(rnd))]
 
 
-def run_wide_keys(m, rnd):
+def run_split_dkdv(m, rnd):
     slots, weight_slots, all_held = rnd.choice(((4, 1, True), (3, 2, True), (3, 1, False)))
-    wide_keys(m, numbered(rnd), slots, weight_slots, all_held, draws=rnd.random() < 0.5)
+    split_dkdv(m, numbered(rnd), slots, weight_slots, all_held, draws=rnd.random() < 0.5)
 
 
-def run_wide_queries(m, rnd):
-    wide_queries(m, numbered(rnd), *rnd.choice(((3, 3), (2, 2), (2, 1))), draws=rnd.random() < 0.5)
+def run_split_dq(m, rnd):
+    split_dq(m, numbered(rnd), *rnd.choice(((3, 3), (2, 2), (2, 1))), draws=rnd.random() < 0.5)
 
 
 def mod_items(rnd, heads=(0, 0, 1)):
@@ -113,14 +113,14 @@ def mod_items(rnd, heads=(0, 0, 1)):
     return [sorted(of_item, key=lambda step: step[0]) for of_item in steps]
 
 
-def run_wide_mod_keys(m, rnd):
-    wide_mod_keys(m, mod_items(rnd), rnd.choice((3, 4)), drops=rnd.random() < 0.5, draws=rnd.random() < 0.5)
+def run_split_mod_dkdv(m, rnd):
+    split_mod_dkdv(m, mod_items(rnd), rnd.choice((3, 4)), drops=rnd.random() < 0.5, draws=rnd.random() < 0.5)
 
 
-def run_wide_mod_queries(m, rnd):
+def run_split_mod_dq(m, rnd):
     slots = rnd.choice(((2, 1, True), (2, 1, False), (2, 2, False), (4, 4, False)))
     items = mod_items(rnd, heads=(0,))
-    wide_mod_queries(m, items, *slots, drops=rnd.random() < 0.5, draws=rnd.random() < 0.5)
+    split_mod_dq(m, items, *slots, drops=rnd.random() < 0.5, draws=rnd.random() < 0.5)
 
 
 def run_backward_mod(m, rnd, *, slots, **kind):
@@ -146,10 +146,10 @@ MODELS = {
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
     "backward of few rows": run_few_rows,
-    "wide backward, keys": run_wide_keys,
-    "wide backward, queries": run_wide_queries,
-    "wide with modifiers, keys": run_wide_mod_keys,
-    "wide with modifiers, queries": run_wide_mod_queries,
+    "wide backward, keys": run_split_dkdv,
+    "wide backward, queries": run_split_dq,
+    "wide with modifiers, keys": run_split_mod_dkdv,
+    "wide with modifiers, queries": run_split_mod_dq,
 }
 for way in ("together", "apart"):
     for order in ("", ", in order"):

@@ -33,7 +33,7 @@ def is_between(line: str) -> bool:
         ("sm80/fwd.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd_q.cuh", r"__syncthreads\(\);"),
-        ("sm80/bwd_onward.cuh", r"__syncthreads\(\);"),
+        ("sm80/bwd_persistent.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd_warps.cuh", r"ptx::bar_(sync|arrive)\("),
     ],
 )
@@ -96,7 +96,7 @@ def test_cases_reach_every_kind_of_kernel_with_modifiers():
 
 
 def test_every_wait_belongs_to_a_barrier_with_a_pause():
-    for name in ("sm80/fwd.cuh", "sm80/bwd.cuh", "sm80/bwd_q.cuh", "sm80/bwd_onward.cuh"):
+    for name in ("sm80/fwd.cuh", "sm80/bwd.cuh", "sm80/bwd_q.cuh", "sm80/bwd_persistent.cuh"):
         lines = lines_of(name)
         waits = [at for at, line in enumerate(lines) if line.startswith("ptx::cp_async_wait")]
         assert waits

@@ -19,8 +19,8 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 TILE_PROGRAM = r"""
 #include "heuristics.h"
 #include "sm90/bwd_mod_tiles.h"
-#include "sm90/bwd_wide_mod_tiles.h"
-#include "sm90/bwd_wide_tiles.h"
+#include "sm90/bwd_split_mod_tiles.h"
+#include "sm90/bwd_split_tiles.h"
 #include "sm90/tiles.h"
 #include <cstdio>
 #include <utility>
@@ -30,7 +30,7 @@ void put_fused(const char* scores, int d, int block_n, const sm90::BwdTile& t, i
   std::printf("bwd_fused|%s|%d|%d|%d|%s|%d|%d|%s|%d\n", scores, d, t.kBlockM, block_n,
               t.apart ? "independent" : "cooperative", t.slots, ds_slots, t.staged ? "yes" : "no", bytes);
 }
-void put_split(const char* scores, int d, int dv, const sm90::WideBwdTile& t, int dkdv_bytes, int dq_bytes) {
+void put_split(const char* scores, int d, int dv, const sm90::SplitBwdTile& t, int dkdv_bytes, int dq_bytes) {
   std::printf("bwd_split|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", scores, d, dv, t.block_m, t.kKeys,
               t.slots, t.held, dkdv_bytes, t.kQueries, t.block_n, t.k_slots, t.v_slots, dq_bytes);
 }
@@ -84,7 +84,7 @@ int main() {
                 t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
   }
   for (int d : {64, 128, 192, 256, -64, -128}) {
-    const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::tall_mod_tile(-d);
+    const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::m192_mod_tile(-d);
     const char* bias = t.bias_slots == 0 ? "none" : t.bias_apart ? "own place" : "over Q and output";
     std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
                 t.kv_slots, t.q_slots, t.staged ? "yes" : "no", bias, t.smem_bytes(std::abs(d), std::abs(d)));
@@ -98,12 +98,12 @@ int main() {
     put_fused("modified", d, t.kBlockN, t.plain(), t.kDsSlots, t.smem_bytes(d));
   }
   for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
-    const sm90::WideBwdTile t = sm90::wide_bwd_tile(d, dv);
+    const sm90::SplitBwdTile t = sm90::split_bwd_tile(d, dv);
     put_split("plain", d, dv, t, t.dkv_smem_bytes(d, dv), t.dq_smem_bytes(d, dv));
   }
   for (int d : {64, 128, 192, 256}) {
-    put_split("modified", d, d, sm90::wide_mod_tile(d), sm90::wide_mod_keys_bytes(d),
-              sm90::wide_mod_queries_bytes(d));
+    put_split("modified", d, d, sm90::split_mod_tile(d), sm90::dkdv_mod_bytes(d),
+              sm90::dq_mod_bytes(d));
   }
 }
 """

@@ -1,5 +1,5 @@
-// Words by which the CTAs of the backward that goes on from item to item (sm80/bwd_onward.cuh) share out its items and
-// tell the pass behind it (passes/bwd_late_pass.cuh) how far they are. BwdParams::schedule points to them, heuristics.h
+// Words by which the CTAs of the backward that goes on from item to item (sm80/bwd_persistent.cuh) share out its items and
+// tell the pass behind it (passes/bwd_overlapped_pass.cuh) how far they are. BwdParams::schedule points to them, heuristics.h
 // knows how many there are, and the preprocess pass clears them:
 //   drawn                            items beyond the first of each CTA
 //   finished  [batch][num_heads_k]   items whose additions to dQ are there; of dense calls

@@ -29,7 +29,7 @@ bool supports_pool(Req r, Dev d) {
 }
 
 bool prefers_whole_keys(Req r, Dev) { return sm90::prefers_whole_keys(r.problem, r.constraints); }
-bool prefers_split_short(Req r, Dev d) { return sm90::prefers_two_kernels(r.problem, d, r.constraints); }
+bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }
 
 void add_row_stats(const Problem& p, Plan& plan, int block_m) {
@@ -84,7 +84,7 @@ void build_split(Req r, Dev d, Plan& p) {
                  : x.head_dim <= 192 && x.head_dim_v <= 128 ? Dims{192, 128}
                  : x.head_dim <= 192 && x.head_dim_v <= 192 ? Dims{192, 192}
                                                             : Dims{256, 256};
-  const sm90::WideBwdTile t = sm90::wide_bwd_tile(f.d, f.dv);
+  const sm90::SplitBwdTile t = sm90::split_bwd_tile(f.d, f.dv);
   const int stat_rows = kShort ? sm90::BwdTile::kBlockM : t.block_m;
   push_row_stats(r, d, p, KernelId::kRowStats90, f.d, f.dv, stat_rows, DqMode::kElsewhere);
   p.main = 1;
@@ -93,13 +93,13 @@ void build_split(Req r, Dev d, Plan& p) {
     p.push(main_of(KernelId::kBwdDkdvShort90, f.d, f.dv, sm90::BwdTile::kBlockM, k.block_n(), k.slots,
                    sm90::BwdTile::kThreads, k.smem_bytes(f.d), sm90::bwd_grid(x, d, k.block_n(), false), d.num_sms));
   } else {
-    p.push(main_of(KernelId::kBwdDkdv90, f.d, f.dv, t.block_m, sm90::WideBwdTile::kKeys, t.slots,
-                   sm90::WideBwdTile::kThreads, t.dkv_smem_bytes(f.d, f.dv), sm90::wide_keys_grid(x, d, dynamic),
+    p.push(main_of(KernelId::kBwdDkdv90, f.d, f.dv, t.block_m, sm90::SplitBwdTile::kKeys, t.slots,
+                   sm90::SplitBwdTile::kThreads, t.dkv_smem_bytes(f.d, f.dv), sm90::dkdv_grid(x, d, dynamic),
                    d.num_sms));
   }
   p.launches[1].dq = DqMode::kElsewhere;
-  p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, 128, t.block_n, t.k_slots, sm90::WideBwdTile::kThreads,
-                 t.dq_smem_bytes(f.d, f.dv), sm90::wide_queries_grid(x, d, dynamic), d.num_sms));
+  p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, 128, t.block_n, t.k_slots, sm90::SplitBwdTile::kThreads,
+                 t.dq_smem_bytes(f.d, f.dv), sm90::dq_grid(x, d, dynamic), d.num_sms));
   for (const int j : {1, 2}) p.launches[j].dynamic = dynamic, p.launches[j].early = sm90::begins_early(x);
   add_row_stats(x, p, stat_rows);
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
@@ -161,7 +161,7 @@ bool supports_fused_mod(Req r, Dev d) {
   return tma_bwd_mod(r, d) && !wants_split(r) && sm90::is_bwd_mod_taken(r.problem, *r.modifiers);
 }
 bool supports_split_mod(Req r, Dev d) {
-  return tma_bwd_mod(r, d) && sm90::is_wide_mod_taken(r.problem, *r.modifiers, r.deterministic);
+  return tma_bwd_mod(r, d) && sm90::is_split_mod_taken(r.problem, *r.modifiers, r.deterministic);
 }
 bool supports_persistent(Req r, Dev d) {
   return has_hiding_bwd_sm80(padded(r.problem), class_of(d)) && !r.modifiers->is_natural;
@@ -304,16 +304,16 @@ void build_fused_mod(Req r, Dev d, Plan& p) {
 void build_split_mod(Req r, Dev d, Plan& p) {
   begin_hopper(r, d, p);
   const Problem& x = r.problem;
-  const int size = sm90::wide_mod_size(x);
-  const sm90::WideBwdTile t = sm90::wide_mod_tile(size);
+  const int size = sm90::split_mod_size(x);
+  const sm90::SplitBwdTile t = sm90::split_mod_tile(size);
   const bool dynamic = sm90::draws_items(x, *r.modifiers);
   push_row_stats(r, d, p, KernelId::kRowStats90, size, size, t.block_m, DqMode::kElsewhere);
   p.main = p.num_launches;
-  p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::WideBwdTile::kKeys, t.slots,
-                 sm90::WideBwdTile::kThreads, sm90::wide_mod_keys_bytes(size), sm90::wide_keys_grid(x, d, dynamic),
+  p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::SplitBwdTile::kKeys, t.slots,
+                 sm90::SplitBwdTile::kThreads, sm90::dkdv_mod_bytes(size), sm90::dkdv_grid(x, d, dynamic),
                  d.num_sms)).dq = DqMode::kElsewhere;
-  p.push(main_of(KernelId::kBwdDqMod90, size, size, 128, t.block_n, t.k_slots, sm90::WideBwdTile::kThreads,
-                 sm90::wide_mod_queries_bytes(size), sm90::wide_queries_grid(x, d, dynamic), d.num_sms));
+  p.push(main_of(KernelId::kBwdDqMod90, size, size, 128, t.block_n, t.k_slots, sm90::SplitBwdTile::kThreads,
+                 sm90::dq_mod_bytes(size), sm90::dq_grid(x, d, dynamic), d.num_sms));
   for (const int j : {0, 1}) {
     Launch& l = p.launches[p.main + j];
     l.dynamic = dynamic, l.variant = split_variant(r), l.early = sm90::begins_early(x);
@@ -348,7 +348,7 @@ void build_portable_mod(Req r, Dev d, Plan& p) {
     push_dq80(r, d, p, KernelId::kBwdDqMod80, q,
               smem + bias_stage_bytes(q.warps, 16, q.block_n, smem, kSmemLimitSmall));
   } else if (kPersistent && !x.is_varlen() && l.tiles >= d.num_sms) {
-    const int64_t tiles = (x.seqlen_q + kLateRows - 1) / kLateRows;
+    const int64_t tiles = (x.seqlen_q + kOverlappedRows - 1) / kOverlappedRows;
     p.push(pass(KernelId::kDqConvertOverlapped80, size, size, tiles * x.batch * x.num_heads, kPassThreads, true));
     p.launches[p.num_launches - 1].smem_class = c;
   } else {

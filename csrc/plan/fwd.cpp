@@ -22,7 +22,7 @@ Dims hopper_dims(const Problem& p) {
 bool supports_short(Req r, Dev d) { return is_short_mod(r.problem, d, r.constraints); }
 bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints); }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
-bool prefers_m128(Req r, Dev d) { return sm90::takes_lower_tiles(r.problem, d, r.constraints); }
+bool prefers_m128(Req r, Dev d) { return sm90::takes_m128(r.problem, d, r.constraints); }
 bool supports_m192(Req r, Dev) {
   const Dims x = hopper_dims(r.problem);
   return tma_fwd(r) && sm90::fwd_tile(x.d, x.dv).block_m() == 192;
@@ -97,7 +97,7 @@ bool has_one_change(Req r) {
   return (m.softcap > 0.f) + (m.slopes != nullptr) + (m.bias.ptr != nullptr) == 1 && m.rng == nullptr;
 }
 bool supports_hide(Req r, Dev d) { return supports_mod(r, d) && !changes(r) && !drops(r); }
-bool supports_hide_m192(Req r, Dev d) { return supports_hide(r, d) && sm90::has_tall_tiles(masked_dim(r.problem)); }
+bool supports_hide_m192(Req r, Dev d) { return supports_hide(r, d) && sm90::has_m192(masked_dim(r.problem)); }
 bool supports_exponents(Req r, Dev d) {
   return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr == nullptr;
 }
@@ -109,15 +109,15 @@ bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && 
 bool supports_slopes(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->slopes != nullptr; }
 bool supports_cap(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->softcap > 0.f; }
 
-bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_tall_slopes(r.problem, *r.modifiers, d, r.constraints); }
-bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_tall_cap(r.problem, *r.modifiers, d, r.constraints); }
-bool prefers_drop_m192(Req r, Dev d) { return sm90::prefers_tall_drops(r.problem, *r.modifiers, d, r.constraints); }
-bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_tall_tiles(r.problem, *r.modifiers, d, r.constraints); }
+bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_m192_slopes(r.problem, *r.modifiers, d, r.constraints); }
+bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_m192_cap(r.problem, *r.modifiers, d, r.constraints); }
+bool prefers_drop_m192(Req r, Dev d) { return sm90::prefers_m192_drops(r.problem, *r.modifiers, d, r.constraints); }
+bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.modifiers, d, r.constraints); }
 
 template <bool kM192, ScoreVariant kVariant>
 void build_hopper_mod(Req r, Dev d, Plan& p) {
   const int size = masked_dim(r.problem);
-  const sm90::FwdModTile t = kM192 ? sm90::tall_mod_tile(size) : sm90::fwd_mod_tile(size);
+  const sm90::FwdModTile t = kM192 ? sm90::m192_mod_tile(size) : sm90::fwd_mod_tile(size);
   const sm90::FwdTile f = t.plain();
   const bool unequal = sm90::draws_items(r.problem, *r.modifiers);
   Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_slots / 2, f.threads(),

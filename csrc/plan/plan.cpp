@@ -49,8 +49,8 @@ int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
 // What tells instances of one name and head_dim apart.
 const char* suffix_of(const Launch& l) {
   switch (l.kernel) {
-    case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_lower" : "";
-    case KernelId::kFwdMod90: return l.block_m > 128 ? "_tall" : "";
+    case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
+    case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
     case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_ring" : "";
     case KernelId::kBwdModPersistent80: return "_persistent";
     case KernelId::kBwdDkdvShort90: return "_two";
@@ -77,12 +77,12 @@ const char* stem_of(KernelId k) {
     case KernelId::kBwdDq80: return "bwd_q_sm80";
     case KernelId::kBwdDqMod80: return "bwd_q_mod_sm80";
     case KernelId::kDqConvert80: return "bwd_postprocess_sm80";
-    case KernelId::kDqConvertOverlapped80: return "bwd_late_postprocess_sm80";
+    case KernelId::kDqConvertOverlapped80: return "bwd_overlapped_postprocess_sm80";
     case KernelId::kDbias80: return "bwd_bias_sm80";
     case KernelId::kFwd90: return "fwd_sm90";
     case KernelId::kFwdMod90: return "fwd_mod_sm90";
     case KernelId::kRowStatsAndZero90: return "bwd_begin_sm90";
-    case KernelId::kRowStats90: return "bwd_wide_begin_sm90";
+    case KernelId::kRowStats90: return "row_stats_sm90";
     case KernelId::kBwdFused90: return "bwd_sm90";
     case KernelId::kDqConvert90: return "bwd_finish_sm90";
     case KernelId::kBwdDkdv90: return "bwd_sm90";

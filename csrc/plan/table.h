@@ -7,8 +7,8 @@
 #include "../heuristics.h"
 #include "../plan.h"
 #include "../short_tiles.h"
-#include "../sm90/bwd_wide_mod_tiles.h"
-#include "../sm90/bwd_wide_tiles.h"
+#include "../sm90/bwd_split_mod_tiles.h"
+#include "../sm90/bwd_split_tiles.h"
 
 namespace flash_ext::plans {
 

@@ -112,7 +112,7 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
     } else {
       for_each_block([](float(&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
     }
-    // Addresses made anew: kept since the products, they would be spilled beside all that bwd_onward.cuh keeps.
+    // Addresses made anew: kept since the products, they would be spilled beside all that bwd_persistent.cuh keeps.
     const int lane_now = T::kMods && !T::kAdds ? ptx::fresh_lane() : lane;
     put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane_now);
     multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds,

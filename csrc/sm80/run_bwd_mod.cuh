@@ -3,9 +3,9 @@
 #pragma once
 
 #include "../launch.h"
-#include "../passes/bwd_late_pass.cuh"
+#include "../passes/bwd_overlapped_pass.cuh"
 #include "bwd.cuh"
-#include "bwd_onward.cuh"
+#include "bwd_persistent.cuh"
 #include "bwd_q.cuh"
 #include "instances.h"
 
@@ -26,12 +26,12 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Plan
   }
   if constexpr (has_hiding_bwd_sm80(D, kClass)) {
     if (l.kernel == KernelId::kBwdModPersistent80) {
-      using T = BwdOnwardTraits<E, D, kClass>;
-      return launch_planned(l, bwd_onward_kernel<T>, T::kThreads, T::kSmemBytes, p.stream, p, m, l.grid);
+      using T = BwdPersistentTraits<E, D, kClass>;
+      return launch_planned(l, bwd_persistent_kernel<T>, T::kThreads, T::kSmemBytes, p.stream, p, m, l.grid);
     }
     if (l.kernel == KernelId::kDqConvertOverlapped80) {
-      const int tiles = (p.problem.seqlen_q + kLateRows - 1) / kLateRows;
-      return launch_planned(l, bwd_late_postprocess_kernel<E, D>, kPassThreads, 0, p.stream, p, tiles,
+      const int tiles = (p.problem.seqlen_q + kOverlappedRows - 1) / kOverlappedRows;
+      return launch_planned(l, bwd_overlapped_postprocess_kernel<E, D>, kPassThreads, 0, p.stream, p, tiles,
                             plan.main_launch().grid.blocks);
     }
   }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bwd_split_scores.cuh"
-#include "bwd_wide_mod_tiles.h"
+#include "bwd_split_mod_tiles.h"
 
 namespace flash_ext::sm90 {
 
@@ -27,9 +27,9 @@ struct SplitTraits {
   static constexpr bool kLoadersDraw = false;  // consumers do
   using Args = std::conditional_t<kPlain, SplitArgs, SplitModArgs>;
   static constexpr bool kByQueries = kQueries;
-  static constexpr WideBwdTile kTile = kPlain ? wide_bwd_tile(D, Dv) : wide_mod_tile(D);
+  static constexpr SplitBwdTile kTile = kPlain ? split_bwd_tile(D, Dv) : split_mod_tile(D);
   static constexpr int kHeadDim = D, kHeadDimV = Dv, kChunks = chunks_of(D), kChunksV = chunks_of(Dv);
-  static constexpr int kThreads = WideBwdTile::kThreads, kConsumerWarps = 8, kLoaders = 3;
+  static constexpr int kThreads = SplitBwdTile::kThreads, kConsumerWarps = 8, kLoaders = 3;
   static constexpr int kStatRows = kTile.block_m;
   // With modifiers the scheduler judges tiles, as that of bwd_mod_parts.cuh.
   static constexpr int kConsumerRegs = kPlain ? 240 : 224, kProducerRegs = kPlain ? 24 : 56;
@@ -44,8 +44,8 @@ struct SplitTraits {
 template <typename E, int D, int Dv, ScoreKind kKind>
 struct DkdvTraits : SplitTraits<E, D, Dv, kKind, false> {
   using Base = SplitTraits<E, D, Dv, kKind, false>;
-  static constexpr WideBwdTile kTile = Base::kTile;
-  static constexpr int kBlockM = kTile.block_m, kBlockN = WideBwdTile::kKeys, kOwnRows = kBlockN;
+  static constexpr SplitBwdTile kTile = Base::kTile;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = SplitBwdTile::kKeys, kOwnRows = kBlockN;
   static constexpr int kSlots = kTile.slots, kSteps = kSlots;
   static constexpr int kQPlaces = kSlots, kKPlaces = 1, kVPlaces = 1;
   // Steps of 16 columns, whose operands stay in registers for a whole item. With modifiers there is room for more where
@@ -60,7 +60,7 @@ struct DkdvTraits : SplitTraits<E, D, Dv, kKind, false> {
   static constexpr int kWeightSlots = kTile.weight_slots, kWeightBytes = kTile.weight_bytes();
   static constexpr int kStatsAt = kWeightsAt + kWeightSlots * kWeightBytes, kStatsBytes = kBlockM * 8;
   static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes();
-  static constexpr int kSmemBytes = Base::kPlain ? kTile.dkv_smem_bytes(D, Dv) : wide_mod_keys_bytes(D);
+  static constexpr int kSmemBytes = Base::kPlain ? kTile.dkv_smem_bytes(D, Dv) : dkdv_mod_bytes(D);
   static_assert(kQBytes % 1024 == 0 && kDoutBytes % 1024 == 0 && kSharedAt % 16 == 0);
 };
 
@@ -68,8 +68,8 @@ struct DkdvTraits : SplitTraits<E, D, Dv, kKind, false> {
 template <typename E, int D, int Dv, ScoreKind kKind>
 struct DqTraits : SplitTraits<E, D, Dv, kKind, true> {
   using Base = SplitTraits<E, D, Dv, kKind, true>;
-  static constexpr WideBwdTile kTile = Base::kTile;
-  static constexpr int kBlockM = WideBwdTile::kQueries, kBlockN = kTile.block_n, kOwnRows = kBlockM, kGroupRows = 64;
+  static constexpr SplitBwdTile kTile = Base::kTile;
+  static constexpr int kBlockM = SplitBwdTile::kQueries, kBlockN = kTile.block_n, kOwnRows = kBlockM, kGroupRows = 64;
   static constexpr int kKSlots = kTile.k_slots, kVSlots = kTile.v_slots, kSteps = kKSlots;
   static constexpr int kQPlaces = 2, kKPlaces = kKSlots, kVPlaces = kVSlots, kWeightSlots = 0;
   static constexpr int kQBytes = tile_bytes(kGroupRows, D), kDoutBytes = tile_bytes(kGroupRows, Dv);
@@ -78,7 +78,7 @@ struct DqTraits : SplitTraits<E, D, Dv, kKind, true> {
   // A bias asked for ahead takes the registers of dP at head_dim 256, whose product comes after it there.
   static constexpr bool kLateDp = D == 256 && Base::kAdds;
   static constexpr int kSharedAt = kVAt + kVSlots * kVBytes;
-  static constexpr int kSmemBytes = Base::kPlain ? kTile.dq_smem_bytes(D, Dv) : wide_mod_queries_bytes(D);
+  static constexpr int kSmemBytes = Base::kPlain ? kTile.dq_smem_bytes(D, Dv) : dq_mod_bytes(D);
   static_assert(kKBytes % 1024 == 0 && kVBytes % 1024 == 0);
   static_assert(Base::kPlain || kBlockN == 64, "two parts of marks along a tile");
 };

@@ -40,7 +40,7 @@ struct BwdTile {
 
 // dQ is staged with 128 columns and leaves from registers with 64. Evidence: dq-staging.
 constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : BwdTile{false, 2, true}; }
-// Of the kernel that leaves dQ to another one, for few rows (prefers_two_kernels()): what it does not need holds two more
+// Of the kernel that leaves dQ to another one, for few rows (prefers_split_bwd()): what it does not need holds two more
 // tiles of Q and dO. That one has 128 keys a tile, and the tiles of queries of this one in the workspace.
 inline constexpr int kShortHeadDim = 128;
 inline constexpr BwdTile kShortKeysTile = {false, 4, true, false};
@@ -105,7 +105,7 @@ inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constrain
 // Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
 // but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. The
 // batch-invariant mode does not take it, because it depends on the number of heads. Evidence: split-bwd-short.
-inline bool prefers_two_kernels(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (p.is_varlen() || p.num_heads != p.num_heads_k || c.dq_pool || d.batch_invariant) return false;
   if (padded_head_dim(p.head_dim, p.head_dim_v) != kShortHeadDim || p.window_left >= 0) return false;
   if (p.window_right > 0 || std::max(p.seqlen_q, p.seqlen_k) > 512) return false;

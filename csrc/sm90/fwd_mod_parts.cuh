@@ -36,10 +36,10 @@ struct FwdModArgs {
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
-// kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kTall
+// kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kM192Hides
 // hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel does.
 // The others of m192 have slopes, a softcap or dropout besides, and need them.
-enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kTall, kTallSlopes, kTallCap, kTallDrops };
+enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kM192Hides, kM192Slopes, kM192Cap, kM192Drops };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
 template <typename T>
@@ -111,12 +111,12 @@ template <typename E, int D, int Dv, FwdModKind Kind>
 struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = Kind;
-  static constexpr bool kM192 = Kind >= FwdModKind::kTall;  // tiles of 192 queries instead of 128
-  static constexpr bool kSlopesInProduct = Kind == FwdModKind::kTallSlopes;  // see fwd_mod_slopes.cuh
+  static constexpr bool kM192 = Kind >= FwdModKind::kM192Hides;  // tiles of 192 queries instead of 128
+  static constexpr bool kSlopesInProduct = Kind == FwdModKind::kM192Slopes;  // see fwd_mod_slopes.cuh
   static constexpr bool kMaySlope = Kind == FwdModKind::kExponents || kSlopesInProduct;
   static constexpr bool kDrops =
-      Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || Kind == FwdModKind::kTallDrops;
-  static constexpr bool kMakesExponents = Kind == FwdModKind::kExponents || Kind == FwdModKind::kTallCap ||
+      Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || Kind == FwdModKind::kM192Drops;
+  static constexpr bool kMakesExponents = Kind == FwdModKind::kExponents || Kind == FwdModKind::kM192Cap ||
                                           (D == 256 && Kind == FwdModKind::kHides);
   static constexpr ScoreUnits kUnits = kMakesExponents ? ScoreUnits::kExponents
                                        : kM192         ? ScoreUnits::kRaw
@@ -128,7 +128,7 @@ struct FwdModTraits {
   static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
   using Item = std::conditional_t<kDrops, DropItem, std::conditional_t<kSlopesInProduct, SlopeItem, ModItem>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdModTile kModTile = kM192 ? tall_mod_tile(D) : fwd_mod_tile(D);
+  static constexpr FwdModTile kModTile = kM192 ? m192_mod_tile(D) : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();

@@ -33,11 +33,11 @@ struct Item {
   BlockRange blocks;  // tiles of keys, at least one
 };
 
-template <typename E, int D, int Dv, bool kLower = false>
+template <typename E, int D, int Dv, bool kM128 = false>
 struct FwdTraits {
   using Element = E;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdTile kTile = fwd_tile(D, Dv, kLower);
+  static constexpr FwdTile kTile = fwd_tile(D, Dv, kM128);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvSlots = kTile.kv_slots, kQSlots = kTile.q_slots, kThreads = kTile.threads();
   static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStageChunks = kTile.stage_chunks(Dv);

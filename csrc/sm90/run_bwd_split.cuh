@@ -4,7 +4,7 @@
 
 #include "bwd_passes.cuh"
 #include "bwd_split.cuh"
-#include "bwd_wide_mod_tiles.h"
+#include "bwd_split_mod_tiles.h"
 #include "run_bwd.cuh"
 
 namespace flash_ext::sm90 {
@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 // lse and delta; nothing is added to memory, so there is nothing else to prepare.
 template <typename E, int Dv, int kBlockM>
 __global__ void __launch_bounds__(kPassThreads)
-    bwd_wide_begin_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+    row_stats_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
   ptx::allow_next_kernel();
   const QueryTile tile = locate_tile<kBlockM>(p, grid, tiles_per_head);
   if (tile.w.active && !tile.outside) store_row_stats<E, Dv, kBlockM>(p, tile);
@@ -20,10 +20,10 @@ __global__ void __launch_bounds__(kPassThreads)
 
 template <int D, int Dv>
 std::string launch_row_stats(const BwdCall& c, const Launch& l) {
-  constexpr int kBlockM = D <= 128 ? BwdTile::kBlockM : wide_bwd_tile(D, Dv).block_m;
-  static_assert(D != Dv || wide_mod_tile(D).block_m == kBlockM);
+  constexpr int kBlockM = D <= 128 ? BwdTile::kBlockM : split_bwd_tile(D, Dv).block_m;
+  static_assert(D != Dv || split_mod_tile(D).block_m == kBlockM);
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    return launch_planned(l, bwd_wide_begin_kernel<E, Dv, kBlockM>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
+    return launch_planned(l, row_stats_kernel<E, Dv, kBlockM>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
                           static_cast<int>(query_tiles_per_head(c.p.problem, kBlockM)));
   });
 }

@@ -92,13 +92,13 @@ template <typename E, int D>
 std::string launch_fwd_mod_kind(const FwdCall& c, const Launch& l) {
   const auto of_kind = [&]<FwdModKind kKind>() { return launch_fwd_mod_as<FwdModTraits<E, D, D, kKind>>(c, l); };
   if (l.block_m > 128) {
-    if constexpr (has_tall_changes(D)) {
-      if (l.variant == ScoreVariant::kSlopes) return of_kind.template operator()<FwdModKind::kTallSlopes>();
-      if (l.variant == ScoreVariant::kCap) return of_kind.template operator()<FwdModKind::kTallCap>();
-      if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kTallDrops>();
+    if constexpr (has_m192_changes(D)) {
+      if (l.variant == ScoreVariant::kSlopes) return of_kind.template operator()<FwdModKind::kM192Slopes>();
+      if (l.variant == ScoreVariant::kCap) return of_kind.template operator()<FwdModKind::kM192Cap>();
+      if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kM192Drops>();
     }
-    if constexpr (has_tall_tiles(D)) {
-      if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kTall>();
+    if constexpr (has_m192(D)) {
+      if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kM192Hides>();
     }
     return not_compiled(l);
   }

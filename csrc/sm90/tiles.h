@@ -39,9 +39,9 @@ struct FwdTile {
 // rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores. 64 keys divide the usual
 // lengths, and leave room to stage the output. Evidence: m192.
 //
-// `lower`, up to 128 columns: where tiles of 192 queries are too few to go round (prefers_lower_tiles()).
-constexpr FwdTile fwd_tile(int d, int dv, bool lower = false) {
-  if (lower) return {128, 2, d <= 64 ? 8 : 4, 2};
+// `m128`, up to 128 columns: where tiles of 192 queries are too few to go round (prefers_m128()).
+constexpr FwdTile fwd_tile(int d, int dv, bool m128 = false) {
+  if (m128) return {128, 2, d <= 64 ? 8 : 4, 2};
   if (d == 64) return {128, 3, 8, 2};
   if (d == 96) return {64, 3, 4, 2};
   if (d == 128) return {64, 3, 5, 2};
@@ -79,9 +79,9 @@ constexpr FwdModTile fwd_mod_tile(int d) {
   return {64, 4, 1, false, true};
 }
 
-// Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_tall_tiles().
-constexpr bool has_tall_tiles(int d) { return d == 64 || d == 128; }
-constexpr FwdModTile tall_mod_tile(int d) {
+// Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192().
+constexpr bool has_m192(int d) { return d == 64 || d == 128; }
+constexpr FwdModTile m192_mod_tile(int d) {
   const FwdTile t = fwd_tile(d, d);
   return {64, t.kv_slots, t.q_slots, true, false, t.consumers, 0};
 }
@@ -92,7 +92,7 @@ constexpr bool tiles_fit() {
     if (fwd_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   for (int d : {64, 128}) {
-    if (tall_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (m192_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   for (int d : {64, 96, 128}) {
     if (fwd_tile(d, d, true).smem_bytes(d, d) > kSmemLimitLarge) return false;
@@ -139,7 +139,7 @@ inline bool draws_items(const Problem& p, const Modifiers& m) {
 // rounds of higher tiles cover 1.2 times as many rows; causal tiles of a square are unequal and short, and gain less.
 // Tiles of a window count as equal: most are. Results may differ in their last bits between the two, hence between batch
 // sizes. Evidence: m128-rounds.
-inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
+inline bool prefers_m128(const Problem& p, const DeviceInfo& d) {
   if (p.is_varlen() || d.num_sms <= 0) return false;
   const auto tiles = [&](int64_t rows) { return (p.seqlen_q + rows - 1) / rows * p.batch * p.num_heads; };
   const auto rows_of_rounds = [&](int64_t rows) { return (tiles(rows) + d.num_sms - 1) / d.num_sms * rows; };
@@ -149,8 +149,8 @@ inline bool prefers_lower_tiles(const Problem& p, const DeviceInfo& d) {
   return p.seqlen_k >= 1024 || (p.seqlen_k >= 192 && tiles(128) >= 2 * d.num_sms);
 }
 
-inline bool takes_lower_tiles(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  return c.fwd_block_m ? *c.fwd_block_m == 128 : !d.batch_invariant && prefers_lower_tiles(p, d);
+inline bool takes_m128(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return c.fwd_block_m ? *c.fwd_block_m == 128 : !d.batch_invariant && prefers_m128(p, d);
 }
 
 // Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias. One row
@@ -170,34 +170,34 @@ inline bool has_mixed_tiles(const Modifiers& m) {
   const bool blocks_fit = m.block_rows >= 64 && m.block_rows < 128;
   return (m.mask.words != nullptr && m.mask.row_stride != 0) || (m.blocks.words != nullptr && !blocks_fit);
 }
-inline bool tall_tiles_fit(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+inline bool m192_fits(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
-  return !has_mixed_tiles(m) && !takes_lower_tiles(p, d, c);
+  return !has_mixed_tiles(m) && !takes_m128(p, d, c);
 }
-inline bool prefers_tall_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
   const bool adds = m.is_natural || !(p.softmax_scale > 0.f) || m.rng != nullptr;
-  return !adds && tall_tiles_fit(p, m, d, c);
+  return !adds && m192_fits(p, m, d, c);
 }
 
 // The same of calls with one modifier of scores or weights beside what hides, at head_dim 128. With slopes, which are
 // divided by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16
 // weights overflowed, so those calls stay with the other kernel.
-constexpr bool has_tall_changes(int d) { return d == 128; }
-inline bool prefers_tall_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+constexpr bool has_m192_changes(int d) { return d == 128; }
+inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
   const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
   const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
-  return alone && divides && tall_tiles_fit(p, m, d, c);
+  return alone && divides && m192_fits(p, m, d, c);
 }
-inline bool prefers_tall_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
   const bool alone = m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr && m.rng == nullptr;
-  return alone && tall_tiles_fit(p, m, d, c);
+  return alone && m192_fits(p, m, d, c);
 }
-inline bool prefers_tall_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
-  return m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f && tall_tiles_fit(p, m, d, c);
+  return m.rng != nullptr && !m.is_natural && p.softmax_scale > 0.f && m192_fits(p, m, d, c);
 }
 
 // Heads whose tiles run side by side. Tiles of equal length: enough heads that no more than a quarter of the CTAs

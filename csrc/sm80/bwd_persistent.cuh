@@ -133,7 +133,7 @@ __device__ __forceinline__ void list_next_item(NextItem<T::kThreads>& next, cons
 }
 
 template <typename E, int D, SmemClass kSmemClass>
-struct BwdOnwardTraits : BwdTraits<E, D, kSmemClass, true, false> {
+struct BwdPersistentTraits : BwdTraits<E, D, kSmemClass, true, false> {
   using Base = BwdTraits<E, D, kSmemClass, true, false>;
   using Next = NextItem<Base::kThreads>;
   static_assert(Base::kPaired && Base::kStages == 2 && Base::kThreads / 32 - Base::kKeyWarps >= 3);
@@ -143,7 +143,7 @@ struct BwdOnwardTraits : BwdTraits<E, D, kSmemClass, true, false> {
 };
 
 template <typename T>
-__device__ __forceinline__ void bwd_onward_body(const BwdParams& p, const Modifiers& m, const Grid& grid) {
+__device__ __forceinline__ void bwd_persistent_body(const BwdParams& p, const Modifiers& m, const Grid& grid) {
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kKeyBlocks = T::kKeyBlocks;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   __shared__ BwdModWork work;
@@ -253,9 +253,9 @@ __device__ __forceinline__ void bwd_onward_body(const BwdParams& p, const Modifi
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    bwd_onward_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
+    bwd_persistent_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Modifiers m,
                       const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) bwd_onward_body<T>(p, m, grid);
+  if constexpr (kCompiledHere<T::kClass>) bwd_persistent_body<T>(p, m, grid);
   else __trap();
 }
 

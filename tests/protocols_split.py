@@ -64,7 +64,7 @@ def weights_between_warps(slots):
     return weights
 
 
-def wide_keys(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
+def split_dkdv(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
     """schedule_items() of bwd_produce.cuh, load_dkdv_steps() of bwd_split_produce.cuh, consume_dv() and
     consume_dk() of bwd_split_dkdv.cuh."""
     x = KeyProducers(m, 0, items, iter(range(len(items))), draws, slots, 1, swap=False, readers=WARPS)
@@ -166,7 +166,7 @@ def wide_keys(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
         x.role(f"gradients {warp}", consume_gradients, warp)
 
 
-def wide_queries(m, items, k_slots=2, v_slots=1, draws=False):
+def split_dq(m, items, k_slots=2, v_slots=1, draws=False):
     """schedule_items() of bwd_produce.cuh, load_dq_steps() of bwd_split_produce.cuh and consume_dq() of
     bwd_split_dq.cuh. An item is a number and its tiles."""
     item, ending = Slots("item", 2, ALL + 3), Barrier(1)

@@ -46,22 +46,22 @@ def kernel(batch: int, heads: int, seqlen_q: int, seqlen_k: int, causal: bool, *
     ],
 )
 def test_tiles_are_lower_where_that_was_faster(pretended_gpu, call: tuple, lower: bool) -> None:
-    assert kernel(*call).endswith("_lower") == lower
+    assert kernel(*call).endswith("_m128") == lower
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_wide_heads_have_no_others(pretended_gpu, head_dim: int) -> None:
     """Their tiles have 128 queries, or at (192, 128) no room for more keys."""
-    assert kernel(1, 16, 1024, 8192, False, head_dim=head_dim).endswith("_lower") == (head_dim <= 128)
+    assert kernel(1, 16, 1024, 8192, False, head_dim=head_dim).endswith("_m128") == (head_dim <= 128)
 
 
 def test_items_of_a_window_count_as_equal(pretended_gpu) -> None:
-    assert kernel(4, 16, 512, 512, True, window_left=100).endswith("_lower")
-    assert not kernel(4, 16, 512, 512, True).endswith("_lower")
+    assert kernel(4, 16, 512, 512, True, window_left=100).endswith("_m128")
+    assert not kernel(4, 16, 512, 512, True).endswith("_m128")
 
 
 def test_lengths_of_packed_sequences_are_not_known(pretended_gpu) -> None:
-    assert not kernel(4, 16, 1024, 8192, True, packed=True).endswith("_lower")
+    assert not kernel(4, 16, 1024, 8192, True, packed=True).endswith("_m128")
 
 
 def test_splitting_keys_has_to_gain_more_beside_them(pretended_gpu) -> None:
@@ -69,7 +69,7 @@ def test_splitting_keys_has_to_gain_more_beside_them(pretended_gpu) -> None:
     kernels = [kernel(1, 16, rows, 16384, True) for rows in (1, 16, 128, 256, 384, 512, 768, 1024)]
     splits = ["split" in name for name in kernels]
     assert splits == sorted(splits, reverse=True) and splits[0] and not splits[-1]
-    assert kernels[-1].endswith("_lower")
+    assert kernels[-1].endswith("_m128")
 
 
 @pytest.mark.parametrize("block_m", [192, 128])
@@ -91,7 +91,7 @@ def test_both_heights_are_right(target: Target, head_dim: int, block_m: int) -> 
     with chosen.active():
         for case in cases:
             run_case(case.replace(backward=False), chosen)
-            assert _C.last_launch()["kernel"].endswith("_lower") == (block_m == 128), str(case)
+            assert _C.last_launch()["kernel"].endswith("_m128") == (block_m == 128), str(case)
 
 
 HIDING = ["padding", "padding_right,sinks", "documents", "prefix,sinktok3", "chunk100", "hkeys1",
@@ -140,7 +140,7 @@ def test_which_calls_with_modifiers_have_tall_tiles(
     with null_kernels():
         _C.set_switch("num_sms", 8)
         flash_ext.forward(q, k, v, sinks=torch.zeros(4), **more, **options)
-        assert _C.last_launch()["kernel"].endswith("_tall") == (tall and fits)
+        assert _C.last_launch()["kernel"].endswith("_m192") == (tall and fits)
 
 
 @pytest.mark.parametrize("block_m", [192, 128])
@@ -167,7 +167,7 @@ def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, bl
             run_modified(mcase, chosen)
             x = make_modifier_inputs(mcase, target.device)
             with_maxima, guessed = call(x, chosen), call(x, chosen, return_max_logits=False)
-            assert _C.last_launch()["kernel"].endswith("_tall") == (block_m == 192), str(case)
+            assert _C.last_launch()["kernel"].endswith("_m192") == (block_m == 192), str(case)
             torch.testing.assert_close(guessed[0], with_maxima[0], atol=2e-2, rtol=2e-2)
             torch.testing.assert_close(guessed[1], with_maxima[1], atol=1e-4, rtol=1e-4)
 
@@ -182,7 +182,7 @@ def test_huge_slopes_pick_one_key(target: Target, block_m: int, dtype: torch.dty
     path = target.asking(fwd_block_m=block_m).choice
     with target.active():
         out = flash_ext.attention(q, k, v, alibi_slopes=slopes, path=path)
-        assert _C.last_launch()["kernel"].endswith("_tall") == (block_m == 192)
+        assert _C.last_launch()["kernel"].endswith("_m192") == (block_m == 192)
         plain = flash_ext.attention(q, k, v, path=path)
     farthest = torch.where(torch.arange(512) < 256, 511, 0).to(target.device)
     torch.testing.assert_close(out[:, :, 0], v[:, :, 0])

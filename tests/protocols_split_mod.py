@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from tests.protocols import WARPS, Slots, cells
 from tests.protocols_backward_mod import ALL, Marks, ModProducers
-from tests.protocols_wide import WideItems, weights_between_warps
+from tests.protocols_split import WideItems, weights_between_warps
 
 MARK_SLOTS, DRAW_AHEAD = 2, 3
 
@@ -28,7 +28,7 @@ class Walk(WideItems):
         return at.i == at.count - 1
 
 
-def wide_mod_keys(m, items, slots=3, drops=False, draws=False):
+def split_mod_dkdv(m, items, slots=3, drops=False, draws=False):
     """load_dkdv_steps() of bwd_split_produce.cuh, consume_dv() and consume_dk() of bwd_split_dkdv.cuh."""
     x = ModProducers(m, items, MARK_SLOTS, WARPS, draws, DRAW_AHEAD)
     k, v = Slots("K", 1, WARPS), Slots("V", 1, WARPS)
@@ -181,7 +181,7 @@ def wide_mod_keys(m, items, slots=3, drops=False, draws=False):
         m.role(f"gradients {warp}", consume_gradients, warp)
 
 
-def wide_mod_queries(m, items, k_slots=2, v_slots=1, late_dp=False, drops=False, draws=False):
+def split_mod_dq(m, items, k_slots=2, v_slots=1, late_dp=False, drops=False, draws=False):
     """load_dq_steps() of bwd_split_produce.cuh with consume_dq() of bwd_split_dq.cuh. Keys of dropout lie
     with an item. `late_dp`: that product comes after the use of the scores."""
     x = ModProducers(m, items, MARK_SLOTS, ALL, draws, DRAW_AHEAD)

@@ -1,4 +1,4 @@
-// postprocess of bwd_passes.cuh, begun while the backward over keys still runs: behind sm80/bwd_onward.cuh, for dense
+// postprocess of bwd_passes.cuh, begun while the backward over keys still runs: behind sm80/bwd_persistent.cuh, for dense
 // calls with at least an item for every multiprocessor.
 //
 // The last CTAs of the backward leave multiprocessors idle, and dq of all heads but the last few is complete by then. So
@@ -30,7 +30,7 @@ __device__ __forceinline__ void wait_for_items(const uint32_t* finished, uint32_
 // A CTA takes rows of one head, heads in the order in which the backward takes them.
 template <typename E, int D>
 __global__ void __launch_bounds__(kPassThreads)
-    bwd_late_postprocess_kernel(const __grid_constant__ BwdParams p, int tiles_per_head, uint32_t items_per_head) {
+    bwd_overlapped_postprocess_kernel(const __grid_constant__ BwdParams p, int tiles_per_head, uint32_t items_per_head) {
   constexpr int kLanes = kPassLanes<D>, kRows = kPassThreads / kLanes;
   // The kernel behind this one may begin when this grid is over, and reads dk and dv: the backward's end comes first.
   if (blockIdx.x + 1 == gridDim.x) ptx::wait_for_kernel_before();
@@ -38,18 +38,18 @@ __global__ void __launch_bounds__(kPassThreads)
   const int bh = static_cast<int>(blockIdx.x) / tiles_per_head, b = bh / r.num_heads, h = bh - b * r.num_heads;
   if (threadIdx.x == 0) wait_for_items(finished_items(p, b, h / (r.num_heads / r.num_heads_k)), items_per_head);
   __syncthreads();
-  const int first = (static_cast<int>(blockIdx.x) - bh * tiles_per_head) * kLateRows;
+  const int first = (static_cast<int>(blockIdx.x) - bh * tiles_per_head) * kOverlappedRows;
   const int chunk = threadIdx.x % kLanes, valid = r.head_dim - chunk * 8;
   if (valid <= 0) return;
-  float4 lo[kLateRows / kRows], hi[kLateRows / kRows];
+  float4 lo[kOverlappedRows / kRows], hi[kOverlappedRows / kRows];
 #pragma unroll
-  for (int i = 0; i < kLateRows / kRows; ++i) {
+  for (int i = 0; i < kOverlappedRows / kRows; ++i) {
     const int row = min(first + i * kRows + static_cast<int>(threadIdx.x) / kLanes, r.seqlen_q - 1);
     const float4* at = reinterpret_cast<const float4*>(p.dq_accum + (int64_t{bh} * r.seqlen_q + row) * D + chunk * 8);
     lo[i] = __ldcg(at), hi[i] = __ldcg(at + 1);
   }
 #pragma unroll
-  for (int i = 0; i < kLateRows / kRows; ++i) {
+  for (int i = 0; i < kOverlappedRows / kRows; ++i) {
     const int row = first + i * kRows + static_cast<int>(threadIdx.x) / kLanes;
     if (row < r.seqlen_q) store_dq<E>(p, {b, row, h, 0, true}, chunk, valid, lo[i], hi[i]);
   }

@@ -1,4 +1,4 @@
-// Tile shapes of the sm90 backward in two kernels: head_dim above 128, and dQ of few rows (prefers_two_kernels()). For
+// Tile shapes of the sm90 backward in two kernels: head_dim above 128, and dQ of few rows (prefers_split_bwd()). For
 // the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace flash_ext::sm90 {
 // Two kernels. That of dK and dV owns 64 keys and streams tiles of block_m queries; one warpgroup has dV, the other dK,
 // because the registers of both together hold no more. That of dQ owns 128 queries, 64 a warpgroup, and streams block_n
 // keys.
-struct WideBwdTile {
+struct SplitBwdTile {
   int block_m, slots;  // tiles of Q and of dO in the ring
   int held;            // columns of K and V whose operands stay in registers for a whole item
   int weight_slots;    // tiles of P on their way to the warpgroup of dK
@@ -33,19 +33,19 @@ struct WideBwdTile {
 // Three tiles of Q and dO, whatever their size: with two a warpgroup waits for what it has just let go. Operands in
 // registers leave shared memory, whose bandwidth is the next limit after the tensor cores, to the other ones: 104 bytes
 // a clock of 128 at head_dim 192 instead of 136. More than 128 columns of 256 would spill.
-constexpr WideBwdTile wide_bwd_tile(int d, int dv) {
+constexpr SplitBwdTile split_bwd_tile(int d, int dv) {
   if (d == kShortHeadDim) return {BwdTile::kBlockM, 0, 0, 0, 128, 2, 2};  // the kernel of dQ only, see kShortKeysTile
   if (d == 192 && dv == 128) return {64, 4, 192, 1, 64, 3, 3};
   if (d == 192) return {64, 3, 192, 2, 80, 2, 2};
   return {48, 3, 128, 1, 64, 2, 1};
 }
 
-constexpr bool wide_bwd_tile_fits(int d, int dv) {
-  const WideBwdTile t = wide_bwd_tile(d, dv);
+constexpr bool split_bwd_tile_fits(int d, int dv) {
+  const SplitBwdTile t = split_bwd_tile(d, dv);
   return t.dkv_smem_bytes(d, dv) <= kSmemLimitLarge && t.dq_smem_bytes(d, dv) <= kSmemLimitLarge;
 }
-static_assert(wide_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && wide_bwd_tile_fits(192, 128) &&
-              wide_bwd_tile_fits(192, 192) && wide_bwd_tile_fits(256, 256));
+static_assert(split_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && split_bwd_tile_fits(192, 128) &&
+              split_bwd_tile_fits(192, 192) && split_bwd_tile_fits(256, 256));
 
 // Tiles of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
 // CTAs then stream the same tiles at the same time. Else longest first in groups of heads whose streamed rows fit the L2
@@ -55,8 +55,8 @@ inline void set_heads_in_group(Grid& g, int heads) {
   g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
 }
 
-inline Grid wide_keys_grid(const Problem& p, const DeviceInfo& d, bool drawn) {
-  Grid g = make_grid(p, d, false, WideBwdTile::kKeys);
+inline Grid dkdv_grid(const Problem& p, const DeviceInfo& d, bool drawn) {
+  Grid g = make_grid(p, d, false, SplitBwdTile::kKeys);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   if (!drawn) {
     set_heads_in_group(g, 1);
@@ -68,8 +68,8 @@ inline Grid wide_keys_grid(const Problem& p, const DeviceInfo& d, bool drawn) {
   return g;
 }
 
-inline Grid wide_queries_grid(const Problem& p, const DeviceInfo& d, bool drawn) {
-  Grid g = make_grid(p, d, true, WideBwdTile::kQueries);
+inline Grid dq_grid(const Problem& p, const DeviceInfo& d, bool drawn) {
+  Grid g = make_grid(p, d, true, SplitBwdTile::kQueries);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   const int fit = static_cast<int>(g.heads_in_group.divisor);
   set_heads_in_group(g, drawn ? heads_in_group(true, g.head_slots, g.blocks, fit, d.num_sms) : 1);

@@ -203,6 +203,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
     const Tensor workspace = workspace_of(plan, q);
     launch(path, BwdCall{plan, params, {}, {}, {}, pointer_to(workspace)});
     if (!need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
+    request.constraints.row = {};  // it has chosen the kernels of dq, dk and dv
   }
 
   const Prepared made = prepare(request, a, info, params.stream);

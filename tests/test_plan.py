@@ -276,3 +276,20 @@ def test_gradients_run_as_their_call_asked(target: Target) -> None:
             assert _C.last_launch()["splits"] == 3
             torch.autograd.grad(out, leaves, torch.randn_like(out))
             assert _C.last_launch()["head_parts"] == 2
+
+
+@on_gpu_paths
+def test_a_row_leaves_the_gradient_of_sinks_to_its_own_plan(target: Target) -> None:
+    """Sinks have a plan beside the plain backward, of a family in which the row of that one is not."""
+    row = {"sm80": "sm80.bwd", "sm90": "sm90.bwd.dq_atomic"}[target.path]
+    make = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = [torch.randn(1, 700, 4, 64, **make) for _ in range(3)]
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    dout = torch.randn(1, 700, 4, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    with target.active():
+        for path in (target.choice, target.asking(row=row).choice):
+            out = flash_ext.attention(*leaves, sinks=sinks, path=path)
+            found.append(torch.autograd.grad(out, (*leaves, sinks), dout))
+        assert _C.last_launch()["row"] == row
+    assert torch.equal(found[0][3], found[1][3]) and found[0][3].abs().max() > 0

@@ -98,8 +98,8 @@ void build_split(Req r, Dev d, Plan& p) {
                    d.num_sms));
   }
   p.launches[1].dq = DqMode::kElsewhere;
-  p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, 128, t.block_n, t.k_slots, sm90::SplitBwdTile::kThreads,
-                 t.dq_smem_bytes(f.d, f.dv), sm90::dq_grid(x, d, dynamic), d.num_sms));
+  p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, sm90::SplitBwdTile::kQueries, t.block_n, t.k_slots,
+                 sm90::SplitBwdTile::kThreads, t.dq_smem_bytes(f.d, f.dv), sm90::dq_grid(x, d, dynamic), d.num_sms));
   for (const int j : {1, 2}) p.launches[j].dynamic = dynamic, p.launches[j].early = sm90::begins_early(x);
   add_row_stats(x, p, stat_rows);
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
@@ -312,8 +312,8 @@ void build_split_mod(Req r, Dev d, Plan& p) {
   p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::SplitBwdTile::kKeys, t.slots,
                  sm90::SplitBwdTile::kThreads, sm90::dkdv_mod_bytes(size), sm90::dkdv_grid(x, d, dynamic),
                  d.num_sms)).dq = DqMode::kElsewhere;
-  p.push(main_of(KernelId::kBwdDqMod90, size, size, 128, t.block_n, t.k_slots, sm90::SplitBwdTile::kThreads,
-                 sm90::dq_mod_bytes(size), sm90::dq_grid(x, d, dynamic), d.num_sms));
+  p.push(main_of(KernelId::kBwdDqMod90, size, size, sm90::SplitBwdTile::kQueries, t.block_n, t.k_slots,
+                 sm90::SplitBwdTile::kThreads, sm90::dq_mod_bytes(size), sm90::dq_grid(x, d, dynamic), d.num_sms));
   for (const int j : {0, 1}) {
     Launch& l = p.launches[p.main + j];
     l.dynamic = dynamic, l.variant = split_variant(r), l.early = sm90::begins_early(x);

@@ -135,7 +135,7 @@ struct NamedModifiers {
         m.softcap = 30.f;
         m.inv_softcap = 1.f / 30.f;
       } else if (name == "alibi") {
-        m.slopes = reinterpret_cast<const float*>(&something);
+        m.by_distance.slopes = reinterpret_cast<const float*>(&something);
       } else if (name == "bias" || name == "bias_gradient") {  // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes
         BiasView& b = m.bias;
         b.ptr = &something;
@@ -182,7 +182,7 @@ struct NamedModifiers {
                               "key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
       }
     }
-    m.is_natural = m.softcap > 0 || m.bias.ptr != nullptr || m.slopes != nullptr;
+    m.is_natural = m.softcap > 0 || m.adds();
   }
 };
 

@@ -194,8 +194,8 @@ Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& in
     m.bias = is_kept ? bias_view(*a.bias) : prepare_bias(made, *a.bias);
   }
   if (a.slopes.has_value()) {
-    m.slopes = a.slopes->const_data_ptr<float>();
-    m.slopes_batch_stride = a.slopes->dim() == 2 ? p.num_heads : 0;
+    m.by_distance.slopes = a.slopes->const_data_ptr<float>();
+    m.by_distance.slopes_batch_stride = a.slopes->dim() == 2 ? p.num_heads : 0;
   }
   if (a.sinks.has_value()) m.sinks = a.sinks->const_data_ptr<float>();
   m.top_left = a.top_left;
@@ -216,7 +216,7 @@ Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& in
   }
   const bool shares_bias = a.bias.has_value() && a.bias->size(0) == 1 && a.bias->size(2) > 1;
   m.batch_fastest = shares_bias && !p.is_varlen() && p.batch > 1;
-  m.is_natural = a.softcap > 0 || a.bias.has_value() || a.slopes.has_value();
+  m.is_natural = a.softcap > 0 || m.adds();
   m.batches = Divisor(static_cast<uint32_t>(std::max(p.batch, 1)));
   return made;
 }

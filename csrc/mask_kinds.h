@@ -6,13 +6,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "host_device.h"
 #include "modifiers.h"
-
-#ifdef __CUDACC__
-#define FLASH_EXT_HOST_DEVICE __host__ __device__
-#else
-#define FLASH_EXT_HOST_DEVICE
-#endif
 
 namespace flash_ext {
 
@@ -121,5 +116,3 @@ inline constexpr MaskSet kUnequalTiles = kinds_where([](const MaskTraits& t) { r
 inline constexpr MaskSet kHidingKinds = kinds_where([](const MaskTraits& t) { return t.hides; });
 
 }  // namespace flash_ext
-
-#undef FLASH_EXT_HOST_DEVICE

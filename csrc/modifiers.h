@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "divisor.h"
+#include "host_device.h"
 #include "params.h"
 
 namespace flash_ext {
@@ -58,18 +59,25 @@ struct HiddenIntervals {
   int32_t count = 0;  // intervals a position
 };
 
+// What is added to a score by the distance of its row and its key; common/by_distance.cuh says how.
+struct DistanceBias {
+  const float* slopes = nullptr;  // ALiBi, (h) or (b, h)
+  int32_t slopes_batch_stride = 0;
+
+  FLASH_EXT_HOST_DEVICE constexpr explicit operator bool() const { return slopes != nullptr; }
+};
+
 // Above it the tanh of a softcap is evaluated finely, which not every kernel can.
 inline constexpr float kFineSoftcap = 100.f;
 
 struct Modifiers {
   // Scores are kept in units of 1 / (unit_log2 ln 2): raw products where nothing is added to them, else natural ones.
-  bool is_natural = false;  // softcap, bias or slopes
+  bool is_natural = false;  // softcap, or something is added
   float unit_log2 = 0.f;    // log2(e), or abs_scale_log2 of the problem
   float softcap = 0.f;      // 0: off
   float inv_softcap = 0.f;  // 1 / softcap
   BiasView bias;
-  const float* slopes = nullptr;  // ALiBi, (h) or (b, h)
-  int32_t slopes_batch_stride = 0;
+  DistanceBias by_distance;
   const float* sinks = nullptr;  // (h)
 
   bool top_left = false;  // row i is level with key i, not with i + seqlen_k - seqlen_q
@@ -98,6 +106,8 @@ struct Modifiers {
   // The kernel before the first launch is one of passes/mask_passes.cuh, which lets the next begin early.
   bool follows_pass = false;
   Divisor batches;
+
+  FLASH_EXT_HOST_DEVICE constexpr bool adds() const { return bias.ptr != nullptr || static_cast<bool>(by_distance); }
 
   float* row_max = nullptr;  // forward: like lse, largest score of a row; null: not wanted
 

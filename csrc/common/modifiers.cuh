@@ -16,6 +16,7 @@
 #include "../modifiers.h"
 #include "../ptx/sm80.cuh"
 #include "attn_mod.cuh"
+#include "by_distance.cuh"
 #include "seqlen.cuh"
 
 namespace flash_ext {
@@ -281,8 +282,8 @@ struct Scores {
     }
     // What is added takes the scale along, as the factor of its fma.
     float scale = m.softcap > 0.f ? 1.f : p.softmax_scale;
-    if (m.slopes != nullptr) {
-      add_slopes<kT>(acc, row0, col0, scale);
+    if (m.by_distance) {
+      add_by_distance<kT>(acc, row0, col0, scale);
       scale = 1.f;
     }
     if (m.bias.ptr == nullptr) return;
@@ -293,44 +294,31 @@ struct Scores {
     }
   }
 
-  // acc = acc * scale - slope * |row + shift - key|. Away from the diagonal the distance is linear in both: two fma.
-  // Distances are formed from the difference of this thread's first positions, which is small where they are.
+  // acc = acc * scale + what is added by distance. Where that is linear, in both of two fma.
   template <bool kT, int kA, int kN>
-  __device__ void add_slopes(float (&acc)[kA][kN][4], int row0, int col0, float scale) const {
-    const int lane = ptx::fresh_lane();
-    const float weight = m.slopes[seat.b * m.slopes_batch_stride + h];
-    constexpr int kRows = kT ? 8 * kN : 16 * kA, kCols = kT ? 16 * kA : 8 * kN;
-    const int centre0 = row0 + shift();
-    constexpr float kStep = kT ? 1.f : -1.f;  // of the distance, per position along the many side
-    const auto add = [&](const auto& penalised) {
+  __device__ void add_by_distance(float (&acc)[kA][kN][4], int row0, int col0, float scale) const {
+    const HeadDistances x = HeadDistances::of(m.by_distance, seat.b, h, 1.f);
+    const int first = first_distance<kT>(row0 + shift(), col0);
+    const TileDistances tile =
+        x.over(row0 + shift(), kT ? 8 * kN : 16 * kA, col0, kT ? 16 * kA : 8 * kN);
+    if (tile.bends) {
+      scale_all(acc, scale);
+      x.add_bent<kT>(acc, first);
+      return;
+    }
+    const float per_step = kT ? tile.per_distance : -tile.per_distance;  // along the many side
 #pragma unroll
-      for (int a = 0; a < kA; ++a) {
+    for (int r = 0; r < 2 * kA; ++r) {
+      const float distance = static_cast<float>(first + (kT ? -8 * r : 8 * r));
+      const float base = fmaf(tile.per_distance, distance, tile.constant);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int few = a * 16 + half * 8 + lane / 4, many = 2 * (lane % 4);
-          const float first = static_cast<float>(centre0 - col0 + (kT ? many - few : few - many));
-          const auto score = penalised(first);
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-          for (int n = 0; n < kN; ++n) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              float& s = acc[a][n][half * 2 + c];
-              s = score(s, kStep * static_cast<float>(8 * n + c));
-            }
-          }
+        for (int c = 0; c < 2; ++c) {
+          float& s = acc[r / 2][n][r % 2 * 2 + c];
+          s = fmaf(s, scale, fmaf(per_step, static_cast<float>(8 * n + c), base));
         }
       }
-    };
-    const bool before = col0 + kCols - 1 <= centre0, after = centre0 + kRows - 1 <= col0;
-    if (before || after) {
-      const float sloped = before ? -weight : weight;
-      add([&](float first) {
-        return [=, base = sloped * first](float s, float step) { return fmaf(s, scale, fmaf(sloped, step, base)); };
-      });
-    } else {
-      add([&](float first) {
-        return [=](float s, float step) { return fmaf(-weight, fabsf(first + step), s * scale); };
-      });
     }
   }
 

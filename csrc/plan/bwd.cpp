@@ -172,7 +172,7 @@ bool has_hopper_dbias(Req r, Dev d, Arch arch) {
 }
 
 ScoreVariant fused_variant(Req r) {
-  const bool adds = r.modifiers->slopes != nullptr || r.modifiers->bias.ptr != nullptr;
+  const bool adds = r.modifiers->adds();
   if (r.modifiers->softcap > 0.f) return kCap;
   return drops(r) ? (adds ? kAddDrop : kDrop) : adds ? kAdd : kHide;
 }

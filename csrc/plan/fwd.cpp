@@ -94,7 +94,7 @@ bool changes(Req r) { return r.modifiers->is_natural || factor_of(r.problem) != 
 bool drops(Req r) { return r.modifiers->rng != nullptr; }
 bool has_one_change(Req r) {
   const Modifiers& m = *r.modifiers;
-  return (m.softcap > 0.f) + (m.slopes != nullptr) + (m.bias.ptr != nullptr) == 1 && m.rng == nullptr;
+  return (m.softcap > 0.f) + static_cast<bool>(m.by_distance) + (m.bias.ptr != nullptr) == 1 && m.rng == nullptr;
 }
 bool supports_hide(Req r, Dev d) { return supports_mod(r, d) && !changes(r) && !drops(r); }
 bool supports_hide_m192(Req r, Dev d) { return supports_hide(r, d) && sm90::has_m192(masked_dim(r.problem)); }
@@ -106,7 +106,7 @@ bool supports_bias(Req r, Dev d) {
   return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr && sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
 }
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
-bool supports_slopes(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->slopes != nullptr; }
+bool supports_slopes(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->by_distance; }
 bool supports_cap(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->softcap > 0.f; }
 
 bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_m192_slopes(r.problem, *r.modifiers, d, r.constraints); }

@@ -208,10 +208,10 @@ __device__ __forceinline__ void bwd_bias_body(const BwdParams& p, const Modifier
     const BiasStep& step = steps[it];
     const Scores scores{p.problem, m, step.seat, step.h};
     const bool light = m.softcap == 0.f && m.rng == nullptr && is_light(m, step.tests);
-    if (light && m.slopes == nullptr && m.bias.staged) {
-      add_light_gradients<T, false>(acc, acc_s, acc_dp, scores, step, part);
-    } else if (light && m.bias.ptr == nullptr && g.is_slope) {
-      add_light_gradients<T, true>(acc, acc_s, acc_dp, scores, step, part);
+    if (light && !m.by_distance && m.bias.staged) {
+      add_light_gradients<T, false>(acc, acc_s, acc_dp, scores, step, part, false);
+    } else if (light && m.by_distance && m.bias.ptr == nullptr) {
+      add_light_gradients<T, true>(acc, acc_s, acc_dp, scores, step, part, g.is_slope);
     } else {
       add_gradients<T>(acc, acc_s, acc_dp, scores, step, part, g.is_slope, drop_keys[it % 2]);
     }

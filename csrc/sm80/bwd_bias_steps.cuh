@@ -160,13 +160,13 @@ __device__ __forceinline__ bool is_light(const Modifiers& m, TileTests tests) {
   return (tests & kTestKeys) == 0 && ((tests & kTestRows) == 0 || !asks_any<kMadeRowWords>(m));
 }
 
-// acc += dS of this warp's part of a tile, for what most calls ask: no soft cap, no dropout, a staged bias or (kSlopes)
-// slopes and their gradient, light tests. Each thing is done for all units before the next, so there are few branches,
+// acc += dS of this warp's part of a tile, times -|distance| for the gradient of slopes. For what most calls ask: no soft
+// cap, no dropout, light tests, a staged bias or (kByDistance) one by distance. Each thing is done for all units before the next, so there are few branches,
 // and code that is not needed lies apart: with a branch a unit the walk through the code cost twice the arithmetic.
-template <typename T, bool kSlopes>
+template <typename T, bool kByDistance>
 __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits<T>& acc_s, BiasUnits<T>& acc_dp,
                                                     const Scores& scores, const BiasStep& step,
-                                                    const BiasPart<T>& part) {
+                                                    const BiasPart<T>& part, bool is_slope) {
   const Modifiers& m = scores.m;
   const float scale = scores.p.softmax_scale;
   // f(unit, half, row, key): row 8 half + lane / 4 of a unit and the first of its eight keys, counted in the part.
@@ -180,20 +180,26 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
       }
     }
   };
-  const auto distance = [&](int row, int key) {
-    return static_cast<float>(step.row0 + part.row() + row + scores.shift() - step.col0 - part.key() - key);
-  };
+  const int centre0 = step.row0 + part.row() + scores.shift(), col0 = step.col0 + part.key();
+  const auto distance = [&](int row, int key) { return static_cast<float>(centre0 + row - col0 - key); };
   const auto of_key = [](int i) { return i / 2 * 8 + i % 2; };  // of eight, from the first
-  if constexpr (kSlopes) {
-    const float slope = m.slopes[scores.seat.b * m.slopes_batch_stride + scores.h];
+  if constexpr (kByDistance) {
+    const HeadDistances x = HeadDistances::of(m.by_distance, scores.seat.b, scores.h, 1.f);
+    const TileDistances tile = x.over(centre0, 32, col0, T::kWarpN);
     for_rows([&](int unit, int half, int row, int key) {
-      const float first = distance(row, key);
+      const float base = fmaf(tile.per_distance, distance(row, key), tile.constant);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& s = acc_s[unit][0][i / 2][2 * half + i % 2];
-        s = fmaf(s, scale, -(slope * fabsf(first - static_cast<float>(of_key(i)))));
+        s = fmaf(s, scale, fmaf(-tile.per_distance, static_cast<float>(of_key(i)), base));
       }
     });
+    if (tile.bends) {
+#pragma unroll
+      for (int unit = 0; unit < T::kUnits; ++unit) {
+        x.add_bent<false>(acc_s[unit], first_distance<false>(centre0 + unit % 2 * 16, col0 + unit / 2 * 32));
+      }
+    }
   } else {
     const uint32_t bias_at = part.bias();
 #pragma unroll
@@ -219,17 +225,14 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
   }
   for_rows([&](int unit, int half, int row, int key) {
     const float2 stats = part.stats_of(row);
-    const float first = kSlopes ? distance(row, key) : 0.f;
+    const float first = kByDistance ? distance(row, key) : 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float weight = ptx::ex2(fmaf(acc_s[unit][0][i / 2][2 * half + i % 2], m.unit_log2, -stats.x));
       const float gradient = acc_dp[unit][0][i / 2][2 * half + i % 2] - stats.y;
       float& sum = acc[unit][0][i / 2][2 * half + i % 2];
-      if constexpr (kSlopes) {
-        sum -= weight * gradient * fabsf(first - static_cast<float>(of_key(i)));
-      } else {
-        sum = fmaf(weight, gradient, sum);
-      }
+      const float factor = kByDistance && is_slope ? -fabsf(first - static_cast<float>(of_key(i))) : 1.f;
+      sum = fmaf(weight * gradient, factor, sum);
     }
   });
 }

@@ -1,5 +1,5 @@
 // What the forward adds to the scores of calls whose kernel has no room for everything modifiers.cuh knows: softcap,
-// slopes, a bias that can be staged. Terms that a whole row shares stay out of the scores.
+// a bias by distance, one that can be staged. Terms that a whole row shares stay out of the scores.
 #pragma once
 
 #include "../common/bias_stage.cuh"
@@ -16,44 +16,32 @@ struct NoRowTerms {
   __device__ float operator()(int) const { return 0.f; }
 };
 
-// acc = acc * scale - slope * |row + shift - key|, less the terms returned.
+// acc = acc * scale + what is added by distance, less the terms returned.
 template <int kA, int kN>
-__device__ __forceinline__ RowTerms add_slopes(float (&acc)[kA][kN][4], const Scores& s, int row0, int col0,
-                                               float scale) {
-  const int lane = ptx::fresh_lane();
-  const float slope = s.m.slopes[s.seat.b * s.m.slopes_batch_stride + s.h];
-  const int centre0 = row0 + s.shift(), distance0 = centre0 + lane / 4 - col0 - 2 * (lane % 4);
-  const bool before = col0 + 8 * kN - 1 <= centre0, after = centre0 + 16 * kA - 1 <= col0;
-  if (before || after) {
-    // Linear in the key and in the row: the key's part is made once for all rows of a thread.
-    const float sloped = before ? slope : -slope;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float of_key = sloped * static_cast<float>(8 * n + c);
-#pragma unroll
-        for (int r = 0; r < 2 * kA; ++r) {
-          float& x = acc[r / 2][n][r % 2 * 2 + c];
-          x = fmaf(x, scale, of_key);
-        }
-      }
-    }
-    return {-sloped * static_cast<float>(distance0), -8.f * sloped};
+__device__ __forceinline__ RowTerms add_by_distance(float (&acc)[kA][kN][4], const Scores& s, int row0, int col0,
+                                                    float scale) {
+  const HeadDistances x = HeadDistances::of(s.m.by_distance, s.seat.b, s.h, 1.f);
+  const int centre0 = row0 + s.shift(), first = first_distance<false>(centre0, col0);
+  const TileDistances tile = x.over(centre0, 16 * kA, col0, 8 * kN);
+  if (tile.bends) {
+    Scores::scale_all(acc, scale);
+    x.add_bent<false>(acc, first);
+    return {};
   }
+  // Linear in the key and in the row: the key's part is made once for all rows of a thread.
 #pragma unroll
-  for (int r = 0; r < 2 * kA; ++r) {
-    const float distance = static_cast<float>(distance0 + 8 * r);
+  for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+    for (int c = 0; c < 2; ++c) {
+      const float of_key = -tile.per_distance * static_cast<float>(8 * n + c);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+      for (int r = 0; r < 2 * kA; ++r) {
         float& x = acc[r / 2][n][r % 2 * 2 + c];
-        x = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + c)), x * scale);
+        x = fmaf(x, scale, of_key);
       }
     }
   }
-  return {};
+  return {fmaf(tile.per_distance, static_cast<float>(first), tile.constant), 8.f * tile.per_distance};
 }
 
 // acc = cap tanh(factor acc). Where all are below a fifth, or three
@@ -121,8 +109,8 @@ __device__ __forceinline__ RowTerms change_scores(float (&acc)[kA][kN][4], const
     scale = 1.f;
   }
   RowTerms terms;
-  if (m.slopes != nullptr) {
-    terms = add_slopes(acc, s, row0, col0, scale);
+  if (m.by_distance) {
+    terms = add_by_distance(acc, s, row0, col0, scale);
     scale = 1.f;
   }
   if (m.bias.ptr != nullptr) Stage::template add<E, false>(acc, scale, stage);

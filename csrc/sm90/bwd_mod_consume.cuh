@@ -109,8 +109,10 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       return;
     } else if constexpr (T::kAdds) {
       if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
-        const float slope = shared.slopes[slot_of(steps(), T::kSteps)];
-        add_to_keys(s, additions_of(first_query() + scores().shift(), first_key(), slope, key_bias), stats(), a.unit);
+        const HeadDistances& distances = shared.distances[slot_of(steps(), T::kSteps)];
+        const KeyAdditions additions =
+            additions_of(first_query() + scores().shift(), first_key(), distances, key_bias);
+        add_to_keys(s, additions, distances, stats(), a.unit);
       } else {
         to_log2(s, stats(), a.unit);
       }

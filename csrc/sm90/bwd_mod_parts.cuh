@@ -28,7 +28,7 @@ struct BwdModArgs {
   KeyCap cap;
   Steps bias_steps;
   float unit;        // raw products, or tanh, times this are scores in log2
-  bool adds_to_keys;  // a slope or a bias that all rows share
+  bool adds_to_keys;  // something by distance, or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
   bool stores_dq;    // has_whole_keys()
 };
@@ -114,8 +114,8 @@ struct ModKeyShared {
   BwdModItem items[T::kItems];
   BwdChunk chunks[T::kRingChunks];
   BwdStep steps[T::kSteps];
-  float slopes[T::kSteps];  // of the steps' heads, times log2(e)
-  uint32_t index;           // the scheduler's present one
+  HeadDistances distances[T::kSteps];  // of the steps' heads, in units of log2
+  uint32_t index;                      // the scheduler's present one
   int items_found, chunks_found;
   alignas(4) unsigned char only_marks[T::kAdds ? T::kMarkBytes : 4];
 

@@ -334,8 +334,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
                      T::kStatsBytes, full);
       shared.steps[step_place] = step;
       if constexpr (T::kAdds) {
-        const int64_t at = item.seat.b * a.m.slopes_batch_stride + head;
-        shared.slopes[step_place] = a.m.slopes == nullptr ? 0.f : a.m.slopes[at] * kLog2e;
+        shared.distances[step_place] = HeadDistances::of(a.m.by_distance, item.seat.b, head, kLog2e);
       }
       if (T::kConsumersDraw && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, head);
       ptx::mbarrier_arrive(full);

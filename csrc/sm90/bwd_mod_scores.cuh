@@ -8,25 +8,26 @@
 
 namespace flash_ext::sm90 {
 
-// What a step adds to a warp's scores: one number for a key and, away from the diagonal, something linear in the rows.
+// What a step adds to a warp's scores: one number for a key and something linear in the rows, or, where that bends, to
+// each score its own.
 struct KeyAdditions {
   float of_key[2];  // this thread's two keys
   float of_row;     // times the row's place in the tile
-  float near;       // slope to multiply |distance| with, where the distance is not linear; else 0
-  float distance;   // row + shift - key of s[0]
+  bool bends;
+  int first;  // distance of s[0]
 };
 
-// `slope`: of the head, times log2(e); 0 without. `bias`: of the two keys, of a bias that all rows share.
-__device__ __forceinline__ KeyAdditions additions_of(int centre0, int col0, float slope, const float (&bias)[2]) {
-  const int lane = ptx::fresh_lane();
+// `distances`: of the head, in units of log2. `bias`: of the two keys, of a bias that all rows share.
+__device__ __forceinline__ KeyAdditions additions_of(int centre0, int col0, const HeadDistances& distances,
+                                                     const float (&bias)[2]) {
+  const TileDistances tile = distances.over(centre0, BwdModTile::kBlockM, col0, 16);
   KeyAdditions x;
-  x.distance = static_cast<float>(centre0 - col0 + 2 * (lane % 4) - lane / 4);
-  const bool before = col0 + 15 <= centre0, after = centre0 + BwdModTile::kBlockM - 1 <= col0;
-  x.of_row = before ? -slope : after ? slope : 0.f;
-  x.near = before || after ? 0.f : slope;
+  x.first = first_distance<true>(centre0, col0);
+  x.of_row = tile.per_distance;
+  x.bends = tile.bends;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    x.of_key[half] = fmaf(x.of_row, x.distance - 8.f * static_cast<float>(half), bias[half] * kLog2e);
+    x.of_key[half] = fmaf(x.of_row, static_cast<float>(x.first - 8 * half), fmaf(bias[half], kLog2e, tile.constant));
   }
   return x;
 }
@@ -42,7 +43,8 @@ __device__ __forceinline__ void to_log2(float (&s)[32], const float* minus_lse, 
 }
 
 // The same with what is added, but for a bias that TMA brings.
-__device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& x, const float* minus_lse, float unit) {
+__device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& x, const HeadDistances& distances,
+                                            const float* minus_lse, float unit) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
@@ -51,11 +53,8 @@ __device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& 
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, rows[i % 2]) + x.of_key[i / 2];
   }
-  if (!__any_sync(ptx::kFullWarp, x.near != 0.f)) return;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const float step = static_cast<float>(i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
-    s[i] = fmaf(-x.near, fabsf(x.distance + step), s[i]);
+  if (__any_sync(ptx::kFullWarp, x.bends)) {
+    distances.add_bent<true>(reinterpret_cast<float(&)[1][8][4]>(s), x.first);
   }
 }
 

@@ -63,8 +63,7 @@ inline bool visits_all_queries(const Problem& p, const Modifiers& m) {
 // Not what there is no kernel for: a softcap together with dropout or with anything that is added to scores. Nor a bias
 // that TMA cannot read and that differs from row to row: read from global memory it is slower here.
 inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
-  const bool adds = m.slopes != nullptr || m.bias.ptr != nullptr;
-  if (m.softcap > 0.f && (adds || m.rng != nullptr)) return false;
+  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
   if (m.bias.ptr == nullptr) return true;
   if (m.bias.is_float && m.bias.row_stride != 0) return m.bias.aligned && BwdModTile::has_float_bias(bwd_mod_size(p));
   return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
@@ -75,7 +74,7 @@ inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
 inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const BiasGradient& g) {
   const bool is_elementwise = !g.is_slope && !g.sum_rows && !g.sum_cols;
   const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k;
-  const bool is_alone = m.bias.row_stride != 0 && m.slopes == nullptr && m.softcap == 0.f && m.rng == nullptr;
+  const bool is_alone = m.bias.row_stride != 0 && !m.by_distance && m.softcap == 0.f && m.rng == nullptr;
   return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kSharedIntervals>(m);
 }
 

@@ -98,14 +98,14 @@ class ReadBias {
   uint32_t raw_[kCount];
 };
 
-// s = scale s, with slopes and bias, in natural units. kHalf: only the first half of the bias has been asked for,
+// s = scale s, with what is added by distance and bias, in natural units. kHalf: only the first half of the bias has been asked for,
 // because registers are short.
 template <typename E, bool kT, bool kHalf, int kCount>
 __device__ __forceinline__ void add_naturally(float (&s)[kCount], const Scores& scores, int row0, int col0,
                                               ReadBias<E, kT, kCount>& bias) {
-  if (scores.m.slopes != nullptr) {
+  if (scores.m.by_distance) {
     auto& x = reinterpret_cast<float (&)[1][kCount / 4][4]>(s);
-    scores.template add_slopes<kT>(x, row0, col0, scores.p.softmax_scale);
+    scores.template add_by_distance<kT>(x, row0, col0, scores.p.softmax_scale);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] *= scores.p.softmax_scale;

@@ -244,11 +244,11 @@ struct MaskedConsumer {
       ScorePart& x = part_of(s, part);
       if constexpr (T::kKind == FwdModKind::kHides) {
         shift_scores(x, a.scale_log2, shift);
-      } else if (T::kM192 || a.m.slopes == nullptr) {
+      } else if (T::kM192 || !a.m.by_distance) {
         cap_to_exponents(x, a, shift);
       } else {
         const int centre0 = first_row() + scores().shift(), col0 = first_col() + part * kPartKeys;
-        slope_scores(x, a.scale_log2, item_at(items).slope, centre0, col0, shift);
+        add_distances(x, a.scale_log2, item_at(items).distances, centre0, col0, shift);
       }
       ptx::pin(x);
     }
@@ -257,7 +257,7 @@ struct MaskedConsumer {
   __device__ __forceinline__ void bend(Beside& beside) {
     if (!beside.bias.bends) return;
     beside.bias.of[0] = beside.bias.of[1] = 0.f;
-    subtract_distances(s, item_at(items).raw_slope, beside.ahead);
+    item_at(items).raw.add_bent<false>(as_blocks(s), first_distance<false>(beside.ahead, 0));
     ptx::pin(s);
   }
   __device__ __forceinline__ void hide(const Beside& beside) {

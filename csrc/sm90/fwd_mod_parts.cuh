@@ -59,7 +59,7 @@ struct ModItem {
   float sink;           // -inf: none
   BlockRange blocks;    // tiles of keys that may be visited
   int turn;             // they are visited from blocks.end - 1 - turn down, those above it last
-  float slope;          // times log2(e)
+  HeadDistances distances;  // in units of log2
   const uint32_t* mask;  // its words of the head's first row
 };
 struct DropItem : ModItem {
@@ -67,8 +67,8 @@ struct DropItem : ModItem {
 };
 struct SlopeItem : ModItem {
   int centre;         // the first row's place among the keys
-  float raw_slope;    // in units of raw products
-  uint32_t terms[4];  // the same as a sum: pairs of bf16
+  HeadDistances raw;  // in units of raw products
+  uint32_t terms[4];  // its slope as a sum: pairs of bf16
 };
 
 // A step is a tile of keys of an item: the tile, and in `flags` what concerns all warpgroups, above it four bits for

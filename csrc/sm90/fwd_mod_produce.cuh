@@ -70,13 +70,15 @@ __device__ __forceinline__ uint32_t judge_tile(const Scores& scores, int m_block
 // largest score, 32 keys away, by 2^-19 slopes, which overflowed fp16 from 1e7 on. Infinity and NaN stay, and make NaN.
 __device__ __forceinline__ void split_slope(SlopeItem& item, float scale_log2) {
   constexpr float kHighest = 0x1p20f;
-  const float size = fabsf(item.slope);
-  if (size > kHighest && size < INFINITY) item.slope = copysignf(kHighest, item.slope);
-  item.raw_slope = item.slope / scale_log2;
+  float& slope = item.distances.slope;
+  const float size = fabsf(slope);
+  if (size > kHighest && size < INFINITY) slope = copysignf(kHighest, slope);
+  item.raw.slope = slope / scale_log2;
+  const float raw = item.raw.slope;
   const auto rounded = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
-  const float first = rounded(item.raw_slope), second = rounded(item.raw_slope - first);
+  const float first = rounded(raw), second = rounded(raw - first);
   item.terms[0] = ptx::pack2<__nv_bfloat16>(first, second);
-  item.terms[1] = ptx::pack2<__nv_bfloat16>(item.raw_slope - first - second, 0.f);
+  item.terms[1] = ptx::pack2<__nv_bfloat16>(raw - first - second, 0.f);
   item.terms[2] = item.terms[3] = 0;
 }
 
@@ -94,10 +96,11 @@ __device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, t
     item.blocks = Scores{p, a.m, item.seat, w.h}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
     item.sink = a.m.sinks != nullptr && b >= 0 && b < p.batch ? a.m.sinks[w.h] : -INFINITY;
     item.turn = 0;
-    if (T::kMaySlope && a.m.slopes != nullptr) {
+    if (T::kMaySlope && a.m.by_distance) {
       const int diagonal = ((w.block + 1) * T::kBlockM - 1 + Scores{p, a.m, item.seat, w.h}.shift()) / T::kBlockN;
       item.turn = max(0, item.blocks.end - 1 - max(diagonal, item.blocks.begin));
-      item.slope = b >= 0 && b < p.batch ? a.m.slopes[b * a.m.slopes_batch_stride + w.h] * kLog2e : 0.f;
+      if (b >= 0 && b < p.batch) item.distances = HeadDistances::of(a.m.by_distance, b, w.h, kLog2e);
+      else item.distances = {};
     }
     if constexpr (T::kSlopesInProduct) {
       item.centre = w.block * T::kBlockM + Scores{p, a.m, item.seat, w.h}.shift();

@@ -30,25 +30,21 @@ __device__ __forceinline__ void shift_scores(ScorePart& s, float unit, const flo
   for (int i = 0; i < kPartKeys / 2; ++i) s[i] = fmaf(s[i], unit, -shift[i / 2 % 2]);
 }
 
-// Raw products to exponents with a slope: away from the diagonal one fma more than without.
-__device__ __forceinline__ void slope_scores(ScorePart& s, float unit, float slope, int centre0, int col0,
-                                             const float (&shift)[2]) {
-  constexpr int kCount = kPartKeys / 2;
-  const int lane = ptx::fresh_lane();
-  const bool before = col0 + kPartKeys - 1 <= centre0, after = centre0 + 15 <= col0;
-  const float first = static_cast<float>(centre0 - col0 + lane / 4 - 2 * (lane % 4));
-  const auto step_of = [](int i) { return static_cast<float>(i / 4 * 8 + i % 2); };
-  if (__any_sync(ptx::kFullWarp, before || after)) {
-    const float sloped = before ? slope : -slope;
-    const float base[2] = {fmaf(-sloped, first, -shift[0]), fmaf(-sloped, first + 8.f, -shift[1])};
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] = fmaf(s[i], unit, fmaf(sloped, step_of(i), base[i / 2 % 2]));
+// Raw products to exponents with what is added by distance: where that is linear, one fma more than without.
+__device__ __forceinline__ void add_distances(ScorePart& s, float unit, const HeadDistances& x, int centre0, int col0,
+                                              const float (&shift)[2]) {
+  const int first = first_distance<false>(centre0, col0);
+  const TileDistances tile = x.over(centre0, 16, col0, kPartKeys);
+  if (__any_sync(ptx::kFullWarp, tile.bends)) {
+    shift_scores(s, unit, shift);
+    x.add_bent<false>(as_blocks(s), first);
     return;
   }
+  const float base[2] = {fmaf(tile.per_distance, static_cast<float>(first), tile.constant - shift[0]),
+                         fmaf(tile.per_distance, static_cast<float>(first + 8), tile.constant - shift[1])};
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float distance = fabsf(first + (static_cast<float>(i / 2 % 2 * 8) - step_of(i)));
-    s[i] = fmaf(-slope, distance, fmaf(s[i], unit, -shift[i / 2 % 2]));
+  for (int i = 0; i < kPartKeys / 2; ++i) {
+    s[i] = fmaf(s[i], unit, fmaf(-tile.per_distance, static_cast<float>(i / 4 * 8 + i % 2), base[i / 2 % 2]));
   }
 }
 
@@ -200,8 +196,8 @@ __device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a,
     cap_scores(s, a);
     scale = 1.f;
   }
-  if (kAll && m.slopes != nullptr) {
-    scores.add_slopes<false>(as_blocks(s), row0, col0, scale);
+  if (kAll && m.by_distance) {
+    scores.add_by_distance<false>(as_blocks(s), row0, col0, scale);
     scale = 1.f;
   }
   if (kAll && m.bias.ptr == nullptr) return;

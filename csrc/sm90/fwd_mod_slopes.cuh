@@ -26,19 +26,19 @@ __device__ __forceinline__ void write_key_numbers(unsigned char* to) {
   ptx::fence_proxy_async();
 }
 
-// Whether 16 rows lie behind all keys of a tile, or before them. `ahead`: of the first row's place to the first key's.
+// What a warp's 16 rows add to a tile. `ahead`: of the first row's place to the first key's.
 template <int kKeys>
-__device__ __forceinline__ bool is_behind(int ahead) {
-  return ahead >= kKeys - 1;
+__device__ __forceinline__ TileDistances distances_of_rows(const SlopeItem& item, int ahead) {
+  return item.distances.over(ahead, 16, 0, kKeys);
 }
-__device__ __forceinline__ bool is_before(int ahead) { return ahead <= -15; }
 
 // A lane's part of the rows of A: the slope in three terms, those of bf16 that sum up to 24 bits, less where rows lie
 // before the keys.
 template <int kKeys>
 __device__ __forceinline__ uint32_t own_terms(const SlopeItem& item, int ahead) {
   const uint32_t terms = item.terms[ptx::fresh_lane() % 4];
-  return is_behind<kKeys>(ahead) ? terms : is_before(ahead) ? terms ^ 0x80008000u : 0;
+  const int side = distances_of_rows<kKeys>(item, ahead).side;
+  return side > 0 ? terms : side < 0 ? terms ^ 0x80008000u : 0;
 }
 
 // What two rows add to all scores of a tile, in units of log2. Where the tile bends, each score has its own instead.
@@ -50,24 +50,12 @@ struct RowBias {
 // Made while products run: behind them it would lengthen the chain from scores to scores.
 template <int kKeys>
 __device__ __forceinline__ RowBias bias_of_rows(const SlopeItem& item, int ahead) {
-  const bool behind = is_behind<kKeys>(ahead);
-  const float slope = behind ? -item.slope : item.slope;
+  const TileDistances tile = distances_of_rows<kKeys>(item, ahead);
   const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kMiddleKey);
-  RowBias bias{{slope * first, slope * (first + 8.f)}, __any_sync(ptx::kFullWarp, !behind && !is_before(ahead)) != 0};
+  RowBias bias{{fmaf(tile.per_distance, first, tile.constant), fmaf(tile.per_distance, first + 8.f, tile.constant)},
+               __any_sync(ptx::kFullWarp, tile.bends) != 0};
   ptx::pin(bias.of);
   return bias;
-}
-
-// Raw products less what their distances cost, for a tile that the diagonal crosses.
-template <int kCount>
-__device__ __forceinline__ void subtract_distances(float (&s)[kCount], float slope, int ahead) {
-  const int lane = ptx::fresh_lane();
-  const float first = static_cast<float>(ahead + lane / 4 - 2 * (lane % 4));
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float distance = fabsf(first + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2));
-    s[i] = fmaf(-slope, distance, s[i]);
-  }
 }
 
 // try_weights() of scores that lack their rows' bias.

@@ -186,13 +186,13 @@ inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo&
 constexpr bool has_m192_changes(int d) { return d == 128; }
 inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
-  const bool alone = m.slopes != nullptr && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
+  const bool alone = m.by_distance && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
   const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
   return alone && divides && m192_fits(p, m, d, c);
 }
 inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
-  const bool alone = m.softcap > 0.f && m.slopes == nullptr && m.bias.ptr == nullptr && m.rng == nullptr;
+  const bool alone = m.softcap > 0.f && !m.by_distance && m.bias.ptr == nullptr && m.rng == nullptr;
   return alone && m192_fits(p, m, d, c);
 }
 inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d,

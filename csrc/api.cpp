@@ -98,28 +98,6 @@ Tensor gradient_of_sinks(const Tensor& sinks, const Tensor& lse, const Tensor& s
   return sum_over_rows(of_rows).neg();
 }
 
-// A gradient of shape (batch|1, h|1, rows|1, cols|1).
-BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope) {
-  BiasGradient g;
-  g.batch = static_cast<int32_t>(shape[0]);
-  g.heads = static_cast<int32_t>(shape[1]);
-  g.rows = static_cast<int32_t>(shape[2]);
-  g.cols = static_cast<int32_t>(shape[3]);
-  g.sum_rows = shape[2] == 1;
-  g.sum_cols = shape[3] == 1;
-  g.is_slope = is_slope;
-  return g;
-}
-
-// Where it is summed: in its parts of the workspace, else in `result`.
-Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result) {
-  g.splits = splits;
-  const Tensor to = part ? workspace.narrow(0, part.offset, part.bytes).view(at::kFloat).view({splits, -1}) : result;
-  g.is_float = to.scalar_type() == at::kFloat;
-  g.out = to.mutable_data_ptr();
-  return to;
-}
-
 // Whether dq, dk and dv are those of a backward without modifiers from the same out and lse: where nothing but sinks is
 // asked for, which add to the denominator that lse holds and are no part of the scores.
 bool is_plain_given_lse(const Problem& p, const CallArgs& a) {

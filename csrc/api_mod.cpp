@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -219,6 +220,84 @@ Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& in
   m.is_natural = a.softcap > 0 || m.adds();
   m.batches = Divisor(static_cast<uint32_t>(std::max(p.batch, 1)));
   return made;
+}
+
+BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope) {
+  BiasGradient g;
+  g.batch = static_cast<int32_t>(shape[0]);
+  g.heads = static_cast<int32_t>(shape[1]);
+  g.rows = static_cast<int32_t>(shape[2]);
+  g.cols = static_cast<int32_t>(shape[3]);
+  g.sum_rows = shape[2] == 1;
+  g.sum_cols = shape[3] == 1;
+  g.is_slope = is_slope;
+  return g;
+}
+
+Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result) {
+  g.splits = splits;
+  const Tensor to = part ? workspace.narrow(0, part.offset, part.bytes).view(at::kFloat).view({splits, -1}) : result;
+  g.is_float = to.scalar_type() == at::kFloat;
+  g.out = to.mutable_data_ptr();
+  return to;
+}
+
+NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Problem& p) {
+  static const int64_t something = 0;  // never read
+  Modifiers& m = modifiers;
+  for (const std::string& name : names) {
+    if (name == "softcap") {
+      m.softcap = 30.f;
+      m.inv_softcap = 1.f / 30.f;
+    } else if (name == "alibi") {
+      m.by_distance.slopes = reinterpret_cast<const float*>(&something);
+    } else if (name == "bias" || name == "bias_gradient") {  // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes
+      BiasView& b = m.bias;
+      b.ptr = &something;
+      b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
+      b.cols = p.is_varlen() ? static_cast<int32_t>(p.total_k) : p.seqlen_k;
+      b.row_stride = (b.cols + 7) / 8 * 8;
+      b.col_stride = 1;
+      b.head_stride = b.row_stride * b.rows;
+      b.aligned = b.staged = b.has_room = true;
+      dbias.heads = p.num_heads;
+      dbias.rows = b.rows;
+      dbias.cols = b.cols;
+      wants_dbias = wants_dbias || name == "bias_gradient";
+    } else if (name == "dropout") {
+      m.rng = &something;
+      m.drop_below = 6554;
+    } else if (name == "mask") {
+      m.mask.words = reinterpret_cast<const uint32_t*>(&something);
+      m.mask.row_stride = 1;
+      m.follows_pass = true;
+    } else if (name == "key_padding") {
+      m.mask.words = reinterpret_cast<const uint32_t*>(&something);
+      m.follows_pass = true;
+    } else if (name == "blocks") {
+      m.blocks.words = reinterpret_cast<const uint32_t*>(&something);
+      m.block_rows = 128;
+      m.follows_pass = true;
+    } else if (name == "documents") {
+      m.document_q.ids = m.document_k.ids = reinterpret_cast<const int32_t*>(&something);
+      m.follows_pass = true;
+    } else if (name == "hidden_rows" || name == "hidden_keys") {
+      (name == "hidden_rows" ? m.hidden_rows : m.hidden_keys).count = 1;
+      m.follows_pass = true;
+    } else if (name == "chunk") {
+      m.chunk = 1024;
+    } else if (name == "prefix") {
+      m.prefix_lens = reinterpret_cast<const int32_t*>(&something);
+    } else if (name == "sink_tokens") {
+      m.sink_tokens = 4;
+    } else if (name == "sinks") {
+      m.sinks = reinterpret_cast<const float*>(&something);
+    } else {
+      throw std::invalid_argument("unknown modifier '" + name + "'; known: softcap, alibi, bias, bias_gradient, dropout, mask, "
+                            "key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
+    }
+  }
+  m.is_natural = m.softcap > 0 || m.adds();
 }
 
 }  // namespace flash_ext

@@ -101,4 +101,20 @@ struct Prepared {
 // Runs the passes over masks that `request` needs, whose modifiers are still missing (api_mod.cpp).
 Prepared prepare(const Request& request, const CallArgs& args, const DeviceInfo& info, void* stream);
 
+// The gradient of a bias of shape (batch|1, h|1, rows|1, cols|1), or of slopes.
+BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope);
+
+// Where it is summed: in its parts of the workspace, else in `result`.
+Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result);
+
+// Modifiers of which only the kind is known, as plans look at them: pointers that are not null, and numbers.
+struct NamedModifiers {
+  Modifiers modifiers;
+  BiasGradient dbias;
+  bool wants_dbias = false;
+
+  // Raises std::invalid_argument for a name that is not known.
+  NamedModifiers(const std::vector<std::string>& names, const Problem& p);
+};
+
 }  // namespace flash_ext

@@ -18,26 +18,28 @@ struct TileDistances {
   float constant, per_distance;
 };
 
-// Of one head, in the unit of its scores.
+// Of one head, in the unit of its scores. Kernels keep it in shared memory, so what all heads share stays outside.
 struct HeadDistances {
   float slope;
 
   __device__ __forceinline__ static HeadDistances of(const DistanceBias& x, int b, int h, float unit) {
-    return {x.slopes == nullptr ? 0.f : x.slopes[b * x.slopes_batch_stride + h] * unit};
+    HeadDistances r{};
+    if (x.slopes != nullptr) r.slope = x.slopes[b * x.slopes_batch_stride + h] * unit;
+    return r;
   }
-
-  __device__ __forceinline__ bool adds() const { return slope != 0.f; }
 
   // Of rows from `centre` (row + shift) on and keys from `key` on.
-  __device__ __forceinline__ TileDistances over(int centre, int rows, int key, int keys) const {
+  __device__ __forceinline__ TileDistances over(const DistanceBias&, int centre, int rows, int key, int keys) const {
     const bool behind = centre - (key + keys - 1) >= 0, before = key - (centre + rows - 1) >= 0;
-    return {behind ? 1 : before ? -1 : 0, !behind && !before && adds(), 0.f, behind ? -slope : before ? slope : 0.f};
+    const int side = behind ? 1 : before ? -1 : 0;
+    return {side, side == 0 && slope != 0.f, 0.f, side > 0 ? -slope : side < 0 ? slope : 0.f};
   }
 
-  // acc += what each score gets. kT: keys lie along the 16 rows of a block, as in common/modifiers.cuh; `first` is the
-  // distance of this thread's first score.
+  // acc += what each score gets, `unit` times an entry. kT: keys lie along the 16 rows of a block, as in
+  // common/modifiers.cuh; `first` is the distance of this thread's first score.
   template <bool kT, int kA, int kN>
-  __device__ __forceinline__ void add_bent(float (&acc)[kA][kN][4], int first) const {
+  __device__ __forceinline__ void add_bent(float (&acc)[kA][kN][4], const DistanceBias&, int, int, int first,
+                                           float) const {
     const float distance0 = static_cast<float>(first);
 #pragma unroll
     for (int few = 0; few < 2 * kA; ++few) {

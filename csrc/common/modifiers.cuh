@@ -300,10 +300,10 @@ struct Scores {
     const HeadDistances x = HeadDistances::of(m.by_distance, seat.b, h, 1.f);
     const int first = first_distance<kT>(row0 + shift(), col0);
     const TileDistances tile =
-        x.over(row0 + shift(), kT ? 8 * kN : 16 * kA, col0, kT ? 16 * kA : 8 * kN);
+        x.over(m.by_distance, row0 + shift(), kT ? 8 * kN : 16 * kA, col0, kT ? 16 * kA : 8 * kN);
     if (tile.bends) {
       scale_all(acc, scale);
-      x.add_bent<kT>(acc, first);
+      x.add_bent<kT>(acc, m.by_distance, seat.b, h, first, 1.f);
       return;
     }
     const float per_step = kT ? tile.per_distance : -tile.per_distance;  // along the many side

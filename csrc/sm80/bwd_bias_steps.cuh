@@ -185,7 +185,7 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
   const auto of_key = [](int i) { return i / 2 * 8 + i % 2; };  // of eight, from the first
   if constexpr (kByDistance) {
     const HeadDistances x = HeadDistances::of(m.by_distance, scores.seat.b, scores.h, 1.f);
-    const TileDistances tile = x.over(centre0, 32, col0, T::kWarpN);
+    const TileDistances tile = x.over(m.by_distance, centre0, 32, col0, T::kWarpN);
     for_rows([&](int unit, int half, int row, int key) {
       const float base = fmaf(tile.per_distance, distance(row, key), tile.constant);
 #pragma unroll
@@ -197,7 +197,8 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
     if (tile.bends) {
 #pragma unroll
       for (int unit = 0; unit < T::kUnits; ++unit) {
-        x.add_bent<false>(acc_s[unit], first_distance<false>(centre0 + unit % 2 * 16, col0 + unit / 2 * 32));
+        x.add_bent<false>(acc_s[unit], m.by_distance, scores.seat.b, scores.h,
+                          first_distance<false>(centre0 + unit % 2 * 16, col0 + unit / 2 * 32), 1.f);
       }
     }
   } else {

@@ -22,10 +22,10 @@ __device__ __forceinline__ RowTerms add_by_distance(float (&acc)[kA][kN][4], con
                                                     float scale) {
   const HeadDistances x = HeadDistances::of(s.m.by_distance, s.seat.b, s.h, 1.f);
   const int centre0 = row0 + s.shift(), first = first_distance<false>(centre0, col0);
-  const TileDistances tile = x.over(centre0, 16 * kA, col0, 8 * kN);
+  const TileDistances tile = x.over(s.m.by_distance, centre0, 16 * kA, col0, 8 * kN);
   if (tile.bends) {
     Scores::scale_all(acc, scale);
-    x.add_bent<false>(acc, first);
+    x.add_bent<false>(acc, s.m.by_distance, s.seat.b, s.h, first, 1.f);
     return {};
   }
   // Linear in the key and in the row: the key's part is made once for all rows of a thread.

@@ -109,10 +109,14 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       return;
     } else if constexpr (T::kAdds) {
       if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
-        const HeadDistances& distances = shared.distances[slot_of(steps(), T::kSteps)];
-        const KeyAdditions additions =
-            additions_of(first_query() + scores().shift(), first_key(), distances, key_bias);
-        add_to_keys(s, additions, distances, stats(), a.unit);
+        const HeadDistances distances = HeadDistances::of(m.by_distance, scores().seat.b, scores().h, kLog2e);
+        const KeyAdditions additions = additions_of(scores(), first_query(), first_key(), distances, key_bias);
+        add_to_keys(s, additions, stats(), a.unit);
+        if (__any_sync(ptx::kFullWarp, additions.bends)) {
+          auto& blocks = reinterpret_cast<float(&)[1][8][4]>(s);
+          distances.template add_bent<true>(blocks, m.by_distance, scores().seat.b, scores().h,
+                                            first_distance<true>(first_query() + scores().shift(), first_key()), kLog2e);
+        }
       } else {
         to_log2(s, stats(), a.unit);
       }

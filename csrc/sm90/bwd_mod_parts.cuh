@@ -114,8 +114,7 @@ struct ModKeyShared {
   BwdModItem items[T::kItems];
   BwdChunk chunks[T::kRingChunks];
   BwdStep steps[T::kSteps];
-  HeadDistances distances[T::kSteps];  // of the steps' heads, in units of log2
-  uint32_t index;                      // the scheduler's present one
+  uint32_t index;           // the scheduler's present one
   int items_found, chunks_found;
   alignas(4) unsigned char only_marks[T::kAdds ? T::kMarkBytes : 4];
 

@@ -333,9 +333,6 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
       ptx::bulk_load(smem + T::kStatsAt + ring.slot * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
                      T::kStatsBytes, full);
       shared.steps[step_place] = step;
-      if constexpr (T::kAdds) {
-        shared.distances[step_place] = HeadDistances::of(a.m.by_distance, item.seat.b, head, kLog2e);
-      }
       if (T::kConsumersDraw && stale > 0) shared.drop[ring.slot].make(a.m, item.seat.b, head);
       ptx::mbarrier_arrive(full);
       const bool draws = a.plain.draw.counter != nullptr;  // else nobody waits for that

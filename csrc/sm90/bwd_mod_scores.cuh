@@ -14,20 +14,20 @@ struct KeyAdditions {
   float of_key[2];  // this thread's two keys
   float of_row;     // times the row's place in the tile
   bool bends;
-  int first;  // distance of s[0]
 };
 
 // `distances`: of the head, in units of log2. `bias`: of the two keys, of a bias that all rows share.
-__device__ __forceinline__ KeyAdditions additions_of(int centre0, int col0, const HeadDistances& distances,
-                                                     const float (&bias)[2]) {
-  const TileDistances tile = distances.over(centre0, BwdModTile::kBlockM, col0, 16);
+__device__ __forceinline__ KeyAdditions additions_of(const Scores& scores, int row0, int col0,
+                                                     const HeadDistances& distances, const float (&bias)[2]) {
+  const int centre0 = row0 + scores.shift();
+  const TileDistances tile = distances.over(scores.m.by_distance, centre0, BwdModTile::kBlockM, col0, 16);
   KeyAdditions x;
-  x.first = first_distance<true>(centre0, col0);
+  const int first = first_distance<true>(centre0, col0);
   x.of_row = tile.per_distance;
   x.bends = tile.bends;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    x.of_key[half] = fmaf(x.of_row, static_cast<float>(x.first - 8 * half), fmaf(bias[half], kLog2e, tile.constant));
+    x.of_key[half] = fmaf(x.of_row, static_cast<float>(first - 8 * half), fmaf(bias[half], kLog2e, tile.constant));
   }
   return x;
 }
@@ -43,8 +43,7 @@ __device__ __forceinline__ void to_log2(float (&s)[32], const float* minus_lse, 
 }
 
 // The same with what is added, but for a bias that TMA brings.
-__device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& x, const HeadDistances& distances,
-                                            const float* minus_lse, float unit) {
+__device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& x, const float* minus_lse, float unit) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
@@ -52,9 +51,6 @@ __device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& 
                            fmaf(x.of_row, static_cast<float>(8 * j + 1), lse.y)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, rows[i % 2]) + x.of_key[i / 2];
-  }
-  if (__any_sync(ptx::kFullWarp, x.bends)) {
-    distances.add_bent<true>(reinterpret_cast<float(&)[1][8][4]>(s), x.first);
   }
 }
 

@@ -174,7 +174,7 @@ struct MaskedConsumer {
     Beside beside{};
     if constexpr (T::kSlopesInProduct) {
       beside.ahead = item_at(items).centre + own_row - first_col();
-      beside.terms = own_terms<kN>(item_at(items), beside.ahead);
+      beside.terms = own_terms<kN>(a.m, item_at(items), beside.ahead);
     } else if constexpr (!T::kM192) {
       beside.mask = fetch_own_words<kN>(scores(), item_at(items), first_row(), first_col(), now.tests());
     }
@@ -182,7 +182,7 @@ struct MaskedConsumer {
   }
   // While products run.
   __device__ __forceinline__ void complete(Beside& beside) const {
-    if constexpr (T::kSlopesInProduct) beside.bias = bias_of_rows<kN>(item_at(items), beside.ahead);
+    if constexpr (T::kSlopesInProduct) beside.bias = bias_of_rows<kN>(a.m, item_at(items), beside.ahead);
     if constexpr (!T::kM192 && !T::kLateBits) beside.visible = find_visible(beside);
   }
   __device__ __forceinline__ ScoreBits<kN> find_visible(const Beside& beside) const {
@@ -246,9 +246,9 @@ struct MaskedConsumer {
         shift_scores(x, a.scale_log2, shift);
       } else if (T::kM192 || !a.m.by_distance) {
         cap_to_exponents(x, a, shift);
-      } else {
-        const int centre0 = first_row() + scores().shift(), col0 = first_col() + part * kPartKeys;
-        add_distances(x, a.scale_log2, item_at(items).distances, centre0, col0, shift);
+      } else if constexpr (T::kMaySlope) {
+        add_distances(x, a.scale_log2, item_at(items).distances, scores(), first_row(),
+                      first_col() + part * kPartKeys, shift);
       }
       ptx::pin(x);
     }
@@ -257,7 +257,10 @@ struct MaskedConsumer {
   __device__ __forceinline__ void bend(Beside& beside) {
     if (!beside.bias.bends) return;
     beside.bias.of[0] = beside.bias.of[1] = 0.f;
-    item_at(items).raw.add_bent<false>(as_blocks(s), first_distance<false>(beside.ahead, 0));
+    const auto& item = item_at(items);
+    const HeadDistances raw{item.distances.slope / a.scale_log2};
+    raw.add_bent<false>(as_blocks(s), a.m.by_distance, item.seat.b, item.w.h, first_distance<false>(beside.ahead, 0),
+                        kLog2e / a.scale_log2);
     ptx::pin(s);
   }
   __device__ __forceinline__ void hide(const Beside& beside) {

@@ -59,15 +59,16 @@ struct ModItem {
   float sink;           // -inf: none
   BlockRange blocks;    // tiles of keys that may be visited
   int turn;             // they are visited from blocks.end - 1 - turn down, those above it last
-  HeadDistances distances;  // in units of log2
   const uint32_t* mask;  // its words of the head's first row
 };
 struct DropItem : ModItem {
   DropKeys drop;
 };
-struct SlopeItem : ModItem {
+struct DistanceItem : ModItem {
+  HeadDistances distances;  // in units of log2
+};
+struct SlopeItem : DistanceItem {
   int centre;         // the first row's place among the keys
-  HeadDistances raw;  // in units of raw products
   uint32_t terms[4];  // its slope as a sum: pairs of bf16
 };
 
@@ -126,7 +127,9 @@ struct FwdModTraits {
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
   // Scores change while products run.
   static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
-  using Item = std::conditional_t<kDrops, DropItem, std::conditional_t<kSlopesInProduct, SlopeItem, ModItem>>;
+  using Item = std::conditional_t<kDrops, DropItem,
+                                  std::conditional_t<kSlopesInProduct, SlopeItem,
+                                                     std::conditional_t<kMaySlope, DistanceItem, ModItem>>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile kModTile = kM192 ? m192_mod_tile(D) : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();

@@ -73,8 +73,7 @@ __device__ __forceinline__ void split_slope(SlopeItem& item, float scale_log2) {
   float& slope = item.distances.slope;
   const float size = fabsf(slope);
   if (size > kHighest && size < INFINITY) slope = copysignf(kHighest, slope);
-  item.raw.slope = slope / scale_log2;
-  const float raw = item.raw.slope;
+  const float raw = slope / scale_log2;
   const auto rounded = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
   const float first = rounded(raw), second = rounded(raw - first);
   item.terms[0] = ptx::pack2<__nv_bfloat16>(first, second);
@@ -96,11 +95,13 @@ __device__ __forceinline__ bool make_item(const FwdModArgs& a, uint32_t index, t
     item.blocks = Scores{p, a.m, item.seat, w.h}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
     item.sink = a.m.sinks != nullptr && b >= 0 && b < p.batch ? a.m.sinks[w.h] : -INFINITY;
     item.turn = 0;
-    if (T::kMaySlope && a.m.by_distance) {
-      const int diagonal = ((w.block + 1) * T::kBlockM - 1 + Scores{p, a.m, item.seat, w.h}.shift()) / T::kBlockN;
-      item.turn = max(0, item.blocks.end - 1 - max(diagonal, item.blocks.begin));
-      if (b >= 0 && b < p.batch) item.distances = HeadDistances::of(a.m.by_distance, b, w.h, kLog2e);
-      else item.distances = {};
+    if constexpr (T::kMaySlope) {
+      item.distances = {};
+      if (a.m.by_distance) {
+        const int diagonal = ((w.block + 1) * T::kBlockM - 1 + Scores{p, a.m, item.seat, w.h}.shift()) / T::kBlockN;
+        item.turn = max(0, item.blocks.end - 1 - max(diagonal, item.blocks.begin));
+        if (b >= 0 && b < p.batch) item.distances = HeadDistances::of(a.m.by_distance, b, w.h, kLog2e);
+      }
     }
     if constexpr (T::kSlopesInProduct) {
       item.centre = w.block * T::kBlockM + Scores{p, a.m, item.seat, w.h}.shift();

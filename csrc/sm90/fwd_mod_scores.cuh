@@ -31,13 +31,15 @@ __device__ __forceinline__ void shift_scores(ScorePart& s, float unit, const flo
 }
 
 // Raw products to exponents with what is added by distance: where that is linear, one fma more than without.
-__device__ __forceinline__ void add_distances(ScorePart& s, float unit, const HeadDistances& x, int centre0, int col0,
-                                              const float (&shift)[2]) {
+__device__ __forceinline__ void add_distances(ScorePart& s, float unit, const HeadDistances& x, const Scores& scores, int row0,
+                                              int col0, const float (&shift)[2]) {
+  const DistanceBias& bias = scores.m.by_distance;
+  const int centre0 = row0 + scores.shift();
   const int first = first_distance<false>(centre0, col0);
-  const TileDistances tile = x.over(centre0, 16, col0, kPartKeys);
+  const TileDistances tile = x.over(bias, centre0, 16, col0, kPartKeys);
   if (__any_sync(ptx::kFullWarp, tile.bends)) {
     shift_scores(s, unit, shift);
-    x.add_bent<false>(as_blocks(s), first);
+    x.add_bent<false>(as_blocks(s), bias, scores.seat.b, scores.h, first, kLog2e);
     return;
   }
   const float base[2] = {fmaf(tile.per_distance, static_cast<float>(first), tile.constant - shift[0]),

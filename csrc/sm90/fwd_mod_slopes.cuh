@@ -28,16 +28,16 @@ __device__ __forceinline__ void write_key_numbers(unsigned char* to) {
 
 // What a warp's 16 rows add to a tile. `ahead`: of the first row's place to the first key's.
 template <int kKeys>
-__device__ __forceinline__ TileDistances distances_of_rows(const SlopeItem& item, int ahead) {
-  return item.distances.over(ahead, 16, 0, kKeys);
+__device__ __forceinline__ TileDistances distances_of_rows(const Modifiers& m, const SlopeItem& item, int ahead) {
+  return item.distances.over(m.by_distance, ahead, 16, 0, kKeys);
 }
 
 // A lane's part of the rows of A: the slope in three terms, those of bf16 that sum up to 24 bits, less where rows lie
 // before the keys.
 template <int kKeys>
-__device__ __forceinline__ uint32_t own_terms(const SlopeItem& item, int ahead) {
+__device__ __forceinline__ uint32_t own_terms(const Modifiers& m, const SlopeItem& item, int ahead) {
   const uint32_t terms = item.terms[ptx::fresh_lane() % 4];
-  const int side = distances_of_rows<kKeys>(item, ahead).side;
+  const int side = distances_of_rows<kKeys>(m, item, ahead).side;
   return side > 0 ? terms : side < 0 ? terms ^ 0x80008000u : 0;
 }
 
@@ -49,8 +49,8 @@ struct RowBias {
 
 // Made while products run: behind them it would lengthen the chain from scores to scores.
 template <int kKeys>
-__device__ __forceinline__ RowBias bias_of_rows(const SlopeItem& item, int ahead) {
-  const TileDistances tile = distances_of_rows<kKeys>(item, ahead);
+__device__ __forceinline__ RowBias bias_of_rows(const Modifiers& m, const SlopeItem& item, int ahead) {
+  const TileDistances tile = distances_of_rows<kKeys>(m, item, ahead);
   const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kMiddleKey);
   RowBias bias{{fmaf(tile.per_distance, first, tile.constant), fmaf(tile.per_distance, first + 8.f, tile.constant)},
                __any_sync(ptx::kFullWarp, tile.bends) != 0};

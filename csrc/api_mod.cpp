@@ -190,7 +190,14 @@ Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& in
   Modifiers& m = made.modifiers;
   m.softcap = static_cast<float>(a.softcap);
   m.inv_softcap = a.softcap > 0 ? static_cast<float>(1 / a.softcap) : 0.f;
-  if (a.bias.has_value()) {
+  if (a.bias.has_value() && a.bias->dim() == 3) {
+    DistanceBias& x = m.by_distance;
+    x.reach = static_cast<int32_t>(a.bias->size(2) / 2);
+    x.last_entry = 2 * x.reach;
+    x.table = a.bias->const_data_ptr<float>();
+    x.table_batch_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 0));
+    x.table_head_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 1));
+  } else if (a.bias.has_value()) {
     const bool is_kept = request.direction == Direction::kForward ? is_short_mod(p, info, c) : is_short_bwd(p, info, c);
     m.bias = is_kept ? bias_view(*a.bias) : prepare_bias(made, *a.bias);
   }
@@ -215,7 +222,7 @@ Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& in
     m.rng = a.rng->const_data_ptr<int64_t>();
     m.keep_scale = m.drop_below >= 65536 ? 0.f : 65536.f / static_cast<float>(65536 - m.drop_below);
   }
-  const bool shares_bias = a.bias.has_value() && a.bias->size(0) == 1 && a.bias->size(2) > 1;
+  const bool shares_bias = m.bias.ptr != nullptr && a.bias->size(0) == 1 && a.bias->size(2) > 1;
   m.batch_fastest = shares_bias && !p.is_varlen() && p.batch > 1;
   m.is_natural = a.softcap > 0 || m.adds();
   m.batches = Divisor(static_cast<uint32_t>(std::max(p.batch, 1)));
@@ -226,6 +233,12 @@ BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope) {
   BiasGradient g;
   g.batch = static_cast<int32_t>(shape[0]);
   g.heads = static_cast<int32_t>(shape[1]);
+  if (shape.size() == 3) {
+    g.cols = static_cast<int32_t>(shape[2]);
+    g.reach = g.cols / 2;
+    g.sum_rows = g.sum_cols = true;
+    return g;
+  }
   g.rows = static_cast<int32_t>(shape[2]);
   g.cols = static_cast<int32_t>(shape[3]);
   g.sum_rows = shape[2] == 1;
@@ -239,6 +252,7 @@ Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tenso
   const Tensor to = part ? workspace.narrow(0, part.offset, part.bytes).view(at::kFloat).view({splits, -1}) : result;
   g.is_float = to.scalar_type() == at::kFloat;
   g.out = to.mutable_data_ptr();
+  if (g.reach >= 0) to.zero_();
   return to;
 }
 
@@ -264,6 +278,13 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
       dbias.rows = b.rows;
       dbias.cols = b.cols;
       wants_dbias = wants_dbias || name == "bias_gradient";
+    } else if (name == "relative" || name == "relative_gradient") {  // a table of 257 entries a head
+      m.by_distance.table = reinterpret_cast<const float*>(&something);
+      m.by_distance.reach = dbias.reach = 128;
+      dbias.heads = p.num_heads;
+      dbias.cols = 257;
+      dbias.sum_rows = dbias.sum_cols = true;
+      wants_dbias = wants_dbias || name == "relative_gradient";
     } else if (name == "dropout") {
       m.rng = &something;
       m.drop_below = 6554;
@@ -293,8 +314,8 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (name == "sinks") {
       m.sinks = reinterpret_cast<const float*>(&something);
     } else {
-      throw std::invalid_argument("unknown modifier '" + name + "'; known: softcap, alibi, bias, bias_gradient, dropout, mask, "
-                            "key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
+      throw std::invalid_argument("unknown modifier '" + name + "'; known: softcap, alibi, bias, bias_gradient, relative, "
+                                "relative_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
     }
   }
   m.is_natural = m.softcap > 0 || m.adds();

@@ -63,8 +63,11 @@ struct HiddenIntervals {
 struct DistanceBias {
   const float* slopes = nullptr;  // ALiBi, (h) or (b, h)
   int32_t slopes_batch_stride = 0;
+  const float* table = nullptr;  // 2 reach + 1 entries a head, by key - row from -reach on; the ends serve all beyond
+  int32_t reach = 0, last_entry = 0;
+  int32_t table_batch_stride = 0, table_head_stride = 0;  // 0: broadcast
 
-  FLASH_EXT_HOST_DEVICE constexpr explicit operator bool() const { return slopes != nullptr; }
+  FLASH_EXT_HOST_DEVICE constexpr explicit operator bool() const { return slopes != nullptr || table != nullptr; }
 };
 
 // Above it the tanh of a softcap is evaluated finely, which not every kernel can.
@@ -114,7 +117,8 @@ struct Modifiers {
   static constexpr int kMaskGroup = 64;  // rows a summary word stands for
 };
 
-// What the gradient of a bias or of ALiBi slopes is summed into: a tensor (batch|1, h|1, rows|1, cols|1).
+// What the gradient of a bias or of ALiBi slopes is summed into: a tensor (batch|1, h|1, rows|1, cols|1). That of a table
+// by distance has its entries as columns, and begins as zeros.
 struct BiasGradient {
   void* out = nullptr;         // [splits][batch][heads][rows][cols], contiguous
   int32_t batch = 1;           // 1: summed over
@@ -124,6 +128,7 @@ struct BiasGradient {
   bool sum_rows = false;
   bool sum_cols = false;
   bool is_slope = false;  // weights every element by -|row + shift - col|
+  int32_t reach = -1;     // of a table by distance; rows and columns of scores are summed; -1: none
   bool is_float = false;  // out is fp32; else the dtype of q. Always fp32 with splits > 1
   int32_t splits = 1;     // parts of what is summed over, which are added in order behind; the plan says how many
 

@@ -1,4 +1,4 @@
-// What a score gets by the distance of its row and its key, said once for all kernels. They ask which part of a tile's
+// What a score gets by the distance of its row and its key, said once for all kernels: ALiBi's slopes, and a table. They ask which part of a tile's
 // additions is linear in the distance, and add that in the way that costs them least; where there is no such part they let
 // add_bent() add to each score its own.
 //
@@ -21,25 +21,46 @@ struct TileDistances {
 // Of one head, in the unit of its scores. Kernels keep it in shared memory, so what all heads share stays outside.
 struct HeadDistances {
   float slope;
+  float low, high;  // what a table gives to all keys `reach` or more before the row, and behind it
 
   __device__ __forceinline__ static HeadDistances of(const DistanceBias& x, int b, int h, float unit) {
     HeadDistances r{};
     if (x.slopes != nullptr) r.slope = x.slopes[b * x.slopes_batch_stride + h] * unit;
+    if (x.table != nullptr) {
+      const int first = first_entry(x, b, h);
+      r.low = x.table[first] * unit;
+      r.high = x.table[first + x.last_entry] * unit;
+    }
     return r;
   }
 
-  // Of rows from `centre` (row + shift) on and keys from `key` on.
-  __device__ __forceinline__ TileDistances over(const DistanceBias&, int centre, int rows, int key, int keys) const {
-    const bool behind = centre - (key + keys - 1) >= 0, before = key - (centre + rows - 1) >= 0;
-    const int side = behind ? 1 : before ? -1 : 0;
-    return {side, side == 0 && slope != 0.f, 0.f, side > 0 ? -slope : side < 0 ? slope : 0.f};
+  // Of rows from `centre` (row + shift) on and keys from `key` on. What is not finite is added score by score: as a
+  // constant it would meet a maximum that is not finite either.
+  __device__ __forceinline__ TileDistances over(const DistanceBias& x, int centre, int rows, int key,
+                                                int keys) const {
+    const bool behind = centre - (key + keys - 1) >= x.reach, before = key - (centre + rows - 1) >= x.reach;
+    const bool adds = slope != 0.f || x.table != nullptr;
+    const float constant = behind ? low : before ? high : 0.f;
+    const int side = !(fabsf(constant) < INFINITY) ? 0 : behind ? 1 : before ? -1 : 0;
+    return {side, side == 0 && adds, side == 0 ? 0.f : constant, side > 0 ? -slope : side < 0 ? slope : 0.f};
   }
 
   // acc += what each score gets, `unit` times an entry. kT: keys lie along the 16 rows of a block, as in
   // common/modifiers.cuh; `first` is the distance of this thread's first score.
   template <bool kT, int kA, int kN>
-  __device__ __forceinline__ void add_bent(float (&acc)[kA][kN][4], const DistanceBias&, int, int, int first,
-                                           float) const {
+  __device__ __forceinline__ void add_bent(float (&acc)[kA][kN][4], const DistanceBias& x, int b, int h, int first,
+                                           float unit) const {
+    if (slope != 0.f) add_slopes<kT>(acc, first);
+    if (x.table != nullptr) add_table<kT>(acc, x, first_entry(x, b, h), x.reach - first, unit);
+  }
+
+ private:
+  __device__ __forceinline__ static int first_entry(const DistanceBias& x, int b, int h) {
+    return b * x.table_batch_stride + h * x.table_head_stride;
+  }
+
+  template <bool kT, int kA, int kN>
+  __device__ __forceinline__ void add_slopes(float (&acc)[kA][kN][4], int first) const {
     const float distance0 = static_cast<float>(first);
 #pragma unroll
     for (int few = 0; few < 2 * kA; ++few) {
@@ -48,6 +69,28 @@ struct HeadDistances {
         const int step = few * 8 - (many / 2 * 8 + many % 2);  // from the first score
         float& s = acc[few / 2][many / 2][few % 2 * 2 + many % 2];
         s = fmaf(-slope, fabsf(distance0 + static_cast<float>(kT ? -step : step)), s);
+      }
+    }
+  }
+
+  // Scores on a diagonal of blocks of 8 x 8 have one distance, so an entry is read once for up to 2 kA of them. `first`: the
+  // place of the first score's entry in the table, if that reached so far.
+  template <bool kT, int kA, int kN>
+  __device__ __forceinline__ static void add_table(float (&acc)[kA][kN][4], const DistanceBias& x, int of_head, int first,
+                                                   float unit) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int diagonal = 1 - 2 * kA; diagonal < kN; ++diagonal) {
+        const int step = 8 * diagonal + c, entry_at = min(max(first + (kT ? -step : step), 0), x.last_entry);
+        const float entry = ptx::load_late<float>(x.table + (of_head + entry_at));
+#pragma unroll
+        for (int few = 0; few < 2 * kA; ++few) {
+          const int many = diagonal + few;
+          if (many < 0 || many >= kN) continue;
+          float& s = acc[few / 2][many][few % 2 * 2 + c];
+          s = fmaf(entry, unit, s);
+        }
       }
     }
   }

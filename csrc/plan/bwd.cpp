@@ -155,7 +155,10 @@ void build_portable(Req r, Dev d, Plan& p) {
 
 bool drops(Req r) { return r.modifiers->rng != nullptr; }
 // One kernel for dk, dv, dq and the gradient of a bias.
-bool supports_short_mod(Req r, Dev d) { return is_short_bwd(r.problem, d, r.constraints) && (r.need_qkv || r.dbias != nullptr); }
+bool supports_short_mod(Req r, Dev d) {
+  return is_short_bwd(r.problem, d, r.constraints) && (r.need_qkv || r.dbias != nullptr) &&
+         (r.dbias == nullptr || r.dbias->reach < 0);
+}
 bool supports_others(Req r, Dev) { return !r.need_qkv; }
 bool supports_fused_mod(Req r, Dev d) {
   return tma_bwd_mod(r, d) && !wants_split(r) && sm90::is_bwd_mod_taken(r.problem, *r.modifiers);
@@ -202,7 +205,7 @@ int splits_of_matrix(const BiasGradient& g, const Problem& p, Dev d) {
 // Two CTAs an SM, of at least 32 columns, are enough to fill the GPU; parts beyond 32 only cost memory.
 int splits_of_gradient(const BiasGradient& g, const Problem& p, Dev d) {
   if (!g.sum_rows) return g.sum_cols ? 1 : splits_of_matrix(g, p, d);
-  const int64_t owners = int64_t{1} * g.batch * g.heads * ((g.cols + 31) / 32);
+  const int64_t owners = int64_t{1} * g.batch * g.heads * (g.sum_cols ? 1 : (g.cols + 31) / 32);
   const int64_t wanted = std::max<int64_t>(1, 2 * d.num_sms / std::max<int64_t>(owners, 1));
   return static_cast<int>(std::min<int64_t>(wanted, 32));
 }

@@ -5,6 +5,10 @@
 //   dS = P * (keep * dO V^T - delta),  dbias = sum of dS over broadcast dimensions,
 //   dslope = -sum of dS * |row + shift - key|
 //
+// The gradient of a table by distance is summed over all rows and keys, too. A CTA keeps the sum of tiles at one distance
+// from the diagonal, and adds its diagonals to the entries when the next tile lies elsewhere; all tiles beyond the table's
+// reach are one such sum.
+//
 // Two matrix products more than a backward without it. Where a bias is broadcast there may be few tiles, so what they sum
 // over is split into parts that the caller adds in order.
 //
@@ -27,6 +31,92 @@
 #include "compiled_here.cuh"
 
 namespace flash_ext::sm80 {
+
+// Where the tile of a step lies: its first key less its first row's place, beyond the reach of a table all the same.
+template <typename T>
+__device__ __forceinline__ int band_of(const BiasGradient& g, const Modifiers& m, const BiasStep& step) {
+  if (g.reach < 0) return 0;
+  const int shift = m.top_left ? 0 : step.seat.seqlen_k - step.seat.seqlen_q, far = g.reach + T::kBlockM - 1;
+  return min(max(step.col0 - step.row0 - shift, -far), far);
+}
+
+// Adds the diagonals of a sum of tiles to the entries of a table, which no other CTA touches. `stage`: this warp's place
+// for a bias, which such calls have none of; `stages`: that of the first warp.
+//
+// A lane sums what it holds of each diagonal of 8 x 8 blocks, then a diagonal of the warp's part is the sum of 8 such
+// sums, of different lanes.
+template <typename T>
+__device__ __forceinline__ void add_to_table(const BiasUnits<T>& acc, const BiasGradient& g, const BiasTile& tile,
+                                             int band, unsigned char* stages, float* sums) {
+  constexpr int kBlocks = 4 * T::kParts, kDiagonals = kBlocks + 3;  // of blocks
+  constexpr int kPitch = 36;  // of the sums of 32 lanes; without conflicts of banks
+  constexpr int kWarpDiagonals = 32 + T::kWarpN;  // from key - row = -31 on, and one more
+  static_assert((2 * kDiagonals * kPitch + kWarpDiagonals) * 4 <= T::Stage::kBytes);
+  static_assert(2 * T::kBlockM * 4 <= T::kStepsAt - T::kSumsAt);
+  const int thread_idx = ptx::fresh_thread_idx(), lane = ptx::fresh_lane(), warp = thread_idx / 32;
+  const auto stage_of = [&](int w) { return reinterpret_cast<float*>(stages + w * T::Stage::kBytes); };
+  float* const own = stage_of(warp);
+  __syncwarp();
+#pragma unroll
+  for (int diagonal = 0; diagonal < kDiagonals; ++diagonal) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float sum = 0.f;
+#pragma unroll
+      for (int few = 0; few < 4; ++few) {  // rows 8 few + lane / 4
+        const int many = diagonal - 3 + few;
+        if (many >= 0 && many < kBlocks) sum += acc[many / 4 * 2 + few / 2][0][many % 4][few % 2 * 2 + c];
+      }
+      own[(2 * diagonal + c) * kPitch + lane] = sum;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int first = 0; first < kWarpDiagonals; first += 32) {
+    const int from = first + lane + 1;  // key - row + 32
+    const int block = from / 8 - 1, offset = from % 8;
+    float sum = 0.f;
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      const int key = row + offset, diagonal = block + key / 8;
+      if (diagonal < 0 || diagonal >= kDiagonals) continue;
+      sum += own[(2 * diagonal + key % 2) * kPitch + 4 * row + key % 8 / 2];
+    }
+    own[2 * kDiagonals * kPitch + first + lane] = sum;
+  }
+  debug_delay();
+  __syncthreads();
+  debug_delay();
+  float* const entries = static_cast<float*>(g.out) + g.reach +
+                         ((static_cast<int64_t>(tile.split) * g.batch + tile.b) * g.heads + tile.h) * g.cols;
+#pragma unroll 1
+  for (int i = thread_idx; i < 2 * T::kBlockM; i += T::kThreads) {  // key - row = i - (kBlockM - 1)
+    float sum = 0.f;
+#pragma unroll 1
+    for (int w = 0; w < T::kWarps; ++w) {
+      const int at = i - (T::kBlockM - 1) + 31 + w % T::kTile.warps_m * 32 - w / T::kTile.warps_m * T::kWarpN;
+      if (at >= 0 && at < kWarpDiagonals - 1) sum += stage_of(w)[2 * kDiagonals * kPitch + at];
+    }
+    sums[i] = sum;
+    const int distance = band + i - (T::kBlockM - 1);
+    if (abs(distance) < g.reach) entries[distance] += sum;
+  }
+  debug_delay();
+  __syncthreads();
+  debug_delay();
+  // What lies at the ends of the table and beyond, by one warp each.
+  if (warp >= 2) return;
+  float sum = 0.f;
+#pragma unroll 1
+  for (int i = lane; i < 2 * T::kBlockM - 1; i += 32) {
+    const int distance = band + i - (T::kBlockM - 1);
+    if (warp == 0 ? distance >= g.reach : distance <= -g.reach && g.reach > 0) sum += sums[i];
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
+  if (lane == 0 && warp == 0) entries[g.reach] += sum;
+  if (lane == 0 && warp == 1 && g.reach > 0) entries[-g.reach] += sum;
+}
 
 // Writes a tile of the result. `stage` is what this warp has staged of the bias, no longer needed.
 template <typename T>
@@ -218,8 +308,15 @@ __device__ __forceinline__ void bwd_bias_body(const BwdParams& p, const Modifier
 
     const BiasStep& next = steps[it + 1];
     more = next.tests != kSkipTile;
-    if (!more || next.tile.index != step.tile.index) {
-      write_bias_tile<T>(acc, g, step.tile, part.bias(), reinterpret_cast<float*>(smem_raw + T::kSumsAt));
+    const bool ends = !more || next.tile.index != step.tile.index;
+    float* const sums = reinterpret_cast<float*>(smem_raw + T::kSumsAt);
+    if (g.reach >= 0) {
+      const int band = band_of<T>(g, m, step);
+      if (!ends && band == band_of<T>(g, m, next)) continue;
+      add_to_table<T>(acc, g, step.tile, band, smem_raw + T::kBiasAt, sums);
+      clear_units<T>(acc);
+    } else if (ends) {
+      write_bias_tile<T>(acc, g, step.tile, part.bias(), sums);
       clear_units<T>(acc);
     }
   }

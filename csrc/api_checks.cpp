@@ -261,7 +261,13 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   };
   const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 
-  check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
+  if (a.bias.has_value() && a.bias->dim() == 3) {
+    check_modifier(a.bias, "bias", q, {statistic}, shape(true, {{heads, 1}, any}), true);
+    TORCH_CHECK_VALUE(equal(a.bias->sym_size(2) % 2, 1),
+                      "bias by distance must have 2 n + 1 entries, n >= 0, got shape ", shape_of(*a.bias), ".");
+  } else {
+    check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
+  }
   check_modifier(a.mask, "mask", q, {at::kBool}, of_scores, false);
   check_modifier(a.document_q, "document_q", q, {at::kInt}, of_positions(rows), true);
   check_modifier(a.document_k, "document_k", q, {at::kInt}, of_positions(keys), true);

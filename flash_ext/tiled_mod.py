@@ -303,12 +303,12 @@ class _ScoreTiles:
             scores = tanh * mods.softcap
         if mods.bias is not None and mods.bias.ndim == 3:
             reach = mods.bias.shape[2] // 2
-            index = self.distance(rows, cols).clamp_(-reach, reach).add_(reach)
+            index = self.distance(rows, cols).clamp(-reach, reach) + reach
             scores.add_(mods.bias[0][:, index].to(self.dtype))
         elif mods.bias is not None:
             scores.add_(_tile(mods.bias[0], rows, cols).to(self.dtype))
         if mods.slopes is not None:
-            distance = self.distance(rows, cols).abs_().to(self.dtype)
+            distance = self.distance(rows, cols).abs().to(self.dtype)
             scores.sub_(mods.slopes.to(self.dtype).view(-1, 1, 1) * distance)
         return scores, tanh
 

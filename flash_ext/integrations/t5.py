@@ -1,9 +1,9 @@
 """What T5 and its relatives in transformers need besides the registries, put in place by ``register()``.
 
 Their attention makes its bias itself, (1, heads, queries, keys), before it asks the registry, and for cross
-attention as many zeros. While a model runs on flash_ext, it makes the table of the bias instead: as small as
-the weights, and 2-D, by which :func:`flash_ext.integrations.transformers.attention_forward` knows it. A tensor
-it stays, so that gradient checkpointing and copies between devices treat it as they treat the bias.
+attention as many zeros. While a model runs on flash_ext, it makes the table of the bias instead, as small as
+the weights; :func:`flash_ext.integrations.transformers.attention_forward` knows it by its two dimensions. It
+is a plain tensor, so that gradient checkpointing and copies between devices treat it like the bias.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def hand_on_tables(name: str) -> None:
             cls.forward = _without_zeros(cls.forward)
 
 
-def relative_position(module: torch.nn.Module, table: Tensor) -> RelativePosition | None:
+def relative_position(module: Any, table: Tensor) -> RelativePosition | None:
     """The bias of a layer that was given a table, (heads, buckets); None if it was told that it has none."""
     if table.shape[1] == 0:
         return None

@@ -131,9 +131,11 @@ def attention_mask(
     if _takes_masks_apart(kwargs.get("config")):
         whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return _library_mask(arguments | whole)
-    pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
-    if pattern is None or q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
+    if q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
         # For one query the library's mask has as many elements as there are keys.
+        return _library_mask(arguments)
+    pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
+    if pattern is None:
         return _library_mask(arguments)
 
     square = kv_length == q_length and kv_offset == 0
@@ -342,10 +344,11 @@ def attention_forward(
     else:
         options["attn_mask"] = _fitting(attention_mask[..., : k.shape[1]], q)
     if position_bias is not None and position_bias.dim() == 2:
-        position_bias, options["bias"] = None, relative_position(module, position_bias)
-        other = options.get("attn_mask")
-        if options["bias"] is not None and other is not None and other.dtype != torch.bool:
-            position_bias = options.pop("bias").to_dense(q.shape[1], k.shape[1])  # two biases are one sum
+        bias, other, position_bias = relative_position(module, position_bias), options.get("attn_mask"), None
+        if bias is None or other is None or other.dtype == torch.bool:
+            options["bias"] = bias
+        else:  # a call has one bias: the sum
+            position_bias = bias.to_dense(q.shape[1], k.shape[1])
     if position_bias is not None:
         options["attn_mask"] = _with_bias(position_bias[..., : k.shape[1]], options.get("attn_mask"), q)
     return attention(q, k, v, **options), None

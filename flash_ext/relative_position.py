@@ -116,6 +116,8 @@ class RelativePosition:
         Args:
             dtype: of the result, a floating type; the gradient is summed in it as well.
         """
+        if self._bucketing == "clip" and self._bidirectional:
+            return self._table.to(dtype, copy=True).unsqueeze(0)  # a gather that need not be summed backwards
         return self._table.to(dtype)[:, self._entries()].unsqueeze(0)
 
     def gradient(self, dby_distance: Tensor) -> Tensor:

@@ -32,6 +32,11 @@ def made(kind: dict[str, Any], heads: int = 3, dtype: torch.dtype = torch.float6
     return RelativePosition(table, **options)
 
 
+def detached(bias: RelativePosition) -> RelativePosition:
+    options = {"bucketing": bias.bucketing, "bidirectional": bias.bidirectional}
+    return RelativePosition(bias.table.detach(), max_distance=bias.max_distance, **options)
+
+
 def entries_of(buckets: int, **options: Any) -> tuple[Tensor, int]:
     """The entry that each distance from -n to n reads, and n."""
     bias = RelativePosition(torch.arange(buckets, dtype=torch.float64)[None], **options)
@@ -140,6 +145,15 @@ def test_a_table_that_is_a_view_or_the_result_of_a_layer() -> None:
     RelativePosition(weight.t()).by_distance().sum().backward()
     assert weight.grad.shape == (32, 4)
     torch.testing.assert_close(weight.grad[:, 0], torch.bincount(entries_of(32)[0], minlength=32).float())
+
+
+@each_kind
+def test_the_bias_by_distance_is_the_callers_own(kind: dict[str, Any]) -> None:
+    """A write to it does not reach the table."""
+    bias = detached(made(kind))
+    before = bias.table.clone()
+    bias.by_distance(torch.float64).zero_()
+    assert torch.equal(bias.table, before)
 
 
 def test_values_that_are_not_finite_stay_where_they_are() -> None:

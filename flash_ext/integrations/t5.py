@@ -1,9 +1,10 @@
 """What T5 and its relatives in transformers need besides the registries, put in place by ``register()``.
 
 Their attention makes its bias itself, (1, heads, queries, keys), before it asks the registry, and for cross
-attention as many zeros. While a model runs on flash_ext, it makes the table of the bias instead, as small as
-the weights; :func:`flash_ext.integrations.transformers.attention_forward` knows it by its two dimensions. It
-is a plain tensor, so that gradient checkpointing and copies between devices treat it like the bias.
+attention as many zeros. While a model runs on flash_ext, it makes the bias by distance instead, (heads,
+distances), as small as the weights; :func:`flash_ext.integrations.transformers.attention_forward` knows it by
+its two dimensions. It is a plain tensor, which layers share: gradient checkpointing and copies between devices
+treat it like the bias.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ FAMILIES = {
 _ours: set[str] = set()  # values of attn_implementation
 
 
-def hand_on_tables(name: str) -> None:
-    """Makes the families hand on tables while their attn_implementation is ``name``.
+def hand_on_distances(name: str) -> None:
+    """Makes the families hand on the bias by distance while their attn_implementation is ``name``.
 
     Left as they are: those that a version of transformers does not have, or whose attention does not ask the
     registry, as in transformers 4.
@@ -47,25 +48,22 @@ def hand_on_tables(name: str) -> None:
         if cls is None or not hasattr(module, "ALL_ATTENTION_FUNCTIONS") or hasattr(cls, "_flash_ext_serves"):
             continue
         cls._flash_ext_serves = True
-        cls.compute_bias = _with_table(cls.compute_bias)
+        cls.compute_bias = _by_distance(cls.compute_bias)
         if "position_bias" in inspect.signature(cls.forward).parameters:
             cls.forward = _without_zeros(cls.forward)
 
 
-def relative_position(module: Any, table: Tensor) -> RelativePosition | None:
-    """The bias of a layer that was given a table, (heads, buckets); None if it was told that it has none."""
-    if table.shape[1] == 0:
-        return None
-    reach = module.relative_attention_max_distance
-    return RelativePosition(table, bidirectional=not module.is_decoder, max_distance=reach)
+def relative_position(by_distance: Tensor) -> RelativePosition | None:
+    """The bias of a layer, from what it was handed; None if that says that there is none."""
+    return RelativePosition(by_distance, bucketing="clip") if by_distance.shape[1] else None
 
 
 def _is_ours(module: Any) -> bool:
     return module.config._attn_implementation in _ours
 
 
-def _with_table(library: Any) -> Any:
-    """A ``compute_bias`` that makes the table where the last query has the position of the last key.
+def _by_distance(library: Any) -> Any:
+    """A ``compute_bias`` that gives (heads, distances) where the last query has the position of the last key.
 
     A static cache is longer than what it holds; there it makes what the library makes.
     """
@@ -76,19 +74,22 @@ def _with_table(library: Any) -> Any:
     ) -> Tensor:
         at_the_end = isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
         if not (_is_ours(self) and at_the_end):
-            bias: Tensor = library(self, query_length, key_length, device, past_seen_tokens)
-            return bias
+            dense: Tensor = library(self, query_length, key_length, device, past_seen_tokens)
+            return dense
         embedding = self.relative_attention_bias
         device = embedding.weight.device if device is None else device
         # Called as a module, since what shards or adapts modules acts where they are called.
-        table: Tensor = embedding(torch.arange(self.relative_attention_num_buckets, device=device))
-        return table.t()
+        table = embedding(torch.arange(self.relative_attention_num_buckets, device=device)).t()
+        reach = self.relative_attention_max_distance
+        bias = RelativePosition(table, bidirectional=not self.is_decoder, max_distance=reach)
+        # In float32, so that what the layers send back is not rounded where it is summed.
+        return bias.by_distance(torch.promote_types(table.dtype, torch.float32)).squeeze(0)
 
     return compute_bias
 
 
 def _without_zeros(library: Any) -> Any:
-    """A ``forward`` that gives layers without a bias of their own a table without buckets."""
+    """A ``forward`` that gives layers without a bias of their own one without distances."""
     place = list(inspect.signature(library).parameters).index("position_bias") - 1  # without self
 
     @functools.wraps(library)

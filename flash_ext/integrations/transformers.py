@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import attention, attention_varlen, is_batch_invariant
 from ..log import logged
-from .t5 import hand_on_tables, relative_position
+from .t5 import hand_on_distances, relative_position
 
 NAME = "fext"
 NAME_IN_4 = "flash_ext"
@@ -36,7 +36,7 @@ def register(name: str = NAME) -> str:
     """Makes ``attn_implementation=name`` run on flash_ext, for every model that asks the library's registry.
 
     In transformers 4 "flash_ext" is registered as well. In transformers 5 the attention classes of T5 and its
-    relatives are told to hand on the tables of their biases under this name, see :mod:`.t5`.
+    relatives hand on their biases by distance under this name, see :mod:`.t5`.
 
     Args:
         name: the name to register. One with "flash" in it is refused, see the module.
@@ -64,7 +64,7 @@ def register(name: str = NAME) -> str:
     for accepted in (name, NAME_IN_4) if __version__.startswith("4.") else (name,):
         AttentionMaskInterface.register(accepted, attention_mask)
         AttentionInterface.register(accepted, attention_forward)
-        hand_on_tables(accepted)
+        hand_on_distances(accepted)
     return name
 
 
@@ -297,8 +297,8 @@ def attention_forward(
         sliding_window: how many keys a row sees, itself among them, where the mask does not say.
         softcap: None is off.
         s_aux: (heads,) attention sinks.
-        position_bias: (1 or batch, heads, q_length, kv_length), added to the scores; or (heads, buckets), the
-            table of T5's bias, see :mod:`.t5`.
+        position_bias: (1 or batch, heads, q_length, kv_length), added to the scores; or (heads, distances),
+            T5's bias by distance, see :mod:`.t5`.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed sequences, (sequences + 1,).
         kwargs: what else the library passes along; ``deterministic`` (ModernBERT) is handed on, and what
             would change the result is refused.
@@ -344,7 +344,7 @@ def attention_forward(
     else:
         options["attn_mask"] = _fitting(attention_mask[..., : k.shape[1]], q)
     if position_bias is not None and position_bias.dim() == 2:
-        bias, other, position_bias = relative_position(module, position_bias), options.get("attn_mask"), None
+        bias, other, position_bias = relative_position(position_bias), options.get("attn_mask"), None
         if bias is None or other is None or other.dtype == torch.bool:
             options["bias"] = bias
         else:  # a call has one bias: the sum

@@ -3,8 +3,8 @@
 Their attention makes its bias itself, (1, heads, queries, keys), before it asks the registry, and for cross
 attention as many zeros. While a model runs on flash_ext, it makes the bias by distance instead, (heads,
 distances), as small as the weights; :func:`flash_ext.integrations.transformers.attention_forward` knows it by
-its two dimensions. It is a plain tensor, which layers share: gradient checkpointing and copies between devices
-treat it like the bias.
+its two dimensions. It is a plain tensor, which layers share: gradient checkpointing and copies between
+devices treat it like the bias.
 """
 
 from __future__ import annotations

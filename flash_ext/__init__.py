@@ -1,9 +1,10 @@
 """Exact attention for PyTorch: FlashAttention kernels for NVIDIA GPUs, and a CPU implementation.
 
 Public names: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_product_attention`,
-:class:`BlockMask` for block-sparse attention, :func:`merge_attention_states`, the functional pair
-:func:`forward` and :func:`backward` with :func:`dropout_rng`, :func:`set_batch_invariant` and
-:func:`is_batch_invariant`, and :func:`enable_sdpa` and :func:`disable_sdpa` for PyTorch's own attention.
+:class:`BlockMask` for block-sparse attention, :class:`RelativePosition` for a bias by distance,
+:func:`merge_attention_states`, the functional pair :func:`forward` and :func:`backward` with
+:func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`, and :func:`enable_sdpa` and
+:func:`disable_sdpa` for PyTorch's own attention.
 Modules: :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.compat`,
 :mod:`flash_ext.integrations`.
 """
@@ -17,6 +18,7 @@ from .log import logged
 from .merge import merge_attention_states
 from .normalise import dropout_rng
 from .pair import backward, forward
+from .relative_position import RelativePosition
 from .sdpa import scaled_dot_product_attention
 from .sdpa_override import disable_sdpa, enable_sdpa
 
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "RelativePosition",
     "__version__",
     "attention",
     "attention_varlen",

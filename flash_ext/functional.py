@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .block_mask import BlockMask
 from .normalise import ModifierOptions
+from .relative_position import RelativePosition
 from .routes import run_fwd, run_modified_fwd
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     attn_mask: Tensor | None = None,
+    bias: RelativePosition | None = None,
     key_padding_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -137,8 +139,8 @@ def attention(
 
     The order is: scale, softcap, bias and ALiBi added, masks, sinks in the denominator, softmax, dropout. All
     options combine; a key takes part when every mask lets it, and what is per head counts query heads. A
-    float ``attn_mask``, ``alibi_slopes`` and ``sinks`` get their gradients, the first summed over its
-    broadcast dimensions.
+    float ``attn_mask``, the table of ``bias``, ``alibi_slopes`` and ``sinks`` get their gradients, the first
+    summed over its broadcast dimensions.
 
     Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 
@@ -154,6 +156,9 @@ def attention(
         attn_mask: bool (True = take part), or float32 or the dtype of q and then added to the scores: -inf
             hides. 1 to 4 dimensions that broadcast from the right to (b, h, seqlen_q, seqlen_k); any strides,
             read in place. A float mask of only 0 and 1 warns once, because it hides nothing.
+        bias: a :class:`flash_ext.RelativePosition` of h heads or 1, added to the scores by the distance of
+            the key from the aligned position: nothing of size seqlen_q * seqlen_k is formed. Not with a float
+            ``attn_mask``.
         key_padding_mask: (b, seqlen_k) bool, True = take part; holes anywhere.
         alibi_slopes: (h,) or (b, h) floating point: slope * |aligned position - key| is subtracted from the
             scores.
@@ -206,6 +211,7 @@ def attention(
     """
     if (
         attn_mask is None
+        and bias is None
         and key_padding_mask is None
         and alibi_slopes is None
         and sinks is None
@@ -226,10 +232,11 @@ def attention(
         return result if return_lse else result[0]
     options = (None, None, softmax_scale, causal, window, deterministic, path)
     asked = {
-        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
-        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
-        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
-        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+        "attn_mask": attn_mask, "bias": bias, "key_padding_mask": key_padding_mask,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p,
+        "document_ids": document_ids, "prefix_lens": prefix_lens, "sink_tokens": sink_tokens,
+        "chunk_size": chunk_size, "hidden_rows": hidden_rows, "hidden_keys": hidden_keys,
+        "block_mask": block_mask,
     }  # fmt: skip
     return _with_statistics(q, k, v, None, None, options, asked, generator, return_lse, return_max_logits)
 
@@ -303,6 +310,7 @@ def attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     attn_mask: Tensor | None = None,
+    bias: RelativePosition | None = None,
     key_padding_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -349,6 +357,7 @@ def attention_varlen(
         hidden_rows, hidden_keys: (h, total_k, 2 n) and (h, total_q, 2 n) int32, h may be 1 or left out; the
             intervals count inside each sequence.
         block_mask: blocks inside each sequence; what lies beyond the map is hidden.
+        bias: as in :func:`attention`, by distances inside each sequence.
         alibi_slopes, prefix_lens: as in :func:`attention`, b being the number of sequences.
         softmax_scale, sinks, softcap, dropout_p, generator, sink_tokens, chunk_size, return_lse,
             deterministic, path: as in :func:`attention`.
@@ -362,6 +371,7 @@ def attention_varlen(
     """
     if (
         attn_mask is None
+        and bias is None
         and key_padding_mask is None
         and alibi_slopes is None
         and sinks is None
@@ -385,10 +395,11 @@ def attention_varlen(
         return result if return_lse else result[0]
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
     asked = {
-        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
-        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
-        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
-        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+        "attn_mask": attn_mask, "bias": bias, "key_padding_mask": key_padding_mask,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p,
+        "document_ids": document_ids, "prefix_lens": prefix_lens, "sink_tokens": sink_tokens,
+        "chunk_size": chunk_size, "hidden_rows": hidden_rows, "hidden_keys": hidden_keys,
+        "block_mask": block_mask,
     }  # fmt: skip
     return _with_statistics(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, generator, return_lse, return_max_logits

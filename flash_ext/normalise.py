@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .block_mask import BlockMask, with_leading
 from .modifiers import Modifiers
+from .relative_position import RelativePosition
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -25,6 +26,7 @@ class ModifierOptions(TypedDict, total=False):
     """The keywords for modifiers that every public function takes; see :func:`flash_ext.attention`."""
 
     attn_mask: Tensor | None
+    bias: RelativePosition | None
     key_padding_mask: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
@@ -58,6 +60,7 @@ def normalise(
     rng: Tensor | None,
     keep_repeats: bool = False,
     attn_mask: Tensor | None = None,
+    bias: RelativePosition | None = None,
     key_padding_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -91,10 +94,12 @@ def normalise(
     sink_tokens = _count("sink_tokens", sink_tokens)
     chunk_size = _count("chunk_size", chunk_size)
 
-    bias = mask = None
+    added = mask = None
     if attn_mask is not None:
         attn_mask = _checked_mask(attn_mask, "attn_mask", q, sizes, keep_repeats)
-        bias, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
+        added, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
+    if bias is not None:
+        added = _by_distance(bias, added, q, sizes)
     blocks, block_rows, block_cols = None, 0, 0
     if block_mask is not None:
         blocks, block_rows, block_cols = _checked_blocks(block_mask, q, sizes)
@@ -120,12 +125,12 @@ def normalise(
     if sinks is not None:
         sinks = _per_head(sinks, "sinks", q, [(sizes.num_heads,)], "(num_heads,)")
 
-    tensors = (bias, mask, document_q, prefix_lens, hidden_rows, hidden_keys, blocks, alibi_slopes, sinks)
+    tensors = (added, mask, document_q, prefix_lens, hidden_rows, hidden_keys, blocks, alibi_slopes, sinks)
     numbers = (softcap, dropout_p, sink_tokens, chunk_size, top_left)
     if all(tensor is None for tensor in tensors) and not any(numbers):
         return None
     return Modifiers(
-        bias, mask, document_q, document_k, prefix_lens, hidden_rows, hidden_keys, blocks, alibi_slopes,
+        added, mask, document_q, document_k, prefix_lens, hidden_rows, hidden_keys, blocks, alibi_slopes,
         sinks, rng if dropout_p > 0 else None, softcap, dropout_p, block_rows, block_cols, sink_tokens,
         chunk_size, top_left,
     )  # fmt: skip
@@ -266,6 +271,27 @@ def _check_bias_dtype(t: Tensor, name: str, q: Tensor) -> None:
         f"{name} must be torch.bool (True = take part), torch.float32 or the dtype of q, {q.dtype} (added to "
         f"the scores), got {t.dtype}. {cure}."
     )
+
+
+def _by_distance(bias: Any, other: Tensor | None, q: Tensor, sizes: _Sizes) -> Tensor:
+    """What distances read of a relative-position bias, (1, num_heads|1, 2 n + 1)."""
+    if not isinstance(bias, RelativePosition):
+        hint = " A bias in a tensor goes into attn_mask=." if isinstance(bias, Tensor) else ""
+        raise TypeError(
+            f"bias must be a flash_ext.RelativePosition or None, got {type(bias).__qualname__}.{hint}"
+        )
+    if other is not None:
+        raise ValueError(
+            f"attn_mask must be torch.bool beside bias, because a call adds one bias, got {other.dtype}. Pass "
+            "the sum of both: attn_mask=attn_mask + bias.to_dense(seqlen_q, seqlen_k), without bias."
+        )
+    _check_device(bias.table, "the table of bias", q)
+    if bias.num_heads not in (1, sizes.num_heads):
+        raise ValueError(
+            f"the table of bias must have the {sizes.num_heads} heads of q, or 1 for all of them, got "
+            f"{bias.num_heads}: its shape is (num_heads, buckets), here {_shape(bias.table)}."
+        )
+    return bias.by_distance(_statistic(q)).contiguous()
 
 
 def _broadcast_error(t: Tensor, name: str, sizes: _Sizes, want: tuple[int, ...]) -> str:
@@ -476,7 +502,11 @@ def _per_head(t: Any, name: str, q: Tensor, shapes: list[tuple[int, ...]], layou
         raise TypeError(f"{name} must be floating point, got {t.dtype}. Convert it with .float().")
     _check_device(t, name, q)
     _check_shape(t, name, shapes, layout)
-    return t.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+    return t.to(_statistic(q)).contiguous()
+
+
+def _statistic(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _int_tensor(t: Any, name: str, q: Tensor, shapes: list[tuple[int, ...]], layout: str) -> Tensor:

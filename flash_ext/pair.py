@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .block_mask import BlockMask
 from .functional import Alignment
+from .relative_position import RelativePosition
 from .routes import run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
 
-Gradient: TypeAlias = Literal["q", "k", "v", "attn_mask", "alibi_slopes", "sinks"]
+Gradient: TypeAlias = Literal["q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sinks"]
 
 _OFF = 0.0  # see functional.py
 _NONE = 0
@@ -35,6 +36,7 @@ def forward(
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     attn_mask: Tensor | None = None,
+    bias: RelativePosition | None = None,
     key_padding_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -61,9 +63,9 @@ def forward(
             :func:`attention_varlen`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in :func:`attention_varlen`; None for dense
             input.
-        causal, window, softmax_scale, attn_mask, key_padding_mask, alibi_slopes, sinks, softcap, dropout_p,
-            document_ids, prefix_lens, sink_tokens, chunk_size, hidden_rows, hidden_keys, block_mask,
-            deterministic, path: as in these two.
+        causal, window, softmax_scale, attn_mask, bias, key_padding_mask, alibi_slopes, sinks, softcap,
+            dropout_p, document_ids, prefix_lens, sink_tokens, chunk_size, hidden_rows, hidden_keys,
+            block_mask, deterministic, path: as in these two.
         rng: (2,) int64, the random numbers of dropout, from :func:`flash_ext.dropout_rng`. Needed with
             ``dropout_p``; the backward pass takes the same.
         out_dtype: torch.float32 for an out that is not rounded, to be merged with others before it is; None
@@ -79,6 +81,7 @@ def forward(
     """
     if (
         attn_mask is None
+        and bias is None
         and key_padding_mask is None
         and alibi_slopes is None
         and sinks is None
@@ -100,10 +103,11 @@ def forward(
         )  # fmt: skip
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
     asked = {
-        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
-        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
-        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
-        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+        "attn_mask": attn_mask, "bias": bias, "key_padding_mask": key_padding_mask,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p,
+        "document_ids": document_ids, "prefix_lens": prefix_lens, "sink_tokens": sink_tokens,
+        "chunk_size": chunk_size, "hidden_rows": hidden_rows, "hidden_keys": hidden_keys,
+        "block_mask": block_mask,
     }  # fmt: skip
     out, lse, _ = run_modified_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, rng=rng, out_dtype=out_dtype
@@ -128,6 +132,7 @@ def backward(
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     attn_mask: Tensor | None = None,
+    bias: RelativePosition | None = None,
     key_padding_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -163,16 +168,17 @@ def backward(
             contribute nothing.
         dlse: gradient of lse, its shape and dtype; None is zero.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, softmax_scale, attn_mask,
-            key_padding_mask, alibi_slopes, sinks, softcap, dropout_p, rng, document_ids, prefix_lens,
+            bias, key_padding_mask, alibi_slopes, sinks, softcap, dropout_p, rng, document_ids, prefix_lens,
             sink_tokens, chunk_size, hidden_rows, hidden_keys, block_mask, path: as in the forward pass.
-        needs: which gradients, out of "q", "k", "v", "attn_mask" (a float one), "alibi_slopes" and "sinks".
+        needs: which gradients, out of "q", "k", "v", "attn_mask" (a float one), "bias" (that of its table),
+            "alibi_slopes" and "sinks".
         grad_dtype: torch.float32 for dq, dk and dv that are not rounded, to be summed with others before they
             are; None or the dtype of q for the usual ones. For float64 inputs float64.
         deterministic: as in :func:`attention`.
 
     Returns:
         The gradients named in ``needs``, in its order; by default dq, dk, dv. Shapes are those of the
-        arguments, dtypes too unless ``grad_dtype`` says otherwise; contiguous. Rounded to the dtype of q,
+        arguments and of the table, dtypes too unless ``grad_dtype`` says otherwise; contiguous. Rounded to the dtype of q,
         those of ``grad_dtype`` float32 are the usual ones bit for bit, dq if both calls are deterministic.
 
     Raises:
@@ -181,6 +187,7 @@ def backward(
     options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
     if (
         attn_mask is None
+        and bias is None
         and key_padding_mask is None
         and alibi_slopes is None
         and sinks is None
@@ -202,10 +209,11 @@ def backward(
             return run_bwd(*tensors, *options)
         return run_bwd_as(grad_dtype, *tensors, *options)
     asked = {
-        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes,
-        "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p, "document_ids": document_ids,
-        "prefix_lens": prefix_lens, "sink_tokens": sink_tokens, "chunk_size": chunk_size,
-        "hidden_rows": hidden_rows, "hidden_keys": hidden_keys, "block_mask": block_mask,
+        "attn_mask": attn_mask, "bias": bias, "key_padding_mask": key_padding_mask,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p,
+        "document_ids": document_ids, "prefix_lens": prefix_lens, "sink_tokens": sink_tokens,
+        "chunk_size": chunk_size, "hidden_rows": hidden_rows, "hidden_keys": hidden_keys,
+        "block_mask": block_mask,
     }  # fmt: skip
     return run_modified_bwd(
         dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, options, asked, rng, needs, grad_dtype

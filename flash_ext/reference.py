@@ -216,10 +216,13 @@ def _score_terms(mods: Modifiers, seqlen_q: int, seqlen_k: int, device: torch.de
     if mods.bias is None and mods.slopes is None:
         return None
     terms = torch.zeros(1, 1, seqlen_q, seqlen_k, dtype=torch.float64, device=device)
-    if mods.bias is not None:
+    distance = torch.arange(seqlen_k, device=device) - _centres(mods, seqlen_q, seqlen_k, device)
+    if mods.bias is not None and mods.bias.ndim == 3:
+        reach = mods.bias.shape[2] // 2
+        terms = terms + mods.bias.double()[:, :, reach + distance.clamp(-reach, reach)]
+    elif mods.bias is not None:
         terms = terms + _grid(mods.bias.double(), seqlen_q, seqlen_k)
     if mods.slopes is not None:
-        distance = _centres(mods, seqlen_q, seqlen_k, device) - torch.arange(seqlen_k, device=device)
         terms = terms - mods.slopes.double()[..., None, None] * distance.abs()
     return terms
 

@@ -214,7 +214,8 @@ def run_modified_fwd(
     if not _is_compiling():
         _explain_tensors(q=q, k=k, v=v)
         _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        _refuse_forward_mode(q, k, v, asked["attn_mask"], asked["alibi_slopes"], asked["sinks"])
+        table = getattr(asked["bias"], "table", None)
+        _refuse_forward_mode(q, k, v, asked["attn_mask"], table, asked["alibi_slopes"], asked["sinks"])
     options, top_left = resolve_causal(q, k, cu_seqlens_q, options)
     if generator is not None:
         check_generator(generator, q.device)
@@ -236,7 +237,7 @@ def run_modified_fwd(
     return result
 
 
-GRADIENTS = ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks")
+GRADIENTS = ("q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sinks")
 
 
 def run_modified_bwd(
@@ -265,16 +266,21 @@ def run_modified_bwd(
     mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, keep_repeats=True, **asked)
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     if mods is None:
-        named = dict(zip(GRADIENTS, run_bwd_as(grad_dtype, *tensors, *options)))
+        named = dict(zip("qkv", run_bwd_as(grad_dtype, *tensors, *options)))
         return tuple(named[name] for name in needs)
     *numbers, deterministic, path = operator_options(q, *options)
-    wanted = [bool({"q", "k", "v"} & {*needs}), *(name in needs for name in GRADIENTS[3:])]
+    groups = ({"q", "k", "v"}, {"attn_mask", "bias"}, {"alibi_slopes"}, {"sinks"})
+    wanted = [bool(group & {*needs}) for group in groups]
     call = ModifiedGradientFunction.apply if _in_functorch() else torch.ops.flash_ext.bwd_mod.default
     wide = grad_dtype is not None and _is_wide("grad_dtype", grad_dtype, q)
     grads = call(*tensors, *numbers, *modifier_arguments(mods), *wanted, deterministic, path, wide)
-    named = dict(zip(GRADIENTS, grads))
+    dq, dk, dv, dbias, dslopes, dsinks = grads
+    named = dict(zip(GRADIENTS, (dq, dk, dv, dbias, dbias, dslopes, dsinks)))
     for name in {*GRADIENTS[3:]} & {*needs}:
-        named[name] = named[name].reshape(asked[name].shape).to(asked[name].dtype)
+        if name == "bias":
+            named[name] = asked[name].gradient(named[name])
+        else:
+            named[name] = named[name].reshape(asked[name].shape).to(asked[name].dtype)
     return tuple(named[name] for name in needs)
 
 

@@ -103,8 +103,10 @@ def modified_backward(
         dslopes, dsinks: shapes of slopes and sinks, float32 (float64 for float64 inputs); None likewise.
     """
     dtype = accumulator_dtype(q)
-    dbias = torch.zeros(mods.bias.shape, dtype=dtype) if need_bias and mods.bias is not None else None
-    # Few numbers that sum over all rows and keys: float64 costs nothing here.
+    dbias = None
+    if need_bias and mods.bias is not None:
+        dbias = torch.zeros(mods.bias.shape, dtype=torch.float64 if mods.bias.ndim == 3 else dtype)
+    # Few numbers that sum over all rows and keys: float64 costs nothing here, nor by distance above.
     dslopes, dsinks = (
         torch.zeros(x.shape, dtype=torch.float64) if need and x is not None else None
         for need, x in ((need_slopes, mods.slopes), (need_sinks, mods.sinks))
@@ -166,18 +168,20 @@ def _tile(x: Tensor, rows: slice, cols: slice) -> Tensor:
 class _ModifierGradients:
     """Where the gradients of one sequence are added: views of the results, or None if not wanted.
 
-    dbias (num_heads|1, R|1, C|1), dslopes (num_heads,), dsinks (num_heads,).
+    dbias (num_heads|1, R|1, C|1) or, by distance, (num_heads|1, 2 n + 1); dslopes and dsinks (num_heads,).
     """
 
     dbias: Tensor | None
     dslopes: Tensor | None
     dsinks: Tensor | None
 
-    def add_tile(self, dscores: Tensor, distance: Tensor | None, rows: slice, cols: slice) -> None:
+    def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
         """Adds the gradient of a tile (num_heads, rows, cols) of final scores, at once reduced in size."""
-        if self.dslopes is not None and distance is not None:
-            self.dslopes.sub_((dscores * distance).sum(dim=(1, 2)))
-        if self.dbias is not None:
+        if self.dslopes is not None:
+            self.dslopes.sub_((dscores * distance.abs()).sum(dim=(1, 2)))
+        if self.dbias is not None and self.dbias.ndim == 2:
+            _add_by_distance(self.dbias, dscores, int(distance[-1, 0]))
+        elif self.dbias is not None:
             _, size_r, size_c = self.dbias.shape
             place = self.dbias[:, _span(rows, size_r), _span(cols, size_c)]
             if size_r != 1:
@@ -185,6 +189,21 @@ class _ModifierGradients:
             if size_c != 1:
                 dscores = dscores[:, :, : place.shape[2]]
             place += dscores.sum_to_size(place.shape)
+
+
+def _add_by_distance(entries: Tensor, dscores: Tensor, first: int) -> None:
+    """Adds the diagonals of a tile to the entries (num_heads|1, 2 n + 1) of their distances.
+
+    ``first`` is the distance of the diagonal that is the last row and the first key alone, the smallest one.
+    """
+    num_heads, rows, cols = dscores.shape
+    # The last row on top and each row one place further right than the row above it: columns are diagonals.
+    width = rows + cols - 1
+    shifted = F.pad(dscores.flip(1), (0, rows)).flatten(1)[:, : rows * width]
+    sums = shifted.view(num_heads, rows, width).sum(dim=1).sum_to_size(entries.shape[0], width)
+    reach = entries.shape[1] // 2
+    index = torch.arange(first, first + width).clamp(-reach, reach) + reach
+    entries.index_add_(1, index, sums.to(entries.dtype))
 
 
 class _ScoreTiles:
@@ -282,15 +301,20 @@ class _ScoreTiles:
         if mods.softcap:
             tanh = scores.div_(mods.softcap).tanh_()
             scores = tanh * mods.softcap
-        if mods.bias is not None:
+        if mods.bias is not None and mods.bias.ndim == 3:
+            reach = mods.bias.shape[2] // 2
+            index = self.distance(rows, cols).clamp(-reach, reach) + reach
+            scores.add_(mods.bias[0][:, index].to(self.dtype))
+        elif mods.bias is not None:
             scores.add_(_tile(mods.bias[0], rows, cols).to(self.dtype))
         if mods.slopes is not None:
-            scores.sub_(mods.slopes.to(self.dtype).view(-1, 1, 1) * self.distance(rows, cols))
+            distance = self.distance(rows, cols).abs().to(self.dtype)
+            scores.sub_(mods.slopes.to(self.dtype).view(-1, 1, 1) * distance)
         return scores, tanh
 
     def distance(self, rows: slice, cols: slice) -> Tensor:
-        """(rows, cols): |centre - key|, which the slopes multiply."""
-        return (self.centre[rows, None] - torch.arange(cols.start, cols.stop)).abs().to(self.dtype)
+        """(rows, cols) int64: key - centre."""
+        return torch.arange(cols.start, cols.stop) - self.centre[rows, None]
 
     def kept(self, rows: slice, cols: slice) -> Tensor:
         """(num_heads, rows, cols): 1 where dropout keeps the weight, 0 where not."""
@@ -400,8 +424,7 @@ def _backward(
             else:
                 dv[:, cols] += tiles.grouped(weights).mT @ tiles.grouped(dout_block)
             dscores = dweights.sub_(delta_block).mul_(weights)
-            distance = None if tiles.mods.slopes is None else tiles.distance(rows, cols)
-            grads.add_tile(dscores, distance, rows, cols)
+            grads.add_tile(dscores, tiles.distance(rows, cols), rows, cols)
             if tanh is not None:
                 dscores.mul_(1 - tanh.square_())
             dscores.mul_(tiles.spec.softmax_scale)

@@ -37,6 +37,8 @@ MISREAD: dict[str, Callable[[Modifiers], dict[str, Any]]] = {
     "bias_rounded": lambda m: {"bias": m.bias.bfloat16().to(m.bias.dtype)},  # one in fp32
     "bias_of_batch_0": lambda m: {"bias": m.bias[:1].expand_as(m.bias)},
     "bias_head": lambda m: {"bias": m.bias.roll(1, 1)},
+    "distance_off_by_one": lambda m: {"bias": m.bias.roll(1, -1)},
+    "distance_ends_lost": lambda m: {"bias": torch.nn.functional.pad(m.bias, (1, 1))},
     "bias_clamped": lambda m: {"bias": m.bias.clamp(max=6)},
     "slopes_head": lambda m: {"slopes": m.slopes.roll(1, -1)},
     "sink_twice": lambda m: {"sinks": m.sinks + math.log(2)},
@@ -58,9 +60,11 @@ class CapWithoutSlope(Tiles):
         return super().scores(*place)[0], None
 
 
-class SlopesFromKey0(Tiles):
+class FromKey0(Tiles):
+    """Distances are counted from the first key, whatever the row."""
+
     def distance(self, rows: slice, cols: slice) -> Tensor:
-        return torch.arange(cols.start, cols.stop).to(self.dtype).expand(rows.stop - rows.start, -1)
+        return torch.arange(cols.start, cols.stop).expand(rows.stop - rows.start, -1)
 
 
 class DropUnscaled(Tiles):
@@ -110,7 +114,7 @@ class SmallFlushed(Tiles):
 class LastTileOfBias(tiled_mod._ModifierGradients):
     """What a bias is broadcast over is not summed over tiles of rows."""
 
-    def add_tile(self, dscores: Tensor, distance: Tensor | None, rows: slice, cols: slice) -> None:
+    def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
         if self.dbias is not None and self.dbias.shape[1] == 1:
             self.dbias[:, :, tiled_mod._span(cols, self.dbias.shape[2])] = 0
         super().add_tile(dscores, distance, rows, cols)
@@ -119,15 +123,31 @@ class LastTileOfBias(tiled_mod._ModifierGradients):
 class SlopesOfFirstTile(tiled_mod._ModifierGradients):
     """The gradient of slopes misses all tiles of keys but the first."""
 
-    def add_tile(self, dscores: Tensor, distance: Tensor | None, rows: slice, cols: slice) -> None:
-        super().add_tile(dscores, None if cols.start else distance, rows, cols)
+    def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
+        super().add_tile(dscores, distance * (cols.start == 0), rows, cols)
+
+
+class TableOfFirstTile(tiled_mod._ModifierGradients):
+    """The gradient by distance misses all tiles of keys but the first."""
+
+    def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
+        super().add_tile(dscores * (cols.start == 0), distance, rows, cols)
+
+
+class TableWithoutEnds(tiled_mod._ModifierGradients):
+    """Distances beyond the reach give the ends nothing."""
+
+    def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
+        inside = distance.abs() <= self.dbias.shape[-1] // 2
+        super().add_tile(dscores * inside, distance, rows, cols)
 
 
 CHANGED = {
     "bias_before_cap": BiasBeforeCap, "cap_without_slope": CapWithoutSlope,
-    "slopes_from_key_0": SlopesFromKey0, "drop_unscaled": DropUnscaled, "drop_by_tile": DropByTile,
+    "slopes_from_key_0": FromKey0, "distance_from_key_0": FromKey0, "drop_unscaled": DropUnscaled, "drop_by_tile": DropByTile,
     "last_key_lost": LastKeyLost, "weights_cut": WeightsCut, "small_flushed": SmallFlushed,
     "dbias_of_last_tile": LastTileOfBias, "dslopes_of_first_tile": SlopesOfFirstTile,
+    "dtable_of_first_tile": TableOfFirstTile, "dtable_ends_lost": TableWithoutEnds,
 }  # fmt: skip
 BUGS = (*MISREAD, *CHANGED)
 

@@ -10,6 +10,9 @@ hand here, not taken from the package's own normalisation.
                                second key of a wider tensor), inf (-inf in places and over whole tiles),
                                expanded (repeated by stride 0 where a dimension is 1), blocky (the same over
                                100 x 100), short and long (packed: ends before or after the sequences)
+    distance<n>                a relative-position bias of reach n, clipped, its table in float32; with _before
+                               keys after the row read the entry of distance 0, _shared all heads one row, _half
+                               the table has the dtype of q, _inf a third of it is -inf
     padding (holes anywhere), padding_left, padding_right (nothing of some sequences, all of others),
     documents, prefix, sinks, top (causal at the top left), alibi (by head), alibi_b (by sequence)
     sinktok<n>, chunk<n>, softcap<x>, drop<p>, blocks<rows>x<cols>, with _b and _h: a map for each
@@ -43,7 +46,7 @@ from tests.inputs import GUARD_BYTES, POISON_BYTE, Inputs, make_inputs, strides_
 class ModifierCase:
     """A plain case and its modifiers.
 
-    needs: which inputs ask for a gradient, out of "qkv" and "mods" (bias, slopes and sinks).
+    needs: which inputs ask for a gradient, out of "qkv" and "mods" (biases, slopes and sinks).
     """
 
     case: Case = Case()
@@ -123,8 +126,16 @@ class ModifierInputs:
         return {
             c.keyword: c.tensor.detach()
             for c in self.choices
-            if c.keyword in ("attn_mask", "alibi_slopes", "sinks") and c.tensor.is_floating_point()
+            if c.keyword in ("attn_mask", "bias", "alibi_slopes", "sinks") and c.tensor.is_floating_point()
         }
+
+    def entries(self, rows: int, keys: int) -> Tensor:
+        """(rows, keys) int64: which entry of the table of ``distance<n>`` each pair of a sequence reads."""
+        (name,) = (name for name in self.mcase.mods if name.startswith("distance"))
+        n = _reach(name)
+        position = torch.arange(rows)[:, None] + (0 if self.mcase.has_top_left else keys - rows)
+        distance = (torch.arange(keys) - position).clamp(-n, 0 if "before" in name else n)
+        return (n + distance).to(self.plain.q.device)
 
     def keywords(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
         """Of the public function."""
@@ -257,6 +268,22 @@ class _Maker:
         tensor, argument = self._attn_mask(values, dims, flags)
         return _Choice("attn_mask", tensor, argument, lambda t: {"mask": _four_dims(t)})
 
+    def _distance(self, n: str, flags: list[str]) -> _Choice:
+        n, both = int(n), "before" not in flags
+        values = self._normal(1 if "shared" in flags else self.heads, 2 * n + 1 if both else n + 1)
+        if "inf" in flags:
+            values[self._chance(0.33, *values.shape)] = -math.inf
+        tensor = self._place(values.to(self.case.torch_dtype if "half" in flags else torch.float32))
+
+        def argument(t: Tensor) -> flash_ext.RelativePosition:
+            return flash_ext.RelativePosition(t, bucketing="clip", bidirectional=both)
+
+        def meaning(t: Tensor) -> dict[str, Any]:
+            return {"bias": (t if both else torch.cat([t, t[:, -1:].expand(-1, n)], 1))[None]}
+
+        argument(tensor).by_distance()  # what it keeps for later calls is made before memory is counted
+        return _Choice("bias", tensor, argument, meaning)
+
     # ---- structure ----
 
     def _padding(self, _: str, flags: list[str]) -> _Choice:
@@ -351,6 +378,10 @@ class _Maker:
         return self._number("causal", "top_left", top_left=True)
 
 
+def _reach(name: str) -> int:
+    return int(name.removeprefix("distance").split("_")[0])
+
+
 def _four_dims(t: Tensor) -> Tensor:
     return t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
 
@@ -384,6 +415,16 @@ BIASES = (
     "bias_b1qk_expanded_f32",
     "bias_bhqk_short",
     "bias_11qk_f32_long",
+)
+DISTANCES = (
+    "distance0",
+    "distance20",
+    "distance128",
+    "distance9_before",
+    "distance100_before_half",
+    "distance30_shared",
+    "distance300_half",
+    "distance60_inf",
 )
 MASKS = (
     "mask_b1qk",
@@ -430,7 +471,7 @@ SCORES = (
     "drop0.5",
     "drop0.9",
 )
-ALL_MODIFIERS = BIASES + MASKS + STRUCTURE + SCORES
+ALL_MODIFIERS = BIASES + DISTANCES + MASKS + STRUCTURE + SCORES
 
 _SHAPES: dict[str, tuple] = {
     "seqlens": ((130, 150), (200, 256), (65, 300), (257, 100), (1, 129), (64, 64), (300, 300)),
@@ -455,6 +496,8 @@ _PAIRED: dict[str, tuple[str, ...]] = {
         "bias_1hqk_t",
         "bias_11qk_odd",
         "bias_hqk_inf",
+        "distance25",
+        "distance150_before_half",
         "mask_b1qk",
         "mask_1hqk_t",
         "mask_bhqk_blocky",
@@ -524,4 +567,4 @@ def _from_levels(level: dict[str, Any], mods: list[str], index: int) -> Modifier
 
 
 def _has_gradient(name: str) -> bool:
-    return name.split("_")[0] in ("bias", "alibi", "sinks")
+    return name.startswith(("bias", "distance", "alibi", "sinks"))

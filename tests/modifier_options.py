@@ -21,7 +21,8 @@ HEADS, HEADS_K, HEAD_DIM = 4, 2, 4
 ROWS, KEYS = 20, 27  # dense lengths, and those of the longest packed sequence
 LENGTHS_Q, LENGTHS_K, SPARE = (ROWS, 0, 7), (KEYS, 5, 9), 2
 BLOCK = 16
-DIFFERENTIABLE = ("attn_mask", "alibi_slopes", "sinks")
+REACH = 5
+DIFFERENTIABLE = ("attn_mask", "bias", "alibi_slopes", "sinks")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def make_options(inputs: Inputs) -> dict[str, Option]:
 
     mask = torch.rand(batch, 1, ROWS, KEYS) > 0.3
     bias, slopes, sinks = real(HEADS, ROWS, 1), real(batch, HEADS), real(HEADS)
+    table = real(HEADS, 2 * REACH + 1)
     present = torch.rand(lead_k) > 0.3
     padding = torch.zeros(batch, 1, 1, KEYS, dtype=torch.bool)
     for b in range(batch):
@@ -95,6 +97,8 @@ def make_options(inputs: Inputs) -> dict[str, Option]:
         "scale": Option({"softmax_scale": -0.3}),
         "bool mask": Option({"attn_mask": mask}, {"mask": mask}),
         "bias": Option({"attn_mask": bias}, {"bias": bias[None]}),
+        "relative position": Option({"bias": flash_ext.RelativePosition(table, bucketing="clip")},
+                                    {"bias": table[None]}),
         "padding": Option({"key_padding_mask": present}, {"mask": padding}),
         "alibi": Option({"alibi_slopes": slopes}, {"slopes": slopes}),
         "sinks": Option({"sinks": sinks}, {"sinks": sinks}),
@@ -120,8 +124,8 @@ def make_options(inputs: Inputs) -> dict[str, Option]:
 
 
 def exclude_each_other(a: Option, b: Option) -> bool:
-    """Whether the two are values of one keyword."""
-    return bool(a.keywords.keys() & b.keywords.keys())
+    """Whether the two are values of one keyword, or two biases."""
+    return bool(a.keywords.keys() & b.keywords.keys()) or "bias" in a.meaning.keys() & b.meaning.keys()
 
 
 def combined(*options: Option) -> Option:
@@ -172,10 +176,23 @@ def seed_generators(keywords: dict[str, Any]) -> None:
         keywords["generator"].manual_seed(7)
 
 
+def differentiable(keywords: dict[str, Any]) -> dict[str, Tensor]:
+    """The floating tensors among the values of keywords; of a relative-position bias its table."""
+    given = {name: keywords[name] for name in DIFFERENTIABLE if keywords.get(name) is not None}
+    tensors = {name: value.table if name == "bias" else value for name, value in given.items()}
+    return {name: t for name, t in tensors.items() if t.is_floating_point()}
+
+
+def with_tensors(keywords: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The keywords with other tensors in the places that :func:`differentiable` names."""
+    if "bias" in tensors:
+        tensors = tensors | {"bias": flash_ext.RelativePosition(tensors["bias"], bucketing="clip")}
+    return keywords | tensors
+
+
 def leaves_of(inputs: Inputs, keywords: dict[str, Any]) -> list[Tensor]:
     """Everything that asks for a gradient."""
-    optional = [keywords.get(name) for name in DIFFERENTIABLE]
-    return [*inputs.qkv, *(t for t in optional if t is not None and t.requires_grad)]
+    return [*inputs.qkv, *differentiable(keywords).values()]
 
 
 def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:

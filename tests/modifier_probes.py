@@ -328,7 +328,7 @@ def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
                 by_key = torch.zeros_like(size, dtype=torch.bool)
                 by_key[:, part.keys] = seen[:, row].unflatten(0, (-1, group)).any(1)
                 check(f"row {row}: {name} of a hidden key", ~by_key & (size != 0), size, by_key)
-                certain = name == "dv" and not any(m.startswith(("alibi", "bias")) for m in mcase.mods)
+                certain = name == "dv" and not any(m.startswith(("alibi", "bias", "distance")) for m in mcase.mods)
                 check(f"row {row}: {name} of a key", by_key & (size == 0) & certain, size, by_key)
             others = flat(x, dq).clone()
             others[part.rows.start + row] = 0
@@ -448,16 +448,27 @@ def _sums(
         lse = part.lse.masked_fill(part.lse == -math.inf, 0)
         sink_weights = torch.exp(part.sinks - lse)
         terms = {"attn_mask": ds, "alibi_slopes": -ds * distance, "sinks": sink_weights * by_row}
-        for name in leaves:
+        for name in leaves.keys() & terms.keys():
             add = _add_to_bias if name == "attn_mask" else _add_by_head
             add(wanted[name], b, terms[name])
             add(allowed[name], b, part.weight_error * terms[name].abs())
+        if "bias" in leaves:
+            entries = x.entries(rows, keys)
+            _add_to_table(wanted["bias"], entries, ds)
+            _add_to_table(allowed["bias"], entries, part.weight_error * ds.abs())
     return wanted, allowed
 
 
 def _add_by_head(sums: Tensor, b: int, terms: Tensor) -> None:
     """``sums`` (num_heads,) or (batch, num_heads), ``terms`` (num_heads, rows, keys) of sequence ``b``."""
     (sums if sums.dim() == 1 else sums[b]).add_(terms.sum((1, 2)))
+
+
+def _add_to_table(sums: Tensor, entries: Tensor, terms: Tensor) -> None:
+    """``sums`` (num_heads|1, entries), ``entries`` (rows, keys): which one a pair reads."""
+    by_entry = terms.new_zeros(terms.shape[0], sums.shape[1])
+    by_entry.index_add_(1, entries.flatten(), terms.flatten(1))
+    sums += by_entry.sum_to_size(sums.shape)
 
 
 def _add_to_bias(sums: Tensor, b: int, terms: Tensor) -> None:
@@ -510,7 +521,7 @@ def _dim_of(keyword: str, which: str) -> int | None:
     if keyword in ("attn_mask", "block_mask", "hidden_rows", "hidden_keys"):
         return -3 if which == "heads" else -4
     by_head, by_batch = {
-        "alibi_slopes": (-1, -2), "sinks": (-1, None), "key_padding_mask": (None, -2),
+        "bias": (-2, None), "alibi_slopes": (-1, -2), "sinks": (-1, None), "key_padding_mask": (None, -2),
         "prefix_lens": (None, -1),
     }[keyword]  # fmt: skip
     return by_head if which == "heads" else by_batch

@@ -25,7 +25,7 @@ FP32 = 2.0**-22  # a few roundings of fp32
 CAP_ERROR = 4e-7  # of tanh, which a cap multiplies; caps above CAP_FINE are computed to a relative error
 CAP_FINE = 100.0
 
-GRADIENTS = {"attn_mask": "dbias", "alibi_slopes": "dslopes", "sinks": "dsinks"}
+GRADIENTS = {"attn_mask": "dbias", "bias": "dtable", "alibi_slopes": "dslopes", "sinks": "dsinks"}
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Piece:
 
 
 def compute_modifier_truth(x: ModifierInputs) -> Truth:
-    """Truth of one case: out, lse, row_max and, with ``needs``, dq, dk, dv, dbias, dslopes, dsinks."""
+    """Truth of one case: out, lse, row_max and, with ``needs``, dq, dk, dv, dbias, dtable, dslopes, dsinks."""
     plain, case, needs = x.plain, x.mcase.case, x.mcase.needs
     cu = (plain.cu_seqlens_q, plain.cu_seqlens_k) if case.is_packed else ()
     qkv = [_without_tail(t, case).requires_grad_() for t in (plain.q, plain.k, plain.v)]
@@ -134,7 +134,7 @@ class _Noise:
     def _independent_rows(self, name: str) -> float:
         """An error of delta is one number for a row of dS: by row where rows have their own, else by head."""
         shape = self.value[name].shape
-        return float(max(shape[:-1].numel() if name == "dbias" and len(shape) > 1 else shape.numel(), 1))
+        return float(max(shape[:-1].numel() if name in ("dbias", "dtable") and len(shape) > 1 else shape.numel(), 1))
 
     # ---- pieces ----
 
@@ -257,6 +257,8 @@ class _Noise:
         fp32 = terms_of_ds + tilt * ds.abs()  # of each term
         if "dbias" in self.value:
             self._add_bias(p, delta_var, fp32, ds, piece)
+        if "dtable" in self.value:
+            self._add_table(p, delta_var, fp32 + FP32 * ds.abs())
         if "dslopes" in self.value:
             shift = 0 if mods.top_left else keys - rows
             row, key = (torch.arange(n, device=q.device) for n in (rows, keys))
@@ -290,6 +292,17 @@ class _Noise:
             mine = mine[int(piece.batch[0]) : int(piece.batch[-1]) + 1]
         rows, cols = (min(mine.shape[dim], variance.shape[dim]) for dim in (2, 3))
         mine[:, :, :rows, :cols] += variance[:, :, :rows, :cols]
+
+    def _add_table(self, p: Tensor, delta_var: Tensor, fp32: Tensor) -> None:
+        mine = self.variance["dtable"]
+        index = self.x.entries(*p.shape[2:]).expand(p.shape)
+        zeros = p.new_zeros(*p.shape[:3], mine.shape[1])
+        by_row = zeros.scatter_add(3, index, p)  # an error of delta is one for all keys of a row
+        variance = (delta_var * by_row**2).sum((0, 2))
+        summed = zeros.scatter_add(3, index, fp32).sum((0, 2))
+        if mine.shape[0] == 1:
+            variance, summed = variance.sum(0, keepdim=True), summed.sum(0, keepdim=True)
+        mine += variance + summed**2
 
     def _groups(self, t: Tensor) -> Tensor:
         return t.unflatten(1, (self.case.num_heads_k, -1)).sum(2)

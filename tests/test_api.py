@@ -104,7 +104,7 @@ def test_public_function(name: str) -> None:
 
 
 def test_all_names_are_public_and_typed() -> None:
-    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, "BlockMask", "__version__"}
+    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, "BlockMask", "RelativePosition", "__version__"}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 

@@ -34,6 +34,7 @@ BUGS = {
     "bias_head": ("bias_1hqk", "bf16", "lse: "),
     "drop_by_tile": ("drop0.1", "bf16", "out: rel-L2"),
     "drop_unscaled": ("drop0.1", "bf16", "out: rel-L2"),
+    "distance_off_by_one": ("distance20", "bf16", "lse: "),
     "dbias_of_last_tile": ("bias_b11k", "bf16", "dbias: rel-L2"),
 }
 
@@ -49,5 +50,5 @@ def test_a_planted_bug_leaves_the_gates(bug: str) -> None:
 def test_every_kind_of_modifier_is_gated() -> None:
     """All that changes a number of a call; where a mask only hides, its exact probes say which keys."""
     keywords = {re.match("[a-z]+", name).group() for names in GATED for name in names.split(",")}
-    assert keywords == {"bias", "mask", "padding", "documents", "prefix", "sinktok", "chunk", "hrows",
+    assert keywords == {"bias", "distance", "mask", "padding", "documents", "prefix", "sinktok", "chunk", "hrows",
                         "hkeys", "blocks", "alibi", "sinks", "softcap", "drop"}  # fmt: skip

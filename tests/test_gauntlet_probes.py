@@ -13,15 +13,16 @@ from tests import modifier_probes as probes
 from tests.cases import dense, packed
 from tests.emulated_modifiers import BUGS, model
 from tests.harness import TARGETS, CaseFailure, Target, on_modifier_paths, on_targets
-from tests.modifier_cases import BIASES, MASKS, STRUCTURE, ModifierCase
+from tests.modifier_cases import BIASES, DISTANCES, MASKS, STRUCTURE, ModifierCase
 from tests.modifier_harness import for_each
 
 CPU = TARGETS["cpu"]
-WEIGHED = (*BIASES, "alibi", "alibi_b", "sinks", "softcap30", "drop0.1", "drop0.5", "drop0.9")
+WEIGHED = (*BIASES, *DISTANCES, "alibi", "alibi_b", "sinks", "softcap30", "drop0.1", "drop0.5", "drop0.9")
 TOGETHER = (
     "bias_1hqk,alibi_b,sinks,padding", "bias_qk_f32,drop0.5,softcap2", "mask_bhqk_blocky,drop0.5,sinks",
     "documents,alibi,drop0.1", "bias_hqk_inf,sinks,softcap30", "blocks64x128_bh,bias_b1qk_skip_f32",
-    "hrows2_bh,bias_bh1k_f32,drop0.9", "prefix,sinktok5,alibi,top",
+    "hrows2_bh,bias_bh1k_f32,drop0.9", "distance25,mask_b1qk,softcap2", "distance50_before,drop0.5,sinks",
+    "prefix,sinktok5,alibi,top",
 )  # fmt: skip
 HIDING = (*MASKS, *STRUCTURE)
 # A shift is exact for values of a bias that all sequences reach.
@@ -31,13 +32,14 @@ SHIFTED_TOGETHER = (
     "bias_bhq1,padding,documents", "bias_11qk_odd,blocks48x16_b,drop0.1", "bias_hqk_inf,sinks,softcap30",
 )  # fmt: skip
 WITH_GRADIENT = (
-    *BIASES, "alibi", "alibi_b", "sinks", "bias_1111_f32", "bias_b1q1", "bias_1h1k_f32",
+    *BIASES, *DISTANCES, "alibi", "alibi_b", "sinks", "bias_1111_f32", "bias_b1q1", "bias_1h1k_f32",
     "bias_b11k_f32,alibi_b,sinks", "bias_h11_expanded,alibi,drop0.5", "bias_11qk_f32,sinks,documents",
-    "alibi,softcap5,hkeys1_h", "sinks,padding,prefix",
+    "alibi,softcap5,hkeys1_h", "distance40,alibi_b,sinks", "distance13_shared,documents,drop0.5",
+    "distance7_before,top", "sinks,padding,prefix",
 )  # fmt: skip
 # One per kind of stride: a copy in another order would be read in another way.
 PERMUTED = ("bias_bhqk", "bias_1hqk", "mask_bhqk", "padding", "prefix", "hrows2_bh", "hkeys1_h", "hkeys2_b",
-            "blocks64x128_bh", "alibi", "alibi_b", "sinks", "softcap30", "bias_bhqk,alibi_b,sinks,padding",
+            "blocks64x128_bh", "alibi", "alibi_b", "sinks", "softcap30", "distance20", "bias_bhqk,alibi_b,sinks,padding",
             "mask_bhqk,hrows2_bh,softcap5")  # fmt: skip
 
 
@@ -103,6 +105,11 @@ NOTICED = {
     "bias_of_batch_0": ("bias_bhqk", {"count", "weights", "shift", "dlse", "permute"}),
     "bias_head": ("bias_1hqk", {"count", "weights", "shift", "dlse"}),
     "bias_clamped": ("bias_qk_f32", {"shift"}),
+    "distance_from_key_0": ("distance20", {"count", "weights", "dlse"}),
+    "distance_off_by_one": ("distance20", {"count", "weights", "dlse"}),
+    "distance_ends_lost": ("distance20", {"count", "weights"}),
+    "dtable_of_first_tile": ("distance20", {"dlse"}),
+    "dtable_ends_lost": ("distance20", {"dlse"}),
     "slopes_head": ("alibi", {"count", "weights", "dlse"}),
     "sink_twice": ("sinks", {"count", "dlse"}),
     "sink_head": ("sinks", {"count", "weights", "dlse"}),

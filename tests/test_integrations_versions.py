@@ -32,8 +32,8 @@ def test_with_the_other_transformers(request: pytest.FixtureRequest) -> None:
     found = subprocess.run([sys.executable, "-c", version], env=environment, capture_output=True, text=True)
     assert found.stdout.strip() == pins.pin("transformers-other"), found.stderr
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    modules = ["tests/test_integrations_transformers.py", "tests/test_integrations_t5.py"]
     done = subprocess.run(
-        [*command, "tests/test_integrations_transformers.py"], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=500,
+        [*command, *modules], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-2000:]

@@ -65,7 +65,7 @@ CUDA_HEADER = re.compile(r"#\s*include\s*[<\"](cuda|cooperative_groups|mma\.h|nv
 
 # Python modules from the ground up: each may import those of earlier rows only.
 PYTHON_LAYERS = [
-    {"extension", "spec", "philox", "block_mask"},
+    {"extension", "spec", "philox", "block_mask", "relative_position"},
     {"modifiers"},
     {"reference", "merge", "sharding", "normalise"},
     {"tiled", "ladder"},

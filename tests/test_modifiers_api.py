@@ -13,11 +13,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
-from flash_ext import normalise
+from flash_ext import normalise, tiled
 from tests.modifier_options import (
     DIFFERENTIABLE,
     call,
     combined,
+    differentiable,
     exclude_each_other,
     expected,
     gradients,
@@ -25,8 +26,10 @@ from tests.modifier_options import (
     make_inputs,
     make_options,
     seed_generators,
+    with_tensors,
 )
 from tests.qkv import make_packed, make_qkv
+from tests.test_tiled import LargestTensor
 
 OPTIONS = tuple(make_options(make_inputs(packed=True)))
 
@@ -81,10 +84,10 @@ def test_gradcheck_of_every_option(packed: bool) -> None:
     inputs = make_inputs(packed)
     for name, option in make_options(inputs).items():
         keywords = option.keywords | {"return_lse": True}
-        named = [key for key in DIFFERENTIABLE if key in keywords and keywords[key].requires_grad]
+        named = list(differentiable(keywords))
 
         def results(*given: Tensor, named=named, keywords=keywords) -> tuple[Tensor, ...]:
-            changed = keywords | dict(zip(named, given[3:], strict=True))
+            changed = with_tensors(keywords, dict(zip(named, given[3:], strict=True)))
             found = call(dataclasses.replace(inputs, qkv=given[:3]), changed)
             return tuple(t.where(t.isfinite(), 0.0) for t in found[:2])
 
@@ -108,11 +111,9 @@ def test_functional_pair_equals_autograd(packed: bool) -> None:
         with torch.no_grad():
             out, lse = flash_ext.forward(*inputs.qkv, **keywords)
             dout, dlse = torch.randn_like(out), torch.randn_like(lse).where(lse.isfinite(), 0)
-            needs = ("v", "k", "q") + tuple(
-                key for key in DIFFERENTIABLE if key in keywords and keywords[key].is_floating_point()
-            )
+            needs = ("v", "k", "q", *differentiable(keywords))
             grads = flash_ext.backward(dout, *inputs.qkv, out, lse, dlse=dlse, needs=needs, **keywords)
-        named = dict(zip("qkv", inputs.qkv, strict=True)) | keywords
+        named = dict(zip("qkv", inputs.qkv, strict=True)) | differentiable(keywords)
         leaves = [named[need] for need in needs]
         want = torch.autograd.grad(flash_ext.forward(*inputs.qkv, **keywords), leaves, (dout, dlse))
         for got, exact, leaf in zip(grads, want, leaves, strict=True):
@@ -128,15 +129,15 @@ def test_wide_results_beside_every_option(packed: bool) -> None:
     for name, option in make_options(inputs).items():
         if {"generator", "return_lse", "return_max_logits"} & option.keywords.keys():
             continue  # the pair has none of these
-        keywords = {key: _single(value) for key, value in option.keywords.items()} | bounds
+        single = {key: t.detach().float() for key, t in differentiable(option.keywords).items()}
+        keywords = with_tensors(option.keywords, single) | bounds
         if "dropout_p" in keywords:
             keywords["rng"] = flash_ext.dropout_rng("cpu")
         with torch.no_grad():
             usual, lse = flash_ext.forward(*inputs.qkv, **keywords)
             wide, same_lse = flash_ext.forward(*inputs.qkv, out_dtype=torch.float32, **keywords)
             x = (torch.randn_like(usual), *inputs.qkv, usual, lse)
-            needs = ("q", "k", "v", *(key for key in DIFFERENTIABLE if keywords.get(key) is not None))
-            needs = tuple(n for n in needs if n in "qkv" or keywords[n].is_floating_point())
+            needs = ("q", "k", "v", *differentiable(keywords))
             grads = flash_ext.backward(*x, needs=needs, **keywords)
             wide_grads = flash_ext.backward(*x, needs=needs, grad_dtype=torch.float32, **keywords)
         assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), usual), name
@@ -148,11 +149,6 @@ def test_wide_results_beside_every_option(packed: bool) -> None:
             flash_ext.forward(*inputs.qkv, out_dtype=torch.float16, **keywords)
         with pytest.raises(ValueError, match="grad_dtype must be"):
             flash_ext.backward(*x, grad_dtype=torch.float64, **keywords)
-
-
-def _single(value: object) -> object:
-    """float64 tensors as float32, as calls in bf16 take them."""
-    return value.detach().float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value
 
 
 # ---- masks -----------------------------------------------------------------------------------------------
@@ -327,15 +323,79 @@ def test_whole_blocks_carry_no_element_mask() -> None:
         assert repr(block_mask) == "BlockMask(blocks (1, 1, 3, 4), block_size (16, 16), whole blocks)"
 
 
+# ---- a bias by distance ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"bucketing": "t5", "max_distance": 40}, {"bucketing": "clip"}])
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("lengths", [(33, 33), (20, 70), (70, 20)])
+def test_a_relative_position_bias_is_the_dense_one_it_stands_for(
+    lengths: tuple[int, int], bidirectional: bool, options: dict
+) -> None:
+    """Both alignments; the gradient of the table by autograd, and by the pair without it."""
+    q, k, v = make_qkv(seqlen_q=lengths[0], seqlen_k=lengths[1], dtype=torch.float64, requires_grad=True)
+    for heads, causal in ((4, False), (1, "top_left"), (4, True)):
+        table = torch.randn(heads, 15 if options["bucketing"] == "clip" else 16, dtype=torch.float64)
+        table.requires_grad_()
+        bias = flash_ext.RelativePosition(table, bidirectional=bidirectional, **options)
+        written_out = bias.to_dense(*lengths, top_left=causal == "top_left")
+        common = {"causal": causal, "sinks": torch.ones(4, dtype=torch.float64), "softcap": 3.0}
+        results = [
+            flash_ext.attention(q, k, v, return_lse=True, **given, **common)
+            for given in ({"bias": bias}, {"attn_mask": written_out})
+        ]
+        torch.testing.assert_close(*results)
+        grads = [torch.autograd.grad(out.sin().sum(), (q, k, v, table)) for out, _ in results]
+        torch.testing.assert_close(*grads)
+        (out, lse), dout = (t.detach() for t in results[0]), results[0][0].detach().cos()
+        inputs = (dout, q, k, v, out, lse)
+        pair = flash_ext.backward(*inputs, bias=bias, needs=("bias", "v"), **common)
+        assert torch.equal(pair[0], grads[0][3]) and torch.equal(pair[1], grads[0][2])
+
+
+def test_a_relative_position_bias_counts_inside_packed_sequences() -> None:
+    q, k, v, cu = make_packed(lengths=(3, 0, 9))
+    bias = flash_ext.RelativePosition(torch.randn(4, 5), bucketing="clip")
+    out = flash_ext.attention_varlen(q, k, v, cu, cu, bias=bias)
+    for start, length in ((0, 3), (3, 9)):
+        one = [t[None, start : start + length] for t in (q, k, v)]
+        torch.testing.assert_close(out[start : start + length], flash_ext.attention(*one, bias=bias)[0])
+
+
+def test_a_table_of_any_float_type_gets_its_gradient_in_that_type() -> None:
+    q, k, v = make_qkv(dtype=torch.bfloat16)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        table = torch.randn(4, 7).to(dtype).requires_grad_()
+        transposed = torch.randn(7, 4).to(dtype).requires_grad_()  # as a module of T5 keeps it
+        for leaf, given in ((table, table), (transposed, transposed.t())):
+            bias = flash_ext.RelativePosition(given, bucketing="clip")
+            out, lse = flash_ext.attention(q, k, v, bias=bias, return_lse=True)
+            (grad,) = torch.autograd.grad(out.float().sin().sum(), leaf)
+            assert (grad.dtype, grad.shape) == (dtype, leaf.shape) and grad.any()
+            dout = out.detach().float().cos().to(out.dtype)
+            (by_pair,) = flash_ext.backward(dout, q, k, v, out, lse, bias=bias, needs=("bias",))
+            assert (by_pair.dtype, by_pair.shape) == (dtype, given.shape)
+            torch.testing.assert_close(by_pair, grad if leaf is given else grad.t())
+
+
+def test_a_relative_position_bias_forms_nothing_of_the_size_of_the_scores() -> None:
+    rows, heads = 1200, 2
+    q, k, v = (torch.randn(1, rows, heads, 4, requires_grad=True) for _ in range(3))
+    table = torch.randn(heads, 32, requires_grad=True)
+    with LargestTensor() as seen:
+        out = flash_ext.attention(q, k, v, bias=flash_ext.RelativePosition(table))
+        torch.autograd.grad(out.sum(), (q, table))
+    assert seen.numel <= 2.1 * heads * tiled.BLOCK_M * tiled.BLOCK_N < heads * rows * rows / 20
+
+
 # ---- gradients of single options -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", DIFFERENTIABLE)
 def test_only_an_option_needs_its_gradient(which: str) -> None:
     inputs = make_inputs(packed=False)
-    option = next(o for o in make_options(inputs).values()
-                  if which in o.keywords and o.keywords[which].is_floating_point())  # fmt: skip
-    leaf = option.keywords[which]
+    option = next(o for o in make_options(inputs).values() if which in differentiable(o.keywords))
+    leaf = differentiable(option.keywords)[which]
     (want,) = gradients(expected(inputs, option), [leaf])
     detached = [t.detach() for t in inputs.qkv]
     out = flash_ext.attention(*detached, **option.keywords)

@@ -134,6 +134,8 @@ FEATURES: dict[str, list[Callable[[bool], dict]]] = {
     "bias": [
         lambda p: {"bias": normal(*grid(1, 1, 1, 1)(p))},
         lambda p: {"bias": normal(*grid(0, 1, 1, 0)(p)).transpose(1, 2).contiguous().transpose(1, 2)},
+        lambda p: {"bias": normal(batch_of(p), HEADS, 2 * 13 + 1)},
+        lambda p: {"bias": normal(1, HEADS, 2 * 90 + 1)},
     ],
     "mask": [
         lambda p: {"mask": torch.rand(grid(1, 0, 1, 1)(p)) > 0.4},
@@ -267,6 +269,35 @@ def test_bias_gradient_of_every_broadcast(pattern, small_tiles):
         assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, -1, 2), mods)
 
 
+@pytest.mark.parametrize("reach", [0, 5, 44, 69, 300])
+@pytest.mark.parametrize("batch, heads", [(1, 1), (1, HEADS), (2, 1), (2, HEADS)])
+@pytest.mark.parametrize("top_left", [False, True])
+def test_bias_by_distance(reach, batch, heads, top_left, small_tiles):
+    """Summed over batch or heads where it is broadcast; distances that no pair has get a gradient of 0."""
+    for is_packed in (False, True):
+        own_batch = batch if batch == 1 else batch_of(is_packed)
+        mods = Modifiers(bias=normal(own_batch, heads, 2 * reach + 1), top_left=top_left)
+        for window in WINDOWS:
+            assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, *window), mods)
+
+
+def test_minus_infinity_by_distance_hides_and_nan_stays_with_its_rows(small_tiles):
+    """NF-02, as in a dense bias."""
+    problem, entries = dense(1, 45, 45, 2, 1), normal(1, 2, 2 * 20 + 1)
+    entries[..., 25:] = -INF
+    by_distance = run(problem, AttnSpec(0.6), Modifiers(bias=entries))
+    plain = run(problem, AttnSpec(0.6, -1, 4), Modifiers(bias=entries.masked_fill(entries == -INF, 0)))
+    assert by_distance.keys() == plain.keys()
+    for name, x in by_distance.items():
+        torch.testing.assert_close(x, plain[name], rtol=0, atol=1e-12, msg=name)
+    assert (by_distance["dbias"][..., 25:] == 0).all()
+
+    entries = normal(1, 2, 2 * 20 + 1)
+    entries[:, 0, 20 + 3] = math.nan
+    got = run(problem, AttnSpec(0.6, 5, 5), Modifiers(bias=entries))
+    assert torch.equal(got["lse"].isnan()[0, 0], torch.arange(45) < 42) and got["lse"][0, 1].isfinite().all()
+
+
 class Attention(torch.autograd.Function):
     """The backend as autograd sees it."""
 
@@ -290,13 +321,15 @@ class Attention(torch.autograd.Function):
 def test_gradcheck(window, dropout_p):
     """Finite differences of every float input at once, rows without keys among them."""
     q, k, v = normal(1, 5, 2, 2), normal(1, 3, 1, 2), normal(1, 3, 1, 2)
-    leaves = (q, k, v, normal(1, 1, 5, 3), torch.rand(2, dtype=torch.float64), normal(2))
+    biases = normal(1, 1, 5, 3), normal(1, 2, 2 * 2 + 1)
     mods = Modifiers(softcap=1.2, dropout_p=dropout_p, rng=torch.tensor([4, 5]), sink_tokens=1)
 
     def attention(*leaves):
         return Attention.apply(*leaves, AttnSpec(0.8, *window), mods)
 
-    assert torch.autograd.gradcheck(attention, tuple(x.requires_grad_() for x in leaves))
+    for bias in biases:
+        leaves = (q, k, v, bias, torch.rand(2, dtype=torch.float64), normal(2))
+        assert torch.autograd.gradcheck(attention, tuple(x.requires_grad_() for x in leaves))
 
 
 def test_only_what_is_asked_for():

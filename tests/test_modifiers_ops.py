@@ -75,6 +75,9 @@ def operator_inputs(kind: str, device: str) -> tuple:
     mods = everything(device, packed) if kind.startswith("all") else Modifiers()
     if kind == "bias":
         mods = Modifiers(bias=torch.randn(1, HEADS, ROWS, 1, device=device, dtype=dtype_on(device)))
+    if kind.startswith("distance"):
+        batch = 3 if packed else 2
+        mods = Modifiers(bias=torch.randn(batch, HEADS, 2 * 5 + 1, device=device), softcap=2.0)
     if kind == "sinks":
         mods = Modifiers(
             sinks=torch.randn(HEADS, device=device), mask=torch.rand(1, 1, 1, KEYS, device=device) > 0.5
@@ -82,7 +85,7 @@ def operator_inputs(kind: str, device: str) -> tuple:
     return *tensors, 0, 0, 0.3, 9, 4, *modifier_arguments(mods)
 
 
-KINDS = ("all", "all packed", "bias", "sinks", "none")
+KINDS = ("all", "all packed", "bias", "distance", "distance packed", "sinks", "none")
 
 
 def backward_inputs(kind: str, device: str) -> tuple:
@@ -160,6 +163,11 @@ def test_calls_trace_for_a_gpu() -> None:
 # Field, the value of a direct call of the operator, and words of the refusal.
 NOT_NORMALISED = {
     "bias rank": ({"bias": torch.zeros(ROWS, KEYS)}, ValueError, r"bias must have shape .*got \(17, 23\)"),
+    "entries, even": ({"bias": torch.zeros(1, 4, 6)}, ValueError, r"2 n \+ 1 entries, .* shape \(1, 4, 6\)"),
+    "entries, none": ({"bias": torch.zeros(1, 4, 0)}, ValueError, r"2 n \+ 1 entries, .* shape \(1, 4, 0\)"),
+    "entries, heads": ({"bias": torch.zeros(1, 2, 5)}, ValueError, r"bias must have shape .*got \(1, 2, 5\)"),
+    "entries, dtype": ({"bias": torch.zeros(1, 4, 5).bfloat16()}, TypeError, "bias must be torch.float32, got"),
+    "entries, strides": ({"bias": torch.zeros(1, 5, 4).mT}, ValueError, "bias must be contiguous"),
     "bias dtype": ({"bias": torch.zeros(1, 1, 1, 1).double()}, TypeError, "bias must be torch.float32, got"),
     "mask dtype": ({"mask": torch.zeros(1, 1, 1, 1)}, TypeError, "mask must be torch.bool"),
     "one document": ({"document_q": torch.zeros(2, ROWS).int()}, ValueError, "must be given together"),
@@ -266,6 +274,48 @@ def test_func_grad_and_vmap() -> None:  # AG-09
     for i in range(2):
         want = per_sample(queries[i], *detached[1:4], sinks[i])
         assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
+
+
+def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    bias = flash_ext.RelativePosition(table, bucketing="clip")
+    out, lse = flash_ext.attention(q, k, v, bias=bias, softcap=5.0, return_lse=True)
+    return out.sin().sum() + lse.cos().sum()
+
+
+def test_transforms_of_a_relative_position_bias() -> None:  # AG-02, AG-09
+    inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
+    expected = torch.autograd.grad(by_distance(*inputs), inputs)
+    detached = [t.detach() for t in inputs]
+    of_all = torch.func.grad(by_distance, argnums=(0, 1, 2, 3))
+    assert all(torch.equal(a, b) for a, b in zip(of_all(*detached), expected, strict=True))
+
+    queries, tables = torch.stack([detached[0], -detached[0]]), torch.randn(2, HEADS, 9)
+    got = torch.vmap(of_all, in_dims=(0, None, None, 0))(queries, *detached[1:3], tables)
+    for i in range(2):
+        want = of_all(queries[i], *detached[1:3], tables[i])
+        assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
+
+    (grad,) = torch.autograd.grad(by_distance(*inputs), inputs[3], create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_ext::bwd_mod is not implemented"):
+        grad.sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(detached[3], torch.ones_like(detached[3]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            by_distance(*detached[:3], dual)
+
+
+def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:  # HD-11
+    q, k, v = make_qkv(dtype=torch.float32)
+    half = [t.bfloat16() for t in (q, k, v)]
+    for dtype in (torch.float32, torch.bfloat16):
+        table = torch.randn(HEADS, 9).to(dtype).requires_grad_()
+        bias = flash_ext.RelativePosition(table, bucketing="clip")
+        with torch.autocast("cpu", torch.bfloat16):
+            out = flash_ext.attention(q, k, v, bias=bias)
+        plain = flash_ext.attention(*half, bias=bias)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, plain)
+        (grad,) = torch.autograd.grad(out.float().sum(), table)
+        assert grad.dtype == dtype
 
 
 def test_vmap_over_packed_calls_and_dropout() -> None:
@@ -387,22 +437,27 @@ def test_one_graph_serves_many_lengths_of_masks_and_dropout(backend: str, device
 @on_devices
 def test_every_modifier_compiles(device: str) -> None:
     slopes, sinks = torch.rand(HEADS, device=device), torch.randn(HEADS, device=device)
+    table = torch.randn(HEADS, 9, device=device)
     ids = torch.arange(17, device=device, dtype=torch.int32) // 5
     present = torch.rand(2, 17, device=device) > 0.2
     intervals = torch.zeros(17, 2, device=device, dtype=torch.int32)
     prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
     blocks = flash_ext.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor) -> Tensor:
+    def layer(
+        q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor
+    ) -> Tensor:
         out, maxima = flash_ext.attention(
             q, k, v, causal=True, alibi_slopes=slopes, sinks=sinks, document_ids=ids,
             key_padding_mask=present, hidden_rows=intervals, hidden_keys=intervals, prefix_lens=prefixes,
             block_mask=blocks, chunk_size=9, return_max_logits="head",
+            bias=flash_ext.RelativePosition(table, bucketing="clip"),
         )  # fmt: skip
         return out.float().sin().sum() + maxima.sum()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    check_training_step(compiled, layer, [*make_qkv(device), slopes, sinks], **tolerance(device))
+    inputs = [*make_qkv(device), slopes, sinks, table]
+    check_training_step(compiled, layer, inputs, **tolerance(device))
 
 
 @pytest.mark.slow
@@ -455,6 +510,29 @@ def test_the_mask_with_a_warning_compiles() -> None:
     mask = torch.ones(17, 17)
     torch.testing.assert_close(
         compiled(q, k, v, attn_mask=mask), flash_ext.attention(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-5
+    )
+
+
+@on_devices
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_relative_position_bias_compiles(backend: str, device: str) -> None:
+    """One graph for many lengths; the object is made inside, or outside of a table that is no input."""
+    def layer(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        bias = flash_ext.RelativePosition(table.t(), max_distance=20)
+        return flash_ext.attention(q, k, v, bias=bias, causal=True).float().sin().sum()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seqlen in (5, 9, 17, 33, 41):
+        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(16, HEADS, device=device)]
+        check_training_step(compiled, layer, inputs, **tolerance(device))
+    assert counter.frame_count <= 3
+
+    bias = flash_ext.RelativePosition(torch.randn(HEADS, 9, device=device), bucketing="clip")
+    attention = torch.compile(flash_ext.attention, fullgraph=True, backend=backend)
+    inputs = make_qkv(device)
+    torch.testing.assert_close(
+        attention(*inputs, bias=bias), flash_ext.attention(*inputs, bias=bias), **tolerance(device)
     )
 
 

@@ -26,6 +26,10 @@ def torch_blocks() -> object:
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu", BLOCK_SIZE=16)
 
 
+def by_distance(heads: int = 4, **options: object) -> flash_ext.RelativePosition:
+    return flash_ext.RelativePosition(torch.zeros(heads, 32, **options))
+
+
 def blocks(*shape: int, size: int = 16) -> flash_ext.BlockMask:
     return flash_ext.BlockMask(torch.ones(shape, dtype=torch.bool), size)
 
@@ -45,6 +49,16 @@ REFUSED = {
     "mask key heads": ({"attn_mask": torch.zeros(2, 2, 8, 10)}, ValueError, r"attn_mask must broadcast"),
     "mask device": ({"attn_mask": torch.zeros(8, 10, device="meta")}, ValueError,
                     r"attn_mask must be on the device of q, cpu, got meta. Move it with .to\(q.device\)"),
+    "bias tensor": ({"bias": torch.zeros(8, 10)}, TypeError,
+                    "bias must be a flash_ext.RelativePosition or None, got Tensor. .* goes into attn_mask="),
+    "bias kind": ({"bias": "t5"}, TypeError, "bias must be a flash_ext.RelativePosition or None, got str.$"),
+    "bias heads": ({"bias": by_distance(3)}, ValueError,
+                   r"the table of bias must have the 4 heads of q, or 1 .* got 3: .* here \(3, 32\)"),
+    "bias key heads": ({"bias": by_distance(2)}, ValueError, "must have the 4 heads of q, .* got 2"),
+    "bias device": ({"bias": by_distance(device="meta")}, ValueError,
+                    "the table of bias must be on the device of q, cpu, got meta"),
+    "two biases": ({"bias": by_distance(), "attn_mask": torch.zeros(8, 10)}, ValueError,
+                   r"attn_mask must be torch.bool beside bias, .* got torch.float32. .*bias.to_dense\(seqlen"),
     "padding kind": ({"key_padding_mask": [True]}, TypeError, "key_padding_mask must be a torch.Tensor"),
     "padding dtype": ({"key_padding_mask": torch.ones(2, 10)}, TypeError, r"key_padding_mask .*\.bool\(\)"),
     "padding shape": ({"key_padding_mask": torch.ones(2, 8) > 0}, ValueError,
@@ -161,7 +175,9 @@ def test_the_pair_refuses() -> None:
         flash_ext.forward(q, k, v, dropout_p=0.1, rng=ints(2))
     out, lse = flash_ext.forward(q, k, v)
     for keywords, words in (
-        ({"needs": ("q", "bias")}, "needs must be a tuple of names out of"),
+        ({"needs": ("q", "table")}, "needs must be a tuple of names out of"),
+        ({"needs": ("q", "bias")}, "needs names bias, which is not given"),
+        ({"needs": ("attn_mask",), "bias": by_distance()}, "needs names attn_mask, which is not given"),
         ({"needs": ("sinks",)}, "needs names sinks, which is not given"),
         ({"needs": ("attn_mask",), "attn_mask": torch.ones(17, 17) > 0}, "a bool mask has no gradient"),
     ):

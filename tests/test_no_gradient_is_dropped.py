@@ -34,6 +34,14 @@ def modified() -> dict[str, Tensor]:
     return {"attn_mask": draw(ROWS, ROWS), "alibi_slopes": draw(HEADS).abs(), "sinks": draw(HEADS)}
 
 
+def by_distance(function: Callable) -> Callable:
+    """With a table, as a tensor, for the argument ``bias``."""
+    def call(table: Tensor, **given: Any) -> Any:
+        return function(bias=flash_ext.RelativePosition(table, bucketing="clip"), **given)
+
+    return call
+
+
 def states() -> dict[str, Tensor]:
     outs, lses = [draw(BATCH, ROWS, HEADS, HEAD_DIM) for _ in "ab"], [draw(BATCH, HEADS, ROWS) for _ in "ab"]
     return {"out_a": outs[0], "lse_a": lses[0], "out_b": outs[1], "lse_b": lses[1]}
@@ -60,6 +68,12 @@ CALLS: dict[str, tuple[Callable, dict[str, Tensor], dict[str, Any]]] = {
     "forward": (flash_ext.forward, qkv() | modified(), {"softcap": 2.0}),
     "attention_varlen": (flash_ext.attention_varlen,
                          {n: t[0] for n, t in qkv().items()} | modified(), PACKED | {"causal": True}),
+    "attention, by distance": (by_distance(flash_ext.attention), qkv() | {"table": draw(HEADS, 5)},
+                               {"dropout_p": 0.2, "return_lse": True}),
+    "forward, by distance": (by_distance(flash_ext.forward), qkv() | {"table": draw(1, 5)}, {}),
+    "attention_varlen, by distance": (by_distance(flash_ext.attention_varlen),
+                                      {n: t[0] for n, t in qkv().items()} | {"table": draw(HEADS, 5)},
+                                      PACKED | {"causal": True}),
     "merge": (flash_ext.merge_attention_states, states(), {}),
     "sdpa": (flash_ext.scaled_dot_product_attention,
              heads_first() | {"attn_mask": draw(BATCH, 1, ROWS, ROWS)}, {"is_causal": True}),

@@ -308,6 +308,29 @@ def test_masks_match_sdpa_math(kind, shape):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("reach", [0, 1, 4, 30])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(6, 6), (5, 9), (9, 5)])
+def test_a_bias_by_distance_is_the_dense_one_gathered_by_hand(seqlen_q, seqlen_k, reach, top_left):
+    """Entry n is distance 0 of the aligned key, the ends serve all distances beyond; gradients as well."""
+    q, k, v = normal(2, seqlen_q, 4, 3, grad=True), normal(2, seqlen_k, 2, 3), normal(2, seqlen_k, 2, 2)
+    entries = normal(2, 4, 2 * reach + 1, grad=True)
+    shift = 0 if top_left else seqlen_k - seqlen_q
+    gathered = torch.stack([
+        torch.stack([entries[:, :, reach + min(max(j - i - shift, -reach), reach)] for j in range(seqlen_k)], -1)
+        for i in range(seqlen_q)], -2)  # fmt: skip
+    assert gathered.shape == (2, 4, seqlen_q, seqlen_k)
+    results = [
+        attention_reference(q, k, v, AttnSpec(0.6, 5, 3), mods=Modifiers(bias=bias, top_left=top_left))
+        for bias in (entries, gathered)
+    ]
+    torch.testing.assert_close(*results, rtol=0, atol=1e-14)
+    ours, theirs = (torch.autograd.grad((out.sin().sum() + lse.where(lse.isfinite(), 0).sum()), (q, entries))
+                    for out, lse in results)  # fmt: skip
+    assert ours[1].abs().max() > 1e-3
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
 def test_order_of_operations_in_scalar_loops():
     """BI-08: scale, softcap, bias, ALiBi; then the sink in the denominator; dropout on the weights."""
     q, k, v = normal(1, 3, 2, 4), normal(1, 5, 1, 4), normal(1, 5, 1, 1)

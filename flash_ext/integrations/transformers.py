@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import attention, attention_varlen, is_batch_invariant
 from ..log import logged
+from .t5 import hand_on_distances, relative_position
 
 NAME = "fext"
 NAME_IN_4 = "flash_ext"
@@ -34,7 +35,8 @@ _ATTRIBUTE = "flash_ext_pattern"
 def register(name: str = NAME) -> str:
     """Makes ``attn_implementation=name`` run on flash_ext, for every model that asks the library's registry.
 
-    In transformers 4 "flash_ext" is registered as well.
+    In transformers 4 "flash_ext" is registered as well. In transformers 5 the attention classes of T5 and its
+    relatives hand on their biases by distance under this name, see :mod:`.t5`.
 
     Args:
         name: the name to register. One with "flash" in it is refused, see the module.
@@ -62,6 +64,7 @@ def register(name: str = NAME) -> str:
     for accepted in (name, NAME_IN_4) if __version__.startswith("4.") else (name,):
         AttentionMaskInterface.register(accepted, attention_mask)
         AttentionInterface.register(accepted, attention_forward)
+        hand_on_distances(accepted)
     return name
 
 
@@ -128,9 +131,11 @@ def attention_mask(
     if _takes_masks_apart(kwargs.get("config")):
         whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return _library_mask(arguments | whole)
-    pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
-    if pattern is None or q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
+    if q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
         # For one query the library's mask has as many elements as there are keys.
+        return _library_mask(arguments)
+    pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
+    if pattern is None:
         return _library_mask(arguments)
 
     square = kv_length == q_length and kv_offset == 0
@@ -292,7 +297,8 @@ def attention_forward(
         sliding_window: how many keys a row sees, itself among them, where the mask does not say.
         softcap: None is off.
         s_aux: (heads,) attention sinks.
-        position_bias: (1 or batch, heads, q_length, kv_length), added to the scores.
+        position_bias: (1 or batch, heads, q_length, kv_length), added to the scores; or (heads, distances),
+            T5's bias by distance, see :mod:`.t5`.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed sequences, (sequences + 1,).
         kwargs: what else the library passes along; ``deterministic`` (ModernBERT) is handed on, and what
             would change the result is refused.
@@ -337,6 +343,12 @@ def attention_forward(
             options["key_padding_mask"] = attention_mask.expand(q.shape[0], -1)
     else:
         options["attn_mask"] = _fitting(attention_mask[..., : k.shape[1]], q)
+    if position_bias is not None and position_bias.dim() == 2:
+        bias, other, position_bias = relative_position(position_bias), options.get("attn_mask"), None
+        if bias is None or other is None or other.dtype == torch.bool:
+            options["bias"] = bias
+        else:  # a call has one bias: the sum
+            position_bias = bias.to_dense(q.shape[1], k.shape[1])
     if position_bias is not None:
         options["attn_mask"] = _with_bias(position_bias[..., : k.shape[1]], options.get("attn_mask"), q)
     return attention(q, k, v, **options), None

@@ -54,7 +54,10 @@ OPERATOR_SCHEMAS = {
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
-MASKS = "attn_mask=None, key_padding_mask=None, alibi_slopes=None, sinks=None, softcap=0.0, dropout_p=0.0"
+MASKS = (
+    "attn_mask=None, bias=None, key_padding_mask=None, alibi_slopes=None, sinks=None, softcap=0.0, "
+    "dropout_p=0.0"
+)
 STRUCTURE = (
     "document_ids=None, prefix_lens=None, sink_tokens=0, chunk_size=0, hidden_rows=None, hidden_keys=None, "
     "block_mask=None"

@@ -261,10 +261,11 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   };
   const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 
-  if (a.bias.has_value() && a.bias->dim() == 3) {
+  if (a.bias.has_value() && a.bias->dim() == 3) {  // by distance
     check_modifier(a.bias, "bias", q, {statistic}, shape(true, {{heads, 1}, any}), true);
-    TORCH_CHECK_VALUE(equal(a.bias->sym_size(2) % 2, 1),
-                      "bias by distance must have 2 n + 1 entries, n >= 0, got shape ", shape_of(*a.bias), ".");
+    const SymInt entries = a.bias->sym_size(2);
+    TORCH_CHECK_VALUE(equal(entries % 2, 1) && at_most(entries, int64_t{INT32_MAX}),
+                      "bias by distance must have an odd number of entries below 2^31, got ", entries, ".");
   } else {
     check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
   }

@@ -111,6 +111,14 @@ def test_all_names_are_public_and_typed() -> None:
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 
+def test_importing_loads_neither_the_compiler_nor_dtensor() -> None:
+    """Both take seconds; a program that needs them loads them itself."""
+    names = "torch._dynamo", "torch.distributed.tensor"
+    program = f"import sys, flash_ext; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def arguments_of_entry(name: str) -> list[str]:
     """As pybind11 documents them: ``name(q: torch.Tensor, ...) -> ...``."""
     line = getattr(_C, name).__doc__.splitlines()[0]

@@ -227,7 +227,7 @@ def _first_distances(buckets: int, max_distance: int) -> list[int]:
     return firsts
 
 
-# What torch.compiler.assume_constant_result() sets. Calling it loads the compiler, two seconds of every import.
+# What torch.compiler.assume_constant_result() sets. Calling it loads the compiler, which takes two seconds.
 _first_distances._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

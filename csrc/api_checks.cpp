@@ -264,8 +264,9 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   if (a.bias.has_value() && a.bias->dim() == 3) {  // by distance
     check_modifier(a.bias, "bias", q, {statistic}, shape(true, {{heads, 1}, any}), true);
     const SymInt entries = a.bias->sym_size(2);
-    TORCH_CHECK_VALUE(equal(entries % 2, 1) && at_most(entries, int64_t{INT32_MAX}),
-                      "bias by distance must have an odd number of entries below 2^31, got ", entries, ".");
+    TORCH_CHECK_VALUE(equal(entries % 2, 1), "bias by distance must have an odd number of entries, got ", entries, ".");
+    TORCH_CHECK_VALUE(at_most(a.bias->sym_numel(), INT32_MAX), "bias by distance must have less than 2^31 elements, got ",
+                      a.bias->sym_numel(), ".");
   } else {
     check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
   }

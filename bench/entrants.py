@@ -87,12 +87,12 @@ class Ours(Entrant):
 
         attention = flash_ext.attention_varlen if inputs.case.packed else flash_ext.attention
         options, asked = self._options(inputs), inputs.asked
-        fixed = functools.partial(attention, **(options | asked.options))
         if asked.learned is None:
+            fixed = functools.partial(attention, **options, **asked.options)
             return through_autograd(fixed, inputs.qkv, inputs.dout, direction)
 
         def forward(q, k, v, learned):
-            return fixed(q, k, v, **{asked.learns: learned})
+            return attention(q, k, v, **options, **asked.options_with(learned))
 
         return through_autograd(forward, (*inputs.qkv, asked.learned), inputs.dout, direction)
 

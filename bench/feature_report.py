@@ -12,7 +12,7 @@ MIN_OF_PLAIN_WITH_GRADIENT = 0.5  # a gradient of the scores themselves: within 
 MAX_TIME_PER_TILE = 1.15  # of sparse block maps, over that of the full one
 RIVAL = "mem"  # the peer that each feature is to beat
 # The backward of these sums a gradient over all scores.
-_WITH_GRADIENT = ("bias-grad", "bias-batch-grad", "alibi-grad")
+_WITH_GRADIENT = ("bias-grad", "bias-batch-grad", "alibi-grad", "relative-position-grad")
 _FULL_BLOCKS = "blocks-128-all"
 
 

@@ -27,6 +27,7 @@ SOFTCAP = 30.0
 DROPOUT_P = 0.1
 SINK_TOKENS = 4
 DOCUMENTS = 8  # per sequence
+BUCKETS = 32  # of a relative-position table, for distances up to 128, as models of the T5 family have it
 
 
 @dataclass
@@ -54,12 +55,19 @@ class Asked:
     @property
     def learned(self) -> torch.Tensor | None:
         """The tensor whose gradient is wanted beside those of q, k and v."""
-        return self.options[self.learns] if self.learns else None
+        option = self.options[self.learns] if self.learns else None
+        return getattr(option, "table", option)
+
+    def options_with(self, learned: torch.Tensor) -> dict[str, Any]:
+        """The options with another tensor in the place of the learned one."""
+        by_distance = hasattr(self.options[self.learns], "table")
+        return self.options | {self.learns: relative_position(learned) if by_distance else learned}
 
     @property
     def option_bytes(self) -> int:
         """Bytes of the tensors among the options, each counted once."""
-        tensors = [value for value in self.options.values() if isinstance(value, torch.Tensor)]
+        values = [getattr(value, "table", value) for value in self.options.values()]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         blocks = getattr(self.options.get("block_mask"), "blocks", None)
         return sum(t.numel() * t.element_size() for t in (*tensors, *([] if blocks is None else [blocks])))
 
@@ -262,6 +270,29 @@ def _alibi(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
     return Asked({"alibi_slopes": slopes}, learns=learns, bias=bias, score=score)
 
 
+def relative_position(table: torch.Tensor) -> Any:
+    from flash_ext import RelativePosition
+
+    return RelativePosition(table)
+
+
+def _relative_position(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
+    """A table of T5, both directions; SDPA gets it written out, FlexAttention the entry of each distance."""
+    heads, shift = case.num_heads, case.seqlen_k - case.seqlen_q
+    asked = relative_position(draws.normal(heads, BUCKETS, dtype=torch.float32))
+    numbered = relative_position(torch.arange(BUCKETS, device=draws.device, dtype=torch.float32)[None])
+    entry, reach = numbered.by_distance()[0, 0].int(), asked.reach
+    bias = asked.to_dense(case.seqlen_q, case.seqlen_k).to(draws.dtype)
+
+    def score(learned: torch.Tensor | None) -> ScoreRule:
+        table = asked.table if learned is None else learned
+        return lambda s, b, h, row, col: (
+            s + table[h, entry[(col - row - shift).clamp(-reach, reach) + reach]]
+        )
+
+    return Asked({"bias": asked}, learns=learns, bias=bias, score=score)
+
+
 def _softcap(case: Case, draws: _Draws) -> Asked:
     def score(_: torch.Tensor | None) -> ScoreRule:
         return lambda s, b, h, row, col: SOFTCAP * torch.tanh(s / SOFTCAP)
@@ -386,6 +417,8 @@ FEATURES: dict[str, Feature] = {
     "bias-batch-grad": Feature(functools.partial(_bias, by_batch=True, learns="attn_mask")),
     "alibi": Feature(_alibi),
     "alibi-grad": Feature(functools.partial(_alibi, learns="alibi_slopes")),
+    "relative-position": Feature(_relative_position),
+    "relative-position-grad": Feature(functools.partial(_relative_position, learns="bias")),
     "softcap": Feature(_softcap, refused_by=("sdpa",)),
     "sinks": Feature(_sinks, refused_by=("sdpa",)),
     "dropout": Feature(_dropout, refused_by=("flex",)),

@@ -316,6 +316,8 @@ FEATURE_NAMES = (
     "bias-batch-grad",
     "alibi",
     "alibi-grad",
+    "relative-position",
+    "relative-position-grad",
     "softcap",
     "sinks",
     "dropout",

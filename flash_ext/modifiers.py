@@ -25,9 +25,9 @@ class Modifiers:
         bias: (batch|1, num_heads|1, seqlen_q|1, seqlen_k|1), float32 or the dtype of q, any strides; added to
             the score. -inf hides a key, the dtype's lowest finite value does not. Packed:
             (batch|1, num_heads|1, R, C), adding 0 beyond R or C where these are not 1.
-            With three dimensions, dense and packed, a bias by distance: (batch|1, num_heads|1, 2 n + 1), float32
-            (float64 for float64 inputs), contiguous. A row and a key add the entry
-            ``n + clamp(key - centre, -n, n)``: beyond n the distances read the ends.
+            With three dimensions a bias by distance, dense or packed: (batch|1, num_heads|1, 2 n + 1),
+            float32 (float64 for float64 inputs), contiguous; a score gets the entry
+            ``n + clamp(key - centre, -n, n)``.
         mask: same shapes, bool; True lets the key take part. Packed: hidden beyond R or C.
         document_q, document_k: int32 (batch, seqlen_q) and (batch, seqlen_k), or (total_q,) and (total_k,);
             both or neither. A key takes part for rows of its own document; negative ids match nothing.

@@ -282,8 +282,8 @@ def _by_distance(bias: Any, other: Tensor | None, q: Tensor, sizes: _Sizes) -> T
         )
     if other is not None:
         raise ValueError(
-            f"attn_mask must be torch.bool beside bias, because a call adds one bias, got {other.dtype}. Pass "
-            "the sum of both: attn_mask=attn_mask + bias.to_dense(seqlen_q, seqlen_k), without bias."
+            f"attn_mask must be torch.bool beside bias, because a call adds one bias, got {other.dtype}. "
+            "Pass the sum of both: attn_mask=attn_mask + bias.to_dense(seqlen_q, seqlen_k), without bias."
         )
     _check_device(bias.table, "the table of bias", q)
     if bias.num_heads not in (1, sizes.num_heads):

@@ -178,8 +178,9 @@ def backward(
 
     Returns:
         The gradients named in ``needs``, in its order; by default dq, dk, dv. Shapes are those of the
-        arguments and of the table, dtypes too unless ``grad_dtype`` says otherwise; contiguous. Rounded to the dtype of q,
-        those of ``grad_dtype`` float32 are the usual ones bit for bit, dq if both calls are deterministic.
+        arguments and of the table, dtypes too unless ``grad_dtype`` says otherwise; contiguous. Rounded to
+        the dtype of q, those of ``grad_dtype`` float32 are the usual ones bit for bit, dq if both calls are
+        deterministic.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``grad_dtype``.

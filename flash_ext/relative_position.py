@@ -155,7 +155,13 @@ class RelativePosition:
         return by_distance[:, :, distance.clamp(-n, n) + n]
 
     def _entries(self) -> Tensor:
-        return _entries_for(self._table, self._bidirectional, self._max_distance, self.reach)
+        entries = _entries_for(self._table, self._bidirectional, self._max_distance, self.reach)
+        mesh = getattr(self._table, "device_mesh", None)
+        if mesh is None:
+            return entries
+        from torch.distributed.tensor import DTensor, Replicate  # in use: the table is one
+
+        return DTensor.from_local(entries, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def __repr__(self) -> str:
         heads, buckets = self._table.shape
@@ -207,7 +213,6 @@ def _entries(
     return entry + (distance > 0) * of_a_side if bidirectional else entry
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _first_distances(buckets: int, max_distance: int) -> list[int]:
     """From which distance on the bucket is at least 1, 2, ... buckets - 1.
 
@@ -222,6 +227,10 @@ def _first_distances(buckets: int, max_distance: int) -> list[int]:
         bucket = torch.where(distance < exact, distance, wide)
         firsts: list[int] = torch.searchsorted(bucket, torch.arange(1, buckets, device="cpu")).tolist()
     return firsts
+
+
+# What torch.compiler.assume_constant_result() sets. Calling it loads the compiler, which takes two seconds.
+_first_distances._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _buckets_of_a_side(buckets: int, bidirectional: bool) -> int:

@@ -144,7 +144,8 @@ class TableWithoutEnds(tiled_mod._ModifierGradients):
 
 CHANGED = {
     "bias_before_cap": BiasBeforeCap, "cap_without_slope": CapWithoutSlope,
-    "slopes_from_key_0": FromKey0, "distance_from_key_0": FromKey0, "drop_unscaled": DropUnscaled, "drop_by_tile": DropByTile,
+    "slopes_from_key_0": FromKey0, "distance_from_key_0": FromKey0,
+    "drop_unscaled": DropUnscaled, "drop_by_tile": DropByTile,
     "last_key_lost": LastKeyLost, "weights_cut": WeightsCut, "small_flushed": SmallFlushed,
     "dbias_of_last_tile": LastTileOfBias, "dslopes_of_first_tile": SlopesOfFirstTile,
     "dtable_of_first_tile": TableOfFirstTile, "dtable_ends_lost": TableWithoutEnds,

@@ -10,9 +10,9 @@ hand here, not taken from the package's own normalisation.
                                second key of a wider tensor), inf (-inf in places and over whole tiles),
                                expanded (repeated by stride 0 where a dimension is 1), blocky (the same over
                                100 x 100), short and long (packed: ends before or after the sequences)
-    distance<n>                a relative-position bias of reach n, clipped, its table in float32; with _before
-                               keys after the row read the entry of distance 0, _shared all heads one row, _half
-                               the table has the dtype of q, _inf a third of it is -inf
+    distance<n>                a clipped relative-position bias of reach n, its table in fp32; _before: keys
+                               after the row read the entry of distance 0, _shared: all heads have one row,
+                               _half: the table has the dtype of q, _inf: a third of it is -inf
     padding (holes anywhere), padding_left, padding_right (nothing of some sequences, all of others),
     documents, prefix, sinks, top (causal at the top left), alibi (by head), alibi_b (by sequence)
     sinktok<n>, chunk<n>, softcap<x>, drop<p>, blocks<rows>x<cols>, with _b and _h: a map for each

@@ -18,7 +18,8 @@ from tests.modifier_harness import call_and_differentiate, naming
 from tests.modifier_truth import GRADIENTS
 
 GATED = (
-    "bias_1hqk", "bias_qk_f32", "bias_b11k", "bias_1hqk_t", "distance128", "distance40_before_half", "mask_bhqk", "mask_b1qk_blocky", "padding",
+    "bias_1hqk", "bias_qk_f32", "bias_b11k", "bias_1hqk_t", "distance128",
+    "distance40_before_half", "mask_bhqk", "mask_b1qk_blocky", "padding",
     "documents", "prefix", "sinktok40", "chunk100", "hrows2_bh", "hkeys1_h", "blocks64x128_bh", "alibi",
     "alibi_b", "sinks", "softcap5", "softcap30", "drop0.1", "drop0.5", "drop0.9",
     "bias_1hqk,softcap30,drop0.1,sinks", "documents,alibi,drop0.1", "blocks48x16_b,sinks,bias_b11k_f32",

@@ -129,7 +129,7 @@ def _has_hopper_backward(x: ModifierInputs) -> bool:
     if case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
         return False
     bias = x.leaves().get("attn_mask")
-    if "softcap" in asked and (asked & {"dropout_p", "alibi_slopes"} or bias is not None):
+    if "softcap" in asked and (asked & {"dropout_p", "alibi_slopes", "bias"} or bias is not None):
         return False
     size = max(case.head_dim, case.dim_v)
     shares_rows = bias is None or bias.dim() < 2 or bias.shape[-2] == 1

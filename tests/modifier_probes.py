@@ -328,7 +328,8 @@ def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
                 by_key = torch.zeros_like(size, dtype=torch.bool)
                 by_key[:, part.keys] = seen[:, row].unflatten(0, (-1, group)).any(1)
                 check(f"row {row}: {name} of a hidden key", ~by_key & (size != 0), size, by_key)
-                certain = name == "dv" and not any(m.startswith(("alibi", "bias", "distance")) for m in mcase.mods)
+                adds = any(m.startswith(("alibi", "bias", "distance")) for m in mcase.mods)
+                certain = name == "dv" and not adds
                 check(f"row {row}: {name} of a key", by_key & (size == 0) & certain, size, by_key)
             others = flat(x, dq).clone()
             others[part.rows.start + row] = 0

@@ -45,7 +45,7 @@ class _Piece:
 
 
 def compute_modifier_truth(x: ModifierInputs) -> Truth:
-    """Truth of one case: out, lse, row_max and, with ``needs``, dq, dk, dv, dbias, dtable, dslopes, dsinks."""
+    """Truth of one case: out, lse, row_max and the gradients in ``needs``, by the names of GRADIENTS."""
     plain, case, needs = x.plain, x.mcase.case, x.mcase.needs
     cu = (plain.cu_seqlens_q, plain.cu_seqlens_k) if case.is_packed else ()
     qkv = [_without_tail(t, case).requires_grad_() for t in (plain.q, plain.k, plain.v)]
@@ -134,7 +134,8 @@ class _Noise:
     def _independent_rows(self, name: str) -> float:
         """An error of delta is one number for a row of dS: by row where rows have their own, else by head."""
         shape = self.value[name].shape
-        return float(max(shape[:-1].numel() if name in ("dbias", "dtable") and len(shape) > 1 else shape.numel(), 1))
+        has_rows = name in ("dbias", "dtable") and len(shape) > 1
+        return float(max(shape[:-1].numel() if has_rows else shape.numel(), 1))
 
     # ---- pieces ----
 

@@ -54,7 +54,10 @@ OPERATOR_SCHEMAS = {
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
-MASKS = "attn_mask=None, key_padding_mask=None, alibi_slopes=None, sinks=None, softcap=0.0, dropout_p=0.0"
+MASKS = (
+    "attn_mask=None, bias=None, key_padding_mask=None, alibi_slopes=None, sinks=None, softcap=0.0, "
+    "dropout_p=0.0"
+)
 STRUCTURE = (
     "document_ids=None, prefix_lens=None, sink_tokens=0, chunk_size=0, hidden_rows=None, hidden_keys=None, "
     "block_mask=None"
@@ -106,6 +109,14 @@ def test_public_function(name: str) -> None:
 def test_all_names_are_public_and_typed() -> None:
     assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, "BlockMask", "RelativePosition", "__version__"}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
+
+
+def test_importing_loads_neither_the_compiler_nor_dtensor() -> None:
+    """Both take seconds; a program that needs them loads them itself."""
+    names = "torch._dynamo", "torch.distributed.tensor"
+    program = f"import sys, flash_ext; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def arguments_of_entry(name: str) -> list[str]:

@@ -37,19 +37,18 @@ def spec_of(case: Case) -> AttnSpec:
     return AttnSpec(default_scale(case.head_dim), left, 0 if case.causal else right)
 
 
-def modifiers_of(inputs: Inputs, **changed: torch.Tensor):
-    options = inputs.asked.options | changed
+def modifiers_of(inputs: Inputs, learned: torch.Tensor | None):
+    asked = inputs.asked
+    options = asked.options if learned is None else asked.options_with(learned)
     return normalise(inputs.q, inputs.k, None, top_left=False, rng=None, **options)
 
 
 def oracle(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """out and the gradients of q, k, v and what is learned, float64."""
     asked, leaves = inputs.asked, [t.detach().double().requires_grad_() for t in inputs.qkv]
-    changed = {}
-    if asked.learned is not None:
-        leaves.append(asked.learned.detach().clone().requires_grad_())
-        changed = {asked.learns: leaves[-1]}
-    mods = modifiers_of(inputs, **changed)
+    learned = None if asked.learned is None else asked.learned.detach().clone().requires_grad_()
+    leaves += [] if learned is None else [learned]
+    mods = modifiers_of(inputs, learned)
     out, _ = attention_reference(*leaves[:3], spec_of(inputs.case), mods=mods)
     return out.detach(), torch.autograd.grad(out, leaves, inputs.dout.double())
 
@@ -148,6 +147,8 @@ def test_rows_count_pairs_and_bytes(case: Case):
     inputs = Inputs(case, torch.float32, CPU, 0)
     pairs, asked = inputs.work().pairs, inputs.asked
     read = sum(t.numel() * t.element_size() for t in asked.options.values() if isinstance(t, torch.Tensor))
+    if "bias" in asked.options:
+        read = asked.options["bias"].table.numel() * 4
     if "block_mask" in asked.options:
         read = asked.options["block_mask"].blocks.numel()
     learned = 0 if asked.learned is None else asked.learned.numel() * 4

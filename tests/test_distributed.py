@@ -125,7 +125,17 @@ def modifier_options(mesh, batch: int, rows: int, heads: int, packed: bool) -> d
         "shared intervals": {"hidden_keys": spans[..., :1, :, :].contiguous()},
         "slopes": {"alibi_slopes": normal(heads), "sinks": normal(heads)},
         "own slopes": {"alibi_slopes": normal(batch, heads)},
+        "table": {"table": normal(heads, 7)},
+        "shared table": {"table": normal(1, 7)},
     }
+
+
+def with_table(options: dict[str, Tensor]) -> dict:
+    """The options with the bias of a table in place of the table."""
+    given = dict(options)
+    if "table" in given:
+        given["bias"] = flash_ext.RelativePosition(given.pop("table"), bucketing="clip")
+    return given
 
 
 def check_modifiers(mesh, packed: bool = False) -> None:
@@ -147,7 +157,7 @@ def check_modifiers(mesh, packed: bool = False) -> None:
         def run(qkv, cu, options, learned=learned) -> tuple[list, list]:
             leaves = [t.detach().requires_grad_() for t in qkv]
             own = {key: t.detach().requires_grad_() if key in learned else t for key, t in options.items()}
-            asked = {"causal": True, "return_lse": True, "return_max_logits": True} | own
+            asked = {"causal": True, "return_lse": True, "return_max_logits": True} | with_table(own)
             out, lse, top = attention(*leaves, *cu, **asked)
             finite = torch.where(lse.isfinite(), lse, 0.0)
             wanted = [*leaves, *(own[key] for key in learned)]
@@ -181,7 +191,7 @@ def check_sharded_modifiers(mesh) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
-    bias, slopes = draw(mesh, (4, 4, 10, 10), (4, 4))
+    bias, slopes, table = draw(mesh, (4, 4, 10, 10), (4, 4), (4, 8))
     leaves = [t.requires_grad_() for t in (*inputs, bias, slopes.float())]
     out = flash_ext.attention(*leaves[:3], attn_mask=leaves[3], alibi_slopes=leaves[4])
     grads = torch.autograd.grad(out.sin().sum(), leaves)
@@ -197,6 +207,20 @@ def check_sharded_modifiers(mesh) -> None:
         for t, grad, placement in zip(sharded, grads, placements, strict=True):
             assert t.grad.placements == (placement,)
             close(t.grad.full_tensor(), grad, f"gradient, {qkv}")
+
+    leaves = [t.detach().requires_grad_() for t in (*inputs, table.float())]
+    by_table = flash_ext.RelativePosition(leaves[3], max_distance=6)
+    out = flash_ext.attention(*leaves[:3], bias=by_table)
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    placements = (Shard(2), Shard(2), Shard(2), Shard(0))
+    sharded = [distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in zip(leaves, placements)]
+    got = flash_ext.attention(*sharded[:3], bias=flash_ext.RelativePosition(sharded[3], max_distance=6))
+    got.sin().sum().backward()
+    assert got.placements == (Shard(2),)
+    close(got.full_tensor(), out, "out, table by heads")
+    for t, grad, placement in zip(sharded, grads, placements, strict=True):
+        assert t.grad.placements == (placement,)
+        close(t.grad.full_tensor(), grad, "gradient, table by heads")
 
 
 def check_dropout_is_not_sharded(mesh) -> None:

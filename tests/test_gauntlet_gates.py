@@ -50,5 +50,5 @@ def test_a_planted_bug_leaves_the_gates(bug: str) -> None:
 def test_every_kind_of_modifier_is_gated() -> None:
     """All that changes a number of a call; where a mask only hides, its exact probes say which keys."""
     keywords = {re.match("[a-z]+", name).group() for names in GATED for name in names.split(",")}
-    assert keywords == {"bias", "distance", "mask", "padding", "documents", "prefix", "sinktok", "chunk", "hrows",
-                        "hkeys", "blocks", "alibi", "sinks", "softcap", "drop"}  # fmt: skip
+    assert keywords == {"bias", "distance", "mask", "padding", "documents", "prefix", "sinktok", "chunk",
+                        "hrows", "hkeys", "blocks", "alibi", "sinks", "softcap", "drop"}  # fmt: skip

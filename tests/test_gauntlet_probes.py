@@ -39,8 +39,8 @@ WITH_GRADIENT = (
 )  # fmt: skip
 # One per kind of stride: a copy in another order would be read in another way.
 PERMUTED = ("bias_bhqk", "bias_1hqk", "mask_bhqk", "padding", "prefix", "hrows2_bh", "hkeys1_h", "hkeys2_b",
-            "blocks64x128_bh", "alibi", "alibi_b", "sinks", "softcap30", "distance20", "bias_bhqk,alibi_b,sinks,padding",
-            "mask_bhqk,hrows2_bh,softcap5")  # fmt: skip
+            "blocks64x128_bh", "alibi", "alibi_b", "sinks", "softcap30", "distance20",
+            "bias_bhqk,alibi_b,sinks,padding", "mask_bhqk,hrows2_bh,softcap5")  # fmt: skip
 
 
 BOTH = ("dense", "packed")

@@ -58,7 +58,7 @@ REFUSED = {
     "bias device": ({"bias": by_distance(device="meta")}, ValueError,
                     "the table of bias must be on the device of q, cpu, got meta"),
     "two biases": ({"bias": by_distance(), "attn_mask": torch.zeros(8, 10)}, ValueError,
-                   r"attn_mask must be torch.bool beside bias, .* got torch.float32. .*bias.to_dense\(seqlen"),
+                   r"attn_mask must be torch.bool beside bias, .* got torch.float32. .*bias.to_dense\("),
     "padding kind": ({"key_padding_mask": [True]}, TypeError, "key_padding_mask must be a torch.Tensor"),
     "padding dtype": ({"key_padding_mask": torch.ones(2, 10)}, TypeError, r"key_padding_mask .*\.bool\(\)"),
     "padding shape": ({"key_padding_mask": torch.ones(2, 8) > 0}, ValueError,

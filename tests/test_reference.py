@@ -316,9 +316,11 @@ def test_a_bias_by_distance_is_the_dense_one_gathered_by_hand(seqlen_q, seqlen_k
     q, k, v = normal(2, seqlen_q, 4, 3, grad=True), normal(2, seqlen_k, 2, 3), normal(2, seqlen_k, 2, 2)
     entries = normal(2, 4, 2 * reach + 1, grad=True)
     shift = 0 if top_left else seqlen_k - seqlen_q
-    gathered = torch.stack([
-        torch.stack([entries[:, :, reach + min(max(j - i - shift, -reach), reach)] for j in range(seqlen_k)], -1)
-        for i in range(seqlen_q)], -2)  # fmt: skip
+    rows = [
+        [entries[:, :, reach + min(max(j - i - shift, -reach), reach)] for j in range(seqlen_k)]
+        for i in range(seqlen_q)
+    ]
+    gathered = torch.stack([torch.stack(row, -1) for row in rows], -2)
     assert gathered.shape == (2, 4, seqlen_q, seqlen_k)
     results = [
         attention_reference(q, k, v, AttnSpec(0.6, 5, 3), mods=Modifiers(bias=bias, top_left=top_left))

@@ -251,6 +251,7 @@ def test_entries_are_made_once() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.caching
 @pytest.mark.parametrize("known", [True, False], ids=["made before", "made inside"])
 def test_captured_in_a_cuda_graph(known: bool) -> None:
     """Also if the first call of a process is the captured one."""

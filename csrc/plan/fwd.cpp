@@ -98,16 +98,23 @@ bool has_one_change(Req r) {
 }
 bool supports_hide(Req r, Dev d) { return supports_mod(r, d) && !changes(r) && !drops(r); }
 bool supports_hide_m192(Req r, Dev d) { return supports_hide(r, d) && sm90::has_m192(masked_dim(r.problem)); }
-bool supports_exponents(Req r, Dev d) {
-  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr == nullptr;
-}
+bool changes_exponents(Req r) { return has_one_change(r) && r.modifiers->bias.ptr == nullptr; }
+bool supports_exponents(Req r, Dev d) { return supports_mod_128(r, d) && changes_exponents(r); }
 bool supports_bias(Req r, Dev d) {
   const int block_m = sm90::fwd_mod_tile(128).plain().block_m();
   return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr && sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
 }
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
-bool supports_slopes(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->by_distance; }
-bool supports_cap(Req r, Dev d) { return supports_exponents(r, d) && r.modifiers->softcap > 0.f; }
+bool supports_m192_changes(Req r, Dev d) {
+  return supports_mod(r, d) && sm90::has_m192_changes(masked_dim(r.problem));
+}
+bool supports_slopes_m192(Req r, Dev d) {
+  return supports_m192_changes(r, d) && changes_exponents(r) && r.modifiers->by_distance;
+}
+bool supports_cap_m192(Req r, Dev d) {
+  return supports_m192_changes(r, d) && changes_exponents(r) && r.modifiers->softcap > 0.f;
+}
+bool supports_drop_m192(Req r, Dev d) { return supports_m192_changes(r, d) && drops(r) && !changes(r); }
 
 bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_m192_slopes(r.problem, *r.modifiers, d, r.constraints); }
 bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_m192_cap(r.problem, *r.modifiers, d, r.constraints); }
@@ -169,10 +176,10 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
 
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
-    {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
+    {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
      E::kMaskedM192},
-    {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap, prefers_cap_m192, build_hopper_mod<true, kCap>, E::kMaskedM192},
-    {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_drop, prefers_drop_m192, build_hopper_mod<true, kDrop>,
+    {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap_m192, prefers_cap_m192, build_hopper_mod<true, kCap>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_drop_m192, prefers_drop_m192, build_hopper_mod<true, kDrop>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.hide", supports_hide_m192, prefers_hide_m192, build_hopper_mod<true, kHide>,
      E::kMaskedM192},

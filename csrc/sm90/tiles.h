@@ -61,13 +61,13 @@ struct FwdModTile {
   int consumers = 2;
   int bias_slots = 2;
 
-  static constexpr int kControlBytes = 3072;
+  constexpr int control_bytes() const { return kv_slots > 5 ? 4096 : 3072; }
   constexpr FwdTile plain() const { return {block_n, consumers, kv_slots, q_slots}; }
   constexpr int stage_bytes(int dv) const { return staged ? plain().stage_bytes(dv) : 0; }
   constexpr int bias_slot_bytes() const { return bias_slots == 0 ? 0 : tile_bytes(64 * consumers, block_n); }
   constexpr int smem_bytes(int d, int dv) const {
-    return plain().smem_bytes(d, dv) - plain().stage_bytes(dv) + stage_bytes(dv) - sm90::kControlBytes +
-           kControlBytes + (bias_apart ? bias_slots * bias_slot_bytes() : 0);
+    return plain().smem_bytes(d, dv) - plain().stage_bytes(dv) + stage_bytes(dv) - kControlBytes +
+           control_bytes() + (bias_apart ? bias_slots * bias_slot_bytes() : 0);
   }
 };
 
@@ -180,10 +180,10 @@ inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo&
   return !adds && m192_fits(p, m, d, c);
 }
 
-// The same of calls with one modifier of scores or weights beside what hides, at head_dim 128. With slopes, which are
+// The same of calls with one modifier of scores or weights beside what hides. With slopes, which are
 // divided by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16
 // weights overflowed, so those calls stay with the other kernel.
-constexpr bool has_m192_changes(int d) { return d == 128; }
+constexpr bool has_m192_changes(int d) { return has_m192(d); }
 inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
   const bool alone = m.by_distance && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;

@@ -190,7 +190,10 @@ constexpr BwdQTile bwd_q_tile_sm80(int d) {
   }
 }
 
-constexpr BwdQTile bwd_q_mod_tile_sm80(int d) { return d == 192 ? BwdQTile{32, 4, 1} : bwd_q_tile_sm80(d); }
+// Fewer keys at a time, or tiles in flight, where the derivative of a softcap takes the registers.
+constexpr BwdQTile bwd_q_mod_tile_sm80(int d) {
+  return d == 96 ? BwdQTile{32, 4, 2} : d == 192 ? BwdQTile{32, 4, 1} : bwd_q_tile_sm80(d);
+}
 
 // Bytes of the bias that `warps` warps stage, `rows` x `cols` each (common/bias_stage.cuh); 0 where it does not fit.
 constexpr int bias_stage_bytes(int warps, int rows, int cols, int used, int limit) {

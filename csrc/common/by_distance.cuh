@@ -51,7 +51,10 @@ struct HeadDistances {
   __device__ __forceinline__ void add_bent(float (&acc)[kA][kN][4], const DistanceBias& x, int b, int h, int first,
                                            float unit) const {
     if (slope != 0.f) add_slopes<kT>(acc, first);
-    if (x.table != nullptr) add_table<kT>(acc, x, first_entry(x, b, h), x.reach - first, unit);
+    if (x.table == nullptr) return;
+    int of_head = first_entry(x, b, h), place = x.reach - first;
+    asm volatile("" : "+r"(of_head), "+r"(place));  // made once: a backward at head_dim 128 spilled
+    add_table<kT>(acc, x, of_head, place, unit);
   }
 
  private:
@@ -79,7 +82,7 @@ struct HeadDistances {
   __device__ __forceinline__ static void add_table(float (&acc)[kA][kN][4], const DistanceBias& x, int of_head, int first,
                                                    float unit) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < 2; ++c) {  // the outer loop, so that no kernel spills
 #pragma unroll
       for (int diagonal = 1 - 2 * kA; diagonal < kN; ++diagonal) {
         const int step = 8 * diagonal + c, entry_at = min(max(first + (kT ? -step : step), 0), x.last_entry);

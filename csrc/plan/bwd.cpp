@@ -10,7 +10,7 @@ using enum ScoreVariant;
 // ---- what is asked ---------------------------------------------------------------------------------
 
 bool is_wide(Req r) { return padded(r.problem) > 128; }
-bool tma_bwd(Req r, Dev d) { return tma_fwd(r) && r.problem.head_dim % 8 == 0 && !is_short_bwd(r.problem, d, r.constraints); }
+bool tma_bwd(Req r, Dev) { return tma_fwd(r) && r.problem.head_dim % 8 == 0; }
 bool tma_bwd_mod(Req r, Dev d) { return tma_bwd(r, d) && r.problem.total_k > 0; }
 bool has_whole_keys(Req r) { return sm90::has_whole_keys(r.problem, r.constraints); }
 // dQ has no place in the kernel over keys: too wide, or to be summed in a fixed order without being stored at once.

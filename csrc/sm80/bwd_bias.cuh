@@ -110,7 +110,7 @@ __device__ __forceinline__ void add_to_table(const BiasUnits<T>& acc, const Bias
 #pragma unroll 1
   for (int i = lane; i < 2 * T::kBlockM - 1; i += 32) {
     const int distance = band + i - (T::kBlockM - 1);
-    if (warp == 0 ? distance >= g.reach : distance <= -g.reach && g.reach > 0) sum += sums[i];
+    if (warp == 0 ? distance >= g.reach || g.reach == 0 : distance <= -g.reach) sum += sums[i];
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);

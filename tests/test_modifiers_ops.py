@@ -163,8 +163,8 @@ def test_calls_trace_for_a_gpu() -> None:
 # Field, the value of a direct call of the operator, and words of the refusal.
 NOT_NORMALISED = {
     "bias rank": ({"bias": torch.zeros(ROWS, KEYS)}, ValueError, r"bias must have shape .*got \(17, 23\)"),
-    "entries, even": ({"bias": torch.zeros(1, 4, 6)}, ValueError, "an odd number of entries .* got 6"),
-    "entries, none": ({"bias": torch.zeros(1, 4, 0)}, ValueError, "an odd number of entries .* got 0"),
+    "entries, even": ({"bias": torch.zeros(1, 4, 6)}, ValueError, "an odd number of entries, got 6"),
+    "entries, none": ({"bias": torch.zeros(1, 4, 0)}, ValueError, "an odd number of entries, got 0"),
     "entries, heads": ({"bias": torch.zeros(1, 2, 5)}, ValueError, r"bias must have shape .*got \(1, 2, 5\)"),
     "entries, dtype": ({"bias": torch.zeros(1, 4, 5).bfloat16()}, TypeError, "must be torch.float32, got"),
     "entries, strides": ({"bias": torch.zeros(1, 5, 4).mT}, ValueError, "bias must be contiguous"),

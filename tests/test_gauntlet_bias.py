@@ -315,7 +315,7 @@ REPEATED = {
     "bias_1111_f32": dense(2, 500, 200, 4, 2, 64, deterministic=True),
     "bias_h11_expanded": dense(2, 300, 200, 8, 1, 64, deterministic=True),
     "distance100": dense(3, 500, 400, 4, 2, 128, deterministic=True),
-    "distance60_shared": packed([1, 300, 0, 77], [5, 290, 3, 77], num_heads=4, num_heads_k=2),
+    "distance60_shared": packed([1, 300, 0, 77], [5, 290, 3, 77], num_heads_k=1, deterministic=True),
     "alibi": dense(2, 600, 300, 4, 2, 64, deterministic=True, causal=True),
     "sinks": packed([1, 300, 0, 77], [5, 290, 3, 77], num_heads=4, num_heads_k=2, deterministic=True),
     "drop0.5": dense(2, 257, 300, 4, 2, 64, deterministic=True, dtype="fp16"),

@@ -121,7 +121,7 @@ class RelativePosition:
         return self._table.to(dtype)[:, self._entries()].unsqueeze(0)
 
     def gradient(self, dby_distance: Tensor) -> Tensor:
-        """The gradient of the table from that of :meth:`by_distance`; not differentiable itself.
+        """The gradient of the table from that of :meth:`by_distance`.
 
         Args:
             dby_distance: (1, num_heads, 2 n + 1), of the table's device; it is summed in its own dtype.
@@ -132,7 +132,7 @@ class RelativePosition:
         shape = (1, self.num_heads, 2 * self.reach + 1)
         if tuple(dby_distance.shape) != shape:
             raise ValueError(f"dby_distance must have the shape {shape}, got {tuple(dby_distance.shape)}.")
-        given = dby_distance.detach().squeeze(0)
+        given = dby_distance.squeeze(0)
         heads = torch.arange(self.num_heads, device=given.device)[:, None]
         zeros = given.new_zeros(self._table.shape)
         return zeros.index_put((heads, self._entries()[None]), given, accumulate=True).to(self._table.dtype)

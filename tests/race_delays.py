@@ -94,7 +94,8 @@ def modifier_cases() -> list[ModifierCase]:
             case = packed(
                 [3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim, **options
             )
-            found += [ModifierCase(case, mods) for mods in (("mask_bhqk",), ("documents", "alibi"))]
+            kinds = ("mask_bhqk",), ("documents", "alibi"), ("distance40",)
+            found += [ModifierCase(case, mods) for mods in kinds]
             case = dense(3, 130, 136, 4, 2, head_dim, **options)
             kinds = ("bias_1hqk",), ("softcap30",), ("drop0.5",), ("bias_bhqk", "drop0.5")
             found += [ModifierCase(case, mods) for mods in kinds]

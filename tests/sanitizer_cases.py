@@ -122,6 +122,7 @@ MODIFIED = (
     (True, ("documents", "hrows1", "mask_b1qk", "alibi")),  # pack_mask and groups of masks, labels, intervals
     (False, ("bias_b1qk_skip_f32", "hkeys2_b", "blocks16x16_h", "drop0.5")),  # pack_blocks; bias by element
     (False, ("bias_bhqk_odd", "padding", "alibi_b", "prefix")),  # a bias off 16 bytes; mask bits by key
+    (True, ("distance40", "hkeys1_h", "sinks")),  # bwd_bias by distance
     (True, ("bias_hqk_inf", "sinktok5", "chunk32", "blocks64x128", "hrows2_bh", "sinks", "drop0.1")),
 )
 
@@ -141,6 +142,7 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     # Nothing but the bias asks for a gradient: bwd_bias by itself. And lists of tiles that are empty.
     alone = Case(batch=2, seqlen_q=70, seqlen_k=90, num_heads=2, num_heads_k=1)
     found += [ModifierCase(alone, ("bias_11qk_odd",), ("mods",)), ModifierCase(alone, ("alibi",), ("mods",))]
+    found.append(ModifierCase(alone, ("distance9_before_half",), ("mods",)))
     found.append(ModifierCase(packed([0, 0, 7], [0, 5, 0], num_heads_k=1), ("mask_b1qk", "sinks")))
     # Calls that hide only: bwd_persistent; the first with a block of keys for every multiprocessor, so that
     # the pass behind it is bwd_overlapped_postprocess. A head_dim that TMA cannot read keeps it in portable
@@ -164,7 +166,7 @@ def short_cases() -> list[Case | ModifierCase]:
         odd = {"head_dim": head_dim - 3, "layout": "odd", "dout_layout": "odd"}
         found.append(Case(seqlen_q=64, seqlen_k=17, **odd, **common))
         for j, (is_packed, mods) in enumerate(MODIFIED):
-            mods = ("bias_1hqk_odd", "drop0.5") if is_packed and "alibi" not in mods else mods
+            mods = ("bias_1hqk_odd", "drop0.5") if is_packed and mods[-1] != "alibi" else mods
             case = Case(seqlen_q=49, seqlen_k=(49, 61)[j % 2], head_dim=head_dim - j, **common)
             case = case.replace(causal=j % 2 == 0, dtype=("bf16", "fp16")[(i + j) % 2])
             found.append(ModifierCase(case, mods))

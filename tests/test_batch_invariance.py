@@ -261,6 +261,7 @@ OPTIONS = {
     "window": {"window": (100, 30)},
     "softcap": {"softcap": 20.0, "causal": True},
     "alibi": {"alibi_slopes": True},
+    "by distance": {"bias": True},
     "padding": {"key_padding_mask": True},
     "mask": {"attn_mask": True},
     "sinks": {"sinks": True, "sink_tokens": 3, "chunk_size": 100},
@@ -295,6 +296,10 @@ def assert_same(got: list[Tensor], alone: list[Tensor], where: str) -> None:
         assert torch.equal(a, b), f"{label}, {where}: {int((a != b).sum())} of {a.numel()} elements differ"
 
 
+def by_distance(heads: int, device: torch.device) -> flash_ext.RelativePosition:
+    return flash_ext.RelativePosition(torch.linspace(-1, 1, 32 * heads, device=device).view(heads, 32))
+
+
 def dense_options(name: str, count: int, q: int, k: int, heads: int) -> dict:
     options = dict((OPTIONS | DENSE_ONLY)[name])
     device = torch.device("cuda")
@@ -305,6 +310,7 @@ def dense_options(name: str, count: int, q: int, k: int, heads: int) -> dict:
     cut = options.pop("elements", False)
     for key, values in {
         "alibi_slopes": lambda: torch.linspace(0.01, 0.5, heads, device=device),
+        "bias": lambda: by_distance(heads, device),
         "sinks": lambda: torch.linspace(-1, 1, heads, device=device),
         "key_padding_mask": lambda: torch.rand(count, k, device=device) < 0.8,
         "attn_mask": lambda: torch.rand(count, 1, q, k, device=device) < 0.8,
@@ -431,6 +437,8 @@ def packed_options(name: str, bounds: list[tuple[int, int]], at: int, seed: int)
     for key in ("alibi_slopes", "sinks"):
         if key in options:
             options[key] = torch.linspace(0.01, 0.5, 4, device="cuda")
+    if "bias" in options:
+        options["bias"] = by_distance(4, torch.device("cuda"))
     return options
 
 

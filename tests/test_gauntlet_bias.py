@@ -61,8 +61,10 @@ def test_bi02_bi04_any_strides(target: Target) -> None:
 def test_bi03_bi11_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
     shapes = (dense(2, 100, 140, 4, 2, 64, causal=True), packed([70, 0, 33], [80, 9, 64], num_heads_k=1),
               dense(1, 257, 65, 6, 3, 128, dlse=True, deterministic=True))  # fmt: skip
-    names = ("bias_bhqk", "bias_11qk_f32", "bias_b11k", "bias_h11_expanded", "alibi", "alibi_b", "sinks")
+    names = ("bias_bhqk", "bias_11qk_f32", "bias_b11k", "bias_h11_expanded", "distance40", "distance9_shared",
+             "alibi", "alibi_b", "sinks")  # fmt: skip
     mcases = [ModifierCase(case, (name,), ("mods",)) for case in shapes for name in names]
+    mcases += [ModifierCase(case, ("distance40", "alibi", "sinks"), ("mods",)) for case in shapes]
     mcases += [ModifierCase(case, ("bias_1hqk", "alibi", "sinks", "softcap5"), ("mods",)) for case in shapes]
     for_each(mcases, target, cpu=12)
 
@@ -312,6 +314,8 @@ REPEATED = {
     "bias_b11k_f32": dense(3, 700, 200, 4, 2, 64, deterministic=True, causal=True),
     "bias_1111_f32": dense(2, 500, 200, 4, 2, 64, deterministic=True),
     "bias_h11_expanded": dense(2, 300, 200, 8, 1, 64, deterministic=True),
+    "distance100": dense(3, 500, 400, 4, 2, 128, deterministic=True),
+    "distance60_shared": packed([1, 300, 0, 77], [5, 290, 3, 77], num_heads_k=1, deterministic=True),
     "alibi": dense(2, 600, 300, 4, 2, 64, deterministic=True, causal=True),
     "sinks": packed([1, 300, 0, 77], [5, 290, 3, 77], num_heads=4, num_heads_k=2, deterministic=True),
     "drop0.5": dense(2, 257, 300, 4, 2, 64, deterministic=True, dtype="fp16"),
@@ -321,9 +325,9 @@ REPEATED = {
 
 # One of every kind of modifier: what is in memory, what is computed, what has a gradient of its own.
 ONE_OF_EVERY_KIND = (
-    "bias_1hqk", "bias_bhqk", "bias_qk_f32", "bias_b11k", "mask_b1qk", "padding", "documents", "prefix",
-    "sinktok40", "chunk100", "hrows2_bh", "hkeys2_b", "blocks64x128_bh", "top", "alibi", "sinks", "softcap30",
-    "drop0.5",
+    "bias_1hqk", "bias_bhqk", "bias_qk_f32", "bias_b11k", "distance128", "mask_b1qk", "padding", "documents",
+    "prefix", "sinktok40", "chunk100", "hrows2_bh", "hkeys2_b", "blocks64x128_bh", "top", "alibi", "sinks",
+    "softcap30", "drop0.5",
 )  # fmt: skip
 
 

@@ -233,6 +233,9 @@ def test_ix04_cu_seqlens_on_another_device_are_refused(target: Target) -> None:
 PACKED_MODIFIERS = {
     "nothing": lambda device: {},
     "bias": lambda device: {"attn_mask": torch.randn(1, 4, 200, 200, device=device).requires_grad_()},
+    "by distance": lambda device: {
+        "bias": flash_ext.RelativePosition(torch.randn(4, 32, device=device, requires_grad=True))
+    },
     "mask": lambda device: {"attn_mask": torch.rand(3, 1, 200, 200, device=device) < 0.7},
     "padding": lambda device: {"key_padding_mask": torch.rand(400, device=device) < 0.7},
     "documents": lambda device: {"document_ids": (torch.arange(400, device=device) // 60).int()},
@@ -267,7 +270,8 @@ def test_vl_packed_calls_do_not_wait_for_the_device(
         torch.randn(400, heads, 64, device=target.device).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
     keywords = PACKED_MODIFIERS[name](target.device)
-    leaves = [*qkv, *(t for t in keywords.values() if isinstance(t, Tensor) and t.requires_grad)]
+    tensors = [getattr(value, "table", value) for value in keywords.values()]
+    leaves = [*qkv, *(t for t in tensors if isinstance(t, Tensor) and t.requires_grad)]
     options = {"causal": True, "deterministic": deterministic, "path": target.path} | keywords
 
     def step() -> tuple[Tensor, ...]:

@@ -138,6 +138,7 @@ def make_options(name: str, heads: int, rows: int, keys: int, device: str) -> di
         "window": lambda: {"window": (70, 5)},
         "padding": lambda: {"key_padding_mask": torch.rand(keys, device=device) < 0.8},
         "slopes": lambda: {"alibi_slopes": torch.rand(heads, device=device), "causal": True},
+        "by distance": lambda: {"bias": flash_ext.RelativePosition(torch.rand(heads, 32, device=device))},
         "softcap": lambda: {"softcap": 20.0},
         "dropout": lambda: {"dropout_p": 0.2, "rng": torch.tensor([3, 4], device=device)},
     }
@@ -191,7 +192,7 @@ def test_ix03_results_of_any_cu_seqlens(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ["padding", "slopes", "softcap", "dropout"])
+@pytest.mark.parametrize("name", ["padding", "slopes", "by distance", "softcap", "dropout"])
 @on_all_tiles
 def test_ix03_results_of_any_cu_seqlens_with_modifiers(
     target: Target, name: str, deterministic: bool, seed: int

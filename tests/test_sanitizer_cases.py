@@ -12,7 +12,7 @@ from tests import race_delays
 from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.inputs import tensor_shapes
-from tests.modifier_cases import BIASES, MASKS, SCORES, STRUCTURE, ModifierCase
+from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE, ModifierCase
 from tests.sanitizer_cases import (
     divided_cases,
     exact,
@@ -49,7 +49,7 @@ def kind(name: str) -> str:
 
 def test_every_kind_of_modifier_meets_every_head_size_and_mode():
     cases = sanitizer_modifier_cases()
-    kinds = {kind(name) for name in BIASES + MASKS + STRUCTURE + SCORES} - {"top"}
+    kinds = {kind(name) for name in BIASES + DISTANCES + MASKS + STRUCTURE + SCORES} - {"top"}
     for head_dim in COMPILED_HEAD_DIMS:
         found = [m for m in cases if head_dim - 5 < m.case.head_dim <= head_dim]
         assert {kind(name) for m in found for name in m.mods} == kinds

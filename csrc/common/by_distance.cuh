@@ -52,8 +52,8 @@ struct HeadDistances {
                                            float unit) const {
     if (slope != 0.f) add_slopes<kT>(acc, first);
     if (x.table == nullptr) return;
-    int of_head = first_entry(x, b, h), place = x.reach - first;
-    asm volatile("" : "+r"(of_head), "+r"(place));  // made once: a backward at head_dim 128 spilled
+    int place = x.reach - first, of_head = first_entry(x, b, h);
+    asm volatile("" : "+r"(place), "+r"(of_head));  // made once, in this order: a backward at head_dim 128 spilled
     add_table<kT>(acc, x, of_head, place, unit);
   }
 

@@ -152,7 +152,7 @@ constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
 // exists where has_hiding_bwd_sm80() says so.
 constexpr bool has_hiding_bwd_sm80(int d, SmemClass c) { return d == 128 && c == SmemClass::kLarge; }
 
-// 32-bit words of workspace that its CTAs share items out by (common/bwd_schedule.cuh).
+// 32-bit words of workspace that its CTAs share work tiles out by (common/bwd_schedule.cuh).
 inline int64_t bwd_schedule_words(const Problem& p) {
   return 1 + (p.is_varlen() ? 0 : int64_t{1} * p.batch * p.num_heads_k);
 }
@@ -247,9 +247,9 @@ constexpr BwdBiasTile bwd_bias_tile_sm80(SmemClass c) {
 // queries), the same rows where there are few. Warps with the same rows share out the keys, those with the same keys
 // share a ring in shared memory, in which tiles of K and V alternate.
 struct SplitTile {
-  int rows;   // 16 or 64
-  int keys;   // of one tile of the ring
-  int slots;  // tiles in the ring, K and V counted apart
+  int rows;    // 16 or 64
+  int keys;    // of one tile of the ring
+  int stages;  // tiles in the ring, K and V counted apart
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kOutPad = 8;  // columns, against bank conflicts
@@ -257,7 +257,7 @@ struct SplitTile {
   constexpr int key_warps() const { return kWarps / row_warps(); }
   constexpr int block_n() const { return keys * key_warps(); }
   constexpr int out_bytes(int d) const { return 4 * 16 * kWarps * (d + kOutPad); }  // fp32, over the rings
-  constexpr int smem_bytes(int d) const { return std::max(2 * d * block_n() * slots, out_bytes(d)); }
+  constexpr int smem_bytes(int d) const { return std::max(2 * d * block_n() * stages, out_bytes(d)); }
 };
 
 inline constexpr int kSplitHeadDims[] = {64, 128, 256};

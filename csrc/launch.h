@@ -67,8 +67,9 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
 
 // When a kernel begins (CUDA C++ programming guide, programmatic dependent launch).
 enum class Start {
-  kInTurn,  // when the kernel before it in the stream is over
-  kEarly,   // when all CTAs of that one have called ptx::allow_next_kernel() or ended; ptx::wait_for_kernel_before()
+  kInStreamOrder,  // when the kernel before it in the stream is over
+  // When all CTAs of that one have called ptx::allow_next_kernel() or ended; ptx::wait_for_kernel_before()
+  kProgrammatic,
             // waits for the rest. In turn where the machine code has no such wait
 };
 
@@ -116,17 +117,17 @@ std::string launch_at(Start start, const char* name, void (*kernel)(Params...), 
     }
   }
   if (const cudaError_t err = set_debug_delays(stream); err != cudaSuccess) return cuda_error_text(err, name);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute pdl{};
+  pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  pdl.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = start == Start::kEarly && can_wait_itself(kernel) ? 1 : 0;
-  note_launch({name, grid, threads, smem_bytes, start == Start::kEarly});
+  config.attrs = &pdl;
+  config.numAttrs = start == Start::kProgrammatic && can_wait_itself(kernel) ? 1 : 0;
+  note_launch({name, grid, threads, smem_bytes, start == Start::kProgrammatic});
   const cudaError_t err = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (err == cudaSuccess) return {};
   cudaGetLastError();
@@ -142,8 +143,8 @@ std::string launch_planned(const Launch& l, void (*kernel)(Params...), int threa
     return name_of(l) + ": planned with " + std::to_string(l.threads) + " threads and " + std::to_string(l.smem_bytes) +
            " bytes of shared memory, compiled for " + std::to_string(threads) + " and " + std::to_string(smem_bytes);
   }
-  return launch_at(l.early ? Start::kEarly : Start::kInTurn, stem_of(l.kernel), kernel, l.ctas, threads, smem_bytes,
-                   stream, args...);
+  return launch_at(l.pdl ? Start::kProgrammatic : Start::kInStreamOrder, stem_of(l.kernel), kernel, l.ctas, threads,
+                   smem_bytes, stream, args...);
 }
 
 // Of an instance that has no such kernel.
@@ -152,7 +153,7 @@ inline std::string not_compiled(const Launch& l) { return name_of(l) + " is not 
 template <typename... Params, typename... Args>
 std::string launch(const char* name, void (*kernel)(Params...), int64_t grid, int threads, int smem_bytes, void* stream,
                    const Args&... args) {
-  return launch_at(Start::kInTurn, name, kernel, grid, threads, smem_bytes, stream, args...);
+  return launch_at(Start::kInStreamOrder, name, kernel, grid, threads, smem_bytes, stream, args...);
 }
 
 }  // namespace flash_ext

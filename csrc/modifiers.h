@@ -39,7 +39,7 @@ struct BiasView {
 };
 
 // One value per position and its smallest and largest value over groups of 32 positions.
-struct Labels {
+struct DocumentIds {
   static constexpr int kGroup = 32;
 
   const int32_t* ids = nullptr;
@@ -75,10 +75,10 @@ inline constexpr float kFineSoftcap = 100.f;
 
 struct Modifiers {
   // Scores are kept in units of 1 / (unit_log2 ln 2): raw products where nothing is added to them, else natural ones.
-  bool is_natural = false;  // softcap, or something is added
-  float unit_log2 = 0.f;    // log2(e), or abs_scale_log2 of the problem
-  float softcap = 0.f;      // 0: off
-  float inv_softcap = 0.f;  // 1 / softcap
+  bool has_score_mod = false;  // softcap, or something is added
+  float unit_log2 = 0.f;       // log2(e), or abs_scale_log2 of the problem
+  float softcap = 0.f;         // 0: off
+  float inv_softcap = 0.f;     // 1 / softcap
   BiasView bias;
   DistanceBias by_distance;
   const float* sinks = nullptr;  // (h)
@@ -96,7 +96,7 @@ struct Modifiers {
   int64_t mask_group_stride = 0;
   BitRows blocks;          // one bit per 16 x 16 scores
   int32_t block_rows = 0;  // of a block as it was given
-  Labels document_q, document_k;
+  DocumentIds document_q, document_k;
   HiddenIntervals hidden_rows;  // of each key
   HiddenIntervals hidden_keys;  // of each row
 

@@ -88,7 +88,7 @@ struct BwdParams {
   const float* dlse = nullptr;  // same shape as lse, contiguous, or null
   bool deterministic = false;
   // Parts of the workspace (plan.h), which a launch sets: fp32, written by the first pass. Shapes are those of the
-  // portable kernels; sm90/bwd_passes.cuh has the others.
+  // portable kernels; sm90/bwd/passes.cuh has the others.
   float* row_stats = nullptr;  // lse's shape + (2,): lse * log2(e), and delta = rowsum(dout * out) - dlse
   float* dq_accum = nullptr;   // lse's shape + (padded head_dim,), or null when not needed
   uint32_t* schedule = nullptr;  // common/bwd_schedule.cuh, or null

@@ -37,7 +37,7 @@ struct DoneLaunch {
   const char* name;
   int64_t ctas;
   int threads, smem_bytes;
-  bool early;
+  bool pdl;
 };
 void note_launch(const DoneLaunch& launch);
 
@@ -53,7 +53,7 @@ std::string group_mask(const uint32_t* words, uint32_t* any, uint32_t* all, int6
                        void* stream);
 std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, int num_words, int rows_per_block,
                         int cols_per_block, void* stream);
-std::string group_labels(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream);
+std::string group_document_ids(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream);
 std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count,
                             void* stream);
 

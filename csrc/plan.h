@@ -10,12 +10,12 @@
 #include <string_view>
 #include <vector>
 
+#include "kv_splits.h"
 #include "modifiers.h"
 #include "params.h"
 #include "paths.h"
 #include "short_tiles.h"
-#include "sm90/bwd_tiles.h"
-#include "splits.h"
+#include "sm90/bwd/tiles.h"
 
 namespace flash_ext {
 
@@ -75,8 +75,8 @@ struct Launch {
   int block_m = 0, block_n = 0, stages = 0, threads = 0, smem_bytes = 0;
   int64_t ctas = 0;
   int64_t tiles = 0;     // work tiles; more than ctas where a kernel is persistent
-  bool dynamic = false;  // tiles are fetched from a counter, else dealt out in turn
-  bool early = false;    // programmatic launch: begins before the kernel in front of it has ended
+  bool dynamic = false;  // tiles are fetched from a counter, else tile i goes to CTA i modulo their number
+  bool pdl = false;      // programmatic launch: begins before the kernel in front of it has ended
   Grid grid;             // the order of work tiles; not of passes, short and split-KV kernels
 };
 
@@ -119,7 +119,7 @@ struct Plan {
   int main = 0;                      // the launch whose tile is printed first
   SplitGrid split_kv;                // of the split-KV kernels
   ShortGrid short_heads;             // of the kernels for short sequences
-  sm90::DqRing dq_pool;              // of DqMode::kPool
+  sm90::DqPool dq_pool;              // of DqMode::kPool
   Workspace workspace;
 
   std::span<const Launch> steps() const { return {launches.data(), static_cast<size_t>(num_launches)}; }

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "call.h"
-#include "head_parts.h"
+#include "gqa_splits.h"
 #include "sm80/instances.h"
 #include "sm90/instances.h"
 
@@ -12,7 +12,7 @@ namespace {
 // The unit that scores are kept in (Modifiers::unit_log2).
 void prepare(Problem& p, Modifiers& m) {
   p.prepare();
-  m.unit_log2 = m.is_natural ? kLog2e : p.abs_scale_log2;
+  m.unit_log2 = m.has_score_mod ? kLog2e : p.abs_scale_log2;
 }
 
 template <typename Call>

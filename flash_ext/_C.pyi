@@ -1,4 +1,4 @@
-"""The extension module; written in csrc/api_bindings.cpp."""
+"""The extension module; written in csrc/api/bindings.cpp."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """Gradients under ``torch.func`` transforms.
 
-Ordinary autograd of ``fwd`` is in the extension module (csrc/api_autograd.cpp), which costs a training step
+Ordinary autograd of ``fwd`` is in the extension module (csrc/api/autograd.cpp), which costs a training step
 less than a Python function does; that of ``fwd_mod`` is in ops_mod.py. The transforms of
 torch.func accept neither, so they get these functions, which call the same operators.
 """

@@ -1,7 +1,7 @@
 """The operators ``flash_ext::fwd`` and ``flash_ext::bwd`` as PyTorch sees them.
 
 Schemas, the GPU implementation, autograd and autocast are registered by the extension module ``flash_ext._C``
-(csrc/api*.cpp), which extension.py loads. This module adds what is written in Python: the CPU implementation,
+(csrc/api/), which extension.py loads. This module adds what is written in Python: the CPU implementation,
 shapes for tracing, vmap rules and FLOP formulas.
 
 In every function here ``options`` are the operator's last arguments: max_seqlen_q, max_seqlen_k,

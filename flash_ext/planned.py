@@ -59,7 +59,7 @@ def plan(text: str) -> dict[str, Any]:
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
         docs/performance.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
-        "splits" (of the keys), "head_parts" (splits of grouped heads), "reasons" (why other paths refuse).
+        "splits" (of the keys), "gqa_splits" (splits of grouped heads), "reasons" (why other paths refuse).
 
     Raises:
         ValueError: a word that is not known, or numbers out of range.
@@ -119,8 +119,8 @@ def as_text(plan: dict[str, Any]) -> str:
     lines.append(f"row         {plan['row']}{evidence}")
     if plan["splits"] > 1:
         lines.append(f"split-KV    {plan['splits']} parts of the keys")
-    if plan["head_parts"] > 1:
-        lines.append(f"GQA splits  {plan['head_parts']} a key head")
+    if plan["gqa_splits"] > 1:
+        lines.append(f"GQA splits  {plan['gqa_splits']} a key head")
     for launch in plan["launches"]:
         line = f"launch      {launch['kernel']}"
         if "block_m" in launch:
@@ -128,7 +128,7 @@ def as_text(plan: dict[str, Any]) -> str:
             line += (f": tile {launch['block_m']} x {launch['block_n']}, {launch['stages']} stages, "
                      f"{launch['threads']} threads, {launch['smem_bytes']} bytes of shared memory, "
                      f"{launch['grid']} CTAs for {launch['tiles']} tiles, {scheduling}")  # fmt: skip
-        lines.append(line + (", programmatic launch" if launch["early"] else ""))
+        lines.append(line + (", programmatic launch" if launch["pdl"] else ""))
     lines += [f"workspace   {name} {size} bytes" for name, size in plan["workspace"].items()]
     lines.append(f"workspace   {plan['workspace_bytes']} bytes in all")
     return "\n".join(lines)

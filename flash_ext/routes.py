@@ -350,7 +350,7 @@ def operator_options(
 ) -> tuple[int, int, float, int, int, bool, str | None]:
     """The operator's options, with the defaults resolved and causal folded into the window.
 
-    The entries of the extension module do the same (csrc/api_bindings.cpp).
+    The entries of the extension module do the same (csrc/api/bindings.cpp).
     """
     left, right = window
     if softmax_scale is None:

@@ -3,7 +3,7 @@
 ``torch.nn.functional.scaled_dot_product_attention`` asks a selector for a backend and calls that backend's
 operator. Two things are changed, through torch's registry of flash-attention implementations:
 
-* The operators of three backends get implementations on the dispatch key CUDA (csrc/api_sdpa.cpp). That of
+* The operators of three backends get implementations on the dispatch key CUDA (csrc/api/sdpa.cpp). That of
   flash serves calls without a mask, ``varlen_attn`` and jagged nested tensors; the memory-efficient one calls
   with ``attn_mask``, and causal ones whose lengths differ, which the selector never gives to the first; and
   cuDNN's those of them with grouped heads, which it gives to neither. What the kernels do not serve goes to

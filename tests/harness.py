@@ -364,7 +364,7 @@ def check_done_launches(launch: dict, others: bool = False) -> None:
     assert is_complete, f"{ran_all} ran, not {[one['kernel'] for one in planned]}"
     for ran, wanted in zip(done, planned):
         assert wanted["kernel"].startswith(ran["name"]), f"{ran_all} ran, {wanted['kernel']} was planned"
-        facts = ["early", "grid", "threads"] + (["smem_bytes"] if "smem_bytes" in wanted else [])
+        facts = ["pdl", "grid", "threads"] + (["smem_bytes"] if "smem_bytes" in wanted else [])
         for name in facts:
             assert ran[name] == wanted[name], f"{ran['name']} for {wanted['kernel']}: {name} {ran[name]}"
 

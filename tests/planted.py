@@ -100,7 +100,8 @@ MUTANTS = (
         202,
         "M2 33 keys taken as 32",
         "of a last tile of 96 keys with 33 that are seen, 32 take part",
-        (Edit("sm80/fwd.cuh", "last_key % kBlockN < T::kShortKeys", "last_key % kBlockN <= T::kShortKeys"),),
+        (Edit("sm80/fwd/kernel.cuh", "last_key % kBlockN < T::kShortKeys",
+              "last_key % kBlockN <= T::kShortKeys"),),
     ),
     Mutant(
         301,
@@ -136,7 +137,8 @@ MUTANTS = (
         601,
         "M6 rescale skipped",
         "the running output keeps its scale when the maximum rises",
-        (Edit("sm80/fwd.cuh", "acc_o[mb][db][i] *= factor[2 * mb + i / 2];", "acc_o[mb][db][i] *= 1.f;"),),
+        (Edit("sm80/fwd/kernel.cuh", "acc_o[mb][db][i] *= factor[2 * mb + i / 2];",
+              "acc_o[mb][db][i] *= 1.f;"),),
         "values",
     ),
     Mutant(
@@ -145,7 +147,7 @@ MUTANTS = (
         "no barrier between the arrival of a tile of K and V and its use",
         (
             Edit(
-                "sm80/fwd.cuh",
+                "sm80/fwd/kernel.cuh",
                 "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
                 "    debug_delay();\n    const uint32_t kv_at",
             ),
@@ -158,7 +160,7 @@ MUTANTS = (
         "no barrier between the arrival of a tile of Q and dO and its use",
         (
             Edit(
-                "sm80/bwd.cuh",
+                "sm80/bwd/kernel.cuh",
                 "buffers of two iterations ago are free.\n    __syncthreads();\n",
                 "buffers of two iterations ago are free.\n",
             ),
@@ -171,12 +173,12 @@ MUTANTS = (
         "the second warp of a pair does not wait for the weights of the first",
         (
             Edit(
-                "sm80/bwd_warps.cuh",
+                "sm80/bwd/warps.cuh",
                 "    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n",
                 "",
             ),
             Edit(
-                "sm80/bwd_warps.cuh",
+                "sm80/bwd/warps.cuh",
                 "    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n",
                 "",
             ),
@@ -189,7 +191,7 @@ MUTANTS = (
         "no barrier between the arrival of a tile of K and V and its use",
         (
             Edit(
-                "sm80/bwd_q.cuh",
+                "sm80/bwd_dq/kernel.cuh",
                 "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
                 "    debug_delay();\n    const uint32_t kv_at",
             ),
@@ -250,7 +252,7 @@ MUTANTS = (
                 "if (!kZeroTail && r >= rows) continue;\n      const int valid = r < rows ? src.cols",
             ),
             Edit(
-                "sm80/fwd.cuh",
+                "sm80/fwd/kernel.cuh",
                 "load_tile<kBlockN, D, T::kThreads>(smem_v",
                 "load_tile<kBlockN, D, T::kThreads, false>(smem_v",
             ),
@@ -282,7 +284,7 @@ MUTANTS = (
         "query head h reads key head h % num_heads_k in the forward",
         (
             Edit(
-                "sm80/fwd.cuh",
+                "sm80/fwd/kernel.cuh",
                 "static_cast<int>(divide(mine.h, grid.shared));",
                 "mine.h % p.problem.num_heads_k;",
             ),
@@ -295,7 +297,7 @@ MUTANTS = (
         "kernels are launched on the current device, not on that of the tensors",
         tuple(
             Edit(
-                "api.cpp",
+                "api/ops.cpp",
                 f'range("{name}");\n  const OnDevice on_device(q);\n',
                 f'range("{name}");\n',
             )
@@ -335,7 +337,7 @@ MUTANTS = (
                 "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)",
             ),
             Edit(
-                "sm80/fwd_mod_drop.cuh",
+                "sm80/fwd_mod/dropout.cuh",
                 "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
                 "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)",
             ),
@@ -348,12 +350,12 @@ MUTANTS = (
         "dS is not multiplied by the slope of the cap",
         (
             Edit(
-                "sm80/score_gradients.cuh",
+                "sm80/core/score_gradients.cuh",
                 "if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];",
                 "",
             ),
             Edit(
-                "sm80/bwd_warps.cuh",
+                "sm80/bwd/warps.cuh",
                 "slopes[kb][mb][i] *= acc_p[kb][mb][i];",
                 "slopes[kb][mb][i] = acc_p[kb][mb][i];",
             ),
@@ -366,7 +368,7 @@ MUTANTS = (
         "the denominator goes without the sink",
         (
             Edit(
-                "sm80/fwd_mod.cuh",
+                "sm80/fwd_mod/kernel.cuh",
                 "m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;",
                 "-INFINITY;",
             ),
@@ -378,9 +380,9 @@ MUTANTS = (
         "M24 last writer of a bias gradient wins",
         "what a bias is broadcast over is not summed: the last tile counts",
         (
-            Edit("sm80/bwd_bias_steps.cuh", "sum = fmaf(weight, gradient, sum);", "sum = weight * gradient;"),
+            Edit("sm80/bwd_bias/steps.cuh", "sum = fmaf(weight, gradient, sum);", "sum = weight * gradient;"),
             Edit(
-                "sm80/bwd_bias_steps.cuh",
+                "sm80/bwd_bias/steps.cuh",
                 "[nb][i] += acc_s[unit][0][nb][i];",
                 "[nb][i] = acc_s[unit][0][nb][i];",
             ),
@@ -394,8 +396,8 @@ MUTANTS = (
         (
             Edit(
                 "common/modifiers.cuh",
-                "(seat.b * x.batch_stride + h * x.head_stride) * size +",
-                "(seat.b * x.batch_stride + seat.b * x.head_stride) * size +",
+                "(seq.b * x.batch_stride + h * x.head_stride) * size +",
+                "(seq.b * x.batch_stride + seq.b * x.head_stride) * size +",
             ),
         ),
         "bias",
@@ -411,7 +413,7 @@ MUTANTS = (
                 "w = col0 / 32 + 1 + lane % Words::kARow;",
             ),
             Edit(
-                "sm80/fwd_mod_bits.cuh",
+                "sm80/fwd_mod/mask_words.cuh",
                 "w = col0 / 32 + Words::first_word(lane);",
                 "w = col0 / 32 + 1 + Words::first_word(lane);",
             ),
@@ -425,8 +427,8 @@ MUTANTS = (
         (
             Edit(
                 "common/mask_words.cuh",
-                "~Scores::bits_between(keys.x, keys.y, col0 + 32 * i);",
-                "~Scores::bits_between(keys.x, keys.y + 1, col0 + 32 * i);",
+                "~ScoreMod::bits_between(keys.x, keys.y, col0 + 32 * i);",
+                "~ScoreMod::bits_between(keys.x, keys.y + 1, col0 + 32 * i);",
             ),
         ),
         "modifiers",
@@ -437,7 +439,7 @@ MUTANTS = (
         "what is subtracted from the scores of a row that has seen nothing is infinite",
         (
             Edit(
-                "sm90/weights.cuh",
+                "sm90/fwd/weights.cuh",
                 "offset[r] = lower == INFINITY ? 0.f : lower;\n    state.minus_max[r] = lower;\n"
                 "    state.sum[r] *= factor[r];",
                 "offset[r] = lower;\n    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];",
@@ -448,7 +450,7 @@ MUTANTS = (
         602,
         "M6 rescale skipped (Hopper)",
         "the running output keeps its scale when the maximum rises",
-        (Edit("sm90/fwd_consume.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),),
+        (Edit("sm90/fwd/consume.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),),
         "values",
     ),
     Mutant(
@@ -457,8 +459,8 @@ MUTANTS = (
         "weights are multiplied with a tile of V that may not have arrived",
         (
             Edit(
-                "sm90/fwd_consume.cuh",
-                "const auto issue_output = [&] {\n    wait(bars.kv_full(ring.slot), ring.parity);\n",
+                "sm90/fwd/consume.cuh",
+                "const auto issue_output = [&] {\n    wait(bars.kv_full(ring.stage), ring.phase);\n",
                 "const auto issue_output = [&] {\n",
             ),
         ),
@@ -470,13 +472,13 @@ MUTANTS = (
         "dP is computed from a tile of dO that may not have arrived",
         (
             Edit(
-                "sm90/bwd_consume.cuh",
-                "      wait(bars.dout_full(ring.slot), ring.parity);\n      ptx::wgmma_fence();\n",
+                "sm90/bwd/consume.cuh",
+                "      wait(bars.dout_full(ring.stage), ring.phase);\n      ptx::wgmma_fence();\n",
                 "      ptx::wgmma_fence();\n",
             ),
             Edit(
-                "sm90/bwd_consume.cuh",
-                "      wait(bars.dout_full(ring.slot), ring.parity);\n      if (!reach",
+                "sm90/bwd/consume.cuh",
+                "      wait(bars.dout_full(ring.stage), ring.phase);\n      if (!reach",
                 "      if (!reach",
             ),
         ),
@@ -488,7 +490,7 @@ MUTANTS = (
         "TMA stores what threads have written to shared memory without a fence between them",
         (
             Edit(
-                "sm90/fwd_store.cuh",
+                "sm90/fwd/store.cuh",
                 "    ptx::fence_proxy_async();\n    __syncwarp();\n",
                 "    __syncwarp();\n",
             ),
@@ -501,11 +503,11 @@ MUTANTS = (
         "wgmma reads dS that threads have written to shared memory without a fence between them",
         (
             Edit(
-                "sm90/bwd_consume.cuh",
+                "sm90/bwd/consume.cuh",
                 "ds_words);\n        ptx::fence_proxy_async();\n",
                 "ds_words);\n",
             ),
-            Edit("sm90/bwd_consume.cuh", "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n"),
+            Edit("sm90/bwd/consume.cuh", "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n"),
         ),
         "races",
     ),
@@ -515,7 +517,7 @@ MUTANTS = (
         "rowsum(dO * O) takes strides and alignment of dO from O",
         (
             Edit(
-                "sm90/bwd_passes.cuh",
+                "sm90/bwd/passes.cuh",
                 "      load_8<E>(d, row_pointer(p.dout, tile.w.b,",
                 "      StridedView like_out = p.out;\n      like_out.ptr = p.dout.ptr;\n"
                 "      load_8<E>(d, row_pointer(like_out, tile.w.b,",
@@ -527,7 +529,7 @@ MUTANTS = (
         1102,
         "M11 lse in base 2 (Hopper)",
         "the logarithm of the sum is taken to base 2",
-        (Edit("sm90/fwd_store.cuh", "logf(sum) - state.minus_max", "log2f(sum) - state.minus_max"),),
+        (Edit("sm90/fwd/store.cuh", "logf(sum) - state.minus_max", "log2f(sum) - state.minus_max"),),
     ),
     Mutant(
         1501,
@@ -535,12 +537,12 @@ MUTANTS = (
         "in the deterministic mode blocks of keys add to dQ on Hopper whenever they get there",
         (
             Edit(
-                "sm90/bwd_order.cuh",
+                "sm90/bwd/dq_semaphore.cuh",
                 "while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {",
                 "while (__any_sync(ptx::kFullWarp, false)) {",
             ),
             Edit(
-                "sm90/bwd_order.cuh",
+                "sm90/bwd/dq_semaphore.cuh",
                 "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block);",
                 "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block) | 1u;",
             ),
@@ -551,7 +553,7 @@ MUTANTS = (
         1602,
         "M16 deterministic flag ignored (Hopper)",
         "dQ is summed in no order in the deterministic mode, too",
-        (Edit("sm90/run_bwd.cuh", "return l.dq == DqMode::kOrdered ?", "return false ?"),),
+        (Edit("sm90/bwd/launch.cuh", "return l.dq == DqMode::kOrdered ?", "return false ?"),),
         "races",
     ),
     Mutant(
@@ -560,9 +562,9 @@ MUTANTS = (
         "query head h reads key head h % num_heads_k in the forward",
         (
             Edit(
-                "sm90/fwd_produce.cuh",
-                "static_cast<int>(divide(item.w.h, a.grid.shared));",
-                "item.w.h % p.num_heads_k;",
+                "sm90/fwd/produce.cuh",
+                "static_cast<int>(divide(work.w.h, a.grid.shared));",
+                "work.w.h % p.num_heads_k;",
             ),
         ),
         "layout",
@@ -571,7 +573,7 @@ MUTANTS = (
         2502,
         "gradient of lse dropped (Hopper)",
         "dlse is not subtracted from rowsum(dO * O)",
-        (Edit("sm90/bwd_passes.cuh", "p.dlse == nullptr ? -sum : p.dlse[at] - sum", "-sum"),),
+        (Edit("sm90/bwd/passes.cuh", "p.dlse == nullptr ? -sum : p.dlse[at] - sum", "-sum"),),
         "autograd",
     ),
 )

@@ -2,7 +2,7 @@
 
 It does not read the kernels: a role is the order of waits, arrivals, reads and writes of the function that
 the docstring of its model names, copied by hand. Whoever changes that order there changes it here as well.
-The models are in protocols_forward.py, protocols_backward.py, protocols_ring.py,
+The models are in protocols_forward.py, protocols_backward.py, protocols_pool.py,
 protocols_split.py, protocols_backward_mod.py, protocols_split_mod.py and protocols_memory.py.
 
 A role is a generator that yields what it waits for. Clocks of what each role knows to have happened find a
@@ -59,7 +59,7 @@ class Barrier:
 
 
 class Turn:
-    """A word of bwd_order.cuh: whose turn it is to add to a tile."""
+    """A word of bwd/dq_semaphore.cuh: whose turn it is to add to a tile."""
 
     def __init__(self, first):
         self.value, self.known = first, {}
@@ -202,7 +202,7 @@ def cells(name, count):
 
 class Slots:
     """A ring of places with its barriers: `full` arrivals when one is filled, `empty` when all have left it.
-    Roles count its uses, as RingPosition of fwd_parts.cuh does."""
+    Roles count its uses, as PipelineState of fwd/config.cuh does."""
 
     def __init__(self, name, slots, empty, full=1):
         self.slots, self.cells = slots, cells(name, slots)

@@ -6,13 +6,13 @@ import itertools
 from types import SimpleNamespace
 
 from tests.protocols import END, WARPS, Barrier, Cell, Slots, Turn, barriers, cells, each_item
-from tests.protocols_ring import FINISHERS, Flight, finish_queries
+from tests.protocols_pool import FINISHERS, Flight, convert_dq
 
 ALL = 2 * WARPS  # warps of both warpgroups
 
 
 class KeyProducers:
-    """The roles of bwd_produce.cuh. An item is a block of keys and its steps, a step a tile of queries,
+    """The roles of bwd/produce.cuh. An item is a block of keys and its steps, a step a tile of queries,
     (head, number), and the groups that see it. `draw` gives numbers of items."""
 
     def __init__(self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=ALL, others=3):
@@ -92,10 +92,11 @@ class KeyProducers:
 def backward(
     m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None, makes_dq=True,
 ):  # fmt: skip
-    """bwd_produce.cuh, consume_together() and consume_apart() of bwd_consume.cuh, bwd_order.cuh.
+    """bwd/produce.cuh, consume_cooperative() and consume_independent() of bwd/consume.cuh,
+    bwd/dq_semaphore.cuh.
 
     Without dQ: of few rows."""
-    turns = {}  # of each tile, first that of the first block to see it: begin_turns()
+    turns = {}  # of each tile, first that of the first block to see it: init_dq_semaphore()
     for block, steps in items:
         for tile, groups in steps:
             turns.setdefault(tile, Turn(2 * block + min(groups) if apart else block))
@@ -116,16 +117,17 @@ def backward(
         added = barriers(2, ALL)
         if ring:
             for which in range(FINISHERS):
-                x.role(f"dq {which}", finish_queries, x, ring, added, which)
+                x.role(f"dq {which}", convert_dq, x, ring, added, which)
         elif ordered:
-            x.role("turns 0", pass_turns, x, order, 0)
-            x.role("turns 1", pass_turns, x, order, 1) if apart else x.role("dO", x.load_douts)
+            x.role("turns 0", pass_dq_semaphores, x, order, 0)
+            x.role("turns 1", pass_dq_semaphores, x, order, 1) if apart else x.role("dO", x.load_douts)
         elif makes_dq:
             x.role("nobody", lambda me, x: each_item(me, x.item, lambda n: ()), x)
         else:
             x.role("dO", x.load_douts)
         adds = RingAdder(x, ring, added) if ring else None
-        consume = consume_apart(x, order, adds) if apart else consume_together(x, order, adds, makes_dq)
+        consume = consume_independent(x, order, adds) if apart else consume_cooperative(x, order, adds,
+                                                                                        makes_dq)
         for group, warp in itertools.product(range(2), range(WARPS)):
             x.role(f"consumer {group}.{warp}", consume, group, warp)
 
@@ -157,7 +159,7 @@ class RingAdder:
             yield from self.settle(me, who)
 
 
-def pass_turns(me, x, order, group):
+def pass_dq_semaphores(me, x, order, group):
     """Of one warpgroup where they work apart: it has added by itself."""
     stages, taken = len(order.dq), itertools.count()
     apart, turns, dq = stages == 2, order.turns, order.dq[group]
@@ -199,10 +201,10 @@ def pass_turns(me, x, order, group):
     yield from each_item(me, x.item, use)
 
 
-def consume_together(x, order, ring=None, makes_dq=True):
-    ds_slots = 2 if x.m.plant == "two places for dS" else 3
-    ds_full = barriers(ds_slots, ALL)
-    ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_slots)]
+def consume_cooperative(x, order, ring=None, makes_dq=True):
+    ds_stages = 2 if x.m.plant == "two places for dS" else 3
+    ds_full = barriers(ds_stages, ALL)
+    ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_stages)]
 
     def body(me, group, warp):
         who, now = group * WARPS + warp, SimpleNamespace(steps=0, items=0, added=0, place=-1)
@@ -226,13 +228,13 @@ def consume_together(x, order, ring=None, makes_dq=True):
             me.finish(x.dout.at(at), v.at(0))
 
         def wait_for_ds_before():
-            yield ds_full[(now.steps - 1) % ds_slots], (now.steps - 1) // ds_slots
+            yield ds_full[(now.steps - 1) % ds_stages], (now.steps - 1) // ds_stages
 
         def issue_dq_before(n, i, k):
-            for cell in ds_at[(now.steps - 1) % ds_slots]:
+            for cell in ds_at[(now.steps - 1) % ds_stages]:
                 me.begin(cell, (n, i))
             me.begin(k.at(0), ("K", n))
-            return [*ds_at[(now.steps - 1) % ds_slots], k.at(0)]
+            return [*ds_at[(now.steps - 1) % ds_stages], k.at(0)]
 
         def add_dq_before(n, i):
             if order:
@@ -274,10 +276,10 @@ def consume_together(x, order, ring=None, makes_dq=True):
                 if makes_dq:
                     if i > 0:
                         yield from wait_for_ds_before()
-                    me.write(ds_at[at % ds_slots][who], (n, i))
+                    me.write(ds_at[at % ds_stages][who], (n, i))
                     if x.m.plant != "dS without a fence":
                         me.fence()
-                    me.arrive(ds_full[at % ds_slots])
+                    me.arrive(ds_full[at % ds_stages])
                 me.begin(x.dout.at(at), (n, i))
                 used = issue_dq_before(n, i - 1, k) if makes_dq and i > 0 else []
                 me.begin(x.q.at(at), (n, i))
@@ -311,7 +313,7 @@ def consume_together(x, order, ring=None, makes_dq=True):
     return body
 
 
-def consume_apart(x, order, ring=None):
+def consume_independent(x, order, ring=None):
     named = barriers(2, WARPS)
     ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(2)] for group in range(2)]
 

@@ -34,8 +34,8 @@ class Marks:
 
 
 class ModProducers:
-    """schedule_bwd_items(), for_bwd_steps() and places of MarkMaker of bwd_mod_produce.cuh. A step says which
-    head it is of and whether it is tested; `readers` are the warps that read marks."""
+    """schedule_bwd_work(), for_bwd_steps() and places of MaskWordMaker of bwd_mod/produce.cuh. A step says
+    which head it is of and whether it is tested; `readers` are the warps that read marks."""
 
     def __init__(self, m, items, mark_slots, readers, draws, draw_ahead):
         self.m, self.items, self.draws, self.draw_ahead = m, items, draws, draw_ahead
@@ -89,7 +89,7 @@ class ModProducers:
 def backward_mod(
     m, items, slots=2, mark_slots=4, loaders_draw=False, consumers_draw=False, bias=False, draws=False
 ):
-    """load_mod_steps() of bwd_mod_produce.cuh, consume_mod_keys() of bwd_mod_consume.cuh. Loaders that draw
+    """load_mod_steps() of bwd_mod/produce.cuh, consume_mod_keys() of bwd_mod/consume.cuh. Loaders that draw
     leave a second mark for every step."""
     x = ModProducers(m, items, mark_slots, ALL, draws, draw_ahead=6)
     places = Slots("first place of keys", 1, ALL), Slots("second place", 1, ALL)

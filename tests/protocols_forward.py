@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from tests.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells
 
 
-def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
-    """schedule_items() and load_tiles() of fwd_produce.cuh, consume() of fwd_consume.cuh. An item is a list
+def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False):
+    """schedule_work() and load_tiles() of fwd/produce.cuh, consume() of fwd/consume.cuh. An item is a list
     of tiles, a tile the groups that see it; group 0 sees the last one."""
-    kv, q = Slots("K or V", kv_slots, groups * WARPS), Slots("Q", q_slots, groups * WARPS)
+    kv, q = Slots("K or V", kv_stages, groups * WARPS), Slots("Q", q_stages, groups * WARPS)
     item, ending, turn = Slots("item", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
 
     def scheduler(me):
@@ -60,7 +60,7 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
         def is_seen():
             return group in items[now.n][-1 - now.left]
 
-        def pass_turn():
+        def pingpong_arrive():
             me.arrive(turn[(group + 1) % groups])
 
         def skip_slot():
@@ -110,12 +110,12 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
                 yield from skip_slot()
                 if started:
                     yield from skip_slot()
-                pass_turn()
+                pingpong_arrive()
                 finish_q()
                 started, has_step = True, (yield from next_step())
                 continue
             k = yield from issue_scores()
-            pass_turn()
+            pingpong_arrive()
             if started:
                 yield from skip_slot()
             started = True
@@ -125,7 +125,7 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
                 yield from me.sync(turn[group])
                 k = yield from issue_scores()
                 v = yield from issue(of.v)
-                pass_turn()
+                pingpong_arrive()
                 finish_scores(k)
                 finish_output(v)
                 if now.new:
@@ -136,7 +136,7 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
                 yield from skip_slot()
             v = yield from issue(of.v)
             if has_step:
-                pass_turn()
+                pingpong_arrive()
             finish_output(v)
             me.read(item.at(of.item), of.n)
             if has_step:
@@ -148,14 +148,14 @@ def forward(m, items, kv_slots=4, q_slots=2, groups=2, draws=False):
     m.warps(groups, consumer)
 
 
-def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots=4):
-    """schedule_mod_items() and load_mod_tiles() of fwd_mod_produce.cuh, MaskedConsumer of
-    fwd_mod_consume.cuh, with three groups as T::kM192 has it. An item is a list of steps, a step the groups
+def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stages=4):
+    """schedule_mod_work() and load_mod_tiles() of fwd_mod/produce.cuh, MaskedConsumer of
+    fwd_mod/consume.cuh, with three groups as T::kM192 has it. An item is a list of steps, a step the groups
     that see it."""
-    kv, q = Slots("K or V", kv_slots, groups * WARPS), Slots("Q", q_slots, groups * WARPS)
+    kv, q = Slots("K or V", kv_stages, groups * WARPS), Slots("Q", q_stages, groups * WARPS)
     tile_of_bias = Slots("bias", 2, groups * WARPS)
     chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
-    item_at, step_at = cells("item", 8), cells("step", kv_slots)
+    work_at, step_at = cells("item", 8), cells("step", kv_stages)
 
     def chunks_of(steps):
         """Where they begin and end; of tall tiles the first is what is left over."""
@@ -165,7 +165,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots
     def scheduler(me):
         found = chunks = 0
         for n, steps in enumerate(items):
-            me.write(item_at[found % 8], n)
+            me.write(work_at[found % 8], n)
             parts = chunks_of(steps)
             for at, (first, end) in enumerate(parts):
                 if at > 0:
@@ -191,12 +191,12 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots
         while (part := (yield from chunk.take(me, chunks))) != END:
             n, first, end = part
             is_last = end == len(items[n])
-            me.read(item_at[found % 8], n)
+            me.read(work_at[found % 8], n)
             for i in range(first, end):
                 if is_last and i == max(first, end - 6):
                     me.arrive(ending)
                 yield kv.left(used)
-                me.write(step_at[used % kv_slots], (n, i))
+                me.write(step_at[used % kv_stages], (n, i))
                 for what in (("K", n, i), v) if v else (("K", n, i),):
                     yield from kv.load(me, used, what)
                     used += 1
@@ -204,13 +204,13 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots
                     yield from tile_of_bias.load(me, steps, (n, i))
                 steps += 1
                 v = ("V", n, i)
-            me.read(item_at[found % 8], n)
+            me.read(work_at[found % 8], n)
             me.read(chunk.at(chunks), part)
             chunk.let_go(me, chunks)
             chunks += 1
             found += is_last
         yield kv.left(used)
-        me.write(step_at[used % kv_slots], END)
+        me.write(step_at[used % kv_stages], END)
         kv.fill(me, used, END)
         if v:
             yield from kv.load(me, used + 1, v)
@@ -220,7 +220,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots
 
         def look_ahead():
             yield kv.ready(now.used)
-            now.next = me.look(step_at[now.used % kv_slots])
+            now.next = me.look(step_at[now.used % kv_stages])
 
         def begin_step():
             now.step = now.next
@@ -262,7 +262,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots
             me.finish(kv.at(now.used - k_ago), q.at(now.items))
             kv.let_go(me, now.used - k_ago)
             finish_q()
-            me.read(item_at[now.items % 8], now.step[0])
+            me.read(work_at[now.items % 8], now.step[0])
             yield from use_bias(True)
 
         def issue_output(of):
@@ -285,7 +285,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots
         while True:
             if not has_step or now.step[1] == 0:
                 if (finished := now.items - has_step) >= 0:
-                    me.look(item_at[finished % 8])  # store()
+                    me.look(work_at[finished % 8])  # store()
                 if not has_step:
                     break
             if not is_seen():
@@ -317,7 +317,7 @@ def forward_mod(m, items, q_slots=2, bias=False, draws=False, groups=2, kv_slots
                 yield from look_ahead()
                 finish_output()
                 if now.step[1] == 0:
-                    me.look(item_at[(now.items - 1) % 8])
+                    me.look(work_at[(now.items - 1) % 8])
                 of = now.step
             if has_step:
                 yield from me.sync(turn[group])

@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 
 from tests.protocols import Barrier, Cell, join
-from tests.protocols_ring import Word
+from tests.protocols_pool import Word
 
 LANES, TILES = 3, 3
 
@@ -65,8 +65,8 @@ def acquire(me, word):
 
 
 def adds_in_turn(m):
-    """wait_for_turn() of bwd_order.cuh, with the early look of consume_apart() of bwd_consume.cuh: every lane
-    adds to what the lanes of another CTA have stored."""
+    """wait_dq_semaphore() of bwd/dq_semaphore.cuh, with the early look of consume_independent() of
+    bwd/consume.cuh: every lane adds to what the lanes of another CTA have stored."""
     turn, cells, warp = Word(), [Cell(f"dQ of lane {lane}") for lane in range(LANES)], Warp()
     added = Barrier(LANES)
 
@@ -93,7 +93,7 @@ def adds_in_turn(m):
 
 
 def adds_to_many_tiles(m):
-    """wait_for_turns() of bwd_order.cuh: each lane asks for the turn of a tile, one lane adds to
+    """wait_dq_semaphores() of bwd/dq_semaphore.cuh: each lane asks for the turn of a tile, one lane adds to
     all of them."""
     turns, cells, warp = [Word() for _ in range(TILES)], [Cell(f"dQ {i}") for i in range(TILES)], Warp()
 
@@ -125,7 +125,7 @@ def adds_to_many_tiles(m):
 
 
 def finishes_a_round(m):
-    """is_added() of bwd_finish.cuh: a lane takes what others have added when the count says
+    """is_added() of bwd/dq_pool_convert.cuh: a lane takes what others have added when the count says
     that all is there."""
     count, cells, warp, adders = Word(), [Cell(f"dQ {i}") for i in range(TILES)], Warp(), TILES
 
@@ -150,7 +150,7 @@ def finishes_a_round(m):
 
 
 def leaves_a_step(m):
-    """A warp of consume_dq() of bwd_split_dq.cuh with modifiers: all lanes read the step, one of them
+    """A warp of consume_dq() of bwd_split/dq.cuh with modifiers: all lanes read the step, one of them
     lets its place go, and the loader writes the next one there."""
     step, full, empty, warp = Cell("step"), Barrier(1), Barrier(1), Warp()
     steps = 4
@@ -198,8 +198,8 @@ class Grid:
 
 
 def early_kernels(m, ctas=2):
-    """row_stats_kernel, the kernel of dK and dV and that of dQ (run_bwd_split.cuh,
-    run_bwd_split_mod.cuh): the third reads the statistics of the first before it waits for the second."""
+    """row_stats_kernel, the kernel of dK and dV and that of dQ (bwd_split/launch.cuh,
+    bwd_split/launch_mod.cuh): the third reads the statistics of the first before it waits for the second."""
     begin = Grid(None, ctas)
     keys = Grid(begin, ctas)
     queries = Grid(keys, ctas)

@@ -10,7 +10,7 @@ from tests.protocols_backward import ALL, KeyProducers
 
 
 class WideItems:
-    """PlainSteps of bwd_split_steps.cuh: take_item(), take_following_item() and release_item(). ModSteps
+    """PlainSteps of bwd_split/steps.cuh: take_work(), take_following_work() and release_work(). ModSteps
     has the same, but there every item has steps."""
 
     def __init__(self, me, item, items):
@@ -64,11 +64,11 @@ def weights_between_warps(slots):
     return weights
 
 
-def split_dkdv(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
-    """schedule_items() of bwd_produce.cuh, load_dkdv_steps() of bwd_split_produce.cuh, consume_dv() and
-    consume_dk() of bwd_split_dkdv.cuh."""
+def split_dkdv(m, items, slots=3, weight_stages=1, all_held=False, draws=False):
+    """schedule_work() of bwd/produce.cuh, load_dkdv_steps() of bwd_split/produce.cuh, consume_dv() and
+    consume_dk() of bwd_split/dkdv.cuh."""
     x = KeyProducers(m, 0, items, iter(range(len(items))), draws, slots, 1, swap=False, readers=WARPS)
-    weights = weights_between_warps(weight_slots)
+    weights = weights_between_warps(weight_stages)
 
     def hold(me, keys, what, at, items_done):
         yield keys.ready(items_done)
@@ -166,12 +166,12 @@ def split_dkdv(m, items, slots=3, weight_slots=1, all_held=False, draws=False):
         x.role(f"gradients {warp}", consume_gradients, warp)
 
 
-def split_dq(m, items, k_slots=2, v_slots=1, draws=False):
-    """schedule_items() of bwd_produce.cuh, load_dq_steps() of bwd_split_produce.cuh and consume_dq() of
-    bwd_split_dq.cuh. An item is a number and its tiles."""
+def split_dq(m, items, k_stages=2, v_stages=1, draws=False):
+    """schedule_work() of bwd/produce.cuh, load_dq_steps() of bwd_split/produce.cuh and consume_dq() of
+    bwd_split/dq.cuh. An item is a number and its tiles."""
     item, ending = Slots("item", 2, ALL + 3), Barrier(1)
     q, dout = [Slots("Q", 1, WARPS) for _ in range(2)], [Slots("dO", 1, WARPS) for _ in range(2)]
-    k, v = Slots("K", k_slots, ALL), Slots("V", v_slots, ALL)
+    k, v = Slots("K", k_stages, ALL), Slots("V", v_stages, ALL)
 
     def scheduler(me):
         for n, (_, tiles) in enumerate(items):

@@ -29,7 +29,7 @@ class Walk(WideItems):
 
 
 def split_mod_dkdv(m, items, slots=3, drops=False, draws=False):
-    """load_dkdv_steps() of bwd_split_produce.cuh, consume_dv() and consume_dk() of bwd_split_dkdv.cuh."""
+    """load_dkdv_steps() of bwd_split/produce.cuh, consume_dv() and consume_dk() of bwd_split/dkdv.cuh."""
     x = ModProducers(m, items, MARK_SLOTS, WARPS, draws, DRAW_AHEAD)
     k, v = Slots("K", 1, WARPS), Slots("V", 1, WARPS)
     q, dout = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL)
@@ -181,13 +181,13 @@ def split_mod_dkdv(m, items, slots=3, drops=False, draws=False):
         m.role(f"gradients {warp}", consume_gradients, warp)
 
 
-def split_mod_dq(m, items, k_slots=2, v_slots=1, late_dp=False, drops=False, draws=False):
-    """load_dq_steps() of bwd_split_produce.cuh with consume_dq() of bwd_split_dq.cuh. Keys of dropout lie
+def split_mod_dq(m, items, k_stages=2, v_stages=1, late_dp=False, drops=False, draws=False):
+    """load_dq_steps() of bwd_split/produce.cuh with consume_dq() of bwd_split/dq.cuh. Keys of dropout lie
     with an item. `late_dp`: that product comes after the use of the scores."""
     x = ModProducers(m, items, MARK_SLOTS, ALL, draws, DRAW_AHEAD)
     q, dout = [Slots("Q", 1, WARPS) for _ in range(2)], [Slots("dO", 1, WARPS) for _ in range(2)]
-    k, v = Slots("K", k_slots, ALL, full=2), Slots("V", v_slots, ALL)
-    step_at = cells("step", k_slots)
+    k, v = Slots("K", k_stages, ALL, full=2), Slots("V", v_stages, ALL)
+    step_at = cells("step", k_stages)
     drop_at = cells("keys of dropout", 1 if m.plant == "one place for keys of dropout" else 2)
 
     def loader(me, number):
@@ -207,8 +207,8 @@ def split_mod_dq(m, items, k_slots=2, v_slots=1, late_dp=False, drops=False, dra
                 yield from marks.leave(number, ("visible", *step))
             if number == 1:
                 yield from k.load(me, at, step)
-                me.write(step_at[at % k_slots], step)
-                me.arrive(k.full[at % k_slots])
+                me.write(step_at[at % k_stages], step)
+                me.arrive(k.full[at % k_stages])
                 if is_ending:
                     me.arrive(x.ending)
             elif number == 2:
@@ -236,7 +236,7 @@ def split_mod_dq(m, items, k_slots=2, v_slots=1, late_dp=False, drops=False, dra
         def one_step(at):
             used, is_last = now.steps, walk.is_last(at)
             yield k.ready(used)
-            me.read(step_at[used % k_slots], walk.step(at))
+            me.read(step_at[used % k_stages], walk.step(at))
             me.begin(q[group].at(0), at.n)
             me.begin(k.at(used), walk.step(at))
             if not late_dp:

@@ -108,7 +108,7 @@ def runs(target: Target) -> Iterator[tuple[str, Run]]:
         yield str(case), plain_run(case, target)
     for mcase in modifier_cases():
         yield str(mcase), modified_run(mcase, target)
-    for case in ring_cases() if target.path == "sm90" else ():
+    for case in pool_cases() if target.path == "sm90" else ():
         yield f"ring {case}", ring_run(case, target)
     for case in few_row_cases() if target.path == "sm90" else ():
         yield f"few rows {case}", few_rows_run(case, target)
@@ -129,13 +129,13 @@ def few_rows_run(case: Case, target: Target) -> Run:
     def run() -> dict[str, Tensor]:
         with few.active():
             found = plain()
-            assert _C.last_launch()["kernel"].endswith("_two"), str(case)
+            assert _C.last_launch()["kernel"].endswith("_dkdv"), str(case)
         return found
 
     return run
 
 
-def ring_cases() -> list[Case]:
+def pool_cases() -> list[Case]:
     """Six rounds of heads or more for RING_SMS multiprocessors, of which four have accumulators."""
     return [
         dense(12, 130, 150, 4, 2, head_dim, causal=causal, dtype=("bf16", "fp16")[causal])
@@ -147,14 +147,14 @@ def ring_cases() -> list[Case]:
 RING_SMS = 3
 
 
-def with_ring(target: Target, ring: int) -> Target:
+def with_pool(target: Target, ring: int) -> Target:
     return target.pretending(num_sms=RING_SMS).asking(dq_pool=ring)
 
 
 def ring_run(case: Case, target: Target) -> Run:
     """dq, whose additions have no order, is compared with that of accumulators in no ring."""
     x = make_inputs(case, target.device)
-    without, chosen = with_ring(target, 0), with_ring(target, 1)
+    without, chosen = with_pool(target, 0), with_pool(target, 1)
     with without.active():
         out, lse = call_forward(x, without)
         expected = call_backward(x, out, lse, without)[0].float()

@@ -59,7 +59,7 @@ def sanitizer_cases() -> list[Case]:
 
 
 def divided_cases() -> list[Case]:
-    """Backwards whose query heads any GPU of 20 multiprocessors or more divides (csrc/head_parts.h). Parts of
+    """Backwards whose query heads any GPU of 20 multiprocessors or more divides (csrc/gqa_splits.h). Parts of
     one key head and of one batch entry, added four columns at a time and one by one.
     """
     return [
@@ -69,8 +69,8 @@ def divided_cases() -> list[Case]:
     ]
 
 
-def ring_cases() -> list[Case]:
-    """Backwards that have a ring of accumulators of dq with_ring() (csrc/sm90/bwd_ring.cuh)."""
+def pool_cases() -> list[Case]:
+    """Backwards that have accumulators of dq in a pool with_pool() (csrc/sm90/bwd/dq_pool.cuh)."""
     return [
         dense(20, 66, 130, 2, 1, 56, causal=True),
         dense(30, 65, 70, 2, 1, 128),
@@ -78,12 +78,12 @@ def ring_cases() -> list[Case]:
     ]
 
 
-def with_ring(target: Target) -> Target:
+def with_pool(target: Target) -> Target:
     return target.pretending(num_sms=3).asking(dq_pool=1)
 
 
 def few_row_cases() -> list[Case]:
-    """Backwards in two kernels on_one_multiprocessor() (csrc/sm90/bwd_tiles.h)."""
+    """Backwards in two kernels on_one_multiprocessor() (csrc/sm90/bwd/tiles.h)."""
     return [
         dense(2, 66, 130, 3, 3, 128, causal=True, deterministic=True),
         dense(1, 190, 200, 3, 3, 104, dtype="fp16"),
@@ -95,8 +95,8 @@ def on_one_multiprocessor(target: Target) -> Target:
 
 
 def two_kernel_cases() -> list[ModifierCase]:
-    """Backwards with modifiers in two kernels (csrc/sm90/bwd_split.cuh), with steps enough to come to each
-    place in shared memory again, with tests and without: every kind of kernel at every head_dim."""
+    """Backwards with modifiers in two kernels (csrc/sm90/bwd_split/kernel.cuh), with steps enough to come to
+    each place in shared memory again, with tests and without: every kind of kernel at every head_dim."""
     found = []
     for head_dim in (64, 128, 192, 256):
         common = {"head_dim": head_dim, "num_heads_k": 1, "deterministic": True}
@@ -109,7 +109,7 @@ def two_kernel_cases() -> list[ModifierCase]:
 
 
 def long_cases() -> list[Case]:
-    """Forwards whose keys are in stretches (csrc/sm90/tiles.h), dense and packed."""
+    """Forwards whose keys are in stretches (csrc/sm90/fwd/tiles.h), dense and packed."""
     return [
         dense(1, 3, 66_000, 2, 1, 64, causal=True),
         packed([2, 0, 3], [9, 100, 65_700], num_heads=1, num_heads_k=1, head_dim=128, dtype="fp16"),
@@ -258,7 +258,7 @@ def groups_of(target: Target) -> list[tuple[str, Target, list]]:
     groups: list[tuple[str, Target, list]] = [("", target, [*sanitizer_cases(), *sanitizer_modifier_cases()])]
     if target.path == "sm90":
         groups += [
-            (", in a ring", with_ring(target), ring_cases()),
+            (", in a pool", with_pool(target), pool_cases()),
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
             (", of many keys", target, long_cases()),

@@ -87,7 +87,7 @@ def choice(direction: str, batch: int, lengths: tuple[int, int], heads: tuple[in
         num_heads=heads[0], num_heads_k=heads[1], head_dim=size[0], head_dim_v=size[1],
         window_left=window[0], window_right=window[1], path=path,
     )  # fmt: skip
-    names = ("path", "kernel", "block_m", "block_n", "splits", "head_parts")
+    names = ("path", "kernel", "block_m", "block_n", "splits", "gqa_splits")
     return tuple(plan.get(name) for name in names)
 
 

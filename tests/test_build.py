@@ -62,7 +62,7 @@ HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
 DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few rows
 FEW_ROWS = (128,)  # head_dims; dQ then has the kernel of those above 128
-HOPPER_BWD_PASSES = ("bwd_begin_kernel", "bwd_finish_kernel")
+HOPPER_BWD_PASSES = ("row_stats_and_zero_kernel", "dq_convert_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
 HOPPER_BWD_WIDE_PASSES = ("row_stats_kernel",)  # of head_dim_v
 HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
@@ -75,7 +75,7 @@ SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
 SHORT_TILES = 3  # of 16, 32 and 64 rows
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
-MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_labels_kernel",
+MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_document_ids_kernel",
                "group_intervals_kernel")
 
 

@@ -1,4 +1,4 @@
-"""The Hopper backward with modifiers in two kernels (csrc/sm90/bwd_split.cuh): which calls run it, and
+"""The Hopper backward with modifiers in two kernels (csrc/sm90/bwd_split/kernel.cuh): which calls run it, and
 that it is right.
 
 Those are calls above head_dim 128, in a fixed order also below, and up to 128 with biases that only it reads.

@@ -432,7 +432,7 @@ def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launche
 
 
 def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> None:
-    source, tile = (text_of(ROOT / "csrc/sm90" / name) for name in ("bwd_bias.cuh", "bwd_mod_tiles.h"))
+    source, tile = (text_of(ROOT / "csrc/sm90" / name) for name in ("bwd_bias/kernel.cuh", "bwd_mod/tiles.h"))
     pairs = re.search(r"return \{d <= 64 \? (\d+) : owns_bias \? (\d+) : (\d+), owns_bias\}", tile)
     block = re.search(r"kBlock = (\d+),", tile)
     registers = re.search(r"kConsumerRegs = (\d+), kProducerRegs = (\d+);", source)
@@ -452,15 +452,17 @@ def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> Non
 def test_every_hopper_kernel_has_its_map_barriers_and_registers() -> None:
     """One section for each kernel of csrc/sm90, with what a newcomer needs to change it."""
     kernels = {
-        "Hopper forward": "fwd.cuh",
-        "Hopper forward with modifiers": "fwd_mod.cuh",
-        "Hopper fused backward": "bwd.cuh",
-        "Hopper fused backward with modifiers": "bwd_mod.cuh",
-        "Hopper gradient of a bias": "bwd_bias.cuh",
-        "Hopper split backward": "bwd_split.cuh",
+        "Hopper forward": "fwd/kernel.cuh",
+        "Hopper forward with modifiers": "fwd_mod/kernel.cuh",
+        "Hopper fused backward": "bwd/kernel.cuh",
+        "Hopper fused backward with modifiers": "bwd_mod/kernel.cuh",
+        "Hopper gradient of a bias": "bwd_bias/kernel.cuh",
+        "Hopper split backward": "bwd_split/kernel.cuh",
     }
-    passes = {"bwd_passes.cuh", "run_bwd_split.cuh"}  # memory-bound, without shared memory
-    found = {p.name for p in (ROOT / "csrc/sm90").glob("*.cuh") if re.search(r"__global__ void", text_of(p))}
+    passes = {"bwd/passes.cuh", "bwd_split/launch.cuh"}  # memory-bound, without shared memory
+    folder = ROOT / "csrc/sm90"
+    kernel_files = [p for p in folder.rglob("*.cuh") if re.search(r"__global__ void", text_of(p))]
+    found = {p.relative_to(folder).as_posix() for p in kernel_files}
     assert found - passes == set(kernels.values())
     for heading, file in kernels.items():
         text = section(KERNELS, heading)

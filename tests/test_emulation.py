@@ -23,14 +23,14 @@ EMULATION = ROOT / "tests" / "emulation"
 # Edits of the copied sources: (file, text there, what replaces it). Every text must be found once: a change
 # of the sources that the emulation has to follow fails here, with the text, and not in the compiler.
 EDITS = [
-    ("sm80/bwd_bias.cuh", "extern __shared__ __align__(128) unsigned char smem_raw[];",
+    ("sm80/bwd_bias/kernel.cuh", "extern __shared__ __align__(128) unsigned char smem_raw[];",
      "unsigned char* const smem_raw = emu::smem;"),
-    ("sm80/bwd_bias.cuh", "__shared__ BiasSearch search;", "static BiasSearch search;"),
-    ("sm80/bwd_bias.cuh", "__shared__ DropKeys drop_keys[2];", "static DropKeys drop_keys[2];"),
-    ("sm80/fwd_split.cuh", "extern __shared__ __align__(128) unsigned char smem[];",
+    ("sm80/bwd_bias/kernel.cuh", "__shared__ BiasSearch search;", "static BiasSearch search;"),
+    ("sm80/bwd_bias/kernel.cuh", "__shared__ DropKeys drop_keys[2];", "static DropKeys drop_keys[2];"),
+    ("sm80/split_kv/kernel.cuh", "extern __shared__ __align__(128) unsigned char smem[];",
      "unsigned char* const smem = emu::smem;"),
-    ("sm80/fwd_split.cuh", "  __shared__ RowState states", "  static RowState states"),
-    ("sm80/fwd_split.cuh", "  __shared__ float4 shares", "  static float4 shares"),
+    ("sm80/split_kv/kernel.cuh", "  __shared__ RowState states", "  static RowState states"),
+    ("sm80/split_kv/kernel.cuh", "  __shared__ float4 shares", "  static float4 shares"),
     ("common/tiles.cuh", """\
       asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(tile + Tile::offset(r, chunk)), "r"(w[0]),
                    "r"(w[1]), "r"(w[2]), "r"(w[3])
@@ -48,22 +48,23 @@ EDITS = [
 ]
 # Mistakes of synchronisation, by number; each is in the program, and `--fault` turns it on.
 FAULTS = {
-    1: ("one wait too few", "sm80/bwd_bias.cuh", "ptx::cp_async_wait<kAhead - 1>();",
+    1: ("one wait too few", "sm80/bwd_bias/kernel.cuh", "ptx::cp_async_wait<kAhead - 1>();",
         "emu::fault == 1 ? ptx::cp_async_wait<kAhead>() : ptx::cp_async_wait<kAhead - 1>();"),
-    2: ("no barrier between slices", "sm80/bwd_bias.cuh", "__syncthreads();  // this slice is there",
+    2: ("no barrier between slices", "sm80/bwd_bias/kernel.cuh", "__syncthreads();  // this slice is there",
         "if (emu::fault != 2) __syncthreads();  // this slice is there"),
-    3: ("no barrier before sums of warps", "sm80/bwd_bias.cuh", """\
+    3: ("no barrier before sums of warps", "sm80/bwd_bias/kernel.cuh", """\
   __syncthreads();
   debug_delay();
   if (g.sum_rows && g.sum_cols) {""", """\
   if (emu::fault != 3) __syncthreads();
   debug_delay();
   if (g.sum_rows && g.sum_cols) {"""),
-    4: ("one wait too few for keys", "sm80/fwd_split.cuh", "ptx::cp_async_wait<kSlots - 2>();",
-        "emu::fault == 4 ? ptx::cp_async_wait<kSlots - 1>() : ptx::cp_async_wait<kSlots - 2>();"),
-    5: ("output over keys in use", "sm80/fwd_split.cuh", "__syncthreads();  // the rings are left by all",
+    4: ("one wait too few for keys", "sm80/split_kv/kernel.cuh", "ptx::cp_async_wait<kStages - 2>();",
+        "emu::fault == 4 ? ptx::cp_async_wait<kStages - 1>() : ptx::cp_async_wait<kStages - 2>();"),
+    5: ("output over keys in use", "sm80/split_kv/kernel.cuh",
+        "__syncthreads();  // the rings are left by all",
         "if (emu::fault != 5) __syncthreads();  // the rings are left by all"),
-    6: ("parts weighted alike", "sm80/fwd_split.cuh",
+    6: ("parts weighted alike", "sm80/split_kv/kernel.cuh",
         "const float factor = state_of(part).factor(all.largest, scale);",
         "const float factor = emu::fault == 6 ? 1.f : state_of(part).factor(all.largest, scale);"),
 }

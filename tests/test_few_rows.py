@@ -1,4 +1,4 @@
-"""Hopper backwards of few rows, in two kernels (csrc/sm90/bwd_tiles.h): when, what they want, and that they
+"""Hopper backwards of few rows, in two kernels (csrc/sm90/bwd/tiles.h): when, what they want, and that they
 are right and repeat bit for bit.
 """
 
@@ -14,9 +14,9 @@ from flash_ext.ops import _C
 from tests.cases import Case, dense
 from tests.harness import Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import make_inputs
-from tests.test_dq_ring import switched
+from tests.test_dq_pool import switched
 
-TWO = "bwd_sm90_hd128_two"
+TWO = "bwd_sm90_hd128_dkdv"
 
 
 def plan(
@@ -135,7 +135,7 @@ def test_divided_heads_run_in_two(pretended_gpu) -> None:
                 head_dim=case.head_dim, window_right=case.effective_window[1],
                 deterministic=case.deterministic, asked={"gqa_splits": case.num_heads},
             )  # fmt: skip
-        assert (chosen["kernel"], chosen["head_parts"]) == (TWO, case.num_heads), str(case)
+        assert (chosen["kernel"], chosen["gqa_splits"]) == (TWO, case.num_heads), str(case)
 
 
 @on_targets("sm90")

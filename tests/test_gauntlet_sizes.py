@@ -369,7 +369,7 @@ class Numbers:
             return 4 * kept + (16 if draws or self.saves_rounds(block) else 0)
         per_head = self.rows_q // block + self.batch + 1 if self.packed else -(-self.rows_q // block)
         tiles = per_head * self.heads * (1 if self.packed else self.batch)
-        if self.padded_head_dim() > 128 or kind == "two":
+        if self.padded_head_dim() > 128 or kind == "dkdv":
             return 8 * tiles * block + (32 if draws else 0)
         assert ordered or not self.deterministic
         turns = -(-tiles // 4) * 16 if ordered else 0
@@ -389,7 +389,7 @@ class Numbers:
         dealt = -(-heads * (whole + 1) // 132) * 10 - (0 if in_step else heads * (10 - last) // 132)
         return drawn < dealt
 
-    def workspace_of_ring(self, block: int, block_n: int) -> int:
+    def workspace_of_pool(self, block: int, block_n: int) -> int:
         """Of a backward on 132 multiprocessors: accumulators of four rounds of heads, or of three."""
         blocks, per_head = -(-self.rows_k // block_n), -(-self.rows_q // block)
         group = -(-4 * blocks // 132)
@@ -423,7 +423,7 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
             split += 1
             continue
         assert plan["path"] == path, call
-        parts = plan.get("head_parts", 1)
+        parts = plan.get("gqa_splits", 1)
         divided += parts > 1
         run, workspace = call.in_parts(parts), sum(plan["workspace"].values()) - call.parts_bytes(parts)
         ctas = run.tiles(direction, plan)
@@ -433,9 +433,9 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
         else:
             kind = plan["kernel"].rsplit("_", 1)[1]
             wanted = run.workspace_sm90(direction, plan["block_m"], kind)
-            twos += kind == "two"
-            if kind == "ring":
-                wanted, rings = run.workspace_of_ring(plan["block_m"], plan["block_n"]), rings + 1
+            twos += kind == "dkdv"
+            if kind == "pool":
+                wanted, rings = run.workspace_of_pool(plan["block_m"], plan["block_n"]), rings + 1
             assert workspace == wanted, call
             assert plan["grid"] == min(ctas, 132), call
     assert 100 < refused < 15_000 and divided > 20 and split > 20

@@ -1,4 +1,4 @@
-"""Bounds of a window that hide nothing: dense calls run as without them (csrc/api_params.cpp).
+"""Bounds of a window that hide nothing: dense calls run as without them (csrc/api/tensors.cpp).
 
 Lengths of packed sequences are not known where kernels are chosen, so theirs stay.
 """
@@ -71,7 +71,7 @@ def test_plans_differ_where_one_key_is_hidden(pretended_gpu) -> None:
     assert plan("fwd", 512, 512, 511, 0)["kernel"] == "fwd_sm90_hd128"
     assert plan("fwd", 512, 512, 510, 0)["kernel"] == "fwd_sm90_hd128_m128"
     more = {"batch": 32}
-    assert plan("bwd", 512, 512, 511, 0, **more)["kernel"] == "bwd_sm90_hd128_two"
+    assert plan("bwd", 512, 512, 511, 0, **more)["kernel"] == "bwd_sm90_hd128_dkdv"
     assert plan("bwd", 512, 512, 510, 0, **more)["kernel"] == "bwd_sm90_hd128"
 
 

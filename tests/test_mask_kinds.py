@@ -29,18 +29,18 @@ SUMMARISED = {"mask", "hidden_keys", "documents", "hidden_rows"}
 HIDING = SUMMARISED | {"chunk", "blocks"}
 # What is asked of a call in C++, and the kinds with which the answer is no.
 EXCLUDED = {
-    "items are equal": ("!sm90::draws_items(p, m)", HIDING | {"prefix"}),
+    "work tiles are equal": ("!sm90::has_unequal_tiles(p, m)", HIDING | {"prefix"}),
     "every query is visited": ("sm90::visits_all_queries(p, m)", HIDING),
     "Hopper sums the gradient of a bias": (
         "sm90::is_bias_gradient_taken(p, m, g)", SUMMARISED | {"blocks", "prefix"}),
-    "the next item is listed ahead": ("asks_only<kFoundByBlocks>(m)", SUMMARISED),
+    "the next work tile is listed ahead": ("asks_only<kFoundByBlocks>(m)", SUMMARISED),
     "tiles known by rows are light": ("!asks_any<kMadeRowWords>(m)", {"blocks", "hidden_keys"}),
     "no test by rows": ("!asks_any<kKnownByRows>(m)", {"mask", "blocks", "hidden_keys"}),
     "no test by keys": ("!asks_any<kKnownByKeys>(m)", {"documents", "hidden_rows"}),
 }
 # A line of 0 and 1 for each set of kinds, which is numbered by its bits.
 PROGRAM = r"""
-#include "sm90/bwd_mod_tiles.h"
+#include "sm90/bwd_mod/tiles.h"
 #include <cstdio>
 using namespace flash_ext;
 int main() {

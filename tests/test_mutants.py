@@ -31,8 +31,8 @@ def test_planted_bugs_are_named_apart_and_only_there() -> None:
     sources = [path for path in (planted.ROOT / "csrc").rglob("*") if path.suffix in suffixes]
     assert sources and not [path for path in sources if "MUTANT" in path.read_text(encoding="utf-8")]
     for nowhere in ("no such text", "const"):
-        with pytest.raises(ValueError, match=r"mutant 1: csrc/api.cpp holds (0|\d\d+) times"):
-            planted.Mutant(1, "", "", (planted.Edit("api.cpp", nowhere, ""),)).patched()
+        with pytest.raises(ValueError, match=r"mutant 1: csrc/api/ops.cpp holds (0|\d\d+) times"):
+            planted.Mutant(1, "", "", (planted.Edit("api/ops.cpp", nowhere, ""),)).patched()
 
 
 def test_every_planted_bug_is_in_the_kill_matrix_or_named_as_not_run() -> None:

@@ -1,4 +1,4 @@
-"""Hopper backwards that add to dq in order unasked (csrc/sm90/bwd_tiles.h): when, and that they do."""
+"""Hopper backwards that add to dq in order unasked (csrc/sm90/bwd/tiles.h): when, and that they do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The portable backward whose CTAs go on from item to item, and the pass that begins while it runs
-(csrc/sm80/bwd_persistent.cuh, csrc/passes/bwd_overlapped_pass.cuh), with many items for each CTA.
+(csrc/sm80/bwd/persistent.cuh, csrc/passes/bwd_overlapped_pass.cuh), with many work tiles for each CTA.
 """
 
 from __future__ import annotations

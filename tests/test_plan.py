@@ -123,7 +123,7 @@ def test_a_row_of_the_other_direction_is_not_asked_for(pretended_gpu) -> None:
         ("fwd", "fwd_block_m=192", {"row": "sm90.fwd.m192"}),
         ("bwd", "dq_pool=1", {"row": "sm90.bwd.dq_pool"}),
         ("bwd", "dq_pool=0", {"row": "sm90.bwd.dq_atomic"}),
-        ("bwd", "gqa_splits=2", {"row": "sm90.bwd.dq_atomic", "head_parts": 1}),  # nothing to divide
+        ("bwd", "gqa_splits=2", {"row": "sm90.bwd.dq_atomic", "gqa_splits": 1}),  # nothing to divide
     ],
 )
 def test_what_a_call_asks_of_its_kernels(pretended_gpu, direction: str, text: str, seen: dict) -> None:
@@ -275,7 +275,7 @@ def test_gradients_run_as_their_call_asked(target: Target) -> None:
             out = call(*leaves)
             assert _C.last_launch()["splits"] == 3
             torch.autograd.grad(out, leaves, torch.randn_like(out))
-            assert _C.last_launch()["head_parts"] == 2
+            assert _C.last_launch()["gqa_splits"] == 2
 
 
 @on_gpu_paths

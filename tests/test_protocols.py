@@ -20,7 +20,7 @@ from tests.protocols_memory import (
     finishes_a_round,
     leaves_a_step,
 )
-from tests.protocols_ring import Ring
+from tests.protocols_pool import Ring
 from tests.protocols_split import split_dkdv, split_dq
 from tests.protocols_split_mod import split_mod_dkdv, split_mod_dq
 
@@ -51,7 +51,7 @@ def run_forward_mod(m, rnd, *, bias=False):
 
 def run_forward_tall(m, rnd):
     items = [[seen_by(rnd, 3) or (0, 1) for _ in range(count)] for count in counts(rnd)]
-    forward_mod(m, items, 2, draws=rnd.random() < 0.5, groups=3, kv_slots=rnd.choice((5, 8)))
+    forward_mod(m, items, 2, draws=rnd.random() < 0.5, groups=3, kv_stages=rnd.choice((5, 8)))
 
 
 def key_items(rnd, apart=False):
@@ -100,8 +100,8 @@ def numbered(rnd):
 
 
 def run_split_dkdv(m, rnd):
-    slots, weight_slots, all_held = rnd.choice(((4, 1, True), (3, 2, True), (3, 1, False)))
-    split_dkdv(m, numbered(rnd), slots, weight_slots, all_held, draws=rnd.random() < 0.5)
+    slots, weight_stages, all_held = rnd.choice(((4, 1, True), (3, 2, True), (3, 1, False)))
+    split_dkdv(m, numbered(rnd), slots, weight_stages, all_held, draws=rnd.random() < 0.5)
 
 
 def run_split_dq(m, rnd):

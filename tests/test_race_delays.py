@@ -30,11 +30,11 @@ def is_between(line: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "barrier"),
     [
-        ("sm80/fwd.cuh", r"__syncthreads\(\);"),
-        ("sm80/bwd.cuh", r"__syncthreads\(\);"),
-        ("sm80/bwd_q.cuh", r"__syncthreads\(\);"),
-        ("sm80/bwd_persistent.cuh", r"__syncthreads\(\);"),
-        ("sm80/bwd_warps.cuh", r"ptx::bar_(sync|arrive)\("),
+        ("sm80/fwd/kernel.cuh", r"__syncthreads\(\);"),
+        ("sm80/bwd/kernel.cuh", r"__syncthreads\(\);"),
+        ("sm80/bwd_dq/kernel.cuh", r"__syncthreads\(\);"),
+        ("sm80/bwd/persistent.cuh", r"__syncthreads\(\);"),
+        ("sm80/bwd/warps.cuh", r"ptx::bar_(sync|arrive)\("),
     ],
 )
 def test_every_barrier_has_a_pause_in_front_and_behind(name: str, barrier: str):
@@ -47,40 +47,42 @@ def test_every_barrier_has_a_pause_in_front_and_behind(name: str, barrier: str):
 
 
 def hopper_lines() -> dict[str, list[str]]:
-    return {path.name: lines_of(f"sm90/{path.name}") for path in (CSRC / "sm90").glob("*.cuh")}
+    folder = CSRC / "sm90"
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.cuh"))]
+    return {name: lines_of(f"sm90/{name}") for name in names}
 
 
 def test_hopper_kernels_pause_before_every_wait():
     """Of mbarriers through one function; at named barriers; for the turn of another CTA."""
     lines = hopper_lines()
     tries = [name for name, text in lines.items() for line in text if "mbarrier_try_wait(" in line]
-    assert tries == ["fwd_parts.cuh"] * 2  # a debug build's loop and a release's
+    assert tries == ["fwd/config.cuh"] * 2  # a debug build's loop and a release's
     named = [(name, at) for name, text in lines.items() for at, x in enumerate(text) if "bar_sync(" in x]
     assert len(named) >= 4
     for name, at in named:
         assert lines[name][at - 1] == PAUSE, f"{name}:{at + 1}"
     for name, function in (
-        ("fwd_parts.cuh", "void wait(uint32_t barrier"),
-        ("bwd_order.cuh", "bool wait_for_turn("),
-        ("bwd_order.cuh", "int wait_for_turns("),
-        ("bwd_finish.cuh", "while (tells || tile < ring.all_tiles)"),
+        ("fwd/config.cuh", "void wait(uint32_t barrier"),
+        ("bwd/dq_semaphore.cuh", "bool wait_dq_semaphore("),
+        ("bwd/dq_semaphore.cuh", "int wait_dq_semaphores("),
+        ("bwd/dq_pool_convert.cuh", "while (tells || tile < pool.all_tiles)"),
     ):
         at = next(at for at, line in enumerate(lines[name]) if function in line)
         body = next(i for i in range(at, at + 4) if lines[name][i].endswith("{"))
         assert lines[name][body + 1] == PAUSE, function
     # One lane waits for a round, and a pause needs all of them.
-    asks = next(at for at, line in enumerate(lines["bwd_produce.cuh"]) if "wait_for_round(" in line)
-    alone = max(at for at, line in enumerate(lines["bwd_produce.cuh"][:asks]) if line == "if (lane == 0) {")
-    assert lines["bwd_produce.cuh"][alone - 1] == PAUSE and PAUSE not in lines["bwd_ring.cuh"]
+    asks = next(at for at, line in enumerate(lines["bwd/produce.cuh"]) if "wait_for_round(" in line)
+    alone = max(at for at, line in enumerate(lines["bwd/produce.cuh"][:asks]) if line == "if (lane == 0) {")
+    assert lines["bwd/produce.cuh"][alone - 1] == PAUSE and PAUSE not in lines["bwd/dq_pool.cuh"]
 
 
 def test_hopper_kernels_end_with_an_error_where_a_wait_never_ends():
     """In a debug build; each loop that waits has its own count."""
     for name, count in (
-        ("fwd_parts.cuh", 1),
-        ("bwd_order.cuh", 2),
-        ("bwd_ring.cuh", 1),
-        ("bwd_finish.cuh", 1),
+        ("fwd/config.cuh", 1),
+        ("bwd/dq_semaphore.cuh", 2),
+        ("bwd/dq_pool.cuh", 1),
+        ("bwd/dq_pool_convert.cuh", 1),
     ):
         text = "\n".join(hopper_lines()[name])
         assert text.count("__trap();  // an error instead of a hang") == count
@@ -96,7 +98,8 @@ def test_cases_reach_every_kind_of_kernel_with_modifiers():
 
 
 def test_every_wait_belongs_to_a_barrier_with_a_pause():
-    for name in ("sm80/fwd.cuh", "sm80/bwd.cuh", "sm80/bwd_q.cuh", "sm80/bwd_persistent.cuh"):
+    for name in ("sm80/fwd/kernel.cuh", "sm80/bwd/kernel.cuh", "sm80/bwd_dq/kernel.cuh",
+                 "sm80/bwd/persistent.cuh"):
         lines = lines_of(name)
         waits = [at for at, line in enumerate(lines) if line.startswith("ptx::cp_async_wait")]
         assert waits
@@ -115,7 +118,7 @@ def test_a_release_has_no_pauses():
 
 def test_portable_kernels_wait_in_no_loop_of_their_own():
     """There is nothing that a time-out could end: no loop reads memory until another thread writes it."""
-    for path in (CSRC / "sm80").glob("*.cuh"):
+    for path in (CSRC / "sm80").rglob("*.cuh"):
         text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
         assert not re.search(
             r"\bvolatile\s+(?!\()|ld\.(volatile|acquire)|atomicCAS|try_wait|while\s*\(\s*!", text
@@ -134,9 +137,9 @@ def test_the_copy_that_is_built(number: int, tmp_path, monkeypatch: pytest.Monke
 
     def plant(mutant, folder):
         (folder / "csrc/ptx").mkdir(parents=True)
-        (folder / "csrc/sm80").mkdir()
         (folder / "csrc/ptx/sm80.cuh").write_text((CSRC / "ptx/sm80.cuh").read_text())
         for file, text in planted.items():
+            (folder / "csrc" / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / "csrc" / file).write_text(text)
 
     monkeypatch.setattr(race_delays.mutants, "plant", plant)

@@ -18,13 +18,13 @@ from tests.sanitizer_cases import (
     exact,
     few_row_cases,
     on_one_multiprocessor,
-    ring_cases,
+    pool_cases,
     run,
     run_modified,
     sanitizer_cases,
     sanitizer_modifier_cases,
     two_kernel_cases,
-    with_ring,
+    with_pool,
 )
 from tests.sanitizer_summary import summary
 from tests.test_build import (
@@ -79,16 +79,16 @@ def test_heads_are_divided_whatever_the_gpu(pretended_gpu: None, path: str):
         for smem in (SMALL_SMEM_BYTES, 232448) if path == "sm80" else (232448,):
             _C.set_switch("smem_per_block", smem)
             for case in divided_cases():
-                assert planned(case, TARGETS[path])["head_parts"] > 1, (num_sms, smem, case)
+                assert planned(case, TARGETS[path])["gqa_splits"] > 1, (num_sms, smem, case)
 
 
 def test_rings_are_rings(pretended_gpu: None):
     """Those for the sanitizer and those under pauses."""
-    chosen = with_ring(TARGETS["sm90"])
+    chosen = with_pool(TARGETS["sm90"])
     assert chosen.switches == (("num_sms", race_delays.RING_SMS),)
     _C.set_switch("num_sms", race_delays.RING_SMS)
-    for case in ring_cases() + race_delays.ring_cases():
-        assert planned(case, chosen)["kernel"].endswith("_ring"), str(case)
+    for case in pool_cases() + race_delays.pool_cases():
+        assert planned(case, chosen)["kernel"].endswith("_pool"), str(case)
 
 
 def test_few_rows_have_two_kernels(pretended_gpu: None):
@@ -97,18 +97,18 @@ def test_few_rows_have_two_kernels(pretended_gpu: None):
     assert chosen.switches == (("num_sms", 1),)
     _C.set_switch("num_sms", 1)
     for case in few_row_cases() + race_delays.few_row_cases():
-        assert planned(case, chosen)["kernel"].endswith("_two"), str(case)
+        assert planned(case, chosen)["kernel"].endswith("_dkdv"), str(case)
 
 
 def test_findings_are_counted_by_kernel_and_place():
     read = [
         "========= Uninitialized __global__ memory read of size 8 bytes",
-        "=========     at void flash_ext::sm90::own_kernel<T, (int)64>(fx::A)+0x1f0 in schedule.cuh:36",
+        "=========     at void flash_ext::sm90::own_kernel<T, (int)64>(fx::A)+0x1f0 in scheduler.cuh:36",
         "=========     by thread (0,0,0) in block (1,0,0)",
     ]
     assert list(summary(["case one", *read, *read]).values()) == [2]
     ((kind, kernel, place),) = summary(read)
-    assert "size 8" in kind and "own_kernel" in kernel and place == "schedule.cuh:36"
+    assert "size 8" in kind and "own_kernel" in kernel and place == "scheduler.cuh:36"
 
 
 def test_two_kernels_come_to_each_place_again():

@@ -464,7 +464,7 @@ def untouched() -> Iterator[None]:
 
 
 def is_on() -> bool:
-    return "api_sdpa.cpp" in torch._C._dispatch_dump(f"aten::{SDPA}")
+    return "api/sdpa.cpp" in torch._C._dispatch_dump(f"aten::{SDPA}")
 
 
 @pytest.mark.usefixtures("untouched")

@@ -145,7 +145,7 @@ def test_divided_heads_are_short_where_none_share(pretended_gpu) -> None:
     for parts, kernel in ((2, "bwd_mod_sm90_hd64"), (8, "bwd_short_sm80_hd64")):
         chosen = plan("bwd", 49, 49, num_heads=8, num_heads_k=1, head_dim=64, head_dim_v=64,
                       path=f"gqa_splits={parts}")  # fmt: skip
-        assert (chosen["kernel"], chosen["head_parts"]) == (kernel, parts)
+        assert (chosen["kernel"], chosen["gqa_splits"]) == (kernel, parts)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

@@ -1,4 +1,5 @@
-"""Hopper forwards whose last tile of queries is short (csrc/sm90/tiles.h) draw items of equal keys, too."""
+"""Hopper forwards whose last tile of queries is short (csrc/sm90/fwd/tiles.h) are scheduled dynamically with
+equal keys, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backwards with sinks and no other modifier (csrc/api.cpp): which kernels run, and that they are right.
+"""Backwards with sinks and no other modifier (csrc/api/ops.cpp): which kernels run, and that they are right.
 
 The sink is in lse, so dq, dk and dv are those of the backward without modifiers.
 """
@@ -76,7 +76,7 @@ def test_query_heads_are_divided_as_without_sinks() -> None:
     shape = {"batch": 1, "seqlen_q": 1024, "heads": 32, "heads_k": 4, "head_dim": 128}
     call = {"shape": shape, "causal": True}
     launch = launched(**call, sinks=torch.zeros(32))
-    assert launch["head_parts"] > 1 and launch == launched(**call)
+    assert launch["gqa_splits"] > 1 and launch == launched(**call)
 
 
 def test_the_batch_invariant_mode_runs_the_deterministic_one() -> None:

@@ -1,4 +1,4 @@
-"""Forwards for Hopper with tiles of 128 queries (csrc/sm90/tiles.h): when, and that they are right."""
+"""Forwards for Hopper with tiles of 128 queries (csrc/sm90/fwd/tiles.h): when, and that they are right."""
 
 from __future__ import annotations
 

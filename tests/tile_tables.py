@@ -18,21 +18,22 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 # Prints every tile: kind, head_dim, class, then the columns of its table.
 TILE_PROGRAM = r"""
 #include "heuristics.h"
-#include "sm90/bwd_mod_tiles.h"
-#include "sm90/bwd_split_mod_tiles.h"
-#include "sm90/bwd_split_tiles.h"
-#include "sm90/tiles.h"
+#include "sm90/bwd_mod/tiles.h"
+#include "sm90/bwd_split/tiles_mod.h"
+#include "sm90/bwd_split/tiles.h"
+#include "sm90/fwd/tiles.h"
 #include <cstdio>
 #include <utility>
 using namespace flash_ext;
 int part_of(const BwdTile& b) { return b.part_m < b.block_m ? b.part_m : b.block_m; }
-void put_fused(const char* scores, int d, int block_n, const sm90::BwdTile& t, int ds_slots, int bytes) {
+void put_fused(const char* scores, int d, int block_n, const sm90::BwdTile& t, int ds_stages, int bytes) {
   std::printf("bwd_fused|%s|%d|%d|%d|%s|%d|%d|%s|%d\n", scores, d, t.kBlockM, block_n,
-              t.apart ? "independent" : "cooperative", t.slots, ds_slots, t.staged ? "yes" : "no", bytes);
+              t.independent ? "independent" : "cooperative", t.stages, ds_stages, t.staged ? "yes" : "no",
+              bytes);
 }
 void put_split(const char* scores, int d, int dv, const sm90::SplitBwdTile& t, int dkdv_bytes, int dq_bytes) {
   std::printf("bwd_split|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", scores, d, dv, t.block_m, t.kKeys,
-              t.slots, t.held, dkdv_bytes, t.kQueries, t.block_n, t.k_slots, t.v_slots, dq_bytes);
+              t.stages, t.rs_columns, dkdv_bytes, t.kQueries, t.block_n, t.k_stages, t.v_stages, dq_bytes);
 }
 int main() {
   for (int d : kHeadDims) {
@@ -71,7 +72,7 @@ int main() {
   for (int d : kSplitHeadDims) {
     for (int rows : {16, 64}) {
       const SplitTile t = split_tile(d, rows);
-      std::printf("fwd_split|%d|%d|%d|%d|%d|%d|%d\n", d, t.rows, t.block_n(), t.key_warps(), t.keys, t.slots,
+      std::printf("fwd_split|%d|%d|%d|%d|%d|%d|%d\n", d, t.rows, t.block_n(), t.key_warps(), t.keys, t.stages,
                   t.smem_bytes(d));
     }
   }
@@ -81,21 +82,22 @@ int main() {
     const auto [d, dv] = forwards[i];
     const sm90::FwdTile t = sm90::fwd_tile(d, dv, i >= 6);
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
-                t.kv_slots, t.q_slots, t.smem_bytes(d, dv));
+                t.kv_stages, t.q_stages, t.smem_bytes(d, dv));
   }
   for (int d : {64, 128, 192, 256, -64, -128}) {
     const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::m192_mod_tile(-d);
-    const char* bias = t.bias_slots == 0 ? "none" : t.bias_apart ? "own place" : "over Q and output";
+    const char* bias = t.bias_stages == 0 ? "none" : t.bias_has_place ? "own place" : "over Q and output";
     std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
-                t.kv_slots, t.q_slots, t.staged ? "yes" : "no", bias, t.smem_bytes(std::abs(d), std::abs(d)));
+                t.kv_stages, t.q_stages, t.staged ? "yes" : "no", bias,
+                t.smem_bytes(std::abs(d), std::abs(d)));
   }
   for (int d : {64, 96, 128}) {
     const sm90::BwdTile t = sm90::bwd_tile(d);
-    put_fused("plain", d, t.block_n(), t, t.ds_slots(), t.smem_bytes(d));
+    put_fused("plain", d, t.block_n(), t, t.ds_stages(), t.smem_bytes(d));
   }
   for (int d : {64, 128}) {
     const sm90::BwdModTile t = sm90::bwd_mod_tile(d);
-    put_fused("modified", d, t.kBlockN, t.plain(), t.kDsSlots, t.smem_bytes(d));
+    put_fused("modified", d, t.kBlockN, t.plain(), t.kDsStages, t.smem_bytes(d));
   }
   for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
     const sm90::SplitBwdTile t = sm90::split_bwd_tile(d, dv);

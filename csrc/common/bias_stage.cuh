@@ -11,13 +11,13 @@ struct BiasStage {
   static constexpr int kPitch = 2 * kCols + 16, kBytes = kRows * kPitch;
 
   // Rows [row0, row0 + kRows) and keys [col0, col0 + kCols); what lies beyond the bias or the sequence becomes 0.
-  __device__ static void load(uint32_t stage, const Scores& s, int row0, int col0) {
+  __device__ static void load(uint32_t stage, const ScoreMod& s, int row0, int col0) {
     const BiasView& x = s.m.bias;
     constexpr int kChunks = kCols / 8, kStep = 32 / kChunks;
     const int lane = ptx::fresh_lane(), chunk = lane % kChunks, first = lane / kChunks;
     const int row = row0 + first, col = col0 + chunk * 8;
-    const int last_row = min(x.rows, s.seat.seqlen_q), last_col = min(x.cols, s.seat.seqlen_k);
-    const uint16_t* base = static_cast<const uint16_t*>(x.ptr) + s.seat.b * x.batch_stride + s.h * x.head_stride;
+    const int last_row = min(x.rows, s.seq.seqlen_q), last_col = min(x.cols, s.seq.seqlen_k);
+    const uint16_t* base = static_cast<const uint16_t*>(x.ptr) + s.seq.b * x.batch_stride + s.h * x.head_stride;
     const uint16_t* from = base + row * x.row_stride + col;
     const uint32_t to = stage + first * kPitch + chunk * 16;
     if (row0 + kRows <= last_row && col0 + kCols <= last_col) {
@@ -70,7 +70,7 @@ struct BiasStage {
 // Where shared memory has no room for one.
 struct NoBiasStage {
   static constexpr int kBytes = 0, kPitch = 0;
-  __device__ static void load(uint32_t, const Scores&, int, int) {}
+  __device__ static void load(uint32_t, const ScoreMod&, int, int) {}
   template <typename E, bool kT, int kA, int kN>
   __device__ static void add(float (&)[kA][kN][4], float, uint32_t) {}
 };

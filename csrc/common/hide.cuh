@@ -1,4 +1,5 @@
-// Masks on accumulators of S whose every lane works out the words of its own rows: bwd_q.cuh, bwd_bias.cuh, short.cuh.
+// Masks on accumulators of S whose every lane works out the words of its own rows: sm80/bwd_dq/kernel.cuh,
+// sm80/bwd_bias/kernel.cuh, sm80/short/config.cuh.
 #pragma once
 
 #include "mask_words.cuh"
@@ -20,16 +21,16 @@ struct MaskWords {
 // The words of a bit mask that a warp needs for its part of a tile, spread over its lanes: rows [row0, row0 + kRows)
 // and keys [col0, col0 + kCols). Asked for before the products, handed out by hide().
 template <int kRows, int kCols>
-__device__ __forceinline__ MaskWords<kRows, kCols> fetch_mask(const Scores& scores, int row0, int col0,
+__device__ __forceinline__ MaskWords<kRows, kCols> fetch_mask(const ScoreMod& score_mod, int row0, int col0,
                                                               TileTests tests) {
   using Words = MaskWords<kRows, kCols>;
-  const Modifiers& m = scores.m;
+  const Modifiers& m = score_mod.m;
   Words result{};
   if (m.mask.words == nullptr || !(tests & kTestRows)) return result;
   const int lane = ptx::fresh_lane(), w = col0 / 32 + lane % Words::kARow;
-  const int last_row = min(m.mask.rows, scores.seat.seqlen_q);
+  const int last_row = min(m.mask.rows, score_mod.seq.seqlen_q);
   const uint32_t* at =
-      m.mask.words + scores.seat.b * m.mask.batch_stride + scores.h * m.mask.head_stride + w * m.mask.word_stride;
+      m.mask.words + score_mod.seq.b * m.mask.batch_stride + score_mod.h * m.mask.head_stride + w * m.mask.word_stride;
 #pragma unroll
   for (int i = 0; i < Words::kALane; ++i) {
     const int in_part = i * 32 / Words::kARow + lane / Words::kARow, row = row0 + in_part;
@@ -38,11 +39,12 @@ __device__ __forceinline__ MaskWords<kRows, kCols> fetch_mask(const Scores& scor
   return result;
 }
 
-// -inf for every key a row does not see, by the tests that visit() named. mask.word(block, row, w): the bit mask's word.
+// -inf for every key a row does not see, by the tests that classify() named. mask.word(block, row, w): the bit mask's
+// word.
 template <int kA, int kN, typename Words>
-__device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scores, int row0, int col0,
+__device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const ScoreMod& score_mod, int row0, int col0,
                                      TileTests tests, const Words& mask) {
-  const Modifiers& m = scores.m;
+  const Modifiers& m = score_mod.m;
   const int lane = ptx::fresh_lane();
   const auto place = [&](int r) { return r / 2 * 16 + r % 2 * 8 + lane / 4; };
   if (tests & (kTestInterval | kTestRows)) {
@@ -55,8 +57,8 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scor
 #pragma unroll
         for (int r = 0; r < 2 * kA; ++r) words[r][0] = ~0u;
       }
-      and_words_of_rows(words, scores, [&](int r) { return row0 + place(r); }, col0 + 32 * n4, tests,
-                        BlockWordFromMemory{scores});
+      and_words_of_rows(words, score_mod, [&](int r) { return row0 + place(r); }, col0 + 32 * n4, tests,
+                        BlockWordFromMemory{score_mod});
 #pragma unroll
       for (int r = 0; r < 2 * kA; ++r) {
         const uint32_t mine = words[r][0] >> (2 * (lane % 4));
@@ -70,7 +72,7 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scor
   if (!(tests & kTestKeys)) return;
   const auto key_of = [&](int at) { return col0 + at / 2 * 8 + 2 * (lane % 4) + at % 2; };
   if (has_documents(m)) {
-    const Documents documents(scores);
+    const Documents documents(score_mod);
     int rows[2 * kA];
 #pragma unroll
     for (int r = 0; r < 2 * kA; ++r) rows[r] = documents.row(row0 + place(r));
@@ -84,9 +86,9 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const Scores& scor
     }
   }
   if (has_key_words(m)) {
-    const HiddenRows hidden(scores);
+    const HiddenRows hidden(score_mod);
     // Key by key: addresses of all keys at once would not fit the registers. Each row is compared with the bounds, since
-    // key words spill here (bwd_q.cuh at head_dim 96) and take 2 % more instructions.
+    // key words spill here (sm80/bwd_dq/kernel.cuh at head_dim 96) and take 2 % more instructions.
 #pragma unroll
     for (int at = 0; at < 2 * kN; ++at) {
       hidden.for_each(key_of(at), [&](int2 rows) {

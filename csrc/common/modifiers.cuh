@@ -41,15 +41,15 @@ struct RowKeys {
 };
 
 // What one head of one sequence needs. Made anew where it is used: all of it comes from the constant bank and
-// from `seat`, which lies in shared memory.
-struct Seat {
+// from `seq`, which lies in shared memory.
+struct SeqInfo {
   int b;  // sequence
   int seqlen_q, seqlen_k;
   int64_t q_start, k_start;  // packed rows before the sequence; 0 when dense
   int prefix;                // of this sequence, 0 without
 };
 
-__device__ __forceinline__ Seat make_seat(const Problem& p, const Modifiers& m, const Work& w, int b) {
+__device__ __forceinline__ SeqInfo make_seq_info(const Problem& p, const Modifiers& m, const Work& w, int b) {
   const int prefix = m.prefix_lens == nullptr || b < 0 || b >= p.batch ? 0 : min(max(m.prefix_lens[b], 0), w.k.length);
   return {b, w.q.length, w.k.length, w.q.start, w.k.start, prefix};
 }
@@ -64,22 +64,22 @@ __device__ __forceinline__ void reorder_batch(const Modifiers& m, Work& w, int h
   b = w.b;
 }
 
-struct Scores {
+struct ScoreMod {
   const Problem& p;
   const Modifiers& m;
-  const Seat& seat;
+  const SeqInfo& seq;
   int h;  // query head
 
-  __device__ int shift() const { return m.top_left ? 0 : seat.seqlen_k - seat.seqlen_q; }
+  __device__ int shift() const { return m.top_left ? 0 : seq.seqlen_k - seq.seqlen_q; }
 
   // ---- which keys a row sees -------------------------------------------------------------------
 
   __device__ RowKeys row_keys(int row) const {
-    if (row >= seat.seqlen_q) return {0, 0, 0};
+    if (row >= seq.seqlen_q) return {0, 0, 0};
     const int centre = row + shift();
     int begin = max(0, centre - p.reach_left);
-    int end = min(seat.seqlen_k, centre + p.reach_right + 1);
-    const int always = max(seat.prefix, min(m.sink_tokens, end));
+    int end = min(seq.seqlen_k, centre + p.reach_right + 1);
+    const int always = max(seq.prefix, min(m.sink_tokens, end));
     if (m.chunk > 0) {
       if (centre < 0) {
         end = 0;
@@ -99,11 +99,11 @@ struct Scores {
 
   // ---- which tiles matter ----------------------------------------------------------------------
 
-  // Tiles of keys that may matter to a tile of queries; visit() decides.
+  // Tiles of keys that may matter to a tile of queries; classify() decides.
   template <int kBlockM, int kBlockN>
   __device__ BlockRange kv_blocks(int m_block) const {
     const int first_row = m_block * kBlockM;
-    const RowKeys first = row_keys(first_row), last = row_keys(min(first_row + kBlockM, seat.seqlen_q) - 1);
+    const RowKeys first = row_keys(first_row), last = row_keys(min(first_row + kBlockM, seq.seqlen_q) - 1);
     const int lo = last.always > 0 ? 0 : first.begin, hi = max(last.end, last.always);
     if (hi <= lo) return {0, 0};
     return {lo / kBlockN, (hi - 1) / kBlockN + 1};
@@ -111,21 +111,21 @@ struct Scores {
 
   template <int kBlockM, int kBlockN>
   __device__ BlockRange q_blocks(int n_block) const {
-    const int first_col = n_block * kBlockN, last_col = min(first_col + kBlockN, seat.seqlen_k) - 1;
+    const int first_col = n_block * kBlockN, last_col = min(first_col + kBlockN, seq.seqlen_k) - 1;
     int lo = max(0, first_col - shift() - p.reach_right);
-    int hi = min(seat.seqlen_q - 1, last_col - shift() + p.reach_left);
-    if (first_col < m.sink_tokens) hi = seat.seqlen_q - 1;
-    if (first_col < seat.prefix) lo = 0, hi = seat.seqlen_q - 1;
+    int hi = min(seq.seqlen_q - 1, last_col - shift() + p.reach_left);
+    if (first_col < m.sink_tokens) hi = seq.seqlen_q - 1;
+    if (first_col < seq.prefix) lo = 0, hi = seq.seqlen_q - 1;
     if (hi < lo) return {0, 0};
     return {lo / kBlockM, hi / kBlockM + 1};
   }
 
   // Bounds of the labels of positions [first, last] (absolute), from groups that may reach beyond them. kAtOnce, here and
-  // below: how many trips to memory lie side by side, for registers.
+  // below: how many independent loads are in flight, bounded by registers.
   template <int kAtOnce = 1>
-  __device__ int2 label_bounds(const Labels& x, int first, int last, int64_t start) const {
-    const int2* groups = reinterpret_cast<const int2*>(x.groups) + seat_batch() * x.group_batch_stride;
-    const int64_t lo = (start + first) / Labels::kGroup, hi = (start + last) / Labels::kGroup;
+  __device__ int2 document_bounds(const DocumentIds& x, int first, int last, int64_t start) const {
+    const int2* groups = reinterpret_cast<const int2*>(x.groups) + seq_batch() * x.group_batch_stride;
+    const int64_t lo = (start + first) / DocumentIds::kGroup, hi = (start + last) / DocumentIds::kGroup;
     int2 bounds = groups[lo];
 #pragma unroll kAtOnce
     for (int64_t i = lo + 1; i <= hi; ++i) {
@@ -134,16 +134,16 @@ struct Scores {
     }
     return bounds;
   }
-  __device__ int seat_batch() const { return p.cu_seqlens_q != nullptr ? 0 : seat.b; }
+  __device__ int seq_batch() const { return p.cu_seqlens_q != nullptr ? 0 : seq.b; }
 
   // Do the intervals of positions [first, last] hide all (2), some (1) or none (0) of [other_first, other_last]?
   template <int kAtOnce = 1>
   __device__ int hidden(const HiddenIntervals& x, int first, int last, int64_t start, int other_first,
                           int other_last) const {
     int result = 0;
-    const int4* groups = reinterpret_cast<const int4*>(x.groups) + seat_batch() * x.group_batch_stride +
+    const int4* groups = reinterpret_cast<const int4*>(x.groups) + seq_batch() * x.group_batch_stride +
                          h * x.group_head_stride;
-    const int64_t lo = (start + first) / Labels::kGroup, hi = (start + last) / Labels::kGroup;
+    const int64_t lo = (start + first) / DocumentIds::kGroup, hi = (start + last) / DocumentIds::kGroup;
 #pragma unroll 1
     for (int k = 0; k < x.count; ++k) {
       int4 g = groups[lo * x.count + k];
@@ -158,37 +158,37 @@ struct Scores {
     return result;
   }
 
-  // What visit() finds out without memory about the rows [r0, r1] and the keys [c0, c1] of a tile. Takes the bounds and
-  // not the tile: formed here as well, they spilled in a backward at head_dim 192.
+  // What classify() finds out without memory about the rows [r0, r1] and the keys [c0, c1] of a tile. Takes the bounds
+  // and not the tile: formed here as well, they spilled in a backward at head_dim 192.
   template <int kBlockM, int kBlockN>
   __device__ __forceinline__ TileTests tests_of_intervals(int r0, int r1, int c0, int c1) const {
     const RowKeys first = row_keys(r0), last = row_keys(r1);
     if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return kSkipTile;
     const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
-    const bool whole = c0 + kBlockN <= seat.seqlen_k && r0 + kBlockM <= seat.seqlen_q;
+    const bool whole = c0 + kBlockN <= seq.seqlen_k && r0 + kBlockM <= seq.seqlen_q;
     return inside && whole ? 0 : kTestInterval;
   }
 
   // Is a tile worth a visit, and which tests does it need? Conservative: tests where it is not certain.
   template <int kBlockM, int kBlockN, int kAtOnce = 1>
-  __device__ TileTests visit(int m_block, int n_block) const {
-    const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seat.seqlen_q) - 1;
-    const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seat.seqlen_k) - 1;
+  __device__ TileTests classify(int m_block, int n_block) const {
+    const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seq.seqlen_q) - 1;
+    const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seq.seqlen_k) - 1;
     TileTests tests = tests_of_intervals<kBlockM, kBlockN>(r0, r1, c0, c1);
     if (tests == kSkipTile) return kSkipTile;
     if (m.document_k.ids != nullptr) {
-      const int2 q = label_bounds<kAtOnce>(m.document_q, r0, r1, seat.q_start);
-      const int2 k = label_bounds<kAtOnce>(m.document_k, c0, c1, seat.k_start);
+      const int2 q = document_bounds<kAtOnce>(m.document_q, r0, r1, seq.q_start);
+      const int2 k = document_bounds<kAtOnce>(m.document_k, c0, c1, seq.k_start);
       if (k.y < 0 || q.y < k.x || k.y < q.x) return kSkipTile;
       if (!(q.x == q.y && k.x == k.y && k.x >= 0)) tests |= kTestKeys;
     }
     if (m.hidden_rows.count > 0) {
-      const int how = hidden<kAtOnce>(m.hidden_rows, c0, c1, seat.k_start, r0, r1);
+      const int how = hidden<kAtOnce>(m.hidden_rows, c0, c1, seq.k_start, r0, r1);
       if (how == 2) return kSkipTile;
       if (how == 1) tests |= kTestKeys;
     }
     if (m.hidden_keys.count > 0) {
-      const int how = hidden<kAtOnce>(m.hidden_keys, r0, r1, seat.q_start, c0, c1);
+      const int how = hidden<kAtOnce>(m.hidden_keys, r0, r1, seq.q_start, c0, c1);
       if (how == 2) return kSkipTile;
       if (how == 1) tests |= kTestRows;
     }
@@ -200,7 +200,7 @@ struct Scores {
       const uint32_t wanted = (bits == 32 ? ~0u : (1u << bits) - 1) << bit;
 #pragma unroll kAtOnce
       for (int i = 0; i < kBlockM / 16; ++i) {  // what lies beyond the sequence is the last row again
-        const uint32_t seen = word(m.blocks, seat.b, h, min(r0 / 16 + i, r1 / 16), c0 / 512) & wanted;
+        const uint32_t seen = word(m.blocks, seq.b, h, min(r0 / 16 + i, r1 / 16), c0 / 512) & wanted;
         any |= seen;
         all &= seen == wanted;
       }
@@ -217,7 +217,7 @@ struct Scores {
             all = 0;
             continue;
           }
-          const int64_t at = seat.b * m.mask_group_batch_stride + h * m.mask_group_head_stride +
+          const int64_t at = seq.b * m.mask_group_batch_stride + h * m.mask_group_head_stride +
                              min(g, (m.mask.rows - 1) / Modifiers::kMaskGroup) * m.mask_group_stride +
                              w * m.mask.word_stride;
           any |= m.mask_any[at];
@@ -261,7 +261,7 @@ struct Scores {
   // `stage` is this warp's staged bias, where the call has one.
   template <typename E, bool kT, typename Stage, int kA, int kN, typename PutSlope>
   __device__ void modify(float (&acc)[kA][kN][4], int row0, int col0, uint32_t stage, const PutSlope& put_slope) const {
-    if (m.is_natural) [[unlikely]] {
+    if (m.has_score_mod) [[unlikely]] {
       modify_natural<E, kT, Stage>(acc, row0, col0, stage, put_slope);
     } else if (p.score_factor != 1.f) [[unlikely]] {
       scale_all(acc, p.score_factor);
@@ -297,13 +297,13 @@ struct Scores {
   // acc = acc * scale + what is added by distance. Where that is linear, in both of two fma.
   template <bool kT, int kA, int kN>
   __device__ void add_by_distance(float (&acc)[kA][kN][4], int row0, int col0, float scale) const {
-    const HeadDistances x = HeadDistances::of(m.by_distance, seat.b, h, 1.f);
+    const HeadDistances x = HeadDistances::of(m.by_distance, seq.b, h, 1.f);
     const int first = first_distance<kT>(row0 + shift(), col0);
     const TileDistances tile =
         x.over(m.by_distance, row0 + shift(), kT ? 8 * kN : 16 * kA, col0, kT ? 16 * kA : 8 * kN);
     if (tile.bends) {
       scale_all(acc, scale);
-      x.add_bent<kT>(acc, m.by_distance, seat.b, h, first, 1.f);
+      x.add_bent<kT>(acc, m.by_distance, seq.b, h, first, 1.f);
       return;
     }
     const float per_step = kT ? tile.per_distance : -tile.per_distance;  // along the many side
@@ -357,12 +357,12 @@ struct Scores {
   __device__ void add_bias(float (&acc)[kA][kN][4], int row0, int col0, float scale) const {
     const BiasView& x = m.bias;
     const int lane = ptx::fresh_lane(), size = x.is_float ? 4 : 2;
-    const int last_row = min(x.rows, seat.seqlen_q), last_col = min(x.cols, seat.seqlen_k);
+    const int last_row = min(x.rows, seq.seqlen_q), last_col = min(x.cols, seq.seqlen_k);
     const int few0 = (kT ? col0 : row0) + lane / 4, many0 = (kT ? row0 : col0) + 2 * (lane % 4);
     const int last_few = kT ? last_col : last_row, last_many = kT ? last_row : last_col;
     const int64_t few_bytes = (kT ? x.col_stride : x.row_stride) * size;
     const int64_t many_bytes = (kT ? x.row_stride : x.col_stride) * size;
-    const char* base = static_cast<const char*>(x.ptr) + (seat.b * x.batch_stride + h * x.head_stride) * size +
+    const char* base = static_cast<const char*>(x.ptr) + (seq.b * x.batch_stride + h * x.head_stride) * size +
                        few0 * few_bytes + many0 * many_bytes;
     // Pairs of fp32 side by side inside the bias: one load each, at constant distances.
     const bool whole = (kT ? col0 + 16 * kA : row0 + 16 * kA) <= last_few && (kT ? row0 : col0) + 8 * kN <= last_many;

@@ -1,4 +1,4 @@
-#include "../sm90/run_bwd_bias.cuh"
+#include "../sm90/bwd_bias/launch.cuh"
 
 namespace flash_ext::sm90 {
 constexpr auto kDbiasTable = instances_of<kModDimsUpTo128>([]<int D>(Constant<D>) { return BwdInstance{D, D, launch_dbias<D>}; });

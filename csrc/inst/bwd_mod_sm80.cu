@@ -1,4 +1,4 @@
-#include "../sm80/run_bwd_mod.cuh"
+#include "../sm80/bwd/launch_mod.cuh"
 
 namespace flash_ext::sm80 {
 const BwdInstances kBwdModSmall = kBwdModTable<SmemClass::kSmall>;

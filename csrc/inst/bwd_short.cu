@@ -1,4 +1,4 @@
-#include "../sm80/run_bwd_short.cuh"
+#include "../sm80/short/launch_bwd.cuh"
 
 namespace flash_ext::sm80 {
 constexpr auto kBwdShortTable = instances_of<kShortBwdHeadDims>([]<int D>(Constant<D>) { return BwdInstance{D, D, launch_bwd_short<D>}; });

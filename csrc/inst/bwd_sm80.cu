@@ -1,4 +1,4 @@
-#include "../sm80/run_bwd.cuh"
+#include "../sm80/bwd/launch.cuh"
 
 namespace flash_ext::sm80 {
 const BwdInstances kBwdSmall = kBwdTable<SmemClass::kSmall>;

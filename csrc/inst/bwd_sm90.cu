@@ -1,5 +1,5 @@
-#include "../sm90/run_bwd.cuh"
-#include "../sm90/run_bwd_split.cuh"
+#include "../sm90/bwd/launch.cuh"
+#include "../sm90/bwd_split/launch.cuh"
 
 namespace flash_ext::sm90 {
 constexpr auto kBwdFusedTable = instances_of<kBwdFusedDims>([]<int D>(Constant<D>) { return BwdInstance{D, D, launch_bwd_fused<D>}; });

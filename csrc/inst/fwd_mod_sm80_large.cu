@@ -1,4 +1,4 @@
-#include "../sm80/run_fwd_mod.cuh"
+#include "../sm80/fwd_mod/launch.cuh"
 
 namespace flash_ext::sm80 {
 const FwdInstances kFwdModLarge = kFwdModTable<SmemClass::kLarge>;

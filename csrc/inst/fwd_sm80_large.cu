@@ -1,4 +1,4 @@
-#include "../sm80/run_fwd.cuh"
+#include "../sm80/fwd/launch.cuh"
 
 namespace flash_ext::sm80 {
 const FwdInstances kFwdLarge = kFwdTable<SmemClass::kLarge>;

@@ -1,4 +1,4 @@
-#include "../sm90/run_fwd.cuh"
+#include "../sm90/fwd/launch.cuh"
 
 namespace flash_ext::sm90 {
 constexpr auto kFwdTable = instances_of<kFwdDims>([]<HeadDims x>(Constant<x>) { return FwdInstance{x.d, x.dv, launch_fwd<x.d, x.dv>}; });

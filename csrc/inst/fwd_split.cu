@@ -1,4 +1,4 @@
-#include "../sm80/run_fwd_split.cuh"
+#include "../sm80/split_kv/launch.cuh"
 
 namespace flash_ext::sm80 {
 constexpr auto kFwdSplitTable = instances_of<kSplitHeadDims>([]<int D>(Constant<D>) { return FwdInstance{D, D, launch_fwd_split<D>}; });

@@ -1,4 +1,4 @@
-#include "../head_parts.h"
+#include "../gqa_splits.h"
 #include "../launch.h"
 #include "../passes/head_sums.cuh"
 #include "../passes/mask_passes.cuh"
@@ -30,14 +30,15 @@ std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, in
   return launch("pack_blocks", pack_blocks_kernel, to.ctas, kMaskThreads, 0, stream, x, words, to);
 }
 
-std::string group_labels(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream) {
-  const int64_t count = rows * ((length + Labels::kGroup - 1) / Labels::kGroup);
-  return launch("group_labels", group_labels_kernel, ctas(count), kMaskThreads, 0, stream, ids, groups, rows, length);
+std::string group_document_ids(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream) {
+  const int64_t count = rows * ((length + DocumentIds::kGroup - 1) / DocumentIds::kGroup);
+  return launch("group_document_ids", group_document_ids_kernel, ctas(count), kMaskThreads, 0, stream, ids, groups,
+                rows, length);
 }
 
 std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count,
                             void* stream) {
-  const int64_t threads = rows * ((length + Labels::kGroup - 1) / Labels::kGroup) * count;
+  const int64_t threads = rows * ((length + DocumentIds::kGroup - 1) / DocumentIds::kGroup) * count;
   return launch("group_intervals", group_intervals_kernel, ctas(threads), kMaskThreads, 0, stream, bounds, groups, rows,
                 length, count);
 }

@@ -1,4 +1,4 @@
-// Gradients of keys and values of which several CTAs have made a part each (head_parts.h): their sum, in the order of
+// Gradients of keys and values of which several CTAs have made a part each (gqa_splits.h): their sum, in the order of
 // the query heads, rounded once.
 #pragma once
 

@@ -125,16 +125,16 @@ __global__ void __launch_bounds__(kMaskThreads)
   words[bh * count + index] = word;
 }
 
-// Smallest and largest label of each group of Labels::kGroup positions: (rows, length) -> (rows, groups, 2).
-__global__ void __launch_bounds__(kMaskThreads) group_labels_kernel(const int32_t* ids, int32_t* groups, int64_t rows,
-                                                                    int64_t length) {
+// Smallest and largest id of each group of DocumentIds::kGroup positions: (rows, length) -> (rows, groups, 2).
+__global__ void __launch_bounds__(kMaskThreads)
+    group_document_ids_kernel(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length) {
   ptx::allow_next_kernel();
-  const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
+  const int64_t per_row = (length + DocumentIds::kGroup - 1) / DocumentIds::kGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= rows * per_row) return;
-  const int64_t row = index / per_row, first = (index - row * per_row) * Labels::kGroup;
+  const int64_t row = index / per_row, first = (index - row * per_row) * DocumentIds::kGroup;
   int lo = INT32_MAX, hi = INT32_MIN;
-  for (int64_t i = first; i < min(first + Labels::kGroup, length); ++i) {
+  for (int64_t i = first; i < min(first + DocumentIds::kGroup, length); ++i) {
     lo = min(lo, ids[row * length + i]);
     hi = max(hi, ids[row * length + i]);
   }
@@ -146,13 +146,13 @@ __global__ void __launch_bounds__(kMaskThreads) group_labels_kernel(const int32_
 __global__ void __launch_bounds__(kMaskThreads) group_intervals_kernel(const int32_t* bounds, int32_t* groups,
                                                                        int64_t rows, int64_t length, int count) {
   ptx::allow_next_kernel();
-  const int64_t per_row = (length + Labels::kGroup - 1) / Labels::kGroup;
+  const int64_t per_row = (length + DocumentIds::kGroup - 1) / DocumentIds::kGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (index >= rows * per_row * count) return;
   const int k = static_cast<int>(index % count);
-  const int64_t group = index / count, row = group / per_row, first = (group - row * per_row) * Labels::kGroup;
+  const int64_t group = index / count, row = group / per_row, first = (group - row * per_row) * DocumentIds::kGroup;
   int4 g = make_int4(INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN);
-  for (int64_t i = first; i < min(first + Labels::kGroup, length); ++i) {
+  for (int64_t i = first; i < min(first + DocumentIds::kGroup, length); ++i) {
     const int2 x = *reinterpret_cast<const int2*>(bounds + ((row * length + i) * count + k) * 2);
     g = make_int4(min(g.x, x.x), max(g.y, x.x), min(g.z, x.y), max(g.w, x.y));
   }

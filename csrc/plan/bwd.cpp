@@ -25,7 +25,7 @@ bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.proble
 bool supports_split_short(Req r, Dev d) { return supports_fused(r, d) && padded(r.problem) == 128; }
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
 bool supports_pool(Req r, Dev d) {
-  return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_ring(r.problem, d, r.constraints);
+  return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_pool_of(r.problem, d, r.constraints);
 }
 
 bool prefers_whole_keys(Req r, Dev) { return sm90::prefers_whole_keys(r.problem, r.constraints); }
@@ -46,16 +46,17 @@ void push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_di
   l.ctas = l.tiles = l.grid.ctas;
   l.dq = dq;
 }
-void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool early) {
-  Launch& l = p.push(pass(KernelId::kDqConvert90, head_dim, head_dim, 0, 128, early));
+void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool pdl) {
+  Launch& l = p.push(pass(KernelId::kDqConvert90, head_dim, head_dim, 0, 128, pdl));
   l.grid = make_grid(r.problem, d, true, sm90::BwdTile::kBlockM);
   l.ctas = l.tiles = l.grid.ctas;
 }
 // The same of the portable ones, a row of a head for pass_lanes() lanes.
-void push_portable_pass(Req r, Dev d, Plan& p, KernelId k, DqMode dq, bool early) {
+void push_portable_pass(Req r, Dev d, Plan& p, KernelId k, DqMode dq, bool pdl) {
   const int size = padded(r.problem);
   const int64_t rows = r.problem.total_q * r.problem.num_heads;
-  Launch& l = p.push(pass(k, size, size, (rows * pass_lanes(size) + kPassThreads - 1) / kPassThreads, kPassThreads, early));
+  Launch& l =
+      p.push(pass(k, size, size, (rows * pass_lanes(size) + kPassThreads - 1) / kPassThreads, kPassThreads, pdl));
   l.smem_class = class_of(d);
   l.dq = dq;
 }
@@ -79,7 +80,7 @@ void build_split(Req r, Dev d, Plan& p) {
     int d, dv;
   };
   const Problem& x = r.problem;
-  const bool dynamic = sm90::draws_items(x);
+  const bool dynamic = sm90::has_unequal_tiles(x);
   const Dims f = kShort                                          ? Dims{128, 128}
                  : x.head_dim <= 192 && x.head_dim_v <= 128 ? Dims{192, 128}
                  : x.head_dim <= 192 && x.head_dim_v <= 192 ? Dims{192, 192}
@@ -90,17 +91,17 @@ void build_split(Req r, Dev d, Plan& p) {
   p.main = 1;
   if (kShort) {
     const sm90::BwdTile k = sm90::kShortKeysTile;
-    p.push(main_of(KernelId::kBwdDkdvShort90, f.d, f.dv, sm90::BwdTile::kBlockM, k.block_n(), k.slots,
+    p.push(main_of(KernelId::kBwdDkdvShort90, f.d, f.dv, sm90::BwdTile::kBlockM, k.block_n(), k.stages,
                    sm90::BwdTile::kThreads, k.smem_bytes(f.d), sm90::bwd_grid(x, d, k.block_n(), false), d.num_sms));
   } else {
-    p.push(main_of(KernelId::kBwdDkdv90, f.d, f.dv, t.block_m, sm90::SplitBwdTile::kKeys, t.slots,
+    p.push(main_of(KernelId::kBwdDkdv90, f.d, f.dv, t.block_m, sm90::SplitBwdTile::kKeys, t.stages,
                    sm90::SplitBwdTile::kThreads, t.dkv_smem_bytes(f.d, f.dv), sm90::dkdv_grid(x, d, dynamic),
                    d.num_sms));
   }
   p.launches[1].dq = DqMode::kElsewhere;
-  p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, sm90::SplitBwdTile::kQueries, t.block_n, t.k_slots,
+  p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, sm90::SplitBwdTile::kQueries, t.block_n, t.k_stages,
                  sm90::SplitBwdTile::kThreads, t.dq_smem_bytes(f.d, f.dv), sm90::dq_grid(x, d, dynamic), d.num_sms));
-  for (const int j : {1, 2}) p.launches[j].dynamic = dynamic, p.launches[j].early = sm90::begins_early(x);
+  for (const int j : {1, 2}) p.launches[j].dynamic = dynamic, p.launches[j].pdl = sm90::prefers_pdl(x);
   add_row_stats(x, p, stat_rows);
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
 }
@@ -111,17 +112,17 @@ void build_fused(Req r, Dev d, Plan& p) {
   const int size = padded(x);
   constexpr bool kOrdered = kDq == DqMode::kOrdered;
   const sm90::BwdTile t = sm90::bwd_tile(size);
-  const sm90::DqRing pool = kDq == DqMode::kPool ? sm90::dq_ring(x, d, r.constraints) : sm90::DqRing{};
-  const Grid g = pool ? sm90::ring_grid(x, d, t.block_n(), pool) : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
+  const sm90::DqPool pool = kDq == DqMode::kPool ? sm90::dq_pool_of(x, d, r.constraints) : sm90::DqPool{};
+  const Grid g = pool ? sm90::pool_grid(x, d, t.block_n(), pool) : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
   p.dq_pool = pool;
   push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, size, size, sm90::BwdTile::kBlockM, kDq);
   p.main = 1;
-  Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.slots,
+  Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.stages,
                              sm90::BwdTile::kThreads, t.smem_bytes(size), g, d.num_sms));
   l.dq = kDq;
-  l.dynamic = kDq != DqMode::kAtomic || sm90::draws_items(x);
-  l.early = sm90::begins_early(x);
-  if (!pool) push_dq_convert(r, d, p, size, l.early);
+  l.dynamic = kDq != DqMode::kAtomic || sm90::has_unequal_tiles(x);
+  l.pdl = sm90::prefers_pdl(x);
+  if (!pool) push_dq_convert(r, d, p, size, l.pdl);
   Workspace& w = p.workspace;
   add_row_stats(x, p, sm90::BwdTile::kBlockM);
   if (kOrdered) w.dq_semaphore = w.add(4 * ((sm90::query_tiles(x) + 3) / 4 * 4));
@@ -167,7 +168,7 @@ bool supports_split_mod(Req r, Dev d) {
   return tma_bwd_mod(r, d) && sm90::is_split_mod_taken(r.problem, *r.modifiers, r.deterministic);
 }
 bool supports_persistent(Req r, Dev d) {
-  return has_hiding_bwd_sm80(padded(r.problem), class_of(d)) && !r.modifiers->is_natural;
+  return has_hiding_bwd_sm80(padded(r.problem), class_of(d)) && !r.modifiers->has_score_mod;
 }
 bool has_hopper_dbias(Req r, Dev d, Arch arch) {
   return arch == Arch::kSm90 && r.dbias != nullptr && tma_bwd_mod(r, d) && !is_wide(r) &&
@@ -278,12 +279,12 @@ Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
   const Problem& x = r.problem;
   const int size = sm90::bwd_mod_size(x);
   const sm90::BwdModTile t = sm90::bwd_mod_tile(size);
-  const bool dynamic = sm90::draws_items(x, m);
+  const bool dynamic = sm90::has_unequal_tiles(x, m);
   constexpr int kBlockN = sm90::BwdModTile::kBlockN;
-  Launch l = main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.slots,
+  Launch l = main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.stages,
                      sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic),
                      d.num_sms);
-  l.dynamic = dynamic, l.variant = v, l.early = sm90::begins_early(x);
+  l.dynamic = dynamic, l.variant = v, l.pdl = sm90::prefers_pdl(x);
   l.dq = has_whole_keys(r) ? DqMode::kStored : DqMode::kAtomic;
   return l;
 }
@@ -295,7 +296,7 @@ void push_fused_mod(Req r, Dev d, Plan& p, const Launch& l) {
   add_row_stats(r.problem, p, sm90::BwdTile::kBlockM);
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
   if (l.dq != DqMode::kAtomic) return;
-  push_dq_convert(r, d, p, l.head_dim, l.early);
+  push_dq_convert(r, d, p, l.head_dim, l.pdl);
   w.dq_accum = w.add(4 * sm90::query_tiles(r.problem) * sm90::BwdTile::kBlockM * l.head_dim);
 }
 void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, fused_mod_launch(r, d, {}, kHide)); }
@@ -309,17 +310,17 @@ void build_split_mod(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int size = sm90::split_mod_size(x);
   const sm90::SplitBwdTile t = sm90::split_mod_tile(size);
-  const bool dynamic = sm90::draws_items(x, *r.modifiers);
+  const bool dynamic = sm90::has_unequal_tiles(x, *r.modifiers);
   push_row_stats(r, d, p, KernelId::kRowStats90, size, size, t.block_m, DqMode::kElsewhere);
   p.main = p.num_launches;
-  p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::SplitBwdTile::kKeys, t.slots,
+  p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::SplitBwdTile::kKeys, t.stages,
                  sm90::SplitBwdTile::kThreads, sm90::dkdv_mod_bytes(size), sm90::dkdv_grid(x, d, dynamic),
                  d.num_sms)).dq = DqMode::kElsewhere;
-  p.push(main_of(KernelId::kBwdDqMod90, size, size, sm90::SplitBwdTile::kQueries, t.block_n, t.k_slots,
+  p.push(main_of(KernelId::kBwdDqMod90, size, size, sm90::SplitBwdTile::kQueries, t.block_n, t.k_stages,
                  sm90::SplitBwdTile::kThreads, sm90::dq_mod_bytes(size), sm90::dq_grid(x, d, dynamic), d.num_sms));
   for (const int j : {0, 1}) {
     Launch& l = p.launches[p.main + j];
-    l.dynamic = dynamic, l.variant = split_variant(r), l.early = sm90::begins_early(x);
+    l.dynamic = dynamic, l.variant = split_variant(r), l.pdl = sm90::prefers_pdl(x);
   }
   add_row_stats(x, p, t.block_m);
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
@@ -341,7 +342,7 @@ void build_portable_mod(Req r, Dev d, Plan& p) {
                              make_grid(x, d, false, t.block_n()), kPersistent ? d.num_sms : 0));
   l.smem_class = c;
   l.dynamic = kPersistent;
-  l.early = !dbias80 && r.dslopes == nullptr;
+  l.pdl = !dbias80 && r.dslopes == nullptr;
   l.dq = dq;
   Workspace& w = p.workspace;
   w.schedule_words = w.add(kPersistent ? 4 * bwd_schedule_words(x) : 0);

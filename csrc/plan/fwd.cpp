@@ -1,5 +1,5 @@
 // The tables of the forwards.
-#include "../splits.h"
+#include "../kv_splits.h"
 #include "table.h"
 
 namespace flash_ext::plans {
@@ -47,7 +47,7 @@ void build_split_kv(Req r, Dev d, Plan& p) {
   const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
   const int size = padded_split_head_dim(r.problem.head_dim, r.problem.head_dim_v);
   const SplitTile t = split_tile(size, g.rows);
-  p.push(main_of(KernelId::kFwdSplitKv80, size, size, t.rows, t.block_n(), t.slots / 2, SplitTile::kThreads,
+  p.push(main_of(KernelId::kFwdSplitKv80, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads,
                  t.smem_bytes(size), g.ctas, 0));
   p.split_kv = g;
   p.kv_splits = g.splits;
@@ -62,9 +62,9 @@ template <bool kM128>
 void build_hopper(Req r, Dev d, Plan& p) {
   const Dims x = hopper_dims(r.problem);
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kM128);
-  Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_slots / 2, t.threads(),
+  Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                              t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m()), d.num_sms));
-  l.dynamic = sm90::draws_items(r.problem) || sm90::draws_short_tiles(r.problem, d, t.block_m());
+  l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, t.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = sm90::has_long_keys(r.problem);
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
@@ -90,7 +90,7 @@ int masked_dim(const Problem& p) {
 // TMA wants an address, which keys that are not there do not have.
 bool supports_mod(Req r, Dev) { return tma_fwd(r) && r.problem.total_k > 0; }
 bool supports_mod_128(Req r, Dev d) { return supports_mod(r, d) && masked_dim(r.problem) == 128; }
-bool changes(Req r) { return r.modifiers->is_natural || factor_of(r.problem) != 1.f; }
+bool changes(Req r) { return r.modifiers->has_score_mod || factor_of(r.problem) != 1.f; }
 bool drops(Req r) { return r.modifiers->rng != nullptr; }
 bool has_one_change(Req r) {
   const Modifiers& m = *r.modifiers;
@@ -126,18 +126,18 @@ void build_hopper_mod(Req r, Dev d, Plan& p) {
   const int size = masked_dim(r.problem);
   const sm90::FwdModTile t = kM192 ? sm90::m192_mod_tile(size) : sm90::fwd_mod_tile(size);
   const sm90::FwdTile f = t.plain();
-  const bool unequal = sm90::draws_items(r.problem, *r.modifiers);
-  Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_slots / 2, f.threads(),
+  const bool unequal = sm90::has_unequal_tiles(r.problem, *r.modifiers);
+  Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
                              t.smem_bytes(size, size), sm90::fwd_grid(r.problem, d, f.block_m(), unequal), d.num_sms));
   l.variant = kVariant;
-  l.dynamic = unequal || sm90::draws_short_tiles(r.problem, d, f.block_m());
+  l.dynamic = unequal || sm90::prefers_dynamic(r.problem, d, f.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
 }
 
 ScoreVariant portable_variant(Req r, Dev d) {
   if (!has_fwd_mod_kinds(padded(r.problem), class_of(d))) return kAll;
   const Modifiers& m = *r.modifiers;
-  if (!m.is_natural) return factor_of(r.problem) != 1.f ? kAll : drops(r) ? kDrop : kHide;
+  if (!m.has_score_mod) return factor_of(r.problem) != 1.f ? kAll : drops(r) ? kDrop : kHide;
   const bool far_bias = m.bias.ptr != nullptr && !m.bias.staged;
   return drops(r) || far_bias || m.softcap > kFineSoftcap ? kAll : kChange;
 }
@@ -159,7 +159,7 @@ void build_portable_mod(Req r, Dev d, Plan& p) {
                              t.smem_bytes(size) + bias, make_grid(r.problem, d, true, t.block_m), 0));
   l.variant = v;
   l.smem_class = c;
-  l.early = r.modifiers->follows_pass;
+  l.pdl = r.modifiers->follows_pass;
 }
 
 // ---- the tables ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // The first row that fits, GQA splits around it, and names.
 #include "../plan.h"
 
-#include "../head_parts.h"
+#include "../gqa_splits.h"
 #include "table.h"
 
 namespace flash_ext {
@@ -34,16 +34,16 @@ Plan plan_of_rows(const Request& r, const DeviceInfo& d, Arch arch) {
   return p;
 }
 
-// Into how many parts a backward divides the query heads of a key head (head_parts.h).
+// Into how many parts a backward divides the query heads of a key head (gqa_splits.h).
 int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
-  if (r.direction == Direction::kForward || r.modifiers != nullptr || !has_head_parts(r.problem)) return 1;
+  if (r.direction == Direction::kForward || r.modifiers != nullptr || !can_split_gqa(r.problem)) return 1;
   if (r.constraints.gqa_splits) {
     const int group = r.problem.num_heads / r.problem.num_heads_k, wanted = *r.constraints.gqa_splits;
     return wanted > 0 && wanted <= group && group % wanted == 0 ? wanted : 1;
   }
   if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
   const Plan whole = plan_of_rows(r, d, arch);
-  return whole.row.empty() ? 1 : head_parts(r.problem, whole.main_launch().block_n, d.num_sms);
+  return whole.row.empty() ? 1 : best_gqa_splits(r.problem, whole.main_launch().block_n, d.num_sms);
 }
 
 // What tells instances of one name and head_dim apart.
@@ -51,9 +51,9 @@ const char* suffix_of(const Launch& l) {
   switch (l.kernel) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
-    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_ring" : "";
+    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_pool" : "";
     case KernelId::kBwdModPersistent80: return "_persistent";
-    case KernelId::kBwdDkdvShort90: return "_two";
+    case KernelId::kBwdDkdvShort90: return "_dkdv";
     case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
     default: return "";
   }
@@ -81,10 +81,10 @@ const char* stem_of(KernelId k) {
     case KernelId::kDbias80: return "bwd_bias_sm80";
     case KernelId::kFwd90: return "fwd_sm90";
     case KernelId::kFwdMod90: return "fwd_mod_sm90";
-    case KernelId::kRowStatsAndZero90: return "bwd_begin_sm90";
+    case KernelId::kRowStatsAndZero90: return "row_stats_and_zero_sm90";
     case KernelId::kRowStats90: return "row_stats_sm90";
     case KernelId::kBwdFused90: return "bwd_sm90";
-    case KernelId::kDqConvert90: return "bwd_finish_sm90";
+    case KernelId::kDqConvert90: return "dq_convert_sm90";
     case KernelId::kBwdDkdv90: return "bwd_sm90";
     case KernelId::kBwdDq90: return "bwd_q_sm90";
     case KernelId::kBwdDkdvShort90: return "bwd_sm90";

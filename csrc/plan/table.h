@@ -7,8 +7,8 @@
 #include "../heuristics.h"
 #include "../plan.h"
 #include "../short_tiles.h"
-#include "../sm90/bwd_split_mod_tiles.h"
-#include "../sm90/bwd_split_tiles.h"
+#include "../sm90/bwd_split/tiles.h"
+#include "../sm90/bwd_split/tiles_mod.h"
 
 namespace flash_ext::plans {
 
@@ -41,10 +41,10 @@ inline bool always(Req, Dev) { return true; }
 
 // ---- launches --------------------------------------------------------------------------------------
 
-inline Launch pass(KernelId k, int d, int dv, int64_t ctas, int threads, bool early = false) {
+inline Launch pass(KernelId k, int d, int dv, int64_t ctas, int threads, bool pdl = false) {
   Launch l;
   l.kernel = k, l.head_dim = static_cast<int16_t>(d), l.head_dim_v = static_cast<int16_t>(dv);
-  l.ctas = l.tiles = ctas, l.threads = threads, l.early = early;
+  l.ctas = l.tiles = ctas, l.threads = threads, l.pdl = pdl;
   return l;
 }
 // at_most: CTAs of a persistent kernel, 0 where each has one tile.
@@ -61,8 +61,8 @@ inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int t
   l.grid = grid;
   return l;
 }
-inline void push_short(Plan& p, KernelId k, const ShortTile& t, int smem, const ShortGrid& g, bool early) {
-  p.push(main_of(k, t.head_dim, t.head_dim, t.rows, t.rows, 1, t.threads(), smem, g.ctas, 0)).early = early;
+inline void push_short(Plan& p, KernelId k, const ShortTile& t, int smem, const ShortGrid& g, bool pdl) {
+  p.push(main_of(k, t.head_dim, t.head_dim, t.rows, t.rows, 1, t.threads(), smem, g.ctas, 0)).pdl = pdl;
   p.short_heads = g;
 }
 

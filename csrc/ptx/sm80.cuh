@@ -282,10 +282,10 @@ __device__ __forceinline__ float2 unpack2(uint32_t pair) {
 // Named barriers: `threads` is the number of threads that arrive or wait, a multiple of 32.
 // Named barriers of a CTA; 0 is that of __syncthreads(). Of the first three a kernel uses one.
 enum NamedBarrier : int {
-  kTurnBarrier = 1,       // + consumer warpgroup: whose products are next
-  kGroupBarrier = 1,      // + consumer warpgroup: its warps meet
-  kPairBarrier = 1,       // + pair of warps: they meet
-  kFinisherBarrier = 15,  // the two warps that convert dQ meet
+  kPingpongBarrier = 1,    // + consumer warpgroup: whose products are next
+  kGroupBarrier = 1,       // + consumer warpgroup: its warps meet
+  kPairBarrier = 1,        // + pair of warps: they meet
+  kConverterBarrier = 15,  // the two warps that convert dQ meet
 };
 
 __device__ __forceinline__ void bar_sync(int id, int threads) {

@@ -47,7 +47,7 @@ __device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t bar, bool is_f
   }
 }
 // The same without a branch: behind one that lanes take apart ptxas no longer sees what all of them have in common, and
-// keeps slots and descriptors in registers of each.
+// keeps stages and descriptors in registers of each.
 __device__ __forceinline__ void mbarrier_arrive_for_warp_flat(uint32_t bar, bool is_first) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -233,12 +233,12 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Keeps the compiler from moving uses of registers that an asynchronous product reads or writes across this point.
 template <int kCount>
-__device__ __forceinline__ void pin(float (&x)[kCount]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 template <int kCount>
-__device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
+__device__ __forceinline__ void warpgroup_fence_operand(uint32_t (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }

@@ -4,7 +4,7 @@
 #include <random>
 
 #include "bias_cases.h"
-#include "sm80/bwd_bias.cuh"
+#include "sm80/bwd_bias/kernel.cuh"
 
 namespace flash_ext {
 
@@ -31,7 +31,7 @@ struct BiasData {
   std::vector<float> bias32, slopes, stats;
   std::vector<int32_t> prefix;
   std::vector<uint32_t> mask, mask_any, mask_all, blocks;
-  // Labels and intervals of tokens, and their bounds over 32 tokens.
+  // DocumentIds and intervals of tokens, and their bounds over 32 tokens.
   std::vector<int32_t> labels_q, label_groups_q, labels_k, label_groups_k;
   std::vector<int32_t> row_bounds, row_groups, key_bounds, key_groups;
   const int64_t rng[2] = {77, 5};
@@ -45,7 +45,7 @@ struct BiasData {
     }
     make_operands();
     Modifiers& m = modifiers;
-    m.is_natural = true;
+    m.has_score_mod = true;
     m.unit_log2 = kLog2e;
     m.softcap = c.softcap;
     m.inv_softcap = c.softcap > 0 ? 1 / c.softcap : 0;
@@ -67,8 +67,8 @@ struct BiasData {
     if (c.mask) make_mask();
     if (c.blocks) make_blocks();
     if (c.documents) {
-      make_labels(tokens_q(), labels_q, label_groups_q, m.document_q);
-      make_labels(tokens_k(), labels_k, label_groups_k, m.document_k);
+      make_document_ids(tokens_q(), labels_q, label_groups_q, m.document_q);
+      make_document_ids(tokens_k(), labels_k, label_groups_k, m.document_k);
     }
     if (c.hidden_rows > 0) {
       make_intervals(tokens_k(), longest_q, c.hidden_rows, row_bounds, row_groups, m.hidden_rows);
@@ -213,7 +213,7 @@ struct BiasData {
   }
 
   // Documents of 50 tokens; one token in 97 belongs to none.
-  void make_labels(int64_t tokens, std::vector<int32_t>& ids, std::vector<int32_t>& groups, Labels& view) {
+  void make_document_ids(int64_t tokens, std::vector<int32_t>& ids, std::vector<int32_t>& groups, DocumentIds& view) {
     for (int b = 0; b < label_batch(); ++b) {
       for (int i = 0; i < tokens; ++i) ids.push_back(i / 50 - (i % 97 == 3 ? 100 : 0));
       for (int64_t i = 0; i < tokens; i += 32) {

@@ -1,4 +1,4 @@
-// csrc/sm80/fwd_split.cuh on a CPU against a model in float64. Built and run by tests/test_emulation.py.
+// csrc/sm80/split_kv/kernel.cuh on a CPU against a model in float64. Built and run by tests/test_emulation.py.
 //
 //   fwd_split [--all] [--seed N] [--fault N]
 //
@@ -10,7 +10,7 @@
 #include <random>
 #include <string>
 
-#include "sm80/fwd_split.cuh"
+#include "sm80/split_kv/kernel.cuh"
 
 namespace flash_ext {
 namespace {

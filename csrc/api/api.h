@@ -1,0 +1,40 @@
+// The torch side of the package: checks, operators, bindings. Only api*.cpp may include it.
+#pragma once
+
+#include "call_args.h"
+
+namespace flash_ext {
+
+// Calls through the dispatcher (api/ops.cpp).
+FwdResult call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+BwdResult call_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                   const Tensor& lse, const CallArgs& args);
+FwdModResult call_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                          const Tensor& lse, const CallArgs& args);
+
+// The implementations for GPUs of calls without modifiers, below the dispatcher and behind the checks: results go into
+// `out` and `gradients`, which have the results' shapes and a unit last stride (api/ops.cpp).
+FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& out, const Tensor& lse, const CallArgs& args);
+
+// Whether the caller or torch.use_deterministic_algorithms() wants it (api/tensors.cpp).
+bool is_deterministic(bool asked);
+
+// The rules that every implementation shares: CUDA, CPU and fake tensors call these same functions
+// with the operator's arguments, so their messages agree. They read metadata only and raise
+// ValueError, TypeError or NotImplementedError (api/checks.cpp).
+void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+               const Tensor& lse, const CallArgs& args);
+void check_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+void check_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                   const Tensor& lse, const CallArgs& args);
+
+// Puts the GPU implementations, without their launch and with the facts of an H100, in the place of
+// the CPU ones until called with false. For bench/host_cost.py, and for tests of the host side
+// where there is no GPU (api/ops.cpp).
+void use_null_kernels_on_cpu(bool enable);
+
+}  // namespace flash_ext

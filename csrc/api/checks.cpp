@@ -1,0 +1,343 @@
+// What a call must satisfy before anything is allocated or launched. Metadata only, symbolic sizes
+// allowed.
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../path_choice.h"
+#include "api.h"
+
+namespace flash_ext {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+// Comparisons that also work for sizes not known while tracing: those become run-time assertions.
+// Plain numbers, the case of every real call, are compared in place.
+bool equal(const SymInt& a, const SymInt& b) {
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x == *y : a.sym_eq(b).expect_true(__FILE__, __LINE__);
+}
+bool at_most(const SymInt& a, const SymInt& b) {
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x <= *y : a.sym_le(b).expect_true(__FILE__, __LINE__);
+}
+
+std::string dtype_of(const Tensor& t) {
+  std::ostringstream text;
+  text << "torch." << c10::getDtypeNames(t.scalar_type()).first;
+  return text.str();
+}
+
+std::string shape_of(const Tensor& t) {
+  std::ostringstream text;
+  text << '(';
+  const auto sizes = t.sym_sizes();
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i == 0 ? "" : ", ") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+bool is_reduced(c10::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+bool is_wide(c10::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
+
+void check_devices(const Tensor& q, const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_NOT_IMPLEMENTED(q.is_cuda() || q.is_cpu() || q.is_meta(), "q is on ", q.device(),
+                              "; attention runs on cuda and cpu. Move q, k and v to one of them.");
+  TORCH_CHECK_VALUE(q.device() == k.device() && q.device() == v.device(),
+                    "q, k and v must be on one device, got q on ", q.device(), ", k on ",
+                    k.device(), ", v on ", v.device(), ". Move them with .to(q.device).");
+}
+
+void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const auto dtype = q.scalar_type();
+  const bool same = dtype == k.scalar_type() && dtype == v.scalar_type();
+  const bool known = is_reduced(dtype) || (is_wide(dtype) && !q.is_cuda());
+  if (C10_LIKELY(same && known)) return;
+  std::ostringstream got;
+  got << "got q " << dtype_of(q) << ", k " << dtype_of(k) << ", v " << dtype_of(v);
+  TORCH_CHECK_TYPE(
+      !q.is_cuda(), "q, k and v on cuda must all be torch.float16 or all torch.bfloat16, ",
+      got.str(), ". Cast them with .to(torch.bfloat16), or call inside torch.autocast(\"cuda\").");
+  TORCH_CHECK_TYPE(
+      known,
+      "q, k and v must all be torch.float16, torch.bfloat16, torch.float32 or torch.float64, ",
+      got.str(), ". Cast them first.");
+  TORCH_CHECK_TYPE(same, "q, k and v must share one dtype, ", got.str(),
+                   ". Cast them to one, or call inside torch.autocast.");
+}
+
+void check_unit_stride(const Tensor& t, const char* name) {
+  TORCH_CHECK_VALUE(equal(t.sym_stride(-1), 1) || equal(t.sym_size(-1), 1), name,
+                    " must have stride 1 in its last dimension, got strides ", t.sym_strides(),
+                    ". Call .contiguous() on it.");
+}
+
+void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q) {
+  TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(cu),
+                   ". Convert it with .to(torch.int32).");
+  TORCH_CHECK_VALUE(cu.device() == q.device(), name, " must be on the device of q, ", q.device(),
+                    ", got ", cu.device(), ".");
+  TORCH_CHECK_VALUE(cu.dim() == 1 && at_most(1, cu.sym_size(0)), name,
+                    " must have shape (batch + 1,), got ", shape_of(cu), ".");
+  TORCH_CHECK_VALUE(cu.is_contiguous(), name, " must be contiguous, got stride ", cu.sym_stride(0),
+                    ". Call .contiguous() on it.");
+}
+
+void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v,
+                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+  TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                    "cu_seqlens_q and cu_seqlens_k must be given together, got only ",
+                    cu_seqlens_q.has_value() ? "cu_seqlens_q" : "cu_seqlens_k", ".");
+  const bool packed = cu_seqlens_q.has_value();
+  const int64_t want_dim = packed ? 3 : 4;
+  const char* layout =
+      packed ? "(total, num_heads, head_dim)" : "(batch, seqlen, num_heads, head_dim)";
+  TORCH_CHECK_VALUE(q.dim() == want_dim, "q must have shape ", layout, ", got ", shape_of(q), ".");
+  TORCH_CHECK_VALUE(k.dim() == want_dim, "k must have shape ", layout, ", got ", shape_of(k), ".");
+  TORCH_CHECK_VALUE(v.dim() == want_dim, "v must have shape ", layout, ", got ", shape_of(v), ".");
+  if (packed) {
+    check_cu_seqlens(*cu_seqlens_q, "cu_seqlens_q", q);
+    check_cu_seqlens(*cu_seqlens_k, "cu_seqlens_k", q);
+    TORCH_CHECK_VALUE(equal(cu_seqlens_q->sym_size(0), cu_seqlens_k->sym_size(0)),
+                      "cu_seqlens_q and cu_seqlens_k must have the same length (batch + 1), got ",
+                      cu_seqlens_q->sym_size(0), " and ", cu_seqlens_k->sym_size(0), ".");
+  } else {
+    TORCH_CHECK_VALUE(equal(q.sym_size(0), k.sym_size(0)), "k must have the batch size of q, ",
+                      q.sym_size(0), ", got ", k.sym_size(0), ".");
+    TORCH_CHECK_VALUE(equal(q.sym_size(0), v.sym_size(0)), "v must have the batch size of q, ",
+                      q.sym_size(0), ", got ", v.sym_size(0), ".");
+  }
+  // The kernels count rows, heads and batch entries in 32 bits; offsets are 64-bit. Sizes that are
+  // still symbolic are not asked: the limit would become a guard of every traced program.
+  for (int64_t i = 0; i < want_dim - 1; ++i) {
+    TORCH_CHECK_VALUE(q.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32 &&
+                          k.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32,
+                      "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ",
+                      shape_of(k), ". Split the call.");
+  }
+}
+
+void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_VALUE(equal(k.sym_size(-3), v.sym_size(-3)), "v must have the sequence length of k, ",
+                    k.sym_size(-3), ", got ", v.sym_size(-3), ".");
+  TORCH_CHECK_VALUE(equal(k.sym_size(-2), v.sym_size(-2)), "v must have the num_heads of k, ",
+                    k.sym_size(-2), ", got ", v.sym_size(-2), ".");
+  TORCH_CHECK_VALUE(equal(q.sym_size(-1), k.sym_size(-1)), "k must have the head_dim of q, ",
+                    q.sym_size(-1), ", got ", k.sym_size(-1), ".");
+  TORCH_CHECK_VALUE(at_most(1, q.sym_size(-1)), "head_dim of q and k must be at least 1, got 0.");
+  TORCH_CHECK_VALUE(at_most(1, v.sym_size(-1)), "head_dim of v must be at least 1, got 0.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !q.is_cuda() || at_most(q.sym_size(-1), kMaxHeadDim), "head_dim of q and k must be at most ",
+      kMaxHeadDim, " on cuda, got ", q.sym_size(-1),
+      ". Use smaller heads, or torch.nn.functional.scaled_dot_product_attention.");
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(v.sym_size(-1), kMaxHeadDim),
+                              "head_dim of v must be at most ", kMaxHeadDim, " on cuda, got ",
+                              v.sym_size(-1),
+                              ". Split v along its last dimension and concatenate the outputs.");
+
+  const SymInt num_heads = q.sym_size(-2);
+  const SymInt num_heads_k = k.sym_size(-2);
+  const bool divides =
+      equal(num_heads, num_heads_k) ||
+      (at_most(1, num_heads) && at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
+  TORCH_CHECK_VALUE(divides,
+                    "num_heads of q must be a positive multiple of num_heads of k and v, got ",
+                    num_heads, " and ", num_heads_k, ".");
+}
+
+void check_options(const Tensor& q, const CallArgs& a) {
+  TORCH_CHECK_VALUE(std::isfinite(a.softmax_scale), "softmax_scale must be finite, got ",
+                    a.softmax_scale, ".");
+  TORCH_CHECK_VALUE(
+      at_most(-1, a.window_left) && at_most(-1, a.window_right),
+      "window must be (left, right) with values of at least -1 (-1 is unlimited), got (",
+      a.window_left, ", ", a.window_right, ").");
+  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_q), "max_seqlen_q must not be negative, got ",
+                    a.max_seqlen_q, "; leave it out when unknown.");
+  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_k), "max_seqlen_k must not be negative, got ",
+                    a.max_seqlen_k, "; leave it out when unknown.");
+  if (!a.path.has_value()) return;
+  Choice choice;
+  const std::string error = parse_choice(*a.path, choice);
+  TORCH_CHECK_VALUE(error.empty() && !a.path->empty(), "path must be None (automatic) or one of ",
+                    path_names(), ", got '", *a.path, "'", error.empty() ? "" : ": ", error, ".");
+  if (q.is_cpu() && *a.path != "cpu") {
+    std::string text;
+    for (const Path& gpu_path : gpu_paths())
+      text += std::string(gpu_path.name) + " path: q is on cpu; ";
+    TORCH_CHECK_VALUE(false, "path '", *a.path, "' cannot run this call. ", text,
+                      "cpu path: accepts. Leave path out, or move q, k and v to a GPU.");
+  }
+}
+
+// `t` must look like a result of the forward: same device, the given shape.
+void check_like(const Tensor& t, const char* name, const Tensor& q, c10::SymIntArrayRef want) {
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(),
+                    ", got ", t.device(), ".");
+  bool same = t.dim() == static_cast<int64_t>(want.size());
+  for (size_t i = 0; same && i < want.size(); ++i)
+    same = equal(t.sym_size(static_cast<int64_t>(i)), want[i]);
+  TORCH_CHECK_VALUE(same, name, " must have shape ", want, ", got ", shape_of(t), ".");
+}
+
+void check_row_statistic(const Tensor& t, const char* name, const Tensor& q) {
+  const auto want = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK_TYPE(t.scalar_type() == want, name, " must be ",
+                   want == at::kFloat ? "torch.float32" : "torch.float64", ", got ", dtype_of(t),
+                   ".");
+  if (q.dim() == 4) {
+    const std::array<SymInt, 3> shape = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
+    check_like(t, name, q, shape);
+  } else {
+    const std::array<SymInt, 2> shape = {q.sym_size(1), q.sym_size(0)};
+    check_like(t, name, q, shape);
+  }
+}
+
+// ---- modifiers ----------------------------------------------------------------------------------
+
+// What a dimension may be; nothing: any size.
+using Sizes = std::vector<SymInt>;
+
+bool is_any_of(const SymInt& size, const Sizes& allowed) {
+  return allowed.empty() || std::any_of(allowed.begin(), allowed.end(), [&](const SymInt& one) {
+           const auto x = size.maybe_as_int(), y = one.maybe_as_int();
+           return x && y ? *x == *y : size.sym_eq(one).guard_bool(__FILE__, __LINE__);
+         });
+}
+
+void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
+                    std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous) {
+  if (!t.has_value()) return;
+  if (std::find(dtypes.begin(), dtypes.end(), t->scalar_type()) == dtypes.end()) {
+    std::set<std::string> names;
+    for (const auto dtype : dtypes) names.insert("torch." + std::string(c10::getDtypeNames(dtype).first));
+    std::string wanted;
+    for (const std::string& one : names) wanted += (wanted.empty() ? "" : " or ") + one;
+    TORCH_CHECK_TYPE(false, name, " must be ", wanted, ", got ", dtype_of(*t), ".");
+  }
+  TORCH_CHECK_VALUE(t->device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t->device(),
+                    ".");
+  bool fits = t->dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; fits && i < sizes.size(); ++i) fits = is_any_of(t->sym_size(static_cast<int64_t>(i)), sizes[i]);
+  if (!fits) {
+    std::ostringstream wanted;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      wanted << (i == 0 ? "" : ", ") << (sizes[i].empty() ? "any" : "");
+      for (size_t j = 0; j < sizes[i].size(); ++j) wanted << (j == 0 ? "" : " or ") << sizes[i][j];
+    }
+    TORCH_CHECK_VALUE(false, name, " must have shape (", wanted.str(), "), got ", shape_of(*t), ".");
+  }
+  TORCH_CHECK_VALUE(!contiguous || t->is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
+}
+
+// Dtypes, devices and shapes of what the arguments point to. Values stay on the device; kernels clamp them. The public
+// functions check more, in the caller's words.
+void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
+  const bool packed = a.cu_seqlens_q.has_value();
+  const SymInt batch = packed ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+  const SymInt rows = q.sym_size(-3), heads = q.sym_size(-2), keys = k.sym_size(-3);
+  const Sizes any;
+  const auto shape = [&](bool with_batch, std::initializer_list<Sizes> rest) {
+    std::vector<Sizes> sizes;
+    if (with_batch) sizes.push_back({batch, 1});
+    sizes.insert(sizes.end(), rest);
+    return sizes;
+  };
+  const auto of_scores = shape(true, {{heads, 1}, packed ? any : Sizes{rows, 1}, packed ? any : Sizes{keys, 1}});
+  const auto of_positions = [&](const SymInt& length) {
+    return packed ? std::vector<Sizes>{{length}} : std::vector<Sizes>{{batch}, {length}};
+  };
+  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+
+  if (a.bias.has_value() && a.bias->dim() == 3) {  // by distance
+    check_modifier(a.bias, "bias", q, {statistic}, shape(true, {{heads, 1}, any}), true);
+    const SymInt entries = a.bias->sym_size(2);
+    TORCH_CHECK_VALUE(equal(entries % 2, 1), "bias by distance must have an odd number of entries, got ", entries, ".");
+    TORCH_CHECK_VALUE(at_most(a.bias->sym_numel(), INT32_MAX), "bias by distance must have less than 2^31 elements, got ",
+                      a.bias->sym_numel(), ".");
+  } else {
+    check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
+  }
+  check_modifier(a.mask, "mask", q, {at::kBool}, of_scores, false);
+  check_modifier(a.document_q, "document_q", q, {at::kInt}, of_positions(rows), true);
+  check_modifier(a.document_k, "document_k", q, {at::kInt}, of_positions(keys), true);
+  check_modifier(a.prefix_lens, "prefix_lens", q, {at::kInt}, {{batch}}, true);
+  check_modifier(a.hidden_rows, "hidden_rows", q, {at::kInt}, shape(!packed, {{heads, 1}, {keys}, {2, 4}}), true);
+  check_modifier(a.hidden_keys, "hidden_keys", q, {at::kInt}, shape(!packed, {{heads, 1}, {rows}, {2, 4}}), true);
+  const bool has_batch = a.slopes.has_value() && a.slopes->dim() != 1;
+  check_modifier(a.slopes, "slopes", q, {statistic},
+                 has_batch ? std::vector<Sizes>{{batch}, {heads}} : std::vector<Sizes>{{heads}}, true);
+  check_modifier(a.sinks, "sinks", q, {statistic}, {{heads}}, true);
+  check_modifier(a.rng, "rng", q, {at::kLong}, {{2}}, true);
+  TORCH_CHECK_VALUE(a.document_q.has_value() == a.document_k.has_value(),
+                    "document_q and document_k must be given together.");
+  TORCH_CHECK_VALUE(a.softcap >= 0 && std::isfinite(a.softcap),
+                    "softcap must be 0 (off) or a positive finite number, got ", a.softcap, ".");
+  TORCH_CHECK_VALUE(a.dropout_p >= 0 && a.dropout_p <= 1, "dropout_p must be a probability from 0 to 1, got ",
+                    a.dropout_p, ".");
+  TORCH_CHECK_VALUE(a.dropout_p == 0 || a.rng.has_value(), "rng must be given with dropout_p ", a.dropout_p, ".");
+  TORCH_CHECK_VALUE(at_most(0, a.sink_tokens) && at_most(0, a.chunk),
+                    "sink_tokens and chunk must not be negative, got ", a.sink_tokens, " and ", a.chunk, ".");
+  if (!a.blocks.has_value()) return;
+  const SymInt &m = a.block_rows, &n = a.block_cols;
+  TORCH_CHECK_VALUE(at_most(1, m) && at_most(1, n) && equal(m % 16, 0) && equal(n % 16, 0),
+                    "block_rows and block_cols must be positive multiples of 16, got (", m, ", ", n, ").");
+  const auto count = [](const SymInt& length, const SymInt& size) { return (length + size - 1) / size; };
+  check_modifier(a.blocks, "blocks", q, {at::kBool},
+                 shape(true, {{heads, 1}, packed ? any : Sizes{count(rows, m)}, packed ? any : Sizes{count(keys, n)}}),
+                 false);
+}
+
+}  // namespace
+
+void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_devices(q, k, v);
+  check_dtypes(q, k, v);
+  check_packed_or_dense(q, k, v, a.cu_seqlens_q, a.cu_seqlens_k);
+  check_shapes(q, k, v);
+  check_unit_stride(q, "q");
+  check_unit_stride(k, "k");
+  check_unit_stride(v, "v");
+  check_options(q, a);
+}
+
+void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+               const Tensor& lse, const CallArgs& a) {
+  check_fwd(q, k, v, a);
+  std::vector<SymInt> out_shape = q.sym_sizes().vec();
+  out_shape.back() = v.sym_size(-1);
+  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out must have the dtype of q, ",
+                   dtype_of(q), ", got ", dtype_of(out), ".");
+  check_like(out, "out", q, out_shape);
+  check_unit_stride(out, "out");
+  TORCH_CHECK_TYPE(dout.scalar_type() == q.scalar_type(), "dout must have the dtype of q, ",
+                   dtype_of(q), ", got ", dtype_of(dout), ".");
+  check_like(dout, "dout", q, out_shape);
+  check_row_statistic(lse, "lse", q);
+  if (a.dlse.has_value()) check_row_statistic(*a.dlse, "dlse", q);
+}
+
+void check_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_fwd(q, k, v, a);
+  check_modifiers(q, k, a);
+}
+
+void check_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                   const Tensor& lse, const CallArgs& a) {
+  check_bwd(dout, q, k, v, out, lse, a);
+  check_modifiers(q, k, a);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,325 @@
+// From the arguments of a call with modifiers to what the kernels read (modifiers.h).
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../path_choice.h"
+#include "../short_tiles.h"
+#include "api.h"
+#include "tensors.h"
+
+namespace flash_ext {
+namespace {
+
+Tensor ints(Prepared& made, int64_t count, const Tensor& like) {
+  made.kept.push_back(new_tensor({std::max<int64_t>(count, 1)}, like.options().dtype(at::kInt)));
+  return made.kept.back();
+}
+
+// After a pass over so many elements; of none nothing is launched.
+void check_pass(Prepared& made, const std::string& error, int64_t elements) {
+  TORCH_CHECK(error.empty(), "flash_ext masks: ", error);
+  made.modifiers.follows_pass = made.modifiers.follows_pass || elements > 0;
+}
+
+// A dimension of size 1 is broadcast.
+int64_t broadcast_stride(const Tensor& t, int64_t dim) {
+  return t.size(dim) == 1 ? 0 : t.stride(dim);
+}
+
+int32_t extent(const Tensor& t, int64_t dim) {
+  return t.size(dim) == 1 ? BitRows::kAny : static_cast<int32_t>(t.size(dim));
+}
+
+BoolView bool_view(const Tensor& t) {
+  BoolView x;
+  x.ptr = t.const_data_ptr<bool>();
+  for (int dim = 0; dim < 4; ++dim) {
+    x.strides[dim] = broadcast_stride(t, dim);
+    x.sizes[dim] = static_cast<int32_t>(t.size(dim));
+  }
+  return x;
+}
+
+int64_t last_element(const Tensor& t) {  // from the first
+  int64_t at = 0;
+  for (int64_t dim = 0; dim < t.dim(); ++dim) at += (t.size(dim) - 1) * t.stride(dim);
+  return at;
+}
+
+BiasView bias_view(const Tensor& t) {
+  BiasView x;
+  x.ptr = t.const_data_ptr();
+  x.batch_stride = broadcast_stride(t, 0);
+  x.head_stride = broadcast_stride(t, 1);
+  x.row_stride = broadcast_stride(t, 2);
+  x.col_stride = broadcast_stride(t, 3);
+  x.rows = extent(t, 2);
+  x.cols = extent(t, 3);
+  x.is_float = t.scalar_type() == at::kFloat;
+  const int64_t piece = x.is_float ? 4 : 8;  // elements of 16 bytes
+  const bool strides_fit = (x.batch_stride | x.head_stride | x.row_stride) % piece == 0;
+  x.aligned = x.col_stride == 1 && strides_fit && reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 &&
+              get_switch(Switch::kUnaligned) != 1;
+  x.staged = x.aligned && !x.is_float;
+  // A row of an odd number of elements ends in half a pair: those that follow have the next row there, the last one
+  // may be the end of the memory.
+  const int64_t elements = static_cast<int64_t>(t.storage().nbytes() / t.element_size());
+  x.has_room = x.cols % 2 == 0 || (t.numel() > 0 && t.storage_offset() + last_element(t) + 1 < elements);
+  return x;
+}
+
+// The bias as kernels read it. One whose rows do not begin on 16 bytes, as with 77 keys, is copied so that they do: read
+// element by element it is 2 to 4 times as slow forward, and backward it leaves the Hopper kernels. One value for all
+// keys is read as it is.
+BiasView prepare_bias(Prepared& made, const Tensor& bias) {
+  const BiasView as_given = bias_view(bias);
+  if (as_given.aligned || as_given.col_stride == 0 || get_switch(Switch::kUnaligned) == 1) return as_given;
+  Tensor entries = bias;  // those that differ
+  for (int64_t dim = 0; dim < 3; ++dim) {
+    if (entries.stride(dim) == 0) entries = entries.narrow(dim, 0, 1);
+  }
+  const int64_t cols = bias.size(3), room = (cols + 7) / 8 * 8;
+  const Tensor rows = new_tensor({entries.size(0), entries.size(1), entries.size(2), room}, bias.options());
+  if (room > cols) rows.narrow(3, cols, room - cols).zero_();
+  made.kept.push_back(rows.narrow(3, 0, cols));
+  made.kept.back().copy_(entries);
+  return bias_view(made.kept.back());
+}
+
+void prepare_mask(Prepared& made, const Tensor& mask) {
+  Modifiers& m = made.modifiers;
+  const bool fill = mask.size(3) == 1;
+  const int64_t heads = mask.size(0) * mask.size(1), rows = mask.size(2);
+  const int64_t words = fill ? 1 : (mask.size(3) + 31) / 32;
+  const int64_t groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
+  const Tensor bits = ints(made, heads * rows * words, mask);
+  const Tensor any = ints(made, heads * groups * words, mask), all = ints(made, heads * groups * words, mask);
+  auto* bits_ptr = reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>());
+  auto* any_ptr = reinterpret_cast<uint32_t*>(any.mutable_data_ptr<int32_t>());
+  auto* all_ptr = reinterpret_cast<uint32_t*>(all.mutable_data_ptr<int32_t>());
+  if (should_launch()) {
+    check_pass(made, pack_mask(bool_view(mask), bits_ptr, static_cast<int>(words), fill, made.stream), mask.numel());
+    check_pass(made, group_mask(bits_ptr, any_ptr, all_ptr, heads, static_cast<int>(rows),
+                               static_cast<int>(words), made.stream), mask.numel());
+  }
+  m.mask.words = bits_ptr;
+  m.mask_any = any_ptr;
+  m.mask_all = all_ptr;
+  m.mask.rows = extent(mask, 2);
+  m.mask.num_words = fill ? BitRows::kAny : static_cast<int32_t>(words);
+  m.mask.word_stride = fill ? 0 : 1;
+  m.mask.row_stride = rows == 1 ? 0 : words;
+  m.mask.head_stride = mask.size(1) == 1 ? 0 : rows * words;
+  m.mask.batch_stride = mask.size(0) == 1 ? 0 : mask.size(1) * rows * words;
+  m.mask_group_stride = rows == 1 ? 0 : words;
+  m.mask_group_head_stride = mask.size(1) == 1 ? 0 : groups * words;
+  m.mask_group_batch_stride = mask.size(0) == 1 ? 0 : mask.size(1) * groups * words;
+}
+
+void prepare_blocks(Prepared& made, const Tensor& blocks, int64_t block_rows, int64_t block_cols) {
+  BitRows& x = made.modifiers.blocks;
+  made.modifiers.block_rows = static_cast<int32_t>(std::min(block_rows, int64_t{1} << 30));
+  const int64_t granule_rows = blocks.size(2) * (block_rows / 16);
+  const int64_t words = (blocks.size(3) * (block_cols / 16) + 31) / 32;
+  const Tensor bits = ints(made, blocks.size(0) * blocks.size(1) * granule_rows * words, blocks);
+  auto* bits_ptr = reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>());
+  // Blocks are not broadcast over rows and columns, and a stride of 0 is one like any other.
+  BoolView view = bool_view(blocks);
+  for (int dim = 2; dim < 4; ++dim) view.strides[dim] = blocks.stride(dim);
+  if (should_launch()) {
+    check_pass(made, pack_blocks(view, bits_ptr, static_cast<int>(granule_rows), static_cast<int>(words),
+                                static_cast<int>(block_rows / 16), static_cast<int>(block_cols / 16), made.stream),
+                    blocks.numel());
+  }
+  x.words = bits_ptr;
+  x.rows = static_cast<int32_t>(granule_rows);
+  x.num_words = static_cast<int32_t>(words);
+  x.word_stride = 1;
+  x.row_stride = words;
+  x.head_stride = blocks.size(1) == 1 ? 0 : granule_rows * words;
+  x.batch_stride = blocks.size(0) == 1 ? 0 : blocks.size(1) * granule_rows * words;
+}
+
+DocumentIds prepare_document_ids(Prepared& made, const Tensor& ids) {
+  const int64_t length = ids.size(-1), rows = ids.numel() / std::max<int64_t>(length, 1);
+  const int64_t groups = (length + DocumentIds::kGroup - 1) / DocumentIds::kGroup;
+  const Tensor bounds = ints(made, rows * groups * 2, ids);
+  DocumentIds x;
+  x.ids = ids.const_data_ptr<int32_t>();
+  x.groups = bounds.mutable_data_ptr<int32_t>();
+  x.batch_stride = ids.dim() == 2 ? length : 0;
+  x.group_batch_stride = ids.dim() == 2 ? groups : 0;
+  if (should_launch()) {
+    check_pass(made, group_document_ids(x.ids, bounds.mutable_data_ptr<int32_t>(), rows, length, made.stream),
+               ids.numel());
+  }
+  return x;
+}
+
+// (B|1, H|1, length, 2n), packed (H|1, total, 2n).
+HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds) {
+  const int64_t length = bounds.size(-2), count = bounds.size(-1) / 2;
+  const int64_t heads = bounds.size(-3), batch = bounds.dim() == 4 ? bounds.size(0) : 1;
+  const int64_t groups = (length + DocumentIds::kGroup - 1) / DocumentIds::kGroup;
+  const Tensor summary = ints(made, batch * heads * groups * count * 4, bounds);
+  HiddenIntervals x;
+  x.bounds = bounds.const_data_ptr<int32_t>();
+  x.groups = summary.mutable_data_ptr<int32_t>();
+  x.count = static_cast<int32_t>(count);
+  x.head_stride = heads == 1 ? 0 : length * count * 2;
+  x.batch_stride = batch == 1 ? 0 : heads * length * count * 2;
+  x.group_head_stride = heads == 1 ? 0 : groups * count;
+  x.group_batch_stride = batch == 1 ? 0 : heads * groups * count;
+  if (should_launch()) {
+    check_pass(made, group_intervals(x.bounds, summary.mutable_data_ptr<int32_t>(), batch * heads, length,
+                                    static_cast<int>(count), made.stream), bounds.numel());
+  }
+  return x;
+}
+
+}  // namespace
+
+Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& info, void* stream) {
+  const Problem& p = request.problem;
+  const Constraints& c = request.constraints;
+  Prepared made;
+  made.stream = stream;
+  Modifiers& m = made.modifiers;
+  m.softcap = static_cast<float>(a.softcap);
+  m.inv_softcap = a.softcap > 0 ? static_cast<float>(1 / a.softcap) : 0.f;
+  if (a.bias.has_value() && a.bias->dim() == 3) {
+    DistanceBias& x = m.by_distance;
+    x.reach = static_cast<int32_t>(a.bias->size(2) / 2);
+    x.last_entry = 2 * x.reach;
+    x.table = a.bias->const_data_ptr<float>();
+    x.table_batch_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 0));
+    x.table_head_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 1));
+  } else if (a.bias.has_value()) {
+    const bool is_kept = request.direction == Direction::kForward ? is_short_mod(p, info, c) : is_short_bwd(p, info, c);
+    m.bias = is_kept ? bias_view(*a.bias) : prepare_bias(made, *a.bias);
+  }
+  if (a.slopes.has_value()) {
+    m.by_distance.slopes = a.slopes->const_data_ptr<float>();
+    m.by_distance.slopes_batch_stride = a.slopes->dim() == 2 ? p.num_heads : 0;
+  }
+  if (a.sinks.has_value()) m.sinks = a.sinks->const_data_ptr<float>();
+  m.top_left = a.top_left;
+  m.chunk = clamp_to_int32(a.chunk.expect_int());
+  m.chunk_divisor = Divisor(static_cast<uint32_t>(std::max<int32_t>(m.chunk, 1)));
+  m.sink_tokens = static_cast<int32_t>(std::min<int64_t>(a.sink_tokens.expect_int(), Problem::kMaxSeqlen));
+  if (a.prefix_lens.has_value()) m.prefix_lens = a.prefix_lens->const_data_ptr<int32_t>();
+  if (a.mask.has_value()) prepare_mask(made, *a.mask);
+  if (a.blocks.has_value()) prepare_blocks(made, *a.blocks, a.block_rows.expect_int(), a.block_cols.expect_int());
+  if (a.document_q.has_value()) m.document_q = prepare_document_ids(made, *a.document_q);
+  if (a.document_k.has_value()) m.document_k = prepare_document_ids(made, *a.document_k);
+  if (a.hidden_rows.has_value()) m.hidden_rows = prepare_intervals(made, *a.hidden_rows);
+  if (a.hidden_keys.has_value()) m.hidden_keys = prepare_intervals(made, *a.hidden_keys);
+  m.drop_below = static_cast<uint32_t>(std::nearbyint(a.dropout_p * 65536));
+  if (m.drop_below > 0) {
+    m.rng = a.rng->const_data_ptr<int64_t>();
+    m.keep_scale = m.drop_below >= 65536 ? 0.f : 65536.f / static_cast<float>(65536 - m.drop_below);
+  }
+  const bool shares_bias = m.bias.ptr != nullptr && a.bias->size(0) == 1 && a.bias->size(2) > 1;
+  m.batch_fastest = shares_bias && !p.is_varlen() && p.batch > 1;
+  m.has_score_mod = a.softcap > 0 || m.adds();
+  m.batches = Divisor(static_cast<uint32_t>(std::max(p.batch, 1)));
+  return made;
+}
+
+BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope) {
+  BiasGradient g;
+  g.batch = static_cast<int32_t>(shape[0]);
+  g.heads = static_cast<int32_t>(shape[1]);
+  if (shape.size() == 3) {
+    g.cols = static_cast<int32_t>(shape[2]);
+    g.reach = g.cols / 2;
+    g.sum_rows = g.sum_cols = true;
+    return g;
+  }
+  g.rows = static_cast<int32_t>(shape[2]);
+  g.cols = static_cast<int32_t>(shape[3]);
+  g.sum_rows = shape[2] == 1;
+  g.sum_cols = shape[3] == 1;
+  g.is_slope = is_slope;
+  return g;
+}
+
+Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result) {
+  g.splits = splits;
+  const Tensor to = part ? workspace.narrow(0, part.offset, part.bytes).view(at::kFloat).view({splits, -1}) : result;
+  g.is_float = to.scalar_type() == at::kFloat;
+  g.out = to.mutable_data_ptr();
+  if (g.reach >= 0) to.zero_();
+  return to;
+}
+
+NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Problem& p) {
+  static const int64_t something = 0;  // never read
+  Modifiers& m = modifiers;
+  for (const std::string& name : names) {
+    if (name == "softcap") {
+      m.softcap = 30.f;
+      m.inv_softcap = 1.f / 30.f;
+    } else if (name == "alibi") {
+      m.by_distance.slopes = reinterpret_cast<const float*>(&something);
+    } else if (name == "bias" || name == "bias_gradient") {  // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes
+      BiasView& b = m.bias;
+      b.ptr = &something;
+      b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
+      b.cols = p.is_varlen() ? static_cast<int32_t>(p.total_k) : p.seqlen_k;
+      b.row_stride = (b.cols + 7) / 8 * 8;
+      b.col_stride = 1;
+      b.head_stride = b.row_stride * b.rows;
+      b.aligned = b.staged = b.has_room = true;
+      dbias.heads = p.num_heads;
+      dbias.rows = b.rows;
+      dbias.cols = b.cols;
+      wants_dbias = wants_dbias || name == "bias_gradient";
+    } else if (name == "relative" || name == "relative_gradient") {  // a table of 257 entries a head
+      m.by_distance.table = reinterpret_cast<const float*>(&something);
+      m.by_distance.reach = dbias.reach = 128;
+      dbias.heads = p.num_heads;
+      dbias.cols = 257;
+      dbias.sum_rows = dbias.sum_cols = true;
+      wants_dbias = wants_dbias || name == "relative_gradient";
+    } else if (name == "dropout") {
+      m.rng = &something;
+      m.drop_below = 6554;
+    } else if (name == "mask") {
+      m.mask.words = reinterpret_cast<const uint32_t*>(&something);
+      m.mask.row_stride = 1;
+      m.follows_pass = true;
+    } else if (name == "key_padding") {
+      m.mask.words = reinterpret_cast<const uint32_t*>(&something);
+      m.follows_pass = true;
+    } else if (name == "blocks") {
+      m.blocks.words = reinterpret_cast<const uint32_t*>(&something);
+      m.block_rows = 128;
+      m.follows_pass = true;
+    } else if (name == "documents") {
+      m.document_q.ids = m.document_k.ids = reinterpret_cast<const int32_t*>(&something);
+      m.follows_pass = true;
+    } else if (name == "hidden_rows" || name == "hidden_keys") {
+      (name == "hidden_rows" ? m.hidden_rows : m.hidden_keys).count = 1;
+      m.follows_pass = true;
+    } else if (name == "chunk") {
+      m.chunk = 1024;
+    } else if (name == "prefix") {
+      m.prefix_lens = reinterpret_cast<const int32_t*>(&something);
+    } else if (name == "sink_tokens") {
+      m.sink_tokens = 4;
+    } else if (name == "sinks") {
+      m.sinks = reinterpret_cast<const float*>(&something);
+    } else {
+      throw std::invalid_argument("unknown modifier '" + name + "'; known: softcap, alibi, bias, bias_gradient, relative, "
+                                "relative_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
+    }
+  }
+  m.has_score_mod = m.softcap > 0 || m.adds();
+}
+
+}  // namespace flash_ext

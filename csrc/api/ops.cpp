@@ -1,0 +1,304 @@
+// The operators: schemas, the implementation for GPUs, and the calls into the dispatcher.
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "api.h"
+#include "tensors.h"
+
+namespace flash_ext {
+namespace {
+
+constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+// ---- forward ------------------------------------------------------------------------------------
+
+// Results of rows that see nothing because there are no keys at all. False: a kernel is needed, for packed sequences that
+// have sinks.
+bool fill_without_keys(const Problem& p, const CallArgs& a, const Tensor& out, const Tensor& lse, const Tensor& row_max) {
+  const bool has_sinks = a.sinks.has_value() && p.batch > 0;
+  out.zero_();
+  if (row_max.defined()) row_max.fill_(kMinusInfinity);
+  if (!has_sinks) {
+    lse.fill_(kMinusInfinity);
+    return true;
+  }
+  // With a sink a dense row that sees nothing has the sink's logit as its lse; outside sequences it has none.
+  if (!p.is_varlen()) lse.copy_(a.sinks->view({1, -1, 1}).expand_as(lse));
+  return !p.is_varlen();
+}
+
+// Into `out`. is_modified: the operator with modifiers, whose row maxima come last, else undefined.
+FwdModResult forward(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a,
+                     bool is_modified) {
+  const ProfilerRange range("fwd");
+  const OnDevice on_device(q);
+  const Problem problem = problem_of(q, k, v, a);
+  const DeviceInfo info = device_info_of(q);
+  const Choice choice = choice_of(a.path);
+  const Path& path = required_path(problem, info, choice);
+
+  const Tensor lse = empty_lse(q);
+  Tensor row_max;
+  if (is_modified) row_max = new_tensor(a.want_row_max ? lse.sizes() : at::IntArrayRef({0}), lse.options());
+  if (out.numel() == 0) return {out, lse, row_max};
+  const bool has_nothing = problem.batch == 0 || problem.total_k == 0;
+  if (has_nothing && fill_without_keys(problem, a, out, lse, row_max)) return {out, lse, row_max};
+
+  FwdParams params;
+  params.problem = problem;
+  params.q = view_of(q);
+  params.k = view_of(k);
+  params.v = view_of(v);
+  params.out = view_of(out);
+  params.lse = lse.mutable_data_ptr<float>();
+  params.stream = stream_handle(q.device());
+  Request request{.direction = Direction::kForward, .problem = problem, .constraints = choice.constraints};
+  Prepared made;
+  if (is_modified) {
+    made = prepare(request, a, info, params.stream);
+    if (a.want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
+    request.modifiers = &made.modifiers;
+  }
+  const Plan plan = required_plan(path, request, info);
+  const Tensor workspace = workspace_of(plan, q);
+  launch(path, FwdCall{plan, params, made.modifiers, pointer_to(workspace)});
+  return {out, lse, row_max};
+}
+
+FwdResult fwd_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_fwd(q, k, v, a);
+  return fwd_into(empty_out(q, v, a.wide), q, k, v, a);
+}
+
+FwdModResult fwd_mod_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_fwd_mod(q, k, v, a);
+  return forward(empty_out(q, v, a.wide), q, k, v, a, true);
+}
+
+// ---- backward -----------------------------------------------------------------------------------
+
+// (b, h, seqlen_q) or (h, total_q) to (h).
+Tensor sum_over_rows(const Tensor& t) {
+  constexpr int64_t kBatchAndRows[] = {0, 2}, kRows = 1;
+  return t.dim() == 3 ? t.sum(at::IntArrayRef(kBatchAndRows)) : t.sum(at::IntArrayRef(&kRows, 1));
+}
+
+// d sink = -sum of exp(sink - lse) * delta over the rows of a head. stats: pairs of row statistics, the second is delta.
+Tensor gradient_of_sinks(const Tensor& sinks, const Tensor& lse, const Tensor& stats) {
+  const Tensor delta = stats.view(at::kFloat).view({-1, 2}).select(1, 1).view(lse.sizes());
+  const Tensor of_head = lse.dim() == 3 ? sinks.view({1, -1, 1}) : sinks.view({-1, 1});
+  // Rows outside every sequence have lse -inf and no sink; whatever their dout holds must not count.
+  const Tensor of_rows = of_head.sub(lse).exp().mul(delta).masked_fill(lse.eq(kMinusInfinity), 0);
+  return sum_over_rows(of_rows).neg();
+}
+
+// Whether dq, dk and dv are those of a backward without modifiers from the same out and lse: where nothing but sinks is
+// asked for, which add to the denominator that lse holds and are no part of the scores.
+bool is_plain_given_lse(const Problem& p, const CallArgs& a) {
+  const OptionalTensor* const others[] = {&a.bias,        &a.mask,        &a.document_q, &a.document_k, &a.prefix_lens,
+                                          &a.hidden_rows, &a.hidden_keys, &a.blocks,     &a.slopes};
+  if (std::any_of(std::begin(others), std::end(others), [](const OptionalTensor* t) { return t->has_value(); })) {
+    return false;
+  }
+  // Where there is no window, or rows and keys are as many, both alignments are one.
+  const bool is_aligned = !a.top_left || (p.window_left < 0 && p.window_right < 0) ||
+                          (!p.is_varlen() && p.seqlen_q == p.seqlen_k);
+  return is_aligned && a.softcap == 0 && a.dropout_p == 0 && a.sink_tokens == 0 && a.chunk == 0;
+}
+
+// Into `gradients`. is_modified: the operator with modifiers, whose own gradients come last, else undefined.
+BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const Tensor& q, const Tensor& k,
+                      const Tensor& v, const Tensor& out, const Tensor& lse_any, const CallArgs& a, bool is_modified) {
+  const ProfilerRange range("bwd");
+  const OnDevice on_device(q);
+  Problem problem = problem_of(q, k, v, a);
+  const DeviceInfo info = device_info_of(q);
+  const Choice choice = choice_of(a.path);
+  const Path& path = required_path(problem, info, choice);
+
+  const auto& [dq, dk, dv] = gradients;
+  const bool need_bias = is_modified && a.need_bias && a.bias.has_value();
+  const bool need_slopes = is_modified && a.need_slopes && a.slopes.has_value();
+  const bool need_sinks = is_modified && a.need_sinks && a.sinks.has_value();
+  Tensor dbias, dslopes, dsinks;
+  if (is_modified) {
+    const auto place = [&](const OptionalTensor& of, bool needed, const at::TensorOptions& otherwise) {
+      return needed ? new_tensor(of->sizes(), of->options()) : new_tensor({0}, otherwise);
+    };
+    dbias = place(a.bias, need_bias, q.options());
+    dslopes = place(a.slopes, need_slopes, q.options().dtype(at::kFloat));
+    dsinks = place(a.sinks, need_sinks, q.options().dtype(at::kFloat));
+  }
+  const bool nothing = out.numel() == 0 || problem.batch == 0;
+  if (nothing || problem.total_k == 0) {
+    for (const Tensor& t : {dq, dk, dv, dbias, dslopes, dsinks}) {
+      if (t.defined()) t.zero_();
+    }
+    // No keys: lse is the sink itself in every row that has one.
+    if (!nothing && need_sinks && a.dlse.has_value()) {
+      dsinks = sum_over_rows(a.dlse->masked_fill(lse_any.isfinite().logical_not(), 0));
+    }
+    return {dq, dk, dv, dbias, dslopes, dsinks};
+  }
+
+  // The one copy the package makes: gradients such as that of out.sum() have stride 0 everywhere.
+  const bool unit_stride = dout_any.size(-1) == 1 || dout_any.stride(-1) == 1;
+  const Tensor dout = unit_stride ? dout_any : dout_any.contiguous();
+  problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
+  const Tensor lse = lse_any.contiguous();
+  const Tensor dlse = a.dlse.has_value() ? a.dlse->contiguous() : Tensor();
+
+  BwdParams params;
+  params.problem = problem;
+  params.q = view_of(q);
+  params.k = view_of(k);
+  params.v = view_of(v);
+  params.out = view_of(out);
+  params.dout = view_of(dout);
+  if (a.need_qkv) {
+    params.dq = view_of(dq);
+    params.dk = view_of(dk);
+    params.dv = view_of(dv);
+  }
+  params.lse = lse.const_data_ptr<float>();
+  params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
+  params.deterministic = is_deterministic(a.deterministic, info);
+  params.stream = stream_handle(q.device());
+  Request request{.direction = Direction::kBackward,
+                  .problem = problem,
+                  .deterministic = params.deterministic,
+                  .constraints = choice.constraints};
+
+  const bool runs_plain = !is_modified || (a.need_qkv && is_plain_given_lse(problem, a));
+  if (runs_plain) {
+    const Plan plan = required_plan(path, request, info);
+    const Tensor workspace = workspace_of(plan, q);
+    launch(path, BwdCall{plan, params, {}, {}, {}, pointer_to(workspace)});
+    if (!need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
+    request.constraints.row = {};  // it has chosen the kernels of dq, dk and dv
+  }
+
+  const Prepared made = prepare(request, a, info, params.stream);
+  BiasGradient of_bias, of_slopes;
+  request.modifiers = &made.modifiers;
+  request.need_qkv = a.need_qkv && !runs_plain;
+  if (need_bias) {
+    of_bias = gradient_of(a.bias->sizes(), false);
+    request.dbias = &of_bias;
+  }
+  if (need_slopes) {
+    of_slopes = gradient_of({a.slopes->dim() == 2 ? a.slopes->size(0) : 1, problem.num_heads, 1, 1}, true);
+    request.dslopes = &of_slopes;
+  }
+  const Plan plan = required_plan(path, request, info);
+  const Workspace& w = plan.workspace;
+  const Tensor workspace = workspace_of(plan, q);
+  Tensor bias_parts, slope_parts;
+  if (need_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
+  if (need_slopes) slope_parts = place_gradient(of_slopes, plan.dslopes_splits, w.dslopes_partials, workspace, dslopes);
+  launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, !runs_plain);
+  // Sums over parts and rows have a fixed order in torch, too.
+  if (of_bias.splits > 1) dbias.copy_(bias_parts.sum(0).view(dbias.sizes()));
+  if (of_slopes.splits > 1) dslopes.copy_(slope_parts.sum(0).view(dslopes.sizes()));
+  if (need_sinks) {
+    dsinks = gradient_of_sinks(*a.sinks, lse, workspace.narrow(0, w.stats_portable.offset, w.stats_portable.bytes));
+  }
+  return {dq, dk, dv, dbias, dslopes, dsinks};
+}
+
+// dq, dk and dv, not filled, and without elements where they are not wanted.
+BwdResult empty_gradients(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  const auto like = [&](const Tensor& t) {
+    return new_tensor(a.need_qkv ? t.sizes() : at::IntArrayRef({0}), result_options(t, a.wide));
+  };
+  return {like(q), like(k), like(v)};
+}
+
+BwdResult bwd_gpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                  const Tensor& lse, const CallArgs& a) {
+  check_bwd(dout, q, k, v, out, lse, a);
+  return bwd_into(empty_gradients(q, k, v, a), dout, q, k, v, out, lse, a);
+}
+
+BwdModResult bwd_mod_gpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                         const Tensor& lse, const CallArgs& a) {
+  check_bwd_mod(dout, q, k, v, out, lse, a);
+  return backward(empty_gradients(q, k, v, a), dout, q, k, v, out, lse, a, true);
+}
+
+void implement(torch::Library& m) {
+  m.impl("fwd", &FwdOperator::entry<fwd_gpu>);
+  m.impl("bwd", &BwdOperator::entry<bwd_gpu>);
+  m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_gpu>);
+  m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_gpu>);
+}
+
+}  // namespace
+
+FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  auto [result, lse, row_max] = forward(out, q, k, v, a, false);
+  return {std::move(result), std::move(lse)};
+}
+
+BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& out, const Tensor& lse, const CallArgs& a) {
+  backward(gradients, dout, q, k, v, out, lse, a, false);
+  return gradients;
+}
+
+// ---- dispatcher ---------------------------------------------------------------------------------
+
+FwdResult call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  return FwdOperator::call("flash_ext::fwd", q, k, v, a);
+}
+BwdResult call_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                   const Tensor& lse, const CallArgs& a) {
+  return BwdOperator::call("flash_ext::bwd", dout, q, k, v, out, lse, a);
+}
+FwdModResult call_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  return FwdModOperator::call("flash_ext::fwd_mod", q, k, v, a);
+}
+BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                          const Tensor& lse, const CallArgs& a) {
+  return BwdModOperator::call("flash_ext::bwd_mod", dout, q, k, v, out, lse, a);
+}
+
+void use_null_kernels_on_cpu(bool enable) {
+  constexpr std::pair<Switch, int64_t> kSwitches[] = {{Switch::kSkipLaunch, 1},
+                                                      {Switch::kComputeCapability, 90},
+                                                      {Switch::kNumSms, 132},
+                                                      {Switch::kSmemPerBlock, 232448}};
+  static std::unique_ptr<torch::Library> library;
+  library.reset();
+  for (const auto& [which, value] : kSwitches) {
+    set_switch(which, enable ? std::optional<int64_t>(value) : std::nullopt);
+  }
+  if (!enable) return;
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "flash_ext",
+                                             c10::DispatchKey::CPU, __FILE__, __LINE__);
+  implement(*library);
+}
+
+// Everything is functional: no argument is written or aliased by a result. A gradient that is not needed, and row_max when
+// it is not wanted, has no elements.
+TORCH_LIBRARY(flash_ext, m) {
+  constexpr const char* kQkv = "Tensor q, Tensor k, Tensor v";
+  constexpr const char* kBackward = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse";
+  const auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
+  define(FwdOperator::schema("fwd", kQkv, "(Tensor out, Tensor lse)"));
+  define(BwdOperator::schema("bwd", kBackward, "(Tensor dq, Tensor dk, Tensor dv)"));
+  define(FwdModOperator::schema("fwd_mod", kQkv, "(Tensor out, Tensor lse, Tensor row_max)"));
+  define(BwdModOperator::schema(
+      "bwd_mod", kBackward,
+      "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"));
+}
+
+TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) { implement(m); }
+
+}  // namespace flash_ext

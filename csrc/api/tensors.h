@@ -1,0 +1,120 @@
+// From tensors to what the kernel paths take: shared by the operators with and without modifiers.
+#pragma once
+
+#include <c10/core/DeviceGuard.h>
+
+#include "../call.h"
+#include "../path_choice.h"
+#include "api.h"
+
+#if __has_include(<nvtx3/nvtx3.hpp>)
+#include <nvtx3/nvtx3.hpp>
+#endif
+
+namespace flash_ext {
+
+#if __has_include(<nvtx3/nvtx3.hpp>)
+struct NvtxDomain {
+  static constexpr char const* name{"flash_ext"};
+};
+using ProfilerRange = nvtx3::scoped_range_in<NvtxDomain>;
+#else
+struct ProfilerRange {
+  explicit ProfilerRange(const char*) {}
+};
+#endif
+
+int32_t clamp_to_int32(int64_t value);
+
+// The window of a problem that has its lengths. Of a dense one, a bound that hides nothing from any row is none, so
+// that the call runs as one without it. `top_left`: Modifiers::top_left.
+void set_window(Problem& p, int64_t left, int64_t right, bool top_left = false);
+
+// Whether TMA can read it (Problem::tma_ready).
+bool is_tma_ready(const Tensor& t);
+
+// Whether a backward is deterministic: where it is asked for (api/api.h), and in the batch-invariant mode, because
+// which order of additions pays depends on the batch.
+inline bool is_deterministic(bool asked, const DeviceInfo& info) {
+  return info.batch_invariant || is_deterministic(asked);
+}
+
+// `aligned` holds when every row starts on a 16-byte boundary.
+StridedView view_of(const Tensor& t);
+
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+
+// As at::empty and at::empty_strided, whose headers take 3 s to read in each file.
+Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
+Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
+
+// Those of a result that belongs to `t`: its own, or with fp32 for a wide one.
+at::TensorOptions result_options(const Tensor& t, bool wide);
+
+// out and lse, not filled.
+Tensor empty_out(const Tensor& q, const Tensor& v, bool wide);
+Tensor empty_lse(const Tensor& q);
+
+// What `path=` says, which check_fwd() or check_bwd() has accepted.
+Choice choice_of(OptionalName path);
+
+// The path that will run; raises with the reasons of every path when none can.
+const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice& wanted);
+
+// The plan of a request; raises where no kernel is left that its constraints allow.
+Plan required_plan(const Path& path, const Request& request, const DeviceInfo& info);
+
+// While it lives, the device of `t` is the current one, for torch and for the driver.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& t);
+
+ private:
+  c10::OptionalDeviceGuard guard_;
+};
+
+void* stream_handle(const c10::Device& device);
+DeviceInfo device_info_of(const Tensor& q);
+bool should_launch();
+
+// Whether what runs on the current stream of q's device goes into a CUDA graph.
+bool is_capturing(const Tensor& q);
+
+// The workspace of a plan: bytes, undefined where it needs none.
+Tensor workspace_of(const Plan& plan, const Tensor& q);
+inline std::byte* pointer_to(const Tensor& workspace) {
+  return workspace.defined() ? static_cast<std::byte*>(workspace.mutable_data_ptr()) : nullptr;
+}
+
+// Notes the plan of a call where tests ask for it, and runs it unless they ask not to. `noted`: false for a plan that goes
+// with one noted before.
+void launch(const Path& path, const FwdCall& call);
+void launch(const Path& path, const BwdCall& call, bool noted = true);
+
+// The modifiers of a call as kernels read them, and the tensors made for that, kept until the kernels are launched.
+struct Prepared {
+  Modifiers modifiers;
+  std::vector<Tensor> kept;
+  void* stream = nullptr;
+};
+
+// Runs the passes over masks that `request` needs, whose modifiers are still missing (api/modifiers.cpp).
+Prepared prepare(const Request& request, const CallArgs& args, const DeviceInfo& info, void* stream);
+
+// The gradient of a bias of shape (batch|1, h|1, rows|1, cols|1), or of slopes.
+BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope);
+
+// Where it is summed: in its parts of the workspace, else in `result`.
+Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result);
+
+// Modifiers of which only the kind is known, as plans look at them: pointers that are not null, and numbers.
+struct NamedModifiers {
+  Modifiers modifiers;
+  BiasGradient dbias;
+  bool wants_dbias = false;
+
+  // Raises std::invalid_argument for a name that is not known.
+  NamedModifiers(const std::vector<std::string>& names, const Problem& p);
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,157 @@
+// What the warps of the portable backward over keys do with a query tile: a pair of them, of which the first has P and dV
+// and the second dS and dK, or one that has both.
+#pragma once
+
+#include "steps.cuh"
+
+namespace flash_ext::sm80 {
+
+// Leaves P to the second warp of the pair.
+template <typename T>
+__device__ __forceinline__ void hand_over(uint32_t p_slot, const float (&weights)[T::kKeyBlocks][T::kPartM / 8][4]) {
+#pragma unroll
+  for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+#pragma unroll
+    for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+      const float(&x)[4] = weights[kb][mb];
+      ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(x[0], x[1], x[2], x[3]));
+    }
+  }
+}
+
+// S^T, P^T and dV of one query tile: the first warp of a pair.
+template <typename T>
+__device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                       const ModifiersOf<T>& m, const WorkOf<T>& work, uint32_t smem, int stage,
+                                       const ListedTile& tile, int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
+    const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+    const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
+    if constexpr (T::kMods) {
+      uint32_t bias = 0;
+      if constexpr (T::Stage::kBytes > 0) bias = smem + T::kBiasAt + key_warp * T::Stage::kBytes + query0 * T::Stage::kPitch;
+      const int row0 = tile.block * T::kBlockM + query0, col0 = work.w.block * T::kBlockN + key0;
+      const uint32_t mask = smem + T::kMaskAt + stage * T::kMaskBytes + (query0 * T::kMaskWords + key0 / 32) * 4;
+      float slopes[T::kKeyBlocks][T::kPartM / 8][4];  // written and read only with a softcap
+      modified_weights<T>(acc_p, slopes, scores_of<T>(p, m, work, tile), smem, smem_q + query0 * T::Tile::kRowBytes,
+                          stats, mask, bias, p_slot, tile.tests, row0, col0, key0, work.drop_keys[key_warp], lane);
+      // Two loops: as one, every call would pay for both.
+      if (T::kAdds && m.softcap > 0.f) {
+#pragma unroll
+        for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+#pragma unroll
+          for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+            if constexpr (T::kSlopesWait) {
+              const float4 slope = ptx::load_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512);
+              slopes[kb][mb][0] = slope.x, slopes[kb][mb][1] = slope.y;
+              slopes[kb][mb][2] = slope.z, slopes[kb][mb][3] = slope.w;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) slopes[kb][mb][i] *= acc_p[kb][mb][i];
+          }
+        }
+        hand_over<T>(p_slot, slopes);
+      } else {
+        hand_over<T>(p_slot, acc_p);
+      }
+    } else {
+      weights<T>(acc_p, p, work.w, smem, smem_q, stats, tile.block, query0, key0, lane);
+      hand_over<T>(p_slot, acc_p);
+    }
+    debug_delay();
+    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 64);
+    debug_delay();
+    multiply_accumulate<E, D, T::kAhead, T::kMods>(acc_dv, acc_p,
+                                                   T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+// dP^T, dS^T and dK of one query tile: the second warp of a pair.
+template <typename T>
+__device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const ModifiersOf<T>& m,
+                                        uint32_t smem, int stage, int ds_buffer, int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
+    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
+                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    debug_delay();
+    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);
+    debug_delay();
+    const auto for_each_block = [&](const auto& gradient) {
+      const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
+#pragma unroll
+      for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+        const float4 s = load_stats(smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8, mb, lane);
+#pragma unroll
+        for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+          gradient(acc_ds[kb][mb], ptx::load_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512), s);
+        }
+      }
+    };
+    bool has_dropout = false;
+    if constexpr (T::kMods) has_dropout = m.rng != nullptr;
+    if (has_dropout) {
+      if constexpr (T::kMods) {
+        for_each_block([&](float(&dp)[4], float4 weight, float4 s) {
+          dropped_score_gradient(dp, weight, s, m.keep_scale);
+        });
+      }
+    } else {
+      for_each_block([](float(&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
+    }
+    // Addresses made anew: kept since the products, they would be spilled beside all that bwd/persistent.cuh keeps.
+    const int lane_now = T::kMods && !T::kAdds ? ptx::fresh_lane() : lane;
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane_now);
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds,
+                                         T::Tile::by_rows(smem_q, lane_now) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+// Everything of one query tile for one key group: a warp that holds both dK and dV.
+template <typename T>
+__device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4],
+                                          float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
+                                          const Work& w, uint32_t smem, int stage, int ds_buffer, int m_block,
+                                          int key_warp, int lane) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim;
+  const int key0 = key_warp * 16 * T::kKeyBlocks;
+  const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) {
+    const int query0 = part * T::kPartM;
+    const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
+    float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
+    weights<T>(acc_p, p, w, smem, smem_q, stats, m_block, query0, key0, lane);
+    multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
+    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
+                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+#pragma unroll
+    for (int mb = 0; mb < T::kPartM / 8; ++mb) {
+      const float4 s = load_stats(stats, mb, lane);
+#pragma unroll
+      for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
+        const float(&weight)[4] = acc_p[kb][mb];
+        score_gradient(acc_ds[kb][mb], make_float4(weight[0], weight[1], weight[2], weight[3]), s);
+      }
+    }
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
+  }
+}
+
+}  // namespace flash_ext::sm80

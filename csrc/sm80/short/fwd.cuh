@@ -1,0 +1,119 @@
+// The forward of sequences of at most R = 16, 32 or 64 queries and keys, with every modifier: a warp has 16 queries and
+// all keys, so the softmax is that of whole rows and nothing is rescaled. A CTA walks heads that share a bias, which it
+// reads once.
+//
+// Shared memory: Q, K, V [stages][R][D]; bias [R][R] in fp32 (own_bias.cuh).
+#pragma once
+
+#include "../../common/debug_delay.cuh"
+#include "config.cuh"
+
+namespace flash_ext::sm80 {
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
+    fwd_short_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Modifiers m,
+                     const __grid_constant__ ShortGrid grid) {
+  using E = typename T::Element;
+  using Tile = typename T::Tile;
+  constexpr int D = T::kHeadDim, kTile = T::kTileBytes, kBlocks = T::kRows / 8;
+  extern __shared__ __align__(128) unsigned char smem_raw[];
+  __shared__ DropKeys drop_keys;
+  const Problem& x = p.problem;
+  const uint32_t smem = ptx::smem_address(smem_raw), bias = smem + 3 * T::kFwdStages * kTile;
+  // Registers are short: what follows from the thread's number is made anew where it is used.
+  const auto row0 = [] { return ptx::fresh_thread_idx() / 32 * 16; };
+  const auto load = [&](const ShortWalk& to, uint32_t smem_q) {
+    if (to.has_head(grid)) {
+      const ShortWalk::Head at = to.head(grid);
+      const int h_k = static_cast<int>(divide(static_cast<uint32_t>(at.h), grid.shared));
+      load_short<T>(smem_q, p.q, at.b, at.h, x.seqlen_q, x.head_dim);
+      load_short<T>(smem_q + kTile, p.k, at.b, h_k, x.seqlen_k, x.head_dim);
+      load_short<T>(smem_q + 2 * kTile, p.v, at.b, h_k, x.seqlen_k, x.head_dim_v);
+    }
+    ptx::cp_async_commit();
+  };
+  ptx::wait_for_kernel_before();
+  uint32_t smem_q = smem;
+  ShortWalk walk(grid);
+  load(walk, smem_q);
+#pragma unroll 1
+  while (walk.has_head(grid)) {
+    const ShortWalk::Head at = walk.head(grid);
+    if (m.bias.ptr != nullptr && walk.begins_group(grid)) {
+      ShortBias<T::kRows>::template load<E>(bias, x, m.bias, at.bias_b, at.bias_h);
+    }
+    walk.next(grid);
+    const uint32_t next_q = T::kFwdStages == 1 ? smem : smem == smem_q ? smem + 3 * kTile : smem;
+    if (T::kFwdStages > 1) load(walk, next_q);
+    if (threadIdx.x == 0) drop_keys.make(m, at.b, at.h);
+    ptx::cp_async_wait<T::kFwdStages - 1>();
+    debug_delay();
+    __syncthreads();
+    debug_delay();
+    if (row0() < x.seqlen_q) {
+      const SeqInfo seq = short_seq_info(x, m, at.b);
+      float acc_s[1][kBlocks][4];
+      const uint32_t rows = Tile::by_rows(smem_q, ptx::fresh_lane()) + row0() * Tile::kRowBytes;
+      short_scores<T>(acc_s, ScoreMod{x, m, seq, at.h}, rows, Tile::by_cols(smem_q + kTile, ptx::fresh_lane()), bias,
+                         [](int, int, const float(&)[4]) {});
+      float inverse[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -INFINITY, sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) top = fmaxf(top, fmaxf(acc_s[0][n][2 * half], acc_s[0][n][2 * half + 1]));
+        top = fmaxf(top, __shfl_xor_sync(ptx::kFullWarp, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(ptx::kFullWarp, top, 2));
+        // The maximum is subtracted first: the product with log2(e) of a mask made of finfo.min is not finite.
+        const float shift = top == -INFINITY ? 0.f : top;
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& s = acc_s[0][n][2 * half + i];
+            s = ptx::ex2((s - shift) * m.unit_log2);
+            sum += s;
+          }
+        }
+        sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
+        // In natural units.
+        const float highest = top * (m.has_score_mod ? 1.f : x.softmax_scale * x.score_factor);
+        const bool empty = top == -INFINITY && sum == 0.f;  // not a row of NaN
+        float lse = empty ? -INFINITY : highest + logf(sum);
+        inverse[half] = empty ? 0.f : 1.f / sum;
+        if (m.sinks != nullptr) {
+          // Both denominators, e^lse and e^sink, over the larger of the two.
+          const float sink = m.sinks[at.h], larger = fmaxf(lse, sink);
+          if (sink != -INFINITY) {
+            const float share = ptx::ex2((lse - larger) * kLog2e), all = share + ptx::ex2((sink - larger) * kLog2e);
+            lse = larger + logf(all);
+            inverse[half] *= share / all;
+          }
+        }
+        inverse[half] *= m.keep_scale;
+        const int row = row0() + half * 8 + ptx::fresh_lane() / 4;
+        if (ptx::fresh_lane() % 4 == 0 && row < x.seqlen_q) {
+          const int64_t stat = (static_cast<int64_t>(at.b) * x.num_heads + at.h) * x.seqlen_q + row;
+          p.lse[stat] = lse;
+          if (m.row_max != nullptr) m.row_max[stat] = top == -INFINITY ? top : highest;
+        }
+      }
+      if (m.rng != nullptr) drop<false, false>(acc_s, m, row0(), 0, drop_keys);
+      float acc_o[1][D / 8][4];
+      clear(acc_o);
+      multiply_accumulate<E, D, 2>(acc_o, acc_s, Tile::by_rows(smem_q + 2 * kTile, ptx::fresh_lane()));
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) scale_block(acc_o[0][j], inverse[0], inverse[1]);
+      store_short<E, D>(acc_o[0], p.out, at.b, at.h, x.seqlen_q, x.head_dim_v, smem_q);
+    }
+    debug_delay();
+    __syncthreads();  // everybody has left the tiles
+    debug_delay();
+    if (T::kFwdStages == 1) load(walk, next_q);
+    smem_q = next_q;
+  }
+}
+
+}  // namespace flash_ext::sm80

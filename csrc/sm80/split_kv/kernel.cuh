@@ -1,0 +1,437 @@
+// Forward for few queries of many keys, for sm_80 and newer: the keys of a head are shared out over CTAs ("flash
+// decoding", Dao et al. 2023), and query heads of a key head are rows of one tile, so that K and V are read once.
+//
+// A CTA has kRows packed rows (query i and head j of the group are row i * group + j) and one part of the keys. Of its
+// four warps, those with the same 16 rows share out the keys, those with the same keys share a ring of tiles in shared
+// memory, K and V by turns: four warps of 16 rows each have a ring of their own and never wait for one another.
+//
+// Shared memory (bytes, D = padded head_dim):
+//   rings  [kKeyWarps][kStages][kKeys][D]          2 D kKeys kStages kKeyWarps
+//   then over them, when the keys are done, fp32: [kKeyWarps][kRows][D + 8]
+//
+// With one part the result leaves directly. Otherwise each part leaves its maximum, sum and output before the division,
+// all fp32, and fwd_merge_kernel puts them together in the order of the parts: bits do not depend on timing.
+#pragma once
+
+#include "../../common/attn_mod.cuh"
+#include "../../common/debug_delay.cuh"
+#include "../../common/float_results.cuh"
+#include "../../common/fragments.cuh"
+#include "../../common/seqlen.cuh"
+#include "../../common/softmax.cuh"
+#include "../../kv_splits.h"
+#include "../../ptx/sm80.cuh"
+
+namespace flash_ext::sm80 {
+
+template <typename E, int D, int kPackedRows>
+struct SplitTraits {
+  using Element = E;
+  static constexpr int kHeadDim = D;
+  static constexpr SplitTile kTile = split_tile(D, kPackedRows);
+  static constexpr int kRows = kTile.rows, kKeys = kTile.keys, kStages = kTile.stages, kBlockN = kTile.block_n();
+  static constexpr int kRowWarps = kTile.row_warps(), kKeyWarps = kTile.key_warps(), kThreads = SplitTile::kThreads;
+  static constexpr int kSharing = 32 * kRowWarps;  // threads of a ring
+  static constexpr int kStageBytes = 2 * D * kKeys, kRingBytes = kStages * kStageBytes;
+  static constexpr int kOutPitch = D + SplitTile::kOutPad;  // floats
+  static constexpr int kAhead = 3;
+  using Tile = SmemTile<D>;
+};
+
+// What a row of a part of the keys has come to; nothing seen: {-inf, 0}.
+struct RowState {
+  float largest;  // raw score
+  float sum;
+
+  __device__ bool is_empty() const { return largest == -INFINITY && sum == 0.f; }
+  // The factor that brings it to the maximum of all parts. NaN stays NaN.
+  __device__ float factor(float overall, float scale_log2) const {
+    return overall == -INFINITY ? 1.f : ptx::ex2((largest - overall) * scale_log2);
+  }
+};
+
+struct SplitWork {
+  int b;        // of strides
+  int h_k;
+  int part;
+  int first;    // packed row of the sequence
+  int rows;     // packed rows of the sequence from there on
+  Span q;
+  Span k;
+};
+
+template <int kRows>
+__device__ __forceinline__ SplitWork split_work(const Problem& p, const SplitGrid& g) {
+  SplitWork w;
+  const uint32_t rest = divide(blockIdx.x, g.heads_k);
+  const uint32_t slot = divide(rest, g.parts);
+  const int group = static_cast<int>(g.group.divisor);
+  w.h_k = static_cast<int>(blockIdx.x - rest * g.heads_k.divisor);
+  w.part = static_cast<int>(rest - slot * g.parts.divisor);
+  if (p.cu_seqlens_q != nullptr) {
+    const TileSlot found = find_slot<kRows, true>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch,
+                                            static_cast<int>(slot), g.group.divisor);
+    w.b = 0;
+    w.first = found.block * kRows;
+    w.q = found.rows;
+    w.k = found.others;
+  } else {
+    const uint32_t b = divide(slot, g.tiles);
+    w.b = static_cast<int>(b);
+    w.first = static_cast<int>(slot - b * g.tiles.divisor) * kRows;
+    w.q = {0, p.seqlen_q};
+    w.k = {0, p.seqlen_k};
+  }
+  w.rows = w.q.length * group - w.first;
+  return w;
+}
+
+// Where a packed row lies in q, out and lse.
+struct RowPlace {
+  int b;
+  int64_t row;
+  int h;
+
+  __device__ int64_t lse_offset(const Problem& p) const {
+    if (p.cu_seqlens_q != nullptr) return h * p.total_q + row;
+    return (static_cast<int64_t>(b) * p.num_heads + h) * p.seqlen_q + row;
+  }
+  // Its number among all rows of the call, which fwd_merge_kernel goes by.
+  __device__ int64_t number(const Problem& p) const {
+    return (static_cast<int64_t>(b) * p.seqlen_q + row) * p.num_heads + h;
+  }
+};
+
+__device__ __forceinline__ RowPlace place_of(const SplitWork& w, const SplitGrid& g, int packed_row) {
+  const int query = static_cast<int>(divide(packed_row, g.group));
+  return {w.b, w.q.start + query,
+          w.h_k * static_cast<int>(g.group.divisor) + packed_row - query * static_cast<int>(g.group.divisor)};
+}
+
+// Two neighbouring elements of a row, zeros from `columns` on.
+__device__ __forceinline__ uint32_t load_pair(const uint16_t* row, int col, int columns, bool aligned) {
+  if (aligned && col + 1 < columns) return *reinterpret_cast<const uint32_t*>(row + col);
+  const uint32_t lo = col < columns ? row[col] : 0, hi = col + 1 < columns ? row[col + 1] : 0;
+  return lo | hi << 16;
+}
+
+// The warp's 16 rows of Q as A operands, straight from global memory: once a CTA, and the rings leave no room for them.
+template <typename T>
+__device__ __forceinline__ void load_queries(uint32_t (&q)[T::kHeadDim / 16][4], const FwdParams& p, const SplitGrid& g,
+                                             const SplitWork& w, int warp_row, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = warp_row + 8 * half + lane / 4;
+    const RowPlace place = place_of(w, g, w.first + min(r, w.rows - 1));
+    const uint16_t* row = row_pointer(p.q, place.b, place.row, place.h);
+    const int columns = r < w.rows ? p.problem.head_dim : 0;
+#pragma unroll
+    for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
+      const int col = 16 * ks + 2 * (lane % 4);
+      q[ks][half] = load_pair(row, col, columns, p.q.aligned);
+      q[ks][2 + half] = load_pair(row, col + 8, columns, p.q.aligned);
+    }
+  }
+}
+
+// acc[16 x 8 kN] = Q K^T with the A operands in registers; k_lane is SmemTile::by_cols.
+template <typename E, int D, int kAhead, int kN>
+__device__ __forceinline__ void multiply_held(float (&acc)[1][kN][4], const uint32_t (&q)[D / 16][4], uint32_t k_lane) {
+  using Tile = SmemTile<D>;
+  constexpr int kBlocks = kN / 2;
+  clear(acc);
+  stream_fragments<D / 16 * kBlocks, kAhead>(
+      [&](int i, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, Tile::block(k_lane, i % kBlocks * 16, i / kBlocks)); },
+      [&](int i, const uint32_t(&b)[4]) {
+        const int ks = i / kBlocks, nb = i % kBlocks;
+        ptx::mma_m16n8k16<E>(acc[0][2 * nb], q[ks], b[0], b[1]);
+        ptx::mma_m16n8k16<E>(acc[0][2 * nb + 1], q[ks], b[2], b[3]);
+      });
+}
+
+// Turns scores into weights in place and updates the running state; `keys` of the thread's two rows.
+template <int kN, int kD>
+__device__ __forceinline__ void weigh(float (&s)[1][kN][4], float (&acc_o)[1][kD][4], SoftmaxState<2>& state,
+                                      const AttnMod& mod, TileKind kind, const VisibleKeys (&keys)[2], int first_col) {
+  const float scale = mod.p.abs_scale_log2;
+  float largest[2] = {-INFINITY, -INFINITY}, factor[2];
+#pragma unroll
+  for (int nb = 0; nb < kN; ++nb) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = s[0][nb][i];
+      if (kind == TileKind::kPartial) x = mod.score(x, keys[i / 2], first_col + nb * 8 + i % 2);
+      largest[i / 2] = fmaxf(largest[i / 2], x);
+    }
+  }
+  if (state.raise(largest, scale, factor)) {
+#pragma unroll
+    for (int j = 0; j < kD; ++j) scale_block(acc_o[0][j], factor[0], factor[1]);
+  }
+  const float offset[2] = {state.offset(0, scale), state.offset(1, scale)};
+#pragma unroll
+  for (int nb = 0; nb < kN; ++nb) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = s[0][nb][i];
+      x = ptx::ex2(fmaf(x, scale, -offset[i / 2]));
+      state.row_sum[i / 2] += x;
+    }
+  }
+}
+
+// Stores up to 4 neighbouring columns of a result.
+template <typename E>
+__device__ __forceinline__ void store_quad(const StridedView& out, const RowPlace& at, int col, int columns,
+                                           const float (&x)[4]) {
+  const bool whole = out.aligned && columns % 4 == 0;
+  if (out.is_float) {
+    float* to = float_row_pointer(out, at.b, at.row, at.h) + col;
+    if (whole) {
+      *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (col + i < columns) to[i] = x[i];
+      }
+    }
+    return;
+  }
+  uint16_t* to = row_pointer(out, at.b, at.row, at.h) + col;
+  const uint2 words = make_uint2(ptx::pack2<E>(x[0], x[1]), ptx::pack2<E>(x[2], x[3]));
+  if (whole) {
+    *reinterpret_cast<uint2*>(to) = words;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (col + i < columns) to[i] = static_cast<uint16_t>((i < 2 ? words.x : words.y) >> 16 * (i % 2));
+    }
+  }
+}
+
+// The factor for a row's output and its lse, as SoftmaxState::finish.
+__device__ __forceinline__ float finish_row(const RowState& s, float scale_log2, float& lse) {
+  const float shift = s.largest == -INFINITY ? 0.f : s.largest;
+  lse = s.is_empty() ? -INFINITY : shift * (scale_log2 * kLn2) + logf(s.sum);
+  return s.is_empty() ? 0.f : 1.f / s.sum;
+}
+
+__device__ __forceinline__ RowState* row_states(const FwdParams& p, const SplitGrid& g, int part) {
+  return static_cast<RowState*>(p.schedule) + part * g.total_rows;
+}
+__device__ __forceinline__ float* partial_out(const FwdParams& p, const SplitGrid& g, int part) {
+  return reinterpret_cast<float*>(static_cast<char*>(p.schedule) + g.stats_bytes) + part * g.total_rows * g.pitch;
+}
+
+// Adds up what the warps of the same rows have found, and stores it: the result, or that of a part.
+template <typename T>
+__device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& g, const SplitWork& w,
+                                           const RowState (&states)[T::kKeyWarps][T::kRows], const float* out) {
+  constexpr int kQuads = T::kHeadDim / 4;
+  const float scale = p.problem.abs_scale_log2;
+  const int columns = p.problem.head_dim_v;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < min(T::kRows, w.rows) * kQuads; i += T::kThreads) {
+    const int r = i / kQuads, col = i % kQuads * 4;
+    RowState all{-INFINITY, 0.f};
+#pragma unroll
+    for (int n = 0; n < T::kKeyWarps; ++n) all.largest = fmaxf(all.largest, states[n][r].largest);
+    float x[4] = {};
+#pragma unroll
+    for (int n = 0; n < T::kKeyWarps; ++n) {
+      const float factor = states[n][r].factor(all.largest, scale);
+      all.sum += states[n][r].sum * factor;
+      const float4 y = *reinterpret_cast<const float4*>(out + (n * T::kRows + r) * T::kOutPitch + col);
+      x[0] += y.x * factor, x[1] += y.y * factor, x[2] += y.z * factor, x[3] += y.w * factor;
+    }
+    const RowPlace at = place_of(w, g, w.first + r);
+    if (g.splits == 1) {
+      float lse;
+      const float inverse = finish_row(all, scale, lse);
+      if (col == 0) p.lse[at.lse_offset(p.problem)] = lse;
+#pragma unroll
+      for (float& y : x) y *= inverse;
+      if (col < columns) store_quad<typename T::Element>(p.out, at, col, columns, x);
+    } else {
+      const int64_t row = at.number(p.problem);
+      if (col == 0) row_states(p, g, w.part)[row] = all;
+      float* to = partial_out(p, g, w.part) + row * g.pitch + col;
+      if (col < columns) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 2)
+    fwd_split_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kKeys = T::kKeys, kStages = T::kStages;
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ RowState states[T::kKeyWarps][T::kRows];
+  const SplitWork w = split_work<T::kRows>(p.problem, g);
+  if (w.rows <= 0) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int ring = warp / T::kRowWarps, warp_row = warp % T::kRowWarps * 16, sharing_idx = threadIdx.x % T::kSharing;
+
+  const AttnMod mod{p.problem, w.q.length, w.k.length};
+  const int first_query = static_cast<int>(divide(w.first, g.group));
+  const int last_query = static_cast<int>(divide(w.first + min(T::kRows, w.rows) - 1, g.group));
+  const int first_key = mod.first_key_of(first_query), last_key = mod.last_key_of(last_query);
+  // Blocks of keys of this part; a part without keys has begin >= end.
+  const int first_block = first_key / T::kBlockN;
+  const int blocks = first_key <= last_key ? last_key / T::kBlockN + 1 - first_block : 0;
+  const int blocks_of_part = (blocks + g.splits - 1) / g.splits;
+  const int begin = first_block + w.part * blocks_of_part;
+  const int end = min(begin + blocks_of_part, first_block + blocks);
+
+  const uint32_t ring_at = ptx::smem_address(smem) + ring * T::kRingBytes;
+  const uint16_t* k = row_pointer(p.k, w.b, w.k.start, w.h_k);
+  const uint16_t* v = row_pointer(p.v, w.b, w.k.start, w.h_k);
+  const auto load = [&](const uint16_t* from, const StridedView& view, int columns, int stage, int block) {
+    if (block < end) {
+      const int first = block * T::kBlockN + ring * kKeys;
+      const int rows = w.k.length - first;
+      const TileSource src{rows > 0 ? from + first * view.row_stride : from, view.row_stride, columns, view.aligned};
+      load_tile<kKeys, D, T::kSharing>(ring_at + stage * T::kStageBytes, src, rows, sharing_idx);
+    }
+    ptx::cp_async_commit();
+  };
+  const auto load_k = [&](int stage, int block) { load(k, p.k, p.problem.head_dim, stage, block); };
+  const auto load_v = [&](int stage, int block) { load(v, p.v, p.problem.head_dim_v, stage, block); };
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) {  // not unrolled: each copy of the loader takes the compiler 0.1 s
+    const bool is_k = i % 2 == 0;
+    load(is_k ? k : v, is_k ? p.k : p.v, is_k ? p.problem.head_dim : p.problem.head_dim_v, i, begin + i / 2);
+  }
+
+  uint32_t q[D / 16][4];
+  load_queries<T>(q, p, g, w, warp_row, lane);
+  VisibleKeys keys[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = min(warp_row + 8 * half + lane / 4, w.rows - 1);
+    keys[half] = mod.visible(static_cast<int>(divide(w.first + r, g.group)));
+  }
+
+  float acc_o[1][D / 8][4];
+  clear(acc_o);
+  SoftmaxState<2> state;
+  const uint32_t k_lane = T::Tile::by_cols(ring_at, lane), v_lane = T::Tile::by_rows(ring_at, lane);
+  int stage = 0;
+  // The tile in `stage` is there, and that before it is left by all: its place is free.
+  const auto wait = [&] {
+    debug_delay();
+    ptx::cp_async_wait<kStages - 2>();
+    if constexpr (T::kKeyWarps == 1) {
+      __syncthreads();
+    } else {
+      static_assert(T::kRowWarps == 1);
+      __syncwarp();
+    }
+    debug_delay();
+    return stage == 0 ? kStages - 1 : stage - 1;
+  };
+  const auto step = [&] { stage = stage == kStages - 1 ? 0 : stage + 1; };
+#pragma unroll 1
+  for (int block = begin; block < end; ++block) {
+    const int free_k = wait();
+    if constexpr (kStages % 2 == 0) load_v(free_k, block + (kStages - 1) / 2);
+    else load_k(free_k, block + (kStages - 1) / 2);
+    float s[1][kKeys / 8][4];
+    multiply_held<E, D, T::kAhead>(s, q, k_lane + stage * T::kStageBytes);
+    const int first = block * T::kBlockN + ring * kKeys;
+    weigh(s, acc_o, state, mod, mod.kind_of(first_query, last_query, first, first + kKeys), keys,
+          first + lane % 4 * 2);
+    step();
+    const int free_v = wait();
+    if constexpr (kStages % 2 == 0) load_k(free_v, block + kStages / 2);
+    else load_v(free_v, block + kStages / 2);
+    multiply_accumulate<E, D, T::kAhead>(acc_o, s, v_lane + stage * T::kStageBytes);
+    step();
+  }
+
+  ptx::allow_next_kernel();
+  debug_delay();
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // the rings are left by all
+  float* out = reinterpret_cast<float*>(smem);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = warp_row + 8 * half + lane / 4;
+    float sum = state.row_sum[half];
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
+    if (lane % 4 == 0) states[ring][r] = {state.row_max[half], sum};
+    float* row = out + (ring * T::kRows + r) * T::kOutPitch + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+      *reinterpret_cast<float2*>(row + 8 * j) = make_float2(acc_o[0][j][2 * half], acc_o[0][j][2 * half + 1]);
+    }
+  }
+  __syncthreads();
+  store_rows<T>(p, g, w, states, out);
+}
+
+// Puts the parts of a row together. A CTA a row: warp i has the parts i, i + 4, ..., then the four are added in order.
+template <typename E>
+__global__ void __launch_bounds__(SplitTile::kThreads)
+    fwd_merge_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g) {
+  constexpr int kWarps = SplitTile::kWarps, kPasses = 2;  // of 128 columns
+  __shared__ float4 shares[kWarps][kPasses][32];
+  ptx::wait_for_kernel_before();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t number = blockIdx.x;
+  const int token = static_cast<int>(divide(blockIdx.x, g.heads));
+  RowPlace at{0, token, static_cast<int>(blockIdx.x) - token * p.problem.num_heads};
+  if (p.problem.cu_seqlens_q == nullptr) {
+    at.b = static_cast<int>(divide(token, g.queries));
+    at.row = token - at.b * p.problem.seqlen_q;
+  }
+  const float scale = p.problem.abs_scale_log2;
+  const auto state_of = [&](int part) { return row_states(p, g, part)[number]; };
+
+  RowState all{-INFINITY, 0.f};
+  for (int part = lane; part < g.splits; part += 32) all.largest = fmaxf(all.largest, state_of(part).largest);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    all.largest = fmaxf(all.largest, __shfl_xor_sync(ptx::kFullWarp, all.largest, step));
+  }
+  for (int part = lane; part < g.splits; part += 32) {
+    const RowState s = state_of(part);
+    all.sum += s.sum * s.factor(all.largest, scale);
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(ptx::kFullWarp, all.sum, step);
+
+  float4 x[kPasses] = {};
+#pragma unroll 8
+  for (int part = warp; part < g.splits; part += kWarps) {
+    const float factor = state_of(part).factor(all.largest, scale);
+    const float* row = partial_out(p, g, part) + number * g.pitch + 4 * lane;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      if (128 * i + 4 * lane >= g.pitch) continue;
+      const float4 y = *reinterpret_cast<const float4*>(row + 128 * i);
+      x[i].x += y.x * factor, x[i].y += y.y * factor, x[i].z += y.z * factor, x[i].w += y.w * factor;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) shares[warp][i][lane] = x[i];
+  __syncthreads();
+  if (warp >= kPasses) return;
+  float lse;
+  const float inverse = finish_row(all, scale, lse);
+  if (threadIdx.x == 0) p.lse[at.lse_offset(p.problem)] = lse;
+  float sums[4] = {};
+#pragma unroll
+  for (int n = 0; n < kWarps; ++n) {
+    const float4 y = shares[n][warp][lane];
+    sums[0] += y.x, sums[1] += y.y, sums[2] += y.z, sums[3] += y.w;
+  }
+#pragma unroll
+  for (float& y : sums) y *= inverse;
+  const int col = 128 * warp + 4 * lane;
+  if (col < p.problem.head_dim_v) store_quad<E>(p.out, at, col, p.problem.head_dim_v, sums);
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,100 @@
+// Launches of the fused Hopper backward, for one compiled head dim: row statistics, dQ, dK and dV, then dQ from its sums
+// where it has any. Included by the instantiation files only.
+#pragma once
+
+#include "../bwd_mod/tiles.h"
+#include "../fwd/launch.cuh"
+#include "kernel.cuh"
+#include "passes.cuh"
+
+namespace flash_ext::sm90 {
+
+// `which` of the two counters of the plan is the launch's.
+inline BwdArgs make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int which = 0) {
+  const BwdParams p = c.hopper();
+  const Problem& r = p.problem;
+  const auto steps = [&](const StridedView& x) {
+    return Steps{x.head_stride != 0, r.is_varlen() || x.batch_stride != 0};
+  };
+  BwdArgs a{};
+  a.p = p;
+  a.grid = l.grid;
+  a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
+  a.tiles_per_head = static_cast<int>(query_tiles_per_head(r, block_m));
+  a.scheduler.num_work_tiles = static_cast<uint32_t>(l.tiles);
+  if (l.dynamic) {
+    a.scheduler.counter = part_of<Counter>(c.workspace, c.plan.workspace.tile_counters) + which;
+    a.scheduler.launch = next_launch();
+  }
+  return a;
+}
+
+inline DqPoolView pool_of(const BwdCall& c) {
+  const DqPool& r = c.plan.dq_pool;
+  const Problem& p = c.p.problem;
+  DqPoolView pool;
+  const int64_t per_head = query_tiles_per_head(p), shared = p.num_heads / p.num_heads_k;
+  pool.words = part_of<uint32_t>(c.workspace, c.plan.workspace.pool_words);
+  pool.round_tiles = Divisor(static_cast<uint32_t>(r.round_heads * shared * per_head));
+  pool.pool_tiles = Divisor(static_cast<uint32_t>(r.tiles(p)));
+  pool.tiles_per_head = Divisor(static_cast<uint32_t>(per_head));
+  pool.heads = Divisor(static_cast<uint32_t>(p.num_heads));
+  pool.all_tiles = static_cast<uint32_t>(query_tiles(p));
+  pool.all_rounds = static_cast<uint32_t>(r.all_rounds);
+  pool.rounds = static_cast<uint32_t>(r.rounds);
+  pool.round_heads = static_cast<uint32_t>(r.round_heads);
+  return pool;
+}
+
+template <typename T>
+std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
+  const Problem& r = c.p.problem;
+  BwdArgs a = make_bwd_args(c, l, T::kBlockM);
+  BwdMaps maps{};
+  std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kPartRows);
+  // With static scheduling a block of keys starts its walk later than the block before. Where warpgroups cooperate that
+  // gains nothing, and costs 1 % at 512 rows.
+  const int rotate = T::kIndependent ? T::kBlockN / T::kBlockM : 0;
+  if (!l.dynamic) a.rotate = rotate;
+  if (l.dq == DqMode::kOrdered) a.dq_semaphore = part_of<uint32_t>(c.workspace, c.plan.workspace.dq_semaphore);
+  if (l.dq == DqMode::kPool) {
+    a.pool = pool_of(c);
+    a.rotate = has_unequal_tiles(r) ? 0 : rotate;
+    if (error.empty() && !c.p.dq.is_float) {
+      error = encode_map(maps.dq, c.p.dq, r, r.head_dim, r.seqlen_q, r.num_heads, 16, 32);
+    }
+  }
+  if (!error.empty()) return "bwd_sm90: " + error;
+  return launch_planned(l, bwd_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+}
+
+template <typename E, int D>
+std::string launch_row_stats_and_zero(const BwdCall& c, const Launch& l) {
+  const Problem& r = c.p.problem;
+  const Workspace& w = c.plan.workspace;
+  Zeroed zeroed;
+  if (l.dq == DqMode::kPool) {
+    zeroed = {c.plan.dq_pool.tiles(r), part_of<uint32_t>(c.workspace, w.pool_words),
+              static_cast<int>(c.plan.dq_pool.words())};
+  } else if (l.dq == DqMode::kStored) {
+    zeroed = {.tiles = 0, .dq_rows = !visits_all_queries(r, c.modifiers)};
+  }
+  return launch_planned(l, row_stats_and_zero_kernel<E, D>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
+                        static_cast<int>(query_tiles_per_head(r)), part_of<uint32_t>(c.workspace, w.dq_semaphore),
+                        zeroed);
+}
+
+template <int D>
+std::string launch_bwd_fused(const BwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    if (l.kernel == KernelId::kRowStatsAndZero90) return launch_row_stats_and_zero<E, D>(c, l);
+    if (l.kernel == KernelId::kDqConvert90) {
+      return launch_planned(l, dq_convert_kernel<E, D>, 128, 0, c.p.stream, c.hopper(), l.grid,
+                            static_cast<int>(query_tiles_per_head(c.p.problem)));
+    }
+    return l.dq == DqMode::kOrdered ? launch_bwd_as<BwdTraits<E, D, DqKind::kOrdered>>(c, l)
+                                    : launch_bwd_as<BwdTraits<E, D, DqKind::kUnordered>>(c, l);
+  });
+}
+
+}  // namespace flash_ext::sm90

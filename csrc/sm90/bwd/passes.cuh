@@ -1,0 +1,120 @@
+// The two memory-bound passes around the sm90 backward over keys, and how both see the workspace.
+//
+// Workspace in tiles of 64 queries of one head, so that everything there moves in whole lines:
+//   row_stats  [tile][-lse * log2 e of 64 rows, -delta of 64 rows], delta = rowsum(dout * out) - dlse
+//   dq_semaphore [tile], for additions in order; words of a pool (bwd/dq_pool.cuh)
+//   dq_accum   [tile, or its place in a pool][64 columns][warp][16 columns][half][lane][4]: a warp's accumulators, in the
+//              order of its addition
+// Rows that see nothing and rows outside the sequence get lse = +inf, hence weights 2^(s - inf) = 0.
+#pragma once
+
+#include "../../passes/bwd_passes.cuh"
+#include "steps.cuh"
+
+namespace flash_ext::sm90 {
+
+// A tile of queries as a CTA of the passes sees it.
+struct QueryTile {
+  Work w;
+  int64_t index;  // in the workspace
+  bool outside;   // rows of no sequence: no place in the workspace, dq = 0
+};
+
+template <int kBlockM = BwdTile::kBlockM>
+__device__ __forceinline__ QueryTile locate_tile(const BwdParams& p, const Grid& grid, int tiles_per_head) {
+  int b = 0;
+  QueryTile t;
+  t.w = decode_work<kBlockM, true, false>(p.problem, grid, &b);
+  t.outside = b < 0 || b >= p.problem.batch;
+  t.index = first_tile<kBlockM>(p.problem, t.w, b, t.w.h, tiles_per_head) + t.w.block;
+  return t;
+}
+
+// lse and delta of the kBlockM rows of a tile.
+template <typename E, int D, int kBlockM>
+__device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryTile& tile) {
+  constexpr int kLanes = kPassLanes<D>, kRows = kPassThreads / kLanes;
+  const int chunk = threadIdx.x % kLanes, valid = p.problem.head_dim_v - chunk * 8;
+  float* stats = p.row_stats + tile.index * (2 * kBlockM);
+#pragma unroll
+  for (int i = 0; i < kBlockM / kRows; ++i) {
+    const int in_tile = i * kRows + threadIdx.x / kLanes, row = tile.w.block * kBlockM + in_tile;
+    const bool inside = row < tile.w.q.length;
+    float sum = 0.f;
+    if (inside && valid > 0) {
+      float o[8], d[8];
+      load_8<E>(o, row_pointer(p.out, tile.w.b, tile.w.q.start + row, tile.w.h) + chunk * 8, valid, p.out.aligned);
+      load_8<E>(d, row_pointer(p.dout, tile.w.b, tile.w.q.start + row, tile.w.h) + chunk * 8, valid, p.dout.aligned);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) sum = fmaf(o[c], d[c], sum);
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
+    if (chunk == 0) {
+      const int64_t at = row_stat_offset(p.problem, tile.w, tile.w.h) + row;
+      const float lse = inside ? p.lse[at] : -INFINITY;
+      stats[in_tile] = lse < kLowestLse ? -INFINITY : -lse * kLog2e;
+      stats[kBlockM + in_tile] = !inside ? 0.f : p.dlse == nullptr ? -sum : p.dlse[at] - sum;
+    }
+  }
+}
+
+// Accumulators that the first pass zeroes, words of a pool, and rows of dq that nobody else may write.
+struct Zeroed {
+  int64_t tiles = INT64_MAX;
+  uint32_t* words = nullptr;
+  int num_words = 0;
+  bool dq_rows = false;
+};
+
+template <typename E, int D>
+__global__ void __launch_bounds__(kPassThreads)
+    row_stats_and_zero_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid,
+                              int tiles_per_head, uint32_t* dq_semaphore, const __grid_constant__ Zeroed zeroed) {
+  ptx::allow_next_kernel();
+  const int64_t thread = int64_t{blockIdx.x} * kPassThreads + threadIdx.x;
+  if (thread < zeroed.num_words) zeroed.words[thread] = 0;
+  const QueryTile tile = locate_tile(p, grid, tiles_per_head);
+  if (!tile.w.active || tile.outside) return;
+  store_row_stats<E, D, BwdTile::kBlockM>(p, tile);
+  if (dq_semaphore != nullptr) {
+    const AttnMod mod{p.problem, tile.w.q.length, tile.w.k.length};
+    // Whoever comes first writes the tile.
+    if (init_dq_semaphore(dq_semaphore, mod, tile.index, tile.w.block)) return;
+  }
+  if (zeroed.dq_rows) {
+    const int warp_row = tile.w.block * BwdTile::kBlockM + threadIdx.x / 32 * 8;
+    zero_rows(p.dq, tile.w.b, tile.w.q.start + warp_row, tile.w.h, min(8, tile.w.q.length - warp_row),
+              p.problem.head_dim, threadIdx.x % 32);
+  }
+  if (tile.index >= zeroed.tiles) return;
+  float4* dq = reinterpret_cast<float4*>(p.dq_accum + tile.index * (64 * D));
+#pragma unroll
+  for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
+// dq = softmax_scale * dq_accum, in the type of dq. A warp takes the 16 rows that it has as a consumer.
+template <typename E, int D>
+__global__ void __launch_bounds__(128)
+    dq_convert_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+  ptx::wait_for_kernel_before();
+  const QueryTile tile = locate_tile(p, grid, tiles_per_head);
+  if (!tile.w.active) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float dq[D / 2];
+#pragma unroll
+  for (int i = 0; i < D / 8; ++i) {
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (!tile.outside) {
+      const int columns = min(64, D - i / 8 * 64);
+      x = *reinterpret_cast<const float4*>(p.dq_accum + tile.index * (64 * D) + i / 8 * 4096 + warp * 16 * columns +
+                                           i % 8 * 128 + lane * 4);
+    }
+    float* to = dq + i / 2 * 8 + i % 2 * 2;
+    to[0] = x.x, to[1] = x.y, to[4] = x.z, to[5] = x.w;
+  }
+  store_rows<E>(p.dq, tile.w.b, tile.w.q, tile.w.h, dq, p.problem.softmax_scale, p.problem.head_dim,
+                tile.w.block * 64 + warp * 16 + lane / 4, lane);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,249 @@
+// The producers of the sm90 backward: four warps with a job each, because one would spill in 24 registers.
+#pragma once
+
+#include "dq_pool.cuh"
+
+namespace flash_ext::sm90 {
+
+// K and V of a work tile.
+template <typename T>
+__device__ __forceinline__ void load_keys_of(const BwdArgs& a, const BwdMaps& maps, uint32_t smem,
+                                             const BwdWorkTile& work, BwdBarriers<T> bars, uint32_t& phase) {
+  if (work.steps == 0) return;
+  const RowCoordinates at = row_coordinates(a.p.problem, work.w.k, work.w.b, work.w.block * T::kBlockN);
+  const auto load = [&](const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t full, uint32_t empty) {
+    constexpr int kRows = T::kPartRows;
+    wait(empty, phase);
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int part = 0; part < T::kKeyParts; ++part) {
+      copy_tile<T::kChunks, kRows>(map, steps, to + part * T::kChunks * kRows * 128, full,
+                                   {at.row + kRows * part, at.outer, at.outermost}, work.w.h);
+    }
+  };
+  if constexpr (T::kPlacesSwap) {
+    const int k_place = phase ^ 1, v_place = phase;
+    load(maps.k, a.k, smem + k_place * T::kVAt, bars.place_full(k_place), bars.place_empty(k_place));
+    load(maps.v, a.v, smem + v_place * T::kVAt, bars.place_full(v_place), bars.place_empty(v_place));
+  } else {
+    load(maps.k, a.k, smem, bars.k_full(), bars.k_empty());
+    load(maps.v, a.v, smem + T::kVAt, bars.v_full(), bars.v_empty());
+  }
+  phase ^= 1;
+}
+
+// Whether every work tile is fetched, the first of a CTA too.
+template <typename T>
+__device__ __forceinline__ bool fetches_in_order(const BwdArgs& a) {
+  return T::kOrdered || (T::kPool && a.pool.words != nullptr);
+}
+
+// First warp: decides what is next. In the kernel of bwd/kernel.cuh it loads K and V as well.
+template <typename T, typename Bars>
+__device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& maps, uint32_t smem,
+                                              BwdWorkTile* work_tiles, Bars bars) {
+  const Problem& p = a.p.problem;
+  const int lane = threadIdx.x % 32;
+  const bool in_order = fetches_in_order<T>(a), dynamic = in_order || a.scheduler.counter != nullptr;
+  if (dynamic && lane == 0) claim_counter(a.scheduler);
+  PipelineState<T::kWorkStages> work_ring;
+  work_ring.phase = 1;  // the first wait for an empty stage passes
+  [[maybe_unused]] uint32_t kv_phase = 1;
+  const auto fetch = [&] {
+    uint32_t next = 0;
+    if (lane == 0) next = in_order ? fetch_in_order(a.scheduler) : fetch_work_tile(a.scheduler);
+    return __shfl_sync(ptx::kFullWarp, next, 0);
+  };
+  uint32_t index = blockIdx.x;
+  if (in_order) index = fetch();
+#pragma unroll 1
+  while (index < a.scheduler.num_work_tiles) {
+    int b = 0;
+    const Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries>(index, p, a.grid, &b);
+    if (w.active) {
+      wait(bars.work_empty(work_ring.stage), work_ring.phase);
+      debug_delay();
+      if (lane == 0) {
+        BwdWorkTile& work = work_tiles[work_ring.stage];
+        work.w = w;
+        const int first_head = T::kByQueries ? w.h : w.h * static_cast<int>(a.grid.shared.divisor);
+        work.tile = static_cast<int>(first_tile<T::kStatRows>(p, w, b, first_head, a.tiles_per_head));
+        if constexpr (T::kPool) place_in_pool(a.pool, work);
+        asm volatile("" ::: "memory");  // reads it again below: not enough registers to keep it
+        const AttnMod mod{p, work.w.q.length, work.w.k.length};
+        if constexpr (T::kByQueries) {
+          work.blocks = mod.template kv_blocks<T::kBlockM, T::kBlockN>(work.w.block);
+        } else {
+          work.blocks = mod.template q_blocks<T::kBlockM, T::kBlockN>(work.w.block);
+        }
+        const uint32_t count = max(work.blocks.end - work.blocks.begin, 0);
+        const bool rotates = !T::kByQueries && count != 0;
+        const uint32_t late = rotates ? static_cast<uint32_t>(work.w.block * a.rotate) % count : 0;
+        work.first = T::kOrdered ? work.blocks.end - 1 : work.blocks.begin + static_cast<int>(late);
+        work.steps = static_cast<int>(T::kByQueries ? count : count * a.grid.shared.divisor);
+        if constexpr (T::kPool) wait_for_round(a.pool, work);
+        ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+        if (dynamic && count == 0) ptx::mbarrier_arrive(bars.work_ending());
+      }
+      if constexpr (T::kSchedulerLoadsKeys) {
+        __syncwarp();
+        load_keys_of<T>(a, maps, smem, work_tiles[work_ring.stage], bars, kv_phase);
+      }
+      static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
+      if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
+      work_ring.advance();
+    }
+    index = dynamic ? fetch() : index + gridDim.x;
+  }
+  wait(bars.work_empty(work_ring.stage), work_ring.phase);
+  if (lane == 0) {
+    work_tiles[work_ring.stage].w.block = -1;
+    ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+  }
+}
+
+// What the other producers do for every work tile.
+template <typename T, typename Bars, typename Use>
+__device__ __forceinline__ void for_work_tiles(const BwdWorkTile* work_tiles, Bars bars, const Use& use) {
+  PipelineState<T::kWorkStages> work_ring;
+#pragma unroll 1
+  while (true) {
+    wait(bars.work_full(work_ring.stage), work_ring.phase);
+    const BwdWorkTile& work = work_tiles[work_ring.stage];
+    if (work.w.block < 0) break;
+    use(work);
+    __syncwarp();
+    ptx::mbarrier_arrive_for_warp(bars.work_empty(work_ring.stage), threadIdx.x % 32 == 0);
+    work_ring.advance();
+  }
+}
+
+// What they do for every tile of queries of every work tile: use(work, walk, stage of the ring).
+template <typename T, typename Use>
+__device__ __forceinline__ void for_tiles(const BwdArgs& a, const BwdWorkTile* work_tiles, BwdBarriers<T> bars,
+                                          const Use& use) {
+  PipelineState<T::kStages> ring;
+  ring.phase = 1;
+  for_work_tiles<T>(work_tiles, bars, [&](const BwdWorkTile& work) {
+#pragma unroll 1
+    for (Walk<T> walk(work); walk.left > 0; walk.advance(work, static_cast<int>(a.grid.shared.divisor))) {
+      use(work, walk, ring);
+      ring.advance();
+    }
+  });
+}
+
+// Second and fourth warp, with additions in order: adds the tiles of dQ that the consumers leave, each in its turn, or
+// (not staged) passes on the turns that a warpgroup has used. All that orders the additions of different CTAs waits
+// here, where nobody waits for it: a fence of the device takes 700 clocks, and would cost a consumer 400 to 800 in each
+// step. Without it gradients do differ from run to run. Turns are passed on at once when the next tile is not there
+// yet, else several by one fence.
+template <typename T>
+__device__ __forceinline__ void pass_dq_semaphores(const BwdArgs& a, uint32_t smem, const BwdWorkTile* work_tiles,
+                                                   BwdBarriers<T> bars, int group) {
+  constexpr int kBytes = T::kBlockM * T::kHeadDim * 4;
+  const int lane = threadIdx.x % 32;
+  uint32_t phase = 0;
+  for_work_tiles<T>(work_tiles, bars, [&](const BwdWorkTile& work) {
+    const int turn = work.w.block * T::kDqStages + group;
+    BlockRange tiles = work.blocks;
+    if constexpr (T::kIndependent) {
+      const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
+      tiles = mod.template q_blocks<T::kBlockM, BwdTile::kOrderedKeys>(turn);
+      if (turn * BwdTile::kOrderedKeys >= work.w.k.length) return;
+    }
+#pragma unroll 1
+    for (int head = 0; head < static_cast<int>(a.grid.shared.divisor); ++head) {
+      uint32_t* word = a.dq_semaphore + work.tile + head * a.tiles_per_head + tiles.end - 1;
+      int held = 0;  // turns not yet passed on, of the tiles before `word`
+      [[maybe_unused]] int come = 0;  // turns of the tiles from `word` on
+      [[maybe_unused]] uint32_t firsts = 0;
+      const auto pass_on = [&] {
+        if (lane == 0) {
+          if constexpr (T::kStaged) ptx::bulk_wait();
+          ptx::fence_gpu();
+#pragma unroll 1
+          for (int i = 1; i <= held; ++i) ptx::store_relaxed(word + i, turn + 1);
+        }
+        __syncwarp();
+        held = 0;
+      };
+#pragma unroll 1
+      for (int left = tiles.end - tiles.begin; left > 0; --left, --word) {
+        const bool here = __any_sync(ptx::kFullWarp, ptx::mbarrier_test_wait(bars.dq_full(group), phase));
+        if (held > 0 && (!here || (T::kStaged && come == 0))) pass_on();
+        if constexpr (T::kStaged) {
+          if (come == 0) come = wait_dq_semaphores(word, turn, min(T::kSemaphoresAtOnce, left), &firsts);
+          ptx::fence_proxy_async_global();
+        }
+        wait(bars.dq_full(group), phase);
+        phase ^= 1;
+        if (lane == 0) {
+          if constexpr (T::kStaged) {
+            float* to = a.p.dq_accum + (word - a.dq_semaphore) * (T::kBlockM * T::kHeadDim);
+            const uint32_t from = smem + T::kStagingAt + group * kBytes;
+            if (firsts & 1) {
+              ptx::bulk_store(to, from, kBytes);
+            } else {
+              ptx::bulk_add_f32(to, from, kBytes);
+            }
+            ptx::bulk_commit();
+            ptx::bulk_wait_read();
+          }
+          ptx::mbarrier_arrive(bars.dq_empty(group));
+        }
+        __syncwarp();
+        --come;
+        firsts >>= 1;
+        ++held;
+      }
+      if (held > 0) pass_on();
+    }
+  });
+}
+
+// Third warp: streams Q, with lse and delta.
+template <typename T>
+__device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& maps, uint32_t smem,
+                                             const BwdWorkTile* work_tiles, BwdBarriers<T> bars) {
+  for_tiles<T>(
+      a, work_tiles, bars, [&](const BwdWorkTile& work, const Walk<T>& walk, const PipelineState<T::kStages>& ring) {
+        wait(bars.q_empty(ring.stage), ring.phase);
+        if constexpr (T::kQueriesLoadDouts) wait(bars.dout_empty(ring.stage), ring.phase);
+        if (threadIdx.x % 32 != 0) return;
+        const int h = work.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head;
+        const int64_t tile = work.tile + static_cast<int64_t>(walk.head) * a.tiles_per_head + walk.block;
+        const uint32_t full = bars.q_full(ring.stage);
+        copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q, smem + T::kQAt + ring.stage * T::kQBytes, full,
+                                          row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
+        ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
+        ptx::bulk_load(smem + T::kStatsAt + ring.stage * T::kStatsBytes, a.p.row_stats + tile * (2 * T::kBlockM),
+                       T::kStatsBytes, full);
+        if constexpr (T::kQueriesLoadDouts) {
+          copy_tile<T::kChunks, T::kBlockM>(
+              maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes, bars.dout_full(ring.stage),
+              row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
+        }
+        const bool dynamic = fetches_in_order<T>(a) || a.scheduler.counter != nullptr;  // else nobody waits for that
+        if (dynamic && walk.left == min(T::kFetchAhead, work.steps)) {
+          ptx::mbarrier_arrive(bars.work_ending());
+        }
+      });
+}
+
+// Fourth warp: streams dO.
+template <typename T>
+__device__ __forceinline__ void load_douts(const BwdArgs& a, const BwdMaps& maps, uint32_t smem,
+                                           const BwdWorkTile* work_tiles, BwdBarriers<T> bars) {
+  for_tiles<T>(
+      a, work_tiles, bars, [&](const BwdWorkTile& work, const Walk<T>& walk, const PipelineState<T::kStages>& ring) {
+        wait(bars.dout_empty(ring.stage), ring.phase);
+        if (threadIdx.x % 32 != 0) return;
+        copy_tile<T::kChunks, T::kBlockM>(maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes,
+                                          bars.dout_full(ring.stage),
+                                          row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM),
+                                          work.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head);
+      });
+}
+
+}  // namespace flash_ext::sm90

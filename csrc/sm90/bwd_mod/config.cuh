@@ -1,0 +1,179 @@
+// What the roles of the sm90 backward with modifiers share: traits, shared memory, barriers, work tiles and their
+// steps.
+#pragma once
+
+#include "../../common/dropout.cuh"
+#include "../../common/modifiers.cuh"
+#include "../bwd/config.cuh"
+#include "../fwd_mod/config.cuh"
+#include "tiles.h"
+
+namespace flash_ext::sm90 {
+
+struct BwdModMaps {
+  BwdMaps plain;
+  CUtensorMap bias;  // boxes of 64 queries and 128 bytes of keys
+};
+
+// tanh(factor * x) = x * (c[0] + c[1] x^2 + c[2] x^4) for |x| <= limit.
+struct KeyCap {
+  static constexpr int kTerms = 3;
+  float c[kTerms];
+  float limit;        // below 0: never
+  float factor_log2;  // 2 log2(e) factor
+};
+
+struct BwdModArgs {
+  BwdArgs plain;
+  Modifiers m;
+  KeyCap cap;
+  Steps bias_steps;
+  float unit;        // raw products, or tanh, times this are scores in log2
+  bool adds_to_keys;  // something by distance, or a bias that all rows share
+  bool brings_bias;  // by TMA; else all rows share a bias, if there is one
+  bool stores_dq;    // has_whole_keys()
+};
+
+// A work tile: a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
+// others. It has at least one step.
+struct BwdModWorkTile {
+  Work w;  // block < 0: there is none any more
+  SeqInfo seq;
+  BlockRange blocks;  // tiles of queries that may be visited, the same for all query heads, or of keys
+  int first_head;     // of the query heads that read it; its own
+  int tile;           // first one of the first query head in the workspace
+};
+
+// A step is a tile of queries of a query head that reads the work tile, or a tile of keys.
+struct BwdStep {
+  int block;
+  uint32_t bits;  // head of the group << 10, for each warpgroup four bits of tests from kKeyTestsAt on, flags
+
+  __device__ __forceinline__ int head() const { return static_cast<int>(bits >> 10); }
+  __device__ __forceinline__ bool is_first() const { return (bits & kFirstStep) != 0; }
+  __device__ __forceinline__ bool is_last() const { return (bits & kLastStep) != 0; }
+  // A warpgroup's tests, or kSkipped.
+  __device__ __forceinline__ uint32_t tests(int group) const { return bits >> (2 + 4 * group) & 15; }
+  // Of either warpgroup.
+  __device__ __forceinline__ bool has_tests() const { return (bits >> 2 & 0x77) != 0; }
+};
+inline constexpr int kKeyTestsAt = 2, kHeadAt = 10;
+
+// Steps that the scheduler found, on their way to the loaders.
+struct BwdChunk {
+  static constexpr int kCapacity = 16;
+  BwdStep steps[kCapacity];
+  int count;
+  bool is_last;  // of its work tile
+};
+
+// What a kernel does beside hiding scores. Code that never runs costs all the same, in registers, in instructions that
+// are not there when they are needed, and in the order that ptxas finds. kPlain: no modifiers at all
+// (bwd_split/kernel.cuh).
+enum class ScoreKind { kHiding, kAdding, kCapping, kDropping, kAddingDropping, kPlain };
+
+template <typename E, int D, ScoreKind kKind>
+struct BwdModTraits {
+  using Element = E;
+  static constexpr bool kCaps = kKind == ScoreKind::kCapping;
+  static constexpr bool kAdds = kKind == ScoreKind::kAdding || kKind == ScoreKind::kAddingDropping;
+  static constexpr bool kDrops = kKind == ScoreKind::kDropping || kKind == ScoreKind::kAddingDropping;
+  // Draws take a loader longer than a step: consumers make them, where there is room to exchange them.
+  static constexpr bool kLoadersDraw = kKind == ScoreKind::kAddingDropping, kConsumersDraw = kDrops && !kLoadersDraw;
+  static constexpr int kHeadDim = D;
+  static constexpr BwdModTile kModTile = bwd_mod_tile(D);
+  static constexpr BwdTile kTile = kModTile.plain();
+  static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = BwdModTile::kBlockN, kThreads = BwdModTile::kThreads;
+  static constexpr bool kByQueries = false, kFloatBias = BwdModTile::has_float_bias(D);
+  static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of a work tile; of a tile in the workspace
+  static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;
+  // The scheduler, which classifies tiles, does not fit 40.
+  static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
+  static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
+  static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kStages * kQBytes;
+  static constexpr int kDsAt = kDoutAt + kStages * kQBytes, kDsStages = BwdModTile::kDsStages;
+  static constexpr int kBiasAt = kDsAt + kTile.ds_bytes(), kBiasBytes = BwdModTile::bias_bytes(D);
+  static constexpr int kStagingAt = kBiasAt + kBiasBytes, kStagingBytes = 4096;  // a consumer warp
+  static constexpr int kStatsAt = kStagingAt + kTile.staging_bytes(), kStatsBytes = kBlockM * 8;
+  static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);
+  static constexpr int kWorkStages = 2, kChunkStages = 2;
+  static constexpr int kSteps = 2 * kStages;  // consumers look back by one
+  // Steps whose mask words have a place: those of a step are made during the two steps before it. Where a bias has
+  // taken the place that others have for them there is one, for visible scores, then dropped ones.
+  static constexpr int kMaskStages = kAdds ? 1 : 4, kMaskWordBytes = 4 * 32 * kConsumerWarps;
+  // Tiles left to load when the next work tile is fetched: its tiles must be classified first.
+  static constexpr int kFetchAhead = 6;
+  static_assert(kTile.staging_bytes() == BwdModTile::kStagingBytes && kBiasAt % 1024 == 0);
+};
+
+// What a consumer thread is told of its scores: score i is bit bit_of_score(i) of a word.
+enum class WordKind { kVisible, kDropped };
+
+// Behind the tiles in shared memory, before the barriers.
+template <typename T>
+struct ModKeyShared {
+  static constexpr int kMaskMakers = 3;  // warps that make mask words
+  DropKeys drop[T::kConsumersDraw ? T::kStages : T::kDrops ? kMaskMakers : 1];  // of a stage's step, of a loader's
+  BwdModWorkTile work_tiles[T::kWorkStages];
+  BwdChunk chunks[T::kChunkStages];
+  BwdStep steps[T::kSteps];
+  uint32_t index;           // the scheduler's present one
+  int work_tiles_found, chunks_found;
+  alignas(4) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];
+
+  __device__ __forceinline__ unsigned char* mask_words(WordKind which, int stage) {
+    static_assert(2 * T::kMaskStages * T::kMaskWordBytes <= T::kBiasBytes);
+    if constexpr (T::kAdds) return only_mask_words;
+    unsigned char* const place = reinterpret_cast<unsigned char*>(this) - T::kSharedAt + T::kBiasAt;
+    return place + (2 * stage + static_cast<int>(which)) * T::kMaskWordBytes;
+  }
+};
+
+// "full" ones complete by the bytes of copies or when what they announce is written, "empty" ones when all that read it
+// have arrived.
+template <typename T>
+struct ModKeyBarriers {
+  static constexpr int kKeys = 0, kQ = kKeys + 4, kDout = kQ + 2 * T::kStages, kWork = kDout + 2 * T::kStages;
+  static constexpr int kChunk = kWork + 2 * T::kWorkStages, kBias = kChunk + 2 * T::kChunkStages, kMask = kBias + 2;
+  static constexpr int kDs = kMask + 2 * T::kMaskStages;
+  static constexpr int kEnding = kDs + T::kDsStages, kCount = kEnding + 1;
+  static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModKeyShared<T>));
+  static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
+
+  uint32_t smem;
+  __device__ uint32_t at(int index) const { return smem + kAt + 8 * index; }
+  // K and V change places with every work tile: K of the next one comes to the place of V, which is free a step
+  // earlier.
+  __device__ uint32_t place_full(int place) const { return at(kKeys + place); }
+  __device__ uint32_t place_empty(int place) const { return at(kKeys + 2 + place); }
+  __device__ uint32_t q_full(int stage) const { return at(kQ + stage); }
+  __device__ uint32_t q_empty(int stage) const { return at(kQ + T::kStages + stage); }
+  __device__ uint32_t dout_full(int stage) const { return at(kDout + stage); }
+  __device__ uint32_t dout_empty(int stage) const { return at(kDout + T::kStages + stage); }
+  __device__ uint32_t work_full(int stage) const { return at(kWork + stage); }
+  __device__ uint32_t work_empty(int stage) const { return at(kWork + T::kWorkStages + stage); }
+  __device__ uint32_t chunk_full(int stage) const { return at(kChunk + stage); }
+  __device__ uint32_t chunk_empty(int stage) const { return at(kChunk + T::kChunkStages + stage); }
+  __device__ uint32_t bias_full() const { return at(kBias); }
+  __device__ uint32_t bias_empty() const { return at(kBias + 1); }
+  __device__ uint32_t mask_full(int stage) const { return at(kMask + stage); }
+  __device__ uint32_t mask_empty(int stage) const { return at(kMask + T::kMaskStages + stage); }
+  __device__ uint32_t ds_full(int stage) const { return at(kDs + stage); }
+  __device__ uint32_t work_ending() const { return at(kEnding); }
+
+  __device__ void init() const {
+    constexpr int kLoaders = 3;
+    init_pairs(at(kKeys), 2, 1, T::kConsumerWarps);
+    init_pairs(at(kQ), T::kStages, 3, T::kConsumerWarps);  // Q, its statistics, its step
+    init_pairs(at(kDout), T::kStages, 1, T::kConsumerWarps);
+    init_pairs(at(kWork), T::kWorkStages, 1, T::kConsumerWarps + kLoaders);
+    init_pairs(at(kChunk), T::kChunkStages, 1, kLoaders);
+    init_pairs(at(kBias), 1, 1, T::kConsumerWarps);
+    init_pairs(at(kMask), T::kMaskStages, ModKeyShared<T>::kMaskMakers, T::kConsumerWarps);
+    for (int i = 0; i < T::kDsStages; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
+    ptx::mbarrier_init(work_ending(), 1);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+}  // namespace flash_ext::sm90

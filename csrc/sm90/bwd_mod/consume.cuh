@@ -1,0 +1,278 @@
+// The consumers of the sm90 backward with modifiers: as consume_cooperative() of the plain one, but what a step is and
+// which of its tests a warpgroup needs comes with each Q, and scores are changed before they become weights.
+#pragma once
+
+#include "../bwd/steps.cuh"
+#include "scores.cuh"
+
+namespace flash_ext::sm90 {
+
+template <typename T>
+__device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t smem, unsigned char* smem_bytes,
+                                                 ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kM = T::kBlockM, kN = T::kBlockN;
+  constexpr int kDqCount = D / 4;  // both warpgroups have half of the columns
+  const Modifiers& m = a.m;
+  const Problem& problem = a.plain.p.problem;
+  // Registers are short: what follows from the thread's number is made anew where it is used.
+  const auto warp_number = [] { return static_cast<uint32_t>(ptx::fresh_thread_idx()) / 32; };
+  const auto warp_of = [=] { return static_cast<int>(warp_number() % 4); };
+  const auto group_of = [=] { return static_cast<int>(warp_number() / 4 - 1); };
+  const auto staging = [=] { return smem + T::kStagingAt + (warp_number() - 4) * T::kStagingBytes; };
+
+  float dk[D / 2], dv[D / 2];
+  uint32_t counts = 0;  // steps so far << 2 | work tiles so far modulo 4, in one register
+  int mask_words = 0;  // taken so far
+  const auto forget = [&] { asm volatile("" : "+r"(counts)::"memory"); };  // what was made of them
+  const auto steps = [&] { return static_cast<int>(counts >> 2); };
+  const auto work_tiles = [&] { return static_cast<int>(counts & 3); };
+  const auto arrive = [&](uint32_t bar) {
+    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
+  };
+  const auto work_of = [&]() -> const BwdModWorkTile& {
+    return shared.work_tiles[stage_of(work_tiles(), T::kWorkStages)];
+  };
+  const auto stage = [&] { return stage_of(steps(), T::kStages); };
+  const auto now = [&]() -> const BwdStep& { return shared.steps[stage_of(steps(), T::kSteps)]; };
+  const auto first_query = [&] { return now().block * kM; };
+  const auto first_key = [&] { return work_of().w.block * kN + group_of() * 64 + warp_of() * 16; };
+  const auto score_mod = [&] {
+    const BwdModWorkTile& work = work_of();
+    return ScoreMod{problem, m, work.seq, work.first_head + now().head()};
+  };
+  const auto q_at = [&] { return smem + T::kQAt + stage() * T::kQBytes; };
+  const auto dout_at = [&] { return q_at() + (T::kDoutAt - T::kQAt); };
+  const auto k_place = [&] { return work_tiles() % 2; };  // and the phase of the barriers of both places
+  const auto keys_at = [&](int place) { return smem + place * T::kVAt + group_of() * 64 * 128; };
+  const auto stats = [&] {
+    return reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + stage() * 2 * kM + 2 * (ptx::fresh_lane() % 4);
+  };
+  const auto ds_at = [&](int n) { return smem + T::kDsAt + n % T::kDsStages * T::kDsBytes; };
+  const auto ds_full = [&](int n) { return bars.ds_full(n % T::kDsStages); };
+  // Of the very first step there is none before, and the phase before the first is over.
+  const auto wait_for_ds_before = [&] {
+    const uint32_t before = steps() + 2 * T::kDsStages - 1;
+    wait(ds_full(before), before / T::kDsStages % 2);
+  };
+  const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
+    const uint32_t columns = smem + k_place() * T::kVAt + group_of() * (D == 64 ? 64 : kN * 128);
+    const uint32_t ds = ds_at(steps() + T::kDsStages - 1);
+    issue_dq<E>(dq, uniform(descriptor_low(ds, 16)), uniform(descriptor_low(columns, 16)));
+    ptx::wgmma_commit();
+  };
+  const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
+    const BwdStep before = shared.steps[stage_of(steps() - 1, T::kSteps)];
+    if (a.stores_dq) {
+      const BwdModWorkTile& work = work_of();
+      StridedView half = a.plain.p.dq;  // this warpgroup's columns
+      const int first = group_of() * 2 * kDqCount;
+      half.ptr = static_cast<char*>(half.ptr) + first * (half.is_float ? 4 : 2);
+      store_rows<E>(half, work.w.b, work.w.q, work.first_head + before.head(), dq, problem.softmax_scale,
+                    problem.head_dim - first, before.block * kM + warp_of() * 16 + ptx::fresh_lane() / 4, ptx::fresh_lane());
+      return;
+    }
+    const int tile = work_of().tile + before.head() * a.plain.tiles_per_head + before.block;
+    const int first = D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount
+                              : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
+    add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, staging(), ptx::fresh_lane());
+  };
+  const auto mask_stage = [&] { return stage_of(mask_words, T::kMaskStages); };
+  const auto read_mask_word = [&](WordKind which) {
+    wait(bars.mask_full(mask_stage()), phase_of(mask_words, T::kMaskStages));
+    return reinterpret_cast<const uint32_t*>(shared.mask_words(which, mask_stage()))[ptx::fresh_thread_idx() - 128];
+  };
+  const auto free_mask_words = [&] {
+    __syncwarp();
+    arrive(bars.mask_empty(mask_stage()));
+    ++mask_words;
+  };
+  // The vote makes the exit warp-uniform; otherwise ptxas clones what follows.
+  const auto visible_scores = [&]() -> uint32_t {
+    const uint32_t tests = now().tests(group_of());
+    uint32_t visible = ~0u;
+    if (__any_sync(ptx::kFullWarp, now().has_tests())) {
+      const uint32_t word = read_mask_word(WordKind::kVisible);
+      free_mask_words();
+      visible = tests == 0 ? ~0u : word;
+    }
+    return tests == kSkipped ? 0 : visible;
+  };
+  const auto dropped_scores = [&]() -> uint32_t {
+    if constexpr (!T::kLoadersDraw) return 0;
+    const uint32_t word = read_mask_word(WordKind::kDropped);
+    free_mask_words();
+    return word;
+  };
+  // s = P; with a softcap its tanh, because weights wait for dP, where both have registers.
+  const auto form_weights = [&](float (&s)[32], [[maybe_unused]] const float (&key_bias)[2], uint32_t visible) {
+    if constexpr (T::kCaps) {
+      take_tanh(s, a.cap);
+      return;
+    } else if constexpr (T::kAdds) {
+      if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
+        const HeadDistances distances = HeadDistances::of(m.by_distance, score_mod().seq.b, score_mod().h, kLog2e);
+        const KeyAdditions additions = additions_of(score_mod(), first_query(), first_key(), distances, key_bias);
+        add_to_keys(s, additions, stats(), a.unit);
+        if (__any_sync(ptx::kFullWarp, additions.bends)) {
+          auto& blocks = reinterpret_cast<float(&)[1][8][4]>(s);
+          distances.template add_bent<true>(blocks, m.by_distance, score_mod().seq.b, score_mod().h,
+                                            first_distance<true>(first_query() + score_mod().shift(), first_key()),
+                                            kLog2e);
+        }
+      } else {
+        to_log2(s, stats(), a.unit);
+      }
+      if (a.brings_bias) {
+        wait(bars.bias_full(), steps() % 2);
+        if (T::kFloatBias && m.bias.is_float) {
+          add_brought_float_bias(s, smem + T::kBiasAt + group_of() * 2 * kM * 128, warp_of());
+        } else {
+          add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
+        }
+        __syncwarp();
+        arrive(bars.bias_empty());
+      }
+      exponentiate(s);
+    } else {
+      scores_to_weights(s, stats(), a.unit);
+    }
+    if (__any_sync(ptx::kFullWarp, visible != ~0u)) hide_weights(s, visible);
+  };
+  // dp = dS, s = P with 0 where dropout hit it.
+  const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t visible, uint32_t dropped) {
+    if constexpr (T::kCaps) {
+      weights_of_tanh(s, dp, stats(), a.unit);
+      if (!__any_sync(ptx::kFullWarp, visible != ~0u)) return;
+      hide_weights(s, visible);
+      hide_weights(dp, visible);
+    } else if constexpr (!T::kDrops) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) dp[i] *= s[i];
+    } else {
+      const float* minus_delta = stats() + kM;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool is_dropped = (dropped >> (T::kLoadersDraw ? bit_of_score(4 * j + i) : 4 * j + i) & 1) != 0;
+          const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], m.keep_scale, minus);
+          dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
+          s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
+        }
+      }
+    }
+  };
+  const auto step = [&] {
+    float s[32], dp[32], dq[kDqCount];
+    uint32_t p_words[16], ds_words[16];
+    ptx::warpgroup_fence_operand(dk);
+    ptx::warpgroup_fence_operand(dv);
+    wait(bars.q_full(stage()), phase_of(steps(), T::kStages));
+    [[maybe_unused]] float key_bias[2] = {};
+    if constexpr (T::kAdds) {
+      if (m.bias.ptr != nullptr && !a.brings_bias) load_key_bias<E>(key_bias, score_mod(), first_key());
+    }
+    const uint32_t visible = visible_scores();
+    // With dropout -delta comes to dP afterwards.
+    if constexpr (!T::kDrops) begin_dp(dp, stats() + kM);
+    ptx::warpgroup_fence_operand(s);
+    ptx::warpgroup_fence_operand(dp);
+    ptx::wgmma_fence();
+    issue_products<E, D, kN, kM, false>(s, uniform(descriptor_low(keys_at(k_place()), 16)),
+                                        uniform(descriptor_low(q_at(), 16)));
+    ptx::wgmma_commit();
+    [[maybe_unused]] uint32_t dropped = 0;
+    if constexpr (T::kConsumersDraw) {
+      uint16_t* const drawn = reinterpret_cast<uint16_t*>(shared.mask_words(WordKind::kDropped, steps() % 2));
+      dropped = draw_dropped<T>(m, first_query(), first_key(), shared.drop[stage()], drawn);
+    }
+    wait(bars.dout_full(stage()), phase_of(steps(), T::kStages));
+    ptx::wgmma_fence();
+    issue_products<E, D, kN, kM, !T::kDrops>(dp, uniform(descriptor_low(keys_at(k_place() ^ 1), 16)),
+                                             uniform(descriptor_low(dout_at(), 16)));
+    ptx::wgmma_commit();
+    forget();
+    ptx::wgmma_wait<1>();
+    ptx::warpgroup_fence_operand(s);
+    form_weights(s, key_bias, visible);
+    ptx::warpgroup_fence_operand(s);
+    forget();
+    ptx::wgmma_wait<0>();
+    ptx::warpgroup_fence_operand(dp);
+    if constexpr (T::kLoadersDraw) dropped = dropped_scores();
+    form_gradients(s, dp, visible, dropped);
+    ptx::warpgroup_fence_operand(s);
+    ptx::warpgroup_fence_operand(dp);
+    pack<E>(p_words, s);
+    pack<E>(ds_words, dp);
+    // When both have written dS of the step before, both are through with dS of three steps() ago: its place is free.
+    wait_for_ds_before();
+    store_ds(ds_at(steps()) + group_of() * 64 * 128 + ds_offset(warp_of(), ptx::fresh_lane()), ds_words);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(ds_full(steps()));
+    ptx::warpgroup_fence_operand(p_words);
+    ptx::warpgroup_fence_operand(ds_words);
+    ptx::wgmma_fence();
+    issue_pv<E>(dv, p_words, uniform(descriptor_low(dout_at(), kM * 128)));
+    // In a work tile's first step of what lies in shared memory, and then not added: a branch would cost more.
+    ptx::wgmma_fence();
+    issue_dq_before(dq);
+    issue_pv<E>(dk, ds_words, uniform(descriptor_low(q_at(), kM * 128)));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::warpgroup_fence_operand(dq);
+    if (!now().is_first()) add_dq_before(dq);
+    ptx::wgmma_wait<0>();
+    ptx::warpgroup_fence_operand(dk);
+    ptx::warpgroup_fence_operand(dv);
+  };
+
+#pragma unroll 1
+  while (true) {
+    wait(bars.work_full(stage_of(work_tiles(), T::kWorkStages)), phase_of(work_tiles(), T::kWorkStages));
+    if (work_of().w.block < 0) break;
+    clear(dk);
+    clear(dv);
+    wait(bars.place_full(k_place()), k_place());
+    wait(bars.place_full(k_place() ^ 1), k_place());
+    bool is_over = false;
+#pragma unroll 1
+    while (!is_over) {
+      step();
+      is_over = now().is_last();
+      __syncwarp();  // all lanes have read the step
+      arrive(bars.q_empty(stage()));
+      arrive(bars.dout_empty(stage()));
+      counts += 4;
+    }
+    arrive(bars.place_empty(k_place() ^ 1));
+    wait_for_ds_before();
+    float dq[kDqCount];
+    ptx::wgmma_fence();
+    issue_dq_before(dq);
+    // Gradients pass through the warp's place for dQ before dQ does: they are gone when the function returns.
+    if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
+    const BwdParams& p = a.plain.p;
+    const BwdModWorkTile& work = work_of();
+    const int warp_row = first_key();
+    const auto store = [&](const StridedView& view, const float (&x)[D / 2], float scale, int columns) {
+      store_rows_staged<E, 16 * 128>(view, work.w.b, work.w.k, work.w.h, x, scale, columns, warp_row, staging(),
+                                     ptx::fresh_lane());
+    };
+    store(p.dv, dv, T::kDrops ? m.keep_scale : 1.f, problem.head_dim_v);
+    ptx::wgmma_wait<0>();
+    ptx::warpgroup_fence_operand(dq);
+    arrive(bars.place_empty(k_place()));
+    store(p.dk, dk, problem.softmax_scale, problem.head_dim);
+    add_dq_before(dq);
+    __syncwarp();
+    arrive(bars.work_empty(stage_of(work_tiles(), T::kWorkStages)));
+    counts = (counts & ~3u) | ((counts + 1) & 3);
+  }
+  if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
+}
+
+}  // namespace flash_ext::sm90

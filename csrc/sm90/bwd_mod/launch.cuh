@@ -1,0 +1,67 @@
+// Launches of the fused Hopper backward with modifiers, for one compiled head dim. Included by the instantiation files
+// only.
+#pragma once
+
+#include "../bwd/launch.cuh"
+#include "../fwd_mod/launch.cuh"
+#include "kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+// tanh(t) / t in t^2, fitted for the smallest relative error (4e-7) on |t| <= 1/4.
+inline KeyCap key_cap(const Problem& p, const Modifiers& m) {
+  constexpr double kTerms[KeyCap::kTerms] = {0.9999996043, -0.3332190823, 0.1284161343};
+  KeyCap cap{};
+  const double factor = static_cast<double>(p.softmax_scale) * m.inv_softcap;
+  cap.factor_log2 = static_cast<float>(2. * kLog2e * factor);
+  cap.limit = -1.f;
+  double power = factor;
+  for (int k = 0; k < KeyCap::kTerms; ++k) {
+    const double c = kTerms[k] * power;
+    if (std::fabs(c) > FLT_MAX) return cap;  // the largest x such a factor is made for are next to 0
+    cap.c[k] = static_cast<float>(c);
+    power *= factor * factor;
+  }
+  cap.limit = static_cast<float>(std::fmin(0.25 / std::fabs(factor), FLT_MAX));
+  return cap;
+}
+
+template <typename T>
+std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
+  const Problem& r = c.p.problem;
+  const Modifiers& m = c.modifiers;
+  BwdModArgs a{};
+  a.plain = make_bwd_args(c, l, T::kBlockM);
+  if (!l.dynamic) a.plain.rotate = T::kBlockN / T::kBlockM;
+  a.m = m;
+  if (T::kCaps) a.cap = key_cap(r, m);
+  a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
+  a.brings_bias = m.bias.ptr != nullptr && m.bias.row_stride != 0;
+  a.stores_dq = l.dq == DqMode::kStored;
+  a.adds_to_keys = m.by_distance || (m.bias.ptr != nullptr && !a.brings_bias);
+  a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
+  BwdModMaps maps{};
+  std::string error = encode_bwd_maps(maps.plain, c.p, T::kBlockM, T::kBlockN);
+  if (error.empty() && a.brings_bias) error = encode_bias_map(maps.bias, m.bias, r, T::kBlockM);
+  if (!error.empty()) return "bwd_mod_sm90: " + error;
+  return launch_planned(l, bwd_mod_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+}
+
+template <typename E, int D>
+std::string launch_bwd_fused_mod_kind(const BwdCall& c, const Launch& l) {
+  switch (l.variant) {
+    case ScoreVariant::kCap: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kCapping>>(c, l);
+    case ScoreVariant::kAddDrop: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kAddingDropping>>(c, l);
+    case ScoreVariant::kDrop: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kDropping>>(c, l);
+    case ScoreVariant::kAdd: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kAdding>>(c, l);
+    case ScoreVariant::kHide: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kHiding>>(c, l);
+    default: return not_compiled(l);
+  }
+}
+
+template <int D>
+std::string launch_bwd_fused_mod(const BwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() { return launch_bwd_fused_mod_kind<E, D>(c, l); });
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,160 @@
+// From raw products to weights, with what modifiers do to scores, on the transposed scores that a warp of the sm90
+// backward holds: 16 keys along its rows, 64 queries along the columns; s[4 j + 2 half + c] as in bwd/steps.cuh.
+//
+// Everything is kept in units of log2 and gathers around -lse, so that an addition costs one fma and the scale none.
+#pragma once
+
+#include "mask_words.cuh"
+
+namespace flash_ext::sm90 {
+
+// What a step adds to a warp's scores: one number for a key and something linear in the rows, or, where that bends, to
+// each score its own.
+struct KeyAdditions {
+  float of_key[2];  // this thread's two keys
+  float of_row;     // times the row's place in the tile
+  bool bends;
+};
+
+// `distances`: of the head, in units of log2. `bias`: of the two keys, of a bias that all rows share.
+__device__ __forceinline__ KeyAdditions additions_of(const ScoreMod& score_mod, int row0, int col0,
+                                                     const HeadDistances& distances, const float (&bias)[2]) {
+  const int centre0 = row0 + score_mod.shift();
+  const TileDistances tile = distances.over(score_mod.m.by_distance, centre0, BwdModTile::kBlockM, col0, 16);
+  KeyAdditions x;
+  const int first = first_distance<true>(centre0, col0);
+  x.of_row = tile.per_distance;
+  x.bends = tile.bends;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    x.of_key[half] = fmaf(x.of_row, static_cast<float>(first - 8 * half), fmaf(bias[half], kLog2e, tile.constant));
+  }
+  return x;
+}
+
+// s = unit s - lse.
+__device__ __forceinline__ void to_log2(float (&s)[32], const float* minus_lse, float unit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, i % 2 == 0 ? lse.x : lse.y);
+  }
+}
+
+// The same with what is added, but for a bias that TMA brings.
+__device__ __forceinline__ void add_to_keys(float (&s)[32], const KeyAdditions& x, const float* minus_lse, float unit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
+    const float rows[2] = {fmaf(x.of_row, static_cast<float>(8 * j), lse.x),
+                           fmaf(x.of_row, static_cast<float>(8 * j + 1), lse.y)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[4 * j + i] = fmaf(s[4 * j + i], unit, rows[i % 2]) + x.of_key[i / 2];
+  }
+}
+
+// s += bias log2(e), from a tile that TMA left in shared memory: queries are its rows, 64 keys a row. `keys` is the
+// number of the warp's 16 keys.
+template <typename E>
+__device__ __forceinline__ void add_brought_bias(float (&s)[32], uint32_t tile, int keys) {
+  const int lane = ptx::fresh_lane();
+  const int query = lane / 16 * 8 + lane % 8, chunk = 2 * keys + lane / 8 % 2;
+  const uint32_t at = tile + query * 128 + ((chunk ^ (lane % 8)) << 4);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    uint32_t r[4];
+    ptx::ldmatrix_x4_trans(r, at + n * 16 * 128);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 bias = ptx::unpack2<E>(r[i]);
+      float* pair = &s[8 * n + 2 * i];
+      pair[0] = fmaf(bias.x, kLog2e, pair[0]);
+      pair[1] = fmaf(bias.y, kLog2e, pair[1]);
+    }
+  }
+}
+
+// The same from one in fp32, 32 keys a row: `tile` is that of the first 64 keys.
+__device__ __forceinline__ void add_brought_float_bias(float (&s)[32], uint32_t tile, int keys) {
+  const int lane = ptx::fresh_lane(), key = keys % 2 * 16 + lane / 4;
+  const uint32_t chunk = tile + keys / 2 * (64 * 128) + key % 4 * 4;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int query = 2 * (lane % 4) + c;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t at = chunk + query * 128 + (((key / 4 + 2 * half) ^ query) << 4);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {  // queries 8 j + query
+        float& x = s[4 * j + 2 * half + c];
+        x = fmaf(__uint_as_float(ptx::load_shared_word(at + j * 8 * 128)), kLog2e, x);
+      }
+    }
+  }
+}
+
+// A bias that all rows share, of this thread's keys.
+template <typename E>
+__device__ __forceinline__ void load_key_bias(float (&bias)[2], const ScoreMod& score_mod, int col0) {
+  const BiasView& x = score_mod.m.bias;
+  const int col = col0 + ptx::fresh_lane() / 4, last = min(x.cols, score_mod.seq.seqlen_k);
+  const int64_t base = score_mod.seq.b * x.batch_stride + score_mod.h * x.head_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t at = base + (col + 8 * half) * x.col_stride;
+    bias[half] = 0.f;
+    if (col + 8 * half >= last) continue;
+    bias[half] = x.is_float ? static_cast<const float*>(x.ptr)[at] : ptx::to_float<E>(static_cast<const E*>(x.ptr)[at]);
+  }
+}
+
+// s = 2^s.
+__device__ __forceinline__ void exponentiate(float (&s)[32]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) s[i] = ptx::ex2(s[i]);
+}
+
+// tanh of what a softcap divides, from raw products. Small ones all by a series, which costs no more than other
+// arithmetic; exponential and reciprocal wait for the unit that the weights need as well.
+template <int kCount>
+__device__ __forceinline__ void take_tanh(float (&s)[kCount], const KeyCap& cap) {
+  float parts[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(s[i]));
+  const float largest = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+  // NaN and infinity are not small.
+  if (!__any_sync(ptx::kFullWarp, !(largest <= cap.limit))) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float u = s[i] * s[i];
+      s[i] *= fmaf(fmaf(cap.c[2], u, cap.c[1]), u, cap.c[0]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = 1.f - ptx::reciprocal(ptx::ex2(fmaf(s[i], cap.factor_log2, -1.f)) + 0.5f);
+}
+
+// s = P, dp = dS, from s = tanh and dp = dP - delta; the derivative goes where the tanh was, before that is gone.
+__device__ __forceinline__ void weights_of_tanh(float (&s)[32], float (&dp)[32], const float* minus_lse, float unit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(minus_lse + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float t = s[4 * j + i], p = ptx::ex2(fmaf(t, unit, i % 2 == 0 ? lse.x : lse.y));
+      dp[4 * j + i] *= p * fmaf(-t, t, 1.f);
+      s[4 * j + i] = p;
+    }
+  }
+}
+
+// 0 where a bit is 0.
+template <int kCount>
+__device__ __forceinline__ void hide_weights(float (&s)[kCount], uint32_t visible) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = (visible >> bit_of_score(i) & 1) != 0 ? s[i] : 0.f;
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,48 @@
+// Tile shapes of the sm90 backward with modifiers in two kernels, for the host and the kernels alike: above head_dim
+// 128, and in a fixed order also below. No CUDA, no torch.
+#pragma once
+
+#include "../bwd_mod/tiles.h"
+#include "tiles.h"
+
+namespace flash_ext::sm90 {
+
+// Work tiles, steps, mask words and barriers. Beside a tile of V in the kernel of dQ no more is left at head_dim 256.
+inline constexpr int kDkdvModControlBytes = 4096;
+constexpr int dq_mod_control_bytes(int d) { return d <= 192 ? 6144 : 3072; }
+
+// As the plain ones, but for what 16 registers less a consumer thread allow: fewer columns in registers, tiles of 64
+// keys.
+constexpr SplitBwdTile split_mod_tile(int d) {
+  if (d <= 128) return {64, 4, d, 1, 64, 4, 4};
+  if (d == 192) return {64, 3, 64, 1, 64, 2, 2};
+  return {48, 3, 32, 1, 64, 2, 1};
+}
+
+constexpr int dkdv_mod_bytes(int d) {
+  return split_mod_tile(d).dkv_smem_bytes(d, d) - kBwdControlBytes + kDkdvModControlBytes;
+}
+constexpr int dq_mod_bytes(int d) {
+  return split_mod_tile(d).dq_smem_bytes(d, d) - kBwdControlBytes + dq_mod_control_bytes(d);
+}
+constexpr bool split_mod_tile_fits(int d) {
+  return dkdv_mod_bytes(d) <= kSmemLimitLarge && dq_mod_bytes(d) <= kSmemLimitLarge;
+}
+static_assert(split_mod_tile_fits(64) && split_mod_tile_fits(128) && split_mod_tile_fits(192) && split_mod_tile_fits(256));
+
+// The compiled head_dim that a problem runs in.
+inline int split_mod_size(const Problem& p) {
+  const int size = std::max(p.head_dim, p.head_dim_v);
+  return size <= 128 ? bwd_mod_size(p) : size <= 192 ? 192 : 256;
+}
+
+// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; and a
+// bias that differs from row to row and whose rows cannot be asked for ahead. Not deterministic up to head_dim 128, what
+// kernels that add in any order do faster: a 16-bit bias there is taken before, by bwd_mod/kernel.cuh or by those.
+inline bool is_split_mod_taken(const Problem& p, const Modifiers& m, bool deterministic) {
+  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
+  if (m.bias.ptr == nullptr || m.bias.row_stride == 0 || (m.bias.is_float && m.bias.col_stride == 1)) return true;
+  return m.bias.staged && (deterministic || split_mod_size(p) > 128);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,69 @@
+// Tensor maps for TMA. Included by .cu files only. The encoder wants a current context: bind_context().
+#pragma once
+
+#include <cuda.h>
+
+#include <string>
+
+#include "../../launch.h"
+#include "../../params.h"
+
+namespace flash_ext::sm90 {
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+inline EncodeTiled find_encoder() { return driver_function<EncodeTiled>("cuTensorMapEncodeTiled"); }
+
+inline CUtensorMapDataType map_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// A map with boxes of `box_rows` rows of 64 columns, or 32, which have a swizzle of their own. `rows` counts those of a
+// batch entry; packed tensors get the shape that fwd/config.cuh's row_coordinates() expects. Errors in words, or empty.
+inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
+                              int heads, int box_rows, int box_columns = 64) {
+  static const EncodeTiled encode = find_encoder();
+  if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
+  const bool packed = p.is_varlen();
+  constexpr cuuint64_t kMany = (cuuint64_t{1} << 31) - 1;
+  // A dimension of size 1 has stride 0 in a view, an expanded one as well and counts as size 1 here (see Steps): TMA
+  // asks for a positive multiple of 16 bytes.
+  const auto bytes = [](int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 16 : 2 * stride); };
+  const cuuint64_t row = bytes(x.row_stride);
+  const auto size = [](int64_t stride, int64_t n) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); };
+  cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), size(x.head_stride, heads),
+                        size(x.batch_stride, p.batch), 1};
+  cuuint64_t strides[4] = {row, bytes(x.head_stride), bytes(x.batch_stride), 16};
+  if (packed) {
+    dims[1] = cuuint64_t{1} << 30;
+    dims[3] = dims[4] = kMany;
+    strides[2] = (cuuint64_t{1} << 35) - row;
+    strides[3] = row;
+  }
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode(&map, map_type_of(p.dtype), 5, x.ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  // The driver's codes are those of the runtime; a context lost earlier shows here first.
+  if (result == CUDA_SUCCESS) return {};
+  return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
+}
+
+// What a backward reads, in boxes of so many rows.
+template <typename Maps>
+std::string encode_bwd_maps(Maps& maps, const BwdParams& p, int query_rows, int key_rows) {
+  const Problem& r = p.problem;
+  std::string error = encode_map(maps.q, p.q, r, r.head_dim, r.seqlen_q, r.num_heads, query_rows);
+  if (error.empty()) error = encode_map(maps.dout, p.dout, r, r.head_dim_v, r.seqlen_q, r.num_heads, query_rows);
+  if (error.empty()) error = encode_map(maps.k, p.k, r, r.head_dim, r.seqlen_k, r.num_heads_k, key_rows);
+  if (error.empty()) error = encode_map(maps.v, p.v, r, r.head_dim_v, r.seqlen_k, r.num_heads_k, key_rows);
+  return error;
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,257 @@
+// The consumers of the sm90 forward: warpgroups that own 64 query rows of every work tile.
+//
+// All work tiles make one sequence of steps. In the step of a tile a warpgroup issues the scores of that tile, then the
+// product of the previous tile's weights with its V; while that runs, it prepares the weights of the tile. A step may
+// lead from one work tile to the next (a seam), so the tensor cores see no gap. Tiles that none of a warpgroup's rows
+// sees (above the diagonal, left of a window) are skipped by it alone.
+#pragma once
+
+#include "store.cuh"
+
+namespace flash_ext::sm90 {
+
+// The same value, known to the compiler to be the same in all lanes.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ptx::kFullWarp, x, 0); }
+
+template <int kCount>
+__device__ __forceinline__ void clear(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = 0.f;
+}
+
+// Tiles of which any row of a warpgroup sees anything. Rows without keys go through a tile that they do not see, rows
+// outside the sequence through none.
+template <typename T>
+__device__ __forceinline__ BlockRange seen_tiles(const FwdArgs& a, const WorkTile& work, int group) {
+  const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
+  const int first_row = work.w.block * T::kBlockM + group * 64;
+  const int last_row = min(first_row + 64, work.w.q.length) - 1;
+  const int lo = max(0, first_row + mod.shift() - a.p.problem.reach_left);
+  const int hi = min(work.w.k.length, last_row + mod.shift() + a.p.problem.reach_right + 1);
+  const int begin = lo < hi ? lo / T::kBlockN : work.blocks.begin;
+  return {begin, first_row > last_row ? 0 : lo < hi ? (hi + T::kBlockN - 1) / T::kBlockN : begin + 1};
+}
+
+template <typename T>
+__device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, uint32_t smem,
+                                        const WorkTile* work_tiles, Barriers<T> bars, int group) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kN = T::kBlockN;
+  constexpr int kPingpongThreads = 256;  // of the warpgroup whose turn it is and of the one before
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
+  const int warp_row = group * 64 + warp * 16, row_in_tile = warp_row + lane / 4;
+  const float scale = a.p.problem.abs_scale_log2;
+  const uint32_t q_base = descriptor_low(smem + T::kQAt + group * 64 * 128, 16);
+  const uint32_t k_base = descriptor_low(smem, 16), v_base = descriptor_low(smem, kN * 128);
+
+  float o[Dv / 2], s[kN / 2];
+  uint32_t weights[kN / 4];
+  RowState state;
+  PipelineState<T::kKvStages> ring;
+  PipelineState<T::kQStages> q_ring;
+  int count = 0;                        // work tiles begun
+  int work_at = 0;                      // place of the work tile whose output is under way
+  int tile = 0, tiles_left = 0;         // the step's tile of keys, steps after it in its work tile
+  int seen_begin = 0, seen_end = 0;     // tiles of which any row of this warpgroup sees anything
+  int whole_begin = 0, whole_end = 0;   // tiles that every row of this warpgroup sees whole
+  bool new_work = false;
+
+  const auto arrive = [&](uint32_t bar) {
+    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
+  };
+  // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
+  const auto pingpong_wait = [&] {
+    debug_delay();
+    ptx::bar_sync(ptx::kPingpongBarrier + group, kPingpongThreads);
+  };
+  const auto pingpong_arrive = [&] {
+    ptx::bar_arrive_only(ptx::kPingpongBarrier + (group + 1) % T::kConsumers, kPingpongThreads);
+  };
+  const auto begin_work = [&]() -> bool {
+    wait(bars.q_full(q_ring.stage), q_ring.phase);
+    const WorkTile& work = work_tiles[count % T::kWorkStages];
+    if (work.w.block < 0) return false;
+    ++count;
+    const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
+    tile = work.blocks.end;
+    tiles_left = work.blocks.end - work.blocks.begin;
+    const int first_row = work.w.block * T::kBlockM + group * 64;
+    const int last_row = min(first_row + 64, work.w.q.length) - 1;
+    const BlockRange seen = seen_tiles<T>(a, work, group);
+    seen_begin = seen.begin;
+    seen_end = seen.end;
+    const int whole_lo = max(0, last_row + mod.shift() - a.p.problem.reach_left);
+    const int whole_hi = min(work.w.k.length, first_row + mod.shift() + a.p.problem.reach_right + 1);
+    whole_begin = (whole_lo + kN - 1) / kN;
+    whole_end = a.p.problem.score_factor == 1.f ? max(whole_hi, 0) / kN : 0;
+    return true;
+  };
+  // On to the next step; false after the last one of all work tiles.
+  const auto next_step = [&]() -> bool {
+    new_work = tiles_left == 0;
+    if (new_work && !begin_work()) return false;
+    --tile;
+    --tiles_left;
+    return true;
+  };
+  const auto is_seen = [&] { return tile >= seen_begin && tile < seen_end; };
+  const auto skip_stage = [&] {
+    wait(bars.kv_full(ring.stage), ring.phase);
+    arrive(bars.kv_empty(ring.stage));
+    ring.advance();
+  };
+  const auto finish_q = [&] {
+    if (tiles_left > 0) return;
+    arrive(bars.q_empty(q_ring.stage));
+    q_ring.advance();
+  };
+  const auto mask = [&] {
+    if (tile >= whole_begin && tile < whole_end) return;
+    const WorkTile& work = work_tiles[(count - 1) % T::kWorkStages];
+    const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
+    const int first_col = tile * kN + (lane % 4) * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const VisibleKeys keys = mod.visible(work.w.block * T::kBlockM + row_in_tile + 8 * half);
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[4 * j + 2 * half + c];
+          x = mod.score(x, keys, first_col + 8 * j + c);
+        }
+      }
+    }
+  };
+  const auto issue_scores = [&] {
+    wait(bars.kv_full(ring.stage), ring.phase);
+    const uint32_t q_low = uniform(q_base + q_ring.stage * (T::kQBytes / 16));
+    const uint32_t k_low = uniform(k_base + ring.stage * (T::kStageBytes / 16));
+    ptx::warpgroup_fence_operand(s);
+    ptx::wgmma_fence();
+    issue_qk<E, D, T::kBlockM, kN>(s, q_low, k_low);
+    ptx::wgmma_commit();
+  };
+  const auto finish_scores = [&](int k_stage) {
+    ptx::warpgroup_fence_operand(s);
+    arrive(bars.kv_empty(k_stage));
+    finish_q();
+    mask();
+  };
+  const auto issue_output = [&] {
+    wait(bars.kv_full(ring.stage), ring.phase);
+    const uint32_t v_low = uniform(v_base + ring.stage * (T::kStageBytes / 16));
+    ptx::wgmma_fence();
+    issue_pv<E>(o, weights, v_low);
+    ptx::wgmma_commit();
+  };
+  const auto prepare_weights = [&] {
+    if (try_weights<E>(s, weights, state, scale)) return;
+    float factor[2];
+    weights_by_maximum<E>(s, weights, state, factor, scale);
+#pragma unroll
+    for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
+  };
+  const auto store = [&] {
+    const WorkTile& work = work_tiles[work_at];
+    const Work& w = work.w;
+    if (work.w.k.length > kStretches.above) {
+      const BlockRange seen = seen_tiles<T>(a, work, group);
+      float* own = kept_place<T>(a, group);
+      if (seen.end > work.blocks.end) join_kept<T>(own, o, state);
+      if (seen.begin < work.blocks.begin) return keep<T>(own, o, state);
+    }
+    float inverse[2];
+    finish_rows(a, w, state, w.block * T::kBlockM + row_in_tile, lane, inverse);
+    const uint32_t staging = smem + T::kStagingAt + (group * 4 + warp) * T::kStagingChunks * 16 * 128;
+    store_staged<T>(a, maps, w, o, inverse, staging, warp_row, lane);
+  };
+  // The first tile of a work tile starts from a guess.
+  const auto begin_state = [&] {
+    clear(o);
+    work_at = (count - 1) % T::kWorkStages;
+    state = RowState{};
+    guess_maximum(s, state, scale);
+  };
+  const auto step = [&](bool seam) {
+    ptx::warpgroup_fence_operand(o);
+    ptx::warpgroup_fence_operand(weights);
+    pingpong_wait();
+    issue_scores();
+    const int k_stage = ring.stage;
+    ring.advance();
+    issue_output();
+    const int v_stage = ring.stage;
+    ring.advance();
+    pingpong_arrive();
+    ptx::wgmma_wait<1>();
+    finish_scores(k_stage);
+    ptx::wgmma_wait<0>();
+    ptx::warpgroup_fence_operand(o);
+    ptx::warpgroup_fence_operand(weights);
+    arrive(bars.kv_empty(v_stage));
+    if (seam) {
+      store();
+      begin_state();
+    }
+    prepare_weights();
+  };
+
+  if (group == T::kConsumers - 1) ptx::bar_arrive_only(ptx::kPingpongBarrier, kPingpongThreads);
+  bool started = false;  // from the second step on a V comes with it
+  bool has_step = next_step();
+#pragma unroll 1
+  while (has_step) {
+    // No weights wait for their V here.
+    pingpong_wait();
+    if (!is_seen()) {
+      skip_stage();
+      if (started) skip_stage();
+      pingpong_arrive();
+      finish_q();
+      started = true;
+      has_step = next_step();
+      continue;
+    }
+    issue_scores();
+    const int k_stage = ring.stage;
+    ring.advance();
+    pingpong_arrive();
+    if (started) skip_stage();
+    started = true;
+    ptx::wgmma_wait<0>();
+    finish_scores(k_stage);
+    begin_state();
+    prepare_weights();
+#pragma unroll 1
+    while ((has_step = next_step()) && is_seen()) {
+      if (new_work) {
+        step(true);
+      } else {
+        step(false);
+      }
+    }
+    // The last product, which no scores accompany: the step's tile is not seen, or there is none.
+    if (has_step) {
+      pingpong_wait();
+      skip_stage();
+    }
+    ptx::warpgroup_fence_operand(o);
+    ptx::warpgroup_fence_operand(weights);
+    issue_output();
+    const int v_stage = ring.stage;
+    ring.advance();
+    if (has_step) pingpong_arrive();
+    ptx::wgmma_wait<0>();
+    ptx::warpgroup_fence_operand(o);
+    arrive(bars.kv_empty(v_stage));
+    store();
+    if (has_step) {
+      finish_q();
+      has_step = next_step();
+    }
+  }
+  if (lane == 0) ptx::bulk_wait_read();
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,155 @@
+// How output leaves the sm90 forward: row sums, lse, and a warp's 16 rows from its accumulators to global memory.
+#pragma once
+
+#include "../../common/float_results.cuh"
+#include "config.cuh"
+#include "weights.cuh"
+
+namespace flash_ext::sm90 {
+
+// Transposes 4 words across the 4 lanes of a quad: lane q ends with word q of every lane.
+__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = (q & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t away = upper ? w[i] : w[i | step];
+      const uint32_t back = __shfl_xor_sync(ptx::kFullWarp, away, step);
+      if (upper) {
+        w[i] = back;
+      } else {
+        w[i | step] = back;
+      }
+    }
+  }
+}
+
+// Sums of two rows over their quad; stores lse and returns the factors for the output, 0 for rows without keys.
+__device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, const RowState& state, int row, int lane,
+                                            float (&inverse)[2]) {
+  float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = state.sum[half];
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
+    const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
+    inverse[half] = empty ? 0.f : 1.f / sum;
+    if (lane % 4 == 0 && row + 8 * half < w.q.length) {
+      lse[row + 8 * half] = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
+    }
+  }
+}
+
+// Between stretches of keys (heuristics.h) each thread keeps what it holds of its rows: output, maxima and shares of the
+// sums.
+template <typename T>
+__device__ __forceinline__ float* kept_place(const FwdArgs& a, int group) {
+  constexpr int kThreads = 128 * T::kConsumers;
+  return a.kept + blockIdx.x * (kThreads * (T::kHeadDimV / 2 + 4)) + group * 128 + threadIdx.x % 128;
+}
+
+template <typename T>
+__device__ __forceinline__ void keep(float* own, const float (&o)[T::kHeadDimV / 2], const RowState& state) {
+  constexpr int kThreads = 128 * T::kConsumers, kO = T::kHeadDimV / 2;
+#pragma unroll
+  for (int i = 0; i < kO; ++i) own[i * kThreads] = o[i];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    own[(kO + r) * kThreads] = state.minus_max[r];
+    own[(kO + 2 + r) * kThreads] = state.sum[r];
+  }
+}
+
+// Adds what was kept, by the larger of both maxima.
+template <typename T>
+__device__ __forceinline__ void join_kept(const float* own, float (&o)[T::kHeadDimV / 2], RowState& state) {
+  constexpr int kThreads = 128 * T::kConsumers, kO = T::kHeadDimV / 2;
+  const auto load = [&](int i) { return ptx::load_late<float>(own + i * kThreads); };
+  float ours[2], theirs[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float kept = load(kO + r), lower = fminf(state.minus_max[r], kept);
+    ours[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - state.minus_max[r]);
+    theirs[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - kept);
+    state.minus_max[r] = lower;
+    state.sum[r] = fmaf(load(kO + 2 + r), theirs[r], state.sum[r] * ours[r]);
+  }
+#pragma unroll
+  for (int i = 0; i < kO; ++i) o[i] = fmaf(load(i), theirs[i / 2 % 2], o[i] * ours[i / 2 % 2]);
+}
+
+// Stores a warp's 16 rows in fp32.
+template <typename T>
+__device__ __forceinline__ void store_float_output(const FwdArgs& a, const Work& w, const float (&o)[T::kHeadDimV / 2],
+                                             const float (&inverse)[2], int row, int lane) {
+  store_float_rows<T::kHeadDimV / 8, true>(a.p.out, w.b, w.q, w.h, row, a.p.problem.head_dim_v, lane,
+                                           [&](int j, int i) { return o[4 * j + i] * inverse[i / 2]; });
+}
+
+// Stores a warp's 16 rows straight from registers.
+template <typename T>
+__device__ __forceinline__ void store_direct(const FwdArgs& a, const Work& w, const float (&o)[T::kHeadDimV / 2],
+                                             const float (&inverse)[2], int row, int lane) {
+  if (a.p.out.is_float) return store_float_output<T>(a, w, o, inverse, row, lane);
+  const int q = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint16_t* out = row_pointer(a.p.out, w.b, w.q.start + row + 8 * half, w.h);
+#pragma unroll
+    for (int j = 0; j < T::kHeadDimV / 32; ++j) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (4 * j + i) + 2 * half;
+        words[i] = ptx::pack2<typename T::Element>(o[at] * inverse[half], o[at + 1] * inverse[half]);
+      }
+      transpose_quad(words, q);
+      const int column = 32 * j + 8 * q;
+      if (row + 8 * half < w.q.length && column < a.p.problem.head_dim_v) {
+        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
+// Stores a warp's 16 rows by TMA from the warp's own part of shared memory; fp32 rows, for which it has no room, from
+// registers.
+template <typename T>
+__device__ __forceinline__ void store_staged(const FwdArgs& a, const FwdMaps& maps, const Work& w,
+                                             const float (&o)[T::kHeadDimV / 2], const float (&inverse)[2],
+                                             uint32_t staging, int warp_row, int lane) {
+  if (a.p.out.is_float) {
+    return store_float_output<T>(a, w, o, inverse, w.block * T::kBlockM + warp_row + lane / 4, lane);
+  }
+  const RowCoordinates at = row_coordinates(a.p.problem, w.q, w.b, w.block * T::kBlockM + warp_row);
+#pragma unroll
+  for (int c = 0; c < T::kChunksV; ++c) {
+    const uint32_t chunk = staging + (c % T::kStagingChunks) * 16 * 128;
+    if (c % T::kStagingChunks == 0) {
+      // Until the latest stores from here, of these rows or of the previous work tile's, have been read.
+      if (lane == 0) ptx::bulk_wait_read();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int j = 4 * c; j < 4 * (c + 1) && j < T::kHeadDimV / 16; ++j) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] =
+            ptx::pack2<typename T::Element>(o[8 * j + 2 * i] * inverse[i % 2], o[8 * j + 2 * i + 1] * inverse[i % 2]);
+      }
+      ptx::stmatrix(chunk + lane % 16 * 128 + ((((j % 4) * 2 + lane / 16) ^ (lane % 8)) << 4), words);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      ptx::tma_store_5d(&maps.out, chunk, c * 64, at.row, w.h, at.outer, at.outermost);
+      ptx::bulk_commit();
+    }
+  }
+}
+
+}  // namespace flash_ext::sm90

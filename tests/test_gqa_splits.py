@@ -1,0 +1,107 @@
+"""Backwards whose query heads are divided among CTAs (csrc/gqa_splits.h): when, and that they stay right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext.ops import _C
+from tests.cases import Case, dense, packed
+from tests.harness import Target, choice_of, on_all_tiles, on_gpu_paths, run_cases
+
+
+def plan(batch: int, heads: int, heads_k: int, seqlen: int, *, causal: bool = True, **more) -> dict:
+    rows = batch * seqlen if more.get("packed") else seqlen
+    return _C.plan(
+        "bwd", batch=batch, seqlen_q=rows, seqlen_k=rows, num_heads=heads, num_heads_k=heads_k, head_dim=128,
+        head_dim_v=128, window_right=0 if causal else -1, **more,
+    )  # fmt: skip
+
+
+# ---- when ----
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_k", "seqlen", "causal", "parts"),
+    [
+        (4, 16, 1, 4096, True, 8),  # 128 uneven blocks of keys for 132 multiprocessors: 1.73 times as fast
+        (4, 16, 1, 4096, False, 1),  # even ones fill them
+        (1, 32, 8, 2048, True, 2),
+        (1, 32, 8, 4096, True, 1),  # the best of what was measured, as all that follow
+        (1, 32, 4, 1024, True, 8),
+        (16, 16, 1, 1024, True, 4),
+        (4, 16, 4, 4096, True, 1),  # neither one key head nor one batch entry: no such view
+        (4, 16, 16, 4096, True, 1),
+    ],
+)
+def test_heads_are_divided_where_it_was_faster(pretended_gpu, batch, heads, heads_k, seqlen, causal, parts):
+    assert plan(batch, heads, heads_k, seqlen, causal=causal, path="sm90")["gqa_splits"] == parts
+
+
+def test_parts_divide_the_group_and_stop_at_16(pretended_gpu):
+    for heads in (2, 3, 6, 7, 12, 48, 96):
+        parts = plan(1, heads, 1, 8192)["gqa_splits"]
+        assert heads % parts == 0 and 1 < parts <= 16
+
+
+def test_packed_calls_count_all_rows(pretended_gpu):
+    assert plan(4, 16, 1, 4096, packed=True)["gqa_splits"] > 1
+    assert plan(4, 16, 2, 4096, packed=True)["gqa_splits"] == 1
+    assert plan(256, 16, 1, 4096, packed=True)["gqa_splits"] == 1
+
+
+def test_workspace_holds_the_parts(pretended_gpu):
+    """In fp32, one dk and dv for each part."""
+    for path in ("sm80", "sm90"):
+        one, eight, none = (
+            plan(4, 16, 1, 4096, path=choice_of(path, gqa_splits=parts)) for parts in (1, 8, 3)
+        )
+        assert (one["gqa_splits"], eight["gqa_splits"], none["gqa_splits"]) == (1, 8, 1)
+        more = {name: size for name, size in eight["workspace"].items() if name not in one["workspace"]}
+        assert more == dict.fromkeys(("dk_partials", "dv_partials"), 8 * 4 * 4096 * 4 * 128)
+        assert [launch["kernel"] for launch in eight["launches"][-2:]] == ["sum_dk_hd128", "sum_dv_hd128"]
+        assert eight["kernel"] == one["kernel"]
+
+
+# ---- gradients ----
+
+
+def cases() -> list[Case]:
+    return [
+        dense(2, 130, 200, 4, 1, 64, causal=True),
+        dense(1, 200, 130, 8, 2, 128, dtype="fp16"),
+        dense(1, 77, 300, 12, 3, 40, causal=True, deterministic=True),
+        dense(1, 150, 150, 8, 2, 192, 128, causal=True, dlse=True),
+        dense(2, 90, 190, 4, 1, 256, window=(60, 10), deterministic=True),
+        dense(2, 66, 129, 4, 1, 33, layout="odd", dout_layout="odd"),  # element by element
+        dense(1, 70, 70, 4, 2, 96, layout="bhsd", causal=True),
+        packed([70, 0, 5, 200], [70, 3, 5, 100], num_heads=8, num_heads_k=1, head_dim=96, causal=True,
+               tail=9),
+        packed([3, 0, 130], [65, 9, 67], num_heads=4, num_heads_k=1, head_dim=256, deterministic=True),
+        dense(1, 0, 5, 4, 1, 64),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@on_all_tiles
+def test_gradients_of_divided_heads(target: Target, parts: int) -> None:
+    run_cases(cases(), target.asking(gqa_splits=parts))
+
+
+@on_gpu_paths
+def test_what_ran_is_what_was_planned(target: Target) -> None:
+    """The numbers of the heuristic reach the launch; fp32 gradients are sums that nothing has rounded."""
+    q, dout = (torch.randn(1, 1024, 32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    with target.active():
+        out, lse = flash_ext.forward(q, k, v, causal=True, path=target.choice)
+        gradients = {}
+        for wide in (None, torch.float32):
+            found = flash_ext.backward(
+                dout, q, k, v, out, lse, causal=True, deterministic=True, path=target.choice, grad_dtype=wide
+            )
+            assert _C.last_launch()["gqa_splits"] > 1
+            gradients[wide] = found
+    for rounded, exact in zip(gradients[None], gradients[torch.float32], strict=True):
+        assert exact.dtype == torch.float32 and torch.equal(rounded, exact.bfloat16())

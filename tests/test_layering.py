@@ -146,6 +146,28 @@ def test_includes_follow_the_layers():
     assert wrong == []
 
 
+def included_by(path: Path, seen: set[Path]) -> set[Path]:
+    """All headers of ours that a file includes, itself or by another one."""
+    for target in re.findall(r'#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8")):
+        header = (path.parent / target).resolve()
+        if header.is_file() and header not in seen:
+            seen.add(header)
+            included_by(header, seen)
+    return seen
+
+
+def test_headers_include_the_instructions_they_call():
+    """Else it depends on the order of includes, in some builds only, whether a file compiles."""
+    wrong = []
+    for path in (path for path in cpp_files() if path.suffix == ".cuh" and path.parent != CSRC / "ptx"):
+        called = set(re.findall(r"\bptx::(\w+)", without_comments(path.read_text(encoding="utf-8"))))
+        known = [header.read_text(encoding="utf-8") for header in included_by(path, set())
+                 if header.parent == CSRC / "ptx"]
+        wrong += [f"{relative(path)}: ptx::{name}" for name in sorted(called)
+                  if not any(re.search(rf"\b{name}\b", text) for text in known)]
+    assert wrong == []
+
+
 # A kernel with several headers, for its wider heads.
 OF_SEVERAL_HEADERS = {"bwd_sm90.cu": [f"../sm90/bwd{which}/launch.cuh" for which in ("", "_split")]}
 

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "../ptx/sm80.cuh"
+
 namespace flash_ext {
 
 #if FLASH_EXT_DEBUG

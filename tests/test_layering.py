@@ -18,8 +18,9 @@ LINE_CEILING = 600
 INCLUDES = [
     ("params.h", ()),
     ("divisor.h", ()),
-    ("modifiers.h", ("divisor.h", "params.h")),
-    ("mask_kinds.h", ("modifiers.h",)),
+    ("host_device.h", ()),
+    ("modifiers.h", ("divisor.h", "host_device.h", "params.h")),
+    ("mask_kinds.h", ("host_device.h", "modifiers.h")),
     ("heuristics.h", ("params.h",)),
     ("build_info.", ("build_info.h", "build_record.h")),
     ("launch.h", ("common/debug_delay.cuh", "dtype.cuh", "plan.h")),

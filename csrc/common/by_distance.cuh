@@ -23,9 +23,15 @@ struct HeadDistances {
   float slope;
   float low, high;  // what a table gives to all keys `reach` or more before the row, and behind it
 
+  __device__ __forceinline__ static float slope_of(const DistanceBias& x, int b, int h, float unit) {
+    return x.slopes == nullptr ? 0.f : x.slopes[b * x.slopes_batch_stride + h] * unit;
+  }
   __device__ __forceinline__ static HeadDistances of(const DistanceBias& x, int b, int h, float unit) {
-    HeadDistances r{};
-    if (x.slopes != nullptr) r.slope = x.slopes[b * x.slopes_batch_stride + h] * unit;
+    return with_slope(slope_of(x, b, h, unit), x, b, h, unit);
+  }
+  __device__ __forceinline__ static HeadDistances with_slope(float slope, const DistanceBias& x, int b, int h,
+                                                             float unit) {
+    HeadDistances r{slope};
     if (x.table != nullptr) {
       const int first = first_entry(x, b, h);
       r.low = x.table[first] * unit;
@@ -39,10 +45,14 @@ struct HeadDistances {
   __device__ __forceinline__ TileDistances over(const DistanceBias& x, int centre, int rows, int key,
                                                 int keys) const {
     const bool behind = centre - (key + keys - 1) >= x.reach, before = key - (centre + rows - 1) >= x.reach;
-    const bool adds = slope != 0.f || x.table != nullptr;
-    const float constant = behind ? low : before ? high : 0.f;
-    const int side = !(fabsf(constant) < INFINITY) ? 0 : behind ? 1 : before ? -1 : 0;
-    return {side, side == 0 && adds, side == 0 ? 0.f : constant, side > 0 ? -slope : side < 0 ? slope : 0.f};
+    TileDistances tile{behind ? 1 : before ? -1 : 0, false, 0.f, behind ? -slope : before ? slope : 0.f};
+    if (x.table == nullptr) {
+      tile.bends = tile.side == 0 && slope != 0.f;
+      return tile;
+    }
+    tile.constant = behind ? low : before ? high : INFINITY;
+    if (!(fabsf(tile.constant) < INFINITY)) tile = {0, true, 0.f, 0.f};
+    return tile;
   }
 
   // acc += what each score gets, `unit` times an entry. kT: keys lie along the 16 rows of a block, as in

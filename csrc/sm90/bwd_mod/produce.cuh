@@ -336,6 +336,9 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
       ptx::bulk_load(smem + T::kStatsAt + ring.stage * T::kStatsBytes, a.plain.p.row_stats + tile * (2 * T::kBlockM),
                      T::kStatsBytes, full);
       shared.steps[step_place] = step;
+      if constexpr (T::kAdds) {
+        shared.slopes[step_place] = HeadDistances::slope_of(a.m.by_distance, work.seq.b, head, kLog2e);
+      }
       if (T::kConsumersDraw && stale > 0) shared.drop[ring.stage].make(a.m, work.seq.b, head);
       ptx::mbarrier_arrive(full);
       const bool dynamic = a.plain.scheduler.counter != nullptr;  // else nobody waits for that

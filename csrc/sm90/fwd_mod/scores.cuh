@@ -199,7 +199,7 @@ __device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a,
     cap_scores(s, a);
     scale = 1.f;
   }
-  if (kAll && m.by_distance) {
+  if (kAll && m.by_distance) [[unlikely]] {
     score_mod.add_by_distance<false>(as_blocks(s), row0, col0, scale);
     scale = 1.f;
   }

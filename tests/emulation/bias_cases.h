@@ -18,6 +18,7 @@ struct Case {
   bool staged = true;       // through shared memory, if 16-bit and with columns
   bool slopes = false, slopes_by_batch = false;
   bool want_slopes = false;  // the gradient of the slopes, not of the bias
+  int reach = -1;            // of a table by distance, in place of the bias
 
   int left = -1, right = -1;  // window
   bool top_left = false, prefix = false, mask = false, blocks = false, documents = false, dropout = false;
@@ -64,6 +65,14 @@ inline std::vector<Case> all_cases() {
   add("slopes and bias, of bias", [](C c) { c.slopes = true; });
   add("slopes and bias, of slopes", [](C c) { c.slopes = c.want_slopes = true; });
 
+  const auto table = [](C c, int reach) { c.has_bias = false, c.reach = reach; };
+  add("table of one entry", [&](C c) { table(c, 0), c.splits = 2; });
+  add("table causal d128", [&](C c) { table(c, 5), c.d = c.dv = 128, c.right = 0, c.lq = c.lk = medium; });
+  add("table of two tiles", [&](C c) { table(c, 128), c.lq = {260, 260}, c.lk = {520, 520}, c.splits = 3; });
+  add("table beyond all, mask", [&](C c) { table(c, 1000), c.mask = true, c.lq = medium; });
+  add("table and slopes, top left", [&](C c) { table(c, 40), c.slopes = c.top_left = true, c.lq = medium; });
+  add("table softcap dropout", [&](C c) { table(c, 7), c.softcap = 1.5f, c.dropout = true; });
+
   add("unaligned", [](C c) { c.unaligned = true; });
   add("mask", [&](C c) { c.mask = true, c.lq = {260, 260}, c.lk = medium; });
   add("mask causal fp32", [](C c) { c.mask = c.bias_fp32 = true, c.right = 0; });
@@ -92,6 +101,8 @@ inline std::vector<Case> all_cases() {
   add("packed slopes causal dropout", [&](C c) {
     ragged(c), slopes_only(c), c.splits = 2, c.right = 0, c.dropout = true, c.lk[3] = 50, c.pad_q = 40;
   });
+  add("packed table", [&](C c) { ragged(c), table(c, 30), c.splits = 2; });
+  add("packed table, documents", [&](C c) { ragged(c), table(c, 200), c.documents = true, c.lk[3] = 50; });
   add("packed b1s1 documents mask", [&](C c) {
     ragged(c), c.by_batch = true, c.by_head = c.by_col = false, c.documents = c.mask = true, c.lk[3] = 50, c.pad_q = 40;
   });
@@ -119,9 +130,10 @@ inline std::vector<Case> all_cases() {
 }
 
 // A few small ones, for every run of the tests: a bias of every element and one summed over rows and split, packed
-// sequences with a mask and broadcast columns, and slopes with a softcap and dropout.
+// sequences with a mask and broadcast columns, slopes with a softcap and dropout, and a table by
+// distance.
 inline std::vector<Case> few_cases() {
-  std::vector<Case> list(4);
+  std::vector<Case> list(5);
   list[0].name = "few: causal", list[0].lq = list[0].lk = {72}, list[0].right = 0;
   list[1].name = "few: summed over rows", list[1].by_row = false, list[1].splits = 2;
   list[1].lq = {80}, list[1].lk = {40};
@@ -129,5 +141,7 @@ inline std::vector<Case> few_cases() {
   list[2].lq = {30, 0, 17}, list[2].lk = {40, 9, 33}, list[2].pad_q = 9;
   list[3].name = "few: slopes", list[3].has_bias = false, list[3].slopes = list[3].want_slopes = true;
   list[3].softcap = 1.5f, list[3].dropout = true, list[3].lq = {40}, list[3].lk = {70};
+  list[4].name = "few: table", list[4].has_bias = false, list[4].reach = 20, list[4].packed = true;
+  list[4].lq = {150, 30}, list[4].lk = {90, 200};
   return list;
 }

@@ -28,7 +28,7 @@ struct BiasData {
   std::vector<int32_t> cu_q{c.pad_q}, cu_k{0};
   int64_t total_q = int64_t{1} * batch * longest_q, total_k = int64_t{1} * batch * longest_k;
   std::vector<uint16_t> q, k, v, dout, bias16;
-  std::vector<float> bias32, slopes, stats;
+  std::vector<float> bias32, slopes, table, stats;
   std::vector<int32_t> prefix;
   std::vector<uint32_t> mask, mask_any, mask_all, blocks;
   // DocumentIds and intervals of tokens, and their bounds over 32 tokens.
@@ -57,8 +57,14 @@ struct BiasData {
     if (c.has_bias) make_bias();
     if (c.slopes) {
       for (int i = 0; i < batch * c.heads; ++i) slopes.push_back(0.02f + 0.1f * static_cast<float>(uniform()));
-      m.slopes = slopes.data();
-      m.slopes_batch_stride = c.slopes_by_batch ? c.heads : 0;
+      m.by_distance.slopes = slopes.data();
+      m.by_distance.slopes_batch_stride = c.slopes_by_batch ? c.heads : 0;
+    }
+    if (c.reach >= 0) {
+      for (int i = 0; i < c.heads * entries(); ++i) table.push_back(normal());
+      m.by_distance.table = table.data();
+      m.by_distance.reach = c.reach, m.by_distance.last_entry = 2 * c.reach;
+      m.by_distance.table_head_stride = entries();
     }
     if (c.prefix) {
       for (int b = 0; b < batch; ++b) prefix.push_back(integer(0, longest_k));
@@ -99,6 +105,7 @@ struct BiasData {
     const int64_t at = (head * bias_rows() + (c.by_row ? row : 0)) * bias_pitch() + (c.by_col ? key : 0);
     return c.bias_fp32 ? bias32[at] : ptx::widen<E>(static_cast<const uint16_t*>(modifiers.bias.ptr)[at]);
   }
+  int entries() const { return 2 * c.reach + 1; }
   double slope_at(int b, int h) const { return slopes[(c.slopes_by_batch ? b * c.heads : 0) + h]; }
 
   static bool bit(const std::vector<uint32_t>& words, int64_t row, int words_per_row, int at) {

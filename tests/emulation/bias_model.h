@@ -48,9 +48,12 @@ struct BiasModel {
     s *= x.params.problem.softmax_scale;
     if (c.softcap > 0) s = c.softcap * std::tanh(s / c.softcap);
     if (c.slopes) s -= x.slope_at(b, h) * distance(b, r, j);
+    if (c.reach >= 0) s += x.table[h * x.entries() + entry(b, r, j)];
     return s + x.bias_at(b, h, r, j);
   }
-  int distance(int b, int r, int j) const { return std::abs(r + (c.top_left ? 0 : c.lk[b] - c.lq[b]) - j); }
+  int ahead(int b, int r, int j) const { return j - r - (c.top_left ? 0 : c.lk[b] - c.lq[b]); }
+  int distance(int b, int r, int j) const { return std::abs(ahead(b, r, j)); }
+  int entry(int b, int r, int j) const { return c.reach + std::clamp(ahead(b, r, j), -c.reach, c.reach); }
 
   // What dropout multiplies a probability with. The bits are those of the library's generator.
   double kept(const DropKeys& keys, int r, int j) const {
@@ -76,7 +79,7 @@ struct BiasModel {
     x.stats[2 * x.stat_at(b, h, r)] = static_cast<float>(lse / std::log(2.));
     x.stats[2 * x.stat_at(b, h, r) + 1] = static_cast<float>(delta);
     for (int j = 0; j < keys_here; ++j) {
-      const int row = g.sum_rows ? 0 : r, col = g.sum_cols ? 0 : j;
+      const int row = g.sum_rows ? 0 : r, col = g.reach >= 0 ? entry(b, r, j) : g.sum_cols ? 0 : j;
       if (s[j] == -INFINITY || row >= g.rows || col >= g.cols) continue;
       const int head_k = h / (c.heads / c.heads_k);
       double dp = dot(x.params.dout, x.first_q(b) + r, h, x.params.v, x.first_k(b) + j, head_k, c.dv);

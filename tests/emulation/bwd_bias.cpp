@@ -17,13 +17,15 @@ BiasGradient wanted(const BiasData<E>& x) {
   BiasGradient g;
   g.batch = c.want_slopes ? (c.slopes_by_batch ? x.batch : 1) : x.bias_batch();
   g.heads = c.want_slopes ? c.heads : x.bias_heads();
-  g.rows = c.want_slopes ? 1 : x.bias_rows();
-  g.cols = c.want_slopes ? 1 : x.bias_cols();
+  const bool has_table = c.reach >= 0;
+  g.rows = c.want_slopes || has_table ? 1 : x.bias_rows();
+  g.cols = c.want_slopes ? 1 : has_table ? x.entries() : x.bias_cols();
   g.sum_rows = g.rows == 1;
-  g.sum_cols = g.cols == 1;
+  g.sum_cols = g.cols == 1 || has_table;
   g.is_slope = c.want_slopes;
+  g.reach = c.reach;
   g.splits = g.sum_rows ? c.splits : 1;
-  g.is_float = c.bias_fp32 || c.want_slopes || g.splits > 1;
+  g.is_float = c.bias_fp32 || c.want_slopes || has_table || g.splits > 1;
   return g;
 }
 
@@ -49,7 +51,7 @@ bool agrees(const Case& c, int ctas, bool lazy) {
   BiasData<E> x(c);
   BiasGradient g = wanted(x);
   const std::vector<double> want = BiasModel<E>{x}.gradient(g);
-  std::vector<float> out32(want.size() * g.splits, NAN);
+  std::vector<float> out32(want.size() * g.splits, g.reach < 0 ? NAN : 0.f);
   std::vector<uint16_t> out16(want.size() + 8, 0x7fff);  // NaN of both types
   g.out = g.is_float ? static_cast<void*>(out32.data()) : aligned(out16);
   const sm80::BiasGrid grid = sm80::BiasGrid::of<T>(x.params, g);

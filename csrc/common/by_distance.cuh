@@ -13,7 +13,6 @@ namespace flash_ext {
 
 // What is added in a tile: constant + per_distance * distance, where it does not bend.
 struct TileDistances {
-  int side;  // of the rows: 1 behind all keys, -1 before them; 0: it bends, or nothing is added
   bool bends;
   float constant, per_distance;
 };
@@ -22,6 +21,10 @@ struct TileDistances {
 struct HeadDistances {
   float slope;
   float low, high;  // what a table gives to all keys `reach` or more before the row, and behind it
+  int reach;        // none is as far where those are not finite: they are then added score by score, because as constants
+                    // they would meet a maximum that is not finite either
+
+  static constexpr int kNever = 1 << 29;
 
   __device__ __forceinline__ static float slope_of(const DistanceBias& x, int b, int h, float unit) {
     return x.slopes == nullptr ? 0.f : x.slopes[b * x.slopes_batch_stride + h] * unit;
@@ -31,28 +34,30 @@ struct HeadDistances {
   }
   __device__ __forceinline__ static HeadDistances with_slope(float slope, const DistanceBias& x, int b, int h,
                                                              float unit) {
-    HeadDistances r{slope};
+    HeadDistances r{slope, 0.f, 0.f, 0};
     if (x.table != nullptr) {
       const int first = first_entry(x, b, h);
       r.low = x.table[first] * unit;
       r.high = x.table[first + x.last_entry] * unit;
+      r.reach = fabsf(r.low) + fabsf(r.high) < INFINITY ? x.reach : kNever;
     }
     return r;
   }
 
-  // Of rows from `centre` (row + shift) on and keys from `key` on. What is not finite is added score by score: as a
-  // constant it would meet a maximum that is not finite either.
+  // Of rows from `centre` (row + shift) on and keys from `key` on.
   __device__ __forceinline__ TileDistances over(const DistanceBias& x, int centre, int rows, int key,
                                                 int keys) const {
-    const bool behind = centre - (key + keys - 1) >= x.reach, before = key - (centre + rows - 1) >= x.reach;
-    TileDistances tile{behind ? 1 : before ? -1 : 0, false, 0.f, behind ? -slope : before ? slope : 0.f};
-    if (x.table == nullptr) {
-      tile.bends = tile.side == 0 && slope != 0.f;
-      return tile;
-    }
-    tile.constant = behind ? low : before ? high : INFINITY;
-    if (!(fabsf(tile.constant) < INFINITY)) tile = {0, true, 0.f, 0.f};
-    return tile;
+    // Read at once: behind branches each read waited for itself.
+    float a_slope = slope, a_low = low, a_high = high;
+    int a_reach = reach;
+    asm volatile("" : "+f"(a_slope), "+f"(a_low), "+f"(a_high), "+r"(a_reach));
+    const bool behind = centre - (key + keys - 1) >= a_reach, before = key - (centre + rows - 1) >= a_reach;
+    return {!behind && !before && (a_slope != 0.f || x.table != nullptr), behind ? a_low : before ? a_high : 0.f,
+            behind ? -a_slope : before ? a_slope : 0.f};
+  }
+  // Of the rows: 1 behind all keys, -1 before them, else 0.
+  __device__ __forceinline__ int side(int centre, int rows, int key, int keys) const {
+    return centre - (key + keys - 1) >= reach ? 1 : key - (centre + rows - 1) >= reach ? -1 : 0;
   }
 
   // acc += what each score gets, `unit` times an entry. kT: keys lie along the 16 rows of a block, as in

@@ -69,7 +69,8 @@ struct DistanceItem : ModWorkTile {
 };
 struct SlopeWorkTile : DistanceItem {
   int centre;         // the first row's place among the keys
-  uint32_t terms[4];  // its slope as a sum: pairs of bf16
+  float raw_slope;    // in units of raw products
+  uint32_t terms[2];  // its slope as a sum: pairs of bf16
 };
 
 // A step is a tile of keys of a work tile: the tile, and in `flags` what concerns all warpgroups, above it four bits

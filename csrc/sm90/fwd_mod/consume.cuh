@@ -174,7 +174,7 @@ struct MaskedConsumer {
     Beside beside{};
     if constexpr (T::kSlopesInProduct) {
       beside.ahead = work_at(work_tiles).centre + own_row - first_col();
-      beside.terms = own_terms<kN>(a.m, work_at(work_tiles), beside.ahead);
+      beside.terms = own_terms<kN>(work_at(work_tiles), beside.ahead);
     } else if constexpr (!T::kM192) {
       beside.mask = fetch_own_words<kN>(score_mod(), work_at(work_tiles), first_row(), first_col(), now.tests());
     }
@@ -258,9 +258,9 @@ struct MaskedConsumer {
     if (!beside.bias.bends) return;
     beside.bias.of[0] = beside.bias.of[1] = 0.f;
     const auto& work = work_at(work_tiles);
-    const HeadDistances raw{work.distances.slope / a.scale_log2};
+    const HeadDistances raw{work.raw_slope};
     raw.add_bent<false>(as_blocks(s), a.m.by_distance, work.seq.b, work.w.h, first_distance<false>(beside.ahead, 0),
-                        kLog2e / a.scale_log2);
+                        ptx::reciprocal(a.plain.p.problem.softmax_scale));
     ptx::warpgroup_fence_operand(s);
   }
   __device__ __forceinline__ void hide(const Beside& beside) {

@@ -75,11 +75,11 @@ __device__ __forceinline__ void split_slope(SlopeWorkTile& work, float scale_log
   const float size = fabsf(slope);
   if (size > kHighest && size < INFINITY) slope = copysignf(kHighest, slope);
   const float raw = slope / scale_log2;
+  work.raw_slope = raw;
   const auto rounded = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
   const float first = rounded(raw), second = rounded(raw - first);
   work.terms[0] = ptx::pack2<__nv_bfloat16>(first, second);
   work.terms[1] = ptx::pack2<__nv_bfloat16>(raw - first - second, 0.f);
-  work.terms[2] = work.terms[3] = 0;
 }
 
 // Writes work tile `index` to shared memory; false if there is nothing to compute or write.

@@ -26,19 +26,14 @@ __device__ __forceinline__ void write_key_numbers(unsigned char* to) {
   ptx::fence_proxy_async();
 }
 
-// What a warp's 16 rows add to a tile. `ahead`: of the first row's place to the first key's.
-template <int kKeys>
-__device__ __forceinline__ TileDistances distances_of_rows(const Modifiers& m, const SlopeWorkTile& work, int ahead) {
-  return work.distances.over(m.by_distance, ahead, 16, 0, kKeys);
-}
-
 // A lane's part of the rows of A: the slope in three terms, those of bf16 that sum up to 24 bits, less where rows lie
-// before the keys.
+// before the keys. `ahead`: of the warp's first row's place to the tile's first key's.
 template <int kKeys>
-__device__ __forceinline__ uint32_t own_terms(const Modifiers& m, const SlopeWorkTile& work, int ahead) {
-  const uint32_t terms = work.terms[ptx::fresh_lane() % 4];
-  const int side = distances_of_rows<kKeys>(m, work, ahead).side;
-  return side > 0 ? terms : side < 0 ? terms ^ 0x80008000u : 0;
+__device__ __forceinline__ uint32_t own_terms(const SlopeWorkTile& work, int ahead) {
+  const int place = ptx::fresh_lane() % 4;
+  const uint32_t terms = place < 2 ? work.terms[place] : 0;
+  const int side = work.distances.side(ahead, 16, 0, kKeys);
+  return side > 0 ? terms : side < 0 && place < 2 ? terms ^ 0x80008000u : 0;
 }
 
 // What two rows add to all scores of a tile, in units of log2. Where the tile bends, each score has its own instead.
@@ -50,7 +45,7 @@ struct RowBias {
 // Made while products run: behind them it would lengthen the chain from scores to scores.
 template <int kKeys>
 __device__ __forceinline__ RowBias bias_of_rows(const Modifiers& m, const SlopeWorkTile& work, int ahead) {
-  const TileDistances tile = distances_of_rows<kKeys>(m, work, ahead);
+  const TileDistances tile = work.distances.over(m.by_distance, ahead, 16, 0, kKeys);
   const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kMiddleKey);
   RowBias bias{{fmaf(tile.per_distance, first, tile.constant), fmaf(tile.per_distance, first + 8.f, tile.constant)},
                __any_sync(ptx::kFullWarp, tile.bends) != 0};

@@ -48,9 +48,10 @@ struct HeadDistances {
   __device__ __forceinline__ TileDistances over(const DistanceBias& x, int centre, int rows, int key,
                                                 int keys) const {
     // Read at once: behind branches each read waited for itself.
-    float a_slope = slope, a_low = low, a_high = high;
+    uint32_t bits[3] = {__float_as_uint(slope), __float_as_uint(low), __float_as_uint(high)};
     int a_reach = reach;
-    asm volatile("" : "+f"(a_slope), "+f"(a_low), "+f"(a_high), "+r"(a_reach));
+    asm volatile("" : "+r"(bits[0]), "+r"(bits[1]), "+r"(bits[2]), "+r"(a_reach));
+    const float a_slope = __uint_as_float(bits[0]), a_low = __uint_as_float(bits[1]), a_high = __uint_as_float(bits[2]);
     const bool behind = centre - (key + keys - 1) >= a_reach, before = key - (centre + rows - 1) >= a_reach;
     return {!behind && !before && (a_slope != 0.f || x.table != nullptr), behind ? a_low : before ? a_high : 0.f,
             behind ? -a_slope : before ? a_slope : 0.f};

@@ -64,7 +64,7 @@ struct DistanceBias {
   const float* slopes = nullptr;  // ALiBi, (h) or (b, h)
   int32_t slopes_batch_stride = 0;
   const float* table = nullptr;  // 2 reach + 1 entries a head, by key - row from -reach on; the ends serve all beyond
-  int32_t reach = 0, last_entry = 0;
+  int32_t reach = 0, last_entry = 0;  // last_entry = 2 reach, an operand of kernels that are short of registers
   int32_t table_batch_stride = 0, table_head_stride = 0;  // 0: broadcast
 
   FLASH_EXT_HOST_DEVICE constexpr explicit operator bool() const { return slopes != nullptr || table != nullptr; }

@@ -77,6 +77,25 @@ def test_a_call_for_every_row(pretended_gpu, path: str, row: str) -> None:
     assert 0 <= between < 128 * max(1, len(found["workspace"]))
 
 
+@pytest.mark.parametrize("path", ["sm90", "sm80"])
+@pytest.mark.parametrize(
+    "shape", ["fwd batch=4 head_dim=64", "fwd batch=4 head_dim=128", "fwd head_dim=256", "fwd seqlen=49",
+              "bwd batch=4", "bwd batch=4 deterministic", "bwd head_dim=256", "bwd seqlen=49"]
+)  # fmt: skip
+def test_a_table_by_distance_takes_the_kernels_of_slopes(pretended_gpu, path: str, shape: str) -> None:
+    assert of(path, f"{shape} relative")["row"] == of(path, f"{shape} alibi")["row"]
+
+
+@pytest.mark.parametrize("path", ["sm90", "sm80"])
+def test_the_gradient_of_a_table_by_distance(pretended_gpu, path: str) -> None:
+    """In parts of 257 entries a head, 8 of them here; by a kernel that short sequences do not have."""
+    long, short = (of(path, f"bwd {shape} relative_gradient") for shape in ("heads=8 batch=4", "seqlen=49"))
+    for found in (long, short):
+        assert any("bwd_bias" in launch["kernel"] for launch in found["launches"])
+        assert not found["row"].endswith("short")
+    assert long["workspace"]["dbias_partials"] % (4 * 8 * 257) == 0
+
+
 def test_no_row_is_left_out() -> None:
     named = {row for calls in CALLS.values() for row in calls} | BEYOND_WORDS
     assert named == {row for _, row, _ in _C.plan_rows()}

@@ -116,8 +116,8 @@ TILE_HEADERS = {
     "bwd": "head_dim|class|kBlockN|stages|keys a group|plain: kBlockM|warps|key groups|queries a part|"
     "CTAs an SM|shared memory, bytes|modified: kBlockM|warps|queries a part|mask, bytes|bias, bytes|"
     "shared memory, bytes",
-    "bwd_q": "head_dim|kBlockM|warps|plain: kBlockN|stages|shared memory, bytes|modified: kBlockN|stages|bias, bytes|"
-    "shared memory, bytes",
+    "bwd_q": "head_dim|kBlockM|warps|plain: kBlockN|stages|shared memory, bytes|modified: kBlockN|stages|"
+    "bias, bytes|shared memory, bytes",
     "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
     "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|K/V stages|Q stages|"
     "shared memory, bytes",

@@ -315,8 +315,10 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (name == "sinks") {
       m.sinks = reinterpret_cast<const float*>(&something);
     } else {
-      throw std::invalid_argument("unknown modifier '" + name + "'; known: softcap, alibi, bias, bias_gradient, relative, "
-                                "relative_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
+      throw std::invalid_argument("unknown modifier '" + name +
+                                  "'; known: softcap, alibi, bias, bias_gradient, relative, relative_gradient, dropout, "
+                                  "mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, "
+                                  "sink_tokens, sinks");
     }
   }
   m.has_score_mod = m.softcap > 0 || m.adds();

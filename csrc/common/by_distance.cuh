@@ -27,15 +27,8 @@ struct HeadDistances {
 
   static constexpr int kNever = 1 << 29;
 
-  __device__ __forceinline__ static float slope_of(const DistanceBias& x, int b, int h, float unit) {
-    return x.slopes == nullptr ? 0.f : x.slopes[b * x.slopes_batch_stride + h] * unit;
-  }
   __device__ __forceinline__ static HeadDistances of(const DistanceBias& x, int b, int h, float unit) {
-    return with_slope(slope_of(x, b, h, unit), x, b, h, unit);
-  }
-  __device__ __forceinline__ static HeadDistances with_slope(float slope, const DistanceBias& x, int b, int h,
-                                                             float unit) {
-    HeadDistances r{slope, 0.f, 0.f, 0};
+    HeadDistances r{x.slopes == nullptr ? 0.f : x.slopes[b * x.slopes_batch_stride + h] * unit, 0.f, 0.f, 0};
     if (x.table != nullptr) {
       const int first = first_entry(x, b, h);
       r.low = x.table[first] * unit;

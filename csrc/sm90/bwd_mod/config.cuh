@@ -117,7 +117,7 @@ struct ModKeyShared {
   BwdModWorkTile work_tiles[T::kWorkStages];
   BwdChunk chunks[T::kChunkStages];
   BwdStep steps[T::kSteps];
-  float slopes[T::kSteps];  // of the steps' heads, in units of log2
+  HeadDistances distances[T::kSteps];  // of the steps' heads, in units of log2
   uint32_t index;           // the scheduler's present one
   int work_tiles_found, chunks_found;
   alignas(4) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];

@@ -111,8 +111,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       return;
     } else if constexpr (T::kAdds) {
       if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
-        const HeadDistances distances = HeadDistances::with_slope(
-            shared.slopes[stage_of(steps(), T::kSteps)], m.by_distance, score_mod().seq.b, score_mod().h, kLog2e);
+        const HeadDistances& distances = shared.distances[stage_of(steps(), T::kSteps)];
         const KeyAdditions additions = additions_of(score_mod(), first_query(), first_key(), distances, key_bias);
         add_to_keys(s, additions, stats(), a.unit);
         if (__any_sync(ptx::kFullWarp, additions.bends)) {

@@ -154,6 +154,7 @@ __device__ __forceinline__ void write_bias_tile(const BiasUnits<T>& acc, const B
   const auto put = [&](int row, int col, float x) {
     if (row >= g.rows || col >= g.cols) return;
     const int64_t at = head + static_cast<int64_t>(row) * g.cols + col;
+    if (g.is_slope) x = -x;
     if (g.is_float) {
       static_cast<float*>(g.out)[at] = x;
     } else {

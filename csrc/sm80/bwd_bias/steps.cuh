@@ -161,9 +161,10 @@ __device__ __forceinline__ bool is_light(const Modifiers& m, TileTests tests) {
   return (tests & kTestKeys) == 0 && ((tests & kTestRows) == 0 || !asks_any<kMadeRowWords>(m));
 }
 
-// acc += dS of this warp's part of a tile, times -|distance| for the gradient of slopes. For what most calls ask: no soft
-// cap, no dropout, light tests, a staged bias or (kByDistance) one by distance. Each thing is done for all units before the next, so there are few branches,
-// and code that is not needed lies apart: with a branch a unit the walk through the code cost twice the arithmetic.
+// acc += dS of this warp's part of a tile, times |distance| for slopes, whose gradient is less the sum of that. For what
+// most calls ask: no soft cap, no dropout, light tests, a staged bias or (kByDistance) one by distance. Each thing is
+// done for all units before the next, so there are few branches, and code that is not needed lies apart: with a branch a
+// unit the walk through the code cost twice the arithmetic.
 template <typename T, bool kByDistance>
 __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits<T>& acc_s, BiasUnits<T>& acc_dp,
                                                     const ScoreMod& score_mod, const BiasStep& step,
@@ -227,14 +228,14 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
   }
   for_rows([&](int unit, int half, int row, int key) {
     const float2 stats = part.stats_of(row);
-    const float first = kByDistance ? distance(row, key) : 0.f;
+    const float first = is_slope ? distance(row, key) : 1.f, per_key = is_slope ? 1.f : 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float weight = ptx::ex2(fmaf(acc_s[unit][0][i / 2][2 * half + i % 2], m.unit_log2, -stats.x));
+      float weight = ptx::ex2(fmaf(acc_s[unit][0][i / 2][2 * half + i % 2], m.unit_log2, -stats.x));
       const float gradient = acc_dp[unit][0][i / 2][2 * half + i % 2] - stats.y;
       float& sum = acc[unit][0][i / 2][2 * half + i % 2];
-      const float factor = kByDistance && is_slope ? -fabsf(first - static_cast<float>(of_key(i))) : 1.f;
-      sum = fmaf(weight * gradient, factor, sum);
+      if constexpr (kByDistance) weight *= fabsf(fmaf(-per_key, static_cast<float>(of_key(i)), first));
+      sum = fmaf(weight, gradient, sum);
     }
   });
 }
@@ -263,7 +264,7 @@ __device__ __forceinline__ void add_gradients(BiasUnits<T>& acc, BiasUnits<T>& a
         part.bias() + row * T::Stage::kPitch + unit / 2 * 64, drop_keys);
     if (is_slope) {
       ScoreMod::for_each(acc_s[unit], row0 + score_mod.shift(), col0,
-                              [](float& s, int centre, int key) { s *= -fabsf(static_cast<float>(centre - key)); });
+                              [](float& s, int centre, int key) { s *= fabsf(static_cast<float>(centre - key)); });
     }
 #pragma unroll
     for (int nb = 0; nb < 4; ++nb) {

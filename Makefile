@@ -38,7 +38,7 @@ test:
 
 demo: MODULES = numpy
 demo:
-	@$(prepared) && $$py -m flash_ext.demo $(ARGS)
+	@$(prepared) && $$py -m examples.train $(ARGS)
 
 info:
 	@$(prepared) && $$py -m flash_ext.info $(ARGS)

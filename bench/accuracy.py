@@ -4,7 +4,7 @@
 
 Ten cases, half of them with outliers: N(0, 1) with N(0, 100) added to one element in a thousand, as in the
 FlashAttention-3 paper (arXiv:2407.08608, section 4.3). The error of a tensor is its relative L2 distance to
-what :mod:`flash_ext.reference` and autograd make of the same inputs in float64. Prints a table, and for
+what :mod:`tests.reference` and autograd make of the same inputs in float64. Prints a table, and for
 each peer the largest and the smallest ratio of our error to its own; what cannot run has words instead.
 """
 
@@ -26,8 +26,8 @@ from bench.inputs import Inputs
 from bench.peers import Sdpa, make_peers
 from bench.runner import DTYPES
 from bench.shapes import Case
-from flash_ext.reference import attention_reference
-from flash_ext.spec import AttnSpec, default_scale
+from tests.reference import attention_reference
+from flash_ext._ops.spec import AttnSpec, default_scale
 
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -148,7 +148,7 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
 
 def kernel_of(call: timing.Call) -> str:
     """The name of the kernel that a call of ours launches."""
-    from flash_ext.ops import _C
+    from flash_ext._ops.library import _C
 
     _C.set_switch("record_launches", 1)
     try:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 
 BUDGET_US = 5.0  # of one attention call without gradients, above an empty op
 

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .autograd import cast_as_autocast
-from .functional import Alignment, attention
-from .log import logged
-from .merge import merge_attention_states
-from .ops import _C
-from .pair import backward, forward
-from .routes import operator_options, resolve_causal
+from ._ops.functorch import cast_as_autocast
+from ._attention import Alignment, attention
+from ._log import logged
+from ._merge import merge_attention_states
+from ._ops.library import _C
+from ._pair import backward, forward
+from ._ops.dispatch import operator_options, resolve_causal
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 

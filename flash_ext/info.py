@@ -20,8 +20,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
-from . import __version__, ops, planned
-from .extension import PACKAGE, MissingExtension, in_source_folder, is_of_sources_beside, mend
+from . import __version__
+
+from ._ops import library as ops
+
+from ._ops import plan as planned
+from ._ops.extension import PACKAGE, MissingExtension, in_source_folder, is_of_sources_beside, mend
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 OTHER_PACKAGES = (

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .log import logged
-from .normalise import dropout_rng
-from .pair import forward as attend
+from ._log import logged
+from ._ops.arguments import dropout_rng
+from ._pair import forward as attend
 
 # Weights are carried out this many keys at a time: the largest head_dim of v on a GPU.
 _COLUMNS = 256

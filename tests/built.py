@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from flash_ext import ops
+from flash_ext._ops import library as ops
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flash_ext.spec import AttnSpec, default_scale
+from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.covering import covering_array
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -279,7 +279,7 @@ def turn(name: Path, alone: bool) -> Iterator[None]:
 @pytest.fixture
 def pretended_gpu() -> Iterator[None]:
     """Every fact of an H200 by switches, so that plans need no GPU."""
-    from flash_ext.ops import _C
+    from flash_ext._ops.library import _C
 
     facts = {"compute_capability": 90, "num_sms": 132, "smem_per_block": 232448}
     for name, value in facts.items():

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext import tiled_mod
-from flash_ext.modifiers import Modifiers
+from flash_ext._cpu import tiles_mod as tiled_mod
+from flash_ext._ops.modifiers import Modifiers
 
 
 class Tiles(tiled_mod._ScoreTiles):

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext.ops import _C
-from flash_ext.spec import AttnSpec
+from flash_ext._ops.library import _C
+from flash_ext._ops.spec import AttnSpec
 from tests import probes
 from tests.cases import Case
 from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_ext.spec import AttnSpec, default_scale
+from flash_ext._ops.spec import AttnSpec, default_scale
 from tests import compare
 from tests.harness import Target
 from tests.inputs import POISON_BYTE

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flash_ext
-from flash_ext.modifiers import Modifiers
+from flash_ext._ops.modifiers import Modifiers
 from tests.cases import Case, packed
 from tests.covering import covering_array
 from tests.inputs import GUARD_BYTES, POISON_BYTE, Inputs, make_inputs, strides_for, tensor_shapes

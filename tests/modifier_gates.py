@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flash_ext.reference import attention_reference
+from tests.reference import attention_reference
 from tests import compare
 from tests.cases import dense
 from tests.harness import Target

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.harness import (
     TARGETS,
     CaseFailure,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.modifiers import Modifiers
-from flash_ext.reference import attention_reference, row_max_reference
-from flash_ext.spec import AttnSpec, default_scale
+from flash_ext._ops.modifiers import Modifiers
+from tests.reference import attention_reference, row_max_reference
+from flash_ext._ops.spec import AttnSpec, default_scale
 
 HEADS, HEADS_K, HEAD_DIM = 4, 2, 4
 ROWS, KEYS = 20, 27  # dense lengths, and those of the longest packed sequence

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.modifiers import Modifiers, of_sequence
-from flash_ext.reference import _kept, _score_terms, _visible
+from flash_ext._ops.modifiers import Modifiers, of_sequence
+from tests.reference import _kept, _score_terms, _visible
 from tests import compare
 from tests.harness import Target
 from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs

@@ -1,6 +1,6 @@
 """Float64 truth of a case with modifiers, and the noise that a correct kernel may add to each element.
 
-Values and gradients are those of flash_ext.reference, by autograd. The noise follows truth.py, with what the
+Values and gradients are those of tests.reference, by autograd. The noise follows truth.py, with what the
 modifiers change: dropout scales weights (w = keep * P) but not the P that multiplies delta; a softcap scales
 dS once more; biases, slopes and the cap add roundings of fp32 to the logits. An error of delta is one number
 for a whole row, so in a sum over keys it does not average out: there the row's terms are added before they
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_ext.modifiers import Modifiers, of_sequence
-from flash_ext.reference import _kept, _score_terms, _visible, attention_reference, row_max_reference
+from flash_ext._ops.modifiers import Modifiers, of_sequence
+from tests.reference import _kept, _score_terms, _visible, attention_reference, row_max_reference
 from tests.modifier_cases import ModifierInputs
 from tests.truth import UNDERFLOW, UNIT_ROUNDOFF, WEIGHT_FLUSH, Truth, _directions
 

@@ -131,7 +131,7 @@ def _pytest(mutant: Mutant, arguments: list[str], seed: int, seconds: float) -> 
 
 def run(mutant: Mutant, seed: int) -> Outcome:
     """Runs the tests against a built mutant until the first failure."""
-    check = "from flash_ext.ops import _C; print(_C.build_info['variant'])"
+    check = "from flash_ext._ops.library import _C; print(_C.build_info['variant'])"
     found = subprocess.run(
         [sys.executable, "-c", check], cwd=folder_of(mutant), capture_output=True, text=True, check=False
     )

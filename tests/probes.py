@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flash_ext.spec import AttnSpec
+from flash_ext._ops.spec import AttnSpec
 from tests import compare
 from tests.cases import Case
 

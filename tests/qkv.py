@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext.ops import _C
-from flash_ext.reference import attention_reference
-from flash_ext.spec import AttnSpec, default_scale
+from flash_ext._ops.library import _C
+from tests.reference import attention_reference
+from flash_ext._ops.spec import AttnSpec, default_scale
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests import modifier_harness, mutants
 from tests.cases import Case, dense, few_query_cases, packed, small_cases
 from tests.harness import TARGETS, Target, call_backward, call_forward

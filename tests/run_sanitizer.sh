@@ -24,7 +24,7 @@ fi
 # Each allocation on its own, so that the end of a tensor is the end of what may be touched.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 
-variant=$("$python" -c "from flash_ext.ops import _C; print(_C.build_info['variant'])") || exit 2
+variant=$("$python" -c "from flash_ext._ops.library import _C; print(_C.build_info['variant'])") || exit 2
 status=0
 for tool in $tools; do
     if [ "$tool" = racecheck ] && [ "$variant" != debug ]; then

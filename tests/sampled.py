@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_ext.spec import AttnSpec
+from flash_ext._ops.spec import AttnSpec
 
 
 @dataclass

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.qkv import make_packed, make_qkv, null_kernels
 
 # ---- signatures (API-01) ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The batch-invariant mode (flash_ext/batch_invariance.py): what the host chooses, and RC-12 on a GPU."""
+"""The batch-invariant mode (flash_ext/_batch_invariance.py): what the host chooses, and RC-12 on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext.compat.flash_attn import flash_attn_with_kvcache
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.harness import Target, on_gpu_paths, on_targets
 from tests.qkv import make_qkv, null_kernels
 

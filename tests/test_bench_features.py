@@ -21,10 +21,10 @@ from bench.peers import Fa2, Fa3, Fa4, Flex, make_peers
 from bench.record import Entry, Results, Row, bar, feature_pair, fill_ratios
 from bench.runner import Setup, run
 from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
-from flash_ext.normalise import normalise
-from flash_ext.ops import _C
-from flash_ext.reference import attention_reference, visible_mask
-from flash_ext.spec import AttnSpec, default_scale
+from flash_ext._ops.arguments import normalise
+from flash_ext._ops.library import _C
+from tests.reference import attention_reference, visible_mask
+from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.qkv import null_kernels
 
 CPU = torch.device("cpu")

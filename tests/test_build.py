@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext import ops
+from flash_ext._ops import library as ops
 from tests.built import ROOT, disassemblers, module_file
 
 sys.path.insert(0, str(ROOT / "csrc"))

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flash_ext
-from flash_ext.modifiers import Modifiers
-from flash_ext.ops import _C
-from flash_ext.reference import attention_reference
-from flash_ext.spec import AttnSpec, default_scale
+from flash_ext._ops.modifiers import Modifiers
+from flash_ext._ops.library import _C
+from tests.reference import attention_reference
+from flash_ext._ops.spec import AttnSpec, default_scale
 from tests import compare
 from tests.cases import dense, packed
 from tests.harness import TARGETS, Target, on_targets

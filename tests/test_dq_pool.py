@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.built import ROOT
 from tests.cases import Case, dense
 from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_ext import extension
+from flash_ext._ops import extension
 from tests.built import ROOT, module_file
 
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -29,7 +29,7 @@ EXAMPLE = """
 import torch, flash_ext
 q = torch.randn(1, 20, 2, 16, requires_grad=True)
 flash_ext.attention(q, q, q, causal=True).sum().backward()
-print(flash_ext._C.__file__, flash_ext._C is flash_ext.ops._C, bool(q.grad.abs().sum() > 0))
+print(flash_ext._C.__file__, flash_ext._C is flash_ext._ops.library._C, bool(q.grad.abs().sum() > 0))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.cases import Case, dense
 from tests.harness import Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import make_inputs

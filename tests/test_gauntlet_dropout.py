@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
-from flash_ext.philox import drop_threshold, keep_mask
+from flash_ext._cpu.philox import drop_threshold, keep_mask
 from tests.cases import dense, packed
 from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase

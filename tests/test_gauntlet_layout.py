@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests import probes
 from tests.cases import COMPILED_HEAD_DIMS, HEAD_DIMS, dense, packed
 from tests.harness import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.cases import (
     DATA_KINDS,
     Case,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.normalise import _ZeroOneWatch
+from flash_ext._ops.arguments import _ZeroOneWatch
 from tests import probes
 from tests.cases import dense, packed
 from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_case, run_cases, run_probes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.cases import Case, dense, packed
 from tests.harness import Target, choice_of, on_all_tiles, on_gpu_paths, run_cases
 

@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 
-from flash_ext.reference import attention_reference
+from tests.reference import attention_reference
 from tests import emulated, harness, large
 from tests.cases import Case, covering_cases, dense, packed, random_cases
 from tests.covering import covering_array
@@ -39,7 +39,7 @@ def model(monkeypatch: pytest.MonkeyPatch):
 
 
 def oracle(case: Case) -> dict[str, torch.Tensor]:
-    """Results of flash_ext.reference, gradients by autograd."""
+    """Results of tests.reference, gradients by autograd."""
     x = make_inputs(case, "cpu")
     q, k, v = (t.double().nan_to_num(0).requires_grad_() for t in (x.q, x.k, x.v))
     out, lse = attention_reference(q, k, v, case.spec, x.cu_seqlens_q, x.cu_seqlens_k)

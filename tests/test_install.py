@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext import info, ops
+from flash_ext import info
+from flash_ext._ops import library as ops
 from tests.built import ROOT
 
 sys.path.insert(0, str(ROOT / "csrc"))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_ext.ladder import (
+from examples.ladder import (
     BlockSizes,
     Memory,
     block_sizes,
@@ -32,7 +32,7 @@ from flash_ext.ladder import (
     standard_attention,
     tile_kind,
 )
-from flash_ext.merge import merge_attention_states
+from flash_ext._merge import merge_attention_states
 
 NEG_INF = float("-inf")
 SOFTMAX = [softmax_3pass, softmax_2pass]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_ext.ladder import attention_memory
-from flash_ext.ops import _C
+from examples.ladder import attention_memory
+from flash_ext._ops.library import _C
 
 ROOT = Path(__file__).resolve().parents[1]
 ID = re.compile(r"\bS[0-4]-\d\d[a-z]?\b")

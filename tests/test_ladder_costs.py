@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_ext import ladder
-from flash_ext.ladder import (
+from examples import ladder
+from examples.ladder import (
     BlockSizes,
     Memory,
     attention_memory,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext import log
+from flash_ext import _log as log
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "csrc"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext import tiled_mod
-from flash_ext.modifiers import Modifiers
+from flash_ext._cpu import tiles_mod as tiled_mod
+from flash_ext._ops.modifiers import Modifiers
 from tests import modifier_harness
 from tests.cases import dense, packed
 from tests.harness import TARGETS, CaseFailure

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.qkv import make_packed, make_qkv, null_kernels, on_devices, reference, tolerance
 
 FWD = torch.ops.flash_ext.fwd.default

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.reference import attention_reference, sequence_bounds
-from flash_ext.spec import AttnSpec
+from tests.reference import attention_reference, sequence_bounds
+from flash_ext._ops.spec import AttnSpec
 from tests.harness import Target, on_all_tiles, on_paths, poison_pool
 from tests.test_emulation import build
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flash_ext.philox import _philox, drop_threshold, keep_factor, keep_mask
+from flash_ext._cpu.philox import _philox, drop_threshold, keep_factor, keep_mask
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
 ONES = (0xFFFFFFFF,) * 6

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext import planned
-from flash_ext.ops import _C
+from flash_ext._ops import plan as planned
+from flash_ext._ops.library import _C
 from tests.harness import Target, check_done_launches, on_gpu_paths, on_short_paths
 
 ROOT = Path(__file__).parents[1]

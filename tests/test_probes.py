@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from flash_ext.reference import attention_reference
-from flash_ext.tiled import tiled_backward, tiled_forward
+from tests.reference import attention_reference
+from flash_ext._cpu.tiles import tiled_backward, tiled_forward
 from tests import compare, probes
 from tests.cases import dense, packed
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.modifiers import Modifiers, of_sequence
-from flash_ext.ops_mod import modifier_arguments
-from flash_ext.reference import attention_reference
-from flash_ext.spec import AttnSpec
+from flash_ext._ops.modifiers import Modifiers, of_sequence
+from flash_ext._ops.library_mod import modifier_arguments
+from tests.reference import attention_reference
+from flash_ext._ops.spec import AttnSpec
 from tests import compare
 from tests import modifier_probes as probes
 from tests.cases import Case, dense, packed

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests import race_delays
 from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as torch_attention
 
 import flash_ext
-from flash_ext.sdpa_override import NAME, sdpa_counts
+from flash_ext._sdpa_override import NAME, sdpa_counts
 
 aten = torch.ops.aten
 (SDPA, SDPA_BACKWARD, FLASH, FLASH_BACKWARD, MASKED, MASKED_BACKWARD, GROUPED,
@@ -254,8 +254,8 @@ def test_grouped_operator_without_a_mask() -> None:
 def test_repeats_of_a_mask_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = draw(heads_k=4)
     shapes = []
-    original = flash_ext.ops_mod.modified_forward
-    monkeypatch.setattr(flash_ext.ops_mod, "modified_forward",
+    original = flash_ext._ops.library_mod.modified_forward
+    monkeypatch.setattr(flash_ext._ops.library_mod, "modified_forward",
                         lambda *a: shapes.append(a[4].bias) or original(*a))  # fmt: skip
     with on_cpu():
         for kind in ("full", "row", "key"):
@@ -559,8 +559,8 @@ def test_the_order_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_extension_it_says_what_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_ext.sdpa_override, "is_built", False)
-    monkeypatch.setattr(flash_ext.ops, "_C", flash_ext.extension.MissingExtension("not built: pip install ."))
+    monkeypatch.setattr(flash_ext._sdpa_override, "is_built", False)
+    monkeypatch.setattr(flash_ext._ops.library, "_C", flash_ext._ops.extension.MissingExtension("not built: pip install ."))
     with pytest.raises(ImportError, match="pip install"):
         flash_ext.enable_sdpa()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.cases import dense
 from tests.harness import TARGETS, Target, on_short_paths, on_targets, run_cases
 from tests.modifier_cases import ModifierCase, paired_cases, single_cases

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.cases import dense
 from tests.harness import Target, choice_of, on_targets, run_case
 from tests.modifier_cases import ModifierCase, make_modifier_inputs

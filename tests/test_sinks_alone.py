@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.cases import dense, packed
 from tests.harness import Target, on_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase

@@ -19,8 +19,10 @@ from torch.nn import attention as torch_attention
 from torch.utils import cpp_extension
 
 import flash_ext
-from flash_ext import batch_invariance, log, sdpa_override
-from flash_ext.ops import _C
+from flash_ext import _batch_invariance as batch_invariance
+from flash_ext import _log as log
+from flash_ext import _sdpa_override as sdpa_override
+from flash_ext._ops.library import _C
 from tests.qkv import make_qkv, null_kernels
 from tests.test_sdpa_override import is_on, untouched
 

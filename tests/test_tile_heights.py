@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext.ops import _C
+from flash_ext._ops.library import _C
 from tests.cases import dense, packed
 from tests.harness import Target, choice_of, on_targets, run_case, run_cases
 from tests.modifier_cases import ModifierCase, make_modifier_inputs

@@ -10,7 +10,7 @@ So every element gets its own standard deviation, from the roundings that the al
 Weights below the normal range of fp32 are lost altogether: see WEIGHT_FLUSH.
 
 The gradients are explicit formulas here, not autograd, and all sequences of a packed batch are computed at
-once in padded form; test_harness.py holds them against flash_ext.reference, which shares no code with this.
+once in padded form; test_harness.py holds them against tests.reference, which shares no code with this.
 """
 
 from __future__ import annotations

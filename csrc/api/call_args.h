@@ -1,5 +1,5 @@
 // The arguments of the operators, said once: CallArgs has them by name, and lists of its fields make schemas, signatures
-// and calls. Their meaning: flash_ext/functional.py, flash_ext/modifiers.py.
+// and calls. Their meaning: flash_ext/_attention.py, flash_ext/_ops/modifiers.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,7 +53,7 @@ inline constexpr std::tuple kProblem{FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FI
                                      FLASH_EXT_FIELD(max_seqlen_q), FLASH_EXT_FIELD(max_seqlen_k),
                                      FLASH_EXT_FIELD(softmax_scale), FLASH_EXT_FIELD(window_left),
                                      FLASH_EXT_FIELD(window_right)};
-// In the order of flash_ext.modifiers.Modifiers.
+// In the order of flash_ext._ops.modifiers.Modifiers.
 inline constexpr std::tuple kModifiers{
     FLASH_EXT_FIELD(bias), FLASH_EXT_FIELD(mask), FLASH_EXT_FIELD(document_q), FLASH_EXT_FIELD(document_k),
     FLASH_EXT_FIELD(prefix_lens), FLASH_EXT_FIELD(hidden_rows), FLASH_EXT_FIELD(hidden_keys), FLASH_EXT_FIELD(blocks),

@@ -1,5 +1,5 @@
 // torch's own attention operators on these kernels: implementations that take the place of the ones
-// in the dispatcher for as long as flash_ext.enable_sdpa() holds (flash_ext/sdpa_override.py).
+// in the dispatcher for as long as flash_ext.enable_sdpa() holds (flash_ext/_sdpa_override.py).
 //
 // A call that the kernels do not serve goes to the implementation that was there, so that switching
 // on can break no model. Layouts and extra results are those of torch's shape functions, which

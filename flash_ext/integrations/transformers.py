@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import attention, attention_varlen, is_batch_invariant
-from ..log import logged
+from .._log import logged
 from .t5 import hand_on_distances, relative_position
 
 NAME = "fext"

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ... import backward, dropout_rng, forward
-from ...log import logged
+from ..._log import logged
 from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from .probabilities import rounded, signed_weights
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import forward
-from ...log import logged
+from ..._log import logged
 
 
 @logged

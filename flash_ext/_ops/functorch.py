@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops_mod
+from . import library_mod as ops_mod
 
 
 class AttentionFunction(torch.autograd.Function):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .functional import attention
-from .routes import check_strided
+from ._attention import attention
+from ._ops.dispatch import check_strided
 
 
 def scaled_dot_product_attention(

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autograd import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
+from .functorch import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
 from .modifiers import Modifiers
-from .normalise import check_generator, checked_dropout_p, checked_rng, dropout_rng, normalise
-from .ops import _C
-from .ops_mod import modifier_arguments
+from .arguments import check_generator, checked_dropout_p, checked_rng, dropout_rng, normalise
+from .library import _C
+from .library_mod import modifier_arguments
 from .spec import default_scale
-from .tiled import accumulator_dtype
+from .._cpu.tiles import accumulator_dtype
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -205,7 +205,7 @@ def run_modified_fwd(
 
     Args:
         options: what :func:`run_fwd` takes after cu_seqlens_k, with ``causal`` as the caller wrote it.
-        asked: the keywords of :class:`flash_ext.normalise.ModifierOptions`.
+        asked: the keywords of :class:`flash_ext._ops.arguments.ModifierOptions`.
         generator: where dropout's random numbers come from if ``draws``.
         rng: seed and offset, if it does not draw.
         want_row_max: also return the largest final score of every row.

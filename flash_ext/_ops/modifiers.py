@@ -1,7 +1,7 @@
 """What a call asks for beyond scale and window: biases, masks, sinks, softcap and dropout, ready for use.
 
 The tensors here are already validated and normalised; user input becomes this in
-:mod:`flash_ext.functional`. The fields stand in the order of the operators' arguments.
+:mod:`flash_ext._attention`. The fields stand in the order of the operators' arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Modifiers:
         sinks: float32 (num_heads,): a logit in the denominator that has no value.
         rng: int64 (2,): seed and offset of the dropout generator, read as unsigned.
         softcap: c > 0 makes the scaled product x into ``c * tanh(x / c)``; 0 is off.
-        dropout_p: probability that a weight is dropped, 0..1; see :mod:`flash_ext.philox`.
+        dropout_p: probability that a weight is dropped, 0..1; see :mod:`flash_ext._cpu.philox`.
         block_rows, block_cols: size of the blocks of ``blocks``, multiples of 16.
         sink_tokens: the first keys of each sequence, visible wherever the window's right edge allows.
         chunk: c > 0 limits a row to the keys of its own chunk of c positions, ``centre // c``; 0 is off.

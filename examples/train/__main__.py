@@ -1,5 +1,5 @@
 """Trains a small language model with flash_ext and with PyTorch's attention side by side, another one with a
-mask, ALiBi and dropout, and shows what comes of it: ``python -m flash_ext.demo``.
+mask, ALiBi and dropout, and shows what comes of it: ``python -m examples.train``.
 
 The text is Python's own standard library. Everything printed is measured in the run that prints it; it takes
 less than two minutes on two CPU cores or on a GPU. ``--help`` names the options.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
-from .demo_masked import run_masked
-from .demo_measure import (
+from flash_ext import __version__
+from .masked import run_masked
+from .measure import (
     Schedule,
     attention_memory,
     count_accesses,
@@ -27,7 +27,7 @@ from .demo_measure import (
     step_memory,
     train_side_by_side,
 )
-from .demo_model import (
+from .model import (
     Attention,
     ModelSize,
     Transformer,
@@ -36,8 +36,8 @@ from .demo_model import (
     materialised_attention,
     pytorch_attention,
 )
-from .demo_report import MATERIALISED, OURS, PYTORCH, Progress, Results, as_text, draw
-from .demo_text import Pack, Text, draw_pack, pack_tokens, read_text, standard_library
+from .report import MATERIALISED, OURS, PYTORCH, Progress, Results, as_text, draw
+from .text import Pack, Text, draw_pack, pack_tokens, read_text, standard_library
 
 ATTENTIONS: dict[str, Attention] = {
     OURS: flash_ext_attention,
@@ -200,8 +200,8 @@ def describe(preset: Preset, device: torch.device, text: Text, model: Transforme
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry of ``python -m flash_ext.demo``."""
-    parser = argparse.ArgumentParser(prog="python -m flash_ext.demo", description=__doc__)
+    """Entry of ``python -m examples.train``."""
+    parser = argparse.ArgumentParser(prog="python -m examples.train", description=__doc__)
     parser.add_argument("--device", type=torch.device, help="cpu or cuda (default: the GPU if there is one)")
     parser.add_argument("--steps", type=int, help="training steps (default: 240 on a CPU, 600 on a GPU)")
     parser.add_argument("--seconds", type=float, help="time for training at most (default: 60)")

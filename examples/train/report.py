@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .demo_masked import DROPOUT, MaskedResults
-from .demo_measure import Accesses, Curve, Distance
+from .masked import DROPOUT, MaskedResults
+from .measure import Accesses, Curve, Distance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import attention, dropout_rng
-from .demo_measure import Curve, Distance, Recorder, Schedule, held_out_loss, train_side_by_side
-from .demo_model import Attend, Attention, ModelSize, Transformer, document_mask, mean_loss
-from .demo_text import Pack, Text, draw_pack
-from .modifiers import Modifiers
-from .philox import keep_factor, keep_mask
-from .reference import attention_reference
-from .spec import AttnSpec, default_scale
+from flash_ext import attention, dropout_rng
+from .measure import Curve, Distance, Recorder, Schedule, held_out_loss, train_side_by_side
+from .model import Attend, Attention, ModelSize, Transformer, document_mask, mean_loss
+from .text import Pack, Text, draw_pack
+from flash_ext._ops.modifiers import Modifiers
+from flash_ext._cpu.philox import keep_factor, keep_mask
+from tests.reference import attention_reference
+from flash_ext._ops.spec import AttnSpec, default_scale
 
 DROPOUT = 0.1
 PICTURED = 160  # rows and keys of the picture of the weights
@@ -107,7 +107,7 @@ def weights_of(pack: Pack, q: Tensor, k: Tensor, slopes: Tensor, dropout_p: floa
 
 
 def float64_oracle(pack: Pack, dropout_p: float, seed: int) -> Masked:
-    """:func:`flash_ext.reference.attention_reference` with the same modifiers."""
+    """:func:`tests.reference.attention_reference` with the same modifiers."""
     ids = document_ids(pack)[None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .ops import _C, is_built
+from ._ops.library import _C, is_built
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .block_mask import BlockMask
-from .functional import Alignment
+from ._attention import Alignment
 from .relative_position import RelativePosition
-from .routes import run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
+from ._ops.dispatch import run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
 
 Gradient: TypeAlias = Literal["q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sinks"]
 

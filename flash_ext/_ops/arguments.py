@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from .block_mask import BlockMask, with_leading
+from ..block_mask import BlockMask, with_leading
 from .modifiers import Modifiers
-from .relative_position import RelativePosition
+from ..relative_position import RelativePosition
 
 if TYPE_CHECKING:
     from torch import Generator

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .extension import MissingExtension, load
 from .spec import AttnSpec
-from .tiled import accumulator_dtype, tiled_backward, tiled_forward
+from .._cpu.tiles import accumulator_dtype, tiled_backward, tiled_forward
 
 if TYPE_CHECKING:
-    from . import _C as _C
+    from .. import _C as _C
 else:
     _C = load()
 is_built = not isinstance(_C, MissingExtension)
@@ -101,7 +101,7 @@ def register_sharding_rules() -> None:
     where a late import of DTensor is noticed.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from . import sharding
+        from . import dtensor as sharding
 
         sharding.register_once()
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from .block_mask import BlockMask
-from .normalise import ModifierOptions
+from ._ops.arguments import ModifierOptions
 from .relative_position import RelativePosition
-from .routes import run_fwd, run_modified_fwd
+from ._ops.dispatch import run_fwd, run_modified_fwd
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

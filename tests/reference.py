@@ -2,7 +2,7 @@
 
 Clarity is the only goal. Outputs are differentiable, so autograd through this file is the truth for the
 gradients as well, those of biases, slopes and sinks included. Memory is O(seqlen_q * seqlen_k) per head; for
-long inputs use :mod:`flash_ext.tiled`.
+long inputs use :mod:`flash_ext._cpu.tiles`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .modifiers import Modifiers, of_sequence
-from .philox import keep_factor, keep_mask
-from .spec import AttnSpec
+from flash_ext._ops.modifiers import Modifiers, of_sequence
+from flash_ext._cpu.philox import keep_factor, keep_mask
+from flash_ext._ops.spec import AttnSpec
 
 INF = float("inf")
 
@@ -109,7 +109,7 @@ def visible_mask(
 ) -> Tensor:
     """(seqlen_q, seqlen_k) bool, True where the query row sees the key, in batch entry b and query head h.
 
-    ``mods`` are those of a dense call; :func:`flash_ext.modifiers.of_sequence` makes them from packed ones.
+    ``mods`` are those of a dense call; :func:`flash_ext._ops.modifiers.of_sequence` makes them from packed ones.
     A bias of -inf hides a key too, but is a number and no mask: it does not show here.
     """
     visible = _visible(spec, mods or Modifiers(), seqlen_q, seqlen_k, device)

@@ -26,8 +26,8 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from .log import logged, note
-from .ops import is_built
+from ._log import logged, note
+from ._ops.library import is_built
 
 # The name in torch's registry, for torch.nn.attention.activate_flash_attention_impl.
 NAME = "flash_ext"
@@ -70,7 +70,7 @@ def enable_sdpa() -> contextlib.ExitStack:
         ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
     if not is_built:
-        from .ops import _C
+        from ._ops.library import _C
 
         _C.fwd  # noqa: B018  raises, in words
     global _previous

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from .ops import _C
+from ._ops.library import _C
 
 _SWITCH = "batch_invariant"
 _switching = threading.Lock()  # between reading the former mode and setting another

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .ops import _C
+from .library import _C
 
 HELP = (
     "print what a call would launch, e.g. 'bwd batch=4 seqlen=4096/8192 heads=32/8 head_dim=192/128 causal "

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import key_bounds, sequence_bounds
-from .spec import AttnSpec
+from tests.reference import key_bounds, sequence_bounds
+from .._ops.spec import AttnSpec
 
 # Rows and columns of one score tile, chosen for CPU caches; results do not depend on them beyond rounding.
 BLOCK_M = 128
@@ -32,7 +32,7 @@ def tiled_forward(
     cu_seqlens_k: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention forward; shapes and meaning as :func:`flash_ext.reference.attention_reference`.
+    """Attention forward; shapes and meaning as :func:`tests.reference.attention_reference`.
 
     Args:
         q, k, v: float16, bfloat16, float32 or float64, all of one dtype; any strides.

@@ -380,8 +380,7 @@ MUTANTS = (
         "M24 last writer of a bias gradient wins",
         "what a bias is broadcast over is not summed: the last tile counts",
         (
-            Edit("sm80/bwd_bias/steps.cuh", "sum = fmaf(weight * gradient, factor, sum);",
-                 "sum = weight * gradient * factor;"),
+            Edit("sm80/bwd_bias/steps.cuh", "sum = fmaf(weight, gradient, sum);", "sum = weight * gradient;"),
             Edit(
                 "sm80/bwd_bias/steps.cuh",
                 "[nb][i] += acc_s[unit][0][nb][i];",

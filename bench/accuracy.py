@@ -26,8 +26,8 @@ from bench.inputs import Inputs
 from bench.peers import Sdpa, make_peers
 from bench.runner import DTYPES
 from bench.shapes import Case
-from tests.reference import attention_reference
 from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference
 
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -11,16 +11,16 @@ Modules: :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.comp
 
 from . import distributed as distributed
 from . import nn as nn
-from ._batch_invariance import is_batch_invariant, set_batch_invariant
-from .block_mask import BlockMask
 from ._attention import attention, attention_varlen
+from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._log import logged
 from ._merge import merge_attention_states
 from ._ops.arguments import dropout_rng
 from ._pair import backward, forward
-from .relative_position import RelativePosition
 from ._sdpa import scaled_dot_product_attention
 from ._sdpa_override import disable_sdpa, enable_sdpa
+from .block_mask import BlockMask
+from .relative_position import RelativePosition
 
 # These are what is called; with FLASH_EXT_LOG unset they stay the functions themselves.
 attention, attention_varlen = logged(attention), logged(attention_varlen)

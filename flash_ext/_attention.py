@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from .block_mask import BlockMask
 from ._ops.arguments import ModifierOptions
-from .relative_position import RelativePosition
 from ._ops.dispatch import run_fwd, run_modified_fwd
+from .block_mask import BlockMask
+from .relative_position import RelativePosition
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,10 +11,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .block_mask import BlockMask
 from ._attention import Alignment
-from .relative_position import RelativePosition
 from ._ops.dispatch import run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
+from .block_mask import BlockMask
+from .relative_position import RelativePosition
 
 Gradient: TypeAlias = Literal["q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sinks"]
 

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._ops.functorch import cast_as_autocast
 from ._attention import Alignment, attention
 from ._log import logged
 from ._merge import merge_attention_states
+from ._ops.dispatch import operator_options, resolve_causal
+from ._ops.functorch import cast_as_autocast
 from ._ops.library import _C
 from ._pair import backward, forward
-from ._ops.dispatch import operator_options, resolve_causal
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 

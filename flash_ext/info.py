@@ -21,9 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from . import __version__
-
 from ._ops import library as ops
-
 from ._ops import plan as planned
 from ._ops.extension import PACKAGE, MissingExtension, in_source_folder, is_of_sources_beside, mend
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tests.reference import attention_reference
 from tests import compare
 from tests.cases import dense
 from tests.harness import Target
 from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs
 from tests.modifier_harness import call_and_differentiate, naming
 from tests.modifier_truth import GRADIENTS
+from tests.reference import attention_reference
 
 GATED = (
     "bias_1hqk", "bias_qk_f32", "bias_b11k", "bias_1hqk_t", "distance128",

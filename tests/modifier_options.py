@@ -14,8 +14,8 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext._ops.modifiers import Modifiers
-from tests.reference import attention_reference, row_max_reference
 from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference, row_max_reference
 
 HEADS, HEADS_K, HEAD_DIM = 4, 2, 4
 ROWS, KEYS = 20, 27  # dense lengths, and those of the longest packed sequence

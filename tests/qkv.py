@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_ext._ops.library import _C
-from tests.reference import attention_reference
 from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

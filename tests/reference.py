@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_ext._ops.modifiers import Modifiers, of_sequence
 from flash_ext._cpu.philox import keep_factor, keep_mask
+from flash_ext._ops.modifiers import Modifiers, of_sequence
 from flash_ext._ops.spec import AttnSpec
 
 INF = float("inf")
@@ -109,7 +109,7 @@ def visible_mask(
 ) -> Tensor:
     """(seqlen_q, seqlen_k) bool, True where the query row sees the key, in batch entry b and query head h.
 
-    ``mods`` are those of a dense call; :func:`flash_ext._ops.modifiers.of_sequence` makes them from packed ones.
+    ``mods`` are those of a dense call; :func:`of_sequence` makes them from packed ones.
     A bias of -inf hides a key too, but is a number and no mask: it does not show here.
     """
     visible = _visible(spec, mods or Modifiers(), seqlen_q, seqlen_k, device)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.compat.flash_attn import flash_attn_with_kvcache
 from flash_ext._ops.library import _C
+from flash_ext.compat.flash_attn import flash_attn_with_kvcache
 from tests.harness import Target, on_gpu_paths, on_targets
 from tests.qkv import make_qkv, null_kernels
 

@@ -25,8 +25,8 @@ from bench.peers import Flex, make_peers
 from bench.record import Entry, Results, Row, bar
 from bench.runner import Setup, run
 from bench.shapes import SETS, Case, find_case, flops, output_bytes, traffic_bytes, visible_pairs
-from tests.reference import attention_reference
 from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

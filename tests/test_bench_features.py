@@ -23,9 +23,9 @@ from bench.runner import Setup, run
 from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
 from flash_ext._ops.arguments import normalise
 from flash_ext._ops.library import _C
-from tests.reference import attention_reference, visible_mask
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.qkv import null_kernels
+from tests.reference import attention_reference, visible_mask
 
 CPU = torch.device("cpu")
 SMOKE = SETS["smoke-features"]

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flash_ext
-from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.library import _C
-from tests.reference import attention_reference
+from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests import compare
 from tests.cases import dense, packed
@@ -28,6 +27,7 @@ from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call, call_and_differentiate, for_each, naming, run_case
 from tests.modifier_truth import compute_modifier_truth
 from tests.qkv import make_qkv, null_kernels
+from tests.reference import attention_reference
 
 on_hopper = on_targets("sm90")
 

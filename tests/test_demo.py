@@ -12,20 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_ext import attention_varlen
-
+from examples.ladder import io_complexity
 from examples.train import __main__ as demo
-
 from examples.train import masked as demo_masked
-
 from examples.train import measure as demo_measure
-
 from examples.train import report as demo_report
 from examples.train.measure import Curve, Schedule
 from examples.train.model import ModelSize, Transformer, document_mask, generate, rotary_angles, rotate
 from examples.train.report import MATERIALISED, OURS, PYTORCH, Progress, Results
 from examples.train.text import BOUNDARY, DOCUMENT_START, draw_pack, pack_tokens, read_text, standard_library
-from examples.ladder import io_complexity
+from flash_ext import attention_varlen
 
 CPU = torch.device("cpu")
 TINY = demo.Preset(

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
-from flash_ext._ops.library import _C
 from flash_ext._cpu.tiles import accumulator_dtype
+from flash_ext._ops.library import _C
 from tests.harness import Target, on_modifier_tiles, on_paths, poison_pool
 from tests.qkv import make_packed, make_qkv, null_kernels, on_devices
 

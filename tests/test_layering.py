@@ -67,29 +67,24 @@ CUDA_HEADER = re.compile(r"#\s*include\s*[<\"](cuda|cooperative_groups|mma\.h|nv
 
 # Python modules from the ground up: each may import those of earlier rows only.
 PYTHON_LAYERS = [
-    {"extension", "spec", "philox", "block_mask", "relative_position"},
-    {"modifiers"},
-    {"reference", "merge", "sharding", "normalise"},
-    {"tiled", "ladder"},
-    {"tiled_mod"},
-    {"ops"},
-    {"log", "planned"},
-    {"ops_mod", "batch_invariance"},
-    {"autograd"},
-    {"routes"},
-    {"functional"},
-    {"pair", "sdpa", "sdpa_override"},
+    {"_ops.extension", "_ops.spec", "_cpu.philox", "block_mask", "relative_position"},
+    {"_ops.modifiers"},
+    {"_merge", "_ops.dtensor", "_ops.arguments"},
+    {"_cpu.tiles"},
+    {"_cpu.tiles_mod"},
+    {"_ops.library"},
+    {"_log", "_ops.plan"},
+    {"_ops.library_mod", "_batch_invariance"},
+    {"_ops.functorch"},
+    {"_ops.dispatch"},
+    {"_attention"},
+    {"_pair", "_sdpa", "_sdpa_override"},
     {"nn", "distributed"},
     {"__init__"},
-    {"info", "demo"},
+    {"info"},
 ]
-# Programs are run with `python -m` and may print, the library never does. The demo is one program in parts.
-PROGRAMS = {"info", "demo"}
-
-
-def part_of(module: str) -> str:
-    """The row entry of a module: demo_model is a part of demo."""
-    return "demo" if module.startswith("demo_") else module
+# Programs are run with `python -m` and may print, the library never does.
+PROGRAMS = {"info"}
 
 
 def source_files(*suffixes: str) -> list[Path]:
@@ -242,7 +237,7 @@ def test_library_code_prints_nothing():
     host = re.compile(r"\bstd::c(out|err)\b|\bf?printf\s*\(|\bexit\s*\(|\babort\s*\(")
     assert findings(cpp_files(), host, code_only=True) == []
     for path in source_files(".py"):
-        if relative(path).startswith("flash_ext/") and part_of(path.stem) not in PROGRAMS:
+        if relative(path).startswith("flash_ext/") and path.stem not in PROGRAMS:
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
                      and isinstance(node.func, ast.Name) and node.func.id in ("print", "exit")]
             assert not calls, f"{relative(path)}:{calls[0].lineno} prints or exits"
@@ -250,32 +245,47 @@ def test_library_code_prints_nothing():
 
 # ---- Python ----------------------------------------------------------------------------------------------
 
+PACKAGE = ROOT / "flash_ext"
+
+
 def package_imports(path: Path) -> set[str]:
-    """Names of the flash_ext modules that a module imports, at any depth of its code."""
+    """Modules of flash_ext that a module imports, at any depth of its code, such as `_ops.spec`."""
+    own = path.relative_to(ROOT).with_suffix("").parts
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
         if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level == 1 or module.split(".")[0] == "flash_ext":
-                inner = module.removeprefix("flash_ext").lstrip(".") if node.level == 0 else module
-                found |= {inner.split(".")[0]} if inner else {alias.name for alias in node.names}
+            base = [*own[: len(own) - node.level]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [[*base, alias.name] for alias in node.names]
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("flash_ext.")}
+            names = [alias.name.split(".") for alias in node.names]
+        for first, *rest in (name for name in names if name):
+            if first == "flash_ext":
+                while rest and not PACKAGE.joinpath(*rest).with_suffix(".py").exists() and rest != ["_C"]:
+                    rest = rest[:-1]
+                found.add(".".join(rest) or "__init__")
     return found
 
 
 def test_python_modules_import_downwards():
     rank = {name: number for number, row in enumerate(PYTHON_LAYERS) for name in row}
     wrong = []
-    for path in (ROOT / "flash_ext").glob("*.py"):
-        own = part_of(path.stem)
-        assert own in rank, f"{path.name} belongs to no layer: add it to PYTHON_LAYERS"
-        for name in map(part_of, package_imports(path)):
+    of_others = {PACKAGE / "compat", PACKAGE / "integrations"}
+    for path in (path for path in PACKAGE.rglob("*.py") if not of_others & {*path.parents}):
+        own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        if own.endswith(".__init__"):
+            assert package_imports(path) == set(), f"{own} imports"
+            continue
+        assert own in rank, f"{own} belongs to no layer: add it to PYTHON_LAYERS"
+        for name in package_imports(path):
             if name == "_C":
-                if own != "ops":
-                    wrong.append(f"{path.stem} imports _C itself; ops does that")
+                if own != "_ops.library":
+                    wrong.append(f"{own} imports _C itself; _ops.library does that")
             elif name != own and name in rank and rank[name] >= rank[own]:
-                wrong.append(f"{path.stem} imports {name}")
+                # The version, which has no module of its own.
+                if (own, name) != ("_ops.library", "__init__"):
+                    wrong.append(f"{own} imports {name}")
     assert wrong == []
 
 
@@ -296,13 +306,13 @@ def test_packages_for_other_libraries_use_public_names_only(folder: str):
             if isinstance(node, ast.ImportFrom) and node.level >= depth:
                 wrong += [f"{relative(path)} imports {node.module or ''} {alias.name}" for alias in node.names
                           if (node.module or f'"{alias.name}"' not in exported)
-                          and (node.module, alias.name) != ("log", "logged")]
+                          and (node.module, alias.name) != ("_log", "logged")]
     assert wrong == []
 
 
 def test_the_oracle_and_the_ladder_stand_alone():
     """What the kernels are judged by must not share code with them."""
-    assert package_imports(ROOT / "tests/reference.py") <= {"spec", "modifiers", "philox"}
+    assert package_imports(ROOT / "tests/reference.py") <= {"_ops.spec", "_ops.modifiers", "_cpu.philox"}
     assert package_imports(ROOT / "examples/ladder.py") == set()
 
 

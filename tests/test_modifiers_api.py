@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
-from flash_ext._ops import arguments as normalise
 from flash_ext._cpu import tiles as tiled
+from flash_ext._ops import arguments as normalise
 from tests.modifier_options import (
     DIFFERENTIABLE,
     call,

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from flash_ext._cpu import tiles as tiled
-from flash_ext._ops.modifiers import Modifiers
 from flash_ext._cpu.philox import keep_factor, keep_mask
-from tests.reference import attention_reference, row_max_reference, visible_mask
-from flash_ext._ops.spec import AttnSpec
 from flash_ext._cpu.tiles_mod import _ScoreTiles, modified_backward, modified_forward
+from flash_ext._ops.modifiers import Modifiers
+from flash_ext._ops.spec import AttnSpec
 from tests import compare
 from tests.covering import covering_array
+from tests.reference import attention_reference, row_max_reference, visible_mask
 from tests.test_tiled import LargestTensor
 
 INF = float("inf")

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
-from flash_ext._ops.modifiers import NAMES, Modifiers
 from flash_ext._ops.library_mod import modifier_arguments
+from flash_ext._ops.modifiers import NAMES, Modifiers
 from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
 
 FWD = torch.ops.flash_ext.fwd_mod.default

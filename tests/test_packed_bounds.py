@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.reference import attention_reference, sequence_bounds
 from flash_ext._ops.spec import AttnSpec
 from tests.harness import Target, on_all_tiles, on_paths, poison_pool
+from tests.reference import attention_reference, sequence_bounds
 from tests.test_emulation import build
 
 MOST, LEAST = 2**31 - 1, -(2**31)

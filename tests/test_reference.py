@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_ext._ops.modifiers import Modifiers
 from flash_ext._cpu.philox import keep_mask
-from tests.reference import attention_reference, row_max_reference, sequence_bounds, visible_mask
+from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference, row_max_reference, sequence_bounds, visible_mask
 
 INF = float("inf")
 

@@ -560,7 +560,8 @@ def test_the_order_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_extension_it_says_what_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_ext._sdpa_override, "is_built", False)
-    monkeypatch.setattr(flash_ext._ops.library, "_C", flash_ext._ops.extension.MissingExtension("not built: pip install ."))
+    missing = flash_ext._ops.extension.MissingExtension("not built: pip install .")
+    monkeypatch.setattr(flash_ext._ops.library, "_C", missing)
     with pytest.raises(ImportError, match="pip install"):
         flash_ext.enable_sdpa()
 

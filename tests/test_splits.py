@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext.compat import flash_attn
 from flash_ext._ops.library import _C
+from flash_ext.compat import flash_attn
 from tests.qkv import make_qkv, null_kernels
 
 pytestmark = pytest.mark.everywhere

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext._cpu import tiles as tiled
-from tests.reference import attention_reference
 from flash_ext._cpu.tiles import tiled_backward, tiled_forward
 from tests import compare
 from tests.cases import Case, dense, packed
 from tests.inputs import Inputs, make_inputs
+from tests.reference import attention_reference
 
 INF = float("inf")
 

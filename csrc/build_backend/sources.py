@@ -1,7 +1,7 @@
 """The name of the kernel sources: a hash of all that the compilers read below csrc/.
 
-A build writes it into the module; flash_ext/_ops/extension.py compares it with the sources beside the package, and
-runs this file by its path, so it needs nothing but the standard library.
+A build writes it into the module; flash_ext/_ops/extension.py compares it with the sources beside the
+package, and runs this file by its path, so it needs nothing but the standard library.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from flash_ext import __version__
+
 from .masked import run_masked
 from .measure import (
     Schedule,

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from flash_ext import attention, dropout_rng
+from flash_ext._cpu.philox import keep_factor, keep_mask
+from flash_ext._ops.modifiers import Modifiers
+from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference
+
 from .measure import Curve, Distance, Recorder, Schedule, held_out_loss, train_side_by_side
 from .model import Attend, Attention, ModelSize, Transformer, document_mask, mean_loss
 from .text import Pack, Text, draw_pack
-from flash_ext._ops.modifiers import Modifiers
-from flash_ext._cpu.philox import keep_factor, keep_mask
-from tests.reference import attention_reference
-from flash_ext._ops.spec import AttnSpec, default_scale
 
 DROPOUT = 0.1
 PICTURED = 160  # rows and keys of the picture of the weights

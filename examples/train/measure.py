@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from examples.ladder import measured_accesses
+from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference
+
 from .model import Attend, Attention, ModelSize, Transformer, mean_loss
 from .text import Pack
-from examples.ladder import measured_accesses
-from tests.reference import attention_reference
-from flash_ext._ops.spec import AttnSpec, default_scale
 
 WARMUP_STEPS = 10  # of the learning rate, and left out of the time per step
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_ext import attention_varlen
+
 from .text import DOCUMENT_START, NUM_BYTES, Pack, pack_tokens
 
 ROTARY_BASE = 500.0  # documents are short: the slowest pair turns about once in a few thousand bytes

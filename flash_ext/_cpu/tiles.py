@@ -11,10 +11,11 @@ the products of a tile multiply it by a zero weight. Other sequences, batches an
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from tests.reference import key_bounds, sequence_bounds
 from .._ops.spec import AttnSpec
 
 # Rows and columns of one score tile, chosen for CPU caches; results do not depend on them beyond rounding.
@@ -32,7 +33,7 @@ def tiled_forward(
     cu_seqlens_k: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention forward; shapes and meaning as :func:`tests.reference.attention_reference`.
+    """Attention forward; shapes and meaning as :func:`flash_ext.attention`.
 
     Args:
         q, k, v: float16, bfloat16, float32 or float64, all of one dtype; any strides.
@@ -106,11 +107,36 @@ def accumulator_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def _sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
+    """(start, end) rows of each packed sequence: in order, inside [0, total], whatever ``cu_seqlens`` holds.
+
+    Each bound is forced between two that a search from the middle meets before it, at first 0 and ``total``.
+    Where ``cu_seqlens`` is in order, bounds are what it holds.
+    """
+    bounds = cu_seqlens.tolist()
+    intervals = [(-1, len(bounds) - 1, 0, total)]  # of sequences, -1 and batch those of no sequence
+    while intervals:
+        lo, hi, start, end = intervals.pop()
+        if lo >= hi:
+            continue
+        mid = lo + (hi - lo + 1) // 2
+        bounds[mid] = min(max(bounds[mid], start), end)
+        intervals += [(lo, mid - 1, start, bounds[mid]), (mid, hi, bounds[mid], end)]
+    return list(itertools.pairwise(bounds))
+
+
+def _key_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
+    """The same of keys, which nobody owns in a forward: any rows inside [0, total], shared or unordered."""
+    cu = cu_seqlens.tolist()
+    starts = [min(max(c, 0), total) for c in cu[:-1]]
+    return [(start, min(max(end, start), total)) for start, end in zip(starts, cu[1:], strict=True)]
+
+
 def packed_sequences(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> list[tuple[slice, slice]]:
     """Row slices of q and of k for each packed sequence."""
-    bounds_q, bounds_k = sequence_bounds(cu_seqlens_q, q.shape[0]), key_bounds(cu_seqlens_k, k.shape[0])
+    bounds_q, bounds_k = _sequence_bounds(cu_seqlens_q, q.shape[0]), _key_bounds(cu_seqlens_k, k.shape[0])
     return [(slice(*bq), slice(*bk)) for bq, bk in zip(bounds_q, bounds_k, strict=True)]
 
 

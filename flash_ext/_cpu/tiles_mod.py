@@ -1,8 +1,8 @@
 """The CPU backend with score and mask modifiers, and a gradient for each of them, in O(seqlen) memory.
 
-The algorithm is that of :mod:`flash_ext._cpu.tiles`, one sequence at a time. Biases, masks and the dropout mask
-are read or made for one tile of scores, and the gradient of a bias is reduced over its broadcast dimensions
-tile by tile into a tensor of its own size. Key blocks that no row sees are skipped.
+The algorithm is that of :mod:`flash_ext._cpu.tiles`, one sequence at a time. Biases, masks and the dropout
+mask are read or made for one tile of scores, and the gradient of a bias is reduced over its broadcast
+dimensions tile by tile into a tensor of its own size. Key blocks that no row sees are skipped.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import tiles as tiled
 from .._ops.modifiers import Modifiers, of_sequence
-from .philox import keep_factor, keep_mask
 from .._ops.spec import AttnSpec
+from . import tiles as tiled
+from .philox import keep_factor, keep_mask
 from .tiles import accumulator_dtype, packed_sequences
 
 INF = float("inf")
@@ -37,7 +37,7 @@ def modified_forward(
     want_row_max: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention forward; shapes and meaning as :func:`tests.reference.attention_reference`.
+    """Attention forward; shapes and meaning as :func:`flash_ext.attention`.
 
     Args:
         q, k, v: float16, bfloat16, float32 or float64, all of one dtype; any strides.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..block_mask import BlockMask, with_leading
-from .modifiers import Modifiers
 from ..relative_position import RelativePosition
+from .modifiers import Modifiers
 
 if TYPE_CHECKING:
     from torch import Generator

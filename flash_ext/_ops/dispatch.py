@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .functorch import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
-from .modifiers import Modifiers
+from .._cpu.tiles import accumulator_dtype
 from .arguments import check_generator, checked_dropout_p, checked_rng, dropout_rng, normalise
+from .functorch import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
 from .library import _C
 from .library_mod import modifier_arguments
+from .modifiers import Modifiers
 from .spec import default_scale
-from .._cpu.tiles import accumulator_dtype
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active

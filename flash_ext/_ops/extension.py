@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 PREPARED = "flash_ext-requirements.json"  # csrc/build_backend/prepare.py leaves it in what it has filled
 
 
@@ -104,7 +104,8 @@ def load_file(file: Path) -> ModuleType:
     # Of another minor release a module finds no symbol, or one that means something else.
     if built.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(f"{another} ({file})")
-    name = f"{__package__}._C"
+    package = __package__.partition(".")[0]
+    name = f"{package}._C"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     try:
@@ -114,7 +115,7 @@ def load_file(file: Path) -> ModuleType:
         state = "flash_ext._C does not load" if built == torch.__version__ else another
         raise ImportError(f"{state}: {error} ({file})") from error
     sys.modules[name] = module
-    setattr(sys.modules[__package__], "_C", module)  # noqa: B010  (as an import does)
+    setattr(sys.modules[package], "_C", module)  # noqa: B010  (as an import does)
     return module
 
 

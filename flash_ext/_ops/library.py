@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .._cpu.tiles import accumulator_dtype, tiled_backward, tiled_forward
 from .extension import MissingExtension, load
 from .spec import AttnSpec
-from .._cpu.tiles import accumulator_dtype, tiled_backward, tiled_forward
 
 if TYPE_CHECKING:
     from .. import _C as _C

@@ -1,7 +1,6 @@
 """The operators ``flash_ext::fwd_mod`` and ``flash_ext::bwd_mod``: attention with masks, biases and the rest.
 
-They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`flash_ext._ops.modifiers.Modifiers` in
-between. The extension module registers schemas and the GPU implementation (csrc/api/ops.cpp); this module
+They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`.modifiers.Modifiers` in between. The extension module registers schemas and the GPU implementation (csrc/api/ops.cpp); this module
 adds the CPU implementation, shapes for tracing, gradients, autocast, vmap and FLOP formulas.
 """
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .modifiers import NAMES, NUM_TENSORS, Modifiers
-from .library import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
-from .spec import AttnSpec
 from .._cpu.tiles_mod import modified_backward, modified_forward
+from .library import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
+from .modifiers import NAMES, NUM_TENSORS, Modifiers
+from .spec import AttnSpec
 
 # ---- arguments -----------------------------------------------------------------------------------------
 # fwd_mod: q, k, v | cu_seqlens_q, cu_seqlens_k | max_seqlen_q, max_seqlen_k, softmax_scale, window_left,

@@ -69,7 +69,7 @@ CUDA_HEADER = re.compile(r"#\s*include\s*[<\"](cuda|cooperative_groups|mma\.h|nv
 PYTHON_LAYERS = [
     {"extension", "spec", "philox", "block_mask", "relative_position"},
     {"modifiers"},
-    {"reference", "merge", "sharding", "normalise"},
+    {"reference", "merge", "sharding", "normalise", "masks"},
     {"tiled", "ladder"},
     {"tiled_mod"},
     {"ops"},

@@ -5,11 +5,12 @@ Public names: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_pro
 :func:`merge_attention_states`, the functional pair :func:`forward` and :func:`backward` with
 :func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`, and :func:`enable_sdpa` and
 :func:`disable_sdpa` for PyTorch's own attention.
-Modules: :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.compat`,
+Modules: :mod:`flash_ext.masks`, :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.compat`,
 :mod:`flash_ext.integrations`.
 """
 
 from . import distributed as distributed
+from . import masks as masks
 from . import nn as nn
 from ._attention import attention, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant

@@ -9,37 +9,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._masks.dense import piece_of, pieces, sizes_of
+from ._masks.value import Mask, Points, Sizes
+
 BLOCK_GRANULE = 16  # block sizes are multiples of it
 
 # rule(b, h, q_idx, k_idx) -> bool: index tensors (int64) that broadcast with each other in, True where the
 # query sees the key out.
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+# piece(b, rows, keys) -> (num_heads or 1, rows, keys) bool: a part of the mask of one batch entry.
+Piece = Callable[[int, range, range], Tensor]
 
-class BlockMask:
+
+class BlockMask(Mask):
     """A map of the score blocks that take part; blocks left out cost no time, forward or backward.
 
-    Build one from the map itself, or with :meth:`from_dense`, :meth:`from_rule` or :meth:`from_torch`. Where
-    the rule or the mask cuts through a block, that block stays in the map and ``elements`` says which of its
-    scores count; a mask made of whole blocks carries no ``elements`` and needs no memory beyond the map.
-    Building looks at values, so it waits for the device: build once, outside graphs, and reuse.
+    Build one from the map itself, or with :meth:`from_mask`, :meth:`from_dense`, :meth:`from_rule` or
+    :meth:`from_torch`. Where the mask cuts through a block, that block stays in the map and keeps a bit for
+    each of its scores; whole blocks need no memory beyond the map. Building looks at values, so it waits for
+    the device: build once, outside graphs, and reuse.
 
     Rows and keys count from the start of each sequence, whatever the alignment of a causal mask. Combining
-    with ``causal``, ``window``, ``attn_mask`` and everything else keeps what all of them let through; for a
-    causal block pattern, a map of whole blocks with ``causal=True`` is cheaper than a rule that says both.
+    with other masks keeps what all of them let through; for a causal block pattern, a map of whole blocks
+    with a causal mask is cheaper than a rule that says both.
 
     Source: block-sparse attention, section 3.3 of Dao et al. 2022, https://arxiv.org/abs/2205.14135.
 
     Args:
         blocks: (batch or 1, num_heads or 1, row blocks, key blocks) bool, query heads; fewer dimensions are
-            completed with 1 from the left. Dense calls need ceil(seqlen_q / rows) row blocks and
-            ceil(seqlen_k / cols) key blocks; packed ones may have any number, and what lies beyond is hidden.
+            completed with 1 from the left. Dense calls need ceil(q_len / rows) row blocks and
+            ceil(k_len / cols) key blocks; packed ones may have any number, and what lies beyond is hidden,
+            also by ``~``.
         block_size: (rows, cols) of one block, or one number for both; positive multiples of 16.
-        elements: bool mask like ``attn_mask``, ANDed with the map; None when whole blocks say everything.
+        elements: bool mask that broadcasts to (batch, num_heads, q_len, k_len), ANDed with the map; None when
+            whole blocks say everything. Blocks in which it is False everywhere leave the map.
+
+    Attributes:
+        blocks: the map, of 4 dimensions.
+        block_size: (rows, cols).
+        bits: (cut blocks, rows, ceil(cols / 32)) int32, bit i of word w is key 32 w + i; None if the mask
+            says nothing inside blocks.
+        index: int32 like ``blocks``, the place of a block in ``bits`` or -1; None with ``bits``.
+        lengths: (q_len, k_len) that ``bits`` are for, None for a side on which they repeat; None with
+            ``bits``.
 
     Raises:
         TypeError, ValueError: an argument has a dtype, shape or value that does not fit.
     """
+
+    __slots__ = ("blocks", "block_size", "bits", "index", "lengths")
+    FIELDS = ("blocks", "block_size", "bits", "index", "lengths")
+    CHILDREN = ("blocks", "bits", "index")
+    blocks: Tensor
+    block_size: tuple[int, int]
+    bits: Tensor | None
+    index: Tensor | None
+    lengths: tuple[int | None, int | None] | None
 
     def __init__(
         self, blocks: Tensor, block_size: int | tuple[int, int] = 128, elements: Tensor | None = None
@@ -50,18 +76,84 @@ class BlockMask:
                 "blocks must have shape (batch, num_heads, row blocks, key blocks), got "
                 f"{tuple(blocks.shape)}."
             )
-        if elements is not None:
-            _check_bool(elements, "elements")
-        self.blocks = with_leading(blocks, 4)
-        self.block_size = checked_block_size(block_size)
-        self.elements = elements
+        blocks, (rows, cols) = with_leading(blocks, 4), checked_block_size(block_size)
+        if elements is None:
+            self._fill(blocks, (rows, cols), None, None, None)
+            return
+        _check_bool(elements, "elements")
+        if not 1 <= elements.dim() <= 4:
+            raise ValueError(f"elements must have 1 to 4 dimensions, got shape {tuple(elements.shape)}.")
+        elements = with_leading(elements, 4)
+        covered = blocks.shape[2] * rows, blocks.shape[3] * cols
+        lengths = tuple(None if n == 1 else min(n, most) for n, most in zip(elements.shape[2:], covered))
+        q_len, k_len = (most if n is None else n for n, most in zip(lengths, covered))
+        lead = torch.broadcast_shapes(blocks.shape[:2], elements.shape[:2])
+        wide = elements.expand(*lead, *(most if n == 1 else n for n, most in zip(elements.shape[2:], covered)))
+
+        def piece(b: int, of_rows: range, of_keys: range) -> Tensor:
+            return wide[b, :, of_rows.start : of_rows.stop, of_keys.start : of_keys.stop]
+
+        seen = _condensed(piece, Sizes(False, *lead, q_len, k_len), (rows, cols), blocks.device)
+        # Of a length below the map's, what lies beyond is hidden.
+        missing = (0, blocks.shape[3] - seen.blocks.shape[3], 0, blocks.shape[2] - seen.blocks.shape[2])
+        kept = blocks & F.pad(seen.blocks, missing)
+        index = torch.full_like(seen.blocks, -1, dtype=torch.int32) if seen.index is None else seen.index
+        index = F.pad(index, missing, value=-1).masked_fill(~kept, -1)
+        bits = index.new_empty(0, rows, -(-cols // 32)) if seen.bits is None else seen.bits
+        self._fill(kept, (rows, cols), bits, index, lengths)
+
+    @classmethod
+    def _of(
+        cls, blocks: Tensor, size: tuple[int, int], bits: Tensor | None, index: Tensor | None,
+        lengths: tuple[int | None, int | None] | None,
+    ) -> BlockMask:  # fmt: skip
+        made = object.__new__(cls)
+        made._fill(blocks, size, bits, index, lengths)
+        return made
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: Mask,
+        q_len: int,
+        k_len: int,
+        *,
+        batch: int | None = None,
+        num_heads: int | None = None,
+        block_size: int | tuple[int, int] = 128,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """Any mask of :mod:`flash_ext.masks` as blocks, also one that no kernel executes by itself.
+
+        It is evaluated piece by piece, 4 million pairs at most: nothing of size q_len * k_len is formed.
+
+        Args:
+            mask: the mask.
+            q_len, k_len: lengths the blocks are for; other lengths need others.
+            batch, num_heads: None is what the mask's tensors have, 1 where they repeat.
+            block_size: as in :class:`BlockMask`.
+            device: where blocks are built and live; None is that of the mask's tensors, or the CPU.
+
+        Example:
+            >>> masks = flash_ext.masks
+            >>> both = masks.Causal() | masks.Chunks(64)
+            >>> flash_ext.BlockMask.from_mask(both, 256, 256, block_size=64)
+            BlockMask(blocks (1, 1, 4, 4), block_size (64, 64), whole blocks)
+        """
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask must be a mask of flash_ext.masks, got {type(mask).__qualname__}.")
+        size = checked_block_size(block_size)
+        sizes = sizes_of(mask, q_len, k_len, batch, num_heads)
+        own = mask.device or torch.device("cpu" if device is None else device)
+        made = _condensed(lambda b, rows, keys: piece_of(mask, sizes, b, rows, keys, own), sizes, size, own)
+        return made if device is None else made.to(device)
 
     @classmethod
     def from_dense(cls, mask: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:
-        """The blocks in which a bool mask has any True; ``elements`` if it cuts through one of them.
+        """The blocks in which a bool mask has any True, with the bits of those that it cuts through.
 
         Args:
-            mask: bool (..., seqlen_q, seqlen_k) of 2 to 4 dimensions, True = take part.
+            mask: bool (..., q_len, k_len) of 2 to 4 dimensions, True = take part.
             block_size: as in :class:`BlockMask`.
         """
         _check_bool(mask, "mask")
@@ -69,9 +161,12 @@ class BlockMask:
             raise ValueError(
                 f"mask must have shape (batch, num_heads, seqlen_q, seqlen_k), got {tuple(mask.shape)}."
             )
-        mask, size = with_leading(mask, 4), checked_block_size(block_size)
-        some, whole = _seen(mask, size), ~_seen(~mask, size)
-        return cls(some, size, mask if bool((some & ~whole).any()) else None)
+        wide = with_leading(mask, 4)
+
+        def piece(b: int, rows: range, keys: range) -> Tensor:
+            return wide[b, :, rows.start : rows.stop, keys.start : keys.stop]
+
+        return _condensed(piece, Sizes(False, *wide.shape), checked_block_size(block_size), mask.device)
 
     @classmethod
     def from_rule(
@@ -84,7 +179,7 @@ class BlockMask:
         block_size: int | tuple[int, int] = 128,
         device: torch.device | str = "cpu",
     ) -> BlockMask:
-        """The blocks that a rule leaves, found strip by strip.
+        """The blocks that a rule leaves, found piece by piece.
 
         Args:
             rule: function of four int64 index tensors b, h, q_idx, k_idx that broadcast with each other;
@@ -94,31 +189,22 @@ class BlockMask:
             block_size: as in :class:`BlockMask`.
             device: where the map is built and lives.
         """
-        rows, cols = checked_block_size(block_size)
-        shape = (batch or 1, num_heads or 1)
+        sizes = Sizes(False, batch or 1, num_heads or 1, seqlen_q, seqlen_k)
 
-        def strip(start: int) -> Tensor:
-            end = min(start + rows, seqlen_q)
-            sides = (range(shape[0]), range(shape[1]), range(start, end), range(seqlen_k))
+        def piece(b: int, rows: range, keys: range) -> Tensor:
+            sides = (range(b, b + 1), range(sizes.num_heads), rows, keys)
             index = [torch.arange(s.start, s.stop, device=device) for s in sides]
             seen = rule(*(i.view([-1 if at == dim else 1 for at in range(4)]) for dim, i in enumerate(index)))
             _check_bool(seen, "the result of rule")
-            return seen.expand(*shape, end - start, seqlen_k)
+            return seen.expand(1, sizes.num_heads, len(rows), len(keys))[0]
 
-        starts = range(0, seqlen_q, rows)
-        some, whole = [torch.empty(*shape, 0, -(-seqlen_k // cols), dtype=torch.bool, device=device)], True
-        for start in starts:
-            seen = strip(start)
-            some.append(_seen(seen, (rows, cols)))
-            whole &= not bool((some[-1] & _seen(~seen, (rows, cols))).any())
-        elements = None if whole else torch.cat([strip(start) for start in starts], dim=2)
-        return cls(torch.cat(some, dim=2), (rows, cols), elements)
+        return _condensed(piece, sizes, checked_block_size(block_size), device)
 
     @classmethod
     def from_torch(cls, block_mask: Any) -> BlockMask:
         """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
 
-        Its full blocks need its map only; for the others its ``mask_mod`` is evaluated.
+        Its full blocks need its map only; for the others its ``mask_mod`` is evaluated, piece by piece.
 
         Raises:
             TypeError: it is none, or its numbers and indices of blocks are no tensors of integers.
@@ -144,26 +230,134 @@ class BlockMask:
             )
         if not bool(partial.any()):
             return cls(full, (rows, cols))
-        batch, num_heads = partial.shape[:2]
-        seen = create_mask(block_mask.mask_mod, batch, num_heads, seqlen_q, seqlen_k, partial.device)
-        whole, cut = (
-            t.repeat_interleave(rows, 2).repeat_interleave(cols, 3)[:, :, :seqlen_q, :seqlen_k]
-            for t in (full, partial)
-        )
-        return cls.from_dense(whole | (cut & seen), (rows, cols))
+        sizes = Sizes(False, *partial.shape[:2], seqlen_q, seqlen_k)
 
-    def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask on another device."""
-        elements = None if self.elements is None else self.elements.to(device)
-        return BlockMask(self.blocks.to(device), self.block_size, elements)
+        def piece(b: int, of_rows: range, of_keys: range) -> Tensor:
+            def mask_mod(batch: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+                return block_mask.mask_mod(batch + b, h, row + of_rows.start, key + of_keys.start)
+
+            lengths = len(of_rows), len(of_keys)
+            seen = create_mask(mask_mod, 1, sizes.num_heads, *lengths, device=str(partial.device))[0]
+            at = slice(of_rows.start // rows, of_rows.stop // rows + 1), slice(of_keys.start // cols, None)
+            whole, cut = (
+                t[b][:, at[0], at[1]].repeat_interleave(rows, 1).repeat_interleave(cols, 2)
+                [:, : lengths[0], : lengths[1]]
+                for t in (full, partial)
+            )  # fmt: skip
+            return whole | (cut & seen)
+
+        return _condensed(piece, sizes, (rows, cols), partial.device)
+
+    @property
+    def elements(self) -> Tensor | None:
+        """The bits written out, bool (batch or 1, num_heads or 1, q_len, k_len); None without bits.
+
+        It is made at each look, and costs a byte for each pair of a row and a key: kernels read the bits of
+        cut blocks in this form.
+        """
+        if self.bits is None or self.index is None or self.lengths is None:
+            return None
+        at = torch.where(self.index >= 0, self.index, len(self.bits) + (~self.blocks).int())
+        (rows, cols), (q_len, k_len) = self.block_size, self.lengths
+        listed = unpacked(self.bits, cols)
+        ends = torch.stack([listed.new_ones(rows, cols), listed.new_zeros(rows, cols)])
+        spread = torch.cat([listed, ends])[at].transpose(3, 4)
+        return spread.flatten(4, 5).flatten(2, 3)[:, :, :q_len, :k_len]
 
     def density(self) -> float:
         """Share of the blocks that take part, 0..1."""
         return float(self.blocks.double().mean()) if self.blocks.numel() else 0.0
 
     def __repr__(self) -> str:
-        kind = "whole blocks" if self.elements is None else "with element mask"
+        kind = "whole blocks" if self.bits is None else f"{len(self.bits)} cut blocks"
         return f"BlockMask(blocks {tuple(self.blocks.shape)}, block_size {self.block_size}, {kind})"
+
+    def _shown(self, points: Points, negated: bool) -> Tensor:
+        (rows, cols), (row_blocks, key_blocks) = self.block_size, self.blocks.shape[2:]
+        m, n = points.row // rows, points.key // cols
+        inside = (m < row_blocks) & (n < key_blocks)
+        for number, length in zip((points.row, points.key), self.lengths or (None, None)):
+            inside = inside if length is None else inside & (number < length)
+        if 0 in self.blocks.shape:
+            return inside & (points.row < 0)
+        b, h = (
+            at if n > 1 else torch.zeros_like(at)
+            for at, n in zip((points.b, points.h), self.blocks.shape[:2])
+        )
+        at = b, h, m.clamp(max=row_blocks - 1), n.clamp(max=key_blocks - 1)
+        shown = self.blocks[at]
+        if self.bits is not None and self.index is not None and len(self.bits):
+            place, col = self.index[at], points.key % cols
+            word = self.bits[place.clamp(min=0).long(), points.row % rows, col // 32]
+            shown = torch.where(place >= 0, (word >> (col % 32)) & 1 == 1, shown)
+        return inside & (~shown if negated else shown)
+
+    def _lead(self, packed: bool) -> tuple[int, int]:
+        return (1 if packed else self.blocks.shape[0]), self.blocks.shape[1]
+
+    def _check(self, sizes: Sizes) -> None:
+        (rows, cols), given = self.block_size, tuple(self.blocks.shape)
+        want = (sizes.batch, sizes.num_heads, -(-sizes.q_len // rows), -(-sizes.k_len // cols))
+        fits = all(n in (1, size) for n, size in zip(given[:2], want))
+        if not fits or (not sizes.packed and given[2:] != want[2:]):
+            tail = ", any, any)" if sizes.packed else f", {want[2]}, {want[3]})"
+            raise ValueError(
+                f"BlockMask: blocks must have shape ({want[0]} or 1, {want[1]} or 1{tail} for blocks of {rows} "
+                f"by {cols}, got {given}."
+            )
+        lengths = zip(self.lengths or (None, None), (sizes.q_len, sizes.k_len))
+        if not sizes.packed and any(own not in (None, length) for own, length in lengths):
+            raise ValueError(
+                f"BlockMask: its cut blocks are for {self.lengths} rows and keys, got a call with "
+                f"{(sizes.q_len, sizes.k_len)}."
+            )
+
+
+# ---- bits of cut blocks -------------------------------------------------------------------------------
+
+
+def packed_bits(elements: Tensor) -> Tensor:
+    """(n, rows, cols) bool to (n, rows, ceil(cols / 32)) int32."""
+    wide = F.pad(elements, (0, -elements.shape[-1] % 32)).unflatten(-1, (-1, 8))
+    weights = 2 ** torch.arange(8, device=elements.device, dtype=torch.uint8)
+    return (wide * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def unpacked(bits: Tensor, cols: int) -> Tensor:
+    """What :func:`packed_bits` was given."""
+    shifts = torch.arange(32, device=bits.device, dtype=torch.int32)
+    return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)[..., :cols]
+
+
+def _condensed(
+    piece: Piece, sizes: Sizes, size: tuple[int, int], device: torch.device | str
+) -> BlockMask:
+    """Blocks, and the bits of those that are cut; ``piece`` is asked for a part after the other."""
+    rows, cols = size
+    shape = (*sizes[1:3], -(-sizes.q_len // rows), -(-sizes.k_len // cols))
+    blocks = torch.zeros(shape, dtype=torch.bool, device=device)
+    index = torch.full(shape, -1, dtype=torch.int32, device=device)
+    words = torch.empty(0, rows, -(-cols // 32), dtype=torch.int32, device=device)
+    bits, count = [words], 0
+    for b, of_rows, of_keys in pieces(sizes, rows, cols):
+        seen = piece(b, of_rows, of_keys)
+        tiles = F.pad(seen, (0, -len(of_keys) % cols, 0, rows - len(of_rows)))
+        tiles = tiles.unflatten(2, (-1, cols)).transpose(1, 2)  # (num_heads, key blocks, rows, cols)
+        shown = tiles.sum((2, 3), dtype=torch.int32)
+        there = torch.full(shown.shape[1:], cols, dtype=torch.int32, device=device)
+        there[-1] = len(of_keys) - cols * (len(there) - 1)
+        cut = (shown > 0) & (shown < there * len(of_rows))
+        m, n = of_rows.start // rows, of_keys.start // cols
+        blocks[b, :, m, n : n + len(there)] = shown > 0
+        own = tiles[cut]
+        if len(own):
+            places = torch.arange(count, count + len(own), dtype=torch.int32, device=device)
+            index[b, :, m, n : n + len(there)] = index.new_full(cut.shape, -1).masked_scatter(cut, places)
+            bits.append(packed_bits(own))
+            count += len(own)
+    if not count:
+        return BlockMask(blocks, size)
+    return BlockMask._of(blocks, size, torch.cat(bits), index, (sizes.q_len, sizes.k_len))
 
 
 def checked_block_size(block_size: Any) -> tuple[int, int]:
@@ -191,16 +385,6 @@ def _check_bool(t: Any, name: str) -> None:
         raise TypeError(
             f"{name} must be torch.bool (True = take part), got {t.dtype}. Convert it with .bool()."
         )
-
-
-def _seen(mask: Tensor, size: tuple[int, int]) -> Tensor:
-    """(b, h, seqlen_q, seqlen_k) to (b, h, row blocks, key blocks): whether a block has any True.
-
-    Blocks at the end may be cut short; what is missing counts as False.
-    """
-    (rows, cols), (seqlen_q, seqlen_k) = size, mask.shape[2:]
-    padded = F.pad(mask, (0, -seqlen_k % cols, 0, -seqlen_q % rows))
-    return padded.unflatten(3, (-1, cols)).unflatten(2, (-1, rows)).any(5).any(3)
 
 
 def _maps_of(block_mask: Any) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ._masks.biases import Bias
+
 BUCKETINGS = ("t5", "clip")
 
 
-class RelativePosition:
+class RelativePosition(Bias):
     """A bias that each head reads from a table by the distance from the row to the key.
 
     A distance is the position of the key minus that of the row: negative for keys before the row, 0 for its
@@ -53,6 +55,14 @@ class RelativePosition:
         RelativePosition(8 heads, 32 buckets, bucketing='t5', bidirectional=True, max_distance=128)
     """
 
+    __slots__ = ("_table", "_bucketing", "_bidirectional", "_max_distance")
+    FIELDS = ("_table", "_bucketing", "_bidirectional", "_max_distance")
+    CHILDREN = ("_table",)
+    _table: Tensor
+    _bucketing: str
+    _bidirectional: bool
+    _max_distance: int | None
+
     def __init__(
         self,
         table: Tensor,
@@ -66,13 +76,12 @@ class RelativePosition:
             raise ValueError(f"bucketing must be one of {', '.join(BUCKETINGS)}, got {bucketing!r}.")
         if not isinstance(bidirectional, bool):
             raise TypeError(f"bidirectional must be a bool, got {type(bidirectional).__qualname__}.")
-        self._table, self._bucketing, self._bidirectional = table, bucketing, bidirectional
         if bucketing == "t5":
-            self._max_distance: int | None = 128 if max_distance is None else max_distance
-            _check_t5(table.shape[1], bidirectional, self._max_distance)
+            max_distance = 128 if max_distance is None else max_distance
+            _check_t5(table.shape[1], bidirectional, max_distance)
         else:
-            self._max_distance = max_distance
             _check_clip(table.shape[1], bidirectional, max_distance)
+        self._fill(table, bucketing, bidirectional, max_distance)
 
     @property
     def table(self) -> Tensor:

@@ -103,8 +103,9 @@ def normalise(
     blocks, block_rows, block_cols = None, 0, 0
     if block_mask is not None:
         blocks, block_rows, block_cols = _checked_blocks(block_mask, q, sizes)
-        if block_mask.elements is not None:
-            elements = _checked_mask(block_mask.elements, "block_mask.elements", q, sizes, False)
+        elements = _elements(block_mask, sizes)
+        if elements is not None:
+            elements = _checked_mask(elements, "block_mask.elements", q, sizes, False)
             mask = elements if mask is None else _both(mask, elements, sizes)
     if key_padding_mask is not None:
         _check_key_padding(key_padding_mask, q, sizes)
@@ -490,6 +491,15 @@ def _checked_blocks(block_mask: Any, q: Tensor, sizes: _Sizes) -> tuple[Tensor, 
             f"call, got {_shape(blocks)}."
         )
     return _without_repeats(blocks, [0, 1]), rows, cols
+
+
+def _elements(block_mask: BlockMask, sizes: _Sizes) -> Tensor | None:
+    """The bits of cut blocks written out; on a side on which they repeat, as long as the call."""
+    elements = block_mask.elements
+    if elements is None or block_mask.lengths is None or sizes.packed:
+        return elements
+    ends = [n if own is None else None for own, n in zip(block_mask.lengths, (sizes.rows, sizes.keys))]
+    return elements[:, :, : ends[0], : ends[1]]
 
 
 # ---- tensors -------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""The parts of :mod:`flash_ext.masks`."""

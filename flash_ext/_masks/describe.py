@@ -1,0 +1,140 @@
+"""What a mask leaves to do, in numbers and as a picture."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..block_mask import BlockMask
+from .dense import piece_of, pieces, sizes_of
+from .lower import Terms, terms_for
+from .normal import Refused
+from .value import Mask, Sizes
+
+TILE = 128
+POINTS = 512
+
+
+class Description(NamedTuple):
+    """What a mask leaves to do. Tiles have 128 rows and 128 keys, the last ones of a side fewer.
+
+    Attributes:
+        density: share of the pairs of a row and a key that are shown, 0..1.
+        skipped: tiles that are hidden in full.
+        cut: tiles of which a part is shown.
+        whole: tiles that are shown in full.
+        memory: bytes of the mask's tensors in the form that kernels read; None if no kernel executes it.
+        refusal: why no kernel executes it, or None.
+    """
+
+    density: float
+    skipped: int
+    cut: int
+    whole: int
+    memory: int | None
+    refusal: str | None
+
+    def __str__(self) -> str:
+        tiles = self.skipped + self.cut + self.whole
+        lines = [
+            f"{100 * self.density:.1f} % of the pairs are shown",
+            f"{tiles} tiles: {self.skipped} skipped, {self.cut} cut, {self.whole} whole",
+            f"{self.memory} bytes" if self.refusal is None else self.refusal,
+        ]
+        return "\n".join(lines)
+
+
+def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: int | None) -> Description:
+    """See :meth:`flash_ext.masks.Mask.describe`."""
+    sizes = sizes_of(mask, q_len, k_len, batch, num_heads)
+    device = mask.device or torch.device("cpu")
+    # Along dimensions in which the mask repeats one entry is counted for all.
+    lead = mask._lead(False)
+    own = sizes._replace(batch=lead[0], num_heads=lead[1])
+    repeats = sizes.batch * sizes.num_heads // max(lead[0] * lead[1], 1)
+    counts = torch.zeros(4, dtype=torch.int64, device=device)  # shown pairs, skipped, cut and whole tiles
+    for b, rows, keys in pieces(own, TILE, TILE):
+        shown = piece_of(mask, own, b, rows, keys, device).sum(1, dtype=torch.int32)
+        tiles = torch.nn.functional.pad(shown, (0, -len(keys) % TILE)).unflatten(1, (-1, TILE)).sum(2)
+        full = torch.full(tiles.shape[1:], TILE, device=device)
+        full[-1] = len(keys) - TILE * (len(full) - 1)
+        whole, skipped = (tiles == full * len(rows)).sum(), (tiles == 0).sum()
+        counts += torch.stack([tiles.sum(), skipped, tiles.numel() - whole - skipped, whole])
+    pairs, skipped_tiles, cut_tiles, whole_tiles = ((counts * repeats).tolist())
+    total = sizes.batch * sizes.num_heads * q_len * k_len
+    memory, refusal = None, None
+    try:
+        memory = _bytes(terms_for(mask, None, sizes), sizes)
+    except Refused as error:
+        refusal = str(error)
+    return Description(pairs / total if total else 0.0, skipped_tiles, cut_tiles, whole_tiles, memory, refusal)
+
+
+def _bytes(terms: Terms, sizes: Sizes) -> int:
+    """One word of 32 bits a number: bits of masks with their summaries by 64 rows, ids and intervals with
+    those by 32, a bit for 16 x 16 scores of a block map and the bits of its cut blocks."""
+    words = 0
+    if terms.prefix_lens is not None:
+        words += sizes.batch
+    if terms.documents is not None:
+        rows, keys = terms.documents
+        words += sum(_labels(ids.numel(), ids.shape[-1]) for ids in ((rows,) if rows is keys else (rows, keys)))
+        if terms.keys is not None and rows is keys:
+            words += _labels(sizes.batch * sizes.k_len, sizes.k_len)  # hidden keys get ids of their own
+    elif terms.keys is not None:
+        words += sizes.batch * 3 * -(-sizes.k_len // 32)
+    for intervals in (terms.hidden_rows, terms.hidden_keys):
+        if intervals is not None:
+            length, numbers = intervals.shape[-2:]
+            lead = intervals.numel() // max(length * numbers, 1)
+            words += lead * numbers * (length + 2 * -(-length // 32))
+    if terms.dense is not None:
+        *lead, rows, cols = (1, 1, 1, 1, *terms.dense.shape)[-4:]
+        words += lead[0] * lead[1] * (rows + 2 * -(-rows // 64)) * -(-cols // 32)
+    if terms.blocks is not None:
+        words += _of_blocks(terms.blocks)
+    return 4 * words
+
+
+def _labels(count: int, length: int) -> int:
+    return count + count // max(length, 1) * 2 * -(-length // 32)
+
+
+def _of_blocks(mask: BlockMask) -> int:
+    batch, num_heads, row_blocks, key_blocks = mask.blocks.shape
+    granules = [n * size // 16 for n, size in zip((row_blocks, key_blocks), mask.block_size)]
+    words = batch * num_heads * granules[0] * -(-granules[1] // 32)
+    if mask.bits is not None and mask.index is not None:
+        words += mask.bits.numel() + mask.index.numel()
+    return words
+
+
+def plot(mask: Mask, q_len: int, k_len: int, ax: Any, batch_index: int, head_index: int) -> Any:
+    """See :meth:`flash_ext.masks.Mask.plot`."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError('plot needs matplotlib: pip install "flash_ext[demo]".') from error
+    sizes = sizes_of(mask, q_len, k_len, None, None)
+    batch_index, head_index = (i if n > 1 else 0 for i, n in zip((batch_index, head_index), sizes[1:3]))
+    for name, index, size in (("batch_index", batch_index, sizes.batch), ("head_index", head_index, sizes.num_heads)):
+        if not 0 <= index < size:
+            raise ValueError(f"{name} must be from 0 to {size - 1}, got {index}.")
+    device = mask.device or torch.device("cpu")
+    rows_of, keys_of = (-(-length // POINTS) for length in (q_len, k_len))
+    image = torch.zeros(-(-q_len // rows_of) if q_len else 0, -(-k_len // keys_of) if k_len else 0)
+    own = sizes._replace(batch=1)
+    for _, rows, keys in pieces(own, max(rows_of, 1), max(keys_of, 1)):
+        shown = piece_of(mask, own, batch_index, rows, keys, device)[head_index].float().mean(0)
+        padded = torch.nn.functional.pad(shown, (0, -len(keys) % keys_of)).unflatten(0, (-1, keys_of)).sum(1)
+        there = torch.full_like(padded, keys_of)
+        there[-1] = len(keys) - keys_of * (len(there) - 1)
+        start = keys.start // keys_of
+        image[rows.start // rows_of, start : start + len(there)] = (padded / there).cpu()
+    if ax is None:
+        ax = pyplot.figure().add_subplot()
+    ax.imshow(image.numpy(), cmap="Blues", vmin=0, vmax=1, extent=(0, k_len, q_len, 0), interpolation="nearest")
+    ax.set_xlabel("key")
+    ax.set_ylabel("row")
+    return ax

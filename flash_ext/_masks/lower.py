@@ -1,0 +1,318 @@
+"""From mask and bias values to the keywords that :func:`flash_ext.attention` takes tensor by tensor."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..block_mask import BlockMask, with_leading
+from ..relative_position import RelativePosition
+from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, check_broadcast
+from .biases import ALiBi, Bias, DenseBias, terms_of
+from .block_algebra import value_of
+from .normal import Normal
+from .value import And, Mask, Not, Or, Sizes, leaves
+
+INT32_MAX = torch.iinfo(torch.int32).max
+
+
+class Terms(NamedTuple):
+    """A mask and a bias in the terms of the operators, every tensor checked against the sizes of the call.
+
+    Attributes:
+        left, right: window, -1 is no limit.
+        top_left: alignment; False where both are the same.
+        chunk, sink_tokens: 0 is none.
+        prefix_lens: (batch,) int32.
+        documents: int32 of rows and of keys, the same object where one tensor serves both.
+        keys: bool (batch, k_len) or (total_k,).
+        hidden_rows, hidden_keys: int32, with two or four numbers in the last dimension.
+        blocks: one map.
+        dense: bool of 1 to 4 dimensions.
+        bias: floating, of 1 to 4 dimensions.
+        slopes: (num_heads,) or (batch, num_heads).
+        position: the bias by distance.
+    """
+
+    left: int = -1
+    right: int = -1
+    top_left: bool = False
+    chunk: int = 0
+    sink_tokens: int = 0
+    prefix_lens: Tensor | None = None
+    documents: tuple[Tensor, Tensor] | None = None
+    keys: Tensor | None = None
+    hidden_rows: Tensor | None = None
+    hidden_keys: Tensor | None = None
+    blocks: BlockMask | None = None
+    dense: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    position: RelativePosition | None = None
+
+
+def lower(
+    mask: Mask | None,
+    bias: Bias | None = None,
+    *,
+    batch: int,
+    num_heads: int,
+    q_len: int,
+    k_len: int,
+    packed: bool = False,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+) -> dict[str, Any]:
+    """The keywords of :func:`flash_ext.attention` that say the same; those that say nothing are left out.
+
+    Args:
+        mask, bias: values, or None.
+        batch, num_heads, q_len, k_len: of the call; packed, the number of sequences and the totals.
+        packed: whether the call is one of :func:`flash_ext.attention_varlen`.
+        causal, window: as ``mask & Causal() & Window(*window)``.
+
+    Raises:
+        ValueError: no kernel executes the mask, a tensor does not fit the sizes, or the keywords cannot say
+            it.
+    """
+    sizes = Sizes(packed, batch, num_heads, q_len, k_len)
+    terms = terms_for(mask, bias, sizes, causal, window)
+    options: dict[str, Any] = {}
+    if terms.top_left and terms.right != 0:
+        raise ValueError(
+            f"{mask!r}: the alignment top_left of unequal lengths needs Causal('top_left') in the mask, because "
+            "causal='top_left' is the keyword that says it."
+        )
+    if terms.right == 0:
+        options["causal"] = "top_left" if terms.top_left else True
+    if terms.left >= 0 or terms.right > 0:
+        options["window"] = (terms.left, -1 if terms.right == 0 else terms.right)
+    for name, term in (
+        ("chunk_size", terms.chunk), ("sink_tokens", terms.sink_tokens), ("prefix_lens", terms.prefix_lens),
+        ("key_padding_mask", terms.keys), ("hidden_rows", terms.hidden_rows),
+        ("hidden_keys", terms.hidden_keys), ("block_mask", terms.blocks), ("alibi_slopes", terms.slopes),
+        ("bias", terms.position), ("attn_mask", _one_tensor(mask, bias, terms, packed)),
+    ):  # fmt: skip
+        if isinstance(term, int) and term == 0 or term is None:
+            continue
+        options[name] = term
+    if terms.documents is not None:
+        rows, keys = terms.documents
+        options["document_ids"] = rows if rows is keys else (rows, keys)
+    return options
+
+
+def terms_for(
+    mask: Mask | None, bias: Bias | None, sizes: Sizes, causal: bool = False, window: tuple[int, int] = (-1, -1)
+) -> Terms:
+    """The terms of a call. Tensors are merged here, so the result is worth keeping.
+
+    Raises:
+        ValueError: see :func:`lower`.
+    """
+    left, right = window
+    right = 0 if causal else right
+    terms = _of_bias(bias, sizes)
+    if mask is None:
+        return terms._replace(left=left, right=right)
+    normal = mask.normal()
+    bands = normal.bands(left, right)
+    mask._lead(sizes.packed)
+    mask._check(sizes)
+    # Where no length differs both alignments are the same.
+    same = not sizes.packed and sizes.q_len == sizes.k_len
+    alignments = set() if same else {*normal.alignments, *(["bottom_right"] if (left, right) != (-1, -1) else [])}
+    if len(alignments) > 1:
+        asked = " with causal or window, which count from the bottom right," if left >= 0 or right >= 0 else ""
+        raise ValueError(f"{mask!r}:{asked} has bands of both alignments, and lengths that differ: use one.")
+    top_left = alignments == {"top_left"}
+    lens = [prefix.lens for prefix in bands.prefixes]
+    return terms._replace(
+        left=bands.left, right=bands.right, top_left=top_left, chunk=bands.chunk,
+        sink_tokens=bands.sink_tokens, prefix_lens=_longest(lens, sizes), documents=_documents(normal),
+        keys=_keys(normal, sizes), hidden_rows=_intervals(normal.hidden_rows),
+        hidden_keys=_intervals(normal.hidden_keys), blocks=_blocks(normal, sizes), dense=_dense(normal, sizes),
+    )  # fmt: skip
+
+
+# ---- masks --------------------------------------------------------------------------------------------
+
+
+def narrowed(numbers: Tensor, least: int) -> Tensor:
+    """int32; numbers beyond it mean what its ends mean."""
+    if numbers.dtype == torch.int32:
+        return numbers
+    return numbers.clamp(least, INT32_MAX).to(torch.int32)
+
+
+def _longest(lens: list[Tensor], sizes: Sizes) -> Tensor | None:
+    if not lens:
+        return None
+    longest = narrowed(lens[0], 0)
+    for other in lens[1:]:
+        longest = torch.maximum(longest, narrowed(other, 0))
+    return longest.expand(sizes.batch)
+
+
+def _documents(normal: Normal) -> tuple[Tensor, Tensor] | None:
+    documents = normal.documents
+    if documents is None:
+        return None
+    rows, keys = (
+        (ids[0] if ids.dim() == 2 and len(ids) == 1 else ids) for ids in (documents.ids, documents.of_keys)
+    )
+    rows = rows.to(torch.int32)
+    return rows, rows if documents.ids_k is None else keys.to(torch.int32)
+
+
+def _keys(normal: Normal, sizes: Sizes) -> Tensor | None:
+    if not normal.keys:
+        return None
+    keep = _evaluated(And(normal.keys) if len(normal.keys) > 1 else normal.keys[0])
+    if sizes.packed:
+        return keep.reshape(sizes.k_len)
+    return keep[:, 0, 0, :].expand(sizes.batch, sizes.k_len)
+
+
+def _intervals(parts: tuple[HiddenRows, ...] | tuple[HiddenKeys, ...]) -> Tensor | None:
+    if not parts:
+        return None
+    given = [narrowed(part.intervals, 0) for part in parts]
+    if len(given) == 1:
+        return given[0]
+    shape = torch.broadcast_shapes(*(t.shape[:-1] for t in given))
+    return torch.cat([t.expand(*shape, t.shape[-1]) for t in given], dim=-1)
+
+
+def _dense(normal: Normal, sizes: Sizes) -> Tensor | None:
+    if not normal.dense:
+        return None
+    whole = And(normal.dense) if len(normal.dense) > 1 else normal.dense[0]
+    if isinstance(whole, Dense):
+        return whole.tensor
+    if sizes.packed and any(isinstance(leaf, KeyMask) for part in normal.dense for leaf in leaves(part)):
+        raise ValueError(
+            f"{normal.mask!r}: KeyMask counts packed keys and Dense those of a sequence, so a union of both has "
+            "no kernel in packed calls."
+        )
+    return _evaluated(whole)
+
+
+def _evaluated(mask: Mask) -> Tensor:
+    """An expression of Dense and KeyMask as one bool tensor of 4 dimensions; what is missing is hidden."""
+    if isinstance(mask, Not):
+        return ~_evaluated(mask.mask)
+    if isinstance(mask, Dense):
+        return with_leading(mask.tensor, 4)
+    if isinstance(mask, KeyMask):
+        keep = mask.keep if mask.keep.dim() == 2 else mask.keep[None]
+        return keep[:, None, None, :]
+    assert isinstance(mask, (And, Or))
+    total = _evaluated(mask.masks[0])
+    for part in mask.masks[1:]:
+        total = _joined(total, _evaluated(part), isinstance(mask, And))
+    return total
+
+
+def _joined(a: Tensor, b: Tensor, every: bool) -> Tensor:
+    """a & b or a | b. Packed calls have tensors that end before each other."""
+    for dim in (2, 3):
+        ends = {t.shape[dim] for t in (a, b)} - {1}
+        if len(ends) == 2 and every:
+            a, b = (t if t.shape[dim] == 1 else t.narrow(dim, 0, min(ends)) for t in (a, b))
+        elif len(ends) == 2:
+            a, b = (_continued(t, dim, max(ends)) for t in (a, b))
+    return a & b if every else a | b
+
+
+def _continued(t: Tensor, dim: int, length: int) -> Tensor:
+    if t.shape[dim] in (1, length):
+        return t
+    shape = [*t.shape[:dim], length - t.shape[dim], *t.shape[dim + 1 :]]
+    return torch.cat([t, t.new_zeros(shape)], dim)
+
+
+def _blocks(normal: Normal, sizes: Sizes) -> BlockMask | None:
+    if not normal.blocks:
+        return None
+    return value_of(And(normal.blocks) if len(normal.blocks) > 1 else normal.blocks[0], sizes)
+
+
+# ---- biases -------------------------------------------------------------------------------------------
+
+
+def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
+    if bias is None:
+        return Terms()
+    parts = terms_of(bias)
+    slopes = [part.slopes for part in parts if isinstance(part, ALiBi)]
+    positions = [part for part in parts if isinstance(part, RelativePosition)]
+    dense = [part.tensor for part in parts if isinstance(part, DenseBias)]
+    if len(slopes) + len(positions) + len(dense) != len(parts):
+        kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
+        raise TypeError(f"A bias is made of DenseBias, ALiBi and RelativePosition, got {kinds}.")
+    if len(slopes) > 1:
+        raise ValueError(f"{bias!r}: ALiBi stands once in a sum: add the slopes, ALiBi(slopes_a + slopes_b).")
+    if len(positions) > 1 or (positions and dense):
+        raise ValueError(
+            f"{bias!r}: a call adds one bias by distance or one by element: write it out, "
+            "DenseBias(position.to_dense(q_len, k_len)), or add the tables."
+        )
+    for tensor in dense:
+        check_broadcast(tensor, "DenseBias", sizes)
+    for slope in slopes:
+        if tuple(slope.shape) not in ((sizes.num_heads,), (sizes.batch, sizes.num_heads)):
+            raise ValueError(
+                f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here ({sizes.num_heads},) or "
+                f"({sizes.batch}, {sizes.num_heads}), got {tuple(slope.shape)}."
+            )
+    return Terms(
+        bias=_sum_of(bias, dense), slopes=slopes[0] if slopes else None,
+        position=positions[0] if positions else None,
+    )  # fmt: skip
+
+
+def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
+    """The sum of the tensors, if it needs no more elements than the largest of them has."""
+    if len(dense) < 2:
+        return dense[0] if dense else None
+    shape = _joint_shape(bias, dense)
+    if not any(with_leading(tensor, 4).shape == shape for tensor in dense):
+        raise ValueError(
+            f"{bias!r}: the sum would need {' * '.join(map(str, shape))} elements, more than any of its parts "
+            "has; add the tensors yourself if that is meant."
+        )
+    total = dense[0]
+    for tensor in dense[1:]:
+        total = total + tensor
+    return total
+
+
+def _one_tensor(mask: Mask | None, bias: Bias | None, terms: Terms, packed: bool) -> Tensor | None:
+    """A bool mask and a bias share a keyword: together they are the bias with -inf where the mask hides."""
+    if terms.dense is None or terms.bias is None:
+        return terms.dense if terms.bias is None else terms.bias
+    if packed:
+        raise ValueError(
+            f"{mask!r} and {bias!r}: packed calls take a dense mask or a dense bias, because the two end "
+            "differently: write -inf into the bias where the mask hides."
+        )
+    parts = [terms.dense, terms.bias]
+    shape = _joint_shape((mask, bias), parts)
+    if not any(with_leading(tensor, 4).shape == shape for tensor in parts):
+        raise ValueError(
+            f"{mask!r} and {bias!r}: a dense mask and a dense bias are one tensor for the kernels, which would "
+            f"need {' * '.join(map(str, shape))} elements, more than either has; write -inf into the bias where "
+            "the mask hides if that is meant."
+        )
+    return torch.where(terms.dense, terms.bias, -torch.inf)
+
+
+def _joint_shape(names: object, tensors: list[Tensor]) -> torch.Size:
+    try:
+        return torch.broadcast_shapes((1, 1, 1, 1), *(tensor.shape for tensor in tensors))
+    except RuntimeError:
+        found = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ValueError(f"{names!r}: the shapes {found} do not broadcast with each other.") from None

@@ -1,0 +1,77 @@
+"""Masks and biases as values: say which keys a row sees by joining small objects.
+
+Masks combine with ``&``, ``|`` and ``~``, biases with ``+``. An expression means what boolean algebra says;
+what no kernel executes is refused in words that name the way out. ``docs/masks.md`` has examples.
+
+======================  ==============================================  ======================================
+mask                    arguments                                       shows
+======================  ==============================================  ======================================
+:class:`Causal`         alignment                                       keys up to the row's own position
+:class:`Window`         left, right, alignment                          so many keys before and after it
+:class:`Chunks`         size, alignment                                 keys of its own chunk of positions
+:class:`Prefix`         lens (batch,)                                   the first keys, whatever bands say
+:class:`SinkTokens`     count                                           the first keys, up to the right bound
+:class:`Documents`      ids (batch, q_len), ids_k                       keys of its own document
+:class:`KeyMask`        keep (batch, k_len) bool                        keys that are True
+:class:`HiddenRows`     intervals (batch, num_heads, k_len, 2 or 4)     keys whose intervals miss the row
+:class:`HiddenKeys`     intervals (batch, num_heads, q_len, 2 or 4)     keys that its intervals miss
+:class:`BlockMask`      blocks (batch, num_heads, m, n), block_size     blocks, and bits of those that are cut
+:class:`Dense`          tensor (batch, num_heads, q_len, k_len) bool    pairs that are True
+======================  ==============================================  ======================================
+
+Shortcuts: :func:`SlidingWindow`, :func:`ChunkCausal`, :func:`PrefixLM`, :func:`DocumentCausal`; builders:
+:func:`prefix_tree`, :func:`spans`. Biases: :class:`DenseBias`, :class:`ALiBi`, :class:`RelativePosition`.
+"""
+
+from __future__ import annotations
+
+from ._masks.atoms import (
+    Causal,
+    ChunkCausal,
+    Chunks,
+    Dense,
+    DocumentCausal,
+    Documents,
+    HiddenKeys,
+    HiddenRows,
+    KeyMask,
+    Prefix,
+    PrefixLM,
+    SinkTokens,
+    SlidingWindow,
+    Window,
+)
+from ._masks.biases import ALiBi, Bias, DenseBias
+from ._masks.builders import prefix_tree, spans
+from ._masks.convert import from_xformers
+from ._masks.describe import Description
+from ._masks.value import Mask
+from .block_mask import BlockMask
+from .relative_position import RelativePosition
+
+__all__ = [
+    "ALiBi",
+    "Bias",
+    "BlockMask",
+    "Causal",
+    "ChunkCausal",
+    "Chunks",
+    "Dense",
+    "DenseBias",
+    "Description",
+    "DocumentCausal",
+    "Documents",
+    "HiddenKeys",
+    "HiddenRows",
+    "KeyMask",
+    "Mask",
+    "Prefix",
+    "PrefixLM",
+    "RelativePosition",
+    "SinkTokens",
+    "SlidingWindow",
+    "Window",
+    "from_xformers",
+    "prefix_tree",
+    "spans",
+]

@@ -6,20 +6,20 @@ They are for code that keeps out and lse itself, such as ring attention; everyth
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ._attention import Alignment
+from ._masks.biases import Bias
+from ._masks.value import Mask
+from ._ops.arguments import Asked
 from ._ops.dispatch import run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
-from .block_mask import BlockMask
-from .relative_position import RelativePosition
+from ._ops.words import refuse_unknown
 
-Gradient: TypeAlias = Literal["q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sinks"]
+Gradient: TypeAlias = Literal["q", "k", "v", "bias", "slopes", "sinks"]
 
-_OFF = 0.0  # see functional.py
-_NONE = 0
+_OFF = 0.0  # see _attention.py
 _QKV: tuple[Gradient, ...] = ("q", "k", "v")
 
 
@@ -32,27 +32,19 @@ def forward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool | Alignment = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    attn_mask: Tensor | None = None,
-    bias: RelativePosition | None = None,
-    key_padding_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = _OFF,
     dropout_p: float = _OFF,
     rng: Tensor | None = None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-    prefix_lens: Tensor | None = None,
-    sink_tokens: int = _NONE,
-    chunk_size: int = _NONE,
-    hidden_rows: Tensor | None = None,
-    hidden_keys: Tensor | None = None,
-    block_mask: BlockMask | None = None,
     out_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
-    path: str | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, Tensor]:
     """The forward pass as a plain function: out and lse of dense or packed input.
 
@@ -63,9 +55,8 @@ def forward(
             :func:`attention_varlen`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in :func:`attention_varlen`; None for dense
             input.
-        causal, window, softmax_scale, attn_mask, bias, key_padding_mask, alibi_slopes, sinks, softcap,
-            dropout_p, document_ids, prefix_lens, sink_tokens, chunk_size, hidden_rows, hidden_keys,
-            block_mask, deterministic, path: as in these two.
+        causal, window_size, scale, mask, bias, sinks, softcap, dropout_p, deterministic, backend: as in these
+            two.
         rng: (2,) int64, the random numbers of dropout, from :func:`flash_ext.dropout_rng`. Needed with
             ``dropout_p``; the backward pass takes the same.
         out_dtype: torch.float32 for an out that is not rounded, to be merged with others before it is; None
@@ -79,36 +70,22 @@ def forward(
     Raises:
         ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``out_dtype``.
     """
+    if unknown:
+        refuse_unknown("forward", unknown)
     if (
-        attn_mask is None
+        mask is None
         and bias is None
-        and key_padding_mask is None
-        and alibi_slopes is None
         and sinks is None
         and softcap is _OFF
         and dropout_p is _OFF
-        and document_ids is None
-        and prefix_lens is None
-        and sink_tokens is _NONE
-        and chunk_size is _NONE
-        and hidden_rows is None
-        and hidden_keys is None
-        and block_mask is None
         and rng is None
-        and causal.__class__ is not str
     ):
         return run_fwd_as(
-            out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-            window, deterministic, path,
+            out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal,
+            window_size, deterministic, backend,
         )  # fmt: skip
-    options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
-    asked = {
-        "attn_mask": attn_mask, "bias": bias, "key_padding_mask": key_padding_mask,
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p,
-        "document_ids": document_ids, "prefix_lens": prefix_lens, "sink_tokens": sink_tokens,
-        "chunk_size": chunk_size, "hidden_rows": hidden_rows, "hidden_keys": hidden_keys,
-        "block_mask": block_mask,
-    }  # fmt: skip
+    options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
+    asked = Asked(mask, bias, sinks, softcap, dropout_p)
     out, lse, _ = run_modified_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, rng=rng, out_dtype=out_dtype
     )
@@ -128,28 +105,20 @@ def backward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool | Alignment = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    attn_mask: Tensor | None = None,
-    bias: RelativePosition | None = None,
-    key_padding_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = _OFF,
     dropout_p: float = _OFF,
     rng: Tensor | None = None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-    prefix_lens: Tensor | None = None,
-    sink_tokens: int = _NONE,
-    chunk_size: int = _NONE,
-    hidden_rows: Tensor | None = None,
-    hidden_keys: Tensor | None = None,
-    block_mask: BlockMask | None = None,
     needs: tuple[Gradient, ...] = _QKV,
     grad_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
-    path: str | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients from given results of the forward pass, whoever computed them.
 
@@ -167,11 +136,10 @@ def backward(
         lse: (b, h, seqlen_q) or packed (h, total_q), float32 (float64 for float64 inputs). Rows with -inf
             contribute nothing.
         dlse: gradient of lse, its shape and dtype; None is zero.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, softmax_scale, attn_mask,
-            bias, key_padding_mask, alibi_slopes, sinks, softcap, dropout_p, rng, document_ids, prefix_lens,
-            sink_tokens, chunk_size, hidden_rows, hidden_keys, block_mask, path: as in the forward pass.
-        needs: which gradients, out of "q", "k", "v", "attn_mask" (a float one), "bias" (that of its table),
-            "alibi_slopes" and "sinks".
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size, scale, mask, bias, sinks,
+            softcap, dropout_p, rng, backend: as in the forward pass.
+        needs: which gradients, out of "q", "k", "v", "bias" (of the tensor of a DenseBias or the table of a
+            RelativePosition, one of which ``bias`` holds), "slopes" (of an ALiBi) and "sinks".
         grad_dtype: torch.float32 for dq, dk and dv that are not rounded, to be summed with others before they
             are; None or the dtype of q for the usual ones. For float64 inputs float64.
         deterministic: as in :func:`attention`.
@@ -185,37 +153,23 @@ def backward(
     Raises:
         ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``grad_dtype``.
     """
-    options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+    options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
+    if unknown:
+        refuse_unknown("backward", unknown)
     if (
-        attn_mask is None
+        mask is None
         and bias is None
-        and key_padding_mask is None
-        and alibi_slopes is None
         and sinks is None
         and softcap is _OFF
         and dropout_p is _OFF
-        and document_ids is None
-        and prefix_lens is None
-        and sink_tokens is _NONE
-        and chunk_size is _NONE
-        and hidden_rows is None
-        and hidden_keys is None
-        and block_mask is None
         and rng is None
         and needs is _QKV
-        and causal.__class__ is not str
     ):
         tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
         if grad_dtype is None:
             return run_bwd(*tensors, *options)
         return run_bwd_as(grad_dtype, *tensors, *options)
-    asked = {
-        "attn_mask": attn_mask, "bias": bias, "key_padding_mask": key_padding_mask,
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap, "dropout_p": dropout_p,
-        "document_ids": document_ids, "prefix_lens": prefix_lens, "sink_tokens": sink_tokens,
-        "chunk_size": chunk_size, "hidden_rows": hidden_rows, "hidden_keys": hidden_keys,
-        "block_mask": block_mask,
-    }  # fmt: skip
+    asked = Asked(mask, bias, sinks, softcap, dropout_p)
     return run_modified_bwd(
         dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, options, asked, rng, needs, grad_dtype
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._masks.atoms import Causal, Dense
+from ._masks.value import Mask
 from ._ops.dispatch import check_strided
 
 
@@ -55,10 +59,14 @@ def scaled_dot_product_attention(
         q, k, v = _broadcast_heads(q, k, v)
 
     if attn_mask is not None or dropout_p != 0.0:
-        out = attention(
-            q, k, v, causal="top_left" if is_causal else False, softmax_scale=scale,
-            attn_mask=_to_dense_mask(attn_mask, batch), dropout_p=dropout_p,
-        )  # fmt: skip
+        mask: Mask | None = Causal("top_left") if is_causal else None
+        given, bias = _to_dense_mask(attn_mask, batch), None
+        if given is not None and given.dtype == torch.bool:
+            mask = Dense(given) if mask is None else mask & Dense(given)
+        elif given is not None:
+            warn_about_zero_one_mask(given)
+            bias = given
+        out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
     else:
         window = (-1, -1)
         if is_causal:
@@ -66,7 +74,7 @@ def scaled_dot_product_attention(
                 # Keys beyond the last query are seen by nobody; without them both alignments are the same.
                 k, v = k[:, :seqlen_q], v[:, :seqlen_q]
             window = (-1, max(seqlen_q - seqlen_k, 0))
-        out = attention(q, k, v, window=window, softmax_scale=scale)
+        out = attention(q, k, v, window_size=window, scale=scale)
     out = out.transpose(1, 2)
     if query.dim() == 2:
         return out[0, 0]
@@ -129,3 +137,45 @@ def _to_dense_mask(mask: Tensor | None, batch: torch.Size) -> Tensor | None:
             f"{tuple(mask.shape)}."
         ) from None
     return mask.reshape(-1, *mask.shape[-3:]) if batch else mask
+
+
+# ---- the mask that is added although it was meant to be applied ----------------------------------------
+
+FLOAT_MASKS_LOOKED_AT = 16
+ELEMENTS_LOOKED_AT = (2, 2, 32, 32)  # along (batch, num_heads, seqlen_q, seqlen_k)
+
+
+class _ZeroOneWatch:
+    """How many float masks will still be looked at in this process."""
+
+    left = FLOAT_MASKS_LOOKED_AT
+
+
+def warn_about_zero_one_mask(t: Tensor) -> None:
+    """Warns, once per process, about a float mask that holds only 0 and 1.
+
+    Looked at are the first 16 float masks of the process, and of each at most 4096 elements spread over all
+    of it; at least one must be 1, because a bias of zeros is a common start. On a GPU a look waits for the
+    device. None is taken while compiling, tracing, capturing a CUDA graph, or under a dispatch mode or a
+    torch.func transform.
+    """
+    if torch.compiler.is_compiling() or _ZeroOneWatch.left == 0:
+        return
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or t.is_meta:
+        return
+    if type(t) not in (Tensor, torch.nn.Parameter) or not 1 <= t.dim() <= 4 or t.numel() == 0:
+        return
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    _ZeroOneWatch.left -= 1
+    limits = ELEMENTS_LOOKED_AT[4 - t.dim() :]
+    sample = t.detach()[tuple(slice(None, None, -(-n // most)) for n, most in zip(t.shape, limits))]
+    is_one = sample == 1
+    if bool(is_one.any() & (is_one | (sample == 0)).all()):
+        _ZeroOneWatch.left = 0
+        warnings.warn(
+            f"attn_mask is {t.dtype} and holds only 0 and 1: a float mask is added to the scores, not "
+            "applied. For a mask of 1 = take part and 0 = hide pass attn_mask.bool().",
+            UserWarning,
+            stacklevel=3,  # the caller of scaled_dot_product_attention
+        )

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._attention import Alignment, attention
+from ._attention import AuxOutput, attention
 from ._log import logged
+from ._masks.atoms import Documents
 from ._merge import merge_attention_states
-from ._ops.dispatch import operator_options, resolve_causal
+from ._ops.dispatch import operator_options
 from ._ops.functorch import cast_as_autocast
 from ._ops.library import _C
 from ._pair import backward, forward
@@ -105,15 +106,15 @@ def ring_attention(
     v: Tensor,
     group: Group = None,
     *,
-    causal: bool | Alignment = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
     softcap: float = 0.0,
-    document_ids: Tensor | None = None,
+    mask: Documents | None = None,
     zigzag: bool = True,
-    deterministic: bool = False,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    deterministic: bool | None = None,
+    return_aux: Any = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
     """:func:`flash_ext.attention` over a sequence of which every process holds a share.
 
     Shares have the same length on every process. Of what a mask hides between two shares nothing is computed;
@@ -126,15 +127,16 @@ def ring_attention(
         q: (b, share, h, d), this process's queries.
         k, v: (b, share, h_k, d) and (b, share, h_k, dv).
         group: the process group, None for all processes.
-        causal, window, softmax_scale, softcap, deterministic: as in :func:`flash_ext.attention`, in positions
+        causal, window_size, scale, softcap, deterministic: as in :func:`flash_ext.attention`, in positions
             of the whole sequence.
-        document_ids: (b, share) int32, this process's share of the ids of packed documents: a row sees the
-            keys of its own document.
+        mask: :class:`flash_ext.masks.Documents` of the (b, share) ids of this process's share of packed
+            documents, or None: a row sees the keys of its own document.
         zigzag: whether shares are in the order of :func:`shard_sequence` by default; False is one piece each.
-        return_lse: also return the logsumexp.
+        return_aux: a :class:`flash_ext.AuxRequest` to return the logsumexp as well; None for out alone.
 
     Returns:
-        out (b, share, h, dv), dtype of q; with ``return_lse`` also lse (b, h, share). Both carry gradients.
+        out (b, share, h, dv), dtype of q; with ``return_aux`` (out, :class:`flash_ext.AuxOutput`), whose lse
+        is (b, h, share). Both carry gradients.
 
     Raises:
         ValueError: shares that cannot be halved in zigzag order, and what :func:`flash_ext.attention`
@@ -142,33 +144,40 @@ def ring_attention(
     """
     rank, world = _place(group)
     q, k, v = cast_as_autocast(q, k, v)  # here, so that the backward, outside of autocast, gets what was used
-    asked, _ = resolve_causal(q, k, None, (None, None, softmax_scale, causal, window, deterministic, None))
-    *sizes, scale, left, right, deterministic, path = operator_options(q, *asked)
-    _C.check_fwd(q, k, v, None, None, *sizes, scale, left, right, deterministic, path)
+    asked = (None, None, scale, causal, window_size, deterministic, None)
+    *sizes, scale, left, right, deterministic, backend = operator_options(q, *asked)
+    _C.check_fwd(q, k, v, None, None, *sizes, scale, left, right, deterministic, backend)
+    if getattr(return_aux, "max_scores", False):
+        raise NotImplementedError("ring_attention returns lse, not max_scores.")
     share = q.shape[1]
     if k.shape[1] != share:
         raise ValueError(f"q and k must have shares of the same length, got {share} and {k.shape[1]}.")
     if zigzag and share % 2:
         raise ValueError(f"a share in zigzag order has two halves; its length must be even, got {share}.")
-    _check_documents(document_ids, q)
-    options = {"softmax_scale": scale, "softcap": softcap, "deterministic": deterministic}
+    document_ids = _ids_of(mask, q)
+    options = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     plan = _Plan(rank, world, share, zigzag, left, right, options)
     out, lse = _RingFunction.apply(q, k, v, document_ids, plan, group)
-    return (out, lse) if return_lse else out
+    if return_aux is None:
+        return out
+    return out, AuxOutput(lse if return_aux.lse else None)
 
 
-def _check_documents(document_ids: Any, q: Tensor) -> None:
+def _ids_of(mask: Any, q: Tensor) -> Tensor | None:
     """Ids of one share; those of all of the sequence would be taken for the first ones."""
-    if document_ids is None:
-        return
-    if not isinstance(document_ids, Tensor):
-        kind = type(document_ids).__qualname__
-        raise TypeError(f"document_ids must be a torch.Tensor or None, got {kind}.")
-    if document_ids.shape != q.shape[:2]:
-        raise ValueError(
-            f"document_ids must have shape (batch, share) = {tuple(q.shape[:2])}, got "
-            f"{tuple(document_ids.shape)}. shard_sequence cuts them."
+    if mask is None:
+        return None
+    if not isinstance(mask, Documents) or mask.ids_k is not None:
+        raise TypeError(
+            "mask must be flash_ext.masks.Documents(ids) of this process's share, without ids_k, or None, got "
+            f"{mask!r}."
         )
+    if mask.ids.shape != q.shape[:2]:
+        raise ValueError(
+            f"the ids of mask must have shape (batch, share) = {tuple(q.shape[:2])}, got {tuple(mask.ids.shape)}. "
+            "shard_sequence cuts them."
+        )
+    return mask.ids
 
 
 @dataclass(frozen=True)
@@ -238,7 +247,7 @@ class _RingFunction(torch.autograd.Function):
             coming = _pass_on(held, group) if step + 1 < plan.world else None
             for rows, keys, window in plan.visits((plan.rank - step) % plan.world):
                 part = forward(
-                    q[:, rows], held[0][:, keys], held[1][:, keys], window=window, out_dtype=wide,
+                    q[:, rows], held[0][:, keys], held[1][:, keys], window_size=window, out_dtype=wide,
                     **plan.options, **_documents(ids, held, rows, keys),
                 )  # fmt: skip
                 merged = merge_attention_states(out[:, rows], lse[:, :, rows], *part)
@@ -264,7 +273,7 @@ class _RingFunction(torch.autograd.Function):
             for rows, keys, window in plan.visits((plan.rank - step) % plan.world):
                 parts = backward(
                     dout[:, rows], q[:, rows], held[0][:, keys], held[1][:, keys], out[:, rows],
-                    lse[:, :, rows], dlse=dlse[:, :, rows], window=window, grad_dtype=lse.dtype,
+                    lse[:, :, rows], dlse=dlse[:, :, rows], window_size=window, grad_dtype=lse.dtype,
                     **plan.options, **_documents(ids, held, rows, keys),
                 )  # fmt: skip
                 for total, at, part in zip((dq, *sums), (rows, keys, keys), parts):
@@ -279,7 +288,7 @@ class _RingFunction(torch.autograd.Function):
 
 
 def _documents(ids: Tensor | None, held: list[Tensor], rows: slice, keys: slice) -> dict[str, Any]:
-    return {} if ids is None else {"document_ids": (ids[:, rows], held[2][:, keys])}
+    return {} if ids is None else {"mask": Documents(ids[:, rows], held[2][:, keys])}
 
 
 class _Coming:
@@ -320,12 +329,12 @@ def ulysses_attention(
     v: Tensor,
     group: Group = None,
     *,
-    causal: bool | Alignment = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
     softcap: float = 0.0,
-    document_ids: Tensor | None = None,
-    deterministic: bool = False,
+    mask: Documents | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """:func:`flash_ext.attention` over a sequence of which every process holds one piece, by its heads.
 
@@ -335,8 +344,9 @@ def ulysses_attention(
         k, v: (b, share, h_k, d) and (b, share, h_k, dv). h_k divides by that number, or it by h_k: then key
             heads are repeated for the exchange.
         group: the process group, None for all processes.
-        causal, window, softmax_scale, softcap, deterministic: as in :func:`flash_ext.attention`.
-        document_ids: (b, share) int32, this process's share of the ids of packed documents.
+        causal, window_size, scale, softcap, deterministic: as in :func:`flash_ext.attention`.
+        mask: :class:`flash_ext.masks.Documents` of the (b, share) ids of this process's share of packed
+            documents, or None.
 
     Returns:
         out (b, share, h, dv), dtype of q.
@@ -351,14 +361,14 @@ def ulysses_attention(
             f"the heads of q ({h}) must divide by the {world} processes, and those of k ({h_k}) divide by "
             "them or they by those; use ring_attention for any number of heads."
         )
-    _check_documents(document_ids, q)
+    document_ids = _ids_of(mask, q)
     if h_k % world:
         k, v = (t.repeat_interleave(world // h_k, dim=2) for t in (k, v))
     if document_ids is not None:
-        document_ids = gather_sequence(document_ids, group, zigzag=False)
+        mask = Documents(gather_sequence(document_ids, group, zigzag=False))
     out = attention(
-        *(_Exchange.apply(t, group, True) for t in (q, k, v)), causal=causal, window=window,
-        softmax_scale=softmax_scale, softcap=softcap, document_ids=document_ids, deterministic=deterministic,
+        *(_Exchange.apply(t, group, True) for t in (q, k, v)), causal=causal, window_size=window_size,
+        scale=scale, mask=mask, softcap=softcap, deterministic=deterministic,
     )  # fmt: skip
     result: Tensor = _Exchange.apply(out, group, False)
     return result

@@ -42,12 +42,12 @@ from ._masks.atoms import (
     Window,
 )
 from ._masks.biases import ALiBi, Bias, DenseBias
+from ._masks.block_mask import BlockMask
 from ._masks.builders import prefix_tree, spans
 from ._masks.convert import from_xformers
 from ._masks.describe import Description
+from ._masks.relative_position import RelativePosition
 from ._masks.value import Mask
-from .block_mask import BlockMask
-from .relative_position import RelativePosition
 
 __all__ = [
     "ALiBi",

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._log import logged
+from ._masks.atoms import Causal, Dense, KeyMask
+from ._masks.value import And, Mask
 from ._ops.arguments import dropout_rng
 from ._pair import forward as attend
 
@@ -158,10 +160,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Masks as :func:`flash_ext.attention` takes them, which has True for what takes part."""
         batch, rows, heads = q.shape[:3]
         keys = k.shape[1]
-        options: dict[str, Any] = {}
+        masks: list[Mask] = []
+        biases: list[Tensor] = []
         adds_keys = self.bias_k is not None or self.add_zero_attn
         if is_causal and not adds_keys and mask is not None and not mask.requires_grad:
-            options["causal"], mask = True if rows == keys else "top_left", None
+            masks, mask = [Causal("top_left")], None
         if mask is not None:
             if mask.shape not in ((rows, keys), (batch * heads, rows, keys)):
                 raise ValueError(
@@ -169,7 +172,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                     f"{tuple(mask.shape)} (with the keys that the module adds)."
                 )
             mask = mask if mask.dim() == 2 else mask.unflatten(0, (batch, heads))
-            mask = ~mask if mask.dtype == torch.bool else _as_bias(mask, "attn_mask", q)
+            if mask.dtype == torch.bool:
+                masks.append(Dense(~mask))
+            else:
+                biases.append(_as_bias(mask, "attn_mask", q))
         if padding is not None:
             if padding.shape != (batch, keys):
                 raise ValueError(
@@ -177,15 +183,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                     "keys that the module adds)."
                 )
             if padding.dtype == torch.bool:
-                options["key_padding_mask"] = ~padding
+                masks.append(KeyMask(~padding))
             else:
-                bias = _as_bias(padding, "key_padding_mask", q)[:, None, None]
-                if mask is None:
-                    mask = bias
-                else:
-                    mask = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-        if mask is not None:
-            options["attn_mask"] = mask
+                biases.append(_as_bias(padding, "key_padding_mask", q)[:, None, None])
+        options: dict[str, Any] = {}
+        if masks:
+            options["mask"] = masks[0] if len(masks) == 1 else And(tuple(masks))
+        if biases:
+            options["bias"] = biases[0] if len(biases) == 1 else biases[0] + biases[1]
         return options
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..block_mask import BlockMask, packed_bits, unpacked
+from .block_mask import BlockMask, packed_bits, unpacked
 from .value import And, Mask, Not, Or, Sizes, leaves
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block_mask import BlockMask, checked_block_size
 from .atoms import Causal, Window
 from .biases import Bias, DenseBias
+from .block_mask import BlockMask, checked_block_size
 from .value import Mask, Points
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..block_mask import BlockMask
+from .block_mask import BlockMask
 from .dense import piece_of, pieces, sizes_of
 from .lower import Terms, terms_for
 from .normal import Refused

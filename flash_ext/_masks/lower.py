@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..block_mask import BlockMask, with_leading
-from ..relative_position import RelativePosition
 from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, check_broadcast
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
+from .block_mask import BlockMask, with_leading
 from .normal import Normal
+from .relative_position import RelativePosition
 from .value import And, Mask, Not, Or, Sizes, leaves
 
 INT32_MAX = torch.iinfo(torch.int32).max

@@ -12,8 +12,19 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-from ..block_mask import BlockMask
-from .atoms import Causal, Chunks, Dense, Documents, HiddenKeys, HiddenRows, KeyMask, Prefix, SinkTokens, Window
+from .atoms import (
+    Causal,
+    Chunks,
+    Dense,
+    Documents,
+    HiddenKeys,
+    HiddenRows,
+    KeyMask,
+    Prefix,
+    SinkTokens,
+    Window,
+)
+from .block_mask import BlockMask
 from .value import And, Mask, Not, Or, leaves
 
 UNLIMITED = 1 << 62

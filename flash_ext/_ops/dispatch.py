@@ -9,18 +9,27 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._cpu.tiles import accumulator_dtype
-from .arguments import check_generator, checked_dropout_p, checked_rng, dropout_rng, normalise
+from .._masks.biases import ALiBi, DenseBias, terms_of
+from .._masks.relative_position import RelativePosition
+from .._masks.value import Value
+from .arguments import (
+    Asked,
+    bias_value,
+    check_generator,
+    checked_dropout_p,
+    checked_rng,
+    dropout_rng,
+    modifiers_of,
+)
 from .functorch import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
 from .spec import default_scale
+from .words import refuse_kind
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
-
-# What `causal` may be besides a bool, and whether it aligns at the top left.
-ALIGNMENTS = {"bottom_right": False, "top_left": True}
 
 # ---- calls without modifiers ---------------------------------------------------------------------------
 
@@ -33,21 +42,21 @@ def run_fwd(
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    softmax_scale: float | None,
+    scale: float | None,
     causal: Any,
     window: tuple[int, int],
-    deterministic: bool,
-    path: str | None,
+    deterministic: bool | None,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd`` by the route that the situation needs; the last one is the everyday one.
 
     A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
     everything else takes the extension's own entry, which costs less than half of torch.ops.
     """
-    if softmax_scale is not None and isinstance(softmax_scale, Tensor):
+    if scale is not None and isinstance(scale, Tensor):
         refuse_tensor_scale()
     if _is_compiling():
-        options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+        options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
         result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
             q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options)
         )
@@ -56,17 +65,17 @@ def run_fwd(
         max_seqlen_q, max_seqlen_k = _bound(max_seqlen_q), _bound(max_seqlen_k)
     try:
         if _in_functorch():
-            options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+            options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
             return apply_under_transforms(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options)
             )
         left, right = window
         return _C.fwd(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, left,
-            right, deterministic, path,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, left,
+            right, deterministic, backend,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError):
-        options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, deterministic, path)
+        options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         raise
 
@@ -92,10 +101,10 @@ def run_bwd(
         grads = torch.ops.flash_ext.bwd.default(*tensors, *operator_options(q, *options))
         return grads
     try:
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, (left, right), deterministic, path = options
+        max_seqlen_q, max_seqlen_k, scale, causal, (left, right), deterministic, backend = options
         return _C.bwd(
-            *tensors, _bound(max_seqlen_q), _bound(max_seqlen_k), softmax_scale, causal, left, right,
-            deterministic, path,
+            *tensors, _bound(max_seqlen_q), _bound(max_seqlen_k), scale, causal, left, right,
+            deterministic, backend,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError):
         _explain_bwd(*tensors, *options)
@@ -193,7 +202,7 @@ def run_modified_fwd(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     options: tuple[Any, ...],
-    asked: dict[str, Any],
+    asked: Asked,
     *,
     generator: torch.Generator | None = None,
     rng: Tensor | None = None,
@@ -204,40 +213,40 @@ def run_modified_fwd(
     """out, lse and row_max of a call that names modifiers; ``fwd`` if none of them turns out to be on.
 
     Args:
-        options: what :func:`run_fwd` takes after cu_seqlens_k, with ``causal`` as the caller wrote it.
-        asked: the keywords of :class:`flash_ext._ops.arguments.ModifierOptions`.
+        options: what :func:`run_fwd` takes after cu_seqlens_k.
+        asked: everything else but dropout's random numbers.
         generator: where dropout's random numbers come from if ``draws``.
         rng: seed and offset, if it does not draw.
         want_row_max: also return the largest final score of every row.
         out_dtype: that of out, None for the dtype of q.
     """
     if not _is_compiling():
-        _explain_tensors(q=q, k=k, v=v)
-        _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        table = getattr(asked["bias"], "table", None)
-        _refuse_forward_mode(q, k, v, asked["attn_mask"], table, asked["alibi_slopes"], asked["sinks"])
-    options, top_left = resolve_causal(q, k, cu_seqlens_q, options)
+        _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+        values = (value for value in (asked.mask, asked.bias) if isinstance(value, Value))
+        _refuse_forward_mode(q, k, v, asked.bias, asked.sinks, *(t for value in values for t in value._tensors()))
     if generator is not None:
         check_generator(generator, q.device)
-    if draws and checked_dropout_p(asked["dropout_p"]) > 0:
+    if draws and checked_dropout_p(asked.dropout_p) > 0:
         rng = dropout_rng(q.device, generator)
     else:
-        rng = _given_rng(q, rng, asked["dropout_p"])
-    mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, **asked)
+        rng = _given_rng(q, rng, asked.dropout_p)
+    *first, causal, window, deterministic, backend = options
+    window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, window, rng)
+    options = (*first, False, window, deterministic, backend)
     if mods is None and not want_row_max:
         return *run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
-    *numbers, deterministic, path = operator_options(q, *options)
+    *numbers, deterministic, backend = operator_options(q, *options)
     wide = (True,) if out_dtype is not None and _is_wide("out_dtype", out_dtype, q) else ()
     differentiates = _in_functorch() and not wide
     call = apply_modified_under_transforms if differentiates else torch.ops.flash_ext.fwd_mod.default
     result: tuple[Tensor, Tensor, Tensor] = call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, *modifier_arguments(mods or Modifiers()), want_row_max,
-        deterministic, path, *wide,
+        deterministic, backend, *wide,
     )  # fmt: skip
     return result
 
 
-GRADIENTS = ("q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sinks")
+GRADIENTS = ("q", "k", "v", "bias", "slopes", "sinks")
 
 
 def run_modified_bwd(
@@ -251,7 +260,7 @@ def run_modified_bwd(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     options: tuple[Any, ...],
-    asked: dict[str, Any],
+    asked: Asked,
     rng: Tensor | None,
     needs: tuple[str, ...],
     grad_dtype: torch.dtype | None = None,
@@ -260,28 +269,40 @@ def run_modified_bwd(
     if not _is_compiling():
         _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options, top_left = resolve_causal(q, k, cu_seqlens_q, options)
-    _check_needs(needs, asked)
-    rng = _given_rng(q, rng, asked["dropout_p"])
-    mods = normalise(q, k, cu_seqlens_q, top_left=top_left, rng=rng, keep_repeats=True, **asked)
+    _explain_options(*options)
+    sources = _sources_of_gradients(asked, q)
+    _check_needs(needs, sources)
+    rng = _given_rng(q, rng, asked.dropout_p)
+    *first, causal, window, deterministic, backend = options
+    window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, window, rng, keep_repeats=True)
+    options = (*first, False, window, deterministic, backend)
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     if mods is None:
         named = dict(zip("qkv", run_bwd_as(grad_dtype, *tensors, *options)))
         return tuple(named[name] for name in needs)
-    *numbers, deterministic, path = operator_options(q, *options)
-    groups = ({"q", "k", "v"}, {"attn_mask", "bias"}, {"alibi_slopes"}, {"sinks"})
-    wanted = [bool(group & {*needs}) for group in groups]
+    *numbers, deterministic, backend = operator_options(q, *options)
+    wanted = [bool({*"qkv"} & {*needs}), *(name in needs for name in GRADIENTS[3:])]
     call = ModifiedGradientFunction.apply if _in_functorch() else torch.ops.flash_ext.bwd_mod.default
     wide = grad_dtype is not None and _is_wide("grad_dtype", grad_dtype, q)
-    grads = call(*tensors, *numbers, *modifier_arguments(mods), *wanted, deterministic, path, wide)
-    dq, dk, dv, dbias, dslopes, dsinks = grads
-    named = dict(zip(GRADIENTS, (dq, dk, dv, dbias, dbias, dslopes, dsinks)))
+    grads = call(*tensors, *numbers, *modifier_arguments(mods), *wanted, deterministic, backend, wide)
+    named = dict(zip(GRADIENTS, grads))
     for name in {*GRADIENTS[3:]} & {*needs}:
-        if name == "bias":
-            named[name] = asked[name].gradient(named[name])
+        source = sources[name]
+        if isinstance(source, RelativePosition):
+            named[name] = source.gradient(named[name])
         else:
-            named[name] = named[name].reshape(asked[name].shape).to(asked[name].dtype)
+            named[name] = named[name].reshape(source.shape).to(source.dtype)
     return tuple(named[name] for name in needs)
+
+
+def _sources_of_gradients(asked: Asked, q: Tensor) -> dict[str, Any]:
+    """What the gradients beside those of q, k and v belong to, by their names; None where there is none."""
+    parts = [] if asked.bias is None else terms_of(bias_value(asked.bias, q))
+    slopes = [part.slopes for part in parts if isinstance(part, ALiBi)]
+    added = [part.tensor if isinstance(part, DenseBias) else part for part in parts if not isinstance(part, ALiBi)]
+    if len(added) > 1:
+        added = [None]  # the sum of several has no gradient of its own
+    return {"bias": added[0] if added else None, "slopes": slopes[0] if slopes else None, "sinks": asked.sinks}
 
 
 def _refuse_forward_mode(*tensors: Any) -> None:
@@ -307,58 +328,51 @@ def _given_rng(q: Tensor, rng: Tensor | None, dropout_p: float) -> Tensor | None
     return None
 
 
-def _check_needs(needs: Any, asked: dict[str, Any]) -> None:
+def _check_needs(needs: Any, sources: dict[str, Any]) -> None:
     if not isinstance(needs, (tuple, list)) or any(name not in GRADIENTS for name in needs):
         raise ValueError(f"needs must be a tuple of names out of {GRADIENTS}, got {needs!r}.")
     for name in needs:
-        if name in GRADIENTS[3:] and asked[name] is None:
-            raise ValueError(f"needs names {name}, which is not given.")
-    if "attn_mask" in needs and getattr(asked["attn_mask"], "dtype", None) == torch.bool:
-        raise ValueError("needs names attn_mask, but a bool mask has no gradient.")
+        if name in GRADIENTS[3:] and sources[name] is None:
+            what = {"bias": "one DenseBias or RelativePosition in bias", "slopes": "an ALiBi in bias"}
+            raise ValueError(f"needs names {name}, which wants {what.get(name, name)}.")
 
 
-def resolve_causal(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, options: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], bool]:
-    """The options with ``causal`` as a bool, and whether the alignment is at the top left.
+def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
+    """(b, heads, seqlen, features) as (b, seqlen, heads, features).
 
-    With equal lengths of a dense call both alignments are the same one.
+    Raises:
+        ValueError, TypeError: the layout is another one, or these are no tensors of four dimensions.
     """
-    causal = options[3]
-    top_left = False
-    if isinstance(causal, str):
-        if causal not in ALIGNMENTS:
-            raise ValueError(f'causal must be a bool, "bottom_right" or "top_left", got {causal!r}.')
-        top_left, causal = ALIGNMENTS[causal], True
-        if cu_seqlens_q is None and q.dim() == 4 and k.dim() == 4 and q.shape[1] == k.shape[1]:
-            top_left = False
-    options = (*options[:3], causal, *options[4:])
-    if not _is_compiling():
-        _explain_options(*options)
-    return options, top_left
+    if layout != "bhsd":
+        raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}.')
+    for name, t in zip("qkv", tensors):
+        _explain_tensors(**{name: t})
+        if t.dim() != 4:
+            raise ValueError(f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}.")
+    return [t.transpose(1, 2) for t in tensors]
 
 
 def operator_options(
     q: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    softmax_scale: float | None,
+    scale: float | None,
     causal: Any,
     window: tuple[int, int],
-    deterministic: bool,
-    path: str | None,
+    deterministic: bool | None,
+    backend: str | None,
 ) -> tuple[int, int, float, int, int, bool, str | None]:
     """The operator's options, with the defaults resolved and causal folded into the window.
 
     The entries of the extension module do the same (csrc/api/bindings.cpp).
     """
     left, right = window
-    if softmax_scale is None:
-        softmax_scale = default_scale(q.shape[-1])
+    if scale is None:
+        scale = default_scale(q.shape[-1])
     if causal and right >= -1:
         right = 0
     bounds = _bound(max_seqlen_q), _bound(max_seqlen_k)
-    return *bounds, softmax_scale, left, right, deterministic, path
+    return *bounds, scale, left, right, bool(deterministic), backend
 
 
 def _bound(max_seqlen: Any) -> Any:
@@ -369,7 +383,7 @@ def _bound(max_seqlen: Any) -> Any:
 def refuse_tensor_scale() -> None:
     """Raises: pybind11 would take a tensor of one element for the number in it."""
     raise TypeError(
-        "softmax_scale must be a number, got Tensor. It would get no gradient; pass a number, and multiply q "
+        "scale must be a number, got Tensor. It would get no gradient; pass a number, and multiply q "
         "by a factor that learns."
     )
 
@@ -381,8 +395,7 @@ def refuse_tensor_scale() -> None:
 def _explain_tensors(may_be_none: bool = False, /, **tensors: Any) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor) and not (may_be_none and value is None):
-            wanted = "a torch.Tensor or None" if may_be_none else "a torch.Tensor"
-            raise TypeError(f"{name} must be {wanted}, got {type(value).__qualname__}.")
+            refuse_kind(name, value, may_be_none)
         if value is not None:
             check_strided(name, value)
 
@@ -401,25 +414,27 @@ def check_strided(name: str, t: Tensor) -> None:
 def _explain_options(
     max_seqlen_q: Any,
     max_seqlen_k: Any,
-    softmax_scale: Any,
+    scale: Any,
     causal: Any,
     window: Any,
     deterministic: Any,
-    path: Any,
+    backend: Any,
 ) -> None:
     # What pybind11 converts: anything with __index__ is an int, with __float__ a float, with __bool__ a bool.
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(hasattr(value, "__index__") for value in window):
-        raise TypeError(f"window must be a pair of ints (left, right), got {window!r}.")
+        raise TypeError(f"window_size must be a pair of ints (left, right), got {window!r}.")
     for name, value in {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}.items():
         if value is not None and not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an int or None, got {type(value).__qualname__}.")
-    if isinstance(softmax_scale, Tensor):
+    if isinstance(scale, Tensor):
         refuse_tensor_scale()
-    if softmax_scale is not None and not hasattr(softmax_scale, "__float__"):
-        raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__qualname__}.")
+    if scale is not None and not hasattr(scale, "__float__"):
+        raise TypeError(f"scale must be a float or None, got {type(scale).__qualname__}.")
+    if isinstance(causal, str):
+        raise TypeError(f'causal must be a bool, got {causal!r}. Alignments: mask=flash_ext.masks.Causal("top_left").')
     for name, value in {"causal": causal, "deterministic": deterministic}.items():
-        if not hasattr(value, "__bool__"):
+        if value is not None and not hasattr(value, "__bool__"):
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
-    if path is not None and not isinstance(path, str):
-        raise TypeError(f"path must be a str or None, got {type(path).__qualname__}.")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a str or None, got {type(backend).__qualname__}.")

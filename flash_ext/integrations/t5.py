@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import RelativePosition
+from ..masks import RelativePosition
 
 # Families whose attention classes are alike, by the name of the folder and of the class.
 FAMILIES = {

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention, attention_varlen, is_batch_invariant
+from .. import attention, attention_varlen, is_batch_invariant, masks
 from .._log import logged
 from .t5 import hand_on_distances, relative_position
 
@@ -317,9 +317,9 @@ def attention_forward(
     if pattern is None:
         pattern = _pattern_of_module(module, attention_mask, is_causal, sliding_window, q, k)
     options: dict[str, Any] = {
-        "causal": pattern.causal, "window": (pattern.left, pattern.right), "softmax_scale": scaling,
+        "causal": pattern.causal, "window_size": (pattern.left, pattern.right), "scale": scaling,
         "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout,
-        "deterministic": bool(kwargs.get("deterministic")),
+        "deterministic": kwargs.get("deterministic"),
     }  # fmt: skip
     bounds = [bound.to(torch.int32) for bound in (cu_seq_lens_q, cu_seq_lens_k) if bound is not None]
     if len(bounds) == 2 and not pattern.padded and position_bias is None:
@@ -338,19 +338,22 @@ def attention_forward(
     elif attention_mask.dim() == 2:
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
         if attention_mask.dtype == torch.int32:
-            options["document_ids"] = attention_mask.expand(q.shape[0], -1)
+            options["mask"] = masks.Documents(attention_mask)
         elif pattern.padded:
-            options["key_padding_mask"] = attention_mask.expand(q.shape[0], -1)
+            options["mask"] = masks.KeyMask(attention_mask)
     else:
-        options["attn_mask"] = _fitting(attention_mask[..., : k.shape[1]], q)
+        fitting = _fitting(attention_mask[..., : k.shape[1]], q)
+        options["mask" if fitting.dtype == torch.bool else "bias"] = fitting
     if position_bias is not None and position_bias.dim() == 2:
-        bias, other, position_bias = relative_position(position_bias), options.get("attn_mask"), None
-        if bias is None or other is None or other.dtype == torch.bool:
-            options["bias"] = bias
+        position, position_bias = relative_position(position_bias), None
+        if position is None or options.get("bias") is None:
+            options["bias"] = position
         else:  # a call has one bias: the sum
-            position_bias = bias.to_dense(q.shape[1], k.shape[1])
+            position_bias = position.to_dense(q.shape[1], k.shape[1])
     if position_bias is not None:
-        options["attn_mask"] = _with_bias(position_bias[..., : k.shape[1]], options.get("attn_mask"), q)
+        position_bias = position_bias[..., : k.shape[1]]
+        added, position_bias = options.get("bias"), _fitting(position_bias, q)
+        options["bias"] = position_bias if added is None else position_bias + added
     return attention(q, k, v, **options), None
 
 
@@ -426,11 +429,3 @@ def _with_unit_stride(t: Tensor) -> Tensor:
 def _fitting(mask: Tensor, q: Tensor) -> Tensor:
     """A mask of a dtype that is taken: some models make theirs in float32 or in the dtype of the weights."""
     return mask if mask.dtype in (torch.bool, torch.float32, q.dtype) else mask.to(q.dtype)
-
-
-def _with_bias(bias: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
-    """The bias with what the mask hides hidden."""
-    bias = _fitting(bias, q)
-    if mask is None:
-        return bias
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask

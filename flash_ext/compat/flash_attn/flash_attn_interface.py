@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backward, dropout_rng, forward
+from ... import backward, dropout_rng, forward, masks
 from ..._log import logged
 from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from .probabilities import rounded, signed_weights
@@ -68,8 +68,8 @@ def flash_attn_func(
         seqlen_q) float32 and S_dmask.
     """
     options = {
-        "causal": causal, "window": tuple(window_size), "softmax_scale": softmax_scale, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+        "causal": causal, "window_size": tuple(window_size), "scale": softmax_scale, "softcap": softcap,
+        "bias": _alibi(alibi_slopes), "deterministic": deterministic,
     }  # fmt: skip
     return _attend(q, k, v, dropout_p, return_attn_probs, None, options)
 
@@ -149,8 +149,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError(NO_PAGES)
     options = {
-        "causal": causal, "window": tuple(window_size), "softmax_scale": softmax_scale, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "deterministic": deterministic, "cu_seqlens_q": cu_seqlens_q,
+        "causal": causal, "window_size": tuple(window_size), "scale": softmax_scale, "softcap": softcap,
+        "bias": _alibi(alibi_slopes), "deterministic": deterministic, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
     return _attend(q, k, v, dropout_p, return_attn_probs, (max_seqlen_q, max_seqlen_k), options)
@@ -224,8 +224,8 @@ def _flash_attn_forward(
     """out, softmax_lse, S_dmask and rng_state (2,) int64, without autograd; the last is for the backward."""
     with torch.no_grad():
         options = {
-            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-            "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "causal": causal, "window_size": (window_size_left, window_size_right), "scale": softmax_scale,
+            "softcap": softcap, "bias": _alibi(alibi_slopes),
         }  # fmt: skip
         return _run(q, k, v, dropout_p, return_softmax, None, options)
 
@@ -257,8 +257,8 @@ def _flash_attn_backward(
     """
     with torch.no_grad():
         options = {
-            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-            "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+            "causal": causal, "window_size": (window_size_left, window_size_right), "scale": softmax_scale,
+            "softcap": softcap, "bias": _alibi(alibi_slopes), "deterministic": deterministic,
         }  # fmt: skip
         _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
         delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
@@ -299,8 +299,8 @@ def _flash_attn_varlen_forward(
                 f"{name} is not supported; cut the keys and pass their own cu_seqlens_k."
             )
         options = {
-            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-            "softcap": softcap, "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q,
+            "causal": causal, "window_size": (window_size_left, window_size_right), "scale": softmax_scale,
+            "softcap": softcap, "bias": _alibi(alibi_slopes), "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
         }  # fmt: skip
         return _run(q, k, v, dropout_p, return_softmax, (max_seqlen_q, max_seqlen_k), options)
@@ -338,8 +338,8 @@ def _flash_attn_varlen_backward(
     """
     with torch.no_grad():
         options = {
-            "causal": causal, "window": (window_size_left, window_size_right), "softmax_scale": softmax_scale,
-            "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+            "causal": causal, "window_size": (window_size_left, window_size_right), "scale": softmax_scale,
+            "softcap": softcap, "bias": _alibi(alibi_slopes), "deterministic": deterministic,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         }  # fmt: skip
         _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
@@ -425,6 +425,10 @@ def _write_gradients(
     for target, grad in zip(into, backward(dout, q, k, v, out, lse, **options)):
         if target is not None:
             target.copy_(grad)
+
+
+def _alibi(slopes: Tensor | None) -> masks.Bias | None:
+    return None if slopes is None else masks.ALiBi(slopes)
 
 
 def _with_unit_stride(t: Tensor) -> Tensor:

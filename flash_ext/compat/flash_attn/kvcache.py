@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import forward
+from ... import forward, masks
 from ..._log import logged
 
 
@@ -119,7 +119,7 @@ def flash_attn_with_kvcache(
     bias = None if alibi_slopes is None else _alibi(alibi_slopes, centre, keys.shape[1])
     q = q if q.stride(-1) == 1 else q.contiguous()
     out, lse = forward(
-        q, keys, values, softmax_scale=softmax_scale, softcap=softcap, hidden_keys=hidden, attn_mask=bias
+        q, keys, values, scale=softmax_scale, softcap=softcap, mask=masks.HiddenKeys(hidden), bias=bias
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -238,7 +238,7 @@ def _attend_to_runs(
     out, lse = forward(
         packed, k_cache.flatten(0, 1), v_cache.flatten(0, 1), cu_seqlens_q=bounds_q.to(torch.int32),
         cu_seqlens_k=bounds_k.to(torch.int32), max_seqlen_q=seqlen_q, max_seqlen_k=size,
-        softmax_scale=softmax_scale, causal=causal, window=(window_size[0], window_size[1]),
+        scale=softmax_scale, causal=causal, window_size=(window_size[0], window_size[1]),
     )  # fmt: skip
     out = out.view(batch, seqlen_q, num_heads, out.shape[-1])
     return out, lse.view(num_heads, batch, seqlen_q).transpose(0, 1).contiguous()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._masks.biases import Bias
+from .biases import Bias
 
 BUCKETINGS = ("t5", "clip")
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._masks.dense import piece_of, pieces, sizes_of
-from ._masks.value import Mask, Points, Sizes
+from .dense import piece_of, pieces, sizes_of
+from .value import Mask, Points, Sizes
 
 BLOCK_GRANULE = 16  # block sizes are multiples of it
 

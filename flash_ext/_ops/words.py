@@ -1,0 +1,54 @@
+"""Words for first mistakes: names of other libraries, layouts that do not fit, arrays of other kinds."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NoReturn
+
+# What other functions call what is here called otherwise.
+OTHER_NAMES = {
+    "is_causal": "causal=",
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "attn_mask": "mask= (bool, True = take part) or bias= (added to the scores)",
+    "attention_mask": "mask= (bool, True = take part) or bias= (added to the scores)",
+    "attn_bias": "bias=",
+    "position_bias": "bias=flash_ext.masks.RelativePosition(table)",
+    "key_padding_mask": "mask=flash_ext.masks.KeyMask(keep), where True takes part",
+    "alibi_slopes": "bias=flash_ext.masks.ALiBi(slopes)",
+    "document_ids": "mask=flash_ext.masks.Documents(ids)",
+    "prefix_lens": "mask=flash_ext.masks.PrefixLM(lens)",
+    "sink_tokens": "mask=flash_ext.masks.SlidingWindow(left, sink_tokens=n)",
+    "chunk_size": "mask=flash_ext.masks.ChunkCausal(size)",
+    "block_mask": "mask=flash_ext.masks.BlockMask.from_torch(block_mask)",
+    "window": "window_size=",
+    "sliding_window": "window_size=(left, 0)",
+    "dropout": "dropout_p=",
+    "return_lse": "return_aux=flash_ext.AuxRequest(lse=True)",
+    "return_softmax_lse": "return_aux=flash_ext.AuxRequest(lse=True)",
+    "enable_gqa": "nothing: grouped heads need no switch",
+    "path": "backend=",
+    "s_aux": "sinks=",
+}
+
+
+def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
+    """Raises for a keyword that no parameter takes, with the one that was probably meant.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in unknown:
+        known = ["causal", "window_size", "scale", "mask", "bias", "sinks", "softcap", "dropout_p", "generator"]
+        near = difflib.get_close_matches(name, [*known, "return_aux", "deterministic", "backend", "layout"], 1)
+        meant = OTHER_NAMES.get(name) or (near and f"{near[0]}=")
+        hint = f" Did you mean {meant}?" if meant else ""
+        raise TypeError(f"{function}() has no keyword {name!r}.{hint}")
+
+
+def refuse_kind(name: str, value: Any, may_be_none: bool = False) -> NoReturn:
+    """Raises for what is no torch.Tensor."""
+    wanted = "a torch.Tensor or None" if may_be_none else "a torch.Tensor"
+    is_array = hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__")
+    hint = " Convert it with torch.from_numpy or torch.from_dlpack." if is_array else ""
+    raise TypeError(f"{name} must be {wanted}, got {type(value).__qualname__}.{hint}")

@@ -1,0 +1,69 @@
+"""Mask and bias values from the parts that kernels know, for tests that combine parts at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flash_ext import masks
+
+
+def values(
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    top_left: bool = False,
+    chunk: int = 0,
+    sink_tokens: int = 0,
+    prefix_lens: Tensor | None = None,
+    documents: Tensor | tuple[Tensor, Tensor] | None = None,
+    keys: Tensor | None = None,
+    hidden_rows: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
+    blocks: masks.BlockMask | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    slopes: Tensor | None = None,
+    position: masks.RelativePosition | None = None,
+) -> dict[str, Any]:
+    """``mask`` and ``bias`` of a call, without those that are not asked for.
+
+    The mask is ``[right & ((left & chunk) | sink tokens) | prefix] & everything that hides``, the form that
+    kernels execute; what limits nothing is left out.
+    """
+    alignment = "top_left" if top_left else "bottom_right"
+    left, right = window[0], 0 if causal else window[1]
+    inner: masks.Mask | None = None
+    if left >= 0:
+        inner = masks.Window(left, -1, alignment)
+    if chunk:
+        own = masks.Chunks(chunk, alignment)
+        inner = own if inner is None else inner & own
+    if inner is not None and sink_tokens:
+        # A right bound stands outside, that of a chunk is its end: sink tokens show beyond neither.
+        inner = inner | masks.SinkTokens(sink_tokens)
+    outer = None if right < 0 else masks.Causal(alignment) if right == 0 else masks.Window(-1, right, alignment)
+    shown = inner if outer is None else outer if inner is None else outer & inner
+    if shown is not None and prefix_lens is not None:
+        shown = shown | masks.Prefix(prefix_lens)
+    hides: list[masks.Mask] = [] if shown is None else [shown]
+    if documents is not None:
+        hides.append(masks.Documents(*(documents if isinstance(documents, tuple) else (documents,))))
+    for kind, tensor in (
+        (masks.KeyMask, keys), (masks.HiddenRows, hidden_rows), (masks.HiddenKeys, hidden_keys), (masks.Dense, mask)
+    ):  # fmt: skip
+        if tensor is not None:
+            hides.append(kind(tensor))
+    if blocks is not None:
+        hides.append(blocks)
+    whole = None
+    for part in hides:
+        whole = part if whole is None else whole & part
+    total: masks.Bias | None = None
+    for added in (
+        None if bias is None else masks.DenseBias(bias), None if slopes is None else masks.ALiBi(slopes), position
+    ):  # fmt: skip
+        if added is not None:
+            total = added if total is None else total + added
+    return {name: value for name, value in (("mask", whole), ("bias", total)) if value is not None}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """What a call asks for beyond scale and window, as the caller wrote it; see :func:`flash_ext.attention`."""
+    """What a call asks for beyond scale and window, as the caller wrote it: :func:`flash_ext.attention`."""
 
     mask: Mask | Tensor | None = None
     bias: Bias | Tensor | None = None
@@ -63,7 +63,9 @@ def modifiers_of(
     sinks = asked.sinks
     if sinks is not None:
         sinks = _per_head(sinks, "sinks", q, [(sizes.num_heads,)], "(num_heads,)")
-    mods = _modifiers(terms, q, sizes, keep_repeats, sinks, rng if dropout_p > 0 else None, softcap, dropout_p)
+    mods = _modifiers(
+        terms, q, sizes, keep_repeats, sinks, rng if dropout_p > 0 else None, softcap, dropout_p
+    )
     return (terms.left, terms.right), mods
 
 
@@ -77,7 +79,9 @@ def mask_value(mask: Any, q: Tensor) -> Mask | None:
         return None
     if isinstance(mask, Tensor):
         if mask.is_floating_point():
-            raise TypeError(f"mask must be torch.bool, got {mask.dtype}. A float tensor is added: bias=tensor.")
+            raise TypeError(
+                f"mask must be torch.bool, got {mask.dtype}. A float tensor is added: bias=tensor."
+            )
         mask = Dense(mask)
     elif not isinstance(mask, Mask):
         hint = " A bias goes into bias=." if isinstance(mask, Bias) else ""
@@ -101,8 +105,9 @@ def bias_value(bias: Any, q: Tensor) -> Bias | None:
         return None
     if isinstance(bias, Tensor):
         if not bias.is_floating_point():
-            cure = "mask=tensor hides keys" if bias.dtype == torch.bool else (
-                "For a mask of 0 and 1 pass mask=tensor.bool(), for numbers to be added .float()")  # fmt: skip
+            cure = "For a mask of 0 and 1 pass mask=tensor.bool(), for numbers to be added .float()"
+            if bias.dtype == torch.bool:
+                cure = "Give it as mask=, where True takes part"
             raise TypeError(f"bias must be floating point, got {bias.dtype}. {cure}.")
         bias = DenseBias(bias)
     elif not isinstance(bias, Bias):
@@ -169,8 +174,8 @@ def _modifiers(
     if all(tensor is None for tensor in tensors) and not any(numbers):
         return None
     return Modifiers(
-        added, mask, document_q, document_k, prefix_lens, hidden_rows, hidden_keys, blocks, slopes, sinks, rng,
-        softcap, dropout_p, block_rows, block_cols, terms.sink_tokens, terms.chunk, terms.top_left,
+        added, mask, document_q, document_k, prefix_lens, hidden_rows, hidden_keys, blocks, slopes, sinks,
+        rng, softcap, dropout_p, block_rows, block_cols, terms.sink_tokens, terms.chunk, terms.top_left,
     )  # fmt: skip
 
 

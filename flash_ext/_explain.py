@@ -103,6 +103,8 @@ def explain(
     own = [f"{name}_gradient" if wants_bias and name in ("bias", "relative") else name for name in names]
     backward = {**shown, **_C.plan("bwd", modifiers=own, **numbers)}
     why_not = {name: why for name, why in forward["reasons"].items() if why}
+    if forward["path"] == "sm80" and "sm80" not in (backend or "") and not numbers["tma"]:
+        why_not.setdefault("sm90", "a row or head of q, k or v does not begin on 16 bytes")
     return Explanation(forward["path"], forward, backward, why_not)
 
 

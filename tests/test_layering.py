@@ -71,7 +71,6 @@ PYTHON_LAYERS = [
     {"_ops.modifiers"},
     {"_merge", "_ops.dtensor", "_ops.arguments"},
     {"_cpu.tiles"},
-    {"_cpu.tiles_mod"},
     {"_ops.library"},
     {"_log", "_ops.plan"},
     {"_ops.library_mod", "_batch_invariance"},

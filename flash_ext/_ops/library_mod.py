@@ -1,7 +1,8 @@
 """The operators ``flash_ext::fwd_mod`` and ``flash_ext::bwd_mod``: attention with masks, biases and the rest.
 
-They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`.modifiers.Modifiers` in between. The extension module registers schemas and the GPU implementation (csrc/api/ops.cpp); this module
-adds the CPU implementation, shapes for tracing, gradients, autocast, vmap and FLOP formulas.
+They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`.modifiers.Modifiers` in between.
+The extension module registers schemas and the GPU implementation (csrc/api/ops.cpp); this module adds the CPU
+implementation, shapes for tracing, gradients, autocast, vmap and FLOP formulas.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._cpu.tiles_mod import modified_backward, modified_forward
+from .._cpu import tiles
 from .library import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
 from .modifiers import NAMES, NUM_TENSORS, Modifiers
 from .spec import AttnSpec
@@ -56,7 +57,7 @@ def cpu_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     head, mods, (want_row_max, _, _, *wide) = _split(rest)
     _C.check_fwd_mod(q, k, v, *without_wide(rest, wide))
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
-    return modified_forward(
+    return tiles.forward(
         q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max, result_dtype(q, wide)
     )
 
@@ -68,7 +69,7 @@ def cpu_bwd_mod(
     _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *without_wide(rest, wide))
     need_bias, need_slopes, need_sinks = _given_needs(mods, need_bias, need_slopes, need_sinks)
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
-    *qkv, dbias, dslopes, dsinks = modified_backward(
+    *qkv, dbias, dslopes, dsinks = tiles.backward(
         dout, q, k, v, out, lse, AttnSpec(*spec), mods, dlse, cu_seqlens_q, cu_seqlens_k, need_bias,
         need_slopes, need_sinks, result_dtype(q, wide),
     )  # fmt: skip

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from flash_ext._cpu import tiles as tiled
-from flash_ext._cpu.philox import keep_factor, keep_mask
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec
-from tests import compare
+from tests import compare, philox
 from tests.covering import covering_array
 from tests.reference import attention_reference, row_max_reference, visible_mask
 from tests.test_tiled import LargestTensor
@@ -422,8 +421,7 @@ def test_dropout_shows_its_mask_forward_and_backward(monkeypatch):
     batch, seqlen, heads, p, rng = 2, 50, 4, 0.3, torch.tensor([2**62 + 1, -7])
     q = torch.zeros(batch, seqlen, heads, 2)
     k, v = torch.zeros(batch, seqlen, 2, 2), torch.eye(seqlen).expand(batch, 2, -1, -1).transpose(1, 2)
-    keep = keep_mask(rng, p, torch.arange(batch), heads, torch.arange(seqlen), torch.arange(seqlen))
-    weights = keep.float() * (keep_factor(p) / seqlen)
+    weights = (philox.factors(rng, p, torch.arange(batch), heads, seqlen, seqlen) / seqlen).float()
     for block_m, block_n in ((128, 256), (16, 32), (7, 11)):
         monkeypatch.setattr(tiled, "BLOCK_M", block_m)
         monkeypatch.setattr(tiled, "BLOCK_N", block_n)

@@ -18,7 +18,7 @@ from tests.reference import visible_interval
 
 BLOCK_N = 64
 
-# What each planted bug does; the numbers of the same bugs in the kernels are in planted.py.
+# What each planted bug does; the numbers of the same bugs in the kernels are in tools/planted.py.
 BUGS = {
     "causal_plus": "every row sees one key too many to the right",
     "causal_minus": "every row sees one key too few to the right",

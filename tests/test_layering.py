@@ -104,7 +104,7 @@ def relative(path: Path) -> str:
 
 
 def cpp_files() -> list[Path]:
-    """Of the library; what tests/emulation has is a program of the tests."""
+    """Of the library; what tests/tools/emulation has is a program of the tests."""
     return [path for path in source_files(".h", ".cpp", ".cu", ".cuh") if path.is_relative_to(CSRC)]
 
 

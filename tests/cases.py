@@ -1,8 +1,8 @@
 """What a test runs: the frozen ``Case``, the named lists of cases, and the seeded random generator.
 
 A case holds plain numbers only, so that any failure can be repeated from one line of JSON
-(``python -m tests.fuzz --repro '...'``). Tensors are made from a case in ``inputs.py``; what must hold for
-every case is in ``harness.py``.
+(``python -m tests.tools.fuzz --repro '...'``). Tensors are made from a case in ``inputs.py``; what must hold
+for every case is in ``harness.py``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch import Tensor
 
 # ------------------------------------------------------------------------------------------------------------
 # The gates, frozen here and nowhere else: the larger of the value derived from the roundings and 1.25 times
-# the largest measured on an H200 (path sm80; `python -m tests.calibrate`, 100 shapes of 256 to 4096 and
+# the largest measured on an H200 (path sm80; `python -m tests.tools.calibrate`, 100 shapes of 256 to 4096 and
 # `big_cases`). Comments give what was measured, in units of u, bf16 / fp16, and the margin of the gate over
 # the larger one.
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tests.harness import Target
 from tests.inputs import Inputs
+from tests.reference import visible_interval
 
 BLOCK_N = 64
 
-# What each planted bug does; the numbers of the same bugs in the kernels are in planted.py.
+# What each planted bug does; the numbers of the same bugs in the kernels are in tools/planted.py.
 BUGS = {
     "causal_plus": "every row sees one key too many to the right",
     "causal_minus": "every row sees one key too few to the right",
@@ -149,7 +150,7 @@ def _visible(x: Inputs, seqlen_q: int, seqlen_k: int, bug: str) -> Tensor:
 
 def _mask(spec, seqlen_q: int, seqlen_k: int) -> Tensor:
     bounds = torch.tensor(
-        [spec.visible_interval(row, seqlen_q, seqlen_k) for row in range(seqlen_q)]
+        [visible_interval(spec, row, seqlen_q, seqlen_k) for row in range(seqlen_q)]
     ).reshape(-1, 2)
     cols = torch.arange(seqlen_k)
     return (cols >= bounds[:, :1]) & (cols < bounds[:, 1:])

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext._cpu import tiles_mod as tiled_mod
+from flash_ext._cpu import tiles as tiled
 from flash_ext._ops.modifiers import Modifiers
 
 
-class Tiles(tiled_mod._ScoreTiles):
+class Tiles(tiled._ScoreTiles):
     """Products take factors of the 16-bit type."""
 
-    def __init__(self, seq: Any, q: Tensor, k: Tensor, spec: Any, mods: Modifiers):
-        super().__init__(seq, q, k, spec, mods)
+    def __init__(self, piece: Any, q: Tensor, k: Tensor, spec: Any, mods: Modifiers):
+        super().__init__(piece, q, k, spec, mods)
         self.half = q.dtype
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ MISREAD: dict[str, Callable[[Modifiers], dict[str, Any]]] = {
 
 class BiasBeforeCap(Tiles):
     def scores(self, q_block: Tensor, k: Tensor, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-        cap, bias = self.mods.softcap, tiled_mod._tile(self.mods.bias[0], rows, cols).to(self.dtype)
-        tanh = ((self.product(q_block, k[:, cols].mT) * self.spec.softmax_scale + bias) / cap).tanh()
+        cap, bias = self.mods.softcap, tiled._tile(self.mods.bias, rows, cols).to(self.dtype)
+        tanh = ((self.product(q_block, k[:, :, cols].mT) * self.spec.softmax_scale + bias) / cap).tanh()
         return tanh * cap, tanh
 
 
@@ -81,6 +81,10 @@ class DropByTile(Tiles):
 
 
 class LastKeyLost(Tiles):
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.is_masked = True
+
     def _visible(self, rows: slice, cols: slice) -> Tensor:
         visible = super()._visible(rows, cols)
         keys = torch.arange(cols.start, cols.stop)
@@ -111,30 +115,30 @@ class SmallFlushed(Tiles):
         return super().grouped(x.masked_fill(x.abs() < 1e-3, 0))
 
 
-class LastTileOfBias(tiled_mod._ModifierGradients):
+class LastTileOfBias(tiled._ModifierGradients):
     """What a bias is broadcast over is not summed over tiles of rows."""
 
     def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
-        if self.dbias is not None and self.dbias.shape[1] == 1:
-            self.dbias[:, :, tiled_mod._span(cols, self.dbias.shape[2])] = 0
+        if self.dbias is not None and self.dbias.shape[2] == 1:
+            self.dbias[..., tiled._span(cols, self.dbias.shape[3])] = 0
         super().add_tile(dscores, distance, rows, cols)
 
 
-class SlopesOfFirstTile(tiled_mod._ModifierGradients):
+class SlopesOfFirstTile(tiled._ModifierGradients):
     """The gradient of slopes misses all tiles of keys but the first."""
 
     def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
         super().add_tile(dscores, distance * (cols.start == 0), rows, cols)
 
 
-class TableOfFirstTile(tiled_mod._ModifierGradients):
+class TableOfFirstTile(tiled._ModifierGradients):
     """The gradient by distance misses all tiles of keys but the first."""
 
     def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
         super().add_tile(dscores * (cols.start == 0), distance, rows, cols)
 
 
-class TableWithoutEnds(tiled_mod._ModifierGradients):
+class TableWithoutEnds(tiled._ModifierGradients):
     """Distances beyond the reach give the ends nothing."""
 
     def add_tile(self, dscores: Tensor, distance: Tensor, rows: slice, cols: slice) -> None:
@@ -158,13 +162,13 @@ def model(bug: str = "") -> Iterator[None]:
     """Inside, the CPU path is the model, with a bug of ``BUGS`` or without."""
 
     class Misreading(Tiles):
-        def __init__(self, seq: Any, q: Tensor, k: Tensor, spec: Any, mods: Modifiers):
-            super().__init__(seq, q, k, spec, dataclasses.replace(mods, **MISREAD[bug](mods)))
+        def __init__(self, piece: Any, q: Tensor, k: Tensor, spec: Any, mods: Modifiers):
+            super().__init__(piece, q, k, spec, dataclasses.replace(mods, **MISREAD[bug](mods)))
 
     planted = Misreading if bug in MISREAD else CHANGED.get(bug, Tiles)
     with pytest.MonkeyPatch.context() as patch:
-        of_gradients = issubclass(planted, tiled_mod._ModifierGradients)
-        patch.setattr(tiled_mod, "_ScoreTiles", Tiles if of_gradients else planted)
+        of_gradients = issubclass(planted, tiled._ModifierGradients)
+        patch.setattr(tiled, "_ScoreTiles", Tiles if of_gradients else planted)
         if of_gradients:
-            patch.setattr(tiled_mod, "_ModifierGradients", planted)
+            patch.setattr(tiled, "_ModifierGradients", planted)
         yield

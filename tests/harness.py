@@ -142,7 +142,7 @@ class DeviceLost(RuntimeError):
 
 
 def repro_line(case: Case, target: Target) -> str:
-    return f"python -m tests.fuzz --target {target.name} --repro '{case.to_json()}'"
+    return f"python -m tests.tools.fuzz --target {target.name} --repro '{case.to_json()}'"
 
 
 # --------------------------------------------------------------------------------------------------

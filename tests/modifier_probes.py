@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext._ops.modifiers import Modifiers, of_sequence
+from flash_ext._ops.modifiers import Modifiers
 from tests import compare
 from tests.harness import Target
 from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs
 from tests.modifier_harness import call, naming
 from tests.modifier_truth import CAP_ERROR, CAP_FINE
 from tests.probes import _assert_moved
-from tests.reference import _kept, _score_terms, _visible
+from tests.reference import _kept, _score_terms, _visible, of_sequence
 
 FP32 = 4e-6  # relative error of a weight by fp32 arithmetic, for scores of size 1; it grows with them
 # Two roundings to subnormal numbers of fp16, doubled; and what bf16 keeps above where ex2.approx.ftz gives 0.

@@ -16,9 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_ext._ops.modifiers import Modifiers, of_sequence
+from flash_ext._ops.modifiers import Modifiers
 from tests.modifier_cases import ModifierInputs
-from tests.reference import _kept, _score_terms, _visible, attention_reference, row_max_reference
+from tests.reference import (
+    _kept,
+    _score_terms,
+    _visible,
+    attention_reference,
+    of_sequence,
+    row_max_reference,
+)
 from tests.truth import UNDERFLOW, UNIT_ROUNDOFF, WEIGHT_FLUSH, Truth, _directions
 
 FP32 = 2.0**-22  # a few roundings of fp32

@@ -20,6 +20,7 @@ from torch import Tensor
 from flash_ext._ops.spec import AttnSpec
 from tests import compare
 from tests.cases import Case
+from tests.reference import visible_interval
 
 # forward(q, k, v, spec, cu_seqlens_q, cu_seqlens_k) -> (out, lse)
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -46,7 +47,7 @@ class _Rows:
         intervals, starts, start_q, start_k = [], [], 0, 0
         for len_q, len_k in case.sequences():
             self.bounds.append((start_q, len_q, start_k, len_k))
-            seen = [case.spec.visible_interval(row, len_q, len_k) for row in range(len_q)]
+            seen = [visible_interval(case.spec, row, len_q, len_k) for row in range(len_q)]
             intervals += [(start_k + lo, start_k + max(lo, hi)) for lo, hi in seen]
             starts += [(start_k, len_k)] * len_k
             start_q, start_k = start_q + len_q, start_k + len_k

@@ -1,21 +1,24 @@
 """The float64 oracle: attention by its definition, with every score held in memory.
 
 Clarity is the only goal. Outputs are differentiable, so autograd through this file is the truth for the
-gradients as well, those of biases, slopes and sinks included. Memory is O(seqlen_q * seqlen_k) per head; for
-long inputs use :mod:`flash_ext._cpu.tiles`.
+gradients as well, those of biases, slopes and sinks included. Memory is O(seqlen_q * seqlen_k) per head.
+
+It shares nothing with what it judges but the two classes that describe a call. Packed bounds, the parts of a
+sequence, visibility and the dropout mask have their definitions here and in :mod:`tests.philox`.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_ext._cpu.philox import keep_factor, keep_mask
-from flash_ext._ops.modifiers import Modifiers, of_sequence
+from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec
+from tests import philox
 
 INF = float("inf")
 
@@ -96,6 +99,44 @@ def key_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
     cu = cu_seqlens.tolist()
     starts = [min(max(c, 0), total) for c in cu[:-1]]
     return [(start, min(max(end, start), total)) for start, end in zip(starts, cu[1:], strict=True)]
+
+
+def of_sequence(
+    mods: Modifiers, b: int, rows_q: slice | None = None, rows_k: slice | None = None
+) -> Modifiers:
+    """The modifiers of sequence ``b`` by itself: those of a dense call with a batch of one, all views.
+
+    Args:
+        mods: modifiers of a dense call, or of a packed one if the rows are given.
+        b: index in the batch.
+        rows_q, rows_k: rows of the sequence in packed tensors.
+
+    ``bias``, ``mask`` and ``blocks`` of packed input keep their size, which may be above or below that of
+    the sequence. The index ``b`` itself still enters the dropout mask.
+    """
+    own: dict[str, Tensor] = {}
+    for name in ("bias", "mask", "blocks", "prefix_lens", "slopes"):
+        x = getattr(mods, name)
+        shared = x is None or (name == "slopes" and x.dim() == 1)
+        if not shared and (len(x) > 1 or name == "prefix_lens"):
+            own[name] = x[b, None]
+    # With rows of their own, which packed tensors hold end to end.
+    for name, rows in (("document_q", rows_q), ("document_k", rows_k), ("hidden_rows", rows_k),
+                       ("hidden_keys", rows_q)):  # fmt: skip
+        x = getattr(mods, name)
+        if x is not None and rows is not None:
+            own[name] = x[None, rows] if name.startswith("document") else x[None, :, rows]
+        elif x is not None and len(x) > 1:
+            own[name] = x[b, None]
+    return replace(mods, **own)
+
+
+def visible_interval(spec: AttnSpec, row: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """Half-open interval of the keys that ``row`` sees through the window; empty ones have ``lo >= hi``."""
+    centre = row + seqlen_k - seqlen_q
+    lo = 0 if spec.window_left < 0 else max(0, centre - spec.window_left)
+    hi = seqlen_k if spec.window_right < 0 else min(seqlen_k, centre + spec.window_right + 1)
+    return lo, hi
 
 
 def visible_mask(
@@ -233,9 +274,7 @@ def _kept(
     """(batch, num_heads, seqlen_q, seqlen_k) float64 factors of the weights, None without dropout."""
     if mods.rng is None or mods.dropout_p == 0:
         return None
-    rows, cols = (torch.arange(n, device=batch_indices.device) for n in (seqlen_q, seqlen_k))
-    mask = keep_mask(mods.rng, mods.dropout_p, batch_indices, num_heads, rows, cols)
-    return mask.double() * keep_factor(mods.dropout_p)
+    return philox.factors(mods.rng, mods.dropout_p, batch_indices, num_heads, seqlen_q, seqlen_k)
 
 
 def _attend(

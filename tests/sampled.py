@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_ext._ops.spec import AttnSpec
+from tests.reference import visible_interval
 
 
 @dataclass
@@ -67,7 +68,7 @@ def forward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) 
     """out and lse of (head, row) samples, and the largest scaled |q|.|k| seen, which scales lse's gate."""
     out, out_true, lse, lse_true, magnitude = [], [], [], [], []
     for h, row in samples:
-        lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
+        lo, hi = visible_interval(spec, row, seq.q.shape[0], seq.k.shape[0])
         q, k = seq.q[row, h].double(), seq.k[lo : max(lo, hi), h // seq.group].double()
         scores = spec.softmax_scale * (k @ q)
         out.append(seq.out[row, h])
@@ -105,7 +106,7 @@ def backward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]])
     """dq of (head, row) samples."""
     actual, expected, cancelled = [], [], []
     for h, row in samples:
-        lo, hi = spec.visible_interval(row, seq.q.shape[0], seq.k.shape[0])
+        lo, hi = visible_interval(spec, row, seq.q.shape[0], seq.k.shape[0])
         keys = slice(lo, max(lo, hi))
         _, ds, ds_error = _score_gradient(seq, spec, h, slice(row, row + 1), keys)
         actual.append(seq.dq[row, h])

@@ -441,7 +441,7 @@ def test_what_only_some_tests_need_ends_no_collection() -> None:
 
 def test_every_mark_is_known_without_a_plugin() -> None:
     """Markers are strict, and one that only a plugin knows ends the collection where the plugin is not."""
-    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py")}
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
     known = set(re.findall(r'"markers", "(\w+):', texts.pop("conftest.py")))
     used = {mark for text in texts.values() for mark in re.findall(r"pytest\.mark\.(\w+)", text)}
     of_pytest = {"filterwarnings", "parametrize", "skip", "skipif", "usefixtures", "xfail"}

@@ -1,7 +1,7 @@
 """Two kernels on warps, barriers and copies emulated on a CPU, against models in float64.
 
 They are the gradient of a bias and the forward for few queries. Needs g++ and no GPU. Their own sources are
-compiled, after a few edits of a copy: the header of PTX is replaced by tests/emulation/sm80.cuh, and what is
+compiled, after a few edits of a copy: tests/tools/emulation/sm80.cuh replaces the header of PTX, and what is
 declared in shared memory becomes static. All cases, with an option of the programs, take minutes:
 
     python -m tests.test_emulation bwd_bias --all
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-EMULATION = ROOT / "tests" / "emulation"
+EMULATION = ROOT / "tests" / "tools" / "emulation"
 
 # Edits of the copied sources: (file, text there, what replaces it). Every text must be found once: a change
 # of the sources that the emulation has to follow fails here, with the text, and not in the compiler.
@@ -106,7 +106,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def build(folder: Path, name: str) -> Path:
-    """The program tests/emulation/NAME.cpp, built in an empty folder."""
+    """The program tests/tools/emulation/NAME.cpp, built in an empty folder."""
     csrc = copy_sources(folder)
     program = folder / name
     # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import flash_ext
-from tests import thread_soak
 from tests.harness import Target, on_gpu_paths
-from tests.thread_soak import FAMILIES, calls_of, in_new_threads
+from tests.tools import thread_soak
+from tests.tools.thread_soak import FAMILIES, calls_of, in_new_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -65,7 +65,7 @@ def test_the_first_work_of_autograds_thread(target: Target) -> None:
     """The engine has a thread for each device, which begins with the first backward of a process."""
     code = f"""
 import torch, flash_ext
-from tests.thread_soak import FAMILIES, calls_of
+from tests.tools.thread_soak import FAMILIES, calls_of
 calls_of(FAMILIES["causal"], "cuda", "{target.path}")  # by the operators: autograd has not run yet
 q, k, v, dout = (torch.randn(2, 300, h, 128, device="cuda").bfloat16() for h in (4, 2, 2, 4))
 leaves = [t.requires_grad_() for t in (q, k, v)]

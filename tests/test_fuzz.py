@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests import fuzz
 from tests.cases import Case, random_cases
 from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, on_all_tiles
 from tests.silence import lose_context
+from tests.tools import fuzz
 
 CPU = TARGETS["cpu"]
 
@@ -83,7 +83,7 @@ def test_a_failing_run_reports_both_cases(tmp_path: Path) -> None:
         CPU, 5, 60, most=60, ledger=[], jsonl=tmp_path / "out.jsonl", check=fails_on_long_causal_rows
     )
     assert report.cases == 60 and report.failures
-    assert "planted" in report.failures[0] and "smaller: python -m tests.fuzz" in report.failures[0]
+    assert "planted" in report.failures[0] and "smaller: python -m tests.tools.fuzz" in report.failures[0]
     problems = [json.loads(line)["problem"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len([p for p in problems if p]) == len(report.failures)
 

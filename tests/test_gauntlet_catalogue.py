@@ -36,7 +36,7 @@ IN_NAMES = re.compile(rf"(?<=_)({'|'.join(ROWS).lower()})(\d\d)(?=_)")
 
 def rows_of_tests() -> set[str]:
     found = set()
-    for path in (ROOT / "tests").glob("*.py"):
+    for path in (ROOT / "tests").rglob("*.py"):
         if path != Path(__file__):
             text = path.read_text(encoding="utf-8")
             found |= {f"{group}-{number}" for group, number in IN_TEXT.findall(text)}

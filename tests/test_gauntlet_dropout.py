@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
-from flash_ext._cpu.philox import drop_threshold, keep_mask
+from tests import philox
 from tests.cases import dense, packed
 from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase
@@ -72,8 +72,7 @@ def random_rng(device: str, seed: int = 0) -> Tensor:
 def defined_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int, int]) -> Tensor:
     """By the definition, computed on the CPU whatever the device of the call."""
     batch, rows, keys, heads, _ = shape
-    index = [torch.arange(n) for n in (batch, rows, keys)]
-    return keep_mask(rng.cpu(), p, index[0], heads, *index[1:]).to(rng.device)
+    return philox.kept(rng.cpu(), p, torch.arange(batch), heads, rows, keys).to(rng.device)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -146,7 +145,7 @@ def test_dr02_keep_rate_of_a_thousand_masks(target: Target) -> None:
     batch, p = (1000 if target.device == "cuda" else 150), 0.3
     rng, shape = random_rng(target.device, 9), (batch, 32, 64, 2, 1)
     kept = forward_mask(rng, p, shape, 64, target.path).double()
-    rate = 1 - drop_threshold(p) / 65536
+    rate = 1 - philox.threshold(p) / 65536
     by = {
         "all": kept.mean().view(1),
         "head": kept.mean((0, 2, 3)),

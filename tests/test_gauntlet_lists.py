@@ -39,7 +39,7 @@ def test_covering_array(target: Target) -> None:
 
 @on_all_tiles
 def test_random_cases_of_the_day(target: Target, seed: int) -> None:
-    """A few hundred; `python -m tests.fuzz` runs them by the ten thousand."""
+    """A few hundred; `python -m tests.tools.fuzz` runs them by the ten thousand."""
     run_cases(random_cases(seed, 400 if target.device == "cuda" else 20), target)
 
 

@@ -18,7 +18,7 @@ import flash_ext
 from flash_ext._ops.library import _C
 from tests.cases import COMPILED_HEAD_DIMS, dense
 from tests.harness import Target, choice_of, on_gpu_paths, on_targets, run_cases
-from tests.large import Large, random_tensor, run_large
+from tests.tools.large import Large, random_tensor, run_large
 
 pytestmark = pytest.mark.alone
 

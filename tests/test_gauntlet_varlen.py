@@ -12,7 +12,7 @@ from tests import probes
 from tests.cases import dense, packed
 from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_case, run_cases, run_probes
 from tests.inputs import make_inputs
-from tests.large import Large, random_tensor, run_large
+from tests.tools.large import Large, random_tensor, run_large
 from tests.watchdog import problems, run_guarded
 
 

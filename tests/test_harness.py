@@ -12,13 +12,14 @@ import random
 import pytest
 import torch
 
-from tests import emulated, harness, large
+from tests import emulated, harness
 from tests.cases import Case, covering_cases, dense, packed, random_cases
 from tests.covering import covering_array
 from tests.inputs import make_inputs
 from tests.judge import RMS_LIMIT, rms_limit
 from tests.reference import attention_reference
 from tests.sampled import Pair, Sequence, backward_keys, backward_rows, corner_samples, forward_rows
+from tests.tools import large
 from tests.truth import compute_truth
 from tests.watchdog import run_guarded
 

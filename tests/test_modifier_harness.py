@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext._cpu import tiles_mod as tiled_mod
+from flash_ext._cpu import tiles as tiled
 from flash_ext._ops.modifiers import Modifiers
 from tests import modifier_harness
 from tests.cases import dense, packed
@@ -133,18 +133,18 @@ BACKWARD_BUGS = {
 def test_a_bug_of_the_backward_alone_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str, case) -> None:
     """The slope of a softcap dropped; a dropout mask that is not that of the forward."""
     method, change = BACKWARD_BUGS[name]
-    right = getattr(tiled_mod._ScoreTiles, method)
-    backward = tiled_mod._backward
+    right = getattr(tiled._ScoreTiles, method)
+    backward = tiled._backward
 
     def buggy_backward(*arguments):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiled_mod._ScoreTiles, method,
+            patch.setattr(tiled._ScoreTiles, method,
                           lambda self, *at: change(lambda *a: right(self, *a), *at))  # fmt: skip
             return backward(*arguments)
 
     mcase = ModifierCase(case, (name,))
     with CPU.active():
         run_case(mcase, CPU)
-        monkeypatch.setattr(tiled_mod, "_backward", buggy_backward)
+        monkeypatch.setattr(tiled, "_backward", buggy_backward)
         with pytest.raises(CaseFailure, match=r"\n    d[qkv]: "):
             run_case(mcase, CPU)

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from flash_ext._cpu import tiles as tiled
-from flash_ext._cpu.philox import keep_factor, keep_mask
-from flash_ext._cpu.tiles_mod import _ScoreTiles, modified_backward, modified_forward
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec
-from tests import compare
+from tests import compare, philox
 from tests.covering import covering_array
 from tests.reference import attention_reference, row_max_reference, visible_mask
 from tests.test_tiled import LargestTensor
@@ -76,9 +74,9 @@ def expected_of(problem: Problem, spec: AttnSpec, mods: Modifiers) -> dict[str, 
 
 def run(problem: Problem, spec: AttnSpec, mods: Modifiers) -> dict[str, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
-    out, lse, row_max = modified_forward(q, k, v, spec, mods, *problem.cu_seqlens, want_row_max=True)
+    out, lse, row_max = tiled.forward(q, k, v, spec, mods, *problem.cu_seqlens, want_row_max=True)
     cu_seqlens = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), problem.cu_seqlens))
-    grads = modified_backward(problem.dout, q, k, v, out, lse, spec, mods, problem.dlse, **cu_seqlens,
+    grads = tiled.backward(problem.dout, q, k, v, out, lse, spec, mods, problem.dlse, **cu_seqlens,
                               need_bias=True, need_slopes=True, need_sinks=True)  # fmt: skip
     found = {"out": out, "lse": lse, "row_max": row_max}
     names = ("dq", "dk", "dv", "dbias", "dslopes", "dsinks")
@@ -183,10 +181,12 @@ def problem_of(is_packed: bool, num_heads_k: int = 2) -> Problem:
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("feature, level", [(f, n) for f in FEATURES for n in range(len(FEATURES[f]))])
-def test_single_features(feature, level, is_packed, small_tiles):
-    """BI-01, BI-04, BI-06, BS-04, BS-05, EM-*, MK-14: each without a window and with one."""
+def test_single_features(feature, level, is_packed, small_tiles, monkeypatch):
+    """BI-01, BI-04, BI-06, BS-04, BS-05, EM-*, MK-14: each without a window and with one, batch entries
+    together and one by one."""
     mods = Modifiers(**FEATURES[feature][level](is_packed))
-    for window in WINDOWS[::2]:
+    for window, max_scores in zip(WINDOWS[::2], (tiled.MAX_SCORES, 1)):
+        monkeypatch.setattr(tiled, "MAX_SCORES", max_scores)
         assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, *window), mods)
 
 
@@ -210,14 +210,6 @@ def everything(is_packed: bool) -> dict:
     """All features that leave most keys visible."""
     names = ("bias", "prefix", "slopes", "sinks", "softcap", "dropout", "sink_tokens")
     return {key: x for name in names for key, x in FEATURES[name][0](is_packed).items()}
-
-
-def test_nothing_to_modify_is_the_plain_call():
-    problem, spec = dense(2, 150, 300, 4, 2), AttnSpec(0.6, 40, 7)
-    assert_equals_reference(problem, spec, Modifiers())
-    out, lse, row_max = modified_forward(problem.q, problem.k, problem.v, spec, Modifiers())
-    assert row_max.shape == (0,) and row_max.dtype == lse.dtype
-    torch.testing.assert_close((out, lse), tiled.tiled_forward(problem.q, problem.k, problem.v, spec))
 
 
 @pytest.mark.parametrize("batch, seqlen_q, seqlen_k, heads", [
@@ -304,14 +296,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, slopes, sinks, spec, mods):
         mods = dataclasses.replace(mods, bias=bias, slopes=slopes, sinks=sinks)
-        out, lse, _ = modified_forward(q, k, v, spec, mods)
+        out, lse, _ = tiled.forward(q, k, v, spec, mods)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spec, ctx.mods = spec, mods
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        grads = modified_backward(dout, *ctx.saved_tensors, ctx.spec, ctx.mods, dlse, need_bias=True,
+        grads = tiled.backward(dout, *ctx.saved_tensors, ctx.spec, ctx.mods, dlse, need_bias=True,
                                   need_slopes=True, need_sinks=True)  # fmt: skip
         return *grads, None, None
 
@@ -335,8 +327,8 @@ def test_gradcheck(window, dropout_p):
 def test_only_what_is_asked_for():
     """BI-03, BI-11."""
     problem, mods = dense(1, 9, 9, 2, 1), Modifiers(bias=normal(1, 1, 9, 9), sinks=normal(2))
-    out, lse, _ = modified_forward(problem.q, problem.k, problem.v, AttnSpec(0.6), mods)
-    grads = modified_backward(problem.dout, problem.q, problem.k, problem.v, out, lse, AttnSpec(0.6), mods,
+    out, lse, _ = tiled.forward(problem.q, problem.k, problem.v, AttnSpec(0.6), mods)
+    grads = tiled.backward(problem.dout, problem.q, problem.k, problem.v, out, lse, AttnSpec(0.6), mods,
                               need_sinks=True)  # fmt: skip
     assert grads[3] is None and grads[4] is None and grads[5].shape == (2,)
 
@@ -368,7 +360,7 @@ def test_backward_takes_out_and_lse_as_given():
     parts = []
     for keys in (slice(0, 13), slice(13, 50)):
         part = dataclasses.replace(mods, bias=mods.bias[..., keys])
-        parts.append(modified_backward(
+        parts.append(tiled.backward(
             problem.dout, problem.q, problem.k[:, keys], problem.v[:, keys], expected["out"], expected["lse"],
             spec, part, problem.dlse, need_bias=True, need_sinks=True))  # fmt: skip
     (dq, dk, dv, dbias, _, dsinks), second = parts
@@ -429,17 +421,16 @@ def test_dropout_shows_its_mask_forward_and_backward(monkeypatch):
     batch, seqlen, heads, p, rng = 2, 50, 4, 0.3, torch.tensor([2**62 + 1, -7])
     q = torch.zeros(batch, seqlen, heads, 2)
     k, v = torch.zeros(batch, seqlen, 2, 2), torch.eye(seqlen).expand(batch, 2, -1, -1).transpose(1, 2)
-    keep = keep_mask(rng, p, torch.arange(batch), heads, torch.arange(seqlen), torch.arange(seqlen))
-    weights = keep.float() * (keep_factor(p) / seqlen)
+    weights = (philox.factors(rng, p, torch.arange(batch), heads, seqlen, seqlen) / seqlen).float()
     for block_m, block_n in ((128, 256), (16, 32), (7, 11)):
         monkeypatch.setattr(tiled, "BLOCK_M", block_m)
         monkeypatch.setattr(tiled, "BLOCK_N", block_n)
         mods = Modifiers(dropout_p=p, rng=rng)
-        out, lse, _ = modified_forward(q, k, v, AttnSpec(1.0), mods)
+        out, lse, _ = tiled.forward(q, k, v, AttnSpec(1.0), mods)
         torch.testing.assert_close(out.transpose(1, 2), weights)
         torch.testing.assert_close(lse, torch.full_like(lse, math.log(seqlen)))  # of what is not dropped yet
         dout = torch.eye(seqlen).expand(batch, heads, -1, -1).transpose(1, 2)
-        dv = modified_backward(dout, q, k, v, out, lse, AttnSpec(1.0), mods)[2]
+        dv = tiled.backward(dout, q, k, v, out, lse, AttnSpec(1.0), mods)[2]
         of_key_heads = weights.unflatten(1, (2, 2)).sum(2).mT
         torch.testing.assert_close(dv.transpose(1, 2), of_key_heads)
 
@@ -465,7 +456,7 @@ def test_count_probe(feature, window, small_tiles):
     for draw in FEATURES[feature]:
         mods, spec = Modifiers(**draw(False)), AttnSpec(1.0, *window)
         problem = dense(2, 45, 70, HEADS, 2)
-        _, lse, _ = modified_forward(torch.zeros_like(problem.q), problem.k, problem.v, spec, mods)
+        _, lse, _ = tiled.forward(torch.zeros_like(problem.q), problem.k, problem.v, spec, mods)
         for b, h in itertools.product(range(2), range(HEADS)):
             count = visible_mask(spec, 45, 70, mods=mods, b=b, h=h).sum(1)
             assert torch.equal(lse[b, h].exp().round().long(), count), (b, h)
@@ -480,7 +471,7 @@ def test_hidden_intervals_are_half_open(count, small_tiles):
     problem.q.zero_()
 
     def counts(mods):
-        return modified_forward(problem.q, problem.k, problem.v, AttnSpec(1.0), mods)[1].exp().round().long()
+        return tiled.forward(problem.q, problem.k, problem.v, AttnSpec(1.0), mods)[1].exp().round().long()
 
     expected = torch.tensor([29, 30, 27, 0] if count == 1 else [28, 30, 25, 0]).repeat(8)[:30]
     assert torch.equal(counts(Modifiers(hidden_keys=hidden))[0, 0], expected)
@@ -507,10 +498,10 @@ def test_whole_masks(value):
 def visits(problem: Problem, spec: AttnSpec, mods: Modifiers, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many tiles of scores the forward pass makes."""
     seen = []
-    scores = _ScoreTiles.scores
+    scores = tiled._ScoreTiles.scores
     with monkeypatch.context() as patch:
-        patch.setattr(_ScoreTiles, "scores", lambda *args: seen.append(0) or scores(*args))
-        modified_forward(problem.q, problem.k, problem.v, spec, mods)
+        patch.setattr(tiled._ScoreTiles, "scores", lambda *args: seen.append(0) or scores(*args))
+        tiled.forward(problem.q, problem.k, problem.v, spec, mods)
     return len(seen)
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests import mutants, planted
+from tests.tools import mutants, planted
 
 
 @pytest.mark.parametrize("mutant", planted.MUTANTS, ids=lambda m: str(m.number))

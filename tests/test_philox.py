@@ -1,4 +1,7 @@
-"""The dropout mask: Philox against published vectors, the mask against plain integers, and its statistics."""
+"""The dropout mask: Philox against published vectors, the mask against plain integers, and its statistics.
+
+Both accounts of it, that of the CPU backend and that of the oracle.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 
 from flash_ext._cpu.philox import _philox, drop_threshold, keep_factor, keep_mask
+from tests import philox
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
 ONES = (0xFFFFFFFF,) * 6
@@ -23,8 +27,30 @@ ONES = (0xFFFFFFFF,) * 6
 ])  # fmt: skip
 def test_known_answers(rounds, words, expected):
     """The vectors that Salmon et al. publish with Random123 (four words of counter, two of key)."""
-    counter, key = [torch.tensor(w) for w in words[:4]], [torch.tensor(w) for w in words[4:]]
-    assert tuple(int(w) for w in _philox(tuple(counter), tuple(key), rounds)) == expected
+    counter, key = tuple(torch.tensor(w) for w in words[:4]), tuple(torch.tensor(w) for w in words[4:])
+    for generate in (_philox, philox.philox):
+        assert tuple(int(w) for w in generate(counter, key, rounds)) == expected
+
+
+def test_both_generators_agree():
+    """On random words, and on products as large as they become."""
+    words = torch.randint(0, 2**32, (6, 5000))
+    words[:, ::7] = 2**32 - 1
+    counter, key = tuple(words[:4]), tuple(words[4:])
+    for rounds in (1, 7, 10):
+        ours, theirs = (generate(counter, key, rounds) for generate in (_philox, philox.philox))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 5), (5, 0), (1, 1), (16, 32), (17, 33), (100, 61)])
+@pytest.mark.parametrize("p", [0.0, 1e-6, 0.1, 0.5, 1.0])
+def test_both_masks_agree(seqlen_q, seqlen_k, p):
+    """For whole masks, on random seeds and offsets, and in what is kept weights are multiplied by."""
+    rng, sequences = torch.randint(-(2**63), 2**63 - 1, (2,)), torch.tensor([0, 3, 70000])
+    ours = keep_mask(rng, p, sequences, 2, torch.arange(seqlen_q), torch.arange(seqlen_k))
+    assert torch.equal(philox.kept(rng, p, sequences, 2, seqlen_q, seqlen_k), ours)
+    factors = philox.factors(rng, p, sequences, 2, seqlen_q, seqlen_k)
+    assert torch.equal(factors, ours * torch.tensor(keep_factor(p), dtype=torch.float64))
 
 
 def philox_of_integers(counter: list[int], key: list[int]) -> list[int]:

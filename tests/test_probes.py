@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from flash_ext._cpu.tiles import tiled_backward, tiled_forward
 from tests import compare, probes
 from tests.cases import dense, packed
 from tests.reference import attention_reference
+from tests.test_tiled import tiled_backward, tiled_forward
 
 CAUSAL = dense(2, 70, 100, 4, 2, 64, causal=True)
 WINDOW = dense(1, 90, 90, 2, 1, 64, window=(20, 7), dtype="fp16")

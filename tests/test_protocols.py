@@ -1,5 +1,5 @@
-"""Waits and arrivals of the Hopper kernels in the model of tests/protocols.py: nothing hangs, nothing is
-overwritten while it may be read, everything read was written for that step; and the model notices
+"""Waits and arrivals of the Hopper kernels in the model of tests/tools/protocols.py: nothing hangs, nothing
+is overwritten while it may be read, everything read was written for that step; and the model notices
 mistakes."""
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ import random
 
 import pytest
 
-from tests.protocols import Fault, Machine, Slots
-from tests.protocols_backward import backward
-from tests.protocols_backward_mod import backward_mod
-from tests.protocols_forward import forward, forward_mod
-from tests.protocols_memory import (
+from tests.tools.protocols import Fault, Machine, Slots
+from tests.tools.protocols_backward import backward
+from tests.tools.protocols_backward_mod import backward_mod
+from tests.tools.protocols_forward import forward, forward_mod
+from tests.tools.protocols_memory import (
     adds_in_turn,
     adds_to_many_tiles,
     early_kernels,
     finishes_a_round,
     leaves_a_step,
 )
-from tests.protocols_pool import Ring
-from tests.protocols_split import split_dkdv, split_dq
-from tests.protocols_split_mod import split_mod_dkdv, split_mod_dq
+from tests.tools.protocols_pool import Ring
+from tests.tools.protocols_split import split_dkdv, split_dq
+from tests.tools.protocols_split_mod import split_mod_dkdv, split_mod_dq
 
 RUNS = 25  # of each model, every one with other items and another order of roles
 LENGTHS = (0, 1, 1, 2, 3, 5, 8)

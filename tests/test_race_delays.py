@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
-from tests import race_delays
 from tests.built import ROOT
 from tests.harness import TARGETS
-from tests.planted import CONTROL, MUTANTS
+from tests.tools import race_delays
+from tests.tools.planted import CONTROL, MUTANTS
 
 CSRC = ROOT / "csrc"
 CPU = TARGETS["cpu"]

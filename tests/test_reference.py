@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_ext._cpu.philox import keep_mask
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
+from tests import philox
 from tests.reference import attention_reference, row_max_reference, sequence_bounds, visible_mask
 
 INF = float("inf")
@@ -341,7 +341,7 @@ def test_order_of_operations_in_scalar_loops():
     mods = Modifiers(bias=bias, slopes=slopes, sinks=sinks, softcap=0.7, dropout_p=0.25, rng=rng)
     out, lse = attention_reference(q, k, v, AttnSpec(0.9), mods=mods)
     row_max = row_max_reference(q, k, v, AttnSpec(0.9), mods=mods)
-    keep = keep_mask(rng, 0.25, torch.tensor([0]), 2, torch.arange(3), torch.arange(5))
+    keep = philox.kept(rng, 0.25, torch.tensor([0]), 2, 3, 5)
     for h in range(2):
         for i in range(3):
             scores = [0.7 * math.tanh(0.9 * float(q[0, i, h] @ k[0, j, 0]) / 0.7) + float(bias[0, 0, i, j])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext._ops.library_mod import modifier_arguments
-from flash_ext._ops.modifiers import Modifiers, of_sequence
+from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec
 from tests import compare
 from tests import modifier_probes as probes
@@ -19,7 +19,7 @@ from tests.cases import Case, dense, packed
 from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_short_paths, on_targets
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import for_each
-from tests.reference import attention_reference
+from tests.reference import attention_reference, of_sequence
 
 FWD, BWD = torch.ops.flash_ext.fwd_mod.default, torch.ops.flash_ext.bwd_mod.default
 HEAD_DIMS = (32, 64, 128, 256)

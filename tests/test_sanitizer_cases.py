@@ -8,12 +8,22 @@ import pytest
 import torch
 
 from flash_ext._ops.library import _C
-from tests import race_delays
 from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.inputs import tensor_shapes
 from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE, ModifierCase
-from tests.sanitizer_cases import (
+from tests.test_build import (
+    BY_CLASS,
+    HIDING,
+    HIDING_PASSES,
+    MASK_PASSES,
+    MERGE,
+    ONE_CLASS,
+    PASSES,
+    SPLIT,
+)
+from tests.tools import race_delays
+from tests.tools.sanitizer_cases import (
     divided_cases,
     exact,
     few_row_cases,
@@ -26,17 +36,7 @@ from tests.sanitizer_cases import (
     two_kernel_cases,
     with_pool,
 )
-from tests.sanitizer_summary import summary
-from tests.test_build import (
-    BY_CLASS,
-    HIDING,
-    HIDING_PASSES,
-    MASK_PASSES,
-    MERGE,
-    ONE_CLASS,
-    PASSES,
-    SPLIT,
-)
+from tests.tools.sanitizer_summary import summary
 
 CPU = TARGETS["cpu"]
 # Every kernel of the dispatch table.
@@ -153,7 +153,7 @@ def test_tensors_end_with_their_last_element(t: torch.Tensor):
 
 
 def test_nan_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    from tests import sanitizer_cases as module
+    from tests.tools import sanitizer_cases as module
 
     mcase = ModifierCase(sanitizer_modifier_cases()[0].case, ("sinks",))
     real = module.flash_ext.attention

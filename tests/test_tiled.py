@@ -12,13 +12,29 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext._cpu import tiles as tiled
-from flash_ext._cpu.tiles import tiled_backward, tiled_forward
+from flash_ext._ops.modifiers import Modifiers
 from tests import compare
 from tests.cases import Case, dense, packed
 from tests.inputs import Inputs, make_inputs
 from tests.reference import attention_reference
 
 INF = float("inf")
+
+
+def tiled_forward(q, k, v, spec, *cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a call without modifiers."""
+    out, lse, row_max = tiled.forward(q, k, v, spec, Modifiers(), *cu_seqlens)
+    assert row_max.shape == (0,) and row_max.dtype == lse.dtype
+    return out, lse
+
+
+def tiled_backward(dout, q, k, v, out, lse, spec, dlse=None, *cu_seqlens) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv of one."""
+    *grads, dbias, dslopes, dsinks = tiled.backward(
+        dout, q, k, v, out, lse, spec, Modifiers(), dlse, *cu_seqlens
+    )
+    assert dbias is dslopes is dsinks is None
+    return tuple(grads)
 
 
 def truth(inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -131,10 +147,11 @@ def test_equals_the_oracle_on_random_shapes(data):
         case = packed([q for q, _ in lengths], [k for _, k in lengths], tail=tail, **fields)
     else:
         seqlen_q, seqlen_k = data.draw(LENGTHS), data.draw(LENGTHS)
-        case = Case(batch=data.draw(st.integers(0, 2)), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **fields)
+        case = Case(batch=data.draw(st.integers(0, 3)), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiled, "BLOCK_M", data.draw(st.integers(1, 7)))
         patch.setattr(tiled, "BLOCK_N", data.draw(st.integers(1, 7)))
+        patch.setattr(tiled, "MAX_SCORES", data.draw(st.sampled_from([1, 200, tiled.MAX_SCORES])))
         assert_equals_truth(case)
 
 
@@ -250,7 +267,10 @@ def test_zero_dout_gives_exactly_zero():
     assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("cu_q, cu_k", [([0, 20, 5, -3], [0, 3, 30, 2]), ([-5, 4, 4, 99], [2, 2, 8, 99])])
+@pytest.mark.parametrize("cu_q, cu_k", [
+    ([0, 20, 5, -3], [0, 3, 30, 2]), ([-5, 4, 4, 99], [2, 2, 8, 99]),
+    ([0, 3, 5, 9], [0, 6, 2, 9]),  # the first and the last sequence share keys, whose gradients are sums
+])  # fmt: skip
 def test_broken_cu_seqlens_stay_inside_the_tensors(cu_q, cu_k):
     case = packed([5, 2, 2], [3, 3, 3], num_heads=2, num_heads_k=1, head_dim=4, dtype="fp64", dlse=True)
     inputs = make_inputs(case, "cpu")

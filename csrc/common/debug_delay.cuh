@@ -1,8 +1,8 @@
 // Random pauses of warps around barriers, in debug builds: what is right only by luck of timing then goes wrong.
 //
 // The environment variable FLASH_EXT_DEBUG_DELAY_SEED, read at every launch, chooses the pauses; without it, or with
-// 0, there are none. tests/race_delays.py compares 200 seeds with that. No time-outs go with it: the sm80 kernels wait
-// in hardware barriers and for cp.async groups, never in a loop of their own, and the pass that does has one itself.
+// 0, there are none. tests/tools/race_delays.py compares 200 seeds with that. No time-outs go with it: the sm80 kernels
+// wait in hardware barriers and for cp.async groups, never in a loop of their own; the pass that does has one itself.
 #pragma once
 
 #include <cuda_runtime.h>

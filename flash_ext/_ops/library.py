@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._cpu.tiles import accumulator_dtype, tiled_backward, tiled_forward
+from .._cpu import tiles
+from .._cpu.tiles import accumulator_dtype
 from .extension import MissingExtension, load
 from .spec import AttnSpec
 
@@ -51,7 +52,11 @@ def cpu_fwd(
 ) -> tuple[Tensor, Tensor]:
     options, wide = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
     _C.check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-    return tiled_forward(q, k, v, _spec(options), cu_seqlens_q, cu_seqlens_k, result_dtype(q, wide))
+    out, lse, _ = tiles.forward(
+        q, k, v, _spec(options), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        out_dtype=result_dtype(q, wide),
+    )  # fmt: skip
+    return out, lse
 
 
 def cpu_bwd(
@@ -68,9 +73,11 @@ def cpu_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     options, wide = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
     _C.check_bwd(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *options)
-    return tiled_backward(
-        dout, q, k, v, out, lse, _spec(options), dlse, cu_seqlens_q, cu_seqlens_k, result_dtype(q, wide)
-    )
+    dq, dk, dv, *_ = tiles.backward(
+        dout, q, k, v, out, lse, _spec(options), dlse=dlse, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, grad_dtype=result_dtype(q, wide),
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 # ---- shapes for tracing --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._cpu.tiles_mod import modified_backward, modified_forward
+from .._cpu import tiles
 from .library import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
 from .modifiers import NAMES, NUM_TENSORS, Modifiers
 from .spec import AttnSpec
@@ -57,7 +57,7 @@ def cpu_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
     head, mods, (want_row_max, _, _, *wide) = _split(rest)
     _C.check_fwd_mod(q, k, v, *without_wide(rest, wide))
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
-    return modified_forward(
+    return tiles.forward(
         q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max, result_dtype(q, wide)
     )
 
@@ -69,7 +69,7 @@ def cpu_bwd_mod(
     _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *without_wide(rest, wide))
     need_bias, need_slopes, need_sinks = _given_needs(mods, need_bias, need_slopes, need_sinks)
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
-    *qkv, dbias, dslopes, dsinks = modified_backward(
+    *qkv, dbias, dslopes, dsinks = tiles.backward(
         dout, q, k, v, out, lse, AttnSpec(*spec), mods, dlse, cu_seqlens_q, cu_seqlens_k, need_bias,
         need_slopes, need_sinks, result_dtype(q, wide),
     )  # fmt: skip

@@ -6,7 +6,7 @@ The tensors here are already validated and normalised; user input becomes this i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -72,41 +72,3 @@ class Modifiers:
 
 NAMES = tuple(field.name for field in fields(Modifiers))
 NUM_TENSORS = NAMES.index("softcap")  # tensors come first
-
-
-def of_sequence(
-    mods: Modifiers, b: int, rows_q: slice | None = None, rows_k: slice | None = None
-) -> Modifiers:
-    """The modifiers of sequence ``b`` by itself: those of a dense call with a batch of one, all views.
-
-    Args:
-        mods: modifiers of a dense call, or of a packed one if the rows are given.
-        b: index in the batch.
-        rows_q, rows_k: rows of the sequence in packed tensors.
-
-    ``bias``, ``mask`` and ``blocks`` of packed input keep their size, which may be above or below that of
-    the sequence. The index ``b`` itself still enters the dropout mask.
-    """
-
-    def entry(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[0] == 1 else x[b : b + 1]
-
-    def packed_entry(x: Tensor | None, rows: slice | None) -> Tensor | None:
-        return entry(x) if x is None or rows is None else x[None, ..., rows, :]
-
-    def own_ids(x: Tensor | None, rows: slice | None) -> Tensor | None:
-        return None if x is None else x[b : b + 1] if rows is None else x[None, rows]
-
-    per_head = mods.slopes is None or mods.slopes.ndim == 1
-    return replace(
-        mods,
-        bias=entry(mods.bias),
-        mask=entry(mods.mask),
-        document_q=own_ids(mods.document_q, rows_q),
-        document_k=own_ids(mods.document_k, rows_k),
-        prefix_lens=None if mods.prefix_lens is None else mods.prefix_lens[b : b + 1],
-        hidden_rows=packed_entry(mods.hidden_rows, rows_k),
-        hidden_keys=packed_entry(mods.hidden_keys, rows_q),
-        blocks=entry(mods.blocks),
-        slopes=mods.slopes if per_head else entry(mods.slopes),
-    )

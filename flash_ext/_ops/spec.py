@@ -1,4 +1,4 @@
-"""The validated meaning of one attention call, shared by the oracle, the CPU backend and the ops."""
+"""The validated meaning of one attention call, for the operators, the CPU backend and the tests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ class AttnSpec:
     softmax_scale: float
     window_left: int = -1
     window_right: int = -1
-
-    def visible_interval(self, row: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """Half-open interval of keys that query ``row`` sees; empty intervals have ``lo >= hi``."""
-        centre = row + seqlen_k - seqlen_q
-        lo = 0 if self.window_left < 0 else max(0, centre - self.window_left)
-        hi = seqlen_k if self.window_right < 0 else min(seqlen_k, centre + self.window_right + 1)
-        return lo, hi
 
 
 def default_scale(head_dim: int) -> float:

@@ -1,11 +1,11 @@
-"""The roles of the backward with modifiers for tests/protocols.py, which tells what such a model is."""
+"""The roles of the backward with modifiers for protocols.py, which tells what such a model is."""
 
 from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
 
-from tests.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells, each_item
+from tests.tools.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells, each_item
 
 ALL = 2 * WARPS  # warps of both warpgroups
 

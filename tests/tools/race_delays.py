@@ -6,10 +6,10 @@ of every kind of kernel with modifiers run without pauses and then with those of
 and gradients of modifiers must keep their bits, and dq in the deterministic mode. For racecheck a debug
 build orders a pair's P by a full barrier; the copy keeps what a release does.
 
-    python -m tests.race_delays                      builds, then runs; needs a GPU and the CUDA toolkit
-    python -m tests.race_delays --mutant 702         with a planted bug, which the pauses should show
-    python -m tests.race_delays --build-only         then --run-only: the two halves in separate commands
-    python -m tests.race_delays --seeds 20 --target sm80-99k
+    python -m tests.tools.race_delays                  builds, then runs; needs a GPU and the CUDA toolkit
+    python -m tests.tools.race_delays --mutant 702     with a planted bug, which the pauses should show
+    python -m tests.tools.race_delays --build-only     then --run-only: the two halves in separate commands
+    python -m tests.tools.race_delays --seeds 20 --target sm80-99k
 
 Exit status: 0 the same bits throughout (with --mutant: a difference was found), 1 otherwise, 2 not a debug
 build or no build, 3 no GPU.
@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from flash_ext._ops.library import _C
-from tests import modifier_harness, mutants
+from tests import modifier_harness
 from tests.cases import Case, dense, few_query_cases, packed, small_cases
 from tests.harness import TARGETS, Target, call_backward, call_forward
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.planted import CONTROL, MUTANTS, Edit, Mutant
-from tests.sanitizer_cases import on_one_multiprocessor
+from tests.tools import mutants
+from tests.tools.planted import CONTROL, MUTANTS, Edit, Mutant
+from tests.tools.sanitizer_cases import on_one_multiprocessor
 
 SEED_VARIABLE = "FLASH_EXT_DEBUG_DELAY_SEED"
 # In a debug build a pair's first warp waits where it only arrives in a release.
@@ -238,7 +239,7 @@ def run_here(targets: list[str], seeds: int) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Builds the copy and starts this program there with ``--here``."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.race_delays",
+        prog="python -m tests.tools.race_delays",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     if not folder_of(mutant).is_dir():
         print(f"{folder_of(mutant)} is not there: build first", file=sys.stderr)
         return 2
-    command = [sys.executable, "-m", "tests.race_delays", "--here", "--seeds", str(options.seeds)]
+    command = [sys.executable, "-m", "tests.tools.race_delays", "--here", "--seeds", str(options.seeds)]
     command += ["--target", options.target] if options.target else []
     code = subprocess.run(command, cwd=folder_of(mutant), check=False).returncode
     # A planted bug is to be found: bits that differ are then what was asked for.

@@ -3,8 +3,8 @@
 No guards and no arena here: a guard would hide from memcheck the very access that it is there to find.
 Results are only looked at for NaN; their values are the gauntlet's business.
 
-    python -m tests.sanitizer_cases [--target sm80|sm80-99k|sm90|cpu] [--only TEXT] [--list]
-    python -m tests.sanitizer_cases --target sm90 --from-host     for initcheck, which follows ours only
+    python -m tests.tools.sanitizer_cases [--target sm80|sm80-99k|sm90|cpu] [--only TEXT] [--list]
+    python -m tests.tools.sanitizer_cases --target sm90 --from-host     for initcheck, which follows ours only
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def groups_of(target: Target) -> list[tuple[str, Target, list]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.sanitizer_cases", description=__doc__.splitlines()[0]
+        prog="python -m tests.tools.sanitizer_cases", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--target", choices=TARGETS, default="sm80")
     parser.add_argument("--list", action="store_true", help="print the cases")

@@ -1,4 +1,4 @@
-"""Measures what the gates are frozen on: ``python -m tests.calibrate [--json FILE]``.
+"""Measures what the gates are frozen on: ``python -m tests.tools.calibrate [--json FILE]``.
 
 Runs a list of shapes and prints, per type and tensor, the largest value of every metric that compare.py
 gates, the gate, and the margin between them; the same for calls with modifiers, and for the noise units of
@@ -109,7 +109,9 @@ def calibrate_modifiers(target: Target, mcases: list[ModifierCase], failures: li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.calibrate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.calibrate", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--target", choices=TARGETS, default="sm80" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--random", type=int, default=300, help="random cases, for the noise units")
     parser.add_argument("--json", type=Path, help="also write the result there")

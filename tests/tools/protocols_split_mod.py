@@ -1,13 +1,13 @@
-"""The roles of the backward with modifiers in two kernels for tests/protocols.py, which tells what such a
+"""The roles of the backward with modifiers in two kernels for protocols.py, which tells what such a
 model is. Items, steps and marks are those of protocols_backward_mod.py."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from tests.protocols import WARPS, Slots, cells
-from tests.protocols_backward_mod import ALL, Marks, ModProducers
-from tests.protocols_split import WideItems, weights_between_warps
+from tests.tools.protocols import WARPS, Slots, cells
+from tests.tools.protocols_backward_mod import ALL, Marks, ModProducers
+from tests.tools.protocols_split import WideItems, weights_between_warps
 
 MARK_SLOTS, DRAW_AHEAD = 2, 3
 

@@ -1,13 +1,13 @@
-"""Random cases by the thousand: ``python -m tests.fuzz --seconds N --seed S``.
+"""Random cases by the thousand: ``python -m tests.tools.fuzz --seconds N --seed S``.
 
 Every case runs through harness.run_case (truth, poison, guards, repeats, the recorded launch) and one in five
 also through the exact probes. A failure prints the line that repeats it and, unless the GPU's context is
 lost, a smaller case that fails as well. Cases of known defects stand in fuzz_ledger.json: an open one that
 holds fails the run, so that a repaired defect is noticed; a fixed one runs every time.
 
-    python -m tests.fuzz --seconds 240                        today's seed, whatever this machine has
-    python -m tests.fuzz --repro '{"seqlen_q":5,...}'         one case, as printed by a failure
-    python -m tests.fuzz --target sm80-99k --jsonl out.jsonl  every case and its outcome, one line each
+    python -m tests.tools.fuzz --seconds 240                        today's seed, whatever this machine has
+    python -m tests.tools.fuzz --repro '{"seqlen_q":5,...}'         one case, as printed by a failure
+    python -m tests.tools.fuzz --target sm80-99k --jsonl out.jsonl  every case and its outcome, one line each
 
 Exit status: 0 nothing new, 1 a failure or a stale ledger entry, 3 the CUDA context was lost.
 """
@@ -208,7 +208,7 @@ def fuzz(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--cases", type=int, default=10**9, help="stop after this many cases")
     parser.add_argument("--seed", type=int, default=int(datetime.date.today().strftime("%Y%m%d")))

@@ -6,11 +6,11 @@ most 60 seconds. At the end every test that noticed a bug runs once more on an u
 where it passes there has it noticed the bug. A mutant that survives is a missing test, or a bug without
 effect on this GPU.
 
-    python -m tests.mutants --list                  what each one does (the bugs are in planted.py)
-    python -m tests.mutants                         build all, run all (needs a GPU and the CUDA toolkit)
-    python -m tests.mutants --part 1/2              the first, third, fifth, ... of them; then --part 2/2
-    python -m tests.mutants --only 301 701 --jobs 2
-    python -m tests.mutants --build-only            then --run-only: the two halves in separate commands
+    python -m tests.tools.mutants --list              what each one does (the bugs are in planted.py)
+    python -m tests.tools.mutants                     build all, run all (needs a GPU and the CUDA toolkit)
+    python -m tests.tools.mutants --part 1/2          the first, third, fifth, ... of them; then --part 2/2
+    python -m tests.tools.mutants --only 301 701 --jobs 2
+    python -m tests.tools.mutants --build-only        then --run-only: the two halves in separate commands
 
 Results are added to build/mutants/matrix.json after each mutant, and printed as a table at the end; --json
 writes them to another file, too. Exit status: 0 all of them killed, 1 some not.
@@ -31,9 +31,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.planted import CONTROL, MUTANTS, Mutant
+from tests.tools.planted import CONTROL, MUTANTS, Mutant
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "mutants"
 COPIED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "flash_ext", "tests")
 RUN_SECONDS = 60  # for all tests of one mutant, the start of Python included
@@ -210,7 +210,9 @@ def part(text: str) -> slice:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.mutants", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and what they change")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the mutants to take")
     parser.add_argument(

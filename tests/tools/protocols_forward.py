@@ -1,10 +1,10 @@
-"""The roles of the forward kernels for tests/protocols.py, which tells what such a model is."""
+"""The roles of the forward kernels for protocols.py, which tells what such a model is."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from tests.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells
+from tests.tools.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells
 
 
 def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False):

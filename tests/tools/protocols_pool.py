@@ -1,11 +1,11 @@
-"""The ring of accumulators of dq (bwd/dq_pool.cuh, bwd/dq_pool_convert.cuh) for tests/protocols.py:
+"""The ring of accumulators of dq (bwd/dq_pool.cuh, bwd/dq_pool_convert.cuh) for protocols.py:
 additions, words of global memory, the warps that make dq. Who adds is in protocols_backward.py."""
 
 from __future__ import annotations
 
 import itertools
 
-from tests.protocols import END, Fault, barriers, join
+from tests.tools.protocols import END, Fault, barriers, join
 
 PIECES, PIECE_SLOTS = 3, 2  # of a tile; more than there are places for
 FINISHERS = 2

@@ -1,4 +1,4 @@
-"""What lanes and kernels know of each other's writes, for tests/protocols.py, which tells what a model is.
+"""What lanes and kernels know of each other's writes, for protocols.py, which tells what a model is.
 
 There all lanes of a warp are one role. Here each is a role of its own, where only some of them see a word
 or a barrier change: a vote tells what a lane has seen, not what it
@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from tests.protocols import Barrier, Cell, join
-from tests.protocols_pool import Word
+from tests.tools.protocols import Barrier, Cell, join
+from tests.tools.protocols_pool import Word
 
 LANES, TILES = 3, 3
 

@@ -1,6 +1,6 @@
 """Counts what compute-sanitizer found, by kind, kernel and place in the source.
 
-    python -m tests.sanitizer_summary LOG
+    python -m tests.tools.sanitizer_summary LOG
 """
 
 from __future__ import annotations

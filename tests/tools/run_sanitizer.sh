@@ -1,15 +1,15 @@
 #!/bin/sh
 # compute-sanitizer over small cases of every kernel: memcheck, racecheck, synccheck, initcheck.
 #
-#   tests/run_sanitizer.sh [TOOL...]      default: all four
+#   tests/tools/run_sanitizer.sh [TOOL...]      default: all four
 #
-# TARGETS="sm90" and CASES="--only TEXT --part 1/4" (of tests.sanitizer_cases) choose less. Of racecheck and initcheck a
-# summary by kernel and source follows (tests/sanitizer_summary.py); a build with FLASH_EXT_LINEINFO=1 has the lines.
+# TARGETS="sm90" and CASES="--only TEXT --part 1/4" (of sanitizer_cases.py) choose less. Of racecheck and initcheck a
+# summary by kernel and source follows (sanitizer_summary.py); a build with FLASH_EXT_LINEINFO=1 has the lines.
 # racecheck wants a build with FLASH_EXT_DEBUG=1: it does not follow bar.arrive, which that build replaces.
 # PYTHON chooses the interpreter, SANITIZER the program, LIMIT the seconds of a run (500). Exit status: 0 clean,
 # 1 a finding, 3 nothing was checked because there is no compute-sanitizer or it refuses this GPU (some virtual ones do).
 set -u
-cd "$(dirname "$0")/.." || exit 2
+cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
 sanitizer=${SANITIZER:-compute-sanitizer}
 tools=${*:-memcheck racecheck synccheck initcheck}
@@ -43,7 +43,8 @@ for tool in $tools; do
         esac
         # shellcheck disable=SC2086
         timeout "${LIMIT:-500}" "$sanitizer" --tool "$tool" $options --kernel-name kernel_substring=flash_ext \
-            --error-exitcode 77 "$python" -m tests.sanitizer_cases --target "$target" $inputs ${CASES:-} >"$log" 2>&1
+            --error-exitcode 77 "$python" -m tests.tools.sanitizer_cases --target "$target" $inputs ${CASES:-} \
+            >"$log" 2>&1
         code=$?
         if grep -q "Device not supported" "$log"; then
             echo "NOT CHECKED: $sanitizer refuses this GPU"
@@ -55,7 +56,7 @@ for tool in $tools; do
             echo "$tool $target: FAILED with code $code"
             # The last case named before a finding is the one that made it.
             case $tool in
-                racecheck | initcheck) "$python" -m tests.sanitizer_summary "$log" ;;
+                racecheck | initcheck) "$python" -m tests.tools.sanitizer_summary "$log" ;;
                 *) grep -E '^case |^=========' "$log" | tail -n 60 ;;
             esac
             grep -E '^[A-Za-z]*Error' "$log"

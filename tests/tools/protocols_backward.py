@@ -1,12 +1,12 @@
-"""The roles of the backward up to head_dim 128 for tests/protocols.py, which tells what such a model is."""
+"""The roles of the backward up to head_dim 128 for protocols.py, which tells what such a model is."""
 
 from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
 
-from tests.protocols import END, WARPS, Barrier, Cell, Slots, Turn, barriers, cells, each_item
-from tests.protocols_pool import FINISHERS, Flight, convert_dq
+from tests.tools.protocols import END, WARPS, Barrier, Cell, Slots, Turn, barriers, cells, each_item
+from tests.tools.protocols_pool import FINISHERS, Flight, convert_dq
 
 ALL = 2 * WARPS  # warps of both warpgroups
 

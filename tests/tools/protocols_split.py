@@ -1,12 +1,12 @@
-"""The roles of the backward above head_dim 128 for tests/protocols.py, which tells what such a model is."""
+"""The roles of the backward above head_dim 128 for protocols.py, which tells what such a model is."""
 
 from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
 
-from tests.protocols import END, WARPS, Barrier, Slots, each_item
-from tests.protocols_backward import ALL, KeyProducers
+from tests.tools.protocols import END, WARPS, Barrier, Slots, each_item
+from tests.tools.protocols_backward import ALL, KeyProducers
 
 
 class WideItems:

@@ -4,7 +4,7 @@ Such a thread has no current context until something binds one. A launch does; a
 that make tensor maps, fails. Tensors are made and results looked at in the main thread, so that a call of
 ours is the first CUDA work of every other one.
 
-    python -m tests.thread_soak --seconds 60       8 new threads a second; exit status 1 if any call failed
+    python -m tests.tools.thread_soak --seconds 60   8 new threads a second; exit status 1 if any call failed
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ def soak(devices: list[str], seconds: float, per_second: int) -> tuple[int, list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.thread_soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.thread_soak", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--per-second", type=int, default=8, help="new threads a second")
     options = parser.parse_args()

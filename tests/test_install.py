@@ -22,7 +22,7 @@ from tests.built import ROOT
 sys.path.insert(0, str(ROOT / "csrc"))
 from build_backend import archs as archs_of_build  # noqa: E402
 from build_backend import compile as kernels_build  # noqa: E402
-from build_backend import environment, pins, prepare  # noqa: E402
+from build_backend import environment, pins, prepare, published  # noqa: E402
 
 pytestmark = pytest.mark.everywhere
 
@@ -422,6 +422,101 @@ def test_when_python3_itself_is_used(tmp_path, monkeypatch, cuda, reachable, sys
     monkeypatch.setattr(environment, "find_torch", lambda: fake_torch(tmp_path, "2.11.0", cuda))
     monkeypatch.setattr(prepare, "reaches_index", lambda: reachable)
     assert prepare.must_use_system() == system
+
+
+class Filled:
+    """An environment whose pip notes what it is asked to install."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.toolkit: environment.Toolkit | None = TOOLKIT
+        monkeypatch.setattr(prepare, "install", lambda *what: self.asked.append(what))
+        monkeypatch.setattr(sys, "prefix", str(folder))
+        monkeypatch.setattr(environment, "find_toolkit", lambda: (self.toolkit, []))
+
+    def fill(self, *extras: str) -> set[str]:
+        """The names of what was installed, in whatever folder."""
+        self.asked.clear()
+        prepare.fill(list(extras))
+        return {prepare.name_of(item) for what in self.asked for item in what if item[0] not in "-/"}
+
+
+@pytest.fixture
+def filled(tmp_path, monkeypatch) -> Filled:
+    return Filled(tmp_path, monkeypatch)
+
+
+def test_the_demo_gets_what_it_needs_and_no_more(filled):
+    assert filled.fill("demo") == {"torch", "setuptools", "ninja", "matplotlib", "numpy", "rich"}
+    assert filled.fill("demo") == filled.fill() == set()
+
+
+def test_tests_add_their_own_and_what_is_there_stays(filled):
+    filled.fill("demo")
+    added = filled.fill("test", "demo")
+    assert {"pytest", "transformers", "diffusers", "nvidia-cuda-nvdisasm"} <= added
+    (beside,) = (what for what in filled.asked if "--target" in what)
+    # pip would print that it conflicts with the one beside it, which is why it has a folder of its own.
+    assert beside[-1] == f"transformers=={pins.pin('transformers-other')}" and "--no-warn-conflicts" in beside
+    assert filled.fill("demo") == filled.fill("test", "demo") == filled.fill() == set()
+
+
+def test_a_pin_that_moves_is_installed(filled, monkeypatch):
+    filled.fill("demo")
+    with monkeypatch.context() as patch:
+        patch.setattr(pins, "torch_requirement", lambda: "torch==2.99.0")
+        assert "torch" in filled.fill("demo") and "torch==2.99.0" in filled.asked[0]
+    assert "torch" in filled.fill("demo")  # back again
+    filled.toolkit = None
+    assert "cuda-toolkit" in filled.fill("demo")
+
+
+def test_make_asks_for_the_extras_of_each_target():
+    def asked(target: str) -> str:
+        said = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return re.search(r"--extras(.*?)--modules", said).group(1).strip()
+
+    extras = {"build": "", "info": "", "demo": "demo", "bench": "demo", "test": "test demo"}
+    assert {name: asked(name) for name in extras} == extras
+    assert set(asked("test").split()) <= set(pins.pyproject()["project"]["optional-dependencies"])
+
+
+# ---- where it is published -------------------------------------------------------------------------------
+
+def test_nothing_names_a_place_while_there_is_none():
+    readme = "![a](b.png)\n\n## Install\n"
+    assert published.links("") == {} and published.description(readme, "") == readme
+
+
+def test_addresses_follow_the_place_of_the_sources():
+    place = "https://forge.invalid/us/flash_ext"
+    assert set(published.links(place)) == {"Source", "Issues", "Changelog"}
+    readme = ("![speed](bench/a.png) [docs](docs/masks.md#top) [here](#api) [far](https://other.invalid/x)\n\n"
+              "## Install\n\n```sh\npip install .\n```\n")
+    shown = published.description(readme, place)
+    assert f"![speed]({place}/raw/HEAD/bench/a.png) [docs]({place}/blob/HEAD/docs/masks.md#top)" in shown
+    assert "[here](#api) [far](https://other.invalid/x)" in shown
+    assert shown.index(f"git clone {place} && cd flash_ext\n") < shown.index("pip install .")
+    whole = published.description((ROOT / "README.md").read_text(), place)
+    assert not re.search(r"\]\((?!#|https?:)", whole)
+
+
+@pytest.mark.parametrize("place", ["", "https://forge.invalid/us/flash_ext"])
+def test_metadata_has_the_links_when_there_are_any(tmp_path, place):
+    done = run_hook("from build_backend import pins; "
+                    f"pins.pyproject()['tool']['flash_ext']['repository'] = {place!r}; hooks.prepare_metadata_for_build_wheel({str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    message = email.parser.Parser().parsestr(metadata.read_text())
+    assert len(message.get_all("Project-URL", [])) == (3 if place else 0)
+    assert message["Description-Content-Type"] == "text/markdown"
+    assert "pip install ." in message.get_payload() and ("git clone" in message.get_payload()) == bool(place)
+
+
+def test_uv_builds_against_the_torch_that_is_there():
+    """Its isolated build sees no torch and would exchange the user's."""
+    project = pins.pyproject()
+    assert project["tool"]["uv"]["no-build-isolation-package"] == [project["project"]["name"]]
 
 
 # ---- info ------------------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ def words(left: dict[str, float], jobs: int) -> str:
 def tell(text: str) -> None:
     """Writes to the terminal of the program that reads our output; without one, to that output."""
     if sys.stdout.isatty():
-        return  # ninja shows there how far it is
+        print(f"\n{text}", flush=True)  # ninja has a line there that it writes again and again
+        return
     terminal = terminal_of_reader()
     if terminal is None:
         print(text, flush=True)

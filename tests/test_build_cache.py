@@ -329,7 +329,7 @@ def test_a_build_that_takes_long_gives_one_hint(machine, monkeypatch, patience, 
     monkeypatch.setattr(progress, "PATIENCE", patience)
     machine.build(machine.sources("first"))
     assert len(said) == hints
-    said_of_both = r"flash_ext: \d files of CUDA kernels and \d of C\+\+ .* about 1 min"
+    said_of_both = r"flash_ext: compiling \d files of CUDA kernels and \d of C\+\+, .* about 1 min"
     assert not hints or re.match(said_of_both, said[0])
 
 

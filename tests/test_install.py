@@ -473,8 +473,8 @@ def test_a_pin_that_moves_is_installed(filled, monkeypatch):
 
 def test_make_asks_for_the_extras_of_each_target():
     def asked(target: str) -> str:
-        said = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return re.search(r"--extras(.*?)--modules", said).group(1).strip()
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        return re.search(r"--extras(.*?)--modules", done.stdout).group(1).strip()
 
     extras = {"build": "", "info": "", "demo": "demo", "bench": "demo", "test": "test demo"}
     assert {name: asked(name) for name in extras} == extras
@@ -504,7 +504,8 @@ def test_addresses_follow_the_place_of_the_sources():
 @pytest.mark.parametrize("place", ["", "https://forge.invalid/us/flash_ext"])
 def test_metadata_has_the_links_when_there_are_any(tmp_path, place):
     done = run_hook("from build_backend import pins; "
-                    f"pins.pyproject()['tool']['flash_ext']['repository'] = {place!r}; hooks.prepare_metadata_for_build_wheel({str(tmp_path)!r})")
+                    f"pins.pyproject()['tool']['flash_ext']['repository'] = {place!r}; "
+                    f"hooks.prepare_metadata_for_build_wheel({str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
     (metadata,) = tmp_path.glob("*.dist-info/METADATA")
     message = email.parser.Parser().parsestr(metadata.read_text())

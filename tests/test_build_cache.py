@@ -171,6 +171,17 @@ def test_a_toolkit_in_another_folder_is_the_same(machine):
     assert machine.build(machine.sources("second"))[0] == set()
 
 
+def test_another_interpreter_in_the_same_folder_compiles_nothing(machine, monkeypatch):
+    """pip, and then make in its own environment."""
+    monkeypatch.setenv("FLASH_EXT_CACHE", "off")
+    root = machine.sources("first")
+    assert machine.build(root)[0] == ALL
+    other = machine.folder / "python"
+    other.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(other))
+    assert machine.build(root)[0] == set()
+
+
 @pytest.mark.parametrize("variable, value", [
     ("FLASH_EXT_CACHE", "off"), ("FLASH_EXT_DEBUG", "1"), ("FLASH_EXT_LINEINFO", "1")])
 def test_builds_without_the_cache(machine, monkeypatch, variable, value):

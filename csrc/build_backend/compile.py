@@ -41,7 +41,8 @@ from .pins import ROOT, toolkit_requirement
 from .sources import content_hash
 
 API = Path("api")  # below csrc/, the only folder that knows torch
-SETTINGS = "cache.json"
+# In the build folder, for cache.py: its settings, and a script that starts it.
+SETTINGS, CACHED = "cache.json", "cached.sh"
 # The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
 BYTES_PER_JOB = 2.5 * 2**30
 
@@ -168,6 +169,8 @@ def build_extension(version: str) -> Path:
         _write_if_changed(folder / "generated" / "build_record.h", _build_record(tools, variant, version))
         _write_if_changed(folder / "build.ninja", ninja_file(tools, variant, folder))
         store = None if variant.holds_paths else _store()
+        # Not in the graph: another interpreter in the same folder would compile all again.
+        (folder / CACHED).write_text(_exec([sys.executable, "-I", "-S", cache.__file__, SETTINGS]))
         (folder / SETTINGS).write_text(json.dumps(_cache_settings(tools, folder, store)))
         _run_ninja(tools, variant, folder, store)
         if store:
@@ -257,8 +260,7 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
            f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={torch_include}/="]
     system = [f"-isystem{item}" for item in tools.toolkit.include_dirs]
     nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *variant.common_nvcc_flags, *variant.defines]
-    # A run that finds its object in the cache copies it.
-    cached = [sys.executable, "-I", "-S", str(Path(cache.__file__)), SETTINGS]
+    cached = ["sh", CACHED]
     files = "-MD -MF $out.d -c $in -o $out"
     cudart = tools.toolkit.cudart
     # A shared runtime is found beside torch's own, in site-packages, or where it was at build time.
@@ -297,6 +299,10 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
 
 def _shell(command: list[str]) -> str:
     return shlex.join(command).replace("$", "$$")
+
+
+def _exec(command: list[str]) -> str:
+    return f'exec {shlex.join(command)} "$@"\n'
 
 
 def _path(path: Path) -> str:

@@ -5,7 +5,8 @@
 An object is known by what made it: the compilers' versions, the command, and the bytes of the source and of
 every header that the compiler read. Where the store has it, it is copied; else the compiler runs, and what it
 made is added. Paths are written relative to named roots (sources, toolkit, torch), so that a toolkit in a
-temporary folder finds what an earlier one left.
+temporary folder finds what an earlier one left. A header that appears in front of one that was read is not
+noticed, here or by ninja.
 
 SETTINGS is a JSON file that a build writes (compile.py): ``store``, a folder or null; ``roots``, folders by
 name; ``identity``, a text for each KIND of compiler run. The compiler's words go to OBJECT.log, and to the

@@ -93,10 +93,13 @@ class Variant:
         """Kernels, or tiles of portable ones, that only Hopper has the means for are compiled for it alone.
 
         And the small tiles of portable kernels for all others alone, since Hopper takes the large ones. Each
-        of these kernels twice made a third of a build's time.
+        of these kernels twice made a third of a build's time. In a build without Hopper its kernels are left
+        out (csrc/call.h).
         """
         if "_sm90" in source.stem or "_sm80_large" in source.stem:
-            own = tuple(arch for arch in self.archs if arch == "9.0a")
+            if "9.0a" not in self.archs:
+                return ["-DFLASH_EXT_LEFT_OUT", *self.gencode(self.archs[:1])]
+            own = ("9.0a",)
         elif "_sm80" in source.stem:
             own = tuple(arch for arch in self.archs if arch != "9.0a")
         else:

@@ -40,6 +40,7 @@ from . import archs, cache, environment, progress, ptxas_log
 from .pins import ROOT, toolkit_requirement
 from .sources import content_hash
 
+LEFT_OUT = "-DFLASH_EXT_LEFT_OUT"  # csrc/call.h
 API = Path("api")  # below csrc/, the only folder that knows torch
 # In the build folder, for cache.py: its settings, and a script that starts it.
 SETTINGS, CACHED = "cache.json", "cached.sh"
@@ -98,7 +99,7 @@ class Variant:
         """
         if "_sm90" in source.stem or "_sm80_large" in source.stem:
             if "9.0a" not in self.archs:
-                return ["-DFLASH_EXT_LEFT_OUT", *self.gencode(self.archs[:1])]
+                return [LEFT_OUT, *self.gencode(self.archs[:1])]
             own = ("9.0a",)
         elif "_sm80" in source.stem:
             own = tuple(arch for arch in self.archs if arch != "9.0a")
@@ -216,8 +217,10 @@ def _planned(command: list[str], variant: Variant) -> dict[str, float]:
     files = {}
     for source in source_files():
         if f" -o {source}.o" in said:
-            kinds = sum("code=sm_" in item for item in variant.gencode_of(source))
-            files[f"{source}.o"] = 20.0 * max(1, kinds) if source.suffix == ".cu" else 6.0
+            flags = variant.gencode_of(source)
+            kinds = sum("code=sm_" in item for item in flags)
+            seconds = 6.0 if source.suffix == ".cpp" else 3.0 if LEFT_OUT in flags else 20.0 * max(1, kinds)
+            files[f"{source}.o"] = seconds
     return files
 
 

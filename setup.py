@@ -15,7 +15,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))
 
-from build_backend import compile, environment, pins  # noqa: E402
+from build_backend import compile, environment, pins, published  # noqa: E402
 
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "flash_ext/__init__.py").read_text(), re.M).group(1)
 
@@ -54,6 +54,9 @@ def dependencies() -> list[str]:
 setup(
     version=VERSION,
     install_requires=dependencies(),
+    project_urls=published.links(pins.pin("repository")),
+    long_description=published.description((ROOT / "README.md").read_text("utf-8"), pins.pin("repository")),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("flash_ext._C", sources=[])],
     cmdclass={"build_ext": BuildKernels, "build_py": CopyPackage},
 )

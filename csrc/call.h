@@ -57,6 +57,16 @@ using BwdInstances = std::span<const BwdInstance>;
 template <auto kValue>
 struct Constant {};
 
+#ifdef FLASH_EXT_LEFT_OUT
+// No GPU that the build is for runs these kernels (csrc/build_backend/compile.py): the table is empty, and a launch from
+// it is refused in words.
+struct NoInstances {
+  template <typename I>
+  constexpr operator std::span<const I>() const { return {}; }
+};
+template <const auto& kSizes, typename Make>
+constexpr NoInstances instances_of(const Make&) { return {}; }
+#else
 // make(Constant<kSizes[i]>{}) for each i.
 template <const auto& kSizes, typename Make>
 constexpr auto instances_of(const Make& make) {
@@ -64,5 +74,6 @@ constexpr auto instances_of(const Make& make) {
     return std::to_array({make(Constant<kSizes[I]>{})...});
   }(std::make_index_sequence<std::size(kSizes)>());
 }
+#endif
 
 }  // namespace flash_ext

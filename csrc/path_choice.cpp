@@ -37,12 +37,17 @@ std::string why_not_sm80(const Problem& p, const DeviceInfo& d) {
   return {};
 }
 
+bool built_for_hopper() {
+  static const bool found = std::strstr(build_info().archs, "9.0a") != nullptr;
+  return found;
+}
+
 std::string why_not_sm90(const Problem& p, const DeviceInfo& d) {
   if (d.cc_major != 9 || d.cc_minor != 0) {
     const std::string found = std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor);
     return "compute capability " + found + " is not 9.0 (Hopper)";
   }
-  if (std::strstr(build_info().archs, "9.0a") == nullptr) {
+  if (!built_for_hopper()) {
     return std::string("built for ") + build_info().archs + ", without 9.0a";
   }
   if (d.smem_per_block < kSmemLimitLarge) {
@@ -250,6 +255,8 @@ DeviceInfo device_info(int device_index) {
   }
   if (sms) info.num_sms = static_cast<int>(*sms);
   if (smem) info.smem_per_block = static_cast<int>(*smem);
+  // Large tiles are in no other machine code, nor in PTX: Hopper then runs what any newer GPU does.
+  if (info.cc_major == 9 && !built_for_hopper()) info.smem_per_block = std::min(info.smem_per_block, kSmemLimitSmall);
   info.batch_invariant = get_switch(Switch::kBatchInvariant) == 1;
   return info;
 }

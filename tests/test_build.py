@@ -212,6 +212,8 @@ def test_a_build_from_nothing_stays_in_its_budget(resources):
     only: five builds in one day took 22.3 to 26.8 times as long as these (26.1 is five minutes).
     """
     cost = resources["full_build"]
+    if cost is None and resources.get("from_cache"):
+        pytest.skip("the cache had objects of it: FLASH_EXT_CACHE=off after removing build/ measures one")
     assert cost is not None, "the build folder is older than its log: remove build/ and build again"
     known = [resources["seconds"][f"inst/{name}.cu.o"] for name in ("fwd_sm80", "fwd_sm80_large")]
     slowness = min(max(1.0, sum(known) / 23), 2.0)

@@ -29,7 +29,7 @@ from tests.tile_tables import tile_tables, with_tile_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "csrc"))
-from build_backend import compile as build_compile  # noqa: E402
+from build_backend import archs as build_archs  # noqa: E402
 from build_backend import pins  # noqa: E402
 
 README = ROOT / "README.md"
@@ -182,7 +182,7 @@ def plan(direction: str, head_dim: int, deterministic: bool = False, **more: int
 
 
 def test_readme_devices_are_served_as_said(pretend) -> None:
-    archs = build_compile.DEFAULT_ARCHS.split()
+    archs = build_archs.DEFAULT.split()
     seen = set()
     for capability, _, path, code, tiles, types, sizes in rows(section(README, "What is supported")):
         for number in re.findall(r"\d+\.\d", capability):

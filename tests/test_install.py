@@ -21,11 +21,13 @@ from flash_ext._ops import library as ops
 from tests.built import ROOT
 
 sys.path.insert(0, str(ROOT / "csrc"))
+from build_backend import archs as archs_of_build  # noqa: E402
 from build_backend import compile as kernels_build  # noqa: E402
-from build_backend import environment, pins, prepare  # noqa: E402
+from build_backend import environment, pins, prepare, published  # noqa: E402
 
 pytestmark = pytest.mark.everywhere
 
+ARCH_VARIABLES = ("FLASH_EXT_ARCHS", "TORCH_CUDA_ARCH_LIST")
 TOOLKIT = environment.Toolkit(Path("/toolkit"), "13.0", Path("/toolkit/lib/libcudart_static.a"))
 
 
@@ -185,6 +187,16 @@ def test_host_compiler_bounds(tmp_path, monkeypatch, version, fits):
         assert f"{compiler} is g++ {version}" in refusal(lambda: environment.check_host_compiler(toolkit))
 
 
+@pytest.mark.parametrize("behaviour, said", [
+    ('echo "fatal error: cannot execute cc1plus" >&2; exit 1', "cc1plus"), ("exit 4", "status 4"),
+])
+def test_a_compiler_that_is_only_half_there(tmp_path, monkeypatch, behaviour, said):
+    compiler = executable(tmp_path / "g++", f'case "$1" in -*version) echo 12;; *) {behaviour};; esac')
+    monkeypatch.setenv("CXX", str(compiler))
+    text = refusal(lambda: environment.check_host_compiler(None))
+    assert f"{compiler} does not compile C++20" in text and said in text
+
+
 def test_missing_python_headers(tmp_path, monkeypatch):
     monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
     text = refusal(environment.check_python_headers)
@@ -223,18 +235,33 @@ def test_a_named_torch_that_cannot_fit_is_not_fetched(monkeypatch, asked, fits):
         assert asked in refusal(environment.missing_requirements)
 
 
+@pytest.mark.parametrize("piece", ["compiler", "headers", "architecture"])
+def test_what_no_package_brings_is_checked_before_anything_is_fetched(tmp_path, piece):
+    """pip asks this hook before it fetches torch and nvcc."""
+    (tmp_path / "none").mkdir()
+    code = "hooks.get_requires_for_build_wheel()"
+    if piece == "headers":
+        code = ("from build_backend import environment; "
+                f"environment.sysconfig.get_path = lambda name: {str(tmp_path)!r}; {code}")
+    wrong = {"compiler": {"CXX": f"{tmp_path}/none"}, "architecture": {"FLASH_EXT_ARCHS": "9"}, "headers": {}}
+    done = run_hook(code, **wrong[piece])
+    said = {"compiler": f"no {tmp_path}/none", "headers": f"no Python.h in {tmp_path}", "architecture": "'9'"}
+    assert done.returncode == 1 and said[piece] in done.stderr and "  mend:   " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_unfit_torch_ends_before_anything_is_fetched(tmp_path, monkeypatch):
     monkeypatch.delenv("FLASH_EXT_BUILD_TORCH", raising=False)
     monkeypatch.setattr(environment, "find_torch", lambda: fake_torch(tmp_path, "2.9.1", "12.8"))
     refusal(environment.missing_requirements)
 
 
-def run_hook(call: str, *, path: Path | None = None) -> subprocess.CompletedProcess:
+def run_hook(call: str, *, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
     """Calls a PEP 517 hook as a front end does: in a fresh process, in the project's folder."""
     code = f"import sys; sys.path.insert(0, 'csrc'); from build_backend import hooks; {call}"
     before = {"PYTHONPATH": str(path)} if path else {}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | before, text=True,
-                          capture_output=True, check=False, timeout=300)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | before | variables,
+                          text=True, capture_output=True, check=False, timeout=300)
 
 
 def test_wheel_metadata_pins_the_torch_minor_it_was_built_with(tmp_path):
@@ -279,7 +306,7 @@ def test_hook_ends_in_the_message_alone(tmp_path):
 # ---- choices of a build ----------------------------------------------------------------------------------
 
 def test_architectures_by_default(monkeypatch):
-    for name in ("FLASH_EXT_ARCHS", "FLASH_EXT_DEBUG", "FLASH_EXT_MUTANT"):
+    for name in (*ARCH_VARIABLES, "FLASH_EXT_DEBUG", "FLASH_EXT_MUTANT"):
         monkeypatch.delenv(name, raising=False)
     variant = kernels_build.Variant.from_environment()
     assert (variant.name, variant.defines) == ("release", [])
@@ -305,10 +332,72 @@ def test_line_tables_are_for_those_who_ask(monkeypatch):
     assert "-lineinfo" not in kernels_build.Variant.from_environment().nvcc_flags
 
 
-@pytest.mark.parametrize("archs, said", [("hopper", "'hopper'"), ("9.0a 7.5", "no kernel runs before 8.0")])
-def test_unknown_architecture_is_refused(monkeypatch, archs, said):
-    monkeypatch.setenv("FLASH_EXT_ARCHS", archs)
-    assert said in refusal(kernels_build.Variant.from_environment)
+def archs_of(monkeypatch, ours: str | None = None, torchs: str | None = None) -> tuple[str, ...]:
+    for name, value in zip(ARCH_VARIABLES, (ours, torchs), strict=True):
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    return kernels_build.Variant.from_environment().archs
+
+
+@pytest.mark.parametrize("ours, torchs, archs", [
+    (None, None, "8.0 8.0+PTX 9.0a"),
+    ("9.0", None, "9.0a"),
+    ("9.0a", "8.0", "9.0a"),  # ours goes first
+    (None, "9.0", "9.0a"),
+    (None, "8.0+PTX", "8.0 8.0+PTX"),
+    ("8.0, 8.0+PTX;9.0a", None, "8.0 8.0+PTX 9.0a"),
+    (None, "8.0;8.6 ; 12.0+PTX", "8.0 8.6 12.0 12.0+PTX"),
+    (None, "9.0+PTX", "9.0a 8.0+PTX"),  # PTX with Hopper's own instructions runs on Hopper alone
+    (None, "Hopper", "9.0a 8.0+PTX"),
+    (None, "Ampere;Ada", "8.0 8.6 8.6+PTX 8.9 8.9+PTX"),
+    (None, "7.0 7.5 Volta 8.0 9.0", "8.0 9.0a"),  # a list for every project
+    ("", " ", "8.0 8.0+PTX 9.0a"),
+])
+def test_architectures_by_either_variable(monkeypatch, ours, torchs, archs):
+    assert archs_of(monkeypatch, ours, torchs) == tuple(archs.split())
+
+
+@pytest.mark.parametrize("ours, torchs, said", [
+    ("hoper", None, "'hoper'"), ("9.0a 7.5", None, "no kernel runs before 8.0"), ("Turing", None, "'Turing'"),
+    (None, "9", "TORCH_CUDA_ARCH_LIST with '9'"), (None, "7.5", "no kernel runs before 8.0"),
+    (None, "native", "'native'"),
+])
+def test_unknown_architecture_is_refused(monkeypatch, ours, torchs, said):
+    assert said in refusal(lambda: archs_of(monkeypatch, ours, torchs))
+
+
+@pytest.mark.parametrize("listed, archs", [
+    ("9.0\n9.0", "9.0a"), ("8.6", "8.0"), ("8.0\n 9.0", "8.0 9.0a"), ("12.0", "8.0+PTX"), ("7.5\n8.9", "8.0"),
+])
+def test_the_architecture_of_the_gpu_that_is_here(tmp_path, monkeypatch, listed, archs):
+    """The part of the default build that runs there, by nvidia-smi."""
+    executable(tmp_path / "nvidia-smi", f"printf '{listed}\n'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert archs_of(monkeypatch, "native") == tuple(archs.split())
+
+
+@pytest.mark.parametrize("capability, archs", [((9, 0), "9.0a"), ((7, 5), None), (None, None)])
+def test_the_gpu_that_is_here_by_torch(tmp_path, monkeypatch, capability, archs):
+    """Where there is no nvidia-smi, or none that works."""
+    executable(tmp_path / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    torch_here = fake_torch(tmp_path / "site", "2.13.0")
+    (torch_here.root / "__init__.py").write_text(
+        f"class cuda:\n    device_count = staticmethod(lambda: {int(bool(capability))})\n"
+        f"    get_device_capability = staticmethod(lambda index: {capability})\n")
+    monkeypatch.setattr(archs_of_build, "find_torch", lambda: torch_here)
+    if archs:
+        assert archs_of(monkeypatch, "native") == tuple(archs.split())
+    else:
+        text = refusal(lambda: archs_of(monkeypatch, "native"))
+        assert "no GPU here" in text and ("7.5" in text) == bool(capability)
+
+
+def test_an_architecture_that_nvcc_does_not_know(tmp_path):
+    nvcc = executable(tmp_path / "bin" / "nvcc", "echo sm_80; echo sm_90; echo sm_120")
+    toolkit = environment.Toolkit(nvcc.parents[1], "13.0", tmp_path)
+    archs_of_build.check_compiler(toolkit, ("8.0", "8.0+PTX", "9.0a", "12.0"))
+    text = refusal(lambda: archs_of_build.check_compiler(toolkit, ("8.5",)))
+    assert "8.5" in text and "8.0 9.0 12.0" in text
 
 
 def test_parallel_jobs(monkeypatch):
@@ -334,6 +423,102 @@ def test_when_python3_itself_is_used(tmp_path, monkeypatch, cuda, reachable, sys
     monkeypatch.setattr(environment, "find_torch", lambda: fake_torch(tmp_path, "2.11.0", cuda))
     monkeypatch.setattr(prepare, "reaches_index", lambda: reachable)
     assert prepare.must_use_system() == system
+
+
+class Filled:
+    """An environment whose pip notes what it is asked to install."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.toolkit: environment.Toolkit | None = TOOLKIT
+        monkeypatch.setattr(prepare, "install", lambda *what: self.asked.append(what))
+        monkeypatch.setattr(sys, "prefix", str(folder))
+        monkeypatch.setattr(environment, "find_toolkit", lambda: (self.toolkit, []))
+
+    def fill(self, *extras: str) -> set[str]:
+        """The names of what was installed, in whatever folder."""
+        self.asked.clear()
+        prepare.fill(list(extras))
+        return {prepare.name_of(item) for what in self.asked for item in what if item[0] not in "-/"}
+
+
+@pytest.fixture
+def filled(tmp_path, monkeypatch) -> Filled:
+    return Filled(tmp_path, monkeypatch)
+
+
+def test_the_demo_gets_what_it_needs_and_no_more(filled):
+    assert filled.fill("demo") == {"torch", "setuptools", "ninja", "matplotlib", "numpy", "rich"}
+    assert filled.fill("demo") == filled.fill() == set()
+
+
+def test_tests_add_their_own_and_what_is_there_stays(filled):
+    filled.fill("demo")
+    added = filled.fill("test", "demo")
+    assert {"pytest", "transformers", "diffusers", "nvidia-cuda-nvdisasm"} <= added
+    (beside,) = (what for what in filled.asked if "--target" in what)
+    # pip would print that it conflicts with the one beside it, which is why it has a folder of its own.
+    assert beside[-1] == f"transformers=={pins.pin('transformers-other')}" and "--no-warn-conflicts" in beside
+    assert filled.fill("demo") == filled.fill("test", "demo") == filled.fill() == set()
+
+
+def test_a_pin_that_moves_is_installed(filled, monkeypatch):
+    filled.fill("demo")
+    with monkeypatch.context() as patch:
+        patch.setattr(pins, "torch_requirement", lambda: "torch==2.99.0")
+        assert "torch" in filled.fill("demo") and "torch==2.99.0" in filled.asked[0]
+    assert "torch" in filled.fill("demo")  # back again
+    filled.toolkit = None
+    assert "cuda-toolkit" in filled.fill("demo")
+
+
+def test_make_asks_for_the_extras_of_each_target():
+    def asked(target: str) -> str:
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        return re.search(r"--extras(.*?)--modules", done.stdout).group(1).strip()
+
+    extras = {"build": "", "info": "", "demo": "demo", "bench": "demo", "test": "test demo"}
+    assert {name: asked(name) for name in extras} == extras
+    assert set(asked("test").split()) <= set(pins.pyproject()["project"]["optional-dependencies"])
+
+
+# ---- where it is published -------------------------------------------------------------------------------
+
+def test_nothing_names_a_place_while_there_is_none():
+    readme = "![a](b.png)\n\n## Install\n"
+    assert published.links("") == {} and published.description(readme, "") == readme
+
+
+def test_addresses_follow_the_place_of_the_sources():
+    place = "https://forge.invalid/us/flash_ext"
+    assert set(published.links(place)) == {"Source", "Issues", "Changelog"}
+    readme = ("![speed](bench/a.png) [docs](docs/masks.md#top) [here](#api) [far](https://other.invalid/x)\n\n"
+              "## Install\n\n```sh\npip install .\n```\n")
+    shown = published.description(readme, place)
+    assert f"![speed]({place}/raw/HEAD/bench/a.png) [docs]({place}/blob/HEAD/docs/masks.md#top)" in shown
+    assert "[here](#api) [far](https://other.invalid/x)" in shown
+    assert shown.index(f"git clone {place} && cd flash_ext\n") < shown.index("pip install .")
+    whole = published.description((ROOT / "README.md").read_text(), place)
+    assert not re.search(r"\]\((?!#|https?:)", whole)
+
+
+@pytest.mark.parametrize("place", ["", "https://forge.invalid/us/flash_ext"])
+def test_metadata_has_the_links_when_there_are_any(tmp_path, place):
+    done = run_hook("from build_backend import pins; "
+                    f"pins.pyproject()['tool']['flash_ext']['repository'] = {place!r}; "
+                    f"hooks.prepare_metadata_for_build_wheel({str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    message = email.parser.Parser().parsestr(metadata.read_text())
+    assert len(message.get_all("Project-URL", [])) == (3 if place else 0)
+    assert message["Description-Content-Type"] == "text/markdown"
+    assert "pip install ." in message.get_payload() and ("git clone" in message.get_payload()) == bool(place)
+
+
+def test_uv_builds_against_the_torch_that_is_there():
+    """Its isolated build sees no torch and would exchange the user's."""
+    project = pins.pyproject()
+    assert project["tool"]["uv"]["no-build-isolation-package"] == [project["project"]["name"]]
 
 
 # ---- info ------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 ninja gives incremental and parallel builds (headers are tracked through depfiles), every nvcc run leaves its
 output in a log beside the object, and after each build all logs are read again: a kernel that spills, uses a
 stack frame or lost a Hopper instruction fails the build, also when nothing had to be recompiled. What ptxas
-said of every kernel goes to build/resources.json, which tests read.
+said of every kernel goes to build/resources.json, which tests read. What another build has compiled from the
+same bytes is copied (cache.py).
 
 Environment variables:
-    FLASH_EXT_ARCHS: architectures to compile for, e.g. "9.0a" while developing (default "8.0 8.0+PTX 9.0a").
+    FLASH_EXT_ARCHS, TORCH_CUDA_ARCH_LIST: architectures to compile for (archs.py), e.g. "native".
+    FLASH_EXT_CACHE: the folder of compiled objects (default ~/.cache/flash_ext), or "off".
     FLASH_EXT_LINEINFO=1: line tables in the kernels, for profilers; they take a tenth of the compile time.
     FLASH_EXT_DEBUG=1: defines FLASH_EXT_DEBUG (device assertions); the gates then only report.
     FLASH_EXT_MUTANT=n: the sources hold planted bug n, a test of the tests: the gates only report, and the
@@ -28,16 +30,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import environment, ptxas_log
+from . import archs, cache, environment, progress, ptxas_log
 from .pins import ROOT, toolkit_requirement
 from .sources import content_hash
 
-DEFAULT_ARCHS = "8.0 8.0+PTX 9.0a"
+LEFT_OUT = "-DFLASH_EXT_LEFT_OUT"  # csrc/call.h
+API = Path("api")  # below csrc/, the only folder that knows torch
+# In the build folder, for cache.py: its settings, and a script that starts it.
+SETTINGS, CACHED = "cache.json", "cached.sh"
 # The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
 BYTES_PER_JOB = 2.5 * 2**30
 
@@ -68,17 +74,9 @@ class Variant:
 
     @classmethod
     def from_environment(cls) -> Variant:
-        archs = tuple(re.split(r"[\s;,]+", (os.environ.get("FLASH_EXT_ARCHS") or DEFAULT_ARCHS).strip()))
-        for arch in archs:
-            number = re.fullmatch(r"(\d+)\.\d[a-z]?(\+PTX)?", arch)
-            if number is None or int(number.group(1)) < 8:
-                raise environment.BuildProblem(
-                    "FLASH_EXT_ARCHS is not understood" if number is None else "no kernel runs before 8.0",
-                    f"FLASH_EXT_ARCHS with {arch!r}", "8.0 or newer, e.g. 8.0, 8.0+PTX or 9.0a",
-                    f"export FLASH_EXT_ARCHS='{DEFAULT_ARCHS}'")
         mutant = os.environ.get("FLASH_EXT_MUTANT") or None
         number = int(mutant) if mutant else None
-        return cls(archs, _is_set("FLASH_EXT_DEBUG"), number, _is_set("FLASH_EXT_LINEINFO"))
+        return cls(archs.chosen(), _is_set("FLASH_EXT_DEBUG"), number, _is_set("FLASH_EXT_LINEINFO"))
 
     @property
     def name(self) -> str:
@@ -96,10 +94,13 @@ class Variant:
         """Kernels, or tiles of portable ones, that only Hopper has the means for are compiled for it alone.
 
         And the small tiles of portable kernels for all others alone, since Hopper takes the large ones. Each
-        of these kernels twice made a third of a build's time.
+        of these kernels twice made a third of a build's time. In a build without Hopper its kernels are left
+        out (csrc/call.h).
         """
         if "_sm90" in source.stem or "_sm80_large" in source.stem:
-            own = tuple(arch for arch in self.archs if arch == "9.0a")
+            if "9.0a" not in self.archs:
+                return [LEFT_OUT, *self.gencode(self.archs[:1])]
+            own = ("9.0a",)
         elif "_sm80" in source.stem:
             own = tuple(arch for arch in self.archs if arch != "9.0a")
         else:
@@ -114,6 +115,11 @@ class Variant:
             kind = "compute" if arch.endswith("+PTX") else "sm"
             flags.append(f"-gencode=arch=compute_{number},code={kind}_{number}")
         return flags
+
+    @property
+    def holds_paths(self) -> bool:
+        """Whether objects name the folder that they were compiled in, by line tables or assertions."""
+        return self.lineinfo or self.debug
 
     @property
     def defines(self) -> list[str]:
@@ -132,8 +138,7 @@ class Tools:
 
     @classmethod
     def find(cls) -> Tools:
-        if sys.platform != "linux":
-            raise environment.BuildProblem("unknown platform", sys.platform, "Linux", "use WSL 2")
+        environment.check_platform()
         torch = environment.check_torch(environment.find_torch())
         toolkit = environment.check_toolkit()
         return cls(torch, toolkit, environment.check_host_compiler(toolkit), environment.find_ninja(),
@@ -160,38 +165,92 @@ def build_extension(version: str) -> Path:
         subprocess.CalledProcessError: the compiler refused; its words are on the screen.
     """
     tools, variant = Tools.find(), Variant.from_environment()
+    archs.check_compiler(tools.toolkit, variant.archs)
     folder = _variant_folder(tools, variant)
     folder.mkdir(parents=True, exist_ok=True)
     with _one_build_at_a_time(folder):
         _probe_toolkit(tools, folder)
         _write_if_changed(folder / "generated" / "build_record.h", _build_record(tools, variant, version))
         _write_if_changed(folder / "build.ninja", ninja_file(tools, variant, folder))
-        _run_ninja(tools, folder)
+        store = None if variant.holds_paths else _store()
+        # Not in the graph: another interpreter in the same folder would compile all again.
+        (folder / CACHED).write_text(_exec([sys.executable, "-I", "-S", cache.__file__, SETTINGS]))
+        (folder / SETTINGS).write_text(json.dumps(_cache_settings(tools, folder, store)))
+        _run_ninja(tools, variant, folder, store)
+        if store:
+            cache.trim(store)
         _gate(folder, variant)
     return folder / "_C.so"
 
 
-def _run_ninja(tools: Tools, folder: Path) -> None:
+def _run_ninja(tools: Tools, variant: Variant, folder: Path, store: Path | None) -> None:
     """Runs the graph; what a build from nothing costs is kept beside it, for a test to hold to its budget."""
     from_nothing = not (folder / ".ninja_log").is_file()
+    jobs, hits = parallel_jobs(), folder / cache.HITS
+    before = _lines(hits)
     started = time.monotonic()
-    done = subprocess.run([tools.ninja, "-C", str(folder), "-j", str(parallel_jobs())], check=False)
+    command = [tools.ninja, "-C", str(folder), "-j", str(jobs)]
+    with progress.hint(folder, _planned(command, variant), jobs):
+        # For each file a line with how many are done and the time.
+        done = subprocess.run(command, check=False, env={"NINJA_STATUS": "[%f/%t, %e s] ", **os.environ})
     if done.returncode:
         # ninja has printed the failing command and the compiler's words already.
         raise subprocess.CalledProcessError(done.returncode, "ninja")
     wall, used = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
-    print(f"compiled in {wall:.0f} s ({cpu:.0f} s of CPU time, largest process {peak:.2f} GiB)", flush=True)
-    if from_nothing:
-        cost = {"wall_seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "peak_gib": round(peak, 2)}
-        (folder / "full_build.json").write_text(json.dumps(cost))
+    copied = _lines(hits) - before
+    found = f"; {copied} files were in {store}" if copied else ""
+    print(f"compiled in {wall:.0f} s ({cpu:.0f} s of CPU time, largest process {peak:.2f} GiB){found}",
+          flush=True)
+    if from_nothing and not copied:
+        took = {"wall_seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "peak_gib": round(peak, 2)}
+        (folder / "full_build.json").write_text(json.dumps(took))
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0
+
+
+def _planned(command: list[str], variant: Variant) -> dict[str, float]:
+    """What ninja would compile, with about how many seconds it takes on one core."""
+    said = subprocess.run([*command, "-n", "-v"], capture_output=True, text=True, check=False).stdout
+    files = {}
+    for source in source_files():
+        if f" -o {source}.o" in said:
+            flags = variant.gencode_of(source)
+            kinds = sum("code=sm_" in item for item in flags)
+            seconds = 6.0 if source.suffix == ".cpp" else 3.0 if LEFT_OUT in flags else 20.0 * max(1, kinds)
+            files[f"{source}.o"] = seconds
+    return files
+
+
+def _store() -> Path | None:
+    store, why_not = cache.folder()
+    if why_not:
+        print(f"compiled objects are not kept: {why_not} (FLASH_EXT_CACHE names another folder)", flush=True)
+    return store
+
+
+def _cache_settings(tools: Tools, folder: Path, store: Path | None) -> dict:
+    """For cache.py, which ninja starts: what identifies a compiler run beside its command and its files."""
+    host = environment.words_of([tools.cxx, "--version"], [tools.cxx, "-dumpmachine"])
+    home = tools.toolkit.home
+    device = environment.words_of(*([str(home / "bin" / name), "--version"] for name in ("nvcc", "ptxas")))
+    # It has no --version.
+    device += "".join(f"cicc of {item.stat().st_size} bytes" for item in home.glob("nvvm*/bin/cicc"))
+    binding = f"torch {tools.torch.version} for {sysconfig.get_config_var('SOABI')}"
+    roots = {"SOURCES": ROOT, "BUILD": folder, "TOOLKIT": home, "TORCH": tools.torch.root,
+             "PYTHON": tools.python_include}
+    return {"store": str(store) if store else None,
+            "roots": {name: str(path) for name, path in roots.items()},
+            "identity": {cache.KERNELS: host + device, "cxx": host, "binding": host + binding}}
 
 
 def _variant_folder(tools: Tools, variant: Variant) -> Path:
-    archs = "" if variant.archs == tuple(DEFAULT_ARCHS.split()) else "-" + "-".join(variant.archs)
+    own = "" if variant.archs == tuple(archs.DEFAULT.split()) else "-" + "-".join(variant.archs)
     lines = "-lineinfo" if variant.lineinfo else ""
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    name = f"{variant.name}{lines}{archs}-{python}-torch{tools.torch.version}"
+    name = f"{variant.name}{lines}{own}-{python}-torch{tools.torch.version}"
     return ROOT / "build" / name.replace("+", "_")
 
 
@@ -199,11 +258,16 @@ def _variant_folder(tools: Tools, variant: Variant) -> Path:
 
 def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
     torch_include = tools.torch.root / "include"
-    system = [torch_include, torch_include / "torch" / "csrc" / "api" / "include", tools.python_include,
-              *tools.toolkit.include_dirs]
+    of_torch = [f"-isystem{item}" for item in (
+        torch_include, torch_include / "torch" / "csrc" / "api" / "include", tools.python_include)]
     cxx = [tools.cxx, *CXX_FLAGS, *variant.defines, *shlex.split(os.environ.get("CXXFLAGS", "")),
-           f"-I{folder / 'generated'}", *(f"-isystem{item}" for item in system)]
+           f"-I{folder / 'generated'}",
+           # Messages name files, of which another build may have another copy.
+           f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={torch_include}/="]
+    system = [f"-isystem{item}" for item in tools.toolkit.include_dirs]
     nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *variant.common_nvcc_flags, *variant.defines]
+    cached = ["sh", CACHED]
+    files = "-MD -MF $out.d -c $in -o $out"
     cudart = tools.toolkit.cudart
     # A shared runtime is found beside torch's own, in site-packages, or where it was at build time.
     runtime_paths = [] if cudart.suffix == ".a" else [
@@ -215,13 +279,14 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
                  "-lpthread", "-ldl", "-lrt"]
     lines = [
         "ninja_required_version = 1.5",
-        "rule cxx",
-        f"  command = {_shell(cxx)} -MMD -MF $out.d -c $in -o $out",
+        # What no torch header reaches does not depend on torch.
+        "rule cxx", f"  command = {_shell([*cached, 'cxx'])} $out -- {_shell([*cxx, *system])} {files}",
         "  depfile = $out.d", "  deps = gcc", "  description = c++ $name",
-        "rule nvcc",
-        # The log outlives the run, for the gates; what the compiler refuses goes to the screen as well.
-        f"  command = {_shell(nvcc)} $gencode -MMD -MF $out.d -c $in -o $out > $out.log 2>&1"
-        " || (cat $out.log; exit 1)",
+        "rule binding", f"  command = {_shell([*cached, 'binding'])} $out -- "
+                        f"{_shell([*cxx, *of_torch, *system])} {files}",
+        "  depfile = $out.d", "  deps = gcc", "  description = c++ $name",
+        f"rule {cache.KERNELS}",
+        f"  command = {_shell([*cached, cache.KERNELS])} $out -- {_shell(nvcc)} $gencode {files}",
         "  depfile = $out.d", "  deps = gcc", "  description = nvcc $name",
         "rule link",
         f"  command = {_shell(link)} $in -o $out {_shell(libraries)}",
@@ -229,10 +294,10 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
     ]
     objects = []
     for source in source_files():
-        rule = "nvcc" if source.suffix == ".cu" else "cxx"
+        rule = cache.KERNELS if source.suffix == ".cu" else "binding" if source.parent == API else "cxx"
         objects.append(f"{source}.o")
         lines += [f"build {_path(source)}.o: {rule} {_path(ROOT / 'csrc' / source)}", f"  name = {source}"]
-        if rule == "nvcc":
+        if rule == cache.KERNELS:
             lines.append(f"  gencode = {_shell(variant.gencode_of(source))}")
     lines += [f"build _C.so: link {' '.join(_path(Path(item)) for item in objects)}", "default _C.so", ""]
     return "\n".join(lines)
@@ -240,6 +305,10 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
 
 def _shell(command: list[str]) -> str:
     return shlex.join(command).replace("$", "$$")
+
+
+def _exec(command: list[str]) -> str:
+    return f'exec {shlex.join(command)} "$@"\n'
 
 
 def _path(path: Path) -> str:
@@ -333,6 +402,7 @@ def _gate(folder: Path, variant: Variant) -> None:
     cost = folder / "full_build.json"
     table = {"variant": variant.name, "archs": variant.archs, "seconds": _seconds(folder),
              "full_build": json.loads(cost.read_text()) if cost.is_file() else None,
+             "from_cache": (folder / cache.HITS).is_file(),
              "warnings": warnings, "kernels": [dataclasses.asdict(item) for item in kernels]}
     (ROOT / "build" / "resources.json").write_text(json.dumps(table, indent=1))
     if warnings:

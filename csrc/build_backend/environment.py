@@ -240,10 +240,31 @@ def _find_cudart(home: Path) -> Path | None:
 
 # ---------------------------------------------------------------- host tools
 
-def check_host_compiler(toolkit: Toolkit) -> str:
-    """A g++ that both C++20 and this nvcc accept: $CXX if set, else the first that fits."""
-    limit = 15
-    for header in toolkit.home.rglob("crt/host_config.h"):
+NEWEST_GXX = 15  # that the pinned toolkit takes; one that is there says so itself
+# What our sources need of C++20, and the header without which a compiler has no library.
+CXX20 = """#include <concepts>
+#include <cstdint>
+template <std::integral T> constexpr auto twice = []<int n>(T x) { return n * x; };
+static_assert(twice<std::int64_t>.operator()<2>(3) == 6);
+"""
+
+
+def check_platform() -> None:
+    if sys.platform != "linux":
+        raise BuildProblem("unknown platform", sys.platform, "Linux", "use WSL 2")
+
+
+def check_host_compiler(toolkit: Toolkit | None) -> str:
+    """A g++ that both C++20 and this nvcc accept: $CXX if set, else the first that fits.
+
+    Args:
+        toolkit: None where the pinned one is yet to be fetched.
+
+    Raises:
+        BuildProblem: none is there, or those that are do not fit or do not work.
+    """
+    limit = NEWEST_GXX
+    for header in toolkit.home.rglob("crt/host_config.h") if toolkit else ():
         match = re.search(r"__GNUC__ > (\d+)", header.read_text())
         limit = int(match.group(1)) if match else limit
         break
@@ -256,12 +277,27 @@ def check_host_compiler(toolkit: Toolkit) -> str:
             continue
         said = _output([path, "--version"])
         version = _output([path, "-dumpversion"]).strip().split(".")[0]
-        if "clang" in said or (version.isdigit() and 11 <= int(version) <= limit):
+        if "clang" not in said and not (version.isdigit() and 11 <= int(version) <= limit):
+            refused.append(f"{path} is g++ {version}")
+        elif complaint := _refuses_cxx20(path):
+            refused.append(f"{path} does not compile C++20: {complaint}")
+        else:
             return path
-        refused.append(f"{path} is g++ {version}")
+    release = toolkit.version if toolkit else pin("cuda-toolkit").rpartition(".")[0]
     raise BuildProblem("no C++ compiler that fits", "; ".join(refused) or f"no {named or 'g++'}",
-                       f"g++ 11 to {limit} (CUDA {toolkit.version} takes no newer one)",
-                       "apt-get install g++-12, or set CXX to the one to use")
+                       f"g++ 11 to {limit} (CUDA {release} takes no newer one)",
+                       f"{_packaged('g++-12', 'gcc-c++')}, or set CXX to the one to use")
+
+
+def _refuses_cxx20(compiler: str) -> str:
+    """The first error for a few lines of it, "" if there is none: g++ may be there without the rest."""
+    command = [compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    try:
+        done = subprocess.run(command, input=CXX20, text=True, capture_output=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return str(problem)
+    lines = done.stderr.splitlines() or [f"status {done.returncode}"]
+    return next((line for line in lines if "error" in line), lines[0]) if done.returncode else ""
 
 
 def check_python_headers() -> Path:
@@ -269,8 +305,16 @@ def check_python_headers() -> Path:
     if not (include / "Python.h").is_file():
         number = f"{sys.version_info[0]}.{sys.version_info[1]}"
         raise BuildProblem("Python's headers are missing", f"no Python.h in {include}",
-                           f"the headers of Python {number}", f"apt-get install python{number}-dev")
+                           f"the headers of Python {number}",
+                           _packaged(f"python{number}-dev", f"python{number}-devel"))
     return include
+
+
+def _packaged(debian: str, fedora: str) -> str:
+    """The command that installs a package of the system."""
+    if shutil.which("apt-get") is None and shutil.which("dnf"):
+        return f"dnf install {fedora}"
+    return f"apt-get install {debian}"
 
 
 def find_ninja() -> str:
@@ -296,16 +340,28 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
+def words_of(*commands: list[str]) -> str:
+    """What tools say of themselves, one after the other."""
+    return "".join(_output(command) for command in commands)
+
+
 # ---------------------------------------------------------------- what to fetch
 
 def missing_requirements() -> list[str]:
     """What an isolated build has to fetch besides setuptools and ninja.
 
+    What a package cannot bring is looked for first: gigabytes are not fetched for a build that cannot be.
+
     FLASH_EXT_BUILD_TORCH names the torch to build against, for front ends that hide the target environment.
 
     Raises:
-        BuildProblem: the target's torch cannot be built against.
+        BuildProblem: the target's torch cannot be built against, or a compiler or Python's headers are
+            missing.
     """
+    check_platform()
+    toolkit, _ = find_toolkit()
+    check_host_compiler(toolkit)
+    check_python_headers()
     asked = os.environ.get("FLASH_EXT_BUILD_TORCH")
     torch = None if asked else find_torch()
     if torch is not None:
@@ -318,6 +374,6 @@ def missing_requirements() -> list[str]:
                            f'export FLASH_EXT_BUILD_TORCH="{torch_requirement()}"')
     fetched = None if torch is not None else asked or torch_requirement()
     needed = [fetched] if fetched else []
-    if find_toolkit()[0] is None:
+    if toolkit is None:
         needed.append(toolkit_requirement(beside=fetched))
     return needed

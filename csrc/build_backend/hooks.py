@@ -19,6 +19,7 @@ from setuptools.build_meta import (  # noqa: F401  (hooks that need nothing of o
     prepare_metadata_for_build_wheel,
 )
 
+from . import archs
 from .environment import BuildProblem, missing_requirements
 
 
@@ -33,6 +34,7 @@ def get_requires_for_build_editable(config_settings: dict[str, Any] | None = Non
 def _missing() -> list[str]:
     """Asked before setuptools says anything, so that a refusal stands alone."""
     try:
+        archs.chosen()  # a word that means nothing is said before anything is fetched for it
         return missing_requirements()
     except BuildProblem as problem:
         raise SystemExit(f"\n{problem}") from None  # the message alone, no traceback around it

@@ -271,7 +271,7 @@ def _alibi(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
 
 
 def relative_position(table: torch.Tensor) -> Any:
-    from flash_ext import RelativePosition
+    from flash_ext.masks import RelativePosition
 
     return RelativePosition(table)
 

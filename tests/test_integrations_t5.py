@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_ext import RelativePosition
+from flash_ext.masks import RelativePosition
 from flash_ext.integrations import t5
 from tests import test_integrations_transformers as base
 from tests.test_integrations_transformers import NAME, VOCABULARY, calls, close, tokens, transformers, use

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_ext.masks import RelativePosition
 from flash_ext.integrations import t5
+from flash_ext.masks import KeyMask, RelativePosition
 from tests import test_integrations_transformers as base
 from tests.test_integrations_transformers import NAME, VOCABULARY, calls, close, tokens, transformers, use
 
@@ -145,9 +146,9 @@ def test_a_training_step(family: str, side: str, monkeypatch: pytest.MonkeyPatch
         assert len(served) == (2 if family == "longt5" else 4)
     decoders = [options for options in served if not is_bidirectional(options["bias"])]
     assert len(decoders) == 2 and all(options["causal"] for options in decoders)
-    assert all(options["softmax_scale"] == 1.0 for options in seen)
+    assert all(options["scale"] == 1.0 for options in seen)
     if family not in ("umt5", "switch_transformers"):
-        assert all("attn_mask" not in options for options in seen)
+        assert not any(isinstance(options.get("bias"), Tensor) for options in seen)
 
 
 @needs_t5
@@ -160,9 +161,9 @@ def test_an_encoder_alone(family: str, side: str, monkeypatch: pytest.MonkeyPatc
         equal_to_eager(make(family, "EncoderModel"), inputs)
     assert len(seen) == 2
     for options in seen:
-        assert is_bidirectional(options["bias"]) and "attn_mask" not in options
+        assert is_bidirectional(options["bias"])
         assert options["bias"].reach == SIZES["relative_attention_max_distance"]
-        assert ("key_padding_mask" in options) == (side != "none")
+        assert isinstance(options.get("mask"), KeyMask if side != "none" else NoneType)
 
 
 @needs_t5

@@ -106,6 +106,15 @@ def test_sdpa_twin(device: str) -> None:
         assert counter.frame_count == compiled_before
 
 
+def test_a_word_for_causal_is_refused() -> None:
+    """It is true, whatever it says: taken for True it would mean another alignment than "top_left" does."""
+    q, k, v = make_qkv(seqlen_k=21)
+    compiled = torch.compile(flash_ext.attention, backend="eager")
+    for call in (flash_ext.attention, compiled):
+        with pytest.raises(TypeError, match=r'causal must be a bool, got \'top_left\'.*masks.Causal\("top_left"\)'):
+            call(q, k, v, causal="top_left")
+
+
 def test_merging_compiles() -> None:
     def both_halves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = [flash_ext.forward(q, k[:, s], v[:, s]) for s in (slice(0, 8), slice(8, None))]

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
-from flash_ext import masks
 from bench import machine, timing
+from flash_ext import masks
 
 HEADS = {32: 4, 64: 12, 80: 12, 128: 16, 256: 8}
 SEQLENS = (16, 49, 77, 128, 197, 256, 577, 1024, 4096)

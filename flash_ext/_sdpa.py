@@ -153,7 +153,8 @@ def _check_mask(mask: Any, sizes: tuple[int, ...]) -> None:
         )
     if not 1 <= mask.dim() <= 4 or any(n not in (1, size) for n, size in zip(mask.shape[::-1], sizes[::-1])):
         raise ValueError(
-            f"attn_mask must broadcast to (batch, heads, seqlen_q, seqlen_k) = {sizes}, got {tuple(mask.shape)}."
+            f"attn_mask must broadcast to (batch, heads, seqlen_q, seqlen_k) = {sizes}, got "
+            f"{tuple(mask.shape)}."
         )
 
 

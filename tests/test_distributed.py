@@ -138,8 +138,9 @@ def as_values(parts: dict[str, Tensor]) -> dict:
     mask: masks.Mask = masks.Causal()
     if "prefix" in given:
         mask = mask | masks.Prefix(given.pop("prefix"))
-    for name, kind in (("documents", masks.Documents), ("mask", masks.Dense), ("hidden_rows", masks.HiddenRows),
-                       ("hidden_keys", masks.HiddenKeys)):  # fmt: skip
+    kinds = {"documents": masks.Documents, "mask": masks.Dense, "hidden_rows": masks.HiddenRows,
+             "hidden_keys": masks.HiddenKeys}  # fmt: skip
+    for name, kind in kinds.items():
         if name in given:
             mask = mask & kind(given.pop(name))
     if "slopes" in given:

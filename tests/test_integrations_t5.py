@@ -140,7 +140,7 @@ def test_a_training_step(family: str, side: str, monkeypatch: pytest.MonkeyPatch
     # UMT5 has a table in each layer, and the encoder of LongT5 an attention of its own.
     assert len(tables) == (4 if family == "umt5" else 2)
     assert all(grads[name].abs().amax(0).gt(0).all() for name in tables)
-    served = [options for options in seen if options.get("bias") is not None]
+    served = [options for options in seen if isinstance(options.get("bias"), RelativePosition)]
     assert len(seen) == (4 if family == "longt5" else 6)
     if family != "switch_transformers":  # whose encoder makes a mask that is added, of its own
         assert len(served) == (2 if family == "longt5" else 4)
@@ -302,7 +302,8 @@ def test_a_callers_own_4d_mask(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     with calls(monkeypatch) as seen:
         got = model(input_ids=ids, attention_mask=mask).last_hidden_state
     close(got, expected, "cpu")
-    assert all((options.get("bias") is not None) == (dtype == torch.bool) for options in seen)
+    kind = RelativePosition if dtype == torch.bool else Tensor
+    assert all(isinstance(options["bias"], kind) for options in seen)
 
 
 @needs_t5

@@ -495,7 +495,7 @@ def test_a_deterministic_backward_is_handed_on(monkeypatch: pytest.MonkeyPatch) 
     with calls(monkeypatch) as seen:
         integration.attention_forward(layer, q, k, k, None, deterministic=True)
         integration.attention_forward(layer, q, k, k, None, deterministic=None)
-    assert [call["deterministic"] for call in seen] == [True, False]
+    assert [call["deterministic"] for call in seen] == [True, None]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.masks import RelativePosition
 from flash_ext._masks import relative_position
+from flash_ext.masks import RelativePosition
 from tests.qkv import on_devices
 
 KINDS = [

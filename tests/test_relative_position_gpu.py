@@ -252,7 +252,8 @@ def t5(device: str, *, buckets: int = 32, **options) -> flash_ext.masks.Relative
 def test_t5_is_the_bias_written_out(target: Target, is_bidirectional: bool) -> None:
     bias = t5(target.device, bidirectional=is_bidirectional)
     causal, top = {"causal": True}, {"mask": flash_ext.masks.Causal("top_left")}
-    for rows, keys, hides in ((300, 300, {} if is_bidirectional else causal), (100, 400, causal), (260, 90, top)):
+    square = {} if is_bidirectional else causal
+    for rows, keys, hides in ((300, 300, square), (100, 400, causal), (260, 90, top)):
         q, k, v = (
             torch.randn(2, n, h, 64, device=target.device).half().requires_grad_()
             for n, h in ((rows, HEADS), (keys, HEADS_K), (keys, HEADS_K))

@@ -74,7 +74,8 @@ def grads_of(out: Tensor, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, .
 
 def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """flash_ext's own function in torch's layout."""
-    out, aux = flash_ext.attention(q, k, v, layout="bhsd", return_aux=flash_ext.AuxRequest(lse=True), **options)
+    request = flash_ext.AuxRequest(lse=True)
+    out, aux = flash_ext.attention(q, k, v, layout="bhsd", return_aux=request, **options)
     return out, aux.lse
 
 

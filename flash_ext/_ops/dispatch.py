@@ -391,7 +391,9 @@ def refuse_tensor_scale() -> None:
 
 
 def _refuse_word_for_causal(causal: str) -> NoReturn:
-    raise TypeError(f'causal must be a bool, got {causal!r}. Alignments: mask=flash_ext.masks.Causal("top_left").')
+    raise TypeError(
+        f'causal must be a bool, got {causal!r}. Alignments: mask=flash_ext.masks.Causal("top_left").'
+    )
 
 
 # ---- words for arguments of a wrong type ---------------------------------------------------------------

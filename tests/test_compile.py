@@ -115,6 +115,14 @@ def test_a_word_for_causal_is_refused() -> None:
             call(q, k, v, causal="top_left")
 
 
+@pytest.mark.parametrize("name, words", [("return_lse", "Did you mean return_aux="), ("masc", "no keyword 'masc'")])
+def test_an_unknown_keyword_is_refused_in_words(name: str, words: str) -> None:
+    """Also with one graph, where the words are inside those of the compiler."""
+    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=words):
+        compiled(*make_qkv(), **{name: True})
+
+
 def test_merging_compiles() -> None:
     def both_halves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = [flash_ext.forward(q, k[:, s], v[:, s]) for s in (slice(0, 8), slice(8, None))]

@@ -41,11 +41,23 @@ def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
         TypeError: there is one.
     """
     for name in unknown:
-        known = ["causal", "window_size", "scale", "mask", "bias", "sinks", "softcap", "dropout_p", "generator"]
+        known = [
+            "causal",
+            "window_size",
+            "scale",
+            "mask",
+            "bias",
+            "sinks",
+            "softcap",
+            "dropout_p",
+            "generator",
+        ]
         meant = OTHER_NAMES.get(name)
         if not meant and not torch.compiler.is_compiling():  # which cannot trace difflib
-            near = difflib.get_close_matches(name, [*known, "return_aux", "deterministic", "backend", "layout"], 1)
-            meant = near and f"{near[0]}="
+            near = difflib.get_close_matches(
+                name, [*known, "return_aux", "deterministic", "backend", "layout"], 1
+            )
+            meant = near[0] + "=" if near else None
         hint = f" Did you mean {meant}?" if meant else ""
         raise TypeError(f"{function}() has no keyword {name!r}.{hint}")
 

@@ -318,7 +318,7 @@ def check_torchs_engine(world: World) -> None:
     leaves = [t.double().transpose(1, 2).requires_grad_() for t in whole[:3]]
     expected, _ = _truth(leaves, None, {"causal": True})
     wanted = torch.autograd.grad(expected, leaves, whole[3].double().transpose(1, 2))
-    before = flash_ext._sdpa_override.sdpa_counts()
+    before = flash_ext._count.sdpa_counts()
     torch.ops.flash_ext._set_sdpa("CPU")
     try:
         out, lse, *rest = engine._scaled_dot_product_ring_flash_attention(mesh, q, k, v, is_causal=True)
@@ -327,7 +327,7 @@ def check_torchs_engine(world: World) -> None:
         )
     finally:
         torch.ops.flash_ext._set_sdpa("")
-    after = flash_ext._sdpa_override.sdpa_counts()
+    after = flash_ext._count.sdpa_counts()
     for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
         assert after[name][0] - before[name][0] == world.size
     for got, own in zip((out, *grads), (expected, *wanted)):
@@ -383,7 +383,7 @@ def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
         leaves = [t.double().cpu().transpose(1, 2).requires_grad_() for t in whole]
         expected = flash_ext.attention(*leaves, causal=True)
         wanted = torch.autograd.grad(expected.sum(), leaves)
-        before = flash_ext._sdpa_override.sdpa_counts()
+        before = flash_ext._count.sdpa_counts()
         with flash_ext.enable_sdpa():
             with context_parallel(mesh, buffers=tuple(whole), buffer_seq_dims=(2, 2, 2)):
                 mine = [t.detach().requires_grad_() for t in whole]
@@ -391,7 +391,7 @@ def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
                 out.sum().backward()
                 results = [out.detach(), *(t.grad for t in mine)]
             gathered = context_parallel_unshard(mesh, results, [2] * 4)
-        after = flash_ext._sdpa_override.sdpa_counts()
+        after = flash_ext._count.sdpa_counts()
         for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
             assert after[name][0] > before[name][0] and after[name][1] == before[name][1]
         for got, own in zip(gathered, (expected, *wanted)):

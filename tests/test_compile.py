@@ -115,7 +115,9 @@ def test_a_word_for_causal_is_refused() -> None:
             call(q, k, v, causal="top_left")
 
 
-@pytest.mark.parametrize("name, words", [("return_lse", "Did you mean return_aux="), ("masc", "no keyword 'masc'")])
+@pytest.mark.parametrize("name, words", [
+    ("return_lse", "Did you mean return_aux="), ("masc", "no keyword 'masc'"),
+])  # fmt: skip
 def test_an_unknown_keyword_is_refused_in_words(name: str, words: str) -> None:
     """Also with one graph, where the words are inside those of the compiler."""
     compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="eager")

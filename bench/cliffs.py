@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
 from bench import machine, timing
+from flash_ext import masks
 
 HEADS = {32: 4, 64: 12, 80: 12, 128: 16, 256: 8}
 SEQLENS = (16, 49, 77, 128, 197, 256, 577, 1024, 4096)
@@ -98,7 +99,7 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
     bias = bias_of(kind, batch, heads, seqlen)
     learned, peer_learned = [], []
     if bias is not None:
-        options["attn_mask"] = bias
+        options["bias"] = bias
         rounded = bias.detach().to(torch.bfloat16).requires_grad_(bias.requires_grad)
         peer["attn_mask"] = rounded.expand(batch, heads, seqlen, seqlen)
         learned, peer_learned = ([bias], [rounded]) if bias.requires_grad else ([], [])
@@ -106,13 +107,13 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
         # Spread evenly: of few random lengths the mean, and with it the work, is a matter of luck.
         lengths = 1 + (torch.arange(batch, device="cuda")[:, None] * 2 + 1) * seqlen // (2 * batch)
         keep = torch.arange(seqlen, device="cuda")[None] < lengths
-        options["key_padding_mask"], peer["attn_mask"] = keep, keep[:, None, None]
+        options["mask"], peer["attn_mask"] = masks.KeyMask(keep), keep[:, None, None]
     elif kind == "dropout":
         options["dropout_p"] = peer["dropout_p"] = 0.1
     elif kind == "documents":
         # Their ends do not lie on those of tiles, at any length.
         ids = (torch.arange(seqlen, device="cuda") // max(7, seqlen // 8 - 3)).int()
-        options["document_ids"], peer = ids[None].expand(batch, seqlen), None
+        options["mask"], peer = masks.Documents(ids), None
 
     def ours(*qkv: Tensor) -> Tensor:
         return flash_ext.attention(*qkv, **options)

@@ -73,9 +73,9 @@ class Ours(Entrant):
         case = inputs.case
         options = {
             "causal": case.causal,
-            "window": case.window,
+            "window_size": case.window,
             "deterministic": case.deterministic,
-            "path": self.path,
+            "backend": self.path,
         }
         if case.packed:
             options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
@@ -88,11 +88,11 @@ class Ours(Entrant):
         attention = flash_ext.attention_varlen if inputs.case.packed else flash_ext.attention
         options, asked = self._options(inputs), inputs.asked
         if asked.learned is None:
-            fixed = functools.partial(attention, **options, **asked.options)
+            fixed = functools.partial(attention, **options | asked.options)
             return through_autograd(fixed, inputs.qkv, inputs.dout, direction)
 
         def forward(q, k, v, learned):
-            return attention(q, k, v, **options, **asked.options_with(learned))
+            return attention(q, k, v, **options | asked.options_with(learned))
 
         return through_autograd(forward, (*inputs.qkv, asked.learned), inputs.dout, direction)
 

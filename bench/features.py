@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 
 from bench.shapes import Case
+from flash_ext import masks
 
 # rule(b, h, row, col) -> bool and score(score, b, h, row, col) -> score, on index tensors that broadcast
 # with each other: FlexAttention's mask_mod and score_mod.
@@ -35,8 +37,9 @@ class Asked:
     """One feature on the tensors of one case.
 
     Attributes:
-        options: keywords of ``flash_ext.attention`` beyond causal, window and path.
-        learns: the option whose gradient is part of the backward; empty for q, k and v alone.
+        options: keywords of ``flash_ext.attention`` beyond those of the case, or in their place.
+        learns: the option whose tensor gets a gradient in the backward; empty for q, k and v alone.
+        value_of: makes that option of its tensor; None for the tensor itself.
         rule: visibility, causal and window included; None where every query sees every key.
         by_batch, by_head: whether the rule looks at b and at h.
         bias: what SDPA's ``attn_mask`` adds, (batch or 1, num_heads, seqlen_q, seqlen_k) in the dtype of q;
@@ -46,6 +49,7 @@ class Asked:
 
     options: dict[str, Any] = field(default_factory=dict)
     learns: str = ""
+    value_of: Callable[[torch.Tensor], Any] | None = None
     rule: Rule | None = None
     by_batch: bool = False
     by_head: bool = False
@@ -55,21 +59,17 @@ class Asked:
     @property
     def learned(self) -> torch.Tensor | None:
         """The tensor whose gradient is wanted beside those of q, k and v."""
-        option = self.options[self.learns] if self.learns else None
-        return getattr(option, "table", option)
+        return pytree.tree_leaves(self.options[self.learns])[0] if self.learns else None
 
     def options_with(self, learned: torch.Tensor) -> dict[str, Any]:
         """The options with another tensor in the place of the learned one."""
-        by_distance = hasattr(self.options[self.learns], "table")
-        return self.options | {self.learns: relative_position(learned) if by_distance else learned}
+        return self.options | {self.learns: self.value_of(learned) if self.value_of else learned}
 
     @property
     def option_bytes(self) -> int:
-        """Bytes of the tensors among the options, each counted once."""
-        values = [getattr(value, "table", value) for value in self.options.values()]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        blocks = getattr(self.options.get("block_mask"), "blocks", None)
-        return sum(t.numel() * t.element_size() for t in (*tensors, *([] if blocks is None else [blocks])))
+        """Bytes of the tensors that the options hold, each counted once."""
+        tensors = {id(t): t for t in pytree.tree_leaves(self.options) if isinstance(t, torch.Tensor)}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
 
     @property
     def learned_bytes(self) -> int:
@@ -105,8 +105,8 @@ def dense_mask(
 ) -> torch.Tensor:
     """Boolean (batch or 1, num_heads or 1, seqlen_q, seqlen_k), True where a query sees a key."""
     batch, heads = (case.batch if by_batch else 1), (case.num_heads if by_head else 1)
-    masks = torch.stack(list(_masks(case, rule, device, batch, heads)))
-    return masks.view(batch, heads, case.seqlen_q, case.seqlen_k)
+    seen = torch.stack(list(_masks(case, rule, device, batch, heads)))
+    return seen.view(batch, heads, case.seqlen_q, case.seqlen_k)
 
 
 def _masks(case: Case, rule: Rule, device: torch.device, batch: int, heads: int) -> Iterator[torch.Tensor]:
@@ -224,13 +224,13 @@ def _key_padding(case: Case, draws: _Draws) -> Asked:
     """Keys at the right end are padding: none, 1/8, 2/8 and 3/8 of the length, and so on again."""
     kept = torch.tensor([case.seqlen_k * (8 - b % 4) // 8 for b in range(case.batch)], device=draws.device)
     mask = torch.arange(case.seqlen_k, device=draws.device) < kept[:, None]
-    return Asked({"key_padding_mask": mask}, rule=lambda b, h, row, col: col < kept[b], by_batch=True)
+    return Asked({"mask": masks.KeyMask(mask)}, rule=lambda b, h, row, col: col < kept[b], by_batch=True)
 
 
 def _bool_mask(case: Case, draws: _Draws) -> Asked:
     """Half of the scores hidden at random, differently in each batch entry: every tile is visited."""
     mask = draws.half(case.batch, 1, case.seqlen_q, case.seqlen_k)
-    return Asked({"attn_mask": mask}, rule=lambda b, h, row, col: mask[b, 0, row, col], by_batch=True)
+    return Asked({"mask": mask}, rule=lambda b, h, row, col: mask[b, 0, row, col], by_batch=True)
 
 
 def _bool_mask_causal(case: Case, draws: _Draws) -> Asked:
@@ -238,7 +238,7 @@ def _bool_mask_causal(case: Case, draws: _Draws) -> Asked:
     rule = window_rule(dataclasses.replace(case, causal=True))
     assert rule is not None
     mask = dense_mask(case, rule, draws.device).repeat(case.batch, 1, 1, 1)
-    return Asked({"attn_mask": mask}, rule=rule)
+    return Asked({"mask": mask}, rule=rule)
 
 
 def _bias(
@@ -252,7 +252,7 @@ def _bias(
         added = bias if learned is None else learned
         return lambda s, b, h, row, col: s + added[b if by_batch else 0, h, row, col]
 
-    return Asked({"attn_mask": bias}, learns=learns, bias=bias.to(draws.dtype), score=score)
+    return Asked({"bias": bias}, learns=learns, bias=bias.to(draws.dtype), score=score)
 
 
 def _alibi(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
@@ -267,20 +267,15 @@ def _alibi(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
         per_head = slopes if learned is None else learned
         return lambda s, b, h, row, col: s - per_head[h] * (row + shift - col).abs()
 
-    return Asked({"alibi_slopes": slopes}, learns=learns, bias=bias, score=score)
-
-
-def relative_position(table: torch.Tensor) -> Any:
-    from flash_ext import RelativePosition
-
-    return RelativePosition(table)
+    return Asked({"bias": masks.ALiBi(slopes)}, learns=learns, value_of=masks.ALiBi, bias=bias, score=score)
 
 
 def _relative_position(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
     """A table of T5, both directions; SDPA gets it written out, FlexAttention the entry of each distance."""
     heads, shift = case.num_heads, case.seqlen_k - case.seqlen_q
-    asked = relative_position(draws.normal(heads, BUCKETS, dtype=torch.float32))
-    numbered = relative_position(torch.arange(BUCKETS, device=draws.device, dtype=torch.float32)[None])
+    asked = masks.RelativePosition(draws.normal(heads, BUCKETS, dtype=torch.float32))
+    order = torch.arange(BUCKETS, device=draws.device, dtype=torch.float32)
+    numbered = masks.RelativePosition(order[None])
     entry, reach = numbered.by_distance()[0, 0].int(), asked.reach
     bias = asked.to_dense(case.seqlen_q, case.seqlen_k).to(draws.dtype)
 
@@ -290,7 +285,7 @@ def _relative_position(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
             s + table[h, entry[(col - row - shift).clamp(-reach, reach) + reach]]
         )
 
-    return Asked({"bias": asked}, learns=learns, bias=bias, score=score)
+    return Asked({"bias": asked}, learns=learns, value_of=masks.RelativePosition, bias=bias, score=score)
 
 
 def _softcap(case: Case, draws: _Draws) -> Asked:
@@ -316,7 +311,7 @@ def _documents(case: Case, draws: _Draws) -> Asked:
     base = window_rule(case)
     assert base is not None
     return Asked(
-        {"document_ids": ids},
+        {"mask": masks.Documents(ids)},
         rule=lambda b, h, row, col: base(b, h, row, col) & (ids[b, row] == ids[b, col]),
         by_batch=True,
     )
@@ -331,7 +326,7 @@ def _hidden_rows(case: Case, draws: _Draws) -> Asked:
     base = window_rule(case)
     assert base is not None
     return Asked(
-        {"hidden_rows": intervals.contiguous()},
+        {"mask": masks.HiddenRows(intervals.contiguous())},
         rule=lambda b, h, row, col: base(b, h, row, col) & (row < ends[b, col]),
         by_batch=True,
     )
@@ -343,7 +338,7 @@ def _prefix(case: Case, draws: _Draws) -> Asked:
     lens, base = lens.to(draws.device), window_rule(case)
     assert base is not None
     return Asked(
-        {"prefix_lens": lens},
+        {"causal": False, "mask": masks.PrefixLM(lens)},
         rule=lambda b, h, row, col: base(b, h, row, col) | (col < lens[b]),
         by_batch=True,
     )
@@ -354,7 +349,7 @@ def _sink_tokens(case: Case, draws: _Draws) -> Asked:
     base = window_rule(case)
     assert base is not None
     return Asked(
-        {"sink_tokens": SINK_TOKENS},
+        {"window_size": (-1, -1), "mask": masks.SlidingWindow(case.window[0], sink_tokens=SINK_TOKENS)},
         rule=lambda b, h, row, col: base(b, h, row, col) | ((col < SINK_TOKENS) & (col <= row)),
     )
 
@@ -364,15 +359,13 @@ def _chunked(case: Case, draws: _Draws) -> Asked:
     chunk, base = case.seqlen_k // 4, window_rule(case)
     assert base is not None
     return Asked(
-        {"chunk_size": chunk},
+        {"mask": masks.Chunks(chunk)},
         rule=lambda b, h, row, col: base(b, h, row, col) & (row // chunk == col // chunk),
     )
 
 
 def _blocks(case: Case, draws: _Draws, *, size: int, share: float) -> Asked:
     """Random blocks per head, with the same number in every row and every column of blocks."""
-    from flash_ext import BlockMask
-
     # Short sequences, which are there to try the program, have blocks of an eighth of their length.
     size = min(size, max(16, case.seqlen_q // 8))
     count = -(-case.seqlen_k // size)
@@ -380,7 +373,7 @@ def _blocks(case: Case, draws: _Draws, *, size: int, share: float) -> Asked:
     row, col = torch.arange(count, device=draws.device)[:, None], torch.arange(count, device=draws.device)
     blocks = offsets[:, (col - row) % count][None]
     return Asked(
-        {"block_mask": BlockMask(blocks, size)},
+        {"mask": masks.BlockMask(blocks, size)},
         rule=lambda b, h, row, col: blocks[0, h, row // size, col // size],
         by_head=True,
     )
@@ -411,12 +404,12 @@ FEATURES: dict[str, Feature] = {
     "bool-mask": Feature(_bool_mask),
     "bool-mask-causal": Feature(_bool_mask_causal, base={"causal": True}),
     "bias": Feature(_bias),
-    "bias-grad": Feature(functools.partial(_bias, learns="attn_mask")),
+    "bias-grad": Feature(functools.partial(_bias, learns="bias")),
     "bias-fp32": Feature(functools.partial(_bias, dtype=torch.float32)),
     "bias-batch": Feature(functools.partial(_bias, by_batch=True)),
-    "bias-batch-grad": Feature(functools.partial(_bias, by_batch=True, learns="attn_mask")),
+    "bias-batch-grad": Feature(functools.partial(_bias, by_batch=True, learns="bias")),
     "alibi": Feature(_alibi),
-    "alibi-grad": Feature(functools.partial(_alibi, learns="alibi_slopes")),
+    "alibi-grad": Feature(functools.partial(_alibi, learns="bias")),
     "relative-position": Feature(_relative_position),
     "relative-position-grad": Feature(functools.partial(_relative_position, learns="bias")),
     "softcap": Feature(_softcap, refused_by=("sdpa",)),

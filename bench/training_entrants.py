@@ -46,7 +46,7 @@ def make_attend(name: str) -> Attend:
     if is_ours(name):
         import flash_ext
 
-        return functools.partial(flash_ext.attention, causal=True, path=name.partition("-")[2] or None)
+        return functools.partial(flash_ext.attention, causal=True, backend=name.partition("-")[2] or None)
     return materialised if name == "materialised" else functools.partial(sdpa, backend=SDPA_BACKENDS[name])
 
 

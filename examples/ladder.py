@@ -422,16 +422,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, block_n: int = 4
-) -> Tensor:
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, block_n: int = 4) -> Tensor:
     """FlashAttention on (batch, num_heads, seqlen, head_dim) tensors with a key padding mask.
 
     Block sizes are fixed: B_c = ``block_n``, B_r = min(B_c, head_dim). The scale is 1 / sqrt(head_dim).
 
     Args:
-        key_padding_mask: (batch, seqlen_k) bool, True where a key counts, the same for all heads and queries
-            of a batch entry. None: every key counts.
+        keep: (batch, seqlen_k) bool, True where a key counts, the same for all heads and queries of a batch
+            entry. None: every key counts.
 
     Returns:
         (batch, num_heads, seqlen_q, head_dim_v), dtype of q; 0 for batch entries without a key that counts.
@@ -441,18 +439,16 @@ def padded_attention(
         ValueError: the mask is not (batch, seqlen_k).
     """
     batch, num_heads, seqlen_q, head_dim = q.shape
-    if key_padding_mask is not None:
-        if key_padding_mask.dtype != torch.bool:
-            raise TypeError(f"key_padding_mask must be bool (True counts), got {key_padding_mask.dtype}")
-        if key_padding_mask.shape != (batch, k.shape[2]):
-            raise ValueError(
-                f"key_padding_mask must be (batch, seqlen_k) = {(batch, k.shape[2])}, "
-                f"got {tuple(key_padding_mask.shape)}"
-            )
+    if keep is not None:
+        if keep.dtype != torch.bool:
+            raise TypeError(f"keep must be bool (True counts), got {keep.dtype}")
+        if keep.shape != (batch, k.shape[2]):
+            wanted = (batch, k.shape[2])
+            raise ValueError(f"keep must be (batch, seqlen_k) = {wanted}, got {tuple(keep.shape)}")
     sizes = BlockSizes(min(block_n, head_dim), block_n)
     out = torch.empty(batch, num_heads, seqlen_q, v.shape[3], dtype=q.dtype)
     for b in range(batch):
-        mask = None if key_padding_mask is None else key_padding_mask[b].expand(seqlen_q, -1)
+        mask = None if keep is None else keep[b].expand(seqlen_q, -1)
         for h in range(num_heads):
             out[b, h] = flash_attention_1(q[b, h], k[b, h], v[b, h], sizes, head_dim**-0.5, mask)
     return out

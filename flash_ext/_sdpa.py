@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,8 @@ def scaled_dot_product_attention(
     if attn_mask is not None or dropout_p != 0.0:
         mask: Mask | None = Causal("top_left") if is_causal else None
         given, bias = _to_dense_mask(attn_mask, batch), None
+        if given is not None:
+            _check_mask(given, (q.shape[0], q.shape[2], seqlen_q, seqlen_k))
         if given is not None and given.dtype == torch.bool:
             mask = Dense(given) if mask is None else mask & Dense(given)
         elif given is not None:
@@ -140,6 +143,22 @@ def _to_dense_mask(mask: Tensor | None, batch: torch.Size) -> Tensor | None:
             f"{tuple(mask.shape)}."
         ) from None
     return mask.reshape(-1, *mask.shape[-3:]) if batch else mask
+
+
+def _check_mask(mask: Any, sizes: tuple[int, ...]) -> None:
+    """In words of this function; what is left to say is said by :func:`flash_ext.attention`."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__qualname__}.")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            "attn_mask must be torch.bool (True = take part) or floating point (added to the scores), got "
+            f"{mask.dtype}. For a mask of 0 and 1 pass attn_mask.bool()."
+        )
+    if not 1 <= mask.dim() <= 4 or any(n not in (1, size) for n, size in zip(mask.shape[::-1], sizes[::-1])):
+        raise ValueError(
+            f"attn_mask must broadcast to (batch, heads, seqlen_q, seqlen_k) = {sizes}, got "
+            f"{tuple(mask.shape)}."
+        )
 
 
 # ---- the mask that is added although it was meant to be applied ----------------------------------------

@@ -27,7 +27,7 @@ from ._attention import AuxOutput, attention
 from ._log import logged
 from ._masks.atoms import Documents
 from ._merge import merge_attention_states
-from ._ops.dispatch import operator_options
+from ._ops.dispatch import explain_options, operator_options
 from ._ops.functorch import cast_as_autocast
 from ._ops.library import _C
 from ._pair import backward, forward
@@ -145,6 +145,7 @@ def ring_attention(
     rank, world = _place(group)
     q, k, v = cast_as_autocast(q, k, v)  # here, so that the backward, outside of autocast, gets what was used
     asked = (None, None, scale, causal, window_size, deterministic, None)
+    explain_options(*asked)
     *sizes, scale, left, right, deterministic, backend = operator_options(q, *asked)
     _C.check_fwd(q, k, v, None, None, *sizes, scale, left, right, deterministic, backend)
     if getattr(return_aux, "max_scores", False):

@@ -588,4 +588,4 @@ def test_deterministic_column_asks_for_it_and_stays_out_of_rows_that_are():
         flash_ext, forward=lambda *t, **options: (5, 6), backward=lambda *t, **options: asked.update(options)
     ):
         column.prepare(inputs, "bwd")()
-    assert asked["deterministic"] is True and asked["path"] == "sm90"
+    assert asked["deterministic"] is True and asked["backend"] == "sm90"

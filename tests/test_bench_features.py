@@ -21,7 +21,8 @@ from bench.peers import Fa2, Fa3, Fa4, Flex, make_peers
 from bench.record import Entry, Results, Row, bar, feature_pair, fill_ratios
 from bench.runner import Setup, run
 from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
-from flash_ext._ops.arguments import normalise
+from flash_ext import masks
+from flash_ext._ops.arguments import Asked, modifiers_of
 from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.qkv import null_kernels
@@ -37,10 +38,12 @@ def spec_of(case: Case) -> AttnSpec:
     return AttnSpec(default_scale(case.head_dim), left, 0 if case.causal else right)
 
 
-def modifiers_of(inputs: Inputs, learned: torch.Tensor | None):
-    asked = inputs.asked
-    options = asked.options if learned is None else asked.options_with(learned)
-    return normalise(inputs.q, inputs.k, None, top_left=False, rng=None, **options)
+def asked_of(inputs: Inputs, options: dict):
+    """What the oracle takes for a case: scale and window, and the modifiers."""
+    case, rest = inputs.case, dict(options)
+    causal, window = rest.pop("causal", case.causal), rest.pop("window_size", case.window)
+    window, mods = modifiers_of(inputs.q, inputs.k, None, Asked(**rest), causal, window, None)
+    return AttnSpec(default_scale(case.head_dim), *window), mods
 
 
 def oracle(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -48,8 +51,8 @@ def oracle(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     asked, leaves = inputs.asked, [t.detach().double().requires_grad_() for t in inputs.qkv]
     learned = None if asked.learned is None else asked.learned.detach().clone().requires_grad_()
     leaves += [] if learned is None else [learned]
-    mods = modifiers_of(inputs, learned)
-    out, _ = attention_reference(*leaves[:3], spec_of(inputs.case), mods=mods)
+    spec, mods = asked_of(inputs, asked.options if learned is None else asked.options_with(learned))
+    out, _ = attention_reference(*leaves[:3], spec, mods=mods)
     return out.detach(), torch.autograd.grad(out, leaves, inputs.dout.double())
 
 
@@ -74,26 +77,26 @@ def test_the_rule_is_what_our_options_mean(case: Case):
         case, asked.rule or features.everything, CPU, by_batch=asked.by_batch, by_head=asked.by_head
     ).expand(case.batch, case.num_heads, -1, -1)
     options = {k: v for k, v in asked.options.items() if k != "dropout_p"}
-    mods = normalise(inputs.q, inputs.k, None, top_left=False, rng=None, **options)
+    spec, mods = asked_of(inputs, options)
     for b, h in itertools.product(range(case.batch), range(case.num_heads)):
-        expected = visible_mask(spec_of(case), case.seqlen_q, case.seqlen_k, None, mods, b, h)
+        expected = visible_mask(spec, case.seqlen_q, case.seqlen_k, None, mods, b, h)
         assert torch.equal(seen[b, h], expected)
 
 
 def test_documents_are_the_same_mask_by_ids_and_by_intervals():
-    masks = []
+    seen = []
     for name in ("documents", "hidden-rows"):
         inputs = Inputs(find_case(f"smoke-feature-{name}"), torch.float32, CPU, 0)
-        masks.append(features.dense_mask(inputs.case, inputs.asked.rule, CPU, by_batch=True))
-    assert torch.equal(*masks)
-    assert not torch.equal(masks[0][0], masks[0][1])  # batch entries have documents of their own
+        seen.append(features.dense_mask(inputs.case, inputs.asked.rule, CPU, by_batch=True))
+    assert torch.equal(*seen)
+    assert not torch.equal(seen[0][0], seen[0][1])  # batch entries have documents of their own
 
 
 @pytest.mark.parametrize(("name", "share"), [("all", 1.0), ("half", 0.5), ("quarter", 0.25)])
 def test_block_maps_have_their_density_in_every_row_and_column(name: str, share: float):
     case = dataclasses.replace(find_case(f"feature-blocks-128-{name}"), batch=1, num_heads=2)
     asked = features.ask(case, torch.bfloat16, CPU)
-    blocks = asked.options["block_mask"].blocks
+    blocks = asked.options["mask"].blocks
     assert blocks.shape == (1, 2, 32, 32)
     assert (blocks.sum(2) == 32 * share).all() and (blocks.sum(3) == 32 * share).all()
     work = count_work(case, asked.rule, CPU, by_head=True, tile=(128, 32))
@@ -146,16 +149,23 @@ def test_rows_count_pairs_and_bytes(case: Case):
     run(results, [case], ["fwd", "bwd", "both"], setup, lambda row: None)
     inputs = Inputs(case, torch.float32, CPU, 0)
     pairs, asked = inputs.work().pairs, inputs.asked
-    read = sum(t.numel() * t.element_size() for t in asked.options.values() if isinstance(t, torch.Tensor))
-    if "bias" in asked.options:
-        read = asked.options["bias"].table.numel() * 4
-    if "block_mask" in asked.options:
-        read = asked.options["block_mask"].blocks.numel()
+    read = sum(t.numel() * t.element_size() for t in tensors_of(asked.options))
     learned = 0 if asked.learned is None else asked.learned.numel() * 4
     extra = {"fwd": read, "bwd": read + learned, "both": 2 * read + learned}
     for row in results.rows:
         assert row.pairs == pairs and row.flops == flops(case, row.direction, pairs)
         assert row.traffic_bytes == traffic_bytes(case, row.direction, 4) + extra[row.direction]
+
+
+def tensors_of(options: dict) -> list[torch.Tensor]:
+    """The tensors that the options of one feature hold."""
+    names = ("keep", "ids", "intervals", "slopes", "table", "blocks")
+    found = [value for value in options.values() if isinstance(value, torch.Tensor)]
+    for value in options.values():
+        found += [getattr(value, name) for name in names if hasattr(value, name)]
+        if isinstance(value, masks.Mask):
+            found += [part.lens for part in getattr(value, "masks", ()) if isinstance(part, masks.Prefix)]
+    return found
 
 
 class Idle(Entrant):

@@ -51,7 +51,7 @@ def expected(device: str) -> Tensor:
     return rule(None, None, *index)
 
 
-def masked(block_mask: flash_ext.BlockMask) -> Tensor:
+def masked(block_mask: flash_ext.masks.BlockMask) -> Tensor:
     """(rows, keys) of head 1, as bool."""
     whole = block_mask.blocks.expand(1, 2, -1, -1)[0, 1]
     whole = whole.repeat_interleave(SIZE, 0).repeat_interleave(SIZE, 1)
@@ -66,7 +66,7 @@ def test_what_is_not_used_may_be_anything(junk: int, full: bool, device: str) ->
     for kind in ("kv", "full_kv") if full else ("kv",):
         counts, indices = getattr(given, f"{kind}_num_blocks"), getattr(given, f"{kind}_indices")
         indices.masked_fill_(torch.arange(COLUMNS, device=device) >= counts[..., None], junk)
-    assert torch.equal(masked(flash_ext.BlockMask.from_torch(given)), expected(device))
+    assert torch.equal(masked(flash_ext.masks.BlockMask.from_torch(given)), expected(device))
 
 
 @on_devices
@@ -80,8 +80,8 @@ def test_an_index_outside_is_refused(name: str, value: int, device: str) -> None
     indices[tuple(last)] = value
     words = f"block_mask.{name} must be from 0 to {COLUMNS - 1} where they are used"
     with pytest.raises(ValueError, match=words):
-        flash_ext.BlockMask.from_torch(given)
-    assert torch.equal(masked(flash_ext.BlockMask.from_torch(of_torch(device))), expected(device))
+        flash_ext.masks.BlockMask.from_torch(given)
+    assert torch.equal(masked(flash_ext.masks.BlockMask.from_torch(of_torch(device))), expected(device))
 
 
 @on_devices
@@ -91,8 +91,8 @@ def test_a_number_outside_is_refused(name: str, value: int, device: str) -> None
     given = of_torch(device)
     getattr(given, name)[0, 1, 2] = value
     with pytest.raises(ValueError, match=f"block_mask.{name} must be from 0 to {COLUMNS}, and holds"):
-        flash_ext.BlockMask.from_torch(given)
-    assert torch.equal(masked(flash_ext.BlockMask.from_torch(of_torch(device))), expected(device))
+        flash_ext.masks.BlockMask.from_torch(given)
+    assert torch.equal(masked(flash_ext.masks.BlockMask.from_torch(of_torch(device))), expected(device))
 
 
 @on_devices
@@ -116,7 +116,7 @@ def test_any_values_are_followed_or_refused(device: str) -> None:
         if not fine:
             refused += 1
             with pytest.raises(ValueError, match="block_mask.(full_)?kv_(indices|num_blocks) must be from 0"):
-                flash_ext.BlockMask.from_torch(given)
+                flash_ext.masks.BlockMask.from_torch(given)
             continue
         seen = torch.zeros(ROWS * SIZE, COLUMNS * SIZE, dtype=torch.bool)
         for (counts, indices), cut in zip((lists[:2], lists[2:]), (True, False)):
@@ -124,7 +124,7 @@ def test_any_values_are_followed_or_refused(device: str) -> None:
                 for column in columns[:count]:
                     place = slice(row * SIZE, (row + 1) * SIZE), slice(column * SIZE, (column + 1) * SIZE)
                     seen[place] |= expected("cpu")[place] if cut else True
-        assert torch.equal(masked(flash_ext.BlockMask.from_torch(given)).cpu(), seen)
+        assert torch.equal(masked(flash_ext.masks.BlockMask.from_torch(given)).cpu(), seen)
     assert 5 < refused < 55
 
 
@@ -143,14 +143,14 @@ def test_any_values_are_followed_or_refused(device: str) -> None:
 ])  # fmt: skip
 def test_lists_that_do_not_fit_are_refused(attributes: dict[str, Any], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        flash_ext.BlockMask.from_torch(with_attributes(of_torch("cpu"), **attributes))
+        flash_ext.masks.BlockMask.from_torch(with_attributes(of_torch("cpu"), **attributes))
 
 
 def test_lists_of_fewer_dimensions_are_for_all() -> None:
     whole = of_torch("cpu")
     lists = [getattr(whole, name)[0, 0] for name in LISTS]
     given = TorchBlockMask.from_kv_blocks(*lists, BLOCK_SIZE=SIZE, mask_mod=rule)
-    assert torch.equal(masked(flash_ext.BlockMask.from_torch(given)), expected("cpu"))
+    assert torch.equal(masked(flash_ext.masks.BlockMask.from_torch(given)), expected("cpu"))
 
 
 def test_the_answers_are_read_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,5 +164,5 @@ def test_the_answers_are_read_back_once(monkeypatch: pytest.MonkeyPatch) -> None
     whole = create_block_mask(lambda b, h, i, j: i // SIZE >= j // SIZE, 1, 1, 64, 64, device="cpu",
                               BLOCK_SIZE=SIZE)  # fmt: skip
     reads.clear()
-    flash_ext.BlockMask.from_torch(whole)
+    flash_ext.masks.BlockMask.from_torch(whole)
     assert reads == ["tolist", "__bool__"]

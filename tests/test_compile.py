@@ -106,6 +106,25 @@ def test_sdpa_twin(device: str) -> None:
         assert counter.frame_count == compiled_before
 
 
+def test_a_word_for_causal_is_refused() -> None:
+    """It is true, whatever it says: taken for True it would mean another alignment than "top_left" does."""
+    q, k, v = make_qkv(seqlen_k=21)
+    compiled = torch.compile(flash_ext.attention, backend="eager")
+    for call in (flash_ext.attention, compiled):
+        with pytest.raises(TypeError, match=r"causal must be a bool, got 'top_left'.*masks\.Causal"):
+            call(q, k, v, causal="top_left")
+
+
+@pytest.mark.parametrize("name, words", [
+    ("return_lse", "Did you mean return_aux="), ("masc", "no keyword 'masc'"),
+])  # fmt: skip
+def test_an_unknown_keyword_is_refused_in_words(name: str, words: str) -> None:
+    """Also with one graph, where the words are inside those of the compiler."""
+    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=words):
+        compiled(*make_qkv(), **{name: True})
+
+
 def test_merging_compiles() -> None:
     def both_halves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = [flash_ext.forward(q, k[:, s], v[:, s]) for s in (slice(0, 8), slice(8, None))]

@@ -22,6 +22,7 @@ from examples.train.model import ModelSize, Transformer, document_mask, generate
 from examples.train.report import MATERIALISED, OURS, PYTORCH, Progress, Results
 from examples.train.text import BOUNDARY, DOCUMENT_START, draw_pack, pack_tokens, read_text, standard_library
 from flash_ext import attention_varlen
+from flash_ext.masks import ALiBi
 
 CPU = torch.device("cpu")
 TINY = demo.Preset(
@@ -296,7 +297,7 @@ def test_masked_training_is_the_packed_one_with_other_words():
     pack = some_pack((33, 1, 20, 10))
     q, k, v = (torch.randn(pack.total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
     slopes = demo_masked.alibi_slopes(4, CPU)
-    packed = attention_varlen(q, k, v, pack.cu_seqlens, pack.cu_seqlens, causal=True, alibi_slopes=slopes)
+    packed = attention_varlen(q, k, v, pack.cu_seqlens, pack.cu_seqlens, causal=True, bias=ALiBi(slopes))
     torch.testing.assert_close(demo_masked.masked_attention_without_dropout(pack)(q, k, v), packed)
     attend = demo_masked.masked_attention(pack)
     assert (attend(q, k, v) - attend(q, k, v)).abs().max() > 1e-3

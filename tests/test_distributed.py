@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, distributed
 
 import flash_ext
+from flash_ext import masks
 
 WORLD_SIZE = 2
 
@@ -37,7 +38,8 @@ def check_dense(mesh) -> None:
 
     inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
     leaves = [t.requires_grad_() for t in inputs]
-    out, lse = flash_ext.attention(*leaves, causal=True, return_lse=True)
+    aux = flash_ext.AuxRequest(lse=True)
+    out, (lse, _) = flash_ext.attention(*leaves, causal=True, return_aux=aux)
     grads = torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)
     for placement, lse_placement in (
         (Replicate(), Replicate()),
@@ -46,7 +48,7 @@ def check_dense(mesh) -> None:
         (Shard(1), None),  # sequence: redistributed to something that works
     ):
         sharded = [distribute_tensor(t.detach(), mesh, [placement]).requires_grad_() for t in inputs]
-        got_out, got_lse = flash_ext.attention(*sharded, causal=True, return_lse=True)
+        got_out, (got_lse, _) = flash_ext.attention(*sharded, causal=True, return_aux=aux)
         if lse_placement is not None:
             assert got_out.placements == (placement,)
             assert got_lse.placements == (lse_placement,)
@@ -114,28 +116,38 @@ def modifier_options(mesh, batch: int, rows: int, heads: int, packed: bool) -> d
     lead = () if packed else (batch,)
     spans = ints(rows, *lead, heads, rows, 2).sort(-1).values
     return {
-        "own bias": {"attn_mask": normal(batch, heads, rows, rows)},
-        "shared bias": {"attn_mask": normal(1, heads, rows, rows)},
-        "bias of all": {"attn_mask": normal(1, 1, rows, rows)},
-        "bias by entry": {"attn_mask": normal(batch, 1, 1, rows)},
-        "own mask": {"attn_mask": normal(batch, heads, rows, rows) > -1},
-        "shared mask": {"attn_mask": normal(1, 1, rows, rows) > -1},
-        "structure": {"document_ids": ints(2, *lead, rows), "prefix_lens": ints(rows, batch)},
+        "own bias": {"bias": normal(batch, heads, rows, rows)},
+        "shared bias": {"bias": normal(1, heads, rows, rows)},
+        "bias of all": {"bias": normal(1, 1, rows, rows)},
+        "bias by entry": {"bias": normal(batch, 1, 1, rows)},
+        "own mask": {"mask": normal(batch, heads, rows, rows) > -1},
+        "shared mask": {"mask": normal(1, 1, rows, rows) > -1},
+        "structure": {"documents": ints(2, *lead, rows), "prefix": ints(rows, batch)},
         "own intervals": {"hidden_rows": spans},
         "shared intervals": {"hidden_keys": spans[..., :1, :, :].contiguous()},
-        "slopes": {"alibi_slopes": normal(heads), "sinks": normal(heads)},
-        "own slopes": {"alibi_slopes": normal(batch, heads)},
+        "slopes": {"slopes": normal(heads), "sinks": normal(heads)},
+        "own slopes": {"slopes": normal(batch, heads)},
         "table": {"table": normal(heads, 7)},
         "shared table": {"table": normal(1, 7)},
     }
 
 
-def with_table(options: dict[str, Tensor]) -> dict:
-    """The options with the bias of a table in place of the table."""
-    given = dict(options)
+def as_values(parts: dict[str, Tensor]) -> dict:
+    """The keywords of a causal call of which the tensors are parts."""
+    given = dict(parts)
+    mask: masks.Mask = masks.Causal()
+    if "prefix" in given:
+        mask = mask | masks.Prefix(given.pop("prefix"))
+    kinds = {"documents": masks.Documents, "mask": masks.Dense, "hidden_rows": masks.HiddenRows,
+             "hidden_keys": masks.HiddenKeys}  # fmt: skip
+    for name, kind in kinds.items():
+        if name in given:
+            mask = mask & kind(given.pop(name))
+    if "slopes" in given:
+        given["bias"] = masks.ALiBi(given.pop("slopes"))
     if "table" in given:
-        given["bias"] = flash_ext.RelativePosition(given.pop("table"), bucketing="clip")
-    return given
+        given["bias"] = masks.RelativePosition(given.pop("table"), bucketing="clip")
+    return given | {"mask": mask}
 
 
 def check_modifiers(mesh, packed: bool = False) -> None:
@@ -157,8 +169,8 @@ def check_modifiers(mesh, packed: bool = False) -> None:
         def run(qkv, cu, options, learned=learned) -> tuple[list, list]:
             leaves = [t.detach().requires_grad_() for t in qkv]
             own = {key: t.detach().requires_grad_() if key in learned else t for key, t in options.items()}
-            asked = {"causal": True, "return_lse": True, "return_max_logits": True} | with_table(own)
-            out, lse, top = attention(*leaves, *cu, **asked)
+            aux = flash_ext.AuxRequest(lse=True, max_scores=True)
+            out, (lse, top) = attention(*leaves, *cu, return_aux=aux, **as_values(own))
             finite = torch.where(lse.isfinite(), lse, 0.0)
             wanted = [*leaves, *(own[key] for key in learned)]
             grads = torch.autograd.grad(out.sin().sum() + finite.sum(), wanted)
@@ -193,7 +205,7 @@ def check_sharded_modifiers(mesh) -> None:
     inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
     bias, slopes, table = draw(mesh, (4, 4, 10, 10), (4, 4), (4, 8))
     leaves = [t.requires_grad_() for t in (*inputs, bias, slopes.float())]
-    out = flash_ext.attention(*leaves[:3], attn_mask=leaves[3], alibi_slopes=leaves[4])
+    out = flash_ext.attention(*leaves[:3], bias=masks.DenseBias(leaves[3]) + masks.ALiBi(leaves[4]))
     grads = torch.autograd.grad(out.sin().sum(), leaves)
     for qkv, mask in ((Shard(0), Shard(0)), (Shard(2), Shard(1))):
         placements = (qkv, qkv, qkv, mask, mask)
@@ -201,7 +213,8 @@ def check_sharded_modifiers(mesh) -> None:
             distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
             for t, p in zip(leaves, placements, strict=True)
         ]
-        got = flash_ext.attention(*sharded[:3], attn_mask=sharded[3], alibi_slopes=sharded[4])
+        both = masks.DenseBias(sharded[3]) + masks.ALiBi(sharded[4])
+        got = flash_ext.attention(*sharded[:3], bias=both)
         got.sin().sum().backward()
         close(got.full_tensor(), out, f"out, {qkv}")
         for t, grad, placement in zip(sharded, grads, placements, strict=True):
@@ -209,12 +222,12 @@ def check_sharded_modifiers(mesh) -> None:
             close(t.grad.full_tensor(), grad, f"gradient, {qkv}")
 
     leaves = [t.detach().requires_grad_() for t in (*inputs, table.float())]
-    by_table = flash_ext.RelativePosition(leaves[3], max_distance=6)
+    by_table = masks.RelativePosition(leaves[3], max_distance=6)
     out = flash_ext.attention(*leaves[:3], bias=by_table)
     grads = torch.autograd.grad(out.sin().sum(), leaves)
     placements = (Shard(2), Shard(2), Shard(2), Shard(0))
     sharded = [distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in zip(leaves, placements)]
-    got = flash_ext.attention(*sharded[:3], bias=flash_ext.RelativePosition(sharded[3], max_distance=6))
+    got = flash_ext.attention(*sharded[:3], bias=masks.RelativePosition(sharded[3], max_distance=6))
     got.sin().sum().backward()
     assert got.placements == (Shard(2),)
     close(got.full_tensor(), out, "out, table by heads")

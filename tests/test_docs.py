@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -134,21 +135,42 @@ def test_examples_run(path: Path) -> None:
 
 
 def test_readme_signatures_are_those_of_the_functions() -> None:
-    (block,) = code_blocks(README, "py")
-    body = ast.parse(block).body
     public = {name for name in flash_ext.__all__ if callable(getattr(flash_ext, name))}
+    check_signatures(README, flash_ext, public)
+
+
+def test_signatures_of_masks_are_those_of_the_values() -> None:
+    check_signatures(MASKS, flash_ext.masks, set(flash_ext.masks.__all__))
+
+
+def check_signatures(path: Path, module: ModuleType, public: set[str]) -> None:
+    """The ``py`` block of a document against the functions and classes of a module."""
+    (block,) = code_blocks(path, "py")
+    body = ast.parse(block).body
     assert {node.name for node in body} == public
     written = {}
     for node in body:
-        if isinstance(node, ast.ClassDef):
-            members = vars(getattr(flash_ext, node.name)).items()
-            methods = {name for name, item in members if name[0] != "_" and not isinstance(item, property)}
-            assert {item.name for item in node.body} == methods | {"__init__"}
-            written |= {f"{node.name}.{item.name}": item for item in node.body}
-        else:
+        if not isinstance(node, ast.ClassDef):
             written[node.name] = node
+            continue
+        cls = getattr(module, node.name)
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+        if issubclass(cls, tuple):
+            assert tuple(item.target.id for item in fields) == cls._fields
+            defaults = {item.target.id: ast.literal_eval(item.value) for item in fields if item.value}
+            assert defaults == cls._field_defaults
+            continue
+        # What a private class between two public ones says belongs to the lower one.
+        parts = [part for part in cls.__mro__ if part is cls or part.__name__[0] == "_"]
+        own = {name: item for part in reversed(parts) for name, item in vars(part).items()}
+        methods = {name for name, item in own.items() if name[0] != "_" and is_method(item)}
+        functions = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+        assert {item.name for item in functions} == methods | {"__init__"} & own.keys(), node.name
+        above = [part.__name__ for part in cls.__mro__[1:] if part.__name__ in public]
+        assert [base.id for base in node.bases] == above[:1], node.name
+        written |= {f"{node.name}.{item.name}": item for item in functions}
     for name, node in written.items():
-        parameters = inspect.signature(operator.attrgetter(name)(flash_ext)).parameters.values()
+        parameters = inspect.signature(operator.attrgetter(name)(module)).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
         keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         assert [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")] == positional, name
@@ -156,6 +178,10 @@ def test_readme_signatures_are_those_of_the_functions() -> None:
         written_defaults = [item for item in node.args.defaults + node.args.kw_defaults if item]
         defaults = [eval(ast.unparse(item), {"torch": torch}) for item in written_defaults]  # noqa: S307
         assert defaults == [p.default for p in parameters if p.default is not p.empty], name
+
+
+def is_method(item: object) -> bool:
+    return inspect.isfunction(item) or isinstance(item, (classmethod, staticmethod))
 
 
 # ---- what is supported ---------------------------------------------------------------------------------
@@ -235,7 +261,9 @@ def test_readme_features() -> None:
     table = rows(section(README, "Features"))
     assert {row[1] for row in table} == {"yes", "no"}
     named = {name for row in table for name in re.findall(r"`(\w+)`", row[2])}
-    assert keywords_of_attention() - {"softmax_scale", "path"} <= named
+    assert keywords_of_attention() - {"scale", "backend"} <= named
+    values = {name for row in table for name in re.findall(r"`masks\.(\w+)", row[2])}
+    assert values <= set(flash_ext.masks.__all__)
     for feature, state, how in table:
         for name in re.findall(r"`(\w+)`", how):
             known = name in parameters or hasattr(flash_ext, name) or hasattr(torch.Tensor, name)
@@ -246,8 +274,24 @@ def test_masks_page_names_every_option() -> None:
     """And no option that is not there."""
     table = rows(section(MASKS, "Every keyword"))
     named = {name for row in table for name in re.findall(r"`(\w+)[=`]", row[0])}
-    no_masks = {"softmax_scale", "generator", "return_lse", "return_max_logits", "deterministic", "path"}
+    no_masks = {"scale", "generator", "return_aux", "layout", "deterministic", "backend"}
     assert named == keywords_of_attention() - no_masks
+
+
+def test_masks_page_names_every_value() -> None:
+    """With the arguments that the tables give it."""
+    public = {name: getattr(flash_ext.masks, name) for name in flash_ext.masks.__all__}
+    bases = (flash_ext.masks.Mask, flash_ext.masks.Bias)
+    kinds: dict[str, set[str]] = {"Every mask": set(), "Every bias": set()}
+    for name, value in public.items():
+        if isinstance(value, type) and issubclass(value, bases) and value not in bases:
+            kinds["Every bias" if issubclass(value, flash_ext.masks.Bias) else "Every mask"].add(name)
+    for heading, wanted in kinds.items():
+        table = rows(section(MASKS, heading))
+        calls = [re.fullmatch(r"`(\w+)\((.*)\)`", row[0]) for row in table]
+        assert all(calls) and {call.group(1) for call in calls if call} == wanted, heading
+    builders = re.findall(r"^\| `(\w+)(?:\.\w+)?\(", section(MASKS, "Every mask"), re.M)
+    assert {name for name, value in public.items() if not isinstance(value, type)} <= set(builders)
 
 
 def test_versions_are_those_of_the_project() -> None:

@@ -53,10 +53,10 @@ def run_distributed(rank: int, size: int, port: int, on_gpu: bool) -> None:
         choose.__name__ = "scaled_dot_product_attention"  # by which the engine finds what it replaces
         torch.nn.functional.scaled_dot_product_attention = choose
         flash_ext.enable_sdpa = on_cpu
-    served = flash_ext._sdpa_override.sdpa_counts()["_scaled_dot_product_flash_attention"][0]
+    served = flash_ext._count.sdpa_counts()["_scaled_dot_product_flash_attention"][0]
     names = run_page(DISTRIBUTED)
     assert names["share"].shape[2] == 256 // max(size, 1) and names["out"].shape[2] == 256
-    assert flash_ext._sdpa_override.sdpa_counts()["_scaled_dot_product_flash_attention"][0] > served
+    assert flash_ext._count.sdpa_counts()["_scaled_dot_product_flash_attention"][0] > served
     assert not torch.distributed.is_initialized()
     if size:  # threads that torch has left abort the end of an interpreter now and then (SIGABRT, no words)
         os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_ext import RelativePosition
 from flash_ext.integrations import t5
+from flash_ext.masks import KeyMask, RelativePosition
 from tests import test_integrations_transformers as base
 from tests.test_integrations_transformers import NAME, VOCABULARY, calls, close, tokens, transformers, use
 
@@ -139,15 +140,15 @@ def test_a_training_step(family: str, side: str, monkeypatch: pytest.MonkeyPatch
     # UMT5 has a table in each layer, and the encoder of LongT5 an attention of its own.
     assert len(tables) == (4 if family == "umt5" else 2)
     assert all(grads[name].abs().amax(0).gt(0).all() for name in tables)
-    served = [options for options in seen if options.get("bias") is not None]
+    served = [options for options in seen if isinstance(options.get("bias"), RelativePosition)]
     assert len(seen) == (4 if family == "longt5" else 6)
     if family != "switch_transformers":  # whose encoder makes a mask that is added, of its own
         assert len(served) == (2 if family == "longt5" else 4)
     decoders = [options for options in served if not is_bidirectional(options["bias"])]
     assert len(decoders) == 2 and all(options["causal"] for options in decoders)
-    assert all(options["softmax_scale"] == 1.0 for options in seen)
+    assert all(options["scale"] == 1.0 for options in seen)
     if family not in ("umt5", "switch_transformers"):
-        assert all("attn_mask" not in options for options in seen)
+        assert not any(isinstance(options.get("bias"), Tensor) for options in seen)
 
 
 @needs_t5
@@ -160,9 +161,9 @@ def test_an_encoder_alone(family: str, side: str, monkeypatch: pytest.MonkeyPatc
         equal_to_eager(make(family, "EncoderModel"), inputs)
     assert len(seen) == 2
     for options in seen:
-        assert is_bidirectional(options["bias"]) and "attn_mask" not in options
+        assert is_bidirectional(options["bias"])
         assert options["bias"].reach == SIZES["relative_attention_max_distance"]
-        assert ("key_padding_mask" in options) == (side != "none")
+        assert isinstance(options.get("mask"), KeyMask if side != "none" else NoneType)
 
 
 @needs_t5
@@ -301,7 +302,8 @@ def test_a_callers_own_4d_mask(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     with calls(monkeypatch) as seen:
         got = model(input_ids=ids, attention_mask=mask).last_hidden_state
     close(got, expected, "cpu")
-    assert all((options.get("bias") is not None) == (dtype == torch.bool) for options in seen)
+    kind = RelativePosition if dtype == torch.bool else Tensor
+    assert all(isinstance(options["bias"], kind) for options in seen)
 
 
 @needs_t5

@@ -12,12 +12,14 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from flash_ext import masks
 from flash_ext.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
@@ -218,11 +220,11 @@ def test_padded(shape: str, side: str, device: str, monkeypatch: pytest.MonkeyPa
     assert len(seen) == (6 if shape == "t5" else 2)
     if shape != "t5":
         # Said by rule: no mask of the size of the scores was made.
-        assert all("attn_mask" not in options for options in seen)
-        assert all(("key_padding_mask" in options) == (mask is not None) for options in seen)
+        wanted = NoneType if mask is None else masks.KeyMask
+        assert all(isinstance(options.get("mask"), wanted) and "bias" not in options for options in seen)
         assert all(options["causal"] == (shape != "bert") for options in seen)
     if shape in ("mistral", "gemma2", "gpt_oss"):
-        assert any(options["window"][0] == 3 for options in seen)
+        assert any(options["window_size"][0] == 3 for options in seen)
     assert any(options["sinks"] is not None for options in seen) == (shape == "gpt_oss")
     assert any(options["softcap"] > 0 for options in seen) == (shape == "gemma2")
 
@@ -256,7 +258,8 @@ def test_packed(shape: str, bounds: bool, device: str, monkeypatch: pytest.Monke
             torch.ones_like(ids).bool(),
         )
     assert {options["function"] for options in seen} == {"attention_varlen" if bounds else "attention"}
-    assert all("attn_mask" not in options and ("document_ids" in options) != bounds for options in seen)
+    wanted = NoneType if bounds else masks.Documents
+    assert all(isinstance(options.get("mask"), wanted) and "bias" not in options for options in seen)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -492,7 +495,7 @@ def test_a_deterministic_backward_is_handed_on(monkeypatch: pytest.MonkeyPatch) 
     with calls(monkeypatch) as seen:
         integration.attention_forward(layer, q, k, k, None, deterministic=True)
         integration.attention_forward(layer, q, k, k, None, deterministic=None)
-    assert [call["deterministic"] for call in seen] == [True, False]
+    assert [call["deterministic"] for call in seen] == [True, None]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------

@@ -141,3 +141,50 @@ def test_another_device_is_refused_also_after_a_first_use():
     q, k = q.to("meta"), k.to("meta")
     with pytest.raises(ValueError, match=r"mask must be on the device of q, meta"):
         made_by(mask, q, k)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.caching
+@pytest.mark.parametrize("used_before", [True, False])
+def test_a_graph_reads_the_tensors_of_a_mask_anew(used_before: bool) -> None:
+    """And leaves nothing in the mask: what a capture makes has no values before a replay."""
+    q, k = (t.cuda().half() for t in some())
+    flash_ext.attention(q, k, k, mask=torch.ones(24, 24, dtype=torch.bool, device="cuda"))
+    first, second = (torch.arange(24, device="cuda") // n for n in (5, 7))  # int64: narrowed
+    ids = first.clone()
+    mask = masks.Documents(ids)
+    if used_before:
+        flash_ext.attention(q, k, k, mask=mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_ext.attention(q, k, k, mask=mask)
+    expected = {name: flash_ext.attention(q, k, k, mask=masks.Documents(t)) for name, t in
+                (("first", first), ("second", second))}  # fmt: skip
+    assert torch.equal(flash_ext.attention(q, k, k, mask=mask), expected["first"])
+    graph.replay()
+    assert torch.equal(captured, expected["first"])
+    ids.copy_(second)
+    graph.replay()
+    assert torch.equal(captured, expected["second"])
+
+
+@pytest.mark.gpu
+@pytest.mark.caching
+def test_what_one_stream_makes_is_not_read_by_another() -> None:
+    q, k = (t.cuda().half() for t in some())
+    mask = masks.Documents(torch.arange(24, device="cuda") // 5)
+    expected = flash_ext.attention(q, k, k, mask=masks.Documents(torch.arange(24, device="cuda") // 5))
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s, behind which the ids of this stream are narrowed
+        flash_ext.attention(q, k, k, mask=mask)
+    with torch.cuda.stream(other):
+        got = flash_ext.attention(q, k, k, mask=mask)
+    other.synchronize()
+    assert torch.equal(got, expected)
+    torch.cuda.synchronize()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import RelativePosition
 from flash_ext._masks import relative_position
+from flash_ext.masks import RelativePosition
 from tests.qkv import on_devices
 
 KINDS = [
@@ -303,7 +303,7 @@ def test_prints_itself() -> None:
     "name", ["table", "bucketing", "bidirectional", "max_distance", "num_heads", "reach"]
 )
 def test_cannot_be_changed(name: str) -> None:
-    bias = flash_ext.RelativePosition(torch.zeros(8, 32))
+    bias = flash_ext.masks.RelativePosition(torch.zeros(8, 32))
     with pytest.raises(AttributeError):
         setattr(bias, name, None)
 

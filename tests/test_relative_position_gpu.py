@@ -242,31 +242,31 @@ def test_exact_probes_of_every_reach(target: Target, probe: str) -> None:
     for_each(mcases, target, getattr(probes, probe), cpu=6)
 
 
-def t5(device: str, *, buckets: int = 32, **options) -> flash_ext.RelativePosition:
+def t5(device: str, *, buckets: int = 32, **options) -> flash_ext.masks.RelativePosition:
     weight = torch.randn(buckets, HEADS, device=device, requires_grad=True)
-    return flash_ext.RelativePosition(weight.t(), **options)
+    return flash_ext.masks.RelativePosition(weight.t(), **options)
 
 
 @pytest.mark.parametrize("is_bidirectional", [True, False])
 @on_modifier_paths
 def test_t5_is_the_bias_written_out(target: Target, is_bidirectional: bool) -> None:
     bias = t5(target.device, bidirectional=is_bidirectional)
-    for rows, keys, causal in ((300, 300, not is_bidirectional), (100, 400, True), (260, 90, "top_left")):
+    causal, top = {"causal": True}, {"mask": flash_ext.masks.Causal("top_left")}
+    square = {} if is_bidirectional else causal
+    for rows, keys, hides in ((300, 300, square), (100, 400, causal), (260, 90, top)):
         q, k, v = (
             torch.randn(2, n, h, 64, device=target.device).half().requires_grad_()
             for n, h in ((rows, HEADS), (keys, HEADS_K), (keys, HEADS_K))
         )
-        written_out = bias.to_dense(rows, keys, top_left=causal == "top_left")
-        options = {"causal": causal, "return_lse": True, "path": target.path, "deterministic": True}
-        results = [
-            flash_ext.attention(q, k, v, **given, **options)
-            for given in ({"bias": bias}, {"attn_mask": written_out})
-        ]
+        written_out = bias.to_dense(rows, keys, top_left=hides is top)
+        aux = flash_ext.AuxRequest(lse=True)
+        options = {**hides, "return_aux": aux, "backend": target.path, "deterministic": True}
+        results = [flash_ext.attention(q, k, v, bias=given, **options) for given in (bias, written_out)]
         torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[0][1].lse, results[1][1].lse, rtol=1e-5, atol=1e-5)
         grads = [torch.autograd.grad(out.float().square().sum(), (bias.table, q, k, v)) for out, _ in results]
-        for name, by_distance, by_mask in zip(("table", "q", "k", "v"), *grads):
-            error = (by_distance.float() - by_mask.float()).norm() / by_mask.float().norm()
+        for name, by_distance, by_tensor in zip(("table", "q", "k", "v"), *grads):
+            error = (by_distance.float() - by_tensor.float()).norm() / by_tensor.float().norm()
             assert error < 3e-3, f"gradient of {name}: {error:.1e}"
 
 
@@ -282,7 +282,7 @@ def test_nothing_of_the_size_of_the_scores(target: Target) -> None:
     bias = t5("cuda")
 
     def run() -> None:
-        out = flash_ext.attention(q, k, v, bias=bias, path=target.path)
+        out = flash_ext.attention(q, k, v, bias=bias, backend=target.path)
         torch.autograd.grad(out, (q, k, v, bias.table), dout)
 
     run()
@@ -303,8 +303,8 @@ def test_a_graph_reads_the_table_anew_at_every_replay(target: Target) -> None:
     table = torch.randn(HEADS, 32, device="cuda", requires_grad=True)
 
     def run() -> tuple[Tensor, Tensor]:
-        bias = flash_ext.RelativePosition(table)
-        out = flash_ext.attention(q, k, v, bias=bias, causal=True, path=target.path)
+        bias = flash_ext.masks.RelativePosition(table)
+        out = flash_ext.attention(q, k, v, bias=bias, causal=True, backend=target.path)
         return out, torch.autograd.grad(out.float().square().sum(), table)[0]
 
     stream = torch.cuda.Stream()
@@ -331,7 +331,7 @@ def test_a_hundred_repeats_give_the_same_gradient_of_the_table(target: Target, h
         for n, h in ((500, HEADS), (700, HEADS_K), (700, HEADS_K), (500, HEADS))
     )
     for bias in (t5("cuda"), t5("cuda", buckets=2 * 100 + 1, bucketing="clip")):
-        out = flash_ext.attention(q, k, v, bias=bias, path=target.path)
+        out = flash_ext.attention(q, k, v, bias=bias, backend=target.path)
         leaves = (bias.table, k, v)
         first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         for _ in range(100):

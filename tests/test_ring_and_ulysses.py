@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, distributed
 
 import flash_ext
+from flash_ext import AuxRequest
 from flash_ext import distributed as ring
 from flash_ext.distributed import (
     gather_sequence,
@@ -31,6 +32,7 @@ from flash_ext.distributed import (
     ulysses_attention,
     visible_block,
 )
+from flash_ext.masks import Causal, Documents
 
 # torch's context_parallel, where this version keeps it.
 ENGINE = "torch.distributed.tensor.experimental._context_parallel"
@@ -68,8 +70,8 @@ def test_windows_between_pieces_by_brute_force() -> None:
 @pytest.mark.parametrize("function", [ring_attention, ulysses_attention])
 def test_without_process_groups_it_is_plain_attention(function: Callable) -> None:
     q, k, v = (torch.randn(2, 12, h, 8, dtype=torch.float64) for h in (4, 2, 2))
-    got = function(q, k, v, causal=True, window=(5, 0), softcap=3.0)
-    expected = flash_ext.attention(q, k, v, causal=True, window=(5, 0), softcap=3.0)
+    got = function(q, k, v, causal=True, window_size=(5, 0), softcap=3.0)
+    expected = flash_ext.attention(q, k, v, causal=True, window_size=(5, 0), softcap=3.0)
     if function is ring_attention:  # its share is in zigzag order: two halves of one piece each
         assert torch.equal(shard_sequence(q), q)
     torch.testing.assert_close(got, expected)
@@ -90,17 +92,18 @@ RINGS_AND_ULYSSES = pytest.mark.parametrize("function", [ring_attention, ulysses
 
 @RINGS_AND_ULYSSES
 @pytest.mark.parametrize("call, error, message", [
-    ({"causal": "top"}, ValueError, "causal must be a bool"),
-    ({"window": (-2, 0)}, ValueError, "window must be"),
-    ({"window": (1, 2, 3)}, TypeError, "window must be a pair"),
-    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
-    ({"softmax_scale": torch.ones((), requires_grad=True)}, TypeError, "softmax_scale must be a number"),
+    ({"causal": "top"}, TypeError, "causal must be a bool"),
+    ({"window_size": (-2, 0)}, ValueError, "window must be"),
+    ({"window_size": (1, 2, 3)}, TypeError, "window_size must be a pair"),
+    ({"scale": float("nan")}, ValueError, "scale must be finite"),
+    ({"scale": torch.ones((), requires_grad=True)}, TypeError, "scale must be a number"),
     ({"v": torch.randn(1, 8, 2, 8)}, ValueError, "v must have the sequence length of k, 6, got 8"),
     ({"k": torch.randn(1, 6, 3, 8)}, ValueError, "heads"),
-    ({"document_ids": torch.zeros(1, 12).int()}, ValueError, r"\(batch, share\) = \(1, 6\), got \(1, 12\)"),
-    ({"document_ids": torch.zeros(6).int()}, ValueError, r"\(batch, share\) = \(1, 6\), got \(6,\)"),
-    ({"document_ids": torch.zeros(1, 6)}, TypeError, "must be torch.int32"),
-    ({"document_ids": [0] * 6}, TypeError, "document_ids must be a torch.Tensor"),
+    ({"mask": Documents(torch.zeros(1, 12).int())}, ValueError, r"share\) = \(1, 6\), got \(1, 12\)"),
+    ({"mask": Documents(torch.zeros(6).int())}, ValueError, r"\(batch, share\) = \(1, 6\), got \(6,\)"),
+    ({"mask": Documents(*torch.zeros(2, 1, 6).int())}, TypeError, "without ids_k, or None, got Documents"),
+    ({"mask": Causal()}, TypeError, r"mask must be flash_ext.masks.Documents\(ids\) .*got Causal"),
+    ({"mask": torch.zeros(1, 6).int()}, TypeError, "mask must be flash_ext.masks.Documents"),
 ])  # fmt: skip
 def test_what_attention_refuses_is_refused_of_shares(
     function: Callable, call: dict, error: type[Exception], message: str
@@ -173,16 +176,16 @@ def check_against_one_process(
     wanted = torch.autograd.grad((expected, lse), leaves, (dout, dlse))
 
     if ids is not None:
-        options["document_ids"] = world.share(ids, zigzag)
-    calls = {"zigzag": zigzag, "return_lse": True} if with_lse else {}
+        options["mask"] = Documents(world.share(ids, zigzag))
+    calls = {"zigzag": zigzag, "return_aux": AuxRequest(lse=True)} if with_lse else {}
     result = function(*mine, world.group, **options, **calls)
     out = result[0] if with_lse else result
     cut = {"group": world.group, "zigzag": zigzag}
     outs, douts = [out], [shard_sequence(dout, **cut).to(out.dtype)]
     if with_lse:
-        outs.append(result[1])
-        douts.append(shard_sequence(dlse, dim=2, **cut).to(result[1].dtype))
-        world.close(result[1].exp(), shard_sequence(lse.detach(), dim=2, **cut).exp())
+        outs.append(result[1].lse)
+        douts.append(shard_sequence(dlse, dim=2, **cut).to(result[1].lse.dtype))
+        world.close(result[1].lse.exp(), shard_sequence(lse.detach(), dim=2, **cut).exp())
     grads = torch.autograd.grad(outs, mine, douts)
     world.close(out, shard_sequence(expected.detach(), **cut))
     for got, own in zip(grads, wanted):
@@ -193,9 +196,8 @@ def check_against_one_process(
 def _truth(leaves: list[Tensor], ids: Tensor | None, options: dict) -> tuple[Tensor, Tensor]:
     """One process, float64, which runs on the CPU."""
     on_cpu = [t.cpu() for t in leaves]
-    out, lse = flash_ext.attention(
-        *on_cpu, document_ids=None if ids is None else ids.cpu(), return_lse=True, **options
-    )
+    mask = None if ids is None else Documents(ids.cpu())
+    out, (lse, _) = flash_ext.attention(*on_cpu, mask=mask, return_aux=AuxRequest(lse=True), **options)
     return out.to(leaves[0].device), lse.to(leaves[0].device)
 
 
@@ -203,19 +205,19 @@ RINGS = [
     {"zigzag": True},
     {"zigzag": True, "causal": True},
     {"zigzag": False, "causal": True},
-    {"zigzag": True, "causal": True, "window": (9, 0)},
-    {"zigzag": True, "causal": True, "window": (40, 0)},
-    {"zigzag": True, "window": (3, 12)},
-    {"zigzag": False, "window": (-1, 5)},
-    {"zigzag": True, "window": (0, 0)},
+    {"zigzag": True, "causal": True, "window_size": (9, 0)},
+    {"zigzag": True, "causal": True, "window_size": (40, 0)},
+    {"zigzag": True, "window_size": (3, 12)},
+    {"zigzag": False, "window_size": (-1, 5)},
+    {"zigzag": True, "window_size": (0, 0)},
     {"zigzag": True, "causal": True, "documents": True},
-    {"zigzag": True, "documents": True, "softcap": 2.0, "softmax_scale": 0.5},
+    {"zigzag": True, "documents": True, "softcap": 2.0, "scale": 0.5},
     {"zigzag": True, "causal": True, "head_dim_v": 12},
     {"zigzag": True, "causal": True, "deterministic": True},
 ]
 ULYSSES: list[dict[str, Any]] = [
-    {}, {"causal": True}, {"window": (5, 2)}, {"causal": True, "documents": True},
-    {"softcap": 2.0, "softmax_scale": 0.5, "deterministic": True}, {"head_dim_v": 12},
+    {}, {"causal": True}, {"window_size": (5, 2)}, {"causal": True, "documents": True},
+    {"softcap": 2.0, "scale": 0.5, "deterministic": True}, {"head_dim_v": 12},
 ]  # fmt: skip
 
 
@@ -244,13 +246,13 @@ def check_rounding(world: World) -> None:
         whole = [t.bfloat16() for t in (world.draw(1, 64 * world.size, h, 16) for h in (4, 2, 2, 4))]
         ids = torch.arange(64 * world.size, device=world.device).div(48).int()[None] if documents else None
         mine = [shard_sequence(t, world.group).requires_grad_() for t in whole]
-        shares = {} if ids is None else {"document_ids": shard_sequence(ids, world.group)}
+        shares = {} if ids is None else {"mask": Documents(shard_sequence(ids, world.group))}
         out = ring_attention(*mine[:3], world.group, **options, **shares)
         grads = torch.autograd.grad(out, mine[:3], mine[3].detach())
         got = [gather_sequence(t.detach(), world.group) for t in (out, *grads)]
 
         on_cpu = [t.double().cpu() for t in whole]
-        call = {**options, "document_ids": None if ids is None else ids.cpu()}
+        call = {**options, "mask": None if ids is None else Documents(ids.cpu())}
         expected, lse = flash_ext.forward(*on_cpu[:3], **call)
         # The backward starts from the rounded out, in one process as in several.
         of_out = flash_ext.backward(on_cpu[3], *on_cpu[:3], got[0].double().cpu(), lse, **call)
@@ -261,7 +263,7 @@ def check_rounding(world: World) -> None:
                 others = (result != nearest).double().mean()
                 assert others < 0.01, f"{name}: {others:.2%} are not the nearest number"
         if world.device != "cpu":
-            call["document_ids"] = ids
+            call["mask"] = None if ids is None else Documents(ids)
             single, lse = flash_ext.forward(*whole[:3], **call)
             alone = [single, *flash_ext.backward(whole[3], *whole[:3], single, lse, **call)]
             for name, result, own, truth in zip(("out", "dq", "dk", "dv"), got, alone, (expected, *of_out)):
@@ -316,7 +318,7 @@ def check_torchs_engine(world: World) -> None:
     leaves = [t.double().transpose(1, 2).requires_grad_() for t in whole[:3]]
     expected, _ = _truth(leaves, None, {"causal": True})
     wanted = torch.autograd.grad(expected, leaves, whole[3].double().transpose(1, 2))
-    before = flash_ext._sdpa_override.sdpa_counts()
+    before = flash_ext._count.sdpa_counts()
     torch.ops.flash_ext._set_sdpa("CPU")
     try:
         out, lse, *rest = engine._scaled_dot_product_ring_flash_attention(mesh, q, k, v, is_causal=True)
@@ -325,7 +327,7 @@ def check_torchs_engine(world: World) -> None:
         )
     finally:
         torch.ops.flash_ext._set_sdpa("")
-    after = flash_ext._sdpa_override.sdpa_counts()
+    after = flash_ext._count.sdpa_counts()
     for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
         assert after[name][0] - before[name][0] == world.size
     for got, own in zip((out, *grads), (expected, *wanted)):
@@ -381,7 +383,7 @@ def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
         leaves = [t.double().cpu().transpose(1, 2).requires_grad_() for t in whole]
         expected = flash_ext.attention(*leaves, causal=True)
         wanted = torch.autograd.grad(expected.sum(), leaves)
-        before = flash_ext._sdpa_override.sdpa_counts()
+        before = flash_ext._count.sdpa_counts()
         with flash_ext.enable_sdpa():
             with context_parallel(mesh, buffers=tuple(whole), buffer_seq_dims=(2, 2, 2)):
                 mine = [t.detach().requires_grad_() for t in whole]
@@ -389,7 +391,7 @@ def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
                 out.sum().backward()
                 results = [out.detach(), *(t.grad for t in mine)]
             gathered = context_parallel_unshard(mesh, results, [2] * 4)
-        after = flash_ext._sdpa_override.sdpa_counts()
+        after = flash_ext._count.sdpa_counts()
         for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
             assert after[name][0] > before[name][0] and after[name][1] == before[name][1]
         for got, own in zip(gathered, (expected, *wanted)):

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as torch_attention
 
 import flash_ext
-from flash_ext._sdpa_override import NAME, sdpa_counts
+from flash_ext._count import sdpa_counts
+from flash_ext._sdpa_override import NAME
 
 aten = torch.ops.aten
 (SDPA, SDPA_BACKWARD, FLASH, FLASH_BACKWARD, MASKED, MASKED_BACKWARD, GROUPED,
@@ -65,6 +66,7 @@ def draw(layout: str = "bshd", heads_k: int = 2) -> list[Tensor]:
 
 
 LAYOUTS = ["bhsd", "bshd", "sbhd", "fused"]
+TOP_LEFT = flash_ext.masks.Causal("top_left")
 
 
 def grads_of(out: Tensor, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
@@ -73,8 +75,9 @@ def grads_of(out: Tensor, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, .
 
 def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """flash_ext's own function in torch's layout."""
-    out, lse = flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, v)), return_lse=True, **options)
-    return out.transpose(1, 2), lse
+    request = flash_ext.AuxRequest(lse=True)
+    out, aux = flash_ext.attention(q, k, v, layout="bhsd", return_aux=request, **options)
+    return out, aux.lse
 
 
 # ---- values ----------------------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sdpa_operator(layout: str, causal: bool) -> None:
     leaves = [t.requires_grad_() for t in draw(layout)]
-    expected, lse = dense(*leaves, causal=causal, softmax_scale=0.3)
+    expected, lse = dense(*leaves, causal=causal, scale=0.3)
     dout = torch.randn_like(expected)
     wanted = grads_of(expected, leaves, dout)
     with on_cpu(), counted(**{SDPA: 1, SDPA_BACKWARD: 1}):
@@ -136,11 +139,11 @@ def test_flash_operator(causal: bool, sides: tuple, packed: bool) -> None:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
         bounds = torch.tensor([0, 5, 5, 16], dtype=torch.int32)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    options = {"causal": causal, "window": window, "return_lse": True}
+    options = {"causal": causal, "window_size": window, "return_aux": flash_ext.AuxRequest(lse=True)}
     if packed:
-        expected, lse = flash_ext.attention_varlen(*leaves, bounds, bounds, **options)
+        expected, (lse, _) = flash_ext.attention_varlen(*leaves, bounds, bounds, **options)
     else:
-        expected, lse = flash_ext.attention(*leaves, **options)
+        expected, (lse, _) = flash_ext.attention(*leaves, **options)
     dout = torch.randn_like(expected)
     wanted = grads_of(expected, leaves, dout)
     with on_cpu(), counted(**{FLASH: 1, FLASH_BACKWARD: 1}):
@@ -207,7 +210,7 @@ def test_masked_operator(heads_k: int, causal: bool, kind: str) -> None:
     if bias is not None:
         leaves.append(bias.detach().clone().requires_grad_())
     own = leaves[3] if bias is not None else None
-    expected, lse = dense(*leaves[:3], causal="top_left" if causal else False, attn_mask=own)
+    expected, lse = dense(*leaves[:3], mask=TOP_LEFT if causal else None, bias=own)
     dout = torch.randn_like(expected)
     wanted = grads_of(expected, leaves, dout)
     with on_cpu(), counted(**{MASKED: 1, MASKED_BACKWARD: 1}):
@@ -228,7 +231,7 @@ def test_grouped_operator(dtype: torch.dtype, shape: tuple, layout: str) -> None
     leaves = [t.requires_grad_() for t in draw(layout)]
     bias = torch.randn(shape).to(dtype)
     bias = torch.where(bias > 0.8, -65504.0, bias)  # what torch makes of a bool mask there
-    expected, lse = dense(*leaves, attn_mask=bias, softmax_scale=0.3)
+    expected, lse = dense(*leaves, bias=bias, scale=0.3)
     dout = torch.randn_like(expected)
     wanted = grads_of(expected, leaves, dout)
     with on_cpu(), counted(**{GROUPED: 1, GROUPED_BACKWARD: 1}):
@@ -243,7 +246,7 @@ def test_grouped_operator(dtype: torch.dtype, shape: tuple, layout: str) -> None
 def test_grouped_operator_without_a_mask() -> None:
     """Causal lengths that differ, aligned at the top left; and values of another head_dim."""
     q, k, v = draw()
-    expected, _ = dense(q, k, v, causal="top_left")
+    expected, _ = dense(q, k, v, mask=TOP_LEFT)
     narrow, _ = dense(q, k, v[..., :8])
     with on_cpu(), counted(**{GROUPED: 2}):
         got = aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, is_causal=True)[0]

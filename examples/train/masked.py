@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_ext import attention, dropout_rng
+from flash_ext import attention, dropout_rng, masks
 from flash_ext._cpu.philox import keep_factor, keep_mask
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
@@ -74,13 +74,13 @@ def _with_usual_slopes(masked: Masked) -> Attend:
 
 def ours(pack: Pack, dropout_p: float, seed: int | None = None) -> Masked:
     """flash_ext: every part of the mask by its name. With a seed every call drops the same weights."""
-    ids = document_ids(pack)
+    mask = masks.DocumentCausal(document_ids(pack))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         generator = None if seed is None else torch.Generator(q.device).manual_seed(seed)
         return attention(
-            q[None], k[None], v[None], causal=True, document_ids=ids, alibi_slopes=slopes,
-            dropout_p=dropout_p, generator=generator,
+            q[None], k[None], v[None], mask=mask, bias=masks.ALiBi(slopes), dropout_p=dropout_p,
+            generator=generator,
         )[0]  # fmt: skip
 
     return attend

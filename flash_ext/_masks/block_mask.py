@@ -137,7 +137,7 @@ class BlockMask(Mask):
         Example:
             >>> masks = flash_ext.masks
             >>> both = masks.Causal() | masks.Chunks(64)
-            >>> flash_ext.BlockMask.from_mask(both, 256, 256, block_size=64)
+            >>> flash_ext.masks.BlockMask.from_mask(both, 256, 256, block_size=64)
             BlockMask(blocks (1, 1, 4, 4), block_size (64, 64), whole blocks)
         """
         if not isinstance(mask, Mask):

@@ -51,7 +51,7 @@ class RelativePosition(Bias):
 
     Example:
         >>> table = torch.zeros(8, 32, requires_grad=True)
-        >>> flash_ext.RelativePosition(table)
+        >>> flash_ext.masks.RelativePosition(table)
         RelativePosition(8 heads, 32 buckets, bucketing='t5', bidirectional=True, max_distance=128)
     """
 

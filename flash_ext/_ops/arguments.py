@@ -112,7 +112,18 @@ def _prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: 
     except AttributeError:
         tensors, kept = tuple(mask._tensors()), {}
         object.__setattr__(mask, "_prepared", (tensors, kept))
-    key = (sizes, causal, (*window,), q.device if tensors else None, torch._C._len_torch_dispatch_stack())
+    place: tuple[Any, ...] | None = None
+    if tensors:
+        stream = None
+        if q.is_cuda and torch.cuda.is_initialized():
+            if torch.cuda.is_current_stream_capturing():
+                # What a capture makes has no values before the replay, which must read the tensors anew.
+                _check_devices(mask, "mask", q)
+                return _make_prepared(mask, q, sizes, causal, window)
+            # Nothing makes another stream wait for what this one makes.
+            stream = torch.cuda.current_stream(q.device).cuda_stream
+        place = (q.device, stream)
+    key = (sizes, causal, (*window,), place, torch._C._len_torch_dispatch_stack())
     found: Prepared | None = kept.get(key)
     try:
         versions = [t._version for t in tensors]

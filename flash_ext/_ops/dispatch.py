@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ def _explain_fwd(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *
     """Raises in words where an argument of a forward has a wrong type."""
     _explain_tensors(q=q, k=k, v=v)
     _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _explain_options(*options)
+    explain_options(*options)
 
 
 def _explain_bwd(
@@ -170,7 +170,7 @@ def _explain_bwd(
     """The same for a backward."""
     _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    _explain_options(*options)
+    explain_options(*options)
 
 
 def _is_wide(name: str, dtype: Any, q: Any) -> bool:
@@ -267,7 +267,7 @@ def run_modified_bwd(
     if not _is_compiling():
         _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _explain_options(*options)
+    explain_options(*options)
     sources = _sources_of_gradients(asked, q)
     _check_needs(needs, sources)
     rng = _given_rng(q, rng, asked.dropout_p)
@@ -371,6 +371,8 @@ def operator_options(
 
     The entries of the extension module do the same (csrc/api/bindings.cpp).
     """
+    if isinstance(causal, str):  # true, whatever it says
+        _refuse_word_for_causal(causal)
     left, right = window
     if scale is None:
         scale = default_scale(q.shape[-1])
@@ -390,6 +392,12 @@ def refuse_tensor_scale() -> None:
     raise TypeError(
         "scale must be a number, got Tensor. It would get no gradient; pass a number, and multiply q "
         "by a factor that learns."
+    )
+
+
+def _refuse_word_for_causal(causal: str) -> NoReturn:
+    raise TypeError(
+        f'causal must be a bool, got {causal!r}. Alignments: mask=flash_ext.masks.Causal("top_left").'
     )
 
 
@@ -416,7 +424,7 @@ def check_strided(name: str, t: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got one of layout {t.layout}. Call .to_dense().")
 
 
-def _explain_options(
+def explain_options(
     max_seqlen_q: Any,
     max_seqlen_k: Any,
     scale: Any,
@@ -437,9 +445,7 @@ def _explain_options(
     if scale is not None and not hasattr(scale, "__float__"):
         raise TypeError(f"scale must be a float or None, got {type(scale).__qualname__}.")
     if isinstance(causal, str):
-        raise TypeError(
-            f'causal must be a bool, got {causal!r}. Alignments: mask=flash_ext.masks.Causal("top_left").'
-        )
+        _refuse_word_for_causal(causal)
     for name, value in {"causal": causal, "deterministic": deterministic}.items():
         if value is not None and not hasattr(value, "__bool__"):
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")

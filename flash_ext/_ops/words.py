@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import Any, NoReturn
 
+import torch
+
 # What other functions call what is here called otherwise.
 OTHER_NAMES = {
     "is_causal": "causal=",
@@ -50,10 +52,12 @@ def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
             "dropout_p",
             "generator",
         ]
-        near = difflib.get_close_matches(
-            name, [*known, "return_aux", "deterministic", "backend", "layout"], 1
-        )
-        meant = OTHER_NAMES.get(name) or (near and f"{near[0]}=")
+        meant = OTHER_NAMES.get(name)
+        if not meant and not torch.compiler.is_compiling():  # which cannot trace difflib
+            near = difflib.get_close_matches(
+                name, [*known, "return_aux", "deterministic", "backend", "layout"], 1
+            )
+            meant = near[0] + "=" if near else None
         hint = f" Did you mean {meant}?" if meant else ""
         raise TypeError(f"{function}() has no keyword {name!r}.{hint}")
 

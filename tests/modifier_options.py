@@ -16,8 +16,8 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
-from tests import values
 from tests.reference import attention_reference, row_max_reference
+from tests.values import call_keywords
 
 HEADS, HEADS_K, HEAD_DIM = 4, 2, 4
 ROWS, KEYS = 20, 27  # dense lengths, and those of the longest packed sequence
@@ -34,7 +34,7 @@ class Option:
 
     Attributes:
         others: keywords of the public function that are neither masks nor biases.
-        parts: arguments of ``tests.values.keywords``.
+        parts: arguments of ``tests.values.call_keywords``.
         meaning: fields of ``Modifiers``; masks of two options are ANDed.
     """
 
@@ -45,7 +45,7 @@ class Option:
     @property
     def keywords(self) -> dict[str, Any]:
         """What the public function is called with. A mask or a bias of one tensor is the tensor itself."""
-        found = values.keywords(**self.parts) if self.parts else {}
+        found = call_keywords(**self.parts) if self.parts else {}
         for name, kind in (("mask", masks.Dense), ("bias", masks.DenseBias)):
             if isinstance(found.get(name), kind):
                 found[name] = found[name].tensor

@@ -216,6 +216,13 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
         )
     for tensor in dense:
         check_broadcast(tensor, "DenseBias", sizes)
+    for table in (position.table for position in positions):
+        if table.shape[0] not in (1, sizes.num_heads):
+            hint = " Turn it with .t()." if table.shape[1] == sizes.num_heads else ""
+            raise ValueError(
+                f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each head "
+                f"of q, got {tuple(table.shape)}.{hint}"
+            )
     for slope in slopes:
         if tuple(slope.shape) not in ((sizes.num_heads,), (sizes.batch, sizes.num_heads)):
             raise ValueError(

@@ -159,9 +159,9 @@ def test_calls_trace_for_a_gpu() -> None:
         bias = torch.empty(16, 16, device="cuda")
         out = flash_ext.attention(q, q, q, bias=bias, dropout_p=0.1)
         assert (out.shape, out.device.type) == (q.shape, "cuda")
-        with pytest.raises(ValueError, match="bias must be on the device of q, cuda:0, got .* cpu"):
+        with pytest.raises(ValueError, match="bias must be on the device of q, cuda:0, got one on cpu"):
             flash_ext.attention(q, q, q, bias=torch.zeros(16, 16))
-        with pytest.raises(ValueError, match="mask must be on the device of q, cuda:0, got Causal.* cpu"):
+        with pytest.raises(ValueError, match="mask must be on the device of q, cuda:0, got one on cpu, Causal"):
             ids = torch.zeros(16, dtype=torch.int32)
             flash_ext.attention(q, q, q, mask=masks.DocumentCausal(ids))
 

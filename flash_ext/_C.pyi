@@ -19,7 +19,7 @@ def fwd(
     causal: bool,
     window_left: int,
     window_right: int,
-    deterministic: bool,
+    deterministic: bool | None,
     path: str | None,
 ) -> tuple[Tensor, Tensor]: ...
 def bwd(
@@ -38,7 +38,7 @@ def bwd(
     causal: bool,
     window_left: int,
     window_right: int,
-    deterministic: bool,
+    deterministic: bool | None,
     path: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def check_fwd(*arguments: Any) -> None: ...

@@ -2,8 +2,9 @@
 
 Functions: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_product_attention`,
 :func:`merge_attention_states`, the functional pair :func:`forward` and :func:`backward` with
-:func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`, and :func:`enable_sdpa` and
-:func:`disable_sdpa` for PyTorch's own attention. Values: :class:`AuxRequest` and :class:`AuxOutput`.
+:func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`, :func:`enable_sdpa` and
+:func:`disable_sdpa` for PyTorch's own attention, :func:`explain` for what a call would run, and
+:func:`count` for what did. Values: :class:`AuxRequest` and :class:`AuxOutput`.
 Modules: :mod:`flash_ext.masks`, :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.compat`,
 :mod:`flash_ext.integrations`.
 """
@@ -11,6 +12,8 @@ Modules: :mod:`flash_ext.masks`, :mod:`flash_ext.nn`, :mod:`flash_ext.distribute
 from . import distributed, masks, nn
 from ._attention import AuxOutput, AuxRequest, attention, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant
+from ._count import count
+from ._explain import explain
 from ._log import logged as _logged
 from ._merge import merge_attention_states
 from ._ops.arguments import dropout_rng
@@ -34,10 +37,12 @@ __all__ = [
     "attention_varlen",
     "backward",
     "compat",
+    "count",
     "disable_sdpa",
     "distributed",
     "dropout_rng",
     "enable_sdpa",
+    "explain",
     "forward",
     "integrations",
     "is_batch_invariant",

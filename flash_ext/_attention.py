@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
+from ._count import counting, tally
 from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops.arguments import Asked
@@ -186,6 +187,8 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown)
+    if counting:
+        tally("attention")
     if layout != "bshd":
         q, k, v = from_heads_first(layout, q, k, v)
     if (
@@ -278,9 +281,9 @@ def attention_varlen(
             in a tensor is not read, because that would wait for the device.
         causal, window_size: as in :func:`attention`, with the alignment of each sequence by its own lengths.
         mask, bias: as in :func:`attention`. Bands, prefixes, intervals, blocks and distances count inside
-            each sequence; ``Documents`` and ``KeyMask`` lie over the packed rows. A tensor is (batch, h, rows,
-            keys) in coordinates inside each sequence; where rows or keys (unless 1) end before a sequence
-            does, a mask hides and a bias adds 0.
+            each sequence; ``Documents`` and ``KeyMask`` lie over the packed rows. A tensor is (batch, h,
+            rows, keys) in coordinates inside each sequence; where rows or keys (unless 1) end before a
+            sequence does, a mask hides and a bias adds 0.
         scale, sinks, softcap, dropout_p, generator, return_aux, deterministic, backend: as in
             :func:`attention`.
 
@@ -292,6 +295,8 @@ def attention_varlen(
     """
     if unknown:
         refuse_unknown("attention_varlen", unknown)
+    if counting:
+        tally("attention_varlen")
     if (
         mask is None
         and bias is None

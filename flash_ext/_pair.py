@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ._count import counting, tally
 from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops.arguments import Asked
@@ -72,6 +73,8 @@ def forward(
     """
     if unknown:
         refuse_unknown("forward", unknown)
+    if counting:
+        tally("forward")
     if (
         mask is None
         and bias is None
@@ -156,6 +159,8 @@ def backward(
     options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
     if unknown:
         refuse_unknown("backward", unknown)
+    if counting:
+        tally("backward")
     if (
         mask is None
         and bias is None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._count import counting, tally
 from ._masks.atoms import Causal, Dense
 from ._masks.value import Mask
 from ._ops.dispatch import check_strided
@@ -52,6 +53,8 @@ def scaled_dot_product_attention(
     Raises:
         ValueError, TypeError: as :func:`flash_ext.attention`; float32 on a GPU is refused.
     """
+    if counting:
+        tally("scaled_dot_product_attention")
     batch = _broadcast_batch(query, key, value)
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     q, k, v = _to_dense(query, batch), _to_dense(key, batch), _to_dense(value, batch)

@@ -101,26 +101,6 @@ def disable_sdpa() -> None:
                 activate_flash_attention_impl(previous)
 
 
-def sdpa_counts() -> dict[str, tuple[int, int]]:
-    """How many calls of each of torch's operators ran here since the program started, and how many went back.
-
-    Returns:
-        (served, gone back) by the operator's name.
-    """
-    names = (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward",
-        "_flash_attention_forward",
-        "_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_cudnn_attention_backward",
-    )
-    counts = torch.ops.flash_ext._sdpa_counts()
-    return dict(zip(names, zip(counts[: len(names)], counts[len(names) :])))
-
-
 class _Active:
     """The handle that torch's registry keeps while flash_ext is the active implementation."""
 

@@ -169,13 +169,13 @@ def _ids_of(mask: Any, q: Tensor) -> Tensor | None:
         return None
     if not isinstance(mask, Documents) or mask.ids_k is not None:
         raise TypeError(
-            "mask must be flash_ext.masks.Documents(ids) of this process's share, without ids_k, or None, got "
-            f"{mask!r}."
+            "mask must be flash_ext.masks.Documents(ids) of this process's share, without ids_k, or None, "
+            f"got {mask!r}."
         )
     if mask.ids.shape != q.shape[:2]:
         raise ValueError(
-            f"the ids of mask must have shape (batch, share) = {tuple(q.shape[:2])}, got {tuple(mask.ids.shape)}. "
-            "shard_sequence cuts them."
+            f"the ids of mask must have shape (batch, share) = {tuple(q.shape[:2])}, got "
+            f"{tuple(mask.ids.shape)}. shard_sequence cuts them."
         )
     return mask.ids
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._count import counting, tally
 from ._log import logged
 from ._masks.atoms import Causal, Dense, KeyMask
 from ._masks.value import And, Mask
@@ -79,6 +80,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """
         if query.is_nested or key.is_nested or value.is_nested:
             raise TypeError("nested tensors are not supported; use flash_ext.attention_varlen.")
+        if counting:
+            tally("nn.MultiheadAttention")
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask must be given with is_causal, as in torch.nn.MultiheadAttention.")
         batched = query.dim() == 3

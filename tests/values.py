@@ -43,27 +43,26 @@ def values(
     if inner is not None and sink_tokens:
         # A right bound stands outside, that of a chunk is its end: sink tokens show beyond neither.
         inner = inner | masks.SinkTokens(sink_tokens)
-    outer = None if right < 0 else masks.Causal(alignment) if right == 0 else masks.Window(-1, right, alignment)
+    outer: masks.Mask | None = masks.Causal(alignment) if right == 0 else None
+    if right > 0:
+        outer = masks.Window(-1, right, alignment)
     shown = inner if outer is None else outer if inner is None else outer & inner
     if shown is not None and prefix_lens is not None:
         shown = shown | masks.Prefix(prefix_lens)
     hides: list[masks.Mask] = [] if shown is None else [shown]
     if documents is not None:
         hides.append(masks.Documents(*(documents if isinstance(documents, tuple) else (documents,))))
-    for kind, tensor in (
-        (masks.KeyMask, keys), (masks.HiddenRows, hidden_rows), (masks.HiddenKeys, hidden_keys), (masks.Dense, mask)
-    ):  # fmt: skip
-        if tensor is not None:
-            hides.append(kind(tensor))
+    tensors = (keys, hidden_rows, hidden_keys, mask)
+    kinds = (masks.KeyMask, masks.HiddenRows, masks.HiddenKeys, masks.Dense)
+    hides += [kind(tensor) for kind, tensor in zip(kinds, tensors) if tensor is not None]
     if blocks is not None:
         hides.append(blocks)
     whole = None
     for part in hides:
         whole = part if whole is None else whole & part
     total: masks.Bias | None = None
-    for added in (
-        None if bias is None else masks.DenseBias(bias), None if slopes is None else masks.ALiBi(slopes), position
-    ):  # fmt: skip
+    dense = None if bias is None else masks.DenseBias(bias)
+    for added in (dense, None if slopes is None else masks.ALiBi(slopes), position):
         if added is not None:
             total = added if total is None else total + added
     return {name: value for name, value in (("mask", whole), ("bias", total)) if value is not None}

@@ -199,7 +199,8 @@ class Mask(Value):
     every call, :meth:`describe` and preparation ask once an object.
     """
 
-    __slots__ = ("_normal",)
+    # Kept after first use: the normal form, and what calls of some sizes made of it (_ops/arguments.py).
+    __slots__ = ("_normal", "_prepared")
     KIND = "mask"
 
     def __and__(self, other: Any) -> Mask:

@@ -6,6 +6,7 @@ Checks read metadata only, so they neither wait for a device nor break a graph.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """What a call asks for beyond scale and window, as the caller wrote it; see :func:`flash_ext.attention`."""
+    """What a call asks for beyond scale and window, as the caller wrote it: :func:`flash_ext.attention`."""
 
     mask: Mask | Tensor | None = None
     bias: Bias | Tensor | None = None
@@ -58,26 +59,96 @@ def modifiers_of(
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (off) or a positive finite number, got {softcap}.")
     dropout_p = checked_dropout_p(asked.dropout_p)
-    mask, bias = mask_value(asked.mask, q), bias_value(asked.bias, q)
-    terms = terms_for(mask, bias, sizes, causal, window)
+    shown = _prepared(mask_value(asked.mask), q, sizes, bool(causal), window)
+    bias, slopes = _added(bias_value(asked.bias, q), q, sizes, keep_repeats)
     sinks = asked.sinks
     if sinks is not None:
         sinks = _per_head(sinks, "sinks", q, [(sizes.num_heads,)], "(num_heads,)")
-    mods = _modifiers(terms, q, sizes, keep_repeats, sinks, rng if dropout_p > 0 else None, softcap, dropout_p)
-    return (terms.left, terms.right), mods
+    if bias is None and slopes is None and sinks is None and softcap == 0 and dropout_p == 0:
+        return shown.window, None if shown.is_plain else shown.mods
+    mods = replace(
+        shown.mods,
+        bias=bias,
+        slopes=slopes,
+        sinks=sinks,
+        rng=rng if dropout_p > 0 else None,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
+    return shown.window, mods
 
 
-def mask_value(mask: Any, q: Tensor) -> Mask | None:
-    """A mask as a value; its tensors must be where q is.
+# ---- masks, prepared once ------------------------------------------------------------------------------
+
+MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
+
+
+class Prepared(NamedTuple):
+    """What a mask is to calls of some sizes.
+
+    Attributes:
+        window: (left, right).
+        mods: with the fields that masks have.
+        is_plain: nothing but the window is asked for.
+        sources: version counters of the mask's tensors when this was made; None where there are none.
+    """
+
+    window: tuple[int, int]
+    mods: Modifiers
+    is_plain: bool
+    sources: list[int] | None
+
+
+def _prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
+    """What the mask is to this call; made at the first one and kept in the mask until its tensors change."""
+    if mask is None:
+        right = 0 if causal and window[1] >= -1 else window[1]
+        return Prepared((window[0], right), _NOTHING, True, None)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        _check_devices(mask, "mask", q)
+        return _make_prepared(mask, q, sizes, causal, window)
+    try:
+        tensors, kept = mask._prepared  # type: ignore[attr-defined]
+    except AttributeError:
+        tensors, kept = tuple(mask._tensors()), {}
+        object.__setattr__(mask, "_prepared", (tensors, kept))
+    key = (sizes, causal, (*window,), q.device if tensors else None, torch._C._len_torch_dispatch_stack())
+    found: Prepared | None = kept.get(key)
+    try:
+        versions = [t._version for t in tensors]
+    except RuntimeError:  # of inference tensors nobody counts the changes
+        _check_devices(mask, "mask", q)
+        return _make_prepared(mask, q, sizes, causal, window)
+    if found is None or found.sources != versions:
+        _check_devices(mask, "mask", q)
+        found = _make_prepared(mask, q, sizes, causal, window)._replace(sources=versions)
+        while len(kept) >= MOST_PREPARED:
+            kept.pop(next(iter(kept)), None)
+        kept[key] = found
+    return found
+
+
+def _make_prepared(mask: Mask, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
+    terms = terms_for(mask, None, sizes, causal, window)
+    mods = _of_terms(terms, q, sizes)
+    tensors = (mods.mask, mods.document_q, mods.prefix_lens, mods.hidden_rows, mods.hidden_keys, mods.blocks)
+    is_plain = all(t is None for t in tensors) and not (mods.sink_tokens or mods.chunk or mods.top_left)
+    return Prepared((terms.left, terms.right), mods, is_plain, None)
+
+
+def mask_value(mask: Any) -> Mask | None:
+    """A mask as a value.
 
     Raises:
-        TypeError, ValueError: it is neither a mask nor a bool tensor, or on another device.
+        TypeError: it is neither a mask nor a bool tensor.
     """
     if mask is None:
         return None
     if isinstance(mask, Tensor):
         if mask.is_floating_point():
-            raise TypeError(f"mask must be torch.bool, got {mask.dtype}. A float tensor is added: bias=tensor.")
+            raise TypeError(
+                f"mask must be torch.bool, got {mask.dtype}. A float tensor is added: bias=tensor."
+            )
         mask = Dense(mask)
     elif not isinstance(mask, Mask):
         hint = " A bias goes into bias=." if isinstance(mask, Bias) else ""
@@ -87,12 +158,11 @@ def mask_value(mask: Any, q: Tensor) -> Mask | None:
             "mask must be a mask of flash_ext.masks, a bool tensor or None, got "
             f"{type(mask).__qualname__}.{hint}"
         )
-    _check_devices(mask, "mask", q)
     return mask
 
 
 def bias_value(bias: Any, q: Tensor) -> Bias | None:
-    """The same of a bias.
+    """The same of a bias, whose tensors must be where q is.
 
     Raises:
         TypeError, ValueError: it is neither a bias nor a float tensor, or on another device.
@@ -101,8 +171,9 @@ def bias_value(bias: Any, q: Tensor) -> Bias | None:
         return None
     if isinstance(bias, Tensor):
         if not bias.is_floating_point():
-            cure = "mask=tensor hides keys" if bias.dtype == torch.bool else (
-                "For a mask of 0 and 1 pass mask=tensor.bool(), for numbers to be added .float()")  # fmt: skip
+            cure = "For a mask of 0 and 1 pass mask=tensor.bool(), for numbers to be added .float()"
+            if bias.dtype == torch.bool:
+                cure = "Give it as mask=, where True takes part"
             raise TypeError(f"bias must be floating point, got {bias.dtype}. {cure}.")
         bias = DenseBias(bias)
     elif not isinstance(bias, Bias):
@@ -124,26 +195,35 @@ def _check_devices(value: Mask | Bias, name: str, q: Tensor) -> None:
             )
 
 
-def _modifiers(
-    terms: Terms,
-    q: Tensor,
-    sizes: Sizes,
-    keep_repeats: bool,
-    sinks: Tensor | None,
-    rng: Tensor | None,
-    softcap: float,
-    dropout_p: float,
-) -> Modifiers | None:
-    """The terms in the shapes of the operators."""
-    added = terms.bias
+_NOTHING = Modifiers()
+
+
+def _added(
+    bias: Bias | None, q: Tensor, sizes: Sizes, keep_repeats: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Bias and slopes in the shapes of the operators."""
+    if bias is None:
+        return None, None
+    terms = terms_for(None, bias, sizes)
+    added, slopes = terms.bias, terms.slopes
     if added is not None:
         _check_bias_dtype(added, q)
         added = _four_dimensions(added, sizes, keep_repeats)
-    slopes = terms.slopes
     if slopes is not None:
         slopes = slopes.to(_statistic(q)).contiguous()
     if terms.position is not None:
+        if terms.position.num_heads not in (1, sizes.num_heads):
+            raise ValueError(
+                f"the table of bias must have the {sizes.num_heads} heads of q, or 1 for all of them, got "
+                f"{terms.position.num_heads}: its shape is (num_heads, buckets), here "
+                f"{_shape(terms.position.table)}."
+            )
         added = terms.position.by_distance(_statistic(q)).contiguous()
+    return added, slopes
+
+
+def _of_terms(terms: Terms, q: Tensor, sizes: Sizes) -> Modifiers:
+    """What a mask asks for in the shapes of the operators."""
     mask, keys = terms.dense, terms.keys
     if mask is not None:
         mask = _four_dimensions(mask, sizes, keep_repeats=False)
@@ -159,20 +239,24 @@ def _modifiers(
         # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
         mask, keys = _without_repeats(keys, [0])[:, None, None, :], None
     document_q, document_k = _documents(terms.documents, keys, q, sizes)
-    prefix_lens, hidden_rows, hidden_keys = terms.prefix_lens, terms.hidden_rows, terms.hidden_keys
-    if prefix_lens is not None:
-        prefix_lens = prefix_lens.contiguous()
     hidden_rows, hidden_keys = (
-        t if t is None else _intervals(t, 3 if sizes.packed else 4) for t in (hidden_rows, hidden_keys)
+        t if t is None else _intervals(t, 3 if sizes.packed else 4)
+        for t in (terms.hidden_rows, terms.hidden_keys)
     )
-    tensors = (added, mask, document_q, prefix_lens, hidden_rows, hidden_keys, blocks, slopes, sinks)
-    numbers = (softcap, dropout_p, terms.sink_tokens, terms.chunk, terms.top_left)
-    if all(tensor is None for tensor in tensors) and not any(numbers):
-        return None
     return Modifiers(
-        added, mask, document_q, document_k, prefix_lens, hidden_rows, hidden_keys, blocks, slopes, sinks, rng,
-        softcap, dropout_p, block_rows, block_cols, terms.sink_tokens, terms.chunk, terms.top_left,
-    )  # fmt: skip
+        mask=mask,
+        document_q=document_q,
+        document_k=document_k,
+        prefix_lens=None if terms.prefix_lens is None else terms.prefix_lens.contiguous(),
+        hidden_rows=hidden_rows,
+        hidden_keys=hidden_keys,
+        blocks=blocks,
+        block_rows=block_rows,
+        block_cols=block_cols,
+        sink_tokens=terms.sink_tokens,
+        chunk=terms.chunk,
+        top_left=terms.top_left,
+    )
 
 
 def _sizes(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None) -> Sizes:

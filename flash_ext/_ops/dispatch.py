@@ -67,9 +67,7 @@ def run_fwd(
     try:
         if _in_functorch():
             options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
-            return apply_under_transforms(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options)
-            )
+            return apply_under_transforms(q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options))
         left, right = window
         return _C.fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, left,
@@ -160,9 +158,7 @@ def run_bwd_as(
     return grads
 
 
-def _explain_fwd(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any
-) -> None:
+def _explain_fwd(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any) -> None:
     """Raises in words where an argument of a forward has a wrong type."""
     _explain_tensors(q=q, k=k, v=v)
     _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -224,7 +220,9 @@ def run_modified_fwd(
     if not _is_compiling():
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         values = (value for value in (asked.mask, asked.bias) if isinstance(value, Value))
-        _refuse_forward_mode(q, k, v, asked.bias, asked.sinks, *(t for value in values for t in value._tensors()))
+        _refuse_forward_mode(
+            q, k, v, asked.bias, asked.sinks, *(t for value in values for t in value._tensors())
+        )
     if generator is not None:
         check_generator(generator, q.device)
     if draws and checked_dropout_p(asked.dropout_p) > 0:
@@ -298,12 +296,17 @@ def run_modified_bwd(
 
 def _sources_of_gradients(asked: Asked, q: Tensor) -> dict[str, Any]:
     """What the gradients beside those of q, k and v belong to, by their names; None where there is none."""
-    parts = [] if asked.bias is None else terms_of(bias_value(asked.bias, q))
+    bias = bias_value(asked.bias, q)
+    parts = () if bias is None else terms_of(bias)
     slopes = [part.slopes for part in parts if isinstance(part, ALiBi)]
-    added = [part.tensor if isinstance(part, DenseBias) else part for part in parts if not isinstance(part, ALiBi)]
-    if len(added) > 1:
-        added = [None]  # the sum of several has no gradient of its own
-    return {"bias": added[0] if added else None, "slopes": slopes[0] if slopes else None, "sinks": asked.sinks}
+    added: list[Any] = [
+        part.tensor if isinstance(part, DenseBias) else part for part in parts if not isinstance(part, ALiBi)
+    ]
+    return {
+        "bias": added[0] if len(added) == 1 else None,  # the sum of several has no gradient of its own
+        "slopes": slopes[0] if slopes else None,
+        "sinks": asked.sinks,
+    }
 
 
 def _refuse_forward_mode(*tensors: Any) -> None:
@@ -353,7 +356,9 @@ def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
     for name, t in zip("qkv", tensors):
         _explain_tensors(**{name: t})
         if t.dim() != 4:
-            raise ValueError(f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}.")
+            raise ValueError(
+                f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}."
+            )
     return [t.transpose(1, 2) for t in tensors]
 
 
@@ -444,7 +449,9 @@ def _explain_options(
     if isinstance(scale, float) and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}.")
     if isinstance(causal, str):
-        raise TypeError(f'causal must be a bool, got {causal!r}. Alignments: mask=flash_ext.masks.Causal("top_left").')
+        raise TypeError(
+            f'causal must be a bool, got {causal!r}. Alignments: mask=flash_ext.masks.Causal("top_left").'
+        )
     for name, value in {"causal": causal, "deterministic": deterministic}.items():
         if value is not None and not hasattr(value, "__bool__"):
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")

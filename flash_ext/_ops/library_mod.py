@@ -1,7 +1,7 @@
 """The operators ``flash_ext::fwd_mod`` and ``flash_ext::bwd_mod``: attention with masks, biases and the rest.
 
-They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`.modifiers.Modifiers` in between. The
-extension module registers schemas and the GPU implementation (csrc/api/ops.cpp); this module adds the CPU
+They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`.modifiers.Modifiers` in between.
+The extension module registers schemas and the GPU implementation (csrc/api/ops.cpp); this module adds the CPU
 implementation, shapes for tracing, gradients, autocast, vmap and FLOP formulas.
 """
 

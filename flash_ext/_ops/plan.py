@@ -34,7 +34,7 @@ def _pair(text: str) -> tuple[int, int]:
     return int(first), int(second or first)
 
 
-def _facts(gpu: str) -> tuple[int, int, int, int, int]:
+def facts(gpu: str) -> tuple[int, int, int, int, int]:
     """Compute capability, multiprocessors, bytes of shared memory a block and of L2 cache, of "9.0/132"."""
     found = re.fullmatch(r"(\d+)\.(\d+)/(\d+)", gpu)
     if found is None:
@@ -51,7 +51,7 @@ def plan(text: str) -> dict[str, Any]:
         text: words in any order: "fwd" (default) or "bwd"; "float16" or "bfloat16" (default); "causal",
             "packed" (seqlen is that of each sequence), "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk,
             head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
-            GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``path=`` of
+            GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias, bias_gradient, relative, relative_gradient, dropout, mask, key_padding, blocks, documents,
             hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks.
@@ -104,7 +104,7 @@ def plan(text: str) -> dict[str, Any]:
         deterministic="deterministic" in words,
         modifiers=modifiers,
         path=" ".join(sorted(path, key=lambda word: "=" in word)),
-        gpu=_facts(gpu) if gpu else None,
+        gpu=facts(gpu) if gpu else None,
         tma=head_dim % 8 == 0 and head_dim_v % 8 == 0,  # rows of contiguous tensors begin on 16 bytes
     )
     return {"call": text, "gpu": gpu or "GPU 0", **found}

@@ -42,8 +42,20 @@ def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
         TypeError: there is one.
     """
     for name in unknown:
-        known = ["causal", "window_size", "scale", "mask", "bias", "sinks", "softcap", "dropout_p", "generator"]
-        near = difflib.get_close_matches(name, [*known, "return_aux", "deterministic", "backend", "layout"], 1)
+        known = [
+            "causal",
+            "window_size",
+            "scale",
+            "mask",
+            "bias",
+            "sinks",
+            "softcap",
+            "dropout_p",
+            "generator",
+        ]
+        near = difflib.get_close_matches(
+            name, [*known, "return_aux", "deterministic", "backend", "layout"], 1
+        )
         meant = OTHER_NAMES.get(name) or (near and f"{near[0]}=")
         hint = f" Did you mean {meant}?" if meant else ""
         raise TypeError(f"{function}() has no keyword {name!r}.{hint}")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import attention, attention_varlen, is_batch_invariant, masks
+from .._count import counting, tally
 from .._log import logged
 from .t5 import hand_on_distances, relative_position
 
@@ -311,6 +312,8 @@ def attention_forward(
         NotImplementedError: the paged cache of continuous batching, keys chosen by index, sinks per query.
         Otherwise as :func:`flash_ext.attention`; it takes no float32 on a GPU.
     """
+    if counting:
+        tally("integrations.transformers")
     _refuse(kwargs)
     q, k, v = (_with_unit_stride(t.transpose(1, 2)) for t in (query, key, value))
     pattern = getattr(attention_mask, _ATTRIBUTE, None)

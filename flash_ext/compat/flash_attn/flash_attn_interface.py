@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ... import backward, dropout_rng, forward, masks
+from ..._count import counting, tally
 from ..._log import logged
 from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from .probabilities import rounded, signed_weights
@@ -392,6 +393,8 @@ def _run(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, weights and the random numbers of one call, differentiable where autograd is on."""
+    if counting:
+        tally("compat.flash_attn")
     if return_softmax and dropout_p <= 0:
         raise ValueError("return_softmax needs dropout_p > 0, as in flash-attn.")
     q, k, v = (_with_unit_stride(t) for t in (q, k, v))

@@ -1,0 +1,102 @@
+"""How often attention ran here, and from where it was asked: :func:`count`."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from types import TracebackType
+
+import torch
+
+# Those that count at present. Entries look at it first, which is all that they pay otherwise.
+counting: list[Counts] = []
+_lock = threading.Lock()
+
+_OPERATORS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_flash_attention_forward",
+    "_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+)
+
+
+class Counts:
+    """What :func:`count` gives.
+
+    Attributes:
+        calls: calls of each public entry: ``attention``, ``attention_varlen``, ``forward``, ``backward``,
+            ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, ``compat.flash_attn``,
+            ``integrations.transformers``. An entry that calls another counts for both.
+        torch_served: calls of torch's own operators that ran here under :func:`flash_ext.enable_sdpa`, by the
+            operator's name; forward and backward are operators of their own.
+        torch_returned: those that went back to the implementation of torch.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.torch_served: Counter[str] = Counter()
+        self.torch_returned: Counter[str] = Counter()
+        self._before: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> Counts:
+        self._before = sdpa_counts()
+        with _lock:
+            counting.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _lock:
+            counting.remove(self)
+        for name, (served, returned) in sdpa_counts().items():
+            before = self._before[name]
+            self.torch_served += Counter({name: served - before[0]})
+            self.torch_returned += Counter({name: returned - before[1]})
+
+    def __repr__(self) -> str:
+        parts = {
+            "calls": self.calls,
+            "torch_served": self.torch_served,
+            "torch_returned": self.torch_returned,
+        }
+        return f"Counts({', '.join(f'{name}={dict(part)}' for name, part in parts.items())})"
+
+
+def count() -> Counts:
+    """Counts calls in a ``with`` statement, of all threads: is attention really run here?
+
+    Calls inside compiled graphs and replays of CUDA graphs are not seen, except those of torch's operators,
+    which are counted where they run. ``torch_served`` and ``torch_returned`` are filled at the end.
+
+    Example:
+        >>> q = torch.randn(1, 8, 2, 16)
+        >>> with flash_ext.count() as c:
+        ...     out = flash_ext.attention(q, q, q)
+        >>> c.calls["attention"]
+        1
+    """
+    return Counts()
+
+
+def tally(entry: str) -> None:
+    """One more call of an entry; entries ask ``if counting`` first."""
+    if torch.compiler.is_compiling():
+        return
+    with _lock:
+        for counts in counting:
+            counts.calls[entry] += 1
+
+
+def sdpa_counts() -> dict[str, tuple[int, int]]:
+    """How many calls of each of torch's operators ran here since the start, and how many went back.
+
+    Returns:
+        (served, gone back) by the operator's name.
+    """
+    counts = torch.ops.flash_ext._sdpa_counts()
+    return dict(zip(_OPERATORS, zip(counts[: len(_OPERATORS)], counts[len(_OPERATORS) :])))

@@ -1,0 +1,135 @@
+"""flash_ext.count() and flash_ext.explain(): what ran, and what would run."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext import masks
+from flash_ext.compat import flash_attn
+
+pytestmark = pytest.mark.everywhere
+
+H200 = "9.0/132"
+
+
+def qkv(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(*shape, dtype=dtype) for _ in range(3)]
+
+
+def test_entries_are_counted_while_it_is_asked_for():
+    q, k, v = qkv(1, 8, 2, 16)
+    cu = torch.tensor([0, 8]).int()
+    flash_ext.attention(q, k, v)
+    with flash_ext.count() as c:
+        flash_ext.attention(q, k, v)
+        flash_ext.attention(q, k, v, mask=masks.Causal("top_left"))
+        flash_ext.attention_varlen(q[0], k[0], v[0], cu, cu)
+        out, lse = flash_ext.forward(q, k, v)
+        flash_ext.backward(out, q, k, v, out, lse)
+        flash_attn.flash_attn_func(q, k, v)
+    flash_ext.attention(q, k, v)
+    own = {"attention": 2, "attention_varlen": 1, "forward": 2, "backward": 1}
+    assert c.calls == {**own, "compat.flash_attn": 1}
+    assert "'attention': 2" in repr(c)
+
+
+def test_a_module_and_what_it_calls():
+    layer = flash_ext.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(1, 5, 16)
+    with flash_ext.count() as c:
+        layer(x, x, x, need_weights=False)
+        flash_ext.scaled_dot_product_attention(*qkv(1, 2, 5, 8))
+    assert c.calls == {
+        "nn.MultiheadAttention": 1, "forward": 1, "scaled_dot_product_attention": 1, "attention": 1
+    }  # fmt: skip
+
+
+def test_counts_nest_and_see_all_threads():
+    q, k, v = qkv(1, 8, 2, 16)
+    with flash_ext.count() as outer:
+        with flash_ext.count() as inner:
+            threads = [threading.Thread(target=flash_ext.attention, args=(q, k, v)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        flash_ext.attention(q, k, v)
+    assert (outer.calls["attention"], inner.calls["attention"]) == (5, 4)
+
+
+def test_torch_operators_are_not_counted_before_they_are_taken_over():
+    with flash_ext.count() as c:
+        torch.nn.functional.scaled_dot_product_attention(*qkv(1, 2, 8, 16))
+    assert not c.calls and not c.torch_served and not c.torch_returned
+
+
+def test_a_compiled_call_is_not_counted_and_works():
+    q, k, v = qkv(1, 8, 2, 16)
+    call = torch.compile(flash_ext.attention, fullgraph=True, backend="eager")
+    with flash_ext.count() as c:
+        torch.testing.assert_close(call(q, k, v), flash_ext.attention(q, k, v))
+    assert c.calls["attention"] == 1
+
+
+def test_a_plan_of_both_directions():
+    q, k, v = qkv(2, 512, 8, 64, dtype=torch.bfloat16)
+    slopes = torch.rand(8)
+    found = flash_ext.explain(q, k, v, causal=True, bias=masks.ALiBi(slopes), gpu=H200)
+    assert found.backend == "sm90" and found.why_not == {}
+    assert "slopes" in found.forward["row"] and found.backward["row"].startswith("sm90.bwd_mod")
+    text = str(found)
+    for said in ("backend     sm90", "launch      fwd_mod_sm90_hd64", "workspace", found.backward["row"]):
+        assert said in text
+
+
+def test_the_plan_is_that_of_the_sizes_in_words():
+    q, k = (torch.empty(4, 4096, heads, 128, dtype=torch.float16) for heads in (16, 4))
+    found = flash_ext.explain(q, k, k, causal=True, gpu=H200)
+    from flash_ext._ops import plan
+
+    words = plan.plan(f"fwd batch=4 seqlen=4096 heads=16/4 head_dim=128 causal float16 gpu={H200}")
+    for name in ("row", "launches", "workspace_bytes", "kernel"):
+        assert found.forward[name] == words[name], name
+
+
+def test_a_bias_that_wants_a_gradient_changes_the_backward_only():
+    q, k, v = qkv(2, 256, 4, 32, dtype=torch.bfloat16)
+    kernels = []
+    for wanted in (False, True):
+        bias = torch.zeros(4, 256, 256, dtype=torch.bfloat16, requires_grad=wanted)
+        found = flash_ext.explain(q, k, v, bias=bias, gpu=H200)
+        both = (found.forward, found.backward)
+        kernels.append([[launch["kernel"] for launch in one["launches"]] for one in both])
+    assert kernels[0][0] == kernels[1][0]
+    assert any("bias" in kernel for kernel in kernels[1][1]) and kernels[0][1] != kernels[1][1]
+
+
+def test_strides_that_the_copy_engine_cannot_read():
+    q = torch.randn(2, 128, 4, 60, dtype=torch.bfloat16)
+    found = flash_ext.explain(q, q, q, gpu=H200)
+    assert found.backend == "sm80" and found.why_not["sm90"]
+    assert f"not sm90    {found.why_not['sm90']}" in str(found)
+
+
+def test_on_the_cpu():
+    q, k, v = qkv(1, 8, 2, 16)
+    found = flash_ext.explain(q, k, v)
+    assert (found.backend, found.forward, found.backward) == ("cpu", {}, {})
+    assert set(found.why_not) == {"sm90", "sm80"}
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        ({"mask": torch.ones(3, 3).bool()}, ValueError),
+        ({"is_causal": True}, TypeError),
+        ({"gpu": "nine"}, ValueError),
+    ],
+)
+def test_what_attention_refuses_is_refused(wrong: dict, error: type[Exception]):
+    with pytest.raises(error):
+        flash_ext.explain(*qkv(1, 8, 2, 16), **wrong)

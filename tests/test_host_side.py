@@ -15,8 +15,8 @@ from torch import Tensor
 
 import flash_ext
 from bench import host_cost
+from flash_ext._count import sdpa_counts
 from flash_ext._ops.library import _C
-from flash_ext._sdpa_override import sdpa_counts
 from tests.qkv import make_qkv, null_kernels, reference
 
 on_roads = pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def values(
     return {name: value for name, value in (("mask", whole), ("bias", total)) if value is not None}
 
 
-def call_keywords(*, causal: bool = False, window: tuple[int, int] = (-1, -1), **parts: Any) -> dict[str, Any]:
+def call_keywords(
+    *, causal: bool = False, window: tuple[int, int] = (-1, -1), **parts: Any
+) -> dict[str, Any]:
     """All of a call's ``causal``, ``window_size``, ``mask`` and ``bias``, for the parts of :func:`values`.
 
     ``causal`` and ``window`` stay keywords unless a part widens or aligns them: then they are in the mask.

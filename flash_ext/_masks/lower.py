@@ -54,7 +54,11 @@ class Terms(NamedTuple):
 
 
 def terms_for(
-    mask: Mask | None, bias: Bias | None, sizes: Sizes, causal: bool = False, window: tuple[int, int] = (-1, -1)
+    mask: Mask | None,
+    bias: Bias | None,
+    sizes: Sizes,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
 ) -> Terms:
     """The terms of a call. Tensors are merged here, so the result is worth keeping.
 
@@ -220,8 +224,8 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
         if table.shape[0] not in (1, sizes.num_heads):
             hint = " Turn it with .t()." if table.shape[1] == sizes.num_heads else ""
             raise ValueError(
-                f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each head "
-                f"of q, got {tuple(table.shape)}.{hint}"
+                f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each "
+                f"head of q, got {tuple(table.shape)}.{hint}"
             )
     for slope in slopes:
         if tuple(slope.shape) not in ((sizes.num_heads,), (sizes.batch, sizes.num_heads)):

@@ -33,7 +33,7 @@ from tests.truth import Truth, compute_truth
 
 
 def choice_of(path: str, **constraints: int | str) -> str:
-    """The text of ``path=``: a path and what is asked of its kernels (Constraints in csrc/paths.h)."""
+    """The text of ``backend=``: a path and what is asked of its kernels (Constraints in csrc/paths.h)."""
     return " ".join([path, *(f"{name}={value}" for name, value in constraints.items())])
 
 
@@ -55,7 +55,7 @@ class Target:
 
     @property
     def choice(self) -> str:
-        """What calls pass as ``path=``: the path and the constraints."""
+        """What calls pass as ``backend=``: the path and the constraints."""
         if self.device == "cpu":
             return self.path
         constraints = self.constraints if self.short else (("short_kernels", 0), *self.constraints)

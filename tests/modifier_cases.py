@@ -4,7 +4,7 @@ A name says everything about a modifier: its shape, type, strides and kind of va
 of JSON, and its tensors are made anew from names and seed. What a name means to the oracle is written out by
 hand here, not taken from the package's own normalisation.
 
-    bias_<dims>, mask_<dims>   attn_mask with these dimensions out of b, h, q, k, 1 for one that is broadcast:
+    bias_<dims>, mask_<dims>   a tensor with these dimensions out of b, h, q, k, 1 for one that is broadcast:
                                bias_bhqk, mask_b11k, bias_qk; then, each after "_": f32 (else the dtype of q),
                                t (rows and keys swapped in memory), odd (rows off 16 bytes), skip (every
                                second key of a wider tensor), inf (-inf in places and over whole tiles),
@@ -36,10 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.modifiers import Modifiers
 from tests.cases import Case, packed
 from tests.covering import covering_array
 from tests.inputs import GUARD_BYTES, POISON_BYTE, Inputs, make_inputs, strides_for, tensor_shapes
+from tests.values import call_keywords
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,13 @@ class ModifierCase:
 class _Choice:
     """One modifier of a call.
 
-    tensor: its values where the call reads them, guarded; None for a number.
-    argument: from that tensor, or a leaf that shares its memory, to what the keyword is given.
+    part: of ``tests.values.values``, or a keyword of the public functions. tensor: its values where the call
+    reads them, guarded; None for a number. argument: from that tensor, or a leaf that shares its memory, to
+    what the part is given.
     meaning: from the same to fields of ``Modifiers``.
     """
 
-    keyword: str
+    part: str
     tensor: Tensor | None
     argument: Callable[[Any], Any]
     meaning: Callable[[Any], dict[str, Any]]
@@ -122,11 +125,11 @@ class ModifierInputs:
         return torch.Generator(self.plain.q.device).manual_seed(self.mcase.case.seed + 77)
 
     def leaves(self) -> dict[str, Tensor]:
-        """What can have a gradient beside q, k and v: keyword to a leaf that shares the memory."""
+        """What can have a gradient beside q, k and v: part to a leaf that shares the memory."""
         return {
-            c.keyword: c.tensor.detach()
+            c.part: c.tensor.detach()
             for c in self.choices
-            if c.keyword in ("attn_mask", "bias", "alibi_slopes", "sinks") and c.tensor.is_floating_point()
+            if c.part in ("bias", "position", "slopes", "sinks")
         }
 
     def entries(self, rows: int, keys: int) -> Tensor:
@@ -138,17 +141,29 @@ class ModifierInputs:
         return (n + distance).to(self.plain.q.device)
 
     def keywords(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
-        """Of the public function."""
-        found = {c.keyword: c.argument(leaves.get(c.keyword, c.tensor)) for c in self.choices}
+        """Of the public function: masks, biases, and all others of the choices."""
+        case = self.mcase.case
+        parts = {c.part: c.argument(leaves.get(c.part, c.tensor)) for c in self.choices}
+        found = {name: parts.pop(name) for name in ("sinks", "softcap", "dropout_p") if name in parts}
         if "dropout_p" in found:
             found["generator"] = self.generator
-        return found
+        return found | call_keywords(causal=case.causal, window=case.window, **parts)
+
+    @property
+    def asked(self) -> set[str]:
+        """The parts of the choices that can matter: sink tokens and prefixes show what a band hides."""
+        case, parts = self.mcase.case, {c.part for c in self.choices}
+        if case.window[0] < 0 and "chunk" not in parts:
+            parts -= {"sink_tokens"}
+        if "chunk" not in parts and not case.causal and case.window == (-1, -1):
+            parts -= {"prefix_lens"}
+        return parts
 
     def meaning(self, leaves: dict[str, Tensor]) -> Modifiers:
         """Of the oracle. Masks of several choices are ANDed."""
         fields: dict[str, Any] = {}
         for choice in self.choices:
-            for name, value in choice.meaning(leaves.get(choice.keyword, choice.tensor)).items():
+            for name, value in choice.meaning(leaves.get(choice.part, choice.tensor)).items():
                 fields[name] = self._both(fields[name], value) if name == "mask" and name in fields else value
         if "dropout_p" in fields:
             fields["rng"] = flash_ext.dropout_rng(self.plain.q.device, self.generator)
@@ -209,10 +224,10 @@ class _Maker:
         self.guards.append((buffer, buffer.clone()))
         return view
 
-    def _number(self, keyword: str, value: float | int | str, **meaning: Any) -> _Choice:
-        return _Choice(keyword, None, lambda _: value, lambda _: meaning)
+    def _number(self, part: str, value: float | int, **meaning: Any) -> _Choice:
+        return _Choice(part, None, lambda _: value, lambda _: meaning)
 
-    # ---- attn_mask ----
+    # ---- by element ----
 
     def _sizes(self, dims: str, flags: list[str]) -> list[int]:
         rows, keys = self.rows, self.keys
@@ -235,7 +250,7 @@ class _Maker:
             strides = tuple(2 * s for s in strides)
         return strides, 1 if "odd" in flags else 0
 
-    def _attn_mask(self, values: Tensor, dims: str, flags: list[str]) -> tuple[Tensor, Callable]:
+    def _by_element(self, values: Tensor, dims: str, flags: list[str]) -> tuple[Tensor, Callable]:
         tensor = self._place(values, *self._strides(list(values.shape), flags))
         full = self._sizes("bhqk"[4 - len(dims) :], flags)
 
@@ -252,8 +267,8 @@ class _Maker:
             values[..., : values.shape[-1] // 2] = -math.inf
             values[..., : values.shape[-2] // 3, :] = -math.inf
         values = values.to(torch.float32 if "f32" in flags else self.case.torch_dtype)
-        tensor, argument = self._attn_mask(values, dims, flags)
-        return _Choice("attn_mask", tensor, argument, lambda t: {"bias": _four_dims(t)})
+        tensor, argument = self._by_element(values, dims, flags)
+        return _Choice("bias", tensor, argument, lambda t: {"bias": _four_dims(t)})
 
     def _mask(self, _: str, flags: list[str]) -> _Choice:
         dims = flags[0]
@@ -265,8 +280,8 @@ class _Maker:
             ]
         else:
             values = self._chance(0.7, *sizes)
-        tensor, argument = self._attn_mask(values, dims, flags)
-        return _Choice("attn_mask", tensor, argument, lambda t: {"mask": _four_dims(t)})
+        tensor, argument = self._by_element(values, dims, flags)
+        return _Choice("mask", tensor, argument, lambda t: {"mask": _four_dims(t)})
 
     def _distance(self, n: str, flags: list[str]) -> _Choice:
         n, both = int(n), "before" not in flags
@@ -275,14 +290,14 @@ class _Maker:
             values[self._chance(0.33, *values.shape)] = -math.inf
         tensor = self._place(values.to(self.case.torch_dtype if "half" in flags else torch.float32))
 
-        def argument(t: Tensor) -> flash_ext.RelativePosition:
-            return flash_ext.RelativePosition(t, bucketing="clip", bidirectional=both)
+        def argument(t: Tensor) -> masks.RelativePosition:
+            return masks.RelativePosition(t, bucketing="clip", bidirectional=both)
 
         def meaning(t: Tensor) -> dict[str, Any]:
             return {"bias": (t if both else torch.cat([t, t[:, -1:].expand(-1, n)], 1))[None]}
 
         argument(tensor).by_distance()  # what it keeps for later calls is made before memory is counted
-        return _Choice("bias", tensor, argument, meaning)
+        return _Choice("position", tensor, argument, meaning)
 
     # ---- structure ----
 
@@ -305,7 +320,7 @@ class _Maker:
             start += n
         if not self.packed:
             by_sequence = by_sequence[..., : self.keys]
-        return _Choice("key_padding_mask", tensor, lambda t: t, lambda _: {"mask": by_sequence})
+        return _Choice("keys", tensor, lambda t: t, lambda _: {"mask": by_sequence})
 
     def _documents(self, *_: Any) -> _Choice:
         """Two documents and a few keys of none, in order, for rows and keys in one tensor."""
@@ -318,7 +333,7 @@ class _Maker:
         both = self._place(torch.cat([t.flatten() for t in ids]))
         document_q, document_k = (t.view(ids[i].shape) for i, t in enumerate(both.split(sizes)))
         meaning = {"document_q": document_q, "document_k": document_k}
-        return _Choice("document_ids", both, lambda _: (document_q, document_k), lambda _: meaning)
+        return _Choice("documents", both, lambda _: (document_q, document_k), lambda _: meaning)
 
     def _prefix(self, *_: Any) -> _Choice:
         tensor = self._place(self._whole(-2, self.keys // 2, self.batch))
@@ -328,7 +343,7 @@ class _Maker:
         return self._number("sink_tokens", int(n), sink_tokens=int(n))
 
     def _chunk(self, n: str, _: list[str]) -> _Choice:
-        return self._number("chunk_size", int(n), chunk=int(n))
+        return self._number("chunk", int(n), chunk=int(n))
 
     def _hrows(self, n: str, flags: list[str]) -> _Choice:
         return self._intervals("hidden_rows", int(n), self.total_k, self.rows, flags)
@@ -336,7 +351,7 @@ class _Maker:
     def _hkeys(self, n: str, flags: list[str]) -> _Choice:
         return self._intervals("hidden_keys", int(n), self.total_q, self.keys, flags)
 
-    def _intervals(self, keyword: str, n: int, places: int, limit: int, flags: list[str]) -> _Choice:
+    def _intervals(self, part: str, n: int, places: int, limit: int, flags: list[str]) -> _Choice:
         lead = [] if self.packed else [self.batch if "b" in flags else 1]
         lead.append(self.heads if "h" in flags else 1)
         if "h" not in flags:  # neighbours hide alike, so that whole tiles are hidden
@@ -346,7 +361,7 @@ class _Maker:
             start = self._whole(-3, limit, *lead, places, n)
         end = start + self._whole(0, limit // 3, *lead, places, n)
         tensor = self._place(torch.stack([start, end], -1).flatten(-2).int())
-        return _Choice(keyword, tensor, lambda t: t, lambda t: {keyword: t})
+        return _Choice(part, tensor, lambda t: t, lambda t: {part: t})
 
     def _blocks(self, size: str, flags: list[str]) -> _Choice:
         rows, cols = map(int, size.split("x"))
@@ -354,7 +369,7 @@ class _Maker:
         shape = [*lead, -(-self.rows // rows), -(-self.keys // cols)]
         tensor = self._place(self._chance(0.7, *shape), *self._strides(shape, flags))
         meaning = {"block_rows": rows, "block_cols": cols}
-        return _Choice("block_mask", tensor, lambda t: flash_ext.BlockMask(t, (rows, cols)),
+        return _Choice("blocks", tensor, lambda t: masks.BlockMask(t, (rows, cols)),
                        lambda t: {"blocks": t, **meaning})  # fmt: skip
 
     # ---- scores, denominator, weights ----
@@ -362,7 +377,7 @@ class _Maker:
     def _alibi(self, _: str, flags: list[str]) -> _Choice:
         shape = (self.batch, self.heads) if "b" in flags else (self.heads,)
         tensor = self._place(self._normal(*shape).abs() * 0.1)
-        return _Choice("alibi_slopes", tensor, lambda t: t, lambda t: {"slopes": t})
+        return _Choice("slopes", tensor, lambda t: t, lambda t: {"slopes": t})
 
     def _sinks(self, *_: Any) -> _Choice:
         tensor = self._place(self._normal(self.heads) * 2)
@@ -375,7 +390,7 @@ class _Maker:
         return self._number("dropout_p", float(p), dropout_p=float(p))
 
     def _top(self, *_: Any) -> _Choice:
-        return self._number("causal", "top_left", top_left=True)
+        return self._number("top_left", True, top_left=True)
 
 
 def _reach(name: str) -> int:
@@ -390,9 +405,9 @@ def make_modifier_inputs(mcase: ModifierCase, device: str | torch.device) -> Mod
     """The tensors of a case; the same case gives the same modifiers on every device."""
     maker = _Maker(mcase, device)
     choices = [maker.make(name) for name in mcase.mods]
-    slots = [choice.keyword for choice in choices]
+    slots = [choice.part for choice in choices]
     if len(set(slots)) < len(slots):
-        raise ValueError(f"{mcase}: two modifiers of one keyword")
+        raise ValueError(f"{mcase}: two modifiers of one part")
     return ModifierInputs(mcase, make_inputs(mcase.case, device), choices, maker.guards)
 
 
@@ -486,7 +501,7 @@ _SHAPES: dict[str, tuple] = {
 
 # Levels of the pairwise array; "" is off, and stands twice where a modifier hides much.
 _PAIRED: dict[str, tuple[str, ...]] = {
-    "attn_mask": (
+    "bias": (
         "",
         "",
         "bias_bhqk",
@@ -498,11 +513,8 @@ _PAIRED: dict[str, tuple[str, ...]] = {
         "bias_hqk_inf",
         "distance25",
         "distance150_before_half",
-        "mask_b1qk",
-        "mask_1hqk_t",
-        "mask_bhqk_blocky",
-        "mask_h1k_expanded",
     ),
+    "dense mask": ("", "", "mask_b1qk", "mask_1hqk_t", "mask_bhqk_blocky", "mask_h1k_expanded"),
     "padding": ("", "padding", "padding_left"),
     "documents": ("", "", "documents"),
     "prefix": ("", "prefix"),

@@ -39,6 +39,7 @@ from tests.modifier_truth import GRADIENTS, compute_modifier_truth
 from tests.silence import WATCH, lose_context
 
 RESULTS = ("out", "lse", "row_max")
+EVERYTHING = flash_ext.AuxRequest(lse=True, max_scores=True)
 
 
 def repro_line(mcase: ModifierCase, target: Target) -> str:
@@ -52,19 +53,21 @@ def repro_line(mcase: ModifierCase, target: Target) -> str:
 def call(
     x: ModifierInputs, target: Target, qkv: list[Tensor] | None = None, **changes: Any
 ) -> tuple[Tensor, ...]:
-    """out, lse and row_max of the public function; ``changes`` replace keywords."""
+    """out, lse and the largest scores of the public function; ``changes`` replace keywords."""
     case, plain = x.mcase.case, x.plain
     qkv = [plain.q, plain.k, plain.v] if qkv is None else qkv
     options = dict(
-        causal=case.causal, window=case.window, softmax_scale=case.softmax_scale, return_lse=True,
-        return_max_logits=True, deterministic=case.deterministic, path=target.choice,
+        scale=case.softmax_scale, return_aux=EVERYTHING, deterministic=case.deterministic,
+        backend=target.choice,
     )  # fmt: skip
-    if not case.is_packed:
-        return flash_ext.attention(*qkv, **(options | x.keywords({}) | changes))
-    if case.hints:
-        options["max_seqlen_q"], options["max_seqlen_k"] = plain.max_seqlens
-    options |= x.keywords({}) | changes
-    return flash_ext.attention_varlen(*qkv, plain.cu_seqlens_q, plain.cu_seqlens_k, **options)
+    bounds: tuple[Tensor, ...] = ()
+    attention = flash_ext.attention
+    if case.is_packed:
+        attention, bounds = flash_ext.attention_varlen, (plain.cu_seqlens_q, plain.cu_seqlens_k)
+        if case.hints:
+            options["max_seqlen_q"], options["max_seqlen_k"] = plain.max_seqlens
+    out, aux = attention(*qkv, *bounds, **(options | x.keywords({}) | changes))
+    return out, aux.lse, aux.max_scores
 
 
 def call_and_differentiate(x: ModifierInputs, target: Target) -> dict[str, Tensor]:
@@ -112,7 +115,7 @@ def _note_workspace(x: ModifierInputs) -> None:
 def _has_plain_backward(x: ModifierInputs) -> bool:
     """Whether nothing but sinks is asked for beside the window: the plain backward finds them in lse."""
     case = x.mcase.case
-    if "qkv" not in x.mcase.needs or {choice.keyword for choice in x.choices} - {"sinks", "causal"}:
+    if "qkv" not in x.mcase.needs or x.asked - {"sinks", "top_left"}:
         return False
     if not x.mcase.has_top_left:
         return True
@@ -125,11 +128,11 @@ def _has_plain_backward(x: ModifierInputs) -> bool:
 
 def _has_hopper_backward(x: ModifierInputs) -> bool:
     """Whether the modifiers and the head_dim are some for which the sm90 path has a modified backward."""
-    case, asked = x.mcase.case, {choice.keyword for choice in x.choices}
+    case, asked = x.mcase.case, x.asked
     if case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
         return False
-    bias = x.leaves().get("attn_mask")
-    if "softcap" in asked and (asked & {"dropout_p", "alibi_slopes", "bias"} or bias is not None):
+    bias = x.leaves().get("bias")
+    if "softcap" in asked and (asked & {"dropout_p", "slopes", "position"} or bias is not None):
         return False
     size = max(case.head_dim, case.dim_v)
     shares_rows = bias is None or bias.dim() < 2 or bias.shape[-2] == 1

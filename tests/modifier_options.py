@@ -13,29 +13,66 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.reference import attention_reference, row_max_reference
+from tests.values import call_keywords
 
 HEADS, HEADS_K, HEAD_DIM = 4, 2, 4
 ROWS, KEYS = 20, 27  # dense lengths, and those of the longest packed sequence
 LENGTHS_Q, LENGTHS_K, SPARE = (ROWS, 0, 7), (KEYS, 5, 9), 2
 BLOCK = 16
 REACH = 5
-DIFFERENTIABLE = ("attn_mask", "bias", "alibi_slopes", "sinks")
+DIFFERENTIABLE = ("bias", "position", "slopes", "sinks")
+RESULTS_ONLY = ("generator", "return_aux", "layout")  # keywords that the functional pair does not have
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option, or several together.
 
     Attributes:
-        keywords: what the public function is called with.
+        others: keywords of the public function that are neither masks nor biases.
+        parts: arguments of ``tests.values.call_keywords``.
         meaning: fields of ``Modifiers``; masks of two options are ANDed.
     """
 
-    keywords: dict[str, Any]
+    others: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
     meaning: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the public function is called with. A mask or a bias of one tensor is the tensor itself."""
+        found = call_keywords(**self.parts) if self.parts else {}
+        for name, kind in (("mask", masks.Dense), ("bias", masks.DenseBias)):
+            if isinstance(found.get(name), kind):
+                found[name] = found[name].tensor
+        return found | self.others
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that may have a gradient, by the names of DIFFERENTIABLE."""
+        given = {name: t for name, t in (self.parts | self.others).items() if name in DIFFERENTIABLE}
+        return {name: t.table if name == "position" else t for name, t in given.items()}
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Option:
+        """The same with others in the places that :meth:`tensors` names."""
+        changed = {name: _clipped(t) if name == "position" else t for name, t in tensors.items()}
+        others, parts = (
+            given | {name: t for name, t in changed.items() if name in given}
+            for given in (self.others, self.parts)
+        )
+        return Option(others, parts, self.meaning)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What :func:`flash_ext.backward` calls the gradients of :meth:`tensors`."""
+        return tuple("bias" if name == "position" else name for name in self.tensors())
+
+
+def _clipped(table: Tensor) -> masks.RelativePosition:
+    return masks.RelativePosition(table, bucketing="clip")
 
 
 @dataclass(frozen=True)
@@ -76,7 +113,6 @@ def make_options(inputs: Inputs) -> dict[str, Option]:
         own = present[inputs.cu[1][b] : inputs.cu[1][b + 1]] if packed else present[b]
         padding[b, 0, 0, : len(own)] = own
     ids_q, ids_k = torch.randint(-1, 2, lead_q).int(), torch.randint(-1, 2, lead_k).int()
-    documents = {"document_q": ids_q, "document_k": ids_k}
     prefixes = torch.tensor([5, 0, -3][:batch]).int()
     rows, keys = lead_q[-1], lead_k[-1]
     hidden_rows = torch.tensor([[2, 9]]).int().repeat(keys, 1)
@@ -86,113 +122,115 @@ def make_options(inputs: Inputs) -> dict[str, Option]:
     whole = torch.rand(batch, HEADS, 2, 2) > 0.3
     cut = torch.rand(HEADS, ROWS, KEYS) > 0.4
     cut[0, :16, :16] = False
-    cut_blocks = flash_ext.BlockMask.from_dense(cut, BLOCK)
+    cut_blocks = masks.BlockMask.from_dense(cut, BLOCK)
     sizes = {"block_rows": BLOCK, "block_cols": BLOCK}
-    hints = {"hints": Option({"max_seqlen_q": ROWS, "max_seqlen_k": KEYS + 1})} if packed else {}
-    return hints | {
-        "causal": Option({"causal": True}),
-        "top left": Option({"causal": "top_left"}, {"top_left": True}),
-        "bottom right": Option({"causal": "bottom_right"}),
-        "window": Option({"window": (3, 2)}),
-        "scale": Option({"softmax_scale": -0.3}),
-        "bool mask": Option({"attn_mask": mask}, {"mask": mask}),
-        "bias": Option({"attn_mask": bias}, {"bias": bias[None]}),
-        "relative position": Option({"bias": flash_ext.RelativePosition(table, bucketing="clip")},
-                                    {"bias": table[None]}),
-        "padding": Option({"key_padding_mask": present}, {"mask": padding}),
-        "alibi": Option({"alibi_slopes": slopes}, {"slopes": slopes}),
-        "sinks": Option({"sinks": sinks}, {"sinks": sinks}),
-        "softcap": Option({"softcap": 0.7}, {"softcap": 0.7}),
-        "dropout": Option({"dropout_p": 0.4}, {"dropout_p": 0.4}),
+    if packed:
+        layout = {"hints": Option({"max_seqlen_q": ROWS, "max_seqlen_k": KEYS + 1})}
+    else:
+        layout = {"heads first": Option({"layout": "bhsd"})}
+
+    def part(name: str, value: Any, **meaning: Any) -> Option:
+        return Option(parts={name: value}, meaning=meaning)
+
+    return layout | {
+        "causal": part("causal", True),
+        "top left": Option(parts={"causal": True, "top_left": True}, meaning={"top_left": True}),
+        "top left window": Option(parts={"window": (4, 1), "top_left": True}, meaning={"top_left": True}),
+        "window": part("window", (3, 2)),
+        "scale": Option({"scale": -0.3}),
+        "mask": part("mask", mask, mask=mask),
+        "bias": part("bias", bias, bias=bias[None]),
+        "relative position": part("position", _clipped(table), bias=table[None]),
+        "key mask": part("keys", present, mask=padding),
+        "alibi": part("slopes", slopes, slopes=slopes),
+        "sinks": Option({"sinks": sinks}, meaning={"sinks": sinks}),
+        "softcap": Option({"softcap": 0.7}, meaning={"softcap": 0.7}),
+        "dropout": Option({"dropout_p": 0.4}, meaning={"dropout_p": 0.4}),
         "generator": Option({"generator": torch.Generator()}),
-        "documents": Option({"document_ids": (ids_q, ids_k)}, documents),
-        "prefix": Option({"prefix_lens": prefixes}, {"prefix_lens": prefixes}),
-        "sink tokens": Option({"sink_tokens": 2}, {"sink_tokens": 2}),
-        "chunks": Option({"chunk_size": 6}, {"chunk": 6}),
-        "hidden rows": Option({"hidden_rows": hidden_rows},
-                              {"hidden_rows": hidden_rows[None] if packed else hidden_rows[None, None]}),
-        "hidden keys": Option({"hidden_keys": hidden_keys}, {"hidden_keys": hidden_keys[leading]}),
-        "blocks": Option({"block_mask": flash_ext.BlockMask(whole, BLOCK)}, {"blocks": whole, **sizes}),
-        "cut blocks": Option({"block_mask": cut_blocks},
-                             {"blocks": cut_blocks.blocks, "mask": cut[None], **sizes}),
-        "lse": Option({"return_lse": True}),
-        "row maxima": Option({"return_max_logits": True}),
-        "head maxima": Option({"return_max_logits": "head"}),
+        "documents": part("documents", (ids_q, ids_k), document_q=ids_q, document_k=ids_k),
+        "prefix": part("prefix_lens", prefixes, prefix_lens=prefixes),
+        "sink tokens": part("sink_tokens", 2, sink_tokens=2),
+        "chunks": part("chunk", 6, chunk=6),
+        "hidden rows": part("hidden_rows", hidden_rows,
+                            hidden_rows=hidden_rows[None] if packed else hidden_rows[None, None]),
+        "hidden keys": part("hidden_keys", hidden_keys, hidden_keys=hidden_keys[leading]),
+        "blocks": part("blocks", masks.BlockMask(whole, BLOCK), blocks=whole, **sizes),
+        "cut blocks": part("blocks", cut_blocks, blocks=cut_blocks.blocks, mask=cut[None], **sizes),
+        "lse": Option({"return_aux": flash_ext.AuxRequest(lse=True)}),
+        "largest scores": Option({"return_aux": flash_ext.AuxRequest(max_scores=True)}),
+        "lse and largest scores": Option({"return_aux": flash_ext.AuxRequest(lse=True, max_scores=True)}),
         "deterministic": Option({"deterministic": True}),
-        "path": Option({"path": "cpu"}),
+        "backend": Option({"backend": "cpu"}),
     }  # fmt: skip
 
 
 def exclude_each_other(a: Option, b: Option) -> bool:
-    """Whether the two are values of one keyword, or two biases."""
-    return bool(a.keywords.keys() & b.keywords.keys()) or "bias" in a.meaning.keys() & b.meaning.keys()
+    """Whether the two are values of one keyword or part, or two biases."""
+    shared = (a.others.keys() & b.others.keys()) | (a.parts.keys() & b.parts.keys())
+    return bool(shared) or "bias" in a.meaning.keys() & b.meaning.keys()
 
 
 def combined(*options: Option) -> Option:
-    keywords: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     meaning: dict[str, Any] = {}
     for option in options:
         for name, value in option.meaning.items():
             if name == "mask" and name in meaning:
                 value = value & meaning[name]
             meaning[name] = value
-        keywords |= option.keywords
-    return Option(keywords, meaning)
+        others |= option.others
+        parts |= option.parts
+    return Option(others, parts, meaning)
 
 
-def call(inputs: Inputs, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Everything that the public function returns; dropout draws from a freshly seeded generator."""
-    seed_generators(keywords)
+def call(inputs: Inputs, option: Option) -> tuple[Tensor, ...]:
+    """Everything that the public function returns; dropout draws from a freshly seeded generator.
+
+    The order is out, lse, largest scores, whatever of them there is.
+    """
+    seed_generators(option)
+    keywords = option.keywords
+    heads_first = keywords.get("layout") == "bhsd"
+    qkv = [t.transpose(1, 2) for t in inputs.qkv] if heads_first else inputs.qkv
     function = flash_ext.attention_varlen if inputs.packed else flash_ext.attention
-    results = function(*inputs.qkv, *inputs.cu, **keywords)
-    return results if isinstance(results, tuple) else (results,)
+    results = function(*qkv, *inputs.cu, **keywords)
+    out, aux = (results, ()) if isinstance(results, Tensor) else results
+    if aux:
+        request = keywords["return_aux"]
+        assert [t is not None for t in aux] == [request.lse, request.max_scores]
+    return (out.transpose(1, 2) if heads_first else out, *(t for t in aux if t is not None))
 
 
 def expected(inputs: Inputs, option: Option) -> tuple[Tensor, ...]:
     """What the oracle says to the same call."""
-    keywords = option.keywords
+    others, parts = option.others, option.parts
     meaning = dict(option.meaning)
-    if "dropout_p" in keywords:
-        seed_generators(keywords)
-        meaning["rng"] = flash_ext.dropout_rng("cpu", keywords.get("generator"))
-    left, right = keywords.get("window", (-1, -1))
-    scale = keywords.get("softmax_scale", default_scale(HEAD_DIM))
-    spec = AttnSpec(scale, left, 0 if keywords.get("causal") else right)
+    if "dropout_p" in others:
+        seed_generators(option)
+        meaning["rng"] = flash_ext.dropout_rng("cpu", others.get("generator"))
+    left, right = parts.get("window", (-1, -1))
+    spec = AttnSpec(others.get("scale", default_scale(HEAD_DIM)), left, 0 if parts.get("causal") else right)
     mods = Modifiers(**meaning)
     out, lse = attention_reference(*inputs.qkv, spec, *inputs.cu, mods=mods)
     results = [out]
-    if keywords.get("return_lse"):
+    request = others.get("return_aux", flash_ext.AuxRequest())
+    if request.lse:
         results.append(lse)
-    if keywords.get("return_max_logits"):
-        row_max = row_max_reference(*inputs.qkv, spec, *inputs.cu, mods=mods)
-        by_head = row_max.transpose(0, -2).flatten(1).amax(1)
-        results.append(by_head if keywords["return_max_logits"] == "head" else row_max)
+    if request.max_scores:
+        results.append(row_max_reference(*inputs.qkv, spec, *inputs.cu, mods=mods))
     return tuple(results)
 
 
-def seed_generators(keywords: dict[str, Any]) -> None:
+def seed_generators(option: Option) -> None:
     torch.manual_seed(5)
-    if "generator" in keywords:
-        keywords["generator"].manual_seed(7)
+    if "generator" in option.others:
+        option.others["generator"].manual_seed(7)
 
 
-def differentiable(keywords: dict[str, Any]) -> dict[str, Tensor]:
-    """The floating tensors among the values of keywords; of a relative-position bias its table."""
-    given = {name: keywords[name] for name in DIFFERENTIABLE if keywords.get(name) is not None}
-    tensors = {name: value.table if name == "bias" else value for name, value in given.items()}
-    return {name: t for name, t in tensors.items() if t.is_floating_point()}
-
-
-def with_tensors(keywords: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The keywords with other tensors in the places that :func:`differentiable` names."""
-    if "bias" in tensors:
-        tensors = tensors | {"bias": flash_ext.RelativePosition(tensors["bias"], bucketing="clip")}
-    return keywords | tensors
-
-
-def leaves_of(inputs: Inputs, keywords: dict[str, Any]) -> list[Tensor]:
+def leaves_of(inputs: Inputs, option: Option) -> list[Tensor]:
     """Everything that asks for a gradient."""
-    return [*inputs.qkv, *differentiable(keywords).values()]
+    return [*inputs.qkv, *option.tensors().values()]
 
 
 def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:

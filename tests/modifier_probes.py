@@ -286,7 +286,7 @@ def needle_probe(mcase: ModifierCase, target: Target) -> None:
                 rows, keys = part.visible.shape[1:]
                 asked.append((torch.arange(rows, device=q.device) * step) % keys)
                 flat(x, q)[part.rows] = 4 * flat(x, k)[part.keys][asked[-1]].repeat_interleave(group, 1)
-            out, _, row_max = call(x, target, [q, k, v], softmax_scale=scale)
+            out, _, row_max = call(x, target, [q, k, v], scale=scale)
             out, row_max = flat(x, out), flat_statistic(x, row_max)
             for part, wanted in zip(parts, asked):
                 index = wanted.expand(case.num_heads, -1)[..., None]
@@ -344,8 +344,8 @@ def shift_probe(mcase: ModifierCase, target: Target) -> None:
     """
     with naming(mcase, target):
         x = make_modifier_inputs(mcase, target.device)
-        by_keyword = {c.keyword: c.tensor for c in x.choices}
-        bias, sinks = by_keyword["attn_mask"], by_keyword.get("sinks")
+        tensors = {c.part: c.tensor for c in x.choices}
+        bias, sinks = tensors["bias"], tensors.get("sinks")
         base = ((bias * 16).round() / 16).clamp(min=-3, max=3).masked_fill(bias == -math.inf, -math.inf)
         bias.copy_(base)
         before = _everything(x, target)
@@ -403,7 +403,7 @@ def scaling_probe(mcase: ModifierCase, target: Target) -> None:
         q, k, v = x.plain.q, x.plain.k, x.plain.v
         out, lse, _ = call(x, target)
         compare.assert_exact("out with v * 8", call(x, target, [q, k, v * 8])[0], out * 8)
-        scaled = call(x, target, [q * 4, k, v], softmax_scale=mcase.case.scale / 4)
+        scaled = call(x, target, [q * 4, k, v], scale=mcase.case.scale / 4)
         compare.assert_exact("out with q * 4 and scale / 4", scaled[0], out)
         compare.assert_exact("lse with q * 4 and scale / 4", scaled[1], lse)
         once, eightfold = _everything(x, target), _everything(x, target, scale=8.0)
@@ -448,15 +448,15 @@ def _sums(
         ds = part.weights * by_row
         lse = part.lse.masked_fill(part.lse == -math.inf, 0)
         sink_weights = torch.exp(part.sinks - lse)
-        terms = {"attn_mask": ds, "alibi_slopes": -ds * distance, "sinks": sink_weights * by_row}
+        terms = {"bias": ds, "slopes": -ds * distance, "sinks": sink_weights * by_row}
         for name in leaves.keys() & terms.keys():
-            add = _add_to_bias if name == "attn_mask" else _add_by_head
+            add = _add_to_bias if name == "bias" else _add_by_head
             add(wanted[name], b, terms[name])
             add(allowed[name], b, part.weight_error * terms[name].abs())
-        if "bias" in leaves:
+        if "position" in leaves:
             entries = x.entries(rows, keys)
-            _add_to_table(wanted["bias"], entries, ds)
-            _add_to_table(allowed["bias"], entries, part.weight_error * ds.abs())
+            _add_to_table(wanted["position"], entries, ds)
+            _add_to_table(allowed["position"], entries, part.weight_error * ds.abs())
     return wanted, allowed
 
 
@@ -502,7 +502,7 @@ def permute_probe(mcase: ModifierCase, target: Target) -> None:
             before = _everything(x, target)
             for c in x.choices:
                 if c.tensor is not None:
-                    _reorder(c.tensor, _dim_of(c.keyword, which), order_q)
+                    _reorder(c.tensor, _dim_of(c.part, which), order_q)
             plain = x.plain
             for t, own in ((plain.q, order_q), (plain.dout, order_q), (plain.k, order), (plain.v, order)):
                 _reorder(t, -2 if which == "heads" else -4, own)
@@ -517,14 +517,14 @@ def permute_probe(mcase: ModifierCase, target: Target) -> None:
                     by, own.to(before[name].device)))  # fmt: skip
 
 
-def _dim_of(keyword: str, which: str) -> int | None:
+def _dim_of(part: str, which: str) -> int | None:
     """The dimension, from the right, in which a modifier tells heads or batch entries apart."""
-    if keyword in ("attn_mask", "block_mask", "hidden_rows", "hidden_keys"):
+    if part in ("bias", "mask", "blocks", "hidden_rows", "hidden_keys"):
         return -3 if which == "heads" else -4
     by_head, by_batch = {
-        "bias": (-2, None), "alibi_slopes": (-1, -2), "sinks": (-1, None), "key_padding_mask": (None, -2),
+        "position": (-2, None), "slopes": (-1, -2), "sinks": (-1, None), "keys": (None, -2),
         "prefix_lens": (None, -1),
-    }[keyword]  # fmt: skip
+    }[part]  # fmt: skip
     return by_head if which == "heads" else by_batch
 
 

@@ -32,7 +32,7 @@ FP32 = 2.0**-22  # a few roundings of fp32
 CAP_ERROR = 4e-7  # of tanh, which a cap multiplies; caps above CAP_FINE are computed to a relative error
 CAP_FINE = 100.0
 
-GRADIENTS = {"attn_mask": "dbias", "bias": "dtable", "alibi_slopes": "dslopes", "sinks": "dsinks"}
+GRADIENTS = {"bias": "dbias", "position": "dtable", "slopes": "dslopes", "sinks": "dsinks"}
 
 
 @dataclass
@@ -120,8 +120,8 @@ class _Noise:
                 continue
             unit, floor = self.u, self.floor
             if name in GRADIENTS.values():
-                keyword = next(k for k, grad in GRADIENTS.items() if grad == name)
-                dtype = next(c.tensor.dtype for c in self.x.choices if c.keyword == keyword)
+                part = next(part for part, grad in GRADIENTS.items() if grad == name)
+                dtype = next(c.tensor.dtype for c in self.x.choices if c.part == part)
                 unit, floor = UNIT_ROUNDOFF.get(dtype, 2.0**-23), UNDERFLOW.get(dtype, 2.0**-126)
                 independent[name] = self._independent_rows(name)
             else:

@@ -78,7 +78,7 @@ def reference(
 def null_kernels() -> Iterator[None]:
     """Inside, CPU tensors take the road of GPU tensors, up to the launch, which is left out.
 
-    Kernels for short sequences take short ones: calls of CPU tensors may not ask for others by ``path=``.
+    Kernels for short sequences take short ones: calls of CPU tensors may not ask for others by ``backend=``.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import flash_ext
 from bench import host_cost
+from flash_ext._count import sdpa_counts
 from flash_ext._ops.library import _C
-from flash_ext._sdpa_override import sdpa_counts
 from tests.qkv import make_qkv, null_kernels, reference
 
 on_roads = pytest.mark.parametrize(
@@ -87,7 +87,9 @@ def test_nothing_to_see_packed(
     ]
     cu_seqlens = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k)]
     with road():
-        out, lse = flash_ext.attention_varlen(*leaves, *cu_seqlens, return_lse=True)
+        out, (lse, _) = flash_ext.attention_varlen(
+            *leaves, *cu_seqlens, return_aux=flash_ext.AuxRequest(lse=True)
+        )
         (out.float().sum() + lse.exp().sum()).backward()
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))

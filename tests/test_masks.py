@@ -9,7 +9,6 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import masks
-from flash_ext._masks.lower import lower
 from flash_ext._masks.normal import Refused
 from flash_ext._masks.value import And, Mask, Not, Or
 from tests.mask_expressions import BATCH, HEADS, LENGTHS, Said, executable, expressions
@@ -25,16 +24,11 @@ def qkv(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def sizes(q_len: int, k_len: int) -> dict[str, int]:
-    return {"batch": BATCH, "num_heads": HEADS, "q_len": q_len, "k_len": k_len}
-
-
-def check_lowered(said: Said, q_len: int, k_len: int) -> None:
-    """The keywords say what the mask means."""
-    options = lower(said.mask, **sizes(q_len, k_len))
+def check_executed(said: Said, q_len: int, k_len: int) -> None:
+    """Attention shows what the mask means."""
     inputs = qkv(q_len, k_len)
-    want = flash_ext.attention(*inputs, attn_mask=said.means)
-    torch.testing.assert_close(flash_ext.attention(*inputs, **options), want)
+    want = flash_ext.attention(*inputs, mask=said.means)
+    torch.testing.assert_close(flash_ext.attention(*inputs, mask=said.mask), want)
 
 
 # ---- meaning ------------------------------------------------------------------------------------------
@@ -56,13 +50,13 @@ def test_kernels_execute_an_expression_or_it_is_refused(data: st.DataObject) -> 
     q_len, k_len = data.draw(on_lengths)
     said = data.draw(expressions(q_len, k_len))
     try:
-        check_lowered(said, q_len, k_len)
+        check_executed(said, q_len, k_len)
     except Refused as refused:
         assert repr(said.mask) in str(refused)
         assert str(refused).endswith("Or spend memory on it: BlockMask.from_mask(mask, q_len, k_len).")
         blocks = masks.BlockMask.from_mask(said.mask, q_len, k_len, block_size=16)
         assert torch.equal(blocks.to_dense(q_len, k_len, batch=BATCH, num_heads=HEADS), said.means)
-        check_lowered(Said(blocks, said.means), q_len, k_len)
+        check_executed(Said(blocks, said.means), q_len, k_len)
     except ValueError as refused:
         assert "top_left" in str(refused) and q_len != k_len, refused
 
@@ -75,7 +69,7 @@ def test_forms_that_kernels_have_are_executed(data: st.DataObject) -> None:
     said = data.draw(executable(q_len, k_len))
     assert torch.equal(said.mask.to_dense(q_len, k_len, batch=BATCH, num_heads=HEADS), said.means)
     try:
-        check_lowered(said, q_len, k_len)
+        check_executed(said, q_len, k_len)
     except ValueError as refused:
         words = ("stands once", "may hold 2 intervals", "cut each other", "top_left", "of Chunks with other",
                  "lower bound on the right")  # fmt: skip

@@ -13,13 +13,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
+from flash_ext import AuxRequest, _sdpa, masks
 from flash_ext._cpu import tiles as tiled
-from flash_ext._ops import arguments as normalise
 from tests.modifier_options import (
     DIFFERENTIABLE,
+    RESULTS_ONLY,
+    Option,
     call,
     combined,
-    differentiable,
     exclude_each_other,
     expected,
     gradients,
@@ -27,12 +28,11 @@ from tests.modifier_options import (
     make_inputs,
     make_options,
     seed_generators,
-    with_tensors,
 )
 from tests.qkv import make_packed, make_qkv
 from tests.test_tiled import LargestTensor
 
-OPTIONS = tuple(make_options(make_inputs(packed=True)))
+OPTIONS = tuple(dict.fromkeys(name for packed in (True, False) for name in make_options(make_inputs(packed))))
 
 
 # ---- all pairs -------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def test_the_options_are_all_there_are() -> None:
     for packed, function in ((False, flash_ext.attention), (True, flash_ext.attention_varlen)):
         options = make_options(make_inputs(packed)).values()
         named = {keyword for option in options for keyword in option.keywords}
-        needed = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"}
+        needed = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "unknown"}
         assert named == set(inspect.signature(function).parameters) - needed
 
 
@@ -53,13 +53,13 @@ def test_every_pair_of_options(first: str, packed: bool) -> None:
     inputs = make_inputs(packed)
     options = make_options(inputs)
     if first not in options:
-        pytest.skip("only packed input has it")
+        pytest.skip("only packed or only dense input has it")
     for second in OPTIONS[OPTIONS.index(first) :]:
-        if first != second and exclude_each_other(options[first], options[second]):
+        if second not in options or first != second and exclude_each_other(options[first], options[second]):
             continue
         both = combined(options[first], options[second])
-        leaves = leaves_of(inputs, both.keywords)
-        results, exact = call(inputs, both.keywords), expected(inputs, both)
+        leaves = leaves_of(inputs, both)
+        results, exact = call(inputs, both), expected(inputs, both)
         assert len(results) == len(exact)
         for got, want in zip(results, exact, strict=True):
             torch.testing.assert_close(got, want, msg=lambda text, at=second: f"{first} + {at}: {text}")
@@ -71,11 +71,12 @@ def test_every_pair_of_options(first: str, packed: bool) -> None:
 def test_no_option_is_without_effect(packed: bool) -> None:
     """Guards the test of pairs: an option that changes nothing here could be dropped unnoticed."""
     inputs = make_inputs(packed)
-    plain = call(inputs, {})[0]
-    silent = {"hints", "generator", "lse", "row maxima", "head maxima", "deterministic", "path"}
+    plain = call(inputs, Option())[0]
+    results = {"lse", "largest scores", "lse and largest scores"}
+    silent = {"hints", "heads first", "generator", "deterministic", "backend", *results}
     only_with_others = {"prefix", "sink tokens"}  # they show what another option hides
     for name, option in make_options(inputs).items():
-        changed = not torch.equal(call(inputs, option.keywords)[0], plain)
+        changed = not torch.equal(call(inputs, option)[0], plain)
         assert changed == (name not in silent | only_with_others), name
 
 
@@ -83,18 +84,19 @@ def test_no_option_is_without_effect(packed: bool) -> None:
 def test_gradcheck_of_every_option(packed: bool) -> None:
     """Finite differences of out and lse along random directions, in float64, by every float input."""
     inputs = make_inputs(packed)
+    with_lse = Option({"return_aux": AuxRequest(lse=True)})
     for name, option in make_options(inputs).items():
-        keywords = option.keywords | {"return_lse": True}
-        named = list(differentiable(keywords))
+        both = combined(option, with_lse)
+        named = list(both.tensors())
 
-        def results(*given: Tensor, named=named, keywords=keywords) -> tuple[Tensor, ...]:
-            changed = with_tensors(keywords, dict(zip(named, given[3:], strict=True)))
+        def results(*given: Tensor, named=named, both=both) -> tuple[Tensor, ...]:
+            changed = both.with_tensors(dict(zip(named, given[3:], strict=True)))
             found = call(dataclasses.replace(inputs, qkv=given[:3]), changed)
             return tuple(t.where(t.isfinite(), 0.0) for t in found[:2])
 
         # The fast mode widens atol by the sizes of its directions, 400 times here: with the default of 1e-5 a
         # gradient of q that is 2 % off passes.
-        leaves = leaves_of(inputs, keywords)
+        leaves = leaves_of(inputs, both)
         assert torch.autograd.gradcheck(results, leaves, fast_mode=True, atol=1e-9), name
 
 
@@ -103,8 +105,7 @@ def test_functional_pair_equals_autograd(packed: bool) -> None:
     inputs = make_inputs(packed)
     bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
     for name, option in make_options(inputs).items():
-        skipped = {"generator", "return_lse", "return_max_logits"} & option.keywords.keys()
-        if skipped:
+        if option.others.keys() & set(RESULTS_ONLY):
             continue
         keywords = {**option.keywords, **bounds}
         if "dropout_p" in keywords:
@@ -112,10 +113,9 @@ def test_functional_pair_equals_autograd(packed: bool) -> None:
         with torch.no_grad():
             out, lse = flash_ext.forward(*inputs.qkv, **keywords)
             dout, dlse = torch.randn_like(out), torch.randn_like(lse).where(lse.isfinite(), 0)
-            needs = ("v", "k", "q", *differentiable(keywords))
+            needs = ("v", "k", "q", *option.needs)
             grads = flash_ext.backward(dout, *inputs.qkv, out, lse, dlse=dlse, needs=needs, **keywords)
-        named = dict(zip("qkv", inputs.qkv, strict=True)) | differentiable(keywords)
-        leaves = [named[need] for need in needs]
+        leaves = [*reversed(inputs.qkv), *option.tensors().values()]
         want = torch.autograd.grad(flash_ext.forward(*inputs.qkv, **keywords), leaves, (dout, dlse))
         for got, exact, leaf in zip(grads, want, leaves, strict=True):
             assert got.shape == leaf.shape
@@ -128,17 +128,17 @@ def test_wide_results_beside_every_option(packed: bool) -> None:
     inputs = make_inputs(packed, torch.bfloat16)
     bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
     for name, option in make_options(inputs).items():
-        if {"generator", "return_lse", "return_max_logits"} & option.keywords.keys():
-            continue  # the pair has none of these
-        single = {key: t.detach().float() for key, t in differentiable(option.keywords).items()}
-        keywords = with_tensors(option.keywords, single) | bounds
+        if option.others.keys() & set(RESULTS_ONLY):
+            continue
+        single = {key: t.detach().float() for key, t in option.tensors().items()}
+        keywords = option.with_tensors(single).keywords | bounds
         if "dropout_p" in keywords:
             keywords["rng"] = flash_ext.dropout_rng("cpu")
         with torch.no_grad():
             usual, lse = flash_ext.forward(*inputs.qkv, **keywords)
             wide, same_lse = flash_ext.forward(*inputs.qkv, out_dtype=torch.float32, **keywords)
             x = (torch.randn_like(usual), *inputs.qkv, usual, lse)
-            needs = ("q", "k", "v", *differentiable(keywords))
+            needs = ("q", "k", "v", *option.needs)
             grads = flash_ext.backward(*x, needs=needs, **keywords)
             wide_grads = flash_ext.backward(*x, needs=needs, grad_dtype=torch.float32, **keywords)
         assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), usual), name
@@ -168,9 +168,9 @@ def test_a_mask_may_have_any_strides() -> None:
         bias[..., :1].expand(2, 4, 17, 17),
         bias.flip(3),
     ):
-        for mask in (strided, strided > 0):
-            got = flash_ext.attention(q, k, v, attn_mask=mask)
-            assert torch.equal(got, flash_ext.attention(q, k, v, attn_mask=mask.contiguous()))
+        for name, t in (("bias", strided), ("mask", strided > 0)):
+            got = flash_ext.attention(q, k, v, **{name: t})
+            assert torch.equal(got, flash_ext.attention(q, k, v, **{name: t.contiguous()}))
 
 
 def test_minus_infinity_hides_and_the_lowest_number_does_not() -> None:
@@ -178,33 +178,28 @@ def test_minus_infinity_hides_and_the_lowest_number_does_not() -> None:
     hidden = torch.rand(17, 17) > 0.6
     hidden[3] = True
     as_bias = torch.zeros(17, 17, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    for got, want in zip(
-        flash_ext.attention(q, k, v, attn_mask=as_bias, return_lse=True),
-        flash_ext.attention(q, k, v, attn_mask=~hidden, return_lse=True),
-        strict=True,
-    ):
-        assert torch.equal(got, want)
+    request = AuxRequest(lse=True)
+    want, want_aux = flash_ext.attention(q, k, v, mask=~hidden, return_aux=request)
+    for mask in (None, ~hidden | ~hidden.flip(1)):
+        out, aux = flash_ext.attention(q, k, v, bias=as_bias, mask=mask, return_aux=request)
+        assert torch.equal(out, want) and torch.equal(aux.lse, want_aux.lse)
     low = torch.full((17, 17), torch.finfo(torch.float32).min)
-    out = flash_ext.attention(*(t.float() for t in (q, k, v)), attn_mask=low)
+    out = flash_ext.attention(*(t.float() for t in (q, k, v)), bias=low)
     assert out.abs().amax(-1).all()
 
 
 def test_a_mask_inside_packed_sequences_may_be_shorter_or_longer() -> None:
     q, k, v, cu = make_packed(lengths=(3, 0, 9))
     bias, mask = torch.randn(5, 20), torch.rand(5, 20) > 0.4
-    out_bias = flash_ext.attention_varlen(q, k, v, cu, cu, attn_mask=bias)
-    out_mask = flash_ext.attention_varlen(q, k, v, cu, cu, attn_mask=mask)
+    out_bias = flash_ext.attention_varlen(q, k, v, cu, cu, bias=bias)
+    out_mask = flash_ext.attention_varlen(q, k, v, cu, cu, mask=mask)
     for start, length in ((0, 3), (3, 9)):
         one = [t[None, start : start + length] for t in (q, k, v)]
         own_bias, own_mask = torch.zeros(length, length), torch.zeros(length, length, dtype=torch.bool)
         rows = min(length, 5)
         own_bias[:rows], own_mask[:rows] = bias[:rows, :length], mask[:rows, :length]
-        torch.testing.assert_close(
-            out_bias[start : start + length], flash_ext.attention(*one, attn_mask=own_bias)[0]
-        )
-        torch.testing.assert_close(
-            out_mask[start : start + length], flash_ext.attention(*one, attn_mask=own_mask)[0]
-        )
+        for whole, own in ((out_bias, {"bias": own_bias}), (out_mask, {"mask": own_mask})):
+            torch.testing.assert_close(whole[start : start + length], flash_ext.attention(*one, **own)[0])
 
 
 @pytest.mark.parametrize("dims", [("batch",), ("batch", "rows"), ("keys",)])
@@ -215,7 +210,7 @@ def test_an_expanded_bias_gets_the_gradient_of_its_source(dims: tuple[str, ...])
     source = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     grads = []
     for bias in (source, source.expand(2, 4, 17, 17), source.expand(2, 4, 17, 17) * 1):
-        out = flash_ext.attention(q, k, v, attn_mask=bias, causal=True)
+        out = flash_ext.attention(q, k, v, bias=bias, causal=True)
         grads.append(torch.autograd.grad(out.sin().sum(), source)[0])
     assert torch.equal(grads[0], grads[1])
     torch.testing.assert_close(grads[0], grads[2])
@@ -225,7 +220,7 @@ def test_an_expanded_bias_gets_the_gradient_of_its_source(dims: tuple[str, ...])
     leaf = source.detach().expand(2, 4, 17, 17).requires_grad_()
     view_of_leaf = source.detach().expand(2, 4, 17, 17).requires_grad_()
     for bias, used in ((kept, kept), (leaf, leaf), (view_of_leaf, view_of_leaf[:])):
-        flash_ext.attention(q, k, v, attn_mask=used, causal=True).sin().sum().backward()
+        flash_ext.attention(q, k, v, bias=used, causal=True).sin().sum().backward()
         torch.testing.assert_close(bias.grad.sum_to_size(shape), grads[0])
         assert bias.grad.ne(0).sum() > source.numel()
 
@@ -242,7 +237,7 @@ def test_an_expanded_bias_costs_no_expanded_gradient() -> None:
                 sizes.append(results[3].numel())
             return results
 
-    out = flash_ext.attention(q, k, v, attn_mask=source.expand(2, 4, 4, 4))
+    out = flash_ext.attention(q, k, v, bias=source.expand(2, 4, 4, 4))
     with Spy():
         out.sum().backward()
     assert sizes == [source.numel()]
@@ -250,34 +245,34 @@ def test_an_expanded_bias_costs_no_expanded_gradient() -> None:
 
 @pytest.fixture
 def _watching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normalise._ZeroOneWatch, "left", normalise.FLOAT_MASKS_LOOKED_AT)
+    monkeypatch.setattr(_sdpa._ZeroOneWatch, "left", _sdpa.FLOAT_MASKS_LOOKED_AT)
 
 
 @pytest.mark.usefixtures("_watching")
 def test_a_float_mask_of_zeros_and_ones_warns_once() -> None:
-    q, k, v = make_qkv()
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for harmless in (torch.zeros(17), torch.randn(17, 17), torch.ones(17) > 0, torch.full((17,), 2.0)):
-            flash_ext.attention(q, k, v, attn_mask=harmless)
+            flash_ext.scaled_dot_product_attention(q, k, v, attn_mask=harmless)
     zero_one = torch.ones(2, 1, 1, 17)
     zero_one[..., 9:] = 0
     with pytest.warns(UserWarning, match=r"holds only 0 and 1: .*pass attn_mask.bool\(\)") as caught:
-        flash_ext.attention(q, k, v, attn_mask=zero_one)
+        flash_ext.scaled_dot_product_attention(q, k, v, attn_mask=zero_one)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flash_ext.attention(q, k, v, attn_mask=zero_one)
+        flash_ext.scaled_dot_product_attention(q, k, v, attn_mask=zero_one)
 
 
 @pytest.mark.usefixtures("_watching")
 def test_only_the_first_masks_are_looked_at() -> None:
-    q, k, v = make_qkv()
-    for _ in range(normalise.FLOAT_MASKS_LOOKED_AT):
-        flash_ext.attention(q, k, v, attn_mask=torch.randn(17))
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
+    for _ in range(_sdpa.FLOAT_MASKS_LOOKED_AT):
+        flash_ext.scaled_dot_product_attention(q, k, v, attn_mask=torch.randn(17))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flash_ext.attention(q, k, v, attn_mask=torch.ones(17))
+        flash_ext.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(17))
 
 
 # ---- block masks -----------------------------------------------------------------------------------------
@@ -291,20 +286,20 @@ def test_block_masks_of_three_origins_agree() -> None:
     index = [torch.arange(n).view([-1 if at == dim else 1 for at in range(4)])
              for dim, n in enumerate((2, 4, 70, 90))]  # fmt: skip
     mask = rule(*index)
-    want = flash_ext.attention(q, k, v, attn_mask=mask)
+    want = flash_ext.attention(q, k, v, mask=mask)
     of_torch = create_block_mask(rule, 2, 4, 70, 90, device="cpu", BLOCK_SIZE=(32, 16))
     for block_mask in (
-        flash_ext.BlockMask.from_dense(mask, (32, 16)),
-        flash_ext.BlockMask.from_rule(rule, 2, 4, 70, 90, (32, 16)),
-        flash_ext.BlockMask.from_torch(of_torch),
+        masks.BlockMask.from_dense(mask, (32, 16)),
+        masks.BlockMask.from_rule(rule, 2, 4, 70, 90, (32, 16)),
+        masks.BlockMask.from_torch(of_torch),
     ):
         assert block_mask.elements is not None
         assert 0.5 < block_mask.density() < 1
-        torch.testing.assert_close(flash_ext.attention(q, k, v, block_mask=block_mask), want)
-        both = {"block_mask": block_mask.to("cpu"), "attn_mask": mask.flip(3)}
+        torch.testing.assert_close(flash_ext.attention(q, k, v, mask=block_mask), want)
+        both = block_mask.to("cpu") & masks.Dense(mask.flip(3))
         torch.testing.assert_close(
-            flash_ext.attention(q, k, v, causal=True, **both),
-            flash_ext.attention(q, k, v, causal=True, attn_mask=mask & mask.flip(3)),
+            flash_ext.attention(q, k, v, causal=True, mask=both),
+            flash_ext.attention(q, k, v, causal=True, mask=mask & mask.flip(3)),
         )
 
 
@@ -315,9 +310,9 @@ def test_whole_blocks_carry_no_element_mask() -> None:
     of_torch = create_block_mask(rule, None, None, 40, 50, device="cpu", BLOCK_SIZE=16)
     dense_mask = rule(None, None, torch.arange(40)[:, None], torch.arange(50))
     for block_mask in (
-        flash_ext.BlockMask.from_dense(dense_mask, 16),
-        flash_ext.BlockMask.from_rule(rule, None, None, 40, 50, 16),
-        flash_ext.BlockMask.from_torch(of_torch),
+        masks.BlockMask.from_dense(dense_mask, 16),
+        masks.BlockMask.from_rule(rule, None, None, 40, 50, 16),
+        masks.BlockMask.from_torch(of_torch),
     ):
         assert block_mask.elements is None
         assert block_mask.blocks.squeeze().tolist() == torch.ones(3, 4).tril().bool().tolist()
@@ -335,20 +330,21 @@ def test_a_relative_position_bias_is_the_dense_one_it_stands_for(
 ) -> None:
     """Both alignments; the gradient of the table by autograd, and by the pair without it."""
     q, k, v = make_qkv(seqlen_q=lengths[0], seqlen_k=lengths[1], dtype=torch.float64, requires_grad=True)
-    for heads, causal in ((4, False), (1, "top_left"), (4, True)):
+    for heads, mask in ((4, None), (1, masks.Causal("top_left")), (4, masks.Causal())):
         table = torch.randn(heads, 15 if options["bucketing"] == "clip" else 16, dtype=torch.float64)
         table.requires_grad_()
-        bias = flash_ext.RelativePosition(table, bidirectional=bidirectional, **options)
-        written_out = bias.to_dense(*lengths, top_left=causal == "top_left")
-        common = {"causal": causal, "sinks": torch.ones(4, dtype=torch.float64), "softcap": 3.0}
+        bias = masks.RelativePosition(table, bidirectional=bidirectional, **options)
+        written_out = bias.to_dense(*lengths, top_left=heads == 1)
+        common = {"mask": mask, "sinks": torch.ones(4, dtype=torch.float64), "softcap": 3.0}
         results = [
-            flash_ext.attention(q, k, v, return_lse=True, **given, **common)
-            for given in ({"bias": bias}, {"attn_mask": written_out})
+            flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True), bias=given, **common)
+            for given in (bias, written_out)
         ]
-        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*((out, aux.lse) for out, aux in results))
         grads = [torch.autograd.grad(out.sin().sum(), (q, k, v, table)) for out, _ in results]
         torch.testing.assert_close(*grads)
-        (out, lse), dout = (t.detach() for t in results[0]), results[0][0].detach().cos()
+        out, lse = results[0][0].detach(), results[0][1].lse.detach()
+        dout = out.cos()
         inputs = (dout, q, k, v, out, lse)
         pair = flash_ext.backward(*inputs, bias=bias, needs=("bias", "v"), **common)
         assert torch.equal(pair[0], grads[0][3]) and torch.equal(pair[1], grads[0][2])
@@ -356,7 +352,7 @@ def test_a_relative_position_bias_is_the_dense_one_it_stands_for(
 
 def test_a_relative_position_bias_counts_inside_packed_sequences() -> None:
     q, k, v, cu = make_packed(lengths=(3, 0, 9))
-    bias = flash_ext.RelativePosition(torch.randn(4, 5), bucketing="clip")
+    bias = masks.RelativePosition(torch.randn(4, 5), bucketing="clip")
     out = flash_ext.attention_varlen(q, k, v, cu, cu, bias=bias)
     for start, length in ((0, 3), (3, 9)):
         one = [t[None, start : start + length] for t in (q, k, v)]
@@ -369,12 +365,12 @@ def test_a_table_of_any_float_type_gets_its_gradient_in_that_type() -> None:
         table = torch.randn(4, 7).to(dtype).requires_grad_()
         transposed = torch.randn(7, 4).to(dtype).requires_grad_()  # as a module of T5 keeps it
         for leaf, given in ((table, table), (transposed, transposed.t())):
-            bias = flash_ext.RelativePosition(given, bucketing="clip")
-            out, lse = flash_ext.attention(q, k, v, bias=bias, return_lse=True)
+            bias = masks.RelativePosition(given, bucketing="clip")
+            out, aux = flash_ext.attention(q, k, v, bias=bias, return_aux=AuxRequest(lse=True))
             (grad,) = torch.autograd.grad(out.float().sin().sum(), leaf)
             assert (grad.dtype, grad.shape) == (dtype, leaf.shape) and grad.any()
             dout = out.detach().float().cos().to(out.dtype)
-            (by_pair,) = flash_ext.backward(dout, q, k, v, out, lse, bias=bias, needs=("bias",))
+            (by_pair,) = flash_ext.backward(dout, q, k, v, out, aux.lse, bias=bias, needs=("bias",))
             assert (by_pair.dtype, by_pair.shape) == (dtype, given.shape)
             torch.testing.assert_close(by_pair, grad if leaf is given else grad.t())
 
@@ -384,7 +380,7 @@ def test_a_relative_position_bias_forms_nothing_of_the_size_of_the_scores() -> N
     q, k, v = (torch.randn(1, rows, heads, 4, requires_grad=True) for _ in range(3))
     table = torch.randn(heads, 32, requires_grad=True)
     with LargestTensor() as seen:
-        out = flash_ext.attention(q, k, v, bias=flash_ext.RelativePosition(table))
+        out = flash_ext.attention(q, k, v, bias=masks.RelativePosition(table))
         torch.autograd.grad(out.sum(), (q, table))
     assert seen.numel <= 2.1 * heads * tiled.BLOCK_M * tiled.BLOCK_N < heads * rows * rows / 20
 
@@ -395,8 +391,8 @@ def test_a_relative_position_bias_forms_nothing_of_the_size_of_the_scores() -> N
 @pytest.mark.parametrize("which", DIFFERENTIABLE)
 def test_only_an_option_needs_its_gradient(which: str) -> None:
     inputs = make_inputs(packed=False)
-    option = next(o for o in make_options(inputs).values() if which in differentiable(o.keywords))
-    leaf = differentiable(option.keywords)[which]
+    option = next(o for o in make_options(inputs).values() if which in o.tensors())
+    leaf = option.tensors()[which]
     (want,) = gradients(expected(inputs, option), [leaf])
     detached = [t.detach() for t in inputs.qkv]
     out = flash_ext.attention(*detached, **option.keywords)
@@ -407,24 +403,24 @@ def test_only_an_option_needs_its_gradient(which: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_per_head_options_take_any_float_and_give_its_gradient(dtype: torch.dtype) -> None:
     q, k, v = make_qkv()
-    for name in ("alibi_slopes", "sinks"):
+    for keywords in (lambda t: {"bias": masks.ALiBi(t)}, lambda t: {"sinks": t}):
         wide = torch.randn(4, requires_grad=True)
         leaf = wide.detach().to(dtype).requires_grad_()
-        out = flash_ext.attention(q, k, v, **{name: leaf})
+        out = flash_ext.attention(q, k, v, **keywords(leaf))
         (grad,) = torch.autograd.grad(out.sin().sum(), leaf)
         assert grad.dtype == dtype
         rounded = leaf.detach().float().requires_grad_()
-        (want,) = torch.autograd.grad(flash_ext.attention(q, k, v, **{name: rounded}).sin().sum(), rounded)
+        (want,) = torch.autograd.grad(flash_ext.attention(q, k, v, **keywords(rounded)).sin().sum(), rounded)
         torch.testing.assert_close(grad, want.to(dtype))
 
 
 def test_maxima_carry_no_gradient() -> None:
     q, k, v = make_qkv(requires_grad=True)
-    out, lse, maxima = flash_ext.attention(q, k, v, return_lse=True, return_max_logits="row")
-    assert (out.requires_grad, lse.requires_grad, maxima.requires_grad) == (True, True, False)
-    assert maxima.shape == lse.shape
-    _, by_head = flash_ext.attention(q, k[:, :0], v[:, :0], return_max_logits="head")
-    assert by_head.tolist() == [-torch.inf] * 4
+    out, aux = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True, max_scores=True))
+    assert (out.requires_grad, aux.lse.requires_grad, aux.max_scores.requires_grad) == (True, True, False)
+    assert aux.max_scores.shape == aux.lse.shape == (2, 4, 17)
+    _, aux = flash_ext.attention(q, k[:, :0], v[:, :0], return_aux=AuxRequest(max_scores=True))
+    assert aux.lse is None and (aux.max_scores == -torch.inf).all()
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------
@@ -456,9 +452,9 @@ def test_a_call_advances_only_its_generator_and_only_with_dropout() -> None:
 
 def test_everything_dropped_is_zero_and_keeps_lse() -> None:
     q, k, v = make_qkv(requires_grad=True)
-    out, lse = flash_ext.attention(q, k, v, dropout_p=1.0, return_lse=True)
+    out, aux = flash_ext.attention(q, k, v, dropout_p=1.0, return_aux=AuxRequest(lse=True))
     assert not out.any()
-    torch.testing.assert_close(lse, flash_ext.attention(q, k, v, return_lse=True)[1])
+    torch.testing.assert_close(aux.lse, flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True))[1].lse)
     assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
@@ -470,7 +466,7 @@ def test_checkpointing_repeats_dropout() -> None:
 
     grads = []
     for function in (layer, lambda *qkv: checkpoint(layer, *qkv, use_reentrant=False)):
-        seed_generators({})
+        seed_generators(Option())
         grads.append(torch.autograd.grad(function(*inputs).sin().sum(), inputs))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -488,23 +484,34 @@ def test_a_generator_of_another_device_is_refused() -> None:
 def test_alignments(lengths: tuple[int, int]) -> None:
     q, k, v = make_qkv(seqlen_q=lengths[0], seqlen_k=lengths[1], dtype=torch.float64)
     rows, keys = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
-    for causal, shift in (("top_left", 0), ("bottom_right", lengths[1] - lengths[0])):
-        for window in ((-1, -1), (2, 5)):
-            visible = keys <= rows + shift
-            if window[0] >= 0:
-                visible &= keys >= rows + shift - window[0]
-            got = flash_ext.attention(q, k, v, causal=causal, window=window)
-            torch.testing.assert_close(got, flash_ext.attention(q, k, v, attn_mask=visible))
+    for alignment, shift in (("top_left", 0), ("bottom_right", lengths[1] - lengths[0])):
+        for left, right in ((-1, 0), (2, 0), (2, 3), (-1, 1), (4, -1)):
+            visible = torch.ones(*lengths, dtype=torch.bool)
+            if left >= 0:
+                visible &= keys >= rows + shift - left
+            if right >= 0:
+                visible &= keys <= rows + shift + right
+            given = [{"mask": masks.Window(left, right, alignment)}]
+            if right == 0:
+                given.append({"mask": masks.Causal(alignment) & masks.Window(left, -1, alignment)})
+            if alignment == "bottom_right":
+                given.append({"causal": right == 0, "window_size": (left, right or -1)})
+            want = flash_ext.attention(q, k, v, mask=visible)
+            for keywords in given:
+                torch.testing.assert_close(flash_ext.attention(q, k, v, **keywords), want)
 
 
 @pytest.mark.parametrize(
     ("keywords", "operator"),
     [
-        ({"causal": "bottom_right"}, "fwd"),
-        ({"causal": "top_left"}, "fwd"),
-        ({"softcap": 0.0, "dropout_p": 0.0, "sink_tokens": 0, "chunk_size": 0}, "fwd"),
+        ({"mask": masks.Causal()}, "fwd"),
+        ({"mask": masks.Causal("top_left")}, "fwd"),
+        ({"mask": masks.SlidingWindow(3, sink_tokens=0)}, "fwd"),
+        ({"mask": masks.Window()}, "fwd"),
+        ({"softcap": 0.0, "dropout_p": 0.0}, "fwd"),
         ({"generator": torch.Generator()}, "fwd"),
-        ({"return_max_logits": True}, "fwd_mod"),
+        ({"return_aux": AuxRequest(lse=True)}, "fwd"),
+        ({"return_aux": AuxRequest(max_scores=True)}, "fwd_mod"),
         ({"softcap": 1.0}, "fwd_mod"),
     ],
 )

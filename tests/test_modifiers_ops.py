@@ -16,14 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
+from flash_ext import AuxRequest, masks
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import NAMES, Modifiers
 from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
+from tests.values import values
 
 FWD = torch.ops.flash_ext.fwd_mod.default
 BWD = torch.ops.flash_ext.bwd_mod.default
 
 ROWS, KEYS, HEADS = 17, 23, 4
+WITH_LSE = AuxRequest(lse=True)
 
 
 @pytest.fixture(autouse=True)
@@ -141,23 +144,26 @@ def test_public_calls_trace_on_meta() -> None:
     q, k, v = (t.to("meta") for t in make_qkv())
     mask = torch.empty(17, 17, device="meta", dtype=torch.bool)
     bias = torch.ones(17, 17, device="meta", requires_grad=True)
-    out, lse, maxima = flash_ext.attention(
-        q, k, v, attn_mask=bias, dropout_p=0.1, return_lse=True, return_max_logits="head"
+    out, aux = flash_ext.attention(
+        q, k, v, bias=bias, dropout_p=0.1, return_aux=AuxRequest(lse=True, max_scores=True)
     )
-    assert (out.shape, lse.shape, maxima.shape) == (q.shape, (2, 4, 17), (4,))
+    assert (out.shape, aux.lse.shape, aux.max_scores.shape) == (q.shape, (2, 4, 17), (2, 4, 17))
     (grad,) = torch.autograd.grad(out, bias, torch.empty_like(out))
     assert grad.shape == bias.shape
-    assert flash_ext.attention(q, k, v, attn_mask=mask).shape == q.shape
+    assert flash_ext.attention(q, k, v, mask=mask).shape == q.shape
 
 
 def test_calls_trace_for_a_gpu() -> None:
     with FakeTensorMode():
         q = torch.empty(2, 16, HEADS, 64, dtype=torch.bfloat16, device="cuda")
         bias = torch.empty(16, 16, device="cuda")
-        out = flash_ext.attention(q, q, q, attn_mask=bias, dropout_p=0.1)
+        out = flash_ext.attention(q, q, q, bias=bias, dropout_p=0.1)
         assert (out.shape, out.device.type) == (q.shape, "cuda")
-        with pytest.raises(ValueError, match="attn_mask must be on the device of q, cuda:0, got cpu"):
-            flash_ext.attention(q, q, q, attn_mask=torch.zeros(16, 16))
+        with pytest.raises(ValueError, match="bias must be on the device of q, cuda:0, got one on cpu"):
+            flash_ext.attention(q, q, q, bias=torch.zeros(16, 16))
+        with pytest.raises(ValueError, match="mask must be on the device of q, cuda:0, got one on cpu, Ca"):
+            ids = torch.zeros(16, dtype=torch.int32)
+            flash_ext.attention(q, q, q, mask=masks.DocumentCausal(ids))
 
 
 # Field, the value of a direct call of the operator, and words of the refusal.
@@ -214,10 +220,10 @@ def test_a_gradient_that_is_not_needed_or_not_there_has_no_elements(device: str)
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
-    out, lse = flash_ext.attention(
-        q, k, v, attn_mask=bias, sinks=sinks, softcap=5.0, causal=True, return_lse=True
+    out, aux = flash_ext.attention(
+        q, k, v, bias=bias, sinks=sinks, softcap=5.0, causal=True, return_aux=WITH_LSE
     )
-    return out.sin().sum() + lse.cos().sum()
+    return out.sin().sum() + aux.lse.cos().sum()
 
 
 def biased_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -277,9 +283,9 @@ def test_func_grad_and_vmap() -> None:  # AG-09
 
 
 def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-    bias = flash_ext.RelativePosition(table, bucketing="clip")
-    out, lse = flash_ext.attention(q, k, v, bias=bias, softcap=5.0, return_lse=True)
-    return out.sin().sum() + lse.cos().sum()
+    bias = masks.RelativePosition(table, bucketing="clip")
+    out, aux = flash_ext.attention(q, k, v, bias=bias, softcap=5.0, return_aux=WITH_LSE)
+    return out.sin().sum() + aux.lse.cos().sum()
 
 
 def test_transforms_of_a_relative_position_bias() -> None:  # AG-02, AG-09
@@ -296,7 +302,7 @@ def test_transforms_of_a_relative_position_bias() -> None:  # AG-02, AG-09
         assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
 
     (grad,) = torch.autograd.grad(by_distance(*inputs), inputs[3], create_graph=True)
-    bias = flash_ext.RelativePosition(inputs[3], bucketing="clip")
+    bias = masks.RelativePosition(inputs[3], bucketing="clip")
     out, lse = (t.detach() for t in flash_ext.forward(*inputs[:3], bias=bias))
     (by_pair,) = flash_ext.backward(torch.ones_like(out), *inputs[:3], out, lse, bias=bias, needs=("bias",))
     for first in (grad, by_pair):
@@ -313,7 +319,7 @@ def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:  # HD-11
     half = [t.bfloat16() for t in (q, k, v)]
     for dtype in (torch.float32, torch.bfloat16):
         table = torch.randn(HEADS, 9).to(dtype).requires_grad_()
-        bias = flash_ext.RelativePosition(table, bucketing="clip")
+        bias = masks.RelativePosition(table, bucketing="clip")
         with torch.autocast("cpu", torch.bfloat16):
             out = flash_ext.attention(q, k, v, bias=bias)
         plain = flash_ext.attention(*half, bias=bias)
@@ -374,16 +380,15 @@ def test_autocast(device: str) -> None:  # HD-11, TC-08
     for bias_dtype in (torch.float32, torch.bfloat16):
         bias = torch.randn(17, 17, device=device).to(bias_dtype).requires_grad_()
         with torch.autocast(device, torch.bfloat16):
-            out, lse = flash_ext.attention(q, k, v, attn_mask=bias, return_lse=True)
-        plain, _ = flash_ext.forward(*half, attn_mask=bias)
+            out, (lse, _) = flash_ext.attention(q, k, v, bias=bias, return_aux=WITH_LSE)
+        plain, _ = flash_ext.forward(*half, bias=bias)
         assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
         assert torch.equal(out, plain)
         out.float().sum().backward()
         assert (q.grad.dtype, bias.grad.dtype) == (torch.float32, bias_dtype)
     with torch.autocast(device, torch.bfloat16):
-        dq, dbias = flash_ext.backward(
-            torch.ones_like(out), q, k, v, out, lse, attn_mask=bias, needs=("q", "attn_mask")
-        )
+        dout = torch.ones_like(out)
+        dq, dbias = flash_ext.backward(dout, q, k, v, out, lse, bias=bias, needs=("q", "bias"))
     assert (dq.dtype, dbias.dtype) == (torch.bfloat16, torch.bfloat16)
 
     def loss(q: Tensor) -> Tensor:
@@ -399,10 +404,10 @@ def test_autocast(device: str) -> None:  # HD-11, TC-08
 def test_a_half_bias_of_float32_inputs_is_taken_under_autocast_only() -> None:
     q, k, v = make_qkv()
     bias = torch.randn(17, 17).bfloat16()
-    with pytest.raises(TypeError, match="attn_mask must be .* got torch.bfloat16"):
-        flash_ext.attention(q, k, v, attn_mask=bias)
+    with pytest.raises(TypeError, match="bias must be .* got torch.bfloat16"):
+        flash_ext.attention(q, k, v, bias=bias)
     with torch.autocast("cpu", torch.bfloat16):
-        assert flash_ext.attention(q, k, v, attn_mask=bias).dtype == torch.bfloat16
+        assert flash_ext.attention(q, k, v, bias=bias).dtype == torch.bfloat16
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------
@@ -424,10 +429,9 @@ def check_training_step(compiled: Callable, eager: Callable, inputs: list[Tensor
 def test_one_graph_serves_many_lengths_of_masks_and_dropout(backend: str, device: str) -> None:  # TC-03
     def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         visible = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril()
-        out = flash_ext.attention(q, k, v, attn_mask=visible, dropout_p=0.2)
-        out = out + flash_ext.attention(
-            q, k, v, attn_mask=bias, causal="top_left", softcap=4.0, sink_tokens=1
-        )
+        out = flash_ext.attention(q, k, v, mask=visible, dropout_p=0.2)
+        mask = masks.Causal("top_left") & (masks.Window(8, -1, "top_left") | masks.SinkTokens(1))
+        out = out + flash_ext.attention(q, k, v, mask=mask, bias=bias, softcap=4.0)
         return out.float().sin().sum()
 
     counter = CompileCounterWithBackend(backend)
@@ -446,18 +450,19 @@ def test_every_modifier_compiles(device: str) -> None:
     present = torch.rand(2, 17, device=device) > 0.2
     intervals = torch.zeros(17, 2, device=device, dtype=torch.int32)
     prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
-    blocks = flash_ext.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
+    blocks = masks.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
 
     def layer(
         q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor
     ) -> Tensor:
-        out, maxima = flash_ext.attention(
-            q, k, v, causal=True, alibi_slopes=slopes, sinks=sinks, document_ids=ids,
-            key_padding_mask=present, hidden_rows=intervals, hidden_keys=intervals, prefix_lens=prefixes,
-            block_mask=blocks, chunk_size=9, return_max_logits="head",
-            bias=flash_ext.RelativePosition(table, bucketing="clip"),
+        given = values(
+            causal=True, window=(12, -1), chunk=9, sink_tokens=1, prefix_lens=prefixes, documents=ids,
+            keys=present, hidden_rows=intervals, hidden_keys=intervals, blocks=blocks, slopes=slopes,
+            position=masks.RelativePosition(table, bucketing="clip"),
         )  # fmt: skip
-        return out.float().sin().sum() + maxima.sum()
+        request = AuxRequest(max_scores=True)
+        out, aux = flash_ext.attention(q, k, v, sinks=sinks, return_aux=request, **given)
+        return out.float().sin().sum() + aux.max_scores.where(aux.max_scores.isfinite(), 0).sum()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     inputs = [*make_qkv(device), slopes, sinks, table]
@@ -469,7 +474,7 @@ def test_every_modifier_compiles(device: str) -> None:
 def test_inductor(device: str) -> None:
     def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         q, k, v = (x @ weight).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
-        out = flash_ext.attention(q.sin(), k.cos(), v, causal=True, attn_mask=bias.tanh().mT)
+        out = flash_ext.attention(q.sin(), k.cos(), v, causal=True, bias=bias.tanh().mT)
         return out.float().sin().sum()
 
     x, weight, bias = (
@@ -498,7 +503,7 @@ def test_inductor_draws_new_numbers_for_every_call(device: str) -> None:
 @pytest.mark.parametrize("expanded", ["inside", "outside"])
 def test_an_expanded_bias_compiles(expanded: str) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return flash_ext.attention(q, k, v, attn_mask=bias.expand(2, HEADS, 17, 17)).sin().sum()
+        return flash_ext.attention(q, k, v, bias=bias.expand(2, HEADS, 17, 17)).sin().sum()
 
     inputs = [*make_qkv(), torch.randn(HEADS, 1, 17)]
     if expanded == "outside":
@@ -509,11 +514,12 @@ def test_an_expanded_bias_compiles(expanded: str) -> None:
 
 def test_the_mask_with_a_warning_compiles() -> None:
     """A look at values would break the graph."""
-    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
-    q, k, v = make_qkv()
+    sdpa = flash_ext.scaled_dot_product_attention
+    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
     mask = torch.ones(17, 17)
     torch.testing.assert_close(
-        compiled(q, k, v, attn_mask=mask), flash_ext.attention(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-5
+        compiled(q, k, v, attn_mask=mask), sdpa(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-5
     )
 
 
@@ -522,7 +528,7 @@ def test_the_mask_with_a_warning_compiles() -> None:
 def test_a_relative_position_bias_compiles(backend: str, device: str) -> None:
     """One graph for many lengths; the object is made inside, or outside of a table that is no input."""
     def layer(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        bias = flash_ext.RelativePosition(table.t(), max_distance=20)
+        bias = masks.RelativePosition(table.t(), max_distance=20)
         return flash_ext.attention(q, k, v, bias=bias, causal=True).float().sin().sum()
 
     counter = CompileCounterWithBackend(backend)
@@ -532,7 +538,7 @@ def test_a_relative_position_bias_compiles(backend: str, device: str) -> None:
         check_training_step(compiled, layer, inputs, **tolerance(device))
     assert counter.frame_count <= 3
 
-    bias = flash_ext.RelativePosition(torch.randn(HEADS, 9, device=device), bucketing="clip")
+    bias = masks.RelativePosition(torch.randn(HEADS, 9, device=device), bucketing="clip")
     attention = torch.compile(flash_ext.attention, fullgraph=True, backend=backend)
     inputs = make_qkv(device)
     torch.testing.assert_close(
@@ -543,12 +549,12 @@ def test_a_relative_position_bias_compiles(backend: str, device: str) -> None:
 def test_export() -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-            return flash_ext.attention(q, k, v, attn_mask=bias, softcap=2.0)
+            return flash_ext.attention(q, k, v, bias=bias, softcap=2.0)
 
     inputs = (*make_qkv(), torch.randn(HEADS, 1, 1))
     program = torch.export.export(Layer(), inputs)
     assert torch.equal(
-        program.module()(*inputs), flash_ext.attention(*inputs[:3], attn_mask=inputs[3], softcap=2.0)
+        program.module()(*inputs), flash_ext.attention(*inputs[:3], bias=inputs[3], softcap=2.0)
     )
 
 
@@ -571,12 +577,12 @@ def test_flop_counts_are_those_of_sdpa(device: str) -> None:
 @pytest.mark.caching
 def test_dropout_in_a_cuda_graph_draws_anew_at_every_replay() -> None:
     q, k, v = make_qkv("cuda")
-    flash_ext.attention(q, k, v, dropout_p=0.5, attn_mask=torch.ones(17, 17, device="cuda"))
+    flash_ext.attention(q, k, v, dropout_p=0.5, bias=torch.ones(17, 17, device="cuda"))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    mask = torch.ones(17, 17, device="cuda")
+    bias = torch.ones(17, 17, device="cuda")
     with torch.cuda.graph(graph):
-        out = flash_ext.attention(q, k, v, dropout_p=0.5, attn_mask=mask)
+        out = flash_ext.attention(q, k, v, dropout_p=0.5, bias=bias)
     draws = []
     for _ in range(2):
         graph.replay()

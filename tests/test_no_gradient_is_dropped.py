@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import flash_ext
+from flash_ext import AuxRequest, masks
 from flash_ext.compat import flash_attn as fa
 from flash_ext.distributed import ring_attention, shard_sequence, ulysses_attention
 from flash_ext.integrations import transformers as hf
@@ -31,13 +33,21 @@ def heads_first() -> dict[str, Tensor]:
 
 
 def modified() -> dict[str, Tensor]:
-    return {"attn_mask": draw(ROWS, ROWS), "alibi_slopes": draw(HEADS).abs(), "sinks": draw(HEADS)}
+    return {"bias": draw(ROWS, ROWS), "slopes": draw(HEADS).abs(), "sinks": draw(HEADS)}
+
+
+def with_slopes(function: Callable) -> Callable:
+    """With the slopes of an ALiBi, as a tensor, beside the bias."""
+    def call(bias: Tensor, slopes: Tensor, **given: Any) -> Any:
+        return function(bias=masks.DenseBias(bias) + masks.ALiBi(slopes), **given)
+
+    return call
 
 
 def by_distance(function: Callable) -> Callable:
     """With a table, as a tensor, for the argument ``bias``."""
     def call(table: Tensor, **given: Any) -> Any:
-        return function(bias=flash_ext.RelativePosition(table, bucketing="clip"), **given)
+        return function(bias=masks.RelativePosition(table, bucketing="clip"), **given)
 
     return call
 
@@ -63,13 +73,15 @@ def layer_inputs() -> dict[str, Tensor]:
 
 BOUNDS = torch.tensor([0, 2, ROWS], dtype=torch.int32)
 PACKED = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS}
+WITH_LSE = {"return_aux": AuxRequest(lse=True)}
 CALLS: dict[str, tuple[Callable, dict[str, Tensor], dict[str, Any]]] = {
-    "attention": (flash_ext.attention, qkv() | modified(), {"dropout_p": 0.2, "return_lse": True}),
-    "forward": (flash_ext.forward, qkv() | modified(), {"softcap": 2.0}),
-    "attention_varlen": (flash_ext.attention_varlen,
+    "attention": (with_slopes(flash_ext.attention), qkv() | modified(), {"dropout_p": 0.2} | WITH_LSE),
+    "attention, a bias tensor": (flash_ext.attention, qkv() | {"bias": draw(HEADS, 1, ROWS)}, {}),
+    "forward": (with_slopes(flash_ext.forward), qkv() | modified(), {"softcap": 2.0}),
+    "attention_varlen": (with_slopes(flash_ext.attention_varlen),
                          {n: t[0] for n, t in qkv().items()} | modified(), PACKED | {"causal": True}),
     "attention, by distance": (by_distance(flash_ext.attention), qkv() | {"table": draw(HEADS, 5)},
-                               {"dropout_p": 0.2, "return_lse": True}),
+                               {"dropout_p": 0.2} | WITH_LSE),
     "forward, by distance": (by_distance(flash_ext.forward), qkv() | {"table": draw(1, 5)}, {}),
     "attention_varlen, by distance": (by_distance(flash_ext.attention_varlen),
                                       {n: t[0] for n, t in qkv().items()} | {"table": draw(HEADS, 5)},
@@ -82,7 +94,7 @@ CALLS: dict[str, tuple[Callable, dict[str, Tensor], dict[str, Any]]] = {
     "qkvpacked": (fa.flash_attn_qkvpacked_func, {"qkv": draw(BATCH, ROWS, 3, HEADS, HEAD_DIM)}, {}),
     "kvpacked": (fa.flash_attn_kvpacked_func, {"q": draw(BATCH, ROWS, HEADS, HEAD_DIM),
                                                "kv": draw(BATCH, ROWS, 2, HEADS_K, HEAD_DIM)}, {}),
-    "ring": (ring_attention, qkv(), {"causal": True, "return_lse": True}),
+    "ring": (ring_attention, qkv(), {"causal": True} | WITH_LSE),
     "ulysses": (ulysses_attention, qkv(), {"softcap": 2.0}),
     "shard": (shard_sequence, {"t": draw(BATCH, ROWS)}, {}),
     "transformers": (of_the_library,
@@ -99,7 +111,7 @@ def test_every_input_alone_gets_its_gradient(name: str) -> None:
     for wanted in tensors:
         given = {key: t.detach().clone().requires_grad_(key == wanted) for key, t in tensors.items()}
         results = function(**given, **options)
-        parts = [t for t in (results if isinstance(results, tuple) else (results,)) if t is not None]
+        parts = [t for t in tree_leaves(results) if t is not None]
         loss = sum(t.where(t.isfinite(), 0.0).sin().sum() for t in parts if t.requires_grad)
         assert isinstance(loss, Tensor), f"{wanted} is dropped"
         (grad,) = torch.autograd.grad(loss, given[wanted])
@@ -107,9 +119,10 @@ def test_every_input_alone_gets_its_gradient(name: str) -> None:
 
 
 def test_what_has_no_gradient_says_so() -> None:
-    """Maxima carry none; second derivatives raise."""
+    """The largest scores carry none; second derivatives raise."""
     q, k, v = (t.requires_grad_() for t in qkv().values())
-    assert not flash_ext.attention(q, k, v, return_max_logits=True)[1].requires_grad
+    aux = flash_ext.attention(q, k, v, return_aux=AuxRequest(max_scores=True))[1]
+    assert not aux.max_scores.requires_grad
     for options in ({}, {"softcap": 2.0}):
         out = flash_ext.attention(q, k, v, **options)
         (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops import plan as planned
 from flash_ext._ops.library import _C
 from tests.harness import Target, check_done_launches, on_gpu_paths, on_short_paths
@@ -172,7 +175,7 @@ def test_texts_that_are_refused(pretended_gpu, text: str, message: str) -> None:
     q = torch.zeros(1, 4, 1, 64)
     wanted = f"path must be None (automatic) or one of sm90, sm80, cpu, got '{text}': {message}"
     with pytest.raises(ValueError, match=re.escape(wanted)):
-        flash_ext.attention(q, q, q, path=text)
+        flash_ext.attention(q, q, q, backend=text)
 
 
 def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
@@ -261,18 +264,21 @@ def test_what_runs_is_what_the_plan_says(target: Target) -> None:
             q = torch.randn(2, rows, heads[0], head_dim, **make).requires_grad_()
             k, v = (torch.randn(2, keys, heads[-1], head_dim, **make).requires_grad_() for _ in range(2))
             options: dict = {"causal": "causal" in words, "deterministic": "deterministic" in words}
+            bias: list[masks.Bias] = []
             asked = target.asking(row=numbers["row"]) if "row" in numbers else target
             if "alibi" in words:
-                options["alibi_slopes"] = torch.rand(heads[0], device="cuda")
+                bias.append(masks.ALiBi(torch.rand(heads[0], device="cuda")))
             if "softcap" in words:
                 options["softcap"] = 30.0
             if "dropout" in words:
                 options["dropout_p"] = 0.1
             if "key_padding" in words:
-                options["key_padding_mask"] = torch.ones(2, keys, device="cuda", dtype=torch.bool)
+                options["mask"] = masks.KeyMask(torch.ones(2, keys, device="cuda", dtype=torch.bool))
             if "bias" in words:
-                options["attn_mask"] = torch.randn(1, heads[0], rows, keys, **make)
-            out = flash_ext.attention(q, k, v, path=asked.choice, **options)
+                bias.append(masks.DenseBias(torch.randn(1, heads[0], rows, keys, **make)))
+            if bias:
+                options["bias"] = functools.reduce(operator.add, bias)
+            out = flash_ext.attention(q, k, v, backend=asked.choice, **options)
             check_done_launches(_C.last_launch())
             if "bwd" in words:
                 out.sum().backward()
@@ -282,12 +288,12 @@ def test_what_runs_is_what_the_plan_says(target: Target) -> None:
 @on_gpu_paths
 def test_gradients_run_as_their_call_asked(target: Target) -> None:
     """By autograd, also in a compiled function."""
-    path = target.asking(kv_splits=3, gqa_splits=2).choice
+    backend = target.asking(kv_splits=3, gqa_splits=2).choice
     make = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
     leaves = [torch.randn(1, 700, heads, 64, **make) for heads in (4, 1, 1)]
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        return flash_ext.attention(*qkv, path=path)
+        return flash_ext.attention(*qkv, backend=backend)
 
     with target.active():
         for call in (attend, torch.compile(attend, backend="aot_eager")):
@@ -307,8 +313,8 @@ def test_a_row_leaves_the_gradient_of_sinks_to_its_own_plan(target: Target) -> N
     dout = torch.randn(1, 700, 4, 64, device="cuda", dtype=torch.bfloat16)
     found = []
     with target.active():
-        for path in (target.choice, target.asking(row=row).choice):
-            out = flash_ext.attention(*leaves, sinks=sinks, path=path)
+        for backend in (target.choice, target.asking(row=row).choice):
+            out = flash_ext.attention(*leaves, sinks=sinks, backend=backend)
             found.append(torch.autograd.grad(out, (*leaves, sinks), dout))
         assert _C.last_launch()["row"] == row
     assert torch.equal(found[0][3], found[1][3]) and found[0][3].abs().max() > 0

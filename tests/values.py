@@ -66,3 +66,15 @@ def values(
         if added is not None:
             total = added if total is None else total + added
     return {name: value for name, value in (("mask", whole), ("bias", total)) if value is not None}
+
+
+def call_keywords(
+    *, causal: bool = False, window: tuple[int, int] = (-1, -1), **parts: Any
+) -> dict[str, Any]:
+    """All of a call's ``causal``, ``window_size``, ``mask`` and ``bias``, for the parts of :func:`values`.
+
+    ``causal`` and ``window`` stay keywords unless a part widens or aligns them: then they are in the mask.
+    """
+    if any(parts.get(name) is not None for name in ("top_left", "sink_tokens", "prefix_lens")):
+        return {"causal": False, "window_size": (-1, -1)} | values(causal=causal, window=window, **parts)
+    return {"causal": causal, "window_size": window} | values(**parts)

@@ -1,8 +1,8 @@
-"""From mask and bias values to the keywords that :func:`flash_ext.attention` takes tensor by tensor."""
+"""From mask and bias values to the terms of the operators, tensor by tensor."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,64 +53,22 @@ class Terms(NamedTuple):
     position: RelativePosition | None = None
 
 
-def lower(
+def terms_for(
     mask: Mask | None,
-    bias: Bias | None = None,
-    *,
-    batch: int,
-    num_heads: int,
-    q_len: int,
-    k_len: int,
-    packed: bool = False,
+    bias: Bias | None,
+    sizes: Sizes,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
-) -> dict[str, Any]:
-    """The keywords of :func:`flash_ext.attention` that say the same; those that say nothing are left out.
-
-    Args:
-        mask, bias: values, or None.
-        batch, num_heads, q_len, k_len: of the call; packed, the number of sequences and the totals.
-        packed: whether the call is one of :func:`flash_ext.attention_varlen`.
-        causal, window: as ``mask & Causal() & Window(*window)``.
-
-    Raises:
-        ValueError: no kernel executes the mask, a tensor does not fit the sizes, or the keywords cannot say
-            it.
-    """
-    sizes = Sizes(packed, batch, num_heads, q_len, k_len)
-    terms = terms_for(mask, bias, sizes, causal, window)
-    options: dict[str, Any] = {}
-    if terms.top_left and terms.right != 0:
-        raise ValueError(
-            f"{mask!r}: the alignment top_left of unequal lengths needs Causal('top_left') in the mask, because "
-            "causal='top_left' is the keyword that says it."
-        )
-    if terms.right == 0:
-        options["causal"] = "top_left" if terms.top_left else True
-    if terms.left >= 0 or terms.right > 0:
-        options["window"] = (terms.left, -1 if terms.right == 0 else terms.right)
-    for name, term in (
-        ("chunk_size", terms.chunk), ("sink_tokens", terms.sink_tokens), ("prefix_lens", terms.prefix_lens),
-        ("key_padding_mask", terms.keys), ("hidden_rows", terms.hidden_rows),
-        ("hidden_keys", terms.hidden_keys), ("block_mask", terms.blocks), ("alibi_slopes", terms.slopes),
-        ("bias", terms.position), ("attn_mask", _one_tensor(mask, bias, terms, packed)),
-    ):  # fmt: skip
-        if isinstance(term, int) and term == 0 or term is None:
-            continue
-        options[name] = term
-    if terms.documents is not None:
-        rows, keys = terms.documents
-        options["document_ids"] = rows if rows is keys else (rows, keys)
-    return options
-
-
-def terms_for(
-    mask: Mask | None, bias: Bias | None, sizes: Sizes, causal: bool = False, window: tuple[int, int] = (-1, -1)
 ) -> Terms:
     """The terms of a call. Tensors are merged here, so the result is worth keeping.
 
+    Args:
+        mask, bias: values, or None.
+        sizes: of the call.
+        causal, window: as ``mask & Causal() & Window(*window)``.
+
     Raises:
-        ValueError: see :func:`lower`.
+        ValueError: no kernel executes the mask, or a tensor does not fit the sizes.
     """
     left, right = window
     right = 0 if causal else right
@@ -262,6 +220,13 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
         )
     for tensor in dense:
         check_broadcast(tensor, "DenseBias", sizes)
+    for table in (position.table for position in positions):
+        if table.shape[0] not in (1, sizes.num_heads):
+            hint = " Turn it with .t()." if table.shape[1] == sizes.num_heads else ""
+            raise ValueError(
+                f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each "
+                f"head of q, got {tuple(table.shape)}.{hint}"
+            )
     for slope in slopes:
         if tuple(slope.shape) not in ((sizes.num_heads,), (sizes.batch, sizes.num_heads)):
             raise ValueError(
@@ -290,29 +255,9 @@ def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
     return total
 
 
-def _one_tensor(mask: Mask | None, bias: Bias | None, terms: Terms, packed: bool) -> Tensor | None:
-    """A bool mask and a bias share a keyword: together they are the bias with -inf where the mask hides."""
-    if terms.dense is None or terms.bias is None:
-        return terms.dense if terms.bias is None else terms.bias
-    if packed:
-        raise ValueError(
-            f"{mask!r} and {bias!r}: packed calls take a dense mask or a dense bias, because the two end "
-            "differently: write -inf into the bias where the mask hides."
-        )
-    parts = [terms.dense, terms.bias]
-    shape = _joint_shape((mask, bias), parts)
-    if not any(with_leading(tensor, 4).shape == shape for tensor in parts):
-        raise ValueError(
-            f"{mask!r} and {bias!r}: a dense mask and a dense bias are one tensor for the kernels, which would "
-            f"need {' * '.join(map(str, shape))} elements, more than either has; write -inf into the bias where "
-            "the mask hides if that is meant."
-        )
-    return torch.where(terms.dense, terms.bias, -torch.inf)
-
-
-def _joint_shape(names: object, tensors: list[Tensor]) -> torch.Size:
+def _joint_shape(bias: Bias, tensors: list[Tensor]) -> torch.Size:
     try:
         return torch.broadcast_shapes((1, 1, 1, 1), *(tensor.shape for tensor in tensors))
     except RuntimeError:
         found = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ValueError(f"{names!r}: the shapes {found} do not broadcast with each other.") from None
+        raise ValueError(f"{bias!r}: the shapes {found} do not broadcast with each other.") from None

@@ -201,7 +201,8 @@ def _check_devices(value: Mask | Bias, name: str, q: Tensor) -> None:
     for tensor in value._tensors():
         if tensor.device != q.device:
             raise ValueError(
-                f"{name} must be on the device of q, {q.device}, got {value!r}. Move it with .to(q.device)."
+                f"{name} must be on the device of q, {q.device}, got one on {tensor.device}, {value!r}. "
+                "Move it with .to(q.device)."
             )
 
 

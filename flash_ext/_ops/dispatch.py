@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import torch
@@ -336,8 +337,12 @@ def _check_needs(needs: Any, sources: dict[str, Any]) -> None:
         raise ValueError(f"needs must be a tuple of names out of {GRADIENTS}, got {needs!r}.")
     for name in needs:
         if name in GRADIENTS[3:] and sources[name] is None:
-            what = {"bias": "one DenseBias or RelativePosition in bias", "slopes": "an ALiBi in bias"}
-            raise ValueError(f"needs names {name}, which wants {what.get(name, name)}.")
+            what = {
+                "bias": "one DenseBias or RelativePosition in bias=",
+                "slopes": "an ALiBi in bias=",
+                "sinks": "sinks=",
+            }
+            raise ValueError(f"needs names {name}, the gradient of {what[name]}, which is not given.")
 
 
 def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
@@ -437,6 +442,11 @@ def explain_options(
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(hasattr(value, "__index__") for value in window):
         raise TypeError(f"window_size must be a pair of ints (left, right), got {window!r}.")
+    if any(value < -1 for value in window):
+        raise ValueError(
+            "window_size must be (left, right) with values of at least -1 (-1 is unlimited), got "
+            f"{tuple(window)}."
+        )
     for name, value in {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}.items():
         if value is not None and not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an int or None, got {type(value).__qualname__}.")
@@ -444,6 +454,8 @@ def explain_options(
         refuse_tensor_scale()
     if scale is not None and not hasattr(scale, "__float__"):
         raise TypeError(f"scale must be a float or None, got {type(scale).__qualname__}.")
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}.")
     if isinstance(causal, str):
         _refuse_word_for_causal(causal)
     for name, value in {"causal": causal, "deterministic": deterministic}.items():

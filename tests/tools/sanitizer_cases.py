@@ -21,6 +21,7 @@ from tests.cases import COMPILED_HEAD_DIMS, Case, dense, few_query_cases, packed
 from tests.harness import TARGETS, Target
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
+from tests.modifier_harness import EVERYTHING
 
 
 def sanitizer_cases() -> list[Case]:
@@ -225,14 +226,7 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
         choice.tensor = exact(choice.tensor, device)
     dout, dlse, bounds = exact(x.plain.dout, device), exact(x.plain.dlse, device), ()
     leaves = {name: t.requires_grad_() for name, t in x.leaves().items()}
-    options = {
-        "causal": case.causal,
-        "window": case.window,
-        "return_lse": True,
-        "return_max_logits": True,
-        "deterministic": case.deterministic,
-        "path": target.choice,
-    }
+    options = {"return_aux": EVERYTHING, "deterministic": case.deterministic, "backend": target.choice}
     attention = flash_ext.attention
     if case.is_packed:
         attention = flash_ext.attention_varlen
@@ -243,7 +237,7 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
     if "generator" in options:
         options["generator"] = torch.Generator(device).manual_seed(case.seed + 77)
     del x
-    out, lse, top = attention(*qkv, *bounds, **options)
+    out, (lse, top) = attention(*qkv, *bounds, **options)
     wanted = [t for t in (*qkv, *leaves.values()) if t.requires_grad]
     outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     grads = torch.autograd.grad(outputs, wanted, gradients)

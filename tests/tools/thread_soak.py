@@ -66,9 +66,9 @@ def modifiers_of(family: Family, device: str) -> dict[str, Any]:
         return torch.randn(1, heads, rows, 304, device=device).bfloat16()[..., :keys]
 
     made: dict[str, Callable[[], dict[str, Any]]] = {
-        "mask": lambda: {"attn_mask": torch.rand(batch, 1, rows, keys, device=device) < 0.7},
-        "bias": lambda: {"attn_mask": bias()},
-        "slopes": lambda: {"alibi_slopes": torch.rand(heads, device=device)},
+        "mask": lambda: {"mask": torch.rand(batch, 1, rows, keys, device=device) < 0.7},
+        "bias": lambda: {"bias": bias()},
+        "slopes": lambda: {"bias": flash_ext.masks.ALiBi(torch.rand(heads, device=device))},
         "softcap": lambda: {"softcap": 20.0},
         "sinks": lambda: {"sinks": torch.randn(heads, device=device)},
         "dropout": lambda: {"dropout_p": 0.1, "rng": torch.tensor([1, 2], device=device)},
@@ -76,7 +76,7 @@ def modifiers_of(family: Family, device: str) -> dict[str, Any]:
     return {key: value for name in family.modifiers for key, value in made[name]().items()}
 
 
-def calls_of(family: Family, device: str, path: str | None = None) -> dict[str, Call]:
+def calls_of(family: Family, device: str, backend: str | None = None) -> dict[str, Call]:
     """Forward and backward of a family; whatever they allocate is in torch's cache from then on."""
     batch, rows, keys, heads, heads_k, d = family.sizes
     dv = family.head_dim_v or d
@@ -84,14 +84,14 @@ def calls_of(family: Family, device: str, path: str | None = None) -> dict[str, 
         torch.randn(batch, n, h, size, device=device).bfloat16()
         for n, h, size in ((rows, heads, d), (keys, heads_k, d), (keys, heads_k, dv), (rows, heads, dv))
     )
-    options: dict[str, Any] = {**dict(family.options), **modifiers_of(family, device), "path": path}
+    options: dict[str, Any] = {**dict(family.options), **modifiers_of(family, device), "backend": backend}
     if family.packed:
         q, k, v, dout = (t.flatten(0, 1) for t in (q, k, v, dout))
         for name, n in (("q", rows), ("k", keys)):
             cu = torch.arange(0, batch * n + 1, n, device=device, dtype=torch.int32)
             options[f"cu_seqlens_{name}"] = cu
     out, lse = flash_ext.forward(q, k, v, **options)
-    needs = ("q", "k", "v", *(["attn_mask"] if "bias" in family.modifiers else []))
+    needs = ("q", "k", "v", *(["bias"] if "bias" in family.modifiers else []))
 
     def forward() -> tuple[Tensor, ...]:
         return flash_ext.forward(q, k, v, **options)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
+from flash_ext import AuxRequest
 from flash_ext._ops.library import _C
 from tests.qkv import make_packed, make_qkv, null_kernels
 
@@ -316,7 +317,7 @@ def test_bounds_in_tensors_are_not_read(more: dict) -> None:  # TC-04, IX-05
     args, bound = packed(**more), torch.tensor(9, device="meta")
     expected, bounded = flash_ext.forward(**args), args | {"max_seqlen_q": bound, "max_seqlen_k": bound}
     got = flash_ext.forward(**bounded)
-    varlen = flash_ext.attention_varlen(**bounded, return_lse=True)
+    varlen = flash_ext.attention_varlen(**bounded, return_aux=AuxRequest(lse=True))
     for result in (got, varlen):
         assert all(torch.equal(a, b) for a, b in zip(result, expected))
     for a, b in zip(*(flash_ext.backward(got[0], **x, out=got[0], lse=got[1]) for x in (args, bounded))):
@@ -354,15 +355,15 @@ def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:  # HD-10, SY-02
 
 def test_cpu_tensors_take_no_gpu_path() -> None:  # SY-02
     q, k, v = make_qkv()
-    assert torch.equal(flash_ext.attention(q, k, v, path="cpu"), flash_ext.attention(q, k, v))
+    assert torch.equal(flash_ext.attention(q, k, v, backend="cpu"), flash_ext.attention(q, k, v))
     with pytest.raises(ValueError, match="sm80 path: q is on cpu; cpu path: accepts"):
-        flash_ext.attention(q, k, v, path="sm80")
+        flash_ext.attention(q, k, v, backend="sm80")
 
 
 @pytest.mark.gpu
 def test_gpu_tensors_take_no_cpu_path() -> None:
     with pytest.raises(ValueError, match="sm80 path: accepts; cpu path: the tensors are on a GPU"):
-        flash_ext.attention(*make_qkv("cuda"), path="cpu")
+        flash_ext.attention(*make_qkv("cuda"), backend="cpu")
 
 
 # ---- loading ---------------------------------------------------------------------------------------------
@@ -428,10 +429,10 @@ def test_api05_results_carry_nothing_that_cannot_be_saved() -> None:
     """Outputs and a block map are plain tensors and an object of tensors; a loaded one works as the first."""
     q, k, v = make_qkv(seqlen_q=48)
     file = io.BytesIO()
-    torch.save(flash_ext.attention(q, k, v, return_lse=True), file)
+    torch.save(flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True)), file)
     file.seek(0)
     out, lse = torch.load(file, weights_only=True)
-    expected = flash_ext.attention(q, k, v, return_lse=True)
+    expected = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True))
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     first = flash_ext.BlockMask.from_rule(lambda b, h, i, j: i >= j, None, None, 48, 48, 16)
     for second in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):

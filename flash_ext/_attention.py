@@ -185,7 +185,7 @@ def attention(
         torch.Size([2, 128, 8, 64])
     """
     if unknown:
-        refuse_unknown("attention", unknown)
+        refuse_unknown(attention, unknown)
     if layout != "bshd":
         q, k, v = from_heads_first(layout, q, k, v)
     if (
@@ -291,7 +291,7 @@ def attention_varlen(
         ValueError, TypeError, NotImplementedError: as in :func:`attention`.
     """
     if unknown:
-        refuse_unknown("attention_varlen", unknown)
+        refuse_unknown(attention_varlen, unknown)
     if (
         mask is None
         and bias is None

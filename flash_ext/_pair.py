@@ -71,7 +71,7 @@ def forward(
         ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``out_dtype``.
     """
     if unknown:
-        refuse_unknown("forward", unknown)
+        refuse_unknown(forward, unknown)
     if (
         mask is None
         and bias is None
@@ -155,7 +155,7 @@ def backward(
     """
     options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
     if unknown:
-        refuse_unknown("backward", unknown)
+        refuse_unknown(backward, unknown)
     if (
         mask is None
         and bias is None

@@ -196,7 +196,7 @@ def test_arguments_of_a_wrong_type_are_named() -> None:
         flash_ext.forward(q, None, v, out_dtype=torch.float32)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="q must be a torch.Tensor, got list"):
         flash_ext.forward([1], k, v, out_dtype=torch.float32)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="window must be a pair"):
+    with pytest.raises(TypeError, match="window_size must be a pair"):
         flash_ext.forward(q, k, v, window_size=3, out_dtype=torch.float32)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dlse must be a torch.Tensor or None"):
         flash_ext.backward(out, q, k, v, out, lse, dlse=1, grad_dtype=torch.float32)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def backward_mask(
     k, v = (
         torch.zeros(batch, keys, heads_k, head_dim, dtype=torch.float16, device=rng.device) for _ in range(2)
     )
-    options = {"dropout_p": p, "rng": rng, "path": path}
+    options = {"dropout_p": p, "rng": rng, "backend": path}
     out, lse = flash_ext.forward(q, k, v, **options)
     kept = torch.zeros(batch, heads, rows, keys, dtype=torch.bool, device=rng.device)
     for first in range(0, rows, head_dim):

@@ -270,7 +270,7 @@ def test_vl_packed_calls_do_not_wait_for_the_device(target: Target, name: str, d
         torch.randn(400, heads, 64, device=target.device).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
     keywords = PACKED_MODIFIERS[name](target.device)
-    tensors = [getattr(value, "table", value) for value in keywords.values()]
+    tensors = [getattr(value, "table", getattr(value, "slopes", value)) for value in keywords.values()]
     leaves = [*qkv, *(t for t in tensors if isinstance(t, Tensor) and t.requires_grad)]
     options = {"causal": True, "deterministic": deterministic, "backend": target.path} | keywords
 

@@ -186,7 +186,7 @@ def attention(
         torch.Size([2, 128, 8, 64])
     """
     if unknown:
-        refuse_unknown("attention", unknown)
+        refuse_unknown(attention, unknown)
     if counting:
         tally("attention")
     if layout != "bshd":
@@ -294,7 +294,7 @@ def attention_varlen(
         ValueError, TypeError, NotImplementedError: as in :func:`attention`.
     """
     if unknown:
-        refuse_unknown("attention_varlen", unknown)
+        refuse_unknown(attention_varlen, unknown)
     if counting:
         tally("attention_varlen")
     if (

@@ -72,7 +72,7 @@ def forward(
         ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``out_dtype``.
     """
     if unknown:
-        refuse_unknown("forward", unknown)
+        refuse_unknown(forward, unknown)
     if counting:
         tally("forward")
     if (
@@ -158,7 +158,7 @@ def backward(
     """
     options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
     if unknown:
-        refuse_unknown("backward", unknown)
+        refuse_unknown(backward, unknown)
     if counting:
         tally("backward")
     if (

@@ -10,7 +10,9 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import math
+import operator
 import pickle
 import re
 import subprocess
@@ -23,7 +25,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
+from flash_ext import AuxOutput, AuxRequest, masks
 from flash_ext._ops.library import _C
+from flash_ext._ops.words import OTHER_NAMES
 from tests.qkv import make_packed, make_qkv, null_kernels
 
 # ---- signatures (API-01) ---------------------------------------------------------------------------------
@@ -54,32 +58,25 @@ OPERATOR_SCHEMAS = {
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
-MASKS = (
-    "attn_mask=None, bias=None, key_padding_mask=None, alibi_slopes=None, sinks=None, softcap=0.0, "
+SCORES = (
+    "causal=False, window_size=(-1, -1), scale=None, mask=None, bias=None, sinks=None, softcap=0.0, "
     "dropout_p=0.0"
 )
-STRUCTURE = (
-    "document_ids=None, prefix_lens=None, sink_tokens=0, chunk_size=0, hidden_rows=None, hidden_keys=None, "
-    "block_mask=None"
-)
-STATISTICS = "return_lse=False, return_max_logits=False, deterministic=False, path=None"
+KERNELS = "deterministic=None, backend=None, **unknown"  # unknown keywords get words of their own
 PUBLIC_PARAMETERS = {
-    "attention": f"q, k, v, *, causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, generator=None, "
-    f"{STRUCTURE}, {STATISTICS}",
+    "attention": f"q, k, v, *, {SCORES}, generator=None, return_aux=None, layout='bshd', {KERNELS}",
     "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
-    f"causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, generator=None, {STRUCTURE}, {STATISTICS}",
+    f"{SCORES}, generator=None, return_aux=None, {KERNELS}",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
     "enable_sdpa": "",
     "disable_sdpa": "",
     "merge_attention_states": "out_a, lse_a, out_b, lse_b",
     "forward": "q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
-    f"causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, rng=None, {STRUCTURE}, "
-    "out_dtype=None, deterministic=False, path=None",
+    f"{SCORES}, rng=None, out_dtype=None, {KERNELS}",
     "backward": "dout, q, k, v, out, lse, *, dlse=None, cu_seqlens_q=None, cu_seqlens_k=None, "
-    f"max_seqlen_q=None, max_seqlen_k=None, causal=False, window=(-1, -1), softmax_scale=None, {MASKS}, "
-    f"rng=None, {STRUCTURE}, needs=('q', 'k', 'v'), grad_dtype=None, deterministic=False, "
-    "path=None",
+    f"max_seqlen_q=None, max_seqlen_k=None, {SCORES}, rng=None, needs=('q', 'k', 'v'), "
+    f"grad_dtype=None, {KERNELS}",
     "dropout_rng": "device, generator=None",
     "set_batch_invariant": "mode",
     "is_batch_invariant": "",
@@ -99,7 +96,7 @@ def test_public_function(name: str) -> None:
     assert str(inspect.Signature(bare)) == f"({PUBLIC_PARAMETERS[name]})"
     annotated = [*(p.annotation for p in signature.parameters.values()), signature.return_annotation]
     assert inspect.Parameter.empty not in annotated
-    for parameter in signature.parameters:
+    for parameter in signature.parameters.keys() - {"unknown"}:
         assert parameter in function.__doc__, f"{name} does not document {parameter}"
     if signature.parameters:
         for section in ("Source:", "Args:", "Returns:", "Raises:"):
@@ -107,7 +104,8 @@ def test_public_function(name: str) -> None:
 
 
 def test_all_names_are_public_and_typed() -> None:
-    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, "BlockMask", "RelativePosition", "__version__"}
+    modules = {"compat", "distributed", "integrations", "masks", "nn"}
+    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, *modules, "AuxOutput", "AuxRequest"}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 
@@ -195,13 +193,12 @@ REFUSED = {
     "integers": (all_of(torch.int8), TypeError, r"q torch.int8, k torch.int8, v torch.int8"),
     "complex": (all_of(torch.complex64), TypeError, r"must all be torch.float16, .* got q torch.complex64"),
     "booleans": (all_of(torch.bool), TypeError, r"q torch.bool"),
-    "window left": (dense(window=(-2, 0)), ValueError, r"window .*\(-1 is unlimited\), got \(-2, 0\)"),
-    "window right": (dense(window=(3, -5)), ValueError, r"window .*got \(3, -5\)"),
-    "window and causal": (dense(window=(3, -5), causal=True), ValueError, r"window .*got \(3, -5\)"),
-    "causal text": (dense(causal="yes"), ValueError, r'causal must be a bool, "bottom_right" .* got \'yes\''),
-    "scale nan": (dense(softmax_scale=math.nan), ValueError, r"softmax_scale must be finite, got nan"),
-    "scale inf": (dense(softmax_scale=-math.inf), ValueError, r"softmax_scale must be finite, got -inf"),
-    "path name": (dense(path="sm75"), ValueError, r"path .* one of sm90, sm80, cpu, got 'sm75'"),
+    "window left": (dense(window_size=(-2, 0)), ValueError, r"window.* \(-1 is unlimited\), got \(-2, 0\)"),
+    "window right": (dense(window_size=(3, -5)), ValueError, r"window.* got \(3, -5\)"),
+    "window and causal": (dense(window_size=(3, -5), causal=True), ValueError, r"window.* got \(3, -5\)"),
+    "scale nan": (dense(scale=math.nan), ValueError, r"scale must be finite, got nan"),
+    "scale inf": (dense(scale=-math.inf), ValueError, r"scale must be finite, got -inf"),
+    "backend name": (dense(backend="sm75"), ValueError, r"None .* one of sm90, sm80, cpu, got 'sm75'"),
     "one cu_seqlens": (packed(cu_seqlens_k=None), ValueError, r"given together, got only cu_seqlens_q"),
     "packed rank": (packed(q=zeros(1, 14, 4, 16)), ValueError, r"q must have shape \(total, num_heads"),
     "no cu_seqlens": (packed(cu_seqlens_q=None, cu_seqlens_k=None), ValueError, r"q .* shape \(batch, "),
@@ -267,18 +264,21 @@ MISUSED = {
     "none": (dense(k=None), "k must be a torch.Tensor, got NoneType"),
     "array": (dense(q=torch.zeros(1).numpy()), "q must be a torch.Tensor, got ndarray"),
     "list": (dense(v=[1.0]), "v must be a torch.Tensor, got list"),
-    "window number": (dense(window=128), r"window must be a pair of ints \(left, right\), got 128"),
-    "window triple": (dense(window=(1, 2, 3)), "window must be a pair of ints"),
-    "window floats": (dense(window=(1.5, 0.0)), "window must be a pair of ints"),
-    "scale text": (dense(softmax_scale="1"), "softmax_scale must be a float or None, got str"),
+    "window number": (dense(window_size=128), r"window_size must be a pair .*\(left, right\), got 128"),
+    "window triple": (dense(window_size=(1, 2, 3)), "window_size must be a pair of ints"),
+    "window floats": (dense(window_size=(1.5, 0.0)), "window_size must be a pair of ints"),
+    "scale text": (dense(scale="1"), "scale must be a float or None, got str"),
     "scale gradient": (
-        dense(softmax_scale=torch.tensor(1.0, requires_grad=True)),
-        "softmax_scale must be a number, got Tensor. It would get no gradient",
+        dense(scale=torch.tensor(1.0, requires_grad=True)),
+        "scale must be a number, got Tensor. It would get no gradient",
     ),
-    "path number": (dense(path=80), "path must be a str or None, got int"),
+    "causal text": (dense(causal="top_left"), r"causal must be a bool, got 'top_left'\. .*Causal\("),
+    "backend number": (dense(backend=80), "backend must be a str or None, got int"),
     "cu_seqlens list": (packed(cu_seqlens_q=[0, 3]), "cu_seqlens_q must be a torch.Tensor or None, got list"),
     "max_seqlen text": (packed(max_seqlen_q="9"), "max_seqlen_q must be an int or None, got str"),
-    "unknown": (dense(is_causal=True), "unexpected keyword argument 'is_causal'"),
+    "unknown": (dense(is_causal=True), r"forward\(\) has no keyword 'is_causal'. Did you mean causal=\?"),
+    "misspelt": (dense(windowsize=(1, 0)), r"no keyword 'windowsize'. Did you mean window_size=\?"),
+    "nothing like it": (dense(colour=1), r"has no keyword 'colour'\.$"),
 }
 
 
@@ -287,6 +287,85 @@ def test_misuse_names_the_argument(case: str) -> None:  # API-06
     args, words = MISUSED[case]
     with pytest.raises(TypeError, match=words):
         flash_ext.forward(**args)
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_names_of_other_libraries_lead_to_ours(name: str) -> None:
+    """Where a function has what they lead to, and that exists."""
+    hint = OTHER_NAMES[name]
+    for value in re.findall(r"flash_ext\.([\w.]+)", hint):
+        operator.attrgetter(value)(flash_ext)
+    results = {"out": zeros(2, 8, 4, 16), "lse": torch.zeros(2, 4, 8)}
+    calls = {
+        "attention": dense(),
+        "attention_varlen": packed(),
+        "forward": dense(),
+        "backward": {"dout": zeros(2, 8, 4, 16), **dense(), **results},
+    }
+    for function, arguments in calls.items():
+        parameters = inspect.signature(getattr(flash_ext, function)).parameters
+        leads_on = "=" not in hint or hint.split("=")[0] in parameters
+        assert leads_on or function in ("forward", "backward"), hint
+        words = f"{function}() has no keyword {name!r}." + (f" Did you mean {hint}?" if leads_on else "")
+        assert name not in parameters
+        with pytest.raises(TypeError) as refused:
+            getattr(flash_ext, function)(**arguments, **{name: None})
+        assert str(refused.value) == words
+
+
+def test_no_keyword_of_another_function_is_proposed() -> None:
+    for call, name in (
+        (functools.partial(flash_ext.forward, **dense()), "layout"),
+        (functools.partial(flash_ext.forward, **dense()), "return_aux"),
+        (functools.partial(flash_ext.attention_varlen, **packed()), "layout"),
+    ):
+        with pytest.raises(TypeError, match=rf"has no keyword '{name}'\.(?! Did you mean {name})"):
+            call(**{name: None})
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=["plain", "modified"])
+def test_heads_first_is_another_view_of_the_same(more: dict) -> None:
+    """The results of the default layout, transposed, and so are the gradients."""
+    leaves = make_qkv(seqlen_q=6, seqlen_k=9, requires_grad=True)
+    request = AuxRequest(lse=True, max_scores=True)
+    expected, aux = flash_ext.attention(*leaves, causal=True, return_aux=request, **more)
+    turned = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves]
+    out, found = flash_ext.attention(*turned, causal=True, return_aux=request, layout="bhsd", **more)
+    assert torch.equal(out, expected.transpose(1, 2)) and out.transpose(1, 2).is_contiguous()
+    assert torch.equal(found.lse, aux.lse) and torch.equal(found.max_scores, aux.max_scores)
+    assert torch.equal(flash_ext.attention(*turned, causal=True, layout="bhsd", **more), out)
+    dout = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, leaves, dout)
+    for a, b in zip(torch.autograd.grad(out, turned, dout.transpose(1, 2)), wanted, strict=True):
+        assert torch.equal(a, b.transpose(1, 2))
+
+
+def test_layouts_that_are_refused() -> None:
+    q, k, v = make_qkv()
+    with pytest.raises(ValueError, match='layout must be "bshd" or "bhsd", got \'sbhd\''):
+        flash_ext.attention(q, k, v, layout="sbhd")
+    with pytest.raises(ValueError, match=r"k must have shape \(batch, num_heads, .* got \(17, 2, 16\)"):
+        flash_ext.attention(q, k[0], v, layout="bhsd")
+    with pytest.raises(
+        TypeError, match="v must be a torch.Tensor, got ndarray. Convert it with torch.from_numpy"
+    ):
+        flash_ext.attention(q, k, v.numpy(), layout="bhsd")
+
+
+def test_what_is_returned_beside_out() -> None:
+    """Only what is asked for; torch's own request serves as well."""
+    q, k, v = make_qkv()
+    out = flash_ext.attention(q, k, v)
+    for lse, max_scores in itertools.product((False, True), repeat=2):
+        got, aux = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=lse, max_scores=max_scores))
+        assert torch.equal(got, out) and type(aux) is AuxOutput
+        assert (aux.lse is not None, aux.max_scores is not None) == (lse, max_scores)
+    from torch.nn.attention.flex_attention import AuxRequest as TheirRequest
+
+    _, aux = flash_ext.attention(q, k, v, return_aux=TheirRequest(lse=True))
+    assert aux.lse is not None and aux.max_scores is None
+    with pytest.raises(TypeError, match=r"return_aux must be .* got bool. Write AuxRequest\(lse=True\)"):
+        flash_ext.attention(q, k, v, return_aux=True)
 
 
 NESTED = torch.nested.nested_tensor([torch.zeros(8, 4, 16), torch.zeros(5, 4, 16)], layout=torch.jagged)
@@ -316,8 +395,8 @@ def test_bounds_in_tensors_are_not_read(more: dict) -> None:  # TC-04, IX-05
     args, bound = packed(**more), torch.tensor(9, device="meta")
     expected, bounded = flash_ext.forward(**args), args | {"max_seqlen_q": bound, "max_seqlen_k": bound}
     got = flash_ext.forward(**bounded)
-    varlen = flash_ext.attention_varlen(**bounded, return_lse=True)
-    for result in (got, varlen):
+    out, aux = flash_ext.attention_varlen(**bounded, return_aux=AuxRequest(lse=True))
+    for result in (got, (out, aux.lse)):
         assert all(torch.equal(a, b) for a, b in zip(result, expected))
     for a, b in zip(*(flash_ext.backward(got[0], **x, out=got[0], lse=got[1]) for x in (args, bounded))):
         assert torch.equal(a, b)
@@ -354,15 +433,15 @@ def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:  # HD-10, SY-02
 
 def test_cpu_tensors_take_no_gpu_path() -> None:  # SY-02
     q, k, v = make_qkv()
-    assert torch.equal(flash_ext.attention(q, k, v, path="cpu"), flash_ext.attention(q, k, v))
+    assert torch.equal(flash_ext.attention(q, k, v, backend="cpu"), flash_ext.attention(q, k, v))
     with pytest.raises(ValueError, match="sm80 path: q is on cpu; cpu path: accepts"):
-        flash_ext.attention(q, k, v, path="sm80")
+        flash_ext.attention(q, k, v, backend="sm80")
 
 
 @pytest.mark.gpu
 def test_gpu_tensors_take_no_cpu_path() -> None:
     with pytest.raises(ValueError, match="sm80 path: accepts; cpu path: the tensors are on a GPU"):
-        flash_ext.attention(*make_qkv("cuda"), path="cpu")
+        flash_ext.attention(*make_qkv("cuda"), backend="cpu")
 
 
 # ---- loading ---------------------------------------------------------------------------------------------
@@ -384,11 +463,11 @@ class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.sinks = torch.nn.Parameter(torch.randn(4))
-        self.block_mask = flash_ext.BlockMask.from_dense(torch.rand(2, 1, 48, 48) < 0.5, 16)
-        self.attention = functools.partial(flash_ext.attention, causal="top_left")
+        self.block_mask = masks.BlockMask.from_dense(torch.rand(2, 1, 48, 48) < 0.5, 16)
+        self.attention = functools.partial(flash_ext.attention, softcap=5.0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attention(q, k, v, sinks=self.sinks, block_mask=self.block_mask)
+        return self.attention(q, k, v, sinks=self.sinks, mask=masks.Causal("top_left") & self.block_mask)
 
 
 def saved_and_loaded(layer: Layer, way: str) -> Layer:
@@ -425,17 +504,22 @@ def test_api05_modules_survive_being_saved(way: str) -> None:
 
 
 def test_api05_results_carry_nothing_that_cannot_be_saved() -> None:
-    """Outputs and a block map are plain tensors and an object of tensors; a loaded one works as the first."""
+    """Outputs are plain tensors, masks and biases objects of tensors; loaded ones work as the first."""
     q, k, v = make_qkv(seqlen_q=48)
     file = io.BytesIO()
-    torch.save(flash_ext.attention(q, k, v, return_lse=True), file)
+    out, aux = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True))
+    torch.save((out, aux.lse), file)
     file.seek(0)
-    out, lse = torch.load(file, weights_only=True)
-    expected = flash_ext.attention(q, k, v, return_lse=True)
-    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    first = flash_ext.BlockMask.from_rule(lambda b, h, i, j: i >= j, None, None, 48, 48, 16)
-    for second in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
+    assert all(torch.equal(a, b) for a, b in zip(torch.load(file, weights_only=True), (out, aux.lse)))
+    first = masks.BlockMask.from_rule(lambda b, h, i, j: i >= j, None, None, 48, 48, 16)
+    bias = masks.ALiBi(torch.rand(4)) + masks.DenseBias(torch.randn(48, 48))
+    expected = flash_ext.attention(q, k, v, mask=first & masks.SlidingWindow(9, sink_tokens=2), bias=bias)
+    for copied in (lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy):
+        second = copied(first)
         assert second.block_size == first.block_size and torch.equal(second.blocks, first.blocks)
         assert torch.equal(second.elements, first.elements)
+        assert type(copied(aux)) is AuxOutput and torch.equal(copied(aux).lse, aux.lse)
+        mask = copied(first & masks.SlidingWindow(9, sink_tokens=2))
+        assert torch.equal(flash_ext.attention(q, k, v, mask=mask, bias=copied(bias)), expected)
     for function in (flash_ext.attention, flash_ext.attention_varlen, flash_ext.backward):
         assert pickle.loads(pickle.dumps(function)) is function

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.library import _C
 from flash_ext.compat.flash_attn import flash_attn_with_kvcache
 from tests.harness import Target, on_gpu_paths, on_targets
 from tests.qkv import make_qkv, null_kernels
+from tests.values import values
 
 BATCHES = (1, 2, 7, 64)
 SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -161,7 +163,7 @@ def test_masks_of_transformers_are_kept_whatever_others_hide() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"softcap": 2.0}, {"alibi_slopes": torch.ones(4)}, {"sinks": torch.zeros(4)}]
+    "options", [{"softcap": 2.0}, {"bias": masks.ALiBi(torch.ones(4))}, {"sinks": torch.zeros(4)}]
 )
 def test_modified_forwards_have_the_same_tiles_for_every_batch(pretended_gpu, options: dict) -> None:
     one = make_qkv(
@@ -212,9 +214,9 @@ def test_masked_backwards_have_one_kernel_for_every_batch(head_dim: int, name: s
         qkv = make_qkv(batch=batch, seqlen_q=160, dtype=torch.bfloat16, head_dim=head_dim, requires_grad=True)
         ids = torch.zeros(batch, 160, dtype=torch.int32)
         options = {
-            "mask": {"attn_mask": torch.ones(batch, 1, 160, 160, dtype=torch.bool)},
-            "blocks": {"block_mask": flash_ext.BlockMask(torch.rand(batch, 1, 3, 3) < 0.5, 64)},
-            "documents": {"document_ids": ids.flatten() if packed else ids},
+            "mask": {"mask": torch.ones(batch, 1, 160, 160, dtype=torch.bool)},
+            "blocks": {"mask": masks.BlockMask(torch.rand(batch, 1, 3, 3) < 0.5, 64)},
+            "documents": {"mask": masks.Documents(ids.flatten() if packed else ids)},
         }[name]
         if packed:
             cu = torch.arange(0, 160 * batch + 1, 160, dtype=torch.int32)
@@ -255,23 +257,25 @@ def test_what_a_call_asks_for_goes_first(pretended_gpu) -> None:
 # ---- RC-12 on a GPU ------------------------------------------------------------------------------------
 
 LABELS = ("out", "lse", "dq", "dk", "dv")
+# Masks and biases in parts, as tests/values.py names them.
 OPTIONS = {
     "full": {},
     "causal": {"causal": True},
-    "window": {"window": (100, 30)},
+    "window": {"window_size": (100, 30)},
     "softcap": {"softcap": 20.0, "causal": True},
-    "alibi": {"alibi_slopes": True},
-    "by distance": {"bias": True},
-    "padding": {"key_padding_mask": True},
-    "mask": {"attn_mask": True},
-    "sinks": {"sinks": True, "sink_tokens": 3, "chunk_size": 100},
-    "blocks": {"block_mask": True},
-    "blocks cut": {"block_mask": True, "elements": True, "causal": True},
-    "documents": {"document_ids": True},
+    "alibi": {"slopes": True},
+    "by distance": {"position": True},
+    "padding": {"keys": True},
+    "mask": {"mask": True},
+    "sinks": {"sinks": True, "sink_tokens": 3, "chunk": 100},
+    "blocks": {"blocks": True},
+    "blocks cut": {"blocks": True, "elements": True, "causal": True},
+    "documents": {"documents": True},
 }
-DENSE_ONLY = {"bias": {"attn_bias": True}, "bias of 32 bits": {"attn_bias": True, "wide": True},
+DENSE_ONLY = {"bias": {"bias": True}, "bias of 32 bits": {"bias": True, "wide": True},
               "dropout": {"dropout_p": 0.1}}  # fmt: skip
-PER_SEQUENCE = ("key_padding_mask", "attn_mask", "block_mask", "document_ids")
+PARTS = ("keys", "mask", "bias", "blocks", "documents", "slopes", "position", "chunk", "sink_tokens")
+PER_SEQUENCE = ("keys", "mask", "bias", "blocks", "documents")
 
 
 def draw(count: int, rows: int, heads: int, head_dim: int) -> Tensor:
@@ -284,7 +288,8 @@ def draw(count: int, rows: int, heads: int, head_dim: int) -> Tensor:
 
 
 def run_both(target: Target, dout: Tensor, qkv: list[Tensor], **options) -> tuple[Tensor, ...]:
-    options["path"] = target.path
+    parts = {name: options.pop(name) for name in PARTS if name in options}
+    options |= {"backend": target.path, **values(**parts)}
     out, lse = flash_ext.forward(*qkv, **options)
     return out, lse, *flash_ext.backward(dout, *qkv, out, lse, **options)
 
@@ -296,32 +301,32 @@ def assert_same(got: list[Tensor], alone: list[Tensor], where: str) -> None:
         assert torch.equal(a, b), f"{label}, {where}: {int((a != b).sum())} of {a.numel()} elements differ"
 
 
-def by_distance(heads: int, device: torch.device) -> flash_ext.RelativePosition:
-    return flash_ext.RelativePosition(torch.linspace(-1, 1, 32 * heads, device=device).view(heads, 32))
+def by_distance(heads: int, device: torch.device) -> masks.RelativePosition:
+    return masks.RelativePosition(torch.linspace(-1, 1, 32 * heads, device=device).view(heads, 32))
 
 
 def dense_options(name: str, count: int, q: int, k: int, heads: int) -> dict:
     options = dict((OPTIONS | DENSE_ONLY)[name])
     device = torch.device("cuda")
-    if options.pop("attn_bias", False):
-        options["attn_mask"] = torch.randn(count, heads, q, k, device=device)
+    if "bias" in options:
+        options["bias"] = torch.randn(count, heads, q, k, device=device)
         if not options.pop("wide", False):
-            options["attn_mask"] = options["attn_mask"].bfloat16()
+            options["bias"] = options["bias"].bfloat16()
     cut = options.pop("elements", False)
-    for key, values in {
-        "alibi_slopes": lambda: torch.linspace(0.01, 0.5, heads, device=device),
-        "bias": lambda: by_distance(heads, device),
+    for key, drawn in {
+        "slopes": lambda: torch.linspace(0.01, 0.5, heads, device=device),
+        "position": lambda: by_distance(heads, device),
         "sinks": lambda: torch.linspace(-1, 1, heads, device=device),
-        "key_padding_mask": lambda: torch.rand(count, k, device=device) < 0.8,
-        "attn_mask": lambda: torch.rand(count, 1, q, k, device=device) < 0.8,
-        "block_mask": lambda: flash_ext.BlockMask(
+        "keys": lambda: torch.rand(count, k, device=device) < 0.8,
+        "mask": lambda: torch.rand(count, 1, q, k, device=device) < 0.8,
+        "blocks": lambda: masks.BlockMask(
             torch.rand(count, heads, -(-q // 64), -(-k // 64), device=device) < 0.7, 64,
             torch.rand(count, 1, q, k, device=device) < 0.8 if cut else None),
-        "document_ids": lambda: tuple(
+        "documents": lambda: tuple(
             torch.randint(0, 3, (count, n), device=device, dtype=torch.int32).sort(1)[0] for n in (q, k)),
     }.items():  # fmt: skip
         if options.get(key) is True:
-            options[key] = values()
+            options[key] = drawn()
     if "dropout_p" in options:
         options["rng"] = flash_ext.dropout_rng(device)
     return options
@@ -330,12 +335,12 @@ def dense_options(name: str, count: int, q: int, k: int, heads: int) -> dict:
 def of_sequences(options: dict, which: slice | Tensor) -> dict:
     """The options of some sequences."""
 
-    def pick(x: Tensor | tuple[Tensor, ...] | flash_ext.BlockMask) -> object:
+    def pick(x: Tensor | tuple[Tensor, ...] | masks.BlockMask) -> object:
         if isinstance(x, tuple):
             return tuple(part[which] for part in x)
-        if not isinstance(x, flash_ext.BlockMask):
+        if not isinstance(x, masks.BlockMask):
             return x[which]
-        return flash_ext.BlockMask(x.blocks[which], x.block_size,
+        return masks.BlockMask(x.blocks[which], x.block_size,
                                    None if x.elements is None else x.elements[which])  # fmt: skip
 
     return {key: pick(x) if key in PER_SEQUENCE else x for key, x in options.items()}
@@ -419,26 +424,26 @@ def packed_options(name: str, bounds: list[tuple[int, int]], at: int, seed: int)
         everything[at, 0, : mine.shape[0], : mine.shape[1]] = mine
         return everything
 
-    if options.get("key_padding_mask"):
+    if options.get("keys"):
         others = torch.rand(totals[1] - keys, device="cuda") < 0.8
-        options["key_padding_mask"] = joined(chances(0.8, keys), others)
-    if options.get("attn_mask"):
-        options["attn_mask"] = by_sequence(chances(0.8, rows, keys), *longest)
-    if options.get("block_mask"):
+        options["keys"] = joined(chances(0.8, keys), others)
+    if options.get("mask"):
+        options["mask"] = by_sequence(chances(0.8, rows, keys), *longest)
+    if options.get("blocks"):
         blocks = by_sequence(chances(0.7, -(-rows // 64), -(-keys // 64)), *(-(-n // 64) for n in longest))
         cut = options.pop("elements", False)
         elements = by_sequence(chances(0.8, rows, keys), *longest) if cut else None
-        options["block_mask"] = flash_ext.BlockMask(blocks, 64, elements)
-    if options.get("document_ids"):
-        options["document_ids"] = tuple(
+        options["blocks"] = masks.BlockMask(blocks, 64, elements)
+    if options.get("documents"):
+        options["documents"] = tuple(
             joined(chances(0.3, n).cumsum(0).div(20, rounding_mode="floor").int(),
                    torch.randint(-1, 9, (total - n,), device="cuda", dtype=torch.int32))
             for n, total in zip((rows, keys), totals))  # fmt: skip
-    for key in ("alibi_slopes", "sinks"):
+    for key in ("slopes", "sinks"):
         if key in options:
             options[key] = torch.linspace(0.01, 0.5, 4, device="cuda")
-    if "bias" in options:
-        options["bias"] = by_distance(4, torch.device("cuda"))
+    if "position" in options:
+        options["position"] = by_distance(4, torch.device("cuda"))
     return options
 
 

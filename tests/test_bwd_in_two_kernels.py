@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.library import _C
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
@@ -28,6 +29,7 @@ from tests.modifier_harness import call, call_and_differentiate, for_each, namin
 from tests.modifier_truth import compute_modifier_truth
 from tests.qkv import make_qkv, null_kernels
 from tests.reference import attention_reference
+from tests.values import values
 
 on_hopper = on_targets("sm90")
 
@@ -52,11 +54,11 @@ def single(rows: int = ROWS, keys: int = KEYS) -> Tensor:
 
 
 def slopes() -> dict:
-    return {"alibi_slopes": torch.ones(HEADS)}
+    return {"bias": masks.ALiBi(torch.ones(HEADS))}
 
 
 DROPS, CAPS = {"dropout_p": 0.5}, {"softcap": 2.0}
-HIDES = {"attn_mask": torch.ones(2, 1, ROWS, KEYS, dtype=torch.bool)}
+HIDES = {"mask": torch.ones(2, 1, ROWS, KEYS, dtype=torch.bool)}
 
 # Options, then what runs: in a fixed order up to 64 and 128, above 128, in any order up to 64 and 128.
 CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
@@ -65,31 +67,32 @@ CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
     "slopes": (slopes, (TWO, TWO, TWO, ONE, ONE)),
     "softcap": (lambda: CAPS, (TWO, TWO, TWO, ONE, ONE)),
     "softcap and mask": (lambda: {**CAPS, **HIDES}, (TWO, TWO, TWO, ONE, ONE)),
-    "chunks": (lambda: {"chunk_size": 32, "causal": True}, (TWO, TWO, TWO, ONE, ONE)),
+    "chunks": (lambda: {"mask": masks.ChunkCausal(32)}, (TWO, TWO, TWO, ONE, ONE)),
     "dropout": (lambda: DROPS, (TWO, TWO, TWO, ONE, ONE)),
     "dropout and slopes": (lambda: {**DROPS, **slopes()}, (TWO, TWO, TWO, ONE, ONE)),
-    "16 bits": (lambda: {"attn_mask": half()}, (TWO, TWO, TWO, ONE, ONE)),
-    "16 bits, dropout": (lambda: {"attn_mask": half(), **DROPS}, (TWO, TWO, TWO, ONE, ONE)),
-    "16 bits, one row": (lambda: {"attn_mask": half(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
-    "16 bits, one key": (lambda: {"attn_mask": half(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
-    "16 bits, odd rows": (lambda: {"attn_mask": half(keys=KEYS + 1)[..., :KEYS]}, (TWO, TWO, TWO, ONE, ONE)),
-    "16 bits, odd start": (lambda: {"attn_mask": half(keys=KEYS + 8)[..., 1 : KEYS + 1]},
+    "16 bits": (lambda: {"bias": half()}, (TWO, TWO, TWO, ONE, ONE)),
+    "16 bits, dropout": (lambda: {"bias": half(), **DROPS}, (TWO, TWO, TWO, ONE, ONE)),
+    "16 bits, one row": (lambda: {"bias": half(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
+    "16 bits, one key": (lambda: {"bias": half(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
+    "16 bits, odd rows": (lambda: {"bias": half(keys=KEYS + 1)[..., :KEYS]}, (TWO, TWO, TWO, ONE, ONE)),
+    "16 bits, odd start": (lambda: {"bias": half(keys=KEYS + 8)[..., 1 : KEYS + 1]},
                            (TWO, TWO, TWO, ONE, ONE)),
-    "16 bits, turned": (lambda: {"attn_mask": half(KEYS, ROWS).mT}, (TWO, TWO, TWO, ONE, ONE)),
-    "32 bits": (lambda: {"attn_mask": single()}, (TWO, TWO, TWO, ONE, TWO)),
-    "32 bits, slopes": (lambda: {"attn_mask": single(), **slopes()}, (TWO, TWO, TWO, ONE, TWO)),
-    "32 bits, dropout": (lambda: {"attn_mask": single(), **DROPS}, (TWO, TWO, TWO, ONE, TWO)),
-    "32 bits, one row": (lambda: {"attn_mask": single(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
-    "32 bits, one key": (lambda: {"attn_mask": single(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
-    "32 bits, odd rows": (lambda: {"attn_mask": single(keys=KEYS + 1)[..., :KEYS]},
+    "16 bits, turned": (lambda: {"bias": half(KEYS, ROWS).mT}, (TWO, TWO, TWO, ONE, ONE)),
+    "32 bits": (lambda: {"bias": single()}, (TWO, TWO, TWO, ONE, TWO)),
+    "32 bits, slopes": (lambda: values(bias=single(), slopes=torch.ones(HEADS)),
+                        (TWO, TWO, TWO, ONE, TWO)),
+    "32 bits, dropout": (lambda: {"bias": single(), **DROPS}, (TWO, TWO, TWO, ONE, TWO)),
+    "32 bits, one row": (lambda: {"bias": single(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
+    "32 bits, one key": (lambda: {"bias": single(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
+    "32 bits, odd rows": (lambda: {"bias": single(keys=KEYS + 1)[..., :KEYS]},
                           (TWO, TWO, TWO, ONE, TWO)),
-    "32 bits, every second key": (lambda: {"attn_mask": single(keys=2 * KEYS)[..., ::2]},
+    "32 bits, every second key": (lambda: {"bias": single(keys=2 * KEYS)[..., ::2]},
                                   (TWO, TWO, TWO, ONE, TWO)),
-    "32 bits, turned": (lambda: {"attn_mask": single(KEYS, ROWS).mT}, (TWO, TWO, TWO, ONE, TWO)),
+    "32 bits, turned": (lambda: {"bias": single(KEYS, ROWS).mT}, (TWO, TWO, TWO, ONE, TWO)),
     "softcap and dropout": (lambda: {**CAPS, **DROPS}, (OLD, OLD, OLD, OLD, OLD)),
     "softcap and slopes": (lambda: {**CAPS, **slopes()}, (OLD, OLD, OLD, OLD, OLD)),
-    "softcap and a bias": (lambda: {**CAPS, "attn_mask": single()}, (OLD, OLD, OLD, OLD, OLD)),
-    "softcap and a bias of one row": (lambda: {**CAPS, "attn_mask": half(rows=1)}, (OLD, OLD, OLD, OLD, OLD)),
+    "softcap and a bias": (lambda: {**CAPS, "bias": single()}, (OLD, OLD, OLD, OLD, OLD)),
+    "softcap and a bias of one row": (lambda: {**CAPS, "bias": half(rows=1)}, (OLD, OLD, OLD, OLD, OLD)),
 }  # fmt: skip
 
 
@@ -163,9 +166,9 @@ def test_rows_that_tma_cannot_read_are_portable(sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", ["bias", "slopes"])
 def test_gradients_of_modifiers_alone_are_portable(name: str) -> None:
-    keyword, leaf = ("attn_mask", single()) if name == "bias" else ("alibi_slopes", torch.ones(HEADS))
+    leaf = (single() if name == "bias" else torch.ones(HEADS)).requires_grad_()
+    given = {"bias": masks.DenseBias(leaf) if name == "bias" else masks.ALiBi(leaf)}
     for head_dim, deterministic in itertools.product(COMPILED, (False, True)):
-        given = {keyword: leaf.requires_grad_()}
         assert launched(head_dim, deterministic, needs=(), **given)["path"] == "sm80"
         assert launched(head_dim, True, **given)["path"] == "sm90"
 
@@ -317,7 +320,7 @@ def test_the_kernels_that_are_due_are_chosen(compiled: int) -> None:
         x = make_modifier_inputs(longer, "cpu")
         qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
         with null_kernels():
-            out, *_ = call(x, TARGETS["sm90"], qkv, path=None)
+            out, *_ = call(x, TARGETS["sm90"], qkv, backend=None)
             torch.autograd.grad(out, qkv, x.plain.dout)
             launch = _C.last_launch()
         assert launch["direction"] == "bwd" and launch["kernel"] == wanted, mcase
@@ -392,7 +395,7 @@ MANY = (12, 1100, 1900, 4, 2)  # 720 items of keys and 432 of queries: several f
 SAMPLED = (0, 5, 11)  # sequences that are compared with float64
 
 
-def many_items(head_dim: int, head_dim_v: int | None, name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+def many_items(head_dim: int, head_dim_v: int | None, name: str) -> tuple[list[Tensor], Modifiers]:
     """dout, q, k, v and the modifiers, which all sequences share."""
     batch, rows, keys, heads, heads_k = MANY
     like = {"device": "cuda", "dtype": torch.bfloat16}
@@ -400,26 +403,24 @@ def many_items(head_dim: int, head_dim_v: int | None, name: str) -> tuple[list[T
     places = ((rows, heads), (rows, heads), (keys, heads_k), (keys, heads_k))
     tensors = [torch.randn(batch, *place, width, **like) for place, width in zip(places, columns)]
     mods = {
-        "mask": {"attn_mask": torch.rand(1, heads, rows, keys, device="cuda") < 0.7},
-        "bias": {"attn_mask": torch.randn(1, heads, rows, keys, device="cuda")},
-        "slopes": {"alibi_slopes": torch.linspace(0.001, 0.1, heads, device="cuda")},
-    }[name]
-    return tensors, mods | {"sinks": torch.linspace(-1, 1, heads, device="cuda")}
+        "mask": lambda: torch.rand(1, heads, rows, keys, device="cuda") < 0.7,
+        "bias": lambda: torch.randn(1, heads, rows, keys, device="cuda"),
+        "slopes": lambda: torch.linspace(0.001, 0.1, heads, device="cuda"),
+    }
+    return tensors, Modifiers(sinks=torch.linspace(-1, 1, heads, device="cuda"), **{name: mods[name]()})
 
 
-def gradients(path: str, dout: Tensor, qkv: list[Tensor], mods: dict, **options) -> tuple[Tensor, ...]:
-    out, lse = flash_ext.forward(*qkv, path=path, **mods)
-    return flash_ext.backward(dout, *qkv, out, lse, path=path, **mods, **options)
+def gradients(path: str, dout: Tensor, qkv: list[Tensor], mods: Modifiers, **options) -> tuple[Tensor, ...]:
+    given = values(mask=mods.mask, bias=mods.bias, slopes=mods.slopes) | {"sinks": mods.sinks}
+    out, lse = flash_ext.forward(*qkv, backend=path, **given)
+    return flash_ext.backward(dout, *qkv, out, lse, backend=path, **given, **options)
 
 
-def exact(dout: Tensor, qkv: list[Tensor], mods: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def exact(dout: Tensor, qkv: list[Tensor], mods: Modifiers) -> tuple[Tensor, ...]:
     """dq, dk and dv in float64."""
     leaves = [t.double().requires_grad_() for t in qkv]
-    fields = {"sinks": mods["sinks"], "slopes": mods.get("alibi_slopes")}
-    if (given := mods.get("attn_mask")) is not None:
-        fields["mask" if given.dtype == torch.bool else "bias"] = given
     spec = AttnSpec(default_scale(qkv[0].shape[-1]), -1, -1)
-    out, _ = attention_reference(*leaves, spec, mods=Modifiers(**fields))
+    out, _ = attention_reference(*leaves, spec, mods=mods)
     return torch.autograd.grad(out, leaves, dout.double())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_ext
+from flash_ext import AuxRequest
 from tests.qkv import make_packed, make_qkv, on_devices, tolerance
 
 
@@ -54,7 +55,8 @@ def check_training_step(
 
 
 def with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return flash_ext.attention(1.5 * q, k, v, causal=True, return_lse=True)
+    out, aux = flash_ext.attention(1.5 * q, k, v, causal=True, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
 
 
 @on_devices

@@ -343,9 +343,9 @@ def test_gradients_in_fp32(target: Target, head_dim: int) -> None:
         for ring, wide in ((0, torch.float32), (1, torch.float32), (1, None)):
             chosen = with_pool(target, 3, ring)
             with chosen.active():
-                out, lse = flash_ext.forward(q, k, v, causal=causal, path=chosen.choice)
+                out, lse = flash_ext.forward(q, k, v, causal=causal, backend=chosen.choice)
                 found[ring, wide] = flash_ext.backward(
-                    dout, q, k, v, out, lse, causal=causal, path=chosen.choice, grad_dtype=wide
+                    dout, q, k, v, out, lse, causal=causal, backend=chosen.choice, grad_dtype=wide
                 )
                 assert _C.last_launch()["kernel"].endswith("_pool") == bool(ring)
         expected, wide, rounded = found.values()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext import AuxRequest
 from tests.harness import Target, on_gpu_paths
 
 # Whole numbers: products and their sums are exact in fp32, so all errors are those of cap and softmax.
@@ -36,7 +37,9 @@ def test_softcap_keeps_the_digits_of_lse(target: Target, d: int, size: float, bo
     """Where no score exceeds 3/4 of the cap. A quotient, off by 2e-7 of the cap, gives up to 6e-6 here."""
     q, k, v = whole_numbers(target, torch.bfloat16, d)
     scale, cap = size / WHOLE_SIZE * math.sqrt(64 / d), 30.0
-    _, lse = flash_ext.attention(q, k, v, softmax_scale=scale, softcap=cap, return_lse=True, path=target.path)
+    _, (lse, _) = flash_ext.attention(
+        q, k, v, scale=scale, softcap=cap, return_aux=AuxRequest(lse=True), backend=target.path
+    )
     truth = capped_truth(q, k, scale, cap)
     assert float(truth.abs().max()) < 0.63 * cap
     allowed = bound if has_series(target, d) else 3e-7 * cap
@@ -48,8 +51,8 @@ def test_softcap_keeps_the_digits_of_lse(target: Target, d: int, size: float, bo
 def test_softcap_keeps_the_digits_of_small_maxima(target: Target, d: int) -> None:
     q, k, v = whole_numbers(target, torch.bfloat16, d)
     scale, cap = 1e-4 / WHOLE_SIZE, 30.0
-    asked = {"softmax_scale": scale, "softcap": cap, "return_max_logits": "row", "path": target.path}
-    _, top = flash_ext.attention(q, k, v, **asked)
+    asked = {"scale": scale, "softcap": cap, "backend": target.path}
+    _, (_, top) = flash_ext.attention(q, k, v, return_aux=AuxRequest(max_scores=True), **asked)
     truth = capped_truth(q, k, scale, cap).amax(-1)
     off = (top - truth).abs()
     assert float(((off / truth.abs()) if has_series(target, d) else off / (0.3 * cap)).max()) <= 1e-6
@@ -64,7 +67,7 @@ def test_a_million_keys(target: Target) -> None:
     k = torch.randn(1, keys, 1, 64, device=target.device).half()
     v = torch.ones_like(k)
     path = target.asking(kv_splits=0).choice
-    out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True, path=path)
+    out, (lse, _) = flash_ext.attention(q, k, v, causal=True, return_aux=AuxRequest(lse=True), backend=path)
     for row in range(0, rows, 37):
         seen = keys - rows + row + 1
         truth = (k[0, :seen, 0].double() @ q[0, row, 0].double() / 8).logsumexp(0)
@@ -80,18 +83,18 @@ def test_stretches_meet_windows_and_empty_rows(target: Target, packed: bool) -> 
     rows, keys, left = 500, 100_000, 16_500
     q = torch.randn(1, rows, 1, 64, device=target.device).half()
     k, v = (torch.randn(1, keys, 1, 64, device=target.device).half() for _ in range(2))
-    more = {"softmax_scale": 0.125, "window": (left, 0), "path": target.asking(kv_splits=0).choice}
+    more = {"scale": 0.125, "window_size": (left, 0), "backend": target.asking(kv_splits=0).choice}
     for shift in (0, 1_200, 1_596, 1_696, 30_000, keys):  # 1,696: the last key ends a stretch
         n = keys - min(shift, keys - 1)
         seen_k, seen_v = k[:, :n], v[:, :n]
         if packed:
             bounds = [torch.tensor([0, x], dtype=torch.int32, device=target.device) for x in (rows, n)]
-            out, lse = flash_ext.attention_varlen(
-                q[0], seen_k[0], seen_v[0], *bounds, return_lse=True, **more
+            out, (lse, _) = flash_ext.attention_varlen(
+                q[0], seen_k[0], seen_v[0], *bounds, return_aux=AuxRequest(lse=True), **more
             )
             out, lse = out[None], lse[None]
         else:
-            out, lse = flash_ext.attention(q, seen_k, seen_v, return_lse=True, **more)
+            out, (lse, _) = flash_ext.attention(q, seen_k, seen_v, return_aux=AuxRequest(lse=True), **more)
         place = torch.arange(n - rows, n, device=target.device)[:, None]
         key = torch.arange(n, device=target.device)[None]
         scores = (q[0, :, 0].double() @ seen_k[0, :, 0].double().T) * 0.125

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._cpu.tiles import accumulator_dtype
 from flash_ext._ops.library import _C
 from tests.harness import Target, on_modifier_tiles, on_paths, poison_pool
 from tests.qkv import make_packed, make_qkv, null_kernels, on_devices
+from tests.values import values
 
 FWD, BWD = torch.ops.flash_ext.fwd.default, torch.ops.flash_ext.bwd.default
 FWD_MOD, BWD_MOD = torch.ops.flash_ext.fwd_mod.default, torch.ops.flash_ext.bwd_mod.default
@@ -36,7 +38,7 @@ SHAPES: list[tuple[int, int, dict[str, Any]]] = [
     (150, 170, {}),
     (257, 257, {"causal": True}),
     (300, 70, {"causal": True}),  # rows that see no key, and tiles of them
-    (70, 300, {"window": (30, 4), "softmax_scale": -0.2}),  # the same of keys that nobody sees
+    (70, 300, {"window_size": (30, 4), "scale": -0.2}),  # the same of keys that nobody sees
 ]
 
 
@@ -45,7 +47,7 @@ def both_ways(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """out, lse, dq, dk, dv of q, k, v and dout: rounded and wide, from the same rounded out."""
     q, k, v, dout = x
-    options |= {"path": target.choice, "deterministic": deterministic}
+    options |= {"backend": target.choice, "deterministic": deterministic}
     wide = accumulator_dtype(q)
     if target.device == "cuda":
         poison_pool(1 << 26)
@@ -71,7 +73,7 @@ def check_distance(
 ) -> None:
     """The wide results are closer to float64, which starts from the same rounded out."""
     q, k, v, dout = (t.double().cpu() for t in x)
-    options = {n: o.cpu() if isinstance(o, Tensor) else o for n, o in options.items()}
+    options = {n: o.to("cpu") if hasattr(o, "to") else o for n, o in options.items()}
     out, lse = flash_ext.forward(q, k, v, **options)
     truth = (out, lse, *flash_ext.backward(dout, q, k, v, rounded[0].double().cpu(), lse, **options))
     for name, a, b, t in zip(("out", "", "dq", "dk", "dv"), rounded, wide, truth, strict=True):
@@ -119,21 +121,21 @@ def test_packed_input(target: Target, head_dim: int) -> None:
 
 MODIFIERS: list[dict[str, Any]] = [
     {"softcap": 3.0},
-    {"document_ids": torch.arange(150).div(40).int().expand(2, 150), "causal": True},
-    {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": (20, 0)},
-    {"attn_mask": torch.arange(150.0).sin() * 3, "alibi_slopes": torch.tensor([0.1, 0.0, 0.3, -0.01])},
-    {"key_padding_mask": torch.arange(300).view(2, 150) % 7 > 1, "causal": "top_left"},
+    {"mask": masks.DocumentCausal(torch.arange(150).div(40).int().expand(2, 150))},
+    {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window_size": (20, 0)},
+    values(bias=torch.arange(150.0).sin() * 3, slopes=torch.tensor([0.1, 0.0, 0.3, -0.01])),
+    values(keys=torch.arange(300).view(2, 150) % 7 > 1, causal=True, top_left=True),
     {"dropout_p": 0.3, "rng": torch.tensor([5, 7]), "softcap": 20.0},
 ]
 
 
-@pytest.mark.parametrize("modifiers", MODIFIERS, ids=lambda m: next(iter(m)))
+@pytest.mark.parametrize("modifiers", MODIFIERS, ids=lambda m: "+".join(m))
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 33])
 @on_modifier_tiles
 def test_with_modifiers(target: Target, head_dim: int, modifiers: dict[str, Any]) -> None:
     torch.manual_seed(0)
     q, k, v = make_qkv(target.device, seqlen_q=150, head_dim=head_dim, dtype=torch.bfloat16)
-    options = {n: o.to(target.device) if isinstance(o, Tensor) else o for n, o in modifiers.items()}
+    options = {n: o.to(target.device) if hasattr(o, "to") else o for n, o in modifiers.items()}
     x = [q, k, v, torch.randn_like(q)]
     for deterministic in (True, False):
         with target.active():
@@ -194,8 +196,8 @@ def test_arguments_of_a_wrong_type_are_named() -> None:
         flash_ext.forward(q, None, v, out_dtype=torch.float32)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="q must be a torch.Tensor, got list"):
         flash_ext.forward([1], k, v, out_dtype=torch.float32)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="window must be a pair"):
-        flash_ext.forward(q, k, v, window=3, out_dtype=torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="window_size must be a pair"):
+        flash_ext.forward(q, k, v, window_size=3, out_dtype=torch.float32)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dlse must be a torch.Tensor or None"):
         flash_ext.backward(out, q, k, v, out, lse, dlse=1, grad_dtype=torch.float32)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head_dim of q"):

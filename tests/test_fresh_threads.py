@@ -69,7 +69,7 @@ from tests.tools.thread_soak import FAMILIES, calls_of
 calls_of(FAMILIES["causal"], "cuda", "{target.path}")  # by the operators: autograd has not run yet
 q, k, v, dout = (torch.randn(2, 300, h, 128, device="cuda").bfloat16() for h in (4, 2, 2, 4))
 leaves = [t.requires_grad_() for t in (q, k, v)]
-out = flash_ext.attention(*leaves, causal=True, path="{target.path}")
+out = flash_ext.attention(*leaves, causal=True, backend="{target.path}")
 grads = torch.autograd.grad(out, leaves, dout)
 torch.cuda.synchronize()
 print(all(bool(t.isfinite().all()) for t in grads))
@@ -84,7 +84,7 @@ def test_a_thread_with_forward_and_backward_of_autograd(target: Target) -> None:
     dout = torch.randn(2, 300, 4, 128, device="cuda").bfloat16()
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = flash_ext.attention(*qkv, causal=True, deterministic=True, path=target.path)
+        out = flash_ext.attention(*qkv, causal=True, deterministic=True, backend=target.path)
         return (out.detach(), *torch.autograd.grad(out, qkv, dout))
 
     expected = step()

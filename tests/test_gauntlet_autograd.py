@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
+from flash_ext import AuxRequest
 from tests.cases import dense, packed
 from tests.harness import Target, on_gpu_paths, on_paths, run_case
 from tests.inputs import make_inputs
@@ -29,7 +30,7 @@ def qkv(target: Target, *, sq: int = 65, sk: int = 65, h: int = 4, h_k: int = 2,
 
 
 def attend(target: Target, *tensors: Tensor, **options):
-    return flash_ext.attention(*tensors, path=target.path, deterministic=True, **options)
+    return flash_ext.attention(*tensors, backend=target.path, deterministic=True, **options)
 
 
 # ---- AG ----
@@ -86,7 +87,7 @@ def test_ag06_no_activations_are_kept_without_gradients(target: Target) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             before = torch.cuda.memory_allocated()
-            out, lse = attend(target, *leaves, return_lse=True)
+            out, (lse, _) = attend(target, *leaves, return_aux=AuxRequest(lse=True))
             kept = torch.cuda.memory_allocated() - before
             assert kept <= out.numel() * 2 + lse.numel() * 4 + 1024
             assert not out.requires_grad and not lse.requires_grad
@@ -114,22 +115,22 @@ def test_ag07_zero_gradients_and_one_nan_row(target: Target) -> None:
 @on_paths
 def test_ag08_a_gradient_of_another_form_is_refused(target: Target) -> None:
     q, k, v = qkv(target)
-    out, lse = flash_ext.forward(q, k, v, path=target.path)
+    out, lse = flash_ext.forward(q, k, v, backend=target.path)
     for dout, error in ((out.float(), TypeError), (out[:, :-1], ValueError), (out[..., :-1], ValueError)):
         with pytest.raises(error, match="dout"):
-            flash_ext.backward(dout, q, k, v, out, lse, path=target.path)
+            flash_ext.backward(dout, q, k, v, out, lse, backend=target.path)
     for wrong, error in (
         (lse.double() if lse.dtype != torch.float64 else lse.float(), TypeError),
         (lse[:1], ValueError),
     ):
         with pytest.raises(error, match="lse"):
-            flash_ext.backward(out, q, k, v, out, wrong, path=target.path)
+            flash_ext.backward(out, q, k, v, out, wrong, backend=target.path)
 
 
 @on_paths
 def test_ag09_vmap_agrees_with_a_loop(target: Target) -> None:
     q, k, v = (normal(target, 3, 2, 33, 2, 64) for _ in range(3))
-    call = functools.partial(flash_ext.attention, causal=True, path=target.path)
+    call = functools.partial(flash_ext.attention, causal=True, backend=target.path)
     looped = torch.stack([call(*parts) for parts in zip(q, k, v)])
     torch.testing.assert_close(torch.func.vmap(call)(q, k, v), looped, rtol=2.0**-7, atol=1e-3)
 
@@ -159,12 +160,12 @@ def test_lse_is_differentiable_and_backward_takes_given_results(target: Target) 
     """The functional pair, with the gradient of lse, is what autograd computes."""
     tensors, dout = qkv(target, sq=50, sk=65), normal(target, 2, 50, 4, 64)
     leaves = [t.clone().requires_grad_() for t in tensors]
-    out, lse = attend(target, *leaves, return_lse=True, window=(20, 3))
+    out, (lse, _) = attend(target, *leaves, return_aux=AuxRequest(lse=True), window_size=(20, 3))
     dlse = torch.randn_like(lse)
     expected = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    out, lse = flash_ext.forward(*tensors, window=(20, 3), path=target.path)
+    out, lse = flash_ext.forward(*tensors, window_size=(20, 3), backend=target.path)
     got = flash_ext.backward(
-        dout, *tensors, out, lse, dlse=dlse, window=(20, 3), deterministic=True, path=target.path
+        dout, *tensors, out, lse, dlse=dlse, window_size=(20, 3), deterministic=True, backend=target.path
     )
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
@@ -175,14 +176,14 @@ def test_backward_of_one_block_of_keys_of_a_larger_softmax(target: Target) -> No
     q, k, v = qkv(target, sq=40, sk=128)
     dout = normal(target, 2, 40, 4, 64)
     halves = [(k[:, :64], v[:, :64]), (k[:, 64:], v[:, 64:])]
-    parts = [flash_ext.forward(q, *half, path=target.path) for half in halves]
+    parts = [flash_ext.forward(q, *half, backend=target.path) for half in halves]
     out, lse = flash_ext.merge_attention_states(*parts[0], *parts[1])
-    whole_out, whole_lse = flash_ext.forward(q, k, v, path=target.path)
+    whole_out, whole_lse = flash_ext.forward(q, k, v, backend=target.path)
     torch.testing.assert_close(out, whole_out, rtol=2.0**-6, atol=4e-3)
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
-    whole = flash_ext.backward(dout, q, k, v, whole_out, whole_lse, deterministic=True, path=target.path)
+    whole = flash_ext.backward(dout, q, k, v, whole_out, whole_lse, deterministic=True, backend=target.path)
     shares = [
-        flash_ext.backward(dout, q, *half, whole_out, whole_lse, deterministic=True, path=target.path)
+        flash_ext.backward(dout, q, *half, whole_out, whole_lse, deterministic=True, backend=target.path)
         for half in halves
     ]
     dq = shares[0][0].float() + shares[1][0].float()
@@ -255,12 +256,12 @@ def test_tc03_one_compiled_graph_serves_many_lengths(target: Target) -> None:
 
     @functools.partial(torch.compile, fullgraph=True, backend=counter)
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_ext.attention(q, k, v, causal=True, path=target.path) * 2
+        return flash_ext.attention(q, k, v, causal=True, backend=target.path) * 2
 
     for length in range(20, 120, 10):
         tensors = [t.requires_grad_() for t in qkv(target, sq=length, sk=length)]
         out = step(*tensors)
-        assert torch.equal(out, flash_ext.attention(*tensors, causal=True, path=target.path) * 2)
+        assert torch.equal(out, flash_ext.attention(*tensors, causal=True, backend=target.path) * 2)
         out.sum().backward()
         assert all(t.grad is not None for t in tensors)
     assert counter.frame_count <= 2, f"{counter.frame_count} compilations"
@@ -273,7 +274,7 @@ def test_tc04_packed_call_compiles_without_a_break(target: Target) -> None:
     @functools.partial(torch.compile, fullgraph=True, backend="aot_eager", dynamic=True)
     def step(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int | None) -> Tensor:
         return flash_ext.attention_varlen(
-            q, k, v, cu, cu, max_seqlen_q=longest, causal=True, path=target.path
+            q, k, v, cu, cu, max_seqlen_q=longest, causal=True, backend=target.path
         )
 
     for lens in ([5, 0, 9], [50, 33, 1], [7, 7, 7]):
@@ -281,7 +282,7 @@ def test_tc04_packed_call_compiles_without_a_break(target: Target) -> None:
         for longest in (None, max(lens)):
             got = step(x.q, x.k, x.v, x.cu_seqlens_q, longest)
             expected = flash_ext.attention_varlen(
-                x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_q, causal=True, path=target.path
+                x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_q, causal=True, backend=target.path
             )
             assert torch.equal(got, expected)
 
@@ -293,7 +294,7 @@ def test_tc08_autocast_compiled_and_eager(target: Target) -> None:
 
     def step(*parts: Tensor) -> Tensor:
         with torch.autocast(target.device, torch.bfloat16):
-            return flash_ext.attention(*parts, path=target.path)
+            return flash_ext.attention(*parts, backend=target.path)
 
     eager = step(*tensors)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*tensors)
@@ -311,7 +312,9 @@ def test_tc05_inductor_compiles_a_training_step(target: Target) -> None:
 
     def step(x: Tensor, weight: Tensor) -> Tensor:
         y = (x @ weight).unflatten(-1, (4, 64))
-        return flash_ext.attention(y, y, y, causal=True, path=target.path).flatten(-2).float().square().mean()
+        return (
+            flash_ext.attention(y, y, y, causal=True, backend=target.path).flatten(-2).float().square().mean()
+        )
 
     grads = []
     for function in (step, torch.compile(step, fullgraph=True)):
@@ -325,21 +328,21 @@ def test_tc05_inductor_compiles_a_training_step(target: Target) -> None:
 @on_paths
 def test_api06_misuse_raises_python_errors(target: Target) -> None:
     q, k, v = qkv(target)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="no keyword 'dropout'. Did you mean dropout_p="):
         flash_ext.attention(q, k, v, dropout=0.1)
     with pytest.raises(TypeError):
         flash_ext.attention(q, k, v, True)
     for bad in (None, q.float().cpu().numpy(), [1.0]):
         with pytest.raises(TypeError, match="k must be a torch.Tensor"):
             flash_ext.attention(q, bad, v)
-    with pytest.raises(TypeError, match="window"):
-        flash_ext.attention(q, k, v, window=5)
+    with pytest.raises(TypeError, match="window_size"):
+        flash_ext.attention(q, k, v, window_size=5)
 
 
 @on_paths
 def test_api08_lse_is_the_natural_logarithm(target: Target) -> None:
     q, k, v = qkv(target, h_k=4)
-    _, lse = attend(target, q, k, v, return_lse=True)
+    _, (lse, _) = attend(target, q, k, v, return_aux=AuxRequest(lse=True))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 8
     assert lse.dtype == torch.float32 and lse.shape == (2, 4, 65)
     torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1), rtol=0, atol=5e-6)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import AuxRequest, masks
 from tests.cases import dense, packed
 from tests.harness import TARGETS, Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
@@ -71,14 +72,14 @@ def test_bi03_bi11_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target
 
 @on_modifier_paths
 def test_bi05_types_that_do_not_fit_are_refused(target: Target) -> None:
-    """No reinterpretation: a mask of bytes or of the other half precision raises before any launch."""
+    """No reinterpretation: a bias of bytes or of the other half precision raises before any launch."""
     q, k, v = (torch.randn(1, 8, 2, 64, device=target.device).to(torch.float16) for _ in range(3))
     ones = torch.ones(8, 8, device=target.device)
     for dtype in (torch.bfloat16, torch.uint8, torch.int32, torch.float64):
-        with pytest.raises(TypeError, match="attn_mask must be torch.bool"):
-            flash_ext.attention(q, k, v, attn_mask=ones.to(dtype), path=target.path)
-    single = flash_ext.attention(q, k, v, attn_mask=ones * 0.5, path=target.path)
-    half = flash_ext.attention(q, k, v, attn_mask=ones.half() * 0.5, path=target.path)
+        with pytest.raises(TypeError, match="bias must be (torch.float32 or|floating point)"):
+            flash_ext.attention(q, k, v, bias=ones.to(dtype), backend=target.path)
+    single = flash_ext.attention(q, k, v, bias=ones * 0.5, backend=target.path)
+    half = flash_ext.attention(q, k, v, bias=ones.half() * 0.5, backend=target.path)
     torch.testing.assert_close(single, half, rtol=2.0**-10, atol=1e-4)
 
 
@@ -118,7 +119,9 @@ def test_bi09_a_sink_takes_its_share_once(target: Target) -> None:
         k = torch.randn(2, keys, 2, 64, device=target.device).half()
         v = torch.ones_like(k)
         sinks = torch.tensor([-3.0, 0.0, 1.5, 6.0], device=target.device)
-        out, lse = flash_ext.attention(q, k, v, sinks=sinks, return_lse=True, path=target.path)
+        out, (lse, _) = flash_ext.attention(
+            q, k, v, sinks=sinks, return_aux=AuxRequest(lse=True), backend=target.path
+        )
         total = keys + sinks.double().exp()
         wanted = (keys / total).view(1, 1, 4, 1).expand_as(out)
         assert ((out.double() - wanted).abs() <= 2 * 2.0**-11 * wanted).all(), f"{keys} keys"
@@ -134,8 +137,8 @@ def test_bi09_rows_without_keys_give_everything_to_the_sink(target: Target) -> N
             for n, h in ((50, 4), (keys, 2), (keys, 2))
         )
         sinks = torch.randn(4, device=target.device).requires_grad_()
-        out, lse = flash_ext.attention(
-            q, k, v, sinks=sinks, causal=True, return_lse=True, path=target.path
+        out, (lse, _) = flash_ext.attention(
+            q, k, v, sinks=sinks, causal=True, return_aux=AuxRequest(lse=True), backend=target.path
         )  # rows 0 to 50 - keys - 1 see nothing
         empty = slice(0, 50 - keys)
         assert (out[:, empty] == 0).all()
@@ -178,20 +181,24 @@ def test_bi12_small_masks_ten_times(target: Target) -> None:
 @on_modifier_paths
 def test_bi_slopes_are_the_bias_they_stand_for(target: Target) -> None:
     """ALiBi against the same numbers given as a bias in float32: both alignments, lengths that differ."""
-    for rows, keys, causal in ((100, 160, True), (160, 100, "top_left"), (65, 65, False)):
+    for rows, keys, mask in (
+        (100, 160, masks.Causal()),
+        (160, 100, masks.Causal("top_left")),
+        (65, 65, None),
+    ):
         q, k, v = (
             torch.randn(2, n, h, 64, device=target.device).half()
             for n, h in ((rows, 4), (keys, 2), (keys, 2))
         )
         slopes = torch.tensor([0.5, 0.25, 0.125, -0.0625], device=target.device)
-        shift = 0 if causal == "top_left" else keys - rows
+        shift = keys - rows if mask == masks.Causal() else 0
         centre = torch.arange(rows, device=target.device)[:, None] + shift
         bias = -slopes[:, None, None] * (centre - torch.arange(keys, device=target.device)).abs()
-        options = {"causal": causal, "return_lse": True, "path": target.path}
-        by_slope = flash_ext.attention(q, k, v, alibi_slopes=slopes, **options)
-        by_bias = flash_ext.attention(q, k, v, attn_mask=bias, **options)
+        options = {"mask": mask, "return_aux": AuxRequest(lse=True), "backend": target.path}
+        by_slope = flash_ext.attention(q, k, v, bias=masks.ALiBi(slopes), **options)
+        by_bias = flash_ext.attention(q, k, v, bias=bias, **options)
         torch.testing.assert_close(by_slope[0], by_bias[0], rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(by_slope[1], by_bias[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_slope[1].lse, by_bias[1].lse, rtol=1e-5, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,8 +242,8 @@ def test_nf02_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
     for value in (-math.inf, torch.finfo(kind).min):
         bias, rows = rows_with(value, kind, device)
         bias.requires_grad_()
-        out, lse = flash_ext.attention(
-            q, k, v, attn_mask=bias, return_lse=True, deterministic=True, path=target.path
+        out, (lse, _) = flash_ext.attention(
+            q, k, v, bias=bias, return_aux=AuxRequest(lse=True), deterministic=True, backend=target.path
         )
         grads = torch.autograd.grad(out, [q, k, v, bias], dout, retain_graph=True)
         assert all(bool(t.isfinite().all()) for t in (out, *grads))
@@ -246,7 +253,7 @@ def test_nf02_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
             assert (lse[:, :, rows] == -math.inf).all() and not out[:, rows].any()
             assert not grads[0][:, rows].any() and not grads[3][:, :, rows].any()
         else:
-            left = flash_ext.attention(q * (kind == torch.float16), k, v, path=target.path)[:, rows]
+            left = flash_ext.attention(q * (kind == torch.float16), k, v, backend=target.path)[:, rows]
             torch.testing.assert_close(out[:, rows], left, rtol=2 * u, atol=max(2 * u / 8, 5e-3))
             assert (lse[:, :, rows] < -6e4).all()
     hidden, lowest = found.values()

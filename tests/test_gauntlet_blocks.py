@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flash_ext
+from flash_ext import AuxRequest, masks
 from tests import compare
 from tests.cases import dense, packed
 from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
@@ -31,8 +32,9 @@ def random_qkv(target: Target, batch: int, rows: int, keys: int, heads: int, hea
 
 def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor]:
     """out, lse, dq, dk, dv; the call asks for row maxima, too, so that no forward takes the plain kernels."""
-    out, lse, _ = flash_ext.attention(
-        *qkv, return_lse=True, return_max_logits=True, deterministic=True, path=target.choice, **keywords
+    request = AuxRequest(lse=True, max_scores=True)
+    out, (lse, _) = flash_ext.attention(
+        *qkv, return_aux=request, deterministic=True, backend=target.choice, **keywords
     )
     generator = torch.Generator(target.device).manual_seed(1)
     dout = torch.randn(out.shape, device=target.device, generator=generator).to(out.dtype)
@@ -50,16 +52,16 @@ def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: b
     with target.active():
         qkv = random_qkv(target, 2, 300, 333, 4, 2, 64)
         blocks = torch.ones(1, 4, 5, 6, dtype=torch.bool, device=target.device)
-        options = {"causal": causal, "attn_mask": torch.ones_like(blocks[:, :1, :1, :1])}
-        plain = with_gradients(target, qkv, **options)
-        full = with_gradients(target, qkv, **options, block_mask=flash_ext.BlockMask(blocks, 64))
+        one_bit = masks.Dense(torch.ones_like(blocks[:, :1, :1, :1]))
+        plain = with_gradients(target, qkv, causal=causal, mask=one_bit)
+        full = with_gradients(target, qkv, causal=causal, mask=one_bit & masks.BlockMask(blocks, 64))
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), full, plain):
             assert torch.equal(a, b), f"{name} with all blocks"
-        none = with_gradients(target, qkv, **options, block_mask=flash_ext.BlockMask(~blocks, 64))
+        none = with_gradients(target, qkv, causal=causal, mask=one_bit & masks.BlockMask(~blocks, 64))
         assert (none[1] == -math.inf).all()
         assert not any(t.any() for t in (none[0], *none[2:]))
         blocks[:, 1, 2] = False  # rows 128 to 191 of head 1
-        some = with_gradients(target, qkv, **options, block_mask=flash_ext.BlockMask(blocks, 64))
+        some = with_gradients(target, qkv, causal=causal, mask=one_bit & masks.BlockMask(blocks, 64))
         assert (some[1][:, 1, 128:192] == -math.inf).all()
         assert not some[0][:, 128:192, 1].any() and not some[2][:, 128:192, 1].any()
         assert torch.equal(some[0][:, :, 2:], plain[0][:, :, 2:])
@@ -108,7 +110,7 @@ def test_bs05_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) ->
     blocks = torch.rand(2, 4, 5, 7, device=target.device) < 0.6
     blocks[..., 3] = False  # keys 192 to 255
     blocks[..., 1, :] = False  # rows 64 to 127
-    out, lse, dq, dk, dv = with_gradients(target, qkv, block_mask=flash_ext.BlockMask(blocks, 64))
+    out, lse, dq, dk, dv = with_gradients(target, qkv, mask=masks.BlockMask(blocks, 64))
     assert not dk[:, 192:256].any() and not dv[:, 192:256].any()
     assert not dq[:, 64:128].any() and not out[:, 64:128].any()
 
@@ -125,14 +127,14 @@ def test_bs03_maps_of_four_origins_agree(target: Target) -> None:
     mask = sees(*torch.meshgrid(*index, indexing="ij"))
     theirs = create_block_mask(sees, 2, 4, rows, keys, device=device, BLOCK_SIZE=128)
     maps = {
-        "rule": flash_ext.BlockMask.from_rule(sees, 2, 4, rows, keys, (64, 128), device=device),
-        "dense": flash_ext.BlockMask.from_dense(mask, 48),
-        "torch": flash_ext.BlockMask.from_torch(theirs),
+        "rule": masks.BlockMask.from_rule(sees, 2, 4, rows, keys, (64, 128), device=device),
+        "dense": masks.BlockMask.from_dense(mask, 48),
+        "torch": masks.BlockMask.from_torch(theirs),
     }
     qkv = random_qkv(target, 2, rows, keys, 4, 2, 64)
-    by_mask = with_gradients(target, qkv, attn_mask=mask)
+    by_mask = with_gradients(target, qkv, mask=mask)
     for origin, block_mask in maps.items():
-        by_blocks = with_gradients(target, qkv, block_mask=block_mask)
+        by_blocks = with_gradients(target, qkv, mask=block_mask)
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), by_blocks, by_mask):
             if name == "lse":
                 assert ((a - b).abs() < 1e-5).all(), origin
@@ -147,7 +149,7 @@ def test_bs03_maps_of_four_origins_agree(target: Target) -> None:
 ROWS, LENGTH, HIDDEN, POISONED = 200, 1280, slice(256, 1024), slice(512, 768)
 
 
-def hiding_keywords(device: str) -> dict[str, dict]:
+def hiding_masks(device: str) -> dict[str, masks.Mask]:
     """Ways to hide the keys ``HIDDEN`` from every row."""
     position = torch.arange(LENGTH, device=device)
     hidden = (position >= HIDDEN.start) & (position < HIDDEN.stop)
@@ -156,28 +158,28 @@ def hiding_keywords(device: str) -> dict[str, dict]:
     these_keys = torch.tensor([HIDDEN.start, HIDDEN.stop], device=device, dtype=torch.int32)
     zeros = torch.zeros(1, ROWS, device=device, dtype=torch.int32)
     return {
-        "blocks": {"block_mask": flash_ext.BlockMask(blocks, 128)},
-        "padding": {"key_padding_mask": ~hidden[None]},
-        "documents": {"document_ids": (zeros, hidden.int()[None])},
-        "mask of keys": {"attn_mask": ~hidden.view(1, 1, 1, -1)},
-        "mask": {"attn_mask": (~hidden).expand(ROWS, -1).contiguous()},
-        "hidden rows": {"hidden_rows": (every_row * hidden[:, None]).int().contiguous()},
-        "hidden keys": {"hidden_keys": these_keys.expand(ROWS, 2).contiguous()},
-        "chunks": {"chunk_size": 1024},
+        "blocks": masks.BlockMask(blocks, 128),
+        "padding": masks.KeyMask(~hidden[None]),
+        "documents": masks.Documents(zeros, hidden.int()[None]),
+        "mask of keys": masks.Dense(~hidden.view(1, 1, 1, -1)),
+        "mask": masks.Dense((~hidden).expand(ROWS, -1).contiguous()),
+        "hidden rows": masks.HiddenRows((every_row * hidden[:, None]).int().contiguous()),
+        "hidden keys": masks.HiddenKeys(these_keys.expand(ROWS, 2).contiguous()),
+        "chunks": masks.Chunks(1024),
         # The first row stands at key 1080.
-        "sink tokens": {"sink_tokens": 100, "causal": True, "window": (56, 0)},
-        "prefix": {"prefix_lens": zeros[:, 0] + 200, "causal": True, "window": (56, 0)},
+        "sink tokens": masks.SlidingWindow(56, sink_tokens=100),
+        "prefix": masks.Window(56, 0) | masks.Prefix(zeros[:, 0] + 200),
     }
 
 
-@pytest.mark.parametrize("kind", hiding_keywords("cpu"))
+@pytest.mark.parametrize("kind", hiding_masks("cpu"))
 @on_modifier_tiles
 def test_nl_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind: str) -> None:
     """K and V hold NaN where no tile of any kernel reaches: results and gradients are those of zeros there.
 
     The hidden stretch goes on for 256 keys on both sides, so that every tile that touches a NaN is hidden.
     """
-    keywords = hiding_keywords(target.device)[kind]
+    mask = hiding_masks(target.device)[kind]
     with target.active():
         for head_dim in (64, 96, 128, 192, 256) if target.device == "cuda" else (64,):
             qkv = random_qkv(target, 1, ROWS, LENGTH, 2, 1, head_dim)
@@ -186,7 +188,7 @@ def test_nl_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind
                 with torch.no_grad():
                     for t in qkv[1:]:
                         t[:, POISONED] = value
-                found.append(with_gradients(target, qkv, **keywords))
+                found.append(with_gradients(target, qkv, mask=mask))
             for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), *found):
                 assert torch.equal(a, b), f"{name} by {kind}, head_dim {head_dim}"
             assert not found[1][3][:, HIDDEN].any() and not found[1][4][:, HIDDEN].any()
@@ -203,23 +205,23 @@ def test_structured_masks_take_linear_memory(target: Target) -> None:
     intervals = torch.stack([position + 500, position + 600], -1)
     blocks = torch.eye(length // 128, dtype=torch.bool, device="cuda")
     ways = {
-        "documents": {"document_ids": documents[None]},
-        "padding": {"key_padding_mask": (documents % 2 == 0)[None]},
-        "prefix": {"prefix_lens": documents[-1:], "causal": True},
-        "sink tokens and chunks": {"sink_tokens": 4, "chunk_size": 512, "causal": True},
-        "hidden rows": {"hidden_rows": intervals, "causal": True, "window": (2000, 0)},
-        "hidden keys": {"hidden_keys": intervals, "window": (2000, 2000)},
-        "blocks": {"block_mask": flash_ext.BlockMask(blocks, 128)},
+        "documents": {"mask": masks.Documents(documents[None])},
+        "padding": {"mask": masks.KeyMask((documents % 2 == 0)[None])},
+        "prefix": {"mask": masks.PrefixLM(documents[-1:])},
+        "sink tokens and chunks": {"mask": masks.Causal() & (masks.Chunks(512) | masks.SinkTokens(4))},
+        "hidden rows": {"mask": masks.HiddenRows(intervals), "causal": True, "window_size": (2000, 0)},
+        "hidden keys": {"mask": masks.HiddenKeys(intervals), "window_size": (2000, 2000)},
+        "blocks": {"mask": masks.BlockMask(blocks, 128)},
         "slopes, sinks, softcap, dropout": {
-            "alibi_slopes": torch.ones(heads, device="cuda"), "sinks": torch.ones(heads, device="cuda"),
-            "softcap": 20.0, "dropout_p": 0.1, "window": (1000, 0),
+            "bias": masks.ALiBi(torch.ones(heads, device="cuda")), "sinks": torch.ones(heads, device="cuda"),
+            "softcap": 20.0, "dropout_p": 0.1, "window_size": (1000, 0),
         },
     }  # fmt: skip
     limit = 10 * qkv[0].numel() * 2
     assert limit < length**2 // 8
 
     def run(keywords: dict) -> None:
-        out = flash_ext.attention(*qkv, path=target.path, **keywords)
+        out = flash_ext.attention(*qkv, backend=target.path, **keywords)
         torch.autograd.grad(out, qkv, out.detach())
 
     for name, keywords in ways.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_ext
+from flash_ext import AuxRequest
 from tests import philox
 from tests.cases import dense, packed
 from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
@@ -35,7 +36,7 @@ def forward_mask(
     parts = []
     for first in range(0, keys, head_dim):
         v = units(keys, first, head_dim, rng.device)[None, :, None].expand(batch, -1, heads_k, -1)
-        out, _ = flash_ext.forward(q, k, v, dropout_p=p, rng=rng, path=path, **options)
+        out, _ = flash_ext.forward(q, k, v, dropout_p=p, rng=rng, backend=path, **options)
         parts.append(out.transpose(1, 2) != 0)
     return torch.cat(parts, -1)[..., :keys]
 
@@ -50,7 +51,7 @@ def backward_mask(
     k, v = (
         torch.zeros(batch, keys, heads_k, head_dim, dtype=torch.float16, device=rng.device) for _ in range(2)
     )
-    options = {"dropout_p": p, "rng": rng, "path": path}
+    options = {"dropout_p": p, "rng": rng, "backend": path}
     out, lse = flash_ext.forward(q, k, v, **options)
     kept = torch.zeros(batch, heads, rows, keys, dtype=torch.bool, device=rng.device)
     for first in range(0, rows, head_dim):
@@ -107,7 +108,7 @@ def test_dr03_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
             torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, 7, 137], [0, 9, 199])
         )
         out, _ = flash_ext.forward(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, dropout_p=0.5, rng=rng, path=target.choice
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, dropout_p=0.5, rng=rng, backend=target.choice
         )
         assert torch.equal(out[7:, :, :190].transpose(0, 1) != 0, wanted[1])
         assert torch.equal(out[:7, :, :9].transpose(0, 1) != 0, wanted[0, :, :7, :9])
@@ -182,7 +183,7 @@ def test_dr04_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
 
     def calls() -> list[Tensor]:
         torch.manual_seed(11)
-        return [flash_ext.attention(*qkv, dropout_p=0.3, path=target.path) for _ in range(2)]
+        return [flash_ext.attention(*qkv, dropout_p=0.3, backend=target.path) for _ in range(2)]
 
     first, second = calls(), calls()
     assert all(torch.equal(a, b) for a, b in zip(first, second))
@@ -201,7 +202,9 @@ def test_dr10_a_generator_is_honoured_and_the_default_one_untouched(target: Targ
     generator = torch.Generator(device)
 
     def call() -> Tensor:
-        return flash_ext.attention(*qkv, dropout_p=0.3, generator=generator.manual_seed(5), path=target.path)
+        return flash_ext.attention(
+            *qkv, dropout_p=0.3, generator=generator.manual_seed(5), backend=target.path
+        )
 
     torch.manual_seed(1)
     expected = torch.rand(4, device=device)
@@ -210,7 +213,7 @@ def test_dr10_a_generator_is_honoured_and_the_default_one_untouched(target: Targ
     assert torch.equal(a, b)
     assert torch.equal(torch.rand(4, device=device), expected)
     rng = flash_ext.dropout_rng(device, generator.manual_seed(5))
-    assert torch.equal(a, flash_ext.forward(*qkv, dropout_p=0.3, rng=rng, path=target.path)[0])
+    assert torch.equal(a, flash_ext.forward(*qkv, dropout_p=0.3, rng=rng, backend=target.path)[0])
 
 
 @on_modifier_paths
@@ -219,8 +222,10 @@ def test_dr07_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
     qkv = small_qkv(target.device)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_ext.attention(q, k, v, dropout_p=0.4, causal=True, deterministic=True, path=target.path)
-        return flash_ext.attention(out, k, v, dropout_p=0.2, deterministic=True, path=target.path)
+        out = flash_ext.attention(
+            q, k, v, dropout_p=0.4, causal=True, deterministic=True, backend=target.path
+        )
+        return flash_ext.attention(out, k, v, dropout_p=0.2, deterministic=True, backend=target.path)
 
     found = []
     for function in (layer, lambda *x: checkpoint(layer, *x, use_reentrant=False)):
@@ -247,7 +252,7 @@ def test_dr06_every_replay_of_a_graph_drops_others_and_its_backward_the_same(tar
     v = torch.eye(size, dtype=torch.float16, device="cuda")[None, :, None].clone().requires_grad_()
 
     def step() -> tuple[Tensor, Tensor]:
-        out = flash_ext.attention(q, k, v, dropout_p=0.5, path=target.path)
+        out = flash_ext.attention(q, k, v, dropout_p=0.5, backend=target.path)
         (dv,) = torch.autograd.grad(out, v, v.detach())
         return out.detach(), dv
 
@@ -271,8 +276,10 @@ def test_dr06_every_replay_of_a_graph_drops_others_and_its_backward_the_same(tar
 @on_modifier_paths
 def test_dropout_of_nothing_is_off_and_of_everything_is_zero(target: Target) -> None:
     qkv = small_qkv(target.device)
-    plain = flash_ext.attention(*qkv, path=target.path)
-    assert torch.equal(flash_ext.attention(*qkv, dropout_p=float("0"), path=target.path), plain)
-    out, lse = flash_ext.attention(*qkv, dropout_p=1.0, return_lse=True, path=target.path)
+    plain = flash_ext.attention(*qkv, backend=target.path)
+    assert torch.equal(flash_ext.attention(*qkv, dropout_p=float("0"), backend=target.path), plain)
+    out, (lse, _) = flash_ext.attention(
+        *qkv, dropout_p=1.0, return_aux=AuxRequest(lse=True), backend=target.path
+    )
     assert not out.any() and lse.isfinite().all()
     assert not any(grad.any() for grad in torch.autograd.grad(out, qkv, torch.ones_like(out)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import AuxRequest, masks
 from flash_ext._ops.library import _C
 from tests import probes
 from tests.cases import COMPILED_HEAD_DIMS, HEAD_DIMS, dense, packed
@@ -30,7 +31,10 @@ def random_tensor(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat
 
 
 def attend(target: Target, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
-    return flash_ext.attention(q, k, v, return_lse=True, path=target.path, **options)
+    out, (lse, _) = flash_ext.attention(
+        q, k, v, return_aux=AuxRequest(lse=True), backend=target.path, **options
+    )
+    return out, lse
 
 
 def gradients(target: Target, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options) -> tuple[Tensor, ...]:
@@ -100,19 +104,19 @@ def test_ly04_and_ly05_strides_of_the_incoming_gradient(target: Target) -> None:
         assert_same_bits(gradients(target, q, k, v, view), expected, str(view.stride()))
 
 
-MODIFIED = "softcap", "key_padding_mask", "alibi_slopes", "sinks"
+MODIFIED = "softcap", "key mask", "slopes", "sinks"
 
 
 def modifier(name: str, device: torch.device) -> dict:
     """One modifier for two sequences of 65 and four heads; none for an empty name."""
     made = {
-        "softcap": lambda: 20.0,
-        "key_padding_mask": lambda: torch.arange(65) < torch.tensor([[50], [65]]),
-        "alibi_slopes": lambda: torch.rand(4),
-        "sinks": lambda: torch.randn(4),
+        "": lambda: {},
+        "softcap": lambda: {"softcap": 20.0},
+        "key mask": lambda: {"mask": masks.KeyMask.from_lengths(torch.tensor([50, 65], device=device), 65)},
+        "slopes": lambda: {"bias": masks.ALiBi(torch.rand(4, device=device))},
+        "sinks": lambda: {"sinks": torch.randn(4, device=device)},
     }
-    value = made[name]() if name else None
-    return {name: value.to(device) if isinstance(value, Tensor) else value} if name else {}
+    return made[name]()
 
 
 @pytest.mark.parametrize("name", ["", *MODIFIED])
@@ -127,7 +131,7 @@ def test_ly05_incoming_gradients_that_tma_cannot_read(target: Target, name: str)
     odd = random_tensor(target, 2, 65, 4, 65)[..., :64]
     for dout in (row.expand(2, 65, 4, 64), shifted, odd):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out = flash_ext.attention(*leaves, path=target.path, **options)
+        out = flash_ext.attention(*leaves, backend=target.path, **options)
         got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         wanted = torch.autograd.grad(out, leaves, dout.contiguous().clone())
         for a, b in zip(got, wanted):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext import AuxRequest
 from tests import probes
 from tests.cases import Case, dense, packed
 from tests.harness import Target, on_all_tiles, on_paths, run_cases, run_probes
@@ -63,9 +64,10 @@ def test_em05_one_query_sees_all_keys_with_and_without_causal(target: Target) ->
     for seqlen_k in (1, 2, 63, 64, 65, 127, 128, 129, 4097):
         q, k, v = random_qkv(target, 2, 1, seqlen_k, 4, 2, 64)
         full, masked = (
-            flash_ext.attention(q, k, v, causal=c, return_lse=True, path=target.path) for c in (False, True)
+            flash_ext.attention(q, k, v, causal=c, return_aux=AuxRequest(lse=True), backend=target.path)
+            for c in (False, True)
         )
-        assert torch.equal(full[0], masked[0]) and torch.equal(full[1], masked[1]), f"{seqlen_k} keys"
+        assert torch.equal(full[0], masked[0]) and torch.equal(full[1].lse, masked[1].lse), f"{seqlen_k} keys"
 
 
 @on_all_tiles
@@ -77,7 +79,9 @@ def test_em06_causal_with_more_queries_than_keys(target: Target) -> None:
     run_cases(target.pick(cases, cpu=6), target)
     for sq, sk in shapes:
         q, k, v = (t.requires_grad_() for t in random_qkv(target, 2, sq, sk, 4, 2, 64))
-        out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True, path=target.path)
+        out, (lse, _) = flash_ext.attention(
+            q, k, v, causal=True, return_aux=AuxRequest(lse=True), backend=target.path
+        )
         out.sum().backward()
         empty = sq - sk
         assert (
@@ -98,7 +102,7 @@ def test_em08_max_seqlen_of_one_and_empty_sequences(target: Target) -> None:
 @on_paths
 def test_em09_rows_without_keys_have_lse_minus_infinity(target: Target) -> None:
     q, k, v = random_qkv(target, 1, 4, 0, 2, 1, 64)
-    out, lse = flash_ext.attention(q, k, v, return_lse=True, path=target.path)
+    out, (lse, _) = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True), backend=target.path)
     assert (lse == -torch.inf).all() and not out.any()
 
 
@@ -151,7 +155,7 @@ def test_mk04_windows_that_exclude_every_key_of_some_rows(target: Target) -> Non
 def test_mk05_negative_reach_is_refused(target: Target, window: tuple[int, int]) -> None:
     q, k, v = random_qkv(target, 1, 8, 8, 1, 1, 64)
     with pytest.raises(ValueError, match="window"):
-        flash_ext.attention(q, k, v, window=window, path=target.path)
+        flash_ext.attention(q, k, v, window_size=window, backend=target.path)
 
 
 @on_paths
@@ -207,14 +211,18 @@ def test_mk13_a_wider_window_never_lowers_lse(target: Target) -> None:
     q, k, v = random_qkv(target, 2, 150, 180, 4, 2, 64)
     previous = None
     for left in range(0, 140, 9):
-        _, lse = flash_ext.attention(q, k, v, window=(left, 0), return_lse=True, path=target.path)
+        _, (lse, _) = flash_ext.attention(
+            q, k, v, window_size=(left, 0), return_aux=AuxRequest(lse=True), backend=target.path
+        )
         assert previous is None or (lse >= previous - 1e-6).all(), f"left {left}"
         previous = lse
     q, k = q.abs(), k.abs()
     row = 40
     aligned = row + 180 - 150
     k[:, aligned - 20] = -100  # first key outside (19, 0), only one more inside (20, 0)
-    narrow, wide = (flash_ext.attention(q, k, v, window=(left, 0), path=target.path) for left in (19, 20))
+    narrow, wide = (
+        flash_ext.attention(q, k, v, window_size=(left, 0), backend=target.path) for left in (19, 20)
+    )
     assert torch.equal(narrow[:, row], wide[:, row])
 
 
@@ -238,7 +246,9 @@ def test_causal_is_the_window_without_a_right_side(target: Target) -> None:
     q, k, v = random_qkv(target, 2, 100, 140, 4, 2, 64)
     for left in (-1, 17):
         causal = flash_ext.attention(
-            q, k, v, causal=True, window=(left, -1), return_lse=True, path=target.path
+            q, k, v, causal=True, window_size=(left, -1), return_aux=AuxRequest(lse=True), backend=target.path
         )
-        window = flash_ext.attention(q, k, v, window=(left, 0), return_lse=True, path=target.path)
-        assert all(torch.equal(a, b) for a, b in zip(causal, window))
+        window = flash_ext.attention(
+            q, k, v, window_size=(left, 0), return_aux=AuxRequest(lse=True), backend=target.path
+        )
+        assert torch.equal(causal[0], window[0]) and torch.equal(causal[1].lse, window[1].lse)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext import AuxRequest
 from flash_ext._ops.library import _C
 from tests.cases import COMPILED_HEAD_DIMS, dense
 from tests.harness import Target, choice_of, on_gpu_paths, on_targets, run_cases
@@ -129,7 +130,7 @@ def check_rows_under_a_bias(seqlen: int, device: str, path: str) -> None:
     """Five rows of a square call with a bias against float64, out, lse and dq."""
     q, k, v = (random_tensor(1, seqlen, 1, 64, device=device).requires_grad_() for _ in range(3))
     bias = random_tensor(seqlen, seqlen, device=device)
-    out, lse = flash_ext.attention(q, k, v, attn_mask=bias, return_lse=True, path=path)
+    out, (lse, _) = flash_ext.attention(q, k, v, bias=bias, return_aux=AuxRequest(lse=True), backend=path)
     dout = random_tensor(1, seqlen, 1, 64, device=device)
     (dq,) = torch.autograd.grad(out, q, dout)
     keys, values = (t.detach()[0, :, 0].double() for t in (k, v))

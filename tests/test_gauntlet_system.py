@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import AuxRequest
 from tests.cases import Case, dense, packed
 from tests.harness import Target, call_backward, call_forward, on_gpu_paths, run_case
 from tests.inputs import Inputs, make_inputs
@@ -98,12 +99,12 @@ def test_sy02_tensors_on_different_devices_are_refused(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sy02_a_path_of_another_device_is_refused(target: Target) -> None:
+def test_sy02_a_backend_of_another_device_is_refused(target: Target) -> None:
     q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="path"):
-        flash_ext.attention(q, q, q, path="cpu")
-    with pytest.raises(ValueError, match="path"):
-        flash_ext.attention(q.cpu(), q.cpu(), q.cpu(), path=target.path)
+    with pytest.raises(ValueError, match="path|backend"):
+        flash_ext.attention(q, q, q, backend="cpu")
+    with pytest.raises(ValueError, match="path|backend"):
+        flash_ext.attention(q.cpu(), q.cpu(), q.cpu(), backend=target.path)
 
 
 # ---- streams ----
@@ -135,7 +136,7 @@ def test_sy03_autograd_uses_the_stream_of_the_forward(target: Target) -> None:
 
     def run() -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = flash_ext.attention(*leaves, causal=True, deterministic=True, path=target.path)
+        out = flash_ext.attention(*leaves, causal=True, deterministic=True, backend=target.path)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     expected = run()
@@ -237,7 +238,7 @@ def test_sy04_autograd_inside_a_graph(target: Target) -> None:
     dout = torch.randn(2, 200, 4, 64, device="cuda").to(torch.bfloat16)
 
     def step() -> tuple[Tensor, ...]:
-        out = flash_ext.attention(*leaves, causal=True, deterministic=True, path=target.path)
+        out = flash_ext.attention(*leaves, causal=True, deterministic=True, backend=target.path)
         return out, *torch.autograd.grad(out, leaves, dout)
 
     warmed_up(step)
@@ -433,7 +434,7 @@ def test_sy11_out_of_memory_is_an_exception_and_the_next_call_works(target: Targ
     hold = torch.empty(max(free - (1 << 30), 0), dtype=torch.uint8, device="cuda")  # 1 GiB left, out needs 2
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            flash_ext.attention(q, q, q, window=(1, 0), path=target.path)
+            flash_ext.attention(q, q, q, window_size=(1, 0), backend=target.path)
     finally:
         del hold, q  # in the traceback of a failure they would fill the GPU for the tests behind
         torch.cuda.empty_cache()
@@ -445,6 +446,6 @@ def test_sy02_meta_tensors_give_shapes() -> None:
         torch.empty(2, 5, 4, 64, device="meta", dtype=torch.bfloat16),
         torch.empty(2, 9, 2, 64, device="meta", dtype=torch.bfloat16),
     )
-    out, lse = flash_ext.attention(q, k, k[..., :40], return_lse=True)
+    out, (lse, _) = flash_ext.attention(q, k, k[..., :40], return_aux=AuxRequest(lse=True))
     assert (out.shape, out.dtype) == ((2, 5, 4, 40), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 5), torch.float32)

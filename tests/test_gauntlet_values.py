@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import AuxRequest
 from tests import compare
 from tests.cases import DATA_KINDS, dense, packed
 from tests.harness import Target, on_all_tiles, on_paths, on_targets, poison_pool, run_case, run_cases
@@ -25,7 +26,9 @@ def normal(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> 
 def attend_with_gradients(target: Target, q: Tensor, k: Tensor, v: Tensor, **options) -> dict[str, Tensor]:
     """out, lse and the gradients of out.sum() + lse.sum() over rows that see a key."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = flash_ext.attention(*leaves, return_lse=True, path=target.path, **options)
+    out, (lse, _) = flash_ext.attention(
+        *leaves, return_aux=AuxRequest(lse=True), backend=target.path, **options
+    )
     grads = torch.autograd.grad(out.sum(), leaves)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
 
@@ -54,7 +57,7 @@ def test_nf04_one_key_with_a_hugely_negative_logit(target: Target) -> None:
         full(target, (1, 1, 2, 128), -64),
         normal(target, 1, 1, 2, 128),
     )
-    out, lse = flash_ext.attention(q, k, v, return_lse=True, path=target.path)
+    out, (lse, _) = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True), backend=target.path)
     assert torch.equal(out, v.expand_as(out))
     assert float((lse + 64 * 64 * math.sqrt(128)).abs().max()) <= 3e-6 * 64 * 64 * math.sqrt(128)
 
@@ -105,14 +108,14 @@ def test_nf10_unusual_scales(target: Target) -> None:
 @on_paths
 def test_nf10_scales_that_are_no_numbers(target: Target, scale: float) -> None:
     q = normal(target, 1, 8, 1, 64)
-    with pytest.raises(ValueError, match="softmax_scale"):
-        flash_ext.attention(q, q, q, softmax_scale=scale, path=target.path)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        flash_ext.attention(q, q, q, scale=scale, backend=target.path)
 
 
 @on_paths
 def test_nf12_the_largest_fp16_value_does_not_overflow(target: Target) -> None:
     q, k = (normal(target, 2, 200, 4, 64, dtype=torch.float16) for _ in range(2))
-    out = flash_ext.attention(q, k, full(target, (2, 200, 4, 64), 65504, torch.float16), path=target.path)
+    out = flash_ext.attention(q, k, full(target, (2, 200, 4, 64), 65504, torch.float16), backend=target.path)
     assert torch.isfinite(out).all()
 
 
@@ -128,12 +131,12 @@ def test_nf12_equal_scores_of_a_thousand_million(target: Target, more: dict, dty
     for head_dim in (64, 96, 128, 192, *([] if len(more) and "causal" not in more else [256])):
         q, k = (full(target, (2, n, 3, head_dim), 1e4, dtype) for n in (400, 333))
         v = normal(target, 2, 333, 3, head_dim, dtype=dtype)
-        options: dict = {"path": target.path, **more}
+        options: dict = {"backend": target.path, **more}
         if options.pop("sinks", False):
             options["sinks"] = torch.zeros(3, device=target.device)
         if options.pop("bool_mask", False):
-            options["attn_mask"] = torch.ones(400, 333, dtype=torch.bool, device=target.device)
-        out, lse = flash_ext.attention(q, k, v, return_lse=True, **options)
+            options["mask"] = torch.ones(400, 333, dtype=torch.bool, device=target.device)
+        out, (lse, _) = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
         seen = torch.ones(400, 333, device=target.device)
         if "causal" in more:
             seen = seen.tril(333 - 400)
@@ -153,7 +156,7 @@ def test_nf12_equal_scores_weigh_the_same_in_all_tiles(target: Target, more: dic
         # Each 64 keys have a column of their own.
         v = torch.eye(5, head_dim, device=target.device).bfloat16().repeat_interleave(64, 0)
         v = v[None, :, None].expand(2, -1, 3, -1).contiguous()
-        options: dict = {"path": target.path, **more}
+        options: dict = {"backend": target.path, **more}
         if options.pop("sinks", False):
             options["sinks"] = torch.zeros(3, device=target.device)
         if options.pop("dropout", False):
@@ -205,8 +208,8 @@ def packed_tensors(target: Target, total: int) -> tuple[list[Tensor], Tensor]:
 
 def run_packed(target: Target, tensors: list[Tensor], cu: Tensor) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in tensors]
-    out, lse = flash_ext.attention_varlen(
-        *leaves, cu, cu, causal=True, deterministic=True, return_lse=True, path=target.path
+    out, (lse, _) = flash_ext.attention_varlen(
+        *leaves, cu, cu, causal=True, deterministic=True, return_aux=AuxRequest(lse=True), backend=target.path
     )
     dout = torch.ones_like(out)
     return (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
@@ -263,7 +266,7 @@ def test_nl07_shared_memory_left_over_from_a_nan_call(target: Target) -> None:
         ]
         for case in target.pick(cases, cpu=2):
             with target.active():
-                flash_ext.attention(nan, nan, nan, path=target.choice)
+                flash_ext.attention(nan, nan, nan, backend=target.choice)
             run_cases([case], target)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext._ops.arguments import _ZeroOneWatch
+from flash_ext import AuxRequest, masks
 from tests import probes
 from tests.cases import dense, packed
 from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_case, run_cases, run_probes
@@ -97,7 +97,7 @@ def test_vl08_length_hints_never_change_a_result(target: Target) -> None:
     results = []
     for hints in ((None, None), (150, 200), (10_000, 10_000), (1, 1), (2**31 - 1, 1)):
         leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-        out, lse = flash_ext.attention_varlen(
+        out, (lse, _) = flash_ext.attention_varlen(
             *leaves,
             x.cu_seqlens_q,
             x.cu_seqlens_k,
@@ -105,8 +105,8 @@ def test_vl08_length_hints_never_change_a_result(target: Target) -> None:
             max_seqlen_k=hints[1],
             causal=True,
             deterministic=True,
-            return_lse=True,
-            path=target.path,
+            return_aux=AuxRequest(lse=True),
+            backend=target.path,
         )
         results.append((out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, x.dout)))
     for other in results[1:]:
@@ -216,7 +216,7 @@ def test_ix04_cu_seqlens_of_a_wrong_form_are_refused(target: Target, kind: str) 
     x = make_inputs(packed([4, 5], [4, 5]), target.device)
     with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
         flash_ext.attention_varlen(
-            x.q, x.k, x.v, BAD_CU[kind](x.cu_seqlens_q), x.cu_seqlens_k, path=target.path
+            x.q, x.k, x.v, BAD_CU[kind](x.cu_seqlens_q), x.cu_seqlens_k, backend=target.path
         )
 
 
@@ -224,7 +224,7 @@ def test_ix04_cu_seqlens_of_a_wrong_form_are_refused(target: Target, kind: str) 
 def test_ix04_cu_seqlens_on_another_device_are_refused(target: Target) -> None:
     x = make_inputs(packed([4, 5], [4, 5]), target.device)
     with pytest.raises(ValueError, match="cu_seqlens"):
-        flash_ext.attention_varlen(x.q, x.k, x.v, x.cu_seqlens_q.cpu(), x.cu_seqlens_k, path=target.path)
+        flash_ext.attention_varlen(x.q, x.k, x.v, x.cu_seqlens_q.cpu(), x.cu_seqlens_k, backend=target.path)
 
 
 # ---- nothing waits for the device ----
@@ -232,23 +232,27 @@ def test_ix04_cu_seqlens_on_another_device_are_refused(target: Target) -> None:
 # Keywords of a packed call with three sequences of up to 200 rows, 4 heads and 400 rows in all.
 PACKED_MODIFIERS = {
     "nothing": lambda device: {},
-    "bias": lambda device: {"attn_mask": torch.randn(1, 4, 200, 200, device=device).requires_grad_()},
+    "bias": lambda device: {"bias": torch.randn(1, 4, 200, 200, device=device).requires_grad_()},
     "by distance": lambda device: {
-        "bias": flash_ext.RelativePosition(torch.randn(4, 32, device=device, requires_grad=True))
+        "bias": masks.RelativePosition(torch.randn(4, 32, device=device, requires_grad=True))
     },
-    "mask": lambda device: {"attn_mask": torch.rand(3, 1, 200, 200, device=device) < 0.7},
-    "padding": lambda device: {"key_padding_mask": torch.rand(400, device=device) < 0.7},
-    "documents": lambda device: {"document_ids": (torch.arange(400, device=device) // 60).int()},
-    "prefix": lambda device: {"prefix_lens": torch.tensor([3, 0, 90], device=device).int()},
-    "structure": lambda device: {"sink_tokens": 3, "chunk_size": 64},
+    "mask": lambda device: {"mask": torch.rand(3, 1, 200, 200, device=device) < 0.7},
+    "padding": lambda device: {"mask": masks.KeyMask(torch.rand(400, device=device) < 0.7)},
+    "documents": lambda device: {"mask": masks.Documents((torch.arange(400, device=device) // 60).int())},
+    "prefix": lambda device: {
+        "causal": False,
+        "mask": masks.PrefixLM(torch.tensor([3, 0, 90], device=device).int()),
+    },
+    "structure": lambda device: {
+        "causal": False,
+        "mask": masks.Causal() & (masks.Chunks(64) | masks.SinkTokens(3)),
+    },
     "hidden rows": lambda device: {
-        "hidden_rows": torch.tensor([20, 50], device=device).int().repeat(1, 400, 1)
+        "mask": masks.HiddenRows(torch.tensor([20, 50], device=device).int().repeat(1, 400, 1))
     },
-    "blocks": lambda device: {
-        "block_mask": flash_ext.BlockMask(torch.rand(1, 4, 4, 4, device=device) < 0.7, 64)
-    },
+    "blocks": lambda device: {"mask": masks.BlockMask(torch.rand(1, 4, 4, 4, device=device) < 0.7, 64)},
     "learned": lambda device: {
-        "alibi_slopes": torch.rand(4, device=device).requires_grad_(),
+        "bias": masks.ALiBi(torch.rand(4, device=device).requires_grad_()),
         "sinks": torch.randn(4, device=device).requires_grad_(),
         "softcap": 20.0,
     },
@@ -259,23 +263,21 @@ PACKED_MODIFIERS = {
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", PACKED_MODIFIERS)
 @on_gpu_paths
-def test_vl_packed_calls_do_not_wait_for_the_device(
-    target: Target, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward, plain and modified. The look at the first float masks of a process is documented
-    to wait, and switched off here."""
-    monkeypatch.setattr(_ZeroOneWatch, "left", 0)
+def test_vl_packed_calls_do_not_wait_for_the_device(target: Target, name: str, deterministic: bool) -> None:
+    """Forward and backward, plain and modified."""
     bounds = torch.tensor([0, 137, 200, 400], dtype=torch.int32, device=target.device)
     qkv = [
         torch.randn(400, heads, 64, device=target.device).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
     keywords = PACKED_MODIFIERS[name](target.device)
-    tensors = [getattr(value, "table", value) for value in keywords.values()]
+    tensors = [getattr(value, "table", getattr(value, "slopes", value)) for value in keywords.values()]
     leaves = [*qkv, *(t for t in tensors if isinstance(t, Tensor) and t.requires_grad)]
-    options = {"causal": True, "deterministic": deterministic, "path": target.path} | keywords
+    options = {"causal": True, "deterministic": deterministic, "backend": target.path} | keywords
 
     def step() -> tuple[Tensor, ...]:
-        out, lse = flash_ext.attention_varlen(*qkv, bounds, bounds, return_lse=True, **options)
+        out, (lse, _) = flash_ext.attention_varlen(
+            *qkv, bounds, bounds, return_aux=AuxRequest(lse=True), **options
+        )
         # Not lse itself: it is -inf in rows whose keys are all hidden.
         return torch.autograd.grad((out, lse), leaves, (out.detach(), torch.ones_like(lse)))
 

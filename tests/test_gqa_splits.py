@@ -95,11 +95,20 @@ def test_what_ran_is_what_was_planned(target: Target) -> None:
     q, dout = (torch.randn(1, 1024, 32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with target.active():
-        out, lse = flash_ext.forward(q, k, v, causal=True, path=target.choice)
+        out, lse = flash_ext.forward(q, k, v, causal=True, backend=target.choice)
         gradients = {}
         for wide in (None, torch.float32):
             found = flash_ext.backward(
-                dout, q, k, v, out, lse, causal=True, deterministic=True, path=target.choice, grad_dtype=wide
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                causal=True,
+                deterministic=True,
+                backend=target.choice,
+                grad_dtype=wide,
             )
             assert _C.last_launch()["gqa_splits"] > 1
             gradients[wide] = found

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.library import _C
 from tests.harness import Target, choice_of, on_paths
 from tests.qkv import make_qkv, null_kernels
+from tests.values import values
 
 
 def plan(direction: str, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more) -> dict:
@@ -82,58 +84,60 @@ def test_a_right_bound_beside_a_left_one_stays(pretended_gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "causal", "tall"),
+    ("left", "alignment", "tall"),
     [
         (-1, "top_left", True),
         (511, "top_left", True),  # as many rows: the last one is level with key 511, beyond the end
         (510, "top_left", False),
         (299, "top_left", False),
-        (-1, True, True),
-        (299, True, True),  # the last row is level with the last key
-        (298, True, False),
+        (-1, "bottom_right", True),
+        (299, "bottom_right", True),  # the last row is level with the last key
+        (298, "bottom_right", False),
     ],
 )
-def test_the_bound_is_counted_from_the_alignment(left: int, causal: bool | str, tall: bool) -> None:
+def test_the_bound_is_counted_from_the_alignment(left: int, alignment: str, tall: bool) -> None:
     """Of calls with modifiers; with a window 512 rows of 300 keys have lower tiles, which are not tall."""
     q, k, v = make_qkv(batch=4, seqlen_q=512, seqlen_k=300, heads=16, heads_k=16, head_dim=128,
                        dtype=torch.bfloat16)  # fmt: skip
     with null_kernels():
-        flash_ext.forward(q, k, v, causal=causal, window=(left, -1), sinks=torch.zeros(16))
+        flash_ext.forward(q, k, v, mask=masks.Window(left, 0, alignment), sinks=torch.zeros(16))
         assert _C.last_launch()["kernel"] == "fwd_mod_sm90_hd128" + ("_m192" if tall else "")
 
 
+# As tests/values.py names them.
 MODIFIERS = {
     "none": {},
     "sink tokens": {"sink_tokens": 3},
-    "chunks": {"chunk_size": 40},
+    "chunks": {"chunk": 40},
     "prefixes": {"prefix_lens": torch.tensor([5, 60], dtype=torch.int32)},
-    "ALiBi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "ALiBi": {"slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
 }
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
-@pytest.mark.parametrize("causal", [True, "top_left"])
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(90, 90), (70, 130), (130, 70), (1, 90)])
 @on_paths
 def test_results_are_those_without_the_bound(
-    target: Target, seqlen_q: int, seqlen_k: int, causal: bool | str, name: str
+    target: Target, seqlen_q: int, seqlen_k: int, alignment: str, name: str
 ) -> None:
     """Bit by bit; the smallest bound that hides nothing, and one less is another call."""
     dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
     qkv = make_qkv(target.device, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64, dtype=dtype)
     dout = torch.randn_like(qkv[0])
-    options = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x
+    parts = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x
                for key, x in MODIFIERS[name].items()}  # fmt: skip
-    options |= {"causal": causal, "path": target.path}
+    parts |= {"causal": True, "top_left": alignment == "top_left"}
 
     def results(left: int) -> list[torch.Tensor]:
-        out, lse = flash_ext.forward(*qkv, window=(left, -1), **options)
-        grads = flash_ext.backward(dout, *qkv, out, lse, window=(left, -1), deterministic=True, **options)
+        options = {"backend": target.path, **values(window=(left, -1), **parts)}
+        out, lse = flash_ext.forward(*qkv, **options)
+        grads = flash_ext.backward(dout, *qkv, out, lse, deterministic=True, **options)
         return [out, lse, *grads]
 
-    level = (seqlen_q if causal == "top_left" else seqlen_k) - 1
+    level = (seqlen_q if alignment == "top_left" else seqlen_k) - 1
     without = results(-1)
     for left in (level, level + 1, 2**31 - 1):
         assert all(torch.equal(one, two) for one, two in zip(results(left), without, strict=True)), left
-    if name == "none" and causal is True:
+    if name == "none" and alignment == "bottom_right":
         assert not torch.equal(results(level - 1)[0], without[0])

@@ -22,7 +22,7 @@ from build_backend import environment  # noqa: E402
 PROGRAM = """
 import sys, torch, flash_ext
 q = torch.zeros(2, 5, 4, 8, dtype=torch.bfloat16)
-flash_ext.attention(q, q[:, :, :2], v=q[:, :, :2], causal=True, window=(-1, -1), softcap=2.0)
+flash_ext.attention(q, q[:, :, :2], v=q[:, :, :2], causal=True, window_size=(-1, -1), softcap=2.0)
 with flash_ext.enable_sdpa():
     pass
 layer = flash_ext.nn.MultiheadAttention(8, 2)
@@ -65,7 +65,8 @@ def test_levels() -> None:
     assert full[0] == (
         "attention(q=bfloat16 (2, 5, 4, 8) on cpu, strides (160, 32, 8, 1), "
         "k=bfloat16 (2, 5, 2, 8) on cpu, strides (160, 32, 8, 1), "
-        "v=bfloat16 (2, 5, 2, 8) on cpu, strides (160, 32, 8, 1), causal=True, window=(-1, -1), softcap=2.0)"
+        "v=bfloat16 (2, 5, 2, 8) on cpu, strides (160, 32, 8, 1), causal=True, window_size=(-1, -1), "
+        "softcap=2.0)"
     )
     assert full[1] == "enable_sdpa()" and len(full) == len(names)
     assert full[5].startswith("MultiheadAttention.forward(query=float32 (3, 1, 8) on cpu")

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
+from flash_ext import AuxRequest
 from flash_ext._ops.library import _C
 from tests.qkv import make_packed, make_qkv, null_kernels, on_devices, reference, tolerance
 
@@ -106,7 +107,7 @@ def test_shapes_for_tracing_are_the_real_ones(layout: str, device: str) -> None:
 
 def test_lse_is_as_wide_as_float64_inputs() -> None:
     q, k, v = make_qkv(dtype=torch.float64)
-    out, lse = flash_ext.attention(q, k, v, return_lse=True)
+    out, (lse, _) = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True))
     assert (out.dtype, lse.dtype) == (torch.float64, torch.float64)
     assert FWD(q.to("meta"), k.to("meta"), v.to("meta"), None, None, *OPTIONS)[1].dtype == torch.float64
 
@@ -162,7 +163,7 @@ def test_gradcheck_of_both_results() -> None:
     inputs = make_qkv(
         seqlen_q=4, seqlen_k=5, head_dim=3, head_dim_v=2, dtype=torch.float64, requires_grad=True
     )
-    assert torch.autograd.gradcheck(functools.partial(flash_ext.forward, window=(2, 1)), inputs)
+    assert torch.autograd.gradcheck(functools.partial(flash_ext.forward, window_size=(2, 1)), inputs)
 
 
 @on_devices
@@ -285,12 +286,14 @@ def test_functional_pair_equals_autograd(packed: bool, device: str) -> None:
     if packed:
         *inputs, cu = make_packed(device, requires_grad=True)
         options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
-        out, lse = flash_ext.attention_varlen(
-            *inputs, cu, cu, causal=True, return_lse=True, deterministic=True
+        out, (lse, _) = flash_ext.attention_varlen(
+            *inputs, cu, cu, causal=True, return_aux=AuxRequest(lse=True), deterministic=True
         )
     else:
         inputs = make_qkv(device, requires_grad=True)
-        out, lse = flash_ext.attention(*inputs, causal=True, return_lse=True, deterministic=True)
+        out, (lse, _) = flash_ext.attention(
+            *inputs, causal=True, return_aux=AuxRequest(lse=True), deterministic=True
+        )
     dout, dlse = torch.randn_like(out), torch.randn_like(lse).where(lse.isfinite(), 0)
     expected = torch.autograd.grad((out, lse), inputs, (dout, dlse))
     with torch.no_grad():
@@ -331,7 +334,9 @@ def test_func_grad(device: str) -> None:  # AG-09
     q, k, v = make_qkv(device)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True, deterministic=True)
+        out, (lse, _) = flash_ext.attention(
+            q, k, v, causal=True, return_aux=AuxRequest(lse=True), deterministic=True
+        )
         return out.float().sin().sum() + lse.sum()
 
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -345,11 +350,14 @@ def test_func_grad(device: str) -> None:  # AG-09
 def test_vmap_dense(dim: int, device: str) -> None:
     q, k, v = make_qkv(device)
     stacked = torch.stack([q, 2 * q, -q], dim)
-    out, lse = torch.vmap(lambda q: flash_ext.attention(q, k, v, causal=True, return_lse=True), in_dims=dim)(
-        stacked
-    )
+
+    def call(q: Tensor) -> tuple[Tensor, Tensor]:
+        out, aux = flash_ext.attention(q, k, v, causal=True, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+    out, lse = torch.vmap(call, in_dims=dim)(stacked)
     for i, one in enumerate((q, 2 * q, -q)):
-        one_out, one_lse = flash_ext.attention(one, k, v, causal=True, return_lse=True)
+        one_out, one_lse = call(one)
         assert torch.equal(out[i], one_out)
         assert torch.equal(lse[i], one_lse)
 
@@ -359,10 +367,15 @@ def test_vmap_packed(device: str) -> None:
     sets = [make_packed(device) for _ in range(3)]
     cu = sets[0][3]
     q, k, v = (torch.stack([one[i] for one in sets]) for i in range(3))
-    call = functools.partial(flash_ext.attention_varlen, causal=True, return_lse=True)
-    out, lse = torch.vmap(lambda q, k, v: call(q, k, v, cu, cu))(q, k, v)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        request = AuxRequest(lse=True)
+        out, aux = flash_ext.attention_varlen(q, k, v, cu, cu, causal=True, return_aux=request)
+        return out, aux.lse
+
+    out, lse = torch.vmap(call)(q, k, v)
     for i in range(3):
-        one_out, one_lse = call(q[i], k[i], v[i], cu, cu)
+        one_out, one_lse = call(q[i], k[i], v[i])
         assert torch.equal(out[i], one_out)
         assert torch.equal(lse[i], one_lse)
     with pytest.raises(NotImplementedError, match="cu_seqlens"):
@@ -411,7 +424,7 @@ def test_jacobian_of_a_small_case() -> None:
 def test_autocast(dtype: torch.dtype, device: str) -> None:  # HD-11, TC-08
     q, k, v = make_qkv(device, dtype=torch.float32, requires_grad=True)
     with torch.autocast(device, dtype):
-        out, lse = flash_ext.attention(q, k, v.to(dtype), return_lse=True)
+        out, (lse, _) = flash_ext.attention(q, k, v.to(dtype), return_aux=AuxRequest(lse=True))
         with torch.autocast(device, enabled=False):
             plain = flash_ext.attention(*(t.to(dtype) for t in (q, k, v)))
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)

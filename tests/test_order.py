@@ -59,7 +59,7 @@ def test_the_workspace_holds_the_turns(pretended_gpu) -> None:
 @on_targets("sm90")
 @pytest.mark.parametrize(
     ("seqlen", "head_dim", "options"),
-    [(640, 128, {"causal": True}), (384, 96, {}), (1280, 128, {"window": (200, 70)})],
+    [(640, 128, {"causal": True}), (384, 96, {}), (1280, 128, {"window_size": (200, 70)})],
 )
 def test_results_are_those_of_the_deterministic_mode(
     target: Target, seqlen: int, head_dim: int, options: dict
@@ -69,10 +69,10 @@ def test_results_are_those_of_the_deterministic_mode(
     like = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     q, k, v, dout = (torch.randn(16, seqlen, 12, head_dim, **like) for _ in range(4))
     with target.active():
-        out, lse = flash_ext.forward(q, k, v, path=target.choice, **options)
+        out, lse = flash_ext.forward(q, k, v, backend=target.choice, **options)
         runs = [
             flash_ext.backward(
-                dout, q, k, v, out, lse, path=target.choice, deterministic=deterministic, **options
+                dout, q, k, v, out, lse, backend=target.choice, deterministic=deterministic, **options
             )
             for deterministic in (False, True, False)
         ]

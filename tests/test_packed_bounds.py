@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.spec import AttnSpec
 from tests.harness import Target, on_all_tiles, on_paths, poison_pool
 from tests.reference import attention_reference, sequence_bounds
@@ -135,10 +136,10 @@ def make_options(name: str, heads: int, rows: int, keys: int, device: str) -> di
     made = {
         "plain": lambda: {},
         "causal": lambda: {"causal": True},
-        "window": lambda: {"window": (70, 5)},
-        "padding": lambda: {"key_padding_mask": torch.rand(keys, device=device) < 0.8},
-        "slopes": lambda: {"alibi_slopes": torch.rand(heads, device=device), "causal": True},
-        "by distance": lambda: {"bias": flash_ext.RelativePosition(torch.rand(heads, 32, device=device))},
+        "window": lambda: {"window_size": (70, 5)},
+        "padding": lambda: {"mask": masks.KeyMask(torch.rand(keys, device=device) < 0.8)},
+        "slopes": lambda: {"bias": masks.ALiBi(torch.rand(heads, device=device)), "causal": True},
+        "by distance": lambda: {"bias": masks.RelativePosition(torch.rand(heads, 32, device=device))},
         "softcap": lambda: {"softcap": 20.0},
         "dropout": lambda: {"dropout_p": 0.2, "rng": torch.tensor([3, 4], device=device)},
     }
@@ -154,7 +155,7 @@ def check_wild(target: Target, name: str, head_dim: int, deterministic: bool, se
         for n, h in ((rows, 4), (rows, 4), (keys, 2), (keys, 2))
     )
     options = make_options(name, 4, rows, keys, target.device)
-    options |= {"deterministic": deterministic, "path": target.path}
+    options |= {"deterministic": deterministic, "backend": target.path}
     for i in range(rounds):
         batch = generator.choice((1, 2, 3, 5, 9))
         cu_q = wild_bounds(generator, batch, rows)
@@ -222,11 +223,11 @@ def test_ix03_few_queries_of_any_cu_seqlens(target: Target, seed: int) -> None:
                     poison_pool()
                 packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"),
                                   (torch.tensor(x, dtype=torch.int32, device=target.device) for x in bounds)))
-                out, lse = flash_ext.forward(q, k, v, **packed, path=target.path)
+                out, lse = flash_ext.forward(q, k, v, **packed, backend=target.path)
                 results.append([out, lse])
-                options = {**packed, "attn_mask": bias, "path": target.path}
+                options = {**packed, "bias": bias, "backend": target.path}
                 out, lse = flash_ext.forward(q, k, v, **options)
-                (dbias,) = flash_ext.backward(dout, q, k, v, out, lse, needs=("attn_mask",), **options)
+                (dbias,) = flash_ext.backward(dout, q, k, v, out, lse, needs=("bias",), **options)
                 results[-1] += [out, lse, dbias]
             assert all(torch.equal(a, b) for a, b in zip(*results)), cu
 
@@ -237,6 +238,6 @@ def test_the_oracle_takes_any_cu_seqlens(seed: int) -> None:
     q, k, v = (torch.randn(40, 2, 16, dtype=torch.float64) for _ in range(3))
     for _ in range(20):
         cu = [torch.tensor(wild_bounds(generator, 3, 40), dtype=torch.int32) for _ in range(2)]
-        got = flash_ext.forward(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], softmax_scale=1.0)
+        got = flash_ext.forward(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], scale=1.0)
         expected = attention_reference(q, k, v, AttnSpec(softmax_scale=1.0), *cu)
         torch.testing.assert_close(got, expected)

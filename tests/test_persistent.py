@@ -72,11 +72,11 @@ def sparse_call(target: Target, seed: int = 0) -> tuple[dict[str, Tensor], Calla
         for name in ("q", "k", "v", "dout")
     }
     blocks = torch.rand(1, 3, 8, 8, device="cuda", generator=generator) < 0.4
-    mask = flash_ext.BlockMask(blocks, 64)
+    mask = flash_ext.masks.BlockMask(blocks, 64)
 
     def step() -> list[Tensor]:
         q, k, v, dout = tensors.values()
-        options = {"block_mask": mask, "path": target.choice}
+        options = {"mask": mask, "backend": target.choice}
         out, lse = flash_ext.forward(q, k, v, **options)
         results = [out, lse]
         for deterministic in (False, True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import AuxRequest
 from flash_ext._ops.library import _C
 from tests.cases import dense
 from tests.harness import TARGETS, Target, on_short_paths, on_targets, run_cases
@@ -195,7 +196,7 @@ def truth_of_bias(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, bias: Tensor) -
 
 def results_of_bias(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, bias: Tensor, path: str) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
-    out = flash_ext.attention(*leaves[:3], attn_mask=leaves[3], path=path)
+    out = flash_ext.attention(*leaves[:3], bias=leaves[3], backend=path)
     return [out, *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -287,7 +288,7 @@ def test_the_same_bits_every_time(target: Target, rows: int) -> None:
         x = [t.requires_grad_() for t in x]
         runs = []
         for n in range(20):
-            out = flash_ext.attention(*x, causal=True, path=target.choice, deterministic=n == 0)
+            out = flash_ext.attention(*x, causal=True, backend=target.choice, deterministic=n == 0)
             runs.append(torch.autograd.grad(out, x, dout))
         if target.path == "sm90" or rows <= 64:
             for run in runs[1:]:
@@ -312,12 +313,11 @@ def test_rows_that_are_not_aligned_change_no_bit(target: Target, rows: int, keys
         made, kernels = [], []
         for view in (bias, room[..., :keys], shifted, exact):
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            out, lse, _ = flash_ext.attention(
+            out, (lse, _) = flash_ext.attention(
                 *leaves,
-                attn_mask=view,
-                path=target.choice,
-                return_lse=True,
-                return_max_logits="row",
+                bias=view,
+                backend=target.choice,
+                return_aux=AuxRequest(lse=True, max_scores=True),
                 deterministic=True,
             )
             kernels.append(_C.last_launch()["kernel"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.library import _C
 from tests.cases import dense, packed
 from tests.harness import Target, on_gpu_paths, on_modifier_paths, on_modifier_tiles
@@ -46,7 +47,7 @@ def launched(
 # ---- which kernels ----
 
 
-@pytest.mark.parametrize("more", [{}, {"causal": True}, {"window": (50, 20)}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"window_size": (50, 20)}], ids=str)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", KERNELS)
@@ -88,22 +89,24 @@ def test_the_batch_invariant_mode_runs_the_deterministic_one() -> None:
 
 ROWS, KEYS = 300, 200
 BESIDE = {
-    "key_padding_mask": lambda: {"key_padding_mask": torch.ones(2, KEYS, dtype=torch.bool)},
-    "bool mask": lambda: {"attn_mask": torch.ones(2, 1, ROWS, KEYS, dtype=torch.bool)},
-    "bias": lambda: {"attn_mask": torch.zeros(2, 1, ROWS, KEYS, dtype=torch.bfloat16)},
-    "alibi_slopes": lambda: {"alibi_slopes": torch.ones(HEADS)},
+    "KeyMask": lambda: {"mask": masks.KeyMask(torch.ones(2, KEYS, dtype=torch.bool))},
+    "Dense": lambda: {"mask": torch.ones(2, 1, ROWS, KEYS, dtype=torch.bool)},
+    "DenseBias": lambda: {"bias": torch.zeros(2, 1, ROWS, KEYS, dtype=torch.bfloat16)},
+    "ALiBi": lambda: {"bias": masks.ALiBi(torch.ones(HEADS))},
     "softcap": lambda: {"softcap": 2.0},
     "dropout": lambda: {"dropout_p": 0.5},
-    "document_ids": lambda: {
-        "document_ids": (torch.zeros(2, ROWS, dtype=torch.int32), torch.zeros(2, KEYS, dtype=torch.int32))
+    "Documents": lambda: {
+        "mask": masks.Documents(
+            torch.zeros(2, ROWS, dtype=torch.int32), torch.zeros(2, KEYS, dtype=torch.int32)
+        )
     },
-    "prefix_lens": lambda: {"prefix_lens": torch.tensor([3, 4], dtype=torch.int32), "causal": True},
-    "sink_tokens": lambda: {"sink_tokens": 4, "window": (50, -1), "causal": True},
-    "chunk_size": lambda: {"chunk_size": 100, "causal": True},
-    "hidden_rows": lambda: {"hidden_rows": torch.zeros(2, 1, KEYS, 2, dtype=torch.int32)},
-    "hidden_keys": lambda: {"hidden_keys": torch.zeros(2, 1, ROWS, 2, dtype=torch.int32)},
-    "block_mask": lambda: {"block_mask": flash_ext.BlockMask(torch.rand(1, 1, 5, 4) < 0.5, (64, 64))},
-    "causal at the top left": lambda: {"causal": "top_left"},
+    "PrefixLM": lambda: {"mask": masks.PrefixLM(torch.tensor([3, 4], dtype=torch.int32))},
+    "SlidingWindow": lambda: {"mask": masks.SlidingWindow(50, sink_tokens=4)},
+    "ChunkCausal": lambda: {"mask": masks.ChunkCausal(100)},
+    "HiddenRows": lambda: {"mask": masks.HiddenRows(torch.zeros(2, 1, KEYS, 2, dtype=torch.int32))},
+    "HiddenKeys": lambda: {"mask": masks.HiddenKeys(torch.zeros(2, 1, ROWS, 2, dtype=torch.int32))},
+    "BlockMask": lambda: {"mask": masks.BlockMask(torch.rand(1, 1, 5, 4) < 0.5, (64, 64))},
+    "causal at the top left": lambda: {"mask": masks.Causal("top_left")},
 }
 
 
@@ -119,7 +122,8 @@ def test_what_else_is_asked_for_takes_the_modified_kernels(name: str, determinis
 
 def test_both_alignments_are_one_where_rows_and_keys_are_as_many() -> None:
     """Lengths of packed sequences are not known."""
-    call = {"shape": {"seqlen_q": 300, "head_dim": 64}, "sinks": torch.zeros(HEADS), "causal": "top_left"}
+    mask = masks.Causal("top_left")
+    call = {"shape": {"seqlen_q": 300, "head_dim": 64}, "sinks": torch.zeros(HEADS), "mask": mask}
     assert launched(**call)["kernel"] == "bwd_sm90_hd64"
     assert "_mod" in launched(**call, cu=torch.tensor([0, 250, 600], dtype=torch.int32))["kernel"]
 
@@ -178,7 +182,7 @@ def test_gradients_of_divided_heads(target: Target) -> None:
 
 
 @pytest.mark.parametrize("head_dim", KERNELS)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 9)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 9)}], ids=str)
 @on_gpu_paths
 def test_gradients_are_those_without_sinks_from_the_same_lse(
     target: Target, options: dict, head_dim: int
@@ -188,7 +192,7 @@ def test_gradients_are_those_without_sinks_from_the_same_lse(
     q, dout = (torch.randn(2, 700, 4, head_dim, **like) for _ in range(2))
     k, v = (torch.randn(2, 500, 2, head_dim, **like) for _ in range(2))
     sinks = torch.randn(4, device="cuda")
-    options = {"path": target.path, **options}
+    options = {"backend": target.path, **options}
     out, lse = flash_ext.forward(q, k, v, sinks=sinks, **options)
     options |= {"dlse": torch.randn_like(lse), "deterministic": True}
     given = dout, q, k, v, out, lse
@@ -209,7 +213,7 @@ def test_rows_of_no_sequence_do_not_count(target: Target) -> None:
     k, v = (torch.randn(rows, 2, 64, **like) for _ in range(2))
     sinks = torch.randn(HEADS, device=target.device)
     cu = torch.tensor([first, 40, last], dtype=torch.int32, device=target.device)
-    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "sinks": sinks, "causal": True, "path": target.path}
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "sinks": sinks, "causal": True, "backend": target.path}
     out, lse = flash_ext.forward(q, k, v, **options)
     needs = ("q", "k", "v", "sinks")
     outside = [*range(first), *range(last, rows)]

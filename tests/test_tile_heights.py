@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext import AuxRequest, masks
 from flash_ext._ops.library import _C
 from tests.cases import dense, packed
 from tests.harness import Target, choice_of, on_targets, run_case, run_cases
@@ -113,12 +114,12 @@ CHANGING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,s
         (192, {}, False),
         (128, {"softcap": 2.0}, True),
         (128, {"dropout_p": 0.5}, True),
-        (128, {"alibi_slopes": torch.ones(4)}, True),
+        (128, {"bias": masks.ALiBi(torch.ones(4))}, True),
         (64, {"softcap": 2.0}, True),
         (64, {"dropout_p": 0.5}, True),
         (128, {"softcap": 2.0, "dropout_p": 0.5}, False),
-        (128, {"softcap": 2.0, "alibi_slopes": torch.ones(4)}, False),
-        (128, {"softmax_scale": -1.0}, False),
+        (128, {"softcap": 2.0, "bias": masks.ALiBi(torch.ones(4))}, False),
+        (128, {"scale": -1.0}, False),
     ],
 )
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_which_calls_with_modifiers_have_tall_tiles(
         more["rng"] = flash_ext.dropout_rng(q.device)
     if side is not None:
         map_of = torch.ones(1, 1, 1536 // side[0], 1536 // side[1], dtype=torch.bool)
-        more["block_mask"] = flash_ext.BlockMask(map_of, side)
+        more["mask"] = masks.BlockMask(map_of, side)
     with null_kernels():
         _C.set_switch("num_sms", 8)
         flash_ext.forward(q, k, v, sinks=torch.zeros(4), **more, **options)
@@ -167,7 +168,7 @@ def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, bl
             mcase = ModifierCase(case, tuple(mods.split(",")))
             run_modified(mcase, chosen)
             x = make_modifier_inputs(mcase, target.device)
-            with_maxima, guessed = call(x, chosen), call(x, chosen, return_max_logits=False)
+            with_maxima, guessed = call(x, chosen), call(x, chosen, return_aux=AuxRequest(lse=True))
             assert _C.last_launch()["kernel"].endswith("_m192") == (block_m == 192), str(case)
             torch.testing.assert_close(guessed[0], with_maxima[0], atol=2e-2, rtol=2e-2)
             torch.testing.assert_close(guessed[1], with_maxima[1], atol=1e-4, rtol=1e-4)
@@ -182,9 +183,9 @@ def test_huge_slopes_pick_one_key(target: Target, block_m: int, dtype: torch.dty
     slopes = torch.tensor([1e9, -1e9, 0.0, -0.3], device=target.device)
     path = target.asking(fwd_block_m=block_m).choice
     with target.active():
-        out = flash_ext.attention(q, k, v, alibi_slopes=slopes, path=path)
+        out = flash_ext.attention(q, k, v, bias=masks.ALiBi(slopes), backend=path)
         assert _C.last_launch()["kernel"].endswith("_m192") == (block_m == 192)
-        plain = flash_ext.attention(q, k, v, path=path)
+        plain = flash_ext.attention(q, k, v, backend=path)
     farthest = torch.where(torch.arange(512) < 256, 511, 0).to(target.device)
     torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
     torch.testing.assert_close(out[:, :, 1], v[:, farthest, 1])

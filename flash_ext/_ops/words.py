@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -37,32 +39,22 @@ OTHER_NAMES = {
 }
 
 
-def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
-    """Raises for a keyword that no parameter takes, with the one that was probably meant.
+def refuse_unknown(function: Callable[..., Any], unknown: dict[str, Any]) -> None:
+    """Raises for a keyword that no parameter of a function takes, with the one that was probably meant.
 
     Raises:
         TypeError: there is one.
     """
+    if torch.compiler.is_compiling():  # which traces neither inspect nor difflib
+        raise TypeError(f"{function.__name__}() has no keyword {next(iter(unknown))!r}.")
+    known = inspect.signature(function).parameters.keys() - {"unknown"}
     for name in unknown:
-        known = [
-            "causal",
-            "window_size",
-            "scale",
-            "mask",
-            "bias",
-            "sinks",
-            "softcap",
-            "dropout_p",
-            "generator",
-        ]
-        meant = OTHER_NAMES.get(name)
-        if not meant and not torch.compiler.is_compiling():  # which cannot trace difflib
-            near = difflib.get_close_matches(
-                name, [*known, "return_aux", "deterministic", "backend", "layout"], 1
-            )
-            meant = near[0] + "=" if near else None
-        hint = f" Did you mean {meant}?" if meant else ""
-        raise TypeError(f"{function}() has no keyword {name!r}.{hint}")
+        near = difflib.get_close_matches(name, sorted(known), 1)
+        meant = OTHER_NAMES.get(name) or (f"{near[0]}=" if near else "")
+        # What is a parameter elsewhere only would lead from one refusal to the next.
+        helps = meant and ("=" not in meant or meant.split("=")[0] in known)
+        hint = f" Did you mean {meant}?" if helps else ""
+        raise TypeError(f"{function.__name__}() has no keyword {name!r}.{hint}")
 
 
 def refuse_kind(name: str, value: Any, may_be_none: bool = False) -> NoReturn:

@@ -85,22 +85,23 @@ class BlockMask(Mask):
             raise ValueError(f"elements must have 1 to 4 dimensions, got shape {tuple(elements.shape)}.")
         elements = with_leading(elements, 4)
         covered = blocks.shape[2] * rows, blocks.shape[3] * cols
-        lengths = tuple(None if n == 1 else min(n, most) for n, most in zip(elements.shape[2:], covered))
-        q_len, k_len = (most if n is None else n for n, most in zip(lengths, covered))
-        lead = torch.broadcast_shapes(blocks.shape[:2], elements.shape[:2])
-        wide = elements.expand(*lead, *(most if n == 1 else n for n, most in zip(elements.shape[2:], covered)))
+        own_q, own_k = (None if n == 1 else min(n, most) for n, most in zip(elements.shape[2:], covered))
+        q_len, k_len = (most if n is None else n for n, most in zip((own_q, own_k), covered))
+        batch, num_heads = torch.broadcast_shapes(blocks.shape[:2], elements.shape[:2])
+        wide = elements[:, :, :q_len, :k_len].expand(batch, num_heads, q_len, k_len)
 
         def piece(b: int, of_rows: range, of_keys: range) -> Tensor:
             return wide[b, :, of_rows.start : of_rows.stop, of_keys.start : of_keys.stop]
 
-        seen = _condensed(piece, Sizes(False, *lead, q_len, k_len), (rows, cols), blocks.device)
+        sizes = Sizes(False, batch, num_heads, q_len, k_len)
+        seen = _condensed(piece, sizes, (rows, cols), blocks.device)
         # Of a length below the map's, what lies beyond is hidden.
         missing = (0, blocks.shape[3] - seen.blocks.shape[3], 0, blocks.shape[2] - seen.blocks.shape[2])
         kept = blocks & F.pad(seen.blocks, missing)
         index = torch.full_like(seen.blocks, -1, dtype=torch.int32) if seen.index is None else seen.index
         index = F.pad(index, missing, value=-1).masked_fill(~kept, -1)
         bits = index.new_empty(0, rows, -(-cols // 32)) if seen.bits is None else seen.bits
-        self._fill(kept, (rows, cols), bits, index, lengths)
+        self._fill(kept, (rows, cols), bits, index, (own_q, own_k))
 
     @classmethod
     def _of(
@@ -162,11 +163,13 @@ class BlockMask(Mask):
                 f"mask must have shape (batch, num_heads, seqlen_q, seqlen_k), got {tuple(mask.shape)}."
             )
         wide = with_leading(mask, 4)
+        batch, num_heads, q_len, k_len = wide.shape
 
         def piece(b: int, rows: range, keys: range) -> Tensor:
             return wide[b, :, rows.start : rows.stop, keys.start : keys.stop]
 
-        return _condensed(piece, Sizes(False, *wide.shape), checked_block_size(block_size), mask.device)
+        sizes = Sizes(False, batch, num_heads, q_len, k_len)
+        return _condensed(piece, sizes, checked_block_size(block_size), mask.device)
 
     @classmethod
     def from_rule(
@@ -230,7 +233,7 @@ class BlockMask(Mask):
             )
         if not bool(partial.any()):
             return cls(full, (rows, cols))
-        sizes = Sizes(False, *partial.shape[:2], seqlen_q, seqlen_k)
+        sizes = Sizes(False, partial.shape[0], partial.shape[1], seqlen_q, seqlen_k)
 
         def piece(b: int, of_rows: range, of_keys: range) -> Tensor:
             def mask_mod(batch: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -302,8 +305,8 @@ class BlockMask(Mask):
         if not fits or (not sizes.packed and given[2:] != want[2:]):
             tail = ", any, any)" if sizes.packed else f", {want[2]}, {want[3]})"
             raise ValueError(
-                f"BlockMask: blocks must have shape ({want[0]} or 1, {want[1]} or 1{tail} for blocks of {rows} "
-                f"by {cols}, got {given}."
+                f"BlockMask: blocks must have shape ({want[0]} or 1, {want[1]} or 1{tail} for blocks of "
+                f"{rows} by {cols}, got {given}."
             )
         lengths = zip(self.lengths or (None, None), (sizes.q_len, sizes.k_len))
         if not sizes.packed and any(own not in (None, length) for own, length in lengths):

@@ -115,7 +115,8 @@ class Prefix(Mask):
     def _check(self, sizes: Sizes) -> None:
         if self.lens.shape[0] not in (1, sizes.batch):
             raise ValueError(
-                f"Prefix: lens must have shape (batch,) = ({sizes.batch},) or (1,), got {tuple(self.lens.shape)}."
+                f"Prefix: lens must have shape (batch,) = ({sizes.batch},) or (1,), got "
+                f"{tuple(self.lens.shape)}."
             )
 
 
@@ -176,10 +177,9 @@ class Documents(Mask):
         return self.ids if self.ids_k is None else self.ids_k
 
     def _rule(self, points: Points) -> Tensor:
-        of_rows, of_keys = (
-            _read(ids, at) if points.packed else _read(ids, points.b, at, trailing=1)
-            for ids, at in ((self.ids, points.row_at), (self.of_keys, points.key_at))
-        )
+        lead = () if points.packed else (points.b,)
+        of_rows = _read(self.ids, *lead, points.row_at, trailing=1)
+        of_keys = _read(self.of_keys, *lead, points.key_at, trailing=1)
         return (of_rows == of_keys) & (of_keys >= 0)
 
     def _lead(self, packed: bool) -> tuple[int, int]:
@@ -189,8 +189,8 @@ class Documents(Mask):
     def _check(self, sizes: Sizes) -> None:
         if self.ids_k is None and sizes.q_len != sizes.k_len:
             raise ValueError(
-                f"Documents needs ids_k, ids of the keys, where lengths differ, got {self!r} for {sizes.q_len} "
-                f"rows and {sizes.k_len} keys."
+                f"Documents needs ids_k, ids of the keys, where lengths differ, got {self!r} for "
+                f"{sizes.q_len} rows and {sizes.k_len} keys."
             )
         for name, ids, length in (("ids", self.ids, sizes.q_len), ("ids_k", self.of_keys, sizes.k_len)):
             _check_rows(ids, f"Documents: {name}", "q_len" if name == "ids" else "k_len", length, sizes)
@@ -227,10 +227,9 @@ class KeyMask(Mask):
         _check_integers(lens, "lens", 1, 1, "(batch,)")
         return cls(torch.arange(k_len, device=lens.device) < lens[:, None])
 
-    def _shown(self, points: Points, negated: bool) -> Tensor:
-        keep = self.keep
-        shown = _read(keep, points.key_at) if points.packed else _read(keep, points.b, points.key_at, trailing=1)
-        return ~shown if negated else shown
+    def _rule(self, points: Points) -> Tensor:
+        index = (points.key_at,) if points.packed else (points.b, points.key_at)
+        return _read(self.keep, *index, trailing=1)
 
     def _lead(self, packed: bool) -> tuple[int, int]:
         return (self.keep.shape[0] if self.keep.dim() == 2 and not packed else 1), 1
@@ -275,11 +274,12 @@ class _Hidden(Mask):
         given = tuple(self.intervals.shape)
         fits = len(given) <= len(lead) + 2 and given[-2] == length
         if not fits or any(n not in (1, size) for n, size in zip(given[-3::-1], lead[::-1])):
-            names = f"num_heads, {'total_' + self.SIDE[0] if sizes.packed else self.SIDE}, 2 or 4"
+            names = ("total_" + self.SIDE[0],) if sizes.packed else ("batch", "num_heads", self.SIDE)
+            names = ("num_heads", *names) if sizes.packed else names
             raise ValueError(
-                f"{type(self).__name__}: intervals must have shape ({'' if sizes.packed else 'batch, '}{names}) "
-                f"= ({', '.join(map(str, (*lead, length)))}, 2 or 4), where the first may be 1 or left out, "
-                f"got {given}."
+                f"{type(self).__name__}: intervals must have shape ({', '.join(names)}, 2 or 4) = "
+                f"({', '.join(map(str, (*lead, length)))}, 2 or 4), where what stands before {names[-1]} may "
+                f"be 1 or left out, got {given}."
             )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .value import Mask, Value, in_words
 
+
 class Bias(Value):
     """What is added to the scores. Biases are joined with ``+``."""
 

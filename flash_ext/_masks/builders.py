@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .atoms import Causal, HiddenKeys, HiddenRows
-from .value import Mask
+from .value import Mask, in_words
 
 END = torch.iinfo(torch.int32).max  # beyond every row and key
 
@@ -31,8 +31,8 @@ def prefix_tree(
 
     Args:
         parents: for each segment the index of the one that it continues, -1 for none.
-        cu_seqlens: (segments + 1,) where each segment starts, and where the last one ends; None says that each
-            token is a segment.
+        cu_seqlens: (segments + 1,) where each segment starts, and where the last one ends; None says that
+            each token is a segment.
         device: of the mask; None is that of ``parents``, the CPU if it is a list.
 
     Returns:
@@ -53,24 +53,24 @@ def prefix_tree(
         device = parents.device if isinstance(parents, Tensor) else "cpu"
     above = _integers(parents, "parents")
     starts = list(range(len(above) + 1)) if cu_seqlens is None else _integers(cu_seqlens, "cu_seqlens")
-    if len(starts) != len(above) + 1 or starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:])):
+    if len(starts) != len(above) + 1 or starts[0] != 0 or sorted(starts) != starts:
         raise ValueError(
-            f"cu_seqlens must start with 0, not decrease and have one entry more than parents, {len(above) + 1}, "
-            f"got {len(starts)} entries from {starts[0] if starts else None}."
+            f"cu_seqlens must start with 0, not decrease and have one entry more than parents, "
+            f"{len(above) + 1}, got {starts[:3]}{'...' if len(starts) > 3 else ''} of {len(starts)}."
         )
     ends = list(starts[1:])  # of all that descends from a segment
     path: list[int] = []  # the segment before and its ancestors
     for segment, parent in enumerate(above):
         if not -1 <= parent < segment:
             raise ValueError(
-                f"parents[{segment}] must be -1 or the index of a segment before, 0 to {segment - 1}, got {parent}."
+                f"parents[{segment}] must be -1 or the index of a segment before it, got {parent}."
             )
         while path and path[-1] != parent:
             path.pop()
         if parent >= 0 and not path:
             raise ValueError(
-                f"parents must be in depth-first order: segment {segment} continues segment {parent}, but a segment "
-                f"that does not descend from {parent} stands between them. Sort the segments."
+                f"parents must be in depth-first order: segment {segment} continues segment {parent}, but a "
+                f"segment that does not descend from {parent} stands between them. Sort the segments."
             )
         path.append(segment)
     for segment in reversed(range(len(above))):
@@ -123,6 +123,6 @@ def spans(ids: Tensor) -> Mask:
 def _integers(given: Tensor | Sequence[int], name: str) -> list[int]:
     tensor = given if isinstance(given, Tensor) else torch.tensor(list(given), dtype=torch.int64)
     if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() != 1:
-        raise TypeError(f"{name} must be integers of one dimension, got {tensor.dtype} {tuple(tensor.shape)}.")
+        raise TypeError(f"{name} must be integers of one dimension, got {in_words(tensor)}.")
     numbers: list[int] = tensor.tolist()
     return numbers

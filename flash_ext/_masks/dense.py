@@ -36,8 +36,10 @@ def grid(
     return Points(b, h, row, key, sizes.q_len, sizes.k_len, row, key)
 
 
-def packed_grid(sizes: Sizes, cu_seqlens: tuple[Tensor, Tensor], device: torch.device) -> tuple[Points, Tensor]:
-    """All points of a packed call, (1, num_heads, total_q, total_k), and where row and key are of one sequence."""
+def packed_grid(
+    sizes: Sizes, cu_seqlens: tuple[Tensor, Tensor], device: torch.device
+) -> tuple[Points, Tensor]:
+    """All points of a packed call, (1, num_heads, total_q, total_k), and which are of one sequence."""
     cu_q, cu_k = (cu.to(device, torch.int64) for cu in cu_seqlens)
     row_at = torch.arange(sizes.q_len, device=device)
     key_at = torch.arange(sizes.k_len, device=device)
@@ -49,8 +51,9 @@ def packed_grid(sizes: Sizes, cu_seqlens: tuple[Tensor, Tensor], device: torch.d
     q_len, k_len = ((cu[1:] - cu[:-1])[b] for cu in (cu_q, cu_k))
     together = covered[:, None] & (key >= 0) & (key < k_len)
     h = torch.arange(sizes.num_heads, device=device).view(1, -1, 1, 1)
-    wide = [x[None, None] for x in (row, key.clamp(min=0), q_len, k_len, row_at[:, None], key_at[None])]
-    return Points(b[None, None], h, *wide, packed=True), together[None, None]
+    b, row, key, q_len, k_len = (x[None, None] for x in (b, row, key.clamp(min=0), q_len, k_len))
+    points = Points(b, h, row, key, q_len, k_len, row_at[None, None, :, None], key_at[None, None, None], True)
+    return points, together[None, None]
 
 
 def dense(

@@ -82,8 +82,8 @@ def lower(
     options: dict[str, Any] = {}
     if terms.top_left and terms.right != 0:
         raise ValueError(
-            f"{mask!r}: the alignment top_left of unequal lengths needs Causal('top_left') in the mask, because "
-            "causal='top_left' is the keyword that says it."
+            f"{mask!r}: the alignment top_left of unequal lengths needs Causal('top_left') in the mask, "
+            "because causal='top_left' is the keyword that says it."
         )
     if terms.right == 0:
         options["causal"] = "top_left" if terms.top_left else True
@@ -105,7 +105,11 @@ def lower(
 
 
 def terms_for(
-    mask: Mask | None, bias: Bias | None, sizes: Sizes, causal: bool = False, window: tuple[int, int] = (-1, -1)
+    mask: Mask | None,
+    bias: Bias | None,
+    sizes: Sizes,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
 ) -> Terms:
     """The terms of a call. Tensors are merged here, so the result is worth keeping.
 
@@ -123,17 +127,21 @@ def terms_for(
     mask._check(sizes)
     # Where no length differs both alignments are the same.
     same = not sizes.packed and sizes.q_len == sizes.k_len
-    alignments = set() if same else {*normal.alignments, *(["bottom_right"] if (left, right) != (-1, -1) else [])}
+    asked = {"bottom_right"} if left >= 0 or right >= 0 else set()
+    alignments = set() if same else normal.alignments | asked
     if len(alignments) > 1:
-        asked = " with causal or window, which count from the bottom right," if left >= 0 or right >= 0 else ""
-        raise ValueError(f"{mask!r}:{asked} has bands of both alignments, and lengths that differ: use one.")
+        raise ValueError(
+            f"{mask!r}: bands of both alignments have no kernel where the lengths differ, and causal=True "
+            "and window count from the bottom right: use one alignment."
+        )
     top_left = alignments == {"top_left"}
     lens = [prefix.lens for prefix in bands.prefixes]
     return terms._replace(
         left=bands.left, right=bands.right, top_left=top_left, chunk=bands.chunk,
         sink_tokens=bands.sink_tokens, prefix_lens=_longest(lens, sizes), documents=_documents(normal),
         keys=_keys(normal, sizes), hidden_rows=_intervals(normal.hidden_rows),
-        hidden_keys=_intervals(normal.hidden_keys), blocks=_blocks(normal, sizes), dense=_dense(normal, sizes),
+        hidden_keys=_intervals(normal.hidden_keys), blocks=_blocks(normal, sizes),
+        dense=_dense(normal, sizes),
     )  # fmt: skip
 
 
@@ -194,10 +202,23 @@ def _dense(normal: Normal, sizes: Sizes) -> Tensor | None:
         return whole.tensor
     if sizes.packed and any(isinstance(leaf, KeyMask) for part in normal.dense for leaf in leaves(part)):
         raise ValueError(
-            f"{normal.mask!r}: KeyMask counts packed keys and Dense those of a sequence, so a union of both has "
-            "no kernel in packed calls."
+            f"{normal.words}: KeyMask counts packed keys and Dense those of a sequence, so a union of both "
+            "has no kernel in packed calls."
         )
+    if sizes.packed:
+        _check_ends(normal)
     return _evaluated(whole)
+
+
+def _check_ends(normal: Normal) -> None:
+    """A union of what ends with what repeats for ever would end nowhere, and every tensor ends."""
+    for part in normal.dense:
+        given = [(1, 1, 1, *leaf.tensor.shape)[-2:] for leaf in leaves(part) if isinstance(leaf, Dense)]
+        if isinstance(part, Or) and any(1 in side and len(set(side)) > 1 for side in zip(*given)):
+            raise ValueError(
+                f"{normal.words}: a union of Dense masks of which one repeats its row or its column has no "
+                "kernel in packed calls: expand it to the longest sequence."
+            )
 
 
 def _evaluated(mask: Mask) -> Tensor:
@@ -265,8 +286,8 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
     for slope in slopes:
         if tuple(slope.shape) not in ((sizes.num_heads,), (sizes.batch, sizes.num_heads)):
             raise ValueError(
-                f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here ({sizes.num_heads},) or "
-                f"({sizes.batch}, {sizes.num_heads}), got {tuple(slope.shape)}."
+                f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here "
+                f"({sizes.num_heads},) or ({sizes.batch}, {sizes.num_heads}), got {tuple(slope.shape)}."
             )
     return Terms(
         bias=_sum_of(bias, dense), slopes=slopes[0] if slopes else None,
@@ -281,8 +302,8 @@ def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
     shape = _joint_shape(bias, dense)
     if not any(with_leading(tensor, 4).shape == shape for tensor in dense):
         raise ValueError(
-            f"{bias!r}: the sum would need {' * '.join(map(str, shape))} elements, more than any of its parts "
-            "has; add the tensors yourself if that is meant."
+            f"{bias!r}: the sum would need {' * '.join(map(str, shape))} elements, more than any of its "
+            "parts has; add the tensors yourself if that is meant."
         )
     total = dense[0]
     for tensor in dense[1:]:
@@ -303,9 +324,9 @@ def _one_tensor(mask: Mask | None, bias: Bias | None, terms: Terms, packed: bool
     shape = _joint_shape((mask, bias), parts)
     if not any(with_leading(tensor, 4).shape == shape for tensor in parts):
         raise ValueError(
-            f"{mask!r} and {bias!r}: a dense mask and a dense bias are one tensor for the kernels, which would "
-            f"need {' * '.join(map(str, shape))} elements, more than either has; write -inf into the bias where "
-            "the mask hides if that is meant."
+            f"{mask!r} and {bias!r}: a dense mask and a dense bias are one tensor for the kernels, which "
+            f"would need {' * '.join(map(str, shape))} elements, more than either has; write -inf into the "
+            "bias where the mask hides if that is meant."
         )
     return torch.where(terms.dense, terms.bias, -torch.inf)
 

@@ -96,7 +96,7 @@ class Value:
         devices = {tensor.device for tensor in self._tensors()}
         if len(devices) > 1:
             found = " and ".join(sorted(map(str, devices)))
-            raise ValueError(f"The tensors of {self!r} must be on one device, got {found}: .to(device) moves.")
+            raise ValueError(f"The tensors of {self!r} must be on one device, got {found}: use .to(device).")
         return devices.pop() if devices else None
 
     def to(self: V, device: torch.device | str) -> V:
@@ -199,7 +199,7 @@ class Mask(Value):
     every call, :meth:`describe` and preparation ask once an object.
     """
 
-    __slots__ = ("_normal",)
+    __slots__ = ()
     KIND = "mask"
 
     def __and__(self, other: Any) -> Mask:
@@ -226,20 +226,15 @@ class Mask(Value):
         )
 
     def normal(self) -> Normal:
-        """The mask in the form that kernels execute.
+        """The mask in the form that kernels execute; an expression keeps it.
 
         Raises:
-            ValueError: no kernel executes it; the words name the reason and the way out.
+            ValueError: no kernel executes it, whatever is joined to it; the words name the reason and the way
+                out. What else no kernel executes is refused by its method ``bands``.
         """
         from .normal import normal_of
 
-        if torch.compiler.is_compiling():
-            return normal_of(self)
-        try:
-            return self._normal  # type: ignore[attr-defined, no-any-return]
-        except AttributeError:
-            object.__setattr__(self, "_normal", normal_of(self))
-            return self._normal  # type: ignore[attr-defined, no-any-return]
+        return normal_of(self)
 
     def to_dense(
         self,
@@ -252,7 +247,7 @@ class Mask(Value):
         cu_seqlens_k: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """The mask written out by its definition, also where no kernel executes it: to look at, and for tests.
+        """The mask written out by its definition, for tests; also where no kernel executes it.
 
         Args:
             q_len, k_len: lengths; with ``cu_seqlens_q`` and ``cu_seqlens_k`` the totals of the packed rows.
@@ -289,7 +284,7 @@ class Mask(Value):
     def plot(
         self, q_len: int, k_len: int, ax: Any = None, *, batch_index: int = 0, head_index: int = 0
     ) -> Any:
-        """A picture of the mask by matplotlib: rows downwards, keys to the right, dark where a row sees a key.
+        """A picture by matplotlib: rows downwards, keys to the right, dark where a row sees a key.
 
         A picture has at most 512 points in each direction; a point of a longer mask is the mean of its pairs.
 
@@ -368,12 +363,23 @@ def leaves(mask: Mask) -> Iterator[Mask]:
 class _Join(Mask):
     """Several masks joined by one sign, flat and in the order written."""
 
-    __slots__ = ("masks",)
+    __slots__ = ("_normal", "masks")
     SIGN: ClassVar[str]
     masks: tuple[Mask, ...]
+    _normal: Normal
 
     def __init__(self, masks: tuple[Mask, ...]) -> None:
         self._fill(masks)
+
+    def normal(self) -> Normal:
+        if torch.compiler.is_compiling():
+            return super().normal()
+        try:
+            return self._normal
+        except AttributeError:
+            # It holds the parts and not this mask, which would keep itself alive.
+            object.__setattr__(self, "_normal", super().normal())
+            return self._normal
 
     def _lead(self, packed: bool) -> tuple[int, int]:
         leads = [mask._lead(packed) for mask in self.masks]

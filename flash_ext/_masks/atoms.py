@@ -258,9 +258,7 @@ class _Hidden(Mask):
         lead = (points.h,) if points.packed else (points.b, points.h)
         hidden = points.key < 0
         for pair in range(0, self.intervals.shape[-1], 2):
-            start, end = (
-                _read(self.intervals[..., pair + side], *lead, at, trailing=1) for side in (0, 1)
-            )
+            start, end = (_read(self.intervals[..., pair + side], *lead, at, trailing=1) for side in (0, 1))
             hidden = hidden | ((number >= start) & (number < end))
         return ~hidden
 

@@ -66,7 +66,6 @@ def terms_of(bias: Bias) -> tuple[Bias, ...]:
     return bias.biases if isinstance(bias, Sum) else (bias,)
 
 
-
 def _checked_bias(other: Any) -> Bias:
     if isinstance(other, Bias):
         return other

@@ -86,9 +86,7 @@ def _trimmed(mask: BlockMask, sizes: Sizes) -> BlockMask:
     if sizes.packed:
         return mask
     ends = [-(-length // size) for length, size in zip((sizes.q_len, sizes.k_len), mask.block_size)]
-    blocks, index = (
-        t if t is None else t[:, :, : ends[0], : ends[1]] for t in (mask.blocks, mask.index)
-    )
+    blocks, index = (t if t is None else t[:, :, : ends[0], : ends[1]] for t in (mask.blocks, mask.index))
     assert blocks is not None
     return BlockMask._of(blocks, mask.block_size, mask.bits, index, mask.lengths)
 

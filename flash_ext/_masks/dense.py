@@ -24,9 +24,7 @@ def sizes_of(
     return sizes
 
 
-def grid(
-    sizes: Sizes, batch: range, rows: range, keys: range, device: torch.device | str | None
-) -> Points:
+def grid(sizes: Sizes, batch: range, rows: range, keys: range, device: torch.device | str | None) -> Points:
     """The points of a piece of a call that is not packed, (batch, num_heads, rows, keys)."""
     ranges = (batch, range(sizes.num_heads), rows, keys)
     b, h, row, key = (
@@ -83,9 +81,7 @@ def dense(
     return shown if device is None else shown.to(device)
 
 
-def pieces(
-    sizes: Sizes, block_rows: int, block_cols: int
-) -> Iterator[tuple[int, range, range]]:
+def pieces(sizes: Sizes, block_rows: int, block_cols: int) -> Iterator[tuple[int, range, range]]:
     """Batch entry, rows and keys of the pieces of a call: a row of blocks each, or a part of one."""
     together = max(PIECE // (block_rows * block_cols * max(sizes.num_heads, 1)), 1) * block_cols
     for b in range(sizes.batch):

@@ -62,7 +62,7 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
         full[-1] = len(keys) - TILE * (len(full) - 1)
         whole, skipped = (tiles == full * len(rows)).sum(), (tiles == 0).sum()
         counts += torch.stack([tiles.sum(), skipped, tiles.numel() - whole - skipped, whole])
-    pairs, skipped_tiles, cut_tiles, whole_tiles = ((counts * repeats).tolist())
+    pairs, skipped_tiles, cut_tiles, whole_tiles = (counts * repeats).tolist()
     total = sizes.batch * sizes.num_heads * q_len * k_len
     memory, refusal = None, None
     try:

@@ -11,7 +11,7 @@ meaning, or refused in words that name the way out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..block_mask import BlockMask
 from .atoms import (
@@ -28,6 +28,7 @@ from .atoms import (
 )
 from .value import And, Mask, Not, Or, leaves
 
+M = TypeVar("M", bound=Mask)
 UNLIMITED = 1 << 62
 MOST_INTERVALS = 2
 REACHES = (Causal, Window, Chunks, Prefix, SinkTokens)
@@ -109,7 +110,7 @@ class Normal(NamedTuple):
 def normal_of(mask: Mask) -> Normal:
     """See :meth:`flash_ext.masks.Mask.normal`."""
     whole = pushed(mask)
-    parts = dict.fromkeys(whole.masks if isinstance(whole, And) else (whole,))  # each once
+    parts = _once(whole.masks if isinstance(whole, And) else (whole,))
     sorts: dict[str, list[Mask]] = {}
     for part in parts:
         sorts.setdefault(_sort(mask, part), []).append(part)
@@ -149,6 +150,15 @@ def pushed(mask: Mask, negated: bool = False) -> Mask:
     join = And if isinstance(mask, And) != negated else Or
     parts = [pushed(part, negated) for part in mask.masks]
     return join(tuple(one for part in parts for one in (part.masks if isinstance(part, join) else (part,))))
+
+
+def _once(given: Sequence[M]) -> list[M]:
+    """Each object once. By identity: a compiler would guard on the tensors that hash and == look at."""
+    kept: list[M] = []
+    for one in given:
+        if not any(one is other for other in kept):
+            kept.append(one)
+    return kept
 
 
 # ---- what hides ---------------------------------------------------------------------------------------
@@ -269,7 +279,7 @@ def _meet(mask: Mask | str, boxes: list[Box]) -> Box:
 
 def _union(mask: Mask, union: Or, parts: Parts) -> Reach:
     """What any of the parts reaches."""
-    prefixes = tuple(dict.fromkeys(prefix for _, reach in parts for prefix in reach.prefixes))
+    prefixes = tuple(_once([prefix for _, reach in parts for prefix in reach.prefixes]))
     boxes = [reach.box for _, reach in parts if reach.box is not None]
     box = _hull(mask, union, boxes) if boxes else None
     sinks = [(reach.sink, reach.sink_right) for _, reach in parts if reach.sink]

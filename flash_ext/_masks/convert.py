@@ -39,6 +39,9 @@ def to_torch(
     size = checked_block_size(block_size)
     own = BlockMask.from_mask(mask, q_len, k_len, batch=batch, num_heads=num_heads, block_size=size)
     cut = torch.zeros_like(own.blocks) if own.index is None else own.index >= 0
+    # As torch has it: where the lengths cut a block, the rule is asked.
+    cut[:, :, q_len // size[0] :] |= own.blocks[:, :, q_len // size[0] :]
+    cut[..., k_len // size[1] :] |= own.blocks[..., k_len // size[1] :]
     return TorchBlockMask.from_kv_blocks(
         *_listed(cut), *_listed(own.blocks & ~cut), size, to_mask_mod(mask, q_len, k_len), (q_len, k_len)
     )

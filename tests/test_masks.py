@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -80,6 +81,52 @@ def test_forms_that_kernels_have_are_executed(data: st.DataObject) -> None:
         words = ("stands once", "may hold 2 intervals", "cut each other", "top_left", "of Chunks with other",
                  "lower bound on the right")  # fmt: skip
         assert any(word in str(refused) for word in words), refused
+
+
+DOCS = masks.Documents(torch.arange(12) // 5)
+W, S, C = masks.Window, masks.SinkTokens, masks.Chunks
+CAUSAL = masks.Causal()
+
+# Expressions, and what rows reach: left, right, chunk, sink tokens.
+REACHES: list[tuple[Mask, tuple[int, int, int, int]]] = [
+    (W() & DOCS, (-1, -1, 0, 0)),
+    (W(3, 0) | W(1, 2), (3, 2, 0, 0)),
+    (W(3, 0) | CAUSAL, (-1, 0, 0, 0)),
+    (W(3, 0) | W(1, -1) | W(2, 2), (3, -1, 0, 0)),
+    (W(3, 0) & W(1, 2), (1, 0, 0, 0)),
+    ((W(3, 0) & C(4)) | CAUSAL, (-1, 0, 0, 0)),
+    (C(4) | C(8), (-1, -1, 8, 0)),
+    (C(4) & C(8), (-1, -1, 4, 0)),
+    ((C(4) & W(1, 1)) | (C(8) & W(2, 2)), (2, 2, 8, 0)),
+    (CAUSAL & (W(3, -1) | S(1) | S(2)), (3, 0, 0, 2)),
+    ((CAUSAL & W(3, 5)) & (W(4, 9) | S(0)), (3, 0, 0, 0)),
+    ((CAUSAL | W(3, -1) | S(2)), (-1, -1, 0, 0)),
+    (CAUSAL & (W(3, -1) | S(2)) & (W(5, -1) | S(2)), (3, 0, 0, 2)),
+    ((CAUSAL & (W(3, -1) | S(2))) | (CAUSAL & (W(5, -1) | S(1))), (5, 0, 0, 2)),
+    ((CAUSAL & (CAUSAL | S(2))) | W(1, 5), (-1, 5, 0, 0)),
+    (CAUSAL & (W(3, -1) | S(2)) & W(-1, 7), (3, 0, 0, 2)),
+    (DOCS & CAUSAL & DOCS, (-1, 0, 0, 0)),
+    (~(~CAUSAL & ~W(2, 3)), (-1, 3, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("mask, reach", REACHES, ids=[repr(mask) for mask, _ in REACHES])
+def test_what_rows_reach(mask: Mask, reach: tuple[int, int, int, int]) -> None:
+    assert mask.normal().bands()[:4] == reach
+    check_lowered(Said(mask, mask.to_dense(12, 12, batch=BATCH, num_heads=HEADS)), 12, 12)
+
+
+def test_numbers_beyond_int32_mean_what_they_say() -> None:
+    """Ids must fit; lengths and bounds of intervals are cut to what they mean."""
+    far = 2**40
+    for mask in (
+        masks.PrefixLM(torch.tensor([far + 1])),
+        masks.PrefixLM(torch.tensor([-far + 5])),
+        masks.Causal() | masks.Prefix(torch.tensor([3])) | masks.Prefix(torch.tensor([-far + 7])),
+        masks.HiddenRows(torch.tensor([2, far + 3]).expand(12, 2)),
+        masks.HiddenKeys(torch.tensor([-far + 9, 4]).expand(12, 2)),
+    ):
+        check_lowered(Said(mask, mask.to_dense(12, 12, batch=BATCH, num_heads=HEADS)), 12, 12)
 
 
 def turned(mask: Mask) -> Mask:

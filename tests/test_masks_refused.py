@@ -178,6 +178,10 @@ def test_causal_and_window_are_joined_to_the_mask() -> None:
     assert lower(Causal(), window=(2, 5), **SIZES) == {"causal": True, "window": (2, -1)}
     assert lower(Window(7, 1), window=(2, 5), **SIZES) == {"window": (2, 1)}
     assert lower(Window() & Window(-1, -1), **SIZES) == {}
+    for mask in (None, Causal()):
+        for window in ((-2, -1), (-1, -2)):
+            with pytest.raises(ValueError, match="must be a number of keys or -1 for no limit, got -2"):
+                lower(mask, causal=True, window=window, **SIZES)
 
 
 def test_alignments() -> None:

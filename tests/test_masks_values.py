@@ -291,3 +291,60 @@ def test_a_cut_block_mask_keeps_bits_only() -> None:
     file = io.BytesIO()
     torch.save(mask, file)
     assert file.tell() < 320_000
+
+
+@each_value
+def test_wrappers_of_modules_hand_a_value_through(name: str) -> None:
+    """FSDP casts the floating tensors that it finds in containers and dataclasses."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    value = VALUES[name]()
+    args = _apply_to_tensors(lambda tensor: tensor.to(torch.bfloat16), (value, {"mask": value}))
+    assert args[0] is value and args[1]["mask"] is value
+
+
+@pytest.mark.parametrize("shape", [(40, 50), (2, 1, 40, 50), (1, 2, 40, 50), (50,), (40, 1), (2, 1, 1, 50)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_elements_of_a_block_mask(shape: tuple[int, ...], heads: int) -> None:
+    """Bits are what was given, also where it repeats, and blocks that hide everything leave the map."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    blocks = torch.rand(1, heads, 3, 4, generator=generator) < 0.7
+    elements = torch.rand(shape, generator=generator) < 0.5
+    elements[..., :16] = elements[..., 32:48] = False
+    mask = masks.BlockMask(blocks, 16, elements)
+    keep = blocks.repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, :40, :50] & elements
+    assert torch.equal(mask.to_dense(40, 50), keep)
+    assert torch.equal((~mask).to_dense(40, 50), ~keep)
+    if shape[-1] == 50:
+        assert not mask.blocks[..., [0, 2]].any()
+    q, k = torch.randn(2, 40, 2, 8), torch.randn(2, 50, 2, 8)
+    for options in ({"block_mask": mask}, lower(mask, batch=2, num_heads=2, q_len=40, k_len=50)):
+        out = flash_ext.attention(q, k, k, **options)
+        torch.testing.assert_close(out, flash_ext.attention(q, k, k, attn_mask=keep))
+
+
+def test_elements_of_a_block_mask_end_where_they_were_given_to() -> None:
+    """In packed calls what lies beyond is hidden; a longer mask than the map is cut."""
+    blocks, truth = torch.ones(2, 2) > 0, torch.ones(20, 25) > 0
+    truth[3, 4] = False
+    mask = masks.BlockMask(blocks, 16, truth)
+    assert mask.lengths == (20, 25) and torch.equal(mask.elements, truth[None, None])
+    q = torch.randn(30, 1, 8)
+    cu = torch.tensor([0, 30], dtype=torch.int32)
+    out = flash_ext.attention_varlen(q, q, q, cu, cu, block_mask=mask)
+    keep = torch.zeros(30, 30) > 0
+    keep[:20, :25] = truth
+    torch.testing.assert_close(out, flash_ext.attention(q[None], q[None], q[None], attn_mask=keep)[0])
+    assert masks.BlockMask(blocks, 16, torch.ones(40, 1) > 0).lengths == (32, None)
+    # Whether there are bits does not depend on what they are.
+    assert masks.BlockMask(blocks, 16, torch.ones(32, 32) > 0).elements.all()
+
+
+def test_nothing_to_see() -> None:
+    """Lengths of 0 everywhere."""
+    for mask in (masks.Causal(), masks.Dense(torch.ones(1) > 0), masks.Causal() | masks.Chunks(2)):
+        for lengths in ((0, 4), (4, 0), (0, 0)):
+            assert mask.to_dense(*lengths).shape == (1, 1, *lengths)
+            assert mask.describe(*lengths)[:4] == (0.0, 0, 0, 0)
+            blocks = masks.BlockMask.from_mask(mask, *lengths)
+            assert blocks.blocks.numel() == 0 and blocks.bits is None

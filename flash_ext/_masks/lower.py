@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..block_mask import BlockMask, with_leading
 from ..relative_position import RelativePosition
-from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, check_broadcast
+from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, Window, check_broadcast
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
 from .normal import Normal
@@ -117,13 +117,13 @@ def terms_for(
         ValueError: see :func:`lower`.
     """
     left, right = window
-    right = 0 if causal else right
-    terms = _of_bias(bias, sizes)
+    right = 0 if causal and right >= -1 else right
+    of_bias = _of_bias(bias, sizes)
     if mask is None:
-        return terms._replace(left=left, right=right)
+        limits = Window(left, right)
+        return Terms(limits.left, limits.right, **of_bias)
     normal = mask.normal()
     bands = normal.bands(left, right)
-    mask._lead(sizes.packed)
     mask._check(sizes)
     # Where no length differs both alignments are the same.
     same = not sizes.packed and sizes.q_len == sizes.k_len
@@ -136,12 +136,12 @@ def terms_for(
         )
     top_left = alignments == {"top_left"}
     lens = [prefix.lens for prefix in bands.prefixes]
-    return terms._replace(
+    return Terms(
         left=bands.left, right=bands.right, top_left=top_left, chunk=bands.chunk,
         sink_tokens=bands.sink_tokens, prefix_lens=_longest(lens, sizes), documents=_documents(normal),
         keys=_keys(normal, sizes), hidden_rows=_intervals(normal.hidden_rows),
         hidden_keys=_intervals(normal.hidden_keys), blocks=_blocks(normal, sizes),
-        dense=_dense(normal, sizes),
+        dense=_dense(normal, sizes), **of_bias,
     )  # fmt: skip
 
 
@@ -264,9 +264,10 @@ def _blocks(normal: Normal, sizes: Sizes) -> BlockMask | None:
 # ---- biases -------------------------------------------------------------------------------------------
 
 
-def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
+def _of_bias(bias: Bias | None, sizes: Sizes) -> dict[str, Any]:
+    """Those fields of the terms."""
     if bias is None:
-        return Terms()
+        return {}
     parts = terms_of(bias)
     slopes = [part.slopes for part in parts if isinstance(part, ALiBi)]
     positions = [part for part in parts if isinstance(part, RelativePosition)]
@@ -289,10 +290,11 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
                 f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here "
                 f"({sizes.num_heads},) or ({sizes.batch}, {sizes.num_heads}), got {tuple(slope.shape)}."
             )
-    return Terms(
-        bias=_sum_of(bias, dense), slopes=slopes[0] if slopes else None,
-        position=positions[0] if positions else None,
-    )  # fmt: skip
+    return {
+        "bias": _sum_of(bias, dense),
+        "slopes": slopes[0] if slopes else None,
+        "position": positions[0] if positions else None,
+    }
 
 
 def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:

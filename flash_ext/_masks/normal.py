@@ -103,8 +103,8 @@ class Normal(NamedTuple):
         Raises:
             ValueError: no kernel executes that.
         """
-        window = Window(left, right)
-        return closed(self.words, self.reach, Box(*_bounds(window)) if (left, right) != (-1, -1) else None)
+        more = None if left == right == -1 else Box(*_bounds(Window(left, right)))
+        return closed(self.words, self.reach, more)
 
 
 def normal_of(mask: Mask) -> Normal:

@@ -20,6 +20,7 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._masks.lower import lower
 from flash_ext._masks.value import Value
+from tests.qkv import on_devices
 
 IDS = torch.tensor([0, 0, 1, 1])
 TRUTH = torch.ones(4, 4).tril() > 0
@@ -232,6 +233,8 @@ def test_leaves_are_the_tensors(name: str) -> None:
     loaded = pytree.treespec_loads(pytree.treespec_dumps(spec))
     assert loaded == spec and pytree.tree_unflatten(leaves, loaded) == value
     json.loads(pytree.treespec_dumps(spec))
+    keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
+    assert all(key.startswith(f".{name}") for key, name in zip(keys[:1], value.CHILDREN))
     assert pytree.tree_flatten(pytree.tree_map(lambda _: 0, value))[0] == [0] * len(leaves)
 
 
@@ -348,3 +351,45 @@ def test_nothing_to_see() -> None:
             assert mask.describe(*lengths)[:4] == (0.0, 0, 0, 0)
             blocks = masks.BlockMask.from_mask(mask, *lengths)
             assert blocks.blocks.numel() == 0 and blocks.bits is None
+
+
+def test_a_mask_is_an_input_of_an_exported_program(tmp_path) -> None:
+    """Saved and loaded, with other ids; a mask of other numbers is another structure."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, mask: masks.Mask) -> Tensor:
+            return flash_ext.attention(q, q, q, **lower(mask, batch=1, num_heads=1, q_len=4, k_len=4))
+
+    q = torch.randn(1, 4, 1, 8)
+    program = torch.export.export(Layer(), (q, masks.DocumentCausal(IDS)))
+    torch.export.save(program, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    mask = masks.DocumentCausal(torch.tensor([0, 1, 1, 1]))
+    want = flash_ext.attention(q, q, q, attn_mask=mask.to_dense(4, 4))
+    torch.testing.assert_close(loaded(q, mask), want)
+    with pytest.raises((ValueError, AssertionError, RuntimeError)):
+        loaded(q, masks.Documents(IDS))
+
+
+@on_devices
+def test_blocks_and_builders_on_a_device(device: str) -> None:
+    """Condensing, bits and conversions give what they give on the CPU."""
+    ids = torch.arange(150) // 60
+    tree = masks.prefix_tree([-1, 0, 0], [0, 50, 90, 150])
+    for mask in (tree & masks.Documents(ids), masks.spans(ids) | masks.Chunks(32), ~masks.Dense(ids > 0)):
+        want = mask.to_dense(150, 150)
+        moved = mask.to(device)
+        assert torch.equal(moved.to_dense(150, 150).cpu(), want)
+        assert moved.describe(150, 150)[:4] == mask.describe(150, 150)[:4]
+        blocks = masks.BlockMask.from_mask(moved, 150, 150, block_size=(32, 48))
+        assert blocks.blocks.device.type == device
+        assert torch.equal(blocks.to_dense(150, 150).cpu(), want)
+        again = masks.BlockMask.from_torch(moved.to_torch(150, 150))
+        assert torch.equal(again.to_dense(150, 150).cpu(), want)
+        q = torch.randn(1, 150, 2, 64, device=device, dtype=torch.float16)
+        sizes = {"batch": 1, "num_heads": 2, "q_len": 150, "k_len": 150}
+        for given in (blocks, ~blocks | (blocks & masks.BlockMask.from_dense(want.to(device), 16))):
+            keep = given.to_dense(150, 150)
+            out = flash_ext.attention(q, q, q, **lower(given, **sizes))
+            expected = flash_ext.attention(q, q, q, attn_mask=keep)
+            torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)

@@ -167,6 +167,10 @@ def _register(cls: type[Value]) -> None:
         context = (present, tuple(getattr(value, name) for name in numbers))
         return [getattr(value, name) for name in present], context
 
+    def flatten_with_names(value: Value) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children, context = flatten(value)
+        return [(pytree.GetAttrKey(name), child) for name, child in zip(context[0], children)], context
+
     def unflatten(children: Iterable[Any], context: tuple[Any, ...]) -> Value:
         value = object.__new__(cls)  # unchecked, for the same reason
         fields = {**dict(zip(context[0], children)), **dict(zip(numbers, context[1]))}
@@ -180,6 +184,7 @@ def _register(cls: type[Value]) -> None:
         serialized_type_name=f"flash_ext.{cls.__name__}",
         to_dumpable_context=lambda context: context,
         from_dumpable_context=_tuples,
+        flatten_with_keys_fn=flatten_with_names,
     )
     torch.serialization.add_safe_globals([cls])  # torch.load takes no other classes by default
 

@@ -164,6 +164,8 @@ def test_what_counts_differently_in_packed_calls_is_refused() -> None:
     assert lower(dense & repeats, **sizes)["attn_mask"].shape == (1, 1, 4, 4)
     with pytest.raises(ValueError, match=r"KeyMask: keep must have shape \(total_k,\) = \(8,\), got \(2, "):
         lower(masks.KeyMask(torch.ones(2, 8) > 0), **sizes)
+    with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_k belong together, got one of them"):
+        keys.to_dense(8, 8, cu_seqlens_k=torch.tensor([0, 4, 8]))
     with pytest.raises(ValueError, match="batch must be the number of sequences, 2"):
         cu = torch.tensor([0, 4, 8])
         keys.to_dense(8, 8, batch=3, cu_seqlens_q=cu, cu_seqlens_k=cu)

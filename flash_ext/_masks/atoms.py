@@ -453,7 +453,9 @@ def _check_integers(tensor: Any, name: str, least: int, most: int, layout: str) 
 
 def _check_range(ids: Tensor, name: str) -> None:
     """int32 is what kernels compare. Only where reading does not wait for a device."""
-    if ids.dtype == torch.int32 or ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if ids.dtype == torch.int32 or ids.device.type != "cpu" or type(ids) is not Tensor:
+        return
+    if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return

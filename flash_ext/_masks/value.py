@@ -269,8 +269,11 @@ class Mask(Value):
         """
         from .dense import dense
 
-        cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-        return dense(self, q_len, k_len, batch, num_heads, cu_seqlens, device)
+        if cu_seqlens_q is None and cu_seqlens_k is None:
+            return dense(self, q_len, k_len, batch, num_heads, None, device)
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            raise ValueError("cu_seqlens_q and cu_seqlens_k belong together, got one of them.")
+        return dense(self, q_len, k_len, batch, num_heads, (cu_seqlens_q, cu_seqlens_k), device)
 
     def describe(
         self, q_len: int, k_len: int, *, batch: int | None = None, num_heads: int | None = None

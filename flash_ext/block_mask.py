@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._masks.dense import piece_of, pieces, sizes_of
+from ._masks.tiles import Known, known_tiles
 from ._masks.value import Mask, Points, Sizes
 
 BLOCK_GRANULE = 16  # block sizes are multiples of it
@@ -126,7 +127,8 @@ class BlockMask(Mask):
     ) -> BlockMask:
         """Any mask of :mod:`flash_ext.masks` as blocks, also one that no kernel executes by itself.
 
-        It is evaluated piece by piece, 4 million pairs at most: nothing of size q_len * k_len is formed.
+        It is evaluated piece by piece, 4 million pairs at most, and only where a block may be cut: nothing of
+        size q_len * k_len is formed.
 
         Args:
             mask: the mask.
@@ -146,7 +148,12 @@ class BlockMask(Mask):
         size = checked_block_size(block_size)
         sizes = sizes_of(mask, q_len, k_len, batch, num_heads)
         own = mask.device or torch.device("cpu" if device is None else device)
-        made = _condensed(lambda b, rows, keys: piece_of(mask, sizes, b, rows, keys, own), sizes, size, own)
+        known = known_tiles(mask, sizes, size, own)
+
+        def piece(b: int, rows: range, keys: range) -> Tensor:
+            return piece_of(mask, sizes, b, rows, keys, own)
+
+        made = _condensed(piece, sizes, size, own, known)
         return made if device is None else made.to(device)
 
     @classmethod
@@ -249,7 +256,7 @@ class BlockMask(Mask):
             )  # fmt: skip
             return whole | (cut & seen)
 
-        return _condensed(piece, sizes, (rows, cols), partial.device)
+        return _condensed(piece, sizes, (rows, cols), partial.device, Known(partial | full, full & ~partial))
 
     @property
     def elements(self) -> Tensor | None:
@@ -333,16 +340,24 @@ def unpacked(bits: Tensor, cols: int) -> Tensor:
 
 
 def _condensed(
-    piece: Piece, sizes: Sizes, size: tuple[int, int], device: torch.device | str
+    piece: Piece,
+    sizes: Sizes,
+    size: tuple[int, int],
+    device: torch.device | str,
+    known: Known | None = None,
 ) -> BlockMask:
-    """Blocks, and the bits of those that are cut; ``piece`` is asked for a part after the other."""
+    """Blocks, and the bits of those that are cut; ``piece`` is asked for a part after the other.
+
+    It is not asked for blocks that are ``known`` in all heads.
+    """
     rows, cols = size
     shape = (*sizes[1:3], -(-sizes.q_len // rows), -(-sizes.k_len // cols))
-    blocks = torch.zeros(shape, dtype=torch.bool, device=device)
+    wanted = None if known is None else (known.some & ~known.every).any(1)
+    blocks = torch.zeros(shape, dtype=torch.bool, device=device) if known is None else known.every.clone()
     index = torch.full(shape, -1, dtype=torch.int32, device=device)
     words = torch.empty(0, rows, -(-cols // 32), dtype=torch.int32, device=device)
     bits, count = [words], 0
-    for b, of_rows, of_keys in pieces(sizes, rows, cols):
+    for b, of_rows, of_keys in pieces(sizes, rows, cols, wanted):
         seen = piece(b, of_rows, of_keys)
         tiles = F.pad(seen, (0, -len(of_keys) % cols, 0, rows - len(of_rows)))
         tiles = tiles.unflatten(2, (-1, cols)).transpose(1, 2)  # (num_heads, key blocks, rows, cols)

@@ -283,6 +283,7 @@ def test_python_modules_import_downwards():
 MASK_LAYERS = [
     {"value"},
     {"atoms", "biases", "dense"},
+    {"tiles"},
     {"block_mask", "relative_position"},
     {"normal", "block_algebra", "builders", "convert"},
     {"lower"},

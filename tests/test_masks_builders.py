@@ -20,6 +20,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 import flash_ext
 from flash_ext import masks
 from flash_ext._masks.lower import lower
+from flash_ext._masks.tiles import known_tiles
+from flash_ext._masks.value import Sizes
 from flash_ext.modifiers import Modifiers
 from flash_ext.reference import visible_mask
 from flash_ext.spec import AttnSpec
@@ -241,6 +243,57 @@ def test_describe_counts_tiles_of_128(q_len: int, k_len: int, monkeypatch: pytes
         assert str(found).splitlines()[1] == (
             f"{3 * sum(counts)} tiles: {found.skipped} skipped, {found.cut} cut, {found.whole} whole"
         )
+
+
+@settings(max_examples=200, suppress_health_check=SLOW)
+@given(st.data())
+def test_tiles_that_are_known_are_what_they_are_said_to_be(data: st.DataObject) -> None:
+    """And what is made of them is the mask: blocks, bits and counts."""
+    q_len, k_len = data.draw(st.sampled_from([(70, 70), (50, 90), (90, 50)]))
+    mask = data.draw(masks_of_runs(q_len, k_len))
+    dense = mask.to_dense(q_len, k_len)
+    sizes = Sizes(False, *dense.shape)
+    known = known_tiles(mask, sizes, (16, 32), "cpu")
+    tiles = masks.BlockMask.from_dense(dense, (16, 32))
+    assert not (tiles.blocks & ~known.some).any()
+    whole = masks.BlockMask.from_dense(~dense, (16, 32)).blocks
+    assert not (known.every & whole).any()
+    blocks = masks.BlockMask.from_mask(mask, q_len, k_len, block_size=(16, 32))
+    assert torch.equal(blocks.blocks, tiles.blocks) and torch.equal(blocks.to_dense(q_len, k_len), dense)
+    assert (blocks.bits is None) == (tiles.bits is None)
+
+
+@st.composite
+def masks_of_runs(draw, q_len: int, k_len: int) -> masks.Mask:
+    """Expressions whose tensors change slowly, so that many tiles are of one kind."""
+    alignment = draw(st.sampled_from(["bottom_right", "top_left"]))
+    number = st.integers(0, 60)
+
+    def runs(length: int, low: int, high: int) -> Tensor:
+        values = draw(st.lists(st.integers(low, high), min_size=3, max_size=3))
+        return torch.tensor(values).repeat_interleave(-(-length // 3))[:length]
+
+    def intervals(length: int, most: int) -> Tensor:
+        sides = [runs(length, 0, most) + torch.arange(length) % draw(st.sampled_from([1, 3])) for _ in (0, 1)]
+        return torch.stack(sides, -1)[None].repeat(draw(st.sampled_from([1, 2])), 1, 1)
+
+    leaves = {
+        "causal": lambda: masks.Causal(alignment),
+        "window": lambda: masks.Window(draw(st.integers(-1, 60)), draw(st.integers(-1, 60)), alignment),
+        "chunks": lambda: masks.Chunks(draw(st.sampled_from([5, 16, 40])), alignment),
+        "prefix": lambda: masks.Prefix(torch.tensor([draw(number), draw(number)])),
+        "sink tokens": lambda: masks.SinkTokens(draw(number)),
+        "documents": lambda: masks.Documents(runs(q_len, -1, 2), runs(k_len, -1, 2)),
+        "rows": lambda: masks.HiddenRows(intervals(k_len, q_len)),
+        "keys": lambda: masks.HiddenKeys(intervals(q_len, k_len)),
+        "key mask": lambda: masks.KeyMask(runs(k_len, 0, 1) > 0),
+    }
+    mask = leaves[draw(st.sampled_from(sorted(leaves)))]()
+    for _ in range(draw(st.integers(0, 3))):
+        other = leaves[draw(st.sampled_from(sorted(leaves)))]()
+        other = ~other if draw(st.booleans()) else other
+        mask = mask & other if draw(st.booleans()) else mask | other
+    return mask
 
 
 def test_describe_forms_nothing_of_the_size_of_the_scores() -> None:

@@ -81,14 +81,35 @@ def dense(
     return shown if device is None else shown.to(device)
 
 
-def pieces(sizes: Sizes, block_rows: int, block_cols: int) -> Iterator[tuple[int, range, range]]:
-    """Batch entry, rows and keys of the pieces of a call: a row of blocks each, or a part of one."""
-    together = max(PIECE // (block_rows * block_cols * max(sizes.num_heads, 1)), 1) * block_cols
+def pieces(
+    sizes: Sizes, block_rows: int, block_cols: int, wanted: Tensor | None = None
+) -> Iterator[tuple[int, range, range]]:
+    """Batch entry, rows and keys of the pieces of a call: neighbours in a row of blocks, some million pairs.
+
+    Args:
+        sizes, block_rows, block_cols: of the call and of its blocks.
+        wanted: bool (batch, row blocks, key blocks), the blocks that pieces are made of; None is all.
+    """
+    together = max(PIECE // (block_rows * block_cols * max(sizes.num_heads, 1)), 1)
+    listed = None if wanted is None else wanted.tolist()
+    everything = [True] * -(-sizes.k_len // block_cols)
     for b in range(sizes.batch):
-        for first in range(0, sizes.q_len, block_rows):
+        for m, first in enumerate(range(0, sizes.q_len, block_rows)):
             rows = range(first, min(first + block_rows, sizes.q_len))
-            for start in range(0, sizes.k_len, together):
-                yield b, rows, range(start, min(start + together, sizes.k_len))
+            for start, end in _runs(everything if listed is None else listed[b][m], together):
+                yield b, rows, range(start * block_cols, min(end * block_cols, sizes.k_len))
+
+
+def _runs(wanted: list[bool], most: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of neighbours that are True, ``most`` of them at most."""
+    start = 0
+    while start < len(wanted):
+        end = start
+        while end < len(wanted) and end - start < most and wanted[end]:
+            end += 1
+        if end > start:
+            yield start, end
+        start = max(end, start + 1)
 
 
 def piece_of(

@@ -11,6 +11,7 @@ from ..block_mask import BlockMask
 from .dense import piece_of, pieces, sizes_of
 from .lower import Terms, terms_for
 from .normal import Refused
+from .tiles import known_tiles
 from .value import Mask, Sizes
 
 TILE = 128
@@ -54,22 +55,31 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
     lead = mask._lead(False)
     own = sizes._replace(batch=lead[0], num_heads=lead[1])
     repeats = sizes.batch * sizes.num_heads // max(lead[0] * lead[1], 1)
-    counts = torch.zeros(4, dtype=torch.int64, device=device)  # shown pairs, skipped, cut and whole tiles
-    for b, rows, keys in pieces(own, TILE, TILE):
+    known = known_tiles(mask, own, (TILE, TILE), device)
+    wanted = (known.some & ~known.every).any(1)
+    # Shown pairs, and tiles that are skipped, cut and whole: first of those that need no look at their pairs.
+    every, some = ((x & ~wanted[:, None]).sum((0, 1)) for x in (known.every, known.some))
+    heights, widths = (
+        (length - torch.arange(0, length, TILE, device=device)).clamp(max=TILE) for length in (q_len, k_len)
+    )
+    skipped = known.some.numel() - own.num_heads * wanted.sum() - some.sum()
+    pairs = (every * heights[:, None] * widths).sum()
+    counts = torch.stack([pairs, skipped, torch.zeros_like(pairs), every.sum()])
+    for b, rows, keys in pieces(own, TILE, TILE, wanted):
         shown = piece_of(mask, own, b, rows, keys, device).sum(1, dtype=torch.int32)
         tiles = torch.nn.functional.pad(shown, (0, -len(keys) % TILE)).unflatten(1, (-1, TILE)).sum(2)
         full = torch.full(tiles.shape[1:], TILE, device=device)
         full[-1] = len(keys) - TILE * (len(full) - 1)
         whole, skipped = (tiles == full * len(rows)).sum(), (tiles == 0).sum()
         counts += torch.stack([tiles.sum(), skipped, tiles.numel() - whole - skipped, whole])
-    pairs, skipped_tiles, cut_tiles, whole_tiles = (counts * repeats).tolist()
+    shown_pairs, skipped_tiles, cut_tiles, whole_tiles = (counts * repeats).tolist()
     total = sizes.batch * sizes.num_heads * q_len * k_len
     memory, refusal = None, None
     try:
         memory = _bytes(terms_for(mask, None, sizes), sizes)
     except Refused as error:
         refusal = str(error)
-    density = pairs / total if total else 0.0
+    density = shown_pairs / total if total else 0.0
     return Description(density, skipped_tiles, cut_tiles, whole_tiles, memory, refusal)
 
 

@@ -41,7 +41,7 @@ def check_lowered(said: Said, q_len: int, k_len: int) -> None:
 # ---- meaning ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, suppress_health_check=SLOW)
+@settings(max_examples=100, suppress_health_check=SLOW)
 @given(st.data())
 def test_an_expression_means_what_boolean_algebra_says(data: st.DataObject) -> None:
     q_len, k_len = data.draw(on_lengths)
@@ -50,7 +50,7 @@ def test_an_expression_means_what_boolean_algebra_says(data: st.DataObject) -> N
     assert torch.equal(dense, said.means), said.mask
 
 
-@settings(max_examples=300, suppress_health_check=SLOW)
+@settings(max_examples=200, suppress_health_check=SLOW)
 @given(st.data())
 def test_kernels_execute_an_expression_or_it_is_refused(data: st.DataObject) -> None:
     """And each refusal names the way out, which exists for every expression."""
@@ -68,7 +68,7 @@ def test_kernels_execute_an_expression_or_it_is_refused(data: st.DataObject) -> 
         assert "top_left" in str(refused) and q_len != k_len, refused
 
 
-@settings(max_examples=300, suppress_health_check=SLOW)
+@settings(max_examples=200, suppress_health_check=SLOW)
 @given(st.data())
 def test_forms_that_kernels_have_are_executed(data: st.DataObject) -> None:
     """However they are written."""
@@ -136,7 +136,7 @@ def turned(mask: Mask) -> Mask:
     return Not(turned(mask.mask)) if isinstance(mask, Not) else mask
 
 
-@settings(max_examples=300, suppress_health_check=SLOW)
+@settings(max_examples=200, suppress_health_check=SLOW)
 @given(st.data())
 def test_the_order_of_operands_changes_nothing(data: st.DataObject) -> None:
     q_len, k_len = data.draw(on_lengths)
@@ -151,3 +151,32 @@ def test_the_order_of_operands_changes_nothing(data: st.DataObject) -> None:
         except ValueError:
             bands.append(None)
     assert bands[0] == bands[1], said.mask
+
+
+@pytest.mark.parametrize(
+    "sizes_of_blocks", [((32, 48), (48, 32)), ((64, 32), (16, 96)), ((16, 16), (48, 64))]
+)
+@pytest.mark.parametrize("cut", [(False, False), (True, False), (True, True)])
+def test_block_masks_of_two_sizes(
+    sizes_of_blocks: tuple[tuple[int, int], ...], cut: tuple[bool, bool]
+) -> None:
+    """They meet in blocks of a size that divides both, of which none lies beyond the lengths."""
+    generator = torch.Generator().manual_seed(1)
+    q_len, k_len = 70, 100
+    said = []
+    for (rows, cols), is_cut in zip(sizes_of_blocks, cut):
+        blocks = torch.rand(BATCH, 1, -(-q_len // rows), -(-k_len // cols), generator=generator) < 0.6
+        elements = torch.rand(1, HEADS, q_len, k_len, generator=generator) < 0.6 if is_cut else None
+        means = blocks.repeat_interleave(rows, 2).repeat_interleave(cols, 3)[:, :, :q_len, :k_len]
+        means = means.expand(BATCH, HEADS, q_len, k_len)
+        mask = masks.BlockMask(blocks, (rows, cols), elements)
+        said.append(Said(mask, means if elements is None else means & elements))
+    a, b = said
+    for mask, means in (
+        (a.mask & b.mask, a.means & b.means),
+        (a.mask | b.mask, a.means | b.means),
+        (~a.mask & b.mask, ~a.means & b.means),
+        (~(a.mask | ~b.mask) | a.mask, (~a.means & b.means) | a.means),
+    ):
+        assert torch.equal(mask.to_dense(q_len, k_len, batch=BATCH, num_heads=HEADS), means)
+        check_lowered(Said(mask, means), q_len, k_len)

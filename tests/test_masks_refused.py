@@ -335,3 +335,37 @@ def test_tensors_that_do_not_fit_each_other() -> None:
         ValueError, match=r"must agree in batch and num_heads, or have 1, got \(2, 1\) and \(3, 1\)"
     ):
         mask.to_dense(8, 8)
+
+
+def test_masks_and_biases_given_as_tensors() -> None:
+    numbers, integers = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
+    assert lower(TRUTH, numbers[0], **SIZES)["attn_mask"].shape == (8, 8)
+    assert lower(TRUTH, **SIZES)["attn_mask"] is TRUTH
+    assert lower(None, numbers, **SIZES)["attn_mask"] is numbers
+    theirs = Causal().to_torch(8, 8)
+    for given, words in (
+        (numbers, "takes torch.bool, got float32 .8, 8. cpu. A float tensor is added to the scores: bias="),
+        (integers, r"takes torch.bool, got int64 \(8, 8\) cpu. For 0 and 1 pass .bool\(\)"),
+        (masks.DenseBias(numbers), "got DenseBias. A bias is added to the scores: bias="),
+        (theirs, "got that of torch.nn.attention.flex_attention. Convert it with flash_ext.BlockMask.from_"),
+        ("causal", "mask must be a mask of flash_ext.masks, a bool tensor or None, got str"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            lower(given, **SIZES)
+    for given, words in (
+        (TRUTH, "must be floating point, got bool .8, 8. cpu. A bool tensor shows or hides: mask="),
+        (integers, r"must be floating point, got int64 .* Pass .float\(\)"),
+        (Causal(), "bias must be a bias .*got Causal. A mask shows or hides: mask="),
+        (1.0, "bias must be a bias of flash_ext.masks, a float tensor or None, got float"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            lower(None, given, **SIZES)
+
+
+def test_public_names() -> None:
+    """All of them, each with a docstring."""
+    assert masks.__all__ == sorted(masks.__all__)
+    shown = {name for name in vars(masks) if not name.startswith("_")} - {"annotations"}
+    assert shown == set(masks.__all__)
+    assert all(getattr(masks, name).__doc__ for name in masks.__all__)
+    assert flash_ext.masks is masks and masks.BlockMask is flash_ext.BlockMask

@@ -13,7 +13,7 @@ from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, Window, check_broadca
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
 from .normal import Normal
-from .value import And, Mask, Not, Or, Sizes, leaves
+from .value import And, Mask, Not, Or, Sizes, in_words, leaves
 
 INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -54,8 +54,8 @@ class Terms(NamedTuple):
 
 
 def lower(
-    mask: Mask | None,
-    bias: Bias | None = None,
+    mask: Mask | Tensor | None,
+    bias: Bias | Tensor | None = None,
     *,
     batch: int,
     num_heads: int,
@@ -68,7 +68,8 @@ def lower(
     """The keywords of :func:`flash_ext.attention` that say the same; those that say nothing are left out.
 
     Args:
-        mask, bias: values, or None.
+        mask: a mask, a bool tensor (which is ``Dense`` of it), or None.
+        bias: a bias, a float tensor (which is ``DenseBias`` of it), or None.
         batch, num_heads, q_len, k_len: of the call; packed, the number of sequences and the totals.
         packed: whether the call is one of :func:`flash_ext.attention_varlen`.
         causal, window: as ``mask & Causal() & Window(*window)``.
@@ -76,8 +77,10 @@ def lower(
     Raises:
         ValueError: no kernel executes the mask, a tensor does not fit the sizes, or the keywords cannot say
             it.
+        TypeError: ``mask`` or ``bias`` is none.
     """
     sizes = Sizes(packed, batch, num_heads, q_len, k_len)
+    mask, bias = given_mask(mask), given_bias(bias)
     terms = terms_for(mask, bias, sizes, causal, window)
     options: dict[str, Any] = {}
     if terms.top_left and terms.right != 0:
@@ -143,6 +146,54 @@ def terms_for(
         hidden_keys=_intervals(normal.hidden_keys), blocks=_blocks(normal, sizes),
         dense=_dense(normal, sizes), **of_bias,
     )  # fmt: skip
+
+
+# ---- what callers give --------------------------------------------------------------------------------
+
+
+def given_mask(mask: Any) -> Mask | None:
+    """The mask that a caller gave.
+
+    Raises:
+        TypeError: it is none, in words that say what it may be.
+    """
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    kind = type(mask).__qualname__
+    if isinstance(mask, Tensor):
+        if mask.dtype == torch.bool:
+            return Dense(mask)
+        added = " A float tensor is added to the scores: bias=." if mask.is_floating_point() else ""
+        raise TypeError(
+            f"mask shows or hides and takes torch.bool, got {in_words(mask)}.{added} For 0 and 1 pass "
+            ".bool()."
+        )
+    cure = ""
+    if isinstance(mask, Bias):
+        cure = " A bias is added to the scores: bias=."
+    elif type(mask).__module__ == "torch.nn.attention.flex_attention":
+        kind, cure = f"that of {type(mask).__module__}", " Convert it with flash_ext.BlockMask.from_torch."
+    raise TypeError(f"mask must be a mask of flash_ext.masks, a bool tensor or None, got {kind}.{cure}")
+
+
+def given_bias(bias: Any) -> Bias | None:
+    """The bias that a caller gave.
+
+    Raises:
+        TypeError: it is none, in words that say what it may be.
+    """
+    if bias is None or isinstance(bias, Bias):
+        return bias
+    if isinstance(bias, Tensor):
+        if bias.is_floating_point():
+            return DenseBias(bias)
+        cure = "A bool tensor shows or hides: mask=." if bias.dtype == torch.bool else "Pass .float()."
+        raise TypeError(
+            f"bias is added to the scores and must be floating point, got {in_words(bias)}. {cure}"
+        )
+    cure = " A mask shows or hides: mask=." if isinstance(bias, Mask) else ""
+    kind = type(bias).__qualname__
+    raise TypeError(f"bias must be a bias of flash_ext.masks, a float tensor or None, got {kind}.{cure}")
 
 
 # ---- masks --------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def forests(draw) -> tuple[list[int], list[int]]:
     return parents, draw(st.lists(st.integers(0, 4), min_size=len(parents), max_size=len(parents)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(forests(), st.booleans())
 def test_a_token_sees_its_ancestors_and_itself(forest: tuple[list[int], list[int]], on_tensor: bool) -> None:
     parents, lengths = forest
@@ -211,7 +211,7 @@ def test_single_masks_are_those_of_the_reference(top_left: bool) -> None:
 # ---- what a mask leaves to do -------------------------------------------------------------------------
 
 
-@settings(max_examples=60, suppress_health_check=SLOW)
+@settings(max_examples=40, suppress_health_check=SLOW)
 @given(st.data())
 def test_describe_counts_what_the_dense_mask_has(data: st.DataObject) -> None:
     q_len, k_len = data.draw(st.sampled_from(LENGTHS))
@@ -245,7 +245,7 @@ def test_describe_counts_tiles_of_128(q_len: int, k_len: int, monkeypatch: pytes
         )
 
 
-@settings(max_examples=200, suppress_health_check=SLOW)
+@settings(max_examples=100, suppress_health_check=SLOW)
 @given(st.data())
 def test_tiles_that_are_known_are_what_they_are_said_to_be(data: st.DataObject) -> None:
     """And what is made of them is the mask: blocks, bits and counts."""
@@ -361,7 +361,7 @@ def test_plot_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- FlexAttention ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, suppress_health_check=SLOW)
+@settings(max_examples=40, suppress_health_check=SLOW)
 @given(st.data())
 def test_mask_mod_is_the_same_mask(data: st.DataObject) -> None:
     q_len, k_len = data.draw(st.sampled_from(LENGTHS))
@@ -370,7 +370,7 @@ def test_mask_mod_is_the_same_mask(data: st.DataObject) -> None:
     assert torch.equal(theirs, said.means), said.mask
 
 
-@settings(max_examples=40, suppress_health_check=SLOW)
+@settings(max_examples=25, suppress_health_check=SLOW)
 @given(st.data())
 def test_block_masks_of_torch_and_back(data: st.DataObject) -> None:
     q_len, k_len = data.draw(st.sampled_from(LENGTHS))

@@ -188,10 +188,11 @@ def test_alignments() -> None:
     """With equal lengths both are the same; else they do not mix, and keywords know Causal('top_left')."""
     mixed, longer = Causal() & Window(2, -1, "top_left"), {**SIZES, "k_len": 9}
     assert lower(mixed, **SIZES) == {"causal": True, "window": (2, -1)}
-    with pytest.raises(ValueError, match="bands of both alignments have no kernel where the lengths differ"):
+    with pytest.raises(ValueError, match="bands of both alignments do not go together where the"):
         lower(mixed, **longer)
     with pytest.raises(ValueError, match="causal=True and window count from the bottom right"):
         lower(Window(2, -1, "top_left"), causal=True, **longer)
+    assert mixed.describe(8, 9).refusal.endswith("BlockMask.from_mask(mask, q_len, k_len).")
     top = Causal("top_left") & Window(2, -1, "top_left") & Window()
     assert lower(top, **longer) == {"causal": "top_left", "window": (2, -1)}
     assert lower(top, **SIZES) == {"causal": True, "window": (2, -1)}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .value import ALIGNMENTS, Mask, Points, Sizes, in_words
+from .value import ALIGNMENTS, Alignment, Mask, Points, Sizes, in_words
 
 
 class Causal(Mask):
@@ -25,9 +25,9 @@ class Causal(Mask):
 
     __slots__ = ("alignment",)
     FIELDS = ("alignment",)
-    alignment: str
+    alignment: Alignment
 
-    def __init__(self, alignment: str = "bottom_right") -> None:
+    def __init__(self, alignment: Alignment = "bottom_right") -> None:
         self._fill(_checked_alignment(alignment))
 
     def _rule(self, points: Points) -> Tensor:
@@ -50,11 +50,11 @@ class Window(Mask):
     FIELDS = ("left", "right", "alignment")
     left: int
     right: int
-    alignment: str
+    alignment: Alignment
 
-    def __init__(self, left: int = -1, right: int = -1, alignment: str = "bottom_right") -> None:
+    def __init__(self, left: int = -1, right: int = -1, alignment: Alignment = "bottom_right") -> None:
         for name, bound in (("left", left), ("right", right)):
-            _check_int(bound, name)
+            check_int(bound, name)
             if bound < -1:
                 raise ValueError(f"{name} must be a number of keys or -1 for no limit, got {bound}.")
         self._fill(left, right, _checked_alignment(alignment))
@@ -79,10 +79,10 @@ class Chunks(Mask):
     __slots__ = ("size", "alignment")
     FIELDS = ("size", "alignment")
     size: int
-    alignment: str
+    alignment: Alignment
 
-    def __init__(self, size: int, alignment: str = "bottom_right") -> None:
-        _check_int(size, "size")
+    def __init__(self, size: int, alignment: Alignment = "bottom_right") -> None:
+        check_int(size, "size")
         if size < 1:
             raise ValueError(f"size must be positive, got {size}.")
         self._fill(size, _checked_alignment(alignment))
@@ -134,7 +134,7 @@ class SinkTokens(Mask):
     count: int
 
     def __init__(self, count: int) -> None:
-        _check_int(count, "count")
+        check_int(count, "count")
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}.")
         self._fill(count)
@@ -357,65 +357,6 @@ class Dense(Mask):
         check_broadcast(self.tensor, "Dense", sizes, hint)
 
 
-# ---- shortcuts ----------------------------------------------------------------------------------------
-
-
-def SlidingWindow(left: int, *, sink_tokens: int = 0) -> Mask:  # noqa: N802
-    """Causal, with so many keys back, and the first ``sink_tokens`` always.
-
-    Args:
-        left: how many keys before its own position a row sees.
-        sink_tokens: how many first keys stay visible.
-
-    Example:
-        >>> flash_ext.masks.SlidingWindow(1023, sink_tokens=4)
-        Causal() & (Window(1023, -1) | SinkTokens(4))
-    """
-    _check_int(left, "left")
-    _check_int(sink_tokens, "sink_tokens")
-    window: Mask = Window(left, -1)
-    return Causal() & (window | SinkTokens(sink_tokens) if sink_tokens else window)
-
-
-def ChunkCausal(size: int) -> Mask:  # noqa: N802
-    """Causal inside each chunk of positions.
-
-    Args:
-        size: positions of a chunk.
-
-    Example:
-        >>> flash_ext.masks.ChunkCausal(2).to_dense(4, 4)[0, 0].int().tolist()
-        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    """
-    return Causal() & Chunks(size)
-
-
-def PrefixLM(lens: Tensor) -> Mask:  # noqa: N802
-    """Both directions inside the first ``lens`` keys, causal after them.
-
-    Args:
-        lens: as in :class:`Prefix`.
-
-    Example:
-        >>> flash_ext.masks.PrefixLM(torch.tensor([2])).to_dense(3, 3)[0, 0].int().tolist()
-        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
-    """
-    return Causal() | Prefix(lens)
-
-
-def DocumentCausal(ids: Tensor) -> Mask:  # noqa: N802
-    """Causal inside each document.
-
-    Args:
-        ids: as in :class:`Documents`.
-
-    Example:
-        >>> flash_ext.masks.DocumentCausal(torch.tensor([0, 0, 1])).to_dense(3, 3)[0, 0].int().tolist()
-        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    """
-    return Causal() & Documents(ids)
-
-
 # ---- tensors ------------------------------------------------------------------------------------------
 
 
@@ -432,13 +373,13 @@ def _read(tensor: Tensor, *index: Tensor, trailing: int = 0) -> Tensor:
     return tensor[index] if index else tensor
 
 
-def _checked_alignment(alignment: Any) -> str:
+def _checked_alignment(alignment: Alignment) -> Alignment:
     if alignment not in ALIGNMENTS:
         raise ValueError(f"alignment must be one of {', '.join(ALIGNMENTS)}, got {alignment!r}.")
-    return str(alignment)
+    return alignment
 
 
-def _check_int(value: Any, name: str) -> None:
+def check_int(value: Any, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__qualname__}.")
 

@@ -1,4 +1,4 @@
-"""Masks of linear memory for structures that a formula does not say: trees of answers, spans of pictures."""
+"""The usual masks, and those of linear memory for what no formula says: trees of answers, spans."""
 
 from __future__ import annotations
 
@@ -7,10 +7,66 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .atoms import Causal, HiddenKeys, HiddenRows
+from .atoms import Causal, Chunks, Documents, HiddenKeys, HiddenRows, Prefix, SinkTokens, Window, check_int
 from .value import Mask, in_words
 
 END = torch.iinfo(torch.int32).max  # beyond every row and key
+
+
+def SlidingWindow(left: int, *, sink_tokens: int = 0) -> Mask:  # noqa: N802
+    """Causal, with so many keys back, and the first ``sink_tokens`` always.
+
+    Args:
+        left: how many keys before its own position a row sees.
+        sink_tokens: how many first keys stay visible.
+
+    Example:
+        >>> flash_ext.masks.SlidingWindow(1023, sink_tokens=4)
+        Causal() & (Window(1023, -1) | SinkTokens(4))
+    """
+    check_int(left, "left")
+    check_int(sink_tokens, "sink_tokens")
+    window: Mask = Window(left, -1)
+    return Causal() & (window | SinkTokens(sink_tokens) if sink_tokens else window)
+
+
+def ChunkCausal(size: int) -> Mask:  # noqa: N802
+    """Causal inside each chunk of positions.
+
+    Args:
+        size: positions of a chunk.
+
+    Example:
+        >>> flash_ext.masks.ChunkCausal(2).to_dense(4, 4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+    return Causal() & Chunks(size)
+
+
+def PrefixLM(lens: Tensor) -> Mask:  # noqa: N802
+    """Both directions inside the first ``lens`` keys, causal after them.
+
+    Args:
+        lens: as in :class:`Prefix`.
+
+    Example:
+        >>> flash_ext.masks.PrefixLM(torch.tensor([2])).to_dense(3, 3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    return Causal() | Prefix(lens)
+
+
+def DocumentCausal(ids: Tensor) -> Mask:  # noqa: N802
+    """Causal inside each document.
+
+    Args:
+        ids: as in :class:`Documents`.
+
+    Example:
+        >>> flash_ext.masks.DocumentCausal(torch.tensor([0, 0, 1])).to_dense(3, 3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    return Causal() & Documents(ids)
 
 
 def prefix_tree(

@@ -12,7 +12,7 @@ from ..relative_position import RelativePosition
 from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, Window, check_broadcast
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
-from .normal import Normal
+from .normal import Normal, refuse
 from .value import And, Mask, Not, Or, Sizes, in_words, leaves
 
 INT32_MAX = torch.iinfo(torch.int32).max
@@ -133,9 +133,10 @@ def terms_for(
     asked = {"bottom_right"} if left >= 0 or right >= 0 else set()
     alignments = set() if same else normal.alignments | asked
     if len(alignments) > 1:
-        raise ValueError(
-            f"{mask!r}: bands of both alignments have no kernel where the lengths differ, and causal=True "
-            "and window count from the bottom right: use one alignment."
+        refuse(
+            mask,
+            "bands of both alignments do not go together where the lengths differ, and causal=True and "
+            "window count from the bottom right: use one alignment.",
         )
     top_left = alignments == {"top_left"}
     lens = [prefix.lens for prefix in bands.prefixes]

@@ -7,7 +7,7 @@ wrappers of modules rebuild dataclasses and cast their tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .normal import Normal
 
 V = TypeVar("V", bound="Value")
-ALIGNMENTS = ("bottom_right", "top_left")
+Alignment = Literal["bottom_right", "top_left"]
+ALIGNMENTS: tuple[Alignment, ...] = ("bottom_right", "top_left")
 
 
 class Sizes(NamedTuple):
@@ -48,7 +49,7 @@ class Points(NamedTuple):
     key_at: Tensor
     packed: bool = False
 
-    def centre(self, alignment: str) -> Tensor:
+    def centre(self, alignment: Alignment) -> Tensor:
         """The position among the keys at which each row stands."""
         return self.row if alignment == "top_left" else self.row + (self.k_len - self.q_len)
 

@@ -345,8 +345,11 @@ def test_elements_of_a_block_mask_end_where_they_were_given_to() -> None:
 
 def test_nothing_to_see() -> None:
     """Lengths of 0 everywhere."""
-    for mask in (masks.Causal(), masks.Dense(torch.ones(1) > 0), masks.Causal() | masks.Chunks(2)):
-        for lengths in ((0, 4), (4, 0), (0, 0)):
+    for lengths in ((0, 4), (4, 0), (0, 0)):
+        ids = [torch.zeros(n, dtype=torch.int32) for n in lengths]
+        intervals = torch.zeros(lengths[1], 2).int()
+        for mask in (masks.Causal(), masks.Dense(torch.ones(1) > 0), masks.Causal() | masks.Chunks(2),
+                     masks.Documents(*ids), masks.HiddenRows(intervals)):  # fmt: skip
             assert mask.to_dense(*lengths).shape == (1, 1, *lengths)
             assert mask.describe(*lengths)[:4] == (0.0, 0, 0, 0)
             blocks = masks.BlockMask.from_mask(mask, *lengths)

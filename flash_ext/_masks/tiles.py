@@ -8,13 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .atoms import Causal, Chunks, Documents, HiddenKeys, HiddenRows, Prefix, SinkTokens, Window
 from .value import And, Mask, Not, Or, Sizes
-
-LIMITS = torch.iinfo(torch.int64)
 
 
 class Known(NamedTuple):
@@ -138,8 +135,8 @@ def _of_intervals(mask: HiddenRows | HiddenKeys, tiles: _Tiles) -> Known:
 
 def _ends(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The least and the greatest of each ``size`` numbers along the last dimension."""
-    missing = -numbers.shape[-1] % size
-    return (
-        F.pad(numbers.long(), (0, missing), value=LIMITS.max).unflatten(-1, (-1, size)).amin(-1),
-        F.pad(numbers.long(), (0, missing), value=LIMITS.min).unflatten(-1, (-1, size)).amax(-1),
-    )
+    count = -(-numbers.shape[-1] // size)
+    if missing := -numbers.shape[-1] % size:
+        numbers = torch.cat([numbers, numbers[..., -1:].expand(*numbers.shape[:-1], missing)], -1)
+    parts = numbers.unflatten(-1, (count, size))
+    return parts.amin(-1), parts.amax(-1)

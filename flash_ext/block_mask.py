@@ -60,8 +60,8 @@ class BlockMask(Mask):
     """
 
     __slots__ = ("blocks", "block_size", "bits", "index", "lengths")
-    FIELDS = ("blocks", "block_size", "bits", "index", "lengths")
-    CHILDREN = ("blocks", "bits", "index")
+    _FIELDS = ("blocks", "block_size", "bits", "index", "lengths")
+    _CHILDREN = ("blocks", "bits", "index")
     blocks: Tensor
     block_size: tuple[int, int]
     bits: Tensor | None

@@ -71,7 +71,7 @@ def fields_of(value: Value) -> list[object]:
 @each_value
 def test_a_value_cannot_be_changed(name: str) -> None:
     value = VALUES[name]()
-    for attribute in (value.FIELDS[0], "new"):
+    for attribute in (value._FIELDS[0], "new"):
         with pytest.raises(AttributeError, match=f"cannot be changed: make a new {type(value).__name__}"):
             setattr(value, attribute, None)
         with pytest.raises(AttributeError, match="cannot be changed"):
@@ -234,7 +234,7 @@ def test_leaves_are_the_tensors(name: str) -> None:
     assert loaded == spec and pytree.tree_unflatten(leaves, loaded) == value
     json.loads(pytree.treespec_dumps(spec))
     keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
-    assert all(key.startswith(f".{name}") for key, name in zip(keys[:1], value.CHILDREN))
+    assert all(key.startswith(f".{name}") for key, name in zip(keys[:1], value._CHILDREN))
     assert pytree.tree_flatten(pytree.tree_map(lambda _: 0, value))[0] == [0] * len(leaves)
 
 

@@ -24,7 +24,7 @@ class Causal(Mask):
     """
 
     __slots__ = ("alignment",)
-    FIELDS = ("alignment",)
+    _FIELDS = ("alignment",)
     alignment: Alignment
 
     def __init__(self, alignment: Alignment = "bottom_right") -> None:
@@ -47,7 +47,7 @@ class Window(Mask):
     """
 
     __slots__ = ("left", "right", "alignment")
-    FIELDS = ("left", "right", "alignment")
+    _FIELDS = ("left", "right", "alignment")
     left: int
     right: int
     alignment: Alignment
@@ -77,7 +77,7 @@ class Chunks(Mask):
     """
 
     __slots__ = ("size", "alignment")
-    FIELDS = ("size", "alignment")
+    _FIELDS = ("size", "alignment")
     size: int
     alignment: Alignment
 
@@ -99,7 +99,7 @@ class Prefix(Mask):
     """
 
     __slots__ = ("lens",)
-    FIELDS = CHILDREN = ("lens",)
+    _FIELDS = _CHILDREN = ("lens",)
     lens: Tensor
 
     def __init__(self, lens: Tensor) -> None:
@@ -130,7 +130,7 @@ class SinkTokens(Mask):
     """
 
     __slots__ = ("count",)
-    FIELDS = ("count",)
+    _FIELDS = ("count",)
     count: int
 
     def __init__(self, count: int) -> None:
@@ -160,7 +160,7 @@ class Documents(Mask):
     """
 
     __slots__ = ("ids", "ids_k")
-    FIELDS = CHILDREN = ("ids", "ids_k")
+    _FIELDS = _CHILDREN = ("ids", "ids_k")
     ids: Tensor
     ids_k: Tensor | None
 
@@ -209,7 +209,7 @@ class KeyMask(Mask):
     """
 
     __slots__ = ("keep",)
-    FIELDS = CHILDREN = ("keep",)
+    _FIELDS = _CHILDREN = ("keep",)
     keep: Tensor
 
     def __init__(self, keep: Tensor) -> None:
@@ -242,11 +242,11 @@ class _Hidden(Mask):
     """One or two intervals for each key or each row."""
 
     __slots__ = ("intervals",)
-    SIDE = ""
+    _SIDE = ""
     intervals: Tensor
 
     def __init__(self, intervals: Tensor) -> None:
-        _check_integers(intervals, "intervals", 2, 4, f"(batch, num_heads, {self.SIDE}, 2 or 4)")
+        _check_integers(intervals, "intervals", 2, 4, f"(batch, num_heads, {self._SIDE}, 2 or 4)")
         if intervals.shape[-1] not in (2, 4):
             raise ValueError(
                 "The last dimension of intervals must hold one or two pairs [start, end), got shape "
@@ -267,12 +267,12 @@ class _Hidden(Mask):
         return (1 if packed else shape[-4]), shape[-3]
 
     def _check(self, sizes: Sizes) -> None:
-        length = sizes.k_len if self.SIDE == "k_len" else sizes.q_len
+        length = sizes.k_len if self._SIDE == "k_len" else sizes.q_len
         lead = (sizes.num_heads,) if sizes.packed else (sizes.batch, sizes.num_heads)
         given = tuple(self.intervals.shape)
         fits = len(given) <= len(lead) + 2 and given[-2] == length
         if not fits or any(n not in (1, size) for n, size in zip(given[-3::-1], lead[::-1])):
-            names = ("total_" + self.SIDE[0],) if sizes.packed else ("batch", "num_heads", self.SIDE)
+            names = ("total_" + self._SIDE[0],) if sizes.packed else ("batch", "num_heads", self._SIDE)
             names = ("num_heads", *names) if sizes.packed else names
             raise ValueError(
                 f"{type(self).__name__}: intervals must have shape ({', '.join(names)}, 2 or 4) = "
@@ -291,8 +291,8 @@ class HiddenRows(_Hidden):
     """
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("intervals",)
-    SIDE = "k_len"
+    _FIELDS = _CHILDREN = ("intervals",)
+    _SIDE = "k_len"
 
     def _rule(self, points: Points) -> Tensor:
         return self._outside(points, points.key_at, points.row)
@@ -308,8 +308,8 @@ class HiddenKeys(_Hidden):
     """
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("intervals",)
-    SIDE = "q_len"
+    _FIELDS = _CHILDREN = ("intervals",)
+    _SIDE = "q_len"
 
     def _rule(self, points: Points) -> Tensor:
         return self._outside(points, points.row_at, points.key)
@@ -325,7 +325,7 @@ class Dense(Mask):
     """
 
     __slots__ = ("tensor",)
-    FIELDS = CHILDREN = ("tensor",)
+    _FIELDS = _CHILDREN = ("tensor",)
     tensor: Tensor
 
     def __init__(self, tensor: Tensor) -> None:

@@ -62,24 +62,24 @@ class Value:
     """
 
     __slots__ = ("__weakref__",)
-    FIELDS: ClassVar[tuple[str, ...]] = ()  # slots, in the order of the constructor's arguments
-    CHILDREN: ClassVar[tuple[str, ...]] = ()  # those that hold tensors or other values
-    KIND: ClassVar[str] = "value"
+    _FIELDS: ClassVar[tuple[str, ...]] = ()  # slots, in the order of the constructor's arguments
+    _CHILDREN: ClassVar[tuple[str, ...]] = ()  # those that hold tensors or other values
+    _KIND: ClassVar[str] = "value"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.FIELDS:
+        if cls._FIELDS:
             _register(cls)
 
     def _fill(self, *fields: Any) -> None:
-        for name, field in zip(self.FIELDS, fields):
+        for name, field in zip(self._FIELDS, fields):
             object.__setattr__(self, name, field)
 
     def _fields(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.FIELDS)
+        return tuple(getattr(self, name) for name in self._FIELDS)
 
     def _tensors(self) -> Iterator[Tensor]:
-        for name in self.CHILDREN:
+        for name in self._CHILDREN:
             field = getattr(self, name)
             for child in field if isinstance(field, tuple) else (field,):
                 if isinstance(child, Tensor):
@@ -107,10 +107,10 @@ class Value:
         return moved
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"A {self.KIND} cannot be changed: make a new {type(self).__name__}.")
+        raise AttributeError(f"A {self._KIND} cannot be changed: make a new {type(self).__name__}.")
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"A {self.KIND} cannot be changed: make a new {type(self).__name__}.")
+        raise AttributeError(f"A {self._KIND} cannot be changed: make a new {type(self).__name__}.")
 
     def _key(self) -> tuple[Any, ...]:
         fields = self._fields()
@@ -133,11 +133,11 @@ class Value:
 
     def __repr__(self) -> str:
         shown = []
-        for name, field in zip(self.FIELDS, self._fields()):
+        for name, field in zip(self._FIELDS, self._fields()):
             if isinstance(field, Tensor):
                 shown.append(f"{name}={in_words(field)}")
             elif name == "alignment" and field != ALIGNMENTS[0]:
-                shown.append(repr(field) if len(self.FIELDS) == 1 else f"{name}={field!r}")
+                shown.append(repr(field) if len(self._FIELDS) == 1 else f"{name}={field!r}")
             elif name != "alignment" and field is not None:
                 shown.append(repr(field))
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -160,11 +160,11 @@ def _moved(field: Any, device: torch.device | str) -> Any:
 
 
 def _register(cls: type[Value]) -> None:
-    numbers = tuple(name for name in cls.FIELDS if name not in cls.CHILDREN)
+    numbers = tuple(name for name in cls._FIELDS if name not in cls._CHILDREN)
 
     def flatten(value: Value) -> tuple[list[Any], tuple[Any, ...]]:
         # By name and not by type: a transform puts numbers where tensors were.
-        present = tuple(name for name in cls.CHILDREN if getattr(value, name) is not None)
+        present = tuple(name for name in cls._CHILDREN if getattr(value, name) is not None)
         context = (present, tuple(getattr(value, name) for name in numbers))
         return [getattr(value, name) for name in present], context
 
@@ -175,7 +175,7 @@ def _register(cls: type[Value]) -> None:
     def unflatten(children: Iterable[Any], context: tuple[Any, ...]) -> Value:
         value = object.__new__(cls)  # unchecked, for the same reason
         fields = {**dict(zip(context[0], children)), **dict(zip(numbers, context[1]))}
-        value._fill(*(fields.get(name) for name in cls.FIELDS))
+        value._fill(*(fields.get(name) for name in cls._FIELDS))
         return value
 
     pytree.register_pytree_node(
@@ -206,7 +206,7 @@ class Mask(Value):
     """
 
     __slots__ = ()
-    KIND = "mask"
+    _KIND = "mask"
 
     def __and__(self, other: Any) -> Mask:
         return And((*_parts(self, And), *_parts(_checked_mask(other, "&"), And)))
@@ -373,7 +373,7 @@ class _Join(Mask):
     """Several masks joined by one sign, flat and in the order written."""
 
     __slots__ = ("_normal", "masks")
-    SIGN: ClassVar[str]
+    _SIGN: ClassVar[str]
     masks: tuple[Mask, ...]
     _normal: Normal
 
@@ -407,15 +407,15 @@ class _Join(Mask):
 
     def __repr__(self) -> str:
         parts = (f"({mask!r})" if isinstance(mask, _Join) else repr(mask) for mask in self.masks)
-        return f" {self.SIGN} ".join(parts)
+        return f" {self._SIGN} ".join(parts)
 
 
 class And(_Join):
     """Made by ``&``."""
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("masks",)
-    SIGN = "&"
+    _FIELDS = _CHILDREN = ("masks",)
+    _SIGN = "&"
 
     def _shown(self, points: Points, negated: bool) -> Tensor:
         return _folded(self.masks, points, negated, every=not negated)
@@ -425,8 +425,8 @@ class Or(_Join):
     """Made by ``|``."""
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("masks",)
-    SIGN = "|"
+    _FIELDS = _CHILDREN = ("masks",)
+    _SIGN = "|"
 
     def _shown(self, points: Points, negated: bool) -> Tensor:
         return _folded(self.masks, points, negated, every=negated)
@@ -436,7 +436,7 @@ class Not(Mask):
     """Made by ``~``."""
 
     __slots__ = ("mask",)
-    FIELDS = CHILDREN = ("mask",)
+    _FIELDS = _CHILDREN = ("mask",)
     mask: Mask
 
     def __init__(self, mask: Mask) -> None:

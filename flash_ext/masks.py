@@ -27,23 +27,19 @@ from __future__ import annotations
 
 from ._masks.atoms import (
     Causal,
-    ChunkCausal,
     Chunks,
     Dense,
-    DocumentCausal,
     Documents,
     HiddenKeys,
     HiddenRows,
     KeyMask,
     Prefix,
-    PrefixLM,
     SinkTokens,
-    SlidingWindow,
     Window,
 )
 from ._masks.biases import ALiBi, Bias, DenseBias
 from ._masks.block_mask import BlockMask
-from ._masks.builders import prefix_tree, spans
+from ._masks.builders import ChunkCausal, DocumentCausal, PrefixLM, SlidingWindow, prefix_tree, spans
 from ._masks.convert import from_xformers
 from ._masks.describe import Description
 from ._masks.relative_position import RelativePosition

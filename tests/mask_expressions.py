@@ -1,4 +1,4 @@
-"""Random expressions of masks beside their meaning, which is computed here pair by pair and by nothing else."""
+"""Random expressions of masks beside their meaning, which is computed here, pair by pair."""
 
 from __future__ import annotations
 
@@ -139,9 +139,10 @@ def expressions(draw, q_len: int, k_len: int) -> Said:
     """Any expression of up to five masks; most have no kernel."""
     alignment = draw(st.sampled_from(["bottom_right", "top_left"]))
     leaves = atoms(q_len, k_len, alignment, (*BANDS, *WIDENING, *HIDING))
-    grow = st.deferred(lambda: st.one_of(
-        leaves, st.builds(both, leaves, tree), st.builds(either, tree, leaves), st.builds(opposite, tree)))  # fmt: skip
-    tree = st.one_of(leaves, grow)
+    grow = st.deferred(
+        lambda: st.builds(both, leaves, tree) | st.builds(either, tree, leaves) | st.builds(opposite, tree)
+    )
+    tree = leaves | leaves | grow
     return draw(st.builds(both, tree, tree) if draw(st.booleans()) else tree)
 
 
@@ -174,9 +175,9 @@ def executable(draw, q_len: int, k_len: int) -> Said:
         hide = draw(atoms(q_len, k_len, alignment, HIDING))
         if isinstance(hide.mask, (masks.Dense, masks.KeyMask, masks.BlockMask)):
             kinds = {masks.BlockMask: "block_mask"}.get(type(hide.mask), "dense")
-            more = atoms(q_len, k_len, alignment, (kinds,))
-            how = draw(st.integers(0, 3))
-            hide = [lambda x: x, opposite, lambda x: either(x, draw(more)),
-                    lambda x: opposite(both(x, draw(more)))][how](hide)  # fmt: skip
+            more = draw(atoms(q_len, k_len, alignment, (kinds,)))
+            hide = draw(
+                st.sampled_from([hide, opposite(hide), either(hide, more), opposite(both(hide, more))])
+            )
         said = both(hide, said) if draw(st.booleans()) else both(said, hide)
     return said

@@ -291,6 +291,34 @@ def test_python_modules_import_downwards():
     assert wrong == []
 
 
+# Parts of flash_ext/masks.py and what they stand on. Methods of a value may reach up when they are called.
+MASK_LAYERS = [
+    {"value"},
+    {"atoms", "biases", "dense"},
+    {"tiles"},
+    {"block_mask", "relative_position"},
+    {"normal", "block_algebra", "builders", "convert"},
+    {"lower"},
+    {"describe"},
+]
+
+
+def test_parts_of_masks_import_downwards():
+    rank = {name: number for number, row in enumerate(MASK_LAYERS) for name in row}
+    folder = ROOT / "flash_ext"
+    files = [*(folder / "_masks").glob("[a-z]*.py")]
+    files += [folder / "block_mask.py", folder / "relative_position.py"]
+    assert {path.stem for path in files} == set(rank)
+    wrong = []
+    for path in files:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                name = (node.module or "").removeprefix("_masks.")
+                if rank.get(name, -1) >= rank[path.stem]:
+                    wrong.append(f"{path.stem} imports {name}")
+    assert wrong == []
+
+
 def test_every_package_is_shipped():
     folders = {path.parent for path in (ROOT / "flash_ext").rglob("*.py") if "__pycache__" not in path.parts}
     packages = re.search(r"^packages = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M).group(1)

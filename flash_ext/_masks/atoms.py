@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .value import ALIGNMENTS, Mask, Points, Sizes, in_words
+from .value import ALIGNMENTS, Alignment, Mask, Points, Sizes, in_words
 
 
 class Causal(Mask):
@@ -24,10 +24,10 @@ class Causal(Mask):
     """
 
     __slots__ = ("alignment",)
-    FIELDS = ("alignment",)
-    alignment: str
+    _FIELDS = ("alignment",)
+    alignment: Alignment
 
-    def __init__(self, alignment: str = "bottom_right") -> None:
+    def __init__(self, alignment: Alignment = "bottom_right") -> None:
         self._fill(_checked_alignment(alignment))
 
     def _rule(self, points: Points) -> Tensor:
@@ -47,14 +47,14 @@ class Window(Mask):
     """
 
     __slots__ = ("left", "right", "alignment")
-    FIELDS = ("left", "right", "alignment")
+    _FIELDS = ("left", "right", "alignment")
     left: int
     right: int
-    alignment: str
+    alignment: Alignment
 
-    def __init__(self, left: int = -1, right: int = -1, alignment: str = "bottom_right") -> None:
+    def __init__(self, left: int = -1, right: int = -1, alignment: Alignment = "bottom_right") -> None:
         for name, bound in (("left", left), ("right", right)):
-            _check_int(bound, name)
+            check_int(bound, name)
             if bound < -1:
                 raise ValueError(f"{name} must be a number of keys or -1 for no limit, got {bound}.")
         self._fill(left, right, _checked_alignment(alignment))
@@ -77,12 +77,12 @@ class Chunks(Mask):
     """
 
     __slots__ = ("size", "alignment")
-    FIELDS = ("size", "alignment")
+    _FIELDS = ("size", "alignment")
     size: int
-    alignment: str
+    alignment: Alignment
 
-    def __init__(self, size: int, alignment: str = "bottom_right") -> None:
-        _check_int(size, "size")
+    def __init__(self, size: int, alignment: Alignment = "bottom_right") -> None:
+        check_int(size, "size")
         if size < 1:
             raise ValueError(f"size must be positive, got {size}.")
         self._fill(size, _checked_alignment(alignment))
@@ -99,7 +99,7 @@ class Prefix(Mask):
     """
 
     __slots__ = ("lens",)
-    FIELDS = CHILDREN = ("lens",)
+    _FIELDS = _CHILDREN = ("lens",)
     lens: Tensor
 
     def __init__(self, lens: Tensor) -> None:
@@ -115,7 +115,8 @@ class Prefix(Mask):
     def _check(self, sizes: Sizes) -> None:
         if self.lens.shape[0] not in (1, sizes.batch):
             raise ValueError(
-                f"Prefix: lens must have shape (batch,) = ({sizes.batch},) or (1,), got {tuple(self.lens.shape)}."
+                f"Prefix: lens must have shape (batch,) = ({sizes.batch},) or (1,), got "
+                f"{tuple(self.lens.shape)}."
             )
 
 
@@ -129,11 +130,11 @@ class SinkTokens(Mask):
     """
 
     __slots__ = ("count",)
-    FIELDS = ("count",)
+    _FIELDS = ("count",)
     count: int
 
     def __init__(self, count: int) -> None:
-        _check_int(count, "count")
+        check_int(count, "count")
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}.")
         self._fill(count)
@@ -159,7 +160,7 @@ class Documents(Mask):
     """
 
     __slots__ = ("ids", "ids_k")
-    FIELDS = CHILDREN = ("ids", "ids_k")
+    _FIELDS = _CHILDREN = ("ids", "ids_k")
     ids: Tensor
     ids_k: Tensor | None
 
@@ -176,10 +177,9 @@ class Documents(Mask):
         return self.ids if self.ids_k is None else self.ids_k
 
     def _rule(self, points: Points) -> Tensor:
-        of_rows, of_keys = (
-            _read(ids, at) if points.packed else _read(ids, points.b, at, trailing=1)
-            for ids, at in ((self.ids, points.row_at), (self.of_keys, points.key_at))
-        )
+        lead = () if points.packed else (points.b,)
+        of_rows = _read(self.ids, *lead, points.row_at, trailing=1)
+        of_keys = _read(self.of_keys, *lead, points.key_at, trailing=1)
         return (of_rows == of_keys) & (of_keys >= 0)
 
     def _lead(self, packed: bool) -> tuple[int, int]:
@@ -189,8 +189,8 @@ class Documents(Mask):
     def _check(self, sizes: Sizes) -> None:
         if self.ids_k is None and sizes.q_len != sizes.k_len:
             raise ValueError(
-                f"Documents needs ids_k, ids of the keys, where lengths differ, got {self!r} for {sizes.q_len} "
-                f"rows and {sizes.k_len} keys."
+                f"Documents needs ids_k, ids of the keys, where lengths differ, got {self!r} for "
+                f"{sizes.q_len} rows and {sizes.k_len} keys."
             )
         for name, ids, length in (("ids", self.ids, sizes.q_len), ("ids_k", self.of_keys, sizes.k_len)):
             _check_rows(ids, f"Documents: {name}", "q_len" if name == "ids" else "k_len", length, sizes)
@@ -209,7 +209,7 @@ class KeyMask(Mask):
     """
 
     __slots__ = ("keep",)
-    FIELDS = CHILDREN = ("keep",)
+    _FIELDS = _CHILDREN = ("keep",)
     keep: Tensor
 
     def __init__(self, keep: Tensor) -> None:
@@ -227,10 +227,9 @@ class KeyMask(Mask):
         _check_integers(lens, "lens", 1, 1, "(batch,)")
         return cls(torch.arange(k_len, device=lens.device) < lens[:, None])
 
-    def _shown(self, points: Points, negated: bool) -> Tensor:
-        keep = self.keep
-        shown = _read(keep, points.key_at) if points.packed else _read(keep, points.b, points.key_at, trailing=1)
-        return ~shown if negated else shown
+    def _rule(self, points: Points) -> Tensor:
+        index = (points.key_at,) if points.packed else (points.b, points.key_at)
+        return _read(self.keep, *index, trailing=1)
 
     def _lead(self, packed: bool) -> tuple[int, int]:
         return (self.keep.shape[0] if self.keep.dim() == 2 and not packed else 1), 1
@@ -243,11 +242,11 @@ class _Hidden(Mask):
     """One or two intervals for each key or each row."""
 
     __slots__ = ("intervals",)
-    SIDE = ""
+    _SIDE = ""
     intervals: Tensor
 
     def __init__(self, intervals: Tensor) -> None:
-        _check_integers(intervals, "intervals", 2, 4, f"(batch, num_heads, {self.SIDE}, 2 or 4)")
+        _check_integers(intervals, "intervals", 2, 4, f"(batch, num_heads, {self._SIDE}, 2 or 4)")
         if intervals.shape[-1] not in (2, 4):
             raise ValueError(
                 "The last dimension of intervals must hold one or two pairs [start, end), got shape "
@@ -259,9 +258,7 @@ class _Hidden(Mask):
         lead = (points.h,) if points.packed else (points.b, points.h)
         hidden = points.key < 0
         for pair in range(0, self.intervals.shape[-1], 2):
-            start, end = (
-                _read(self.intervals[..., pair + side], *lead, at, trailing=1) for side in (0, 1)
-            )
+            start, end = (_read(self.intervals[..., pair + side], *lead, at, trailing=1) for side in (0, 1))
             hidden = hidden | ((number >= start) & (number < end))
         return ~hidden
 
@@ -270,16 +267,17 @@ class _Hidden(Mask):
         return (1 if packed else shape[-4]), shape[-3]
 
     def _check(self, sizes: Sizes) -> None:
-        length = sizes.k_len if self.SIDE == "k_len" else sizes.q_len
+        length = sizes.k_len if self._SIDE == "k_len" else sizes.q_len
         lead = (sizes.num_heads,) if sizes.packed else (sizes.batch, sizes.num_heads)
         given = tuple(self.intervals.shape)
         fits = len(given) <= len(lead) + 2 and given[-2] == length
         if not fits or any(n not in (1, size) for n, size in zip(given[-3::-1], lead[::-1])):
-            names = f"num_heads, {'total_' + self.SIDE[0] if sizes.packed else self.SIDE}, 2 or 4"
+            names = ("total_" + self._SIDE[0],) if sizes.packed else ("batch", "num_heads", self._SIDE)
+            names = ("num_heads", *names) if sizes.packed else names
             raise ValueError(
-                f"{type(self).__name__}: intervals must have shape ({'' if sizes.packed else 'batch, '}{names}) "
-                f"= ({', '.join(map(str, (*lead, length)))}, 2 or 4), where the first may be 1 or left out, "
-                f"got {given}."
+                f"{type(self).__name__}: intervals must have shape ({', '.join(names)}, 2 or 4) = "
+                f"({', '.join(map(str, (*lead, length)))}, 2 or 4), where what stands before {names[-1]} may "
+                f"be 1 or left out, got {given}."
             )
 
 
@@ -293,8 +291,8 @@ class HiddenRows(_Hidden):
     """
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("intervals",)
-    SIDE = "k_len"
+    _FIELDS = _CHILDREN = ("intervals",)
+    _SIDE = "k_len"
 
     def _rule(self, points: Points) -> Tensor:
         return self._outside(points, points.key_at, points.row)
@@ -310,8 +308,8 @@ class HiddenKeys(_Hidden):
     """
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("intervals",)
-    SIDE = "q_len"
+    _FIELDS = _CHILDREN = ("intervals",)
+    _SIDE = "q_len"
 
     def _rule(self, points: Points) -> Tensor:
         return self._outside(points, points.row_at, points.key)
@@ -327,7 +325,7 @@ class Dense(Mask):
     """
 
     __slots__ = ("tensor",)
-    FIELDS = CHILDREN = ("tensor",)
+    _FIELDS = _CHILDREN = ("tensor",)
     tensor: Tensor
 
     def __init__(self, tensor: Tensor) -> None:
@@ -359,65 +357,6 @@ class Dense(Mask):
         check_broadcast(self.tensor, "Dense", sizes, hint)
 
 
-# ---- shortcuts ----------------------------------------------------------------------------------------
-
-
-def SlidingWindow(left: int, *, sink_tokens: int = 0) -> Mask:  # noqa: N802
-    """Causal, with so many keys back, and the first ``sink_tokens`` always.
-
-    Args:
-        left: how many keys before its own position a row sees.
-        sink_tokens: how many first keys stay visible.
-
-    Example:
-        >>> flash_ext.masks.SlidingWindow(1023, sink_tokens=4)
-        Causal() & (Window(1023, -1) | SinkTokens(4))
-    """
-    _check_int(left, "left")
-    _check_int(sink_tokens, "sink_tokens")
-    window: Mask = Window(left, -1)
-    return Causal() & (window | SinkTokens(sink_tokens) if sink_tokens else window)
-
-
-def ChunkCausal(size: int) -> Mask:  # noqa: N802
-    """Causal inside each chunk of positions.
-
-    Args:
-        size: positions of a chunk.
-
-    Example:
-        >>> flash_ext.masks.ChunkCausal(2).to_dense(4, 4)[0, 0].int().tolist()
-        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    """
-    return Causal() & Chunks(size)
-
-
-def PrefixLM(lens: Tensor) -> Mask:  # noqa: N802
-    """Both directions inside the first ``lens`` keys, causal after them.
-
-    Args:
-        lens: as in :class:`Prefix`.
-
-    Example:
-        >>> flash_ext.masks.PrefixLM(torch.tensor([2])).to_dense(3, 3)[0, 0].int().tolist()
-        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
-    """
-    return Causal() | Prefix(lens)
-
-
-def DocumentCausal(ids: Tensor) -> Mask:  # noqa: N802
-    """Causal inside each document.
-
-    Args:
-        ids: as in :class:`Documents`.
-
-    Example:
-        >>> flash_ext.masks.DocumentCausal(torch.tensor([0, 0, 1])).to_dense(3, 3)[0, 0].int().tolist()
-        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    """
-    return Causal() & Documents(ids)
-
-
 # ---- tensors ------------------------------------------------------------------------------------------
 
 
@@ -434,13 +373,13 @@ def _read(tensor: Tensor, *index: Tensor, trailing: int = 0) -> Tensor:
     return tensor[index] if index else tensor
 
 
-def _checked_alignment(alignment: Any) -> str:
+def _checked_alignment(alignment: Alignment) -> Alignment:
     if alignment not in ALIGNMENTS:
         raise ValueError(f"alignment must be one of {', '.join(ALIGNMENTS)}, got {alignment!r}.")
-    return str(alignment)
+    return alignment
 
 
-def _check_int(value: Any, name: str) -> None:
+def check_int(value: Any, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__qualname__}.")
 
@@ -455,7 +394,9 @@ def _check_integers(tensor: Any, name: str, least: int, most: int, layout: str) 
 
 def _check_range(ids: Tensor, name: str) -> None:
     """int32 is what kernels compare. Only where reading does not wait for a device."""
-    if ids.dtype == torch.int32 or ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if ids.dtype == torch.int32 or ids.device.type != "cpu" or type(ids) is not Tensor:
+        return
+    if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return

@@ -14,7 +14,7 @@ class Bias(Value):
     """What is added to the scores. Biases are joined with ``+``."""
 
     __slots__ = ()
-    KIND = "bias"
+    _KIND = "bias"
 
     def __add__(self, other: Any) -> Bias:
         return Sum((*terms_of(self), *terms_of(_checked_bias(other))))
@@ -44,7 +44,7 @@ class Sum(Bias):
     """Several biases joined by ``+``, flat and in the order written."""
 
     __slots__ = ("biases",)
-    FIELDS = CHILDREN = ("biases",)
+    _FIELDS = _CHILDREN = ("biases",)
     biases: tuple[Bias, ...]
 
     def __init__(self, biases: tuple[Bias, ...]) -> None:
@@ -64,7 +64,6 @@ class Sum(Bias):
 def terms_of(bias: Bias) -> tuple[Bias, ...]:
     """The biases that a sum is made of."""
     return bias.biases if isinstance(bias, Sum) else (bias,)
-
 
 
 def _checked_bias(other: Any) -> Bias:
@@ -96,7 +95,7 @@ class DenseBias(Bias):
     """
 
     __slots__ = ("tensor",)
-    FIELDS = CHILDREN = ("tensor",)
+    _FIELDS = _CHILDREN = ("tensor",)
     tensor: Tensor
 
     def __init__(self, tensor: Tensor) -> None:
@@ -129,7 +128,7 @@ class ALiBi(Bias):
     """
 
     __slots__ = ("slopes",)
-    FIELDS = CHILDREN = ("slopes",)
+    _FIELDS = _CHILDREN = ("slopes",)
     slopes: Tensor
 
     def __init__(self, slopes: Tensor) -> None:

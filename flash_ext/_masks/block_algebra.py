@@ -74,7 +74,8 @@ def _conjunction(a: BlockMask, b: BlockMask) -> BlockMask:
     own = []
     for bits, places in found:
         full = bits.new_full((1, rows, -(-cols // 32)), -1)
-        own.append(torch.cat([bits, full])[torch.where(places >= 0, places, len(bits)).expand_as(blocks)[cut]])
+        places = torch.where(places >= 0, places, len(bits)).expand_as(blocks)
+        own.append(torch.cat([bits, full])[places[cut]])
     index = torch.full_like(blocks, -1, dtype=torch.int32)
     index[cut] = torch.arange(len(own[0]), dtype=torch.int32, device=blocks.device)
     return BlockMask._of(blocks, (rows, cols), own[0] & own[1], index, _shorter(a, b))
@@ -85,9 +86,7 @@ def _trimmed(mask: BlockMask, sizes: Sizes) -> BlockMask:
     if sizes.packed:
         return mask
     ends = [-(-length // size) for length, size in zip((sizes.q_len, sizes.k_len), mask.block_size)]
-    blocks, index = (
-        t if t is None else t[:, :, : ends[0], : ends[1]] for t in (mask.blocks, mask.index)
-    )
+    blocks, index = (t if t is None else t[:, :, : ends[0], : ends[1]] for t in (mask.blocks, mask.index))
     assert blocks is not None
     return BlockMask._of(blocks, mask.block_size, mask.bits, index, mask.lengths)
 
@@ -100,7 +99,8 @@ def refined(mask: BlockMask, size: tuple[int, int]) -> BlockMask:
     blocks = mask.blocks.repeat_interleave(down, 2).repeat_interleave(across, 3)
     if mask.bits is None or mask.index is None:
         return BlockMask(blocks, size)
-    parts = unpacked(mask.bits, mask.block_size[1]).unflatten(2, (across, size[1])).unflatten(1, (down, size[0]))
+    elements = unpacked(mask.bits, mask.block_size[1])
+    parts = elements.unflatten(2, (across, size[1])).unflatten(1, (down, size[0]))
     bits = packed_bits(parts.transpose(2, 3).flatten(0, 2))
     index = mask.index.repeat_interleave(down, 2).repeat_interleave(across, 3)
     steps = torch.arange(index.shape[2], device=index.device, dtype=torch.int32)[:, None] % down * across

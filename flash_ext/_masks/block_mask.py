@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dense import piece_of, pieces, sizes_of
+from .tiles import Known, known_tiles
 from .value import Mask, Points, Sizes
 
 BLOCK_GRANULE = 16  # block sizes are multiples of it
@@ -59,8 +60,8 @@ class BlockMask(Mask):
     """
 
     __slots__ = ("blocks", "block_size", "bits", "index", "lengths")
-    FIELDS = ("blocks", "block_size", "bits", "index", "lengths")
-    CHILDREN = ("blocks", "bits", "index")
+    _FIELDS = ("blocks", "block_size", "bits", "index", "lengths")
+    _CHILDREN = ("blocks", "bits", "index")
     blocks: Tensor
     block_size: tuple[int, int]
     bits: Tensor | None
@@ -85,22 +86,23 @@ class BlockMask(Mask):
             raise ValueError(f"elements must have 1 to 4 dimensions, got shape {tuple(elements.shape)}.")
         elements = with_leading(elements, 4)
         covered = blocks.shape[2] * rows, blocks.shape[3] * cols
-        lengths = tuple(None if n == 1 else min(n, most) for n, most in zip(elements.shape[2:], covered))
-        q_len, k_len = (most if n is None else n for n, most in zip(lengths, covered))
-        lead = torch.broadcast_shapes(blocks.shape[:2], elements.shape[:2])
-        wide = elements.expand(*lead, *(most if n == 1 else n for n, most in zip(elements.shape[2:], covered)))
+        own_q, own_k = (None if n == 1 else min(n, most) for n, most in zip(elements.shape[2:], covered))
+        q_len, k_len = (most if n is None else n for n, most in zip((own_q, own_k), covered))
+        batch, num_heads = torch.broadcast_shapes(blocks.shape[:2], elements.shape[:2])
+        wide = elements[:, :, :q_len, :k_len].expand(batch, num_heads, q_len, k_len)
 
         def piece(b: int, of_rows: range, of_keys: range) -> Tensor:
             return wide[b, :, of_rows.start : of_rows.stop, of_keys.start : of_keys.stop]
 
-        seen = _condensed(piece, Sizes(False, *lead, q_len, k_len), (rows, cols), blocks.device)
+        sizes = Sizes(False, batch, num_heads, q_len, k_len)
+        seen = _condensed(piece, sizes, (rows, cols), blocks.device)
         # Of a length below the map's, what lies beyond is hidden.
         missing = (0, blocks.shape[3] - seen.blocks.shape[3], 0, blocks.shape[2] - seen.blocks.shape[2])
         kept = blocks & F.pad(seen.blocks, missing)
         index = torch.full_like(seen.blocks, -1, dtype=torch.int32) if seen.index is None else seen.index
         index = F.pad(index, missing, value=-1).masked_fill(~kept, -1)
         bits = index.new_empty(0, rows, -(-cols // 32)) if seen.bits is None else seen.bits
-        self._fill(kept, (rows, cols), bits, index, lengths)
+        self._fill(kept, (rows, cols), bits, index, (own_q, own_k))
 
     @classmethod
     def _of(
@@ -125,7 +127,8 @@ class BlockMask(Mask):
     ) -> BlockMask:
         """Any mask of :mod:`flash_ext.masks` as blocks, also one that no kernel executes by itself.
 
-        It is evaluated piece by piece, 4 million pairs at most: nothing of size q_len * k_len is formed.
+        It is evaluated piece by piece, 4 million pairs at most, and only where a block may be cut: nothing of
+        size q_len * k_len is formed.
 
         Args:
             mask: the mask.
@@ -145,7 +148,12 @@ class BlockMask(Mask):
         size = checked_block_size(block_size)
         sizes = sizes_of(mask, q_len, k_len, batch, num_heads)
         own = mask.device or torch.device("cpu" if device is None else device)
-        made = _condensed(lambda b, rows, keys: piece_of(mask, sizes, b, rows, keys, own), sizes, size, own)
+        known = known_tiles(mask, sizes, size, own)
+
+        def piece(b: int, rows: range, keys: range) -> Tensor:
+            return piece_of(mask, sizes, b, rows, keys, own)
+
+        made = _condensed(piece, sizes, size, own, known)
         return made if device is None else made.to(device)
 
     @classmethod
@@ -162,11 +170,13 @@ class BlockMask(Mask):
                 f"mask must have shape (batch, num_heads, seqlen_q, seqlen_k), got {tuple(mask.shape)}."
             )
         wide = with_leading(mask, 4)
+        batch, num_heads, q_len, k_len = wide.shape
 
         def piece(b: int, rows: range, keys: range) -> Tensor:
             return wide[b, :, rows.start : rows.stop, keys.start : keys.stop]
 
-        return _condensed(piece, Sizes(False, *wide.shape), checked_block_size(block_size), mask.device)
+        sizes = Sizes(False, batch, num_heads, q_len, k_len)
+        return _condensed(piece, sizes, checked_block_size(block_size), mask.device)
 
     @classmethod
     def from_rule(
@@ -230,7 +240,7 @@ class BlockMask(Mask):
             )
         if not bool(partial.any()):
             return cls(full, (rows, cols))
-        sizes = Sizes(False, *partial.shape[:2], seqlen_q, seqlen_k)
+        sizes = Sizes(False, partial.shape[0], partial.shape[1], seqlen_q, seqlen_k)
 
         def piece(b: int, of_rows: range, of_keys: range) -> Tensor:
             def mask_mod(batch: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -246,7 +256,7 @@ class BlockMask(Mask):
             )  # fmt: skip
             return whole | (cut & seen)
 
-        return _condensed(piece, sizes, (rows, cols), partial.device)
+        return _condensed(piece, sizes, (rows, cols), partial.device, Known(partial | full, full & ~partial))
 
     @property
     def elements(self) -> Tensor | None:
@@ -302,8 +312,8 @@ class BlockMask(Mask):
         if not fits or (not sizes.packed and given[2:] != want[2:]):
             tail = ", any, any)" if sizes.packed else f", {want[2]}, {want[3]})"
             raise ValueError(
-                f"BlockMask: blocks must have shape ({want[0]} or 1, {want[1]} or 1{tail} for blocks of {rows} "
-                f"by {cols}, got {given}."
+                f"BlockMask: blocks must have shape ({want[0]} or 1, {want[1]} or 1{tail} for blocks of "
+                f"{rows} by {cols}, got {given}."
             )
         lengths = zip(self.lengths or (None, None), (sizes.q_len, sizes.k_len))
         if not sizes.packed and any(own not in (None, length) for own, length in lengths):
@@ -330,16 +340,24 @@ def unpacked(bits: Tensor, cols: int) -> Tensor:
 
 
 def _condensed(
-    piece: Piece, sizes: Sizes, size: tuple[int, int], device: torch.device | str
+    piece: Piece,
+    sizes: Sizes,
+    size: tuple[int, int],
+    device: torch.device | str,
+    known: Known | None = None,
 ) -> BlockMask:
-    """Blocks, and the bits of those that are cut; ``piece`` is asked for a part after the other."""
+    """Blocks, and the bits of those that are cut; ``piece`` is asked for a part after the other.
+
+    It is not asked for blocks that are ``known`` in all heads.
+    """
     rows, cols = size
     shape = (*sizes[1:3], -(-sizes.q_len // rows), -(-sizes.k_len // cols))
-    blocks = torch.zeros(shape, dtype=torch.bool, device=device)
+    wanted = None if known is None else (known.some & ~known.every).any(1)
+    blocks = torch.zeros(shape, dtype=torch.bool, device=device) if known is None else known.every.clone()
     index = torch.full(shape, -1, dtype=torch.int32, device=device)
     words = torch.empty(0, rows, -(-cols // 32), dtype=torch.int32, device=device)
     bits, count = [words], 0
-    for b, of_rows, of_keys in pieces(sizes, rows, cols):
+    for b, of_rows, of_keys in pieces(sizes, rows, cols, wanted):
         seen = piece(b, of_rows, of_keys)
         tiles = F.pad(seen, (0, -len(of_keys) % cols, 0, rows - len(of_rows)))
         tiles = tiles.unflatten(2, (-1, cols)).transpose(1, 2)  # (num_heads, key blocks, rows, cols)

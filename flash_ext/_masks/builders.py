@@ -1,4 +1,4 @@
-"""Masks of linear memory for structures that a formula does not say: trees of answers, spans of pictures."""
+"""The usual masks, and those of linear memory for what no formula says: trees of answers, spans."""
 
 from __future__ import annotations
 
@@ -7,10 +7,66 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .atoms import Causal, HiddenKeys, HiddenRows
-from .value import Mask
+from .atoms import Causal, Chunks, Documents, HiddenKeys, HiddenRows, Prefix, SinkTokens, Window, check_int
+from .value import Mask, in_words
 
 END = torch.iinfo(torch.int32).max  # beyond every row and key
+
+
+def SlidingWindow(left: int, *, sink_tokens: int = 0) -> Mask:  # noqa: N802
+    """Causal, with so many keys back, and the first ``sink_tokens`` always.
+
+    Args:
+        left: how many keys before its own position a row sees.
+        sink_tokens: how many first keys stay visible.
+
+    Example:
+        >>> flash_ext.masks.SlidingWindow(1023, sink_tokens=4)
+        Causal() & (Window(1023, -1) | SinkTokens(4))
+    """
+    check_int(left, "left")
+    check_int(sink_tokens, "sink_tokens")
+    window: Mask = Window(left, -1)
+    return Causal() & (window | SinkTokens(sink_tokens) if sink_tokens else window)
+
+
+def ChunkCausal(size: int) -> Mask:  # noqa: N802
+    """Causal inside each chunk of positions.
+
+    Args:
+        size: positions of a chunk.
+
+    Example:
+        >>> flash_ext.masks.ChunkCausal(2).to_dense(4, 4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+    return Causal() & Chunks(size)
+
+
+def PrefixLM(lens: Tensor) -> Mask:  # noqa: N802
+    """Both directions inside the first ``lens`` keys, causal after them.
+
+    Args:
+        lens: as in :class:`Prefix`.
+
+    Example:
+        >>> flash_ext.masks.PrefixLM(torch.tensor([2])).to_dense(3, 3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    return Causal() | Prefix(lens)
+
+
+def DocumentCausal(ids: Tensor) -> Mask:  # noqa: N802
+    """Causal inside each document.
+
+    Args:
+        ids: as in :class:`Documents`.
+
+    Example:
+        >>> flash_ext.masks.DocumentCausal(torch.tensor([0, 0, 1])).to_dense(3, 3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    return Causal() & Documents(ids)
 
 
 def prefix_tree(
@@ -31,8 +87,8 @@ def prefix_tree(
 
     Args:
         parents: for each segment the index of the one that it continues, -1 for none.
-        cu_seqlens: (segments + 1,) where each segment starts, and where the last one ends; None says that each
-            token is a segment.
+        cu_seqlens: (segments + 1,) where each segment starts, and where the last one ends; None says that
+            each token is a segment.
         device: of the mask; None is that of ``parents``, the CPU if it is a list.
 
     Returns:
@@ -53,24 +109,24 @@ def prefix_tree(
         device = parents.device if isinstance(parents, Tensor) else "cpu"
     above = _integers(parents, "parents")
     starts = list(range(len(above) + 1)) if cu_seqlens is None else _integers(cu_seqlens, "cu_seqlens")
-    if len(starts) != len(above) + 1 or starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:])):
+    if len(starts) != len(above) + 1 or starts[0] != 0 or sorted(starts) != starts:
         raise ValueError(
-            f"cu_seqlens must start with 0, not decrease and have one entry more than parents, {len(above) + 1}, "
-            f"got {len(starts)} entries from {starts[0] if starts else None}."
+            f"cu_seqlens must start with 0, not decrease and have one entry more than parents, "
+            f"{len(above) + 1}, got {starts[:3]}{'...' if len(starts) > 3 else ''} of {len(starts)}."
         )
     ends = list(starts[1:])  # of all that descends from a segment
     path: list[int] = []  # the segment before and its ancestors
     for segment, parent in enumerate(above):
         if not -1 <= parent < segment:
             raise ValueError(
-                f"parents[{segment}] must be -1 or the index of a segment before, 0 to {segment - 1}, got {parent}."
+                f"parents[{segment}] must be -1 or the index of a segment before it, got {parent}."
             )
         while path and path[-1] != parent:
             path.pop()
         if parent >= 0 and not path:
             raise ValueError(
-                f"parents must be in depth-first order: segment {segment} continues segment {parent}, but a segment "
-                f"that does not descend from {parent} stands between them. Sort the segments."
+                f"parents must be in depth-first order: segment {segment} continues segment {parent}, but a "
+                f"segment that does not descend from {parent} stands between them. Sort the segments."
             )
         path.append(segment)
     for segment in reversed(range(len(above))):
@@ -123,6 +179,6 @@ def spans(ids: Tensor) -> Mask:
 def _integers(given: Tensor | Sequence[int], name: str) -> list[int]:
     tensor = given if isinstance(given, Tensor) else torch.tensor(list(given), dtype=torch.int64)
     if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() != 1:
-        raise TypeError(f"{name} must be integers of one dimension, got {tensor.dtype} {tuple(tensor.shape)}.")
+        raise TypeError(f"{name} must be integers of one dimension, got {in_words(tensor)}.")
     numbers: list[int] = tensor.tolist()
     return numbers

@@ -39,9 +39,11 @@ def to_torch(
     size = checked_block_size(block_size)
     own = BlockMask.from_mask(mask, q_len, k_len, batch=batch, num_heads=num_heads, block_size=size)
     cut = torch.zeros_like(own.blocks) if own.index is None else own.index >= 0
-    lists = (part for kind in (cut, own.blocks & ~cut) for part in _listed(kind))
+    # As torch has it: where the lengths cut a block, the rule is asked.
+    cut[:, :, q_len // size[0] :] |= own.blocks[:, :, q_len // size[0] :]
+    cut[..., k_len // size[1] :] |= own.blocks[..., k_len // size[1] :]
     return TorchBlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=size, mask_mod=to_mask_mod(mask, q_len, k_len), seq_lengths=(q_len, k_len)
+        *_listed(cut), *_listed(own.blocks & ~cut), size, to_mask_mod(mask, q_len, k_len), (q_len, k_len)
     )
 
 
@@ -88,7 +90,8 @@ def from_xformers(bias: Any) -> tuple[Mask | None, Bias | None]:
     if "BlockDiagonal" in name:
         raise ValueError(
             f"{name} lays out packed sequences: give bias.q_seqinfo.seqstart and bias.k_seqinfo.seqstart to "
-            "attention_varlen as cu_seqlens_q and cu_seqlens_k. Paged, padded and gappy keys are not supported."
+            "attention_varlen as cu_seqlens_q and cu_seqlens_k. Paged, padded and gappy keys are not "
+            "supported."
         )
     if bias is None:
         return None, None

@@ -24,9 +24,7 @@ def sizes_of(
     return sizes
 
 
-def grid(
-    sizes: Sizes, batch: range, rows: range, keys: range, device: torch.device | str | None
-) -> Points:
+def grid(sizes: Sizes, batch: range, rows: range, keys: range, device: torch.device | str | None) -> Points:
     """The points of a piece of a call that is not packed, (batch, num_heads, rows, keys)."""
     ranges = (batch, range(sizes.num_heads), rows, keys)
     b, h, row, key = (
@@ -36,8 +34,10 @@ def grid(
     return Points(b, h, row, key, sizes.q_len, sizes.k_len, row, key)
 
 
-def packed_grid(sizes: Sizes, cu_seqlens: tuple[Tensor, Tensor], device: torch.device) -> tuple[Points, Tensor]:
-    """All points of a packed call, (1, num_heads, total_q, total_k), and where row and key are of one sequence."""
+def packed_grid(
+    sizes: Sizes, cu_seqlens: tuple[Tensor, Tensor], device: torch.device
+) -> tuple[Points, Tensor]:
+    """All points of a packed call, (1, num_heads, total_q, total_k), and which are of one sequence."""
     cu_q, cu_k = (cu.to(device, torch.int64) for cu in cu_seqlens)
     row_at = torch.arange(sizes.q_len, device=device)
     key_at = torch.arange(sizes.k_len, device=device)
@@ -49,8 +49,9 @@ def packed_grid(sizes: Sizes, cu_seqlens: tuple[Tensor, Tensor], device: torch.d
     q_len, k_len = ((cu[1:] - cu[:-1])[b] for cu in (cu_q, cu_k))
     together = covered[:, None] & (key >= 0) & (key < k_len)
     h = torch.arange(sizes.num_heads, device=device).view(1, -1, 1, 1)
-    wide = [x[None, None] for x in (row, key.clamp(min=0), q_len, k_len, row_at[:, None], key_at[None])]
-    return Points(b[None, None], h, *wide, packed=True), together[None, None]
+    b, row, key, q_len, k_len = (x[None, None] for x in (b, row, key.clamp(min=0), q_len, k_len))
+    points = Points(b, h, row, key, q_len, k_len, row_at[None, None, :, None], key_at[None, None, None], True)
+    return points, together[None, None]
 
 
 def dense(
@@ -81,15 +82,34 @@ def dense(
 
 
 def pieces(
-    sizes: Sizes, block_rows: int, block_cols: int
+    sizes: Sizes, block_rows: int, block_cols: int, wanted: Tensor | None = None
 ) -> Iterator[tuple[int, range, range]]:
-    """Batch entry, rows and keys of the pieces of a call: a row of blocks each, or a part of one."""
-    together = max(PIECE // (block_rows * block_cols * max(sizes.num_heads, 1)), 1) * block_cols
+    """Batch entry, rows and keys of the pieces of a call: neighbours in a row of blocks, some million pairs.
+
+    Args:
+        sizes, block_rows, block_cols: of the call and of its blocks.
+        wanted: bool (batch, row blocks, key blocks), the blocks that pieces are made of; None is all.
+    """
+    together = max(PIECE // (block_rows * block_cols * max(sizes.num_heads, 1)), 1)
+    listed = None if wanted is None else wanted.tolist()
+    everything = [True] * -(-sizes.k_len // block_cols)
     for b in range(sizes.batch):
-        for first in range(0, sizes.q_len, block_rows):
+        for m, first in enumerate(range(0, sizes.q_len, block_rows)):
             rows = range(first, min(first + block_rows, sizes.q_len))
-            for start in range(0, sizes.k_len, together):
-                yield b, rows, range(start, min(start + together, sizes.k_len))
+            for start, end in _runs(everything if listed is None else listed[b][m], together):
+                yield b, rows, range(start * block_cols, min(end * block_cols, sizes.k_len))
+
+
+def _runs(wanted: list[bool], most: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of neighbours that are True, ``most`` of them at most."""
+    start = 0
+    while start < len(wanted):
+        end = start
+        while end < len(wanted) and end - start < most and wanted[end]:
+            end += 1
+        if end > start:
+            yield start, end
+        start = max(end, start + 1)
 
 
 def piece_of(

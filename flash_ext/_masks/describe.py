@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .block_mask import BlockMask
 from .dense import piece_of, pieces, sizes_of
 from .lower import Terms, terms_for
 from .normal import Refused
+from .tiles import known_tiles
 from .value import Mask, Sizes
 
 TILE = 128
@@ -53,22 +55,32 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
     lead = mask._lead(False)
     own = sizes._replace(batch=lead[0], num_heads=lead[1])
     repeats = sizes.batch * sizes.num_heads // max(lead[0] * lead[1], 1)
-    counts = torch.zeros(4, dtype=torch.int64, device=device)  # shown pairs, skipped, cut and whole tiles
-    for b, rows, keys in pieces(own, TILE, TILE):
+    known = known_tiles(mask, own, (TILE, TILE), device)
+    wanted = (known.some & ~known.every).any(1)
+    # Shown pairs, and tiles that are skipped, cut and whole: first of those that need no look at their pairs.
+    every, some = ((x & ~wanted[:, None]).sum((0, 1)) for x in (known.every, known.some))
+    heights, widths = (
+        (length - torch.arange(0, length, TILE, device=device)).clamp(max=TILE) for length in (q_len, k_len)
+    )
+    skipped = known.some.numel() - own.num_heads * wanted.sum() - some.sum()
+    pairs = (every * heights[:, None] * widths).sum()
+    counts = torch.stack([pairs, skipped, torch.zeros_like(pairs), every.sum()])
+    for b, rows, keys in pieces(own, TILE, TILE, wanted):
         shown = piece_of(mask, own, b, rows, keys, device).sum(1, dtype=torch.int32)
         tiles = torch.nn.functional.pad(shown, (0, -len(keys) % TILE)).unflatten(1, (-1, TILE)).sum(2)
         full = torch.full(tiles.shape[1:], TILE, device=device)
         full[-1] = len(keys) - TILE * (len(full) - 1)
         whole, skipped = (tiles == full * len(rows)).sum(), (tiles == 0).sum()
         counts += torch.stack([tiles.sum(), skipped, tiles.numel() - whole - skipped, whole])
-    pairs, skipped_tiles, cut_tiles, whole_tiles = ((counts * repeats).tolist())
+    shown_pairs, skipped_tiles, cut_tiles, whole_tiles = (counts * repeats).tolist()
     total = sizes.batch * sizes.num_heads * q_len * k_len
     memory, refusal = None, None
     try:
         memory = _bytes(terms_for(mask, None, sizes), sizes)
     except Refused as error:
         refusal = str(error)
-    return Description(pairs / total if total else 0.0, skipped_tiles, cut_tiles, whole_tiles, memory, refusal)
+    density = shown_pairs / total if total else 0.0
+    return Description(density, skipped_tiles, cut_tiles, whole_tiles, memory, refusal)
 
 
 def _bytes(terms: Terms, sizes: Sizes) -> int:
@@ -78,10 +90,12 @@ def _bytes(terms: Terms, sizes: Sizes) -> int:
     if terms.prefix_lens is not None:
         words += sizes.batch
     if terms.documents is not None:
-        rows, keys = terms.documents
-        words += sum(_labels(ids.numel(), ids.shape[-1]) for ids in ((rows,) if rows is keys else (rows, keys)))
-        if terms.keys is not None and rows is keys:
-            words += _labels(sizes.batch * sizes.k_len, sizes.k_len)  # hidden keys get ids of their own
+        of_rows, of_keys = terms.documents
+        words += _labels(of_rows, 1)
+        if terms.keys is not None:  # hidden keys get ids of their own
+            words += _labels(of_keys, sizes.batch if of_keys.dim() == 1 else 1)
+        elif of_keys is not of_rows:
+            words += _labels(of_keys, 1)
     elif terms.keys is not None:
         words += sizes.batch * 3 * -(-sizes.k_len // 32)
     for intervals in (terms.hidden_rows, terms.hidden_keys):
@@ -90,15 +104,16 @@ def _bytes(terms: Terms, sizes: Sizes) -> int:
             lead = intervals.numel() // max(length * numbers, 1)
             words += lead * numbers * (length + 2 * -(-length // 32))
     if terms.dense is not None:
-        *lead, rows, cols = (1, 1, 1, 1, *terms.dense.shape)[-4:]
-        words += lead[0] * lead[1] * (rows + 2 * -(-rows // 64)) * -(-cols // 32)
+        entries, heads, rows, cols = (1, 1, 1, *terms.dense.shape)[-4:]
+        words += entries * heads * (rows + 2 * -(-rows // 64)) * -(-cols // 32)
     if terms.blocks is not None:
         words += _of_blocks(terms.blocks)
     return 4 * words
 
 
-def _labels(count: int, length: int) -> int:
-    return count + count // max(length, 1) * 2 * -(-length // 32)
+def _labels(ids: Tensor, repeats: int) -> int:
+    length = ids.shape[-1]
+    return repeats * ids.numel() // max(length, 1) * (length + 2 * -(-length // 32))
 
 
 def _of_blocks(mask: BlockMask) -> int:
@@ -118,7 +133,8 @@ def plot(mask: Mask, q_len: int, k_len: int, ax: Any, batch_index: int, head_ind
         raise ImportError('plot needs matplotlib: pip install "flash_ext[demo]".') from error
     sizes = sizes_of(mask, q_len, k_len, None, None)
     batch_index, head_index = (i if n > 1 else 0 for i, n in zip((batch_index, head_index), sizes[1:3]))
-    for name, index, size in (("batch_index", batch_index, sizes.batch), ("head_index", head_index, sizes.num_heads)):
+    indices = ("batch_index", batch_index, sizes.batch), ("head_index", head_index, sizes.num_heads)
+    for name, index, size in indices:
         if not 0 <= index < size:
             raise ValueError(f"{name} must be from 0 to {size - 1}, got {index}.")
     device = mask.device or torch.device("cpu")
@@ -134,7 +150,8 @@ def plot(mask: Mask, q_len: int, k_len: int, ax: Any, batch_index: int, head_ind
         image[rows.start // rows_of, start : start + len(there)] = (padded / there).cpu()
     if ax is None:
         ax = pyplot.figure().add_subplot()
-    ax.imshow(image.numpy(), cmap="Blues", vmin=0, vmax=1, extent=(0, k_len, q_len, 0), interpolation="nearest")
+    extent = (0, k_len, q_len, 0)
+    ax.imshow(image.numpy(), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
     ax.set_xlabel("key")
     ax.set_ylabel("row")
     return ax

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, check_broadcast
+from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, Window, check_broadcast
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
 from .block_mask import BlockMask, with_leading
-from .normal import Normal
+from .normal import Normal, refuse
 from .relative_position import RelativePosition
 from .value import And, Mask, Not, Or, Sizes, leaves
 
@@ -71,27 +71,32 @@ def terms_for(
         ValueError: no kernel executes the mask, or a tensor does not fit the sizes.
     """
     left, right = window
-    right = 0 if causal else right
-    terms = _of_bias(bias, sizes)
+    right = 0 if causal and right >= -1 else right
+    of_bias = _of_bias(bias, sizes)
     if mask is None:
-        return terms._replace(left=left, right=right)
+        limits = Window(left, right)
+        return Terms(limits.left, limits.right, **of_bias)
     normal = mask.normal()
     bands = normal.bands(left, right)
-    mask._lead(sizes.packed)
     mask._check(sizes)
     # Where no length differs both alignments are the same.
     same = not sizes.packed and sizes.q_len == sizes.k_len
-    alignments = set() if same else {*normal.alignments, *(["bottom_right"] if (left, right) != (-1, -1) else [])}
+    asked = {"bottom_right"} if left >= 0 or right >= 0 else set()
+    alignments = set() if same else normal.alignments | asked
     if len(alignments) > 1:
-        asked = " with causal or window, which count from the bottom right," if left >= 0 or right >= 0 else ""
-        raise ValueError(f"{mask!r}:{asked} has bands of both alignments, and lengths that differ: use one.")
+        refuse(
+            mask,
+            "bands of both alignments do not go together where the lengths differ, and causal=True and "
+            "window count from the bottom right: use one alignment.",
+        )
     top_left = alignments == {"top_left"}
     lens = [prefix.lens for prefix in bands.prefixes]
-    return terms._replace(
+    return Terms(
         left=bands.left, right=bands.right, top_left=top_left, chunk=bands.chunk,
         sink_tokens=bands.sink_tokens, prefix_lens=_longest(lens, sizes), documents=_documents(normal),
         keys=_keys(normal, sizes), hidden_rows=_intervals(normal.hidden_rows),
-        hidden_keys=_intervals(normal.hidden_keys), blocks=_blocks(normal, sizes), dense=_dense(normal, sizes),
+        hidden_keys=_intervals(normal.hidden_keys), blocks=_blocks(normal, sizes),
+        dense=_dense(normal, sizes), **of_bias,
     )  # fmt: skip
 
 
@@ -152,10 +157,23 @@ def _dense(normal: Normal, sizes: Sizes) -> Tensor | None:
         return whole.tensor
     if sizes.packed and any(isinstance(leaf, KeyMask) for part in normal.dense for leaf in leaves(part)):
         raise ValueError(
-            f"{normal.mask!r}: KeyMask counts packed keys and Dense those of a sequence, so a union of both has "
-            "no kernel in packed calls."
+            f"{normal.words}: KeyMask counts packed keys and Dense those of a sequence, so a union of both "
+            "has no kernel in packed calls."
         )
+    if sizes.packed:
+        _check_ends(normal)
     return _evaluated(whole)
+
+
+def _check_ends(normal: Normal) -> None:
+    """A union of what ends with what repeats for ever would end nowhere, and every tensor ends."""
+    for part in normal.dense:
+        given = [(1, 1, 1, *leaf.tensor.shape)[-2:] for leaf in leaves(part) if isinstance(leaf, Dense)]
+        if isinstance(part, Or) and any(1 in side and len(set(side)) > 1 for side in zip(*given)):
+            raise ValueError(
+                f"{normal.words}: a union of Dense masks of which one repeats its row or its column has no "
+                "kernel in packed calls: expand it to the longest sequence."
+            )
 
 
 def _evaluated(mask: Mask) -> Tensor:
@@ -201,9 +219,10 @@ def _blocks(normal: Normal, sizes: Sizes) -> BlockMask | None:
 # ---- biases -------------------------------------------------------------------------------------------
 
 
-def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
+def _of_bias(bias: Bias | None, sizes: Sizes) -> dict[str, Any]:
+    """Those fields of the terms."""
     if bias is None:
-        return Terms()
+        return {}
     parts = terms_of(bias)
     slopes = [part.slopes for part in parts if isinstance(part, ALiBi)]
     positions = [part for part in parts if isinstance(part, RelativePosition)]
@@ -230,13 +249,14 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> Terms:
     for slope in slopes:
         if tuple(slope.shape) not in ((sizes.num_heads,), (sizes.batch, sizes.num_heads)):
             raise ValueError(
-                f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here ({sizes.num_heads},) or "
-                f"({sizes.batch}, {sizes.num_heads}), got {tuple(slope.shape)}."
+                f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here "
+                f"({sizes.num_heads},) or ({sizes.batch}, {sizes.num_heads}), got {tuple(slope.shape)}."
             )
-    return Terms(
-        bias=_sum_of(bias, dense), slopes=slopes[0] if slopes else None,
-        position=positions[0] if positions else None,
-    )  # fmt: skip
+    return {
+        "bias": _sum_of(bias, dense),
+        "slopes": slopes[0] if slopes else None,
+        "position": positions[0] if positions else None,
+    }
 
 
 def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
@@ -246,8 +266,8 @@ def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
     shape = _joint_shape(bias, dense)
     if not any(with_leading(tensor, 4).shape == shape for tensor in dense):
         raise ValueError(
-            f"{bias!r}: the sum would need {' * '.join(map(str, shape))} elements, more than any of its parts "
-            "has; add the tensors yourself if that is meant."
+            f"{bias!r}: the sum would need {' * '.join(map(str, shape))} elements, more than any of its "
+            "parts has; add the tensors yourself if that is meant."
         )
     total = dense[0]
     for tensor in dense[1:]:
@@ -255,9 +275,9 @@ def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
     return total
 
 
-def _joint_shape(bias: Bias, tensors: list[Tensor]) -> torch.Size:
+def _joint_shape(names: object, tensors: list[Tensor]) -> torch.Size:
     try:
         return torch.broadcast_shapes((1, 1, 1, 1), *(tensor.shape for tensor in tensors))
     except RuntimeError:
         found = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ValueError(f"{bias!r}: the shapes {found} do not broadcast with each other.") from None
+        raise ValueError(f"{names!r}: the shapes {found} do not broadcast with each other.") from None

@@ -10,7 +10,8 @@ meaning, or refused in words that name the way out.
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from .atoms import (
     Causal,
@@ -27,6 +28,7 @@ from .atoms import (
 from .block_mask import BlockMask
 from .value import And, Mask, Not, Or, leaves
 
+M = TypeVar("M", bound=Mask)
 UNLIMITED = 1 << 62
 MOST_INTERVALS = 2
 REACHES = (Causal, Window, Chunks, Prefix, SinkTokens)
@@ -75,7 +77,7 @@ class Normal(NamedTuple):
     """A mask in the form that kernels execute.
 
     Attributes:
-        mask: the expression it was made of, for words.
+        words: the expression it was made of. The mask itself would keep itself alive.
         reach: what rows reach before anything hides; None is all keys.
         alignments: those of the bands that limit anything.
         documents: of one expression at most.
@@ -85,7 +87,7 @@ class Normal(NamedTuple):
         dense: expressions of Dense and KeyMask.
     """
 
-    mask: Mask
+    words: str
     reach: Reach | None
     alignments: frozenset[str]
     documents: Documents | None
@@ -101,14 +103,14 @@ class Normal(NamedTuple):
         Raises:
             ValueError: no kernel executes that.
         """
-        window = Window(left, right)
-        return closed(self.mask, self.reach, Box(*_bounds(window)) if (left, right) != (-1, -1) else None)
+        more = None if left == right == -1 else Box(*_bounds(Window(left, right)))
+        return closed(self.words, self.reach, more)
 
 
 def normal_of(mask: Mask) -> Normal:
     """See :meth:`flash_ext.masks.Mask.normal`."""
     whole = pushed(mask)
-    parts = whole.masks if isinstance(whole, And) else (whole,)
+    parts = _once(whole.masks if isinstance(whole, And) else (whole,))
     sorts: dict[str, list[Mask]] = {}
     for part in parts:
         sorts.setdefault(_sort(mask, part), []).append(part)
@@ -122,17 +124,20 @@ def normal_of(mask: Mask) -> Normal:
     if "reach" in sorts:
         reach = _intersection(mask, [(part, _reach(mask, part)) for part in sorts["reach"]])
     alignments = {
-        leaf.alignment for leaf in leaves(whole)
-        if isinstance(leaf, (Causal, Chunks)) or (isinstance(leaf, Window) and (leaf.left, leaf.right) != (-1, -1))
-    }  # fmt: skip
-    own = {name: tuple(sorts.get(name, ())) for name in ("HiddenRows", "HiddenKeys", "keys", "blocks", "dense")}
-    return Normal(mask, reach, frozenset(alignments), documents[0] if documents else None, *own.values())  # type: ignore[arg-type]
+        leaf.alignment
+        for leaf in leaves(whole)
+        if isinstance(leaf, (Causal, Chunks)) or (isinstance(leaf, Window) and _bounds(leaf) != Box()[:2])
+    }
+    fields = ("HiddenRows", "HiddenKeys", "keys", "blocks", "dense")
+    hides: list[Any] = [tuple(sorts.get(name, ())) for name in fields]
+    own_documents: Any = documents[0] if documents else None
+    return Normal(repr(mask), reach, frozenset(alignments), own_documents, *hides)
 
 
-def refuse(mask: Mask, words: str) -> NoReturn:
+def refuse(mask: Mask | str, words: str) -> NoReturn:
+    """Refuses a mask, given by itself or in words."""
     raise Refused(
-        f"No kernel executes {mask!r}: {words} Or spend memory on it: "
-        "BlockMask.from_mask(mask, q_len, k_len)."
+        f"No kernel executes {mask}: {words} Or spend memory on it: BlockMask.from_mask(mask, q_len, k_len)."
     )
 
 
@@ -145,6 +150,15 @@ def pushed(mask: Mask, negated: bool = False) -> Mask:
     join = And if isinstance(mask, And) != negated else Or
     parts = [pushed(part, negated) for part in mask.masks]
     return join(tuple(one for part in parts for one in (part.masks if isinstance(part, join) else (part,))))
+
+
+def _once(given: Sequence[M]) -> list[M]:
+    """Each object once. By identity: a compiler would guard on the tensors that hash and == look at."""
+    kept: list[M] = []
+    for one in given:
+        if not any(one is other for other in kept):
+            kept.append(one)
+    return kept
 
 
 # ---- what hides ---------------------------------------------------------------------------------------
@@ -180,22 +194,23 @@ def _refuse_union(mask: Mask, part: Mask) -> NoReturn:
         widening = " and ".join(kind.__name__ for kind in (Prefix, SinkTokens) if kind in kinds)
         hint = ""
         if inner:
-            hint = f" Without parentheses & is taken before |, here {inner[0]!r}: put parentheses around the union."
+            hint = f" & is taken before |, here {inner[0]!r}: put parentheses around the union."
         refuse(
             mask,
             f"what hides ({hiding}), hides from Prefix and SinkTokens as well, so it may not stand inside "
-            f"their union. Write (... | {widening}(...)) & {hiding}(...), with {hiding} outside the union.{hint}",
+            f"their union. Write (... | {widening}(...)) & {hiding}(...), with {hiding} outside the union."
+            f"{hint}",
         )
     refuse(
         mask,
-        f"a union with {hiding} has no kernel: | joins Dense with Dense or KeyMask, BlockMask with BlockMask, "
-        "bands with bands, and widens by Prefix and SinkTokens.",
+        f"a union with {hiding} has no kernel: | joins Dense with Dense or KeyMask, BlockMask with "
+        "BlockMask, bands with bands, and widens by Prefix and SinkTokens.",
     )
 
 
 # ---- what rows reach ----------------------------------------------------------------------------------
 
-Parts = list[tuple[Mask, Reach]]
+Parts = Sequence[tuple[Mask | str, Reach]]
 
 
 def _reach(mask: Mask, part: Mask) -> Reach:
@@ -221,13 +236,13 @@ def _bounds(window: Window) -> tuple[int, int]:
     return left, right
 
 
-def _intersection(mask: Mask, parts: Parts) -> Reach:
+def _intersection(mask: Mask | str, parts: Parts) -> Reach:
     """What all parts reach."""
     if len(parts) == 1:
         return parts[0][1]
     for part, reach in parts:
-        if reach.prefixes and reach.box is None:
-            _refuse_alone(mask, part)
+        if reach.box is None:
+            _refuse_alone(mask, reach)
         if reach.prefixes:
             others = " & ".join(_in_parentheses(other) for other, _ in parts if other is not part)
             refuse(
@@ -235,28 +250,27 @@ def _intersection(mask: Mask, parts: Parts) -> Reach:
                 f"Prefix(lens) is visible whatever Causal, Window and Chunks say, so nothing may narrow it: "
                 f"write ({others} & ...) | Prefix(lens), with {others} inside the union.",
             )
-    if any(reach.box is None for _, reach in parts):
-        _refuse_alone(mask, next(part for part, reach in parts if reach.box is None))
     box = _meet(mask, [reach.box for _, reach in parts if reach.box is not None])
     sinks = {reach.sink for _, reach in parts if reach.sink}
     if not sinks:
         return Reach(box)
     if len(sinks) > 1:
-        refuse(mask, f"SinkTokens of different numbers, {sorted(sinks)}, stand in two unions: write one of them.")
+        refuse(mask, f"SinkTokens of several numbers, {sorted(sinks)}, stand in several unions: write one.")
     right = UNLIMITED
     for part, reach in parts:
         assert reach.box is not None
         if not reach.sink and (reach.box.left < UNLIMITED or reach.box.chunk):
             refuse(
                 mask,
-                f"a left window or Chunks outside the union with SinkTokens, here {part!r}, would hide the sink "
-                "tokens again: write Causal() & ((Window(...) & Chunks(...)) | SinkTokens(...)), with both inside.",
+                f"a left window or Chunks outside the union with SinkTokens, here {part}, would hide the "
+                "sink tokens again: write Causal() & ((Window(...) & Chunks(...)) | SinkTokens(...)), with "
+                "both inside.",
             )
         right = min(right, reach.sink_right if reach.sink else reach.box.right)
     return Reach(box, sinks.pop(), right)
 
 
-def _meet(mask: Mask, boxes: list[Box]) -> Box:
+def _meet(mask: Mask | str, boxes: list[Box]) -> Box:
     chunks = sorted({box.chunk for box in boxes if box.chunk})
     if any(chunk % chunks[0] for chunk in chunks):
         refuse(mask, f"Chunks of {chunks} positions cut each other: one size must divide the others.")
@@ -265,7 +279,7 @@ def _meet(mask: Mask, boxes: list[Box]) -> Box:
 
 def _union(mask: Mask, union: Or, parts: Parts) -> Reach:
     """What any of the parts reaches."""
-    prefixes = tuple(dict.fromkeys(prefix for _, reach in parts for prefix in reach.prefixes))
+    prefixes = tuple(_once([prefix for _, reach in parts for prefix in reach.prefixes]))
     boxes = [reach.box for _, reach in parts if reach.box is not None]
     box = _hull(mask, union, boxes) if boxes else None
     sinks = [(reach.sink, reach.sink_right) for _, reach in parts if reach.sink]
@@ -296,21 +310,21 @@ def _hull(mask: Mask, union: Or, boxes: list[Box]) -> Box:
     for box in rest:
         if all(box.holds(other) for other in rest):
             return box
-    refuse(mask, f"the union {union!r} of Chunks with other bands has no kernel, unless one holds all the others.")
+    refuse(mask, f"the union {union!r} of Chunks with bands has no kernel, unless one holds the others.")
 
 
-def closed(mask: Mask, reach: Reach | None, more: Box | None) -> Bands:
+def closed(words: str, reach: Reach | None, more: Box | None) -> Bands:
     """The numbers of a reach to which nothing is added any more."""
-    parts = [(mask, reach)] if reach is not None else []
+    parts: list[tuple[Mask | str, Reach]] = [(words, reach)] if reach is not None else []
     if more is not None:
         left, right = (-1 if bound == UNLIMITED else bound for bound in more[:2])
         window = Causal() if (left, right) == (-1, 0) else Window(left, right)
         parts.append((window, Reach(more)))
     if not parts:
         return Bands(-1, -1, 0, 0, ())
-    total = _intersection(mask, parts)
+    total = _intersection(words, parts)
     if total.box is None:
-        _refuse_alone(mask, mask)
+        _refuse_alone(words, total)
     left, right, chunk = total.box
     if total.sink and total.sink_right > right:
         bound = "Causal()" if right == 0 else f"Window(-1, {right})"
@@ -320,17 +334,17 @@ def closed(mask: Mask, reach: Reach | None, more: Box | None) -> Bands:
         if len(inner) == 2:
             cure = f"{bound} & (({' & '.join(inner)}) | SinkTokens({total.sink}))"
         refuse(
-            mask,
-            "it shows early rows keys after their own position, because the bound on the right stands inside the "
-            f"union: write {cure}, or SlidingWindow(left, sink_tokens={total.sink}). Prefix says that every row "
-            "sees them.",
+            words,
+            "it shows early rows keys after their own position, because the bound on the right stands inside "
+            f"the union: write {cure}, or SlidingWindow(left, sink_tokens={total.sink}). Prefix says that "
+            "every row sees them.",
         )
     left, right = (-1 if bound == UNLIMITED else bound for bound in (left, right))
     return Bands(left, right, chunk, total.sink, total.prefixes)
 
 
-def _refuse_alone(mask: Mask, part: Mask) -> NoReturn:
-    if any(isinstance(leaf, Prefix) for leaf in leaves(part)):
+def _refuse_alone(mask: Mask | str, reach: Reach) -> NoReturn:
+    if reach.prefixes:
         refuse(
             mask,
             "Prefix widens another mask and says nothing alone: write Causal() | Prefix(lens), which is "
@@ -343,5 +357,5 @@ def _refuse_alone(mask: Mask, part: Mask) -> NoReturn:
     )
 
 
-def _in_parentheses(mask: Mask) -> str:
-    return f"({mask!r})" if isinstance(mask, (And, Or)) else repr(mask)
+def _in_parentheses(mask: Mask | str) -> str:
+    return f"({mask})" if isinstance(mask, (And, Or)) else str(mask)

@@ -56,8 +56,8 @@ class RelativePosition(Bias):
     """
 
     __slots__ = ("_table", "_bucketing", "_bidirectional", "_max_distance")
-    FIELDS = ("_table", "_bucketing", "_bidirectional", "_max_distance")
-    CHILDREN = ("_table",)
+    _FIELDS = ("_table", "_bucketing", "_bidirectional", "_max_distance")
+    _CHILDREN = ("_table",)
     _table: Tensor
     _bucketing: str
     _bidirectional: bool

@@ -7,7 +7,7 @@ wrappers of modules rebuild dataclasses and cast their tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .normal import Normal
 
 V = TypeVar("V", bound="Value")
-ALIGNMENTS = ("bottom_right", "top_left")
+Alignment = Literal["bottom_right", "top_left"]
+ALIGNMENTS: tuple[Alignment, ...] = ("bottom_right", "top_left")
 
 
 class Sizes(NamedTuple):
@@ -48,7 +49,7 @@ class Points(NamedTuple):
     key_at: Tensor
     packed: bool = False
 
-    def centre(self, alignment: str) -> Tensor:
+    def centre(self, alignment: Alignment) -> Tensor:
         """The position among the keys at which each row stands."""
         return self.row if alignment == "top_left" else self.row + (self.k_len - self.q_len)
 
@@ -61,24 +62,24 @@ class Value:
     """
 
     __slots__ = ("__weakref__",)
-    FIELDS: ClassVar[tuple[str, ...]] = ()  # slots, in the order of the constructor's arguments
-    CHILDREN: ClassVar[tuple[str, ...]] = ()  # those that hold tensors or other values
-    KIND: ClassVar[str] = "value"
+    _FIELDS: ClassVar[tuple[str, ...]] = ()  # slots, in the order of the constructor's arguments
+    _CHILDREN: ClassVar[tuple[str, ...]] = ()  # those that hold tensors or other values
+    _KIND: ClassVar[str] = "value"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.FIELDS:
+        if cls._FIELDS:
             _register(cls)
 
     def _fill(self, *fields: Any) -> None:
-        for name, field in zip(self.FIELDS, fields):
+        for name, field in zip(self._FIELDS, fields):
             object.__setattr__(self, name, field)
 
     def _fields(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.FIELDS)
+        return tuple(getattr(self, name) for name in self._FIELDS)
 
     def _tensors(self) -> Iterator[Tensor]:
-        for name in self.CHILDREN:
+        for name in self._CHILDREN:
             field = getattr(self, name)
             for child in field if isinstance(field, tuple) else (field,):
                 if isinstance(child, Tensor):
@@ -96,7 +97,7 @@ class Value:
         devices = {tensor.device for tensor in self._tensors()}
         if len(devices) > 1:
             found = " and ".join(sorted(map(str, devices)))
-            raise ValueError(f"The tensors of {self!r} must be on one device, got {found}: .to(device) moves.")
+            raise ValueError(f"The tensors of {self!r} must be on one device, got {found}: use .to(device).")
         return devices.pop() if devices else None
 
     def to(self: V, device: torch.device | str) -> V:
@@ -106,10 +107,10 @@ class Value:
         return moved
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"A {self.KIND} cannot be changed: make a new {type(self).__name__}.")
+        raise AttributeError(f"A {self._KIND} cannot be changed: make a new {type(self).__name__}.")
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"A {self.KIND} cannot be changed: make a new {type(self).__name__}.")
+        raise AttributeError(f"A {self._KIND} cannot be changed: make a new {type(self).__name__}.")
 
     def _key(self) -> tuple[Any, ...]:
         fields = self._fields()
@@ -132,11 +133,11 @@ class Value:
 
     def __repr__(self) -> str:
         shown = []
-        for name, field in zip(self.FIELDS, self._fields()):
+        for name, field in zip(self._FIELDS, self._fields()):
             if isinstance(field, Tensor):
                 shown.append(f"{name}={in_words(field)}")
             elif name == "alignment" and field != ALIGNMENTS[0]:
-                shown.append(repr(field) if len(self.FIELDS) == 1 else f"{name}={field!r}")
+                shown.append(repr(field) if len(self._FIELDS) == 1 else f"{name}={field!r}")
             elif name != "alignment" and field is not None:
                 shown.append(repr(field))
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -159,18 +160,22 @@ def _moved(field: Any, device: torch.device | str) -> Any:
 
 
 def _register(cls: type[Value]) -> None:
-    numbers = tuple(name for name in cls.FIELDS if name not in cls.CHILDREN)
+    numbers = tuple(name for name in cls._FIELDS if name not in cls._CHILDREN)
 
     def flatten(value: Value) -> tuple[list[Any], tuple[Any, ...]]:
         # By name and not by type: a transform puts numbers where tensors were.
-        present = tuple(name for name in cls.CHILDREN if getattr(value, name) is not None)
+        present = tuple(name for name in cls._CHILDREN if getattr(value, name) is not None)
         context = (present, tuple(getattr(value, name) for name in numbers))
         return [getattr(value, name) for name in present], context
+
+    def flatten_with_names(value: Value) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children, context = flatten(value)
+        return [(pytree.GetAttrKey(name), child) for name, child in zip(context[0], children)], context
 
     def unflatten(children: Iterable[Any], context: tuple[Any, ...]) -> Value:
         value = object.__new__(cls)  # unchecked, for the same reason
         fields = {**dict(zip(context[0], children)), **dict(zip(numbers, context[1]))}
-        value._fill(*(fields.get(name) for name in cls.FIELDS))
+        value._fill(*(fields.get(name) for name in cls._FIELDS))
         return value
 
     pytree.register_pytree_node(
@@ -180,6 +185,7 @@ def _register(cls: type[Value]) -> None:
         serialized_type_name=f"flash_ext.{cls.__name__}",
         to_dumpable_context=lambda context: context,
         from_dumpable_context=_tuples,
+        flatten_with_keys_fn=flatten_with_names,
     )
     torch.serialization.add_safe_globals([cls])  # torch.load takes no other classes by default
 
@@ -199,9 +205,9 @@ class Mask(Value):
     every call, :meth:`describe` and preparation ask once an object.
     """
 
-    # Kept after first use: the normal form, and what calls of some sizes made of it (_ops/arguments.py).
-    __slots__ = ("_normal", "_prepared")
-    KIND = "mask"
+    # What calls of some sizes made of it, kept after the first (_ops/arguments.py).
+    __slots__ = ("_prepared",)
+    _KIND = "mask"
 
     def __and__(self, other: Any) -> Mask:
         return And((*_parts(self, And), *_parts(_checked_mask(other, "&"), And)))
@@ -227,20 +233,15 @@ class Mask(Value):
         )
 
     def normal(self) -> Normal:
-        """The mask in the form that kernels execute.
+        """The mask in the form that kernels execute; an expression keeps it.
 
         Raises:
-            ValueError: no kernel executes it; the words name the reason and the way out.
+            ValueError: no kernel executes it, whatever is joined to it; the words name the reason and the way
+                out. What else no kernel executes is refused by its method ``bands``.
         """
         from .normal import normal_of
 
-        if torch.compiler.is_compiling():
-            return normal_of(self)
-        try:
-            return self._normal  # type: ignore[attr-defined, no-any-return]
-        except AttributeError:
-            object.__setattr__(self, "_normal", normal_of(self))
-            return self._normal  # type: ignore[attr-defined, no-any-return]
+        return normal_of(self)
 
     def to_dense(
         self,
@@ -253,7 +254,7 @@ class Mask(Value):
         cu_seqlens_k: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """The mask written out by its definition, also where no kernel executes it: to look at, and for tests.
+        """The mask written out by its definition, for tests; also where no kernel executes it.
 
         Args:
             q_len, k_len: lengths; with ``cu_seqlens_q`` and ``cu_seqlens_k`` the totals of the packed rows.
@@ -270,8 +271,11 @@ class Mask(Value):
         """
         from .dense import dense
 
-        cu_seqlens = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-        return dense(self, q_len, k_len, batch, num_heads, cu_seqlens, device)
+        if cu_seqlens_q is None and cu_seqlens_k is None:
+            return dense(self, q_len, k_len, batch, num_heads, None, device)
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            raise ValueError("cu_seqlens_q and cu_seqlens_k belong together, got one of them.")
+        return dense(self, q_len, k_len, batch, num_heads, (cu_seqlens_q, cu_seqlens_k), device)
 
     def describe(
         self, q_len: int, k_len: int, *, batch: int | None = None, num_heads: int | None = None
@@ -290,7 +294,7 @@ class Mask(Value):
     def plot(
         self, q_len: int, k_len: int, ax: Any = None, *, batch_index: int = 0, head_index: int = 0
     ) -> Any:
-        """A picture of the mask by matplotlib: rows downwards, keys to the right, dark where a row sees a key.
+        """A picture by matplotlib: rows downwards, keys to the right, dark where a row sees a key.
 
         A picture has at most 512 points in each direction; a point of a longer mask is the mean of its pairs.
 
@@ -369,12 +373,23 @@ def leaves(mask: Mask) -> Iterator[Mask]:
 class _Join(Mask):
     """Several masks joined by one sign, flat and in the order written."""
 
-    __slots__ = ("masks",)
-    SIGN: ClassVar[str]
+    __slots__ = ("_normal", "masks")
+    _SIGN: ClassVar[str]
     masks: tuple[Mask, ...]
+    _normal: Normal
 
     def __init__(self, masks: tuple[Mask, ...]) -> None:
         self._fill(masks)
+
+    def normal(self) -> Normal:
+        if torch.compiler.is_compiling():
+            return super().normal()
+        try:
+            return self._normal
+        except AttributeError:
+            # It holds the parts and not this mask, which would keep itself alive.
+            object.__setattr__(self, "_normal", super().normal())
+            return self._normal
 
     def _lead(self, packed: bool) -> tuple[int, int]:
         leads = [mask._lead(packed) for mask in self.masks]
@@ -393,15 +408,15 @@ class _Join(Mask):
 
     def __repr__(self) -> str:
         parts = (f"({mask!r})" if isinstance(mask, _Join) else repr(mask) for mask in self.masks)
-        return f" {self.SIGN} ".join(parts)
+        return f" {self._SIGN} ".join(parts)
 
 
 class And(_Join):
     """Made by ``&``."""
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("masks",)
-    SIGN = "&"
+    _FIELDS = _CHILDREN = ("masks",)
+    _SIGN = "&"
 
     def _shown(self, points: Points, negated: bool) -> Tensor:
         return _folded(self.masks, points, negated, every=not negated)
@@ -411,8 +426,8 @@ class Or(_Join):
     """Made by ``|``."""
 
     __slots__ = ()
-    FIELDS = CHILDREN = ("masks",)
-    SIGN = "|"
+    _FIELDS = _CHILDREN = ("masks",)
+    _SIGN = "|"
 
     def _shown(self, points: Points, negated: bool) -> Tensor:
         return _folded(self.masks, points, negated, every=negated)
@@ -422,7 +437,7 @@ class Not(Mask):
     """Made by ``~``."""
 
     __slots__ = ("mask",)
-    FIELDS = CHILDREN = ("mask",)
+    _FIELDS = _CHILDREN = ("mask",)
     mask: Mask
 
     def __init__(self, mask: Mask) -> None:

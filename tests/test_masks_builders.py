@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from flash_ext.modifiers import Modifiers
+from flash_ext.reference import visible_mask
+from flash_ext.spec import AttnSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,12 +23,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 import flash_ext
 from flash_ext import masks
 from flash_ext._masks.dense import pieces
-from flash_ext._masks.lower import lower
 from flash_ext._masks.tiles import known_tiles
 from flash_ext._masks.value import Sizes
-from flash_ext.modifiers import Modifiers
-from flash_ext.reference import visible_mask
-from flash_ext.spec import AttnSpec
 from tests.mask_expressions import BATCH, HEADS, LENGTHS, expressions
 from tests.test_masks import SLOW
 
@@ -82,8 +81,8 @@ def test_a_token_sees_its_ancestors_and_itself(forest: tuple[list[int], list[int
     assert sum(t.numel() for t in mask._tensors()) == 2 * length
     if length:
         q = torch.randn(1, length, 1, 8)
-        out = flash_ext.attention(q, q, q, **lower(mask, batch=1, num_heads=1, q_len=length, k_len=length))
-        torch.testing.assert_close(out, flash_ext.attention(q, q, q, attn_mask=want))
+        out = flash_ext.attention(q, q, q, mask=mask)
+        torch.testing.assert_close(out, flash_ext.attention(q, q, q, mask=want))
 
 
 def test_a_tree_of_tokens() -> None:
@@ -100,7 +99,7 @@ def test_answers_of_a_tree_are_those_of_each_path() -> None:
     starts = [sum(lengths[:i]) for i in range(5)]
     q, k, v = (torch.randn(1, 19, heads, 8) for _ in range(3))
     mask = masks.prefix_tree([-1, 0, 0, 0], starts)
-    out = flash_ext.attention(q, k, v, **lower(mask, batch=1, num_heads=heads, q_len=19, k_len=19))
+    out = flash_ext.attention(q, k, v, mask=mask)
     for answer in (1, 2, 3):
         path = [*range(7), *range(starts[answer], starts[answer + 1])]
         alone = flash_ext.attention(q[:, path], k[:, path], v[:, path], causal=True)
@@ -140,10 +139,9 @@ def test_spans_see_both_ways_inside(rows: list[list[int]], batched: bool) -> Non
     assert torch.equal(mask.to_dense(10, 10), want)
     inside = mask & masks.Documents(torch.tensor([0] * 4 + [1] * 6))
     q = torch.randn(len(want), 10, 1, 8)
-    options = lower(inside, batch=len(want), num_heads=1, q_len=10, k_len=10)
     torch.testing.assert_close(
-        flash_ext.attention(q, q, q, **options),
-        flash_ext.attention(q, q, q, attn_mask=inside.to_dense(10, 10)),
+        flash_ext.attention(q, q, q, mask=inside),
+        flash_ext.attention(q, q, q, mask=inside.to_dense(10, 10)),
     )
 
 
@@ -445,9 +443,7 @@ def test_flex_attention_computes_the_same() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is slow without a compiler
         theirs = flex_attention(q, k, v, block_mask=mask.to_torch(96, 96, block_size=32))
-    options = lower(mask, batch=1, num_heads=2, q_len=96, k_len=96)
-    ours = flash_ext.attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)
-    torch.testing.assert_close(ours.transpose(1, 2), theirs)
+    torch.testing.assert_close(flash_ext.attention(q, k, v, mask=mask, layout="bhsd"), theirs)
 
 
 # ---- xformers -----------------------------------------------------------------------------------------
@@ -488,7 +484,6 @@ def test_from_xformers() -> None:
 
 def test_biases_are_added() -> None:
     q, k, v = (torch.randn(2, n, 2, 8) for n in (6, 9, 9))
-    sizes = {"batch": 2, "num_heads": 2, "q_len": 6, "k_len": 9}
     dense, row = torch.randn(2, 6, 9), torch.randn(9)
     slopes, table = torch.tensor([0.5, 0.25]), torch.randn(2, 32)
     alibi, position = masks.ALiBi(slopes), masks.RelativePosition(table)
@@ -505,30 +500,30 @@ def test_biases_are_added() -> None:
             want = bias.to_dense(6, 9, top_left=top_left)
             if mask is not None:
                 want = want.masked_fill(~mask.to_dense(6, 9), -torch.inf)
-            out = flash_ext.attention(q, k, v, **lower(mask, bias, **sizes))
-            torch.testing.assert_close(out, flash_ext.attention(q, k, v, attn_mask=want))
+            out = flash_ext.attention(q, k, v, mask=mask, bias=bias)
+            torch.testing.assert_close(out, flash_ext.attention(q, k, v, mask=want))
 
 
 def test_a_dense_mask_and_a_dense_bias() -> None:
-    """Together they are one tensor, and the bias keeps its gradient."""
+    """The bias keeps its gradient."""
     q = torch.randn(1, 4, 2, 8)
-    sizes = {"batch": 1, "num_heads": 2, "q_len": 4, "k_len": 4}
     bias, keep = torch.randn(2, 4, 4, requires_grad=True), torch.ones(4, 4).tril() > 0
-    out = flash_ext.attention(q, q, q, **lower(masks.Dense(keep), masks.DenseBias(bias), **sizes))
-    want = flash_ext.attention(q, q, q, attn_mask=bias, causal=True)
+    out = flash_ext.attention(q, q, q, mask=keep, bias=bias)
+    want = flash_ext.attention(q, q, q, bias=bias, causal=True)
     torch.testing.assert_close(out, want)
     gradients = [torch.autograd.grad(x.square().sum(), bias)[0] for x in (out, want)]
     torch.testing.assert_close(*gradients)
     position = masks.RelativePosition(torch.randn(2, 32))
-    out = flash_ext.attention(q, q, q, **lower(masks.Dense(keep), position, **sizes))
+    out = flash_ext.attention(q, q, q, mask=keep, bias=position)
     torch.testing.assert_close(out, flash_ext.attention(q, q, q, bias=position, causal=True))
-    row = masks.DenseBias(torch.zeros(4, 1))
-    with pytest.raises(ValueError, match=r"which would need 1 \* 1 \* 4 \* 4 elements, more than either has"):
-        lower(masks.Dense(keep[0]), row, **sizes)
+    row = torch.randn(4, 1)
+    out = flash_ext.attention(q, q, q, mask=keep[0], bias=row)
+    want = row.expand(4, 4).masked_fill(~keep[0], -torch.inf)
+    torch.testing.assert_close(out, flash_ext.attention(q, q, q, bias=want))
 
 
 def test_biases_that_are_refused() -> None:
-    sizes = {"batch": 2, "num_heads": 2, "q_len": 4, "k_len": 4}
+    q = torch.randn(2, 4, 2, 8)
     row, column = (masks.DenseBias(torch.zeros(shape)) for shape in ((4, 1), (1, 4)))
     alibi, position = masks.ALiBi(torch.ones(2)), masks.RelativePosition(torch.zeros(2, 32))
     for bias, words in (
@@ -546,4 +541,4 @@ def test_biases_that_are_refused() -> None:
         (masks.ALiBi(torch.ones(3)), r"ALiBi: slopes must have .*here \(2,\) or \(2, 2\), got \(3,\)"),
     ):
         with pytest.raises(ValueError, match=words):
-            lower(None, bias, **sizes)
+            flash_ext.attention(q, q, q, bias=bias)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import masks
-from flash_ext._masks.lower import lower
-from flash_ext._masks.value import Mask, Not, _Join
+from flash_ext._masks.lower import terms_for
+from flash_ext._masks.value import Mask, Not, Sizes, _Join
 
 HEADS = 2
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
@@ -132,9 +132,8 @@ def test_packed_calls_do_what_the_mask_of_each_sequence_says(data: st.DataObject
 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lens), HEADS, 8, generator=generator) for lens in (lens_q, lens_k, lens_k))
-    options = lower(mask, batch=3, num_heads=HEADS, q_len=len(q), k_len=len(k), packed=True)
-    out = flash_ext.attention_varlen(q, k, v, *cu, **options)
-    torch.testing.assert_close(out, flash_ext.attention(q[None], k[None], v[None], attn_mask=want)[0])
+    out = flash_ext.attention_varlen(q, k, v, *cu, mask=mask)
+    torch.testing.assert_close(out, flash_ext.attention(q[None], k[None], v[None], mask=want)[0])
 
 
 def test_rows_and_keys_of_no_sequence_are_hidden() -> None:
@@ -148,22 +147,20 @@ def test_rows_and_keys_of_no_sequence_are_hidden() -> None:
 
 
 def test_what_counts_differently_in_packed_calls_is_refused() -> None:
-    sizes = {"batch": 2, "num_heads": 1, "q_len": 8, "k_len": 8, "packed": True}
+    sizes = Sizes(True, 2, 1, 8, 8)
     keys, dense = masks.KeyMask(torch.ones(8) > 0), masks.Dense(torch.ones(4, 4) > 0)
     with pytest.raises(ValueError, match="KeyMask counts packed keys and Dense those of a sequence"):
-        lower(keys | dense, **sizes)
-    assert set(lower(keys & dense, **sizes)) == {"key_padding_mask", "attn_mask"}
+        terms_for(keys | dense, None, sizes)
+    assert terms_for(keys & dense, None, sizes).dense is dense.tensor
     small, large = (masks.BlockMask(torch.ones(n, n) > 0, 16) for n in (1, 2))
     with pytest.raises(ValueError, match=r"same number of rows and keys .*got \(16, 16\) and \(32, 32\)"):
-        lower(small | large, **sizes)
-    with pytest.raises(ValueError, match="packed calls take a dense mask or a dense bias"):
-        lower(dense, masks.DenseBias(torch.zeros(4, 4)), **sizes)
+        terms_for(small | large, None, sizes)
     repeats = masks.Dense(torch.ones(1, 4) > 0)
     with pytest.raises(ValueError, match="one repeats its row or its column has no kernel in packed calls"):
-        lower(dense | repeats, **sizes)
-    assert lower(dense & repeats, **sizes)["attn_mask"].shape == (1, 1, 4, 4)
+        terms_for(dense | repeats, None, sizes)
+    assert terms_for(dense & repeats, None, sizes).dense.shape == (1, 1, 4, 4)
     with pytest.raises(ValueError, match=r"KeyMask: keep must have shape \(total_k,\) = \(8,\), got \(2, "):
-        lower(masks.KeyMask(torch.ones(2, 8) > 0), **sizes)
+        terms_for(masks.KeyMask(torch.ones(2, 8) > 0), None, sizes)
     with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_k belong together, got one of them"):
         keys.to_dense(8, 8, cu_seqlens_k=torch.tensor([0, 4, 8]))
     with pytest.raises(ValueError, match="batch must be the number of sequences, 2"):

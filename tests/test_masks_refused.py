@@ -11,7 +11,8 @@ import torch
 
 import flash_ext
 from flash_ext import masks
-from flash_ext._masks.lower import lower
+from flash_ext._masks.lower import Terms, terms_for
+from flash_ext._masks.value import Sizes
 from flash_ext.masks import (
     BlockMask,
     Causal,
@@ -27,7 +28,13 @@ from flash_ext.masks import (
 )
 
 LENS, IDS = torch.tensor([2]), torch.tensor([0] * 5 + [1] * 3)
-SIZES = {"batch": 1, "num_heads": 2, "q_len": 8, "k_len": 8}
+SIZES = Sizes(False, 1, 2, 8, 8)
+
+
+def attend(mask: Any = None, bias: Any = None) -> torch.Tensor:
+    q = torch.randn(1, 8, 2, 8, generator=torch.Generator().manual_seed(0))
+    return flash_ext.attention(q, q, q, mask=mask, bias=bias)
+
 INTERVALS = torch.zeros(8, 2, dtype=torch.int32)
 TRUTH = torch.ones(8, 8) > 0
 
@@ -154,50 +161,46 @@ REFUSED: dict[str, tuple[Mask, str, Mask | None]] = {
 def test_words_and_cures(name: str) -> None:
     mask, words, cure = REFUSED[name]
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        lower(mask, **SIZES)
+        attend(mask)
     text = str(caught.value)
     assert text.startswith(f"No kernel executes {mask!r}: ")
     assert text.endswith("Or spend memory on it: BlockMask.from_mask(mask, q_len, k_len).")
     assert mask.describe(8, 8).refusal == text and mask.describe(8, 8).memory is None
     for way_out in (BlockMask.from_mask(mask, 8, 8), cure):
         if way_out is not None:
-            q = torch.randn(1, 8, 2, 8)
-            want = flash_ext.attention(q, q, q, attn_mask=way_out.to_dense(8, 8))
-            torch.testing.assert_close(flash_ext.attention(q, q, q, **lower(way_out, **SIZES)), want)
+            torch.testing.assert_close(attend(way_out), attend(way_out.to_dense(8, 8)))
 
 
 def test_causal_and_window_are_joined_to_the_mask() -> None:
     prefix = Prefix(LENS)
     with pytest.raises(ValueError, match=re.escape("Causal() | Prefix(lens), which is PrefixLM(lens)")):
-        lower(prefix, causal=True, **SIZES)
+        terms_for(prefix, None, SIZES, True)
     with pytest.raises(ValueError, match="nothing may narrow it"):
-        lower(masks.PrefixLM(LENS), causal=True, **SIZES)
-    options = lower(Window(3, -1) | SinkTokens(2), causal=True, **SIZES)
-    assert options == {"causal": True, "window": (3, -1), "sink_tokens": 2}
-    assert lower(None, causal=True, **SIZES) == {"causal": True}
-    assert lower(Causal(), window=(2, 5), **SIZES) == {"causal": True, "window": (2, -1)}
-    assert lower(Window(7, 1), window=(2, 5), **SIZES) == {"window": (2, 1)}
-    assert lower(Window() & Window(-1, -1), **SIZES) == {}
+        terms_for(masks.PrefixLM(LENS), None, SIZES, True)
+    assert terms_for(Window(3, -1) | SinkTokens(2), None, SIZES, True) == Terms(3, 0, sink_tokens=2)
+    assert terms_for(None, None, SIZES, True) == Terms(-1, 0)
+    assert terms_for(Causal(), None, SIZES, window=(2, 5)) == Terms(2, 0)
+    assert terms_for(Window(7, 1), None, SIZES, window=(2, 5)) == Terms(2, 1)
+    assert terms_for(Window() & Window(-1, -1), None, SIZES) == Terms()
     for mask in (None, Causal()):
         for window in ((-2, -1), (-1, -2)):
             with pytest.raises(ValueError, match="must be a number of keys or -1 for no limit, got -2"):
-                lower(mask, causal=True, window=window, **SIZES)
+                terms_for(mask, None, SIZES, True, window)
 
 
 def test_alignments() -> None:
-    """With equal lengths both are the same; else they do not mix, and keywords know Causal('top_left')."""
-    mixed, longer = Causal() & Window(2, -1, "top_left"), {**SIZES, "k_len": 9}
-    assert lower(mixed, **SIZES) == {"causal": True, "window": (2, -1)}
+    """With equal lengths both are the same; else they do not mix."""
+    mixed, longer = Causal() & Window(2, -1, "top_left"), SIZES._replace(k_len=9)
+    assert terms_for(mixed, None, SIZES) == Terms(2, 0)
     with pytest.raises(ValueError, match="bands of both alignments do not go together where the"):
-        lower(mixed, **longer)
+        terms_for(mixed, None, longer)
     with pytest.raises(ValueError, match="causal=True and window count from the bottom right"):
-        lower(Window(2, -1, "top_left"), causal=True, **longer)
+        terms_for(Window(2, -1, "top_left"), None, longer, True)
     assert mixed.describe(8, 9).refusal.endswith("BlockMask.from_mask(mask, q_len, k_len).")
     top = Causal("top_left") & Window(2, -1, "top_left") & Window()
-    assert lower(top, **longer) == {"causal": "top_left", "window": (2, -1)}
-    assert lower(top, **SIZES) == {"causal": True, "window": (2, -1)}
-    with pytest.raises(ValueError, match=r"needs Causal\('top_left'\) in the mask"):
-        lower(Chunks(2, "top_left"), **longer)
+    assert terms_for(top, None, longer) == Terms(2, 0, top_left=True)
+    assert terms_for(top, None, SIZES) == Terms(2, 0)
+    assert terms_for(Chunks(2, "top_left"), None, longer) == Terms(chunk=2, top_left=True)
 
 
 # ---- arguments ----------------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ def test_tensors_that_do_not_fit_the_call(name: str) -> None:
         lambda: mask.to_dense(8, 8, batch=2, num_heads=2),
         lambda: mask.describe(8, 8, batch=2, num_heads=2),
         lambda: BlockMask.from_mask(mask, 8, 8, batch=2, num_heads=2),
-        lambda: lower(mask, batch=2, num_heads=2, q_len=8, k_len=8),
+        lambda: terms_for(mask, None, Sizes(False, 2, 2, 8, 8)),
     ):
         with pytest.raises(ValueError, match=words):
             use()
@@ -340,27 +343,25 @@ def test_tensors_that_do_not_fit_each_other() -> None:
 
 def test_masks_and_biases_given_as_tensors() -> None:
     numbers, integers = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
-    assert lower(TRUTH, numbers[0], **SIZES)["attn_mask"].shape == (8, 8)
-    assert lower(TRUTH, **SIZES)["attn_mask"] is TRUTH
-    assert lower(None, numbers, **SIZES)["attn_mask"] is numbers
+    assert torch.equal(attend(TRUTH, numbers[0]), attend(Dense(TRUTH), masks.DenseBias(numbers[0])))
     theirs = Causal().to_torch(8, 8)
     for given, words in (
-        (numbers, "takes torch.bool, got float32 .8, 8. cpu. A float tensor is added to the scores: bias="),
-        (integers, r"takes torch.bool, got int64 \(8, 8\) cpu. For 0 and 1 pass .bool\(\)"),
-        (masks.DenseBias(numbers), "got DenseBias. A bias is added to the scores: bias="),
-        (theirs, "got that of torch.nn.attention.flex_attention. Convert it with flash_ext.BlockMask.from_"),
+        (numbers, "must be torch.bool, got torch.float32. A float tensor is added: bias=tensor"),
+        (integers, r"must be torch.bool, got torch.int64. For 0 and 1 pass .bool\(\)"),
+        (masks.DenseBias(numbers), "got DenseBias. A bias goes into bias="),
+        (theirs, "got BlockMask. Build one with flash_ext.masks.BlockMask.from_torch"),
         ("causal", "mask must be a mask of flash_ext.masks, a bool tensor or None, got str"),
     ):
         with pytest.raises(TypeError, match=words):
-            lower(given, **SIZES)
+            attend(given)
     for given, words in (
-        (TRUTH, "must be floating point, got bool .8, 8. cpu. A bool tensor shows or hides: mask="),
-        (integers, r"must be floating point, got int64 .* Pass .float\(\)"),
-        (Causal(), "bias must be a bias .*got Causal. A mask shows or hides: mask="),
+        (TRUTH, "must be floating point, got torch.bool. Give it as mask="),
+        (integers, r"must be floating point, got torch.int64. .*for numbers to be added .float\(\)"),
+        (Causal(), "bias must be a bias .*got Causal. A mask goes into mask="),
         (1.0, "bias must be a bias of flash_ext.masks, a float tensor or None, got float"),
     ):
         with pytest.raises(TypeError, match=words):
-            lower(None, given, **SIZES)
+            attend(None, given)
 
 
 def test_public_names() -> None:
@@ -369,4 +370,4 @@ def test_public_names() -> None:
     shown = {name for name in vars(masks) if not name.startswith("_")} - {"annotations"}
     assert shown == set(masks.__all__)
     assert all(getattr(masks, name).__doc__ for name in masks.__all__)
-    assert flash_ext.masks is masks and masks.BlockMask is flash_ext.BlockMask
+    assert flash_ext.masks is masks

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
 from flash_ext import masks
-from flash_ext._masks.lower import lower
-from flash_ext._masks.value import Value
+from flash_ext._masks.lower import terms_for
+from flash_ext._masks.value import Sizes, Value
 from tests.qkv import on_devices
 
 IDS = torch.tensor([0, 0, 1, 1])
@@ -215,7 +215,7 @@ def test_the_normal_form_is_made_once_an_expression(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(normal, "normal_of", lambda mask: calls.append(mask) or original(mask))
     mask = masks.DocumentCausal(IDS)
     for _ in range(3):
-        lower(mask, batch=1, num_heads=1, q_len=4, k_len=4)
+        terms_for(mask, None, Sizes(False, 1, 1, 4, 4))
     assert len(calls) == 1
 
 
@@ -264,14 +264,13 @@ def test_a_compiled_function_takes_values() -> None:
 
     @torch.compile(fullgraph=True, backend=counter)
     def layer(q: Tensor, mask: masks.Mask) -> Tensor:
-        options = lower(mask & masks.Window(2, -1), batch=1, num_heads=1, q_len=4, k_len=4)
-        return flash_ext.attention(q, q, q, **options)
+        return flash_ext.attention(q, q, q, mask=mask & masks.Window(2, -1))
 
     q = torch.randn(1, 4, 1, 8)
     for ids in (IDS, torch.tensor([0, 1, 1, 1])):
         want = masks.DocumentCausal(ids) & masks.Window(2, -1)
         torch.testing.assert_close(
-            layer(q, masks.DocumentCausal(ids)), flash_ext.attention(q, q, q, attn_mask=want.to_dense(4, 4))
+            layer(q, masks.DocumentCausal(ids)), flash_ext.attention(q, q, q, mask=want.to_dense(4, 4))
         )
     assert counter.frame_count == 1
 
@@ -321,9 +320,7 @@ def test_elements_of_a_block_mask(shape: tuple[int, ...], heads: int) -> None:
     if shape[-1] == 50:
         assert not mask.blocks[..., [0, 2]].any()
     q, k = torch.randn(2, 40, 2, 8), torch.randn(2, 50, 2, 8)
-    for options in ({"block_mask": mask}, lower(mask, batch=2, num_heads=2, q_len=40, k_len=50)):
-        out = flash_ext.attention(q, k, k, **options)
-        torch.testing.assert_close(out, flash_ext.attention(q, k, k, attn_mask=keep))
+    torch.testing.assert_close(flash_ext.attention(q, k, k, mask=mask), flash_ext.attention(q, k, k, mask=keep))
 
 
 def test_elements_of_a_block_mask_end_where_they_were_given_to() -> None:
@@ -334,10 +331,10 @@ def test_elements_of_a_block_mask_end_where_they_were_given_to() -> None:
     assert mask.lengths == (20, 25) and torch.equal(mask.elements, truth[None, None])
     q = torch.randn(30, 1, 8)
     cu = torch.tensor([0, 30], dtype=torch.int32)
-    out = flash_ext.attention_varlen(q, q, q, cu, cu, block_mask=mask)
+    out = flash_ext.attention_varlen(q, q, q, cu, cu, mask=mask)
     keep = torch.zeros(30, 30) > 0
     keep[:20, :25] = truth
-    torch.testing.assert_close(out, flash_ext.attention(q[None], q[None], q[None], attn_mask=keep)[0])
+    torch.testing.assert_close(out, flash_ext.attention(q[None], q[None], q[None], mask=keep)[0])
     assert masks.BlockMask(blocks, 16, torch.ones(40, 1) > 0).lengths == (32, None)
     # Whether there are bits does not depend on what they are.
     assert masks.BlockMask(blocks, 16, torch.ones(32, 32) > 0).elements.all()
@@ -361,14 +358,14 @@ def test_a_mask_is_an_input_of_an_exported_program(tmp_path) -> None:
 
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, mask: masks.Mask) -> Tensor:
-            return flash_ext.attention(q, q, q, **lower(mask, batch=1, num_heads=1, q_len=4, k_len=4))
+            return flash_ext.attention(q, q, q, mask=mask)
 
     q = torch.randn(1, 4, 1, 8)
     program = torch.export.export(Layer(), (q, masks.DocumentCausal(IDS)))
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2").module()
     mask = masks.DocumentCausal(torch.tensor([0, 1, 1, 1]))
-    want = flash_ext.attention(q, q, q, attn_mask=mask.to_dense(4, 4))
+    want = flash_ext.attention(q, q, q, mask=mask.to_dense(4, 4))
     torch.testing.assert_close(loaded(q, mask), want)
     with pytest.raises((ValueError, AssertionError, RuntimeError)):
         loaded(q, masks.Documents(IDS))
@@ -390,9 +387,8 @@ def test_blocks_and_builders_on_a_device(device: str) -> None:
         again = masks.BlockMask.from_torch(moved.to_torch(150, 150))
         assert torch.equal(again.to_dense(150, 150).cpu(), want)
         q = torch.randn(1, 150, 2, 64, device=device, dtype=torch.float16)
-        sizes = {"batch": 1, "num_heads": 2, "q_len": 150, "k_len": 150}
         for given in (blocks, ~blocks | (blocks & masks.BlockMask.from_dense(want.to(device), 16))):
             keep = given.to_dense(150, 150)
-            out = flash_ext.attention(q, q, q, **lower(given, **sizes))
-            expected = flash_ext.attention(q, q, q, attn_mask=keep)
+            out = flash_ext.attention(q, q, q, mask=given)
+            expected = flash_ext.attention(q, q, q, mask=keep)
             torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)

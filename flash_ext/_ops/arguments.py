@@ -156,10 +156,11 @@ def mask_value(mask: Any) -> Mask | None:
     if mask is None:
         return None
     if isinstance(mask, Tensor):
-        if mask.is_floating_point():
-            raise TypeError(
-                f"mask must be torch.bool, got {mask.dtype}. A float tensor is added: bias=tensor."
-            )
+        if mask.dtype != torch.bool:
+            hint = "For 0 and 1 pass .bool()."
+            if mask.is_floating_point():
+                hint = f"A float tensor is added: bias=tensor. {hint}"
+            raise TypeError(f"mask must be torch.bool, got {mask.dtype}. {hint}")
         mask = Dense(mask)
     elif not isinstance(mask, Mask):
         hint = " A bias goes into bias=." if isinstance(mask, Bias) else ""

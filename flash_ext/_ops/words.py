@@ -45,14 +45,15 @@ def refuse_unknown(function: Callable[..., Any], unknown: dict[str, Any]) -> Non
     Raises:
         TypeError: there is one.
     """
-    if torch.compiler.is_compiling():  # which traces neither inspect nor difflib
-        raise TypeError(f"{function.__name__}() has no keyword {next(iter(unknown))!r}.")
-    known = inspect.signature(function).parameters.keys() - {"unknown"}
     for name in unknown:
-        near = difflib.get_close_matches(name, sorted(known), 1)
-        meant = OTHER_NAMES.get(name) or (f"{near[0]}=" if near else "")
-        # What is a parameter elsewhere only would lead from one refusal to the next.
-        helps = meant and ("=" not in meant or meant.split("=")[0] in known)
+        meant = OTHER_NAMES.get(name, "")
+        helps = bool(meant)
+        if not torch.compiler.is_compiling():  # which traces neither inspect nor difflib
+            known = inspect.signature(function).parameters.keys() - {"unknown"}
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            meant = meant or (f"{near[0]}=" if near else "")
+            # What is a parameter elsewhere only would lead from one refusal to the next.
+            helps = bool(meant) and ("=" not in meant or meant.split("=")[0] in known)
         hint = f" Did you mean {meant}?" if helps else ""
         raise TypeError(f"{function.__name__}() has no keyword {name!r}.{hint}")
 

@@ -122,7 +122,7 @@ std::string parse_choice(std::string_view text, Choice& choice) {
     const auto& paths = gpu_paths();
     const bool is_known =
         word == "cpu" || std::any_of(paths.begin(), paths.end(), [&](const Path& path) { return word == path.name; });
-    if (!is_first || !is_known) return "no path '" + std::string(word) + "'";
+    if (!is_first || !is_known) return "no backend '" + std::string(word) + "'";
     choice.path = word;
   }
   return {};
@@ -140,9 +140,9 @@ std::string refusal_text(const Problem& p, const DeviceInfo& d) {
   std::string text;
   for (const Path& path : gpu_paths()) {
     const std::string reason = path.why_not(p, d);
-    text += std::string(path.name) + " path: " + (reason.empty() ? "accepts" : reason) + "; ";
+    text += std::string(path.name) + " backend: " + (reason.empty() ? "accepts" : reason) + "; ";
   }
-  return text + "cpu path: the tensors are on a GPU";
+  return text + "cpu backend: the tensors are on a GPU";
 }
 
 // ---- switches -----------------------------------------------------------------------------------

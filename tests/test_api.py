@@ -434,13 +434,13 @@ def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:  # HD-10, SY-02
 def test_cpu_tensors_take_no_gpu_path() -> None:  # SY-02
     q, k, v = make_qkv()
     assert torch.equal(flash_ext.attention(q, k, v, backend="cpu"), flash_ext.attention(q, k, v))
-    with pytest.raises(ValueError, match="sm80 path: q is on cpu; cpu path: accepts"):
+    with pytest.raises(ValueError, match="sm80 backend: q is on cpu; cpu backend: accepts"):
         flash_ext.attention(q, k, v, backend="sm80")
 
 
 @pytest.mark.gpu
 def test_gpu_tensors_take_no_cpu_path() -> None:
-    with pytest.raises(ValueError, match="sm80 path: accepts; cpu path: the tensors are on a GPU"):
+    with pytest.raises(ValueError, match="sm80 backend: accepts; cpu backend: the tensors are on a GPU"):
         flash_ext.attention(*make_qkv("cuda"), backend="cpu")
 
 

@@ -381,7 +381,7 @@ def test_each_path_is_held_against_its_own_plain_kernel():
 def test_a_path_that_does_not_do_a_feature_leaves_the_row_to_the_next():
     results = recorded()
     for row in results.rows:
-        refused = Entry("sm90", True, status="error", text="path 'sm90' cannot run this call")
+        refused = Entry("sm90", True, status="error", text="backend 'sm90' cannot run this call")
         full = row.entries[1].tile_scores
         plain = timed("sm90-plain", 0.25, ours=True, tile=(128, 128), scores=full)
         row.entries = [refused, plain, *row.entries]

@@ -43,7 +43,7 @@ def test_an_old_gpu_is_named() -> None:  # API-02
             lambda: flash_ext.attention(q, k, v),
             lambda: flash_ext.backward(out, q, k, v, out, lse),
         ):
-            words = r"no path can run this call. sm90 path: .*7\.5.* sm80 path: .*7\.5"
+            words = r"no backend can run this call. sm90 backend: .*7\.5.* sm80 backend: .*7\.5"
             with pytest.raises(NotImplementedError, match=words):
                 call()
 

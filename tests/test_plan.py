@@ -127,7 +127,7 @@ def test_a_row_may_be_asked_for(pretended_gpu) -> None:
     other = _C.plan("bwd", **SHAPE, path="sm90 row=sm90.bwd.dq_ordered")
     assert other["row"] == "sm90.bwd.dq_ordered" != usual["row"]
     assert other["kernel"].endswith("_det")
-    with pytest.raises(ValueError, match=r"path sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
+    with pytest.raises(ValueError, match=r"backend sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
         _C.plan("bwd", **SHAPE, path="sm80 row=sm90.bwd.dq_ordered")
 
 
@@ -156,9 +156,9 @@ def test_what_a_call_asks_of_its_kernels(pretended_gpu, direction: str, text: st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sm75", "no path 'sm75'"),
-        ("kv_splits=4 sm90", "no path 'sm90'"),  # which goes first
-        ("sm90  kv_splits=4", "no path ''"),  # two spaces
+        ("sm75", "no backend 'sm75'"),
+        ("kv_splits=4 sm90", "no backend 'sm90'"),  # which goes first
+        ("sm90  kv_splits=4", "no backend ''"),  # two spaces
         ("warps=4", "no constraint 'warps'; known: row, kv_splits"),
         ("kv_splits=", "kv_splits takes a number of at least 0, not ''"),
         ("kv_splits=-1", "kv_splits takes a number of at least 0"),
@@ -173,7 +173,7 @@ def test_texts_that_are_refused(pretended_gpu, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^path: {re.escape(message)}"):
         _C.plan("fwd", **SHAPE, path=text)
     q = torch.zeros(1, 4, 1, 64)
-    wanted = f"path must be None (automatic) or one of sm90, sm80, cpu, got '{text}': {message}"
+    wanted = f"backend must be None (automatic) or one of sm90, sm80, cpu, got '{text}': {message}"
     with pytest.raises(ValueError, match=re.escape(wanted)):
         flash_ext.attention(q, q, q, backend=text)
 

@@ -93,7 +93,7 @@ RINGS_AND_ULYSSES = pytest.mark.parametrize("function", [ring_attention, ulysses
 @RINGS_AND_ULYSSES
 @pytest.mark.parametrize("call, error, message", [
     ({"causal": "top"}, TypeError, "causal must be a bool"),
-    ({"window_size": (-2, 0)}, ValueError, "window must be"),
+    ({"window_size": (-2, 0)}, ValueError, "window_size must be"),
     ({"window_size": (1, 2, 3)}, TypeError, "window_size must be a pair"),
     ({"scale": float("nan")}, ValueError, "scale must be finite"),
     ({"scale": torch.ones((), requires_grad=True)}, TypeError, "scale must be a number"),

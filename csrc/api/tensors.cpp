@@ -106,14 +106,14 @@ const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice
   TORCH_CHECK(info.error.empty(), "flash_ext cannot read the GPU: ", info.error);
   const Path* path = choose_path(p, info, wanted.path);
   if (C10_LIKELY(path != nullptr)) return *path;
-  TORCH_CHECK_VALUE(wanted.path.empty(), "path '", wanted.path, "' cannot run this call. ",
+  TORCH_CHECK_VALUE(wanted.path.empty(), "backend '", wanted.path, "' cannot run this call. ",
                     refusal_text(p, info), ".");
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "no path can run this call. ", refusal_text(p, info), ".");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "no backend can run this call. ", refusal_text(p, info), ".");
 }
 
 Plan required_plan(const Path& path, const Request& request, const DeviceInfo& info) {
   const Plan found = plan(request, info, path.arch);
-  TORCH_CHECK_VALUE(!found.row.empty(), "path ", path.name, " has no row '", request.constraints.row,
+  TORCH_CHECK_VALUE(!found.row.empty(), "backend ", path.name, " has no row '", request.constraints.row,
                     "' for this call.");
   return found;
 }
@@ -147,7 +147,7 @@ void launch(const Path& path, const FwdCall& call) {
   }
   if (!should_launch()) return;
   const std::string error = run(call);
-  TORCH_CHECK(error.empty(), "flash_ext forward, path ", path.name, ": ", error);
+  TORCH_CHECK(error.empty(), "flash_ext forward, backend ", path.name, ": ", error);
 }
 
 void launch(const Path& path, const BwdCall& call, bool noted) {
@@ -158,7 +158,7 @@ void launch(const Path& path, const BwdCall& call, bool noted) {
   }
   if (!should_launch()) return;
   const std::string error = run(call);
-  TORCH_CHECK(error.empty(), "flash_ext backward, path ", path.name, ": ", error);
+  TORCH_CHECK(error.empty(), "flash_ext backward, backend ", path.name, ": ", error);
 }
 
 bool is_capturing(const Tensor& q) {

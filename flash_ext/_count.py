@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class Counts:
         self.torch_returned += Counter(_C.sdpa_returned()) - self._returned
 
     def __repr__(self) -> str:
-        parts = {
+        parts: dict[str, Counter[Any]] = {
             "calls": self.calls,
             "torch_served": self.torch_served,
             "torch_returned": self.torch_returned,

@@ -156,9 +156,9 @@ def read(path: Path) -> list[Line]:
         return []
     with path.open(newline="") as file:
         found = []
-        for on, direction, kind, *sizes, causal, row, chosen, us in itertools.islice(csv.reader(file), 1, None):
-            shape = Shape(on, direction, kind, *map(int, sizes), causal == "True")
-            found.append(Line(shape, row, chosen == "True", float(us)))
+        for *shape, row, chosen, us in itertools.islice(csv.reader(file), 1, None):
+            of_shape = Shape(*shape[:3], *map(int, shape[3:9]), shape[9] == "True")
+            found.append(Line(of_shape, row, chosen == "True", float(us)))
         return found
 
 

@@ -56,6 +56,7 @@ OPERATOR_SCHEMAS = {
     f"float softmax_scale, SymInt window_left, SymInt window_right, {MODIFIERS}, bool need_qkv, "
     f"bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path, {WIDE}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
+    "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
 SCORES = (

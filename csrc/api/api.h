@@ -32,6 +32,11 @@ void check_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const Call
 void check_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                    const Tensor& lse, const CallArgs& args);
 
+void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols);
+
+// The implementation of flash_ext::condense for GPUs (api/condense.cpp).
+Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols);
+
 // Puts the GPU implementations, without their launch and with the facts of an H100, in the place of
 // the CPU ones until called with false. For bench/host_cost.py, and for tests of the host side
 // where there is no GPU (api/ops.cpp).

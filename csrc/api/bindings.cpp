@@ -298,6 +298,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_fwd_mod", wrap_pybind_function(&Operator<void, 3, fields::kFwdModChecked>::entry<check_fwd_mod>));
   m.def("check_bwd_mod", wrap_pybind_function(&Operator<void, 6, fields::kBwdModChecked>::entry<check_bwd_mod>));
 
+  m.def("check_condense", wrap_pybind_function(check_condense));
+
   m.def("path_names", &path_names);
   m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",
         py::arg("batch") = 1, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("num_heads"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._cpu import tiles
+from .._cpu import condensed, tiles
 from .library import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
 from .modifiers import NAMES, NUM_TENSORS, Modifiers
 from .spec import AttnSpec
@@ -123,6 +123,28 @@ def fake_bwd_mod(
     return tuple(
         t.new_empty(t.shape if needed else 0, dtype=dtype) for (t, dtype), needed in zip(like, needs)
     )
+
+
+# ---- condensed masks -----------------------------------------------------------------------------------
+
+
+def cpu_condense(x: Tensor, block_rows: int = 0, block_cols: int = 0) -> Tensor:
+    _C.check_condense(x, block_rows, block_cols)
+    return condensed.condense(x, block_rows, block_cols)
+
+
+def fake_condense(x: Tensor, block_rows: int = 0, block_cols: int = 0) -> Tensor:
+    register_sharding_rules()
+    _C.check_condense(x, block_rows, block_cols)
+    shape = condensed.condensed_shape(x.shape, x.dtype == torch.bool, block_rows, block_cols)
+    return x.new_empty(shape, dtype=torch.int32)
+
+
+def vmap_condense(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, block_rows: int = 0, block_cols: int = 0
+) -> tuple[Tensor, int]:
+    own = (x.select(in_dims[0] or 0, i) for i in range(info.batch_size))
+    return torch.stack([torch.ops.flash_ext.condense.default(t, block_rows, block_cols) for t in own]), 0
 
 
 # ---- gradients -----------------------------------------------------------------------------------------
@@ -282,6 +304,9 @@ if is_built:
         _library.impl("bwd_mod", _autocast(_ops.bwd_mod.default, _device.lower(), 5), f"Autocast{_device}")
     torch.library.register_fake("flash_ext::fwd_mod", fake_fwd_mod, lib=_library)
     torch.library.register_fake("flash_ext::bwd_mod", fake_bwd_mod, lib=_library)
+    _library.impl("condense", cpu_condense, "CPU")
+    torch.library.register_fake("flash_ext::condense", fake_condense, lib=_library)
+    torch.library.register_vmap("flash_ext::condense", vmap_condense, lib=_library)
     torch.library.register_vmap("flash_ext::fwd_mod", _mapped_by_calls(_ops.fwd_mod.default), lib=_library)
     torch.library.register_vmap("flash_ext::bwd_mod", _mapped_by_calls(_ops.bwd_mod.default), lib=_library)
     register_flop_formula(_ops.fwd_mod, get_raw=True)(flops_fwd)

@@ -39,7 +39,7 @@ INCLUDES = [
     ("call.h", ("plan.h",)),
     ("run.cpp", ("call.h", "gqa_splits.h", "sm80/instances.h", "sm90/instances.h")),
     ("api/sdpa.cpp", ("api/sdpa.h",)),
-    ("api/", ("api/api.h", "api/call_args.h", "api/tensors.h", "call.h", "path_choice.h", "build_info.h",
+    ("api/", ("api/api.h", "api/call_args.h", "api/prepared.h", "api/tensors.h", "call.h", "path_choice.h", "build_info.h",
              "condensed.h", "short_tiles.h", "stream.h")),
     ("device.cu", ("launch.h", "paths.h", "stream.h")),
     ("ptx/", ()),
@@ -70,7 +70,8 @@ CUDA_HEADER = re.compile(r"#\s*include\s*[<\"](cuda|cooperative_groups|mma\.h|nv
 PYTHON_LAYERS = [
     {"_ops.extension", "_ops.spec", "_ops.words", "_cpu.philox", "_masks", "_count"},
     {"_ops.modifiers", "masks"},
-    {"_merge", "_ops.dtensor", "_ops.arguments"},
+    {"_merge", "_ops.dtensor", "_ops.prepared"},
+    {"_ops.arguments"},
     {"_cpu.condensed"},
     {"_cpu.tiles"},
     {"_ops.library"},

@@ -10,7 +10,7 @@ import torch
 
 import flash_ext
 from flash_ext import masks
-from flash_ext._ops import arguments
+from flash_ext._ops import prepared
 from flash_ext._ops.arguments import Asked, modifiers_of
 
 pytestmark = pytest.mark.everywhere
@@ -43,7 +43,7 @@ def every_kind() -> dict[str, masks.Mask]:
 def test_the_second_call_makes_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
     mask, (q, k) = every_kind()[name], some()
     first = flash_ext.attention(q, k, k, mask=mask)
-    monkeypatch.setattr(arguments, "terms_for", lambda *a: pytest.fail("made again"))
+    monkeypatch.setattr(prepared, "terms_for", lambda *a: pytest.fail("made again"))
     assert torch.equal(flash_ext.attention(q, k, k, mask=mask), first)
     # Further modifiers are another matter.
     monkeypatch.undo()
@@ -82,7 +82,7 @@ def test_a_mask_keeps_what_it_made_for_a_few_sizes_only():
     for batch in range(1, 30):
         q = torch.randn(batch, 24, 2, 8)
         flash_ext.attention(q, q, q, mask=ids)
-    assert len(ids._prepared[1]) <= arguments.MOST_PREPARED
+    assert len(ids._prepared.made) <= prepared.MOST_PREPARED
     assert not hasattr(mask, "_prepared")
 
 

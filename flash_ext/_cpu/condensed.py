@@ -99,7 +99,7 @@ def _of_mask(mask: Tensor) -> Tensor:
 
 
 def _groups(numbers: Tensor, beyond: tuple[int, int]) -> Tensor:
-    """(..., n, m) to (..., groups, m, 2): smallest and largest number of each 32; ``beyond`` counts for neither."""
+    """(..., n, m) to (..., groups, m, 2): smallest and largest of each 32; ``beyond`` counts for neither."""
     more, groups = -numbers.shape[-2] % GROUP, -(-numbers.shape[-2] // GROUP)
     low, high = (
         F.pad(numbers, (0, 0, 0, more), value=value).unflatten(-2, (groups, GROUP)) for value in beyond

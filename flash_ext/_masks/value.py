@@ -61,7 +61,9 @@ class Value:
     compared, so nothing waits for a device.
     """
 
-    __slots__ = ("__weakref__",)
+    # Calls whose arguments are made, kept after the first (_ops/dispatch.py).
+    __slots__ = ("__weakref__", "_calls")
+    _calls: dict[tuple[Any, ...], Any]
     _FIELDS: ClassVar[tuple[str, ...]] = ()  # slots, in the order of the constructor's arguments
     _CHILDREN: ClassVar[tuple[str, ...]] = ()  # those that hold tensors or other values
     _KIND: ClassVar[str] = "value"
@@ -205,8 +207,9 @@ class Mask(Value):
     every call, :meth:`describe` and preparation ask once an object.
     """
 
-    # What calls of some sizes made of it, kept after the first (_ops/arguments.py).
+    # What calls of some sizes made of it, kept after the first (_ops/prepared.py); None to keep nothing.
     __slots__ = ("_prepared",)
+    _prepared: Any
     _KIND = "mask"
 
     def __and__(self, other: Any) -> Mask:
@@ -465,6 +468,12 @@ def _folded(masks: tuple[Mask, ...], points: Points, negated: bool, every: bool)
         other = mask._shown(points, negated)
         shown = shown & other if every else shown | other
     return shown
+
+
+def for_one_call(mask: Mask) -> Mask:
+    """The mask, which keeps nothing: one that library code makes for each call, also inside CUDA graphs."""
+    object.__setattr__(mask, "_prepared", None)
+    return mask
 
 
 def _parts(mask: Mask, join: type[_Join]) -> tuple[Mask, ...]:

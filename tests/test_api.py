@@ -136,6 +136,7 @@ def test_types_of_the_extension_are_declared() -> None:
     stub = ast.parse((Path(flash_ext.__file__).parent / "_C.pyi").read_text())
     functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
     values = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    values |= {node.name for node in stub.body if isinstance(node, ast.ClassDef)}
     assert {*functions, *values} == {name for name in dir(_C) if not name.startswith("__")}
     for name in ("fwd", "bwd", "plan"):
         declared = functions[name].args

@@ -1,16 +1,15 @@
-"""``flash_ext::condense``: each layout packs and unpacks, and a call reads what is condensed as what is not."""
+"""``flash_ext::condense``: each layout packs and unpacks, and calls read what is condensed as what is not."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import flash_ext
-from flash_ext import masks
 from flash_ext._cpu import condensed
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import Modifiers
@@ -63,8 +62,8 @@ def test_a_block_map(size: tuple[int, int], device: str) -> None:
         got = CONDENSE(blocks, *size)
         granules = blocks.repeat_interleave(size[0] // 16, 2).repeat_interleave(size[1] // 16, 3)
         assert got.shape == (2, 1, granules.shape[2], -(-granules.shape[3] // 32))
-        bits = bits_of(got)
-        assert torch.equal(bits[..., : granules.shape[3]], granules) and not bits[..., granules.shape[3] :].any()
+        bits, cols = bits_of(got), granules.shape[3]
+        assert torch.equal(bits[..., :cols], granules) and not bits[..., cols:].any()
 
 
 @on_devices
@@ -156,7 +155,9 @@ def test_condense_refuses(x: Tensor, size: tuple, error: type[Exception], words:
 # ---- what the operators take ---------------------------------------------------------------------------
 
 
-def every_mask(device: str, packed: bool, rows: int = 70, keys: int = 90, heads: int = 4) -> dict[str, Modifiers]:
+def every_mask(
+    device: str, packed: bool, rows: int = 70, keys: int = 90, heads: int = 4
+) -> dict[str, Modifiers]:
     """Modifiers of a dense call of batch 2, or of three packed sequences."""
 
     def intervals(length: int, other: int, pairs: int) -> Tensor:
@@ -186,13 +187,11 @@ def every_mask(device: str, packed: bool, rows: int = 70, keys: int = 90, heads:
 
 
 def condensed_form(mods: Modifiers) -> Modifiers:
-    import dataclasses
-
     names = ("mask", "document_q", "document_k", "hidden_rows", "hidden_keys")
     own = {name: CONDENSE(getattr(mods, name)) for name in names if getattr(mods, name) is not None}
     if mods.blocks is not None:
         own["blocks"] = CONDENSE(mods.blocks, mods.block_rows, mods.block_cols)
-    return dataclasses.replace(mods, **own)
+    return replace(mods, **own)
 
 
 @on_devices
@@ -229,7 +228,8 @@ def test_condensed_masks_of_other_sizes_are_refused(packed: bool, device: str) -
     for name, mods in every_mask("cpu", packed, rows=140, keys=223).items():
         if name == "nothing" or (packed and name in ("mask", "rows", "keys", "blocks")):
             continue
-        args = [t.to(device) if isinstance(t, Tensor) else t for t in modifier_arguments(condensed_form(mods))]
+        own = modifier_arguments(condensed_form(mods))
+        args = [t.to(device) if isinstance(t, Tensor) else t for t in own]
         with pytest.raises(ValueError, match="must have shape"):
             FWD(*tensors, 0, 0, 0.3, -1, -1, *args, False, False, None)
     if packed:  # no number of rows gives a mask of 67

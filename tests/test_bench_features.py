@@ -22,13 +22,12 @@ from bench.record import Entry, Results, Row, bar, feature_pair, fill_ratios
 from bench.runner import Setup, run
 from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
 from flash_ext import masks
-from flash_ext._cpu import condensed
 from flash_ext._ops.arguments import Asked, modifiers_of
 from flash_ext._ops.library import _C
-from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.qkv import null_kernels
 from tests.reference import attention_reference, visible_mask
+from tests.values import plain
 
 CPU = torch.device("cpu")
 SMOKE = SETS["smoke-features"]
@@ -46,16 +45,6 @@ def asked_of(inputs: Inputs, options: dict):
     causal, window = rest.pop("causal", case.causal), rest.pop("window_size", case.window)
     window, mods = modifiers_of(inputs.q, inputs.k, None, Asked(**rest), causal, window, None)
     return AttnSpec(default_scale(case.head_dim), *window), mods and plain(mods, case.seqlen_q, case.seqlen_k)
-
-
-def plain(mods: Modifiers, rows: int, keys: int) -> Modifiers:
-    """What was condensed, written out."""
-    mods = condensed.plain_form(mods, rows, keys, False)
-    ids = {"document_q": mods.document_q, "document_k": mods.document_k}
-    own = {name: t[:, :length] for (name, t), length in zip(ids.items(), (rows, keys)) if t is not None}
-    if mods.mask is not None:
-        own["mask"] = condensed.plain_mask(mods.mask)[..., :keys]
-    return dataclasses.replace(mods, **own)
 
 
 def oracle(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

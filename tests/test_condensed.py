@@ -161,7 +161,8 @@ def every_mask(
     """Modifiers of a dense call of batch 2, or of three packed sequences."""
 
     def intervals(length: int, other: int, pairs: int) -> Tensor:
-        ends = torch.randint(0, other, ((2,) if not packed else ()) + (heads, length, pairs, 2), device=device)
+        shape = (heads, length, pairs, 2) if packed else (2, heads, length, pairs, 2)
+        ends = torch.randint(0, other, shape, device=device)
         return ends.sort(-1)[0].flatten(-2).int()
 
     def ids(length: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._masks.biases import Bias, DenseBias, terms_of
-from .._masks.value import Mask, Value
+from .._masks.value import Mask, Value, is_capturing
 from .arguments import Asked
 from .library import _C
 from .library_mod import modifier_arguments
@@ -84,7 +84,7 @@ def keep_call(
             missing = mods.bias.dim() - given.dim()
             mods = replace(mods, bias=given)
         sources += made_of
-    if sources and q.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if sources and q.is_cuda and is_capturing():
         return
     call = _C.prepared_call(
         q, k, cu_seqlens_q, cu_seqlens_k, 0, 0, 1.0, *window, *modifier_arguments(mods)

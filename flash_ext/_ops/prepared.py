@@ -15,7 +15,7 @@ from torch import Tensor
 from .._masks.biases import Bias
 from .._masks.block_mask import BlockMask, with_leading
 from .._masks.lower import Terms, terms_for
-from .._masks.value import Mask, Sizes
+from .._masks.value import Mask, Sizes, is_capturing
 from .modifiers import Modifiers
 
 MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
@@ -60,6 +60,27 @@ class Kept:
         except RuntimeError:
             return None
 
+    def refresh(self, mask: Mask) -> None:
+        """See :meth:`flash_ext.masks.Mask.refresh`."""
+        versions = self.versions()
+        capturing = is_capturing()
+        changed = any(found.sources != versions for found in self.made.values())
+        if versions is None or (capturing and (changed or not self.made)):
+            why = "its tensors were made in inference mode" if versions is None else "it is not prepared"
+            raise ValueError(
+                f"refresh: {why}, got {mask!r}: make its tensors outside of torch.inference_mode() and one "
+                "call with the mask as it is, before a CUDA graph is captured."
+            )
+        for key, found in list(self.made.items()):
+            sizes, causal, window, _, device, _ = key
+            if device is None:
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                fresh = _made(mask, device, sizes, causal, window)
+                for old, new in zip(_tensors(found.mods), _tensors(fresh.mods), strict=True):
+                    old.copy_(new)
+            self.made[key] = found._replace(sources=versions)
+
     def put(self, key: tuple[Any, ...], found: Prepared) -> None:
         while len(self.made) >= MOST_PREPARED:
             self.made.pop(next(iter(self.made)), None)
@@ -83,15 +104,15 @@ def prepared(
         return Prepared((window[0], right), _NOTHING, True)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         check_devices(mask, "mask", q)
-        return _made(mask, q, sizes, causal, window)
+        return _made(mask, q.device, sizes, causal, window)
     kept = kept_in(mask)
     if kept is None or (versions := kept.versions()) is None:
         check_devices(mask, "mask", q)
-        return _made(mask, q, sizes, causal, window)
+        return _made(mask, q.device, sizes, causal, window)
     key: tuple[Any, ...] = (sizes, causal, (*window,), torch._C._len_torch_dispatch_stack())
     stream = None
     if kept.tensors and q.is_cuda and torch.cuda.is_initialized():
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             check_devices(mask, "mask", q)
             return _for_graph(mask, kept, (*key, q.device), versions)
         # Nothing makes another stream wait for what this one makes.
@@ -101,7 +122,7 @@ def prepared(
     if found is None or found.sources != versions:
         check_devices(mask, "mask", q)
         with torch.inference_mode(False), torch.no_grad():  # other calls may save it for a backward
-            found = _made(mask, q, sizes, causal, window)._replace(sources=versions)
+            found = _made(mask, q.device, sizes, causal, window)._replace(sources=versions)
         kept.put(key, found)
         forget_calls(mask)
     return found
@@ -140,12 +161,20 @@ def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]
     )
 
 
-def _made(mask: Mask, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
+def _made(mask: Mask, device: torch.device, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
     terms = terms_for(mask, None, sizes, causal, window)
-    mods = _of_terms(terms, q, sizes)
-    tensors = (mods.mask, mods.document_q, mods.prefix_lens, mods.hidden_rows, mods.hidden_keys, mods.blocks)
-    is_plain = all(t is None for t in tensors) and not (mods.sink_tokens or mods.chunk or mods.top_left)
+    mods = _of_terms(terms, device, sizes)
+    is_plain = not (_tensors(mods) or mods.sink_tokens or mods.chunk or mods.top_left)
     return Prepared((terms.left, terms.right), mods, is_plain)
+
+
+def _tensors(mods: Modifiers) -> list[Tensor]:
+    """What a mask has made, each once."""
+    named = (
+        mods.mask, mods.document_q, mods.document_k, mods.prefix_lens, mods.hidden_rows, mods.hidden_keys,
+        mods.blocks,
+    )  # fmt: skip
+    return list({id(t): t for t in named if t is not None}.values())
 
 
 def check_devices(value: Mask | Bias, name: str, q: Tensor) -> None:
@@ -157,7 +186,7 @@ def check_devices(value: Mask | Bias, name: str, q: Tensor) -> None:
             )
 
 
-def _of_terms(terms: Terms, q: Tensor, sizes: Sizes) -> Modifiers:
+def _of_terms(terms: Terms, device: torch.device, sizes: Sizes) -> Modifiers:
     """What a mask asks for in the form of the operators."""
     mask, keys = terms.dense, terms.keys
     if mask is not None:
@@ -173,7 +202,7 @@ def _of_terms(terms: Terms, q: Tensor, sizes: Sizes) -> Modifiers:
     if keys is not None and mask is None and terms.documents is None and not sizes.packed:
         # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
         mask, keys = _without_repeats(keys, [0])[:, None, None, :], None
-    document_q, document_k = _documents(terms.documents, keys, q, sizes)
+    document_q, document_k = _documents(terms.documents, keys, device, sizes)
     hidden_rows, hidden_keys = (
         t if t is None else _intervals(t, 3 if sizes.packed else 4)
         for t in (terms.hidden_rows, terms.hidden_keys)
@@ -183,7 +212,7 @@ def _of_terms(terms: Terms, q: Tensor, sizes: Sizes) -> Modifiers:
         mask=_condensed(mask),
         document_q=of_rows,
         document_k=of_rows if document_k is document_q else _condensed(document_k),
-        prefix_lens=None if terms.prefix_lens is None else terms.prefix_lens.contiguous(),
+        prefix_lens=None if terms.prefix_lens is None else _own(terms.prefix_lens),
         hidden_rows=_condensed(hidden_rows),
         hidden_keys=_condensed(hidden_keys),
         blocks=_condensed(blocks, block_rows, block_cols),
@@ -193,6 +222,11 @@ def _of_terms(terms: Terms, q: Tensor, sizes: Sizes) -> Modifiers:
         chunk=terms.chunk,
         top_left=terms.top_left,
     )
+
+
+def _own(t: Tensor) -> Tensor:
+    """A copy, which stays what it is when the mask's tensor changes."""
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _condensed(t: Tensor | None, block_rows: int = 0, block_cols: int = 0) -> Tensor | None:
@@ -259,7 +293,7 @@ def _end(a: int, b: int) -> int:
 
 
 def _documents(
-    ids: tuple[Tensor, Tensor] | None, keys: Tensor | None, q: Tensor, sizes: Sizes
+    ids: tuple[Tensor, Tensor] | None, keys: Tensor | None, device: torch.device, sizes: Sizes
 ) -> tuple[Tensor | None, Tensor | None]:
     """Ids of rows and keys; a hidden key is one of no document (-1)."""
     shapes = [(n,) if sizes.packed else (sizes.batch, n) for n in (sizes.q_len, sizes.k_len)]
@@ -270,7 +304,7 @@ def _documents(
         ids_k = ids_q if same else ids[1].expand(shapes[1]).contiguous()
     if keys is not None:
         if ids_k is None:
-            ids_q = torch.zeros(shapes[0], dtype=torch.int32, device=q.device)
+            ids_q = torch.zeros(shapes[0], dtype=torch.int32, device=device)
             ids_k = (keys.to(torch.int32) - 1).contiguous()
         else:
             ids_k = ids_k.masked_fill(~keys, -1)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from types import TracebackType
+from typing import Any
 
 import torch
+
+from ._ops.library import _C
 
 # Those that count at present. Entries look at it first, which is all that they pay otherwise.
 counting: list[Counts] = []
 _lock = threading.Lock()
-
-_OPERATORS = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_backward",
-    "_flash_attention_forward",
-    "_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_cudnn_attention_backward",
-)
 
 
 class Counts:
@@ -33,17 +25,18 @@ class Counts:
             ``integrations.transformers``. An entry that calls another counts for both.
         torch_served: calls of torch's own operators that ran here under :func:`flash_ext.enable_sdpa`, by the
             operator's name; forward and backward are operators of their own.
-        torch_returned: those that went back to the implementation of torch.
+        torch_returned: those that went back to the implementation of torch, by (operator, reason).
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.torch_served: Counter[str] = Counter()
-        self.torch_returned: Counter[str] = Counter()
-        self._before: dict[str, tuple[int, int]] = {}
+        self.torch_returned: Counter[tuple[str, str]] = Counter()
+        self._served: Counter[str] = Counter()
+        self._returned: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Counts:
-        self._before = sdpa_counts()
+        self._served, self._returned = _served(), Counter(_C.sdpa_returned())
         with _lock:
             counting.append(self)
         return self
@@ -53,13 +46,11 @@ class Counts:
     ) -> None:
         with _lock:
             counting.remove(self)
-        for name, (served, returned) in sdpa_counts().items():
-            before = self._before[name]
-            self.torch_served += Counter({name: served - before[0]})
-            self.torch_returned += Counter({name: returned - before[1]})
+        self.torch_served += _served() - self._served
+        self.torch_returned += Counter(_C.sdpa_returned()) - self._returned
 
     def __repr__(self) -> str:
-        parts = {
+        parts: dict[str, Counter[Any]] = {
             "calls": self.calls,
             "torch_served": self.torch_served,
             "torch_returned": self.torch_returned,
@@ -92,11 +83,17 @@ def tally(entry: str) -> None:
             counts.calls[entry] += 1
 
 
+def _served() -> Counter[str]:
+    return Counter({name: number for name, number in _C.sdpa_served()})
+
+
 def sdpa_counts() -> dict[str, tuple[int, int]]:
     """How many calls of each of torch's operators ran here since the start, and how many went back.
 
     Returns:
         (served, gone back) by the operator's name.
     """
-    counts = torch.ops.flash_ext._sdpa_counts()
-    return dict(zip(_OPERATORS, zip(counts[: len(_OPERATORS)], counts[len(_OPERATORS) :])))
+    returned: Counter[str] = Counter()
+    for (name, _), number in _C.sdpa_returned().items():
+        returned[name] += number
+    return {name: (served, returned[name]) for name, served in _served().items()}

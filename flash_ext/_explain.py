@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._log import logged
 from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops import plan as plans
@@ -43,6 +44,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@logged
 def explain(
     q: Tensor,
     k: Tensor,
@@ -67,6 +69,9 @@ def explain(
 
     Nothing runs, and no tensor's values are read.
 
+    Source:
+        The tables of ``csrc/plan/``, which calls themselves follow.
+
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as in :func:`attention` or, with both cu_seqlens, as in
             :func:`attention_varlen`.
@@ -74,10 +79,13 @@ def explain(
         gpu: "9.0/132" explains for a GPU of that compute capability and so many multiprocessors, wherever the
             tensors are; None for the device of q.
 
+    Returns:
+        An object that prints itself as a table.
+
     Raises:
         ValueError, TypeError: as :func:`attention`, but where no backend serves the call the answer says so.
     """
-    refuse_unknown("explain", unknown)
+    refuse_unknown(explain, unknown)
     options = (None, None, scale, causal, window_size, deterministic, None if gpu else backend)
     _C.check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options))
     asked = Asked(mask, bias, sinks, softcap, dropout_p)

@@ -4,7 +4,8 @@
 level   what goes to standard error, through the logger "flash_ext"
 ======  ==================================================================================================
 0       nothing (default); the functions are the undecorated ones and cost nothing more
-1       the name of every public function that is called, and every switch of PyTorch's own attention
+1       the name of every public function that is called, every switch of PyTorch's own attention, and whether
+        its calls run here or why not
 2       and the arguments: shapes, types and devices of tensors, values of what is not left at its default
 3       and strides, and on a GPU the kernel that the thread launched last
 ======  ==================================================================================================
@@ -53,6 +54,17 @@ if LEVEL:
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def _note_torch(operator: str, reason: str | None, tensors: list[Tensor]) -> None:
+    """A line for a call of torch's own operators, from csrc/api/sdpa.cpp."""
+    given = ", ".join(_text(tensor, LEVEL) for tensor in tensors) if LEVEL > 1 else ""
+    logger.info("%s", f"aten.{operator}" + (f"({given})" if given else "")
+                + (" runs here" if reason is None else f" runs as before: {reason}"))  # fmt: skip
+
+
+if LEVEL and is_built:
+    _C.set_sdpa_log(_note_torch)
 if LEVEL == 3 and is_built:
     _C.set_switch("record_launches", 1)
 

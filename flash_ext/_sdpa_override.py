@@ -14,7 +14,9 @@ operator. Two things are changed, through torch's registry of flash-attention im
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import warnings
 
 import torch
 from torch.nn.attention import (
@@ -48,7 +50,8 @@ def enable_sdpa() -> contextlib.ExitStack:
     That is ``F.scaled_dot_product_attention``, with masks as well, ``torch.nn.attention.varlen_attn``, jagged
     nested tensors, torch's ``context_parallel``, and what is built on them, forward and backward, compiled or
     not. Calls that the kernels do not serve (dropout, float32, paged caches and so on) run as before. CPU
-    tensors are not affected.
+    tensors are not affected. :func:`flash_ext.count` tells which ran here and why others did not; a GPU
+    without kernels, or none at all, is warned of once.
 
     The selector's order becomes flash, memory-efficient, then the others as they were. The order that torch
     chooses by itself is installed at the first call, so that one tiny call is made on the current GPU; enable
@@ -77,6 +80,7 @@ def enable_sdpa() -> contextlib.ExitStack:
     with _switching:
         active = current_flash_attention_impl()
         if active != NAME:
+            _warn_without_gpu()
             register_flash_attention_impl(NAME, register_fn=_Active)
             activate_flash_attention_impl(NAME)
             _previous = active
@@ -99,6 +103,14 @@ def disable_sdpa() -> None:
             restore_flash_attention_impl()
             if previous is not None:
                 activate_flash_attention_impl(previous)
+
+
+@functools.cache
+def _warn_without_gpu() -> None:
+    """Once; that a GPU has no kernels says the first call on it (csrc/api/sdpa.h)."""
+    if not torch.cuda.is_available():
+        words = "flash_ext.enable_sdpa() serves CUDA tensors, and torch sees no GPU: all runs as before."
+        warnings.warn(words, stacklevel=3)
 
 
 class _Active:

@@ -53,12 +53,12 @@ def broken_call(x: Inputs, device: str) -> tuple[dict[str, Any], str]:
         "head_dim_wide": ({"q": _resized(q, -1, wide), "k": _resized(k, -1, wide)}, "head_dim"),
         "dtype_mix": ({"k": k.to(other)}, "dtype" if device == "cpu" else str(other)),
         "dtype_int": ({"q": q.to(torch.int8), "k": k.to(torch.int8), "v": v.to(torch.int8)}, "int8"),
-        "window_low": ({"window_left": -2}, "window"),
-        "scale_nan": ({"softmax_scale": math.nan}, "softmax_scale"),
-        "scale_inf": ({"softmax_scale": -math.inf}, "softmax_scale"),
+        "window_low": ({"window_left": -2}, "window_size"),
+        "scale_nan": ({"softmax_scale": math.nan}, "scale must"),
+        "scale_inf": ({"softmax_scale": -math.inf}, "scale must"),
         "last_stride": ({"q": torch.stack([q, q], -1).flatten(-2)[..., ::2]}, "stride"),
         "rank": ({"q": q[None]}, "shape"),
-        "path": ({"path": "sm75"}, "path"),
+        "path": ({"path": "sm75"}, "backend"),
     }
     broken, word = changes[case.invalid]
     return args | broken, word

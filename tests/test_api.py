@@ -70,6 +70,9 @@ PUBLIC_PARAMETERS = {
     f"{SCORES}, generator=None, return_aux=None, {KERNELS}",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
+    "explain": f"q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, {SCORES}, deterministic=None, "
+    "backend=None, gpu=None, **unknown",
+    "count": "",
     "enable_sdpa": "",
     "disable_sdpa": "",
     "merge_attention_states": "out_a, lse_a, out_b, lse_b",

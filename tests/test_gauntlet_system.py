@@ -332,7 +332,7 @@ def test_sy12_a_lost_context_is_an_exception_that_says_so(target: Target) -> Non
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stdout
     for line in lines:
-        assert "flash_ext forward, path sm" in line and "the CUDA context is lost" in line, line
+        assert "flash_ext forward, backend sm" in line and "the CUDA context is lost" in line, line
 
 
 CHILD = """

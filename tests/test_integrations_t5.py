@@ -411,7 +411,7 @@ def test_a_training_step_on_a_gpu(
     expected, wanted = step("eager", inputs)(model)
     with calls(monkeypatch) as seen:
         got, grads = step(NAME, inputs)(model)
-    assert sum(options.get("bias") is not None for options in seen) == 4
+    assert sum(isinstance(options.get("bias"), RelativePosition) for options in seen) == 4
     truth, true_grads = step("eager", inputs)(copy.deepcopy(model).float())
     base.as_close(got, expected, truth, 0.0, model)
     floor = 1e-3 * sum(float(t.norm()) for t in true_grads.values()) / len(true_grads)

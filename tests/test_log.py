@@ -80,6 +80,7 @@ names = [(flash_ext, name) for name in flash_ext.__all__]
 names += [(flash_ext.compat.flash_attn, name) for name in flash_ext.compat.flash_attn.__all__]
 names += [(d, name) for name, f in vars(d).items() if not name.startswith("_") and inspect.isfunction(f)
           and f.__module__ == d.__name__ and name != "visible_block"]
+names.remove((flash_ext, "count"))  # which is no call of attention
 names += [(flash_ext.integrations.transformers, "register"), (flash_ext.nn.MultiheadAttention, "forward")]
 for owner, name in names:
     found = getattr(owner, name)
@@ -110,6 +111,46 @@ def test_a_logged_function_keeps_its_signature_and_results(caplog: pytest.LogCap
     assert torch.equal(merged[0], out) and function.__doc__ == flash_ext.merge_attention_states.__doc__
     tensors = "out_a=float32 (1, 2, 3, 4) on cpu, lse_a=float32 (1, 3, 2) on cpu, out_b="
     assert f"merge_attention_states({tensors}" in caplog.text
+
+
+TORCH = """
+import torch, flash_ext
+q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+torch.ops.flash_ext._set_sdpa("CPU")
+attend = torch.ops.aten._scaled_dot_product_flash_attention
+attend(q, q, q)
+try:
+    attend(q.float(), q.float(), q.float())
+except NotImplementedError:
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_torchs_own_operators_are_logged_with_what_became_of_them() -> None:
+    for level, shapes in (("1", ""), ("2", ", ".join(["bfloat16 (1, 2, 8, 16) on cpu"] * 3).join("()"))):
+        done = run(level, TORCH)
+        assert done.returncode == 0, done.stderr
+        name = "flash_ext: aten._scaled_dot_product_flash_attention"
+        assert done.stderr.splitlines() == [
+            f"{name}{shapes} runs here",
+            f"{name} runs as before: the dtype is neither float16 nor bfloat16",
+        ]
+
+
+@pytest.mark.slow
+def test_a_process_without_a_gpu_is_told_once() -> None:
+    program = """
+import torch, flash_ext
+torch.cuda.is_available = lambda: False
+for _ in range(2):
+    with flash_ext.enable_sdpa():
+        pass
+"""
+    done = run("0", program)
+    assert done.returncode == 0
+    assert done.stderr.count("enable_sdpa() serves CUDA tensors, and torch sees no GPU") == 1
+    assert "<string>:5: UserWarning" in done.stderr
 
 
 @pytest.mark.gpu

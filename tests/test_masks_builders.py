@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from flash_ext.modifiers import Modifiers
-from flash_ext.reference import visible_mask
-from flash_ext.spec import AttnSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,13 +22,16 @@ from flash_ext import masks
 from flash_ext._masks.dense import pieces
 from flash_ext._masks.tiles import known_tiles
 from flash_ext._masks.value import Sizes
+from flash_ext._ops.modifiers import Modifiers
+from flash_ext._ops.spec import AttnSpec
 from tests.mask_expressions import BATCH, HEADS, LENGTHS, expressions
+from tests.reference import visible_mask
 from tests.test_masks import SLOW
 
 MODULES = ("atoms", "biases", "builders", "convert")
 
 
-@pytest.mark.parametrize("name", [f"_masks.{name}" for name in MODULES] + ["block_mask", "masks"])
+@pytest.mark.parametrize("name", [f"_masks.{name}" for name in MODULES] + ["masks"])
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(f"flash_ext.{name}")
     names = {"flash_ext": flash_ext, "torch": torch}
@@ -355,7 +355,7 @@ def test_describe_forms_nothing_of_the_size_of_the_scores() -> None:
         "m.Causal().describe(512, 512)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "mask.describe(12000, 12000)\n"
-        "flash_ext.BlockMask.from_mask(mask, 12000, 12000)\n"
+        "m.BlockMask.from_mask(mask, 12000, 12000)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -501,7 +501,7 @@ def test_biases_are_added() -> None:
             if mask is not None:
                 want = want.masked_fill(~mask.to_dense(6, 9), -torch.inf)
             out = flash_ext.attention(q, k, v, mask=mask, bias=bias)
-            torch.testing.assert_close(out, flash_ext.attention(q, k, v, mask=want))
+            torch.testing.assert_close(out, flash_ext.attention(q, k, v, bias=want))
 
 
 def test_a_dense_mask_and_a_dense_bias() -> None:

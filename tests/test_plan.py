@@ -127,7 +127,7 @@ def test_a_row_may_be_asked_for(pretended_gpu) -> None:
     other = _C.plan("bwd", **SHAPE, path="sm90 row=sm90.bwd.dq_ordered")
     assert other["row"] == "sm90.bwd.dq_ordered" != usual["row"]
     assert other["kernel"].endswith("_det")
-    with pytest.raises(ValueError, match=r"backend sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
+    with pytest.raises(ValueError, match=r"path sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
         _C.plan("bwd", **SHAPE, path="sm80 row=sm90.bwd.dq_ordered")
 
 

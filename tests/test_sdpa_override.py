@@ -422,21 +422,44 @@ def refused_calls() -> dict[str, tuple[str, Any]]:
     }  # fmt: skip
 
 
+# What count() says of them, by a part of their names.
+WORDS = {
+    "dropout": "dropout_p is not 0",
+    "debug mask": "a debug mask is asked for",
+    "float32": "neither float16 nor bfloat16",
+    "float64 mask": "neither float32 nor of the dtype of the query",
+    "head_dim 264": "head_dim is not between 1 and 256",
+    "strided": "the last dimension is not contiguous",
+    "heads do not divide": "the shapes do not fit each other",
+    "mixed types": "the dtypes differ",
+    **dict.fromkeys(("seqused_k", "alibi_slopes", "block_table", "num_splits"), "seqused_k, alibi_slopes"),
+    "int64 bounds": "no contiguous int32",
+    "one side of bounds": "one of cu_seqlens_q and cu_seqlens_k",
+    "3-d mask": "does not broadcast to the scores",
+    "mask of other lengths": "does not broadcast to the scores",
+    "cuDNN asked for": "cuDNN was chosen for it",
+    "scale": "scale is not finite",
+}
+
+
 @pytest.mark.parametrize("reason", refused_calls())
 def test_what_is_not_served_goes_back(reason: str) -> None:
     name, call = refused_calls()[reason]
     with with_a_stock_kernel() as reached:
         before = sdpa_counts()[name]
-        with on_cpu():
+        with on_cpu(), flash_ext.count() as c:
             results = call()
         assert reached == [name]
         assert (results[0] == 7).all() and len(results) in (3, 4, 5, 9)
         assert sdpa_counts()[name] == (before[0], before[1] + 1)
+        assert not c.torch_served
+        ((operator, words),) = c.torch_returned
+        assert operator == name and WORDS[next(key for key in WORDS if key in reason)] in words
 
 
 def test_without_anything_to_go_back_to_it_says_so() -> None:
     q, k, v = (t.float() for t in draw())
-    with on_cpu(), pytest.raises(NotImplementedError, match="does not serve this call"):
+    with on_cpu(), pytest.raises(NotImplementedError, match="this call because the dtype is neither"):
         aten._scaled_dot_product_flash_attention(q, k, v)
 
 

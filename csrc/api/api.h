@@ -1,6 +1,13 @@
 // The torch side of the package: checks, operators, bindings. Only api*.cpp may include it.
 #pragma once
 
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "call_args.h"
 
 namespace flash_ext {
@@ -36,6 +43,15 @@ void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols);
 
 // The implementation of flash_ext::condense for GPUs (api/condense.cpp).
 Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols);
+
+// How many calls of each of torch's own operators ran here, and how many went back, by operator and reason, since
+// the start (api/sdpa.cpp).
+std::vector<std::pair<std::string, int64_t>> sdpa_served();
+std::map<std::pair<std::string, std::string>, int64_t> sdpa_returned();
+
+// Hears of each of those calls. The reason is null where it ran here; then the tensors are query, key and value.
+using SdpaListener = void (*)(const char* op, const char* reason, std::initializer_list<Tensor> tensors);
+void set_sdpa_listener(SdpaListener wanted);
 
 // Puts the GPU implementations, without their launch and with the facts of an H100, in the place of
 // the CPU ones until called with false. For bench/host_cost.py, and for tests of the host side

@@ -312,6 +312,22 @@ py::dict build_facts() {
   return d;
 }
 
+// ---- the log of torch's own operators -----------------------------------------------------------
+
+py::object* sdpa_log = nullptr;  // never freed, because a call may come while the interpreter ends
+
+void tell_sdpa_log(const char* op, const char* reason, std::initializer_list<Tensor> tensors) {
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  const py::object why = reason == nullptr ? py::object(py::none()) : py::object(py::str(reason));
+  (*sdpa_log)(op, why, std::vector<Tensor>(tensors));
+}
+
+void set_sdpa_log(py::object function) {
+  sdpa_log = new py::object(std::move(function));
+  set_sdpa_listener(tell_sdpa_log);
+}
+
 }  // namespace
 }  // namespace flash_ext
 
@@ -369,5 +385,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     set_switch(required_switch(name), value);
   });
   m.def("last_launch", &latest_launch, py::arg("of_this_thread") = false);
+  m.def("sdpa_served", &sdpa_served);
+  m.def("sdpa_returned", &sdpa_returned);
+  m.def("set_sdpa_log", &set_sdpa_log);
   m.def("use_null_kernels_on_cpu", wrap_pybind_function(use_null_kernels_on_cpu));
 }

@@ -19,9 +19,11 @@
 
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -74,23 +76,34 @@ std::shared_ptr<const Before> current_before() {
   return before;
 }
 
-// How many calls of each operator ran here, then how many went back.
-std::array<std::atomic<int64_t>, 2 * kNumOperators> counts;
+// How many calls of each operator ran here.
+std::array<std::atomic<int64_t>, kNumOperators> served_calls;
 
-void count(Operator which, bool served) {
-  counts[which + (served ? 0 : kNumOperators)].fetch_add(1, std::memory_order_relaxed);
+// How many went back, by operator and reason.
+std::mutex returned_mutex;
+std::map<std::pair<Operator, std::string_view>, int64_t> returned_calls;
+
+// What flash_ext.log hears of every call; set once, at import, and only where there is a log.
+SdpaListener listener = nullptr;
+
+void count_served(Operator which, const Tensor& query, const Tensor& key, const Tensor& value) {
+  served_calls[which].fetch_add(1, std::memory_order_relaxed);
+  if (C10_UNLIKELY(listener != nullptr)) listener(kNames[which], nullptr, {query, key, value});
 }
 
 // Calls the implementation that was there before; its own checks and words apply.
 template <class Result, class... Args>
-Result call_before(Operator which, c10::DispatchKeySet keys, Args&&... args) {
-  count(which, false);
+Result call_before(Operator which, Reason reason, c10::DispatchKeySet keys, Args&&... args) {
+  {
+    const std::lock_guard<std::mutex> lock(returned_mutex);
+    ++returned_calls[{which, reason}];
+  }
+  if (C10_UNLIKELY(listener != nullptr)) listener(kNames[which], reason, {});
   const std::shared_ptr<const Before> all = current_before();
   const Replaced& b = (*all)[which];
   TORCH_CHECK_NOT_IMPLEMENTED(
       b.kernel.has_value(), "aten::", kNames[which],
-      ": flash_ext does not serve this call (flash_ext.attention says why), and this torch "
-      "has no implementation of its own.");
+      ": flash_ext does not serve this call because ", reason, ", and this torch has no implementation of its own.");
   torch::jit::Stack stack;
   stack.reserve(sizeof...(args));
   (stack.emplace_back(std::forward<Args>(args)), ...);
@@ -104,6 +117,17 @@ struct BelowAll {
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
+constexpr Reason kHasDropout = "dropout_p is not 0";
+constexpr Reason kNoGradient = "there is no gradient of the output";
+constexpr Reason kOneOfBounds = "one of cu_seqlens_q and cu_seqlens_k is given";
+constexpr Reason kOtherForward = "out or lse have a layout that this forward does not give";
+
+// What the operators of dense tensors ask before they look at them.
+Reason refusal_of_dense(const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p) {
+  if (dropout_p != 0) return kHasDropout;
+  return query.dim() == 4 && key.dim() == 4 && value.dim() == 4 ? nullptr : "the tensors have other dimensions";
+}
+
 // ---- F.scaled_dot_product_attention without a mask ----------------------------------------------
 
 using SdpaResult =
@@ -112,11 +136,13 @@ using SdpaResult =
 SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
                         const Tensor& value, double dropout_p, bool is_causal,
                         bool return_debug_mask, OptionalScale scale) {
-  if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 &&
-      !return_debug_mask) {
+  Reason reason = refusal_of_dense(query, key, value, dropout_p);
+  if (return_debug_mask) reason = "a debug mask is asked for";
+  if (reason == nullptr) {
     const Call call{query, key, value, true};
-    if (call.is_served(scale)) {
-      count(kSdpaForward, true);
+    reason = call.refusal(scale);
+    if (reason == nullptr) {
+      count_served(kSdpaForward, query, key, value);
       const BelowAll guard;
       auto [out, lse] = call.forward(std::nullopt, std::nullopt, scale_of(scale, query), -1,
                                      is_causal ? 0 : -1);
@@ -132,7 +158,7 @@ SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Ten
               new_tensor({0}, query.options())};
     }
   }
-  return call_before<SdpaResult>(kSdpaForward, keys, query, key, value, dropout_p, is_causal,
+  return call_before<SdpaResult>(kSdpaForward, reason, keys, query, key, value, dropout_p, is_causal,
                                  return_debug_mask, scale);
 }
 
@@ -141,16 +167,20 @@ BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const 
                         const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k, SymInt max_q,
                         SymInt max_k, double dropout_p, bool is_causal, const Tensor& seed,
                         const Tensor& offset, OptionalScale scale) {
-  if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0 && !cu_q.defined()) {
+  Reason reason = refusal_of_dense(query, key, value, dropout_p);
+  if (cu_q.defined()) reason = "the sequences are packed";
+  if (reason == nullptr) {
     const Call call{query, key, value, true};
-    if (call.is_served(scale) && unit_stride(out)) {
-      count(kSdpaBackward, true);
+    reason = call.refusal(scale);
+    if (reason == nullptr && !unit_stride(out)) reason = kOtherForward;
+    if (reason == nullptr) {
+      count_served(kSdpaBackward, query, key, value);
       const BelowAll guard;
       return call.backward(grad_out, out, lse, std::nullopt, std::nullopt, scale_of(scale, query),
                            -1, is_causal ? 0 : -1);
     }
   }
-  return call_before<BwdResult>(kSdpaBackward, keys, grad_out, query, key, value, out, lse, cu_q,
+  return call_before<BwdResult>(kSdpaBackward, reason, keys, grad_out, query, key, value, out, lse, cu_q,
                                 cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, scale);
 }
 
@@ -179,11 +209,15 @@ struct FlashForward<Result(Args...)> {
     const OptionalTensor &cu_q = std::get<3>(all), &cu_k = std::get<4>(all);
     const double dropout_p = std::get<7>(all);
     const bool is_causal = std::get<8>(all), return_debug_mask = std::get<9>(all);
-    const bool fits = dropout_p == 0 && !return_debug_mask &&
-                      cu_q.has_value() == cu_k.has_value() && !any_given<kFirstRefused>(all);
+    Reason reason = nullptr;
+    if (dropout_p != 0) reason = kHasDropout;
+    else if (return_debug_mask) reason = "a debug mask is asked for";
+    else if (cu_q.has_value() != cu_k.has_value()) reason = kOneOfBounds;
+    else if (any_given<kFirstRefused>(all)) reason = "seqused_k, alibi_slopes, a paged cache or num_splits are given";
     const Call call{q, k, v, false};
-    if (fits && call.is_served(std::get<kScale>(all), cu_q, cu_k)) {
-      count(kFlashForward, true);
+    if (reason == nullptr) reason = call.refusal(std::get<kScale>(all), cu_q, cu_k);
+    if (reason == nullptr) {
+      count_served(kFlashForward, q, k, v);
       const BelowAll guard;
       const int64_t right = is_causal ? 0 : unlimited_if_negative(window_of(std::get<kRight>(all)));
       auto [out, lse] = call.forward(cu_q, cu_k, scale_of(std::get<kScale>(all), q),
@@ -192,7 +226,7 @@ struct FlashForward<Result(Args...)> {
       return {std::move(out), std::move(lse), std::move(seed), std::move(offset),
               new_tensor({0}, q.options())};
     }
-    return call_before<Result>(kFlashForward, keys, args...);
+    return call_before<Result>(kFlashForward, reason, keys, args...);
   }
 
   template <size_t kFrom, class Tuple>
@@ -213,15 +247,19 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
                          OptionalSymInt right) {
   const OptionalTensor bounds_q = optional(cu_q), bounds_k = optional(cu_k);
   const Call call{q, k, v, false};
-  if (dropout_p == 0 && cu_q.defined() == cu_k.defined() &&
-      call.is_served(scale, bounds_q, bounds_k) && unit_stride(out)) {
-    count(kFlashBackward, true);
+  Reason reason = nullptr;
+  if (dropout_p != 0) reason = kHasDropout;
+  else if (cu_q.defined() != cu_k.defined()) reason = kOneOfBounds;
+  else reason = call.refusal(scale, bounds_q, bounds_k);
+  if (reason == nullptr && !unit_stride(out)) reason = kOtherForward;
+  if (reason == nullptr) {
+    count_served(kFlashBackward, q, k, v);
     const BelowAll guard;
     return call.backward(grad_out, out, lse, bounds_q, bounds_k, scale_of(scale, q),
                          unlimited_if_negative(window_of(left)),
                          is_causal ? 0 : unlimited_if_negative(window_of(right)));
   }
-  return call_before<BwdResult>(kFlashBackward, keys, grad_out, q, k, v, out, lse, cu_q, cu_k,
+  return call_before<BwdResult>(kFlashBackward, reason, keys, grad_out, q, k, v, out, lse, cu_q, cu_k,
                                 max_q, max_k, dropout_p, is_causal, rng_state, unused, scale, left,
                                 right);
 }
@@ -242,16 +280,15 @@ CallArgs masked_args(double scale, bool is_causal, const OptionalTensor& bias) {
   return a;
 }
 
-bool takes_bias(const OptionalTensor& bias, const Tensor& q, const Tensor& k) {
-  if (!bias.has_value()) return true;
-  if (bias->dim() != 4 ||
-      (bias->scalar_type() != q.scalar_type() && bias->scalar_type() != at::kFloat))
-    return false;
+Reason refusal_of_bias(const OptionalTensor& bias, const Tensor& q, const Tensor& k) {
+  if (!bias.has_value()) return nullptr;
+  if (bias->scalar_type() != q.scalar_type() && bias->scalar_type() != at::kFloat)
+    return "the mask is neither float32 nor of the dtype of the query";
+  if (bias->device() != q.device()) return "the devices differ";
   const std::array<int64_t, 4> sizes = {q.size(0), q.size(2), q.size(1), k.size(1)};
-  for (int dim = 0; dim < 4; ++dim) {
-    if (bias->size(dim) != 1 && bias->size(dim) != sizes[dim]) return false;
-  }
-  return bias->device() == q.device();
+  bool fits = bias->dim() == 4;
+  for (int dim = 0; fits && dim < 4; ++dim) fits = bias->size(dim) == 1 || bias->size(dim) == sizes[dim];
+  return fits ? nullptr : "the mask does not broadcast to the scores";
 }
 
 // torch expands a mask to the size of the scores; as dimensions of size 1 repeats are read once.
@@ -267,10 +304,13 @@ OptionalTensor without_repeats(const OptionalTensor& bias) {
 MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
                             const Tensor& value, const OptionalTensor& bias, bool compute_lse,
                             double dropout_p, bool is_causal, OptionalScale scale) {
-  if (query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && dropout_p == 0) {
+  Reason reason = refusal_of_dense(query, key, value, dropout_p);
+  if (reason == nullptr) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
-    if (serves(scale, q, k, v, std::nullopt, std::nullopt) && takes_bias(bias, q, k)) {
-      count(kMaskedForward, true);
+    reason = refusal(scale, q, k, v, std::nullopt, std::nullopt);
+    if (reason == nullptr) reason = refusal_of_bias(bias, q, k);
+    if (reason == nullptr) {
+      count_served(kMaskedForward, query, key, value);
       const BelowAll guard;
       const auto [out, own_lse, row_max] = call_fwd_mod(
           q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(bias)));
@@ -288,7 +328,7 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
       return {out.transpose(1, 2), std::move(lse), no_number(query, is_capturing(query)), no_number(query, is_capturing(query))};
     }
   }
-  return call_before<MaskedResult>(kMaskedForward, keys, query, key, value, bias, compute_lse,
+  return call_before<MaskedResult>(kMaskedForward, reason, keys, query, key, value, bias, compute_lse,
                                    dropout_p, is_causal, scale);
 }
 
@@ -297,15 +337,18 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
                              const Tensor& out, const Tensor& lse, const Tensor& seed,
                              const Tensor& offset, double dropout_p, std::array<bool, 4> needs,
                              bool is_causal, OptionalScale scale) {
-  if (grad_out.defined() && query.dim() == 4 && key.dim() == 4 && value.dim() == 4 &&
-      dropout_p == 0) {
+  Reason reason = refusal_of_dense(query, key, value, dropout_p);
+  if (!grad_out.defined()) reason = kNoGradient;
+  if (reason == nullptr) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     const OptionalTensor given = optional(bias);
     const bool need_bias = needs[3] && given.has_value();
+    reason = refusal(scale, q, k, v, std::nullopt, std::nullopt);
     // A gradient of the bias has every element, also those of a mask that repeats.
-    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
-        takes_bias(given, q, k) && unit_stride(out) && lse.dim() == 3 && lse.size(2) >= q.size(1)) {
-      count(kMaskedBackward, true);
+    if (reason == nullptr) reason = refusal_of_bias(given, q, k);
+    if (reason == nullptr && !(unit_stride(out) && lse.dim() == 3 && lse.size(2) >= q.size(1))) reason = kOtherForward;
+    if (reason == nullptr) {
+      count_served(kMaskedBackward, query, key, value);
       const BelowAll guard;
       CallArgs args = masked_args(scale_of(scale, q), is_causal, need_bias ? given : without_repeats(given));
       args.need_qkv = needs[0] || needs[1] || needs[2];
@@ -317,7 +360,7 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
               wanted(needs[2], dv.transpose(1, 2)), wanted(need_bias, dbias)};
     }
   }
-  return call_before<MaskedResult>(kMaskedBackward, keys, grad_out, query, key, value, bias, out,
+  return call_before<MaskedResult>(kMaskedBackward, reason, keys, grad_out, query, key, value, bias, out,
                                    lse, seed, offset, dropout_p, needs, is_causal, scale);
 }
 
@@ -326,11 +369,14 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
 // has cuDNN before unfused code, as on Hopper, that operator is asked next. Of its calls only those are
 // taken that neither of the others could get, so that cuDNN asked for by name is cuDNN.
 
-bool is_offered_to_nobody_else(const Tensor& query, const Tensor& key, const Tensor& value,
-                               bool has_bias, bool is_causal) {
-  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || query.size(1) == key.size(1))
-    return false;
-  return has_bias || (is_causal && query.size(2) != key.size(2)) || value.size(3) != query.size(3);
+Reason refusal_of_grouped(const Tensor& query, const Tensor& key, const Tensor& value, bool has_bias, bool is_causal,
+                          double dropout_p) {
+  const Reason reason = refusal_of_dense(query, key, value, dropout_p);
+  if (reason != nullptr) return reason;
+  const bool is_offered_to_nobody_else =
+      query.size(1) != key.size(1) &&
+      (has_bias || (is_causal && query.size(2) != key.size(2)) || value.size(3) != query.size(3));
+  return is_offered_to_nobody_else ? nullptr : "cuDNN was chosen for it";
 }
 
 // A mask as the caller gave it, with all four dimensions.
@@ -344,12 +390,15 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
                            const Tensor& value, const OptionalTensor& bias, bool compute_lse,
                            double dropout_p, bool is_causal, bool return_debug_mask,
                            OptionalScale scale) {
-  if (dropout_p == 0 && !return_debug_mask &&
-      is_offered_to_nobody_else(query, key, value, bias.has_value(), is_causal)) {
+  Reason reason = refusal_of_grouped(query, key, value, bias.has_value(), is_causal, dropout_p);
+  if (return_debug_mask) reason = "a debug mask is asked for";
+  if (reason == nullptr) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     const OptionalTensor mask = with_four_dims(bias);
-    if (serves(scale, q, k, v, std::nullopt, std::nullopt) && takes_bias(mask, q, k)) {
-      count(kGroupedForward, true);
+    reason = refusal(scale, q, k, v, std::nullopt, std::nullopt);
+    if (reason == nullptr) reason = refusal_of_bias(mask, q, k);
+    if (reason == nullptr) {
+      count_served(kGroupedForward, query, key, value);
       const BelowAll guard;
       const auto [out, lse, row_max] = call_fwd_mod(
           q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(mask)));
@@ -357,7 +406,7 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
               key.size(2), no_number(query, true), no_number(query, true), Tensor()};
     }
   }
-  return call_before<SdpaResult>(kGroupedForward, keys, query, key, value, bias, compute_lse,
+  return call_before<SdpaResult>(kGroupedForward, reason, keys, query, key, value, bias, compute_lse,
                                  dropout_p, is_causal, return_debug_mask, scale);
 }
 
@@ -366,14 +415,18 @@ BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, con
                            const Tensor& lse, const Tensor& seed, const Tensor& offset,
                            const Tensor& bias, const Tensor& cu_q, const Tensor& cu_k, SymInt max_q,
                            SymInt max_k, double dropout_p, bool is_causal, OptionalScale scale) {
-  if (grad_out.defined() && dropout_p == 0 && !cu_q.defined() && !cu_k.defined() &&
-      is_offered_to_nobody_else(query, key, value, bias.defined(), is_causal)) {
+  Reason reason = refusal_of_grouped(query, key, value, bias.defined(), is_causal, dropout_p);
+  if (!grad_out.defined()) reason = kNoGradient;
+  if (cu_q.defined() || cu_k.defined()) reason = "the sequences are packed";
+  if (reason == nullptr) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
     const OptionalTensor mask = with_four_dims(optional(bias));
     const bool has_lse = lse.dim() == 4 && lse.size(2) == q.size(1) && lse.size(3) == 1;
-    if (serves(scale, q, k, v, std::nullopt, std::nullopt) &&
-        takes_bias(mask, q, k) && unit_stride(out) && has_lse) {
-      count(kGroupedBackward, true);
+    reason = refusal(scale, q, k, v, std::nullopt, std::nullopt);
+    if (reason == nullptr) reason = refusal_of_bias(mask, q, k);
+    if (reason == nullptr && !(unit_stride(out) && has_lse)) reason = kOtherForward;
+    if (reason == nullptr) {
+      count_served(kGroupedBackward, query, key, value);
       const BelowAll guard;
       const auto [dq, dk, dv, dbias, dslopes, dsinks] =
           call_bwd_mod(grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.squeeze(-1),
@@ -382,7 +435,7 @@ BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, con
               placed_beside(value, dv.transpose(1, 2))};
     }
   }
-  return call_before<BwdResult>(kGroupedBackward, keys, grad_out, query, key, value, out, lse, seed,
+  return call_before<BwdResult>(kGroupedBackward, reason, keys, grad_out, query, key, value, out, lse, seed,
                                 offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
                                 scale);
 }
@@ -431,17 +484,26 @@ void set_sdpa(std::string_view key_name) {
   overrides = std::move(library);
 }
 
-std::vector<int64_t> sdpa_counts() {
-  std::vector<int64_t> result;
-  for (const auto& n : counts) result.push_back(n.load(std::memory_order_relaxed));
-  return result;
+}  // namespace
+
+std::vector<std::pair<std::string, int64_t>> sdpa_served() {
+  std::vector<std::pair<std::string, int64_t>> found;
+  for (int which = 0; which < kNumOperators; ++which)
+    found.emplace_back(kNames[which], served_calls[which].load(std::memory_order_relaxed));
+  return found;
 }
 
-}  // namespace
+std::map<std::pair<std::string, std::string>, int64_t> sdpa_returned() {
+  const std::lock_guard<std::mutex> lock(returned_mutex);
+  std::map<std::pair<std::string, std::string>, int64_t> found;
+  for (const auto& [key, number] : returned_calls) found[{kNames[key.first], std::string(key.second)}] = number;
+  return found;
+}
+
+void set_sdpa_listener(SdpaListener wanted) { listener = wanted; }
 
 TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
   m.def("_set_sdpa(str key) -> ()", &set_sdpa);
-  m.def("_sdpa_counts() -> int[]", &sdpa_counts);
 }
 
 }  // namespace flash_ext

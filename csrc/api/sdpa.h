@@ -21,38 +21,40 @@ using OptionalScale = std::optional<double>;
 
 inline bool unit_stride(const Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 
-// Tensors (batch, rows, heads, features) or (total, heads, features) and a factor that a path takes.
-inline bool serves(OptionalScale scale, const Tensor& q, const Tensor& k,
-            const Tensor& v, const OptionalTensor& cu_q, const OptionalTensor& cu_k) {
+// Why a call goes back to torch; null where the kernels serve it.
+using Reason = const char*;
+
+// Of tensors (batch, rows, heads, features) or (total, heads, features), and a factor.
+inline Reason refusal(OptionalScale scale, const Tensor& q, const Tensor& k, const Tensor& v,
+                      const OptionalTensor& cu_q, const OptionalTensor& cu_k) {
   constexpr int64_t kLargestHeadDim = 256;
-  if (scale.has_value() && !std::isfinite(*scale)) return false;
+  if (scale.has_value() && !std::isfinite(*scale)) return "scale is not finite";
   const auto dtype = q.scalar_type();
-  if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
-  if (k.scalar_type() != dtype || v.scalar_type() != dtype) return false;
-  if (k.device() != q.device() || v.device() != q.device()) return false;
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return "the dtype is neither float16 nor bfloat16";
+  if (k.scalar_type() != dtype || v.scalar_type() != dtype) return "the dtypes differ";
+  if (k.device() != q.device() || v.device() != q.device()) return "the devices differ";
   const int64_t dims = cu_q.has_value() ? 3 : 4;
-  if (q.dim() != dims || k.dim() != dims || v.dim() != dims) return false;
-  if (q.size(-1) < 1 || q.size(-1) > kLargestHeadDim || v.size(-1) < 1 ||
-      v.size(-1) > kLargestHeadDim)
-    return false;
-  if (k.size(-1) != q.size(-1) || k.size(-2) != v.size(-2) || k.size(-3) != v.size(-3))
-    return false;
-  if (k.size(-2) < 1 || q.size(-2) % k.size(-2) != 0) return false;
-  if (dims == 4 && (k.size(0) != q.size(0) || v.size(0) != q.size(0))) return false;
-  if (!unit_stride(q) || !unit_stride(k) || !unit_stride(v)) return false;
+  if (q.dim() != dims || k.dim() != dims || v.dim() != dims) return "the tensors have other dimensions";
+  if (q.size(-1) < 1 || q.size(-1) > kLargestHeadDim || v.size(-1) < 1 || v.size(-1) > kLargestHeadDim)
+    return "head_dim is not between 1 and 256";
+  const bool same_batch = dims == 3 || (k.size(0) == q.size(0) && v.size(0) == q.size(0));
+  if (k.size(-1) != q.size(-1) || k.size(-2) != v.size(-2) || k.size(-3) != v.size(-3) || k.size(-2) < 1 ||
+      q.size(-2) % k.size(-2) != 0 || !same_batch)
+    return "the shapes do not fit each other";
+  if (!unit_stride(q) || !unit_stride(k) || !unit_stride(v)) return "the last dimension is not contiguous";
   for (const OptionalTensor& cu : {cu_q, cu_k}) {
-    if (cu.has_value() &&
-        (cu->scalar_type() != at::kInt || cu->dim() != 1 || !cu->is_contiguous() ||
-         cu->device() != q.device() || cu->size(0) != cu_q->size(0))) {
-      return false;
-    }
+    if (cu.has_value() && (cu->scalar_type() != at::kInt || cu->dim() != 1 || !cu->is_contiguous() ||
+                           cu->device() != q.device() || cu->size(0) != cu_q->size(0)))
+      return "cu_seqlens are no contiguous int32 on the device of q, or differ in length";
   }
-  if (!q.is_cuda()) return true;  // tests register on the CPU, where there is nothing to choose
+  if (!q.is_cuda()) return nullptr;  // tests register on the CPU, where there is nothing to choose
   const DeviceInfo info = device_info_of(q);
   CallArgs a;
   a.cu_seqlens_q = cu_q, a.cu_seqlens_k = cu_k;
-  const Problem p = problem_of(q, k, v, a);
-  return info.error.empty() && choose_path(p, info, {}) != nullptr;
+  if (info.error.empty() && choose_path(problem_of(q, k, v, a), info, {}) != nullptr) return nullptr;
+  TORCH_WARN_ONCE("flash_ext.enable_sdpa() has no kernels for ", q.device(),
+                  ": attention on it runs as before. `python -m flash_ext.info` says why.");
+  return "no backend serves this GPU, or a size of this call";
 }
 
 inline double scale_of(OptionalScale scale, const Tensor& q) {
@@ -129,9 +131,8 @@ struct Call {
 
   Tensor rows_first(const Tensor& t) const { return heads_first ? swapped(t) : t; }
 
-  bool is_served(OptionalScale scale, const OptionalTensor& cu_q = {},
-                 const OptionalTensor& cu_k = {}) const {
-    return serves(scale, q, k, v, cu_q, cu_k);
+  Reason refusal(OptionalScale scale, const OptionalTensor& cu_q = {}, const OptionalTensor& cu_k = {}) const {
+    return flash_ext::refusal(scale, q, k, v, cu_q, cu_k);
   }
 
   FwdResult forward(const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
+
 from .atoms import (
     Causal,
     Chunks,
@@ -131,7 +133,9 @@ def normal_of(mask: Mask) -> Normal:
     fields = ("HiddenRows", "HiddenKeys", "keys", "blocks", "dense")
     hides: list[Any] = [tuple(sorts.get(name, ())) for name in fields]
     own_documents: Any = documents[0] if documents else None
-    return Normal(repr(mask), reach, frozenset(alignments), own_documents, *hides)
+    # A compiler that traces sizes as symbols cannot write them out.
+    words = "this mask" if torch.compiler.is_compiling() else repr(mask)
+    return Normal(words, reach, frozenset(alignments), own_documents, *hides)
 
 
 def refuse(mask: Mask | str, words: str) -> NoReturn:

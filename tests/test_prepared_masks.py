@@ -256,7 +256,8 @@ def test_a_mask_that_was_used_compiles_and_one_graph_condenses_once_for_two_laye
     compiled = torch.compile(layers, fullgraph=True, backend=aot)
     (got,) = torch.autograd.grad(compiled(leaf, k, ids), leaf)
     torch.testing.assert_close(got, expected)
-    assert [ops.count(f"flash_ext.{name}.default") for name in ("condense", "fwd_mod", "bwd_mod")] == [1, 2, 2]
+    counts = [ops.count(f"flash_ext.{name}.default") for name in ("condense", "fwd_mod", "bwd_mod")]
+    assert counts == [1, 2, 2]
     used = masks.DocumentCausal(ids)
     flash_ext.attention(q, k, k, mask=used)
 
@@ -362,6 +363,17 @@ def test_a_bias_that_is_written_is_read_anew():
                 source.mul_(-2)
         expected = flash_ext.attention(q, k, k, bias=fresh(bias))
         assert torch.equal(flash_ext.attention(q, k, k, bias=bias), expected)
+
+
+def test_a_bias_with_odd_rows_is_copied_into_aligned_ones():
+    bias = torch.randn(2, 1, 24, 77)
+    aligned = calls.with_aligned_rows(bias)
+    assert torch.equal(aligned, bias) and aligned.stride() == (24 * 80, 24 * 80, 80, 1)
+    q, k = torch.empty(2, 24, 2, 8), torch.empty(2, 77, 2, 8)
+    assert calls._may_be_copied(bias, q, k) and not calls._may_be_copied(aligned, q, k)
+    learned = bias.clone().requires_grad_()
+    assert not any(calls._may_be_copied(t, q, k) for t in (learned, bias[..., :1], aligned[..., :76]))
+    assert not calls._may_be_copied(bias, q, q)
 
 
 def test_pairs_of_kept_calls():

@@ -86,8 +86,8 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
 def _bytes(terms: Terms, sizes: Sizes) -> int:
     """One word of 32 bits a number, as csrc/condensed.h has them.
 
-    Bits of masks with their summaries by 64 rows, ids and intervals with those by 32, a bit for 16 x 16 scores
-    of a block map, and its cut blocks written out.
+    Bits of masks with their summaries by 64 rows, ids and intervals with those by 32, a bit for 16 x 16
+    scores of a block map, and its cut blocks written out.
     """
     words = 0
     if terms.prefix_lens is not None:

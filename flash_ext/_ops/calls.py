@@ -80,6 +80,9 @@ def keep_call(
         if of_bias is None:
             return
         given, made_of = of_bias
+        if given is not None and mods.bias is not None and q.is_cuda and _may_be_copied(given, q, k):
+            mods = replace(mods, bias=with_aligned_rows(mods.bias))
+            given, made_of = None, [*made_of, given]
         if given is not None and mods.bias is not None:
             missing = mods.bias.dim() - given.dim()
             mods = replace(mods, bias=given)
@@ -121,6 +124,26 @@ def _sources_of_bias(bias: Bias, mods: Modifiers) -> tuple[Tensor | None, list[T
     if any(t.requires_grad or t.is_inference() for t in made_of):
         return None
     return given, made_of
+
+
+def _may_be_copied(source: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether a bias has rows that calls would copy, forward and backward (csrc/api/modifiers.cpp)."""
+    if source.requires_grad or source.is_inference() or source.shape[-1] == 1:
+        return False
+    if max(q.shape[-3], k.shape[-3]) <= 64:  # kernels of short sequences read it as it is
+        return False
+    piece = 16 // source.element_size()
+    strides = [stride for n, stride in zip(source.shape[:-1], source.stride()) if n > 1]
+    whole = source.stride(-1) == 1 and all(stride % piece == 0 for stride in strides)
+    return not (whole and source.data_ptr() % 16 == 0)
+
+
+def with_aligned_rows(bias: Tensor) -> Tensor:
+    """A copy (batch|1, num_heads|1, rows|1, keys) whose rows begin on 16 bytes."""
+    cols = bias.shape[3]
+    with torch.inference_mode(False), torch.no_grad():
+        rows = bias.new_zeros(*bias.shape[:3], -(-cols // 8) * 8)[..., :cols]
+        return rows.copy_(bias)
 
 
 def _is_view_of(bias: Tensor, source: Tensor) -> bool:

@@ -181,6 +181,16 @@ def test_two_layers_and_their_gradients_condense_once(name: str):
         assert passes_of(lambda: flash_ext.backward(out, *leaves, k, out, lse, mask=mask)) == 0
 
 
+def test_layers_of_other_windows_share_what_is_kept():
+    mask, (q, k) = every_kind()["dense"], some()
+    for options in ({}, {"causal": True}, {"window_size": (3, 3)}):
+        want = 0 if options else 1
+        assert passes_of(lambda options=options: flash_ext.attention(q, k, k, mask=mask, **options)) == want
+        expected = flash_ext.attention(q, k, k, mask=copy.deepcopy(mask), **options)
+        assert torch.equal(flash_ext.attention(q, k, k, mask=mask, **options), expected)
+    assert len({id(found.mods.mask) for found in mask._prepared.made.values()}) == 1
+
+
 def test_a_tensor_is_condensed_once_a_call_forward_and_backward():
     (q, k), keep = some(), torch.rand(24, 24) > 0.3
     leaf = q.requires_grad_()

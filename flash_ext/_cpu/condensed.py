@@ -142,7 +142,7 @@ def plain_mask(mask: Tensor) -> Tensor:
 
 def plain_form(mods: Modifiers, rows: int, keys: int, packed: bool) -> Modifiers:
     """``mods`` with everything but ``mask`` as it was before :func:`condense`; ids have summaries behind."""
-    own: dict[str, Tensor] = {}
+    own: dict[str, Any] = {}
     if mods.blocks is not None and mods.blocks.dtype == torch.int32:
         bits = unpacked(mods.blocks, 32 * mods.blocks.shape[3])
         # Bits behind the last block are 0: blocks that are not there.

@@ -35,7 +35,7 @@ def kept_call(asked: Asked, options: tuple[Any, ...]) -> _C.PreparedCall | None:
         return None
     mask, bias, _, softcap, dropout_p = asked
     try:
-        holder = bias if mask is None else mask
+        holder: Any = bias if mask is None else mask
         partner, call = holder._calls[0 if mask is None else id(bias), options[3], options[4]]
     except (AttributeError, KeyError, TypeError):
         return None
@@ -80,12 +80,13 @@ def keep_call(
         if of_bias is None:
             return
         given, made_of = of_bias
-        if given is not None and mods.bias is not None and q.is_cuda and _may_be_copied(given, q, k):
-            mods = replace(mods, bias=with_aligned_rows(mods.bias))
-            given, made_of = None, [*made_of, given]
         if given is not None and mods.bias is not None:
-            missing = mods.bias.dim() - given.dim()
-            mods = replace(mods, bias=given)
+            if q.is_cuda and _may_be_copied(given, q, k):
+                read = with_aligned_rows(mods.bias)
+                made_of = [*made_of, given]
+            else:
+                missing, read = mods.bias.dim() - given.dim(), given
+            mods = replace(mods, bias=read)
         sources += made_of
     if sources and q.is_cuda and is_capturing():
         return

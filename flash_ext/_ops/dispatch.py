@@ -219,12 +219,12 @@ def run_modified_fwd(
         out_dtype: that of out, None for the dtype of q.
     """
     if out_dtype is None:
-        call = kept_call(asked, options)
-        if call is not None:
+        kept = kept_call(asked, options)
+        if kept is not None:
             if draws and asked.dropout_p > 0:
                 rng, draws = dropout_rng(q.device, generator), False
             try:
-                found = call.fwd(
+                found = kept.fwd(
                     q, k, v, cu_seqlens_q, cu_seqlens_k, _bound(options[0]), _bound(options[1]), options[2],
                     asked.sinks, asked.softcap, asked.dropout_p, rng, want_row_max, options[5], options[6],
                 )  # fmt: skip
@@ -283,10 +283,10 @@ def run_modified_bwd(
 ) -> tuple[Tensor, ...]:
     """The gradients named in ``needs``, in its order; those of q, k and v in ``grad_dtype``."""
     if grad_dtype is None and needs == GRADIENTS[:3]:
-        call = kept_call(asked, options)
-        if call is not None:
+        kept = kept_call(asked, options)
+        if kept is not None:
             try:
-                qkv = call.bwd(
+                qkv = kept.bwd(
                     dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, _bound(options[0]),
                     _bound(options[1]), options[2], asked.sinks, asked.softcap, asked.dropout_p, rng,
                     options[5], options[6],

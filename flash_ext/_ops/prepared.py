@@ -7,6 +7,7 @@ has written them since.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,15 +72,25 @@ class Kept:
                 f"refresh: {why}, got {mask!r}: make its tensors outside of torch.inference_mode() and one "
                 "call with the mask as it is, before a CUDA graph is captured."
             )
+        written: set[int] = set()
         for key, found in list(self.made.items()):
             sizes, causal, window, _, device, _ = key
-            if device is None:
-                continue
-            with torch.inference_mode(False), torch.no_grad():
-                fresh = _made(mask, device, sizes, causal, window)
-                for old, new in zip(_tensors(found.mods), _tensors(fresh.mods), strict=True):
-                    old.copy_(new)
+            held = _tensors(found.mods)
+            if device is not None and not {*map(id, held)} <= written:
+                with torch.inference_mode(False), torch.no_grad():
+                    fresh = _made(mask, device, sizes, causal, window)
+                    for old, new in zip(held, _tensors(fresh.mods), strict=True):
+                        old.copy_(new)
+                written |= {*map(id, held)}
             self.made[key] = found._replace(sources=versions)
+
+    def like(self, key: tuple[Any, ...], versions: list[int]) -> Modifiers | None:
+        """What was made for the same sizes at the same place."""
+        same = (key[0], *key[3:])
+        for other, found in list(self.made.items()):
+            if (other[0], *other[3:]) == same and found.sources == versions:
+                return found.mods
+        return None
 
     def put(self, key: tuple[Any, ...], found: Prepared) -> None:
         while len(self.made) >= MOST_PREPARED:
@@ -122,7 +133,8 @@ def prepared(
     if found is None or found.sources != versions:
         check_devices(mask, "mask", q)
         with torch.inference_mode(False), torch.no_grad():  # other calls may save it for a backward
-            found = _made(mask, q.device, sizes, causal, window)._replace(sources=versions)
+            found = _made(mask, q.device, sizes, causal, window, kept.like(key, versions))
+        found = found._replace(sources=versions)
         kept.put(key, found)
         forget_calls(mask)
     return found
@@ -161,9 +173,20 @@ def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]
     )
 
 
-def _made(mask: Mask, device: torch.device, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
+def _made(
+    mask: Mask,
+    device: torch.device,
+    sizes: Sizes,
+    causal: bool,
+    window: tuple[int, int],
+    like: Modifiers | None = None,
+) -> Prepared:
+    """``like``: what calls of another causal or window have made, whose tensors are the same."""
     terms = terms_for(mask, None, sizes, causal, window)
-    mods = _of_terms(terms, device, sizes)
+    if like is None:
+        mods = _of_terms(terms, device, sizes)
+    else:
+        mods = replace(like, sink_tokens=terms.sink_tokens, chunk=terms.chunk, top_left=terms.top_left)
     is_plain = not (_tensors(mods) or mods.sink_tokens or mods.chunk or mods.top_left)
     return Prepared((terms.left, terms.right), mods, is_plain)
 

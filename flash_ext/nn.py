@@ -11,7 +11,7 @@ from torch import Tensor
 from ._count import counting, tally
 from ._log import logged
 from ._masks.atoms import Causal, Dense, KeyMask
-from ._masks.value import And, Mask
+from ._masks.value import And, Mask, for_one_call
 from ._ops.arguments import dropout_rng
 from ._pair import forward as attend
 
@@ -191,7 +191,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 biases.append(_as_bias(padding, "key_padding_mask", q)[:, None, None])
         options: dict[str, Any] = {}
         if masks:
-            options["mask"] = masks[0] if len(masks) == 1 else And(tuple(masks))
+            options["mask"] = for_one_call(masks[0] if len(masks) == 1 else And(tuple(masks)))
         if biases:
             options["bias"] = biases[0] if len(biases) == 1 else biases[0] + biases[1]
         return options

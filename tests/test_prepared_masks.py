@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
 from flash_ext import masks
-from flash_ext._ops import arguments
+from flash_ext._masks import value
+from flash_ext._ops import calls, prepared
 from flash_ext._ops.arguments import Asked, modifiers_of
 
 pytestmark = pytest.mark.everywhere
@@ -43,7 +52,7 @@ def every_kind() -> dict[str, masks.Mask]:
 def test_the_second_call_makes_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
     mask, (q, k) = every_kind()[name], some()
     first = flash_ext.attention(q, k, k, mask=mask)
-    monkeypatch.setattr(arguments, "terms_for", lambda *a: pytest.fail("made again"))
+    monkeypatch.setattr(prepared, "terms_for", lambda *a: pytest.fail("made again"))
     assert torch.equal(flash_ext.attention(q, k, k, mask=mask), first)
     # Further modifiers are another matter.
     monkeypatch.undo()
@@ -82,7 +91,7 @@ def test_a_mask_keeps_what_it_made_for_a_few_sizes_only():
     for batch in range(1, 30):
         q = torch.randn(batch, 24, 2, 8)
         flash_ext.attention(q, q, q, mask=ids)
-    assert len(ids._prepared[1]) <= arguments.MOST_PREPARED
+    assert len(ids._prepared.made) <= prepared.MOST_PREPARED
     assert not hasattr(mask, "_prepared")
 
 
@@ -143,33 +152,419 @@ def test_another_device_is_refused_also_after_a_first_use():
         made_by(mask, q, k)
 
 
+# ---- once for all layers --------------------------------------------------------------------------------
+
+
+def passes_of(call: Callable[[], object]) -> int:
+    """How often a call condenses something."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        call()
+    return sum(event.count for event in found.key_averages() if event.key == "flash_ext::condense")
+
+
+@pytest.mark.parametrize("name", every_kind())
+def test_two_layers_and_their_gradients_condense_once(name: str):
+    mask, (q, k) = every_kind()[name], some()
+    leaves = [t.requires_grad_() for t in (q, k)]
+
+    def layers() -> None:
+        x = flash_ext.attention(leaves[0], leaves[1], leaves[1], mask=mask)
+        x = flash_ext.attention(x, leaves[1], leaves[1], mask=mask)
+        torch.autograd.grad(x.sum() * 1.0, leaves)
+
+    first = passes_of(layers)
+    assert first == {"prefix": 0, "keys of documents": 2}.get(name, 1)
+    assert passes_of(layers) == 0
+    with torch.no_grad():
+        out, lse = flash_ext.forward(*leaves, k, mask=mask)
+        assert passes_of(lambda: flash_ext.forward(*leaves, k, mask=mask)) == 0
+        assert passes_of(lambda: flash_ext.backward(out, *leaves, k, out, lse, mask=mask)) == 0
+
+
+def test_layers_of_other_windows_share_what_is_kept():
+    mask, (q, k) = every_kind()["dense"], some()
+    for options in ({}, {"causal": True}, {"window_size": (3, 3)}):
+        want = 0 if options else 1
+        assert passes_of(lambda options=options: flash_ext.attention(q, k, k, mask=mask, **options)) == want
+        expected = flash_ext.attention(q, k, k, mask=copy.deepcopy(mask), **options)
+        assert torch.equal(flash_ext.attention(q, k, k, mask=mask, **options), expected)
+    assert len({id(found.mods.mask) for found in mask._prepared.made.values()}) == 1
+
+
+def test_a_tensor_is_condensed_once_a_call_forward_and_backward():
+    (q, k), keep = some(), torch.rand(24, 24) > 0.3
+    leaf = q.requires_grad_()
+
+    def layer() -> None:
+        torch.autograd.grad(flash_ext.attention(leaf, k, k, mask=keep).sum() * 1.0, leaf)
+
+    assert [passes_of(layer), passes_of(layer)] == [1, 1]
+
+
+@pytest.mark.parametrize("name", every_kind())
+def test_what_is_kept_takes_the_bytes_that_describe_tells(name: str):
+    mask, (q, k) = every_kind()[name], some()
+    flash_ext.attention(q, k, k, mask=mask)
+    (found,) = mask._prepared.made.values()
+    held = sum(t.nbytes for t in prepared._tensors(found.mods))
+    assert held == mask.describe(24, 24, batch=2, num_heads=2).memory > 0
+
+
+def test_bytes_of_cut_blocks_and_of_odd_lengths():
+    cut = masks.BlockMask.from_mask(masks.Causal(), 37, 37, block_size=16)
+    odd = masks.HiddenRows(torch.zeros(2, 37, 2, dtype=torch.int64)) & masks.Documents(torch.zeros(37).int())
+    for mask in (cut, odd, odd & masks.KeyMask(torch.ones(37) > 0)):
+        q = torch.randn(3, 37, 2, 8)
+        flash_ext.attention(q, q, q, mask=mask)
+        (found,) = mask._prepared.made.values()
+        held = sum(t.nbytes for t in prepared._tensors(found.mods))
+        assert held == mask.describe(37, 37, batch=3, num_heads=2).memory > 0
+
+
+@pytest.mark.parametrize("name", every_kind())
+def test_a_mask_that_was_used_dies_with_its_last_reference(name: str):
+    mask, (q, k) = every_kind()[name], some()
+    bias = masks.ALiBi(torch.ones(2))
+    for _ in range(2):
+        flash_ext.attention(q, k, k, mask=mask)
+        flash_ext.attention(q, k, k, mask=mask, bias=bias)
+    gc.disable()
+    try:
+        death = weakref.ref(mask)
+        del mask
+        assert death() is None
+    finally:
+        gc.enable()
+
+
+def test_a_first_use_in_inference_mode_serves_training():
+    mask, (q, k) = every_kind()["documents"], some()
+    with torch.inference_mode():
+        expected = flash_ext.attention(q, k, k, mask=mask)
+    leaf = q.clone().requires_grad_()
+    out = flash_ext.attention(leaf, k, k, mask=mask)
+    out.sum().backward()
+    assert torch.equal(out, expected) and leaf.grad.abs().sum() > 0
+
+
+def test_a_mask_that_was_used_compiles_and_one_graph_condenses_once_for_two_layers():
+    ops = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        ops.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def layers(q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        mask = masks.DocumentCausal(ids)
+        x = flash_ext.attention(q, k, k, mask=mask)
+        return flash_ext.attention(x, k, k, mask=mask).square().sum()
+
+    (q, k), ids = some(), torch.arange(24) // 5
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(layers(leaf, k, ids), leaf)
+    aot = aot_autograd(fw_compiler=backend, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(layers, fullgraph=True, backend=aot)
+    (got,) = torch.autograd.grad(compiled(leaf, k, ids), leaf)
+    torch.testing.assert_close(got, expected)
+    counts = [ops.count(f"flash_ext.{name}.default") for name in ("condense", "fwd_mod", "bwd_mod")]
+    assert counts == [1, 2, 2]
+    used = masks.DocumentCausal(ids)
+    flash_ext.attention(q, k, k, mask=used)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return flash_ext.attention(q, k, k, mask=used)
+
+    held = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(held(q), layer(q))
+
+
+def test_a_mask_in_a_transform_is_condensed_entry_by_entry():
+    (q, k), ids = some(), torch.stack([torch.arange(24) // 5, torch.arange(24) // 7])
+    queries = torch.stack([q, -q])
+
+    def one(q: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return flash_ext.attention(q, k, k, mask=masks.Documents(ids) & masks.Causal())
+
+    for call in (one, torch.func.grad(lambda q, ids: one(q, ids).square().sum())):
+        got = torch.vmap(call)(queries, ids)
+        assert all(torch.equal(got[i], call(queries[i], ids[i])) for i in range(2))
+
+
+# ---- calls that are kept -------------------------------------------------------------------------------
+
+
+def biases() -> dict[str, masks.Bias]:
+    return {
+        "dense": masks.DenseBias(torch.randn(2, 2, 24, 24)),
+        "two dimensions": masks.DenseBias(torch.randn(24, 24)),
+        "expanded": masks.DenseBias(torch.randn(2, 1, 24).expand(2, 24, 24)),
+        "sum": masks.DenseBias(torch.randn(24, 24)) + masks.DenseBias(torch.randn(1, 24)),
+        "slopes": masks.ALiBi(torch.rand(2)),
+        "slopes to convert": masks.ALiBi(torch.rand(2).double()),
+        "both": masks.ALiBi(torch.rand(2)) + masks.DenseBias(torch.randn(24)),
+        "position": masks.RelativePosition(torch.randn(2, 32)),
+    }
+
+
+def fresh(value: masks.Mask | masks.Bias | None):
+    return None if value is None else copy.deepcopy(value)
+
+
+@pytest.mark.parametrize("bias", [None, *biases()])
+@pytest.mark.parametrize("name", [None, "window", "plain", "documents", "dense"])
+def test_a_kept_call_gives_what_a_first_one_gives(name: str | None, bias: str | None):
+    plain = {"window": masks.SlidingWindow(5, sink_tokens=2), "plain": masks.Causal(), None: None}
+    mask = plain[name] if name in plain else every_kind()[name]
+    added = None if bias is None else biases()[bias]
+    if mask is None and added is None:
+        return
+    q, k = some()
+    aux = flash_ext.AuxRequest(lse=True, max_scores=True)
+    for options in (
+        {}, {"causal": True}, {"window_size": (9, 4)}, {"scale": 0.3}, {"softcap": 3.0}, {"scale": 1},
+        {"sinks": torch.randn(2)}, {"sinks": torch.randn(2).double()}, {"return_aux": aux},
+    ):  # fmt: skip
+        if name == "window" and "window_size" in options:
+            continue
+        for _ in range(3):
+            got = flash_ext.attention(q, k, k, mask=mask, bias=added, **options)
+            expected = flash_ext.attention(q, k, k, mask=fresh(mask), bias=fresh(added), **options)
+            for a, b in zip(tensors_of(got), tensors_of(expected), strict=True):
+                assert torch.equal(a, b), options
+    assert (mask if mask is not None else added)._calls
+    dropped = []
+    for pair in ((mask, added), (fresh(mask), fresh(added))):
+        torch.manual_seed(3)
+        dropped.append(flash_ext.attention(q, k, k, mask=pair[0], bias=pair[1], dropout_p=0.3))
+    assert torch.equal(*dropped)
+
+
+def tensors_of(result) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [result[0], *result[1]]
+
+
+@pytest.mark.parametrize("bias", biases())
+def test_gradients_of_a_bias_through_kept_calls(bias: str):
+    mask, added = every_kind()["documents"], biases()[bias]
+    q, k = some()
+    with torch.no_grad():  # keeps a call that knows of no gradient
+        for _ in range(2):
+            flash_ext.attention(q, k, k, mask=mask, bias=added)
+    sources = list(added._tensors())
+    for source in sources:
+        source.requires_grad_()
+    grads = []
+    for _ in range(3):
+        out = flash_ext.attention(q, k, k, mask=mask, bias=added)
+        grads.append(torch.autograd.grad(out.square().sum(), sources))
+    expected = flash_ext.attention(q, k, k, mask=fresh(mask), bias=added)
+    grads.append(torch.autograd.grad(expected.square().sum(), sources))
+    assert all(torch.equal(a, b) for one in grads[:3] for a, b in zip(one, grads[3], strict=True))
+    assert all(grad.shape == source.shape for grad, source in zip(grads[0], sources))
+
+
+def test_a_bias_that_is_written_is_read_anew():
+    q, k = some()
+    for bias in biases().values():
+        for _ in range(2):
+            flash_ext.attention(q, k, k, bias=bias)
+        for source in bias._tensors():
+            if 0 not in source.stride():
+                source.mul_(-2)
+        expected = flash_ext.attention(q, k, k, bias=fresh(bias))
+        assert torch.equal(flash_ext.attention(q, k, k, bias=bias), expected)
+
+
+def test_a_bias_with_odd_rows_is_copied_into_aligned_ones():
+    bias = torch.randn(2, 1, 24, 77)
+    aligned = calls.with_aligned_rows(bias)
+    assert torch.equal(aligned, bias) and aligned.stride() == (24 * 80, 24 * 80, 80, 1)
+    q, k = torch.empty(2, 24, 2, 8), torch.empty(2, 77, 2, 8)
+    assert calls._may_be_copied(bias, q, k) and not calls._may_be_copied(aligned, q, k)
+    learned = bias.clone().requires_grad_()
+    assert not any(calls._may_be_copied(t, q, k) for t in (learned, bias[..., :1], aligned[..., :76]))
+    assert not calls._may_be_copied(bias, q, q)
+
+
+def test_pairs_of_kept_calls():
+    mask, bias, (q, k) = every_kind()["dense"], biases()["dense"], some()
+    out, lse = flash_ext.forward(q, k, k, mask=mask, bias=bias)
+    for _ in range(3):
+        again = flash_ext.forward(q, k, k, mask=mask, bias=bias)
+        assert all(torch.equal(a, b) for a, b in zip(again, (out, lse), strict=True))
+        got = flash_ext.backward(out, q, k, k, out, lse, mask=mask, bias=bias, dlse=lse)
+        want = flash_ext.backward(out, q, k, k, out, lse, mask=fresh(mask), bias=fresh(bias), dlse=lse)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_packed_kept_calls():
+    cu = torch.tensor([0, 9, 24, 48], dtype=torch.int32)
+    q = torch.randn(48, 2, 8)
+    mask = masks.DocumentCausal(torch.arange(48) // 5)
+    expected = flash_ext.attention_varlen(q, q, q, cu, cu, mask=copy.deepcopy(mask))
+    for bound in (None, 30, torch.tensor(30)):
+        got = flash_ext.attention_varlen(q, q, q, cu, cu, mask=mask, max_seqlen_q=bound, max_seqlen_k=bound)
+        assert torch.equal(got, expected)
+    other = torch.tensor([0, 48], dtype=torch.int32)
+    got = flash_ext.attention_varlen(q, q, q, other, other, mask=mask)
+    assert torch.equal(got, flash_ext.attention_varlen(q, q, q, other, other, mask=copy.deepcopy(mask)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": "yes"}, {"scale": torch.ones(())}, {"softcap": torch.ones(())}, {"softcap": -1.0},
+        {"dropout_p": 2.0}, {"sinks": torch.ones(3)}, {"backend": "sm90"}, {"window_size": (1, 2, 3)},
+        {"scale": float("nan")}, {"v": torch.randn(2, 23, 2, 8)}, {"k": torch.randn(2, 24, 3, 8)},
+        {"q": torch.randn(24, 2, 8)}, {"q": torch.randn(1, 24, 2, 8)}, {"q": None},
+    ],
+)  # fmt: skip
+def test_kept_calls_refuse_in_the_same_words(change: dict):
+    q, k = some()
+    kept = masks.DocumentCausal(torch.arange(24) // 5)
+    flash_ext.attention(q, k, k, mask=kept)
+    said = []
+    for mask in (kept, copy.deepcopy(kept)):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as refusal:
+            flash_ext.attention(**{"q": q, "k": k, "v": k, "mask": mask} | change)
+        said.append(str(refusal.value))
+    assert said[0] == said[1]
+
+
+def test_a_kept_call_of_another_bias_is_not_taken():
+    mask, (q, k) = every_kind()["dense"], some()
+    for _ in range(20):  # objects that may lie where one before has lain
+        bias = masks.DenseBias(torch.randn(24, 24))
+        expected = flash_ext.attention(q, k, k, mask=fresh(mask), bias=fresh(bias))
+        assert torch.equal(flash_ext.attention(q, k, k, mask=mask, bias=bias), expected)
+    assert len(mask._calls) <= calls.MOST_CALLS
+
+
+def test_tensors_without_values_take_no_kept_call():
+    mask, (q, k) = every_kind()["documents"], some()
+    flash_ext.attention(q, k, k, mask=mask)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(q)
+        assert flash_ext.attention(fake, fake, fake, mask=mask).shape == q.shape
+    with FlopCounterMode(display=False) as counter:
+        flash_ext.attention(q, k, k, mask=mask)
+    assert counter.get_total_flops() > 0
+
+
+# ---- CUDA graphs, as far as they are seen without one ---------------------------------------------------
+
+
+def test_refresh_writes_into_the_memory_that_is_there():
+    ids = torch.arange(24, dtype=torch.int32) // 5
+    mask, (q, k) = masks.DocumentCausal(ids), some()
+    masks.Causal().refresh()
+    mask.refresh()  # nothing is there
+    flash_ext.attention(q, k, k, mask=mask)
+    (before,) = mask._prepared.made.values()
+    held = before.mods.document_q
+    ids.copy_(torch.arange(24) // 7)
+    mask.refresh()
+    (after,) = mask._prepared.made.values()
+    assert after.mods.document_q is held and torch.equal(held[:, :24], ids.expand(2, 24))
+    assert passes_of(lambda: flash_ext.attention(q, k, k, mask=mask)) == 0
+    expected = flash_ext.attention(q, k, k, mask=copy.deepcopy(mask))
+    assert torch.equal(flash_ext.attention(q, k, k, mask=mask), expected)
+
+
+def test_refresh_between_forward_and_backward_is_noticed():
+    ids = torch.arange(24, dtype=torch.int32) // 5
+    mask, (q, k) = masks.DocumentCausal(ids), some()
+    out = flash_ext.attention(q.requires_grad_(), k, k, mask=mask)
+    mask.refresh()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_mask_that_is_built_during_a_capture_keeps_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(value, "is_capturing", lambda: True)
+    mask, (q, k) = masks.DocumentCausal(torch.arange(24) // 5), some()
+    monkeypatch.undo()
+    for _ in range(2):
+        assert passes_of(lambda: flash_ext.attention(q, k, k, mask=mask)) == 1
+    assert mask._prepared is None and not hasattr(mask, "_calls")
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.caching
-@pytest.mark.parametrize("used_before", [True, False])
-def test_a_graph_reads_the_tensors_of_a_mask_anew(used_before: bool) -> None:
-    """And leaves nothing in the mask: what a capture makes has no values before a replay."""
+def test_a_graph_wants_a_mask_that_is_prepared() -> None:
+    """And reads what the mask was then; with refresh() it follows the mask's tensors."""
     q, k = (t.cuda().half() for t in some())
-    flash_ext.attention(q, k, k, mask=torch.ones(24, 24, dtype=torch.bool, device="cuda"))
     first, second = (torch.arange(24, device="cuda") // n for n in (5, 7))  # int64: narrowed
+    expected = {
+        name: flash_ext.attention(q, k, k, mask=masks.Documents(t))
+        for name, t in (("1", first), ("2", second))
+    }
     ids = first.clone()
     mask = masks.Documents(ids)
-    if used_before:
-        flash_ext.attention(q, k, k, mask=mask)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="mask is not prepared for 24 rows and 24 keys"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            flash_ext.attention(q, k, k, mask=mask)
+    flash_ext.attention(q, k, k, mask=mask)
+    graphs = []
+    for refreshed in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            if refreshed:
+                mask.refresh()
+            captured = flash_ext.attention(q, k, k, mask=mask)
+        graphs.append((graph, captured))
+    ids.copy_(second)
+    assert torch.equal(flash_ext.attention(q, k, k, mask=mask), expected["2"])
+    for (graph, captured), want in zip(graphs, ("1", "2")):
+        graph.replay()
+        assert torch.equal(captured, expected[want])
+    # What the graphs read outlives what other sizes and changes push out.
+    for n in range(1, 2 * prepared.MOST_PREPARED):
+        ids.add_(1)
+        flash_ext.attention(q[:, :, :, :8].repeat(n, 1, 1, 1), *[k.repeat(n, 1, 1, 1)] * 2, mask=mask)
+    torch.cuda.empty_cache()
+    graphs[0][0].replay()
+    assert torch.equal(graphs[0][1], expected["2"])  # the second graph has written into what both read
+
+
+@pytest.mark.gpu
+@pytest.mark.caching
+def test_a_mask_that_a_graph_builds_follows_its_tensors() -> None:
+    q, k = (t.cuda().half() for t in some())
+    first, second = (torch.arange(24, device="cuda") // n for n in (5, 7))
+    flash_ext.attention(q, k, k, mask=masks.Documents(first))
+    ids = first.clone()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = flash_ext.attention(q, k, k, mask=mask)
-    expected = {name: flash_ext.attention(q, k, k, mask=masks.Documents(t)) for name, t in
-                (("first", first), ("second", second))}  # fmt: skip
-    assert torch.equal(flash_ext.attention(q, k, k, mask=mask), expected["first"])
-    graph.replay()
-    assert torch.equal(captured, expected["first"])
-    ids.copy_(second)
-    graph.replay()
-    assert torch.equal(captured, expected["second"])
+        captured = flash_ext.attention(q, k, k, mask=masks.Documents(ids))
+    for given in (first, second):
+        ids.copy_(given)
+        graph.replay()
+        assert torch.equal(captured, flash_ext.attention(q, k, k, mask=masks.Documents(given)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", every_kind())
+def test_a_further_layer_launches_attention_kernels_only(name: str) -> None:
+    q, k = (t.cuda().half() for t in some())
+    mask = every_kind()[name].to("cuda")
+    leaves = [t.requires_grad_() for t in (q, k)]
+
+    def layer() -> list[str]:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            out = flash_ext.attention(leaves[0], leaves[1], leaves[1], mask=mask)
+            torch.autograd.grad(out, leaves[0], torch.ones_like(out))
+            torch.cuda.synchronize()
+        return [event.key for event in found.key_averages()]
+
+    passes = ("pack_mask", "group_mask", "pack_blocks", "group_document_ids", "group_intervals")
+    layer()
+    assert not [key for key in layer() if any(one in key for one in passes)]
 
 
 @pytest.mark.gpu

@@ -98,6 +98,10 @@ struct Prepared {
   void* stream = nullptr;
 };
 
+// A mask's tensor in the form that kernels read, by passes on a stream, below the dispatcher and behind check_condense()
+// (api/condense.cpp).
+Tensor condense(const Tensor& x, int64_t block_rows, int64_t block_cols, void* stream);
+
 // Runs the passes over masks that `request` needs, whose modifiers are still missing (api/modifiers.cpp).
 Prepared prepare(const Request& request, const CallArgs& args, const DeviceInfo& info, void* stream);
 

@@ -22,6 +22,7 @@ from .arguments import (
     dropout_rng,
     modifiers_of,
 )
+from .calls import keep_call, kept_call
 from .functorch import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
 from .library import _C
 from .library_mod import modifier_arguments
@@ -217,6 +218,20 @@ def run_modified_fwd(
         want_row_max: also return the largest final score of every row.
         out_dtype: that of out, None for the dtype of q.
     """
+    if out_dtype is None:
+        kept = kept_call(asked, options)
+        if kept is not None:
+            if draws and asked.dropout_p > 0:
+                rng, draws = dropout_rng(q.device, generator), False
+            try:
+                found = kept.fwd(
+                    q, k, v, cu_seqlens_q, cu_seqlens_k, _bound(options[0]), _bound(options[1]), options[2],
+                    asked.sinks, asked.softcap, asked.dropout_p, rng, want_row_max, options[5], options[6],
+                )  # fmt: skip
+            except (TypeError, ValueError, NotImplementedError):
+                found = None  # refused below, in the caller's words
+            if found is not None:
+                return found
     if not _is_compiling():
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         values = (value for value in (asked.mask, asked.bias) if isinstance(value, Value))
@@ -229,8 +244,10 @@ def run_modified_fwd(
         rng = dropout_rng(q.device, generator)
     else:
         rng = _given_rng(q, rng, asked.dropout_p)
-    *first, causal, window, deterministic, backend = options
-    window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, window, rng)
+    *first, causal, asked_window, deterministic, backend = options
+    window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, asked_window, rng)
+    if out_dtype is None:
+        keep_call(q, k, cu_seqlens_q, cu_seqlens_k, asked, causal, asked_window, window, mods)
     options = (*first, False, window, deterministic, backend)
     if mods is None and not want_row_max:
         return *run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
@@ -265,6 +282,19 @@ def run_modified_bwd(
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """The gradients named in ``needs``, in its order; those of q, k and v in ``grad_dtype``."""
+    if grad_dtype is None and needs == GRADIENTS[:3]:
+        kept = kept_call(asked, options)
+        if kept is not None:
+            try:
+                qkv = kept.bwd(
+                    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, _bound(options[0]),
+                    _bound(options[1]), options[2], asked.sinks, asked.softcap, asked.dropout_p, rng,
+                    options[5], options[6],
+                )  # fmt: skip
+            except (TypeError, ValueError, NotImplementedError):
+                qkv = None  # refused below, in the caller's words
+            if qkv is not None:
+                return qkv
     if not _is_compiling():
         _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)

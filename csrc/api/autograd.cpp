@@ -1,11 +1,15 @@
 // Gradients and automatic mixed precision of the operators.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "api.h"
 
@@ -206,6 +210,46 @@ FwdModResult fwd_mod_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
   return call_fwd_mod(q, k, v, a);
 }
 
+// How torch holds a node: by std::shared_ptr in 2.11, by a pointer of its own in 2.13.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <typename Pointer, typename Kind, typename... Args>
+Pointer new_node(Args&&... args) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<Kind>(std::forward<Args>(args)...);
+  } else {
+    return c10::make_intrusive<Kind>(std::forward<Args>(args)...);
+  }
+}
+
+// Gradients whose own gradient raises, in words, instead of being silently zero.
+template <typename Result, typename... Inputs>
+Result without_derivative(Result gradients, const Inputs&... inputs) {
+  if (!torch::autograd::compute_requires_grad(inputs...)) return gradients;
+  const auto node = new_node<NodePointer, torch::autograd::Error>(
+      "the second derivative of attention is not implemented. F.scaled_dot_product_attention has one under "
+      "torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
+      torch::autograd::collect_next_edges(inputs...));
+  const auto mark = [&](const Tensor& t) {
+    if (t.defined()) torch::autograd::set_history(t, node);
+  };
+  std::apply([&](const auto&... t) { (mark(t), ...); }, gradients);
+  return gradients;
+}
+
+template <typename Result, auto kCall>
+Result bwd_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                    const Tensor& lse, const CallArgs& a) {
+  Result gradients;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    gradients = kCall(dout, q, k, v, out, lse, a);
+  }
+  const auto or_none = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+  return without_derivative(std::move(gradients), dout, q, k, v, out, lse, or_none(a.dlse), or_none(a.bias),
+                            or_none(a.slopes), or_none(a.sinks));
+}
+
 // ---- autocast -----------------------------------------------------------------------------------
 
 // Tensors in the dtype of the autocast region.
@@ -267,9 +311,8 @@ BwdModResult bwd_mod_autocast(const Tensor& dout, const Tensor& q, const Tensor&
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
   m.impl("fwd", &FwdOperator::entry<fwd_autograd>);
   m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_autograd>);
-  // A second derivative raises instead of being silently zero.
-  m.impl("bwd", torch::autograd::autogradNotImplementedFallback());
-  m.impl("bwd_mod", torch::autograd::autogradNotImplementedFallback());
+  m.impl("bwd", &BwdOperator::entry<bwd_autograd<BwdResult, call_bwd>>);
+  m.impl("bwd_mod", &BwdModOperator::entry<bwd_autograd<BwdModResult, call_bwd_mod>>);
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {

@@ -104,7 +104,10 @@ void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v,
   const int64_t want_dim = packed ? 3 : 4;
   const char* layout =
       packed ? "(total, num_heads, head_dim)" : "(batch, seqlen, num_heads, head_dim)";
-  TORCH_CHECK_VALUE(q.dim() == want_dim, "q must have shape ", layout, ", got ", shape_of(q), ".");
+  TORCH_CHECK_VALUE(q.dim() == want_dim, "q must have shape ", layout, ", got ", shape_of(q), ".",
+                    packed && q.dim() == 4    ? " Sequences of one length go into attention."
+                    : !packed && q.dim() == 3 ? " Packed sequences go into attention_varlen."
+                                              : "");
   TORCH_CHECK_VALUE(k.dim() == want_dim, "k must have shape ", layout, ", got ", shape_of(k), ".");
   TORCH_CHECK_VALUE(v.dim() == want_dim, "v must have shape ", layout, ", got ", shape_of(v), ".");
   if (packed) {
@@ -152,9 +155,12 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
   const bool divides =
       equal(num_heads, num_heads_k) ||
       (at_most(1, num_heads) && at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
-  TORCH_CHECK_VALUE(divides,
-                    "num_heads of q must be a positive multiple of num_heads of k and v, got ",
-                    num_heads, " and ", num_heads_k, ".");
+  if (C10_LIKELY(divides)) return;
+  const bool is_heads_first = q.dim() == 4 && at_most(1, q.sym_size(1)) && at_most(1, k.sym_size(1)) &&
+                              equal(q.sym_size(1) % k.sym_size(1), 0);
+  TORCH_CHECK_VALUE(false, "num_heads of q must be a positive multiple of num_heads of k and v, got ", num_heads,
+                    " and ", num_heads_k, ".",
+                    is_heads_first ? " Tensors of shape (batch, num_heads, seqlen, head_dim) need layout=\"bhsd\"." : "");
 }
 
 void check_options(const Tensor& q, const CallArgs& a) {

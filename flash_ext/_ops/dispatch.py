@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NoReturn
 
@@ -493,3 +494,27 @@ def explain_options(
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a str or None, got {type(backend).__qualname__}.")
+
+
+def check_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Any) -> None:
+    """Looks at cu_seqlens on the CPU, where that is free; not at those of a compiler or a transform.
+
+    Raises:
+        ValueError: they decrease or leave the tensors.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return
+    if torch._C._are_functorch_transforms_active():
+        return
+    for name, cu_seqlens, rows in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        # Whatever else is wrong with them is refused below the operators.
+        is_plain = type(cu_seqlens) is Tensor and cu_seqlens.is_cpu
+        if not is_plain or cu_seqlens.dim() != 1 or rows.dim() != 3:
+            return
+        values = cu_seqlens.tolist()
+        for start, end in itertools.pairwise([0, *values, rows.shape[0]]):
+            if start > end:
+                raise ValueError(
+                    f"{name} must start at 0 or later, not decrease, and end within the {rows.shape[0]} rows "
+                    f"that there are, got {end} after {start}."
+                )

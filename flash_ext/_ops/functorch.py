@@ -7,7 +7,7 @@ the same operators.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,10 +19,18 @@ NUM_FWD_ARGUMENTS = FIRST_MODIFIER + len(NAMES) + 3
 BIAS, SLOPES, SINKS = (FIRST_MODIFIER + NAMES.index(name) for name in ("bias", "slopes", "sinks"))
 
 
+def refuse_tangents(ctx: Any, *_: Any) -> NoReturn:
+    """The derivative in forward mode, of every function here."""
+    raise NotImplementedError(
+        "forward-mode automatic differentiation of attention is not implemented; use reverse mode."
+    )
+
+
 class AttentionFunction(torch.autograd.Function):
     """``flash_ext::fwd`` with ``flash_ext::bwd`` as its gradient; takes the operator's arguments."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -56,6 +64,7 @@ class ModifiedAttentionFunction(torch.autograd.Function):
     """``flash_ext::fwd_mod`` with ``flash_ext::bwd_mod`` as its gradient; takes the operator's arguments."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +116,10 @@ class ModifiedGradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise RuntimeError("derivative for flash_ext::bwd_mod is not implemented")
+        raise RuntimeError(
+            "the second derivative of attention is not implemented. F.scaled_dot_product_attention has one "
+            "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+        )
 
 
 def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Times every row of the plan's tables over a grid of shapes: the evidence that the tables follow.
 
     python -m bench.grid --out grid.csv --minutes 4    # goes on where the file ends
+    python -m bench.grid --kinds slopes,documents --paths sm90,sm80 --out grid.csv
     python -m bench.grid --report grid.csv             # what the tables' choices cost, what each row gains
 
 Each shape runs with every row that can serve it, in interleaved rounds. The file has a line for each shape
@@ -22,11 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import flash_ext
 from bench import machine, timing
+from flash_ext import masks
 from flash_ext._ops.library import _C
 
+KINDS = ("plain", "padding", "documents", "slopes", "softcap", "dropout", "bias")
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 SEQLENS = (64, 128, 197, 256, 320, 384, 512, 577, 640, 768, 1024, 1280, 1500, 2048, 3072, 4096, 8192)
 HEADS = ((12, 12), (16, 16), (32, 8))
@@ -36,9 +40,11 @@ TOLERANCE = 1.03  # times the fastest row
 
 
 class Shape(NamedTuple):
-    """A call without modifiers. Lengths in tokens; causal is aligned at the bottom right."""
+    """A call on a path, of one of KINDS. Lengths in tokens; causal is aligned at the bottom right."""
 
+    path: str
     direction: str
+    kind: str
     batch: int
     seqlen_q: int
     seqlen_k: int
@@ -52,7 +58,8 @@ class Shape(NamedTuple):
         heads += f"/{self.num_heads_k}" if self.num_heads != self.num_heads_k else ""
         keys = f" K{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else ""
         mask = " causal" if self.causal else ""
-        return f"{self.direction} D{self.head_dim} B{self.batch} S{self.seqlen_q}{keys} H{heads}{mask}"
+        sizes = f"D{self.head_dim} B{self.batch} S{self.seqlen_q}{keys} H{heads}{mask}"
+        return f"{self.path} {self.direction} {self.kind} {sizes}"
 
 
 class Line(NamedTuple):
@@ -64,55 +71,75 @@ class Line(NamedTuple):
     us: float
 
 
-def shapes(head_dims: Iterable[int]) -> list[Shape]:
+def shapes(
+    head_dims: Iterable[int], kinds: Iterable[str] = ("plain",), paths: Iterable[str] = ("sm90",)
+) -> list[Shape]:
     """The grid, in an order that spreads any beginning of it over the whole."""
     found = [
-        Shape(direction, max(1, tokens // seqlen), seqlen, seqlen, heads, heads_k, head_dim, causal)
-        for direction, head_dim, seqlen, (heads, heads_k), tokens, causal in itertools.product(
-            ("fwd", "bwd"), head_dims, SEQLENS, HEADS, TOKENS, (False, True)
+        Shape(path, direction, kind, max(1, tokens // seqlen), seqlen, seqlen, *heads, head_dim, causal)
+        for path, direction, kind, head_dim, seqlen, heads, tokens, causal in itertools.product(
+            paths, ("fwd", "bwd"), kinds, head_dims, SEQLENS, HEADS, TOKENS, (False, True)
         )
     ]
     return sorted(set(found), key=lambda shape: zlib.crc32(repr(shape).encode()))
 
 
-def plan_of(shape: Shape, row: str | None, gpu: tuple[int, ...] | None = None) -> dict:
-    """The plan of a call, by a row or by the tables' choice.
+def inputs(shape: Shape, device: str) -> tuple[list[Tensor], dict]:
+    """q, k and v, and the options of the call."""
+    of_keys = (shape.seqlen_k, shape.num_heads_k)
+    qkv = [torch.randn(shape.batch, *size, shape.head_dim, device=device, dtype=torch.bfloat16)
+           for size in ((shape.seqlen_q, shape.num_heads), of_keys, of_keys)]  # fmt: skip
+    options: dict = {"causal": shape.causal}
+    place = torch.arange(shape.seqlen_k, device=device)
+    if shape.kind == "padding":  # of half the keys on average, spread evenly
+        share = (torch.arange(shape.batch, device=device)[:, None] * 2 + 1) / (2 * shape.batch)
+        options["mask"] = masks.KeyMask(place < 1 + share * shape.seqlen_k)
+    elif shape.kind == "documents":  # eight, whose ends do not lie on those of tiles
+        options["mask"] = masks.Documents((place // max(7, shape.seqlen_k // 8 - 3)).int())
+    elif shape.kind == "slopes":
+        options["bias"] = masks.ALiBi(torch.rand(shape.num_heads, device=device))
+    elif shape.kind == "bias":
+        size = (1, shape.num_heads, shape.seqlen_q, shape.seqlen_k)
+        options["bias"] = torch.randn(size, device=device, dtype=torch.bfloat16)
+    elif shape.kind == "softcap":
+        options["softcap"] = 30.0
+    elif shape.kind == "dropout":
+        options["dropout_p"] = 0.1
+    return qkv, options
 
-    Raises:
-        ValueError: the row cannot serve it.
-    """
-    numbers = shape._asdict()
-    direction, causal, head_dim = (numbers.pop(name) for name in ("direction", "causal", "head_dim"))
-    return _C.plan(direction, **numbers, head_dim=head_dim, head_dim_v=head_dim,
-                   window_right=0 if causal else -1, path=row and f"row={row}", gpu=gpu)  # fmt: skip
 
+def rows_of(shape: Shape, qkv: list[Tensor], options: dict, gpu: str | None = None) -> tuple[list[str], str]:
+    """The rows that can serve a call, and the one that the tables choose; gpu as in flash_ext.explain."""
 
-def rows_of(shape: Shape, gpu: tuple[int, ...] | None = None) -> tuple[list[str], str]:
-    """The rows that can serve a shape, and the chosen one."""
-    chosen = plan_of(shape, None, gpu)
+    def row_of(backend: str) -> str:
+        found = flash_ext.explain(*qkv, **options, backend=backend, gpu=gpu)
+        return (found.forward if shape.direction == "fwd" else found.backward)["row"]
+
     served = []
-    for row in (row for path, row, _ in _C.plan_rows() if path == chosen["path"]):
+    for row in (row for path, row, _ in _C.plan_rows() if path == shape.path):
         try:
-            plan_of(shape, row, gpu)
+            # A row of the other direction leaves the choice of this one as it was.
+            if row_of(f"{shape.path} row={row}") == row:
+                served.append(row)
         except ValueError:
             continue
-        served.append(row)
-    return served, chosen["row"]
+    return served, row_of(shape.path)
 
 
 def measure(shape: Shape, timer: timing.Timer, seconds: float) -> list[Line]:
     """All rows of a shape on the same random numbers."""
-    rows, chosen = rows_of(shape)
-    of_keys = (shape.seqlen_k, shape.num_heads_k)
-    q, k, v = (torch.randn(shape.batch, *size, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-               for size in ((shape.seqlen_q, shape.num_heads), of_keys, of_keys))  # fmt: skip
-    out, lse = flash_ext.forward(q, k, v, causal=shape.causal)
+    (q, k, v), options = inputs(shape, "cuda")
+    rows, chosen = rows_of(shape, [q, k, v], options)
+    if "dropout_p" in options:
+        options["rng"] = flash_ext.dropout_rng(q.device)
+    out, lse = flash_ext.forward(q, k, v, **options)
     dout = torch.randn_like(out)
 
     def call(row: str) -> timing.Call:
+        asked = {**options, "backend": f"{shape.path} row={row}"}
         if shape.direction == "fwd":
-            return lambda: flash_ext.forward(q, k, v, causal=shape.causal, backend=f"row={row}")
-        return lambda: flash_ext.backward(dout, q, k, v, out, lse, causal=shape.causal, backend=f"row={row}")
+            return lambda: flash_ext.forward(q, k, v, **asked)
+        return lambda: flash_ext.backward(dout, q, k, v, out, lse, **asked)
 
     samples, failures = timing.measure({row: call(row) for row in rows}, timer, ROUNDS, seconds)
     for row, error in failures.items():
@@ -128,10 +155,11 @@ def read(path: Path) -> list[Line]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [
-            Line(Shape(row[0], *map(int, row[1:7]), row[7] == "True"), row[8], row[9] == "True", float(row[10]))
-            for row in itertools.islice(csv.reader(file), 1, None)
-        ]
+        found = []
+        for *shape, row, chosen, us in itertools.islice(csv.reader(file), 1, None):
+            of_shape = Shape(*shape[:3], *map(int, shape[3:9]), shape[9] == "True")
+            found.append(Line(of_shape, row, chosen == "True", float(us)))
+        return found
 
 
 def append(path: Path, lines: list[Line]) -> None:
@@ -168,8 +196,9 @@ def report(lines: list[Line], most: int = 40) -> str:
     losses.sort(key=lambda loss: loss[0], reverse=True)
     groups = defaultdict(list)
     for ratio, shape, *_ in losses:
-        groups[f"{shape.direction} D{shape.head_dim}"].append(ratio)
-    text = [f"{len(by_shape)} shapes", "time of the choice over that of the fastest row, geometric mean and worst:"]
+        groups[f"{shape.path} {shape.direction} {shape.kind} D{shape.head_dim}"].append(ratio)
+    text = [f"{len(by_shape)} shapes"]
+    text.append("time of the choice over that of the fastest row, geometric mean and worst:")
     text += [f"  {name}: {mean(found):.3f}, {max(found):.3f}" for name, found in sorted(groups.items())]
     text.append("time of the next fastest row over that of the chosen one:")
     text += [f"  {row}: {mean(found):.3f} at {len(found)} shapes" for row, found in sorted(gains.items())]
@@ -184,6 +213,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     machine.add_device_option(parser)
     parser.add_argument("--head-dims", default="64,128", help="of " + ",".join(map(str, HEAD_DIMS)))
+    parser.add_argument("--kinds", default="plain", help="of " + ",".join(KINDS))
+    parser.add_argument("--paths", default="sm90", help="of sm90,sm80")
     parser.add_argument("--minutes", type=float, default=4.0, help="stop after so long (default 4)")
     parser.add_argument("--seconds", type=float, default=0.01, help="a shape (default 0.01)")
     parser.add_argument("--out", type=Path, help="CSV that is gone on with")
@@ -199,7 +230,8 @@ def main() -> int:
     timer, end = timing.make_timer(torch.device("cuda")), time.monotonic() + 60 * options.minutes
     done = {line.shape for line in read(options.out)}
     head_dims = map(int, options.head_dims.split(","))
-    wanted = [shape for shape in shapes(head_dims) if shape not in done]
+    asked = shapes(head_dims, options.kinds.split(","), options.paths.split(","))
+    wanted = [shape for shape in asked if shape not in done]
     for at, shape in enumerate(wanted):
         if time.monotonic() > end:
             print(f"{len(wanted) - at} of {len(wanted)} shapes are left: run the same again")

@@ -39,7 +39,7 @@ struct Request {
 // Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/performance.md. kNone: the
 // row is taken because no other one supports the request.
 enum class Evidence : uint8_t {
-  kNone, kShort, kSplitKv, kM128Rounds, kM192, kMaskedM192, kMaskedVariants, kSplitBwdWide, kSplitBwdShort, kWholeKeys,
+  kNone, kShort, kSplitKv, kGrid, kM192, kMaskedM192, kMaskedVariants, kSplitBwdWide, kSplitBwdShort, kWholeKeys,
   kOrderedShort, kDqPool, kSplitBwdMod, kFusedBwdMod, kPersistentBwd,
 };
 std::string_view name_of(Evidence e);

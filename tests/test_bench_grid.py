@@ -8,9 +8,13 @@ import pytest
 
 from bench import grid
 from bench.grid import Line, Shape
-from flash_ext._ops import plan as plans
+from flash_ext._ops.library import _C
 
-SHAPE = Shape("bwd", 8, 1024, 1024, 16, 16, 128, False)
+SHAPE = Shape("sm90", "bwd", "plain", 8, 1024, 1024, 16, 16, 128, False)
+
+
+def rows_of(shape: Shape, gpu: str = "9.0/132") -> tuple[list[str], str]:
+    return grid.rows_of(shape, *grid.inputs(shape, "meta"), gpu)
 
 
 def test_the_grid_is_spread_and_has_every_shape_once() -> None:
@@ -25,9 +29,18 @@ def test_the_grid_is_spread_and_has_every_shape_once() -> None:
 
 
 def test_rows_that_can_serve_a_shape() -> None:
-    rows, chosen = grid.rows_of(SHAPE, plans.facts("9.0/132"))
-    assert {"sm90.bwd.dq_atomic", "sm90.bwd.dq_pool", "sm90.bwd.split_short", "sm80.bwd"} <= set(rows)
-    assert chosen in rows and "sm90.bwd.split" not in rows and "sm80.bwd.short" not in rows
+    rows, chosen = rows_of(SHAPE)
+    assert chosen == "sm90.bwd.dq_pool"
+    assert rows == ["sm90.bwd.split_short", "sm90.bwd.dq_ordered", chosen, "sm90.bwd.dq_atomic", "sm80.bwd"]
+    assert rows_of(SHAPE._replace(path="sm80"), "8.0/108") == (["sm80.bwd"], "sm80.bwd")
+
+
+@pytest.mark.parametrize("kind", grid.KINDS)
+def test_every_kind_has_rows(kind: str) -> None:
+    for direction in ("fwd", "bwd"):
+        rows, chosen = rows_of(SHAPE._replace(kind=kind, direction=direction))
+        assert chosen in rows and len(rows) > 1
+        assert all(("_mod" in row) == (kind != "plain") for row in rows)
 
 
 def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
@@ -44,10 +57,10 @@ def test_the_report_names_what_a_choice_costs() -> None:
     lines = [Line(SHAPE, "a", True, 12.0), Line(SHAPE, "b", False, 10.0),
              Line(short, "a", True, 5.0), Line(short, "b", False, 20.0)]  # fmt: skip
     text = grid.report(lines)
-    assert "bwd D128: 1.095, 1.200" in text
+    assert "sm90 bwd plain D128: 1.095, 1.200" in text
     assert "a: 1.826 at 2 shapes" in text  # the root of 4 * 10 / 12
     assert "1 shapes above 1.03" in text
-    assert "1.200 bwd D128 B8 S1024 H16: a 12 us, b 10 us" in text
+    assert "1.200 sm90 bwd plain D128 B8 S1024 H16: a 12 us, b 10 us" in text
 
 
 @pytest.mark.gpu
@@ -57,7 +70,8 @@ def test_every_row_of_a_shape_is_timed() -> None:
     from bench import timing
 
     timer = timing.make_timer(torch.device("cuda"))
-    for shape in (SHAPE, SHAPE._replace(direction="fwd", num_heads_k=4, causal=True)):
+    others = [SHAPE._replace(direction="fwd", num_heads_k=4, causal=True), SHAPE._replace(path="sm80")]
+    for shape in (SHAPE, *others, *(SHAPE._replace(kind=kind, batch=1) for kind in grid.KINDS)):
         lines = grid.measure(shape, timer, 0.005)
-        assert [line.row for line in lines] == grid.rows_of(shape)[0]
+        assert lines and {line.row for line in lines} <= {row for _, row, _ in _C.plan_rows()}
         assert sum(line.is_chosen for line in lines) == 1 and all(line.us > 1 for line in lines)

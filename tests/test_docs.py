@@ -394,8 +394,8 @@ def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
     assert len(listed) == 9
     pretend(90)
     for i, (d, dv, block_m, block_n, consumers, slots, _, smem) in enumerate(listed):
-        keys = 1024 if i >= 6 else 64  # few keys have no lower tiles
-        chosen = plan("fwd", int(d), seqlen_k=keys, head_dim_v=int(dv))
+        path = f"sm90 fwd_block_m={128 if i >= 6 else 192}"
+        chosen = plan("fwd", int(d), head_dim_v=int(dv), path=path)
         wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}") + ("_m128" if i >= 6 else "")
         assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
         assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))

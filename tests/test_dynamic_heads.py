@@ -14,7 +14,7 @@ import pytest
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 # Answers each line of standard input.
 PROGRAM = r"""
-#include "sm90/bwd/tiles.h"
+#include "plan/hopper.h"
 #include <cstdio>
 int main() {
   long long slots, blocks, fit;

@@ -44,10 +44,13 @@ def plan(
         (513, {}, False),
         (100, {"keys": 513}, False),
         (1024, {"batch": 16, "window_right": 0}, False),  # 0.95
-        (512, {"batch": 6}, False),  # 384 blocks of keys for 132 multiprocessors
+        (512, {"batch": 6}, True),  # 384 blocks of keys for 132 multiprocessors: 1.03
+        (512, {"batch": 5}, False),
         (512, {"head_dim": 96}, False),
         (512, {"head_dim": 64}, False),  # 0.96
-        (512, {"num_heads_k": 4}, False),
+        (512, {"num_heads_k": 4}, True),  # 1.00, causal 1.16
+        (768, {"num_heads_k": 4, "window_right": 0}, True),  # 1.06 to 1.18
+        (768, {"num_heads_k": 4}, False),
         (512, {"window_left": 100, "window_right": 0}, False),
         (512, {"window_right": 5}, False),
         (512, {"packed": True}, False),

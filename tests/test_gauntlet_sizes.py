@@ -382,12 +382,12 @@ class Numbers:
         (whole, rows), heads = divmod(self.rows_q, block), self.batch * self.heads
         if whole == 0 or rows == 0 or heads * (whole + 1) >= 2**31:
             return False
-        last = 2 + 8 * -(-rows // 64) // (block // 64)  # tenths of a whole one
-        if last == 10:
+        last = 20 + 80 * -(-rows // 64) // (block // 64)  # hundredths of a whole one
+        if last == 100:
             return False
-        drawn = max(-(-heads * whole // 132) * 10, heads * (10 * whole + last) // 132 + 3)
+        drawn = max(-(-heads * whole // 132) * 100, heads * (100 * whole + last) // 132 + 40)
         in_step = any((whole + 1) % divisor == 0 for divisor in (2, 3, 11))
-        dealt = -(-heads * (whole + 1) // 132) * 10 - (0 if in_step else heads * (10 - last) // 132)
+        dealt = -(-heads * (whole + 1) // 132) * 100 - (0 if in_step else heads * (100 - last) // 132)
         return drawn < dealt
 
     def workspace_of_pool(self, block: int, block_n: int) -> int:

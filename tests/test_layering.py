@@ -31,7 +31,7 @@ INCLUDES = [
     ("grid.h", ("params.h", "divisor.h", "heuristics.h", "paths.h")),
     ("kv_splits.h", ("divisor.h", "heuristics.h", "paths.h")),
     ("short_tiles.h", ("divisor.h", "heuristics.h", "modifiers.h", "paths.h")),
-    ("plan.h", ("params.h", "modifiers.h", "paths.h", "short_tiles.h", "kv_splits.h", "sm90/bwd/tiles.h")),
+    (r"plan\.h", ("params.h", "modifiers.h", "paths.h", "short_tiles.h", "kv_splits.h", "sm90/bwd/tiles.h")),
     ("gqa_splits.h", ("plan.h",)),
     ("plan/", ("plan/", "plan.h", "grid.h", "gqa_splits.h", "heuristics.h", "short_tiles.h", "kv_splits.h",
                "sm90/bwd_split/tiles.h", "sm90/bwd_split/tiles_mod.h")),

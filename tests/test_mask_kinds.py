@@ -40,7 +40,7 @@ EXCLUDED = {
 }
 # A line of 0 and 1 for each set of kinds, which is numbered by its bits.
 PROGRAM = r"""
-#include "sm90/bwd_mod/tiles.h"
+#include "plan/hopper.h"
 #include <cstdio>
 using namespace flash_ext;
 int main() {

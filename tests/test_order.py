@@ -23,9 +23,9 @@ def kernel(
     ("seqlen", "options", "ordered"),
     [
         (512, {"window_right": 0}, False),  # two kernels are faster still
-        (640, {"window_right": 0, "batch": 25}, True),  # 1.05
+        (640, {"window_right": 0, "batch": 25}, False),  # so are they here, 1.03
         (1024, {"window_right": 0, "batch": 16}, False),  # 0.97
-        (576, {"window_right": 0, "batch": 8}, True),  # 640 blocks of keys for 132 multiprocessors
+        (577, {"window_right": 0, "batch": 8}, False),
         (512, {"window_right": 0, "batch": 4}, False),  # 256: 0.95
         (384, {"batch": 42}, False),
         (384, {"batch": 42, "head_dim": 96}, True),  # 1.03
@@ -35,7 +35,10 @@ def kernel(
         (8192, {"window_left": 1024, "window_right": 0, "batch": 2}, False),  # 0.94 since windows are drawn
         (16384, {"window_left": 128, "window_right": 128, "batch": 1}, True),  # 1.03
         (16384, {"window_left": 4096, "window_right": 0, "batch": 1}, False),  # 0.97
-        (512, {"window_right": 0, "head_dim": 96, "heads": 21, "heads_k": 21}, True),  # 1.04
+        (512, {"window_right": 0, "head_dim": 96, "heads": 21, "heads_k": 21}, False),  # 0.94 to 0.99
+        (256, {"window_right": 0, "head_dim": 96}, True),  # 1.01 to 1.08
+        (256, {"window_right": 0, "head_dim": 64, "batch": 128}, True),  # 1.07
+        (197, {"head_dim": 96, "heads_k": 4, "batch": 166}, True),  # 1.08
         (512, {"window_right": 0, "head_dim": 64}, False),  # 0.98
         (512, {"window_right": 0, "heads_k": 4}, False),  # 0.98
         (512, {"window_right": 0, "packed": True}, False),  # nobody knows how long they are

@@ -34,7 +34,7 @@ CALLS = {
         "sm80.fwd_mod.short": "fwd seqlen=49 bias",
         "sm90.fwd_mod.m192.slopes": "fwd batch=4 alibi",
         "sm90.fwd_mod.m192.cap": "fwd batch=4 softcap",
-        "sm90.fwd_mod.m192.drop": "fwd batch=4 dropout",
+        "sm90.fwd_mod.m192.drop": "fwd batch=4 dropout head_dim=64",
         "sm90.fwd_mod.m192.hide": "fwd batch=4 key_padding",
         "sm90.fwd_mod.m128.exponents": "fwd seqlen=512 alibi",
         "sm90.fwd_mod.m128.bias": "fwd bias",

@@ -22,7 +22,9 @@ Dims hopper_dims(const Problem& p) {
 bool supports_short(Req r, Dev d) { return is_short_mod(r.problem, d, r.constraints); }
 bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints); }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
-bool prefers_m128(Req r, Dev d) { return sm90::takes_m128(r.problem, d, r.constraints); }
+bool prefers_m128(Req r, Dev d) {
+  return sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
+}
 bool supports_m192(Req r, Dev) {
   const Dims x = hopper_dims(r.problem);
   return tma_fwd(r) && sm90::fwd_tile(x.d, x.dv).block_m() == 192;
@@ -170,7 +172,7 @@ using E = Evidence;
 constexpr Row kHopper[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, prefers_split_kv_on_hopper, build_split_kv, E::kSplitKv},
-    {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<true>, E::kM128Rounds},
+    {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<true>, E::kGrid},
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},

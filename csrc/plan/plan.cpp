@@ -131,7 +131,7 @@ std::string_view name_of(Evidence e) {
     case Evidence::kNone: return "";
     case Evidence::kShort: return "short";
     case Evidence::kSplitKv: return "split-kv";
-    case Evidence::kM128Rounds: return "m128-rounds";
+    case Evidence::kGrid: return "grid";
     case Evidence::kM192: return "m192";
     case Evidence::kMaskedM192: return "masked-m192";
     case Evidence::kMaskedVariants: return "masked-variants";

@@ -7,8 +7,7 @@
 #include "../heuristics.h"
 #include "../plan.h"
 #include "../short_tiles.h"
-#include "../sm90/bwd_split/tiles.h"
-#include "../sm90/bwd_split/tiles_mod.h"
+#include "hopper.h"
 
 namespace flash_ext::plans {
 

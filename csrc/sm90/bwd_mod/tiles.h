@@ -44,39 +44,10 @@ constexpr BwdBiasTile bwd_bias_tile(int d, bool owns_bias) { return {d <= 64 ? 5
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
 
-// Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
-// without sums in memory, a pass that zeroes and one that converts. Up to head_dim 64 calls without modifiers take this
-// kernel for it, in which both warpgroups have keys. Evidence: whole-keys.
-inline bool has_whole_keys(const Problem& p, const Constraints& c) {
-  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
-         std::max(p.head_dim, p.head_dim_v) <= 128;
-}
-inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
-  return has_whole_keys(p, c) && bwd_mod_size(p) == 64 && !c.dq_pool;
-}
-
 // Whether every tile of queries sees some key, so that a step visits it.
 inline bool visits_all_queries(const Problem& p, const Modifiers& m) {
   const bool hides = asks_any<kHidingKinds>(m) || p.window_left >= 0;
   return !hides && (p.window_right < 0 || m.top_left || p.seqlen_q <= p.seqlen_k);
-}
-
-// Not what there is no kernel for: a softcap together with dropout or with anything that is added to scores. Nor a bias
-// that TMA cannot read and that differs from row to row: read from global memory it is slower here.
-inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
-  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
-  if (m.bias.ptr == nullptr) return true;
-  if (m.bias.is_float && m.bias.row_stride != 0) return m.bias.aligned && BwdModTile::has_float_bias(bwd_mod_size(p));
-  return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
-}
-
-// What bwd_bias/kernel.cuh computes: the gradient of a bias, element by element, of dense calls that hide keys by
-// intervals only and add nothing else.
-inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const BiasGradient& g) {
-  const bool is_elementwise = !g.is_slope && !g.sum_rows && !g.sum_cols;
-  const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k;
-  const bool is_alone = m.bias.row_stride != 0 && !m.by_distance && m.softcap == 0.f && m.rng == nullptr;
-  return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kSharedIntervals>(m);
 }
 
 }  // namespace flash_ext::sm90

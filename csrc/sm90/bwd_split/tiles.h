@@ -47,33 +47,4 @@ constexpr bool split_bwd_tile_fits(int d, int dv) {
 static_assert(split_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && split_bwd_tile_fits(192, 128) &&
               split_bwd_tile_fits(192, 192) && split_bwd_tile_fits(256, 256));
 
-// Tiles of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
-// CTAs then stream the same tiles at the same time. Else longest first in groups of heads whose streamed rows fit the L2
-// cache. Evidence: split-bwd-wide.
-inline void set_heads_in_group(Grid& g, int heads) {
-  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
-  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
-}
-
-inline Grid dkdv_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
-  Grid g = make_grid(p, d, false, SplitBwdTile::kKeys);
-  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
-  if (!dynamic) {
-    set_heads_in_group(g, 1);
-    return g;
-  }
-  const int heads = static_cast<int>(g.head_slots), fit = static_cast<int>(g.heads_in_group.divisor);
-  const int groups = std::max(1, heads / std::max(fit, std::min(8, heads)));  // at least 8 heads as in bwd_grid()
-  set_heads_in_group(g, (heads + groups - 1) / groups);
-  return g;
-}
-
-inline Grid dq_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
-  Grid g = make_grid(p, d, true, SplitBwdTile::kQueries);
-  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
-  const int fit = static_cast<int>(g.heads_in_group.divisor);
-  set_heads_in_group(g, dynamic ? heads_in_group(true, g.head_slots, g.blocks, fit, d.num_sms) : 1);
-  return g;
-}
-
 }  // namespace flash_ext::sm90

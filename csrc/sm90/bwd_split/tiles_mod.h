@@ -36,13 +36,4 @@ inline int split_mod_size(const Problem& p) {
   return size <= 128 ? bwd_mod_size(p) : size <= 192 ? 192 : 256;
 }
 
-// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; and a
-// bias that differs from row to row and whose rows cannot be asked for ahead. Not deterministic up to head_dim 128, what
-// kernels that add in any order do faster: a 16-bit bias there is taken before, by bwd_mod/kernel.cuh or by those.
-inline bool is_split_mod_taken(const Problem& p, const Modifiers& m, bool deterministic) {
-  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
-  if (m.bias.ptr == nullptr || m.bias.row_stride == 0 || (m.bias.is_float && m.bias.col_stride == 1)) return true;
-  return m.bias.staged && (deterministic || split_mod_size(p) > 128);
-}
-
 }  // namespace flash_ext::sm90

@@ -1,0 +1,330 @@
+// What the tables prefer on Hopper, by measurement, and the order of its work tiles. No CUDA, no torch.
+#pragma once
+
+#include <numeric>
+
+#include "../grid.h"
+#include "../sm90/bwd_split/tiles.h"
+#include "../sm90/bwd_split/tiles_mod.h"
+
+namespace flash_ext::sm90 {
+
+// ---- the order of work tiles -----------------------------------------------------------------------
+
+// Time of forward tiles of equal keys, in hundredths of that of a whole tile: dealt to CTAs in turn, and fetched by them,
+// whole ones first. A last tile of fewer rows has fewer warpgroups at work. Dealt, 3, 6, 11 or 22 tiles a head, which 512
+// to 4096 rows make, put the short ones on the same CTAs of 132, and the others work as long as if all were whole.
+// Fetched, they fill what is left of a round; 40 for an end that is not even. Evidence: short-last-tiles, grid.
+struct TileTimes {
+  int64_t dealt = 0, fetched = 0;
+  int64_t least() const { return std::min(dealt, fetched); }
+};
+inline TileTimes tile_times(const Problem& p, const DeviceInfo& d, int block_m) {
+  const int64_t whole = p.seqlen_q / block_m, rows = p.seqlen_q % block_m, heads = int64_t{p.batch} * p.num_heads;
+  if (heads > INT32_MAX / (whole + 1)) return {};  // refused
+  const auto rounds = [&](int64_t tiles) { return (tiles + d.num_sms - 1) / d.num_sms; };
+  const int64_t last = rows == 0 ? 100 : 20 + 80 * ((rows + 63) / 64) / (block_m / 64);
+  const int64_t dealt = 100 * rounds(heads * (whole + (rows > 0)));
+  if (last == 100) return {dealt, dealt};
+  if (whole == 0) return {dealt * last / 100, dealt * last / 100};
+  const bool in_step = std::gcd<int64_t>(whole + 1, d.num_sms) > 1;
+  const int64_t fetched = std::max(100 * rounds(heads * whole), heads * (100 * whole + last) / d.num_sms + 40);
+  return {dealt - (in_step ? 0 : (100 - last) * heads / d.num_sms), fetched};
+}
+inline bool prefers_dynamic(const Problem& p, const DeviceInfo& d, int block_m) {
+  if (p.is_varlen() || d.num_sms <= 0) return false;
+  const TileTimes t = tile_times(p, d, block_m);
+  return t.fetched < t.dealt;
+}
+
+// Heads whose tiles run side by side. Tiles of equal length: enough heads that no more than a quarter of the CTAs
+// stream the same K and V at once; with one head all of them ask one place of the L2 cache, with many each tile comes
+// once for every CTA. Tiles of different lengths run longest first in a group: groups whose K and V take half of the L2
+// cache, or more for three and a half tiles a CTA as long as eight CTAs share a head, and equal ones, because the last
+// group ends with what is left. Packed sequences, whose long ones may come last, have 20 tiles a CTA: the CTAs work on a
+// few sequences at a time, and those fit the cache. Evidence: fwd-head-groups.
+constexpr int heads_in_group(bool dynamic, int64_t head_slots, int64_t blocks, int fit, int num_sms,
+                             bool packed = false) {
+  if (!dynamic) {
+    const int64_t wanted = (4 * blocks + num_sms - 1) / std::max(1, num_sms);
+    return static_cast<int>(std::clamp<int64_t>(wanted, 1, head_slots));
+  }
+  const int64_t work_tiles = (packed ? 40 : 7) * static_cast<int64_t>(num_sms) / 2;
+  const int64_t shared_well = std::min<int64_t>((work_tiles + blocks - 1) / blocks, num_sms / 8);
+  // Short heads, many of which the cache holds, go one and a half tiles a CTA side by side.
+  const int64_t cached = blocks <= 4 ? std::min<int64_t>(fit, (3 * int64_t{num_sms} / 2 + blocks - 1) / blocks) : fit;
+  const int64_t groups = std::max<int64_t>(1, head_slots / std::max<int64_t>({1, cached, shared_well}));
+  return static_cast<int>((head_slots + groups - 1) / groups);
+}
+
+// Work tiles in the order in which CTAs take them; `ctas` counts work tiles, of which a CTA takes many. `unequal`: in
+// their keys.
+inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m, bool unequal) {
+  Grid g = make_grid(p, d, true, block_m);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  int heads = heads_in_group(unequal, g.head_slots, g.blocks, g.heads_in_group.divisor, d.num_sms, p.is_varlen());
+  if (!unequal && prefers_dynamic(p, d, block_m)) {
+    // Few, so that their K and V come from memory once.
+    heads = std::clamp(d.num_sms / static_cast<int>(4 * g.blocks), 1, static_cast<int>(g.head_slots));
+    g.first_block = 0;
+  }
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  return g;
+}
+
+inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
+  return fwd_grid(p, d, block_m, has_unequal_tiles(p));
+}
+
+// Heads whose dynamic tiles run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for
+// the order to even out the end, and as many as have a tile for every CTA; no more than 16 beyond that. In groups of one
+// size, because the last one ends with what is left. Evidence: bwd-head-groups.
+constexpr int dynamic_heads(int64_t head_slots, int64_t blocks, int64_t fit, int num_sms) {
+  const int64_t for_all = (num_sms + blocks - 1) / blocks, least = std::max<int64_t>(8, for_all);
+  const int64_t most = std::min(head_slots, std::max(least, std::min<int64_t>(fit, std::max<int64_t>(16, for_all))));
+  const int64_t groups = std::max<int64_t>(1, head_slots / most);
+  for (int64_t g = groups; g < 2 * groups && 100 * (head_slots / g) >= 88 * least; ++g) {
+    if (head_slots % g == 0) return static_cast<int>(head_slots / g);
+  }
+  return static_cast<int>((head_slots + groups - 1) / groups);
+}
+
+// Work tiles in the order in which CTAs take them; `ctas` counts work tiles, of which a CTA takes many. Heads go in
+// groups whose dQ, in fp32, stays in the L2 cache with Q and dO: additions to it run at 3.6 TB/s up to 40 MB, at 1.5
+// TB/s beyond.
+inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered, bool dynamic) {
+  Grid g = make_grid(p, d, false, block_n);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  const int64_t rows = (p.is_varlen() ? p.total_q : p.seqlen_q) * static_cast<int64_t>(p.num_heads / p.num_heads_k);
+  const int64_t bytes = rows * (2 * (p.head_dim + p.head_dim_v) + 4 * padded_head_dim(p.head_dim, p.head_dim_v));
+  const int fit = heads_per_group(g.head_slots, bytes, 2 * int64_t{40} << 20);
+  int heads = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
+  if (ordered) {
+    // In order, not so many that all CTAs hold different heads. Evidence: bwd-head-groups.
+    const int at_least = std::min<int>(p.is_varlen() ? 16 : 8, static_cast<int>(g.head_slots));
+    const int most = std::clamp(d.num_sms / 3, at_least, std::max(fit, at_least));
+    const int groups = std::max<int>(1, static_cast<int>(g.head_slots) / most);
+    heads = (static_cast<int>(g.head_slots) + groups - 1) / groups;
+  } else if (dynamic) {
+    heads = dynamic_heads(g.head_slots, g.blocks, fit, d.num_sms);
+  }
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  return g;
+}
+
+inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered) {
+  return bwd_grid(p, d, block_n, ordered, has_unequal_tiles(p));
+}
+
+// Tiles of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
+// CTAs then stream the same tiles at the same time. Else longest first in groups of heads whose streamed rows fit the L2
+// cache. Evidence: split-bwd-wide.
+inline void set_heads_in_group(Grid& g, int heads) {
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+}
+
+inline Grid dkdv_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
+  Grid g = make_grid(p, d, false, SplitBwdTile::kKeys);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  if (!dynamic) {
+    set_heads_in_group(g, 1);
+    return g;
+  }
+  const int heads = static_cast<int>(g.head_slots), fit = static_cast<int>(g.heads_in_group.divisor);
+  const int groups = std::max(1, heads / std::max(fit, std::min(8, heads)));  // at least 8 heads as in bwd_grid()
+  set_heads_in_group(g, (heads + groups - 1) / groups);
+  return g;
+}
+
+inline Grid dq_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
+  Grid g = make_grid(p, d, true, SplitBwdTile::kQueries);
+  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+  const int fit = static_cast<int>(g.heads_in_group.divisor);
+  set_heads_in_group(g, dynamic ? heads_in_group(true, g.head_slots, g.blocks, fit, d.num_sms) : 1);
+  return g;
+}
+
+// ---- which forward ---------------------------------------------------------------------------------
+
+// Time that 128 rows in a tile of their own take over that of 128 rows of a tile of 192, in hundredths, with as many keys.
+// Evidence: grid, masked-m192.
+struct M128Cost {
+  int hundredths;
+  static M128Cost plain(const Problem& p) { return {padded_head_dim(p.head_dim, p.head_dim_v) <= 64 ? 114 : 106}; }
+  static M128Cost hides() { return {112}; }
+  // Up to head_dim 64 their tiles of 128 are those of the kernel that does everything.
+  static M128Cost changes(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 145 : 115}; }
+  static M128Cost drops(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 145 : 103}; }
+};
+
+// Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that
+// has none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. Causal tiles of a
+// square are unequal and short, and gain less: there rounds of higher tiles have to cover 1.2 times as many rows, and a
+// few short tiles are left as they are. Tiles of a window count as equal: most are. Results may differ in their last bits
+// between the two, hence between batch sizes. Evidence: grid.
+inline bool prefers_m128(const Problem& p, const DeviceInfo& d, M128Cost cost) {
+  if (p.is_varlen() || d.num_sms <= 0) return false;
+  const bool alike = (p.window_left >= 0) == (p.window_right >= 0);
+  if (alike) return 100 * 192 * tile_times(p, d, 192).least() > cost.hundredths * 128 * tile_times(p, d, 128).least();
+  const auto tiles = [&](int64_t rows) { return (p.seqlen_q + rows - 1) / rows * p.batch * p.num_heads; };
+  const auto rows_of_rounds = [&](int64_t rows) { return (tiles(rows) + d.num_sms - 1) / d.num_sms * rows; };
+  if (p.seqlen_k < 1024 && tiles(128) < 2 * d.num_sms) return false;
+  return 100 * rows_of_rounds(192) >= std::max(cost.hundredths, 120) * rows_of_rounds(128);
+}
+
+inline bool takes_m128(const Problem& p, const DeviceInfo& d, const Constraints& c, M128Cost cost) {
+  return c.fwd_block_m ? *c.fwd_block_m == 128 : !d.batch_invariant && prefers_m128(p, d, cost);
+}
+
+// Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that
+// they leave most tiles whole or hide them, and where there are enough tiles of 192 queries. Bool masks, which are
+// mixed in all places, stay with lower and wider tiles, whose words are fetched ahead. So do maps of blocks of 128 or
+// more, of which a tile of 192 rows meets two. Of blocks of 64, which a warpgroup's rows match, tiles of 192 visit
+// fewer. Evidence: masked-m192.
+inline bool has_mixed_tiles(const Modifiers& m) {
+  const bool blocks_fit = m.block_rows >= 64 && m.block_rows < 128;
+  return (m.mask.words != nullptr && m.mask.row_stride != 0) || (m.blocks.words != nullptr && !blocks_fit);
+}
+inline bool m192_fits(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c, M128Cost cost) {
+  return !has_mixed_tiles(m) && !takes_m128(p, d, c, cost);
+}
+inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
+  const bool adds = m.has_score_mod || !(p.softmax_scale > 0.f) || m.rng != nullptr;
+  return !adds && m192_fits(p, m, d, c, M128Cost::hides());
+}
+
+// The same of calls with one modifier of scores or weights beside what hides. With slopes, which are
+// divided by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16
+// weights overflowed, so those calls stay with the other kernel.
+inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
+  const bool alone = m.by_distance && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
+  const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
+  return alone && divides && m192_fits(p, m, d, c, M128Cost::changes(p));
+}
+inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
+  const bool alone = m.softcap > 0.f && !m.by_distance && m.bias.ptr == nullptr && m.rng == nullptr;
+  return alone && m192_fits(p, m, d, c, M128Cost::changes(p));
+}
+inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d,
+                           const Constraints& c) {
+  return m.rng != nullptr && !m.has_score_mod && p.softmax_scale > 0.f && m192_fits(p, m, d, c, M128Cost::drops(p));
+}
+
+// ---- which backward --------------------------------------------------------------------------------
+
+// Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
+// without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it, in
+// which both warpgroups have keys. Evidence: whole-keys, grid.
+inline bool has_whole_keys(const Problem& p, const Constraints& c) {
+  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
+         std::max(p.head_dim, p.head_dim_v) <= 128;
+}
+inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
+  return has_whole_keys(p, c) && !c.dq_pool;
+}
+
+// Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first
+// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. Grouped heads,
+// whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
+inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  if (p.is_varlen() || size > 128 || c.dq_pool == true) return false;
+  const bool grouped = p.num_heads != p.num_heads_k, narrow = size <= 64;
+  const auto is_short = [&] {
+    if (p.window_left >= 0 && p.window_right >= 0)
+      return !narrow && !grouped && int64_t{p.window_left} + p.window_right <= 384;
+    if (p.window_left < 0 && p.window_right == 0)
+      return p.seqlen_k <= std::min(narrow || grouped ? 256 : 320, p.seqlen_q);
+    return p.seqlen_k <= (grouped ? 256 : narrow ? 0 : 384);
+  };
+  return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
+}
+
+// Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
+// but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. The
+// batch-invariant mode does not take it, because it depends on the number of heads. Evidence: split-bwd-short, grid.
+inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  if (p.is_varlen() || c.dq_pool || d.batch_invariant) return false;
+  if (padded_head_dim(p.head_dim, p.head_dim_v) != kShortHeadDim || p.window_left >= 0) return false;
+  const bool causal = p.window_right == 0;
+  if (p.window_right > 0 || std::max(p.seqlen_q, p.seqlen_k) > (causal ? 768 : 512)) return false;
+  const int64_t ctas = make_grid(p, d, false, kShortKeysTile.block_n()).ctas;
+  return 2 * std::min<int64_t>(ctas, INT32_MAX) * (p.num_heads / p.num_heads_k) >= 5 * int64_t{d.num_sms};
+}
+
+// Whether the kernels of a backward behind its first begin before the one before them is over, which saves a few
+// microseconds: that counts up to 1k rows. Where tiles are long they take multiprocessors from the kernel before them.
+// Evidence: pdl-short.
+inline bool prefers_pdl(const Problem& p) { return p.total_q <= 1024 * static_cast<int64_t>(p.batch); }
+
+// Where a pool pays: not where short tiles leave no time to convert. Evidence: dq-pool, grid.
+inline bool prefers_dq_pool(const Problem& p, int size) {
+  if (p.seqlen_k > 4096 || p.seqlen_k <= 256) return false;
+  const bool causal = p.window_left < 0 && p.window_right == 0;
+  return !has_unequal_tiles(p) || (causal && size == 128 && p.seqlen_k >= 1536 && p.seqlen_k < 4096);
+}
+
+// A round has a tile for each CTA. All rounds that have a place have to fit the L2 cache. Evidence: dq-pool.
+inline DqPool dq_pool_of(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const bool asked = c.dq_pool == true;
+  if (c.dq_pool == false || p.is_varlen() || size > 128 || d.num_sms <= 0) return {};
+  if (!asked && !prefers_dq_pool(p, size)) return {};
+  const Grid g = make_grid(p, d, false, bwd_tile(size).block_n());
+  if (g.ctas <= 0 || g.ctas > INT32_MAX || query_tiles(p) > INT32_MAX) return {};
+  const auto quotient = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
+  DqPool pool;
+  pool.heads_in_group = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
+  const int64_t in_a_group = int64_t{g.blocks} * pool.heads_in_group;
+  pool.round_heads = static_cast<int>(pool.heads_in_group * quotient(d.num_sms, in_a_group));
+  pool.all_rounds = static_cast<int>(quotient(g.head_slots, pool.round_heads));
+  const int64_t l2 = d.l2_bytes > 0 ? d.l2_bytes : int64_t{50} << 20;
+  const int64_t round_bytes = pool.round_tiles(p) * BwdTile::kBlockM * size * 4;
+  pool.rounds = DqPool::kRounds;
+  if (!asked && 5 * pool.rounds * round_bytes > 4 * l2) --pool.rounds;
+  if (!asked && 5 * pool.rounds * round_bytes > 4 * l2) return {};
+  return pool.all_rounds > pool.rounds ? pool : DqPool{};
+}
+
+// Work tiles as bwd_grid() has them, for a pool.
+inline Grid pool_grid(const Problem& p, const DeviceInfo& d, int block_n, const DqPool& pool) {
+  Grid g = make_grid(p, d, false, block_n);
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(pool.heads_in_group));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(pool.heads_in_group));
+  return g;
+}
+
+// Not what there is no kernel for: a softcap together with dropout or with anything that is added to scores. Nor a bias
+// that TMA cannot read and that differs from row to row: read from global memory it is slower here.
+inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
+  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
+  if (m.bias.ptr == nullptr) return true;
+  if (m.bias.is_float && m.bias.row_stride != 0) return m.bias.aligned && BwdModTile::has_float_bias(bwd_mod_size(p));
+  return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
+}
+
+// What bwd_bias/kernel.cuh computes: the gradient of a bias, element by element, of dense calls that hide keys by
+// intervals only and add nothing else.
+inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const BiasGradient& g) {
+  const bool is_elementwise = !g.is_slope && !g.sum_rows && !g.sum_cols;
+  const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k;
+  const bool is_alone = m.bias.row_stride != 0 && !m.by_distance && m.softcap == 0.f && m.rng == nullptr;
+  return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kSharedIntervals>(m);
+}
+
+// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; and a
+// bias that differs from row to row and whose rows cannot be asked for ahead. Not deterministic up to head_dim 128, what
+// kernels that add in any order do faster: a 16-bit bias there is taken before, by bwd_mod/kernel.cuh or by those.
+inline bool is_split_mod_taken(const Problem& p, const Modifiers& m, bool deterministic) {
+  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
+  if (m.bias.ptr == nullptr || m.bias.row_stride == 0 || (m.bias.is_float && m.bias.col_stride == 1)) return true;
+  return m.bias.staged && (deterministic || split_mod_size(p) > 128);
+}
+
+}  // namespace flash_ext::sm90

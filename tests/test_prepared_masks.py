@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import flash_ext
 from flash_ext import masks
 from flash_ext._masks import value
+from flash_ext._masks.value import only_leaf
 from flash_ext._ops import prepared
 from flash_ext._ops.arguments import Asked, modifiers_of
 
@@ -187,6 +188,39 @@ def test_layers_of_other_windows_share_what_is_kept():
         expected = flash_ext.attention(q, k, k, mask=copy.deepcopy(mask), **options)
         assert torch.equal(flash_ext.attention(q, k, k, mask=mask, **options), expected)
     assert len({id(found.mods.mask) for found in mask._prepared.made.values()}) == 1
+
+
+def test_expressions_of_one_leaf_share_what_it_is_condensed_to():
+    q, k = some()
+    for name in ("documents", "prefix", "hidden rows", "blocks"):
+        leaf = only_leaf(every_kind()[name])
+        bands = (masks.Causal(), masks.Causal() & masks.Window(5, -1), masks.Causal() & masks.Chunks(6))
+        found = [band | leaf if name == "prefix" else leaf & band for band in bands]
+        for at, mask in enumerate(found):
+            passes = passes_of(lambda mask=mask: flash_ext.attention(q, k, k, mask=mask))
+            assert passes == (0 if at or name == "prefix" else 1)
+            expected = flash_ext.attention(q, k, k, mask=copy.deepcopy(mask))
+            assert torch.equal(flash_ext.attention(q, k, k, mask=mask), expected)
+        kept = [list(mask._prepared.made.values())[0].mods for mask in found]
+        assert len({tuple(map(id, prepared._tensors(mods))) for mods in kept}) == 1
+        for tensor in leaf._tensors():
+            tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + 1)
+        for mask in found:
+            expected = flash_ext.attention(q, k, k, mask=copy.deepcopy(mask))
+            assert torch.equal(flash_ext.attention(q, k, k, mask=mask), expected)
+        leaf.refresh()
+
+
+def test_which_leaf_is_the_only_one():
+    dense, keys = masks.Dense(torch.ones(24, 24) > 0), masks.KeyMask(torch.ones(24) > 0)
+    assert only_leaf(dense) is dense and only_leaf(dense & masks.Causal()) is dense
+    for mask in (masks.Causal(), ~dense, ~dense & masks.Causal(), dense & keys, dense & ~keys):
+        assert only_leaf(mask) is None and only_leaf(mask & ~dense) is None
+    assert only_leaf((masks.Causal() | masks.Prefix(torch.ones(2).int())) & dense) is None
+    q, k = some()
+    flash_ext.attention(q, k, k, mask=dense & masks.Causal())
+    out = flash_ext.attention(q, k, k, mask=~dense & masks.Causal())
+    assert torch.equal(out, torch.zeros_like(out))
 
 
 def test_a_tensor_is_condensed_once_a_call_forward_and_backward():

@@ -262,20 +262,15 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (name == "mask") {
       m.mask.words = reinterpret_cast<const uint32_t*>(&something);
       m.mask.row_stride = 1;
-      m.follows_pass = true;
     } else if (name == "key_padding") {
       m.mask.words = reinterpret_cast<const uint32_t*>(&something);
-      m.follows_pass = true;
     } else if (name == "blocks") {
       m.blocks.words = reinterpret_cast<const uint32_t*>(&something);
       m.block_rows = 128;
-      m.follows_pass = true;
     } else if (name == "documents") {
       m.document_q.ids = m.document_k.ids = reinterpret_cast<const int32_t*>(&something);
-      m.follows_pass = true;
     } else if (name == "hidden_rows" || name == "hidden_keys") {
       (name == "hidden_rows" ? m.hidden_rows : m.hidden_keys).count = 1;
-      m.follows_pass = true;
     } else if (name == "chunk") {
       m.chunk = 1024;
     } else if (name == "prefix") {

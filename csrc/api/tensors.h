@@ -111,7 +111,8 @@ BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope);
 // Where it is summed: in its parts of the workspace, else in `result`.
 Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result);
 
-// Modifiers of which only the kind is known, as plans look at them: pointers that are not null, and numbers.
+// Modifiers of which only the kind is known, as plans look at them: pointers that are not null, and numbers. Masks are
+// prepared, no pass runs in front of the kernels.
 struct NamedModifiers {
   Modifiers modifiers;
   BiasGradient dbias;

@@ -394,6 +394,16 @@ def leaves(mask: Mask) -> Iterator[Mask]:
         yield mask
 
 
+def only_leaf(mask: Mask) -> Mask | None:
+    """The one leaf that has tensors; None if there are more or none, or something is negated."""
+    found = {id(leaf): leaf for leaf in leaves(mask) if leaf._CHILDREN}
+    return found.popitem()[1] if len(found) == 1 and not _negates(mask) else None
+
+
+def _negates(mask: Mask) -> bool:
+    return isinstance(mask, Not) or (isinstance(mask, _Join) and any(map(_negates, mask.masks)))
+
+
 class _Join(Mask):
     """Several masks joined by one sign, flat and in the order written."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._masks.biases import Bias
 from .._masks.block_mask import BlockMask, with_leading
 from .._masks.lower import Terms, terms_for
-from .._masks.value import Mask, Sizes, is_capturing
+from .._masks.value import Mask, Sizes, is_capturing, only_leaf
 from .modifiers import Modifiers
 
 MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
@@ -43,7 +43,8 @@ class Kept:
 
     Attributes:
         tensors: those of the mask.
-        made: what it made, by sizes, window and place (device and stream, None without tensors).
+        made: what it made, by sizes, causal, window and place (device and stream, None without tensors). A
+            leaf also has what the first expression with no other tensors made, without causal and window.
         in_graphs: those of ``made`` that a CUDA graph reads, for as long as the mask lives.
     """
 
@@ -76,6 +77,8 @@ class Kept:
         for key, found in list(self.made.items()):
             sizes, causal, window, _, device, _ = key
             held = _tensors(found.mods)
+            if window is None:  # made by an expression that holds this leaf, and can refresh it
+                continue
             if device is not None and not {*map(id, held)} <= written:
                 with torch.inference_mode(False), torch.no_grad():
                     fresh = _made(mask, device, sizes, causal, window)
@@ -132,10 +135,17 @@ def prepared(
     found = kept.made.get(key)
     if found is None or found.sources != versions:
         check_devices(mask, "mask", q)
+        like = kept.like(key, versions)
+        leaf = None if like is not None else only_leaf(mask)
+        shared = None if leaf is None or leaf is mask else kept_in(leaf)
+        if shared is not None and (of_leaf := shared.versions()) is not None:
+            like = shared.like(key, of_leaf)
         with torch.inference_mode(False), torch.no_grad():  # other calls may save it for a backward
-            found = _made(mask, q.device, sizes, causal, window, kept.like(key, versions))
+            found = _made(mask, q.device, sizes, causal, window, like)
         found = found._replace(sources=versions)
         kept.put(key, found)
+        if shared is not None and like is None and of_leaf is not None:
+            shared.put((sizes, None, None, *key[3:]), found._replace(sources=of_leaf))
         forget_calls(mask)
     return found
 
@@ -160,7 +170,7 @@ def forget_calls(mask: Mask) -> None:
 
 def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]) -> Prepared:
     """What was made before the capture, on whichever stream: the capture waits for all of them."""
-    for (*found_key, _), found in reversed(kept.made.items()):
+    for (*found_key, _), found in reversed(list(kept.made.items())):
         if (*found_key,) == key and found.sources == versions:
             if not any(found is one for one in kept.in_graphs):
                 kept.in_graphs.append(found)

@@ -51,7 +51,6 @@ CALLS = {
         "sm80.bwd_mod.short": "bwd seqlen=49 bias_gradient",
         "sm90.bwd_mod.fused": "bwd key_padding",
         "sm90.bwd_mod.split": "bwd key_padding head_dim=256",
-        "sm80.bwd_mod.persistent": "bwd key_padding row=sm80.bwd_mod.persistent",
         "sm80.bwd_mod": "bwd softcap dropout head_dim=64",
     },
     "sm80": {

@@ -33,7 +33,6 @@ def is_between(line: str) -> bool:
         ("sm80/fwd/kernel.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd/kernel.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd_dq/kernel.cuh", r"__syncthreads\(\);"),
-        ("sm80/bwd/persistent.cuh", r"__syncthreads\(\);"),
         ("sm80/bwd/warps.cuh", r"ptx::bar_(sync|arrive)\("),
     ],
 )
@@ -98,8 +97,7 @@ def test_cases_reach_every_kind_of_kernel_with_modifiers():
 
 
 def test_every_wait_belongs_to_a_barrier_with_a_pause():
-    for name in ("sm80/fwd/kernel.cuh", "sm80/bwd/kernel.cuh", "sm80/bwd_dq/kernel.cuh",
-                 "sm80/bwd/persistent.cuh"):
+    for name in ("sm80/fwd/kernel.cuh", "sm80/bwd/kernel.cuh", "sm80/bwd_dq/kernel.cuh"):
         lines = lines_of(name)
         waits = [at for at, line in enumerate(lines) if line.startswith("ptx::cp_async_wait")]
         assert waits

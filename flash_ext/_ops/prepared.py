@@ -197,17 +197,21 @@ def _made(
         mods = _of_terms(terms, device, sizes)
     else:
         mods = replace(like, sink_tokens=terms.sink_tokens, chunk=terms.chunk, top_left=terms.top_left)
-    is_plain = not (_tensors(mods) or mods.sink_tokens or mods.chunk or mods.top_left)
+    has_tensors = any(t is not None for t in _of_masks(mods))
+    is_plain = not (has_tensors or mods.sink_tokens or mods.chunk or mods.top_left)
     return Prepared((terms.left, terms.right), mods, is_plain)
 
 
 def _tensors(mods: Modifiers) -> list[Tensor]:
     """What a mask has made, each once."""
-    named = (
+    return list({id(t): t for t in _of_masks(mods) if t is not None}.values())
+
+
+def _of_masks(mods: Modifiers) -> tuple[Tensor | None, ...]:
+    return (
         mods.mask, mods.document_q, mods.document_k, mods.prefix_lens, mods.hidden_rows, mods.hidden_keys,
         mods.blocks,
     )  # fmt: skip
-    return list({id(t): t for t in named if t is not None}.values())
 
 
 def check_devices(value: Mask | Bias, name: str, q: Tensor) -> None:

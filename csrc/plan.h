@@ -36,7 +36,7 @@ struct Request {
   Constraints constraints = {};
 };
 
-// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/performance.md. kNone: the
+// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone: the
 // row is taken because no other one supports the request.
 enum class Evidence : uint8_t {
   kNone, kShort, kSplitKv, kGrid, kM192, kMaskedM192, kMaskedVariants, kSplitBwdWide, kSplitBwdShort, kWholeKeys,

@@ -235,7 +235,7 @@ inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
 // whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
 inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (p.is_varlen() || size > 128 || c.dq_pool == true) return false;
+  if (p.is_varlen() || size > 128 || c.dq_pool) return false;
   const bool grouped = p.num_heads != p.num_heads_k, narrow = size <= 64;
   const auto is_short = [&] {
     if (p.window_left >= 0 && p.window_right >= 0)

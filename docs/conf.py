@@ -27,8 +27,8 @@ DOCS = Path(__file__).resolve().parent
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
-def name_files_of_the_repository(app: Sphinx, page: str, source: list[str]) -> None:
-    """A link to a page or a folder outside of docs/ leads nowhere on the site: its path is named instead."""
+def prepare(app: Sphinx, page: str, source: list[str]) -> None:
+    """Names the path where a link leaves docs/ for a page or a folder, and gives the index its contents."""
 
     def path_or_link(link: re.Match[str]) -> str:
         target = (DOCS / page).parent.joinpath(link[2]).resolve()
@@ -38,7 +38,10 @@ def name_files_of_the_repository(app: Sphinx, page: str, source: list[str]) -> N
         return link[1] if name in link[1] else f"{link[1]} (`{name}`)"
 
     source[0] = LINK.sub(path_or_link, source[0])
+    if page == "index":  # its links are the contents; a page that it leaves out is a warning
+        pages = dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.(?:md|rst)\)", source[0]))
+        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", name_files_of_the_repository)
+    app.connect("source-read", prepare)

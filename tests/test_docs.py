@@ -139,7 +139,7 @@ def test_every_code_block_runs(path: Path) -> None:
     text = text_of(path)
     blocks = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.M)
     assert 2 * len(blocks) == len(re.findall(r"^ *(?:```|~~~)", text, re.M))
-    kinds = {"python", "py", "", "{toctree}", *(["sh"] if path == README else [])}
+    kinds = {"python", "py", "", *(["sh"] if path == README else [])}
     assert {kind for kind, _ in blocks} <= kinds
     commands = re.compile(r"^\s*(?:\$ |pip |python|make |import |from )", re.M)
     assert not [block for kind, block in blocks if not kind and commands.search(block)]

@@ -33,8 +33,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     off with ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
-            dtype: as torch's.
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn: as torch's.
+        kdim, vdim, batch_first, device, dtype: as torch's.
 
     Example:
         >>> layer = flash_ext.nn.MultiheadAttention(64, 4, batch_first=True)

@@ -1,6 +1,6 @@
 """The public functions from outside: signatures, refusals in words, and what an import does.
 
-Ids such as API-01 name the rows of the gauntlet (docs/testing.md).
+Ids such as API-01 number known faults of attention kernels.
 """
 
 from __future__ import annotations

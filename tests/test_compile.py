@@ -1,6 +1,6 @@
 """torch.compile and torch.export: no graph breaks, few recompilations, the numbers of eager mode.
 
-Ids such as TC-03 name the rows of the gauntlet (docs/testing.md).
+Ids such as TC-03 number known faults of attention kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a GPU call does before its launch, run without a GPU: empty problems, views, choice of the path.
 
-Ids such as EM-01 name the rows of the gauntlet (docs/testing.md).
+Ids such as EM-01 number known faults of attention kernels.
 """
 
 from __future__ import annotations

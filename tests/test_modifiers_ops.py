@@ -1,6 +1,6 @@
 """``fwd_mod`` and ``bwd_mod`` inside PyTorch: schema checks, shapes, tracing, transforms, autocast, counters.
 
-Ids such as TC-01 name the rows of the gauntlet (docs/testing.md).
+Ids such as TC-01 number known faults of attention kernels.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def attention_forward(
     Raises:
         ValueError: attention weights are asked for, or heads masked.
         NotImplementedError: the paged cache of continuous batching, keys chosen by index, sinks per query.
-        Otherwise as :func:`flash_ext.attention`; it takes no float32 on a GPU.
+        TypeError: float32 on a GPU; the rest as :func:`flash_ext.attention`.
     """
     if counting:
         tally("integrations.transformers")

@@ -51,7 +51,7 @@ demo:
 lint: MODULES = ruff mypy
 lint: EXTRAS = dev
 lint:
-	@$(prepared) && $$py -m ruff check . && $$py -m mypy
+	@$(prepared) && $$py -m ruff check bench csrc examples flash_ext tests setup.py && $$py -m mypy
 
 docs: MODULES = sphinx myst_parser furo
 docs: EXTRAS = docs

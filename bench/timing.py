@@ -16,6 +16,9 @@ HEAD_START_CYCLES = 2_000_000  # about 1 ms
 WARM_UP_LAUNCHES = 3
 MIN_LAUNCHES_PER_ROUND = 3
 MAX_LAUNCHES_PER_ROUND = 40
+# A call of so many seconds is launched once a round, and no more often than so in all.
+LONG_CALL_S = 0.05
+LAUNCHES_OF_LONG_CALL = 3
 
 
 @dataclass
@@ -155,12 +158,18 @@ def measure(
     samples: dict[str, Samples] = {}
     failures: dict[str, Exception] = {}
     seconds_per_launch = 0.0
+    long_calls = set()
     for name, call in calls.items():
         try:
-            timer.launch(call, 1)  # compiles, loads and allocates
-            started = time.perf_counter()
-            timer.launch(call, WARM_UP_LAUNCHES)
-            seconds_per_launch += (time.perf_counter() - started) / WARM_UP_LAUNCHES
+            times, _ = timer.launch(call, 1)  # compiles, loads and allocates
+            if 1e-3 * times[0] > LONG_CALL_S:
+                times, _ = timer.launch(call, 1)  # without that
+            if 1e-3 * times[0] > LONG_CALL_S:
+                long_calls.add(name)
+            else:
+                started = time.perf_counter()
+                timer.launch(call, WARM_UP_LAUNCHES)
+                seconds_per_launch += (time.perf_counter() - started) / WARM_UP_LAUNCHES
             samples[name] = Samples()
         except Exception as error:  # noqa: BLE001 - whatever a peer throws is a result, not an end
             failures[name] = error
@@ -170,10 +179,11 @@ def measure(
     names = list(samples)
     for index in range(rounds):
         for name in balanced_order(names, index):
-            if name in failures:
+            long = name in long_calls
+            if name in failures or (long and index >= LAUNCHES_OF_LONG_CALL):
                 continue
             try:
-                times, call_us = timer.launch(calls[name], launches)
+                times, call_us = timer.launch(calls[name], 1 if long else launches)
             except Exception as error:  # noqa: BLE001
                 failures[name] = error
                 del samples[name]

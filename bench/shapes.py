@@ -408,7 +408,7 @@ def shrunken(case: Case) -> Case:
     return dataclasses.replace(
         case,
         name=f"smoke-{case.name}",
-        batch=len(lengths) or min(case.batch, 66 if "shifted-windows" in case.asks else 3),
+        batch=len(lengths) or min(case.batch, 64 if "shifted-windows" in case.asks else 3),
         seqlen_q=max(lengths) if lengths else fewer(case.seqlen_q),
         seqlen_k=max(lengths) if lengths else fewer(case.seqlen_k),
         num_heads=heads_k * min(group, 4),

@@ -26,10 +26,11 @@ from rich.progress import (
 from bench import host_cost, machine, timing
 from bench.entrants import Entrant, make_ours
 from bench.feature_report import checks, held_by_path
+from bench.model_report import model_tables
 from bench.peers import CPU_PEERS, GPU_PEERS, make_peers
-from bench.record import Results, Row, bars_against_every_peer
+from bench.record import DIRECTION_FILES, Results, Row, bars_against_every_peer
 from bench.report import describe, write_all, write_json
-from bench.runner import DTYPES, Setup, run
+from bench.runner import DTYPES, Setup, planned, run
 from bench.shapes import DIRECTIONS, SETS, Case
 
 
@@ -59,8 +60,8 @@ def serving_paths() -> list[str]:
     return [path for path, reason in reasons.items() if not reason] or ["sm80"]
 
 
-def choose_cases(sets: list[str], pattern: str) -> list[Case]:
-    """Cases of the named sets whose name matches a shell pattern.
+def choose_cases(sets: list[str], patterns: str) -> list[Case]:
+    """Cases of the named sets whose name matches one of a comma list of shell patterns.
 
     Raises:
         ValueError: a set has no such name, or nothing matches.
@@ -68,9 +69,10 @@ def choose_cases(sets: list[str], pattern: str) -> list[Case]:
     unknown = [name for name in sets if name not in SETS]
     if unknown:
         raise ValueError(f"no set is called {unknown[0]!r}; known: {', '.join(SETS)}")
-    cases = [case for name in sets for case in SETS[name] if fnmatch.fnmatch(case.name, pattern)]
+    words = _words(patterns)
+    cases = [c for name in sets for c in SETS[name] if any(fnmatch.fnmatch(c.name, word) for word in words)]
     if not cases:
-        raise ValueError(f"no case of {', '.join(sets)} matches {pattern!r}")
+        raise ValueError(f"no case of {', '.join(sets)} matches {patterns!r}")
     return cases
 
 
@@ -82,13 +84,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--set", default="headline", help=f"comma list of {', '.join(SETS)}")
-    parser.add_argument("--cases", default="*", help="shell pattern on case names within the sets")
+    parser.add_argument("--cases", default="*", help="comma list of shell patterns on names of cases")
     parser.add_argument("--list", action="store_true", help="print the cases and leave")
     parser.add_argument("--dirs", default="fwd,bwd", help=f"comma list of {', '.join(DIRECTIONS)}")
     parser.add_argument(
         "--paths",
         default=None,
-        help="comma list of our paths, sm90-fp16 for one in that type; default all that serve, or cpu",
+        help="comma list of our paths, auto for the one that each call takes by itself, sm90-fp16 for one in "
+        "that type; default all that serve, or cpu",
     )
     parser.add_argument(
         "--peers",
@@ -113,6 +116,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for the results")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows of the results in --out and time the others"
+    )
     options = parser.parse_args(argv)
     if not options.list:
         options.device = machine.device_asked_for(options, parser, "--set smoke")
@@ -160,7 +166,7 @@ def run_with_progress(
     """:func:`bench.runner.run` with a progress bar, a line per row, and what is done so far on disk."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("starting", total=len(cases) * len(directions))
+        task = progress.add_task("starting", total=len(planned(results, cases, directions)))
         said = set()
 
         def on_row(row: Row) -> None:
@@ -176,6 +182,28 @@ def run_with_progress(
         on_gpu = setup.device.type == "cuda"
         with setup.clocks if on_gpu else contextlib.nullcontext():
             run(results, cases, directions, setup, on_row)
+
+
+# What two runs must share for their rows to stand in one file.
+SAME_RUN = ("device", "commit", "dirty", "torch", "paths", "peers", "dtype", "rounds", "budget_s", "seed")
+
+
+def rows_of_before(path: Path, metadata: dict) -> list[Row]:
+    """The rows of an earlier run, for this one to go on from; none where there is no such file.
+
+    Raises:
+        ValueError: it ran something else.
+    """
+    if not path.exists():
+        return []
+    before = Results.from_json(path.read_text())
+    for name in SAME_RUN:
+        if before.metadata.get(name) != metadata.get(name):
+            raise ValueError(
+                f"{path} has {name} {before.metadata.get(name)!r} and this run {metadata.get(name)!r}; "
+                "leave out --resume, or name another --out"
+            )
+    return before.rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -202,6 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     metadata = machine.collect(setup.device, options.commit) | {
         "sets": options.set,
         "cases": options.cases,
+        "paths": options.paths,
+        "peers": options.peers,
         "dtype": options.dtype,
         "rounds": options.rounds,
         "budget_s": options.budget,
@@ -210,6 +240,11 @@ def main(argv: list[str] | None = None) -> int:
         "absent_peers": absent,
     }
     results = Results(metadata, setup.ceilings)
+    if options.resume:
+        try:
+            results.rows = rows_of_before(options.out / "results.json", metadata)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
     options.out.mkdir(parents=True, exist_ok=True)
     run_with_progress(results, cases, _words(options.dirs), setup, console=console, out=options.out)
     if "stopped" in metadata:
@@ -222,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     metadata["seconds"] = round(time.monotonic() - started, 1)
     for path in write_all(results, options.out):
         console.print(str(path), highlight=False)
+    console.print("\n".join(model_tables(results, DIRECTION_FILES)), highlight=False, markup=False)
     for summary in bars_against_every_peer(results):
         console.print(str(summary), highlight=False, markup=False)
     demands = checks(results)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 
-from bench import features
-from bench.features import FEATURES, Work
+from bench import asks, features
+from bench.features import Work
 from bench.inputs import DTYPES, Call, Inputs, through_autograd
 from bench.record import Row
 from bench.shapes import DIRECTIONS, Case, flops
@@ -18,8 +18,8 @@ from bench.shapes import DIRECTIONS, Case, flops
 
 def lacks(case: Case, *known: str) -> str:
     """Why an entrant that knows causal masks, windows and these features cannot take a case; "" if it can."""
-    takes = not case.feature or case.feature in known or FEATURES[case.feature].plain
-    return "" if takes else f"it does not do {case.feature}"
+    missing = [name for name, f in asks.wanted(case).items() if name not in known and not f.plain]
+    return f"it does not do {' and '.join(missing)}" if missing else ""
 
 
 class Entrant:
@@ -151,7 +151,7 @@ class OursRaw(Ours):
         self.name = f"{path}-raw"
 
     def takes(self, case: Case) -> bool:
-        return not case.feature
+        return not case.feature and not case.model
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         import flash_ext
@@ -184,7 +184,7 @@ class OursInType(Ours):
         self.name, self._dtype = f"{path}-{dtype}", DTYPES[dtype]
 
     def takes(self, case: Case) -> bool:
-        return not case.feature
+        return not case.feature and not case.asks
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         return super().prepare(inputs.in_type(self._dtype), direction)

@@ -109,6 +109,17 @@ def dense_mask(
     return seen.view(batch, heads, case.seqlen_q, case.seqlen_k)
 
 
+def shared_mask(case: Case, asked: Asked, device: torch.device) -> torch.Tensor:
+    """The same in 4 dimensions, each of which is 1 where the rule does not look at it."""
+    batch, heads = (case.batch if asked.by_batch else 1), (case.num_heads if asked.by_head else 1)
+    sizes = (batch, heads, case.seqlen_q, case.seqlen_k)
+    b, h, row, col = (
+        torch.arange(n, device=device).view([-1 if i == d else 1 for i in range(4)])
+        for d, n in enumerate(sizes)
+    )
+    return (asked.rule or everything)(b, h, row, col)
+
+
 def _masks(case: Case, rule: Rule, device: torch.device, batch: int, heads: int) -> Iterator[torch.Tensor]:
     """The mask (seqlen_q, seqlen_k) of each batch entry and head in turn, heads running faster."""
     row = torch.arange(case.seqlen_q, device=device)[:, None]
@@ -182,7 +193,7 @@ def _part_sizes(length: int, part: int, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Draws:
+class Draws:
     """The random parts of a feature, the same for every run of a case."""
 
     case: Case
@@ -216,24 +227,24 @@ class _Draws:
         return torch.Generator(self.device).manual_seed(seed)
 
 
-def _plain(case: Case, draws: _Draws) -> Asked:
+def _plain(case: Case, draws: Draws) -> Asked:
     return Asked(rule=window_rule(case))
 
 
-def _key_padding(case: Case, draws: _Draws) -> Asked:
+def _key_padding(case: Case, draws: Draws) -> Asked:
     """Keys at the right end are padding: none, 1/8, 2/8 and 3/8 of the length, and so on again."""
     kept = torch.tensor([case.seqlen_k * (8 - b % 4) // 8 for b in range(case.batch)], device=draws.device)
     mask = torch.arange(case.seqlen_k, device=draws.device) < kept[:, None]
     return Asked({"mask": masks.KeyMask(mask)}, rule=lambda b, h, row, col: col < kept[b], by_batch=True)
 
 
-def _bool_mask(case: Case, draws: _Draws) -> Asked:
+def _bool_mask(case: Case, draws: Draws) -> Asked:
     """Half of the scores hidden at random, differently in each batch entry: every tile is visited."""
     mask = draws.half(case.batch, 1, case.seqlen_q, case.seqlen_k)
     return Asked({"mask": mask}, rule=lambda b, h, row, col: mask[b, 0, row, col], by_batch=True)
 
 
-def _bool_mask_causal(case: Case, draws: _Draws) -> Asked:
+def _bool_mask_causal(case: Case, draws: Draws) -> Asked:
     """A causal mask given as a tensor per batch entry: tiles above the diagonal can be skipped."""
     rule = window_rule(dataclasses.replace(case, causal=True))
     assert rule is not None
@@ -242,7 +253,7 @@ def _bool_mask_causal(case: Case, draws: _Draws) -> Asked:
 
 
 def _bias(
-    case: Case, draws: _Draws, *, learns: str = "", dtype: torch.dtype | None = None, by_batch: bool = False
+    case: Case, draws: Draws, *, learns: str = "", dtype: torch.dtype | None = None, by_batch: bool = False
 ) -> Asked:
     """One bias per head, shared by the batch or not. SDPA takes the dtype of q only."""
     batch = case.batch if by_batch else 1
@@ -255,7 +266,7 @@ def _bias(
     return Asked({"bias": bias}, learns=learns, bias=bias.to(draws.dtype), score=score)
 
 
-def _alibi(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
+def _alibi(case: Case, draws: Draws, *, learns: str = "") -> Asked:
     """Slopes 2^(-8 (h + 1) / num_heads); SDPA gets the same as a bias."""
     heads, shift = case.num_heads, case.seqlen_k - case.seqlen_q
     slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=draws.device, dtype=torch.float32))
@@ -270,12 +281,13 @@ def _alibi(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
     return Asked({"bias": masks.ALiBi(slopes)}, learns=learns, value_of=masks.ALiBi, bias=bias, score=score)
 
 
-def _relative_position(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
-    """A table of T5, both directions; SDPA gets it written out, FlexAttention the entry of each distance."""
+def relative_position(case: Case, draws: Draws, *, learns: str = "", bidirectional: bool = True) -> Asked:
+    """A table of T5; SDPA gets it written out, FlexAttention the entry of each distance."""
     heads, shift = case.num_heads, case.seqlen_k - case.seqlen_q
-    asked = masks.RelativePosition(draws.normal(heads, BUCKETS, dtype=torch.float32))
+    bias_of = functools.partial(masks.RelativePosition, bidirectional=bidirectional)
+    asked = bias_of(draws.normal(heads, BUCKETS, dtype=torch.float32))
     order = torch.arange(BUCKETS, device=draws.device, dtype=torch.float32)
-    numbered = masks.RelativePosition(order[None])
+    numbered = bias_of(order[None])
     entry, reach = numbered.by_distance()[0, 0].int(), asked.reach
     bias = asked.to_dense(case.seqlen_q, case.seqlen_k).to(draws.dtype)
 
@@ -285,26 +297,26 @@ def _relative_position(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
             s + table[h, entry[(col - row - shift).clamp(-reach, reach) + reach]]
         )
 
-    return Asked({"bias": asked}, learns=learns, value_of=masks.RelativePosition, bias=bias, score=score)
+    return Asked({"bias": asked}, learns=learns, value_of=bias_of, bias=bias, score=score)
 
 
-def _softcap(case: Case, draws: _Draws) -> Asked:
+def softcap(case: Case, draws: Draws, *, cap: float = SOFTCAP) -> Asked:
     def score(_: torch.Tensor | None) -> ScoreRule:
-        return lambda s, b, h, row, col: SOFTCAP * torch.tanh(s / SOFTCAP)
+        return lambda s, b, h, row, col: cap * torch.tanh(s / cap)
 
-    return Asked({"softcap": SOFTCAP}, score=score)
+    return Asked({"softcap": cap}, score=score)
 
 
-def _sinks(case: Case, draws: _Draws) -> Asked:
+def _sinks(case: Case, draws: Draws) -> Asked:
     sinks = draws.normal(case.num_heads, dtype=torch.float32)
     return Asked({"sinks": sinks}, learns="sinks")
 
 
-def _dropout(case: Case, draws: _Draws) -> Asked:
+def _dropout(case: Case, draws: Draws) -> Asked:
     return Asked({"dropout_p": DROPOUT_P})
 
 
-def _documents(case: Case, draws: _Draws) -> Asked:
+def _documents(case: Case, draws: Draws) -> Asked:
     """Documents of uneven lengths, causal inside each."""
     position = torch.arange(case.seqlen_q, device=draws.device).expand(case.batch, -1).contiguous()
     ids = torch.searchsorted(draws.document_starts(), position, right=True).int()
@@ -317,7 +329,7 @@ def _documents(case: Case, draws: _Draws) -> Asked:
     )
 
 
-def _hidden_rows(case: Case, draws: _Draws) -> Asked:
+def _hidden_rows(case: Case, draws: Draws) -> Asked:
     """The mask of ``documents`` said by key: rows from the end of a key's document on do not see it."""
     starts = F.pad(draws.document_starts(), (0, 1), value=case.seqlen_q)
     position = torch.arange(case.seqlen_k, device=draws.device).expand(case.batch, -1).contiguous()
@@ -332,7 +344,7 @@ def _hidden_rows(case: Case, draws: _Draws) -> Asked:
     )
 
 
-def _prefix(case: Case, draws: _Draws) -> Asked:
+def _prefix(case: Case, draws: Draws) -> Asked:
     """The first 1/8 to 4/8 of the keys are visible to every query, the rest causally."""
     lens = torch.tensor([case.seqlen_k * (1 + b % 4) // 8 for b in range(case.batch)], dtype=torch.int32)
     lens, base = lens.to(draws.device), window_rule(case)
@@ -344,7 +356,7 @@ def _prefix(case: Case, draws: _Draws) -> Asked:
     )
 
 
-def _sink_tokens(case: Case, draws: _Draws) -> Asked:
+def _sink_tokens(case: Case, draws: Draws) -> Asked:
     """A causal window that never forgets the first keys."""
     base = window_rule(case)
     assert base is not None
@@ -354,7 +366,7 @@ def _sink_tokens(case: Case, draws: _Draws) -> Asked:
     )
 
 
-def _chunked(case: Case, draws: _Draws) -> Asked:
+def _chunked(case: Case, draws: Draws) -> Asked:
     """Causal inside chunks of a quarter of the length."""
     chunk, base = case.seqlen_k // 4, window_rule(case)
     assert base is not None
@@ -364,7 +376,7 @@ def _chunked(case: Case, draws: _Draws) -> Asked:
     )
 
 
-def _blocks(case: Case, draws: _Draws, *, size: int, share: float) -> Asked:
+def _blocks(case: Case, draws: Draws, *, size: int, share: float) -> Asked:
     """Random blocks per head, with the same number in every row and every column of blocks."""
     # Short sequences, which are there to try the program, have blocks of an eighth of their length.
     size = min(size, max(16, case.seqlen_q // 8))
@@ -390,7 +402,7 @@ class Feature:
         refused_by: peers that cannot do it, "sdpa" (every backend) or "flex".
     """
 
-    ask: Callable[[Case, _Draws], Asked]
+    ask: Callable[[Case, Draws], Asked]
     plain: bool = False
     base: dict[str, Any] = field(default_factory=dict)
     refused_by: tuple[str, ...] = ()
@@ -410,9 +422,9 @@ FEATURES: dict[str, Feature] = {
     "bias-batch-grad": Feature(functools.partial(_bias, by_batch=True, learns="bias")),
     "alibi": Feature(_alibi),
     "alibi-grad": Feature(functools.partial(_alibi, learns="bias")),
-    "relative-position": Feature(_relative_position),
-    "relative-position-grad": Feature(functools.partial(_relative_position, learns="bias")),
-    "softcap": Feature(_softcap, refused_by=("sdpa",)),
+    "relative-position": Feature(relative_position),
+    "relative-position-grad": Feature(functools.partial(relative_position, learns="bias")),
+    "softcap": Feature(softcap, refused_by=("sdpa",)),
     "sinks": Feature(_sinks, refused_by=("sdpa",)),
     "dropout": Feature(_dropout, refused_by=("flex",)),
     "documents": Feature(_documents),
@@ -429,7 +441,7 @@ FEATURES: dict[str, Feature] = {
 
 def ask(case: Case, dtype: torch.dtype, device: torch.device) -> Asked:
     """The feature of a case on tensors of a dtype and device."""
-    return FEATURES[case.feature].ask(case, _Draws(case, dtype, device))
+    return FEATURES[case.feature].ask(case, Draws(case, dtype, device))
 
 
 def plain_case(case: Case) -> Case:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench import features
+from bench import asks, features
 from bench.features import Asked, Work, window_rule
 from bench.shapes import Case
 
@@ -54,16 +54,52 @@ class Inputs:
         other.dtype = dtype
         for name in ("q", "k", "v", "dout"):
             setattr(other, name, getattr(self, name).to(dtype))
-        for made in ("asked", "bhsd"):
+        for made in ("asked", "bhsd", "pairs", "hidden", "biased"):
             vars(other).pop(made, None)
         return other
 
     @functools.cached_property
     def asked(self) -> Asked:
-        """What the case's feature asks for; nothing beyond causal and window where it has none."""
+        """What the case asks for; nothing beyond causal and window where it has no feature."""
+        if self.case.asks:
+            return asks.ask(self.case, self.dtype, self.device)
         if not self.case.feature:
             return Asked(rule=None if self.case.packed else window_rule(self.case))
         return features.ask(self.case, self.dtype, self.device)
+
+    @property
+    def without_dropout(self) -> Inputs:
+        """The same with every weight kept, which has one right result."""
+        other = copy.copy(self)
+        other.case, other.asked = asks.without_dropout(self.case, self.asked)
+        return other
+
+    @functools.cached_property
+    def pairs(self) -> int | None:
+        """Visible pairs over all heads and batch entries; None where causal mask and window say it all."""
+        if self.case.feature:
+            return self.work().pairs
+        if "mask" not in self.asked.options:
+            return None
+        seen = features.shared_mask(self.case, self.asked, self.device)
+        case = self.case
+        return int(seen.expand(-1, -1, case.seqlen_q, case.seqlen_k).sum()) * (
+            case.batch * case.num_heads // (seen.shape[0] * seen.shape[1])
+        )
+
+    @functools.cached_property
+    def hidden(self) -> torch.Tensor:
+        """0 where a query sees a key and -inf elsewhere, in the dtype of q, for adding to the scores.
+
+        Of 4 dimensions, each of which is 1 where the visibility does not depend on it.
+        """
+        seen = features.shared_mask(self.case, self.asked, self.device)
+        return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
+
+    @functools.cached_property
+    def biased(self) -> torch.Tensor:
+        """:attr:`hidden` and the bias in one tensor."""
+        return self.asked.bias + self.hidden
 
     def work(self, tile: tuple[int, int] | None = None) -> Work:
         """What the case's rule leaves to be scored, in pairs and in tiles of (queries, keys)."""

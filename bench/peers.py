@@ -14,11 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import features
+from bench import asks, features
 from bench.entrants import Entrant, lacks
-from bench.features import FEATURES, window_rule
+from bench.features import window_rule
 from bench.inputs import Call, Inputs, deterministic_algorithms, through_autograd
 from bench.shapes import Case
+
+
+def refused(case: Case, peer: str, words: str) -> str:
+    """What a case asks for that a kind of peer cannot do, behind ``words``; "" if it can do all of it."""
+    missing = [name for name, feature in asks.wanted(case).items() if peer in feature.refused_by]
+    return f"{words} {' and '.join(missing)}" if missing else ""
 
 
 class Sdpa(Entrant):
@@ -30,31 +36,42 @@ class Sdpa(Entrant):
     def why_not(self, case: Case, direction: str) -> str:
         if case.packed:
             return "packed sequences are not expressible through SDPA"
-        refused = case.feature and "sdpa" in FEATURES[case.feature].refused_by
-        return f"SDPA does not do {case.feature}" if refused else ""
+        return refused(case, "sdpa", "SDPA does not do")
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case, asked = inputs.case, inputs.asked
         options: dict = {"dropout_p": asked.options.get("dropout_p", 0.0)}
-        if case.num_heads_k != case.num_heads:
+        group = case.num_heads // case.num_heads_k
+        copies_heads = group > 1 and self.backend == SDPBackend.EFFICIENT_ATTENTION
+        if group > 1 and not copies_heads:
             options["enable_gqa"] = True
+        learned = (asked.bias,) if asked.learned is not None and asked.bias is not None else ()
+        hidden = None
         # SDPA's own causal flag is aligned top-left; it means the same as ours only for squares.
-        plain = not case.feature or FEATURES[case.feature].plain
-        if plain and case.causal and case.window == (-1, -1) and case.seqlen_q == case.seqlen_k:
+        square = case.seqlen_q == case.seqlen_k and case.window == (-1, -1)
+        if case.causal and square and asked.bias is None and "mask" not in asked.options:
             options["is_causal"] = True
+        elif case.model and asked.rule is not None:
+            options["attn_mask"] = inputs.hidden if asked.bias is None else inputs.biased
+            hidden = inputs.hidden if learned else None
         elif asked.rule is not None:
             by = {"by_batch": asked.by_batch, "by_head": asked.by_head}
             options["attn_mask"] = features.dense_mask(case, asked.rule, inputs.device, **by)
         elif asked.bias is not None:
             options["attn_mask"] = asked.bias
+        if direction == "fwd":
+            learned = ()
 
-        def forward(q, k, v, attn_mask=None):
+        def forward(q, k, v, bias=None):
+            given = options
+            if bias is not None:
+                given = options | {"attn_mask": bias if hidden is None else bias + hidden}
+            if copies_heads:
+                k, v = (t.repeat_interleave(group, 1) for t in (k, v))
             with sdpa_kernel(self.backend):
-                given = options if attn_mask is None else options | {"attn_mask": attn_mask}
                 return F.scaled_dot_product_attention(q, k, v, **given)
 
         *qkv, dout = inputs.bhsd
-        learned = (asked.bias,) if asked.learned is not None and asked.bias is not None else ()
         call = through_autograd(forward, (*qkv, *learned), dout, direction)
 
         def repeatable() -> object:
@@ -116,8 +133,7 @@ class Flex(Entrant):
         self._block_mask = torch.compile(create_block_mask, dynamic=False)
 
     def why_not(self, case: Case, direction: str) -> str:
-        refused = case.feature and "flex" in FEATURES[case.feature].refused_by
-        return f"FlexAttention does not do {case.feature}" if refused else ""
+        return refused(case, "flex", "FlexAttention does not do")
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case, asked = inputs.case, inputs.asked
@@ -188,7 +204,7 @@ class Fa3(Entrant):
         self._ops.fwd  # noqa: B018 - raises here, not in the first row, when the library lacks it
 
     def why_not(self, case: Case, direction: str) -> str:
-        return lacks(case, "softcap")
+        return lacks(case, "softcap", "softcap-50")
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case, (q, k, v), dout = inputs.case, inputs.qkv, inputs.dout
@@ -199,8 +215,8 @@ class Fa3(Entrant):
             "window_size_left": left,
             "window_size_right": 0 if case.causal and left >= 0 else right,
         }
-        if case.feature == "softcap":
-            options["softcap"] = features.SOFTCAP
+        if "softcap" in inputs.asked.options:
+            options["softcap"] = inputs.asked.options["softcap"]
         if case.packed:
             options |= {
                 "cu_seqlens_q": inputs.cu_seqlens,

@@ -37,7 +37,8 @@ def plot(results: Results, folder: Path) -> list[Path]:
         panels: dict[tuple, list[Row]] = {}
         for row in results.rows:
             ran = any(entry.status == "ok" for entry in row.entries)
-            if row.direction == direction and ran and not row.case.feature:
+            special = row.case.feature or row.case.model
+            if row.direction == direction and ran and not special:
                 panels.setdefault(row.case.panel, []).append(row)
         curves = [sorted(rows, key=lambda r: r.case.seqlen_q) for rows in panels.values() if len(rows) > 1]
         single = [rows[0] for rows in panels.values() if len(rows) == 1]

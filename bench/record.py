@@ -73,7 +73,8 @@ class Row:
 
     Attributes:
         clocks: median SM clock (MHz) and power (W) while the row ran, or None.
-        pairs: visible (query, key) pairs over all heads and batch entries, in feature rows.
+        pairs: visible (query, key) pairs over all heads and batch entries, in feature rows and under the
+            masks of ``models``.
     """
 
     case: Case
@@ -139,7 +140,8 @@ def _entry(data: dict) -> Entry:
 
 
 def _case(data: dict) -> Case:
-    return Case(**{**data, "window": tuple(data["window"]), "lengths": tuple(data["lengths"])})
+    sequences = {name: tuple(data[name]) for name in ("window", "lengths", "asks") if name in data}
+    return Case(**{**data, **sequences})
 
 
 PLAIN_SUFFIX = "-plain"  # of our columns that leave the feature of a row out

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from bench.feature_report import checks, feature_tables
+from bench.model_report import model_tables
 from bench.plots import plot
 from bench.record import (
     DIRECTION_FILES,
@@ -78,7 +79,7 @@ def markdown(results: Results) -> str:
     lines += ["", "A ratio above 1 means that ours is faster.", ""]
     lines += [f"- {summary}" for summary in bars_against_every_peer(results)]
     for direction in DIRECTIONS:
-        rows = [row for row in results.rows if row.direction == direction and not row.case.feature]
+        rows = [row for row in results.rows if row.direction == direction and _plain(row.case)]
         if rows:
             lines += [
                 "",
@@ -87,6 +88,7 @@ def markdown(results: Results) -> str:
             ]
             lines += _table(rows)
     lines += feature_tables(results, DIRECTION_FILES)
+    lines += model_tables(results, DIRECTION_FILES)
     notes = [
         f"- {row.direction} {row.case.name}, {entry.name} ({entry.status}): {' '.join(entry.text.split())}"
         for row in results.rows
@@ -104,6 +106,11 @@ def markdown(results: Results) -> str:
             *_grid(columns, [[_cell(row.get(c)) for c in columns] for row in results.host_cost]),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _plain(case: Case) -> bool:
+    """Whether a row stands in the general tables: features and models have their own."""
+    return not case.feature and not case.model
 
 
 def _table(rows: list[Row]) -> list[str]:
@@ -163,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     results = Results.from_json(stored_text(options.results))
     for path in write_all(results, options.out or options.results.parent):
         print(path)
+    print("\n".join(model_tables(results, DIRECTION_FILES)))
     ours = options.ours or next(iter(our_columns(results)), "")
     bars = bar(results, ours, options.peer)
     for summary in bars:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench import machine, timing
+from bench import check, machine, timing
 from bench.entrants import Entrant
 from bench.inputs import DTYPES, Inputs
 from bench.record import Entry, Results, Row, fill_ratios
@@ -50,6 +50,8 @@ class Setup:
 def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
     """Times one case in one direction; whatever an entrant throws becomes the text of its entry.
 
+    In rows of the set ``models`` a wrong result is thrown as well, before it is timed.
+
     Raises:
         DeviceLost: a failure left the device unusable.
     """
@@ -57,6 +59,7 @@ def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
     row = _empty_row(case, direction, inputs)
     calls: dict[str, timing.Call] = {}
     work: dict[str, float] = {}
+    right = check.slices(inputs) if case.model else None
     for entrant in setup.entrants:
         if direction not in entrant.directions or not entrant.takes(case):
             continue
@@ -70,7 +73,7 @@ def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
             warnings.simplefilter("always")
             try:
                 call = entrant.prepare(inputs, direction)
-                call()
+                call() if right is None else check.demand(entrant, inputs, direction, call, right)
                 timer.synchronize()
                 entry.peak_bytes = timer.peak_bytes(call)
                 _count_tiles(entry, entrant, inputs, direction, call)
@@ -91,14 +94,12 @@ def time_row(case: Case, direction: str, inputs: Inputs, setup: Setup) -> Row:
 
 
 def _empty_row(case: Case, direction: str, inputs: Inputs) -> Row:
-    """The row's arithmetic and traffic; a feature's pairs are counted, and its tensors move as well."""
-    pairs = inputs.work().pairs if case.feature else None
+    """The row's arithmetic and traffic; pairs of a mask are counted, and what is asked for moves as well."""
     traffic = traffic_bytes(case, direction, inputs.q.element_size())
-    if case.feature:
-        passes = 2 if direction == "both" else 1
-        traffic += passes * inputs.asked.option_bytes + _learned_bytes(inputs, direction)
-    name = _dtype_name(inputs.dtype)
-    return Row(case, direction, name, flops(case, direction, pairs), traffic, pairs=pairs)
+    passes = 2 if direction == "both" else 1
+    traffic += passes * inputs.asked.option_bytes + _learned_bytes(inputs, direction)
+    work = flops(case, direction, inputs.pairs)
+    return Row(case, direction, _dtype_name(inputs.dtype), work, traffic, pairs=inputs.pairs)
 
 
 def _learned_bytes(inputs: Inputs, direction: str) -> int:
@@ -140,26 +141,40 @@ def _fill(
     entry.copy_pct = 100.0 * entry.gbps / ceilings["copy_gbps"]
 
 
+def planned(results: Results, cases: list[Case], directions: list[str]) -> list[tuple[Case, str]]:
+    """The rows that a run of these cases has and ``results`` does not."""
+    done = {(row.case.name, row.direction) for row in results.rows}
+    return [
+        (case, direction)
+        for case in cases
+        for direction in directions
+        if direction in case.directions and (case.name, direction) not in done
+    ]
+
+
 def run(
     results: Results, cases: list[Case], directions: list[str], setup: Setup, on_row: Callable[[Row], None]
 ) -> None:
     """Times every case in every direction into ``results.rows``, and calls ``on_row`` after each one.
 
-    Never raises because of an entrant. What cut a run short is kept as ``results.metadata["stopped"]``.
+    Rows that are there are left alone. Never raises because of an entrant. What cut a run short is kept as
+    ``results.metadata["stopped"]``.
     """
     deadline = time.monotonic() + setup.time_limit_s
+    inputs = None
     try:
-        for case in cases:
-            inputs = Inputs(case, setup.dtype, setup.device, setup.seed)
-            for direction in directions:
-                started = time.monotonic()
-                if started > deadline:
-                    results.metadata["stopped"] = f"time limit of {setup.time_limit_s:.0f} s"
-                    return
-                row = time_row(case, direction, inputs, setup)
-                row.clocks = setup.clocks.between(started, time.monotonic())
-                results.rows.append(row)
-                on_row(row)
+        for case, direction in planned(results, cases, directions):
+            if inputs is None or inputs.case is not case:
+                inputs = None  # the last ones are freed before these are made
+                inputs = Inputs(case, setup.dtype, setup.device, setup.seed)
+            started = time.monotonic()
+            if started > deadline:
+                results.metadata["stopped"] = f"time limit of {setup.time_limit_s:.0f} s"
+                return
+            row = time_row(case, direction, inputs, setup)
+            row.clocks = setup.clocks.between(started, time.monotonic())
+            results.rows.append(row)
+            on_row(row)
     except KeyboardInterrupt:
         results.metadata["stopped"] = "interrupted"
     except (DeviceLost, torch.OutOfMemoryError) as error:

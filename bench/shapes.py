@@ -5,9 +5,12 @@ No torch in here: the formulas are plain integers, so a report can be rebuilt on
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 from dataclasses import dataclass
+
+from bench import models
 
 # Three ways to time a case. "both" is a forward that keeps what its backward needs, then that backward.
 DIRECTIONS = ("fwd", "bwd", "both")
@@ -32,6 +35,9 @@ class Case:
         deterministic: asks for a bitwise repeatable backward.
         feature: what a row of the set ``features`` asks for beyond causal and window, a name of
             ``bench.features.FEATURES``; empty elsewhere.
+        model: in the set ``models`` whose call it is, in words; empty elsewhere.
+        asks: what such a row asks for beyond causal and window, names of ``bench.asks.ASKS``.
+        inference: nothing is trained, so there is no backward to time.
     """
 
     name: str
@@ -47,6 +53,9 @@ class Case:
     lengths: tuple[int, ...] = ()
     deterministic: bool = False
     feature: str = ""
+    model: str = ""
+    asks: tuple[str, ...] = ()
+    inference: bool = False
 
     @property
     def packed(self) -> bool:
@@ -67,6 +76,11 @@ class Case:
     def masked(self) -> bool:
         """True when some query may not see some key of its own sequence."""
         return self.causal or self.window != (-1, -1)
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """The ways in which it makes sense to time the case."""
+        return ("fwd",) if self.inference else DIRECTIONS
 
     @property
     def mask_label(self) -> str:
@@ -353,6 +367,59 @@ def _features(
     ]
 
 
+def _model(row: models.ModelRow) -> Case:
+    """The case of one row of the set ``models``."""
+    lengths: tuple[int, ...] = ()
+    if row.documents:
+        tokens = row.batch * row.seqlen
+        even = (tokens // row.documents,) * row.documents
+        lengths = even if row.even else long_tailed(row.documents, tokens)
+    options = {name: getattr(row, name) for name in ("causal", "window", "model", "asks", "inference")}
+    heads_k = row.num_heads_k or row.num_heads
+    if lengths:
+        return _packed(row.name, lengths, row.num_heads, row.head_dim, num_heads_k=heads_k, **options)
+    return _dense(
+        row.name,
+        row.batch,
+        row.seqlen,
+        row.num_heads,
+        row.head_dim,
+        seqlen_k=row.seqlen_k,
+        num_heads_k=heads_k,
+        head_dim_v=row.head_dim_v,
+        **options,
+    )
+
+
+def shrunken(case: Case) -> Case:
+    """A row of the set ``models`` with all that is special about it, small enough for a CPU.
+
+    At most 4 heads in the same proportions, lengths in proportion up to 64, sizes a quarter.
+    """
+    group = case.num_heads // case.num_heads_k
+    heads_k = 1 if group > 1 else min(case.num_heads, 4)
+    longest = max(case.seqlen_q, case.seqlen_k)
+
+    def fewer(count: int) -> int:
+        return count if count <= 1 else max(3, round(count * min(1.0, 64 / longest)))
+
+    lengths = tuple(min(fewer(n), 40) for n in case.lengths[:5])
+    left, right = case.window
+    return dataclasses.replace(
+        case,
+        name=f"smoke-{case.name}",
+        batch=len(lengths) or min(case.batch, 64 if "shifted-windows" in case.asks else 3),
+        seqlen_q=max(lengths) if lengths else fewer(case.seqlen_q),
+        seqlen_k=max(lengths) if lengths else fewer(case.seqlen_k),
+        num_heads=heads_k * min(group, 4),
+        num_heads_k=heads_k,
+        head_dim=case.head_dim // 4,
+        head_dim_v=case.head_dim_v // 4,
+        window=(left if left < 0 else fewer(left), right),
+        lengths=lengths,
+    )
+
+
 def _smoke() -> list[Case]:
     """Seconds on a CPU: one case of every kind, to try the program itself."""
     return [
@@ -374,8 +441,10 @@ SETS: dict[str, list[Case]] = {
     "features-d256": _features("d256-feature-", 4, 4096, 8, 256),
     "features-deterministic": _features("deterministic-feature-", 4, 4096, 16, 128, deterministic=True),
     "shapes": _shapes(),
+    "models": [_model(row) for row in models.ROWS],
     "smoke": _smoke(),
     "smoke-features": _features("smoke-feature-", 2, 128, 2, 16),
+    "smoke-models": [shrunken(_model(row)) for row in models.ROWS],
 }
 
 

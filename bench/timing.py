@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,11 +12,16 @@ import torch
 
 Call = Callable[[], object]
 
-# The host queues launches behind this pause, so that a slow Python call never shows up between two events.
-HEAD_START_CYCLES = 2_000_000  # about 1 ms
+# The host queues launches behind a pause, so that a slow Python call never shows up between two events. It
+# lasts as long as the host takes for all of them, within these bounds.
+HEAD_START_S = (0.001, 0.02)
+CYCLES_PER_S = 2e9
 WARM_UP_LAUNCHES = 3
 MIN_LAUNCHES_PER_ROUND = 3
 MAX_LAUNCHES_PER_ROUND = 40
+# A call of so many seconds is launched once a round, and no more often than so in all.
+LONG_CALL_S = 0.05
+LAUNCHES_OF_LONG_CALL = 3
 
 
 @dataclass
@@ -59,13 +65,14 @@ class CudaTimer:
         self.device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self.flush_buffer = torch.empty(max(2 * l2_bytes, 64 << 20), dtype=torch.int8, device=device)
+        self._host_s: weakref.WeakKeyDictionary[Call, float] = weakref.WeakKeyDictionary()
 
     def launch(self, call: Call, count: int) -> tuple[list[float], float]:
         """Runs ``call`` ``count`` times; returns their device times (ms) and one's host time (us)."""
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
         ]
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        torch.cuda._sleep(head_start_cycles(count, self._host_s.get(call, 0.0)))
         host_s = 0.0
         for before, after in events:
             self.flush_buffer.zero_()
@@ -75,6 +82,7 @@ class CudaTimer:
             host_s += time.perf_counter() - started
             after.record()
         self.synchronize()
+        self._host_s[call] = host_s / count
         return [before.elapsed_time(after) for before, after in events], 1e6 * host_s / count
 
     def synchronize(self) -> None:
@@ -95,6 +103,12 @@ class CudaTimer:
     def release(self) -> None:
         """Gives cached memory back after a failure, so that a peer's out-of-memory stays its own."""
         torch.cuda.empty_cache()
+
+
+def head_start_cycles(launches: int, call_s: float) -> int:
+    """Clock cycles for which the device waits while the host queues launches of so many seconds each."""
+    least, most = HEAD_START_S
+    return int(CYCLES_PER_S * min(max(least, launches * call_s), most))
 
 
 class CpuTimer:
@@ -155,12 +169,18 @@ def measure(
     samples: dict[str, Samples] = {}
     failures: dict[str, Exception] = {}
     seconds_per_launch = 0.0
+    long_calls = set()
     for name, call in calls.items():
         try:
-            timer.launch(call, 1)  # compiles, loads and allocates
-            started = time.perf_counter()
-            timer.launch(call, WARM_UP_LAUNCHES)
-            seconds_per_launch += (time.perf_counter() - started) / WARM_UP_LAUNCHES
+            times, _ = timer.launch(call, 1)  # compiles, loads and allocates
+            if 1e-3 * times[0] > LONG_CALL_S:
+                times, _ = timer.launch(call, 1)  # without that
+            if 1e-3 * times[0] > LONG_CALL_S:
+                long_calls.add(name)
+            else:
+                started = time.perf_counter()
+                timer.launch(call, WARM_UP_LAUNCHES)
+                seconds_per_launch += (time.perf_counter() - started) / WARM_UP_LAUNCHES
             samples[name] = Samples()
         except Exception as error:  # noqa: BLE001 - whatever a peer throws is a result, not an end
             failures[name] = error
@@ -170,10 +190,11 @@ def measure(
     names = list(samples)
     for index in range(rounds):
         for name in balanced_order(names, index):
-            if name in failures:
+            long = name in long_calls
+            if name in failures or (long and index >= LAUNCHES_OF_LONG_CALL):
                 continue
             try:
-                times, call_us = timer.launch(calls[name], launches)
+                times, call_us = timer.launch(calls[name], 1 if long else launches)
             except Exception as error:  # noqa: BLE001
                 failures[name] = error
                 del samples[name]

@@ -37,7 +37,7 @@ side_by_side = $$($$py -c "import importlib.util as u; print('-n auto --maxproce
 test: MODULES = pytest hypothesis numpy
 test: EXTRAS = test demo
 test:
-	@$(prepared) && $$py -m pytest --all $(side_by_side) $(ARGS)
+	@$(prepared) && $$py -m pytest $(side_by_side) $(ARGS)
 
 demo: MODULES = numpy
 demo: EXTRAS = demo

@@ -155,12 +155,12 @@ def test_no_kernel_uses_local_memory(resources):
 
 
 def test_no_compiler_warning(resources):
-    """CG-02: C7508 and C7510-C7519 would be among these; no other one is tolerated either."""
+    """C7508 and C7510-C7519 would be among these; no other one is tolerated either."""
     assert resources["warnings"] == []
 
 
 def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
-    """CG-07: for both machine codes; what is missing would be a launch error, what is extra dead weight.
+    """For both machine codes; what is missing would be a launch error, what is extra dead weight.
 
     Hopper has the large tiles of portable kernels, others the small ones. Backwards with modifiers have the
     passes of those without.
@@ -270,7 +270,7 @@ def test_no_local_loads_or_stores(machine_code):
 
 
 def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, machine_code):
-    """CG-03: HMMA.16816 fed by LDGSTS and LDSM."""
+    """HMMA.16816 fed by LDGSTS and LDSM."""
     seen = 0
     for item in resources["kernels"]:
         of_others = SPLIT + HIDING + SHORT_FWD + SHORT_BWD
@@ -289,7 +289,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
 
 
 def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):
-    """CG-03. Each product group is fenced once and waited for once: serialised ones would have a pair for
+    """Each product group is fenced once and waited for once: serialised ones would have a pair for
     each HGMMA. Producers hand registers to consumers."""
     seen = 0
     for item in resources["kernels"]:
@@ -345,7 +345,7 @@ def plan(direction: str, head_dim: int, deterministic: bool = False, seqlen: int
 
 @pytest.mark.parametrize("compute_capability", SMEM_LIMITS)
 def test_shared_memory_fits_every_device(device_switches, resources, compute_capability):
-    """HD-05: the plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
+    """The plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
     limit = SMEM_LIMITS[compute_capability]
     device_switches(compute_capability, limit)
     kernels = ("fwd_kernel", "bwd_kernel", "bwd_q_kernel", *HOPPER, *HOPPER_BWD, *HOPPER_BWD_SPLIT)
@@ -425,5 +425,5 @@ def test_build_record_matches_the_package():
     built = ops._C.build_info
     assert built["version"] == flash_ext.__version__
     assert built["torch"] == torch.__version__
-    assert "fast_math" not in built["flags"]  # CG-05: exp, log and division keep their accuracy
+    assert "fast_math" not in built["flags"]  # exp, log and division keep their accuracy
     assert "-lineinfo" not in built["flags"]  # a tenth of a build's time, which only profilers want

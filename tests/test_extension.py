@@ -165,7 +165,7 @@ def test_the_installed_module_is_of_other_sources(source_folder, site, monkeypat
 
 
 def test_both_modules_are_for_another_torch(source_folder, site, monkeypatch):
-    """API-03: not an undefined symbol."""
+    """Not an undefined symbol."""
     record = f', "sources": "{hash_of(source_folder)}"}}\n'.encode()
     for package in (source_folder, site / "flash_ext"):
         (package / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(OTHER_TORCH.replace(b"}\n", record))

@@ -1,4 +1,4 @@
-"""Gauntlet: the exact probes of every modifier beyond who sees whom, on every path.
+"""The exact probes of every modifier beyond who sees whom, on every path.
 
 docs/testing.md has the table of which probe stands for which modifier.
 """

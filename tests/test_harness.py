@@ -176,7 +176,7 @@ def test_lost_key_is_noticed_in_a_long_row(model) -> None:
 
 
 def test_stray_reads_and_writes_are_noticed(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NL-11: canaries stand around inputs, results and workspaces of every case."""
+    """Canaries stand around inputs, results and workspaces of every case."""
     case = dense(1, 5, 7, 1, 1, 8, layout="gap", backward=False)
 
     def reads_beyond(x, target):

@@ -575,6 +575,6 @@ def test_info_names_the_path_and_kernels_of_each_gpu():
 
 
 def test_import_creates_no_cuda_context():
-    """API-02, SY-10: a process that imported flash_ext may still fork."""
+    """A process that imported flash_ext may still fork."""
     code = "import flash_ext, torch; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

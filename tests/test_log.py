@@ -97,7 +97,7 @@ def test_every_public_function_is_logged() -> None:
 
 
 def test_refusal() -> None:
-    """API-10: the one variable of the library, which the README names, is read at import."""
+    """The one variable of the library, which the README names, is read at import."""
     done = run("verbose")
     assert done.returncode != 0 and "FLASH_EXT_LOG must be 0, 1, 2 or 3, got 'verbose'" in done.stderr
 

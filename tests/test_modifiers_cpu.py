@@ -182,7 +182,7 @@ def problem_of(is_packed: bool, num_heads_k: int = 2) -> Problem:
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("feature, level", [(f, n) for f in FEATURES for n in range(len(FEATURES[f]))])
 def test_single_features(feature, level, is_packed, small_tiles, monkeypatch):
-    """BI-01, BI-04, BI-06, BS-04, BS-05, EM-*, MK-14: each without a window and with one, batch entries
+    """Each without a window and with one, batch entries
     together and one by one."""
     mods = Modifiers(**FEATURES[feature][level](is_packed))
     for window, max_scores in zip(WINDOWS[::2], (tiled.MAX_SCORES, 1)):
@@ -216,7 +216,6 @@ def everything(is_packed: bool) -> dict:
     (2, 0, 5, 2), (2, 5, 0, 2), (0, 5, 5, 2), (2, 5, 5, 0),
 ])  # fmt: skip
 def test_empty_problems(batch, seqlen_q, seqlen_k, heads):
-    """EM-01, EM-02, EM-03."""
     mods = Modifiers(bias=normal(1, 1, 1, 1), sinks=normal(heads), slopes=normal(heads), mask=torch.ones(
         batch, 1, 1, seqlen_k, dtype=torch.bool), dropout_p=0.5, rng=torch.tensor([1, 2]))  # fmt: skip
     assert_equals_reference(dense(batch, seqlen_q, seqlen_k, heads, heads), AttnSpec(0.6), mods)
@@ -255,7 +254,7 @@ def test_packed_is_dense_laid_end_to_end(small_tiles):
 
 @pytest.mark.parametrize("pattern", list(itertools.product([0, 1], repeat=4)), ids=str)
 def test_bias_gradient_of_every_broadcast(pattern, small_tiles):
-    """BI-01: summed over the dimensions of size 1, dense and, with fewer rows than a sequence, packed."""
+    """Summed over the dimensions of size 1, dense and, with fewer rows than a sequence, packed."""
     for is_packed in (False, True):
         mods = Modifiers(bias=normal(*grid(*pattern)(is_packed)))
         assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, -1, 2), mods)
@@ -274,7 +273,7 @@ def test_bias_by_distance(reach, batch, heads, top_left, small_tiles):
 
 
 def test_minus_infinity_by_distance_hides_and_nan_stays_with_its_rows(small_tiles):
-    """NF-02, as in a dense bias."""
+    """As in a dense bias."""
     problem, entries = dense(1, 45, 45, 2, 1), normal(1, 2, 2 * 20 + 1)
     entries[..., 25:] = -INF
     by_distance = run(problem, AttnSpec(0.6), Modifiers(bias=entries))
@@ -325,7 +324,6 @@ def test_gradcheck(window, dropout_p):
 
 
 def test_only_what_is_asked_for():
-    """BI-03, BI-11."""
     problem, mods = dense(1, 9, 9, 2, 1), Modifiers(bias=normal(1, 1, 9, 9), sinks=normal(2))
     out, lse, _ = tiled.forward(problem.q, problem.k, problem.v, AttnSpec(0.6), mods)
     grads = tiled.backward(problem.dout, problem.q, problem.k, problem.v, out, lse, AttnSpec(0.6), mods,
@@ -373,7 +371,7 @@ def test_backward_takes_out_and_lse_as_given():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lowest", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_lowest_number_is_no_mask(lowest, dtype, small_tiles):
-    """NF-02: rows with it everywhere weigh all keys alike, forward and backward; -inf empties a row."""
+    """Rows with it everywhere weigh all keys alike, forward and backward; -inf empties a row."""
     problem = dense(1, 20, 30, 2, 1)
     problem.q, problem.k, problem.v, problem.dout, problem.dlse = (
         x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout, problem.dlse))
@@ -417,7 +415,7 @@ def test_low_precision(dtype):
 # ---- Dropout ---------------------------------------------------------------------------------------------
 
 def test_dropout_shows_its_mask_forward_and_backward(monkeypatch):
-    """DR-03: with v = 1 of n, out is the weights and dv their transpose, on tiles of any size."""
+    """With v = 1 of n, out is the weights and dv their transpose, on tiles of any size."""
     batch, seqlen, heads, p, rng = 2, 50, 4, 0.3, torch.tensor([2**62 + 1, -7])
     q = torch.zeros(batch, seqlen, heads, 2)
     k, v = torch.zeros(batch, seqlen, 2, 2), torch.eye(seqlen).expand(batch, 2, -1, -1).transpose(1, 2)
@@ -452,7 +450,7 @@ MASKS = ("mask", "documents", "prefix", "hidden_rows", "hidden_keys", "blocks", 
 @pytest.mark.parametrize("feature", MASKS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_count_probe(feature, window, small_tiles):
-    """BS-02, MK-14: with q = 0 exp(lse) counts the keys that a row sees."""
+    """With q = 0 exp(lse) counts the keys that a row sees."""
     for draw in FEATURES[feature]:
         mods, spec = Modifiers(**draw(False)), AttnSpec(1.0, *window)
         problem = dense(2, 45, 70, HEADS, 2)
@@ -482,7 +480,7 @@ def test_hidden_intervals_are_half_open(count, small_tiles):
 
 @pytest.mark.parametrize("value", [False, True])
 def test_whole_masks(value):
-    """BS-01: of one value everywhere."""
+    """Of one value everywhere."""
     problem = dense(1, 40, 50, 2, 1)
     for mods in (Modifiers(mask=torch.full((1, 1, 1, 1), value)),
                  Modifiers(blocks=torch.full((1, 1, 3, 4), value), block_rows=16, block_cols=16)):

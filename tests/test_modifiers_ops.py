@@ -1,6 +1,5 @@
 """``fwd_mod`` and ``bwd_mod`` inside PyTorch: schema checks, shapes, tracing, transforms, autocast, counters.
 
-Ids such as TC-01 name the rows of the gauntlet (docs/testing.md).
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def test_arguments_stand_in_the_order_of_the_fields() -> None:
 
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
-def test_opcheck_fwd_mod(kind: str, device: str) -> None:  # TC-01
+def test_opcheck_fwd_mod(kind: str, device: str) -> None:
     args = (*operator_inputs(kind, device), kind != "bias", False, None)
     torch.library.opcheck(FWD, args)
     leaves = [
@@ -116,13 +115,13 @@ def test_opcheck_fwd_mod(kind: str, device: str) -> None:  # TC-01
 
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
-def test_opcheck_bwd_mod(kind: str, device: str) -> None:  # TC-01, TC-05
+def test_opcheck_bwd_mod(kind: str, device: str) -> None:
     torch.library.opcheck(BWD, backward_inputs(kind, device))
 
 
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
-def test_shapes_for_tracing_are_the_real_ones(kind: str, device: str) -> None:  # TC-02
+def test_shapes_for_tracing_are_the_real_ones(kind: str, device: str) -> None:
     calls = [(FWD, (*operator_inputs(kind, device), True, False, None)), (BWD, backward_inputs(kind, device))]
     for op, args in calls:
         real = op(*args)
@@ -231,7 +230,7 @@ def biased_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors]
 
 
-def test_second_derivative_raises() -> None:  # AG-02
+def test_second_derivative_raises() -> None:
     inputs = biased_inputs()
     for order in (inputs, inputs[::-1]):
         grad, *_ = torch.autograd.grad(biased(*inputs), order, create_graph=True)
@@ -246,7 +245,7 @@ def test_second_derivative_raises() -> None:  # AG-02
         torch.func.grad(slope)(detached[3])
 
 
-def test_forward_mode_raises() -> None:  # AG-09
+def test_forward_mode_raises() -> None:
     inputs = [t.detach() for t in biased_inputs()]
     for at in (0, 3, 4):
         with torch.autograd.forward_ad.dual_level():
@@ -256,7 +255,7 @@ def test_forward_mode_raises() -> None:  # AG-09
                 biased(*duals)
 
 
-def test_saved_tensors_are_guarded_against_writing() -> None:  # AG-04
+def test_saved_tensors_are_guarded_against_writing() -> None:
     *inputs, sinks = biased_inputs()
     bias = inputs[3] * 1
     loss = biased(*inputs[:3], bias, sinks)
@@ -266,7 +265,7 @@ def test_saved_tensors_are_guarded_against_writing() -> None:  # AG-04
         loss.backward()
 
 
-def test_func_grad_and_vmap() -> None:  # AG-09
+def test_func_grad_and_vmap() -> None:
     inputs = biased_inputs()
     expected = torch.autograd.grad(biased(*inputs), inputs)
     detached = [t.detach() for t in inputs]
@@ -288,7 +287,7 @@ def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return out.sin().sum() + aux.lse.cos().sum()
 
 
-def test_transforms_of_a_relative_position_bias() -> None:  # AG-02, AG-09
+def test_transforms_of_a_relative_position_bias() -> None:
     inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
     expected = torch.autograd.grad(by_distance(*inputs), inputs)
     detached = [t.detach() for t in inputs]
@@ -314,7 +313,7 @@ def test_transforms_of_a_relative_position_bias() -> None:  # AG-02, AG-09
             by_distance(*detached[:3], dual)
 
 
-def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:  # HD-11
+def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:
     q, k, v = make_qkv(dtype=torch.float32)
     half = [t.bfloat16() for t in (q, k, v)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -374,7 +373,7 @@ def test_deterministic_mode_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch
 
 
 @on_devices
-def test_autocast(device: str) -> None:  # HD-11, TC-08
+def test_autocast(device: str) -> None:
     q, k, v = make_qkv(device, dtype=torch.float32, requires_grad=True)
     half = [t.detach().bfloat16() for t in (q, k, v)]
     for bias_dtype in (torch.float32, torch.bfloat16):
@@ -426,7 +425,7 @@ def check_training_step(compiled: Callable, eager: Callable, inputs: list[Tensor
 
 @on_devices
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_serves_many_lengths_of_masks_and_dropout(backend: str, device: str) -> None:  # TC-03
+def test_one_graph_serves_many_lengths_of_masks_and_dropout(backend: str, device: str) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         visible = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril()
         out = flash_ext.attention(q, k, v, mask=visible, dropout_p=0.2)

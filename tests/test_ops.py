@@ -1,6 +1,5 @@
 """The operators inside PyTorch: schema checks, shapes, autograd, transforms, autocast, checkpoints, counters.
 
-Ids such as AG-02 name the rows of the gauntlet (docs/testing.md).
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def backward_inputs(layout: str, device: str, with_dlse: bool) -> tuple:
 
 @on_devices
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck_fwd(layout: str, device: str) -> None:  # TC-01
+def test_opcheck_fwd(layout: str, device: str) -> None:
     args = operator_inputs(layout, device)
     torch.library.opcheck(FWD, args)
     leaves = tuple(t.detach().requires_grad_() for t in args[:3])
@@ -81,13 +80,13 @@ def test_opcheck_fwd(layout: str, device: str) -> None:  # TC-01
 @on_devices
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck_bwd(layout: str, with_dlse: bool, device: str) -> None:  # TC-01, TC-05
+def test_opcheck_bwd(layout: str, with_dlse: bool, device: str) -> None:
     torch.library.opcheck(BWD, backward_inputs(layout, device, with_dlse))
 
 
 @on_devices
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shapes_for_tracing_are_the_real_ones(layout: str, device: str) -> None:  # TC-02
+def test_shapes_for_tracing_are_the_real_ones(layout: str, device: str) -> None:
     calls = [(FWD, operator_inputs(layout, device)), (BWD, backward_inputs(layout, device, True))]
     for op, args in calls:
         real = op(*args)
@@ -125,7 +124,7 @@ def test_the_fast_entry_goes_through_the_dispatcher() -> None:
 
 @on_devices
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
-def test_any_subset_of_inputs(needs: tuple[bool, ...], device: str) -> None:  # AG-01
+def test_any_subset_of_inputs(needs: tuple[bool, ...], device: str) -> None:
     inputs = make_qkv(device)
     leaves = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     out = flash_ext.attention(*leaves, causal=True, deterministic=True)
@@ -167,7 +166,7 @@ def test_gradcheck_of_both_results() -> None:
 
 
 @on_devices
-def test_second_derivative_raises(device: str) -> None:  # AG-02
+def test_second_derivative_raises(device: str) -> None:
     inputs = make_qkv(device, requires_grad=True)
     out = flash_ext.attention(*inputs)
     grad, *_ = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
@@ -176,7 +175,7 @@ def test_second_derivative_raises(device: str) -> None:  # AG-02
 
 
 @on_devices
-def test_second_derivative_raises_under_torch_func(device: str) -> None:  # AG-02, AG-09
+def test_second_derivative_raises_under_torch_func(device: str) -> None:
     q, k, v = make_qkv(device)
 
     def loss(q: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def test_second_derivative_raises_under_torch_func(device: str) -> None:  # AG-0
 
 
 @on_devices
-def test_backward_twice(device: str) -> None:  # AG-03
+def test_backward_twice(device: str) -> None:
     inputs = make_qkv(device, requires_grad=True)
     out = flash_ext.attention(*inputs, deterministic=True)
     first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
@@ -199,7 +198,7 @@ def test_backward_twice(device: str) -> None:  # AG-03
 
 @on_devices
 @pytest.mark.parametrize("which", ["q", "k", "v", "out"])
-def test_writing_to_a_saved_tensor_is_noticed(which: str, device: str) -> None:  # AG-04
+def test_writing_to_a_saved_tensor_is_noticed(which: str, device: str) -> None:
     leaves = make_qkv(device, requires_grad=True)
     q, k, v = (t * 1 for t in leaves)
     out = flash_ext.attention(q, k, v)
@@ -212,7 +211,7 @@ def test_writing_to_a_saved_tensor_is_noticed(which: str, device: str) -> None: 
 
 @on_devices
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_no_graph_without_gradients(mode, device: str) -> None:  # AG-06
+def test_no_graph_without_gradients(mode, device: str) -> None:
     inputs = make_qkv(device, requires_grad=True)
     with mode():
         out, lse = flash_ext.forward(*inputs)
@@ -222,7 +221,7 @@ def test_no_graph_without_gradients(mode, device: str) -> None:  # AG-06
 
 
 @on_devices
-def test_zero_gradient_in_zero_gradient_out(device: str) -> None:  # AG-07
+def test_zero_gradient_in_zero_gradient_out(device: str) -> None:
     inputs = make_qkv(device, requires_grad=True)
     out = flash_ext.attention(*inputs, causal=True)
     for grad in torch.autograd.grad(out, inputs, torch.zeros_like(out)):
@@ -230,7 +229,7 @@ def test_zero_gradient_in_zero_gradient_out(device: str) -> None:  # AG-07
 
 
 @on_devices
-def test_incoming_gradient_of_any_strides(device: str) -> None:  # LY-04, LY-05
+def test_incoming_gradient_of_any_strides(device: str) -> None:
     inputs = make_qkv(device, requires_grad=True)
     out = flash_ext.attention(*inputs, deterministic=True)
     dout = torch.randn_like(out)
@@ -247,7 +246,7 @@ def test_incoming_gradient_of_any_strides(device: str) -> None:  # LY-04, LY-05
 
 
 @on_devices
-def test_one_tensor_as_q_k_and_v(device: str) -> None:  # LY-19
+def test_one_tensor_as_q_k_and_v(device: str) -> None:
     x, _, _ = make_qkv(device, heads_k=4)
     shared = x.clone().requires_grad_()
     separate = [x.clone().requires_grad_() for _ in range(3)]
@@ -257,7 +256,7 @@ def test_one_tensor_as_q_k_and_v(device: str) -> None:  # LY-19
     torch.testing.assert_close(shared.grad.float(), total, **tolerance(device))
 
 
-def test_gradients_flow_to_strided_leaves() -> None:  # LY-02
+def test_gradients_flow_to_strided_leaves() -> None:
     joint = torch.randn(2, 9, 8, 16, requires_grad=True)
     q, k, v = joint.split([4, 2, 2], dim=2)
     out, _ = reference(q, k, v)
@@ -266,7 +265,7 @@ def test_gradients_flow_to_strided_leaves() -> None:  # LY-02
     torch.testing.assert_close(got, expected.float(), **tolerance("cpu"))
 
 
-def test_forward_mode_raises() -> None:  # AG-09
+def test_forward_mode_raises() -> None:
     q, k, v = make_qkv()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
@@ -330,7 +329,7 @@ def test_backward_takes_results_over_more_keys(device: str) -> None:
 
 
 @on_devices
-def test_func_grad(device: str) -> None:  # AG-09
+def test_func_grad(device: str) -> None:
     q, k, v = make_qkv(device)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -421,7 +420,7 @@ def test_jacobian_of_a_small_case() -> None:
 
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype, device: str) -> None:  # HD-11, TC-08
+def test_autocast(dtype: torch.dtype, device: str) -> None:
     q, k, v = make_qkv(device, dtype=torch.float32, requires_grad=True)
     with torch.autocast(device, dtype):
         out, (lse, _) = flash_ext.attention(q, k, v.to(dtype), return_aux=AuxRequest(lse=True))
@@ -463,7 +462,7 @@ def test_checkpoint_recomputes_once(device: str) -> None:
 
 
 @on_devices
-def test_selective_checkpoint_saves_the_operator(device: str) -> None:  # AG-10
+def test_selective_checkpoint_saves_the_operator(device: str) -> None:
     inputs = make_qkv(device, requires_grad=True)
 
     def policy(ctx, op, *args, **kwargs):

@@ -183,7 +183,7 @@ def check_wild(target: Target, name: str, head_dim: int, deterministic: bool, se
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @on_all_tiles
-def test_ix03_results_of_any_cu_seqlens(
+def test_results_of_any_cu_seqlens(
     target: Target, head_dim: int, deterministic: bool, seed: int
 ) -> None:
     """Those of the bounds that they stand for, bit for bit: every row is written."""
@@ -195,7 +195,7 @@ def test_ix03_results_of_any_cu_seqlens(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["padding", "slopes", "by distance", "softcap", "dropout"])
 @on_all_tiles
-def test_ix03_results_of_any_cu_seqlens_with_modifiers(
+def test_results_of_any_cu_seqlens_with_modifiers(
     target: Target, name: str, deterministic: bool, seed: int
 ) -> None:
     with target.active():
@@ -204,7 +204,7 @@ def test_ix03_results_of_any_cu_seqlens_with_modifiers(
 
 
 @on_paths
-def test_ix03_few_queries_of_any_cu_seqlens(target: Target, seed: int) -> None:
+def test_few_queries_of_any_cu_seqlens(target: Target, seed: int) -> None:
     """Keys in parts, and the gradient of a bias, which look for sequences themselves."""
     generator = random.Random(seed)
     on_gpu = target.device == "cuda"

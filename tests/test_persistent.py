@@ -90,7 +90,7 @@ def sparse_call(target: Target, seed: int = 0) -> tuple[dict[str, Tensor], Calla
 
 
 @on_targets("sm80")
-def test_rc10_kernels_that_overlap(target: Target) -> None:
+def test_kernels_that_overlap(target: Target) -> None:
     """A product writes q just before the calls, and all inputs become NaN right behind them."""
     with on_few_multiprocessors(target).active():
         tensors, step = sparse_call(target)

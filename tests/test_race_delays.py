@@ -1,4 +1,4 @@
-"""RC-11 without a GPU: where the pauses are, what a release has of them, and that a difference is found."""
+"""Random pauses without a GPU: where they are, what a release has of them, and that a difference is found."""
 
 from __future__ import annotations
 

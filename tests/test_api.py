@@ -1,6 +1,4 @@
-"""The public functions from outside: signatures, refusals in words, and what an import does.
-
-"""
+"""The public functions from outside: signatures, refusals in words, and what an import does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""torch.compile and torch.export: no graph breaks, few recompilations, the numbers of eager mode.
-
-"""
+"""torch.compile and torch.export: no graph breaks, few recompilations, the numbers of eager mode."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import flash_ext
 from flash_ext import AuxRequest
 from tests.cases import dense, packed
-from tests.harness import Target, on_gpu_paths, on_paths, run_case
+from tests.harness import Target, on_gpu_paths, on_paths
 from tests.inputs import make_inputs
+from tests.test_ops import check_tracing
 
 
 def normal(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -55,7 +56,7 @@ def test_any_subset_of_inputs_may_need_gradients(target: Target) -> None:
 def test_a_second_derivative_raises(target: Target) -> None:
     leaves = [t.requires_grad_() for t in qkv(target)]
     (dq,) = torch.autograd.grad(attend(target, *leaves).float().sum(), leaves[:1], create_graph=True)
-    with pytest.raises((RuntimeError, NotImplementedError), match="(?i)not implemented|derivative"):
+    with pytest.raises(RuntimeError, match="flash_ext::bwd is not implemented"):
         dq.float().sum().backward()
 
 
@@ -66,6 +67,8 @@ def test_backward_twice(target: Target) -> None:
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     second = torch.autograd.grad(out, leaves, dout)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, leaves, dout)
 
 
 @pytest.mark.parametrize("what", ["q", "k", "v", "out"])
@@ -224,83 +227,16 @@ def test_opcheck_with_odd_strides(target: Target, kind: str) -> None:
 
 @on_paths
 def test_fake_results_look_like_real_ones(target: Target) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     for layout in ("bshd", "bhsd", "gap", "odd", "packed"):
         for case in (
             dense(2, 30, 30, 4, 4, 24, layout=layout),
             packed([9, 3], [9, 3], head_dim=24, layout=layout),
         ):
-            with target.active():
-                real = run_case(case, target)
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                x = real.inputs
-                q, k, v, dout = (mode.from_tensor(t) for t in (x.q, x.k, x.v, x.dout))
-                options = (x.cu_seqlens_q, x.cu_seqlens_k, 0, 0, 0.2, -1, -1, False, target.path)
-                out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
-                grads = torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, None, *options)
-            for name, fake in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
-                t = real.tensors[name]
-                assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (
-                    t.shape,
-                    t.stride(),
-                    t.dtype,
-                    t.device,
-                ), name
-
-
-@on_paths
-def test_one_compiled_graph_serves_many_lengths(target: Target) -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-
-    @functools.partial(torch.compile, fullgraph=True, backend=counter)
-    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_ext.attention(q, k, v, causal=True, backend=target.path) * 2
-
-    for length in range(20, 120, 10):
-        tensors = [t.requires_grad_() for t in qkv(target, sq=length, sk=length)]
-        out = step(*tensors)
-        assert torch.equal(out, flash_ext.attention(*tensors, causal=True, backend=target.path) * 2)
-        out.sum().backward()
-        assert all(t.grad is not None for t in tensors)
-    assert counter.frame_count <= 2, f"{counter.frame_count} compilations"
-
-
-@on_paths
-def test_packed_call_compiles_without_a_break(target: Target) -> None:
-    torch._dynamo.reset()
-
-    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager", dynamic=True)
-    def step(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int | None) -> Tensor:
-        return flash_ext.attention_varlen(
-            q, k, v, cu, cu, max_seqlen_q=longest, causal=True, backend=target.path
-        )
-
-    for lens in ([5, 0, 9], [50, 33, 1], [7, 7, 7]):
-        x = make_inputs(packed(lens, lens, num_heads=4, num_heads_k=2), target.device)
-        for longest in (None, max(lens)):
-            got = step(x.q, x.k, x.v, x.cu_seqlens_q, longest)
-            expected = flash_ext.attention_varlen(
-                x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_q, causal=True, backend=target.path
-            )
-            assert torch.equal(got, expected)
-
-
-@on_paths
-def test_autocast_compiled_and_eager(target: Target) -> None:
-    torch._dynamo.reset()
-    tensors = [t.float().requires_grad_() for t in qkv(target)]
-
-    def step(*parts: Tensor) -> Tensor:
-        with torch.autocast(target.device, torch.bfloat16):
-            return flash_ext.attention(*parts, backend=target.path)
-
-    eager = step(*tensors)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*tensors)
-    assert eager.dtype == compiled.dtype == torch.bfloat16 and torch.equal(eager, compiled)
-    grads = torch.autograd.grad(eager.float().sum(), tensors)
-    assert all(g.dtype == torch.float32 for g in grads)
+            x = make_inputs(case, target.device)
+            options = (x.cu_seqlens_q, x.cu_seqlens_k, 0, 0, 0.2, -1, -1, False, target.path)
+            check_tracing(torch.ops.flash_ext.fwd.default, (x.q, x.k, x.v, *options))
+            out, lse = torch.ops.flash_ext.fwd(x.q, x.k, x.v, *options)
+            check_tracing(torch.ops.flash_ext.bwd.default, (x.dout, x.q, x.k, x.v, out, lse, None, *options))
 
 
 @pytest.mark.slow

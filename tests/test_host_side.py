@@ -1,6 +1,4 @@
-"""What a GPU call does before its launch, run without a GPU: empty problems, views, choice of the path.
-
-"""
+"""What a GPU call does before its launch, run without a GPU: empty problems, views, choice of the path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``fwd_mod`` and ``bwd_mod`` inside PyTorch: schema checks, shapes, tracing, transforms, autocast, counters.
-
-"""
+"""``fwd_mod`` and ``bwd_mod`` inside PyTorch: schemas, shapes, tracing, transforms, autocast, counters."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from flash_ext import AuxRequest, masks
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import NAMES, Modifiers
 from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
+from tests.test_ops import check_tracing
 from tests.values import values
 
 FWD = torch.ops.flash_ext.fwd_mod.default
@@ -122,21 +121,8 @@ def test_opcheck_bwd_mod(kind: str, device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_for_tracing_are_the_real_ones(kind: str, device: str) -> None:
-    calls = [(FWD, (*operator_inputs(kind, device), True, False, None)), (BWD, backward_inputs(kind, device))]
-    for op, args in calls:
-        real = op(*args)
-        with FakeTensorMode() as mode:
-            fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
-        meta = op(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
-        for expected, traced, on_meta in zip(real, fake, meta, strict=True):
-            assert expected.is_contiguous()
-            for got in (traced, on_meta):
-                assert (got.shape, got.stride(), got.dtype) == (
-                    expected.shape,
-                    expected.stride(),
-                    expected.dtype,
-                )
-            assert traced.device == expected.device
+    check_tracing(FWD, (*operator_inputs(kind, device), True, False, None))
+    check_tracing(BWD, backward_inputs(kind, device))
 
 
 def test_public_calls_trace_on_meta() -> None:

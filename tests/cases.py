@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ class Case:
     per entry of ``lens_q`` / ``lens_k``, then ``tail`` rows that belong to no sequence; ``batch``,
     ``seqlen_q`` and ``seqlen_k`` are then ignored.
     """
+
+    PROGRAM: ClassVar[str] = "tests.tools.fuzz"  # repeats one with --repro
 
     dtype: str = "bf16"
     batch: int = 1

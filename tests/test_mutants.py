@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 
 import pytest
@@ -33,15 +32,6 @@ def test_planted_bugs_are_named_apart_and_only_there() -> None:
     for nowhere in ("no such text", "const"):
         with pytest.raises(ValueError, match=r"mutant 1: csrc/api/ops.cpp holds (0|\d\d+) times"):
             planted.Mutant(1, "", "", (planted.Edit("api/ops.cpp", nowhere, ""),)).patched()
-
-
-def test_every_planted_bug_is_in_the_kill_matrix_or_named_as_not_run() -> None:
-    text = (planted.ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
-    matrix = {int(number) for number in re.findall(r"^\| (\d+) \|", text, re.M)}
-    left = text.split("\n## Not verified yet\n")[1].split("\n## ")[0]
-    named = {int(number) for number in re.findall(r"\b\d{3,4}\b", left)}
-    numbers = {mutant.number for mutant in planted.MUTANTS}
-    assert matrix <= numbers and numbers <= matrix | named
 
 
 @pytest.mark.parametrize("mutant", planted.MUTANTS, ids=lambda m: str(m.number))

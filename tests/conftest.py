@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "everywhere: depends on the machine; a run with a GPU leaves none out")
     config.addinivalue_line("markers", "alone: needs a GPU that no other process of this run uses meanwhile")
     config.addinivalue_line("markers", "caching: needs torch's caching allocator; skipped where it is off")
+    config.addinivalue_line("markers", "xdist_group: of that name, which one process of several runs")
     config.addinivalue_line("markers", "timeout: seconds after which pytest-timeout ends it")
     if worker := getattr(config, "workerinput", None):
         silence.WATCH.note = Path(worker["room"]) / f"{worker['workerid']}.note"
@@ -103,7 +104,9 @@ def pytest_configure_node(node) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    return silence.scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    return silence.scheduler(config, log, config.stash[ROOM] / "groups")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -125,9 +128,8 @@ def _interrupt(*_: object) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if (group := group_of(item)) and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group(group))
+    groups = {item.nodeid: group for item in items if (group := group_of(item))}
+    silence.write(config.stash[ROOM] / "groups", groups)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, none is visible")
         for item in items:
@@ -149,6 +151,8 @@ def group_of(item: pytest.Item) -> str:
     """
     if wants_to_be_alone(item):
         return "alone"
+    if marker := item.get_closest_marker("xdist_group"):
+        return marker.args[0]
     target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
     return "small-tiles" if getattr(target, "switches", ()) else ""
 

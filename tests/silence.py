@@ -26,7 +26,7 @@ class Watch:
     def alive(self, case: str) -> None:
         """A case begins, or has ended ("")."""
         if self.note:
-            self.note.write_text(json.dumps({"test": self.test, "case": case}))
+            write(self.note, {"test": self.test, "case": case})
 
 
 WATCH = Watch()
@@ -45,12 +45,16 @@ def lose_context(words: str) -> NoReturn:
     pytest.exit(words, returncode=3)
 
 
+def write(note: Path, words: dict[str, str]) -> None:
+    """At once, since another process may be reading."""
+    own = note.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps(words))
+    own.replace(note)
+
+
 def read(note: Path) -> dict[str, str]:
-    """What a process last wrote; empty if nothing, or if it is just writing."""
-    try:
-        return json.loads(note.read_text())
-    except (OSError, ValueError):
-        return {}
+    """What was last written there; empty if nothing."""
+    return json.loads(note.read_text()) if note.is_file() else {}
 
 
 def has_ended_another(test: str, own: Path) -> bool:
@@ -58,15 +62,25 @@ def has_ended_another(test: str, own: Path) -> bool:
     return any(read(note).get("test") == test for note in own.parent.glob("*.note") if note != own)
 
 
-def scheduler(config: pytest.Config, log: object) -> object:
-    """That of --dist loadgroup, with what pytest-xdist 3.8 lacks where one process replaces another.
+def scheduler(config: pytest.Config, log: object, groups: Path) -> object:
+    """That of --dist loadgroup, by the groups of a note: names of groups do not reach it with pytest 9.2.
 
-    It sends tests to a process that has not collected them, and loses tests over the KeyError of that or ends
-    with it; and it gives a process one test at first, which waits there for a second one for ever.
+    And with what pytest-xdist 3.8 lacks where one process replaces another: it sends tests to a process that
+    has not collected them, and loses tests over the KeyError of that or ends with it; and it gives a process
+    one test at first, which waits there for a second one for ever.
     """
     from xdist.scheduler import LoadGroupScheduling
 
+    group_of: dict[str, str] = {}
+
     class Replacing(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of.get(nodeid) or super()._split_scope(nodeid)
+
+        def schedule(self) -> None:
+            group_of.update(read(groups))  # all processes have collected
+            super().schedule()
+
         def _reschedule(self, node) -> None:
             if node not in self.registered_collections:
                 return

@@ -26,7 +26,7 @@ from tests.built import ROOT, disassemblers, module_file
 sys.path.insert(0, str(ROOT / "csrc"))
 from build_backend import ptxas_log  # noqa: E402
 
-pytestmark = pytest.mark.everywhere
+pytestmark = [pytest.mark.everywhere, pytest.mark.xdist_group("build")]  # one reads the machine code
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled sizes; every other head_dim runs in the next one up
 DTYPES = ("__half", "__nv_bfloat16")

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("emulation")  # one builds the programs
+
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests" / "tools" / "emulation"
 

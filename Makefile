@@ -17,11 +17,12 @@ MODULES =
 prepared = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV) --extras $(EXTRAS) --modules $(MODULES)) && \
            $$py setup.py --quiet build_ext --inplace
 
-.PHONY: help build test demo info bench clean
+.PHONY: help build test demo docs info bench clean
 
 help:
 	@echo "make test    run every test this machine can run   (ARGS='-k varlen' picks some)"
 	@echo "make demo    train a small transformer with flash_ext and with PyTorch's attention, side by side"
+	@echo "make docs    build the HTML site in out/docs; a warning is an error"
 	@echo "make build   compile the extension in place"
 	@echo "make info    versions, build flags, GPU and the kernel path that serves it"
 	@echo "make bench   measure attention against every peer found"
@@ -45,6 +46,12 @@ demo:
 	@echo "make demo: the first time sets up $(VENV:auto=.venv) with torch and a plotting library (a minute or two)" >&2
 	@echo "and compiles the kernels (5 minutes on two cores); then trains and measures, in under two minutes" >&2
 	@$(prepared) && $$py -m examples.train $(ARGS)
+
+docs: MODULES = sphinx myst_parser furo
+docs: EXTRAS = docs
+docs:
+	@$(prepared) && $$py -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet docs out/docs
+	@echo "out/docs/index.html"
 
 info:
 	@$(prepared) && $$py -m flash_ext.info $(ARGS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import itertools
 import math
 import sys
@@ -154,7 +155,7 @@ def read(path: Path) -> list[Line]:
     """What has been measured; nothing if there is no file."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(newline="") as file:
         found = []
         for *shape, row, chosen, us in itertools.islice(csv.reader(file), 1, None):
             of_shape = Shape(*shape[:3], *map(int, shape[3:9]), shape[9] == "True")

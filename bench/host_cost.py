@@ -21,9 +21,11 @@ from typing import Any
 import torch
 
 import flash_ext
+from flash_ext import masks
 from flash_ext._ops.library import _C
 
 BUDGET_US = 5.0  # of one attention call without gradients, above an empty op
+PREPARED_BUDGET_US = 15.0  # of one with a mask or bias that was prepared
 
 
 @contextlib.contextmanager
@@ -53,8 +55,11 @@ def calls(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
     sdpa = flash_ext.scaled_dot_product_attention
     operator = torch.ops.flash_ext.fwd.default
 
-    def train() -> None:
-        out = flash_ext.attention(*leaves, causal=True)
+    ids = torch.arange(16, dtype=torch.int32, device=device) // 5
+    mask, bias = masks.DocumentCausal(ids), masks.DenseBias(torch.zeros(1, 4, 16, 16, device=device))
+
+    def train(**options: Any) -> None:
+        out = flash_ext.attention(*leaves, **options)
         torch.autograd.grad(out, leaves, dout)
 
     return {
@@ -82,7 +87,14 @@ def calls(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
             torch.enable_grad,
             lambda: flash_ext.attention(*leaves, causal=True),
         ),
-        "attention and its gradient": (torch.enable_grad, train),
+        "attention and its gradient": (torch.enable_grad, lambda: train(causal=True)),
+        "prepared mask": (torch.no_grad, lambda: flash_ext.attention(q, q, q, mask=mask)),
+        "prepared bias": (torch.no_grad, lambda: flash_ext.attention(q, q, q, bias=bias)),
+        "prepared mask that records a graph": (
+            torch.enable_grad,
+            lambda: flash_ext.attention(*leaves, mask=mask),
+        ),
+        "prepared mask and its gradient": (torch.enable_grad, lambda: train(mask=mask)),
     }
 
 
@@ -110,6 +122,7 @@ def collect(device: str) -> dict[str, Any]:
         "microseconds": {name: round(value, 2) for name, value in times.items()},
         "over_empty_op_us": round(times["attention"] - times["empty op"], 2),
         "budget_us": BUDGET_US,
+        "prepared_budget_us": PREPARED_BUDGET_US,
     }
 
 
@@ -126,8 +139,9 @@ def main() -> None:
         return
     sys.stdout.write(f"{report['device']}, torch {report['torch']}, Python {report['python']}\n")
     for name, value in report["microseconds"].items():
-        sys.stdout.write(f"{name:<32} {value:7.2f} us\n")
+        sys.stdout.write(f"{name:<36} {value:7.2f} us\n")
     sys.stdout.write(f"attention over an empty op: {report['over_empty_op_us']} us, budget {BUDGET_US} us\n")
+    sys.stdout.write(f"with a prepared mask or bias: budget {PREPARED_BUDGET_US} us\n")
 
 
 if __name__ == "__main__":

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.colours import COLOURS, label_of
 from bench.feature_report import MIN_OF_PLAIN, feature_paths, feature_rows
-from bench.record import DIRECTION_FILES, Results, Row, column_names, feature_pair, speed_of_plain
+from bench.record import (
+    DIRECTION_FILES,
+    Results,
+    Row,
+    column_names,
+    feature_pair,
+    our_columns,
+    speed_of_plain,
+)
 from bench.shapes import DIRECTIONS
-
-# One colour per entrant in every plot of every run (Okabe and Ito's palette, safe for colour-blind readers).
-COLOURS = {
-    "sm80": "#0072B2",
-    "sm80-raw": "#56B4E9",
-    "sm80-det": "#56B4E9",
-    "sm90": "#D55E00",
-    "sm90-raw": "#E69F00",
-    "sm90-det": "#E69F00",
-    "cpu": "#0072B2",
-    "cpu-raw": "#56B4E9",
-    "cpu-det": "#56B4E9",
-    "fa2": "#009E73",
-    "cudnn": "#CC79A7",
-    "fa3": "#000000",
-    "fa4": "#7F7F7F",
-    "mem": "#B8A200",
-    "flex": "#8C564B",
-    "math": "#999999",
-}
 
 
 def plot(results: Results, folder: Path) -> list[Path]:
@@ -79,7 +68,7 @@ def _plot_curves(results: Results, panels: list[list[Row]], path: Path) -> Path:
     for line, mask in enumerate(masks):
         for axis, rows in zip(axes[line], [p for p in panels if p[0].case.mask_label == mask], strict=False):
             axis.set_visible(True)
-            _plot_panel(axis, rows, results.ceilings.get("matmul_tflops"))
+            _plot_panel(axis, rows, results.ceilings.get("matmul_tflops"), our_columns(results)[:1])
         axes[line][0].set_ylabel("TFLOP/s")
     axes[0][0].set_ylim(bottom=0)  # of all; once it is set, what is drawn later no longer widens it
     handles = {
@@ -91,9 +80,14 @@ def _plot_curves(results: Results, panels: list[list[Row]], path: Path) -> Path:
     return _save(figure, results, panels[0][0], path)
 
 
-def _plot_panel(axis, rows: list[Row], ceiling: float | None) -> None:
+def _drawn(rows: list[Row]) -> list[str]:
+    """Columns of a picture; ``-raw`` ones lie on those of autograd."""
+    return [name for name in column_names(rows) if not name.endswith("-raw")]
+
+
+def _plot_panel(axis, rows: list[Row], ceiling: float | None, default: list[str]) -> None:
     lengths = [row.case.seqlen_q for row in rows]
-    for name in column_names(rows):
+    for name in _drawn(rows):
         done = [
             (row.case.seqlen_q, row.flops, row.entry(name))
             for row in rows
@@ -109,13 +103,13 @@ def _plot_panel(axis, rows: list[Row], ceiling: float | None) -> None:
             [s for s, _, _ in done],
             rate,
             yerr=[slow, fast],
-            label=name,
-            color=COLOURS.get(name),
+            label=label_of(name, *default),
+            color=COLOURS.get(label_of(name, *default)),
             marker="o" if ours else "s",
             markersize=4,
             linewidth=2.2 if ours else 1.2,
             capsize=2,
-            linestyle="--" if name.endswith("-raw") else ":" if name.endswith("-det") else "-",
+            linestyle=":" if name.endswith("-det") else "-",
         )
     if ceiling:
         axis.axhline(ceiling, color="#BBBBBB", linewidth=1, linestyle=":", label="matrix product")
@@ -132,7 +126,7 @@ def _plot_panel(axis, rows: list[Row], ceiling: float | None) -> None:
 def _plot_bars(results: Results, rows: list[Row], path: Path) -> Path:
     import matplotlib.pyplot as plt
 
-    names = column_names(rows)
+    names, default = _drawn(rows), our_columns(results)[:1]
     figure, axis = plt.subplots(figsize=(9, 1.2 + 0.14 * len(rows) * (len(names) + 1)), layout="constrained")
     height = 0.8 / len(names)
     for index, name in enumerate(names):
@@ -145,8 +139,8 @@ def _plot_bars(results: Results, rows: list[Row], path: Path) -> Path:
             [place + index * height for place, _ in done],
             [entry.tflops for _, entry in done],
             height,
-            label=name,
-            color=COLOURS.get(name),
+            label=label_of(name, *default),
+            color=COLOURS.get(label_of(name, *default)),
         )
     axis.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], [row.case.name for row in rows])
     axis.invert_yaxis()
@@ -170,7 +164,8 @@ def _plot_features(results: Results, path: Path) -> Path:
     )  # fmt: skip
     for name, line in zip(paths, axes, strict=True):
         for axis, direction in zip(line, directions, strict=True):
-            _plot_feature_panel(axis, feature_rows(results, direction), features, name, peers)
+            rows = feature_rows(results, direction)
+            _plot_feature_panel(axis, rows, features, name, peers, label_of(name, paths[0]))
             axis.set_title(DIRECTION_FILES[direction] + (f", {name}" if len(paths) > 1 else ""))
     axes[0][0].invert_yaxis()
     handles = {
@@ -182,7 +177,9 @@ def _plot_features(results: Results, path: Path) -> Path:
     return _save(figure, results, feature_rows(results)[0], path, "features")
 
 
-def _plot_feature_panel(axis, rows: list[Row], features: list[str], path: str, peers: list[str]) -> None:
+def _plot_feature_panel(
+    axis, rows: list[Row], features: list[str], path: str, peers: list[str], label: str
+) -> None:
     """Bars of one path and of the peers, each peer credited with the tiles that the path visits."""
     height = 0.8 / (1 + len(peers))
     for index, name in enumerate([path, *peers]):
@@ -193,7 +190,8 @@ def _plot_feature_panel(axis, rows: list[Row], features: list[str], path: str, p
             if ratio is not None:
                 places.append(features.index(row.case.feature) + index * height)
                 ratios.append(ratio)
-        axis.barh(places, ratios, height, label=name, color=COLOURS.get(name))
+        shown = label if name == path else label_of(name)
+        axis.barh(places, ratios, height, label=shown, color=COLOURS.get(shown))
     axis.axvline(1.0, color="#000000", linewidth=1)
     axis.axvline(MIN_OF_PLAIN, color="#000000", linewidth=1, linestyle=":")
     axis.set_xlabel("speed on visited tiles over the plain kernel's")
@@ -211,6 +209,6 @@ def _save(figure, results: Results, row: Row, path: Path, title: str = "") -> Pa
         f"torch {about.get('torch', '?')}, {about.get('date', '')}",
         fontsize=11,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
     return path

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from bench.shapes import DIRECTIONS, Case
 
@@ -123,6 +125,12 @@ class Results:
             for row in data.pop("rows")
         ]
         return Results(rows=rows, **data)
+
+
+def stored_text(path: Path) -> str:
+    """What a file of results says, compressed (``.gz``) or not."""
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
 
 
 def _entry(data: dict) -> Entry:

@@ -1,6 +1,7 @@
 """What a run leaves behind: JSON, CSV and markdown tables, and the summary of ours against one peer.
 
-``python -m bench.report RESULTS.json`` rebuilds every file beside it and prints the summary. No torch here.
+``python -m bench.report RESULTS.json`` rebuilds every file beside it or in ``--out`` and prints the summary.
+The JSON may be compressed (``.json.gz``). No torch here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench.record import (
     bars_against_every_peer,
     column_names,
     our_columns,
+    stored_text,
 )
 from bench.shapes import DIRECTIONS, Case
 
@@ -151,14 +153,15 @@ def write_all(results: Results, folder: Path) -> list[Path]:
 def main(argv: list[str] | None = None) -> int:
     """Rebuilds the files of a run from its JSON, prints the summaries and says whether the bars hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=main.__doc__)
-    parser.add_argument("results", type=Path, help="results.json of a run")
+    parser.add_argument("results", type=Path, help="results.json of a run, or a .json.gz")
+    parser.add_argument("--out", type=Path, default=None, help="where to write; default beside the results")
     parser.add_argument("--ours", default=None, help="our column; default the first one of the run")
     parser.add_argument("--peer", default="fa2", help="the column it is held against")
     parser.add_argument("--geomean", type=float, default=1.0, help="geometric mean asked for")
     parser.add_argument("--worst", type=float, default=0.9, help="worst row allowed")
     options = parser.parse_args(argv)
-    results = Results.from_json(options.results.read_text())
-    for path in write_all(results, options.results.parent):
+    results = Results.from_json(stored_text(options.results))
+    for path in write_all(results, options.out or options.results.parent):
         print(path)
     ours = options.ours or next(iter(our_columns(results)), "")
     bars = bar(results, ours, options.peer)

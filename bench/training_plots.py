@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.plots import COLOURS
+from bench.colours import COLOURS, label_of
 from bench.training_record import TrainingEntry, TrainingResults, TrainingRow
 
-TRAINING_COLOURS = COLOURS | {"flash_ext": "#0072B2", "sdpa": "#D55E00", "materialised": "#7F7F7F"}
 PANELS: tuple[tuple[str, Callable[[TrainingEntry], float | None]], ...] = (
     ("thousand tokens a second", lambda entry: entry.tokens_per_s and entry.tokens_per_s * 1e-3),
     ("peak memory, GiB", lambda entry: entry.peak_bytes and entry.peak_bytes / 2**30),
@@ -57,7 +56,7 @@ def plot_training(results: TrainingResults, path: Path) -> list[Path]:
         f"{about.get('device', 'unknown device')}, torch {about.get('torch', '?')}, {about.get('date', '')}",
         fontsize=10,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
     return [path]
 
@@ -73,8 +72,8 @@ def _plot_panel(
             ours = any(entry.ours for _, entry in entries)
             axis.plot(
                 *zip(*points, strict=True),
-                label=name,
-                color=TRAINING_COLOURS.get(name),
+                label=label_of(name),
+                color=COLOURS.get(label_of(name)),
                 marker="o" if ours else "s",
                 markersize=4,
                 linewidth=2.2 if ours else 1.2,
@@ -85,9 +84,9 @@ def _plot_panel(
                 "marker": "x",
                 "linestyle": "none",
                 "clip_on": False,
-                "color": TRAINING_COLOURS.get(name),
+                "color": COLOURS.get(label_of(name)),
             }
-            axis.plot(failed, [0.0] * len(failed), label=f"{name}: out of memory", **marks)
+            axis.plot(failed, [0.0] * len(failed), label=f"{label_of(name)}: out of memory", **marks)
     lengths = [row.seqlen for row in rows]
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [length_label(seqlen) for seqlen in lengths])

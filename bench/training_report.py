@@ -1,7 +1,7 @@
 """What a training run leaves behind: JSON, tables, a plot, and its three answers in measured sentences.
 
-``python -m bench.training_report RESULTS.json`` rebuilds the files beside it and prints the answers.
-No torch here.
+``python -m bench.training_report RESULTS.json`` rebuilds the files beside it, or in ``--out``, and prints the
+answers. The JSON may be compressed (``.json.gz``). No torch here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from bench.record import stored_text
 from bench.report import write_json
 from bench.training_plots import length_label, plot_training
 from bench.training_record import TrainingEntry, TrainingResults, TrainingRow
@@ -240,10 +241,11 @@ def write_all(results: TrainingResults, folder: Path) -> list[Path]:
 def main(argv: list[str] | None = None) -> int:
     """Rebuilds the files of a run from its JSON and prints its answers."""
     parser = argparse.ArgumentParser(prog="python -m bench.training_report", description=main.__doc__)
-    parser.add_argument("results", type=Path, help="training.json of a run")
+    parser.add_argument("results", type=Path, help="training.json of a run, or a .json.gz")
+    parser.add_argument("--out", type=Path, default=None, help="where to write; default beside the results")
     options = parser.parse_args(argv)
-    results = TrainingResults.from_json(options.results.read_text())
-    for path in write_all(results, options.results.parent):
+    results = TrainingResults.from_json(stored_text(options.results))
+    for path in write_all(results, options.out or options.results.parent):
         print(path)
     print("\n".join(answers(results)))
     return 0

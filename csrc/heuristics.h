@@ -148,18 +148,9 @@ constexpr BwdTile bwd_tile_sm80(int d, SmemClass c) {
 }
 
 // With modifiers: always pairs, so that a warp holds one gradient beside the scores and their derivative, and 32
-// queries at a time. Where nothing is added to scores there is room for as many as without modifiers; such a kernel
-// exists where has_hiding_bwd_sm80() says so.
-constexpr bool has_hiding_bwd_sm80(int d, SmemClass c) { return d == 128 && c == SmemClass::kLarge; }
-
-// 32-bit words of workspace that its CTAs share work tiles out by (common/bwd_schedule.cuh).
-inline int64_t bwd_schedule_words(const Problem& p) {
-  return 1 + (p.is_varlen() ? 0 : int64_t{1} * p.batch * p.num_heads_k);
-}
-
-constexpr BwdTile bwd_mod_tile_sm80(int d, SmemClass c, bool adds = true) {
+// queries at a time.
+constexpr BwdTile bwd_mod_tile_sm80(int d, SmemClass c) {
   const bool large = c == SmemClass::kLarge;
-  if (!adds) return bwd_tile_sm80(d, c);
   switch (d) {
     case 64: return large ? BwdTile{64, 4, 2, true, 32, 2, 2, 1} : BwdTile{32, 4, 1, true, 32, 2, 2, 1};
     case 96:
@@ -202,16 +193,15 @@ constexpr int bias_stage_bytes(int warps, int rows, int cols, int used, int limi
 }
 
 // What the backward over keys has behind the tiles with modifiers: a staged bias, words of a bit mask.
-constexpr int bwd_mod_extra_sm80(int d, SmemClass c, bool adds) {
-  const BwdTile t = bwd_mod_tile_sm80(d, c, adds);
+constexpr int bwd_mod_extra_sm80(int d, SmemClass c) {
+  const BwdTile t = bwd_mod_tile_sm80(d, c);
   const int used = t.smem_bytes(d) + t.mask_bytes();
-  return t.mask_bytes() + (adds ? bias_stage_bytes(t.key_warps, t.block_m, 16 * t.key_blocks, used, smem_limit(c)) : 0);
+  return t.mask_bytes() + bias_stage_bytes(t.key_warps, t.block_m, 16 * t.key_blocks, used, smem_limit(c));
 }
 
 // The passes around a backward (passes/bwd_passes.cuh): so many neighbouring lanes have a row, 8 elements each.
 inline constexpr int kPassThreads = 256;
 constexpr int pass_lanes(int d) { return d <= 64 ? 8 : d <= 128 ? 16 : 32; }
-inline constexpr int kOverlappedRows = 64;          // of a CTA of the overlapped one
 inline constexpr int kHeadSumThreads = 256;   // a thread adds four columns of a row over all GQA splits
 
 // Gradient of a bias: the scores of a tile of queries and keys again, in slices of their columns. A warp holds 32

@@ -91,8 +91,6 @@ struct BwdParams {
   // portable kernels; sm90/bwd/passes.cuh has the others.
   float* row_stats = nullptr;  // lse's shape + (2,): lse * log2(e), and delta = rowsum(dout * out) - dlse
   float* dq_accum = nullptr;   // lse's shape + (padded head_dim,), or null when not needed
-  uint32_t* schedule = nullptr;  // common/bwd_schedule.cuh, or null
-  int32_t schedule_words = 0;
   void* stream = nullptr;     // cudaStream_t
 };
 

@@ -36,11 +36,11 @@ struct Request {
   Constraints constraints = {};
 };
 
-// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/performance.md. kNone: the
+// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone: the
 // row is taken because no other one supports the request.
 enum class Evidence : uint8_t {
   kNone, kShort, kSplitKv, kGrid, kM192, kMaskedM192, kMaskedVariants, kSplitBwdWide, kSplitBwdShort, kWholeKeys,
-  kOrderedShort, kDqPool, kSplitBwdMod, kFusedBwdMod, kPersistentBwd,
+  kOrderedShort, kDqPool, kSplitBwdMod, kFusedBwdMod,
 };
 std::string_view name_of(Evidence e);
 
@@ -49,7 +49,7 @@ enum class KernelId : uint8_t {
   kNone,
   // portable
   kFwd80, kFwdShort80, kFwdMod80, kFwdSplitKv80, kFwdCombine80, kRowStats80, kBwd80, kBwdShort80, kBwdMod80,
-  kBwdModPersistent80, kBwdDq80, kBwdDqMod80, kDqConvert80, kDqConvertOverlapped80, kDbias80,
+  kBwdDq80, kBwdDqMod80, kDqConvert80, kDbias80,
   // Hopper
   kFwd90, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
   kBwdFusedMod90, kBwdDkdvMod90, kBwdDqMod90, kDbias90,
@@ -93,7 +93,6 @@ struct Workspace {
   Part row_stats;       // the same by tiles of queries, Hopper
   Part dq_semaphore;    // ordered dq: a word for each tile of queries
   Part pool_words;      // L2 dq pool: what CTAs tell each other
-  Part schedule_words;  // persistent portable backward
   Part dq_accum;        // fp32
   Part dk_partials, dv_partials;  // fp32, of each GQA split
   Part dbias_partials, dslopes_partials;  // fp32, where what is summed over is divided

@@ -47,9 +47,7 @@ std::string launch(const BwdCall& c, const Launch& l) {
     case KernelId::kBwdDq80:
     case KernelId::kDqConvert80: return launch_in({large ? sm80::kBwdLarge : sm80::kBwdSmall}, c, l);
     case KernelId::kBwdMod80:
-    case KernelId::kBwdModPersistent80:
-    case KernelId::kBwdDqMod80:
-    case KernelId::kDqConvertOverlapped80: return launch_in({large ? sm80::kBwdModLarge : sm80::kBwdModSmall}, c, l);
+    case KernelId::kBwdDqMod80: return launch_in({large ? sm80::kBwdModLarge : sm80::kBwdModSmall}, c, l);
     case KernelId::kBwdShort80: return launch_in({sm80::kBwdShort}, c, l);
     case KernelId::kDbias80: return large ? sm80::launch_dbias_large(c, l) : sm80::launch_dbias_small(c, l);
     case KernelId::kRowStatsAndZero90:
@@ -104,11 +102,7 @@ BwdParams BwdCall::portable(const Launch& l) const {
   BwdParams x = p;
   const Workspace& w = plan.workspace;
   x.row_stats = part_of<float>(workspace, w.stats_portable);
-  x.dq_accum = l.dq == DqMode::kAtomic || l.kernel == KernelId::kDqConvertOverlapped80
-                   ? part_of<float>(workspace, w.dq_accum)
-                   : nullptr;
-  x.schedule = part_of<uint32_t>(workspace, w.schedule_words);
-  x.schedule_words = static_cast<int32_t>(w.schedule_words.bytes / 4);
+  x.dq_accum = l.dq == DqMode::kAtomic ? part_of<float>(workspace, w.dq_accum) : nullptr;
   return x;
 }
 

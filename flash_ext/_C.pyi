@@ -45,6 +45,54 @@ def check_fwd(*arguments: Any) -> None: ...
 def check_bwd(*arguments: Any) -> None: ...
 def check_fwd_mod(*arguments: Any) -> None: ...
 def check_bwd_mod(*arguments: Any) -> None: ...
+def check_condense(x: Tensor, block_rows: int, block_cols: int) -> None: ...
+
+class PreparedCall:
+    def watch(self, sources: list[Tensor]) -> None: ...
+    def bind_stream(self) -> None: ...
+    def set_missing_bias_dims(self, count: int) -> None: ...
+    def set_plain(self) -> None: ...
+    def fwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        softmax_scale: float | None,
+        sinks: Tensor | None,
+        softcap: float,
+        dropout_p: float,
+        rng: Tensor | None,
+        want_row_max: bool,
+        deterministic: bool | None,
+        path: str | None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None: ...
+    def bwd(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        softmax_scale: float | None,
+        sinks: Tensor | None,
+        softcap: float,
+        dropout_p: float,
+        rng: Tensor | None,
+        deterministic: bool | None,
+        path: str | None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None: ...
+
+def prepared_call(*arguments: Any) -> PreparedCall: ...
 def path_names() -> str: ...
 def plan(
     direction: str,

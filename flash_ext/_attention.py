@@ -22,7 +22,7 @@ from ._count import counting, tally
 from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops.arguments import Asked
-from ._ops.dispatch import from_heads_first, run_fwd, run_modified_fwd
+from ._ops.dispatch import check_bounds, from_heads_first, run_fwd, run_modified_fwd
 from ._ops.words import refuse_unknown
 
 if TYPE_CHECKING:
@@ -262,11 +262,9 @@ def attention_varlen(
     """:func:`attention` for sequences of different lengths, packed one after the other without padding.
 
     Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q and the corresponding rows of k and v; it
-    sees its own keys only. Either side of a sequence may be empty. The values of cu_seqlens stay on the
-    device: there is no host synchronisation. Values outside the tensors are clamped, values that decrease
-    are forced into order, and rows that belong to no sequence have out 0, lse -inf and gradients 0. A forward
-    takes the keys of a sequence from wherever cu_seqlens_k says, also where sequences share them; gradients
-    are right only where cu_seqlens_k does not decrease.
+    sees its own keys only. Either side of a sequence may be empty. Rows that belong to no sequence have out
+    0, lse -inf and gradients 0. On a GPU nobody looks at the values of cu_seqlens, because that would wait
+    for it: values outside the tensors are clamped there, and values that decrease are forced into order.
 
     Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 
@@ -291,12 +289,15 @@ def attention_varlen(
         out (total_q, h, dv); with ``return_aux`` (out, :class:`AuxOutput`).
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as in :func:`attention`.
+        ValueError, TypeError, NotImplementedError: as in :func:`attention`; on the CPU also where cu_seqlens
+            decrease or leave the tensors.
     """
     if unknown:
         refuse_unknown(attention_varlen, unknown)
     if counting:
         tally("attention_varlen")
+    if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
+        check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if (
         mask is None
         and bias is None

@@ -32,7 +32,7 @@ def set_batch_invariant(mode: bool) -> contextlib.ExitStack:
     the lengths alone give, and backwards are deterministic and do not divide query heads. On an H200
     forwards of a few thousand rows take 1.0 to 1.3 times as long, dense decoding 1.0 to 1.26 times, packed
     decoding 2.6 times, backwards 1.1 to 1.2 times, and twice where few key heads serve many
-    (docs/performance.md). Backwards with masks or modifiers run in their deterministic kernels, which above
+    (docs/benchmarks.md). Backwards with masks or modifiers run in their deterministic kernels, which above
     head_dim 128 are those of every call; at 128 they have 0.55 to 1.0 of the others' speed, with a 16-bit
     bias 0.29.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._log import logged
@@ -119,11 +120,13 @@ def explain(
 def _names_of(mods: Modifiers) -> list[str]:
     """The modifiers of a call in the words of plans."""
     bias, mask = mods.bias, mods.mask
+    # As condensed (csrc/condensed.h) one row has two words of summary behind it.
+    is_row = mask is not None and mask.shape[2] == (1 if mask.dtype == torch.bool else 3)
     found = {
         "softcap": mods.softcap > 0, "alibi": mods.slopes is not None,
         "bias": bias is not None and bias.dim() == 4, "relative": bias is not None and bias.dim() == 3,
-        "dropout": mods.dropout_p > 0, "key_padding": mask is not None and mask.shape[2] == 1,
-        "mask": mask is not None and mask.shape[2] != 1, "blocks": mods.blocks is not None,
+        "dropout": mods.dropout_p > 0, "key_padding": is_row,
+        "mask": mask is not None and not is_row, "blocks": mods.blocks is not None,
         "documents": mods.document_q is not None, "hidden_rows": mods.hidden_rows is not None,
         "hidden_keys": mods.hidden_keys is not None, "chunk": mods.chunk > 0,
         "prefix": mods.prefix_lens is not None, "sink_tokens": mods.sink_tokens > 0,

@@ -139,8 +139,9 @@ def backward(
         lse: (b, h, seqlen_q) or packed (h, total_q), float32 (float64 for float64 inputs). Rows with -inf
             contribute nothing.
         dlse: gradient of lse, its shape and dtype; None is zero.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size, scale, mask, bias, sinks,
-            softcap, dropout_p, rng, backend: as in the forward pass.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in the forward pass.
+        causal, window_size, scale, mask, bias, sinks: as in the forward pass.
+        softcap, dropout_p, rng, backend: as in the forward pass.
         needs: which gradients, out of "q", "k", "v", "bias" (of the tensor of a DenseBias or the table of a
             RelativePosition, one of which ``bias`` holds), "slopes" (of an ALiBi) and "sinks".
         grad_dtype: torch.float32 for dq, dk and dv that are not rounded, to be summed with others before they

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._attention import attention
 from ._count import counting, tally
 from ._masks.atoms import Causal, Dense
-from ._masks.value import Mask
+from ._masks.value import Mask, for_one_call
 from ._ops.dispatch import check_strided
 
 
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
         if given is not None:
             _check_mask(given, (q.shape[0], q.shape[2], seqlen_q, seqlen_k))
         if given is not None and given.dtype == torch.bool:
-            mask = Dense(given) if mask is None else mask & Dense(given)
+            mask = for_one_call(Dense(given) if mask is None else mask & Dense(given))
         elif given is not None:
             warn_about_zero_one_mask(given)
             bias = given

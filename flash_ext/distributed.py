@@ -26,6 +26,7 @@ from torch import Tensor
 from ._attention import AuxOutput, attention
 from ._log import logged
 from ._masks.atoms import Documents
+from ._masks.value import for_one_call
 from ._merge import merge_attention_states
 from ._ops.dispatch import explain_options, operator_options
 from ._ops.functorch import cast_as_autocast
@@ -289,7 +290,7 @@ class _RingFunction(torch.autograd.Function):
 
 
 def _documents(ids: Tensor | None, held: list[Tensor], rows: slice, keys: slice) -> dict[str, Any]:
-    return {} if ids is None else {"mask": Documents(ids[:, rows], held[2][:, keys])}
+    return {} if ids is None else {"mask": for_one_call(Documents(ids[:, rows], held[2][:, keys]))}
 
 
 class _Coming:
@@ -366,7 +367,7 @@ def ulysses_attention(
     if h_k % world:
         k, v = (t.repeat_interleave(world // h_k, dim=2) for t in (k, v))
     if document_ids is not None:
-        mask = Documents(gather_sequence(document_ids, group, zigzag=False))
+        mask = for_one_call(Documents(gather_sequence(document_ids, group, zigzag=False)))
     out = attention(
         *(_Exchange.apply(t, group, True) for t in (q, k, v)), causal=causal, window_size=window_size,
         scale=scale, mask=mask, softcap=softcap, deterministic=deterministic,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._count import counting, tally
 from ._log import logged
 from ._masks.atoms import Causal, Dense, KeyMask
-from ._masks.value import And, Mask
+from ._masks.value import And, Mask, for_one_call
 from ._ops.arguments import dropout_rng
 from ._pair import forward as attend
 
@@ -33,8 +33,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     off with ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
-            dtype: as torch's.
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn: as torch's.
+        kdim, vdim, batch_first, device, dtype: as torch's.
 
     Example:
         >>> layer = flash_ext.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -191,7 +191,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 biases.append(_as_bias(padding, "key_padding_mask", q)[:, None, None])
         options: dict[str, Any] = {}
         if masks:
-            options["mask"] = masks[0] if len(masks) == 1 else And(tuple(masks))
+            options["mask"] = for_one_call(masks[0] if len(masks) == 1 else And(tuple(masks)))
         if biases:
             options["bias"] = biases[0] if len(biases) == 1 else biases[0] + biases[1]
         return options

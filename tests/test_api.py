@@ -53,6 +53,7 @@ OPERATOR_SCHEMAS = {
     f"float softmax_scale, SymInt window_left, SymInt window_right, {MODIFIERS}, bool need_qkv, "
     f"bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path, {WIDE}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
+    "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
 SCORES = (
@@ -135,6 +136,7 @@ def test_types_of_the_extension_are_declared() -> None:
     stub = ast.parse((Path(flash_ext.__file__).parent / "_C.pyi").read_text())
     functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
     values = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    values |= {node.name for node in stub.body if isinstance(node, ast.ClassDef)}
     assert {*functions, *values} == {name for name in dir(_C) if not name.startswith("__")}
     for name in ("fwd", "bwd", "plan"):
         declared = functions[name].args

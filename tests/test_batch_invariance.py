@@ -178,7 +178,7 @@ def test_modified_forwards_have_the_same_tiles_for_every_batch(pretended_gpu, op
         return found
 
     with null_kernels():
-        assert len(kernels()) == 2
+        assert len(kernels()) == (1 if "softcap" in options else 2)
         with flash_ext.set_batch_invariant(True):
             assert kernels() == {"fwd_mod_sm90_hd128_m192"}
 
@@ -211,7 +211,9 @@ def test_masked_backwards_have_one_kernel_for_every_batch(head_dim: int, name: s
     """That of the deterministic mode."""
 
     def kernel(batch: int) -> str:
-        qkv = make_qkv(batch=batch, seqlen_q=160, dtype=torch.bfloat16, head_dim=head_dim, requires_grad=True)
+        qkv = make_qkv(
+            batch=batch, seqlen_q=160, heads_k=4, dtype=torch.bfloat16, head_dim=head_dim, requires_grad=True
+        )
         ids = torch.zeros(batch, 160, dtype=torch.int32)
         options = {
             "mask": {"mask": torch.ones(batch, 1, 160, 160, dtype=torch.bool)},

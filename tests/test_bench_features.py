@@ -27,6 +27,7 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.qkv import null_kernels
 from tests.reference import attention_reference, visible_mask
+from tests.values import plain
 
 CPU = torch.device("cpu")
 SMOKE = SETS["smoke-features"]
@@ -43,7 +44,7 @@ def asked_of(inputs: Inputs, options: dict):
     case, rest = inputs.case, dict(options)
     causal, window = rest.pop("causal", case.causal), rest.pop("window_size", case.window)
     window, mods = modifiers_of(inputs.q, inputs.k, None, Asked(**rest), causal, window, None)
-    return AttnSpec(default_scale(case.head_dim), *window), mods
+    return AttnSpec(default_scale(case.head_dim), *window), mods and plain(mods, case.seqlen_q, case.seqlen_k)
 
 
 def oracle(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

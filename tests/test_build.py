@@ -35,9 +35,6 @@ ARCHS = ("sm_80", "sm_90a")
 # Shared memory a block may use, bytes, by compute capability.
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 BY_CLASS = ("fwd_kernel", "fwd_mod_kernel", "bwd_kernel", "bwd_mod_kernel")  # compiled for both classes
-HIDING = ("bwd_persistent_kernel",)  # in place of bwd_mod where nothing is added to scores, for large tiles
-HIDING_PASSES = ("bwd_overlapped_postprocess_kernel",)  # behind it
-HIDING_HEAD_DIMS = (128,)
 PORTABLE_MOD_KINDS = 4  # of fwd_mod, in the large class: csrc/heuristics.h names them
 PORTABLE_MOD_KIND_HEAD_DIMS = (128,)
 ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
@@ -188,9 +185,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     short = [*itertools.product(SHORT_TILES * SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
              *itertools.product(SHORT_TILES * SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,))]
     any_class = [*others, *split, *short, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
-    hiding = itertools.product(HIDING, DTYPES, HIDING_HEAD_DIMS, (LARGE,))
-    hiding_passes = itertools.product(HIDING_PASSES, DTYPES, HIDING_HEAD_DIMS, (None,))
-    of_hopper = [*hiding, *hiding_passes, *hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes,
+    of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes,
                  *hopper_mod, *hopper_bwd_mod, *hopper_bwd_bias, *hopper_wide_mod]
     for arch in ARCHS:
         hopper = arch == "sm_90a"
@@ -273,7 +268,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
     """HMMA.16816 fed by LDGSTS and LDSM."""
     seen = 0
     for item in resources["kernels"]:
-        of_others = SPLIT + HIDING + SHORT_FWD + SHORT_BWD
+        of_others = SPLIT + SHORT_FWD + SHORT_BWD
         if kernel_id(item["name"])[0] not in BY_CLASS + ANY_HEAD_DIM + ONE_CLASS + of_others:
             continue
         names = " ".join(machine_code[item["arch"], item["symbol"]])
@@ -283,9 +278,8 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS + STRETCHED) + len(ANY_HEAD_DIM)
     sizes += 2 * len(SPLIT_HEAD_DIMS) + SHORT_TILES * (len(SHORT_HEAD_DIMS) + len(SHORT_HEAD_DIMS[:-1]))
-    hiding = len(HIDING) * len(HIDING_HEAD_DIMS)
     kinds = (PORTABLE_MOD_KINDS - 1) * len(PORTABLE_MOD_KIND_HEAD_DIMS)
-    assert seen == len(DTYPES) * (len(ARCHS) * sizes + hiding + kinds)
+    assert seen == len(DTYPES) * (len(ARCHS) * sizes + kinds)
 
 
 def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):

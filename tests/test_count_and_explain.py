@@ -75,6 +75,16 @@ def test_a_compiled_call_is_not_counted_and_works():
     assert c.calls["attention"] == 1
 
 
+def test_padding_is_told_from_a_mask_of_rows():
+    """Also in the form that a mask keeps."""
+    q, k, v = qkv(2, 4096, 16, 128, dtype=torch.bfloat16)
+    keep = torch.arange(4096).expand(2, -1) < 3000
+    for mask in (masks.KeyMask(keep), masks.Dense(keep[:, None, None, :])):
+        assert flash_ext.explain(q, k, v, mask=mask, gpu=H200).forward["row"] == "sm90.fwd_mod.m192.hide"
+    rows = masks.Dense(torch.ones(4096, 4096).tril() > 0)
+    assert flash_ext.explain(q, k, v, mask=rows, gpu=H200).forward["row"] == "sm90.fwd_mod.m128.hide"
+
+
 def test_a_plan_of_both_directions():
     q, k, v = qkv(2, 512, 8, 64, dtype=torch.bfloat16)
     slopes = torch.rand(8)

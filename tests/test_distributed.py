@@ -236,6 +236,37 @@ def check_sharded_modifiers(mesh) -> None:
         close(t.grad.full_tensor(), grad, "gradient, table by heads")
 
 
+def check_prepared_masks(mesh) -> None:
+    """What a mask keeps is sharded as its tensor is, and serves further layers and their gradients."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    q, k = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8))
+    (dense,) = draw(mesh, (4, 4, 10, 10))
+    (ids,) = draw(mesh, (4, 10))
+    for of_qkv, tensor, of_mask in (
+        (Shard(0), dense > -1, Shard(0)),
+        (Shard(2), dense > -1, Shard(1)),
+        (Shard(0), (ids > 0).int(), Shard(0)),
+    ):
+        kind = masks.Dense if tensor.dtype == torch.bool else masks.Documents
+        results = []
+        for given in (tensor, distribute_tensor(tensor, mesh, [of_mask])):
+            mask = kind(given)
+            leaves = [t.detach() for t in (q, k)]
+            if given is not tensor:
+                leaves = [distribute_tensor(t, mesh, [of_qkv]) for t in leaves]
+            leaves = [t.requires_grad_() for t in leaves]
+            out = leaves[0]
+            for _ in range(2):
+                out = flash_ext.attention(out, leaves[1], leaves[1], mask=mask)
+            results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+            (found,) = mask._prepared.made.values()
+            kept = [t for t in (found.mods.mask, found.mods.document_q) if t is not None]
+            assert all(getattr(t, "placements", (of_mask,)) == (of_mask,) for t in kept) and len(kept) == 1
+        for plain, sharded in zip(*results, strict=True):
+            close(sharded.full_tensor(), plain, f"prepared {kind.__name__}, {of_mask}")
+
+
 def check_dropout_is_not_sharded(mesh) -> None:
     """Which weights are dropped depends on the place in the whole call: inputs are gathered first."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -260,6 +291,7 @@ CHECKS: dict[str, Callable] = {
         check_modifiers,
         check_packed_modifiers,
         check_sharded_modifiers,
+        check_prepared_masks,
         check_dropout_is_not_sharded,
     )
 }

@@ -30,18 +30,18 @@ from tests.tile_tables import tile_tables, with_tile_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "csrc"))
-from build_backend import archs as build_archs  # noqa: E402
 from build_backend import pins  # noqa: E402
 
 README = ROOT / "README.md"
 KERNELS = ROOT / "docs" / "kernels.md"
 MASKS = ROOT / "docs" / "masks.md"
+REFERENCE = ROOT / "docs" / "reference.md"
 # Their examples need other libraries: tests/test_integrations_docs.py runs them.
 INTEGRATIONS = sorted((ROOT / "docs" / "integrations").glob("*.md"))
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md"), *INTEGRATIONS]
 )
-FUNCTIONS = (flash_ext.attention, flash_ext.attention_varlen, flash_ext.forward, flash_ext.backward)
+SITE = sorted((ROOT / "docs").rglob("*.md"))
 # Shared memory a block may use, bytes, by compute capability.
 SMEM_OF = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
@@ -80,7 +80,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.group().splitlines()[2:]]
 
 
-# ---- words, links, names -------------------------------------------------------------------------------
+# ---- links, names -------------------------------------------------------------------------------
 
 
 @on_every_document
@@ -114,15 +114,6 @@ def test_named_commands_exist(path: Path) -> None:
         assert target in targets, f"make {target}: no such target"
 
 
-@on_every_document
-def test_plain_words(path: Path) -> None:
-    """Nothing that praises instead of saying, and nothing left to be written."""
-    praise = r"blazing|lightning|cutting[- ]edge|state[- ]of[- ]the[- ]art|world[- ]class|seamless|revolution"
-    unfinished = r"coming soon|to be written|\bTBD\b|lorem"
-    found = re.search(rf"{praise}|{unfinished}", text_of(path), re.I)
-    assert not found, f"{found.group()!r}"
-
-
 # ---- code ----------------------------------------------------------------------------------------------
 
 
@@ -134,9 +125,24 @@ def test_examples_run(path: Path) -> None:
         exec(compile(block, f"{path.name}, block {number}", "exec"), names)  # noqa: S102
 
 
-def test_readme_signatures_are_those_of_the_functions() -> None:
-    public = {name for name in flash_ext.__all__ if callable(getattr(flash_ext, name))}
-    check_signatures(README, flash_ext, public)
+def test_reference_lists_what_the_package_shows() -> None:
+    """Its signatures and its table of modules together are ``dir(flash_ext)``."""
+    public = [name for name in dir(flash_ext) if not name.startswith("_")]
+    check_signatures(REFERENCE, flash_ext, {name for name in public if callable(getattr(flash_ext, name))})
+    modules = {name for name in public if isinstance(getattr(flash_ext, name), ModuleType)}
+    assert {row[0].strip("`") for row in rows(text_of(REFERENCE))} == modules
+
+
+@each([README, *SITE])
+def test_every_code_block_runs(path: Path) -> None:
+    """A block is Python, signatures, or lines of the README's script; others hold formulas and drawings."""
+    text = text_of(path)
+    blocks = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.M)
+    assert 2 * len(blocks) == len(re.findall(r"^ *(?:```|~~~)", text, re.M))
+    kinds = {"python", "py", "", *(["sh"] if path == README else [])}
+    assert {kind for kind, _ in blocks} <= kinds
+    commands = re.compile(r"^\s*(?:\$ |pip |python|make |import |from )", re.M)
+    assert not [block for kind, block in blocks if not kind and commands.search(block)]
 
 
 def test_signatures_of_masks_are_those_of_the_values() -> None:
@@ -208,34 +214,20 @@ def plan(direction: str, head_dim: int, deterministic: bool = False, **more: int
 
 
 def test_readme_devices_are_served_as_said(pretend) -> None:
-    archs = build_archs.DEFAULT.split()
-    seen = set()
-    for capability, _, path, code, tiles, types, sizes in rows(section(README, "What is supported")):
+    table = rows(section(README, "Support"))
+    for capability, _, backend, types, _ in table:
         for number in re.findall(r"\d+\.\d", capability):
-            cc = round(float(number) * 10)
-            pretend(cc)
-            chosen = plan("fwd", 128)
-            seen.add(cc)
-            if path == "none":
-                assert chosen["path"] is None
-                continue
-            assert f"`{chosen['path']}`" == path
-            # The compiled code a GPU runs: its own architecture, else that of its generation, else PTX.
-            own = next((arch for arch in archs if arch.rstrip("a") == number), None)
-            family = next((arch for arch in archs if arch.split(".")[0] == number.split(".")[0]), None)
-            expected = own or family
-            assert code == (f"sm_{expected.replace('.', '')}" if expected else "PTX of sm_80")
-            smem = max(plan(way, size)["smem_bytes"] for way in ("fwd", "bwd") for size in (64, 128, 256))
-            assert tiles == ("99 KB" if smem <= SMEM_OF[86] else "227 KB")
-            assert (types, sizes) == ("fp16, bf16", "1 to 256")
-    assert seen == set(SMEM_OF)
-    assert _C.path_names() == "sm90, sm80, cpu"
+            pretend(round(float(number) * 10))
+            chosen = plan("fwd", 128)["path"]
+            assert (f"`{chosen}`" if chosen else "none") == backend, number
+            assert types == ("fp16, bf16" if chosen else "")
+    assert sorted({row[2] for row in table}) == ["`cpu`", "`sm80`", "`sm90`", "none"]
 
 
 def test_readme_types_and_head_sizes() -> None:
     sizes = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    (cpu,) = (row for row in rows(section(README, "What is supported")) if row[0] == "CPU")
-    assert cpu[2] == "`cpu`" and cpu[5] == ", ".join(sizes.values()) and cpu[6] == "any"
+    (cpu,) = (row for row in rows(section(README, "Support")) if row[0] == "CPU")
+    assert cpu[2:4] == ["`cpu`", ", ".join(sizes.values())]
     for dtype, name in sizes.items():
         x = torch.randn(1, 4, 1, 300).to(dtype)
         assert flash_ext.attention(x, x, x).dtype == dtype
@@ -254,20 +246,6 @@ def test_readme_types_and_head_sizes() -> None:
 def keywords_of_attention() -> set[str]:
     parameters = inspect.signature(flash_ext.attention).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def test_readme_features() -> None:
-    parameters = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
-    table = rows(section(README, "Features"))
-    assert {row[1] for row in table} == {"yes", "no"}
-    named = {name for row in table for name in re.findall(r"`(\w+)`", row[2])}
-    assert keywords_of_attention() - {"scale", "backend"} <= named
-    values = {name for row in table for name in re.findall(r"`masks\.(\w+)", row[2])}
-    assert values <= set(flash_ext.masks.__all__)
-    for feature, state, how in table:
-        for name in re.findall(r"`(\w+)`", how):
-            known = name in parameters or hasattr(flash_ext, name) or hasattr(torch.Tensor, name)
-            assert known == (state == "yes"), f"{feature}: {name}"
 
 
 def test_masks_page_names_every_option() -> None:
@@ -301,8 +279,7 @@ def test_versions_are_those_of_the_project() -> None:
     python = pins.pyproject()["project"]["requires-python"].removeprefix(">=")
     assert f"Python {python} or newer" in install
     changes = re.findall(r"^## \[?([\w.]+)", text_of(ROOT / "CHANGELOG.md"), re.M)
-    assert changes[0] == "Unreleased" or changes[0] == flash_ext.__version__
-    assert flash_ext.__version__ in changes
+    assert changes[0] in ("Unreleased", flash_ext.__version__) and flash_ext.__version__ in changes
 
 
 # ---- numbers -------------------------------------------------------------------------------------------
@@ -343,14 +320,6 @@ def test_gates_are_those_that_are_applied() -> None:
                 assert getattr(gates[name], metric) == float("".join(limit)) * u, (name, metric)
         (bias,) = re.findall(rf"([\d.e-]+) \({own}\)", table[2][1])
         assert {gate.signed_bias for gate in gates.values()} == {float(bias)}
-
-
-def test_performance_log_is_dated_and_newest_first() -> None:
-    log = section(ROOT / "docs" / "performance.md", "Log")
-    headings = re.findall(r"^### (.+)$", log, re.M)
-    dates = [heading[:10] for heading in headings]
-    assert headings and all(re.fullmatch(r"\d{4}-\d{2}-\d{2}", date) for date in dates), headings
-    assert dates == sorted(dates, reverse=True)
 
 
 def test_tile_tables_are_those_of_the_headers() -> None:
@@ -473,47 +442,6 @@ def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launche
             assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
             assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
             assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
-
-
-def test_tiles_of_the_hopper_gradient_of_a_bias_are_those_of_the_source() -> None:
-    source, tile = (text_of(ROOT / "csrc/sm90" / name) for name in ("bwd_bias/kernel.cuh", "bwd_mod/tiles.h"))
-    pairs = re.search(r"return \{d <= 64 \? (\d+) : owns_bias \? (\d+) : (\d+), owns_bias\}", tile)
-    block = re.search(r"kBlock = (\d+),", tile)
-    registers = re.search(r"kConsumerRegs = (\d+), kProducerRegs = (\d+);", source)
-    assert pairs and block and registers
-    text, rows_of_block = section(KERNELS, "Hopper gradient of a bias"), int(block.group(1))
-    assert f"consumers {registers.group(1)}, producers {registers.group(2)}" in text
-    wanted = []
-    small, own, large = map(int, pairs.groups())
-    in_16, in_32 = (2, ""), (4, ", bias in fp32")
-    for head_dim, slots, (words, kind) in ((64, small, in_16), (128, large, in_16), (64, small, in_32),
-                                           (128, own, in_32)):  # fmt: skip
-        smem = slots * 2 * rows_of_block * head_dim * 2 + words * rows_of_block**2 + 1024
-        wanted.append([f"{head_dim}{kind}", f"{rows_of_block} x {rows_of_block}", str(slots), str(smem)])
-    assert rows(text[text.index("| head_dim") :]) == wanted
-
-
-def test_every_hopper_kernel_has_its_map_barriers_and_registers() -> None:
-    """One section for each kernel of csrc/sm90, with what a newcomer needs to change it."""
-    kernels = {
-        "Hopper forward": "fwd/kernel.cuh",
-        "Hopper forward with modifiers": "fwd_mod/kernel.cuh",
-        "Hopper fused backward": "bwd/kernel.cuh",
-        "Hopper fused backward with modifiers": "bwd_mod/kernel.cuh",
-        "Hopper gradient of a bias": "bwd_bias/kernel.cuh",
-        "Hopper split backward": "bwd_split/kernel.cuh",
-    }
-    passes = {"bwd/passes.cuh", "bwd_split/launch.cuh"}  # memory-bound, without shared memory
-    folder = ROOT / "csrc/sm90"
-    kernel_files = [p for p in folder.rglob("*.cuh") if re.search(r"__global__ void", text_of(p))]
-    found = {p.relative_to(folder).as_posix() for p in kernel_files}
-    assert found - passes == set(kernels.values())
-    for heading, file in kernels.items():
-        text = section(KERNELS, heading)
-        assert file in text, f"{heading}: {file}"
-        assert "| barrier |" in text and "_full" in text, f"{heading}: barriers"
-        assert re.search(r"^```\n(?: dK, dV)? +\|.*\|$", text, re.M), f"{heading}: map of shared memory"
-        assert re.search(r"Registers a thread", text) and re.search(r"producers \d+", text), heading
 
 
 if __name__ == "__main__":

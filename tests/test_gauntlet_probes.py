@@ -1,6 +1,6 @@
 """The exact probes of every modifier beyond who sees whom, on every path.
 
-docs/testing.md has the table of which probe stands for which modifier.
+Each list names the modifiers that a probe is for.
 """
 
 from __future__ import annotations

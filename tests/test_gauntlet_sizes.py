@@ -461,7 +461,7 @@ def test_a_million_batch_heads(target: Target, seed: int) -> None:
 def test_nine_million_tiles_of_queries(target: Target, seed: int) -> None:
     """More than 2^31 threads prepare them; 68 thousand rounds of heads take turns in four places."""
     needs_memory(30)
-    run_large(dense_large(560000, 1, 3, 16, 16, 64), target, seed)
+    run_large(dense_large(560000, 1, 3, 16, 16, 64), target.asking(dq_pool=1), seed)
 
 
 @on_gpu_paths

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from flash_ext import masks
 from flash_ext.integrations import transformers as integration
@@ -273,6 +274,23 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     close(got[mask.bool()], expected[mask.bool()], "cpu")
     for name in wanted:
         close(grads[name], wanted[name], "cpu")
+
+
+def test_layers_prepare_their_mask_once() -> None:
+    """Forward and backward of both layers; the sliding and the full one have masks of their own."""
+    for shape, masks_of_model in (("llama", 1), ("gemma2", 2)):
+        model, ids, present = make(shape, "cpu"), tokens("cpu"), padding("right", "cpu")
+        use(model, NAME)
+
+        def step(model=model, ids=ids, present=present) -> None:
+            model(input_ids=ids, attention_mask=present).logits.sum().backward()
+
+        step()
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            step()
+        passes = {event.key: event.count for event in found.key_averages()}
+        assert passes["flash_ext::condense"] == masks_of_model
+        assert passes["flash_ext::fwd_mod"] == passes["flash_ext::bwd_mod"] == 2
 
 
 def test_cross_attention_over_more_keys_than_queries() -> None:

@@ -302,3 +302,43 @@ def test_block_masks_refuse() -> None:
     ):  # fmt: skip
         with pytest.raises(exception, match=words):
             make()
+
+
+# ---- first mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((2, 8, 100, 16), (2, 8, 128, 16)), r'got 100 and 128\. Tensors of shape .* need layout="bhsd"\.$'),
+        (((2, 8, 100, 16), (2, 2, 128, 16)), r'need layout="bhsd"\.$'),
+        (((2, 100, 8, 16), (2, 128, 3, 16)), r"got 8 and 3\.$"),
+        (((100, 8, 16), (100, 8, 16)), r"Packed sequences go into attention_varlen\.$"),
+    ],
+)
+def test_another_layout_is_guessed(shapes: tuple, words: str) -> None:
+    q, k = (torch.zeros(shape) for shape in shapes)
+    for options in ({}, {"softcap": 2.0}):
+        with pytest.raises(ValueError, match=words):
+            flash_ext.attention(q, k, k, **options)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ([0, 6, 4, 10], "cu_seqlens_q must .*not decrease, .* within the 10 rows .*, got 4 after 6"),
+        ([0, 6, 12], "got 10 after 12"),
+        ([-1, 6, 10], "got -1 after 0"),
+    ],
+)
+def test_cu_seqlens_on_the_cpu(bounds: list[int], words: str) -> None:
+    """Looking costs nothing there. A compiler and a transform have no values to look at."""
+    x, cu = torch.randn(10, 2, 16), torch.tensor(bounds, dtype=torch.int32)
+    good = torch.tensor([0, 6, 10][: len(bounds)] + [10] * (len(bounds) - 3), dtype=torch.int32)
+    for options in ({}, {"softcap": 2.0}):
+        with pytest.raises(ValueError, match=words):
+            flash_ext.attention_varlen(x, x, x, cu, good, **options)
+        with pytest.raises(ValueError, match=words.replace("cu_seqlens_q", "cu_seqlens_k")):
+            flash_ext.attention_varlen(x, x, x, good, cu, **options)
+    compiled = torch.compile(flash_ext.attention_varlen, backend="aot_eager", fullgraph=True)
+    assert compiled(x, x, x, good, good).shape == x.shape

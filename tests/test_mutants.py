@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import subprocess
 
 import pytest
@@ -32,6 +34,12 @@ def test_planted_bugs_are_named_apart_and_only_there() -> None:
     for nowhere in ("no such text", "const"):
         with pytest.raises(ValueError, match=r"mutant 1: csrc/api/ops.cpp holds (0|\d\d+) times"):
             planted.Mutant(1, "", "", (planted.Edit("api/ops.cpp", nowhere, ""),)).patched()
+
+
+def test_every_planted_bug_has_run() -> None:
+    (stored,) = (planted.ROOT / "bench" / "results").glob("*/kill-matrix.json.gz")
+    numbers = {mutant["number"] for mutant in json.loads(gzip.decompress(stored.read_bytes()))}
+    assert {mutant.number for mutant in planted.MUTANTS} == numbers
 
 
 @pytest.mark.parametrize("mutant", planted.MUTANTS, ids=lambda m: str(m.number))

@@ -95,7 +95,7 @@ def test_no_row_is_left_out() -> None:
 
 def test_every_choice_has_its_evidence_in_the_page() -> None:
     """That of rows with a preference, and what comments of the sources name."""
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
     table = page.split("## Evidence", 1)[1].split("\n## ", 1)[0]
     ids = re.findall(r"^\| ([a-z0-9-]+) \|", table, re.MULTILINE)
     named = {evidence for _, _, evidence in _C.plan_rows() if evidence}

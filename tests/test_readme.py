@@ -36,7 +36,7 @@ def test_every_line_of_the_readme_is_followed_in_its_order(tmp_path):
     status, called, _ = follow(tmp_path, text_of(README))
     assert status == 0
     assert called[:3] == ["pip install .", "python -m flash_ext.info", f"python {readme.SAVED}"]
-    assert called[-2:] == ["make demo", "make test"]
+    assert called[-3:] == ["make demo", "make docs", "make test"]
     written = "".join(code_blocks(README, "sh")).splitlines()
     lines = [line.partition("#")[0].strip() for line in written]
     assert [line for line in called if line in lines] == lines
@@ -48,7 +48,10 @@ def test_every_line_of_the_readme_is_followed_in_its_order(tmp_path):
     assert [path.read_text() for path in saved] == ["".join(blocks[: n + 1]) for n in range(len(blocks))]
 
 
-@pytest.mark.parametrize("failing", ["pip install .", f"python {readme.SAVED}", "make demo", "make test"])
+FAILING = ["pip install .", f"python {readme.SAVED}", "make demo", "make docs", "make test"]
+
+
+@pytest.mark.parametrize("failing", FAILING)
 def test_a_line_that_fails_ends_it(tmp_path, failing):
     behaviour = f'{SAYS_SO}\ncase "$(tail -n 1 {tmp_path}/log)" in "{failing}") exit 3;; esac'
     status, called, _ = follow(tmp_path, text_of(README), behaviour)

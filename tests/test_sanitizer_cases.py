@@ -15,8 +15,6 @@ from tests.inputs import tensor_shapes
 from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE, ModifierCase
 from tests.test_build import (
     BY_CLASS,
-    HIDING,
-    HIDING_PASSES,
     MASK_PASSES,
     MERGE,
     ONE_CLASS,
@@ -41,7 +39,7 @@ from tests.tools.sanitizer_summary import summary
 
 CPU = TARGETS["cpu"]
 # Every kernel of the dispatch table.
-KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE, *HIDING, *HIDING_PASSES}
+KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE}
 
 
 def kind(name: str) -> str:

@@ -75,7 +75,7 @@ def test_which_calls_with_modifiers_have_tall_tiles(
     pretended_gpu, head_dim: int, options: dict, tall: bool, side: tuple[int, int] | None, fits: bool
 ) -> None:
     """Of few multiprocessors, which lower tiles do not fill better. Maps of blocks as high as the rows of a
-    warpgroup are measured in docs/performance.md beside others."""
+    warpgroup are measured in docs/benchmarks.md beside others."""
     q, k, v = make_qkv(batch=2, seqlen_q=1536, seqlen_k=1536, heads=4, heads_k=4, head_dim=head_dim,
                        dtype=torch.bfloat16)  # fmt: skip
     more = {}

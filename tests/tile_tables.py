@@ -51,7 +51,7 @@ int main() {
       const BwdTile b = bwd_tile_sm80(d, c), x = bwd_mod_tile_sm80(d, c);
       if (x.block_n() != b.block_n() || x.stages != b.stages || x.key_blocks != b.key_blocks) return 1;
       if (!x.paired || x.ctas_per_sm != 1) return 1;  // as the text says
-      const int extra = bwd_mod_extra_sm80(d, c, true);
+      const int extra = bwd_mod_extra_sm80(d, c);
       std::printf("bwd|%d|%s|%d|%d|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", d, name, b.block_n(), b.stages,
                   16 * b.key_blocks, b.block_m, b.warps(), b.paired ? "pairs" : "single", part_of(b),
                   b.ctas_per_sm, b.smem_bytes(d), x.block_m, x.warps(), part_of(x), x.mask_bytes(),

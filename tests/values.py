@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from flash_ext import masks
+from flash_ext._cpu import condensed
+from flash_ext._ops.modifiers import Modifiers
 
 
 def values(
@@ -78,3 +81,14 @@ def call_keywords(
     if any(parts.get(name) is not None for name in ("top_left", "sink_tokens", "prefix_lens")):
         return {"causal": False, "window_size": (-1, -1)} | values(causal=causal, window=window, **parts)
     return {"causal": causal, "window_size": window} | values(**parts)
+
+
+def plain(mods: Modifiers, rows: int, keys: int) -> Modifiers:
+    """What was condensed for a dense call, written out."""
+    mods = condensed.plain_form(mods, rows, keys, False)
+    own = {}
+    if mods.document_q is not None:
+        own = {"document_q": mods.document_q[:, :rows], "document_k": mods.document_k[:, :keys]}
+    if mods.mask is not None:
+        own["mask"] = condensed.plain_mask(mods.mask)[..., :keys]
+    return replace(mods, **own)

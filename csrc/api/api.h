@@ -39,6 +39,11 @@ void check_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const Call
 void check_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                    const Tensor& lse, const CallArgs& args);
 
+void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols);
+
+// The implementation of flash_ext::condense for GPUs (api/condense.cpp).
+Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols);
+
 // How many calls of each of torch's own operators ran here, and how many went back, by operator and reason, since
 // the start (api/sdpa.cpp).
 std::vector<std::pair<std::string, int64_t>> sdpa_served();

@@ -12,6 +12,7 @@
 #include "../build_info.h"
 #include "../path_choice.h"
 #include "api.h"
+#include "prepared.h"
 #include "tensors.h"
 
 namespace py = pybind11;
@@ -63,6 +64,48 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   return call_bwd(dout, q, k, v, out, lse, a);
 }
 
+// ---- calls with a mask or a bias that was prepared ------------------------------------------------
+
+std::shared_ptr<PreparedCall> prepared_call(const Tensor& q, const Tensor& k, const CallArgs& args) {
+  return std::make_shared<PreparedCall>(q, k, args);
+}
+
+// What such a call has of its own beside what args_of() takes.
+struct OwnModifiers {
+  const OptionalTensor& sinks;
+  double softcap, dropout_p;
+  const OptionalTensor& rng;
+
+  void put(CallArgs& a) const { a.sinks = sinks, a.softcap = softcap, a.dropout_p = dropout_p, a.rng = rng; }
+};
+
+std::optional<FwdModResult> prepared_fwd(const PreparedCall& call, const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                                         OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+                                         std::optional<double> softmax_scale, const OptionalTensor& sinks, double softcap,
+                                         double dropout_p, const OptionalTensor& rng, bool want_row_max,
+                                         bool deterministic, const std::optional<std::string>& path) {
+  CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, false, -1, -1,
+                       deterministic, path);
+  OwnModifiers{sinks, softcap, dropout_p, rng}.put(a);
+  a.want_row_max = want_row_max;
+  return call.forward(q, k, v, a);
+}
+
+std::optional<BwdResult> prepared_bwd(const PreparedCall& call, const Tensor& dout, const Tensor& q, const Tensor& k,
+                                      const Tensor& v, const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
+                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                                      OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+                                      std::optional<double> softmax_scale, const OptionalTensor& sinks, double softcap,
+                                      double dropout_p, const OptionalTensor& rng, bool deterministic,
+                                      const std::optional<std::string>& path) {
+  CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, false, -1, -1,
+                       deterministic, path);
+  OwnModifiers{sinks, softcap, dropout_p, rng}.put(a);
+  a.dlse = dlse;
+  return call.backward(dout, q, k, v, out, lse, a);
+}
+
 // ---- plans, switches, records -------------------------------------------------------------------
 
 void put_launch(py::dict& d, const Launch& l) {
@@ -104,7 +147,7 @@ py::dict dict_of(const Plan& plan) {
   const std::pair<const char*, Part> named[] = {
       {"tile_counters", w.tile_counters},   {"kv_partials", w.kv_partials},   {"kv_stretches", w.kv_stretches},
       {"stats_portable", w.stats_portable}, {"row_stats", w.row_stats},       {"dq_semaphore", w.dq_semaphore},
-      {"pool_words", w.pool_words},         {"schedule_words", w.schedule_words}, {"dq_accum", w.dq_accum},
+      {"pool_words", w.pool_words},         {"dq_accum", w.dq_accum},
       {"dk_partials", w.dk_partials},        {"dv_partials", w.dv_partials},
       {"dbias_partials", w.dbias_partials}, {"dslopes_partials", w.dslopes_partials}};
   for (const auto& [name, part] : named) {
@@ -313,6 +356,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_bwd", wrap_pybind_function(&Operator<void, 6, fields::kBwdChecked>::entry<check_bwd>));
   m.def("check_fwd_mod", wrap_pybind_function(&Operator<void, 3, fields::kFwdModChecked>::entry<check_fwd_mod>));
   m.def("check_bwd_mod", wrap_pybind_function(&Operator<void, 6, fields::kBwdModChecked>::entry<check_bwd_mod>));
+
+  // The arguments are q, k and those of the operators up to the modifiers.
+  m.def("prepared_call", wrap_pybind_function(&Operator<std::shared_ptr<PreparedCall>, 2, fields::kPrepared>::entry<prepared_call>));
+  py::class_<PreparedCall, std::shared_ptr<PreparedCall>>(m, "PreparedCall")
+      .def("watch", wrap_pybind_function(&PreparedCall::watch))
+      .def("bind_stream", wrap_pybind_function(&PreparedCall::bind_stream))
+      .def("set_missing_bias_dims", &PreparedCall::set_missing_bias_dims)
+      .def("set_plain", &PreparedCall::set_plain)
+      .def("fwd", wrap_pybind_function_no_gil(prepared_fwd))
+      .def("bwd", wrap_pybind_function_no_gil(prepared_bwd));
+  m.def("check_condense", wrap_pybind_function(check_condense));
 
   m.def("path_names", &path_names);
   m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",

@@ -72,6 +72,9 @@ inline constexpr auto kBwdChecked = std::tuple_cat(kDlse, kProblem, kEnd);
 inline constexpr auto kFwdModChecked = std::tuple_cat(kProblem, kModifiers, kRowMax, kEnd);
 inline constexpr auto kBwdModChecked = std::tuple_cat(kDlse, kProblem, kModifiers, kNeeds, kEnd);
 
+// What a prepared call holds (api/prepared.h).
+inline constexpr auto kPrepared = std::tuple_cat(kProblem, kModifiers);
+
 inline constexpr auto kFwd = std::tuple_cat(kFwdChecked, kWide);
 inline constexpr auto kBwd = std::tuple_cat(kBwdChecked, kWide);
 inline constexpr auto kFwdMod = std::tuple_cat(kFwdModChecked, kWide);

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "../condensed.h"
 #include "../path_choice.h"
 #include "api.h"
 
@@ -103,7 +104,10 @@ void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v,
   const int64_t want_dim = packed ? 3 : 4;
   const char* layout =
       packed ? "(total, num_heads, head_dim)" : "(batch, seqlen, num_heads, head_dim)";
-  TORCH_CHECK_VALUE(q.dim() == want_dim, "q must have shape ", layout, ", got ", shape_of(q), ".");
+  TORCH_CHECK_VALUE(q.dim() == want_dim, "q must have shape ", layout, ", got ", shape_of(q), ".",
+                    packed && q.dim() == 4    ? " Sequences of one length go into attention."
+                    : !packed && q.dim() == 3 ? " Packed sequences go into attention_varlen."
+                                              : "");
   TORCH_CHECK_VALUE(k.dim() == want_dim, "k must have shape ", layout, ", got ", shape_of(k), ".");
   TORCH_CHECK_VALUE(v.dim() == want_dim, "v must have shape ", layout, ", got ", shape_of(v), ".");
   if (packed) {
@@ -151,9 +155,12 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
   const bool divides =
       equal(num_heads, num_heads_k) ||
       (at_most(1, num_heads) && at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
-  TORCH_CHECK_VALUE(divides,
-                    "num_heads of q must be a positive multiple of num_heads of k and v, got ",
-                    num_heads, " and ", num_heads_k, ".");
+  if (C10_LIKELY(divides)) return;
+  const bool is_heads_first = q.dim() == 4 && at_most(1, q.sym_size(1)) && at_most(1, k.sym_size(1)) &&
+                              equal(q.sym_size(1) % k.sym_size(1), 0);
+  TORCH_CHECK_VALUE(false, "num_heads of q must be a positive multiple of num_heads of k and v, got ", num_heads,
+                    " and ", num_heads_k, ".",
+                    is_heads_first ? " Tensors of shape (batch, num_heads, seqlen, head_dim) need layout=\"bhsd\"." : "");
 }
 
 void check_options(const Tensor& q, const CallArgs& a) {
@@ -242,6 +249,8 @@ void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
   TORCH_CHECK_VALUE(!contiguous || t->is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
 }
 
+bool is_int32(const OptionalTensor& t) { return t.has_value() && t->scalar_type() == at::kInt; }
+
 // Dtypes, devices and shapes of what the arguments point to. Values stay on the device; kernels clamp them. The public
 // functions check more, in the caller's words.
 void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
@@ -257,7 +266,8 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   };
   const auto of_scores = shape(true, {{heads, 1}, packed ? any : Sizes{rows, 1}, packed ? any : Sizes{keys, 1}});
   const auto of_positions = [&](const SymInt& length) {
-    return packed ? std::vector<Sizes>{{length}} : std::vector<Sizes>{{batch}, {length}};
+    const Sizes lengths{length, condensed::ids_length(length)};
+    return packed ? std::vector<Sizes>{lengths} : std::vector<Sizes>{{batch}, lengths};
   };
   const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 
@@ -270,12 +280,30 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   } else {
     check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
   }
-  check_modifier(a.mask, "mask", q, {at::kBool}, of_scores, false);
+  // Masks are as they were given, or condensed (condensed.h).
+  if (is_int32(a.mask)) {
+    const Sizes to_rows = packed ? any : Sizes{condensed::mask_rows(rows), condensed::mask_rows(SymInt(1))};
+    const Sizes to_words = packed ? any : Sizes{condensed::mask_words(keys)};
+    check_modifier(a.mask, "mask", q, {at::kInt},
+                   a.mask->dim() == 3 ? shape(true, {{heads, 1}, to_rows}) : shape(true, {{heads, 1}, to_rows, to_words}),
+                   true);
+    const int64_t found = a.mask->sym_size(2).maybe_as_int().value_or(0);
+    TORCH_CHECK_VALUE(condensed::mask_rows(condensed::rows_of_mask(found)) == found,
+                      "a condensed mask has rows and two more for each 64 of them, got ", found, " in all.");
+  } else {
+    check_modifier(a.mask, "mask", q, {at::kBool}, of_scores, false);
+  }
   check_modifier(a.document_q, "document_q", q, {at::kInt}, of_positions(rows), true);
   check_modifier(a.document_k, "document_k", q, {at::kInt}, of_positions(keys), true);
   check_modifier(a.prefix_lens, "prefix_lens", q, {at::kInt}, {{batch}}, true);
-  check_modifier(a.hidden_rows, "hidden_rows", q, {at::kInt}, shape(!packed, {{heads, 1}, {keys}, {2, 4}}), true);
-  check_modifier(a.hidden_keys, "hidden_keys", q, {at::kInt}, shape(!packed, {{heads, 1}, {rows}, {2, 4}}), true);
+  const auto of_intervals = [&](const OptionalTensor& t, const SymInt& length) {
+    const bool is_condensed = t.has_value() && t->dim() == (packed ? 2 : 3);
+    return is_condensed ? shape(!packed, {{heads, 1}, {condensed::interval_length(length, 1),
+                                                       condensed::interval_length(length, 2)}})
+                        : shape(!packed, {{heads, 1}, {length}, {2, 4}});
+  };
+  check_modifier(a.hidden_rows, "hidden_rows", q, {at::kInt}, of_intervals(a.hidden_rows, keys), true);
+  check_modifier(a.hidden_keys, "hidden_keys", q, {at::kInt}, of_intervals(a.hidden_keys, rows), true);
   const bool has_batch = a.slopes.has_value() && a.slopes->dim() != 1;
   check_modifier(a.slopes, "slopes", q, {statistic},
                  has_batch ? std::vector<Sizes>{{batch}, {heads}} : std::vector<Sizes>{{heads}}, true);
@@ -295,6 +323,12 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   TORCH_CHECK_VALUE(at_most(1, m) && at_most(1, n) && equal(m % 16, 0) && equal(n % 16, 0),
                     "block_rows and block_cols must be positive multiples of 16, got (", m, ", ", n, ").");
   const auto count = [](const SymInt& length, const SymInt& size) { return (length + size - 1) / size; };
+  if (is_int32(a.blocks)) {
+    const Sizes granules{condensed::block_rows(count(rows, m), m)}, words{condensed::block_words(count(keys, n), n)};
+    check_modifier(a.blocks, "blocks", q, {at::kInt},
+                   shape(true, {{heads, 1}, packed ? any : granules, packed ? any : words}), true);
+    return;
+  }
   check_modifier(a.blocks, "blocks", q, {at::kBool},
                  shape(true, {{heads, 1}, packed ? any : Sizes{count(rows, m)}, packed ? any : Sizes{count(keys, n)}}),
                  false);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../condensed.h"
 #include "../path_choice.h"
 #include "../short_tiles.h"
 #include "api.h"
@@ -14,15 +15,10 @@
 namespace flash_ext {
 namespace {
 
-Tensor ints(Prepared& made, int64_t count, const Tensor& like) {
-  made.kept.push_back(new_tensor({std::max<int64_t>(count, 1)}, like.options().dtype(at::kInt)));
-  return made.kept.back();
-}
-
-// After a pass over so many elements; of none nothing is launched.
-void check_pass(Prepared& made, const std::string& error, int64_t elements) {
-  TORCH_CHECK(error.empty(), "flash_ext masks: ", error);
-  made.modifiers.follows_pass = made.modifiers.follows_pass || elements > 0;
+// What kernels read several numbers at a time of. Tensors of flash_ext::condense and slices of their batch and heads do.
+void check_boundary(const void* at, uintptr_t bytes, const char* names) {
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(at) % bytes == 0, names, " must begin on ", bytes, " bytes where they are ",
+                    "condensed. Call .clone() on them.");
 }
 
 // A dimension of size 1 is broadcast.
@@ -32,16 +28,6 @@ int64_t broadcast_stride(const Tensor& t, int64_t dim) {
 
 int32_t extent(const Tensor& t, int64_t dim) {
   return t.size(dim) == 1 ? BitRows::kAny : static_cast<int32_t>(t.size(dim));
-}
-
-BoolView bool_view(const Tensor& t) {
-  BoolView x;
-  x.ptr = t.const_data_ptr<bool>();
-  for (int dim = 0; dim < 4; ++dim) {
-    x.strides[dim] = broadcast_stride(t, dim);
-    x.sizes[dim] = static_cast<int32_t>(t.size(dim));
-  }
-  return x;
 }
 
 int64_t last_element(const Tensor& t) {  // from the first
@@ -90,94 +76,76 @@ BiasView prepare_bias(Prepared& made, const Tensor& bias) {
   return bias_view(made.kept.back());
 }
 
+// The condensed form of a mask's tensor: what is given, or made of it by passes in front of the kernels.
+const Tensor& condensed_form(Prepared& made, const Tensor& given, bool is_condensed, int64_t block_rows = 0,
+                             int64_t block_cols = 0) {
+  if (is_condensed) return given;
+  made.kept.push_back(condense(given, block_rows, block_cols, made.stream));
+  made.modifiers.follows_pass = made.modifiers.follows_pass || given.numel() > 0;
+  return made.kept.back();
+}
+
+// Of a tensor without elements a place that is never read: a null pointer would say that there is none.
+const int32_t* numbers_of(Prepared& made, const Tensor& t) {
+  if (t.numel() > 0) return t.const_data_ptr<int32_t>();
+  made.kept.push_back(new_tensor({4}, t.options()));
+  return made.kept.back().const_data_ptr<int32_t>();
+}
+
 void prepare_mask(Prepared& made, const Tensor& mask) {
+  const Tensor t = condensed_form(made, mask, mask.scalar_type() == at::kInt);
+  const bool fill = t.dim() == 3;
+  const int64_t rows = condensed::rows_of_mask(t.size(2)), words = fill ? 1 : t.size(3);
+  const int64_t groups = (t.size(2) - rows) / 2;
   Modifiers& m = made.modifiers;
-  const bool fill = mask.size(3) == 1;
-  const int64_t heads = mask.size(0) * mask.size(1), rows = mask.size(2);
-  const int64_t words = fill ? 1 : (mask.size(3) + 31) / 32;
-  const int64_t groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
-  const Tensor bits = ints(made, heads * rows * words, mask);
-  const Tensor any = ints(made, heads * groups * words, mask), all = ints(made, heads * groups * words, mask);
-  auto* bits_ptr = reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>());
-  auto* any_ptr = reinterpret_cast<uint32_t*>(any.mutable_data_ptr<int32_t>());
-  auto* all_ptr = reinterpret_cast<uint32_t*>(all.mutable_data_ptr<int32_t>());
-  if (should_launch()) {
-    check_pass(made, pack_mask(bool_view(mask), bits_ptr, static_cast<int>(words), fill, made.stream), mask.numel());
-    check_pass(made, group_mask(bits_ptr, any_ptr, all_ptr, heads, static_cast<int>(rows),
-                               static_cast<int>(words), made.stream), mask.numel());
-  }
-  m.mask.words = bits_ptr;
-  m.mask_any = any_ptr;
-  m.mask_all = all_ptr;
-  m.mask.rows = extent(mask, 2);
+  m.mask.words = reinterpret_cast<const uint32_t*>(numbers_of(made, t));
+  m.mask_any = m.mask.words + rows * words;
+  m.mask_all = m.mask_any + groups * words;
+  m.mask.rows = rows == 1 ? BitRows::kAny : static_cast<int32_t>(rows);
   m.mask.num_words = fill ? BitRows::kAny : static_cast<int32_t>(words);
   m.mask.word_stride = fill ? 0 : 1;
-  m.mask.row_stride = rows == 1 ? 0 : words;
-  m.mask.head_stride = mask.size(1) == 1 ? 0 : rows * words;
-  m.mask.batch_stride = mask.size(0) == 1 ? 0 : mask.size(1) * rows * words;
-  m.mask_group_stride = rows == 1 ? 0 : words;
-  m.mask_group_head_stride = mask.size(1) == 1 ? 0 : groups * words;
-  m.mask_group_batch_stride = mask.size(0) == 1 ? 0 : mask.size(1) * groups * words;
+  m.mask.row_stride = m.mask_group_stride = rows == 1 ? 0 : words;
+  m.mask.head_stride = m.mask_group_head_stride = broadcast_stride(t, 1);
+  m.mask.batch_stride = m.mask_group_batch_stride = broadcast_stride(t, 0);
 }
 
 void prepare_blocks(Prepared& made, const Tensor& blocks, int64_t block_rows, int64_t block_cols) {
   BitRows& x = made.modifiers.blocks;
   made.modifiers.block_rows = static_cast<int32_t>(std::min(block_rows, int64_t{1} << 30));
-  const int64_t granule_rows = blocks.size(2) * (block_rows / 16);
-  const int64_t words = (blocks.size(3) * (block_cols / 16) + 31) / 32;
-  const Tensor bits = ints(made, blocks.size(0) * blocks.size(1) * granule_rows * words, blocks);
-  auto* bits_ptr = reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>());
-  // Blocks are not broadcast over rows and columns, and a stride of 0 is one like any other.
-  BoolView view = bool_view(blocks);
-  for (int dim = 2; dim < 4; ++dim) view.strides[dim] = blocks.stride(dim);
-  if (should_launch()) {
-    check_pass(made, pack_blocks(view, bits_ptr, static_cast<int>(granule_rows), static_cast<int>(words),
-                                static_cast<int>(block_rows / 16), static_cast<int>(block_cols / 16), made.stream),
-                    blocks.numel());
-  }
-  x.words = bits_ptr;
-  x.rows = static_cast<int32_t>(granule_rows);
-  x.num_words = static_cast<int32_t>(words);
+  const Tensor t = condensed_form(made, blocks, blocks.scalar_type() == at::kInt, block_rows, block_cols);
+  x.words = reinterpret_cast<const uint32_t*>(numbers_of(made, t));
+  x.rows = static_cast<int32_t>(t.size(2));
+  x.num_words = static_cast<int32_t>(t.size(3));
   x.word_stride = 1;
-  x.row_stride = words;
-  x.head_stride = blocks.size(1) == 1 ? 0 : granule_rows * words;
-  x.batch_stride = blocks.size(0) == 1 ? 0 : blocks.size(1) * granule_rows * words;
+  x.row_stride = t.size(3);
+  x.head_stride = broadcast_stride(t, 1);
+  x.batch_stride = broadcast_stride(t, 0);
 }
 
-DocumentIds prepare_document_ids(Prepared& made, const Tensor& ids) {
-  const int64_t length = ids.size(-1), rows = ids.numel() / std::max<int64_t>(length, 1);
-  const int64_t groups = (length + DocumentIds::kGroup - 1) / DocumentIds::kGroup;
-  const Tensor bounds = ints(made, rows * groups * 2, ids);
+// `length`: rows, or keys. Condensed ids are more than there are positions.
+DocumentIds prepare_document_ids(Prepared& made, const Tensor& ids, int64_t length) {
+  const Tensor t = condensed_form(made, ids, ids.size(-1) != length);
   DocumentIds x;
-  x.ids = ids.const_data_ptr<int32_t>();
-  x.groups = bounds.mutable_data_ptr<int32_t>();
-  x.batch_stride = ids.dim() == 2 ? length : 0;
-  x.group_batch_stride = ids.dim() == 2 ? groups : 0;
-  if (should_launch()) {
-    check_pass(made, group_document_ids(x.ids, bounds.mutable_data_ptr<int32_t>(), rows, length, made.stream),
-               ids.numel());
-  }
+  x.ids = numbers_of(made, t);
+  x.groups = x.ids + condensed::ids_groups_at(length);
+  x.batch_stride = t.dim() == 2 ? t.stride(0) : 0;
+  x.group_batch_stride = x.batch_stride / 2;
+  check_boundary(x.ids, 8, "document_q and document_k");
   return x;
 }
 
-// (B|1, H|1, length, 2n), packed (H|1, total, 2n).
-HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds) {
-  const int64_t length = bounds.size(-2), count = bounds.size(-1) / 2;
-  const int64_t heads = bounds.size(-3), batch = bounds.dim() == 4 ? bounds.size(0) : 1;
-  const int64_t groups = (length + DocumentIds::kGroup - 1) / DocumentIds::kGroup;
-  const Tensor summary = ints(made, batch * heads * groups * count * 4, bounds);
+// (B|1, H|1, length, 2n), packed (H|1, total, 2n), or condensed and with one dimension less.
+HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds, int64_t length, bool is_packed) {
+  const Tensor t = condensed_form(made, bounds, bounds.dim() == (is_packed ? 2 : 3));
   HiddenIntervals x;
-  x.bounds = bounds.const_data_ptr<int32_t>();
-  x.groups = summary.mutable_data_ptr<int32_t>();
-  x.count = static_cast<int32_t>(count);
-  x.head_stride = heads == 1 ? 0 : length * count * 2;
-  x.batch_stride = batch == 1 ? 0 : heads * length * count * 2;
-  x.group_head_stride = heads == 1 ? 0 : groups * count;
-  x.group_batch_stride = batch == 1 ? 0 : heads * groups * count;
-  if (should_launch()) {
-    check_pass(made, group_intervals(x.bounds, summary.mutable_data_ptr<int32_t>(), batch * heads, length,
-                                    static_cast<int>(count), made.stream), bounds.numel());
-  }
+  x.count = t.size(-1) == condensed::interval_length(length, 1) ? 1 : 2;
+  x.bounds = numbers_of(made, t);
+  x.groups = x.bounds + condensed::interval_groups_at(length, x.count);
+  x.head_stride = broadcast_stride(t, -2);
+  x.batch_stride = is_packed ? 0 : broadcast_stride(t, 0);
+  x.group_head_stride = x.head_stride / 4;
+  x.group_batch_stride = x.batch_stride / 4;
+  check_boundary(x.bounds, 16, "hidden_rows and hidden_keys");
   return x;
 }
 
@@ -214,10 +182,12 @@ Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& in
   if (a.prefix_lens.has_value()) m.prefix_lens = a.prefix_lens->const_data_ptr<int32_t>();
   if (a.mask.has_value()) prepare_mask(made, *a.mask);
   if (a.blocks.has_value()) prepare_blocks(made, *a.blocks, a.block_rows.expect_int(), a.block_cols.expect_int());
-  if (a.document_q.has_value()) m.document_q = prepare_document_ids(made, *a.document_q);
-  if (a.document_k.has_value()) m.document_k = prepare_document_ids(made, *a.document_k);
-  if (a.hidden_rows.has_value()) m.hidden_rows = prepare_intervals(made, *a.hidden_rows);
-  if (a.hidden_keys.has_value()) m.hidden_keys = prepare_intervals(made, *a.hidden_keys);
+  const bool is_packed = p.is_varlen();
+  const int64_t rows = is_packed ? p.total_q : p.seqlen_q, keys = is_packed ? p.total_k : p.seqlen_k;
+  if (a.document_q.has_value()) m.document_q = prepare_document_ids(made, *a.document_q, rows);
+  if (a.document_k.has_value()) m.document_k = prepare_document_ids(made, *a.document_k, keys);
+  if (a.hidden_rows.has_value()) m.hidden_rows = prepare_intervals(made, *a.hidden_rows, keys, is_packed);
+  if (a.hidden_keys.has_value()) m.hidden_keys = prepare_intervals(made, *a.hidden_keys, rows, is_packed);
   m.drop_below = static_cast<uint32_t>(std::nearbyint(a.dropout_p * 65536));
   if (m.drop_below > 0) {
     m.rng = a.rng->const_data_ptr<int64_t>();
@@ -292,20 +262,15 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (name == "mask") {
       m.mask.words = reinterpret_cast<const uint32_t*>(&something);
       m.mask.row_stride = 1;
-      m.follows_pass = true;
     } else if (name == "key_padding") {
       m.mask.words = reinterpret_cast<const uint32_t*>(&something);
-      m.follows_pass = true;
     } else if (name == "blocks") {
       m.blocks.words = reinterpret_cast<const uint32_t*>(&something);
       m.block_rows = 128;
-      m.follows_pass = true;
     } else if (name == "documents") {
       m.document_q.ids = m.document_k.ids = reinterpret_cast<const int32_t*>(&something);
-      m.follows_pass = true;
     } else if (name == "hidden_rows" || name == "hidden_keys") {
       (name == "hidden_rows" ? m.hidden_rows : m.hidden_keys).count = 1;
-      m.follows_pass = true;
     } else if (name == "chunk") {
       m.chunk = 1024;
     } else if (name == "prefix") {

@@ -237,6 +237,7 @@ void implement(torch::Library& m) {
   m.impl("bwd", &BwdOperator::entry<bwd_gpu>);
   m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_gpu>);
   m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_gpu>);
+  m.impl("condense", &condense_gpu);
 }
 
 }  // namespace

@@ -98,6 +98,10 @@ struct Prepared {
   void* stream = nullptr;
 };
 
+// A mask's tensor in the form that kernels read, by passes on a stream, below the dispatcher and behind check_condense()
+// (api/condense.cpp).
+Tensor condense(const Tensor& x, int64_t block_rows, int64_t block_cols, void* stream);
+
 // Runs the passes over masks that `request` needs, whose modifiers are still missing (api/modifiers.cpp).
 Prepared prepare(const Request& request, const CallArgs& args, const DeviceInfo& info, void* stream);
 
@@ -107,7 +111,8 @@ BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope);
 // Where it is summed: in its parts of the workspace, else in `result`.
 Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tensor& workspace, const Tensor& result);
 
-// Modifiers of which only the kind is known, as plans look at them: pointers that are not null, and numbers.
+// Modifiers of which only the kind is known, as plans look at them: pointers that are not null, and numbers. Masks are
+// prepared, no pass runs in front of the kernels.
 struct NamedModifiers {
   Modifiers modifiers;
   BiasGradient dbias;

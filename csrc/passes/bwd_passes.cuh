@@ -7,7 +7,6 @@
 #pragma once
 
 #include "../common/attn_mod.cuh"
-#include "../common/bwd_schedule.cuh"
 #include "../common/float_results.cuh"
 #include "../common/seqlen.cuh"
 #include "../heuristics.h"
@@ -71,9 +70,6 @@ template <typename E, int D>
 __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __grid_constant__ BwdParams p) {
   constexpr int kLanes = kPassLanes<D>;
   ptx::allow_next_kernel();
-  if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.schedule_words; i += kPassThreads) p.schedule[i] = 0;
-  }
   const RowHead r = locate_row<kLanes>(p.problem);
   const int chunk = threadIdx.x % kLanes;
   float sum = 0.f;

@@ -1,4 +1,5 @@
-// Brings masks into the form the kernels read: bits instead of bytes, and what a whole tile needs to know of them.
+// Brings masks into the form the kernels read (condensed.h): bits instead of bytes, and what a whole tile needs to know of
+// them.
 //
 // All begin in turn and let the next kernel begin early, behind which portable kernels with modifiers are launched so:
 // they may read whatever was there before the pass, and wait for it before they read what it makes.
@@ -7,6 +8,7 @@
 #include <algorithm>
 
 #include "../common/seqlen.cuh"
+#include "../condensed.h"
 #include "../modifiers.h"
 #include "../ptx/sm80.cuh"
 
@@ -29,8 +31,8 @@ __device__ __forceinline__ uint32_t bits_of_bytes(const bool* at) {
          bits_of_bytes(high.w) << 28;
 }
 
-// words[batch][head][row][word]: one warp a row of 32 words at a time, a word a lane where its bytes lie together, else
-// a bit a lane by ballot.
+// The words of the rows of a condensed mask: one warp a row of 32 words at a time, a word a lane where its bytes lie
+// together, else a bit a lane by ballot.
 __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_constant__ BoolView x, uint32_t* words,
                                                                  int num_words, bool fill) {
   ptx::allow_next_kernel();
@@ -42,9 +44,10 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_co
   const int64_t r = row % x.sizes[2], h = row / x.sizes[2] % x.sizes[1], b = row / x.sizes[2] / x.sizes[1];
   const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + r * x.strides[2];
   const int word = piece * 32 + lane;
+  uint32_t* to = words + (row / x.sizes[2] * condensed::mask_rows(int64_t{x.sizes[2]}) + r) * num_words;
   const bool together = !fill && x.strides[3] == 1 && reinterpret_cast<uintptr_t>(at) % 16 == 0;
   if (together && (piece + 1) * 1024 <= x.sizes[3]) {
-    words[row * num_words + word] = bits_of_bytes(at + word * 32);
+    to[word] = bits_of_bytes(at + word * 32);
     return;
   }
   uint32_t mine = 0;
@@ -55,10 +58,11 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_co
     const uint32_t bits = __ballot_sync(ptx::kFullWarp, bit);
     if (lane == i) mine = bits;
   }
-  if (word < num_words) words[row * num_words + word] = mine;
+  if (word < num_words) to[word] = mine;
 }
 
-// any and all of each word over groups of kMaskGroup rows; rows that are not there count for neither.
+// any and all of each word over groups of kMaskGroup rows, in the places that a condensed mask has for them; rows that are
+// not there count for neither.
 __global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t* words, uint32_t* any, uint32_t* all,
                                                                   int64_t heads, int rows, int num_words) {
   ptx::allow_next_kernel();
@@ -67,14 +71,15 @@ __global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t
   if (index >= heads * groups * num_words) return;
   const int w = static_cast<int>(index % num_words);
   const int64_t group = index / num_words % groups, head = index / num_words / groups;
+  const int64_t begin = head * condensed::mask_rows(int64_t{rows});  // of the head, in rows
   uint32_t some = 0, every = ~0u;
   for (int64_t r = group * Modifiers::kMaskGroup; r < min((group + 1) * Modifiers::kMaskGroup, int64_t{rows}); ++r) {
-    const uint32_t word = words[(head * rows + r) * num_words + w];
+    const uint32_t word = words[(begin + r) * num_words + w];
     some |= word;
     every &= word;
   }
-  any[index] = some;
-  all[index] = every;
+  any[(begin + group) * num_words + w] = some;
+  all[(begin + group) * num_words + w] = every;
 }
 
 // How pack_blocks_kernel divides its work: by Divisors, as other divisions take as long as its one trip to memory.
@@ -125,7 +130,7 @@ __global__ void __launch_bounds__(kMaskThreads)
   words[bh * count + index] = word;
 }
 
-// Smallest and largest id of each group of DocumentIds::kGroup positions: (rows, length) -> (rows, groups, 2).
+// Smallest and largest id of each group of DocumentIds::kGroup positions, in the places that condensed ids have for them.
 __global__ void __launch_bounds__(kMaskThreads)
     group_document_ids_kernel(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length) {
   ptx::allow_next_kernel();
@@ -138,11 +143,13 @@ __global__ void __launch_bounds__(kMaskThreads)
     lo = min(lo, ids[row * length + i]);
     hi = max(hi, ids[row * length + i]);
   }
-  groups[2 * index] = lo;
-  groups[2 * index + 1] = hi;
+  int32_t* to = groups + row * condensed::ids_length(length) + 2 * (index - row * per_row);
+  to[0] = lo;
+  to[1] = hi;
 }
 
-// Bounds of the interval starts and ends of each group: (rows, length, count, 2) -> (rows, groups, count, 4).
+// Bounds of the interval starts and ends of each group, (rows, length, count, 2), in the places that condensed intervals
+// have for them.
 __global__ void __launch_bounds__(kMaskThreads) group_intervals_kernel(const int32_t* bounds, int32_t* groups,
                                                                        int64_t rows, int64_t length, int count) {
   ptx::allow_next_kernel();
@@ -156,7 +163,8 @@ __global__ void __launch_bounds__(kMaskThreads) group_intervals_kernel(const int
     const int2 x = *reinterpret_cast<const int2*>(bounds + ((row * length + i) * count + k) * 2);
     g = make_int4(min(g.x, x.x), max(g.y, x.x), min(g.z, x.y), max(g.w, x.y));
   }
-  *reinterpret_cast<int4*>(groups + index * 4) = g;
+  const int64_t of_row = index - row * per_row * count;
+  *reinterpret_cast<int4*>(groups + row * condensed::interval_length(length, count) + of_row * 4) = g;
 }
 
 }  // namespace flash_ext

@@ -167,8 +167,13 @@ bool supports_fused_mod(Req r, Dev d) {
 bool supports_split_mod(Req r, Dev d) {
   return tma_bwd_mod(r, d) && sm90::is_split_mod_taken(r.problem, *r.modifiers, r.deterministic);
 }
-bool supports_persistent(Req r, Dev d) {
-  return has_hiding_bwd_sm80(padded(r.problem), class_of(d)) && !r.modifiers->has_score_mod;
+// Masks of grouped heads, few rows: as prefers_split_bwd(). Evidence: grid.
+bool prefers_fused_mod(Req r, Dev d) {
+  const Problem& p = r.problem;
+  const bool is_short = !p.is_varlen() && p.seqlen_k > 128 && std::max(p.seqlen_q, p.seqlen_k) <= 768;
+  const bool hides_alone = !r.modifiers->has_score_mod && r.modifiers->rng == nullptr && r.dbias == nullptr;
+  const bool gains = p.num_heads != p.num_heads_k && padded(p) == 128 && is_short && hides_alone;
+  return !gains || d.batch_invariant || !supports_split_mod(r, d);
 }
 bool has_hopper_dbias(Req r, Dev d, Arch arch) {
   return arch == Arch::kSm90 && r.dbias != nullptr && tma_bwd_mod(r, d) && !is_wide(r) &&
@@ -326,7 +331,6 @@ void build_split_mod(Req r, Dev d, Plan& p) {
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
 }
 
-template <bool kPersistent>
 void build_portable_mod(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const bool dbias90 = has_hopper_dbias(r, d, p.arch), dbias80 = r.dbias != nullptr && !dbias90;
@@ -334,27 +338,19 @@ void build_portable_mod(Req r, Dev d, Plan& p) {
   push_other_gradients(r, d, p, dbias80, dq);
   const int size = padded(x);
   const SmemClass c = class_of(d);
-  const BwdTile t = bwd_mod_tile_sm80(size, c, !kPersistent);
+  const BwdTile t = bwd_mod_tile_sm80(size, c);
   p.main = p.num_launches;
-  Launch& l = p.push(main_of(kPersistent ? KernelId::kBwdModPersistent80 : KernelId::kBwdMod80, size, size, t.block_m,
-                             t.block_n(), t.stages, t.threads(),
-                             t.smem_bytes(size) + bwd_mod_extra_sm80(size, c, !kPersistent),
-                             make_grid(x, d, false, t.block_n()), kPersistent ? d.num_sms : 0));
+  Launch& l = p.push(main_of(KernelId::kBwdMod80, size, size, t.block_m, t.block_n(), t.stages, t.threads(),
+                             t.smem_bytes(size) + bwd_mod_extra_sm80(size, c), make_grid(x, d, false, t.block_n()), 0));
   l.smem_class = c;
-  l.dynamic = kPersistent;
   l.pdl = !dbias80 && r.dslopes == nullptr;
   l.dq = dq;
   Workspace& w = p.workspace;
-  w.schedule_words = w.add(kPersistent ? 4 * bwd_schedule_words(x) : 0);
   if (r.deterministic) {
     const BwdQTile q = bwd_q_mod_tile_sm80(size);
     const int smem = q.smem_bytes(size);
     push_dq80(r, d, p, KernelId::kBwdDqMod80, q,
               smem + bias_stage_bytes(q.warps, 16, q.block_n, smem, kSmemLimitSmall));
-  } else if (kPersistent && !x.is_varlen() && l.tiles >= d.num_sms) {
-    const int64_t tiles = (x.seqlen_q + kOverlappedRows - 1) / kOverlappedRows;
-    p.push(pass(KernelId::kDqConvertOverlapped80, size, size, tiles * x.batch * x.num_heads, kPassThreads, true));
-    p.launches[p.num_launches - 1].smem_class = c;
   } else {
     push_portable_pass(r, d, p, KernelId::kDqConvert80, dq, false);
   }
@@ -379,10 +375,9 @@ constexpr Row kHopper[] = {
 
     {F::kBwdMod, "sm80.bwd_mod.short", supports_short_mod, nullptr, build_short_mod, E::kShort},
     {F::kBwdMod, "bwd_mod.other_gradients", supports_others, nullptr, build_others, E::kNone},
-    {F::kBwdMod, "sm90.bwd_mod.fused", supports_fused_mod, nullptr, build_fused_mod, E::kFusedBwdMod},
+    {F::kBwdMod, "sm90.bwd_mod.fused", supports_fused_mod, prefers_fused_mod, build_fused_mod, E::kFusedBwdMod},
     {F::kBwdMod, "sm90.bwd_mod.split", supports_split_mod, nullptr, build_split_mod, E::kSplitBwdMod},
-    {F::kBwdMod, "sm80.bwd_mod.persistent", supports_persistent, nullptr, build_portable_mod<true>, E::kPersistentBwd},
-    {F::kBwdMod, "sm80.bwd_mod", always, nullptr, build_portable_mod<false>, E::kNone},
+    {F::kBwdMod, "sm80.bwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };
 
 constexpr Row kPortable[] = {
@@ -390,8 +385,7 @@ constexpr Row kPortable[] = {
     {F::kBwd, "sm80.bwd", always, nullptr, build_portable, E::kNone},
     {F::kBwdMod, "sm80.bwd_mod.short", supports_short_mod, nullptr, build_short_mod, E::kShort},
     {F::kBwdMod, "bwd_mod.other_gradients", supports_others, nullptr, build_others, E::kNone},
-    {F::kBwdMod, "sm80.bwd_mod.persistent", supports_persistent, nullptr, build_portable_mod<true>, E::kPersistentBwd},
-    {F::kBwdMod, "sm80.bwd_mod", always, nullptr, build_portable_mod<false>, E::kNone},
+    {F::kBwdMod, "sm80.bwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };
 
 }  // namespace

@@ -150,14 +150,15 @@ inline Grid dq_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
 // ---- which forward ---------------------------------------------------------------------------------
 
 // Time that 128 rows in a tile of their own take over that of 128 rows of a tile of 192, in hundredths, with as many keys.
+// Where the kernel with tiles of 128 is that of every modifier, up to head_dim 64, and with a softcap, they never pay.
 // Evidence: grid, masked-m192.
 struct M128Cost {
   int hundredths;
   static M128Cost plain(const Problem& p) { return {padded_head_dim(p.head_dim, p.head_dim_v) <= 64 ? 114 : 106}; }
-  static M128Cost hides() { return {112}; }
-  // Up to head_dim 64 their tiles of 128 are those of the kernel that does everything.
-  static M128Cost changes(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 145 : 115}; }
-  static M128Cost drops(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 145 : 103}; }
+  static M128Cost hides() { return {125}; }
+  static M128Cost slopes(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 125}; }
+  static M128Cost caps() { return {1000}; }
+  static M128Cost drops(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 106}; }
 };
 
 // Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that
@@ -204,12 +205,12 @@ inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const Devi
                            const Constraints& c) {
   const bool alone = m.by_distance && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
   const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
-  return alone && divides && m192_fits(p, m, d, c, M128Cost::changes(p));
+  return alone && divides && m192_fits(p, m, d, c, M128Cost::slopes(p));
 }
 inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
   const bool alone = m.softcap > 0.f && !m.by_distance && m.bias.ptr == nullptr && m.rng == nullptr;
-  return alone && m192_fits(p, m, d, c, M128Cost::changes(p));
+  return alone && m192_fits(p, m, d, c, M128Cost::caps());
 }
 inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d,
                            const Constraints& c) {
@@ -234,7 +235,7 @@ inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
 // whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
 inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (p.is_varlen() || size > 128 || c.dq_pool == true) return false;
+  if (p.is_varlen() || size > 128 || c.dq_pool) return false;
   const bool grouped = p.num_heads != p.num_heads_k, narrow = size <= 64;
   const auto is_short = [&] {
     if (p.window_left >= 0 && p.window_right >= 0)

@@ -52,7 +52,6 @@ const char* suffix_of(const Launch& l) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
     case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_pool" : "";
-    case KernelId::kBwdModPersistent80: return "_persistent";
     case KernelId::kBwdDkdvShort90: return "_dkdv";
     case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
     default: return "";
@@ -73,11 +72,9 @@ const char* stem_of(KernelId k) {
     case KernelId::kBwd80: return "bwd_sm80";
     case KernelId::kBwdShort80: return "bwd_short_sm80";
     case KernelId::kBwdMod80: return "bwd_mod_sm80";
-    case KernelId::kBwdModPersistent80: return "bwd_mod_sm80";
     case KernelId::kBwdDq80: return "bwd_q_sm80";
     case KernelId::kBwdDqMod80: return "bwd_q_mod_sm80";
     case KernelId::kDqConvert80: return "bwd_postprocess_sm80";
-    case KernelId::kDqConvertOverlapped80: return "bwd_overlapped_postprocess_sm80";
     case KernelId::kDbias80: return "bwd_bias_sm80";
     case KernelId::kFwd90: return "fwd_sm90";
     case KernelId::kFwdMod90: return "fwd_mod_sm90";
@@ -142,7 +139,6 @@ std::string_view name_of(Evidence e) {
     case Evidence::kDqPool: return "dq-pool";
     case Evidence::kSplitBwdMod: return "split-bwd-mod";
     case Evidence::kFusedBwdMod: return "fused-bwd-mod";
-    case Evidence::kPersistentBwd: return "persistent-bwd";
   }
   return "?";
 }

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from bench.colours import COLOURS, OURS
+
 from .masked import DROPOUT, MaskedResults
 from .measure import Accesses, Curve, Distance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OURS, PYTORCH, MATERIALISED = "flash_ext", "PyTorch", "materialised"
-# Okabe and Ito's palette, safe for colour-blind readers.
-COLOURS = {OURS: "#0072B2", PYTORCH: "#E69F00", MATERIALISED: "#7F7F7F"}
+PYTORCH, MATERIALISED = "PyTorch", "materialised"
 MIB = 2**20
 LOSS_ROWS = 8
 

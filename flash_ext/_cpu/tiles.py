@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .._ops.modifiers import Modifiers
 from .._ops.spec import AttnSpec
+from .condensed import is_condensed_mask, mask_tile, plain_form
 from .philox import keep_factor, keep_mask
 
 INF = float("inf")
@@ -66,6 +67,7 @@ def forward(
             none. Shape (0,) if it is not wanted.
     """
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    mods = plain_form(mods, q.shape[-3], k.shape[-3], packed)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=out_dtype or q.dtype)
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = q.new_full(lse_shape, -INF, dtype=accumulator_dtype(q))
@@ -114,6 +116,7 @@ def backward(
         dslopes, dsinks: shapes of slopes and sinks, float32 (float64 for float64 inputs); None likewise.
     """
     dtype = accumulator_dtype(q)
+    mods = plain_form(mods, q.shape[-3], k.shape[-3], cu_seqlens_q is not None)
     dbias = None
     if need_bias and mods.bias is not None:
         dbias = torch.zeros(mods.bias.shape, dtype=torch.float64 if mods.bias.ndim == 3 else dtype)
@@ -348,7 +351,8 @@ class _ScoreTiles:
         if mods.blocks is not None:
             visible = visible & self.blocks[:, :, row // mods.block_rows, col // mods.block_cols]
         if mods.mask is not None:
-            visible = visible & _tile(mods.mask, rows, cols)
+            tile = mask_tile if is_condensed_mask(mods.mask) else _tile
+            visible = visible & tile(mods.mask, rows, cols)
         if mods.hidden_rows is not None:
             for start, end in _intervals(mods.hidden_rows[:, :, cols]):
                 visible = visible & ((row < start[:, :, None]) | (row >= end[:, :, None]))

@@ -110,7 +110,7 @@ class DenseBias(Bias):
 
 
 class ALiBi(Bias):
-    """slope * distance is subtracted from the scores, where the distance is |position of the row - key|.
+    """slope * distance is subtracted from the scores, where the distance is abs(position of the row - key).
 
     Row i has the position i + k_len - q_len, or i beside masks with the alignment "top_left".
 

@@ -327,8 +327,11 @@ class BlockMask(Mask):
 
 
 def packed_bits(elements: Tensor) -> Tensor:
-    """(n, rows, cols) bool to (n, rows, ceil(cols / 32)) int32."""
-    wide = F.pad(elements, (0, -elements.shape[-1] % 32)).unflatten(-1, (-1, 8))
+    """(..., cols) bool to (..., ceil(cols / 32)) int32."""
+    if elements.shape[-1] == 0:
+        return elements.to(torch.int32)
+    wide = F.pad(elements, (0, -elements.shape[-1] % 32))
+    wide = wide.unflatten(-1, (wide.shape[-1] // 8, 8))
     weights = 2 ** torch.arange(8, device=elements.device, dtype=torch.uint8)
     return (wide * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 

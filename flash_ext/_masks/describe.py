@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .block_mask import BlockMask
 from .dense import piece_of, pieces, sizes_of
 from .lower import Terms, terms_for
 from .normal import Refused
@@ -84,45 +84,50 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
 
 
 def _bytes(terms: Terms, sizes: Sizes) -> int:
-    """One word of 32 bits a number: bits of masks with their summaries by 64 rows, ids and intervals with
-    those by 32, a bit for 16 x 16 scores of a block map and the bits of its cut blocks."""
+    """One word of 32 bits a number, as csrc/condensed.h has them.
+
+    Bits of masks with their summaries by 64 rows, ids and intervals with those by 32, a bit for 16 x 16
+    scores of a block map, and its cut blocks written out.
+    """
     words = 0
     if terms.prefix_lens is not None:
         words += sizes.batch
     if terms.documents is not None:
         of_rows, of_keys = terms.documents
-        words += _labels(of_rows, 1)
-        if terms.keys is not None:  # hidden keys get ids of their own
-            words += _labels(of_keys, sizes.batch if of_keys.dim() == 1 else 1)
-        elif of_keys is not of_rows:
-            words += _labels(of_keys, 1)
+        words += sizes.batch * _ids(sizes.q_len)
+        if terms.keys is not None or of_keys is not of_rows:  # hidden keys get ids of their own
+            words += sizes.batch * _ids(sizes.k_len)
     elif terms.keys is not None:
-        words += sizes.batch * 3 * -(-sizes.k_len // 32)
+        words += _bits((_own_shape(terms.keys)[0], 1, 1, sizes.k_len))
     for intervals in (terms.hidden_rows, terms.hidden_keys):
         if intervals is not None:
-            length, numbers = intervals.shape[-2:]
-            lead = intervals.numel() // max(length * numbers, 1)
-            words += lead * numbers * (length + 2 * -(-length // 32))
-    if terms.dense is not None:
-        entries, heads, rows, cols = (1, 1, 1, *terms.dense.shape)[-4:]
-        words += entries * heads * (rows + 2 * -(-rows // 64)) * -(-cols // 32)
+            *lead, length, numbers = _own_shape(intervals)
+            of_head = -(-numbers * length // 4) * 4 + 2 * numbers * -(-length // 32)
+            words += math.prod(lead) * of_head
+    shapes = [] if terms.dense is None else [(1, 1, 1, *_own_shape(terms.dense))[-4:]]
     if terms.blocks is not None:
-        words += _of_blocks(terms.blocks)
+        batch, num_heads, row_blocks, key_blocks = _own_shape(terms.blocks.blocks)
+        granules = [n * size // 16 for n, size in zip((row_blocks, key_blocks), terms.blocks.block_size)]
+        words += batch * num_heads * granules[0] * -(-granules[1] // 32)
+        if terms.blocks.index is not None:  # cut blocks are written out
+            shapes.append((*terms.blocks.index.shape[:2], sizes.q_len, sizes.k_len))
+    if shapes:
+        words += _bits(tuple(torch.broadcast_shapes(*shapes)))
     return 4 * words
 
 
-def _labels(ids: Tensor, repeats: int) -> int:
-    length = ids.shape[-1]
-    return repeats * ids.numel() // max(length, 1) * (length + 2 * -(-length // 32))
+def _own_shape(t: Tensor) -> tuple[int, ...]:
+    """With 1 where an expand repeats."""
+    return tuple(1 if stride == 0 else n for n, stride in zip(t.shape, t.stride()))
 
 
-def _of_blocks(mask: BlockMask) -> int:
-    batch, num_heads, row_blocks, key_blocks = mask.blocks.shape
-    granules = [n * size // 16 for n, size in zip((row_blocks, key_blocks), mask.block_size)]
-    words = batch * num_heads * granules[0] * -(-granules[1] // 32)
-    if mask.bits is not None and mask.index is not None:
-        words += mask.bits.numel() + mask.index.numel()
-    return words
+def _bits(shape: tuple[int, ...]) -> int:
+    batch, num_heads, rows, cols = shape
+    return batch * num_heads * (rows + 2 * -(-rows // 64)) * -(-cols // 32)
+
+
+def _ids(length: int) -> int:
+    return length + length % 2 + 2 * -(-length // 32)
 
 
 def plot(mask: Mask, q_len: int, k_len: int, ax: Any, batch_index: int, head_index: int) -> Any:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .normal import Normal
 
 V = TypeVar("V", bound="Value")
+M = TypeVar("M", bound="Mask")
 Alignment = Literal["bottom_right", "top_left"]
 ALIGNMENTS: tuple[Alignment, ...] = ("bottom_right", "top_left")
 
@@ -61,7 +62,9 @@ class Value:
     compared, so nothing waits for a device.
     """
 
-    __slots__ = ("__weakref__",)
+    # Calls whose arguments are made, kept after the first (_ops/dispatch.py).
+    __slots__ = ("__weakref__", "_calls")
+    _calls: dict[tuple[Any, ...], Any]
     _FIELDS: ClassVar[tuple[str, ...]] = ()  # slots, in the order of the constructor's arguments
     _CHILDREN: ClassVar[tuple[str, ...]] = ()  # those that hold tensors or other values
     _KIND: ClassVar[str] = "value"
@@ -205,9 +208,15 @@ class Mask(Value):
     every call, :meth:`describe` and preparation ask once an object.
     """
 
-    # What calls of some sizes made of it, kept after the first (_ops/arguments.py).
+    # What calls of some sizes made of it, kept after the first (_ops/prepared.py); None to keep nothing.
     __slots__ = ("_prepared",)
+    _prepared: Any
     _KIND = "mask"
+
+    def _fill(self, *fields: Any) -> None:
+        super()._fill(*fields)
+        if is_capturing():  # its tensors have no values before the replay
+            for_one_call(self)
 
     def __and__(self, other: Any) -> Mask:
         return And((*_parts(self, And), *_parts(_checked_mask(other, "&"), And)))
@@ -291,6 +300,21 @@ class Mask(Value):
 
         return describe(self, q_len, k_len, batch, num_heads)
 
+    def refresh(self) -> None:
+        """Condenses the mask's tensors again, into the memory that earlier calls left.
+
+        Calls see by themselves when a tensor has changed. A CUDA graph does not: it reads what was there when
+        it was captured. As the first line inside the capture, this puts the passes into the graph, once for
+        all layers, and each replay follows the tensors.
+
+        Raises:
+            ValueError: a graph is being captured and no call before has prepared the mask as it is, or its
+                tensors were made in inference mode.
+        """
+        kept = getattr(self, "_prepared", None)
+        if kept is not None:
+            kept.refresh(self)
+
     def plot(
         self, q_len: int, k_len: int, ax: Any = None, *, batch_index: int = 0, head_index: int = 0
     ) -> Any:
@@ -368,6 +392,16 @@ def leaves(mask: Mask) -> Iterator[Mask]:
         yield from leaves(mask.mask)
     else:
         yield mask
+
+
+def only_leaf(mask: Mask) -> Mask | None:
+    """The one leaf that has tensors; None if there are more or none, or something is negated."""
+    found = {id(leaf): leaf for leaf in leaves(mask) if leaf._CHILDREN}
+    return found.popitem()[1] if len(found) == 1 and not _negates(mask) else None
+
+
+def _negates(mask: Mask) -> bool:
+    return isinstance(mask, Not) or (isinstance(mask, _Join) and any(map(_negates, mask.masks)))
 
 
 class _Join(Mask):
@@ -465,6 +499,19 @@ def _folded(masks: tuple[Mask, ...], points: Points, negated: bool, every: bool)
         other = mask._shown(points, negated)
         shown = shown & other if every else shown | other
     return shown
+
+
+def for_one_call(mask: M) -> M:
+    """The mask, which keeps nothing: one that is made for each call, or while a CUDA graph is captured."""
+    object.__setattr__(mask, "_prepared", None)
+    return mask
+
+
+def is_capturing() -> bool:
+    """Whether what runs on the current stream goes into a CUDA graph."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _parts(mask: Mask, join: type[_Join]) -> tuple[Mask, ...]:

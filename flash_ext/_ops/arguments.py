@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .._masks.atoms import Dense
 from .._masks.biases import Bias, DenseBias
-from .._masks.block_mask import BlockMask, with_leading
-from .._masks.lower import Terms, terms_for
-from .._masks.value import Mask, Sizes
+from .._masks.lower import terms_for
+from .._masks.value import Mask, Sizes, for_one_call
 from .modifiers import Modifiers
+from .prepared import check_devices, four_dimensions, prepared
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -59,7 +59,7 @@ def modifiers_of(
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (off) or a positive finite number, got {softcap}.")
     dropout_p = checked_dropout_p(asked.dropout_p)
-    shown = _prepared(mask_value(asked.mask), q, sizes, bool(causal), window)
+    shown = prepared(mask_value(asked.mask), q, sizes, bool(causal), window)
     bias, slopes = _added(bias_value(asked.bias, q), q, sizes, keep_repeats)
     sinks = asked.sinks
     if sinks is not None:
@@ -78,73 +78,7 @@ def modifiers_of(
     return shown.window, mods
 
 
-# ---- masks, prepared once ------------------------------------------------------------------------------
-
-MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
-
-
-class Prepared(NamedTuple):
-    """What a mask is to calls of some sizes.
-
-    Attributes:
-        window: (left, right).
-        mods: with the fields that masks have.
-        is_plain: nothing but the window is asked for.
-        sources: version counters of the mask's tensors when this was made; None where there are none.
-    """
-
-    window: tuple[int, int]
-    mods: Modifiers
-    is_plain: bool
-    sources: list[int] | None
-
-
-def _prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
-    """What the mask is to this call; made at the first one and kept in the mask until its tensors change."""
-    if mask is None:
-        right = 0 if causal and window[1] >= -1 else window[1]
-        return Prepared((window[0], right), _NOTHING, True, None)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        _check_devices(mask, "mask", q)
-        return _make_prepared(mask, q, sizes, causal, window)
-    try:
-        tensors, kept = mask._prepared  # type: ignore[attr-defined]
-    except AttributeError:
-        tensors, kept = tuple(mask._tensors()), {}
-        object.__setattr__(mask, "_prepared", (tensors, kept))
-    place: tuple[Any, ...] | None = None
-    if tensors:
-        stream = None
-        if q.is_cuda and torch.cuda.is_initialized():
-            if torch.cuda.is_current_stream_capturing():
-                # What a capture makes has no values before the replay, which must read the tensors anew.
-                _check_devices(mask, "mask", q)
-                return _make_prepared(mask, q, sizes, causal, window)
-            # Nothing makes another stream wait for what this one makes.
-            stream = torch.cuda.current_stream(q.device).cuda_stream
-        place = (q.device, stream)
-    key = (sizes, causal, (*window,), place, torch._C._len_torch_dispatch_stack())
-    found: Prepared | None = kept.get(key)
-    try:
-        versions = [t._version for t in tensors]
-    except RuntimeError:  # of inference tensors nobody counts the changes
-        _check_devices(mask, "mask", q)
-        return _make_prepared(mask, q, sizes, causal, window)
-    if found is None or found.sources != versions:
-        _check_devices(mask, "mask", q)
-        found = _make_prepared(mask, q, sizes, causal, window)._replace(sources=versions)
-        while len(kept) >= MOST_PREPARED:
-            kept.pop(next(iter(kept)), None)
-        kept[key] = found
-    return found
-
-
-def _make_prepared(mask: Mask, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
-    terms = terms_for(mask, None, sizes, causal, window)
-    mods = _of_terms(terms, q, sizes)
-    tensors = (mods.mask, mods.document_q, mods.prefix_lens, mods.hidden_rows, mods.hidden_keys, mods.blocks)
-    is_plain = all(t is None for t in tensors) and not (mods.sink_tokens or mods.chunk or mods.top_left)
-    return Prepared((terms.left, terms.right), mods, is_plain, None)
+# ---- values -------------------------------------------------------------------------------------------
 
 
 def mask_value(mask: Any) -> Mask | None:
@@ -161,7 +95,7 @@ def mask_value(mask: Any) -> Mask | None:
             if mask.is_floating_point():
                 hint = f"A float tensor is added: bias=tensor. {hint}"
             raise TypeError(f"mask must be torch.bool, got {mask.dtype}. {hint}")
-        mask = Dense(mask)
+        mask = for_one_call(Dense(mask))
     elif not isinstance(mask, Mask):
         hint = " A bias goes into bias=." if isinstance(mask, Bias) else ""
         if "flex_attention" in type(mask).__module__:
@@ -194,20 +128,8 @@ def bias_value(bias: Any, q: Tensor) -> Bias | None:
             "bias must be a bias of flash_ext.masks, a float tensor or None, got "
             f"{type(bias).__qualname__}.{hint}"
         )
-    _check_devices(bias, "bias", q)
+    check_devices(bias, "bias", q)
     return bias
-
-
-def _check_devices(value: Mask | Bias, name: str, q: Tensor) -> None:
-    for tensor in value._tensors():
-        if tensor.device != q.device:
-            raise ValueError(
-                f"{name} must be on the device of q, {q.device}, got one on {tensor.device}, {value!r}. "
-                "Move it with .to(q.device)."
-            )
-
-
-_NOTHING = Modifiers()
 
 
 def _added(
@@ -220,7 +142,7 @@ def _added(
     added, slopes = terms.bias, terms.slopes
     if added is not None:
         _check_bias_dtype(added, q)
-        added = _four_dimensions(added, sizes, keep_repeats)
+        added = four_dimensions(added, sizes, keep_repeats)
     if slopes is not None:
         slopes = slopes.to(_statistic(q)).contiguous()
     if terms.position is not None:
@@ -232,43 +154,6 @@ def _added(
             )
         added = terms.position.by_distance(_statistic(q)).contiguous()
     return added, slopes
-
-
-def _of_terms(terms: Terms, q: Tensor, sizes: Sizes) -> Modifiers:
-    """What a mask asks for in the shapes of the operators."""
-    mask, keys = terms.dense, terms.keys
-    if mask is not None:
-        mask = _four_dimensions(mask, sizes, keep_repeats=False)
-    blocks, block_rows, block_cols = None, 0, 0
-    if terms.blocks is not None:
-        blocks, (block_rows, block_cols) = terms.blocks.blocks, terms.blocks.block_size
-        blocks = _without_repeats(blocks, [0, 1])
-        elements = _elements(terms.blocks, sizes)
-        if elements is not None:
-            elements = _four_dimensions(elements, sizes, keep_repeats=False)
-            mask = elements if mask is None else _both(mask, elements, sizes)
-    if keys is not None and mask is None and terms.documents is None and not sizes.packed:
-        # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
-        mask, keys = _without_repeats(keys, [0])[:, None, None, :], None
-    document_q, document_k = _documents(terms.documents, keys, q, sizes)
-    hidden_rows, hidden_keys = (
-        t if t is None else _intervals(t, 3 if sizes.packed else 4)
-        for t in (terms.hidden_rows, terms.hidden_keys)
-    )
-    return Modifiers(
-        mask=mask,
-        document_q=document_q,
-        document_k=document_k,
-        prefix_lens=None if terms.prefix_lens is None else terms.prefix_lens.contiguous(),
-        hidden_rows=hidden_rows,
-        hidden_keys=hidden_keys,
-        blocks=blocks,
-        block_rows=block_rows,
-        block_cols=block_cols,
-        sink_tokens=terms.sink_tokens,
-        chunk=terms.chunk,
-        top_left=terms.top_left,
-    )
 
 
 def _sizes(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None) -> Sizes:
@@ -371,92 +256,6 @@ def _check_bias_dtype(t: Tensor, q: Tensor) -> None:
         f"bias must be torch.float32 or the dtype of q, {q.dtype}, got {t.dtype}. Cast it with "
         f".to({q.dtype}) or .float()."
     )
-
-
-def _four_dimensions(t: Tensor, sizes: Sizes, keep_repeats: bool) -> Tensor:
-    """(batch|1, num_heads|1, rows|1, keys|1), in which what an expand repeats has size 1."""
-    t = with_leading(t, 4)
-    return t if keep_repeats else _without_repeats(t, [0, 1] if sizes.packed else [0, 1, 2, 3])
-
-
-def _without_repeats(t: Tensor, dims: list[int]) -> Tensor:
-    """``t`` with its expanded dimensions (stride 0) narrowed to 1, so that the kernels know they repeat.
-
-    With a gradient this is done past the expand, from the tensor that was expanded: the kernels then sum over
-    the repeats, and no gradient is written out in full. Where that tensor is unknown, as when compiling, or
-    ``t`` collects a gradient of its own, every element must get its own gradient, and ``t`` stays as it is.
-    """
-    repeated = [dim for dim in dims if t.stride(dim) == 0 and t.shape[dim] > 1]
-    if not repeated:
-        return t
-    if t.requires_grad:
-        base = _expanded_tensor(t)
-        if base is None:
-            return t
-        size = [1 if dim in repeated else n for dim, n in enumerate(t.shape)]
-        return base.as_strided(size, t.stride(), t.storage_offset())
-    for dim in repeated:
-        t = t.narrow(dim, 0, 1)
-    return t
-
-
-def _expanded_tensor(t: Tensor) -> Tensor | None:
-    """The tensor that ``t`` is a view of, if the gradient of ``t`` goes there and nowhere else."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return None
-    base = t._base
-    if base is None or t.is_leaf or t.retains_grad or t._backward_hooks:
-        return None
-    repeats = any(stride == 0 and n > 1 for stride, n in zip(base.stride(), base.shape))
-    is_plain = type(base) in (Tensor, torch.nn.Parameter) and base.dtype == t.dtype
-    return base if is_plain and base.requires_grad and not repeats else None
-
-
-def _both(a: Tensor, b: Tensor, sizes: Sizes) -> Tensor:
-    """a AND b. In packed calls either may end before the other; what is missing hides."""
-    if not sizes.packed:
-        return a & b
-    ends = [_end(a.shape[dim], b.shape[dim]) for dim in (2, 3)]
-    cut = [t[:, :, : ends[0], : ends[1]] for t in (a, b)]
-    return cut[0] & cut[1]
-
-
-def _end(a: int, b: int) -> int:
-    """Size of the intersection of two sizes of which 1 repeats for ever."""
-    if a == 1 or b == 1:
-        return b if a == 1 else a
-    return min(a, b)
-
-
-def _documents(
-    ids: tuple[Tensor, Tensor] | None, keys: Tensor | None, q: Tensor, sizes: Sizes
-) -> tuple[Tensor | None, Tensor | None]:
-    """Ids of rows and keys; a hidden key is one of no document (-1)."""
-    shapes = [(n,) if sizes.packed else (sizes.batch, n) for n in (sizes.q_len, sizes.k_len)]
-    ids_q = ids_k = None
-    if ids is not None:
-        ids_q, ids_k = (t.expand(shape).contiguous() for t, shape in zip(ids, shapes))
-    if keys is not None:
-        if ids_k is None:
-            ids_q = torch.zeros(shapes[0], dtype=torch.int32, device=q.device)
-            ids_k = (keys.to(torch.int32) - 1).contiguous()
-        else:
-            ids_k = ids_k.masked_fill(~keys, -1)
-    return ids_q, ids_k
-
-
-def _intervals(t: Tensor, dims: int) -> Tensor:
-    """Hidden intervals (batch|1, num_heads|1, length, 2 n), packed without batch; contiguous."""
-    return _without_repeats(with_leading(t, dims), list(range(dims - 2))).contiguous()
-
-
-def _elements(block_mask: BlockMask, sizes: Sizes) -> Tensor | None:
-    """The bits of cut blocks written out; on a side on which they repeat, as long as the call."""
-    elements = block_mask.elements
-    if elements is None or block_mask.lengths is None or sizes.packed:
-        return elements
-    ends = [n if own is None else None for own, n in zip(block_mask.lengths, (sizes.q_len, sizes.k_len))]
-    return elements[:, :, : ends[0], : ends[1]]
 
 
 # ---- tensors -------------------------------------------------------------------------------------------

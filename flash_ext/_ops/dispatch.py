@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from .arguments import (
     dropout_rng,
     modifiers_of,
 )
+from .calls import keep_call, kept_call
 from .functorch import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
 from .library import _C
 from .library_mod import modifier_arguments
@@ -217,6 +219,20 @@ def run_modified_fwd(
         want_row_max: also return the largest final score of every row.
         out_dtype: that of out, None for the dtype of q.
     """
+    if out_dtype is None:
+        kept = kept_call(asked, options)
+        if kept is not None:
+            if draws and asked.dropout_p > 0:
+                rng, draws = dropout_rng(q.device, generator), False
+            try:
+                found = kept.fwd(
+                    q, k, v, cu_seqlens_q, cu_seqlens_k, _bound(options[0]), _bound(options[1]), options[2],
+                    asked.sinks, asked.softcap, asked.dropout_p, rng, want_row_max, options[5], options[6],
+                )  # fmt: skip
+            except (TypeError, ValueError, NotImplementedError):
+                found = None  # refused below, in the caller's words
+            if found is not None:
+                return found
     if not _is_compiling():
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         values = (value for value in (asked.mask, asked.bias) if isinstance(value, Value))
@@ -229,8 +245,10 @@ def run_modified_fwd(
         rng = dropout_rng(q.device, generator)
     else:
         rng = _given_rng(q, rng, asked.dropout_p)
-    *first, causal, window, deterministic, backend = options
-    window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, window, rng)
+    *first, causal, asked_window, deterministic, backend = options
+    window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, asked_window, rng)
+    if out_dtype is None:
+        keep_call(q, k, cu_seqlens_q, cu_seqlens_k, asked, causal, asked_window, window, mods)
     options = (*first, False, window, deterministic, backend)
     if mods is None and not want_row_max:
         return *run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
@@ -265,6 +283,19 @@ def run_modified_bwd(
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """The gradients named in ``needs``, in its order; those of q, k and v in ``grad_dtype``."""
+    if grad_dtype is None and needs == GRADIENTS[:3]:
+        kept = kept_call(asked, options)
+        if kept is not None:
+            try:
+                qkv = kept.bwd(
+                    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, _bound(options[0]),
+                    _bound(options[1]), options[2], asked.sinks, asked.softcap, asked.dropout_p, rng,
+                    options[5], options[6],
+                )  # fmt: skip
+            except (TypeError, ValueError, NotImplementedError):
+                qkv = None  # refused below, in the caller's words
+            if qkv is not None:
+                return qkv
     if not _is_compiling():
         _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -463,3 +494,27 @@ def explain_options(
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a str or None, got {type(backend).__qualname__}.")
+
+
+def check_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Any) -> None:
+    """Looks at cu_seqlens on the CPU, where that is free; not at those of a compiler or a transform.
+
+    Raises:
+        ValueError: they decrease or leave the tensors.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return
+    if torch._C._are_functorch_transforms_active():
+        return
+    for name, cu_seqlens, rows in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        # Whatever else is wrong with them is refused below the operators.
+        is_plain = type(cu_seqlens) is Tensor and cu_seqlens.is_cpu
+        if not is_plain or cu_seqlens.dim() != 1 or rows.dim() != 3:
+            return
+        values = cu_seqlens.tolist()
+        for start, end in itertools.pairwise([0, *values, rows.shape[0]]):
+            if start > end:
+                raise ValueError(
+                    f"{name} must start at 0 or later, not decrease, and end within the {rows.shape[0]} rows "
+                    f"that there are, got {end} after {start}."
+                )

@@ -37,6 +37,7 @@ def register_once() -> None:
     register_sharding(torch.ops.flash_ext.bwd.default)(bwd_strategies)
     register_sharding(torch.ops.flash_ext.fwd_mod.default)(fwd_mod_strategies)
     register_sharding(torch.ops.flash_ext.bwd_mod.default)(bwd_mod_strategies)
+    register_sharding(torch.ops.flash_ext.condense.default)(condense_strategies)
 
 
 def fwd_strategies(
@@ -121,6 +122,13 @@ def bwd_mod_strategies(
         arguments += [*[None] * NUM_NUMBERS, *placed, *[None] * len(flags)]
         strategies.append((grads, arguments))
     return strategies
+
+
+def condense_strategies(x: Any, *block_size: Any) -> list[Strategy]:
+    """Batch entries and heads are condensed each for itself; lengths never shard."""
+    lead = len(x.shape) - (1 if len(x.shape) <= 2 else 2)
+    placements = [Replicate(), *(Shard(dim) for dim in range(lead))]
+    return [([placed], [placed, *[None] * len(block_size)]) for placed in placements]
 
 
 def _modifiers(rest: tuple[Any, ...]) -> tuple[Modifiers, tuple[Any, ...]]:

@@ -1,24 +1,36 @@
 """Gradients under ``torch.func`` transforms.
 
-Ordinary autograd of ``fwd`` is in the extension module (csrc/api/autograd.cpp), which costs a training step
-less than a Python function does; that of ``fwd_mod`` is in ops_mod.py. The transforms of
-torch.func accept neither, so they get these functions, which call the same operators.
+Ordinary autograd is in the extension module (csrc/api/autograd.cpp), which costs a training step less than a
+Python function does. The transforms of torch.func do not accept it, so they get these functions, which call
+the same operators.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import library_mod as ops_mod
+from .modifiers import NAMES, NUM_TENSORS
+
+FIRST_MODIFIER = 10  # places in the arguments of fwd_mod
+NUM_FWD_ARGUMENTS = FIRST_MODIFIER + len(NAMES) + 3
+BIAS, SLOPES, SINKS = (FIRST_MODIFIER + NAMES.index(name) for name in ("bias", "slopes", "sinks"))
+
+
+def refuse_tangents(ctx: Any, *_: Any) -> NoReturn:
+    """The derivative in forward mode, of every function here."""
+    raise NotImplementedError(
+        "forward-mode automatic differentiation of attention is not implemented; use reverse mode."
+    )
 
 
 class AttentionFunction(torch.autograd.Function):
     """``flash_ext::fwd`` with ``flash_ext::bwd`` as its gradient; takes the operator's arguments."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -52,17 +64,40 @@ class ModifiedAttentionFunction(torch.autograd.Function):
     """``flash_ext::fwd_mod`` with ``flash_ext::bwd_mod`` as its gradient; takes the operator's arguments."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_ext.fwd_mod.default(*args)
         return result
 
-    setup_context = staticmethod(ops_mod.setup_context)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        out, lse, row_max = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(row_max)
+        first_number = FIRST_MODIFIER + NUM_TENSORS
+        ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5], *inputs[10:first_number])
+        *ctx.modifier_numbers, _, deterministic, path = inputs[first_number:]
+        ctx.numbers = inputs[5:10]
+        ctx.flags = (deterministic or torch.are_deterministic_algorithms_enabled(), path)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return ops_mod.gradients(ModifiedGradientFunction.apply, ctx, dout, dlse)
+        grads: list[Tensor | None] = [None] * NUM_FWD_ARGUMENTS
+        if dout is None and dlse is None:
+            return tuple(grads)
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *modifier_tensors = ctx.saved_tensors
+        need_q, need_k, need_v, *_ = ctx.needs_input_grad
+        needs = [need_q or need_k or need_v, *(ctx.needs_input_grad[at] for at in (BIAS, SLOPES, SINKS))]
+        found = ModifiedGradientFunction.apply(
+            torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse, dlse, cu_seqlens_q,
+            cu_seqlens_k, *ctx.numbers, *modifier_tensors, *ctx.modifier_numbers, *needs, *ctx.flags,
+        )  # fmt: skip
+        for at, grad in zip((0, 1, 2, BIAS, SLOPES, SINKS), found, strict=True):
+            if ctx.needs_input_grad[at]:
+                grads[at] = grad
+        return tuple(grads)
 
 
 class ModifiedGradientFunction(torch.autograd.Function):
@@ -81,14 +116,17 @@ class ModifiedGradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        ops_mod.refuse_second_derivative()
+        raise RuntimeError(
+            "the second derivative of attention is not implemented. F.scaled_dot_product_attention has one "
+            "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+        )
 
 
 def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:class:`ModifiedAttentionFunction` with the operator's arguments, cast as autocast would."""
     q, k, v = cast_as_autocast(*args[:3])
     rest = list(args[3:])
-    bias = ops_mod.BIAS - 3
+    bias = BIAS - 3
     if rest[bias] is not None and rest[bias].dtype not in (torch.float32, q.dtype):
         rest[bias] = rest[bias].float()
     result: tuple[Tensor, Tensor, Tensor] = ModifiedAttentionFunction.apply(q, k, v, *rest)

@@ -1,22 +1,22 @@
 """The operators ``flash_ext::fwd_mod`` and ``flash_ext::bwd_mod``: attention with masks, biases and the rest.
 
 They take the arguments of ``fwd`` and ``bwd`` with the fields of :class:`.modifiers.Modifiers` in between.
-The extension module registers schemas and the GPU implementation (csrc/api/ops.cpp); this module adds the CPU
-implementation, shapes for tracing, gradients, autocast, vmap and FLOP formulas.
+``flash_ext::condense`` brings the tensor of a mask into the form that kernels read. The extension module
+registers schemas, the GPU implementations, autograd and autocast (csrc/api/); this module adds the CPU
+implementations, shapes for tracing, vmap and FLOP formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._cpu import tiles
+from .._cpu import condensed, tiles
 from .library import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
-from .modifiers import NAMES, NUM_TENSORS, Modifiers
+from .modifiers import NAMES, Modifiers
 from .spec import AttnSpec
 
 # ---- arguments -----------------------------------------------------------------------------------------
@@ -27,9 +27,6 @@ from .spec import AttnSpec
 # `wide` is missing where it is False.
 
 NUM_MODIFIERS = len(NAMES)
-FIRST_MODIFIER = 10  # places in the arguments of fwd_mod
-NUM_FWD_ARGUMENTS = FIRST_MODIFIER + NUM_MODIFIERS + 3
-BIAS, SLOPES, SINKS = (FIRST_MODIFIER + NAMES.index(name) for name in ("bias", "slopes", "sinks"))
 
 def modifier_arguments(mods: Modifiers) -> tuple[Any, ...]:
     """The fields in the operators' order; written out, which is fast and which compilers can trace."""
@@ -125,127 +122,26 @@ def fake_bwd_mod(
     )
 
 
-# ---- gradients -----------------------------------------------------------------------------------------
+# ---- condensed masks -----------------------------------------------------------------------------------
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    out, lse, row_max = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max)
-    first_number = FIRST_MODIFIER + NUM_TENSORS
-    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5], *inputs[10:first_number])
-    *ctx.modifier_numbers, _, deterministic, path = inputs[first_number:]
-    ctx.numbers = inputs[5:10]
-    ctx.flags = (deterministic or torch.are_deterministic_algorithms_enabled(), path)
+def cpu_condense(x: Tensor, block_rows: int = 0, block_cols: int = 0) -> Tensor:
+    _C.check_condense(x, block_rows, block_cols)
+    return condensed.condense(x, block_rows, block_cols)
 
 
-def gradients(
-    bwd_mod: Callable[..., tuple[Tensor, ...]], ctx: Any, dout: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the operator's arguments, by ``bwd_mod`` or a function around it."""
-    grads: list[Tensor | None] = [None] * NUM_FWD_ARGUMENTS
-    if dout is None and dlse is None:
-        return tuple(grads)
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *modifier_tensors = ctx.saved_tensors
-    need_q, need_k, need_v, *_ = ctx.needs_input_grad
-    needs = [need_q or need_k or need_v, *(ctx.needs_input_grad[at] for at in (BIAS, SLOPES, SINKS))]
-    found = bwd_mod(
-        torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k,
-        *ctx.numbers, *modifier_tensors, *ctx.modifier_numbers, *needs, *ctx.flags,
-    )  # fmt: skip
-    for at, grad in zip((0, 1, 2, BIAS, SLOPES, SINKS), found, strict=True):
-        if ctx.needs_input_grad[at]:
-            grads[at] = grad
-    return tuple(grads)
+def fake_condense(x: Tensor, block_rows: int = 0, block_cols: int = 0) -> Tensor:
+    register_sharding_rules()
+    _C.check_condense(x, block_rows, block_cols)
+    shape = condensed.condensed_shape(x.shape, x.dtype == torch.bool, block_rows, block_cols)
+    return x.new_empty(shape, dtype=torch.int32)
 
 
-class _Differentiable(torch.autograd.Function):
-    """``fwd_mod`` below autograd, with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _below_autograd(torch.ops.flash_ext.fwd_mod.default, args)
-        setup_context(ctx, args, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return gradients(torch.ops.flash_ext.bwd_mod.default, ctx, dout, dlse)
-
-
-def _differentiable(*args: Any) -> Any:
-    """:class:`_Differentiable`, which has no ``wide``: a gradient of out has its dtype, not that of q."""
-    q, wide = args[0], args[NUM_FWD_ARGUMENTS:]
-    if result_dtype(q, wide) != q.dtype:
-        raise NotImplementedError(
-            "out_dtype: a result wider than q has no gradient; call forward under torch.no_grad(), and "
-            "backward for the gradients."
-        )
-    return _Differentiable.apply(*args[:NUM_FWD_ARGUMENTS])
-
-
-class _DifferentiableOnce(torch.autograd.Function):
-    """``bwd_mod`` below autograd; its own derivative raises instead of being silently zero."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        return _below_autograd(torch.ops.flash_ext.bwd_mod.default, args)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        refuse_second_derivative()
-
-
-def refuse_second_derivative() -> None:
-    raise RuntimeError("derivative for flash_ext::bwd_mod is not implemented")
-
-
-def _below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
-
-
-def _autograd(op: Any, differentiable: Callable[..., Any]) -> Any:
-    """The operator at autograd, as ``differentiable`` where a gradient may be wanted.
-
-    ``torch.library.register_autograd`` would take a millisecond per call, most of it to look up defaults in a
-    schema of 31 arguments that has none.
-    """
-
-    def call(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-            return differentiable(*args)
-        return _below_autograd(op, args)
-
-    return call
-
-
-# ---- autocast ------------------------------------------------------------------------------------------
-
-
-def _autocast(op: Any, device: str, num_cast: int) -> Any:
-    """The operator below autocast, with its first ``num_cast`` arguments (q, k, v, dout, out) in its dtype.
-
-    A bias keeps float32 or autocast's dtype, whichever it has, and else becomes float32.
-    """
-    keys = torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutocastCUDA if device == "cuda" else torch._C.DispatchKey.AutocastCPU
-    )
-    bias_at = num_cast + (7 if num_cast == 3 else 9)
-
-    def call(*args: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        cast = list(args)
-        for at in range(num_cast):
-            if args[at].dtype != torch.float64:
-                cast[at] = args[at].to(dtype)
-        bias = args[bias_at]
-        if bias is not None and bias.dtype not in (torch.float32, cast[0].dtype):
-            cast[bias_at] = bias.float()
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return op(*cast)
-
-    return call
+def vmap_condense(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, block_rows: int = 0, block_cols: int = 0
+) -> tuple[Tensor, int]:
+    own = (x.select(in_dims[0] or 0, i) for i in range(info.batch_size))
+    return torch.stack([torch.ops.flash_ext.condense.default(t, block_rows, block_cols) for t in own]), 0
 
 
 # ---- vmap ----------------------------------------------------------------------------------------------
@@ -275,13 +171,11 @@ if is_built:
     _library = torch.library.Library("flash_ext", "IMPL")
     _library.impl("fwd_mod", cpu_fwd_mod, "CPU")
     _library.impl("bwd_mod", cpu_bwd_mod, "CPU")
-    _library.impl("fwd_mod", _autograd(_ops.fwd_mod.default, _differentiable), "Autograd")
-    _library.impl("bwd_mod", _autograd(_ops.bwd_mod.default, _DifferentiableOnce.apply), "Autograd")
-    for _device in ("CPU", "CUDA"):
-        _library.impl("fwd_mod", _autocast(_ops.fwd_mod.default, _device.lower(), 3), f"Autocast{_device}")
-        _library.impl("bwd_mod", _autocast(_ops.bwd_mod.default, _device.lower(), 5), f"Autocast{_device}")
     torch.library.register_fake("flash_ext::fwd_mod", fake_fwd_mod, lib=_library)
     torch.library.register_fake("flash_ext::bwd_mod", fake_bwd_mod, lib=_library)
+    _library.impl("condense", cpu_condense, "CPU")
+    torch.library.register_fake("flash_ext::condense", fake_condense, lib=_library)
+    torch.library.register_vmap("flash_ext::condense", vmap_condense, lib=_library)
     torch.library.register_vmap("flash_ext::fwd_mod", _mapped_by_calls(_ops.fwd_mod.default), lib=_library)
     torch.library.register_vmap("flash_ext::bwd_mod", _mapped_by_calls(_ops.bwd_mod.default), lib=_library)
     register_flop_formula(_ops.fwd_mod, get_raw=True)(flops_fwd)

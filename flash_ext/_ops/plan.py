@@ -58,7 +58,7 @@ def plan(text: str) -> dict[str, Any]:
 
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
-        docs/performance.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
+        docs/benchmarks.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
         "splits" (of the keys), "gqa_splits" (splits of grouped heads), "reasons" (why other paths refuse).
 
     Raises:

@@ -30,6 +30,8 @@ NAME_IN_4 = "flash_ext"
 
 # Where a mask from here keeps its pattern.
 _ATTRIBUTE = "flash_ext_pattern"
+# And where it keeps the value that all layers are given.
+_VALUE = "flash_ext_mask"
 
 
 @logged
@@ -254,6 +256,17 @@ def _device(cache_position: Tensor | None) -> torch.device | None:
     return None if cache_position is None else cache_position.device
 
 
+def _value(kind: type[masks.Documents] | type[masks.KeyMask], mask: Tensor) -> masks.Mask:
+    """The value of a mask. The library hands one tensor to all layers, which then prepare it once."""
+    if _is_tracing(mask):
+        return kind(mask)
+    value = getattr(mask, _VALUE, None)
+    if type(value) is not kind:
+        value = kind(mask.detach())  # the tensor itself would be kept alive by what it holds
+        setattr(mask, _VALUE, value)
+    return value
+
+
 def _is_tracing(*values: Any) -> bool:
     """Whether values must not be read: while a compiler or a tracer looks on, or a CUDA graph is captured."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
@@ -310,7 +323,7 @@ def attention_forward(
     Raises:
         ValueError: attention weights are asked for, or heads masked.
         NotImplementedError: the paged cache of continuous batching, keys chosen by index, sinks per query.
-        Otherwise as :func:`flash_ext.attention`; it takes no float32 on a GPU.
+        TypeError: float32 on a GPU; the rest as :func:`flash_ext.attention`.
     """
     if counting:
         tally("integrations.transformers")
@@ -341,9 +354,9 @@ def attention_forward(
     elif attention_mask.dim() == 2:
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
         if attention_mask.dtype == torch.int32:
-            options["mask"] = masks.Documents(attention_mask)
+            options["mask"] = _value(masks.Documents, attention_mask)
         elif pattern.padded:
-            options["mask"] = masks.KeyMask(attention_mask)
+            options["mask"] = _value(masks.KeyMask, attention_mask)
     else:
         fitting = _fitting(attention_mask[..., : k.shape[1]], q)
         options["mask" if fitting.dtype == torch.bool else "bias"] = fitting

@@ -145,9 +145,7 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     found += [ModifierCase(alone, ("bias_11qk_odd",), ("mods",)), ModifierCase(alone, ("alibi",), ("mods",))]
     found.append(ModifierCase(alone, ("distance9_before_half",), ("mods",)))
     found.append(ModifierCase(packed([0, 0, 7], [0, 5, 0], num_heads_k=1), ("mask_b1qk", "sinks")))
-    # Calls that hide only: bwd_persistent; the first with a block of keys for every multiprocessor, so that
-    # the pass behind it is bwd_overlapped_postprocess. A head_dim that TMA cannot read keeps it in portable
-    # kernels.
+    # A head_dim that TMA cannot read keeps a call in portable kernels.
     many = Case(batch=10, seqlen_q=192, seqlen_k=150, num_heads=8, num_heads_k=8, head_dim=127)
     some = {"num_heads": 2, "num_heads_k": 1, "tail": 5, "head_dim": 128, "deterministic": True}
     found.append(ModifierCase(many, ("blocks64x128",)))

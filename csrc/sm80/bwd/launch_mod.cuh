@@ -3,16 +3,14 @@
 #pragma once
 
 #include "../../launch.h"
-#include "../../passes/bwd_overlapped_pass.cuh"
 #include "../bwd_dq/kernel.cuh"
 #include "../instances.h"
 #include "kernel.cuh"
-#include "persistent.cuh"
 
 namespace flash_ext::sm80 {
 
 template <typename E, int D, SmemClass kClass>
-std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Plan& plan, const Launch& l) {
+std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Launch& l) {
   switch (l.kernel) {
     case KernelId::kBwdMod80: {
       using T = BwdTraits<E, D, kClass, true>;
@@ -24,17 +22,6 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Plan
     }
     default: break;
   }
-  if constexpr (has_hiding_bwd_sm80(D, kClass)) {
-    if (l.kernel == KernelId::kBwdModPersistent80) {
-      using T = BwdPersistentTraits<E, D, kClass>;
-      return launch_planned(l, bwd_persistent_kernel<T>, T::kThreads, T::kSmemBytes, p.stream, p, m, l.grid);
-    }
-    if (l.kernel == KernelId::kDqConvertOverlapped80) {
-      const int tiles = (p.problem.seqlen_q + kOverlappedRows - 1) / kOverlappedRows;
-      return launch_planned(l, bwd_overlapped_postprocess_kernel<E, D>, kPassThreads, 0, p.stream, p, tiles,
-                            plan.main_launch().grid.blocks);
-    }
-  }
   return not_compiled(l);
 }
 
@@ -42,7 +29,7 @@ template <int D, SmemClass kClass>
 std::string launch_bwd_mod(const BwdCall& c, const Launch& l) {
   const BwdParams p = c.portable(l);
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
-    return launch_bwd_mod_as<E, D, kClass>(p, c.modifiers, c.plan, l);
+    return launch_bwd_mod_as<E, D, kClass>(p, c.modifiers, l);
   });
 }
 

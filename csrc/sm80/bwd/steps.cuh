@@ -16,21 +16,20 @@
 
 namespace flash_ext::sm80 {
 
-// kWithAdded: among the modifiers may be some that add to scores: softcap, slopes, bias.
-template <typename E, int D, SmemClass kSmemClass, bool kWithModifiers = false, bool kWithAdded = kWithModifiers>
+template <typename E, int D, SmemClass kSmemClass, bool kWithModifiers = false>
 struct BwdTraits {
   using Element = E;
   static constexpr SmemClass kClass = kSmemClass;
-  static constexpr bool kMods = kWithModifiers, kAdds = kWithAdded;
+  static constexpr bool kMods = kWithModifiers;
   static constexpr int kHeadDim = D;
-  static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass, kAdds) : bwd_tile_sm80(D, kSmemClass);
+  static constexpr BwdTile kTile = kMods ? bwd_mod_tile_sm80(D, kSmemClass) : bwd_tile_sm80(D, kSmemClass);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n(), kStages = kTile.stages;
   static constexpr int kKeyWarps = kTile.key_warps, kKeyBlocks = kTile.key_blocks, kThreads = kTile.threads();
   static constexpr bool kPaired = kTile.paired;
   static constexpr int kDqRows = kBlockM / kTile.dq_warps_m, kDqWarpsD = kKeyWarps / kTile.dq_warps_m;
   static_assert(kDqRows % 16 == 0 && kKeyWarps % kTile.dq_warps_m == 0);
   // The first warps of the pairs take half of dQ's columns, in whole 16-column steps a warp. (Giving them more,
-  // since the second ones wait for P, was slower: docs/performance.md.) With modifiers they have those to work on.
+  // since the second ones wait for P, was slower: docs/benchmarks.md.) With modifiers they have those to work on.
   static constexpr int kDqSteps = kPaired ? 2 * 16 * kDqWarpsD : 1;
   static constexpr int kDqColsFirst = kMods ? 0 : kPaired ? (D + kDqSteps - 1) / kDqSteps * kDqSteps / 2 : D;
   static constexpr int kDqAhead = 2;
@@ -57,7 +56,7 @@ struct BwdTraits {
   static constexpr int kMaskWords = kBlockN / 32, kMaskBytes = kMods ? kTile.mask_bytes() / kStages : 0;
   static_assert(!kMods || (kBlockN % 32 == 0 && kBlockM * kMaskWords <= kThreads));
   static constexpr int kMaskAt = kTile.smem_bytes(D), kBiasAt = kMaskAt + kStages * kMaskBytes;
-  static constexpr int kSmemBytes = kMaskAt + (kMods ? bwd_mod_extra_sm80(D, kSmemClass, kAdds) : 0);
+  static constexpr int kSmemBytes = kMaskAt + (kMods ? bwd_mod_extra_sm80(D, kSmemClass) : 0);
   static constexpr int kBiasBytes = kSmemBytes - kBiasAt;
   using Stage = std::conditional_t<kBiasBytes != 0, BiasStage<kBlockM, 16 * kKeyBlocks>, NoBiasStage>;
 };
@@ -264,7 +263,7 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
   constexpr int kKeys = 16 * T::kKeyBlocks, kMaskPitch = 4 * T::kMaskWords, kPitch = T::kSlopesWait ? kMaskPitch : 4;
   const bool hides =
       tests != 0 && leave_seen_keys<T::kPartM, kKeys, kMaskPitch, kPitch>(words, score_mod, mask, row0, col0, tests);
-  if constexpr (T::kAdds) {
+  if constexpr (T::kMods) {
     score_mod.template modify<typename T::Element, true, typename T::Stage>(
         acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
           if constexpr (T::kSlopesWait) {

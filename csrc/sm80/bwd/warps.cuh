@@ -43,7 +43,7 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
       modified_weights<T>(acc_p, slopes, scores_of<T>(p, m, work, tile), smem, smem_q + query0 * T::Tile::kRowBytes,
                           stats, mask, bias, p_slot, tile.tests, row0, col0, key0, work.drop_keys[key_warp], lane);
       // Two loops: as one, every call would pay for both.
-      if (T::kAdds && m.softcap > 0.f) {
+      if (m.softcap > 0.f) {
 #pragma unroll
         for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
 #pragma unroll
@@ -112,11 +112,9 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
     } else {
       for_each_block([](float(&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
     }
-    // Addresses made anew: kept since the products, they would be spilled beside all that bwd/persistent.cuh keeps.
-    const int lane_now = T::kMods && !T::kAdds ? ptx::fresh_lane() : lane;
-    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane_now);
+    put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
     multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds,
-                                         T::Tile::by_rows(smem_q, lane_now) + query0 * T::Tile::kRowBytes);
+                                         T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
   }
 }
 

@@ -1,0 +1,47 @@
+"""What each column is called in a picture, and its colour: the same in every picture of the project."""
+
+from __future__ import annotations
+
+OURS = "flash_ext"
+# Okabe and Ito's palette, safe for colour-blind readers, and three more.
+COLOURS = {
+    OURS: "#D55E00",
+    f"{OURS}, deterministic": "#E69F00",
+    f"{OURS}, sm80": "#8C564B",
+    f"{OURS}, sm80, deterministic": "#C49C94",
+    "PyTorch": "#0072B2",
+    "FlashAttention-2 (PyTorch)": "#009E73",
+    "FlashAttention-3": "#000000",
+    "FlashAttention-4": "#56B4E9",
+    "cuDNN": "#CC79A7",
+    "memory-efficient (PyTorch)": "#B8A200",
+    "FlexAttention": "#332288",
+    "materialised": "#7F7F7F",
+}
+_LABELS = {
+    "fa2": "FlashAttention-2 (PyTorch)",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "mem": "memory-efficient (PyTorch)",
+    "flex": "FlexAttention",
+    "math": "materialised",
+    "sdpa": "PyTorch",
+}
+
+
+def label_of(name: str, default: str = "") -> str:
+    """What a picture calls a column.
+
+    Args:
+        name: of the column.
+        default: our path that a call takes by itself in this run, the first of our columns.
+    """
+    path, _, rest = name.partition("-")
+    if rest not in ("", "det"):
+        return _LABELS.get(name, name)
+    ours = path if path in ("sm90", "sm80", "cpu") else ""
+    parts = [OURS if ours else _LABELS.get(path, path)]
+    parts += [ours] if ours and ours != default else []
+    parts += ["deterministic"] if rest else []
+    return ", ".join(parts)

@@ -1,0 +1,107 @@
+#include "prepared.h"
+
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <algorithm>
+
+#include "api.h"
+#include "tensors.h"
+
+namespace flash_ext {
+namespace {
+
+int64_t batch_of(const Tensor& q, const CallArgs& a) {
+  return a.cu_seqlens_q.has_value() ? a.cu_seqlens_q->size(0) - 1 : q.size(0);
+}
+
+// Subclasses in Python and tensors of transforms see the operators with their own arguments.
+bool is_plain_tensor(const Tensor& t) {
+  constexpr c10::DispatchKeySet kOthers({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                         c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+  return !t.key_set().has_any(kOthers);
+}
+
+}  // namespace
+
+PreparedCall::PreparedCall(const Tensor& q, const Tensor& k, const CallArgs& args)
+    : args_(args),
+      is_packed_(args.cu_seqlens_q.has_value()),
+      batch_(batch_of(q, args)),
+      heads_(q.size(-2)),
+      rows_(q.size(-3)),
+      keys_(k.size(-3)),
+      device_(q.device()) {
+  args_.cu_seqlens_q = args_.cu_seqlens_k = args_.sinks = args_.rng = std::nullopt;
+  for (const OptionalTensor* t : {&args_.bias, &args_.mask, &args_.document_q, &args_.document_k, &args_.prefix_lens,
+                                  &args_.hidden_rows, &args_.hidden_keys, &args_.blocks, &args_.slopes}) {
+    has_inference_tensors_ = has_inference_tensors_ || (t->has_value() && (*t)->is_inference());
+  }
+}
+
+void PreparedCall::watch(const std::vector<Tensor>& sources) {
+  for (const Tensor& t : sources) sources_.push_back({t, t._version()});
+}
+
+void PreparedCall::bind_stream() {
+  is_bound_ = device_.is_cuda();
+  if (is_bound_) stream_ = stream_handle(device_);
+}
+
+bool PreparedCall::fits(const Tensor& q, const Tensor& k, const CallArgs& own) const {
+  const bool same_sizes = q.dim() == (is_packed_ ? 3 : 4) && k.dim() == q.dim() &&
+                          own.cu_seqlens_q.has_value() == is_packed_ && q.size(-3) == rows_ && q.size(-2) == heads_ &&
+                          k.size(-3) == keys_ && q.device() == device_;
+  if (!same_sizes || !is_plain_tensor(q) || c10::impl::TorchDispatchModeTLS::stack_len() != 0) return false;
+  if (is_packed_ && own.cu_seqlens_q->dim() != 1) return false;
+  if (batch_of(q, own) != batch_) return false;
+  if (has_inference_tensors_ && !c10::InferenceMode::is_enabled()) return false;
+  const bool unchanged = std::all_of(sources_.begin(), sources_.end(), [](const Source& s) {
+    return s.tensor._version() == s.version && !s.tensor.requires_grad();
+  });
+  if (!unchanged) return false;
+  // What a graph reads is found, and kept for it, by the road that prepares.
+  return !is_bound_ || (stream_handle(device_) == stream_ && !is_capturing(q));
+}
+
+CallArgs PreparedCall::joined(const Tensor& q, const CallArgs& own) const {
+  CallArgs a = args_;
+  a.dlse = own.dlse;
+  a.cu_seqlens_q = own.cu_seqlens_q, a.cu_seqlens_k = own.cu_seqlens_k;
+  a.max_seqlen_q = own.max_seqlen_q, a.max_seqlen_k = own.max_seqlen_k;
+  a.softmax_scale = own.softmax_scale;
+  a.sinks = own.sinks, a.softcap = own.softcap;
+  a.dropout_p = own.dropout_p, a.rng = own.rng;
+  a.want_row_max = own.want_row_max;
+  a.deterministic = own.deterministic, a.path = own.path;
+  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (a.sinks.has_value() && a.sinks->is_floating_point() && a.sinks->scalar_type() != statistic) {
+    a.sinks = a.sinks->to(statistic);
+  }
+  for (int64_t i = 0; i < missing_bias_dims_; ++i) a.bias = a.bias->unsqueeze(0);
+  return a;
+}
+
+std::optional<FwdModResult> PreparedCall::forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const CallArgs& own) const {
+  if (!fits(q, k, own)) return std::nullopt;
+  const CallArgs a = joined(q, own);
+  if (!is_plain_ || a.sinks.has_value() || a.softcap != 0 || a.dropout_p != 0 || a.want_row_max) {
+    return call_fwd_mod(q, k, v, a);
+  }
+  auto [out, lse] = call_fwd(q, k, v, a);
+  return FwdModResult{std::move(out), std::move(lse), Tensor()};
+}
+
+std::optional<BwdResult> PreparedCall::backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                const Tensor& out, const Tensor& lse, const CallArgs& own) const {
+  if (!fits(q, k, own)) return std::nullopt;
+  const CallArgs a = joined(q, own);
+  if (is_plain_ && !a.sinks.has_value() && a.softcap == 0 && a.dropout_p == 0) {
+    return call_bwd(dout, q, k, v, out, lse, a);
+  }
+  auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(dout, q, k, v, out, lse, a);
+  return BwdResult{std::move(dq), std::move(dk), std::move(dv)};
+}
+
+}  // namespace flash_ext

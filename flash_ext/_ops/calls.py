@@ -1,0 +1,154 @@
+"""Calls that are kept: a value holds what the extension needs for the calls in which it stood last.
+
+That is their modifiers, their sizes, and the version counters of the tensors that they were made of
+(csrc/api/prepared.h). A further call costs the host a third of one that reads its arguments in Python. The
+mask keeps it, or the bias of a call without a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .._masks.biases import Bias, DenseBias, terms_of
+from .._masks.value import Mask, Value, is_capturing
+from .arguments import Asked
+from .library import _C
+from .library_mod import modifier_arguments
+from .modifiers import Modifiers
+from .prepared import kept_in
+
+_is_compiling = torch.compiler.is_compiling
+_in_functorch = torch._C._are_functorch_transforms_active
+
+MOST_CALLS = 64
+_NUMBERS = (float, int)
+
+
+def kept_call(asked: Asked, options: tuple[Any, ...]) -> _C.PreparedCall | None:
+    """The call that a mask or bias keeps for these options."""
+    if _is_compiling() or _in_functorch():
+        return None
+    mask, bias, _, softcap, dropout_p = asked
+    try:
+        holder: Any = bias if mask is None else mask
+        partner, call = holder._calls[0 if mask is None else id(bias), options[3], options[4]]
+    except (AttributeError, KeyError, TypeError):
+        return None
+    if mask is not None and partner is not bias:
+        return None
+    scale = options[2]
+    is_plain = type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
+    return call if is_plain and (scale is None or type(scale) in _NUMBERS) else None
+
+
+def keep_call(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    asked: Asked,
+    causal: Any,
+    asked_window: Any,
+    window: tuple[int, int],
+    mods: Modifiers | None,
+) -> None:
+    """Keeps the call for its value, where that may stand for another one."""
+    mask, bias = asked.mask, asked.bias
+    holder = bias if mask is None else mask
+    if _is_compiling() or _in_functorch() or torch._C._len_torch_dispatch_stack():
+        return
+    if not isinstance(holder, Value) or not (bias is None or isinstance(bias, Bias)):
+        return
+    if type(causal) is not bool or type(asked_window) is not tuple or type(q) not in (Tensor, Parameter):
+        return
+    is_plain = mods is None
+    mods = mods or Modifiers()
+    kept = None
+    if isinstance(mask, Mask):
+        kept = kept_in(mask)
+        if kept is None or kept.versions() is None:
+            return
+    sources = list(kept.tensors) if kept is not None else []
+    missing = 0
+    if bias is not None:
+        of_bias = _sources_of_bias(bias, mods)
+        if of_bias is None:
+            return
+        given, made_of = of_bias
+        if given is not None and mods.bias is not None:
+            if q.is_cuda and _may_be_copied(given, q, k):
+                read = with_aligned_rows(mods.bias)
+                made_of = [*made_of, given]
+            else:
+                missing, read = mods.bias.dim() - given.dim(), given
+            mods = replace(mods, bias=read)
+        sources += made_of
+    if sources and q.is_cuda and is_capturing():
+        return
+    call = _C.prepared_call(
+        q, k, cu_seqlens_q, cu_seqlens_k, 0, 0, 1.0, *window, *modifier_arguments(mods)
+    )  # fmt: skip
+    if sources:
+        call.watch(sources)
+        call.bind_stream()
+    call.set_missing_bias_dims(missing)
+    if is_plain:
+        call.set_plain()
+    try:
+        calls = holder._calls
+    except AttributeError:
+        calls = {}
+        object.__setattr__(holder, "_calls", calls)
+    if len(calls) >= MOST_CALLS:
+        calls.clear()
+    partner = None if mask is None else bias
+    calls[0 if mask is None else id(bias), causal, asked_window] = partner, call
+
+
+def _sources_of_bias(bias: Bias, mods: Modifiers) -> tuple[Tensor | None, list[Tensor]] | None:
+    """The tensor that is read in place as the bias, with fewer dimensions, and what the others are made of.
+
+    None where a gradient goes through what was made, or nobody counts the changes of its tensor.
+    """
+    given, made_of = None, []
+    for part in terms_of(bias):
+        (source,) = part._tensors()
+        if isinstance(part, DenseBias) and mods.bias is not None and _is_view_of(mods.bias, source):
+            given = source
+        elif source is not mods.slopes:
+            made_of.append(source)
+    if any(t.requires_grad or t.is_inference() for t in made_of):
+        return None
+    return given, made_of
+
+
+def _may_be_copied(source: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether a bias has rows that calls would copy, forward and backward (csrc/api/modifiers.cpp)."""
+    if source.requires_grad or source.is_inference() or source.shape[-1] == 1:
+        return False
+    if max(q.shape[-3], k.shape[-3]) <= 64:  # kernels of short sequences read it as it is
+        return False
+    piece = 16 // source.element_size()
+    strides = [stride for n, stride in zip(source.shape[:-1], source.stride()) if n > 1]
+    whole = source.stride(-1) == 1 and all(stride % piece == 0 for stride in strides)
+    return not (whole and source.data_ptr() % 16 == 0)
+
+
+def with_aligned_rows(bias: Tensor) -> Tensor:
+    """A copy (batch|1, num_heads|1, rows|1, keys) whose rows begin on 16 bytes."""
+    cols = bias.shape[3]
+    with torch.inference_mode(False), torch.no_grad():
+        rows = bias.new_zeros(*bias.shape[:3], -(-cols // 8) * 8)[..., :cols]
+        return rows.copy_(bias)
+
+
+def _is_view_of(bias: Tensor, source: Tensor) -> bool:
+    """Whether they are the same but for dimensions of size 1 in front."""
+    lead = bias.dim() - source.dim()
+    same = bias.shape[lead:] == source.shape and bias.stride()[lead:] == source.stride()
+    return same and bias.data_ptr() == source.data_ptr() and bias.dtype == source.dtype

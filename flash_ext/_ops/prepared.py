@@ -1,0 +1,362 @@
+"""What masks are to calls: made at the first one, in the form that kernels read, and kept in the mask.
+
+A mask is condensed once for the sizes of a call, its device and its stream. Later calls, forward and backward
+and of every layer, find what was made, as long as the version counters of the mask's tensors say that nobody
+has written them since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._masks.biases import Bias
+from .._masks.block_mask import BlockMask, with_leading
+from .._masks.lower import Terms, terms_for
+from .._masks.value import Mask, Sizes, is_capturing, only_leaf
+from .modifiers import Modifiers
+
+MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
+
+
+class Prepared(NamedTuple):
+    """What a mask is to calls of some sizes.
+
+    Attributes:
+        window: (left, right).
+        mods: with the fields that masks have, their tensors condensed.
+        is_plain: nothing but the window is asked for.
+        sources: version counters of the mask's tensors when this was made; None where nobody keeps it.
+    """
+
+    window: tuple[int, int]
+    mods: Modifiers
+    is_plain: bool
+    sources: list[int] | None = None
+
+
+class Kept:
+    """What a mask keeps.
+
+    Attributes:
+        tensors: those of the mask.
+        made: what it made, by sizes, causal, window and place (device and stream, None without tensors). A
+            leaf also has what the first expression with no other tensors made, without causal and window.
+        in_graphs: those of ``made`` that a CUDA graph reads, for as long as the mask lives.
+    """
+
+    __slots__ = ("in_graphs", "made", "tensors")
+
+    def __init__(self, mask: Mask) -> None:
+        self.tensors = tuple(mask._tensors())
+        self.made: dict[tuple[Any, ...], Prepared] = {}
+        self.in_graphs: list[Prepared] = []
+
+    def versions(self) -> list[int] | None:
+        """Version counters; None for inference tensors, of which nobody counts the changes."""
+        try:
+            return [t._version for t in self.tensors]
+        except RuntimeError:
+            return None
+
+    def refresh(self, mask: Mask) -> None:
+        """See :meth:`flash_ext.masks.Mask.refresh`."""
+        versions = self.versions()
+        capturing = is_capturing()
+        changed = any(found.sources != versions for found in self.made.values())
+        if versions is None or (capturing and (changed or not self.made)):
+            why = "its tensors were made in inference mode" if versions is None else "it is not prepared"
+            raise ValueError(
+                f"refresh: {why}, got {mask!r}: make its tensors outside of torch.inference_mode() and one "
+                "call with the mask as it is, before a CUDA graph is captured."
+            )
+        written: set[int] = set()
+        for key, found in list(self.made.items()):
+            sizes, causal, window, _, device, _ = key
+            held = _tensors(found.mods)
+            if window is None:  # made by an expression that holds this leaf, and can refresh it
+                continue
+            if device is not None and not {*map(id, held)} <= written:
+                with torch.inference_mode(False), torch.no_grad():
+                    fresh = _made(mask, device, sizes, causal, window)
+                    for old, new in zip(held, _tensors(fresh.mods), strict=True):
+                        old.copy_(new)
+                written |= {*map(id, held)}
+            self.made[key] = found._replace(sources=versions)
+
+    def like(self, key: tuple[Any, ...], versions: list[int]) -> Modifiers | None:
+        """What was made for the same sizes at the same place."""
+        same = (key[0], *key[3:])
+        for other, found in list(self.made.items()):
+            if (other[0], *other[3:]) == same and found.sources == versions:
+                return found.mods
+        return None
+
+    def put(self, key: tuple[Any, ...], found: Prepared) -> None:
+        while len(self.made) >= MOST_PREPARED:
+            self.made.pop(next(iter(self.made)), None)
+        self.made[key] = found
+
+
+_NOTHING = Modifiers()
+
+
+def prepared(
+    mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]
+) -> Prepared:
+    """What the mask is to this call; made at the first one and kept in the mask until its tensors change.
+
+    Raises:
+        ValueError: the mask does not fit, no kernel executes it, or a CUDA graph is being captured and no
+            call before has made what this one needs.
+    """
+    if mask is None:
+        right = 0 if causal and window[1] >= -1 else window[1]
+        return Prepared((window[0], right), _NOTHING, True)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        check_devices(mask, "mask", q)
+        return _made(mask, q.device, sizes, causal, window)
+    kept = kept_in(mask)
+    if kept is None or (versions := kept.versions()) is None:
+        check_devices(mask, "mask", q)
+        return _made(mask, q.device, sizes, causal, window)
+    key: tuple[Any, ...] = (sizes, causal, (*window,), torch._C._len_torch_dispatch_stack())
+    stream = None
+    if kept.tensors and q.is_cuda and torch.cuda.is_initialized():
+        if is_capturing():
+            check_devices(mask, "mask", q)
+            return _for_graph(mask, kept, (*key, q.device), versions)
+        # Nothing makes another stream wait for what this one makes.
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+    key = (*key, q.device if kept.tensors else None, stream)
+    found = kept.made.get(key)
+    if found is None or found.sources != versions:
+        check_devices(mask, "mask", q)
+        like = kept.like(key, versions)
+        leaf = None if like is not None else only_leaf(mask)
+        shared = None if leaf is None or leaf is mask else kept_in(leaf)
+        if shared is not None and (of_leaf := shared.versions()) is not None:
+            like = shared.like(key, of_leaf)
+        with torch.inference_mode(False), torch.no_grad():  # other calls may save it for a backward
+            found = _made(mask, q.device, sizes, causal, window, like)
+        found = found._replace(sources=versions)
+        kept.put(key, found)
+        if shared is not None and like is None and of_leaf is not None:
+            shared.put((sizes, None, None, *key[3:]), found._replace(sources=of_leaf))
+        forget_calls(mask)
+    return found
+
+
+def kept_in(mask: Mask) -> Kept | None:
+    """What the mask keeps; None for one that is for one call."""
+    kept: Kept | None
+    try:
+        kept = mask._prepared
+    except AttributeError:
+        kept = Kept(mask)
+        object.__setattr__(mask, "_prepared", kept)
+    return kept
+
+
+def forget_calls(mask: Mask) -> None:
+    """Drops the mask's calls (:func:`flash_ext._ops.dispatch.keep_call`), which hold what was made before."""
+    calls = getattr(mask, "_calls", None)
+    if calls:
+        calls.clear()
+
+
+def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]) -> Prepared:
+    """What was made before the capture, on whichever stream: the capture waits for all of them."""
+    for (*found_key, _), found in reversed(list(kept.made.items())):
+        if (*found_key,) == key and found.sources == versions:
+            if not any(found is one for one in kept.in_graphs):
+                kept.in_graphs.append(found)
+            return found
+    sizes = key[0]
+    raise ValueError(
+        f"mask is not prepared for {sizes.q_len} rows and {sizes.k_len} keys, batch {sizes.batch} and "
+        f"{sizes.num_heads} heads, and a CUDA graph is being captured: make one call with this mask, these "
+        f"sizes and the same causal and window_size before the capture, and keep the mask, got {mask!r}."
+    )
+
+
+def _made(
+    mask: Mask,
+    device: torch.device,
+    sizes: Sizes,
+    causal: bool,
+    window: tuple[int, int],
+    like: Modifiers | None = None,
+) -> Prepared:
+    """``like``: what calls of another causal or window have made, whose tensors are the same."""
+    terms = terms_for(mask, None, sizes, causal, window)
+    if like is None:
+        mods = _of_terms(terms, device, sizes)
+    else:
+        mods = replace(like, sink_tokens=terms.sink_tokens, chunk=terms.chunk, top_left=terms.top_left)
+    has_tensors = any(t is not None for t in _of_masks(mods))
+    is_plain = not (has_tensors or mods.sink_tokens or mods.chunk or mods.top_left)
+    return Prepared((terms.left, terms.right), mods, is_plain)
+
+
+def _tensors(mods: Modifiers) -> list[Tensor]:
+    """What a mask has made, each once."""
+    return list({id(t): t for t in _of_masks(mods) if t is not None}.values())
+
+
+def _of_masks(mods: Modifiers) -> tuple[Tensor | None, ...]:
+    return (
+        mods.mask, mods.document_q, mods.document_k, mods.prefix_lens, mods.hidden_rows, mods.hidden_keys,
+        mods.blocks,
+    )  # fmt: skip
+
+
+def check_devices(value: Mask | Bias, name: str, q: Tensor) -> None:
+    for tensor in value._tensors():
+        if tensor.device != q.device:
+            raise ValueError(
+                f"{name} must be on the device of q, {q.device}, got one on {tensor.device}, {value!r}. "
+                "Move it with .to(q.device)."
+            )
+
+
+def _of_terms(terms: Terms, device: torch.device, sizes: Sizes) -> Modifiers:
+    """What a mask asks for in the form of the operators."""
+    mask, keys = terms.dense, terms.keys
+    if mask is not None:
+        mask = four_dimensions(mask, sizes, keep_repeats=False)
+    blocks, block_rows, block_cols = None, 0, 0
+    if terms.blocks is not None:
+        blocks, (block_rows, block_cols) = terms.blocks.blocks, terms.blocks.block_size
+        blocks = _without_repeats(blocks, [0, 1])
+        elements = _elements(terms.blocks, sizes)
+        if elements is not None:
+            elements = four_dimensions(elements, sizes, keep_repeats=False)
+            mask = elements if mask is None else _both(mask, elements, sizes)
+    if keys is not None and mask is None and terms.documents is None and not sizes.packed:
+        # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
+        mask, keys = _without_repeats(keys, [0])[:, None, None, :], None
+    document_q, document_k = _documents(terms.documents, keys, device, sizes)
+    hidden_rows, hidden_keys = (
+        t if t is None else _intervals(t, 3 if sizes.packed else 4)
+        for t in (terms.hidden_rows, terms.hidden_keys)
+    )
+    of_rows = _condensed(document_q)
+    return Modifiers(
+        mask=_condensed(mask),
+        document_q=of_rows,
+        document_k=of_rows if document_k is document_q else _condensed(document_k),
+        prefix_lens=None if terms.prefix_lens is None else _own(terms.prefix_lens),
+        hidden_rows=_condensed(hidden_rows),
+        hidden_keys=_condensed(hidden_keys),
+        blocks=_condensed(blocks, block_rows, block_cols),
+        block_rows=block_rows,
+        block_cols=block_cols,
+        sink_tokens=terms.sink_tokens,
+        chunk=terms.chunk,
+        top_left=terms.top_left,
+    )
+
+
+def _own(t: Tensor) -> Tensor:
+    """A copy, which stays what it is when the mask's tensor changes."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _condensed(t: Tensor | None, block_rows: int = 0, block_cols: int = 0) -> Tensor | None:
+    """The form that kernels read; a call that is given another one makes it, forward and backward."""
+    if t is None:
+        return None
+    condensed: Tensor = torch.ops.flash_ext.condense.default(t, block_rows, block_cols)
+    return condensed
+
+
+def four_dimensions(t: Tensor, sizes: Sizes, keep_repeats: bool) -> Tensor:
+    """(batch|1, num_heads|1, rows|1, keys|1), in which what an expand repeats has size 1."""
+    t = with_leading(t, 4)
+    return t if keep_repeats else _without_repeats(t, [0, 1] if sizes.packed else [0, 1, 2, 3])
+
+
+def _without_repeats(t: Tensor, dims: list[int]) -> Tensor:
+    """``t`` with its expanded dimensions (stride 0) narrowed to 1, so that the kernels know they repeat.
+
+    With a gradient this is done past the expand, from the tensor that was expanded: the kernels then sum over
+    the repeats, and no gradient is written out in full. Where that tensor is unknown, as when compiling, or
+    ``t`` collects a gradient of its own, every element must get its own gradient, and ``t`` stays as it is.
+    """
+    repeated = [dim for dim in dims if t.stride(dim) == 0 and t.shape[dim] > 1]
+    if not repeated:
+        return t
+    if t.requires_grad:
+        base = _expanded_tensor(t)
+        if base is None:
+            return t
+        size = [1 if dim in repeated else n for dim, n in enumerate(t.shape)]
+        return base.as_strided(size, t.stride(), t.storage_offset())
+    for dim in repeated:
+        t = t.narrow(dim, 0, 1)
+    return t
+
+
+def _expanded_tensor(t: Tensor) -> Tensor | None:
+    """The tensor that ``t`` is a view of, if the gradient of ``t`` goes there and nowhere else."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    base = t._base
+    if base is None or t.is_leaf or t.retains_grad or t._backward_hooks:
+        return None
+    repeats = any(stride == 0 and n > 1 for stride, n in zip(base.stride(), base.shape))
+    is_plain = type(base) in (Tensor, torch.nn.Parameter) and base.dtype == t.dtype
+    return base if is_plain and base.requires_grad and not repeats else None
+
+
+def _both(a: Tensor, b: Tensor, sizes: Sizes) -> Tensor:
+    """a AND b. In packed calls either may end before the other; what is missing hides."""
+    if not sizes.packed:
+        return a & b
+    ends = [_end(a.shape[dim], b.shape[dim]) for dim in (2, 3)]
+    cut = [t[:, :, : ends[0], : ends[1]] for t in (a, b)]
+    return cut[0] & cut[1]
+
+
+def _end(a: int, b: int) -> int:
+    """Size of the intersection of two sizes of which 1 repeats for ever."""
+    if a == 1 or b == 1:
+        return b if a == 1 else a
+    return min(a, b)
+
+
+def _documents(
+    ids: tuple[Tensor, Tensor] | None, keys: Tensor | None, device: torch.device, sizes: Sizes
+) -> tuple[Tensor | None, Tensor | None]:
+    """Ids of rows and keys; a hidden key is one of no document (-1)."""
+    shapes = [(n,) if sizes.packed else (sizes.batch, n) for n in (sizes.q_len, sizes.k_len)]
+    ids_q = ids_k = None
+    if ids is not None:
+        ids_q = ids[0].expand(shapes[0]).contiguous()
+        same = ids[0] is ids[1] and shapes[0] == shapes[1]
+        ids_k = ids_q if same else ids[1].expand(shapes[1]).contiguous()
+    if keys is not None:
+        if ids_k is None:
+            ids_q = torch.zeros(shapes[0], dtype=torch.int32, device=device)
+            ids_k = (keys.to(torch.int32) - 1).contiguous()
+        else:
+            ids_k = ids_k.masked_fill(~keys, -1)
+    return ids_q, ids_k
+
+
+def _intervals(t: Tensor, dims: int) -> Tensor:
+    """Hidden intervals (batch|1, num_heads|1, length, 2 n), packed without batch; contiguous."""
+    return _without_repeats(with_leading(t, dims), list(range(dims - 2))).contiguous()
+
+
+def _elements(block_mask: BlockMask, sizes: Sizes) -> Tensor | None:
+    """The bits of cut blocks written out; on a side on which they repeat, as long as the call."""
+    elements = block_mask.elements
+    if elements is None or block_mask.lengths is None or sizes.packed:
+        return elements
+    ends = [n if own is None else None for own, n in zip(block_mask.lengths, (sizes.q_len, sizes.k_len))]
+    return elements[:, :, : ends[0], : ends[1]]

@@ -17,12 +17,13 @@ MODULES =
 prepared = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV) --extras $(EXTRAS) --modules $(MODULES)) && \
            $$py setup.py --quiet build_ext --inplace
 
-.PHONY: help build test demo docs info bench clean
+.PHONY: help build test demo docs lint info bench clean
 
 help:
 	@echo "make test    run every test this machine can run   (ARGS='-k varlen' picks some)"
 	@echo "make demo    train a small transformer with flash_ext and with PyTorch's attention, side by side"
 	@echo "make docs    build the HTML site in out/docs; a warning is an error"
+	@echo "make lint    check style and types with ruff and mypy"
 	@echo "make build   compile the extension in place"
 	@echo "make info    versions, build flags, GPU and the kernel path that serves it"
 	@echo "make bench   measure attention against every peer found"
@@ -46,6 +47,11 @@ demo:
 	@echo "make demo: the first time sets up $(VENV:auto=.venv) with torch and a plotting library (a minute or two)" >&2
 	@echo "and compiles the kernels (5 minutes on two cores); then trains and measures, in under two minutes" >&2
 	@$(prepared) && $$py -m examples.train $(ARGS)
+
+lint: MODULES = ruff mypy
+lint: EXTRAS = dev
+lint:
+	@$(prepared) && $$py -m ruff check bench csrc examples flash_ext tests setup.py && $$py -m mypy
 
 docs: MODULES = sphinx myst_parser furo
 docs: EXTRAS = docs

@@ -1,8 +1,4 @@
-"""The algorithms of the literature: their worked numbers, their theorems by counting, their known mistakes.
-
-The ids name rows of the project's catalogue of what the source articles state: algorithms, numbers, and
-defects that must not come back.
-"""
+"""The algorithms of the literature: worked numbers, theorems by counting, known mistakes."""
 
 from __future__ import annotations
 

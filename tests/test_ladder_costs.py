@@ -1,7 +1,4 @@
-"""The rest of the ladder: one program per query block, the padding mask, and what each algorithm costs.
-
-As in ``test_ladder.py`` the ids name rows of the project's catalogue of what the source articles state.
-"""
+"""The rest of the ladder: one program per query block, the padding mask, and what each algorithm costs."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_else_is_asked_for_takes_the_modified_kernels(name: str, deterministic: bool) -> None:
     launch = launched(
-        shape={"seqlen_q": ROWS, "seqlen_k": KEYS, "head_dim": 128}, deterministic=deterministic,
-        sinks=torch.zeros(HEADS), **BESIDE[name](),
+        shape={"seqlen_q": ROWS, "seqlen_k": KEYS, "heads_k": HEADS, "head_dim": 128},
+        deterministic=deterministic, sinks=torch.zeros(HEADS), **BESIDE[name](),
     )  # fmt: skip
     assert launch["kernel"] == ("bwd_mod_sm90_hd128_det" if deterministic else "bwd_mod_sm90_hd128")
 

@@ -6,6 +6,7 @@ lose their CUDA context. Each process keeps a note of its test and its case, whi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -66,8 +67,9 @@ def scheduler(config: pytest.Config, log: object, groups: Path) -> object:
     """That of --dist loadgroup, by the groups of a note: names of groups do not reach it with pytest 9.2.
 
     And with what pytest-xdist 3.8 lacks where one process replaces another: it sends tests to a process that
-    has not collected them, and loses tests over the KeyError of that or ends with it; and it gives a process
-    one test at first, which waits there for a second one for ever.
+    has not collected them, and loses tests over the KeyError of that or ends with it; it gives a process
+    one test at first, which waits there for a second one for ever; and it ends where it sends tests to a
+    process that has ended too, which it has not been told of.
     """
     from xdist.scheduler import LoadGroupScheduling
 
@@ -80,6 +82,10 @@ def scheduler(config: pytest.Config, log: object, groups: Path) -> object:
         def schedule(self) -> None:
             group_of.update(read(groups))  # all processes have collected
             super().schedule()
+
+        def _assign_work_unit(self, node) -> None:
+            with contextlib.suppress(OSError):  # what it has of work goes to others when its end is known
+                super()._assign_work_unit(node)
 
         def _reschedule(self, node) -> None:
             if node not in self.registered_collections:

@@ -26,10 +26,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton")
 # What the tensors hold; inputs.py says what each is for.
 DATA_KINDS = ("normal", "outlier", "large", "biased", "rising", "falling", "peaked", "twins", "integer",
-              "zero_q", "tiny", "nan_row", "inf_value")
+              "zero_q", "tiny", "nan_row", "inf_value")  # fmt: skip
 # Requests that must be refused before anything is launched; refusals.py makes them.
 INVALID_KINDS = ("heads_ratio", "kv_heads", "kv_length", "head_dim", "head_dim_wide", "dtype_mix",
-                 "dtype_int", "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch", "path")
+                 "dtype_int", "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch",
+                 "path")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,13 +152,13 @@ COMPILED_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 HEAD_DIMS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 56, 59, 63, 64, 65, 72, 80, 88, 95, 96,
              97, 100, 104, 111, 112, 120, 127, 128, 129, 136, 144, 160, 176, 184, 192, 203, 208, 224, 240,
-             248, 255, 256)
+             248, 255, 256)  # fmt: skip
 
 MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (31, 0)), (False, (64, 64)), (False, (0, 1)),
-         (False, (-1, 3)), (False, (3, -1)), (True, (127, 1)))
+         (False, (-1, 3)), (False, (3, -1)), (True, (127, 1)))  # fmt: skip
 
 SEQLEN_PAIRS = ((1, 1), (1, 129), (5, 3), (17, 64), (63, 65), (64, 64), (65, 127), (113, 203), (128, 128),
-                (128, 217), (129, 1), (200, 256), (257, 100), (300, 300))
+                (128, 217), (129, 1), (200, 256), (257, 100), (300, 300))  # fmt: skip
 
 GROUPS = ((1, 1), (4, 4), (4, 2), (6, 2), (8, 1))
 
@@ -275,7 +276,7 @@ FACTORS: dict[str, tuple] = {
     "packing": ("dense", "varlen", "varlen_tail"),
     "dtype": ("bf16", "fp16"),
     "deterministic": (False, True),
-}
+}  # fmt: skip
 
 
 def covering_cases(strength: int, seed: int = 0) -> list[Case]:

@@ -47,7 +47,7 @@ EDITS = [
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
                  : "r"(at));""",
      "    emu::fail(\"store_tile is not emulated\"), (void)at, (void)w;"),
-]
+]  # fmt: skip
 # Mistakes of synchronisation, by number; each is in the program, and `--fault` turns it on.
 FAULTS = {
     1: ("one wait too few", "sm80/bwd_bias/kernel.cuh", "ptx::cp_async_wait<kAhead - 1>();",
@@ -76,9 +76,9 @@ FAULTS = {
   if (emu::fault != 7) __syncthreads();
   debug_delay();
   float* const entries"""),
-}
+}  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",
-              7: "bwd_bias"}
+              7: "bwd_bias"}  # fmt: skip
 RUNS = {"bwd_bias": 20, "fwd_split": 6}  # of the few cases that each program takes without --all
 
 

@@ -64,7 +64,7 @@ INCLUDES = [
     ("inst/bwd_mod_sm90", ("sm90/",)),
     ("inst/bwd_bias_sm90", ("sm90/",)),
     ("inst/", ("sm80/",)),
-]
+]  # fmt: skip
 TORCH_HEADER = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|caffe2|pybind11)/")
 CUDA_HEADER = re.compile(r"#\s*include\s*[<\"](cuda|cooperative_groups|mma\.h|nv/)")
 

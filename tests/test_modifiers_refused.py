@@ -270,7 +270,7 @@ def test_the_pair_refuses() -> None:
     for keywords, words in (
         ({"needs": ("q", "table")}, "needs must be a tuple of names out of"),
         ({"needs": ("q", "bias")},
-         "needs names bias, the gradient of one DenseBias or RelativePosition in bias=, which is not given"),
+         "bias, the gradient of one DenseBias or RelativePosition in bias=, which is not given"),
         ({"needs": ("slopes",), "bias": by_distance()},
          "needs names slopes, the gradient of an ALiBi in bias=, which is not given"),
         ({"needs": ("bias",), "bias": masks.ALiBi(torch.ones(4))},

@@ -18,9 +18,9 @@ DEFAULT = "8.0 8.0+PTX 9.0a"
 FORMS = "8.0 or newer, e.g. 8.0, 8.6+PTX, 9.0, Hopper, or native for the GPU that is here"
 # As torch.utils.cpp_extension names them.
 NAMES = {"ampere": "8.0 8.6+PTX", "ampere+tegra": "8.7", "ada": "8.9+PTX", "hopper": "9.0+PTX",
-         "blackwell": "10.0 10.3 12.0 12.1+PTX", "blackwell+tegra": "11.0"}
+         "blackwell": "10.0 10.3 12.0 12.1+PTX", "blackwell+tegra": "11.0"}  # fmt: skip
 OLD_NAMES = ("kepler", "kepler+tesla", "maxwell", "maxwell+tegra", "pascal", "pascal+tegra", "volta",
-             "volta+tegra", "turing")
+             "volta+tegra", "turing")  # fmt: skip
 
 
 def chosen() -> tuple[str, ...]:

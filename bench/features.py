@@ -281,9 +281,7 @@ def _relative_position(case: Case, draws: _Draws, *, learns: str = "") -> Asked:
 
     def score(learned: torch.Tensor | None) -> ScoreRule:
         table = asked.table if learned is None else learned
-        return lambda s, b, h, row, col: (
-            s + table[h, entry[(col - row - shift).clamp(-reach, reach) + reach]]
-        )
+        return lambda s, b, h, row, col: s + table[h, entry[(col - row - shift).clamp(-reach, reach) + reach]]
 
     return Asked({"bias": asked}, learns=learns, value_of=masks.RelativePosition, bias=bias, score=score)
 

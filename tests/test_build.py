@@ -72,8 +72,13 @@ SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
 SHORT_TILES = 3  # of 16, 32 and 64 rows
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
-MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_document_ids_kernel",
-               "group_intervals_kernel")
+MASK_PASSES = (
+    "pack_mask_kernel",
+    "group_mask_kernel",
+    "pack_blocks_kernel",
+    "group_document_ids_kernel",
+    "group_intervals_kernel",
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +110,12 @@ def opcodes_of(wanted: str, environment: dict[str, str]) -> dict[tuple[str, str]
     found: dict[tuple[str, str], collections.Counter] = {}
     arch, opcodes = "", collections.Counter()
     opcode = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
-    with subprocess.Popen(["cuobjdump", "-sass", "-arch", wanted, str(module_file())], env=environment,
-                          text=True, stdout=subprocess.PIPE) as listing:
+    with subprocess.Popen(
+        ["cuobjdump", "-sass", "-arch", wanted, str(module_file())],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+    ) as listing:
         for line in listing.stdout:
             if "arch = " in line:
                 arch = line.split("=")[1].strip()
@@ -146,6 +155,7 @@ def static_smem(resources: dict, kernels: tuple[str, ...]) -> int:
 
 # ---- what ptxas said -------------------------------------------------------------------------------------
 
+
 def test_no_kernel_uses_local_memory(resources):
     local = ("stack", "spill_stores", "spill_loads")
     assert [item for item in resources["kernels"] if any(item[key] for key in local)] == []
@@ -165,28 +175,44 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     others = itertools.product(ONE_CLASS + PASSES, DTYPES, HEAD_DIMS, (None,))
     hopper_fwd = itertools.product(HOPPER, DTYPES, HOPPER_HEAD_DIMS, (None,))
     # Both modes of the backward: its deterministic kernels have the same name.
-    hopper_bwd = [*itertools.product(HOPPER_BWD, DTYPES, HOPPER_BWD_HEAD_DIMS, DQ_KINDS),
-                  *itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,)),
-                  *itertools.product(HOPPER_BWD, DTYPES, FEW_ROWS, (2,)),
-                  *itertools.product(HOPPER_BWD_SPLIT, DTYPES, FEW_ROWS, (PLAIN_SCORES,))]
+    hopper_bwd = [
+        *itertools.product(HOPPER_BWD, DTYPES, HOPPER_BWD_HEAD_DIMS, DQ_KINDS),
+        *itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,)),
+        *itertools.product(HOPPER_BWD, DTYPES, FEW_ROWS, (2,)),
+        *itertools.product(HOPPER_BWD_SPLIT, DTYPES, FEW_ROWS, (PLAIN_SCORES,)),
+    ]
     hopper_wide = itertools.product(2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (PLAIN_SCORES,))
-    hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
-                                           (None,))
-    hopper_wide_mod = itertools.product(2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
-                                        WIDE_SCORE_KINDS)
-    hopper_mod = [*itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
-                  *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
-                  *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS)]
+    hopper_wide_passes = itertools.product(
+        HOPPER_BWD_WIDE_PASSES, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS, (None,)
+    )
+    hopper_wide_mod = itertools.product(
+        2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS, WIDE_SCORE_KINDS
+    )
+    hopper_mod = [
+        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
+        *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
+        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS),
+    ]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     # Once for a bias that TMA brings, once for others.
     hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
-    short = [*itertools.product(SHORT_TILES * SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
-             *itertools.product(SHORT_TILES * SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,))]
+    short = [
+        *itertools.product(SHORT_TILES * SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
+        *itertools.product(SHORT_TILES * SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,)),
+    ]
     any_class = [*others, *split, *short, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
-    of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes,
-                 *hopper_mod, *hopper_bwd_mod, *hopper_bwd_bias, *hopper_wide_mod]
+    of_hopper = [
+        *hopper_fwd,
+        *hopper_bwd,
+        *hopper_wide,
+        *hopper_wide_passes,
+        *hopper_mod,
+        *hopper_bwd_mod,
+        *hopper_bwd_bias,
+        *hopper_wide_mod,
+    ]
     for arch in ARCHS:
         hopper = arch == "sm_90a"
         by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
@@ -233,11 +259,14 @@ def test_gate_refuses_local_memory_by_name(stack, stores, loads):
     assert "_Z1kPf" in said and "sm_90a" in said
 
 
-@pytest.mark.parametrize("line", [
-    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized",
-    "ptxas warning : (C7508) setmaxnreg ignored to maintain minimum register requirements.",
-    "ptxas info    : (C7519) Potential Performance Loss: ...",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+        "ptxas warning : (C7508) setmaxnreg ignored to maintain minimum register requirements.",
+        "ptxas info    : (C7519) Potential Performance Loss: ...",
+    ],
+)
 def test_gate_refuses_lost_hopper_instructions(line):
     clean = LOG_OF_ONE_KERNEL.format(stack=0, stores=0, loads=0)
     assert ptxas_log.violations(*ptxas_log.parse_log("a.cu", clean)) == []
@@ -247,12 +276,22 @@ def test_gate_refuses_lost_hopper_instructions(line):
 def test_log_reader_takes_every_number():
     log = LOG_OF_ONE_KERNEL.format(stack=1, stores=2, loads=3)
     (kernel,), warnings = ptxas_log.parse_log("a.cu", log)
-    assert kernel == ptxas_log.KernelResources("a.cu", "_Z1kPf", "sm_90a", registers=40, barriers=1,
-                                               static_smem=16, stack=1, spill_stores=2, spill_loads=3)
+    assert kernel == ptxas_log.KernelResources(
+        "a.cu",
+        "_Z1kPf",
+        "sm_90a",
+        registers=40,
+        barriers=1,
+        static_smem=16,
+        stack=1,
+        spill_stores=2,
+        spill_loads=3,
+    )
     assert warnings == []
 
 
 # ---- machine code ----------------------------------------------------------------------------------------
+
 
 def test_machine_code_holds_what_the_table_lists(resources, machine_code):
     listed = {(item["arch"], item["symbol"]) for item in resources["kernels"]}
@@ -314,6 +353,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
 
 
 # ---- plans against limits --------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def device_switches():
@@ -379,10 +419,13 @@ def test_kernels_without_a_plan_declare_what_their_tiles_leave(resources):
     assert 0 < static_smem(resources, ("bwd_q_mod_kernel", "bwd_bias_kernel")) <= int(most)
 
 
-@pytest.mark.parametrize("compute_capability, smem, reason", [
-    (75, 65536, "below 8.0"),
-    (87, 49152, "shared memory"),
-])
+@pytest.mark.parametrize(
+    "compute_capability, smem, reason",
+    [
+        (75, 65536, "below 8.0"),
+        (87, 49152, "shared memory"),
+    ],
+)
 def test_devices_that_cannot_run_it_are_refused_in_words(device_switches, compute_capability, smem, reason):
     device_switches(compute_capability, smem)
     for direction in ("fwd", "bwd"):
@@ -392,6 +435,7 @@ def test_devices_that_cannot_run_it_are_refused_in_words(device_switches, comput
 
 
 # ---- linking ---------------------------------------------------------------------------------------------
+
 
 def output_of(tool: str, flag: str) -> str:
     """What a tool of binutils says of the module."""

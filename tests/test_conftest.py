@@ -163,9 +163,7 @@ def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path):
     """A hang, a crash and a lost context in three processes: three failures, each with its line."""
     pytest.importorskip("xdist")
     pytest.importorskip("pytest_timeout")
-    done = run_toys(
-        tmp_path, ENDINGS, "-n", "3", "--dist", "loadgroup", "-o", "faulthandler_timeout=1"
-    )
+    done = run_toys(tmp_path, ENDINGS, "-n", "3", "--dist", "loadgroup", "-o", "faulthandler_timeout=1")
     assert "INTERNALERROR" not in done.stdout and done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert re.search("3 failed, 12 passed, [0-3] skipped", done.stdout), done.stdout
     failures = done.stdout[done.stdout.index("= FAILURES =") :]

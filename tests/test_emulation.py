@@ -99,7 +99,8 @@ def copy_sources(folder: Path) -> Path:
     shutil.copy(EMULATION / "cuda_shim.h", csrc / "ptx")
     (csrc / "cuda_runtime.h").write_text("#pragma once\n", encoding="utf-8")
     (csrc / "common" / "debug_delay.cuh").write_text(
-        "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8")
+        "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8"
+    )
     for name, old, new in EDITS:
         replace_once(csrc / name, old, new)
     for _, name, old, new in FAULTS.values():
@@ -112,8 +113,16 @@ def build(folder: Path, name: str) -> Path:
     csrc = copy_sources(folder)
     program = folder / name
     # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.
-    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}",
-               str(EMULATION / f"{name}.cpp"), "-o", str(program)]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-U_FORTIFY_SOURCE",
+        f"-I{csrc}",
+        str(EMULATION / f"{name}.cpp"),
+        "-o",
+        str(program),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return program

@@ -79,9 +79,7 @@ def defined_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int, int]) -
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @on_modifier_tiles
-def test_forward_and_backward_drop_what_the_definition_says(
-    target: Target, head_dim: int, p: float
-) -> None:
+def test_forward_and_backward_drop_what_the_definition_says(target: Target, head_dim: int, p: float) -> None:
     """The mask that the CPU computes, bit for bit, seen in out and in dv, for every tile and group."""
     shapes = [(2, 200, 300, 4, 2), (1, 65, 130, 3, 1)] if target.device == "cuda" else [(2, 40, 70, 4, 2)]
     with target.active():

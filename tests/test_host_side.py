@@ -57,9 +57,7 @@ EMPTY = [
 @on_roads
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("causal", [False, True])
-def test_nothing_to_see(
-    shape: dict[str, int], causal: bool, device: str, road
-) -> None:
+def test_nothing_to_see(shape: dict[str, int], causal: bool, device: str, road) -> None:
     leaves = make_qkv(device, **shape, dtype=torch.bfloat16, requires_grad=True)
     with road():
         out, lse = flash_ext.forward(*leaves, causal=causal)

@@ -19,8 +19,15 @@ pytestmark = pytest.mark.everywhere
 
 
 def run_info(*args: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "flash_ext.info", *args], cwd=ROOT, capture_output=True,
-                          text=True, check=False, timeout=120, env={**os.environ, **environment})
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_ext.info", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,11 +47,14 @@ def test_info_without_a_gpu():
 
 def test_info_tells_what_serves_a_gpu_and_why_the_rest_does_not(monkeypatch):
     """On a pretended GPU: first one that the sm90 path serves, then one that is too old for it."""
-    for compute_capability, said in ((90, "fwd, head_dim 128  path sm90: fwd_sm90_hd128"),
-                                     (75, "fwd, not sm80: compute capability 7.5 is below 8.0")):
+    for compute_capability, said in (
+        (90, "fwd, head_dim 128  path sm90: fwd_sm90_hd128"),
+        (75, "fwd, not sm80: compute capability 7.5 is below 8.0"),
+    ):
         major, minor = divmod(compute_capability, 10)
-        properties = types.SimpleNamespace(name="pretended", major=major, minor=minor, total_memory=2**35,
-                                           multi_processor_count=132)
+        properties = types.SimpleNamespace(
+            name="pretended", major=major, minor=minor, total_memory=2**35, multi_processor_count=132
+        )
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
         facts = {"compute_capability": compute_capability, "num_sms": 132, "smem_per_block": 232448}

@@ -58,6 +58,7 @@ def close(got, expected, atol=1e-12):
 # ---- softmax
 # ------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("softmax", SOFTMAX)
 def test_softmax_of_one_to_four(softmax):
     """The printed digits, from either number of passes."""
@@ -130,6 +131,7 @@ def test_blocks_of_any_sizes_merge(pieces):
 # ---- attention: every algorithm is exact
 # --------------------------------------------------------------------
 
+
 def run_grid(q, k, v, sizes, scale):
     return grid_attention(q[None, None], k[None, None], v[None, None], *sizes, scale)[0, 0]
 
@@ -191,6 +193,7 @@ def test_statistics_are_not_kept_in_half_precision(name):
 
 # ---- FlashAttention, Algorithm 1
 # ----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("sram, head_dim, expected", [
     (1024, 64, (4, 4)), (4096, 16, (16, 64)), (100_000, 64, (64, 391)), (1000, 3, (3, 84)),
@@ -329,6 +332,7 @@ def test_chip_works_on_copies():
 
 # ---- FlashAttention-2
 # ---------------------------------------------------------------------------------------
+
 
 def test_one_logsumexp_per_row():
     """L = m + log l replaces the pair."""

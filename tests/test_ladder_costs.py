@@ -29,6 +29,7 @@ from tests.test_ladder import close, exact, random_qkv
 # ---- the grid
 # -----------------------------------------------------------------------------------------------
 
+
 def test_decode_example():
     """Seqlen 256, block 64, batch 2, 4 heads: 32 programs, number 10 is batch 0, head 2, block 2."""
     assert grid_size(2, 4, 256, 64) == 32
@@ -70,6 +71,7 @@ def test_tile_products_take_one_dtype():
 
 # ---- the padding mask of the article's PyTorch function
 # -----------------------------------------------------
+
 
 def padded_case(batch, num_heads, seqlen=10, head_dim=3, dtype=torch.float64):
     q, k, v = (torch.randn(batch, num_heads, seqlen, head_dim).to(dtype) for _ in range(3))
@@ -137,6 +139,7 @@ def test_the_configuration_of_the_article():
 
 # ---- costs
 # --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("seqlen, per_head, of_16_heads", [
     (1024, "2 MB", "32 MB"), (4096, "32 MB", "512 MB"), (8192, "128 MB", "2 GB"), (32768, "2 GB", "32 GB"),

@@ -74,15 +74,23 @@ PROGRAMS = {"info"}
 
 def source_files(*suffixes: str) -> list[Path]:
     """Files of the project, tracked or about to be, as git sees them."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                            capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if listed.returncode == 0:
         paths = [ROOT / line for line in listed.stdout.splitlines()]
     else:  # an unpacked source archive
         folders = ("csrc", "flash_ext", "tests", "bench", "docs", ".ci")
         paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
-    return sorted(path for path in paths
-                  if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts)
+    return sorted(
+        path
+        for path in paths
+        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts
+    )
 
 
 def relative(path: Path) -> str:
@@ -96,8 +104,10 @@ def cpp_files() -> list[Path]:
 
 def without_comments(text: str) -> str:
     """C++ text with comments blanked, line numbers kept."""
+
     def blank(match: re.Match[str]) -> str:
         return "\n" * match.group().count("\n")
+
     return re.sub(r"/\*.*?\*/|//[^\n]*", blank, text, flags=re.S)
 
 
@@ -112,6 +122,7 @@ def findings(files: list[Path], pattern: re.Pattern[str], code_only: bool = Fals
 
 
 # ---- C++ -------------------------------------------------------------------------------------------------
+
 
 def test_includes_follow_the_layers():
     wrong = []
@@ -145,20 +156,24 @@ def test_launches_go_through_one_checked_helper():
 # A declaration of a 32-bit integer whose value multiplies two sizes, such as `int n = seqlen_q * num_heads`.
 SIZE = r"\w*(?:seqlen|total_|_stride|batch|num_heads|rows)\w*"
 NARROW_PRODUCT = re.compile(
-    rf"\b(?:int|int32_t|unsigned|uint32_t)\s+\w+\s*=(?![^;]*int64_t)[^;]*\b{SIZE}\)?\s*\*\s*\(?[\w.>-]*{SIZE}\b")
+    rf"\b(?:int|int32_t|unsigned|uint32_t)\s+\w+\s*=(?![^;]*int64_t)[^;]*\b{SIZE}\)?\s*\*\s*\(?[\w.>-]*{SIZE}\b"
+)
 
 
 def test_no_32_bit_product_of_sizes():
     assert findings(cpp_files(), NARROW_PRODUCT, code_only=True) == []
 
 
-@pytest.mark.parametrize("line, caught", [
-    ("int n = p.seqlen_q * p.num_heads;", True),
-    ("const int32_t rows = batch * seqlen_q;", True),
-    ("int64_t n = int64_t(p.seqlen_q) * p.num_heads;", False),
-    ("int m = ceil_div(seqlen_q, kBlockM);", False),
-    ("int n = row * kBlockN;", False),
-])
+@pytest.mark.parametrize(
+    "line, caught",
+    [
+        ("int n = p.seqlen_q * p.num_heads;", True),
+        ("const int32_t rows = batch * seqlen_q;", True),
+        ("int64_t n = int64_t(p.seqlen_q) * p.num_heads;", False),
+        ("int m = ceil_div(seqlen_q, kBlockM);", False),
+        ("int n = row * kBlockN;", False),
+    ],
+)
 def test_the_product_rule_itself(line: str, caught: bool):
     assert bool(NARROW_PRODUCT.search(line)) == caught
 
@@ -168,12 +183,18 @@ def test_library_code_prints_nothing():
     assert findings(cpp_files(), host, code_only=True) == []
     for path in source_files(".py"):
         if relative(path).startswith("flash_ext/") and path.stem not in PROGRAMS:
-            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-                     and isinstance(node.func, ast.Name) and node.func.id in ("print", "exit")]
+            calls = [
+                node
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("print", "exit")
+            ]
             assert not calls, f"{relative(path)}:{calls[0].lineno} prints or exits"
 
 
 # ---- Python ----------------------------------------------------------------------------------------------
+
 
 def test_imports_follow_the_contracts():
     """Those of [tool.importlinter] in pyproject.toml."""
@@ -198,10 +219,14 @@ def test_every_package_is_shipped():
 
 # ---- every file ------------------------------------------------------------------------------------------
 
+
 def test_files_stay_short():
     code = source_files(".py", ".h", ".cpp", ".cu", ".cuh", ".sh", ".toml")
-    long = {relative(path): count for path in code
-            if (count := len(path.read_text(encoding="utf-8").splitlines())) > LINE_CEILING}
+    long = {
+        relative(path): count
+        for path in code
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > LINE_CEILING
+    }
     assert long == {}
 
 
@@ -213,7 +238,9 @@ def test_no_drawer_for_everything():
 
 def test_no_word_about_the_machine_it_was_written_on():
     """No path of one machine, no registry host: both would be wrong everywhere else."""
-    places = re.compile(r"(?<![\w.])/(?:work|root|home|opt)/|pypi\.org|pythonhosted|download\.pytorch|"
-                        r"index-url")
+    places = re.compile(
+        r"(?<![\w.])/(?:work|root|home|opt)/|pypi\.org|pythonhosted|download\.pytorch|"
+        r"index-url"
+    )
     files = source_files(".py", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md", ".toml", ".in", "")
     assert findings([path for path in files if path != Path(__file__)], places) == []

@@ -58,8 +58,12 @@ def test_default_is_silent_and_undecorated() -> None:
 @pytest.mark.slow
 def test_levels() -> None:
     names = lines("1")
-    switches = ["enable_sdpa", "PyTorch's attention runs on flash_ext", "disable_sdpa",
-                "PyTorch's attention runs as before"]
+    switches = [
+        "enable_sdpa",
+        "PyTorch's attention runs on flash_ext",
+        "disable_sdpa",
+        "PyTorch's attention runs as before",
+    ]
     assert names == ["attention", *switches, "MultiheadAttention.forward", "flash_attn_func", "forward"]
     full = lines("3")
     assert full[0] == (

@@ -103,9 +103,11 @@ HEADS = 4
 
 def grid(batch: int, heads: int, rows: int, cols: int) -> Callable[[bool], tuple[int, ...]]:
     """A shape whose factors 1 stay 1; packed it has the size of no sequence."""
+
     def shape(is_packed: bool) -> tuple[int, ...]:
         b, r, c = (len(LENS_Q), 40, 75) if is_packed else (2, 45, 70)
         return (b if batch else 1, HEADS if heads else 1, r if rows else 1, c if cols else 1)
+
     return shape
 
 
@@ -115,6 +117,7 @@ def intervals(of_keys: bool, count: int, heads: int, batch: int) -> Callable[[bo
         start = torch.randint(-3, 60, (1 if is_packed else batch, heads, total, count, 1))
         pairs = torch.cat([start, start + torch.randint(0, 25, start.shape)], dim=-1)  # some are empty
         return (pairs[0] if is_packed else pairs).flatten(-2).to(torch.int32)
+
     return draw
 
 
@@ -230,8 +233,14 @@ def test_no_sequence_at_all():
 
 def test_packed_is_dense_laid_end_to_end(small_tiles):
     """The same tensors both ways, dropout included, which goes by the index of the sequence."""
-    fields = everything(False) | documents(False) | {
-        "hidden_rows": intervals(True, 2, HEADS, 2)(False), "hidden_keys": intervals(False, 1, 1, 2)(False)}
+    fields = (
+        everything(False)
+        | documents(False)
+        | {
+            "hidden_rows": intervals(True, 2, HEADS, 2)(False),
+            "hidden_keys": intervals(False, 1, 1, 2)(False),
+        }
+    )
     problem, spec = dense(2, 45, 70, HEADS, 2), AttnSpec(0.6, -1, 3)
     expected = run(problem, spec, Modifiers(**fields))
     for name in ("document_q", "document_k"):
@@ -251,6 +260,7 @@ def test_packed_is_dense_laid_end_to_end(small_tiles):
 
 
 # ---- Gradients -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("pattern", list(itertools.product([0, 1], repeat=4)), ids=str)
 def test_bias_gradient_of_every_broadcast(pattern, small_tiles):
@@ -374,13 +384,16 @@ def test_the_lowest_number_is_no_mask(lowest, dtype, small_tiles):
     """Rows with it everywhere weigh all keys alike, forward and backward; -inf empties a row."""
     problem = dense(1, 20, 30, 2, 1)
     problem.q, problem.k, problem.v, problem.dout, problem.dlse = (
-        x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout, problem.dlse))
+        x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout, problem.dlse)
+    )
     bias = torch.randn(1, 1, 20, 30)
     bias[0, 0, 3:6] = torch.finfo(lowest).min
     bias[0, 0, 8:11] = -INF
     bias[0, 0, 15, ::2], bias[0, 0, 16, ::2] = torch.finfo(lowest).min, -INF
-    expected, got = expected_of(problem, AttnSpec(0.5), Modifiers(bias=bias)), run(
-        problem, AttnSpec(0.5), Modifiers(bias=bias))
+    expected, got = (
+        expected_of(problem, AttnSpec(0.5), Modifiers(bias=bias)),
+        run(problem, AttnSpec(0.5), Modifiers(bias=bias)),
+    )
     if lowest != torch.float16:  # nothing of q.k is left beside so large a number
         mean = problem.v[0, :, 0].mean(0)
         torch.testing.assert_close(got["out"][0, 3:6], mean.expand(3, 2, -1))
@@ -413,6 +426,7 @@ def test_low_precision(dtype):
 
 
 # ---- Dropout ---------------------------------------------------------------------------------------------
+
 
 def test_dropout_shows_its_mask_forward_and_backward(monkeypatch):
     """With v = 1 of n, out is the weights and dv their transpose, on tiles of any size."""
@@ -482,8 +496,10 @@ def test_hidden_intervals_are_half_open(count, small_tiles):
 def test_whole_masks(value):
     """Of one value everywhere."""
     problem = dense(1, 40, 50, 2, 1)
-    for mods in (Modifiers(mask=torch.full((1, 1, 1, 1), value)),
-                 Modifiers(blocks=torch.full((1, 1, 3, 4), value), block_rows=16, block_cols=16)):
+    for mods in (
+        Modifiers(mask=torch.full((1, 1, 1, 1), value)),
+        Modifiers(blocks=torch.full((1, 1, 3, 4), value), block_rows=16, block_cols=16),
+    ):
         got = run(problem, AttnSpec(0.6), mods)
         if value:
             plain = run(problem, AttnSpec(0.6), Modifiers())

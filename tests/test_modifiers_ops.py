@@ -437,9 +437,7 @@ def test_every_modifier_compiles(device: str) -> None:
     prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
     blocks = masks.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
 
-    def layer(
-        q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor
-    ) -> Tensor:
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor) -> Tensor:
         given = values(
             causal=True, window=(12, -1), chunk=9, sink_tokens=1, prefix_lens=prefixes, documents=ids,
             keys=present, hidden_rows=intervals, hidden_keys=intervals, blocks=blocks, slopes=slopes,
@@ -512,6 +510,7 @@ def test_the_mask_with_a_warning_compiles() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_relative_position_bias_compiles(backend: str, device: str) -> None:
     """One graph for many lengths; the object is made inside, or outside of a table that is no input."""
+
     def layer(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         bias = masks.RelativePosition(table.t(), max_distance=20)
         return flash_ext.attention(q, k, v, bias=bias, causal=True).float().sin().sum()

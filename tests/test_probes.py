@@ -47,6 +47,7 @@ def test_probes_fit_empty_problems(case):
 
 # ---- planted faults: each takes what the implementation takes and is wrong in one way ----------------------
 
+
 def shifted_window(left: int, right: int):
     def forward(q, k, v, spec, *cu_seqlens):
         wrong = dataclasses.replace(
@@ -55,6 +56,7 @@ def shifted_window(left: int, right: int):
             window_right=max(spec.window_right + right, 0) if spec.window_right >= 0 else -1,
         )
         return tiled_forward(q, k, v, wrong, *cu_seqlens)
+
     return forward
 
 
@@ -155,6 +157,7 @@ def test_sparse_dout_catches_faulty_gradients(fault):
 
 
 # ---- the gates ---------------------------------------------------------------------------------------------
+
 
 class TestGates:
     ref = torch.randn(2, 200, 2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

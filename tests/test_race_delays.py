@@ -14,6 +14,8 @@ from tests.tools.planted import CONTROL, MUTANTS
 
 CSRC = ROOT / "csrc"
 CPU = TARGETS["cpu"]
+
+
 def test_cases_reach_every_kind_of_kernel_with_modifiers():
     found = race_delays.modifier_cases()
     for deterministic in (False, True):

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests import conftest
+from tests import conftest, silence
 
 ROOT = Path(__file__).resolve().parents[1]
 # The CPU taken for a GPU, in a suite of toys.
@@ -32,16 +32,11 @@ from tests.conftest import *
 
 
 def run_toys(folder: Path, toys: str, *options: str) -> subprocess.CompletedProcess:
-    """Begun again where pytest-xdist waits for ever for a process that replaces another: once in ten runs."""
     (folder / "conftest.py").write_text(PRETENDED_GPU)
     (folder / "test_toy.py").write_text(textwrap.dedent(toys))
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(folder)]
     command += [*options, str(folder)]
-    how = dict(cwd=folder, capture_output=True, text=True, check=False)
-    for seconds in (60, 90):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return subprocess.run(command, **how, timeout=seconds)
-    return subprocess.run(command, **how, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_a_terminated_run_says_what_it_did(tmp_path: Path):
@@ -174,6 +169,45 @@ def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path):
     }.items():
         assert f"FAILED test_toy.py::{name}" in failures and words in failures, failures
     assert "in test_hangs" in done.stderr  # its stack
+
+
+class Process:
+    """One of several, as a scheduler of pytest-xdist sees it."""
+
+    shutting_down = has_ended = False
+
+    def __init__(self, name: str) -> None:
+        self.gateway, self.given = SimpleNamespace(id=name), []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        if self.has_ended:
+            raise OSError("cannot send (already closed?)")
+        self.given += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_work_of_two_processes_that_end_at_once_goes_to_others(tmp_path: Path):
+    """The word of the second end comes when it was already given tests of the first."""
+    pytest.importorskip("xdist")
+    config = SimpleNamespace(
+        option=SimpleNamespace(loadscopereorder=True),
+        getvalue=lambda name: ["popen"] * (3 if name == "tx" else 0),
+    )
+    scheduler = silence.scheduler(config, None, tmp_path / "groups")
+    first, second, third = processes = [Process(name) for name in ("gw0", "gw1", "gw2")]
+    tests = [f"test_toy.py::test_{i}" for i in range(12)]
+    for process in processes:
+        scheduler.add_node(process)
+        scheduler.add_node_collection(process, tests)
+    scheduler.schedule()
+    second.has_ended = True
+    begun = [tests[process.given[0]] for process in (first, second)]
+    assert [scheduler.remove_node(process) for process in (first, second)] == begun
+    for place in third.given:  # grows meanwhile
+        scheduler.mark_test_complete(third, place)
+    assert sorted(third.given) == list(range(12)) and third.shutting_down
 
 
 class Item:

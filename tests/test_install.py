@@ -547,7 +547,7 @@ def test_make_asks_for_the_extras_of_each_target():
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
         return re.search(r"--extras(.*?)--modules", done.stdout).group(1).strip()
 
-    extras = {"build": "", "info": "", "demo": "demo", "bench": "demo", "test": "test demo"}
+    extras = {"build": "", "info": "", "demo": "demo", "bench": "demo", "lint": "dev", "test": "test demo"}
     assert {name: asked(name) for name in extras} == extras
     assert set(asked("test").split()) <= set(pins.pyproject()["project"]["optional-dependencies"])
 

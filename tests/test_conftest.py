@@ -88,56 +88,29 @@ def test_a_turn_alone_waits_for_the_others_and_comes_before_later_ones(tmp_path:
         assert inside == expected
 
 
-def test_tests_marked_alone_run_alone_and_small_tiles_in_one_process(tmp_path: Path):
-    """In three processes."""
-    pytest.importorskip("xdist")
-    toys = f"""
-        import time, pytest
-        pytestmark = pytest.mark.gpu
-        def note(name):
-            start = time.time()
-            time.sleep(0.3)
-            with open({str(tmp_path / "log")!r}, "a") as log:
-                log.write(f"{{name}} {{start}} {{time.time()}}\\n")
-        @pytest.mark.parametrize("i", range(9))
-        def test_shared(i):
-            note("shared")
-        class Target:
-            switches = (("smem_per_block", 1),)
-        @pytest.mark.parametrize("i", range(4))
-        @pytest.mark.parametrize("target", [Target()])
-        def test_small_tiles(target, i):
-            note("small-tiles")
-        @pytest.mark.alone
-        @pytest.mark.parametrize("i", range(3))
-        def test_alone(i):
-            note("alone")
-        """
-    done = run_toys(tmp_path, toys, "-n", "3", "--dist", "loadgroup")
-    assert "16 passed" in done.stdout, done.stdout + done.stderr
-    lines = (tmp_path / "log").read_text().splitlines()
-    times = [(name, float(a), float(b)) for name, a, b in map(str.split, lines)]
-    alone, tiles, shared = (
-        [t[1:] for t in times if t[0] == name] for name in ("alone", "small-tiles", "shared")
-    )
-    assert (len(alone), len(tiles), len(shared)) == (3, 4, 9)
-
-    def meet(pairs: Iterable[tuple]) -> bool:
-        return any(a < d and c < b for (a, b), (c, d) in pairs)
-
-    assert not meet(itertools.product(alone, shared + tiles))
-    assert not meet(itertools.combinations(tiles, 2))
-    assert meet(itertools.combinations(shared, 2))
-
-
-ENDINGS = """
+TOYS = """
     import ctypes, time, pytest
     from tests import silence
     pytestmark = pytest.mark.gpu
+    def note(name):
+        start = time.time()
+        time.sleep(0.2)
+        with open({log!r}, "a") as log:
+            log.write(f"{{name}} {{start}} {{time.time()}}\\n")
+    class Target:
+        switches = (("smem_per_block", 1),)
+    @pytest.mark.parametrize("i", range(4))
+    @pytest.mark.parametrize("target", [Target()])
+    def test_small_tiles(target, i):
+        note("small-tiles")
+    @pytest.mark.alone
+    @pytest.mark.parametrize("i", range(3))
+    def test_alone(i):
+        note("alone")
     @pytest.mark.parametrize("i", range(6))
     def test_before(i, pytestconfig):
         assert pytestconfig.option.maxworkerrestart in ("0", silence.REPLACED_PROCESSES)
-        time.sleep(0.1)
+        note("shared")
     @pytest.mark.timeout(2, method="thread")
     def test_hangs():
         silence.WATCH.alive("the line that repeats a hang")
@@ -149,18 +122,22 @@ ENDINGS = """
         silence.lose_context("the line that repeats a loss")
     @pytest.mark.parametrize("i", range(6))
     def test_after(i):
-        time.sleep(0.1)
+        note("shared")
     """
 
 
 @pytest.mark.slow
-def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path):
-    """A hang, a crash and a lost context in three processes: three failures, each with its line."""
+def test_turns_of_three_processes_and_what_ends_one(tmp_path: Path):
+    """Tests marked alone run alone, small tiles in one process at a time; a hang, a crash and a lost context
+    are three failures, each with its line, and the rest runs.
+    """
     pytest.importorskip("xdist")
     pytest.importorskip("pytest_timeout")
-    done = run_toys(tmp_path, ENDINGS, "-n", "3", "--dist", "loadgroup", "-o", "faulthandler_timeout=1")
+    log = tmp_path / "log"
+    several = ["-n", "3", "--dist", "loadgroup", "-o", "faulthandler_timeout=1"]
+    done = run_toys(tmp_path, TOYS.format(log=str(log)), *several)
     assert "INTERNALERROR" not in done.stdout and done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert re.search("3 failed, 12 passed, [0-3] skipped", done.stdout), done.stdout
+    assert re.search("3 failed, 19 passed, [0-3] skipped", done.stdout), done.stdout
     failures = done.stdout[done.stdout.index("= FAILURES =") :]
     for name, words in {
         "test_hangs": "the line that repeats a hang",
@@ -169,6 +146,18 @@ def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path):
     }.items():
         assert f"FAILED test_toy.py::{name}" in failures and words in failures, failures
     assert "in test_hangs" in done.stderr  # its stack
+    times = [(name, float(a), float(b)) for name, a, b in map(str.split, log.read_text().splitlines())]
+    alone, tiles, shared = (
+        [t[1:] for t in times if t[0] == name] for name in ("alone", "small-tiles", "shared")
+    )
+    assert (len(alone), len(tiles), len(shared)) == (3, 4, 12)
+
+    def meet(pairs: Iterable[tuple]) -> bool:
+        return any(a < d and c < b for (a, b), (c, d) in pairs)
+
+    assert not meet(itertools.product(alone, shared + tiles))
+    assert not meet(itertools.combinations(tiles, 2))
+    assert meet(itertools.combinations(shared, 2))
 
 
 class Process:

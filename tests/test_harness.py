@@ -284,7 +284,7 @@ def test_watchdog_survives_a_hang_and_a_crash() -> None:
     short = dense(1, 8, 8, 1, 1, 8)
     endless = dense(1, 9000, 9000, 8, 8, 256)
     cases = [short, endless, short, short.replace(data="no such kind")]
-    problems = [o.problem for o in run_guarded(cases, CPU, seconds=6)]
+    problems = [o.problem for o in run_guarded(cases, CPU, seconds=3)]
     assert [bool(p) for p in problems] == [False, True, False, True], problems
     assert "no answer" in problems[1] and "unknown data kind" in problems[3]
     # A child that knows no such target dies at once: each of its cases is one child's last.

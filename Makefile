@@ -13,9 +13,10 @@ ARGS ?=
 EXTRAS =
 MODULES =
 
-# Shell text that sets $$py to the interpreter of the prepared environment, with the extension built in place.
-prepared = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV) --extras $(EXTRAS) --modules $(MODULES)) && \
-           $$py setup.py --quiet build_ext --inplace
+# Shell text that sets $$py to the interpreter of an environment that has the extras; then with the extension built in
+# place.
+environment = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV) --extras $(EXTRAS) --modules $(MODULES))
+prepared = $(environment) && $$py setup.py --quiet build_ext --inplace
 
 .PHONY: help build test demo docs lint info bench clean
 
@@ -23,7 +24,7 @@ help:
 	@echo "make test    run every test this machine can run   (ARGS='-k varlen' picks some)"
 	@echo "make demo    train a small transformer with flash_ext and with PyTorch's attention, side by side"
 	@echo "make docs    build the HTML site in out/docs; a warning is an error"
-	@echo "make lint    check style and types with ruff and mypy"
+	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make build   compile the extension in place"
 	@echo "make info    versions, build flags, GPU and the kernel path that serves it"
 	@echo "make bench   measure attention against every peer found"
@@ -39,7 +40,7 @@ side_by_side = $$($$py -c "import importlib.util as u; print('-n auto --maxproce
 test: MODULES = pytest hypothesis numpy
 test: EXTRAS = test demo
 test:
-	@$(prepared) && $$py -m pytest --all $(side_by_side) $(ARGS)
+	@$(prepared) && $$py -m pytest $(side_by_side) $(ARGS)
 
 demo: MODULES = numpy
 demo: EXTRAS = demo
@@ -48,10 +49,15 @@ demo:
 	@echo "and compiles the kernels (5 minutes on two cores); then trains and measures, in under two minutes" >&2
 	@$(prepared) && $$py -m examples.train $(ARGS)
 
-lint: MODULES = ruff mypy
+PYTHON_SOURCES = bench csrc examples flash_ext tests setup.py
+# Not yet asked of csrc, 702 lines of which are laid out otherwise: add $(cpp_layout) to lint: when they are not.
+cpp_layout = && git ls-files -z csrc | grep -zE '[.](h|cpp|cu|cuh)$$' | xargs -0 $$(dirname $$py)/clang-format --dry-run --Werror
+
+lint: MODULES = ruff mypy importlinter
 lint: EXTRAS = dev
 lint:
-	@$(prepared) && $$py -m ruff check bench csrc examples flash_ext tests setup.py && $$py -m mypy
+	@$(environment) && $$py -m ruff check $(PYTHON_SOURCES) && $$py -m ruff format --check $(PYTHON_SOURCES) && \
+	$$py -m mypy && $$(dirname $$py)/lint-imports --no-cache --no-logo
 
 docs: MODULES = sphinx myst_parser furo
 docs: EXTRAS = docs

@@ -293,9 +293,7 @@ def relative_position(case: Case, draws: Draws, *, learns: str = "", bidirection
 
     def score(learned: torch.Tensor | None) -> ScoreRule:
         table = asked.table if learned is None else learned
-        return lambda s, b, h, row, col: (
-            s + table[h, entry[(col - row - shift).clamp(-reach, reach) + reach]]
-        )
+        return lambda s, b, h, row, col: s + table[h, entry[(col - row - shift).clamp(-reach, reach) + reach]]
 
     return Asked({"bias": asked}, learns=learns, value_of=bias_of, bias=bias, score=score)
 

@@ -83,8 +83,12 @@ def main() -> None:
             if rank == 0:
                 together = own.item()
                 line = {
-                    "case": name, "processes": world, "length": length, "seconds_alone": round(alone, 5),
-                    "seconds": round(together, 5), "tokens_per_second": round(length / together),
+                    "case": name,
+                    "processes": world,
+                    "length": length,
+                    "seconds_alone": round(alone, 5),
+                    "seconds": round(together, 5),
+                    "tokens_per_second": round(length / together),
                     "efficiency": round(alone / (world * together), 3),
                     "device": torch.cuda.get_device_name() if on_gpu else "cpu",
                 }

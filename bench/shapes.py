@@ -347,9 +347,7 @@ FEATURE_NAMES = (
 )
 
 
-def _features(
-    prefix: str, batch: int, seqlen: int, num_heads: int, head_dim: int, **options
-) -> list[Case]:
+def _features(prefix: str, batch: int, seqlen: int, num_heads: int, head_dim: int, **options) -> list[Case]:
     """One case per mask, bias and modifier, all of one shape."""
     return [
         _dense(

@@ -332,7 +332,7 @@ def causal_mask(rows: slice, cols: slice, offset: int) -> Tensor:
 
 
 def tile_kind(rows: slice, cols: slice, offset: int) -> str:
-    """"skip" if a causal mask hides the whole tile, "full" if it hides nothing of it, else "partial".
+    """What a causal mask hides of a tile: "skip" if the whole, "full" if nothing, else "partial".
 
     A tile needs no mask if its last column is visible to its first row: every column at or before every row.
     ``offset`` is seqlen_k - seqlen_q.

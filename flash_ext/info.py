@@ -72,8 +72,13 @@ def _runtime() -> dict[str, Any]:
 
 def _driver_version() -> str | None:
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                              capture_output=True, text=True, check=True, timeout=20)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     lines = done.stdout.split()
@@ -100,8 +105,16 @@ def _served(direction: str, device: int) -> dict[str, Any]:
     refused: dict[str, str] = {}
     for head_dim in HEAD_DIMS:
         try:
-            plan = ops._C.plan(direction, seqlen_q=4096, seqlen_k=4096, num_heads=16, num_heads_k=16,
-                               head_dim=head_dim, head_dim_v=head_dim, device=device)
+            plan = ops._C.plan(
+                direction,
+                seqlen_q=4096,
+                seqlen_k=4096,
+                num_heads=16,
+                num_heads_k=16,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                device=device,
+            )
         except RuntimeError as error:  # the device cannot be read
             return {"kernels": {}, "refused": {"all": str(error)}}
         chosen[str(head_dim)] = {"path": plan["path"], "kernel": plan.get("kernel")}
@@ -154,20 +167,27 @@ def as_text(info: dict[str, Any]) -> str:
     for device in info["devices"]:
         lines += _device_lines(device)
     if not info["devices"]:
-        lines += ["no GPU is visible to torch: tensors on the CPU are served by path cpu "
-                  f"({info['cpu']['threads']} threads)"]
+        lines += [
+            "no GPU is visible to torch: tensors on the CPU are served by path cpu "
+            f"({info['cpu']['threads']} threads)"
+        ]
     sdpa = info["sdpa"]
-    lines += ["", f"torch SDPA    flash attention by {sdpa['flash_attention']}",
-              f"  order       {', '.join(sdpa['order'])}"]
+    lines += [
+        "",
+        f"torch SDPA    flash attention by {sdpa['flash_attention']}",
+        f"  order       {', '.join(sdpa['order'])}",
+    ]
     found = [f"{name} {version}" for name, version in info["packages"].items() if version]
     lines += ["", f"also here     {', '.join(found) or 'none of ' + ', '.join(OTHER_PACKAGES)}"]
     return "\n".join(lines)
 
 
 def _device_lines(device: dict[str, Any]) -> list[str]:
-    lines = [f"GPU {device['index']}         {device['name']}, "
-             f"compute capability {device['compute_capability']}, "
-             f"{device['num_sms']} SMs, {device['memory_gib']} GiB"]
+    lines = [
+        f"GPU {device['index']}         {device['name']}, "
+        f"compute capability {device['compute_capability']}, "
+        f"{device['num_sms']} SMs, {device['memory_gib']} GiB"
+    ]
     for direction, served in device.get("paths", {}).items():
         for head_dim, choice in served["kernels"].items():
             serves = f"path {choice['path']}: {choice['kernel']}" if choice["path"] else "no path"
@@ -177,8 +197,9 @@ def _device_lines(device: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flash_ext.info",
-                                     description="What is installed and what runs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_ext.info", description="What is installed and what runs."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--plan", metavar="CALL", help=planned.HELP)
     args = parser.parse_args()

@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,10 +26,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton")
 # What the tensors hold; inputs.py says what each is for.
 DATA_KINDS = ("normal", "outlier", "large", "biased", "rising", "falling", "peaked", "twins", "integer",
-              "zero_q", "tiny", "nan_row", "inf_value")
+              "zero_q", "tiny", "nan_row", "inf_value")  # fmt: skip
 # Requests that must be refused before anything is launched; refusals.py makes them.
 INVALID_KINDS = ("heads_ratio", "kv_heads", "kv_length", "head_dim", "head_dim_wide", "dtype_mix",
-                 "dtype_int", "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch", "path")
+                 "dtype_int", "window_low", "scale_nan", "scale_inf", "last_stride", "rank", "batch",
+                 "path")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Case:
     per entry of ``lens_q`` / ``lens_k``, then ``tail`` rows that belong to no sequence; ``batch``,
     ``seqlen_q`` and ``seqlen_k`` are then ignored.
     """
+
+    PROGRAM: ClassVar[str] = "tests.tools.fuzz"  # repeats one with --repro
 
     dtype: str = "bf16"
     batch: int = 1
@@ -110,8 +113,11 @@ class Case:
 
     def to_json(self) -> str:
         """The fields that differ from the defaults, as one line of JSON."""
-        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-                 if getattr(self, f.name) != f.default}
+        shown = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
         return json.dumps(shown, separators=(",", ":"))
 
     @staticmethod
@@ -134,11 +140,27 @@ def packed(lens_q: list[int], lens_k: list[int], **fields: Any) -> Case:
     return Case(lens_q=tuple(lens_q), lens_k=tuple(lens_k), **fields)
 
 
-def dense(batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, num_heads_k: int, head_dim: int,
-          head_dim_v: int | None = None, **fields: Any) -> Case:
+def dense(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    num_heads: int,
+    num_heads_k: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    **fields: Any,
+) -> Case:
     """A dense case in the order of the gauntlet's notation."""
-    return Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads,
-                num_heads_k=num_heads_k, head_dim=head_dim, head_dim_v=head_dim_v, **fields)
+    return Case(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads=num_heads,
+        num_heads_k=num_heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        **fields,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,13 +171,13 @@ COMPILED_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 HEAD_DIMS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 56, 59, 63, 64, 65, 72, 80, 88, 95, 96,
              97, 100, 104, 111, 112, 120, 127, 128, 129, 136, 144, 160, 176, 184, 192, 203, 208, 224, 240,
-             248, 255, 256)
+             248, 255, 256)  # fmt: skip
 
 MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (31, 0)), (False, (64, 64)), (False, (0, 1)),
-         (False, (-1, 3)), (False, (3, -1)), (True, (127, 1)))
+         (False, (-1, 3)), (False, (3, -1)), (True, (127, 1)))  # fmt: skip
 
 SEQLEN_PAIRS = ((1, 1), (1, 129), (5, 3), (17, 64), (63, 65), (64, 64), (65, 127), (113, 203), (128, 128),
-                (128, 217), (129, 1), (200, 256), (257, 100), (300, 300))
+                (128, 217), (129, 1), (200, 256), (257, 100), (300, 300))  # fmt: skip
 
 GROUPS = ((1, 1), (4, 4), (4, 2), (6, 2), (8, 1))
 
@@ -168,8 +190,16 @@ def small_cases() -> list[Case]:
             for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (40, 8))):
                 common = dict(dtype=dtype, causal=causal, window=window, dlse=causal)
                 cases.append(dense(2, 130, 150, 4, 2, head_dim, **common))
-                cases.append(packed([3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2,
-                                    head_dim=head_dim, **common))
+                cases.append(
+                    packed(
+                        [3, 0, 130, 64],
+                        [70, 9, 129, 0],
+                        num_heads=4,
+                        num_heads_k=2,
+                        head_dim=head_dim,
+                        **common,
+                    )
+                )
                 # A head size below the compiled one takes the loads with a tail.
                 cases.append(dense(1, 70, 90, 2, 1, head_dim - 9, deterministic=True, **common))
                 # Several blocks of keys that add to one dq, in rows that TMA reads.
@@ -180,8 +210,22 @@ def small_cases() -> list[Case]:
 def edge_cases() -> list[Case]:
     """Shapes at which kernels have broken: around tiles, empty, one row, more queries than keys."""
     cases = []
-    for seqlen_q, seqlen_k in ((0, 5), (5, 0), (1, 1), (1, 2), (2, 1), (127, 129), (129, 127), (255, 257),
-                               (3, 300), (300, 3), (64, 65), (65, 64), (16, 1), (1, 1023)):
+    for seqlen_q, seqlen_k in (
+        (0, 5),
+        (5, 0),
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (127, 129),
+        (129, 127),
+        (255, 257),
+        (3, 300),
+        (300, 3),
+        (64, 65),
+        (65, 64),
+        (16, 1),
+        (1, 1023),
+    ):
         for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (5, 0)), (False, (0, 2))):
             cases.append(dense(2, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, window=window))
     # The portable forward takes 32 keys of a last tile of 96 where no row sees more.
@@ -240,10 +284,17 @@ def big_cases() -> list[Case]:
         dense(1, 3000, 5000, 2, 2, 256, causal=True),
         dense(4, 1024, 1024, 6, 2, 96, dlse=True),
         dense(1, 2500, 2500, 3, 3, 192, dtype="fp16", causal=True),
-        packed([2048, 1, 700, 0, 1500], [2048, 5, 900, 3, 1500], num_heads=4, num_heads_k=2, head_dim=128,
-               causal=True),
-        packed([600] * 6, [600] * 6, num_heads=4, num_heads_k=4, head_dim=64, dtype="fp16", tail=37,
-               dlse=True),
+        packed(
+            [2048, 1, 700, 0, 1500],
+            [2048, 5, 900, 3, 1500],
+            num_heads=4,
+            num_heads_k=2,
+            head_dim=128,
+            causal=True,
+        ),
+        packed(
+            [600] * 6, [600] * 6, num_heads=4, num_heads_k=4, head_dim=64, dtype="fp16", tail=37, dlse=True
+        ),
         *crowded_cases(),
     ]
 
@@ -252,8 +303,15 @@ def crowded_cases() -> list[Case]:
     """More tiles than multiprocessors, those without anything to do among the others."""
     lens_q, lens_k = [200, 0, 150, 300, 0, 400, 90, 0, 64], [300, 400, 0, 100, 333, 20, 128, 200, 0]
     return [
-        packed(lens_q, lens_k, num_heads=32, num_heads_k=32, head_dim=head_dim, head_dim_v=head_dim_v,
-               window=window)
+        packed(
+            lens_q,
+            lens_k,
+            num_heads=32,
+            num_heads_k=32,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            window=window,
+        )
         for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
         # The second leaves rows without keys, but no key to one row alone, whose dk nearly cancels.
         for window in ((-1, -1), (-1, 7))
@@ -273,15 +331,17 @@ FACTORS: dict[str, tuple] = {
     "packing": ("dense", "varlen", "varlen_tail"),
     "dtype": ("bf16", "fp16"),
     "deterministic": (False, True),
-}
+}  # fmt: skip
 
 
 def covering_cases(strength: int, seed: int = 0) -> list[Case]:
     """Cases in which every ``strength`` levels of different ``FACTORS`` occur together at least once."""
     names = list(FACTORS)
     rows = covering_array([len(FACTORS[name]) for name in names], strength, seed)
-    return [_from_levels({name: FACTORS[name][level] for name, level in zip(names, row)}, index)
-            for index, row in enumerate(rows)]
+    return [
+        _from_levels({name: FACTORS[name][level] for name, level in zip(names, row)}, index)
+        for index, row in enumerate(rows)
+    ]
 
 
 def _from_levels(level: dict[str, Any], index: int) -> Case:
@@ -289,14 +349,29 @@ def _from_levels(level: dict[str, Any], index: int) -> Case:
     causal, window = level["mask"]
     head_dim, head_dim_v = level["head_dims"]
     num_heads, num_heads_k = level["heads"]
-    fields = dict(dtype=level["dtype"], num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
-                  head_dim_v=head_dim_v, causal=causal, window=window, layout=level["layout"],
-                  deterministic=level["deterministic"], dlse=index % 3 == 0, seed=index)
+    fields = dict(
+        dtype=level["dtype"],
+        num_heads=num_heads,
+        num_heads_k=num_heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        window=window,
+        layout=level["layout"],
+        deterministic=level["deterministic"],
+        dlse=index % 3 == 0,
+        seed=index,
+    )
     if level["packing"] == "dense":
         return Case(batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **fields)
     # A short sequence, an empty one and the pair itself: three different offsets into the packed rows.
-    return packed([7, 0, seqlen_q], [11, 5, seqlen_k], tail=9 if level["packing"] == "varlen_tail" else 0,
-                  hints=index % 2 == 0, **fields)
+    return packed(
+        [7, 0, seqlen_q],
+        [11, 5, seqlen_k],
+        tail=9 if level["packing"] == "varlen_tail" else 0,
+        hints=index % 2 == 0,
+        **fields,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,39 +432,71 @@ def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000)
     causal = rng.random() < 0.5
     softmax_scale = rng.choice((None,) * 8 + (0.0, -1.0 / math.sqrt(head_dim), 1e-3, 0.5))
     kind = rng.random()
-    data = (rng.choice(("nan_row", "inf_value")) if kind < 0.10 else
-            rng.choice(("integer", "zero_q")) if kind < 0.25 else
-            rng.choice(("outlier", "large", "biased", "rising", "falling", "peaked", "twins", "tiny"))
-            if kind < 0.45 else "normal")
+    data = (
+        rng.choice(("nan_row", "inf_value"))
+        if kind < 0.10
+        else rng.choice(("integer", "zero_q"))
+        if kind < 0.25
+        else rng.choice(("outlier", "large", "biased", "rising", "falling", "peaked", "twins", "tiny"))
+        if kind < 0.45
+        else "normal"
+    )
     kind = rng.random()
-    layout = (rng.choice(("offset", "odd")) if kind < 0.10 else
-              rng.choice(("bhsd", "sbhd", "gap", "packed", "expanded", "singleton"))
-              if kind < 0.35 else "bshd")
+    layout = (
+        rng.choice(("offset", "odd"))
+        if kind < 0.10
+        else rng.choice(("bhsd", "sbhd", "gap", "packed", "expanded", "singleton"))
+        if kind < 0.35
+        else "bshd"
+    )
     if data == "inf_value":  # forward only: its gradients are NaN almost everywhere
         softmax_scale = None
         layout = "bshd" if layout == "expanded" else layout  # which would repeat the infinite entry
     invalid = rng.choice(INVALID_KINDS) if rng.random() < 0.05 else ""
     if invalid == "last_stride" and head_dim == 1:  # the stride of a single element does not matter
         invalid = "path"
-    fields = dict(dtype=dtype, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
-                  head_dim_v=head_dim_v, causal=causal, softmax_scale=softmax_scale, data=data, layout=layout,
-                  dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
-                  dlse=rng.random() < 0.3, deterministic=rng.random() < 0.5,
-                  backward=rng.random() < 0.85 and data != "inf_value",
-                  invalid=invalid, seed=rng.randrange(2**31))
+    fields = dict(
+        dtype=dtype,
+        num_heads=num_heads,
+        num_heads_k=num_heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        data=data,
+        layout=layout,
+        dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
+        dlse=rng.random() < 0.3,
+        deterministic=rng.random() < 0.5,
+        backward=rng.random() < 0.85 and data != "inf_value",
+        invalid=invalid,
+        seed=rng.randrange(2**31),
+    )
     if rng.random() < 0.4:
         count = rng.choice((1, 2, 3, 5, 9, 40))
         cap = max(8, limit * 3 // (count + 2))
         lens_q = [0 if rng.random() < 0.1 else _random_length(rng, cap) for _ in range(count)]
-        lens_k = [n if rng.random() < 0.4 else 0 if rng.random() < 0.1 else _random_length(rng, cap)
-                  for n in lens_q]
-        case = packed(lens_q, lens_k, tail=rng.choice((0, 0, 0, 1, 50)), hints=rng.random() < 0.5,
-                      window=_random_window(rng, max(lens_k)), **fields)
+        lens_k = [
+            n if rng.random() < 0.4 else 0 if rng.random() < 0.1 else _random_length(rng, cap) for n in lens_q
+        ]
+        case = packed(
+            lens_q,
+            lens_k,
+            tail=rng.choice((0, 0, 0, 1, 50)),
+            hints=rng.random() < 0.5,
+            window=_random_window(rng, max(lens_k)),
+            **fields,
+        )
     else:
         seqlen_q = _random_length(rng, limit)
         seqlen_k = seqlen_q if rng.random() < 0.4 else _random_length(rng, limit)
-        case = Case(batch=rng.choice((1, 1, 2, 3, 5)), seqlen_q=seqlen_q, seqlen_k=seqlen_k,
-                    window=_random_window(rng, seqlen_k), **fields)
+        case = Case(
+            batch=rng.choice((1, 1, 2, 3, 5)),
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            window=_random_window(rng, seqlen_k),
+            **fields,
+        )
     return _shrink_to(case, max_work)
 
 

@@ -3,14 +3,12 @@
 The whole suite runs from one seed: ``--seed N`` or FLASH_EXT_TEST_SEED, else today's date. It is printed
 first and last, so a failure of any day can be repeated.
 
-Where there is a GPU, a run of everything leaves out most tests that say nothing about it: those without the
-`gpu` marker ran where there is none. One in eight stays, other ones with every seed; ``--all`` or
-FLASH_EXT_TEST_ALL=1 keeps all of them, as ``make test`` does. Modules marked `everywhere` look at the
-build, the driver or the documents beside the GPU and always run.
+Beside a GPU, ``-m "gpu or everywhere"`` leaves out what says nothing about it: `everywhere` marks modules
+that look at the build, the driver or the documents there.
 
 With pytest-xdist (`-n auto`, which `make test` adds where it is installed) several processes share the GPU;
-tests marked `alone`, which need most of its memory, wait until no other test runs. Beside a GPU, silence.py
-ends what hangs.
+tests marked `alone`, which need most of its memory, wait until no other test runs. pytest-timeout ends what
+hangs.
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ from tests import silence
 SEED = pytest.StashKey[int]()
 STARTED = pytest.StashKey[float]()
 ROOM = pytest.StashKey[Path]()  # a folder that the processes of a run share
-ONE_IN = 8  # of the tests that say nothing about a GPU, where there is one
-LEFT_OUT = f"says nothing about a GPU and ran without one; one in {ONE_IN} runs here, all with --all"
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # torch looks whether it is set, to whatever
 
 
@@ -57,9 +53,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every random choice (default: the date)")
     parser.addoption("--results", type=Path, default=None, help="write what ran, and where, to a JSON file")
     parser.addoption("--commit", default=None, help="commit to record there where there is no git to ask")
-    parser.addoption(
-        "--all", action="store_true", help="where there is a GPU, also every test that says nothing about it"
-    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
@@ -69,7 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "everywhere: depends on the machine; a run with a GPU leaves none out")
     config.addinivalue_line("markers", "alone: needs a GPU that no other process of this run uses meanwhile")
     config.addinivalue_line("markers", "caching: needs torch's caching allocator; skipped where it is off")
-    config.addinivalue_line("markers", "silence: seconds without a sign of life that end it beside a GPU")
+    config.addinivalue_line("markers", "xdist_group: of that name, which one process of several runs")
+    config.addinivalue_line("markers", "timeout: seconds after which pytest-timeout ends it")
+    if worker := getattr(config, "workerinput", None):
+        silence.WATCH.note = Path(worker["room"]) / f"{worker['workerid']}.note"
     # The processes of a run inherit the option.
     config.stash[SEED] = config.option.seed = _chosen_seed(config)
     config.stash[STARTED] = time.time()
@@ -108,15 +104,17 @@ def pytest_configure_node(node) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    return silence.scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    return silence.scheduler(config, log, config.stash[ROOM] / "groups")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report: pytest.TestReport) -> None:
     """The report of a test that ended its process says which case it was in, and why if anybody knew."""
-    note = silence.read(silence.note_of(report.node.config.stash[ROOM], report.node.gateway.id))
+    note = silence.read(report.node.config.stash[ROOM] / f"{report.node.gateway.id}.note")
     if note.get("test") == report.nodeid:
-        report.longrepr = f"{report.longrepr}\n{silence.in_words(note)}"
+        report.longrepr = f"{report.longrepr}\n{note['case']}"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -130,9 +128,8 @@ def _interrupt(*_: object) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if (group := group_of(item)) and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group(group))
+    groups = {item.nodeid: group for item in items if (group := group_of(item))}
+    silence.write(config.stash[ROOM] / "groups", groups)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, none is visible")
         for item in items:
@@ -144,11 +141,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("caching"):
                 item.add_marker(skip)
-    if thins_out(config):
-        skip = pytest.mark.skip(reason=LEFT_OUT)
-        for item in items:
-            if left_out_beside_a_gpu(item, config.stash[SEED]):
-                item.add_marker(skip)
 
 
 def group_of(item: pytest.Item) -> str:
@@ -159,22 +151,10 @@ def group_of(item: pytest.Item) -> str:
     """
     if wants_to_be_alone(item):
         return "alone"
+    if marker := item.get_closest_marker("xdist_group"):
+        return marker.args[0]
     target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
     return "small-tiles" if getattr(target, "switches", ()) else ""
-
-
-def thins_out(config: pytest.Config) -> bool:
-    """Whether a run beside a GPU leaves tests out: not if asked for by file, by name or with ``--all``."""
-    by_hand = any(".py" in argument for argument in config.args) or config.option.keyword
-    wants_all = config.getoption("--all") or os.environ.get("FLASH_EXT_TEST_ALL", "") not in ("", "0")
-    return not by_hand and not wants_all
-
-
-def left_out_beside_a_gpu(item: pytest.Item, seed: int) -> bool:
-    """Whether a test that says nothing about a GPU is none of the sample that a seed draws."""
-    if item.get_closest_marker("gpu") or item.get_closest_marker("everywhere"):
-        return False
-    return zlib.crc32(f"{seed} {item.nodeid}".encode()) % ONE_IN != 0
 
 
 @pytest.fixture(scope="session")
@@ -186,21 +166,22 @@ def seed(request: pytest.FixtureRequest) -> int:
 _alone: list[contextlib.ExitStack] = []  # one that holds the room, between two tests that want to be alone
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout, whose clock leaves out the waiting
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Beside a GPU, a test waits for its turn, and from then on is watched."""
-    if not torch.cuda.is_available():
-        return (yield)
-    with its_turn(item, nextitem), silence.WATCH.over(item, seconds_of_silence(item), note_of(item)):
+    """Beside a GPU, a test of several processes waits for its turn."""
+    with its_turn(item, nextitem) if torch.cuda.is_available() else contextlib.nullcontext():
         return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if silence.has_ended_another(item, note_of(item)):
-        pytest.skip("ended another process of this run, which is its failure")
+    if note := silence.WATCH.note:
+        if silence.has_ended_another(item.nodeid, note):
+            pytest.skip("ended another process of this run, which is its failure")
+        silence.WATCH.test = item.nodeid
+        silence.WATCH.alive("")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -221,17 +202,6 @@ def leave_capture() -> None:
         torch.cuda.set_stream(torch.cuda.default_stream())
         for generator in torch.cuda.default_generators:
             generator.graphsafe_set_state(generator.clone_state())
-
-
-def note_of(item: pytest.Item) -> Path:
-    process = item.config.workerinput["workerid"] if hasattr(item.config, "workerinput") else "one"
-    return silence.note_of(item.config.stash[ROOM], process)
-
-
-def seconds_of_silence(item: pytest.Item) -> float:
-    if marker := item.get_closest_marker("silence"):
-        return marker.args[0]
-    return silence.GPU_SECONDS if item.get_closest_marker("gpu") else silence.OTHER_SECONDS
 
 
 @contextlib.contextmanager

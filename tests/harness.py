@@ -16,6 +16,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import pytest
 import torch
@@ -141,8 +142,16 @@ class DeviceLost(RuntimeError):
     """The CUDA context no longer works: nothing that runs afterwards in this process means anything."""
 
 
-def repro_line(case: Case, target: Target) -> str:
-    return f"python -m tests.tools.fuzz --target {target.name} --repro '{case.to_json()}'"
+class AnyCase(Protocol):
+    """A plain case, or one with modifiers."""
+
+    PROGRAM: ClassVar[str]
+
+    def to_json(self) -> str: ...
+
+
+def repro_line(case: AnyCase, target: Target) -> str:
+    return f"python -m {case.PROGRAM} --target {target.name} --repro '{case.to_json()}'"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -287,12 +296,12 @@ def run_case(case: Case, target: Target) -> Results:
         CaseFailure: something does not hold; the message begins with the line that repeats the case.
         DeviceLost: a CUDA error; the process cannot go on.
     """
-    with _naming(case, target):
+    with naming(case, target):
         return _run_case(case, target)
 
 
 @contextlib.contextmanager
-def _naming(case: Case, target: Target) -> Iterator[None]:
+def naming(case: AnyCase, target: Target) -> Iterator[None]:
     """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
     WATCH.alive(repro_line(case, target))
     try:
@@ -311,33 +320,41 @@ def _naming(case: Case, target: Target) -> Iterator[None]:
 
 
 def _run_case(case: Case, target: Target) -> Results:
-    on_gpu = target.device == "cuda"
     x = make_inputs(case, target.device)
     if case.invalid:
         check_refused(x, target.device)
         return Results(x, {}, Truth({}, {}, {}, {}), {})
-    place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
     forward_sizes, backward_sizes = _expected_allocations(case, target)
     results: dict[str, Tensor] = {}
     repeats: dict[str, Tensor] = {}
-    for run in (results, repeats):
-        with poisoned(target.device, forward_sizes), leaving_nothing_behind(target.device, run):
-            run["out"], run["lse"] = call_forward(x, target)
-        _check_launch(case, target, "fwd", (x.q, x.k, x.v))
-        if case.backward:
-            out, lse = results["out"], results["lse"]
-            with poisoned(target.device, backward_sizes), leaving_nothing_behind(target.device, run):
-                run["dq"], run["dk"], run["dv"] = call_backward(x, out, lse, target)
-            _check_launch(case, target, "bwd", (x.q, x.k, x.v, x.dout, out))
-    if on_gpu:
-        torch.cuda.synchronize()
-        now = (torch.cuda.current_device(), torch.cuda.current_stream())
-        assert place == now, f"current device or stream moved from {place} to {now}"
+    with staying_in_place(target.device):
+        for run in (results, repeats):
+            with poisoned(target.device, forward_sizes), leaving_nothing_behind(target.device, run):
+                run["out"], run["lse"] = call_forward(x, target)
+            _check_launch(case, target, "fwd", (x.q, x.k, x.v))
+            if case.backward:
+                out, lse = results["out"], results["lse"]
+                with poisoned(target.device, backward_sizes), leaving_nothing_behind(target.device, run):
+                    run["dq"], run["dk"], run["dv"] = call_backward(x, out, lse, target)
+                _check_launch(case, target, "bwd", (x.q, x.k, x.v, x.dout, out))
     assert x.unchanged(), "an input or the memory around it was written"
     _check_forms(x, results)
     truth = compute_truth(x, case.backward)
     errors = judge(results, repeats, truth, case.deterministic)
     return Results(x, results, truth, errors)
+
+
+@contextlib.contextmanager
+def staying_in_place(device: str) -> Iterator[None]:
+    """F5: the current device and stream stay what they are, and all work ends without an error."""
+    if device == "cpu":
+        yield
+        return
+    place = torch.cuda.current_device(), torch.cuda.current_stream()
+    yield
+    torch.cuda.synchronize()
+    now = torch.cuda.current_device(), torch.cuda.current_stream()
+    assert place == now, f"current device or stream moved from {place} to {now}"
 
 
 @contextlib.contextmanager
@@ -369,19 +386,18 @@ def check_done_launches(launch: dict, others: bool = False) -> None:
             assert ran[name] == wanted[name], f"{ran['name']} for {wanted['kernel']}: {name} {ran[name]}"
 
 
-def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Tensor, ...]) -> None:
-    """F7: the recorded launch is the one that was asked for."""
+def launch_of(case: Case, target: Target, direction: str) -> dict | None:
+    """The recorded launch, of that direction; None where nothing is launched."""
     nothing_to_do = not all(math.prod(shape) for shape in tensor_shapes(case).values()) or case.lens_q == ()
     if target.device == "cpu" or nothing_to_do:
-        return
+        return None
     launch = _C.last_launch()
     assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    wanted = kernels_of(target, native=direction == "fwd" or case.head_dim % 8 == 0, tensors=tensors)
-    splits = dict(target.constraints).get("kv_splits")
-    if direction == "fwd" and splits is not None:
-        assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
-        assert ("split" in launch["kernel"]) == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
-    check_done_launches(launch)
+    return launch
+
+
+def check_launch_facts(launch: dict, case: Case, target: Target, wanted: str) -> None:
+    """Path, head size, determinism and shared memory are those that were asked for."""
     if "split" in launch["kernel"] or "short" in launch["kernel"]:
         wanted = "sm80"  # the kernels for few queries and for short sequences serve both paths
     assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
@@ -389,11 +405,24 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
     assert compiled >= max(case.head_dim, case.dim_v), (
         f"{launch['kernel']} for head sizes {case.head_dim}, {case.dim_v}"
     )
-    if direction == "bwd":
+    if launch["direction"] == "bwd":
         assert launch["deterministic"] == case.deterministic, f"deterministic={launch['deterministic']} ran"
-    assert launch["aligned"] == all(_is_aligned(t) for t in tensors), f"aligned={launch['aligned']} ran"
     limit = dict(target.switches).get("smem_per_block")
     assert limit is None or launch["smem_bytes"] <= limit, f"{launch['smem_bytes']} bytes of shared memory"
+
+
+def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Tensor, ...]) -> None:
+    """F7: the recorded launch is the one that was asked for."""
+    if (launch := launch_of(case, target, direction)) is None:
+        return
+    wanted = kernels_of(target, native=direction == "fwd" or case.head_dim % 8 == 0, tensors=tensors)
+    splits = dict(target.constraints).get("kv_splits")
+    if direction == "fwd" and splits is not None:
+        assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
+        assert ("split" in launch["kernel"]) == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
+    check_done_launches(launch)
+    assert launch["aligned"] == all(_is_aligned(t) for t in tensors), f"aligned={launch['aligned']} ran"
+    check_launch_facts(launch, case, target, wanted)
 
 
 def kernels_of(target: Target, native: bool, tensors: tuple[Tensor, ...]) -> str:
@@ -438,19 +467,19 @@ def run_cases(cases: Iterable[Case], target: Target) -> dict[str, float]:
         for name, error in run_case(case, target).errors.items():
             worst[name] = max(error.largest, worst.get(name, 0.0))
 
-    _for_each(cases, target, run)
+    for_each_case(cases, target, run)
     return worst
 
 
 def run_probes(cases: Iterable[Case], target: Target, only: Callable | None = None) -> None:
     """Runs the exact probes that fit each case, or one of them; masks, shapes and packing are what counts."""
 
-    _for_each(cases, target, lambda case: probe_case(case, target, only))
+    for_each_case(cases, target, lambda case: probe_case(case, target, only))
 
 
 def probe_case(case: Case, target: Target, only: Callable | None = None) -> None:
     """The exact probes of one case, or just one, with the default scale. Raises as run_case() does."""
-    with _naming(case, target):
+    with naming(case, target):
         _probe_case(case.replace(softmax_scale=None), target, only)
 
 
@@ -477,7 +506,8 @@ def _probe_case(case: Case, target: Target, only: Callable | None) -> None:
         probes.sparse_dout(case, target.device, forward, backward)
 
 
-def _for_each(cases: Iterable[Case], target: Target, run: Callable[[Case], None], show: int = 8) -> None:
+def for_each_case(cases: Iterable, target: Target, run: Callable[[Any], Any], show: int = 8) -> None:
+    """Runs all cases in one test and fails with the first failures."""
     reason = target.why_not()
     if reason:
         pytest.skip(reason)

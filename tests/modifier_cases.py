@@ -29,7 +29,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,8 @@ class ModifierCase:
 
     needs: which inputs ask for a gradient, out of "qkv" and "mods" (biases, slopes and sinks).
     """
+
+    PROGRAM: ClassVar[str] = "tests.modifier_harness"  # repeats one with --repro
 
     case: Case = Case()
     mods: tuple[str, ...] = ()

@@ -10,13 +10,11 @@ that was asked for.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -24,26 +22,24 @@ import flash_ext
 from flash_ext._ops.library import _C
 from tests.harness import (
     TARGETS,
-    CaseFailure,
-    DeviceLost,
     Target,
     check_done_launches,
+    check_launch_facts,
+    for_each_case,
     kernels_of,
+    launch_of,
     leaving_nothing_behind,
+    naming,
     poisoned,
+    staying_in_place,
 )
 from tests.inputs import tensor_shapes
 from tests.judge import judge
 from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs
 from tests.modifier_truth import GRADIENTS, compute_modifier_truth
-from tests.silence import WATCH, lose_context
 
 RESULTS = ("out", "lse", "row_max")
 EVERYTHING = flash_ext.AuxRequest(lse=True, max_scores=True)
-
-
-def repro_line(mcase: ModifierCase, target: Target) -> str:
-    return f"python -m tests.modifier_harness --target {target.name} --repro '{mcase.to_json()}'"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,11 +170,8 @@ def _takes_one_kernel(x: ModifierInputs, bias: Tensor | None) -> bool:
 def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
     """F7: the recorded launch is the one that was asked for."""
     case = x.mcase.case
-    nothing_to_do = not all(math.prod(shape) for shape in tensor_shapes(case).values()) or case.lens_q == ()
-    if target.device == "cpu" or nothing_to_do:
+    if (launch := launch_of(case, target, direction)) is None:
         return
-    launch = _C.last_launch()
-    assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
     has_plain_backward = direction == "bwd" and _has_plain_backward(x)
     # Where sinks alone are asked for their gradient follows the plain backward.
     check_done_launches(launch, others=has_plain_backward and "sinks" in x.mcase.mods)
@@ -190,40 +183,11 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
     else:
         native = direction == "fwd" or _has_hopper_backward(x)
     wanted = kernels_of(target, native=native, tensors=(x.plain.q, x.plain.k, x.plain.v))
-    if "split" in launch["kernel"] or "short" in launch["kernel"]:
-        wanted = "sm80"  # few queries without modifiers, or short sequences: one kernel serves both paths
-    assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
-    compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
-    assert compiled >= max(case.head_dim, case.dim_v), (
-        f"{launch['kernel']} for head sizes {case.head_dim}, {case.dim_v}"
-    )
-    if direction == "bwd":
-        assert launch["deterministic"] == case.deterministic, f"deterministic={launch['deterministic']} ran"
-    limit = dict(target.switches).get("smem_per_block")
-    assert limit is None or launch["smem_bytes"] <= limit, f"{launch['smem_bytes']} bytes of shared memory"
+    check_launch_facts(launch, case, target, wanted)
 
 
 # --------------------------------------------------------------------------------------------------
 # One case
-
-
-@contextlib.contextmanager
-def naming(mcase: ModifierCase, target: Target) -> Iterator[None]:
-    """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
-    WATCH.alive(repro_line(mcase, target))
-    try:
-        yield
-    except Exception as error:
-        words = f"{repro_line(mcase, target)}\n    "
-        words += str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-        if not isinstance(error, AssertionError) and target.device == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # every later call would fail, whatever it does
-                raise DeviceLost(words) from error
-        raise CaseFailure(words) from error
-    finally:
-        WATCH.alive("")
 
 
 def run_case(mcase: ModifierCase, target: Target) -> dict[str, Any]:
@@ -234,17 +198,12 @@ def run_case(mcase: ModifierCase, target: Target) -> dict[str, Any]:
         DeviceLost: a CUDA error; the process cannot go on.
     """
     with naming(mcase, target):
-        on_gpu = target.device == "cuda"
         x = make_modifier_inputs(mcase, target.device)
-        place = (torch.cuda.current_device(), torch.cuda.current_stream()) if on_gpu else None
         runs: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for run in runs:
-            with leaving_nothing_behind(target.device, run):
-                run |= call_and_differentiate(x, target)
-        if on_gpu:
-            torch.cuda.synchronize()
-            now = (torch.cuda.current_device(), torch.cuda.current_stream())
-            assert place == now, f"current device or stream moved from {place} to {now}"
+        with staying_in_place(target.device):
+            for run in runs:
+                with leaving_nothing_behind(target.device, run):
+                    run |= call_and_differentiate(x, target)
         assert x.unchanged(), "an input or the memory around it was written"
         first, second = runs  # the second found poison where its workspace lay
         _check_forms(x, second)
@@ -276,27 +235,10 @@ def for_each(
     target: Target,
     run: Callable[[ModifierCase, Target], Any] = run_case,
     cpu: int | None = None,
-    show: int = 8,
 ) -> None:
     """Runs all cases in one test and fails with the first failures; about ``cpu`` of them without a GPU."""
-    reason = target.why_not()
-    if reason:
-        pytest.skip(reason)
-    mcases = list(mcases)
-    if cpu is not None:
-        mcases = target.pick(mcases, cpu)
-    failures = []
-    with target.active():
-        for mcase in mcases:
-            try:
-                run(mcase, target)
-            except CaseFailure as failure:
-                failures.append(str(failure))
-            except DeviceLost as lost:
-                lose_context(str(lost))
-    if failures:
-        shown = "\n".join(failures[:show])
-        pytest.fail(f"{len(failures)} of {len(mcases)} cases failed\n{shown}", pytrace=False)
+    mcases = list(mcases) if cpu is None else target.pick(list(mcases), cpu)
+    for_each_case(mcases, target, lambda mcase: run(mcase, target))
 
 
 def main() -> int:

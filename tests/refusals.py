@@ -41,12 +41,17 @@ def broken_call(x: Inputs, device: str) -> tuple[dict[str, Any], str]:
     wide = 257 if device == "cuda" else 0  # the CPU path takes any head size but none
     other = torch.float16 if q.dtype == torch.bfloat16 else torch.bfloat16
     if case.invalid == "batch":
-        broken = {"cu_seqlens_k": torch.cat([x.cu_seqlens_k, x.cu_seqlens_k[-1:]])} if case.is_packed else {
-            "k": _resized(k, 0, k.shape[0] + 1), "v": _resized(v, 0, k.shape[0] + 1)}
+        broken = (
+            {"cu_seqlens_k": torch.cat([x.cu_seqlens_k, x.cu_seqlens_k[-1:]])}
+            if case.is_packed
+            else {"k": _resized(k, 0, k.shape[0] + 1), "v": _resized(v, 0, k.shape[0] + 1)}
+        )
         return args | broken, "cu_seqlens" if case.is_packed else "batch"
     changes: dict[str, tuple[dict[str, Any], str]] = {
-        "heads_ratio": ({"k": _resized(k, -2, case.num_heads + 1), "v": _resized(v, -2, case.num_heads + 1)},
-                        "num_heads"),
+        "heads_ratio": (
+            {"k": _resized(k, -2, case.num_heads + 1), "v": _resized(v, -2, case.num_heads + 1)},
+            "num_heads",
+        ),
         "kv_heads": ({"v": _resized(v, -2, case.num_heads_k + 1)}, "num_heads"),
         "kv_length": ({"v": _resized(v, -3, v.shape[-3] + 1)}, "length"),
         "head_dim": ({"k": _resized(k, -1, case.head_dim + 1)}, "head_dim"),

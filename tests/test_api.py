@@ -1,7 +1,4 @@
-"""The public functions from outside: signatures, refusals in words, and what an import does.
-
-Ids such as API-01 number known faults of attention kernels.
-"""
+"""The public functions from outside: signatures, refusals in words, and what an import does."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.words import OTHER_NAMES
 from tests.qkv import make_packed, make_qkv, null_kernels
 
-# ---- signatures (API-01) ---------------------------------------------------------------------------------
+# ---- signatures ------------------------------------------------------------------------------------------
 
 MODIFIERS = (
     "Tensor? bias, Tensor? mask, Tensor? document_q, Tensor? document_k, Tensor? prefix_lens, "
@@ -146,7 +143,7 @@ def test_types_of_the_extension_are_declared() -> None:
         assert [a.arg for a in (*declared.args, *declared.kwonlyargs)] == arguments_of_entry(name)
 
 
-# ---- refusals (API-06, API-07) ---------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------
 
 
 def dense(**changes: object) -> dict[str, object]:
@@ -232,7 +229,7 @@ def test_refused_in_the_same_words_everywhere(case: str) -> None:
 
 
 @pytest.mark.parametrize(("heads", "heads_k"), [(33, 2), (3, 2), (2, 4), (4, 0), (0, 2)])
-def test_head_counts_that_do_not_divide(heads: int, heads_k: int) -> None:  # HD-07
+def test_head_counts_that_do_not_divide(heads: int, heads_k: int) -> None:
     with pytest.raises(
         ValueError, match=f"num_heads of q must be a positive multiple.*{heads} and {heads_k}"
     ):
@@ -255,7 +252,7 @@ BACKWARD_REFUSED = {
 
 
 @pytest.mark.parametrize("case", BACKWARD_REFUSED)
-def test_backward_refuses(case: str) -> None:  # AG-08
+def test_backward_refuses(case: str) -> None:
     changes, exception, words = BACKWARD_REFUSED[case]
     args = {"dout": zeros(2, 8, 4, 16), **dense(), "out": zeros(2, 8, 4, 16), "lse": torch.zeros(2, 4, 8)}
     flash_ext.backward(**args)
@@ -288,7 +285,7 @@ MISUSED = {
 
 
 @pytest.mark.parametrize("case", MISUSED)
-def test_misuse_names_the_argument(case: str) -> None:  # API-06
+def test_misuse_names_the_argument(case: str) -> None:
     args, words = MISUSED[case]
     with pytest.raises(TypeError, match=words):
         flash_ext.forward(**args)
@@ -383,7 +380,7 @@ OTHER_LAYOUTS = {
 
 @pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=["plain", "modified"])
 @pytest.mark.parametrize("case", OTHER_LAYOUTS)
-def test_tensors_without_strides_are_named(case: str, more: dict) -> None:  # API-06
+def test_tensors_without_strides_are_named(case: str, more: dict) -> None:
     """Before torch's dispatcher says that the operator does not exist for a backend, or only its name."""
     name, t, words = OTHER_LAYOUTS[case]
     args = {key: value.float() for key, value in dense().items()} | {name: t}
@@ -395,7 +392,7 @@ def test_tensors_without_strides_are_named(case: str, more: dict) -> None:  # AP
 
 
 @pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=["plain", "modified"])
-def test_bounds_in_tensors_are_not_read(more: dict) -> None:  # TC-04, IX-05
+def test_bounds_in_tensors_are_not_read(more: dict) -> None:
     """Reading one would wait for the device. A meta tensor has nothing to read: a look at it would raise."""
     args, bound = packed(**more), torch.tensor(9, device="meta")
     expected, bounded = flash_ext.forward(**args), args | {"max_seqlen_q": bound, "max_seqlen_k": bound}
@@ -407,12 +404,12 @@ def test_bounds_in_tensors_are_not_read(more: dict) -> None:  # TC-04, IX-05
         assert torch.equal(a, b)
 
 
-def test_options_are_keywords_only() -> None:  # API-06
+def test_options_are_keywords_only() -> None:
     with pytest.raises(TypeError, match="positional"):
         flash_ext.attention(*make_qkv(), True)
 
 
-def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:  # HD-10, SY-02
+def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:
     with FakeTensorMode():
         half, wide = (
             torch.empty(2, 8, 4, 64, device="cuda", dtype=t) for t in (torch.float16, torch.float32)
@@ -436,7 +433,7 @@ def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:  # HD-10, SY-02
             flash_ext.attention_varlen(rows, rows, rows, bounds, bounds.cpu())
 
 
-def test_cpu_tensors_take_no_gpu_path() -> None:  # SY-02
+def test_cpu_tensors_take_no_gpu_path() -> None:
     q, k, v = make_qkv()
     assert torch.equal(flash_ext.attention(q, k, v, backend="cpu"), flash_ext.attention(q, k, v))
     with pytest.raises(ValueError, match="sm80 backend: q is on cpu; cpu backend: accepts"):
@@ -453,13 +450,13 @@ def test_gpu_tensors_take_no_cpu_path() -> None:
 
 
 @pytest.mark.everywhere
-def test_import_touches_no_gpu() -> None:  # API-02, SY-10
+def test_import_touches_no_gpu() -> None:
     code = "import torch, flash_ext; print(torch.cuda.is_initialized(), flash_ext.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", flash_ext.__version__]
 
 
-# ---- pickles and copies (API-05) -------------------------------------------------------------------------
+# ---- pickles and copies ----------------------------------------------------------------------------------
 
 
 class Layer(torch.nn.Module):
@@ -496,7 +493,7 @@ def saved_and_loaded(layer: Layer, way: str) -> Layer:
 
 
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save", "state_dict"])
-def test_api05_modules_survive_being_saved(way: str) -> None:
+def test_modules_survive_being_saved(way: str) -> None:
     layer = Layer()
     q, k, v = make_qkv(seqlen_q=48)
     copied = saved_and_loaded(layer, way)
@@ -508,7 +505,7 @@ def test_api05_modules_survive_being_saved(way: str) -> None:
     assert torch.equal(copied.sinks.grad, layer.sinks.grad)
 
 
-def test_api05_results_carry_nothing_that_cannot_be_saved() -> None:
+def test_results_carry_nothing_that_cannot_be_saved() -> None:
     """Outputs are plain tensors, masks and biases objects of tensors; loaded ones work as the first."""
     q, k, v = make_qkv(seqlen_q=48)
     file = io.BytesIO()

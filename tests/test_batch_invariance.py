@@ -1,4 +1,4 @@
-"""The batch-invariant mode (flash_ext/_batch_invariance.py): what the host chooses, and RC-12 on a GPU."""
+"""The batch-invariant mode (flash_ext/_batch_invariance.py): what the host chooses, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_what_a_call_asks_for_goes_first(pretended_gpu) -> None:
         assert asked("bwd", "gqa_splits=2")[5] == 2
 
 
-# ---- RC-12 on a GPU ------------------------------------------------------------------------------------
+# ---- results on a GPU ----------------------------------------------------------------------------------
 
 LABELS = ("out", "lse", "dq", "dk", "dv")
 # Masks and biases in parts, as tests/values.py names them.
@@ -375,7 +375,7 @@ def check_dense(target: Target, name: str, lengths: tuple[int, int], heads: tupl
 @pytest.mark.parametrize("name", ["full", "causal", "window"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_gpu_paths
-def test_rc12_dense_sequences_do_not_see_their_neighbours(
+def test_dense_sequences_do_not_see_their_neighbours(
     target: Target, size: tuple[int, int], name: str
 ) -> None:
     check_dense(target, name, (130, 333), (4, 2), size)
@@ -388,7 +388,7 @@ def test_rc12_dense_sequences_do_not_see_their_neighbours(
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @on_gpu_paths
-def test_rc12_dense_sequences_with_modifiers(target: Target, head_dim: int, name: str) -> None:
+def test_dense_sequences_with_modifiers(target: Target, head_dim: int, name: str) -> None:
     check_dense(target, name, (200, 328), (4, 2), (head_dim, head_dim))
     check_dense(target, name, (512, 512), (4, 4), (head_dim, head_dim), (1, 32))
 
@@ -396,7 +396,7 @@ def test_rc12_dense_sequences_with_modifiers(target: Target, head_dim: int, name
 @pytest.mark.parametrize("lengths", [(1, 700), (1, 5000), (7, 3001)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @on_gpu_paths
-def test_rc12_few_queries_of_many_keys(target: Target, head_dim: int, lengths: tuple[int, int]) -> None:
+def test_few_queries_of_many_keys(target: Target, head_dim: int, lengths: tuple[int, int]) -> None:
     for name, heads in (("full", (8, 2)), ("causal", (4, 4)), ("window", (8, 1))):
         check_dense(target, name, lengths, heads, (head_dim, head_dim))
 
@@ -487,7 +487,7 @@ def check_packed(target: Target, name: str, lengths: tuple[int, int], size: tupl
 @pytest.mark.parametrize("name", ["full", "causal", "window"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_gpu_paths
-def test_rc12_packed_sequences_do_not_see_their_neighbours(
+def test_packed_sequences_do_not_see_their_neighbours(
     target: Target, size: tuple[int, int], name: str
 ) -> None:
     for lengths in ((1, 2000), (100, 333), (450, 450)):
@@ -497,14 +497,14 @@ def test_rc12_packed_sequences_do_not_see_their_neighbours(
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("full", "causal", "window")])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @on_gpu_paths
-def test_rc12_packed_sequences_with_modifiers(target: Target, head_dim: int, name: str) -> None:
+def test_packed_sequences_with_modifiers(target: Target, head_dim: int, name: str) -> None:
     check_packed(target, name, (100, 333), (head_dim, head_dim))
 
 
 @pytest.mark.parametrize("name", ["mask", "blocks cut", "bias of 32 bits"])
 @pytest.mark.parametrize("size", [(96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
 @on_targets("sm90")
-def test_rc12_backwards_in_two_kernels(target: Target, size: tuple[int, int], name: str) -> None:
+def test_backwards_in_two_kernels(target: Target, size: tuple[int, int], name: str) -> None:
     """More items than multiprocessors; some sequences see most keys, others hardly any."""
     with target.active():
         check_dense(target, name, (300, 520), (8, 4), size, (1, 5, 24))
@@ -527,7 +527,7 @@ DECODING = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DECODING)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rc12_decoding_from_a_cache(head_dim: int, name: str) -> None:
+def test_decoding_from_a_cache(head_dim: int, name: str) -> None:
     """Beside entries that are empty, full, longer and shorter, by index and not; new keys written before."""
     most, size, heads = 7, 1500, (8, 2)
     lengths = torch.tensor([1100, 0, 1500, 1, 1490, 700, 64], dtype=torch.int32, device="cuda")

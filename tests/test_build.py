@@ -26,7 +26,7 @@ from tests.built import ROOT, disassemblers, module_file
 sys.path.insert(0, str(ROOT / "csrc"))
 from build_backend import ptxas_log  # noqa: E402
 
-pytestmark = pytest.mark.everywhere
+pytestmark = [pytest.mark.everywhere, pytest.mark.xdist_group("build")]  # one reads the machine code
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled sizes; every other head_dim runs in the next one up
 DTYPES = ("__half", "__nv_bfloat16")
@@ -72,8 +72,13 @@ SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
 SHORT_TILES = 3  # of 16, 32 and 64 rows
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
-MASK_PASSES = ("pack_mask_kernel", "group_mask_kernel", "pack_blocks_kernel", "group_document_ids_kernel",
-               "group_intervals_kernel")
+MASK_PASSES = (
+    "pack_mask_kernel",
+    "group_mask_kernel",
+    "pack_blocks_kernel",
+    "group_document_ids_kernel",
+    "group_intervals_kernel",
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +110,12 @@ def opcodes_of(wanted: str, environment: dict[str, str]) -> dict[tuple[str, str]
     found: dict[tuple[str, str], collections.Counter] = {}
     arch, opcodes = "", collections.Counter()
     opcode = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
-    with subprocess.Popen(["cuobjdump", "-sass", "-arch", wanted, str(module_file())], env=environment,
-                          text=True, stdout=subprocess.PIPE) as listing:
+    with subprocess.Popen(
+        ["cuobjdump", "-sass", "-arch", wanted, str(module_file())],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+    ) as listing:
         for line in listing.stdout:
             if "arch = " in line:
                 arch = line.split("=")[1].strip()
@@ -146,18 +155,19 @@ def static_smem(resources: dict, kernels: tuple[str, ...]) -> int:
 
 # ---- what ptxas said -------------------------------------------------------------------------------------
 
+
 def test_no_kernel_uses_local_memory(resources):
     local = ("stack", "spill_stores", "spill_loads")
     assert [item for item in resources["kernels"] if any(item[key] for key in local)] == []
 
 
 def test_no_compiler_warning(resources):
-    """CG-02: C7508 and C7510-C7519 would be among these; no other one is tolerated either."""
+    """C7508 and C7510-C7519 would be among these; no other one is tolerated either."""
     assert resources["warnings"] == []
 
 
 def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
-    """CG-07: for both machine codes; what is missing would be a launch error, what is extra dead weight.
+    """For both machine codes; what is missing would be a launch error, what is extra dead weight.
 
     Hopper has the large tiles of portable kernels, others the small ones. Backwards with modifiers have the
     passes of those without.
@@ -165,28 +175,44 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     others = itertools.product(ONE_CLASS + PASSES, DTYPES, HEAD_DIMS, (None,))
     hopper_fwd = itertools.product(HOPPER, DTYPES, HOPPER_HEAD_DIMS, (None,))
     # Both modes of the backward: its deterministic kernels have the same name.
-    hopper_bwd = [*itertools.product(HOPPER_BWD, DTYPES, HOPPER_BWD_HEAD_DIMS, DQ_KINDS),
-                  *itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,)),
-                  *itertools.product(HOPPER_BWD, DTYPES, FEW_ROWS, (2,)),
-                  *itertools.product(HOPPER_BWD_SPLIT, DTYPES, FEW_ROWS, (PLAIN_SCORES,))]
+    hopper_bwd = [
+        *itertools.product(HOPPER_BWD, DTYPES, HOPPER_BWD_HEAD_DIMS, DQ_KINDS),
+        *itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,)),
+        *itertools.product(HOPPER_BWD, DTYPES, FEW_ROWS, (2,)),
+        *itertools.product(HOPPER_BWD_SPLIT, DTYPES, FEW_ROWS, (PLAIN_SCORES,)),
+    ]
     hopper_wide = itertools.product(2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (PLAIN_SCORES,))
-    hopper_wide_passes = itertools.product(HOPPER_BWD_WIDE_PASSES, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
-                                           (None,))
-    hopper_wide_mod = itertools.product(2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS,
-                                        WIDE_SCORE_KINDS)
-    hopper_mod = [*itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
-                  *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
-                  *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS)]
+    hopper_wide_passes = itertools.product(
+        HOPPER_BWD_WIDE_PASSES, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS, (None,)
+    )
+    hopper_wide_mod = itertools.product(
+        2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_MOD_HEAD_DIMS, WIDE_SCORE_KINDS
+    )
+    hopper_mod = [
+        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
+        *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
+        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS),
+    ]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     # Once for a bias that TMA brings, once for others.
     hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
-    short = [*itertools.product(SHORT_TILES * SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
-             *itertools.product(SHORT_TILES * SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,))]
+    short = [
+        *itertools.product(SHORT_TILES * SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
+        *itertools.product(SHORT_TILES * SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,)),
+    ]
     any_class = [*others, *split, *short, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
-    of_hopper = [*hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes,
-                 *hopper_mod, *hopper_bwd_mod, *hopper_bwd_bias, *hopper_wide_mod]
+    of_hopper = [
+        *hopper_fwd,
+        *hopper_bwd,
+        *hopper_wide,
+        *hopper_wide_passes,
+        *hopper_mod,
+        *hopper_bwd_mod,
+        *hopper_bwd_bias,
+        *hopper_wide_mod,
+    ]
     for arch in ARCHS:
         hopper = arch == "sm_90a"
         by_class = itertools.product(BY_CLASS, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
@@ -233,11 +259,14 @@ def test_gate_refuses_local_memory_by_name(stack, stores, loads):
     assert "_Z1kPf" in said and "sm_90a" in said
 
 
-@pytest.mark.parametrize("line", [
-    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized",
-    "ptxas warning : (C7508) setmaxnreg ignored to maintain minimum register requirements.",
-    "ptxas info    : (C7519) Potential Performance Loss: ...",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+        "ptxas warning : (C7508) setmaxnreg ignored to maintain minimum register requirements.",
+        "ptxas info    : (C7519) Potential Performance Loss: ...",
+    ],
+)
 def test_gate_refuses_lost_hopper_instructions(line):
     clean = LOG_OF_ONE_KERNEL.format(stack=0, stores=0, loads=0)
     assert ptxas_log.violations(*ptxas_log.parse_log("a.cu", clean)) == []
@@ -247,12 +276,22 @@ def test_gate_refuses_lost_hopper_instructions(line):
 def test_log_reader_takes_every_number():
     log = LOG_OF_ONE_KERNEL.format(stack=1, stores=2, loads=3)
     (kernel,), warnings = ptxas_log.parse_log("a.cu", log)
-    assert kernel == ptxas_log.KernelResources("a.cu", "_Z1kPf", "sm_90a", registers=40, barriers=1,
-                                               static_smem=16, stack=1, spill_stores=2, spill_loads=3)
+    assert kernel == ptxas_log.KernelResources(
+        "a.cu",
+        "_Z1kPf",
+        "sm_90a",
+        registers=40,
+        barriers=1,
+        static_smem=16,
+        stack=1,
+        spill_stores=2,
+        spill_loads=3,
+    )
     assert warnings == []
 
 
 # ---- machine code ----------------------------------------------------------------------------------------
+
 
 def test_machine_code_holds_what_the_table_lists(resources, machine_code):
     listed = {(item["arch"], item["symbol"]) for item in resources["kernels"]}
@@ -265,7 +304,7 @@ def test_no_local_loads_or_stores(machine_code):
 
 
 def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, machine_code):
-    """CG-03: HMMA.16816 fed by LDGSTS and LDSM."""
+    """HMMA.16816 fed by LDGSTS and LDSM."""
     seen = 0
     for item in resources["kernels"]:
         of_others = SPLIT + SHORT_FWD + SHORT_BWD
@@ -283,7 +322,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
 
 
 def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machine_code):
-    """CG-03. Each product group is fenced once and waited for once: serialised ones would have a pair for
+    """Each product group is fenced once and waited for once: serialised ones would have a pair for
     each HGMMA. Producers hand registers to consumers."""
     seen = 0
     for item in resources["kernels"]:
@@ -315,6 +354,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
 
 # ---- plans against limits --------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def device_switches():
     """Pretends to be a device; undone afterwards."""
@@ -339,7 +379,7 @@ def plan(direction: str, head_dim: int, deterministic: bool = False, seqlen: int
 
 @pytest.mark.parametrize("compute_capability", SMEM_LIMITS)
 def test_shared_memory_fits_every_device(device_switches, resources, compute_capability):
-    """HD-05: the plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
+    """The plan of every head_dim, with what a kernel adds statically, is within the device's limit."""
     limit = SMEM_LIMITS[compute_capability]
     device_switches(compute_capability, limit)
     kernels = ("fwd_kernel", "bwd_kernel", "bwd_q_kernel", *HOPPER, *HOPPER_BWD, *HOPPER_BWD_SPLIT)
@@ -379,10 +419,13 @@ def test_kernels_without_a_plan_declare_what_their_tiles_leave(resources):
     assert 0 < static_smem(resources, ("bwd_q_mod_kernel", "bwd_bias_kernel")) <= int(most)
 
 
-@pytest.mark.parametrize("compute_capability, smem, reason", [
-    (75, 65536, "below 8.0"),
-    (87, 49152, "shared memory"),
-])
+@pytest.mark.parametrize(
+    "compute_capability, smem, reason",
+    [
+        (75, 65536, "below 8.0"),
+        (87, 49152, "shared memory"),
+    ],
+)
 def test_devices_that_cannot_run_it_are_refused_in_words(device_switches, compute_capability, smem, reason):
     device_switches(compute_capability, smem)
     for direction in ("fwd", "bwd"):
@@ -392,6 +435,7 @@ def test_devices_that_cannot_run_it_are_refused_in_words(device_switches, comput
 
 
 # ---- linking ---------------------------------------------------------------------------------------------
+
 
 def output_of(tool: str, flag: str) -> str:
     """What a tool of binutils says of the module."""
@@ -419,5 +463,5 @@ def test_build_record_matches_the_package():
     built = ops._C.build_info
     assert built["version"] == flash_ext.__version__
     assert built["torch"] == torch.__version__
-    assert "fast_math" not in built["flags"]  # CG-05: exp, log and division keep their accuracy
+    assert "fast_math" not in built["flags"]  # exp, log and division keep their accuracy
     assert "-lineinfo" not in built["flags"]  # a tenth of a build's time, which only profilers want

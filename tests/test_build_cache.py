@@ -53,8 +53,12 @@ elif out != os.devnull:
     print("said of " + os.path.basename(source))
 """
 SOURCES = {
-    "inst/one.cu": '#include "../both.h"\n', "inst/two.cu": '#include "../two.h"\n', "plain.cpp": "plain\n",
-    "api/binding.cpp": '#include "../both.h"\n', "both.h": "both\n", "two.h": "two\n",
+    "inst/one.cu": '#include "../both.h"\n',
+    "inst/two.cu": '#include "../two.h"\n',
+    "plain.cpp": "plain\n",
+    "api/binding.cpp": '#include "../both.h"\n',
+    "both.h": "both\n",
+    "two.h": "two\n",
 }
 
 
@@ -64,8 +68,14 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch, self.store = folder, monkeypatch, folder / "store"
         self.torch = environment.TorchInstall(folder / "torch", "2.13.0", None, None)
-        for name in ("FLASH_EXT_DEBUG", "FLASH_EXT_LINEINFO", "FLASH_EXT_MUTANT", "FLASH_EXT_ARCHS",
-                     "TORCH_CUDA_ARCH_LIST", "CXXFLAGS"):
+        for name in (
+            "FLASH_EXT_DEBUG",
+            "FLASH_EXT_LINEINFO",
+            "FLASH_EXT_MUTANT",
+            "FLASH_EXT_ARCHS",
+            "TORCH_CUDA_ARCH_LIST",
+            "CXXFLAGS",
+        ):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("FLASH_EXT_CACHE", str(self.store))
         monkeypatch.setattr(progress, "PATIENCE", 60)
@@ -96,8 +106,9 @@ class Machine:
 
     def build(self, root: Path) -> tuple[set[str], str]:
         """What was compiled, and the module."""
-        tools = kernels_build.Tools(self.torch, self.toolkit, str(self.folder / "g++"),
-                                    environment.find_ninja(), self.folder)
+        tools = kernels_build.Tools(
+            self.torch, self.toolkit, str(self.folder / "g++"), environment.find_ninja(), self.folder
+        )
         self.monkeypatch.setattr(kernels_build.Tools, "find", classmethod(lambda cls: tools))
         self.monkeypatch.setattr(kernels_build, "ROOT", root)
         log = self.folder / "compiled"
@@ -182,8 +193,9 @@ def test_another_interpreter_in_the_same_folder_compiles_nothing(machine, monkey
     assert machine.build(root)[0] == set()
 
 
-@pytest.mark.parametrize("variable, value", [
-    ("FLASH_EXT_CACHE", "off"), ("FLASH_EXT_DEBUG", "1"), ("FLASH_EXT_LINEINFO", "1")])
+@pytest.mark.parametrize(
+    "variable, value", [("FLASH_EXT_CACHE", "off"), ("FLASH_EXT_DEBUG", "1"), ("FLASH_EXT_LINEINFO", "1")]
+)
 def test_builds_without_the_cache(machine, monkeypatch, variable, value):
     """Assertions and line tables name the folder in which they were compiled."""
     monkeypatch.setenv(variable, value)
@@ -231,13 +243,26 @@ def test_two_builds_at_once(machine):
     """Both compile, or one takes what the other made; neither reads half of it."""
     machine.install("toolkit", pause=0.05)
     roots = [machine.sources(f"folder{n}") for n in range(2)]
-    code = ("import sys; sys.path[:0] = [{here!r}, {csrc!r}]; from pathlib import Path; import pytest\n"
-            "from tests.test_build_cache import Machine\n"
-            "with pytest.MonkeyPatch.context() as patch:\n"
-            "    machine = Machine(Path({folder!r}), patch); print(machine.build(Path({root!r}))[1])\n")
-    both = [subprocess.Popen([sys.executable, "-c", code.format(
-        here=str(ROOT), csrc=str(ROOT / "csrc"), folder=str(machine.folder), root=str(root))],
-        stdout=subprocess.PIPE, text=True) for root in roots]
+    code = (
+        "import sys; sys.path[:0] = [{here!r}, {csrc!r}]; from pathlib import Path; import pytest\n"
+        "from tests.test_build_cache import Machine\n"
+        "with pytest.MonkeyPatch.context() as patch:\n"
+        "    machine = Machine(Path({folder!r}), patch); print(machine.build(Path({root!r}))[1])\n"
+    )
+    both = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                code.format(
+                    here=str(ROOT), csrc=str(ROOT / "csrc"), folder=str(machine.folder), root=str(root)
+                ),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for root in roots
+    ]
     said = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     modules = [path.read_text() for root in roots for path in root.glob("build/*/_C.so")]
@@ -247,6 +272,7 @@ def test_two_builds_at_once(machine):
 
 
 # ---- the store -------------------------------------------------------------------------------------------
+
 
 def test_where_the_store_lies(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -315,9 +341,13 @@ def test_the_hint_goes_to_the_terminal_of_the_front_end(tmp_path, to_terminal):
     ours, theirs = os.openpty()
     log = (tmp_path / "log").open("w")
     front_end = subprocess.Popen(
-        [sys.executable, "-c", FRONT_END, str(ROOT / "csrc"), str(tmp_path / "captured")], stdin=theirs,
-        stdout=theirs if to_terminal else log, stderr=subprocess.DEVNULL, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        [sys.executable, "-c", FRONT_END, str(ROOT / "csrc"), str(tmp_path / "captured")],
+        stdin=theirs,
+        stdout=theirs if to_terminal else log,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
     assert front_end.wait(60) == 0
     os.set_blocking(ours, False)
     try:

@@ -64,8 +64,7 @@ def run(folder: Path, text: str, *more: str) -> subprocess.CompletedProcess:
     return subprocess.run([folder / "program"], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("archs, class_of_hopper", [
-    ("8.0 8.0+PTX 9.0a", 1), ("8.0 8.0+PTX", 0)])
+@pytest.mark.parametrize("archs, class_of_hopper", [("8.0 8.0+PTX 9.0a", 1), ("8.0 8.0+PTX", 0)])
 def test_large_tiles_are_for_builds_that_have_them(tmp_path, archs, class_of_hopper):
     """Where they are missing a launch of one would trap; small ones run from PTX."""
     text = PROGRAM.format(archs=archs, large=LIMIT_LARGE)
@@ -86,8 +85,9 @@ def test_what_is_left_out_is_not_compiled(tmp_path, defines, size, status):
         assert "error" in run(tmp_path, TABLE.format(size=size)).stderr
 
 
-@pytest.mark.parametrize("archs, left_out", [
-    ("8.0 8.0+PTX 9.0a", False), ("9.0a", False), ("8.0", True), ("8.6 12.0", True)])
+@pytest.mark.parametrize(
+    "archs, left_out", [("8.0 8.0+PTX 9.0a", False), ("9.0a", False), ("8.0", True), ("8.6 12.0", True)]
+)
 def test_files_for_hopper_are_left_out_of_other_builds(archs, left_out):
     variant = kernels_build.Variant(tuple(archs.split()))
     for source in kernels_build.source_files():

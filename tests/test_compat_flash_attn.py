@@ -74,8 +74,13 @@ def split(variant: dict, heads: int, batch: int, device: str) -> tuple[dict, dic
     slopes = torch.rand(batch, heads, device=device) if "alibi" in variant else None
     if slopes is not None:
         ours["alibi_slopes"] = slopes
-    theirs = {"scale": ours.get("softmax_scale"), "causal": ours.get("causal", False), "slopes": slopes,
-              "window": ours.get("window_size", (-1, -1)), "softcap": ours.get("softcap", 0.0)}
+    theirs = {
+        "scale": ours.get("softmax_scale"),
+        "causal": ours.get("causal", False),
+        "slopes": slopes,
+        "window": ours.get("window_size", (-1, -1)),
+        "softcap": ours.get("softcap", 0.0),
+    }
     return ours, theirs
 
 

@@ -1,7 +1,4 @@
-"""torch.compile and torch.export: no graph breaks, few recompilations, the numbers of eager mode.
-
-Ids such as TC-03 number known faults of attention kernels.
-"""
+"""torch.compile and torch.export: no graph breaks, few recompilations, the numbers of eager mode."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @on_devices
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_serves_many_lengths(backend: str, device: str) -> None:  # TC-03
+def test_one_graph_serves_many_lengths(backend: str, device: str) -> None:
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(with_lse, fullgraph=True, backend=counter)
     for seqlen in (5, 9, 17, 33, 34, 41, 57, 64, 65, 80):
@@ -71,7 +68,7 @@ def test_one_graph_serves_many_lengths(backend: str, device: str) -> None:  # TC
 
 @on_devices
 @pytest.mark.parametrize("bounds", ["none", "int", "tensor"])
-def test_packed_calls_do_not_break_the_graph(bounds: str, device: str) -> None:  # TC-04
+def test_packed_calls_do_not_break_the_graph(bounds: str, device: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int | Tensor) -> Tensor:
@@ -137,7 +134,7 @@ def test_merging_compiles() -> None:
 
 
 @on_devices
-def test_autocast_inside_and_outside(device: str) -> None:  # TC-08
+def test_autocast_inside_and_outside(device: str) -> None:
     inputs = make_qkv(device, dtype=torch.float32)
 
     def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -199,7 +196,7 @@ def test_export_with_open_lengths() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.caching
-def test_cuda_graphs_of_the_compiler() -> None:  # TC-06
+def test_cuda_graphs_of_the_compiler() -> None:
     compiled = torch.compile(with_lse, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         check_training_step(

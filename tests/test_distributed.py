@@ -1,4 +1,4 @@
-"""DTensor: two processes, replicated, batch-sharded and head-sharded, against one process. TC-10.
+"""DTensor: two processes, replicated, batch-sharded and head-sharded, against one process.
 
 The same checks run over gloo on the CPU and over NCCL on two GPUs.
 """

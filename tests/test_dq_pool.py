@@ -39,66 +39,6 @@ def round_heads(num_sms: int, blocks: int) -> int:
 # ---- which calls have one ----
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "has_pool"),
-    [
-        ((32, 16, 512), {}, False),  # two kernels are faster
-        ((28, 16, 576), {}, True),
-        ((32, 16, 512, 64), {}, True),  # without it 1.09 times as long
-        ((16, 16, 1024, 96), {}, True),  # 1.06
-        ((4, 16, 4096), {}, True),  # 1.01
-        ((32, 16, 512, 72), {}, True),
-        ((32, 16, 512, 104), {}, False),
-        ((32, 16, 512, 40), {}, True),
-        ((16, 16, 1024, 64), {"head_dim_v": 128}, True),
-        ((8, 16, 2048), {"window_right": 0}, True),  # causal: 1.06
-        ((4, 16, 4096, 112), {"window_right": 0}, False),  # 1.02 alone, 0.98 beside other columns
-        ((16, 16, 1024), {"window_right": 0}, False),  # 1.00
-        ((2, 16, 8192), {"window_right": 0}, False),
-        ((8, 16, 2048, 96), {"window_right": 0}, False),  # 0.99
-        ((8, 16, 2048, 64), {"window_right": 0}, False),  # 0.98
-        ((8, 16, 2048), {"window_left": 100, "window_right": 0}, False),
-        ((8, 16, 2048), {"window_right": 3}, False),
-        ((16, 16, 1024, 64), {"window_left": 600}, False),
-        ((16, 16, 1024, 64), {"packed": True}, False),
-        ((16, 16, 1024, 64), {"deterministic": True}, False),
-        ((2, 16, 8192), {}, False),  # the passes no longer count
-        ((2, 16, 8192), {"seqlen_k": 4096}, False),  # rounds of 5 heads, 21 MB each
-        ((16, 16, 1024, 192), {}, False),  # there dq is made by a kernel of its own
-        ((42, 16, 384, 96), {}, False),  # in order, which is faster still
-        ((8, 16, 512), {}, False),  # 128 heads in rounds of 33: all have places
-        ((16, 16, 576), {}, True),
-        ((16, 16, 1024), {"num_heads_k": 4}, False),  # 64 key heads in rounds of 17
-        ((32, 16, 1024), {"num_heads_k": 4}, False),  # which are 36 MB each
-        ((32, 16, 256, 64), {"num_heads_k": 4}, False),  # 128 key heads in rounds of 132
-    ],
-)
-def test_accumulators_are_in_a_pool_where_that_was_faster(
-    pretended_gpu, shape: tuple, options: dict, has_pool: bool
-) -> None:
-    assert plan(*shape, **options)["kernel"].endswith("_pool") == has_pool
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "has_pool"),
-    [
-        ((16, 16, 1024, 64), {"window_right": 0}, True),
-        ((16, 16, 1024, 64), {"window_left": 100, "window_right": 3}, True),
-        ((8, 16, 8192), {}, True),
-        ((32, 16, 1024), {"num_heads_k": 4}, True),
-        ((8, 16, 512), {}, False),  # there is nothing to share
-        ((16, 16, 1024, 64), {"packed": True}, False),
-        ((16, 16, 1024, 64), {"deterministic": True}, False),
-        ((16, 16, 1024, 192), {}, False),
-    ],
-)
-def test_tests_have_pools_wherever_there_can_be_one(
-    pretended_gpu, shape: tuple, options: dict, has_pool: bool
-) -> None:
-    assert plan(*shape, asked={"dq_pool": 1}, **options)["kernel"].endswith("_pool") == has_pool
-    assert not plan(*shape, asked={"dq_pool": 0}, **options)["kernel"].endswith("_pool")
-
-
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize(("batch", "seqlen"), [(28, 576), (16, 1024), (8, 2048), (4, 4096)])
 def test_the_workspace_has_a_place_for_four_rounds(

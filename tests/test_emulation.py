@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("emulation")  # one builds the programs
+
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests" / "tools" / "emulation"
 
@@ -45,7 +47,7 @@ EDITS = [
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
                  : "r"(at));""",
      "    emu::fail(\"store_tile is not emulated\"), (void)at, (void)w;"),
-]
+]  # fmt: skip
 # Mistakes of synchronisation, by number; each is in the program, and `--fault` turns it on.
 FAULTS = {
     1: ("one wait too few", "sm80/bwd_bias/kernel.cuh", "ptx::cp_async_wait<kAhead - 1>();",
@@ -74,9 +76,9 @@ FAULTS = {
   if (emu::fault != 7) __syncthreads();
   debug_delay();
   float* const entries"""),
-}
+}  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",
-              7: "bwd_bias"}
+              7: "bwd_bias"}  # fmt: skip
 RUNS = {"bwd_bias": 20, "fwd_split": 6}  # of the few cases that each program takes without --all
 
 
@@ -97,7 +99,8 @@ def copy_sources(folder: Path) -> Path:
     shutil.copy(EMULATION / "cuda_shim.h", csrc / "ptx")
     (csrc / "cuda_runtime.h").write_text("#pragma once\n", encoding="utf-8")
     (csrc / "common" / "debug_delay.cuh").write_text(
-        "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8")
+        "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8"
+    )
     for name, old, new in EDITS:
         replace_once(csrc / name, old, new)
     for _, name, old, new in FAULTS.values():
@@ -110,8 +113,16 @@ def build(folder: Path, name: str) -> Path:
     csrc = copy_sources(folder)
     program = folder / name
     # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.
-    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}",
-               str(EMULATION / f"{name}.cpp"), "-o", str(program)]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-U_FORTIFY_SOURCE",
+        f"-I{csrc}",
+        str(EMULATION / f"{name}.cpp"),
+        "-o",
+        str(program),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return program

@@ -70,8 +70,15 @@ def hash_of(package: Path) -> str:
 def run(package: Path, site: Path, *arguments: str) -> str:
     """As a user starts Python in the folder that holds the package."""
     environment = os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *arguments], cwd=package.parent, env=environment, text=True,
-                          capture_output=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=package.parent,
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -165,13 +172,17 @@ def test_the_installed_module_is_of_other_sources(source_folder, site, monkeypat
 
 
 def test_both_modules_are_for_another_torch(source_folder, site, monkeypatch):
-    """API-03: not an undefined symbol."""
+    """Not an undefined symbol."""
     record = f', "sources": "{hash_of(source_folder)}"}}\n'.encode()
     for package in (source_folder, site / "flash_ext"):
         (package / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(OTHER_TORCH.replace(b"}\n", record))
     monkeypatch.setattr(sys, "path", [str(site)])
-    reasons = ("flash_ext._C was built for torch 2.10.9+cu126", f"this is torch {torch.__version__}",
-               str(source_folder), str(site))
+    reasons = (
+        "flash_ext._C was built for torch 2.10.9+cu126",
+        f"this is torch {torch.__version__}",
+        str(source_folder),
+        str(site),
+    )
     assert message_in(source_folder, reasons=reasons) == pip_of(source_folder)
 
 
@@ -218,7 +229,7 @@ def test_the_module_holds_the_hash_of_its_sources(monkeypatch):
     found = types.SimpleNamespace(version="13.0")
     tools = types.SimpleNamespace(torch=found, toolkit=found)
     baked_in = kernels_build._build_record(tools, kernels_build.Variant(("9.0a",)), "0.1.0")
-    assert r'\"sources\": \"hash of csrc\"' in baked_in
+    assert r"\"sources\": \"hash of csrc\"" in baked_in
 
 
 def test_the_hash_knows_every_name_and_byte(tmp_path):

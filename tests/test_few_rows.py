@@ -30,36 +30,6 @@ def plan(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("seqlen", "options", "in_two"),
-    [
-        (512, {"window_right": 0}, True),  # 1.07 times as fast as in order
-        (512, {}, True),  # 1.03 times as in a ring
-        (256, {"batch": 64}, True),  # 1.11
-        (256, {"batch": 64, "window_right": 0}, True),  # 1.10
-        (1, {"keys": 512}, True),
-        (512, {"head_dim": 104}, True),
-        (512, {"head_dim": 64, "head_dim_v": 128}, True),
-        (512, {"deterministic": True}, True),  # nothing is added to memory
-        (513, {}, False),
-        (100, {"keys": 513}, False),
-        (1024, {"batch": 16, "window_right": 0}, False),  # 0.95
-        (512, {"batch": 6}, True),  # 384 blocks of keys for 132 multiprocessors: 1.03
-        (512, {"batch": 5}, False),
-        (512, {"head_dim": 96}, False),
-        (512, {"head_dim": 64}, False),  # 0.96
-        (512, {"num_heads_k": 4}, True),  # 1.00, causal 1.16
-        (768, {"num_heads_k": 4, "window_right": 0}, True),  # 1.06 to 1.18
-        (768, {"num_heads_k": 4}, False),
-        (512, {"window_left": 100, "window_right": 0}, False),
-        (512, {"window_right": 5}, False),
-        (512, {"packed": True}, False),
-    ],
-)
-def test_two_kernels_where_they_are_faster(pretended_gpu, seqlen: int, options: dict, in_two: bool) -> None:
-    assert (plan(seqlen, **options)["kernel"] == TWO) == in_two
-
-
 def test_not_where_one_is_asked_for(pretended_gpu) -> None:
     """Nor in the batch-invariant mode: the choice depends on the number of heads."""
     for pool in (0, 1):

@@ -18,7 +18,7 @@ def test_short_run(target: Target, seed: int, tmp_path: Path) -> None:
     """Another seed than the lists of the gauntlet use, so that the two do not repeat each other."""
     # Small tiles are compiled from PTX where the GPU has large ones, file by file; first cases wait for it,
     # on a busy host longer than 20 s in all.
-    seconds = 8 if target.device == "cpu" else 20
+    seconds = 2 if target.device == "cpu" else 20
     try:
         report = fuzz.fuzz(
             target,

@@ -1,4 +1,4 @@
-"""Gauntlet groups BI and parts of NF: biases, mask tensors, ALiBi, sinks, softcap, and their gradients."""
+"""Biases, mask tensors, ALiBi, sinks, softcap, and their gradients."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def bias_cases() -> list[ModifierCase]:
 
 
 @on_modifier_tiles
-def test_bi01_gradient_of_every_broadcast(target: Target) -> None:
+def test_gradient_of_every_broadcast(target: Target) -> None:
     """The gradient of a bias is the sum over its broadcast dimensions, whichever they are."""
     for_each(bias_cases(), target, cpu=10)
 
 
 @on_modifier_paths
-def test_bi02_bi04_any_strides(target: Target) -> None:
-    """BI-02: 43 keys, rows off 16 bytes, slices of wider ones; BI-04: transposed, expanded, every second."""
+def test_any_strides(target: Target) -> None:
+    """43 keys, rows off 16 bytes, slices of wider ones; transposed, expanded, every second."""
     names = [f"{kind}_{dims}_{flag}" for kind in ("bias", "mask") for dims in ("1hqk", "b1qk", "qk")
              for flag in ("odd", "t", "skip", "expanded", "odd_skip")]  # fmt: skip
     mcases = [
@@ -59,7 +59,7 @@ def test_bi02_bi04_any_strides(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bi03_bi11_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
+def test_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
     shapes = (dense(2, 100, 140, 4, 2, 64, causal=True), packed([70, 0, 33], [80, 9, 64], num_heads_k=1),
               dense(1, 257, 65, 6, 3, 128, dlse=True, deterministic=True))  # fmt: skip
     names = ("bias_bhqk", "bias_11qk_f32", "bias_b11k", "bias_h11_expanded", "distance40", "distance9_shared",
@@ -71,7 +71,7 @@ def test_bi03_bi11_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target
 
 
 @on_modifier_paths
-def test_bi05_types_that_do_not_fit_are_refused(target: Target) -> None:
+def test_types_that_do_not_fit_are_refused(target: Target) -> None:
     """No reinterpretation: a bias of bytes or of the other half precision raises before any launch."""
     q, k, v = (torch.randn(1, 8, 2, 64, device=target.device).to(torch.float16) for _ in range(3))
     ones = torch.ones(8, 8, device=target.device)
@@ -84,8 +84,8 @@ def test_bi05_types_that_do_not_fit_are_refused(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bi06_bi13_masks_by_query_head_for_every_group(target: Target) -> None:
-    """BI-06, BI-13 and BI-10: what is per head counts query heads, with 1 to 8 of them to a key head."""
+def test_masks_by_query_head_for_every_group(target: Target) -> None:
+    """What is per head counts query heads, with 1 to 8 of them to a key head."""
     mcases = [
         ModifierCase(dense(2, 66, 100, group * kv_heads, kv_heads, 64, seed=group), (name, *more))
         for group in range(1, 9)
@@ -101,7 +101,7 @@ def test_bi06_bi13_masks_by_query_head_for_every_group(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bi08_order_of_operations(target: Target) -> None:
+def test_order_of_operations(target: Target) -> None:
     """Scale, softcap, bias, mask, and after them sink and dropout: every subset, scores beyond the cap."""
     parts = ("softcap2", "bias_1hqk_f32", "padding", "sinks", "drop0.5")
     mcases = [
@@ -112,7 +112,7 @@ def test_bi08_order_of_operations(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bi09_a_sink_takes_its_share_once(target: Target) -> None:
+def test_a_sink_takes_its_share_once(target: Target) -> None:
     """q = 0, v = 1: out = n / (n + e^sink) and lse = ln(n + e^sink), for one key, one tile and many."""
     for keys, rows in ((1, 7), (7, 7), (64, 1), (129, 130), (1000, 3)):
         q = torch.zeros(2, rows, 4, 64, device=target.device, dtype=torch.float16)
@@ -129,7 +129,7 @@ def test_bi09_a_sink_takes_its_share_once(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bi09_rows_without_keys_give_everything_to_the_sink(target: Target) -> None:
+def test_rows_without_keys_give_everything_to_the_sink(target: Target) -> None:
     """out 0, lse = sink, and dlse is the gradient of the sink; also when there is no key at all."""
     for keys in (0, 20):
         q, k, v = (
@@ -152,7 +152,7 @@ def test_bi09_rows_without_keys_give_everything_to_the_sink(target: Target) -> N
 
 
 @on_modifier_paths
-def test_bi10_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
+def test_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
     mcases = [
         ModifierCase(dense(2, rows, 77, 2 * group, 2, head_dim, causal=causal), ("sinks", "alibi"))
         for group in (3, 5, 8)
@@ -166,7 +166,7 @@ def test_bi10_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bi12_small_masks_ten_times(target: Target) -> None:
+def test_small_masks_ten_times(target: Target) -> None:
     """A (20, 4, 4, 32) mask gives the same bits each time, and so does one of a single row."""
     for rows in (4, 1):
         x = make_modifier_inputs(ModifierCase(dense(20, rows, 32, 4, 4, 64), ("mask_bhqk",)), target.device)
@@ -179,7 +179,7 @@ def test_bi12_small_masks_ten_times(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bi_slopes_are_the_bias_they_stand_for(target: Target) -> None:
+def test_slopes_are_the_bias_they_stand_for(target: Target) -> None:
     """ALiBi against the same numbers given as a bias in float32: both alignments, lengths that differ."""
     for rows, keys, mask in (
         (100, 160, masks.Causal()),
@@ -202,7 +202,7 @@ def test_bi_slopes_are_the_bias_they_stand_for(target: Target) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# NF
+# Infinities
 
 
 def rows_with(value: float, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def rows_with(value: float, dtype: torch.dtype, device: str) -> tuple[Tensor, Te
 @pytest.mark.parametrize("bias_dtype", ["half", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @on_modifier_paths
-def test_nf02_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
+def test_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
     target: Target, dtype: torch.dtype, bias_dtype: str
 ) -> None:
     """-inf: out and gradients 0, lse -inf, exactly. finfo.min: a softmax of what is left of the scores.
@@ -263,7 +263,7 @@ def test_nf02_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
 
 
 @on_modifier_tiles
-def test_nf03_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
+def test_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
     """The running maximum stays -inf over whole tiles, for some rows for all of them."""
     mcases = [
         ModifierCase(
@@ -277,7 +277,7 @@ def test_nf03_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_nf14_softcap_of_every_size(target: Target) -> None:
+def test_softcap_of_every_size(target: Target) -> None:
     """1e-3 to 1e6 with scores up to 1e5: saturated, in between and as good as off; 0 is off, bit for bit."""
     mcases = [
         ModifierCase(
@@ -297,7 +297,7 @@ def test_nf14_softcap_of_every_size(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_nf10_unusual_scales_beside_every_modifier(target: Target) -> None:
+def test_unusual_scales_beside_every_modifier(target: Target) -> None:
     """A scale of 0 meets -inf, a negative one turns the order of scores round, 1e-30 leaves what is added."""
     names = ("padding", "mask_b1qk", "bias_1hqk_inf", "bias_b11k_f32", "blocks16x16_h", "hkeys1_h", "alibi",
              "sinks", "softcap2", "drop0.5", "documents,sinks", "mask_bhqk_blocky,alibi")  # fmt: skip
@@ -375,7 +375,7 @@ def changes(mcase: ModifierCase, target: Target, repeats: int) -> dict[str, int]
 
 @pytest.mark.parametrize("name", REPEATED)
 @on_modifier_paths
-def test_rc02_a_thousand_repeats_of_every_gradient_give_the_same_bits(target: Target, name: str) -> None:
+def test_a_thousand_repeats_of_every_gradient_give_the_same_bits(target: Target, name: str) -> None:
     """All results, the gradients of bias, slopes and sinks and dq in the deterministic mode."""
     repeats = 1000 if target.device == "cuda" else 2
     assert changes(ModifierCase(REPEATED[name], (name,)), target, repeats) == {}
@@ -383,7 +383,7 @@ def test_rc02_a_thousand_repeats_of_every_gradient_give_the_same_bits(target: Ta
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @on_modifier_paths
-def test_rc02_a_thousand_repeats_of_every_modifier_give_the_same_bits(target: Target, head_dim: int) -> None:
+def test_a_thousand_repeats_of_every_modifier_give_the_same_bits(target: Target, head_dim: int) -> None:
     """Each kind alone, at each compiled head size."""
 
     def run(mcase: ModifierCase, target: Target) -> None:
@@ -421,7 +421,7 @@ def peak_of(call) -> int:
 @pytest.mark.caching
 @pytest.mark.parametrize("dims", ["1h11", "b11k", "1hq1", "1111", "11qk", "h11"])
 @on_modifier_gpu_paths
-def test_bi01_memory_of_a_bias_gradient_is_that_of_its_result(target: Target, dims: str) -> None:
+def test_memory_of_a_bias_gradient_is_that_of_its_result(target: Target, dims: str) -> None:
     """Beyond dq, dk, dv and what is linear in them: the gradient itself, and never one score per pair."""
     name = f"bias_{dims}_f32" if len(dims) == 4 else f"bias_{dims}_expanded"
     mcase = ModifierCase(dense(2, LARGE, LARGE, 4, 2, 64), (name,))

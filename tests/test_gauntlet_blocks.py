@@ -1,4 +1,4 @@
-"""Gauntlet group BS: block-sparse attention; and what hidden tiles must not cost or spread."""
+"""Block-sparse attention; and what hidden tiles must not cost or spread."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor
 
 @pytest.mark.parametrize("causal", [False, True])
 @on_modifier_tiles
-def test_bs01_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) -> None:
-    """Nothing to see gives exactly nothing, and ends (RC-07); everything the bits of a call without a map.
+def test_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) -> None:
+    """Nothing to see gives exactly nothing, and ends; everything the bits of a call without a map.
 
     Both in tiles of one height: by themselves, calls without a map take higher ones on Hopper. And both with
     a mask of one bit, because gradients of calls without any are those of the plain kernels."""
@@ -87,14 +87,14 @@ def sized_cases() -> list[ModifierCase]:
 
 
 @on_modifier_tiles
-def test_bs02_bs03_every_block_size_shows_its_keys(target: Target) -> None:
-    """BS-02: tiles and blocks that do not divide each other; BS-03: a causal edge through partial blocks."""
+def test_every_block_size_shows_its_keys(target: Target) -> None:
+    """Tiles and blocks that do not divide each other; a causal edge through partial blocks."""
     for_each(sized_cases(), target, count_probe, cpu=12)
     for_each(sized_cases(), target, mask_probe, cpu=12)
 
 
 @on_modifier_tiles
-def test_bs04_maps_by_head_and_batch_under_groups(target: Target) -> None:
+def test_maps_by_head_and_batch_under_groups(target: Target) -> None:
     """Values and all gradients; every second one beside an element mask."""
     mcases = [
         ModifierCase(m.case, (*m.mods, "mask_b1qk") if i % 2 else m.mods) for i, m in enumerate(sized_cases())
@@ -103,7 +103,7 @@ def test_bs04_maps_by_head_and_batch_under_groups(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_bs05_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) -> None:
+def test_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) -> None:
     """Also a whole column of blocks, and rows that visit nothing."""
     for_each(sized_cases()[::2], target, sparse_dout_probe, cpu=6)
     qkv = random_qkv(target, 2, 300, 400, 4, 2, 128)
@@ -116,7 +116,7 @@ def test_bs05_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) ->
 
 
 @on_modifier_paths
-def test_bs03_maps_of_four_origins_agree(target: Target) -> None:
+def test_maps_of_four_origins_agree(target: Target) -> None:
     """A map with cut blocks from a rule, from a dense mask and from PyTorch's own, and the mask itself."""
     rows, keys, device = 260, 330, target.device
 
@@ -174,7 +174,7 @@ def hiding_masks(device: str) -> dict[str, masks.Mask]:
 
 @pytest.mark.parametrize("kind", hiding_masks("cpu"))
 @on_modifier_tiles
-def test_nl_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind: str) -> None:
+def test_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind: str) -> None:
     """K and V hold NaN where no tile of any kernel reaches: results and gradients are those of zeros there.
 
     The hidden stretch goes on for 256 keys on both sides, so that every tile that touches a NaN is hidden.

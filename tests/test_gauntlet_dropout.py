@@ -1,4 +1,4 @@
-"""Gauntlet group DR: which weights dropout drops, forward and backward, and where its numbers come from."""
+"""Which weights dropout drops, forward and backward, and where its numbers come from."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def defined_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int, int]) -
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @on_modifier_tiles
-def test_dr03_forward_and_backward_drop_what_the_definition_says(
-    target: Target, head_dim: int, p: float
-) -> None:
+def test_forward_and_backward_drop_what_the_definition_says(target: Target, head_dim: int, p: float) -> None:
     """The mask that the CPU computes, bit for bit, seen in out and in dv, for every tile and group."""
     shapes = [(2, 200, 300, 4, 2), (1, 65, 130, 3, 1)] if target.device == "cuda" else [(2, 40, 70, 4, 2)]
     with target.active():
@@ -93,7 +91,7 @@ def test_dr03_forward_and_backward_drop_what_the_definition_says(
 
 
 @on_modifier_paths
-def test_dr03_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
+def test_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
     """A key outside a window draws like any other; a sequence draws by its place in the batch."""
     rng, shape = random_rng(target.device, 5), (2, 130, 190, 2, 1)
     with target.active():
@@ -115,7 +113,7 @@ def test_dr03_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
 
 
 @on_modifier_tiles
-def test_dr03_gradients_of_everything_under_dropout(target: Target) -> None:
+def test_gradients_of_everything_under_dropout(target: Target) -> None:
     """dq by either kernel, dk, and the gradient of a bias see the same mask as out: against the oracle."""
     mcases = [
         ModifierCase(
@@ -132,7 +130,7 @@ def test_dr03_gradients_of_everything_under_dropout(target: Target) -> None:
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("offset", [0, 2**32 - 1, 2**32, 2**63 - 1, -1])
 @on_modifier_paths
-def test_dr05_seeds_and_offsets_are_64_bits_wide(target: Target, seed: int, offset: int) -> None:
+def test_seeds_and_offsets_are_64_bits_wide(target: Target, seed: int, offset: int) -> None:
     """Read as unsigned: -1 is 2^64 - 1. No half is lost on the way to the kernels."""
     shape, rng = (2, 33, 64, 2, 1), torch.tensor([seed, offset], device=target.device)
     wanted = defined_mask(rng, 0.5, shape)
@@ -141,7 +139,7 @@ def test_dr05_seeds_and_offsets_are_64_bits_wide(target: Target, seed: int, offs
 
 
 @on_modifier_paths
-def test_dr02_keep_rate_of_a_thousand_masks(target: Target) -> None:
+def test_keep_rate_of_a_thousand_masks(target: Target) -> None:
     """Over all, by row, key, head, place in 8 x 8 and by single weight: within a binomial's reach."""
     batch, p = (1000 if target.device == "cuda" else 150), 0.3
     rng, shape = random_rng(target.device, 9), (batch, 32, 64, 2, 1)
@@ -176,7 +174,7 @@ def small_qkv(device: str) -> list[Tensor]:
 
 
 @on_modifier_paths
-def test_dr04_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
+def test_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
     """Two calls differ, manual_seed repeats both bitwise, and each takes two draws from the generator."""
     device = target.device
     qkv = small_qkv(device)
@@ -196,7 +194,7 @@ def test_dr04_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_dr10_a_generator_is_honoured_and_the_default_one_untouched(target: Target) -> None:
+def test_a_generator_is_honoured_and_the_default_one_untouched(target: Target) -> None:
     device = target.device
     qkv = small_qkv(device)
     generator = torch.Generator(device)
@@ -217,7 +215,7 @@ def test_dr10_a_generator_is_honoured_and_the_default_one_untouched(target: Targ
 
 
 @on_modifier_paths
-def test_dr07_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
+def test_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
     """The recomputed mask is that of the first pass: bitwise the same gradients."""
     qkv = small_qkv(target.device)
 
@@ -236,7 +234,7 @@ def test_dr07_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
 
 
 @on_modifier_paths
-def test_dr09_short_sequences_and_everything_dropped(target: Target) -> None:
+def test_short_sequences_and_everything_dropped(target: Target) -> None:
     cases = [dense(2, 1, 1, 4, 2, 64), dense(2, 1, 300, 4, 4, 128), dense(3, 5, 1, 2, 1, 64, causal=True),
              packed([1] * 9, [3] * 9, num_heads_k=1), packed([1, 0, 2], [0, 4, 1])]  # fmt: skip
     mcases = [ModifierCase(case, (f"drop{p}",)) for case in cases for p in (0.5, 1.0, 0.00001)]
@@ -245,7 +243,7 @@ def test_dr09_short_sequences_and_everything_dropped(target: Target) -> None:
 
 @pytest.mark.caching
 @on_modifier_gpu_paths
-def test_dr06_every_replay_of_a_graph_drops_others_and_its_backward_the_same(target: Target) -> None:
+def test_every_replay_of_a_graph_drops_others_and_its_backward_the_same(target: Target) -> None:
     """With q = 0, v = I and dout = I the mask shows in out and, transposed, in dv."""
     size, replays = 64, 20
     q, k = (torch.zeros(1, size, 1, size, dtype=torch.float16, device="cuda") for _ in range(2))

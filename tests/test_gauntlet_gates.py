@@ -1,4 +1,4 @@
-"""Gauntlet: large tensors of normal data with every modifier stay within the gates, on every path."""
+"""Large tensors of normal data with every modifier stay within the gates, on every path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gauntlet groups LY (layout, strides, alignment) and HD (head sizes, head counts, types)."""
+"""Layout, strides and alignment; head sizes, head counts and types."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what
         assert torch.equal(a, b), f"{what} {name}: {int((a != b).sum())} of {a.numel()} elements differ"
 
 
-# ---- LY ----
+# ---- layout ----
 
 
 @on_all_tiles
-def test_ly_every_layout_and_head_size(target: Target) -> None:
-    """LY-03, LY-09 to LY-11, LY-12, LY-13: transposed, gapped, misaligned, shifted; dense and packed."""
+def test_every_layout_and_head_size(target: Target) -> None:
+    """Transposed, gapped, misaligned, shifted; dense and packed."""
     cases = []
     for layout in ("bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton"):
         for head_dim in (40, 64, 100, 128, 256):
@@ -65,7 +65,7 @@ def test_ly_every_layout_and_head_size(target: Target) -> None:
 
 
 @on_paths
-def test_ly02_gradients_of_a_packed_projection(target: Target) -> None:
+def test_gradients_of_a_packed_projection(target: Target) -> None:
     """q, k and v split from one (b, s, (h + 2 h_k) d) tensor, or unbound from (b, s, 3, h, d)."""
     b, s, h, h_k, d = 2, 65, 4, 2, 64
     qkv = random_tensor(target, b, s, (h + 2 * h_k) * d)
@@ -88,7 +88,7 @@ def test_ly02_gradients_of_a_packed_projection(target: Target) -> None:
 
 
 @on_paths
-def test_ly04_and_ly05_strides_of_the_incoming_gradient(target: Target) -> None:
+def test_strides_of_the_incoming_gradient(target: Target) -> None:
     """The gradient of out.sum() has stride 0 everywhere; others have other strides than out."""
     q, k, v = (random_tensor(target, 2, 65, 4, 64) for _ in range(3))
     ones = torch.ones(2, 65, 4, 64, dtype=q.dtype, device=q.device)
@@ -121,7 +121,7 @@ def modifier(name: str, device: torch.device) -> dict:
 
 @pytest.mark.parametrize("name", ["", *MODIFIED])
 @on_paths
-def test_ly05_incoming_gradients_that_tma_cannot_read(target: Target, name: str) -> None:
+def test_incoming_gradients_that_tma_cannot_read(target: Target, name: str) -> None:
     """The gradient of out.sum(1) has row stride 0, which was 16 bytes to TMA: it read other rows."""
     q, k, v = (random_tensor(target, 2, 65, 4, 64) for _ in range(3))
     options = modifier(name, q.device)
@@ -140,7 +140,7 @@ def test_ly05_incoming_gradients_that_tma_cannot_read(target: Target, name: str)
 
 
 @pytest.mark.parametrize("name", MODIFIED)
-def test_ly05_which_kernel_reads_incoming_gradients(pretended_gpu, name: str) -> None:
+def test_which_kernel_reads_incoming_gradients(pretended_gpu, name: str) -> None:
     """Kernels for Hopper where TMA can read dout, the portable ones where it cannot."""
     shape = (2, 65, 4, 64)
     q, k, v = make_qkv(batch=2, seqlen_q=65, heads=4, heads_k=4, head_dim=64, dtype=torch.bfloat16)
@@ -161,7 +161,7 @@ def test_ly05_which_kernel_reads_incoming_gradients(pretended_gpu, name: str) ->
 
 
 @on_paths
-def test_ly06_expanded_heads_equal_grouped_heads(target: Target) -> None:
+def test_expanded_heads_equal_grouped_heads(target: Target) -> None:
     """k and v repeated over heads with stride 0 give what the grouped call gives; gradients sum up."""
     for seqlen_k in (64, 65):
         q, dout = (random_tensor(target, 2, 70, 4, 64) for _ in range(2))
@@ -178,7 +178,7 @@ def test_ly06_expanded_heads_equal_grouped_heads(target: Target) -> None:
 
 
 @on_paths
-def test_ly07_keys_expanded_over_the_batch(target: Target) -> None:
+def test_keys_expanded_over_the_batch(target: Target) -> None:
     q = random_tensor(target, 3, 70, 4, 64)
     k, v = (random_tensor(target, 1, 65, 2, 64) for _ in range(2))
     shared = attend(target, q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1))
@@ -193,7 +193,7 @@ def shifted(t: Tensor) -> Tensor:
 
 
 @on_targets("cpu", "sm80")  # two loaders of the same kernels
-def test_ly09_each_tensor_misaligned_in_turn(target: Target) -> None:
+def test_each_tensor_misaligned_in_turn(target: Target) -> None:
     """q, k, v, out, lse, dout and dlse, one at a time, start off their natural alignment."""
     shape, options = (2, 65, 4, 64), (None, None, 0, 0, 0.125, -1, 0, True, target.path)
     q, k, v, dout = (random_tensor(target, *shape) for _ in range(4))
@@ -211,7 +211,7 @@ def test_ly09_each_tensor_misaligned_in_turn(target: Target) -> None:
 
 
 @on_targets("sm90")
-def test_ly09_what_tma_does_not_read_may_be_misaligned(target: Target) -> None:
+def test_what_tma_does_not_read_may_be_misaligned(target: Target) -> None:
     """out, lse and dlse of the backward: the same kernels, the same bits."""
     options = (None, None, 0, 0, 0.125, -1, 0, True, target.choice)
     q, k, v, dout = (random_tensor(target, 2, 65, 4, 64) for _ in range(4))
@@ -227,7 +227,7 @@ def test_ly09_what_tma_does_not_read_may_be_misaligned(target: Target) -> None:
 
 
 @on_targets("sm90")
-def test_ly14_kernels_are_chosen_in_every_call(target: Target) -> None:
+def test_kernels_are_chosen_in_every_call(target: Target) -> None:
     """Aligned, misaligned, aligned again, same shape: what TMA cannot read runs in the sm80 kernels."""
     q, k, v = (random_tensor(target, 1, 130, 2, 64) for _ in range(3))
     with target.active():
@@ -244,7 +244,7 @@ def test_ly14_kernels_are_chosen_in_every_call(target: Target) -> None:
 
 
 @on_targets("sm80")  # two loaders of the same kernels
-def test_ly14_alignment_is_looked_at_in_every_call(target: Target) -> None:
+def test_alignment_is_looked_at_in_every_call(target: Target) -> None:
     """Aligned, misaligned, aligned again, same shape: nothing about the first call may be remembered."""
     q, k, v = (random_tensor(target, 1, 130, 2, 64) for _ in range(3))
     expected = attend(target, q, k, v)
@@ -261,7 +261,7 @@ def test_ly14_alignment_is_looked_at_in_every_call(target: Target) -> None:
 
 
 @on_paths
-def test_ly17_strides_beyond_16_bits(target: Target) -> None:
+def test_strides_beyond_16_bits(target: Target) -> None:
     run_cases([dense(1, 300, 128, 128, 128, 8, causal=True), dense(1, 8, 8, 1, 1, 8, layout="gap")], target)
     heads = random_tensor(target, 4, 65537, 1, 8)  # rows are 65537 * 8 elements apart
     q = heads.transpose(0, 1)[:8].permute(2, 1, 0, 3)
@@ -270,7 +270,7 @@ def test_ly17_strides_beyond_16_bits(target: Target) -> None:
 
 
 @on_paths
-def test_ly19_one_tensor_for_everything(target: Target) -> None:
+def test_one_tensor_for_everything(target: Target) -> None:
     """q, k and v are the same object: its gradient is the sum of three."""
     x, dout = (random_tensor(target, 1, 65, 4, 64) for _ in range(2))
     out, dq, dk, dv = gradients(target, x.clone(), x.clone(), x.clone(), dout)
@@ -281,17 +281,17 @@ def test_ly19_one_tensor_for_everything(target: Target) -> None:
     torch.testing.assert_close(grad.float(), dq.float() + dk.float() + dv.float(), rtol=0.02, atol=0.02)
 
 
-# ---- HD ----
+# ---- head sizes, head counts, types ----
 
 
 @on_all_tiles
-def test_hd01_every_kind_of_head_dim(target: Target) -> None:
+def test_every_kind_of_head_dim(target: Target) -> None:
     cases = [dense(2, 257, 257, 4, 2, d, dtype=("bf16", "fp16")[d % 2], causal=d % 3 == 0) for d in HEAD_DIMS]
     run_cases(target.pick(cases, cpu=8), target)
 
 
 @on_all_tiles
-def test_hd03_values_of_another_head_dim(target: Target) -> None:
+def test_values_of_another_head_dim(target: Target) -> None:
     sizes = ((192, 128), (128, 192), (64, 256), (96, 160), (8, 256), (256, 8), (1, 256), (33, 65))
     cases = [dense(2, 100, 130, 4, 2, d, dv, causal=c) for d, dv in sizes for c in (False, True)]
     run_cases(target.pick(cases, cpu=8), target)
@@ -299,21 +299,21 @@ def test_hd03_values_of_another_head_dim(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_hd03_head_dim_576_is_refused_on_gpus(target: Target) -> None:
+def test_head_dim_576_is_refused_on_gpus(target: Target) -> None:
     q, v = random_tensor(target, 1, 4, 1, 576), random_tensor(target, 1, 4, 1, 512)
     with pytest.raises(NotImplementedError, match="head_dim"):
         attend(target, q, q, v)
 
 
 @on_all_tiles
-def test_hd04_small_head_dims_backward(target: Target) -> None:
+def test_small_head_dims_backward(target: Target) -> None:
     cases = [dense(2, 200, 180, 4, 4, d, deterministic=det) for d in (8, 16) for det in (False, True)]
     run_cases(target.pick(cases, cpu=2), target)
 
 
 @pytest.mark.parametrize("smem", [SMALL_SMEM_BYTES, 166912, 232448])
 @on_targets("sm80")
-def test_hd05_no_plan_needs_more_shared_memory_than_there_is(target: Target, smem: int) -> None:
+def test_no_plan_needs_more_shared_memory_than_there_is(target: Target, smem: int) -> None:
     _C.set_switch("smem_per_block", smem)
     try:
         for direction in ("fwd", "bwd"):
@@ -336,7 +336,7 @@ def test_hd05_no_plan_needs_more_shared_memory_than_there_is(target: Target, sme
 
 
 @on_all_tiles
-def test_hd06_group_sizes(target: Target) -> None:
+def test_group_sizes(target: Target) -> None:
     cases = [
         dense(1, 70, 90, g * h_k, h_k, 64, causal=True, deterministic=g % 2 == 0)
         for g in (1, 2, 3, 5, 6, 7, 8, 12, 16, 64, 71, 128)
@@ -347,27 +347,27 @@ def test_hd06_group_sizes(target: Target) -> None:
 
 @pytest.mark.parametrize("h, h_k, h_v", [(33, 2, 2), (3, 2, 2), (2, 4, 4), (4, 0, 0), (4, 2, 4), (4, 4, 2)])
 @on_paths
-def test_hd07_head_counts_that_do_not_divide(target: Target, h: int, h_k: int, h_v: int) -> None:
+def test_head_counts_that_do_not_divide(target: Target, h: int, h_k: int, h_v: int) -> None:
     q, k, v = (random_tensor(target, 1, 8, heads, 64) for heads in (h, h_k, h_v))
     with pytest.raises(ValueError, match="num_heads"):
         attend(target, q, k, v)
 
 
 @on_paths
-def test_hd08_lse_of_multi_query_attention_with_a_ragged_tile(target: Target) -> None:
+def test_lse_of_multi_query_attention_with_a_ragged_tile(target: Target) -> None:
     run_cases([dense(2, s, s, 8, 1, 64, causal=c) for s in (65, 129) for c in (False, True)], target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.complex64, torch.bool])
 @on_gpu_paths
-def test_hd10_types_that_no_gpu_path_takes(target: Target, dtype: torch.dtype) -> None:
+def test_types_that_no_gpu_path_takes(target: Target, dtype: torch.dtype) -> None:
     q = torch.zeros(1, 8, 1, 64, dtype=dtype, device="cuda")
     with pytest.raises(TypeError, match=str(dtype)):
         attend(target, q, q, q)
 
 
 @on_paths
-def test_hd11_mixed_types(target: Target) -> None:
+def test_mixed_types(target: Target) -> None:
     """Refused with all three named; inside autocast they are cast."""
     q, k, v = (
         random_tensor(target, 1, 8, 2, 64, dtype=t) for t in (torch.bfloat16, torch.float16, torch.bfloat16)
@@ -381,7 +381,7 @@ def test_hd11_mixed_types(target: Target) -> None:
 
 
 @on_targets("sm80")
-def test_hd12_every_compiled_head_dim_runs_in_every_mode(target: Target) -> None:
+def test_every_compiled_head_dim_runs_in_every_mode(target: Target) -> None:
     """By the recorded launches: forward, backward and deterministic backward, with both classes of tiles."""
     seen = set()
     for switches in ({}, {"smem_per_block": SMALL_SMEM_BYTES}):
@@ -411,7 +411,7 @@ def test_hd12_every_compiled_head_dim_runs_in_every_mode(target: Target) -> None
 
 
 @on_gpu_paths
-def test_hd12_the_kernels_that_ran_are_those_of_the_plan(target: Target) -> None:
+def test_the_kernels_that_ran_are_those_of_the_plan(target: Target) -> None:
     """The profiler's own record, so that no plan can claim what was not launched."""
     for head_dim, deterministic in itertools.product((64, 128, 256), (False, True)):
         q, k, v = (random_tensor(target, 1, 130, 2, head_dim).requires_grad_() for _ in range(3))

@@ -1,4 +1,4 @@
-"""Gauntlet groups EM (empty and short inputs) and MK (causal masks and windows)."""
+"""Empty and short inputs; causal masks and windows."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def random_qkv(
     return tuple(torch.randn(shape, device=target.device).to(torch.bfloat16) for shape in shapes)
 
 
-# ---- EM ----
+# ---- empty and short inputs ----
 
 
 @on_paths
-def test_em01_no_queries(target: Target) -> None:
+def test_no_queries(target: Target) -> None:
     run_cases([dense(2, 0, 128, 4, 4, 64), packed([0, 0], [5, 7], num_heads=4, num_heads_k=2)], target)
 
 
 @on_paths
-def test_em02_no_keys(target: Target) -> None:
+def test_no_keys(target: Target) -> None:
     run_cases(
         [
             dense(2, 128, 0, 4, 4, 64),
@@ -44,7 +44,7 @@ def test_em02_no_keys(target: Target) -> None:
 
 
 @on_paths
-def test_em03_empty_dimensions(target: Target) -> None:
+def test_empty_dimensions(target: Target) -> None:
     run_cases(
         [
             dense(0, 5, 7, 4, 2, 64),
@@ -60,7 +60,7 @@ def test_em03_empty_dimensions(target: Target) -> None:
 
 
 @on_paths
-def test_em05_one_query_sees_all_keys_with_and_without_causal(target: Target) -> None:
+def test_one_query_sees_all_keys_with_and_without_causal(target: Target) -> None:
     for seqlen_k in (1, 2, 63, 64, 65, 127, 128, 129, 4097):
         q, k, v = random_qkv(target, 2, 1, seqlen_k, 4, 2, 64)
         full, masked = (
@@ -71,7 +71,7 @@ def test_em05_one_query_sees_all_keys_with_and_without_causal(target: Target) ->
 
 
 @on_all_tiles
-def test_em06_causal_with_more_queries_than_keys(target: Target) -> None:
+def test_causal_with_more_queries_than_keys(target: Target) -> None:
     shapes = ((5, 3), (128, 1), (257, 128), (1023, 1), (799, 3))
     cases = [
         dense(2, sq, sk, 4, 2, 64, causal=True, deterministic=d) for sq, sk in shapes for d in (False, True)
@@ -92,7 +92,7 @@ def test_em06_causal_with_more_queries_than_keys(target: Target) -> None:
 
 
 @on_paths
-def test_em08_max_seqlen_of_one_and_empty_sequences(target: Target) -> None:
+def test_max_seqlen_of_one_and_empty_sequences(target: Target) -> None:
     run_cases(
         [packed([0, 1, 0, 1], [1, 1, 0, 0], hints=True), packed([1, 0], [0, 1], hints=True, causal=True)],
         target,
@@ -100,17 +100,17 @@ def test_em08_max_seqlen_of_one_and_empty_sequences(target: Target) -> None:
 
 
 @on_paths
-def test_em09_rows_without_keys_have_lse_minus_infinity(target: Target) -> None:
+def test_rows_without_keys_have_lse_minus_infinity(target: Target) -> None:
     q, k, v = random_qkv(target, 1, 4, 0, 2, 1, 64)
     out, (lse, _) = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True), backend=target.path)
     assert (lse == -torch.inf).all() and not out.any()
 
 
-# ---- MK ----
+# ---- causal masks and windows ----
 
 
 @on_all_tiles
-def test_mk01_causal_around_every_tile_size(target: Target) -> None:
+def test_causal_around_every_tile_size(target: Target) -> None:
     """One key more or less moves the lse of a row by 1/n: no off-by-one passes."""
     cases = [dense(1, sq, sk, 2, 1, 64, causal=True) for sq in AROUND_TILES for sk in AROUND_TILES]
     run_probes(target.pick(cases, cpu=60), target, only=probes.count)
@@ -132,7 +132,7 @@ WINDOWS = (
 
 
 @on_all_tiles
-def test_mk03_windows(target: Target) -> None:
+def test_windows(target: Target) -> None:
     cases = [
         dense(1, sq, sk, 2, 1, 64, window=w) for w in WINDOWS for sq, sk in ((129, 129), (70, 200), (200, 70))
     ]
@@ -141,7 +141,7 @@ def test_mk03_windows(target: Target) -> None:
 
 
 @on_paths
-def test_mk04_windows_that_exclude_every_key_of_some_rows(target: Target) -> None:
+def test_windows_that_exclude_every_key_of_some_rows(target: Target) -> None:
     cases = [
         dense(2, 300, 100, 4, 2, 64, window=w, deterministic=d)
         for w in ((10, 0), (0, 0), (5, 20))
@@ -152,14 +152,14 @@ def test_mk04_windows_that_exclude_every_key_of_some_rows(target: Target) -> Non
 
 @pytest.mark.parametrize("window", [(-1, -5), (10, -3), (-2, 0), (-7, -7)])
 @on_paths
-def test_mk05_negative_reach_is_refused(target: Target, window: tuple[int, int]) -> None:
+def test_negative_reach_is_refused(target: Target, window: tuple[int, int]) -> None:
     q, k, v = random_qkv(target, 1, 8, 8, 1, 1, 64)
     with pytest.raises(ValueError, match="window"):
         flash_ext.attention(q, k, v, window_size=window, backend=target.path)
 
 
 @on_paths
-def test_mk06_reach_near_the_end_of_int32(target: Target) -> None:
+def test_reach_near_the_end_of_int32(target: Target) -> None:
     far = 2**31 - 1
     windows = ((far, far), (far - 100, 0), (far, -1), (-1, far - 200), (0, far), (2**40, 2**40))
     cases = [
@@ -173,7 +173,7 @@ def test_mk06_reach_near_the_end_of_int32(target: Target) -> None:
 
 
 @on_all_tiles
-def test_mk07_backward_with_many_more_queries_than_keys(target: Target) -> None:
+def test_backward_with_many_more_queries_than_keys(target: Target) -> None:
     cases = [
         dense(2, 2048, 16, 4, 4, 64, causal=True),
         dense(1, 4096, 129, 2, 1, 64, causal=True),
@@ -183,7 +183,7 @@ def test_mk07_backward_with_many_more_queries_than_keys(target: Target) -> None:
 
 
 @on_all_tiles
-def test_mk08_backward_with_ragged_last_key_tile(target: Target) -> None:
+def test_backward_with_ragged_last_key_tile(target: Target) -> None:
     cases = [
         dense(1, 128, 128 + r, 2, 1, d, causal=c)
         for r in (1, 63, 64, 65, 127)
@@ -194,7 +194,7 @@ def test_mk08_backward_with_ragged_last_key_tile(target: Target) -> None:
 
 
 @on_all_tiles
-def test_mk11_window_edges_around_tile_edges(target: Target) -> None:
+def test_window_edges_around_tile_edges(target: Target) -> None:
     cases = [
         dense(1, 300, 333, 2, 1, 64, window=(t + delta, right))
         for t in (32, 64, 128)
@@ -206,7 +206,7 @@ def test_mk11_window_edges_around_tile_edges(target: Target) -> None:
 
 
 @on_paths
-def test_mk13_a_wider_window_never_lowers_lse(target: Target) -> None:
+def test_a_wider_window_never_lowers_lse(target: Target) -> None:
     """And a key that adds nothing in float32 (its logit is far below all others) leaves out bitwise alone."""
     q, k, v = random_qkv(target, 2, 150, 180, 4, 2, 64)
     previous = None
@@ -235,7 +235,7 @@ def causal_windows() -> list[Case]:
 
 
 @on_all_tiles
-def test_mk14_causal_and_window_and_different_lengths(target: Target) -> None:
+def test_causal_and_window_and_different_lengths(target: Target) -> None:
     run_probes(target.pick(causal_windows(), cpu=8), target)
     run_cases(target.pick(causal_windows(), cpu=8), target)
 

@@ -1,4 +1,4 @@
-"""Gauntlet: every modifier alone and in pairs, forward and backward, and exact probes of every mask."""
+"""Every modifier alone and in pairs, forward and backward, and exact probes of every mask."""
 
 from __future__ import annotations
 
@@ -66,32 +66,32 @@ def mask_cases() -> list[ModifierCase]:
 
 
 @on_modifier_tiles
-def test_mk_every_mask_shows_exactly_its_keys(target: Target) -> None:
+def test_every_mask_shows_exactly_its_keys(target: Target) -> None:
     """Count probe: with q = 0 lse is the logarithm of how many keys the rules, written as one mask, leave."""
     for_each(mask_cases(), target, count_probe, cpu=40)
 
 
 @on_modifier_tiles
-def test_mk_every_mask_seen_through_v(target: Target) -> None:
+def test_every_mask_seen_through_v(target: Target) -> None:
     """The whole mask, key by key: with q = 0 and v = I it stands in out."""
     for_each(mask_cases()[1::2], target, mask_probe, cpu=16)
 
 
 @on_modifier_tiles
-def test_mk_hidden_keys_get_exactly_no_gradient(target: Target) -> None:
+def test_hidden_keys_get_exactly_no_gradient(target: Target) -> None:
     """Sparse dout, also without any key: dk and dv are 0 where nothing is visible, bit for bit."""
     for_each(mask_cases()[::3], target, sparse_dout_probe, cpu=12)
 
 
 @on_modifier_paths
-def test_mk_needles(target: Target) -> None:
+def test_needles(target: Target) -> None:
     for_each(mask_cases()[1::3], target, needle_probe, cpu=8)
 
 
 @pytest.mark.parametrize("alignment", ["top", ""])
 @on_modifier_tiles
-def test_mk01_mk14_both_alignments_around_tile_edges(target: Target, alignment: str) -> None:
-    """MK-01, MK-03, MK-14 with the alignment at the top left and with chunks and sink tokens around tiles."""
+def test_both_alignments_around_tile_edges(target: Target, alignment: str) -> None:
+    """With the alignment at the top left and with chunks and sink tokens around tiles."""
     mcases = [
         ModifierCase(
             dense(1, tile + dq, tile + dk, 2, 1, 64, causal=True, window=window),

@@ -1,4 +1,4 @@
-"""Gauntlet: the exact probes of every modifier beyond who sees whom, on every path.
+"""The exact probes of every modifier beyond who sees whom, on every path.
 
 Each list names the modifiers that a probe is for.
 """

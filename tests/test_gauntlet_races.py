@@ -1,4 +1,4 @@
-"""Gauntlet group RC: races, repeatability, batch invariance, concurrent streams and threads."""
+"""Races, repeatability, batch invariance, concurrent streams and threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def count_differences(x: Inputs, target: Target, expected: list[Tensor], repeats
 
 @pytest.mark.parametrize("name", REPEATED)
 @on_paths
-def test_rc02_a_thousand_repeats_give_the_same_bits(target: Target, name: str) -> None:
+def test_a_thousand_repeats_give_the_same_bits(target: Target, name: str) -> None:
     x = make_inputs(REPEATED[name], target.device)
     with target.active():
         expected = results(x, target)
@@ -68,7 +68,7 @@ def test_rc02_a_thousand_repeats_give_the_same_bits(target: Target, name: str) -
 
 @pytest.mark.parametrize("name", ["mha", "varlen", "hd256"])
 @on_gpu_paths
-def test_rc02_all_but_dq_repeat_without_the_deterministic_mode(target: Target, name: str) -> None:
+def test_all_but_dq_repeat_without_the_deterministic_mode(target: Target, name: str) -> None:
     """And dq differs by rounding only: its sums are the same numbers in another order."""
     x = make_inputs(REPEATED[name].replace(deterministic=False), target.device)
     expected = results(x, target)
@@ -84,7 +84,7 @@ def test_rc02_all_but_dq_repeat_without_the_deterministic_mode(target: Target, n
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["gqa", "varlen"])
 @on_gpu_paths
-def test_rc03_repeats_under_load(target: Target, name: str) -> None:
+def test_repeats_under_load(target: Target, name: str) -> None:
     """Half of the memory held and two streams of other work change when kernels run, not what they give."""
     x = make_inputs(REPEATED[name], target.device)
     expected = results(x, target)
@@ -107,7 +107,7 @@ def test_rc03_repeats_under_load(target: Target, name: str) -> None:
 
 
 @on_gpu_paths
-def test_rc04_two_streams_at_once(target: Target) -> None:
+def test_two_streams_at_once(target: Target) -> None:
     """The same shape on two streams with different inputs: each as alone. Nothing is shared between calls."""
     case = REPEATED["causal"]
     inputs = [make_inputs(case.replace(seed=s), target.device) for s in (1, 2)]
@@ -125,7 +125,7 @@ def test_rc04_two_streams_at_once(target: Target) -> None:
 
 
 @on_paths
-def test_rc06_threads(target: Target) -> None:
+def test_threads(target: Target) -> None:
     """Eight threads, each on its own stream, through autograd and its worker threads."""
     on_gpu = target.device == "cuda"
     case = REPEATED["mha"] if on_gpu else dense(1, 40, 40, 2, 1, 64, deterministic=True)
@@ -156,7 +156,7 @@ def test_rc06_threads(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_rc09_workspaces_are_not_trusted(target: Target) -> None:
+def test_workspaces_are_not_trusted(target: Target) -> None:
     """Calls after poison, in changing sizes: whatever a call leaves behind means nothing to the next."""
     poison_pool()
     order = [0, 3, 1, 4, 2, 5, 0, 1, 2]
@@ -173,7 +173,7 @@ def test_rc09_workspaces_are_not_trusted(target: Target) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @on_gpu_paths
-def test_rc10_neighbours_in_the_stream(target: Target, head_dim: int, deterministic: bool) -> None:
+def test_neighbours_in_the_stream(target: Target, head_dim: int, deterministic: bool) -> None:
     """Kernels may begin before the one ahead of them has ended (programmatic dependent launch; those of the
     backward do up to 1024 rows). A matrix product writes q and dout just before the calls, and all inputs
     become NaN right after them."""
@@ -204,7 +204,7 @@ def test_rc10_neighbours_in_the_stream(target: Target, head_dim: int, determinis
 
 
 @on_paths
-def test_rc12_results_do_not_depend_on_batch_neighbours(target: Target) -> None:
+def test_results_do_not_depend_on_batch_neighbours(target: Target) -> None:
     """A sequence alone, in batches of 2, 7 and 64, and packed behind neighbours of other lengths."""
     for d, causal in ((64, True), (128, False)):
         qkv = [torch.randn(64, 100, h, d, device=target.device).to(torch.bfloat16) for h in (4, 2, 2)]
@@ -239,7 +239,7 @@ def digest(case: Case, target: Target) -> str:
 
 
 @on_gpu_paths
-def test_rc13_two_processes_give_the_same_bits(target: Target) -> None:
+def test_two_processes_give_the_same_bits(target: Target) -> None:
     here = digest(REPEATED["causal"], target)
     code = f"""
 from tests import harness, test_gauntlet_races as races

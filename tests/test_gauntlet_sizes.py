@@ -1,4 +1,4 @@
-"""Gauntlet groups SZ (32-bit arithmetic) and GR (grid limits): shapes at which index products overflow.
+"""Shapes at which index products overflow 32 bits, and limits of a grid.
 
 Windows keep the arithmetic small while the tensors are large. Everything here needs tens of GB of GPU memory.
 """
@@ -52,42 +52,42 @@ def dense_large(
     return Large(q, k, v, random_tensor(b, sq, h, d) if backward else None, **options)
 
 
-# ---- SZ ----
+# ---- products beyond 32 bits ----
 
 
 @on_gpu_paths
-def test_sz01_many_tiny_sequences(target: Target) -> None:
+def test_many_tiny_sequences(target: Target) -> None:
     """A float32 dq buffer padded to 128 rows per batch entry would have 2.17e9 elements."""
     run_cases([dense(8300, 1, 1, 16, 16, 128)], target)
 
 
 @on_gpu_paths
-def test_sz02_padded_batch_times_sequence(target: Target, seed: int) -> None:
+def test_padded_batch_times_sequence(target: Target, seed: int) -> None:
     needs_memory(60)
     run_large(dense_large(400, 10496, 10496, 4, 4, 128, window=WINDOW), target, seed)
 
 
 @on_gpu_paths
-def test_sz04_padded_head_dim(target: Target, seed: int) -> None:
+def test_padded_head_dim(target: Target, seed: int) -> None:
     needs_memory(40)
     run_large(dense_large(1600, 729, 729, 16, 16, 72), target, seed)
 
 
 @on_gpu_paths
-def test_sz05_just_over_2_to_31_elements(target: Target, seed: int) -> None:
+def test_just_over_2_to_31_elements(target: Target, seed: int) -> None:
     needs_memory(60)
     run_large(dense_large(1, 131073, 131073, 128, 128, 128, window=WINDOW), target, seed)
 
 
 @on_gpu_paths
-def test_sz06_over_2_to_32_elements(target: Target, seed: int) -> None:
+def test_over_2_to_32_elements(target: Target, seed: int) -> None:
     needs_memory(60)
     run_large(dense_large(2, 131073, 131073, 128, 128, 128, backward=False, window=WINDOW), target, seed)
     run_large(dense_large(2, 131073, 131073, 64, 64, 128, window=WINDOW), target, seed)
 
 
 @on_gpu_paths
-def test_sz07_batch_stride_over_2_to_31(target: Target, seed: int) -> None:
+def test_batch_stride_over_2_to_31(target: Target, seed: int) -> None:
     needs_memory(16)
     stride, shape = 2**31 + 64, (3, 128, 4, 64)
     buffer = torch.full((2 * stride + 4 * 128 * 4 * 64,), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -100,7 +100,7 @@ def test_sz07_batch_stride_over_2_to_31(target: Target, seed: int) -> None:
 
 
 @on_gpu_paths
-def test_sz08_packed_row_times_stride(target: Target, seed: int) -> None:
+def test_packed_row_times_stride(target: Target, seed: int) -> None:
     """dout with a row stride of 9728: the offset of the last rows is beyond 2^31."""
     needs_memory(24)
     rng = random.Random(seed)
@@ -116,7 +116,7 @@ def test_sz08_packed_row_times_stride(target: Target, seed: int) -> None:
 
 
 @on_gpu_paths
-def test_sz09_decode_from_a_wide_cache(target: Target, seed: int) -> None:
+def test_decode_from_a_wide_cache(target: Target, seed: int) -> None:
     needs_memory(8)
     stride = 2**30
     buffer = torch.zeros(2 * stride + 2 * 4096 * 1024, dtype=torch.bfloat16, device="cuda")
@@ -147,8 +147,8 @@ def check_rows_under_a_bias(seqlen: int, device: str, path: str) -> None:
 
 @pytest.mark.parametrize("seqlen", [46344, 65537])
 @on_gpu_paths
-def test_sz11_sz12_bias_of_over_2_to_31_elements(target: Target, seqlen: int) -> None:
-    """SZ-11; its rows are more than 2^15 elements apart (SZ-12), at 65537 without alignment."""
+def test_bias_of_over_2_to_31_elements(target: Target, seqlen: int) -> None:
+    """Its rows are more than 2^15 elements apart, at 65537 without alignment."""
     needs_memory(24)
     check_rows_under_a_bias(seqlen, "cuda", target.path)
 
@@ -158,12 +158,12 @@ def test_the_look_at_rows_under_a_bias() -> None:
 
 
 @on_gpu_paths
-def test_sz13_one_head_32769(target: Target, seed: int) -> None:
+def test_one_head_32769(target: Target, seed: int) -> None:
     run_large(dense_large(1, 32769, 32769, 1, 1, 64), target, seed)
 
 
 @on_gpu_paths
-def test_sz15_ragged_keys(target: Target, seed: int) -> None:
+def test_ragged_keys(target: Target, seed: int) -> None:
     """90,000 packed keys of 128 heads of 192: 2.2e9 elements, few queries."""
     needs_memory(32)
     lens = [(3, 30_000), (1, 1), (64, 20_000), (200, 39_000), (0, 500), (17, 499)]
@@ -174,7 +174,7 @@ def test_sz15_ragged_keys(target: Target, seed: int) -> None:
 
 
 @on_gpu_paths
-def test_sz18_one_packed_sequence_whose_square_is_over_2_to_32(target: Target, seed: int) -> None:
+def test_one_packed_sequence_whose_square_is_over_2_to_32(target: Target, seed: int) -> None:
     total = 190_485
     q, k, v, dout = (random_tensor(total, 2, 64) for _ in range(4))
     lens = [(100, 100), (total - 150, total - 150), (50, 50)]
@@ -182,12 +182,12 @@ def test_sz18_one_packed_sequence_whose_square_is_over_2_to_32(target: Target, s
 
 
 @on_gpu_paths
-def test_sz19_133120_keys(target: Target, seed: int) -> None:
+def test_133120_keys(target: Target, seed: int) -> None:
     run_large(dense_large(1, 133_120, 133_120, 1, 1, 16), target, seed, samples=24)
 
 
 @on_gpu_paths
-def test_sz20_uniform_attention_over_49999_keys(target: Target) -> None:
+def test_uniform_attention_over_49999_keys(target: Target) -> None:
     n = 49_999
     v = random_tensor(1, n, 1, 64)
     q = torch.zeros_like(v)
@@ -201,7 +201,7 @@ def test_sz20_uniform_attention_over_49999_keys(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sz21_needle_at_the_end_of_a_million_keys(target: Target) -> None:
+def test_needle_at_the_end_of_a_million_keys(target: Target) -> None:
     n, d = 1_048_577, 128
     k = (torch.randint(0, 2, (1, n, 1, d), device="cuda") * 2 - 1).to(torch.bfloat16)
     v = random_tensor(1, n, 1, d)
@@ -213,7 +213,7 @@ def test_sz21_needle_at_the_end_of_a_million_keys(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sz22_strides_that_no_descriptor_holds(target: Target) -> None:
+def test_strides_that_no_descriptor_holds(target: Target) -> None:
     """Dimensions of size 1 may carry any stride, 2^40 included, and rows may start off 16 bytes."""
     x = random_tensor(1, 200, 1, 64)
     huge = x.as_strided(x.shape, (2**40, 64, 2**41, 1))
@@ -241,7 +241,7 @@ def peak_extra_bytes(call) -> int:
 @pytest.mark.caching
 @pytest.mark.parametrize("deterministic", [False, True])
 @on_gpu_paths
-def test_sz17_memory_is_linear_in_the_rows(target: Target, deterministic: bool) -> None:
+def test_memory_is_linear_in_the_rows(target: Target, deterministic: bool) -> None:
     """Forward: out, lse, 13 MB above 65536 keys, at most 1 MB more.
 
     Backward: the gradients and the workspace that the plan states, which is at most a float32 dq and two
@@ -404,7 +404,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("path", ["sm80", "sm90"])
-def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
+def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
     refused = divided = split = rings = twos = 0
@@ -443,29 +443,29 @@ def test_sz23_plans_agree_with_python_integers(pretended_gpu: None, seed: int, p
     assert (rings > 4) == (twos > 4) == (path == "sm90")
 
 
-# ---- GR ----
+# ---- grids ----
 
 
 @pytest.mark.parametrize("heads", [65535, 65536, 70000])
 @on_gpu_paths
-def test_gr02_more_heads_than_a_grid_dimension(target: Target, heads: int) -> None:
+def test_more_heads_than_a_grid_dimension(target: Target, heads: int) -> None:
     run_cases([dense(1, 4, 4, heads, heads, 64)], target)
 
 
 @on_gpu_paths
-def test_gr03_a_million_batch_heads(target: Target, seed: int) -> None:
+def test_a_million_batch_heads(target: Target, seed: int) -> None:
     run_large(dense_large(70000, 1, 7, 16, 1, 64), target, seed)
 
 
 @on_targets("sm90")
-def test_gr03_nine_million_tiles_of_queries(target: Target, seed: int) -> None:
+def test_nine_million_tiles_of_queries(target: Target, seed: int) -> None:
     """More than 2^31 threads prepare them; 68 thousand rounds of heads take turns in four places."""
     needs_memory(30)
     run_large(dense_large(560000, 1, 3, 16, 16, 64), target.asking(dq_pool=1), seed)
 
 
 @on_gpu_paths
-def test_gr04_parts_of_eight_million_rows(target: Target, seed: int) -> None:
+def test_parts_of_eight_million_rows(target: Target, seed: int) -> None:
     """More rows to combine than a grid dimension has, and 4 GB of parts; of five keys one part has none."""
     needs_memory(16)
     x = dense_large(262500, 1, 5, 32, 4, 64, backward=False)
@@ -476,12 +476,12 @@ def test_gr04_parts_of_eight_million_rows(target: Target, seed: int) -> None:
 
 
 @on_gpu_paths
-def test_gr05_more_query_tiles_than_a_grid_dimension(target: Target, seed: int) -> None:
+def test_more_query_tiles_than_a_grid_dimension(target: Target, seed: int) -> None:
     run_large(dense_large(1, 128 * 65536 + 1, 16, 1, 1, 16), target, seed, samples=24)
 
 
 @on_gpu_paths
-def test_gr06_more_thread_blocks_than_a_grid_holds_are_an_exception(target: Target) -> None:
+def test_more_thread_blocks_than_a_grid_holds_are_an_exception(target: Target) -> None:
     needs_memory(32)
     q = torch.zeros(65536, 1, 32768, 1, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(65536, 1, 1, 1, dtype=torch.bfloat16, device="cuda")
@@ -491,7 +491,7 @@ def test_gr06_more_thread_blocks_than_a_grid_holds_are_an_exception(target: Targ
 
 
 @on_gpu_paths
-def test_gr06_a_refused_launch_is_an_exception(target: Target) -> None:
+def test_a_refused_launch_is_an_exception(target: Target) -> None:
     """Told that a block may have less shared memory than any tile needs, the path refuses in words."""
     q = random_tensor(1, 8, 1, 64)
     _C.set_switch("smem_per_block", 1000)
@@ -504,7 +504,7 @@ def test_gr06_a_refused_launch_is_an_exception(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_gr07_results_do_not_depend_on_the_number_of_sms(target: Target) -> None:
+def test_results_do_not_depend_on_the_number_of_sms(target: Target) -> None:
     case_tensors = [random_tensor(2, 700, 4, 128) for _ in range(3)]
     options = (None, None, 0, 0, 128**-0.5, -1, 0, True, target.path)
     expected = torch.ops.flash_ext.fwd(*case_tensors, *options)

@@ -34,7 +34,7 @@ def forwards(cases: list[Case]) -> list[Case]:
 @on_all_tiles
 @pytest.mark.parametrize("parts", [1, 3, 40])
 def test_small_shapes_and_edges_in_parts(target: Target, parts: int) -> None:
-    """NL-12, VL-12: more parts than keys, of packed and grouped calls too; lse is judged as everywhere."""
+    """More parts than keys, of packed and grouped calls too; lse is judged as everywhere."""
     run_cases(target.pick(forwards(small_cases() + edge_cases()), cpu=6), in_parts(target, parts))
 
 

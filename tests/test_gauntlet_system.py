@@ -1,4 +1,4 @@
-"""Gauntlet group SY: streams, CUDA graphs, devices, processes, and running out of memory."""
+"""Streams, CUDA graphs, devices, processes, and running out of memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def stream_of_another_device(device: int) -> Iterator[torch.cuda.Stream]:
 
 
 @on_gpu_paths
-def test_sy01_tensors_on_a_device_that_is_not_current(target: Target) -> None:
+def test_tensors_on_a_device_that_is_not_current(target: Target) -> None:
     """Also with a stream of that device: where GPUs reach each other's memory, a kernel that was launched on
     the wrong one gives the right numbers, but no other device launches into this stream."""
     if torch.cuda.device_count() < 2:
@@ -90,7 +90,7 @@ def test_sy01_tensors_on_a_device_that_is_not_current(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sy02_tensors_on_different_devices_are_refused(target: Target) -> None:
+def test_tensors_on_different_devices_are_refused(target: Target) -> None:
     q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     others = [torch.device("cpu")] + ([torch.device("cuda:1")] if torch.cuda.device_count() > 1 else [])
     for other in others:
@@ -99,7 +99,7 @@ def test_sy02_tensors_on_different_devices_are_refused(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sy02_a_backend_of_another_device_is_refused(target: Target) -> None:
+def test_a_backend_of_another_device_is_refused(target: Target) -> None:
     q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="path|backend"):
         flash_ext.attention(q, q, q, backend="cpu")
@@ -111,7 +111,7 @@ def test_sy02_a_backend_of_another_device_is_refused(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sy03_work_is_done_on_the_current_stream(target: Target) -> None:
+def test_work_is_done_on_the_current_stream(target: Target) -> None:
     """Inputs that a slow kernel on a side stream is still to write: a launch elsewhere would read zeros."""
     for case in CASES:
         x = make_inputs(case, target.device)
@@ -131,7 +131,7 @@ def test_sy03_work_is_done_on_the_current_stream(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sy03_autograd_uses_the_stream_of_the_forward(target: Target) -> None:
+def test_autograd_uses_the_stream_of_the_forward(target: Target) -> None:
     q, k, v, dout = (torch.randn(2, 200, 4, 64, device="cuda").to(torch.bfloat16) for _ in range(4))
 
     def run() -> list[Tensor]:
@@ -177,7 +177,7 @@ def refill(x: Inputs, seed: int) -> None:
 @pytest.mark.caching
 @pytest.mark.parametrize("backward", [False, True])
 @on_gpu_paths
-def test_sy04_sy06_graph_capture_and_replay_with_new_data(target: Target, backward: bool) -> None:
+def test_graph_capture_and_replay_with_new_data(target: Target, backward: bool) -> None:
     """Capture fails on any synchronisation or allocation outside the pool; replays read the new inputs."""
     for case in CASES:
         x = make_inputs(case, target.device)
@@ -199,7 +199,7 @@ def test_sy04_sy06_graph_capture_and_replay_with_new_data(target: Target, backwa
 
 @pytest.mark.caching
 @on_gpu_paths
-def test_sy05_graph_replay_with_other_lengths(target: Target) -> None:
+def test_graph_replay_with_other_lengths(target: Target) -> None:
     """Lengths are read on the device at every replay; those seen at capture mean nothing."""
     x = make_inputs(
         packed([100, 50, 50], [100, 50, 50], num_heads=4, num_heads_k=2, deterministic=True), "cuda"
@@ -217,9 +217,9 @@ def test_sy05_graph_replay_with_other_lengths(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sy09_the_same_shapes_at_other_addresses(target: Target) -> None:
+def test_the_same_shapes_at_other_addresses(target: Target) -> None:
     """TMA descriptors hold addresses: memory that was freed and given out again, or lies elsewhere, is read
-    where it is now. What descriptors do in a graph: SY-04."""
+    where it is now."""
     for case in CASES:
         held, addresses = [], set()
         with target.active():
@@ -233,7 +233,7 @@ def test_sy09_the_same_shapes_at_other_addresses(target: Target) -> None:
 
 @pytest.mark.caching
 @on_gpu_paths
-def test_sy04_autograd_inside_a_graph(target: Target) -> None:
+def test_autograd_inside_a_graph(target: Target) -> None:
     leaves = [torch.randn(2, 200, 4, 64, device="cuda").to(torch.bfloat16).requires_grad_() for _ in range(3)]
     dout = torch.randn(2, 200, 4, 64, device="cuda").to(torch.bfloat16)
 
@@ -254,7 +254,7 @@ def test_sy04_autograd_inside_a_graph(target: Target) -> None:
 
 
 @on_gpu_paths
-def test_sy08_every_option_counts_in_every_call(target: Target) -> None:
+def test_every_option_counts_in_every_call(target: Target) -> None:
     """Calls that differ in one option only, in turn: nothing of a former call is kept."""
     base = dense(1, 150, 150, 2, 1, 64, deterministic=True)
     variants: list[Case] = [
@@ -297,7 +297,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 @on_gpu_paths
-def test_sy10_fork_after_import(target: Target) -> None:
+def test_fork_after_import(target: Target) -> None:
     """Importing makes no context, so a forked child can use the GPU."""
     done = subprocess.run(
         [sys.executable, "-c", FORK], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
@@ -323,7 +323,7 @@ for call in range(3):
 
 
 @on_gpu_paths
-def test_sy12_a_lost_context_is_an_exception_that_says_so(target: Target) -> None:
+def test_a_lost_context_is_an_exception_that_says_so(target: Target) -> None:
     """After a trap on the device, here an assertion of PyTorch's: one exception a call, no crash, no hang."""
     done = subprocess.run(
         [sys.executable, "-c", TRAP], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
@@ -388,15 +388,15 @@ def digests_of_children(count: int, target: Target, environment: dict[str, str])
 
 
 @on_gpu_paths
-def test_sy13_processes_share_a_gpu(target: Target) -> None:
-    """Three at a time give the bits of one by itself. MIG-sized numbers of SMs: GR-07."""
+def test_processes_share_a_gpu(target: Target) -> None:
+    """Three at a time give the bits of one by itself."""
     expected = digest(target)
     found = digests_of_children(3, target, {})
     assert found == [expected] * 60
 
 
 @on_gpu_paths
-def test_sy13_processes_share_a_gpu_through_mps(target: Target, tmp_path: Path) -> None:
+def test_processes_share_a_gpu_through_mps(target: Target, tmp_path: Path) -> None:
     """The same as clients of one server, whose kernels run side by side."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
@@ -424,7 +424,7 @@ def test_sy13_processes_share_a_gpu_through_mps(target: Target, tmp_path: Path) 
 @pytest.mark.alone
 @pytest.mark.caching
 @on_gpu_paths
-def test_sy11_out_of_memory_is_an_exception_and_the_next_call_works(target: Target) -> None:
+def test_out_of_memory_is_an_exception_and_the_next_call_works(target: Target) -> None:
     case = CASES[0]
     expected = results(make_inputs(case, target.device), target)
     q = torch.zeros(1, 1 << 20, 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -441,7 +441,7 @@ def test_sy11_out_of_memory_is_an_exception_and_the_next_call_works(target: Targ
     assert_same(results(make_inputs(case, target.device), target), expected, "after out of memory")
 
 
-def test_sy02_meta_tensors_give_shapes() -> None:
+def test_meta_tensors_give_shapes() -> None:
     q, k = (
         torch.empty(2, 5, 4, 64, device="meta", dtype=torch.bfloat16),
         torch.empty(2, 9, 2, 64, device="meta", dtype=torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Gauntlet groups NF (infinities, range, rounding) and NL (NaN isolation, uninitialised memory)."""
+"""Infinities, range, rounding; NaN that stays where it is, and memory that was not written."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def attend_with_gradients(target: Target, q: Tensor, k: Tensor, v: Tensor, **opt
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
 
 
-# ---- NF ----
+# ---- infinities, range, rounding ----
 
 
 @on_all_tiles
-def test_nf_every_kind_of_data(target: Target) -> None:
-    """NF-11 and NF-13 among them: outliers, large values, subnormal numbers, moving maxima."""
+def test_every_kind_of_data(target: Target) -> None:
+    """Outliers, large values, subnormal numbers, moving maxima."""
     cases = [
         dense(2, 150, 200, 4, 2, d, data=data, dtype=dtype, causal=causal, backward=data != "inf_value")
         for data in DATA_KINDS
@@ -50,7 +50,7 @@ def test_nf_every_kind_of_data(target: Target) -> None:
 
 
 @on_paths
-def test_nf04_one_key_with_a_hugely_negative_logit(target: Target) -> None:
+def test_one_key_with_a_hugely_negative_logit(target: Target) -> None:
     """The raw dot product is -524,288, below every sentinel: the weight is 1 all the same, out is v."""
     q, k, v = (
         full(target, (1, 3, 2, 128), 64),
@@ -63,7 +63,7 @@ def test_nf04_one_key_with_a_hugely_negative_logit(target: Target) -> None:
 
 
 @on_paths
-def test_nf05_causal_rows_before_the_first_key(target: Target) -> None:
+def test_causal_rows_before_the_first_key(target: Target) -> None:
     for lengths, empty in (((34, 1), 33), ((2, 129), 0)):
         q, k = normal(target, 1, lengths[0], 2, 64), normal(target, 1, lengths[1], 2, 64)
         got = attend_with_gradients(target, q, k, k, causal=True)
@@ -73,7 +73,7 @@ def test_nf05_causal_rows_before_the_first_key(target: Target) -> None:
 
 
 @on_paths
-def test_nf06_raw_logits_beyond_the_range_of_fp16(target: Target) -> None:
+def test_raw_logits_beyond_the_range_of_fp16(target: Target) -> None:
     q = full(target, (1, 70, 2, 80), 256, torch.float16)
     v = normal(target, 1, 70, 2, 80, dtype=torch.float16)
     got = attend_with_gradients(target, q, q, v)
@@ -82,7 +82,7 @@ def test_nf06_raw_logits_beyond_the_range_of_fp16(target: Target) -> None:
 
 
 @on_paths
-def test_nf07_and_nf09_strongly_negative_lse(target: Target) -> None:
+def test_strongly_negative_lse(target: Target) -> None:
     """lse near -122: keys beyond the end, with score 0, would have the weight e^122."""
     for seqlen_k in (128, *range(1, 128, 7)):
         q, k = normal(target, 1, 3, 2, 64) * 0.1 + 1, normal(target, 1, seqlen_k, 2, 64) * 0.1
@@ -94,7 +94,7 @@ def test_nf07_and_nf09_strongly_negative_lse(target: Target) -> None:
 
 
 @on_all_tiles
-def test_nf10_unusual_scales(target: Target) -> None:
+def test_unusual_scales(target: Target) -> None:
     cases = [
         dense(2, 100, 130, 4, 2, 64, softmax_scale=scale, causal=causal, dlse=causal)
         for scale in (0.0, -1 / 8, 1e-30, 1e4, -0.5)
@@ -106,14 +106,14 @@ def test_nf10_unusual_scales(target: Target) -> None:
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
 @on_paths
-def test_nf10_scales_that_are_no_numbers(target: Target, scale: float) -> None:
+def test_scales_that_are_no_numbers(target: Target, scale: float) -> None:
     q = normal(target, 1, 8, 1, 64)
     with pytest.raises(ValueError, match="scale must be finite"):
         flash_ext.attention(q, q, q, scale=scale, backend=target.path)
 
 
 @on_paths
-def test_nf12_the_largest_fp16_value_does_not_overflow(target: Target) -> None:
+def test_the_largest_fp16_value_does_not_overflow(target: Target) -> None:
     q, k = (normal(target, 2, 200, 4, 64, dtype=torch.float16) for _ in range(2))
     out = flash_ext.attention(q, k, full(target, (2, 200, 4, 64), 65504, torch.float16), backend=target.path)
     assert torch.isfinite(out).all()
@@ -122,7 +122,7 @@ def test_nf12_the_largest_fp16_value_does_not_overflow(target: Target) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"sinks": True}, {"bool_mask": True}])
 @on_targets("sm90")
-def test_nf12_equal_scores_of_a_thousand_million(target: Target, more: dict, dtype: torch.dtype) -> None:
+def test_equal_scores_of_a_thousand_million(target: Target, more: dict, dtype: torch.dtype) -> None:
     """fp32 has steps of 64 there, so that 2^(score - maximum) is 1 only where both were rounded alike.
 
     The portable forward makes fp16 weights infinite of them, and kernels of head_dim 256 that only hide
@@ -149,7 +149,7 @@ def test_nf12_equal_scores_of_a_thousand_million(target: Target, more: dict, dty
 @pytest.mark.parametrize("size", [200, 300, 448, 900, 2000])
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"sinks": True}, {"dropout": True}])
 @on_targets("sm90")
-def test_nf12_equal_scores_weigh_the_same_in_all_tiles(target: Target, more: dict, size: int) -> None:
+def test_equal_scores_weigh_the_same_in_all_tiles(target: Target, more: dict, size: int) -> None:
     """Tiles weighed by their own maximum and others are rounded in one way: scores here are 5e5 to 5e7."""
     for head_dim in (64, 128):
         q, k = (full(target, (2, n, 3, head_dim), size) for n in (400, 320))
@@ -171,7 +171,7 @@ def test_nf12_equal_scores_weigh_the_same_in_all_tiles(target: Target, more: dic
 
 
 @on_paths
-def test_nf16_equal_maxima_do_not_bias_the_result(target: Target) -> None:
+def test_equal_maxima_do_not_bias_the_result(target: Target) -> None:
     """Several keys with P exactly 1 and a V around -2: rounding must not lean to one side."""
     for dtype in ("bf16", "fp16"):
         with target.active():
@@ -180,11 +180,11 @@ def test_nf16_equal_maxima_do_not_bias_the_result(target: Target) -> None:
             compare.assert_within_gates(name, results.tensors[name], results.truth.value[name])
 
 
-# ---- NL ----
+# ---- NaN, and memory that was not written ----
 
 
 @on_all_tiles
-def test_nl01_nan_in_one_query_row(target: Target) -> None:
+def test_nan_in_one_query_row(target: Target) -> None:
     """Only that row of out, lse and dq is NaN; in dk and dv its head's keys; nothing else."""
     cases = [
         dense(2, 100, 130, h, h_k, d, data="nan_row", window=window, deterministic=det)
@@ -217,7 +217,7 @@ def run_packed(target: Target, tensors: list[Tensor], cu: Tensor) -> tuple[Tenso
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @on_all_tiles
-def test_nl02_nl03_nl06_rows_beyond_the_last_sequence(target: Target, value: float) -> None:
+def test_rows_beyond_the_last_sequence(target: Target, value: float) -> None:
     """NaN or infinity in rows of no sequence reaches nothing; their own results are 0 and -inf."""
     tensors, cu = packed_tensors(target, 170)
     for t in tensors:
@@ -233,7 +233,7 @@ def test_nl02_nl03_nl06_rows_beyond_the_last_sequence(target: Target, value: flo
 
 
 @on_all_tiles
-def test_nl10_nan_stays_in_its_sequence(target: Target) -> None:
+def test_nan_stays_in_its_sequence(target: Target) -> None:
     tensors, cu = packed_tensors(target, 150)
     clean = run_packed(target, tensors, cu)
     for t in tensors:
@@ -247,7 +247,7 @@ def test_nl10_nan_stays_in_its_sequence(target: Target) -> None:
 
 
 @on_all_tiles
-def test_nl05_nan_between_rows(target: Target) -> None:
+def test_nan_between_rows(target: Target) -> None:
     cases = [
         dense(2, 70, 90, 2, 1, d, layout=layout, dout_layout=layout, causal=True)
         for d in (33, 40, 64, 100)
@@ -257,7 +257,7 @@ def test_nl05_nan_between_rows(target: Target) -> None:
 
 
 @on_all_tiles
-def test_nl07_shared_memory_left_over_from_a_nan_call(target: Target) -> None:
+def test_shared_memory_left_over_from_a_nan_call(target: Target) -> None:
     """1 to 15 keys right after a call whose tiles were all NaN: what they leave unused counts for nothing."""
     for head_dim in (64, 128, 256):
         nan = full(target, (4, 128, 8, head_dim), math.nan)
@@ -271,7 +271,7 @@ def test_nl07_shared_memory_left_over_from_a_nan_call(target: Target) -> None:
 
 
 @on_all_tiles
-def test_nl08_workspaces_hold_garbage_on_entry(target: Target) -> None:
+def test_workspaces_hold_garbage_on_entry(target: Target) -> None:
     if target.device == "cuda":
         poison_pool()
     lens_q, lens_k = list(range(1, 129, 2)), list(range(130, 2, -2))

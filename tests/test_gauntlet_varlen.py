@@ -1,4 +1,4 @@
-"""Gauntlet group VL (packed sequences), with the rows of EM and IX that concern their lengths."""
+"""Packed sequences: empty, short and many ones, and index values from outside."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def lengths(cu: list[int]) -> list[int]:
 
 # Cases that have hung or crashed other kernels: they run where a hang costs one child.
 HAZARDS = [
-    packed([0, 0, 1023], [0, 1, 2045], num_heads=4, num_heads_k=2, head_dim=128),  # VL-02
-    packed([1743, 1559], [1743, 1559], num_heads=2, num_heads_k=1, head_dim=128, causal=True),  # VL-04
-    packed([1] * 5, [0, 17, 0, 4096, 0], num_heads=4, num_heads_k=1, head_dim=128),  # EM-07
-    packed([3] * 5, [0, 17, 0, 4096, 0], num_heads=4, num_heads_k=1, head_dim=64, causal=True),  # EM-07
-    dense(2, 128, 0, 4, 4, 64, causal=True),  # EM-02
-    packed([257], [257], head_dim=256, window=(31, 0)),  # MK-12 without fp8
+    packed([0, 0, 1023], [0, 1, 2045], num_heads=4, num_heads_k=2, head_dim=128),
+    packed([1743, 1559], [1743, 1559], num_heads=2, num_heads_k=1, head_dim=128, causal=True),
+    packed([1] * 5, [0, 17, 0, 4096, 0], num_heads=4, num_heads_k=1, head_dim=128),
+    packed([3] * 5, [0, 17, 0, 4096, 0], num_heads=4, num_heads_k=1, head_dim=64, causal=True),
+    dense(2, 128, 0, 4, 4, 64, causal=True),
+    packed([257], [257], head_dim=256, window=(31, 0)),
 ]
 
 
 @on_paths
-def test_vl02_vl04_em02_em07_hazards_in_a_child(target: Target) -> None:
+def test_hazards_in_a_child(target: Target) -> None:
     found = problems(run_guarded(HAZARDS[-2:] if target.device == "cpu" else HAZARDS, target), target)
     assert not found, found
 
 
 @on_all_tiles
-def test_vl01_empty_sequences_at_both_ends(target: Target) -> None:
+def test_empty_sequences_at_both_ends(target: Target) -> None:
     n = lengths([0, 0, 1208, 2048, 2048])
     cases = [
         packed(n, n, num_heads=2, num_heads_k=1, head_dim=d, causal=c)
@@ -51,7 +51,7 @@ def test_vl01_empty_sequences_at_both_ends(target: Target) -> None:
 
 
 @on_all_tiles
-def test_vl03_backward_with_one_key_per_sequence(target: Target) -> None:
+def test_backward_with_one_key_per_sequence(target: Target) -> None:
     n = lengths([0, 76, 110, 256])
     run_cases(
         [packed(n, [1, 1, 1], num_heads=2, head_dim=d, deterministic=d == 64) for d in (64, 128)], target
@@ -59,7 +59,7 @@ def test_vl03_backward_with_one_key_per_sequence(target: Target) -> None:
 
 
 @on_all_tiles
-def test_vl05_empty_sequences_anywhere(target: Target) -> None:
+def test_empty_sequences_anywhere(target: Target) -> None:
     patterns = ([0, 9, 70], [70, 0, 9], [70, 9, 0], [0, 0, 0, 70, 0, 0, 0], [0, 0, 0], [1, 0, 1, 0, 129])
     cases = [
         packed(q, k, num_heads=4, num_heads_k=2, causal=c, deterministic=c, tail=t)
@@ -74,7 +74,7 @@ def test_vl05_empty_sequences_anywhere(target: Target) -> None:
 
 
 @on_all_tiles
-def test_vl06_ten_thousand_short_sequences(target: Target, seed: int) -> None:
+def test_ten_thousand_short_sequences(target: Target, seed: int) -> None:
     count = 10_000 if target.device == "cuda" else 300
     generator = torch.Generator().manual_seed(seed)
     n, m = (torch.randint(0, 4, (count,), generator=generator).tolist() for _ in range(2))
@@ -84,14 +84,14 @@ def test_vl06_ten_thousand_short_sequences(target: Target, seed: int) -> None:
 
 
 @on_gpu_paths
-def test_vl06_one_long_sequence_and_a_thousand_of_one(target: Target, seed: int) -> None:
+def test_one_long_sequence_and_a_thousand_of_one(target: Target, seed: int) -> None:
     lens = [65536] + [1] * 1000
     q, k, v, dout = (random_tensor(sum(lens), 2, 64) for _ in range(4))
     run_large(Large(q, k, v, dout, lens=[(n, n) for n in lens], causal=True), target, seed)
 
 
 @on_paths
-def test_vl08_length_hints_never_change_a_result(target: Target) -> None:
+def test_length_hints_never_change_a_result(target: Target) -> None:
     """max_seqlen_* may be missing, exact, too large or too small."""
     x = make_inputs(packed([3, 150, 0, 70], [9, 200, 5, 70], num_heads=4, num_heads_k=2), target.device)
     results = []
@@ -114,7 +114,7 @@ def test_vl08_length_hints_never_change_a_result(target: Target) -> None:
 
 
 @on_paths
-def test_vl10_permuting_sequences_permutes_results(target: Target) -> None:
+def test_permuting_sequences_permutes_results(target: Target) -> None:
     cases = [
         packed(
             [70, 3, 0, 150],
@@ -133,7 +133,7 @@ def test_vl10_permuting_sequences_permutes_results(target: Target) -> None:
 
 
 @on_paths
-def test_vl11_equal_lengths_packed_and_dense(target: Target) -> None:
+def test_equal_lengths_packed_and_dense(target: Target) -> None:
     """Both within the noise of the truth, and of each other."""
     flat = dense(3, 100, 100, 4, 2, 64, causal=True)
     with target.active():
@@ -156,7 +156,7 @@ def run_with_cu(x, cu_q: list[int], cu_k: list[int], target: Target) -> tuple[Te
 
 
 @on_paths
-def test_ix03_cu_seqlens_outside_the_tensors_are_clamped(target: Target) -> None:
+def test_cu_seqlens_outside_the_tensors_are_clamped(target: Target) -> None:
     """Below 0, beyond the end, not starting at 0: as if clamped; other rows get 0 and -inf."""
     x = make_inputs(packed([40, 50, 30], [40, 50, 30], num_heads=2, num_heads_k=1), target.device)
     big = 2**31 - 1
@@ -177,7 +177,7 @@ def test_ix03_cu_seqlens_outside_the_tensors_are_clamped(target: Target) -> None
 
 
 @on_paths
-def test_ix03_decreasing_cu_seqlens_stay_inside(target: Target) -> None:
+def test_decreasing_cu_seqlens_stay_inside(target: Target) -> None:
     """Nothing outside the tensors is read or written, and nothing hangs. What comes out is the business of
     tests/test_packed_bounds.py."""
     x = make_inputs(packed([40, 50, 30], [40, 50, 30], num_heads=2, num_heads_k=1), target.device)
@@ -190,7 +190,7 @@ def test_ix03_decreasing_cu_seqlens_stay_inside(target: Target) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @on_gpu_paths
-def test_ix03_decreasing_cu_seqlens_of_many_blocks_do_not_hang(target: Target, head_dim: int) -> None:
+def test_decreasing_cu_seqlens_of_many_blocks_do_not_hang(target: Target, head_dim: int) -> None:
     """Additions to dq in order would wait for turns of blocks that no item covers, if they shared rows."""
     lengths = [700, 1300, 500, 500]
     x = make_inputs(packed(lengths, lengths, num_heads=2, num_heads_k=1, head_dim=head_dim), target.device)
@@ -212,7 +212,7 @@ BAD_CU = {
 
 @pytest.mark.parametrize("kind", BAD_CU)
 @on_paths
-def test_ix04_cu_seqlens_of_a_wrong_form_are_refused(target: Target, kind: str) -> None:
+def test_cu_seqlens_of_a_wrong_form_are_refused(target: Target, kind: str) -> None:
     x = make_inputs(packed([4, 5], [4, 5]), target.device)
     with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
         flash_ext.attention_varlen(
@@ -221,7 +221,7 @@ def test_ix04_cu_seqlens_of_a_wrong_form_are_refused(target: Target, kind: str) 
 
 
 @on_gpu_paths
-def test_ix04_cu_seqlens_on_another_device_are_refused(target: Target) -> None:
+def test_cu_seqlens_on_another_device_are_refused(target: Target) -> None:
     x = make_inputs(packed([4, 5], [4, 5]), target.device)
     with pytest.raises(ValueError, match="cu_seqlens"):
         flash_ext.attention_varlen(x.q, x.k, x.v, x.cu_seqlens_q.cpu(), x.cu_seqlens_k, backend=target.path)
@@ -263,7 +263,7 @@ PACKED_MODIFIERS = {
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", PACKED_MODIFIERS)
 @on_gpu_paths
-def test_vl_packed_calls_do_not_wait_for_the_device(target: Target, name: str, deterministic: bool) -> None:
+def test_packed_calls_do_not_wait_for_the_device(target: Target, name: str, deterministic: bool) -> None:
     """Forward and backward, plain and modified."""
     bounds = torch.tensor([0, 137, 200, 400], dtype=torch.int32, device=target.device)
     qkv = [
@@ -292,7 +292,7 @@ def test_vl_packed_calls_do_not_wait_for_the_device(target: Target, name: str, d
 
 
 @on_gpu_paths
-def test_vl_a_wait_would_be_noticed(target: Target) -> None:
+def test_a_wait_would_be_noticed(target: Target) -> None:
     """The mode that the test above trusts raises for what reads a value back."""
     bounds = torch.tensor([0, 5], device=target.device)
     torch.cuda.set_sync_debug_mode("error")

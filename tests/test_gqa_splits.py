@@ -22,35 +22,6 @@ def plan(batch: int, heads: int, heads_k: int, seqlen: int, *, causal: bool = Tr
 # ---- when ----
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "heads_k", "seqlen", "causal", "parts"),
-    [
-        (4, 16, 1, 4096, True, 8),  # 128 uneven blocks of keys for 132 multiprocessors: 1.73 times as fast
-        (4, 16, 1, 4096, False, 1),  # even ones fill them
-        (1, 32, 8, 2048, True, 2),
-        (1, 32, 8, 4096, True, 1),  # the best of what was measured, as all that follow
-        (1, 32, 4, 1024, True, 8),
-        (16, 16, 1, 1024, True, 4),
-        (4, 16, 4, 4096, True, 1),  # neither one key head nor one batch entry: no such view
-        (4, 16, 16, 4096, True, 1),
-    ],
-)
-def test_heads_are_divided_where_it_was_faster(pretended_gpu, batch, heads, heads_k, seqlen, causal, parts):
-    assert plan(batch, heads, heads_k, seqlen, causal=causal, path="sm90")["gqa_splits"] == parts
-
-
-def test_parts_divide_the_group_and_stop_at_16(pretended_gpu):
-    for heads in (2, 3, 6, 7, 12, 48, 96):
-        parts = plan(1, heads, 1, 8192)["gqa_splits"]
-        assert heads % parts == 0 and 1 < parts <= 16
-
-
-def test_packed_calls_count_all_rows(pretended_gpu):
-    assert plan(4, 16, 1, 4096, packed=True)["gqa_splits"] > 1
-    assert plan(4, 16, 2, 4096, packed=True)["gqa_splits"] == 1
-    assert plan(256, 16, 1, 4096, packed=True)["gqa_splits"] == 1
-
-
 def test_workspace_holds_the_parts(pretended_gpu):
     """In fp32, one dk and dv for each part."""
     for path in ("sm80", "sm90"):

@@ -1,7 +1,4 @@
-"""What a GPU call does before its launch, run without a GPU: empty problems, views, choice of the path.
-
-Ids such as EM-01 number known faults of attention kernels.
-"""
+"""What a GPU call does before its launch, run without a GPU: empty problems, views, choice of the path."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def launch_of(q: Tensor, k: Tensor, v: Tensor, **options: object) -> dict:
     return _C.last_launch()
 
 
-def test_an_old_gpu_is_named() -> None:  # API-02
+def test_an_old_gpu_is_named() -> None:
     q, k, v = make_qkv(dtype=torch.bfloat16)
     with null_kernels():
         out, lse = flash_ext.forward(q, k, v)
@@ -60,9 +57,7 @@ EMPTY = [
 @on_roads
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("causal", [False, True])
-def test_nothing_to_see(
-    shape: dict[str, int], causal: bool, device: str, road
-) -> None:  # EM-01, EM-02, EM-03, EM-09
+def test_nothing_to_see(shape: dict[str, int], causal: bool, device: str, road) -> None:
     leaves = make_qkv(device, **shape, dtype=torch.bfloat16, requires_grad=True)
     with road():
         out, lse = flash_ext.forward(*leaves, causal=causal)
@@ -102,7 +97,7 @@ def shifted(t: Tensor) -> Tensor:
     return buffer.copy_(t)
 
 
-def test_alignment_is_seen_per_tensor() -> None:  # LY-09, LY-10, LY-14
+def test_alignment_is_seen_per_tensor() -> None:
     q, k, v = make_qkv(dtype=torch.bfloat16, head_dim=64)
     odd_rows = torch.zeros(2, 17, 4, 65, dtype=torch.bfloat16)[..., :64]
     with null_kernels():
@@ -118,7 +113,7 @@ def test_alignment_is_seen_per_tensor() -> None:  # LY-09, LY-10, LY-14
         _C.set_switch("unaligned", None)
 
 
-def test_strides_of_single_dimensions_do_not_count() -> None:  # LY-11
+def test_strides_of_single_dimensions_do_not_count() -> None:
     for dim, stride in itertools.product(range(3), (0, 3331333, 99990001)):
         shape = [2, 17, 4, 64]
         shape[dim] = 1

@@ -68,15 +68,6 @@ def test_plans_are_those_without_the_bound(
     assert plan(direction, *lengths, *idle, **more) == plan(direction, *lengths, *same, **more)
 
 
-def test_plans_differ_where_one_key_is_hidden(pretended_gpu) -> None:
-    """512 causal rows have higher tiles than a window, and two kernels for their gradients."""
-    assert plan("fwd", 512, 512, 511, 0)["kernel"] == "fwd_sm90_hd128"
-    assert plan("fwd", 512, 512, 510, 0)["kernel"] == "fwd_sm90_hd128_m128"
-    more = {"batch": 32}
-    assert plan("bwd", 512, 512, 511, 0, **more)["kernel"] == "bwd_sm90_hd128_dkdv"
-    assert plan("bwd", 512, 512, 510, 0, **more)["kernel"] == "bwd_sm90_hd128"
-
-
 def test_a_right_bound_beside_a_left_one_stays(pretended_gpu) -> None:
     """Keys of a window are counted with both: 100 of 8192 are too few to be split for four rows."""
     more = {"batch": 64, "num_heads_k": 1}

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import email.parser
-import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import flash_ext
-from flash_ext import info
-from flash_ext._ops import library as ops
 from tests.built import ROOT
 
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -31,13 +27,15 @@ ARCH_VARIABLES = ("FLASH_EXT_ARCHS", "TORCH_CUDA_ARCH_LIST")
 TOOLKIT = environment.Toolkit(Path("/toolkit"), "13.0", Path("/toolkit/lib/libcudart_static.a"))
 
 
-def fake_torch(folder: Path, version: str, cuda: str | None = None,
-               hip: str | None = None) -> environment.TorchInstall:
+def fake_torch(
+    folder: Path, version: str, cuda: str | None = None, hip: str | None = None
+) -> environment.TorchInstall:
     root = folder / "torch"
     root.mkdir(parents=True)
     (root / "version.py").write_text(
         f"from typing import Optional\n__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\n"
-        f"hip: Optional[str] = {hip!r}\n")
+        f"hip: Optional[str] = {hip!r}\n"
+    )
     return environment.read_torch(root)
 
 
@@ -50,14 +48,21 @@ def executable(path: Path, text: str) -> Path:
 
 def fake_toolkit(home: Path, release: str = "13.0") -> Path:
     """A toolkit with everything that is looked at, and nothing that works."""
-    executable(home / "bin" / "nvcc", f'case "$1" in --version) echo "release {release}, V{release}.88";; '
-                                      f'--dryrun) echo "#$ TOP={home}/bin/..";; esac')
+    executable(
+        home / "bin" / "nvcc",
+        f'case "$1" in --version) echo "release {release}, V{release}.88";; '
+        f'--dryrun) echo "#$ TOP={home}/bin/..";; esac',
+    )
     major, minor = release.split(".")
     number = int(major) * 1000 + int(minor) * 10
-    for name, text in {"include/cuda_runtime.h": "", "include/crt/host_config.h": "#if __GNUC__ > 15\n",
-                       "include/cuda_runtime_api.h": f"#define CUDART_VERSION {number}\n",
-                       "include/cccl/nv/target": "", "nvvm/bin/cicc": "",
-                       "lib/libcudart_static.a": ""}.items():
+    for name, text in {
+        "include/cuda_runtime.h": "",
+        "include/crt/host_config.h": "#if __GNUC__ > 15\n",
+        "include/cuda_runtime_api.h": f"#define CUDART_VERSION {number}\n",
+        "include/cccl/nv/target": "",
+        "nvvm/bin/cicc": "",
+        "lib/libcudart_static.a": "",
+    }.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     return home
@@ -73,23 +78,30 @@ def refusal(action) -> str:
 
 # ---- torch -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("version, cuda, minor", [
-    ("2.11.0+cu130", "13.0", "2.11"),
-    ("2.13.0+cpu", None, "2.13"),
-    ("2.15.0+cu132", "13.2", "2.15"),
-    ("2.16.0.dev20261101+cu130", "13.0", "2.16"),
-])
+
+@pytest.mark.parametrize(
+    "version, cuda, minor",
+    [
+        ("2.11.0+cu130", "13.0", "2.11"),
+        ("2.13.0+cpu", None, "2.13"),
+        ("2.15.0+cu132", "13.2", "2.15"),
+        ("2.16.0.dev20261101+cu130", "13.0", "2.16"),
+    ],
+)
 def test_torch_that_fits(tmp_path, version, cuda, minor):
     found = environment.check_torch(fake_torch(tmp_path, version, cuda))
     assert (found.version, found.minor) == (version, minor)
 
 
-@pytest.mark.parametrize("version, cuda, hip, said", [
-    ("2.10.0+cu130", "13.0", None, "torch 2.10.0+cu130"),
-    ("2.9.1", "12.8", None, "CUDA 12.8"),
-    ("2.13.0+cu126", "12.6", None, "CUDA 12.6"),
-    ("2.13.0+rocm7", None, "7.0", "ROCm 7.0"),
-])
+@pytest.mark.parametrize(
+    "version, cuda, hip, said",
+    [
+        ("2.10.0+cu130", "13.0", None, "torch 2.10.0+cu130"),
+        ("2.9.1", "12.8", None, "CUDA 12.8"),
+        ("2.13.0+cu126", "12.6", None, "CUDA 12.6"),
+        ("2.13.0+rocm7", None, "7.0", "ROCm 7.0"),
+    ],
+)
 def test_torch_that_does_not_fit(tmp_path, version, cuda, hip, said):
     text = refusal(lambda: environment.check_torch(fake_torch(tmp_path, version, cuda, hip)))
     assert said in text and f'pip install "torch=={pins.pin("torch")}"' in text and str(tmp_path) in text
@@ -103,14 +115,21 @@ def test_torch_of_this_environment_is_found_without_importing_it():
     assert environment.find_torch().version == torch.__version__
 
 
-@pytest.mark.parametrize("text, numbers", [
-    ("2.13.0+cpu", (2, 13, 0)), ("2.16.0.dev1", (2, 16, 0)), ("13.0", (13, 0)), ("2.11.0a0+git1", (2, 11, 0)),
-])
+@pytest.mark.parametrize(
+    "text, numbers",
+    [
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("2.16.0.dev1", (2, 16, 0)),
+        ("13.0", (13, 0)),
+        ("2.11.0a0+git1", (2, 11, 0)),
+    ],
+)
 def test_version_numbers(text, numbers):
     assert pins.as_numbers(text) == numbers
 
 
 # ---- toolkit ---------------------------------------------------------------------------------------------
+
 
 def test_complete_toolkit(tmp_path):
     found = environment.inspect_toolkit(fake_toolkit(tmp_path))
@@ -118,14 +137,17 @@ def test_complete_toolkit(tmp_path):
     assert (found.version, found.cudart.name) == ("13.0", "libcudart_static.a")
 
 
-@pytest.mark.parametrize("missing, said", [
-    ("bin/nvcc", "no bin/nvcc"),
-    ("include/cuda_runtime.h", "cudart package"),
-    ("include/crt/host_config.h", "crt package"),
-    ("include/cccl/nv/target", "cccl package"),
-    ("nvvm/bin/cicc", "nvvm package"),
-    ("lib/libcudart_static.a", "cudart package"),
-])
+@pytest.mark.parametrize(
+    "missing, said",
+    [
+        ("bin/nvcc", "no bin/nvcc"),
+        ("include/cuda_runtime.h", "cudart package"),
+        ("include/crt/host_config.h", "crt package"),
+        ("include/cccl/nv/target", "cccl package"),
+        ("nvvm/bin/cicc", "nvvm package"),
+        ("lib/libcudart_static.a", "cudart package"),
+    ],
+)
 def test_incomplete_toolkit(tmp_path, missing, said):
     (fake_toolkit(tmp_path) / missing).unlink()
     assert said in environment.inspect_toolkit(tmp_path)
@@ -176,6 +198,7 @@ def test_no_toolkit_names_what_was_looked_at(monkeypatch):
 
 # ---- host tools ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("version, fits", [("10", False), ("11", True), ("15", True), ("16", False)])
 def test_host_compiler_bounds(tmp_path, monkeypatch, version, fits):
     toolkit = environment.inspect_toolkit(fake_toolkit(tmp_path / "toolkit"))
@@ -187,9 +210,13 @@ def test_host_compiler_bounds(tmp_path, monkeypatch, version, fits):
         assert f"{compiler} is g++ {version}" in refusal(lambda: environment.check_host_compiler(toolkit))
 
 
-@pytest.mark.parametrize("behaviour, said", [
-    ('echo "fatal error: cannot execute cc1plus" >&2; exit 1', "cc1plus"), ("exit 4", "status 4"),
-])
+@pytest.mark.parametrize(
+    "behaviour, said",
+    [
+        ('echo "fatal error: cannot execute cc1plus" >&2; exit 1', "cc1plus"),
+        ("exit 4", "status 4"),
+    ],
+)
 def test_a_compiler_that_is_only_half_there(tmp_path, monkeypatch, behaviour, said):
     compiler = executable(tmp_path / "g++", f'case "$1" in -*version) echo 12;; *) {behaviour};; esac')
     monkeypatch.setenv("CXX", str(compiler))
@@ -205,15 +232,24 @@ def test_missing_python_headers(tmp_path, monkeypatch):
 
 # ---- what an isolated build fetches ----------------------------------------------------------------------
 
-@pytest.mark.parametrize("has_torch, has_toolkit, asked, fetched", [
-    (True, True, None, []),
-    (True, False, None, ["cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.0.2"]),
-    (False, True, None, ["torch==2.13.0"]),
-    # A CUDA build of torch pins the patch release of the toolkit itself.
-    (False, False, None, ["torch==2.13.0", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.0.*"]),
-    (True, True, "torch==2.15.0", ["torch==2.15.0"]),
-    (True, False, "torch==2.15.0", ["torch==2.15.0", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.*"]),
-])
+
+@pytest.mark.parametrize(
+    "has_torch, has_toolkit, asked, fetched",
+    [
+        (True, True, None, []),
+        (True, False, None, ["cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.0.2"]),
+        (False, True, None, ["torch==2.13.0"]),
+        # A CUDA build of torch pins the patch release of the toolkit itself.
+        (False, False, None, ["torch==2.13.0", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.0.*"]),
+        (True, True, "torch==2.15.0", ["torch==2.15.0"]),
+        (
+            True,
+            False,
+            "torch==2.15.0",
+            ["torch==2.15.0", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart,nvtx]==13.*"],
+        ),
+    ],
+)
 def test_what_is_fetched(tmp_path, monkeypatch, has_torch, has_toolkit, asked, fetched):
     present = fake_torch(tmp_path, "2.12.1+cu130", "13.0") if has_torch else None
     monkeypatch.setattr(environment, "find_torch", lambda: present)
@@ -224,8 +260,9 @@ def test_what_is_fetched(tmp_path, monkeypatch, has_torch, has_toolkit, asked, f
     assert environment.missing_requirements() == fetched
 
 
-@pytest.mark.parametrize("asked, fits", [
-    ("torch==2.9.1", False), ("torch==2.10", False), ("torch==2.11.0", True)])
+@pytest.mark.parametrize(
+    "asked, fits", [("torch==2.9.1", False), ("torch==2.10", False), ("torch==2.11.0", True)]
+)
 def test_a_named_torch_that_cannot_fit_is_not_fetched(monkeypatch, asked, fits):
     monkeypatch.setattr(environment, "find_toolkit", lambda: (TOOLKIT, []))
     monkeypatch.setenv("FLASH_EXT_BUILD_TORCH", asked)
@@ -241,8 +278,10 @@ def test_what_no_package_brings_is_checked_before_anything_is_fetched(tmp_path, 
     (tmp_path / "none").mkdir()
     code = "hooks.get_requires_for_build_wheel()"
     if piece == "headers":
-        code = ("from build_backend import environment; "
-                f"environment.sysconfig.get_path = lambda name: {str(tmp_path)!r}; {code}")
+        code = (
+            "from build_backend import environment; "
+            f"environment.sysconfig.get_path = lambda name: {str(tmp_path)!r}; {code}"
+        )
     wrong = {"compiler": {"CXX": f"{tmp_path}/none"}, "architecture": {"FLASH_EXT_ARCHS": "9"}, "headers": {}}
     done = run_hook(code, **wrong[piece])
     said = {"compiler": f"no {tmp_path}/none", "headers": f"no Python.h in {tmp_path}", "architecture": "'9'"}
@@ -260,8 +299,15 @@ def run_hook(call: str, *, path: Path | None = None, **variables: str) -> subpro
     """Calls a PEP 517 hook as a front end does: in a fresh process, in the project's folder."""
     code = f"import sys; sys.path.insert(0, 'csrc'); from build_backend import hooks; {call}"
     before = {"PYTHONPATH": str(path)} if path else {}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | before | variables,
-                          text=True, capture_output=True, check=False, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | before | variables,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=300,
+    )
 
 
 def test_wheel_metadata_pins_the_torch_minor_it_was_built_with(tmp_path):
@@ -286,9 +332,12 @@ def test_source_archive_is_complete_and_made_without_torch(tmp_path):
         names = {name.partition("/")[2] for name in content.getnames()}
         (info_name,) = (name for name in content.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
         package_info = content.extractfile(info_name).read().decode()
-    needed = {path.relative_to(ROOT).as_posix() for folder in ("csrc", "flash_ext")
-              for path in (ROOT / folder).rglob("*")
-              if path.suffix in (".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh")}
+    needed = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("csrc", "flash_ext")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh")
+    }
     assert needed <= names
     assert {"LICENSE", "Makefile", "setup.py", "pyproject.toml", "README.md"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
@@ -305,31 +354,30 @@ def test_hook_ends_in_the_message_alone(tmp_path):
 
 # ---- choices of a build ----------------------------------------------------------------------------------
 
+
 def test_architectures_by_default(monkeypatch):
     for name in (*ARCH_VARIABLES, "FLASH_EXT_DEBUG", "FLASH_EXT_MUTANT"):
         monkeypatch.delenv(name, raising=False)
     variant = kernels_build.Variant.from_environment()
     assert (variant.name, variant.defines) == ("release", [])
     assert [flag for flag in variant.nvcc_flags if "gencode" in flag] == [
-        "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80",
-        "-gencode=arch=compute_90a,code=sm_90a"]
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_80,code=compute_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+    ]
 
 
-@pytest.mark.parametrize("name, value, variant, defines", [
-    ("FLASH_EXT_DEBUG", "1", "debug", ["-DFLASH_EXT_DEBUG=1"]),
-    ("FLASH_EXT_MUTANT", "7", "mutant7", []),
-])
-def test_switches_of_a_build(monkeypatch, name, value, variant, defines):
-    monkeypatch.setenv(name, value)
-    chosen = kernels_build.Variant.from_environment()
-    assert (chosen.name, chosen.defines) == (variant, defines)
+def test_switches_of_a_build(monkeypatch):
+    def chosen(name: str, value: str) -> kernels_build.Variant:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            return kernels_build.Variant.from_environment()
 
-
-def test_line_tables_are_for_those_who_ask(monkeypatch):
-    monkeypatch.setenv("FLASH_EXT_LINEINFO", "1")
-    assert "-lineinfo" in kernels_build.Variant.from_environment().nvcc_flags
-    monkeypatch.setenv("FLASH_EXT_LINEINFO", "0")
-    assert "-lineinfo" not in kernels_build.Variant.from_environment().nvcc_flags
+    debug, mutant = chosen("FLASH_EXT_DEBUG", "1"), chosen("FLASH_EXT_MUTANT", "7")
+    assert (debug.name, debug.defines) == ("debug", ["-DFLASH_EXT_DEBUG=1"])
+    assert (mutant.name, mutant.defines) == ("mutant7", [])
+    assert "-lineinfo" in chosen("FLASH_EXT_LINEINFO", "1").nvcc_flags
+    assert "-lineinfo" not in chosen("FLASH_EXT_LINEINFO", "0").nvcc_flags
 
 
 def archs_of(monkeypatch, ours: str | None = None, torchs: str | None = None) -> tuple[str, ...]:
@@ -338,36 +386,52 @@ def archs_of(monkeypatch, ours: str | None = None, torchs: str | None = None) ->
     return kernels_build.Variant.from_environment().archs
 
 
-@pytest.mark.parametrize("ours, torchs, archs", [
-    (None, None, "8.0 8.0+PTX 9.0a"),
-    ("9.0", None, "9.0a"),
-    ("9.0a", "8.0", "9.0a"),  # ours goes first
-    (None, "9.0", "9.0a"),
-    (None, "8.0+PTX", "8.0 8.0+PTX"),
-    ("8.0, 8.0+PTX;9.0a", None, "8.0 8.0+PTX 9.0a"),
-    (None, "8.0;8.6 ; 12.0+PTX", "8.0 8.6 12.0 12.0+PTX"),
-    (None, "9.0+PTX", "9.0a 8.0+PTX"),  # PTX with Hopper's own instructions runs on Hopper alone
-    (None, "Hopper", "9.0a 8.0+PTX"),
-    (None, "Ampere;Ada", "8.0 8.6 8.6+PTX 8.9 8.9+PTX"),
-    (None, "7.0 7.5 Volta 8.0 9.0", "8.0 9.0a"),  # a list for every project
-    ("", " ", "8.0 8.0+PTX 9.0a"),
-])
+@pytest.mark.parametrize(
+    "ours, torchs, archs",
+    [
+        (None, None, "8.0 8.0+PTX 9.0a"),
+        ("9.0", None, "9.0a"),
+        ("9.0a", "8.0", "9.0a"),  # ours goes first
+        (None, "9.0", "9.0a"),
+        (None, "8.0+PTX", "8.0 8.0+PTX"),
+        ("8.0, 8.0+PTX;9.0a", None, "8.0 8.0+PTX 9.0a"),
+        (None, "8.0;8.6 ; 12.0+PTX", "8.0 8.6 12.0 12.0+PTX"),
+        (None, "9.0+PTX", "9.0a 8.0+PTX"),  # PTX with Hopper's own instructions runs on Hopper alone
+        (None, "Hopper", "9.0a 8.0+PTX"),
+        (None, "Ampere;Ada", "8.0 8.6 8.6+PTX 8.9 8.9+PTX"),
+        (None, "7.0 7.5 Volta 8.0 9.0", "8.0 9.0a"),  # a list for every project
+        ("", " ", "8.0 8.0+PTX 9.0a"),
+    ],
+)
 def test_architectures_by_either_variable(monkeypatch, ours, torchs, archs):
     assert archs_of(monkeypatch, ours, torchs) == tuple(archs.split())
 
 
-@pytest.mark.parametrize("ours, torchs, said", [
-    ("hoper", None, "'hoper'"), ("9.0a 7.5", None, "no kernel runs before 8.0"), ("Turing", None, "'Turing'"),
-    (None, "9", "TORCH_CUDA_ARCH_LIST with '9'"), (None, "7.5", "no kernel runs before 8.0"),
-    (None, "native", "'native'"),
-])
+@pytest.mark.parametrize(
+    "ours, torchs, said",
+    [
+        ("hoper", None, "'hoper'"),
+        ("9.0a 7.5", None, "no kernel runs before 8.0"),
+        ("Turing", None, "'Turing'"),
+        (None, "9", "TORCH_CUDA_ARCH_LIST with '9'"),
+        (None, "7.5", "no kernel runs before 8.0"),
+        (None, "native", "'native'"),
+    ],
+)
 def test_unknown_architecture_is_refused(monkeypatch, ours, torchs, said):
     assert said in refusal(lambda: archs_of(monkeypatch, ours, torchs))
 
 
-@pytest.mark.parametrize("listed, archs", [
-    ("9.0\n9.0", "9.0a"), ("8.6", "8.0"), ("8.0\n 9.0", "8.0 9.0a"), ("12.0", "8.0+PTX"), ("7.5\n8.9", "8.0"),
-])
+@pytest.mark.parametrize(
+    "listed, archs",
+    [
+        ("9.0\n9.0", "9.0a"),
+        ("8.6", "8.0"),
+        ("8.0\n 9.0", "8.0 9.0a"),
+        ("12.0", "8.0+PTX"),
+        ("7.5\n8.9", "8.0"),
+    ],
+)
 def test_the_architecture_of_the_gpu_that_is_here(tmp_path, monkeypatch, listed, archs):
     """The part of the default build that runs there, by nvidia-smi."""
     executable(tmp_path / "nvidia-smi", f"printf '{listed}\n'")
@@ -383,7 +447,8 @@ def test_the_gpu_that_is_here_by_torch(tmp_path, monkeypatch, capability, archs)
     torch_here = fake_torch(tmp_path / "site", "2.13.0")
     (torch_here.root / "__init__.py").write_text(
         f"class cuda:\n    device_count = staticmethod(lambda: {int(bool(capability))})\n"
-        f"    get_device_capability = staticmethod(lambda index: {capability})\n")
+        f"    get_device_capability = staticmethod(lambda index: {capability})\n"
+    )
     monkeypatch.setattr(archs_of_build, "find_torch", lambda: torch_here)
     if archs:
         assert archs_of(monkeypatch, "native") == tuple(archs.split())
@@ -416,9 +481,14 @@ def test_python_used_as_it_is_must_have_the_modules():
     assert "a_module_nobody_has" in text and "pytest" not in text.split("needed:")[0]
 
 
-@pytest.mark.parametrize("cuda, reachable, system", [
-    ("13.0", False, True), ("13.0", True, False), (None, False, False),
-])
+@pytest.mark.parametrize(
+    "cuda, reachable, system",
+    [
+        ("13.0", False, True),
+        ("13.0", True, False),
+        (None, False, False),
+    ],
+)
 def test_when_python3_itself_is_used(tmp_path, monkeypatch, cuda, reachable, system):
     monkeypatch.setattr(environment, "find_torch", lambda: fake_torch(tmp_path, "2.11.0", cuda))
     monkeypatch.setattr(prepare, "reaches_index", lambda: reachable)
@@ -477,12 +547,13 @@ def test_make_asks_for_the_extras_of_each_target():
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
         return re.search(r"--extras(.*?)--modules", done.stdout).group(1).strip()
 
-    extras = {"build": "", "info": "", "demo": "demo", "bench": "demo", "test": "test demo"}
+    extras = {"build": "", "info": "", "demo": "demo", "bench": "demo", "lint": "dev", "test": "test demo"}
     assert {name: asked(name) for name in extras} == extras
     assert set(asked("test").split()) <= set(pins.pyproject()["project"]["optional-dependencies"])
 
 
 # ---- where it is published -------------------------------------------------------------------------------
+
 
 def test_nothing_names_a_place_while_there_is_none():
     readme = "![a](b.png)\n\n## Install\n"
@@ -492,8 +563,10 @@ def test_nothing_names_a_place_while_there_is_none():
 def test_addresses_follow_the_place_of_the_sources():
     place = "https://forge.invalid/us/flash_ext"
     assert set(published.links(place)) == {"Source", "Issues", "Changelog"}
-    readme = ("![speed](bench/a.png) [docs](docs/masks.md#top) [here](#api) [far](https://other.invalid/x)\n\n"
-              "## Install\n\n```sh\npip install .\n```\n")
+    readme = (
+        "![speed](bench/a.png) [docs](docs/masks.md#top) [here](#api) [far](https://other.invalid/x)\n\n"
+        "## Install\n\n```sh\npip install .\n```\n"
+    )
     shown = published.description(readme, place)
     assert f"![speed]({place}/raw/HEAD/bench/a.png) [docs]({place}/blob/HEAD/docs/masks.md#top)" in shown
     assert "[here](#api) [far](https://other.invalid/x)" in shown
@@ -504,9 +577,11 @@ def test_addresses_follow_the_place_of_the_sources():
 
 @pytest.mark.parametrize("place", ["", "https://forge.invalid/us/flash_ext"])
 def test_metadata_has_the_links_when_there_are_any(tmp_path, place):
-    done = run_hook("from build_backend import pins; "
-                    f"pins.pyproject()['tool']['flash_ext']['repository'] = {place!r}; "
-                    f"hooks.prepare_metadata_for_build_wheel({str(tmp_path)!r})")
+    done = run_hook(
+        "from build_backend import pins; "
+        f"pins.pyproject()['tool']['flash_ext']['repository'] = {place!r}; "
+        f"hooks.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    )
     assert done.returncode == 0, done.stderr
     (metadata,) = tmp_path.glob("*.dist-info/METADATA")
     message = email.parser.Parser().parsestr(metadata.read_text())
@@ -519,62 +594,3 @@ def test_uv_builds_against_the_torch_that_is_there():
     """Its isolated build sees no torch and would exchange the user's."""
     project = pins.pyproject()
     assert project["tool"]["uv"]["no-build-isolation-package"] == [project["project"]["name"]]
-
-
-# ---- info ------------------------------------------------------------------------------------------------
-
-def run_info(*args: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "flash_ext.info", *args], cwd=ROOT, capture_output=True,
-                          text=True, check=False, timeout=120, env={**os.environ, **environment})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_info_as_json():
-    report = json.loads(run_info("--json"))
-    assert report["extension"]["loaded"] is True
-    assert report["extension"] | ops._C.build_info == report["extension"]
-    assert report["runtime"]["torch"] == torch.__version__
-    assert len(report["devices"]) == torch.cuda.device_count()
-
-
-def test_info_without_a_gpu():
-    text = run_info(CUDA_VISIBLE_DEVICES="")
-    assert "no GPU is visible" in text and "path cpu" in text and torch.__version__ in text
-
-
-def test_info_tells_what_serves_a_gpu_and_why_the_rest_does_not(monkeypatch):
-    """On a pretended GPU: first one that the sm90 path serves, then one that is too old for it."""
-    for compute_capability, said in ((90, "fwd, head_dim 128  path sm90: fwd_sm90_hd128"),
-                                     (75, "fwd, not sm80: compute capability 7.5 is below 8.0")):
-        major, minor = divmod(compute_capability, 10)
-        properties = types.SimpleNamespace(name="pretended", major=major, minor=minor, total_memory=2**35,
-                                           multi_processor_count=132)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
-        facts = {"compute_capability": compute_capability, "num_sms": 132, "smem_per_block": 232448}
-        before = {name: ops._C.get_switch(name) for name in facts}
-        try:
-            for name, value in facts.items():
-                ops._C.set_switch(name, value)
-            text = info.as_text(info.collect())
-        finally:
-            for name, value in before.items():
-                ops._C.set_switch(name, value)
-        assert said in text and f"compute capability {major}.{minor}, 132 SMs, 32.0 GiB" in text
-
-
-@pytest.mark.gpu
-def test_info_names_the_path_and_kernels_of_each_gpu():
-    for device in info.collect()["devices"]:
-        for direction in ("fwd", "bwd"):
-            served = device["paths"][direction]
-            assert served["refused"]["cpu"]
-            for head_dim, choice in served["kernels"].items():
-                assert choice["path"] in choice["kernel"] and f"_hd{head_dim}" in choice["kernel"]
-
-
-def test_import_creates_no_cuda_context():
-    """API-02, SY-10: a process that imported flash_ext may still fork."""
-    code = "import flash_ext, torch; assert not torch.cuda.is_initialized()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

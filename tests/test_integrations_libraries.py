@@ -168,9 +168,7 @@ class AsInTimm(nn.Module):
         batch, rows, width = x.shape
         split = self.qkv(x).reshape(batch, rows, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=0.0, is_causal=is_causal
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=0.0, is_causal=is_causal)
         return self.proj(out.transpose(1, 2).reshape(batch, rows, width))
 
 

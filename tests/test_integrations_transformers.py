@@ -448,8 +448,13 @@ def gemma4(window: int) -> Any:
     """Its last two layers take keys from those before, and compute only the rows whose logits are kept."""
     if not hasattr(transformers, "Gemma4TextConfig"):
         pytest.skip(f"transformers {transformers.__version__} has no Gemma 4")
-    own = {"global_head_dim": 16, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY,
-           "hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    own = {
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
     config = transformers.Gemma4TextConfig(**DECODER | {"num_hidden_layers": 4}, sliding_window=window, **own)
     torch.manual_seed(1)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -555,10 +560,24 @@ def test_keys_chosen_by_index_are_refused_from_within_a_model() -> None:
     """DeepSeek 3.2 hides the others in the mask for "sdpa" and "eager" only."""
     if not hasattr(transformers, "DeepseekV32Config"):
         pytest.skip(f"transformers {transformers.__version__} has no DeepSeek 3.2")
-    sizes = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
-             "moe_intermediate_size": 16, "first_k_dense_replace": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
-             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 4,
-             "index_n_heads": 2, "index_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8}
+    sizes = {
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "index_topk": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    }
     config = transformers.DeepseekV32Config(**DECODER | sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
     with pytest.raises(NotImplementedError, match="indices: keys chosen for each query"):

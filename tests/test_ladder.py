@@ -1,8 +1,4 @@
-"""The algorithms of the literature: their worked numbers, their theorems by counting, their known mistakes.
-
-The ids name rows of the project's catalogue of what the source articles state: algorithms, numbers, and
-defects that must not come back.
-"""
+"""The algorithms of the literature: worked numbers, theorems by counting, known mistakes."""
 
 from __future__ import annotations
 
@@ -62,9 +58,10 @@ def close(got, expected, atol=1e-12):
 # ---- softmax
 # ------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("softmax", SOFTMAX)
 def test_softmax_of_one_to_four(softmax):
-    """S3-11, S3-12, S3-14, S3-15: the printed digits, from either number of passes."""
+    """The printed digits, from either number of passes."""
     assert softmax(f64(1, 2, 3, 4)).tolist() == pytest.approx(
         [0.03205860328008499, 0.08714431874203257, 0.23688281808991013, 0.6439142598879724], abs=1e-16
     )
@@ -73,14 +70,14 @@ def test_softmax_of_one_to_four(softmax):
 @pytest.mark.parametrize("softmax", SOFTMAX)
 @given(values=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=20))
 def test_softmax_is_the_definition(softmax, values):
-    """S1-20, S2-14, S3-09: exp of each x_j over the sum of the exps of all x_j."""
+    """Exp of each x_j over the sum of the exps of all x_j."""
     close(softmax(f64(*values)), torch.softmax(f64(*values), 0))
 
 
 @pytest.mark.parametrize("softmax", SOFTMAX)
 @pytest.mark.parametrize("largest", [88.0, 89.0, 300.0, 710.0, 1e4])
 def test_softmax_does_not_overflow(softmax, largest):
-    """S2-18, S3-10: the shift by the maximum leaves the result as it is and exp within range."""
+    """The shift by the maximum leaves the result as it is and exp within range."""
     got = softmax(f64(1, 2, largest))
     expected = [math.exp(x - largest) for x in (1, 2, largest)]
     close(got, f64(*expected) / sum(expected))
@@ -88,20 +85,19 @@ def test_softmax_does_not_overflow(softmax, largest):
 
 
 def test_exp_overflows_float32_at_89():
-    """S3-10."""
     assert torch.exp(torch.tensor(88.0)).isfinite() and torch.exp(torch.tensor(89.0)).isinf()
 
 
 @pytest.mark.parametrize("softmax, passes", [(softmax_3pass, 3), (softmax_2pass, 2)])
 def test_passes_are_reads(softmax, passes):
-    """S3-13: what does not fit on chip is read once per pass."""
+    """What does not fit on chip is read once per pass."""
     memory = Memory()
     softmax(torch.randn(50), memory)
     assert (memory.read, memory.written) == (passes * 50, 50)
 
 
 def test_worked_example_of_three_blocks():
-    """S2-16, S2-17, S2-19, S2-20: [1, 3], [2, 4], [3, 2]; maximum and sum are one number per row."""
+    """[1, 3], [2, 4], [3, 2]; maximum and sum are one number per row."""
     first, second, third = (block_softmax(f64(*x)) for x in ((1, 3), (2, 4), (3, 2)))
     e = math.exp
     assert float(first.row_max) == 3 and float(second.row_max) == 4
@@ -118,7 +114,7 @@ def test_worked_example_of_three_blocks():
 
 @given(st.lists(st.lists(st.one_of(st.floats(-300, 300), st.just(NEG_INF)), max_size=4), max_size=5))
 def test_blocks_of_any_sizes_merge(pieces):
-    """S2-21, S2-22, S3-16: unequal, empty and hidden blocks; the empty one changes nothing."""
+    """Unequal, empty and hidden blocks; the empty one changes nothing."""
     x = f64(*(value for piece in pieces for value in piece))
     merged = block_softmax(f64())
     assert float(merged.row_max) == NEG_INF and float(merged.row_sum) == 0
@@ -134,6 +130,7 @@ def test_blocks_of_any_sizes_merge(pieces):
 
 # ---- attention: every algorithm is exact
 # --------------------------------------------------------------------
+
 
 def run_grid(q, k, v, sizes, scale):
     return grid_attention(q[None, None], k[None, None], v[None, None], *sizes, scale)[0, 0]
@@ -151,7 +148,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(16, 16), (17, 23), (5, 40), (40, 5), (1, 1), (3, 0)])
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 3), (1, 7), (64, 64)])
 def test_algorithms_agree_with_softmax(name, seqlen_q, seqlen_k, sizes):
-    """S0-05, S0-11, S2-09, S2-26, S4-02, S4-07, S4-09, S4-12, S4-13, S4-14: tails, several query blocks, one.
+    """Tails, several query blocks, one.
 
     A place added twice, a tail read past its end or a padded column in the denominator would all show here.
     """
@@ -161,7 +158,6 @@ def test_algorithms_agree_with_softmax(name, seqlen_q, seqlen_k, sizes):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_softmax_of_scores_times_v_is_not_softmax_of_the_product(name):
-    """S2-39."""
     torch.manual_seed(0)
     q, k, v = random_qkv(6, 6, 3, 3)
     got = ALGORITHMS[name](q, k, v, BlockSizes(2, 2), 1.0)
@@ -171,7 +167,7 @@ def test_softmax_of_scores_times_v_is_not_softmax_of_the_product(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("head_dim", [1, 3, 7, 20])
 def test_any_head_dim(name, head_dim):
-    """S4-16, S3-28: no power of two, no multiple of eight is needed."""
+    """No power of two, no multiple of eight is needed."""
     q, k, v = random_qkv(10, 10, head_dim, head_dim)
     close(ALGORITHMS[name](q, k, v, BlockSizes(4, 4), head_dim**-0.5), exact(q, k, v, head_dim**-0.5))
 
@@ -179,14 +175,14 @@ def test_any_head_dim(name, head_dim):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("logit", [300.0, -300.0, 1e4])
 def test_large_logits(name, logit):
-    """S2-18: in float32, where exp would overflow at 89."""
+    """In float32, where exp would overflow at 89."""
     q, k, v = torch.ones(3, 1), torch.tensor([[1.0], [2.0], [logit]]), torch.eye(3)
     close(ALGORITHMS[name](q, k, v, BlockSizes(2, 1), 1.0), exact(q, k, v), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_statistics_are_not_kept_in_half_precision(name):
-    """S3-21: a float16 sum of 1 over 4096 keys stops at 2048; the answer must be good to one rounding."""
+    """A float16 sum of 1 over 4096 keys stops at 2048; the answer must be good to one rounding."""
     q, k, v = random_qkv(4, 4096, 4, 4, torch.float16)
     got = ALGORITHMS[name](q, k, v, BlockSizes(4, 64), 0.1)
     assert got.dtype == torch.float16
@@ -198,11 +194,12 @@ def test_statistics_are_not_kept_in_half_precision(name):
 # ---- FlashAttention, Algorithm 1
 # ----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("sram, head_dim, expected", [
     (1024, 64, (4, 4)), (4096, 16, (16, 64)), (100_000, 64, (64, 391)), (1000, 3, (3, 84)),
 ])  # fmt: skip
 def test_block_sizes_in_the_order_of_the_paper(sram, head_dim, expected):
-    """S1-37, S2-24, S3-17: B_c = ceil(M / 4d) keys, B_r = min(B_c, d) queries; exchanged they break S <= M /
+    """B_c = ceil(M / 4d) keys, B_r = min(B_c, d) queries; exchanged they break S <= M /
     4."""
     sizes = block_sizes(sram, head_dim)
     assert tuple(sizes) == expected
@@ -211,7 +208,7 @@ def test_block_sizes_in_the_order_of_the_paper(sram, head_dim, expected):
 
 @given(st.integers(1, 200), st.integers(1, 200_000))
 def test_half_of_the_fast_memory_for_k_and_v(head_dim, sram):
-    """S2-28, S3-17: K_j and V_j take half, Q_i and O_i at most the other half, the scores at most a
+    """K_j and V_j take half, Q_i and O_i at most the other half, the scores at most a
     quarter."""
     use = sram_use(block_sizes(sram, head_dim), head_dim)
     rounding = 4 * head_dim  # ceil() may take one row more than M / 4d in each of the two halves
@@ -221,7 +218,7 @@ def test_half_of_the_fast_memory_for_k_and_v(head_dim, sram):
 
 
 def test_tile_of_the_example_with_25_tokens():
-    """S2-30, S3-18: blocks of 5; key block 3 with query block 2 is keys 11-15 with queries 6-10, from 1."""
+    """Blocks of 5; key block 3 with query block 2 is keys 11-15 with queries 6-10, from 1."""
     cut = blocks(25, 5)
     assert [(s.start + 1, s.stop) for s in (cut[3 - 1], cut[2 - 1])] == [(11, 15), (6, 10)]
     q, k, v = random_qkv(25, 25)
@@ -232,7 +229,7 @@ def test_tile_of_the_example_with_25_tokens():
 
 
 def test_key_blocks_run_outside():
-    """S0-06, S2-27, S3-19: for every key block all query blocks; FlashAttention-2 has it the other way
+    """For every key block all query blocks; FlashAttention-2 has it the other way
     round."""
     q, k, v = random_qkv(6, 6)
     order = {name: [] for name in ("flash1", "flash2")}
@@ -249,7 +246,7 @@ ALGORITHMS_WITH_OBSERVER = {"flash1": flash_attention_1, "flash2": flash_attenti
 @pytest.mark.parametrize("name", ALGORITHMS_WITH_OBSERVER)
 @given(seqlens=st.tuples(*[st.integers(1, 12)] * 2), sizes=st.tuples(*[st.integers(1, 5)] * 2))
 def test_after_j_blocks_the_state_is_that_of_the_prefix(name, seqlens, sizes):
-    """S2-37, S2-38, S0-07, S0-08, S1-25, S2-31, S2-34: the induction over key blocks, checked at every
+    """The induction over key blocks, checked at every
     step."""
     q, k, v = random_qkv(*seqlens)
     steps = []
@@ -278,7 +275,7 @@ def two_block_state():
 
 
 def test_two_blocks_with_the_update_of_each_version():
-    """S1-19, S1-21, S1-22, S1-23, S0-09, S2-32, S3-27: normalised every time, or once at the end."""
+    """Normalised every time, or once at the end."""
     expected, scores, values, (m1, m2), (l1, l2) = two_block_state()
     new = torch.exp(scores[1] - m2) @ values[1]
     out_1 = torch.exp(scores[0] - m1) @ values[0] / l1
@@ -291,9 +288,9 @@ def test_two_blocks_with_the_update_of_each_version():
 
 
 def test_the_rescale_factor_is_not_inverted():
-    """S1-22b: l1 e^(m1 - m2) / l2. Printed inverted and without the exponential it misses by far.
+    """l1 e^(m1 - m2) / l2. Printed inverted and without the exponential it misses by far.
 
-    S1-27: in exp(S - m) the minus sign counts.
+    In exp(S - m) the minus sign counts.
     """
     expected, scores, values, (m1, m2), (l1, l2) = two_block_state()
     out_1 = torch.exp(scores[0] - m1) @ values[0] / l1
@@ -305,7 +302,7 @@ def test_the_rescale_factor_is_not_inverted():
 
 
 def test_a_diagonal_matrix_from_the_left_scales_rows():
-    """S2-33, and with the inverse S2-38."""
+    """And with its inverse."""
     n = torch.arange(1.0, 10.0, dtype=torch.float64).view(3, 3)
     scaled = torch.diag(f64(1, 2, 3)) @ n
     assert torch.equal(scaled, torch.stack([1 * n[0], 2 * n[1], 3 * n[2]]))
@@ -314,7 +311,7 @@ def test_a_diagonal_matrix_from_the_left_scales_rows():
 
 
 def test_state_starts_empty():
-    """S2-25: O = 0, l = 0, m = -inf, written to memory once, in the accumulation type."""
+    """O = 0, l = 0, m = -inf, written to memory once, in the accumulation type."""
     memory = Memory()
     array = memory.allocate(3, 2, value=NEG_INF, like=torch.empty(0, dtype=torch.bfloat16))
     assert array.dtype == torch.float32 and (array == NEG_INF).all() and memory.written == 6
@@ -336,8 +333,9 @@ def test_chip_works_on_copies():
 # ---- FlashAttention-2
 # ---------------------------------------------------------------------------------------
 
+
 def test_one_logsumexp_per_row():
-    """S1-26: L = m + log l replaces the pair."""
+    """L = m + log l replaces the pair."""
     q, k, v = random_qkv()
     memory = Memory()
     _, lse = flash_attention_2(q, k, v, BlockSizes(8, 8), 0.3, memory=memory)
@@ -348,7 +346,7 @@ def test_one_logsumexp_per_row():
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(16, 16), (30, 30), (5, 40), (40, 5), (23, 17)])
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 3), (3, 8), (64, 64)])
 def test_causal(seqlen_q, seqlen_k, sizes):
-    """S1-28, S1-31: key j is hidden from row i for j > i + seqlen_k - seqlen_q; rows without keys are 0."""
+    """Key j is hidden from row i for j > i + seqlen_k - seqlen_q; rows without keys are 0."""
     q, k, v = random_qkv(seqlen_q, seqlen_k)
     mask = torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()
     out, lse = flash_attention_2(q, k, v, BlockSizes(*sizes), 0.5, causal=True)
@@ -358,7 +356,7 @@ def test_causal(seqlen_q, seqlen_k, sizes):
 
 @given(st.integers(0, 9), st.integers(1, 6), st.integers(0, 9), st.integers(1, 6), st.integers(-9, 9))
 def test_tile_kinds(first_row, num_rows, first_col, num_cols, offset):
-    """S1-29, S1-30, S1-31: no mask where every column is at or before every row, nothing where none is."""
+    """No mask where every column is at or before every row, nothing where none is."""
     rows, cols = slice(first_row, first_row + num_rows), slice(first_col, first_col + num_cols)
     visible = causal_mask(rows, cols, offset)
     expected = "full" if visible.all() else "partial" if visible.any() else "skip"
@@ -366,7 +364,7 @@ def test_tile_kinds(first_row, num_rows, first_col, num_cols, offset):
 
 
 def test_causal_does_half_the_work_and_masks_one_tile_per_row_of_tiles():
-    """S1-29, S1-30: 136 of 256 tiles, 16 of them masked, so 1.88 times less work."""
+    """136 of 256 tiles, 16 of them masked, so 1.88 times less work."""
     tiles = itertools.product(blocks(2048, 128), blocks(2048, 128))
     kinds = [tile_kind(rows, cols, 0) for rows, cols in tiles]
     assert (kinds.count("full"), kinds.count("partial"), kinds.count("skip")) == (120, 16, 120)

@@ -1,7 +1,4 @@
-"""The rest of the ladder: one program per query block, the padding mask, and what each algorithm costs.
-
-As in ``test_ladder.py`` the ids name rows of the project's catalogue of what the source articles state.
-"""
+"""The rest of the ladder: one program per query block, the padding mask, and what each algorithm costs."""
 
 from __future__ import annotations
 
@@ -32,15 +29,15 @@ from tests.test_ladder import close, exact, random_qkv
 # ---- the grid
 # -----------------------------------------------------------------------------------------------
 
+
 def test_decode_example():
-    """S4-10: seqlen 256, block 64, batch 2, 4 heads: 32 programs, number 10 is batch 0, head 2, block 2."""
+    """Seqlen 256, block 64, batch 2, 4 heads: 32 programs, number 10 is batch 0, head 2, block 2."""
     assert grid_size(2, 4, 256, 64) == 32
     assert decode_program(10, 4, 256, 64) == (0, 2, 2)
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 20), st.integers(1, 8))
 def test_every_query_block_has_one_program(batch, num_heads, seqlen_q, block_m):
-    """S4-10."""
     grid = range(grid_size(batch, num_heads, seqlen_q, block_m))
     places = [decode_program(pid, num_heads, seqlen_q, block_m) for pid in grid]
     num_m_blocks = len(blocks(seqlen_q, block_m))
@@ -48,14 +45,14 @@ def test_every_query_block_has_one_program(batch, num_heads, seqlen_q, block_m):
 
 
 def test_grid_over_batches_and_heads_of_any_strides():
-    """S4-11, S4-12: (batch, seqlen, num_heads, head_dim) memory seen as (batch, num_heads, seqlen,
+    """(batch, seqlen, num_heads, head_dim) memory seen as (batch, num_heads, seqlen,
     head_dim)."""
     q, k, v = (torch.randn(2, n, 3, 5, dtype=torch.float64).transpose(1, 2) for n in (11, 14, 14))
     close(grid_attention(q, k, v, 4, 4, 0.6), exact(q, k, v, 0.6))
 
 
 def test_columns_beyond_the_end_weigh_nothing():
-    """S4-14: with all scores -5 a zero column would outweigh every real one; S4-13: and none is read."""
+    """With all scores -5 a zero column would outweigh every real one, and none is read."""
     q, k, v = torch.full((1, 1, 3, 1), -5.0), torch.ones(1, 1, 5, 1), torch.ones(1, 1, 5, 1)
     memory = Memory()
     close(grid_attention(q, k, v, 2, 4, memory=memory), torch.ones(1, 1, 3, 1))
@@ -63,7 +60,7 @@ def test_columns_beyond_the_end_weigh_nothing():
 
 
 def test_tile_products_take_one_dtype():
-    """S4-15, S4-17: P is converted before the second product, and sums stay in float32."""
+    """P is converted before the second product, and sums stay in float32."""
     with pytest.raises(TypeError, match="float32 and torch.float16"):
         ladder._product(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
     q, k, v = (x[None, None] for x in random_qkv(20, 70, 8, 8, torch.float16))
@@ -74,6 +71,7 @@ def test_tile_products_take_one_dtype():
 
 # ---- the padding mask of the article's PyTorch function
 # -----------------------------------------------------
+
 
 def padded_case(batch, num_heads, seqlen=10, head_dim=3, dtype=torch.float64):
     q, k, v = (torch.randn(batch, num_heads, seqlen, head_dim).to(dtype) for _ in range(3))
@@ -89,20 +87,19 @@ def assert_padded(q, k, v, mask, atol=1e-12):
 
 @pytest.mark.parametrize("batch, num_heads", [(1, 2), (2, 2), (3, 2), (2, 1), (2, 3)])
 def test_padding_mask_belongs_to_the_batch_entry(batch, num_heads):
-    """S3-24: spread as (B, 1, B_c) it met (B, H, B_r, B_c) by head for B = H and not at all for other B >
+    """Spread as (B, 1, B_c) it met (B, H, B_r, B_c) by head for B = H and not at all for other B >
     1."""
     assert_padded(*padded_case(batch, num_heads))
 
 
 def test_padding_mask_is_optional():
-    """S3-23."""
     q, k, v, _ = padded_case(2, 2)
     assert_padded(q, k, v, None)
 
 
 @pytest.mark.parametrize("hidden", [slice(0, 4), slice(4, 8), slice(8, 10), slice(0, 8), slice(0, 10)])
 def test_blocks_without_a_visible_key(hidden):
-    """S3-25: first, middle, last, all but the last, and every block of 4 keys hidden; no NaN, 0 if all."""
+    """First, middle, last, all but the last, and every block of 4 keys hidden; no NaN, 0 if all."""
     q, k, v, _ = padded_case(2, 2)
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[1, hidden] = False
@@ -110,7 +107,7 @@ def test_blocks_without_a_visible_key(hidden):
 
 
 def test_no_epsilon_in_the_denominator():
-    """S3-26: 1e-6 per block would show as an error of about as much in float64."""
+    """1e-6 per block would show as an error of about as much in float64."""
     q, k, v, mask = padded_case(1, 2, seqlen=64)
     mask[:, 0] = True
     assert_padded(q, k, v, mask, atol=1e-14)
@@ -126,7 +123,7 @@ def test_padding_mask_must_be_boolean_and_fit():
 
 
 def test_the_configuration_of_the_article():
-    """S3-20, S3-22, S3-28, S3-30, S3-31: seed 1, 2 heads, 10 tokens, head_dim 3, float16, blocks of 4."""
+    """Seed 1, 2 heads, 10 tokens, head_dim 3, float16, blocks of 4."""
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 2, 10, 3, dtype=torch.float16) for _ in range(3))
     ours = padded_attention(q, k, v)
@@ -143,11 +140,11 @@ def test_the_configuration_of_the_article():
 # ---- costs
 # --------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("seqlen, per_head, of_16_heads", [
     (1024, "2 MB", "32 MB"), (4096, "32 MB", "512 MB"), (8192, "128 MB", "2 GB"), (32768, "2 GB", "32 GB"),
 ])  # fmt: skip
 def test_memory_of_the_score_matrix(seqlen, per_head, of_16_heads):
-    """S4-03."""
     def in_bytes(text: str) -> int:
         number, unit = text.split()
         return int(number) * 2 ** {"MB": 20, "GB": 30}[unit]
@@ -160,12 +157,12 @@ def test_memory_of_the_score_matrix(seqlen, per_head, of_16_heads):
 @pytest.mark.parametrize("algorithm", ["standard", "flash1", "flash2"])
 @pytest.mark.parametrize("size", [(64, 8, 256), (100, 8, 300), (96, 16, 4096), (33, 5, 1000)], ids=str)
 def test_measured_accesses_are_the_closed_form(algorithm, size):
-    """S0-04, S0-10, S2-40, S2-41: what the algorithms move, element by element, ragged blocks included."""
+    """What the algorithms move, element by element, ragged blocks included."""
     assert measured_accesses(algorithm, *size) == io_complexity(algorithm, *size)
 
 
 def test_key_blocks_are_read_once_and_the_rest_once_per_key_block():
-    """S2-41: T_c passes over Q, O, l and m; O, l and m are also written each time."""
+    """T_c passes over Q, O, l and m; O, l and m are also written each time."""
     q, k, v = random_qkv(24, 20, 5, 5)
     memory = Memory()
     flash_attention_1(q, k, v, BlockSizes(6, 4), memory=memory)
@@ -175,7 +172,7 @@ def test_key_blocks_are_read_once_and_the_rest_once_per_key_block():
 
 
 def test_theorem_2_by_measurement():
-    """S2-36, S2-40, S2-41, S3-07: standard attention moves N d + N^2 elements to a constant, FlashAttention
+    """Standard attention moves N d + N^2 elements to a constant, FlashAttention
     N^2 d^2 / M; with M well above d^2 the second is the smaller."""
     head_dim, sram = 8, 512
     lengths = (64, 128, 256, 512)
@@ -193,7 +190,7 @@ def test_theorem_2_by_measurement():
 
 
 def test_flash_wins_when_the_fast_memory_is_large():
-    """S2-40, S2-41: d^2 / M against 1, at the sizes of an A100 (d = 64, 100 KB of half precision)."""
+    """d^2 / M against 1, at the sizes of an A100 (d = 64, 100 KB of half precision)."""
     for seqlen in (1024, 4096):
         standard = io_complexity("standard", seqlen, 64, 50_000)
         assert io_complexity("flash1", seqlen, 64, 50_000) < standard / 3

@@ -1,4 +1,4 @@
-"""Numbers that the literature states. Ids such as S1-08 are an article and a statement of it."""
+"""Numbers that the literature states."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def memory_ratio(seqlen: int, head_dim: int = 64) -> float:
 
 
 def test_ten_to_twenty_times_less_memory() -> None:
-    """S1-08: at lengths from 1.2 to 2.4 thousand; it grows with the length, so the number is of its time."""
+    """At lengths from 1.2 to 2.4 thousand; it grows with the length, so the number is of its time."""
     assert memory_ratio(1200) == pytest.approx(10, abs=0.3)
     assert memory_ratio(2430) == pytest.approx(20, abs=0.3)
     assert memory_ratio(32768) > 200
 
 
 def test_scores_beyond_4096_tokens_fill_a_12_gb_card() -> None:
-    """S4-04: scores and weights of batch 4 and 16 heads take a third of it at 4096, more than all at 8192."""
+    """Scores and weights of batch 4 and 16 heads take a third of it at 4096, more than all at 8192."""
     gb = 2**30
     assert 2 * attention_memory(4096, 4096, num_heads=16, batch=4).scores == 4 * gb
     assert 2 * attention_memory(8192, 8192, num_heads=16, batch=4).scores == 16 * gb > 12 * gb
@@ -34,7 +34,7 @@ def test_scores_beyond_4096_tokens_fill_a_12_gb_card() -> None:
 
 @pytest.mark.parametrize("compute_capability, smem", [(80, 166912), (86, 101376), (90, 232448)])
 def test_four_or_eight_warps(compute_capability: int, smem: int) -> None:
-    """S1-35: in a thread block of the mma kernels, for every head size; of wgmma, warpgroups of four."""
+    """In a thread block of the mma kernels, for every head size; of wgmma, warpgroups of four."""
     switches = {"compute_capability": compute_capability, "num_sms": 108, "smem_per_block": smem}
     before = {name: _C.get_switch(name) for name in switches}
     shape = dict(seqlen_q=512, seqlen_k=512, num_heads=2, num_heads_k=2)

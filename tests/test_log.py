@@ -58,8 +58,12 @@ def test_default_is_silent_and_undecorated() -> None:
 @pytest.mark.slow
 def test_levels() -> None:
     names = lines("1")
-    switches = ["enable_sdpa", "PyTorch's attention runs on flash_ext", "disable_sdpa",
-                "PyTorch's attention runs as before"]
+    switches = [
+        "enable_sdpa",
+        "PyTorch's attention runs on flash_ext",
+        "disable_sdpa",
+        "PyTorch's attention runs as before",
+    ]
     assert names == ["attention", *switches, "MultiheadAttention.forward", "flash_attn_func", "forward"]
     full = lines("3")
     assert full[0] == (
@@ -97,7 +101,7 @@ def test_every_public_function_is_logged() -> None:
 
 
 def test_refusal() -> None:
-    """API-10: the one variable of the library, which the README names, is read at import."""
+    """The one variable of the library, which the README names, is read at import."""
     done = run("verbose")
     assert done.returncode != 0 and "FLASH_EXT_LOG must be 0, 1, 2 or 3, got 'verbose'" in done.stderr
 

@@ -32,7 +32,9 @@ EXCLUDED = {
     "work tiles are equal": ("!sm90::has_unequal_tiles(p, m)", HIDING | {"prefix"}),
     "every query is visited": ("sm90::visits_all_queries(p, m)", HIDING),
     "Hopper sums the gradient of a bias": (
-        "sm90::is_bias_gradient_taken(p, m, g)", SUMMARISED | {"blocks", "prefix"}),
+        "sm90::is_bias_gradient_taken(p, m, g)",
+        SUMMARISED | {"blocks", "prefix"},
+    ),
     "the next work tile is listed ahead": ("asks_only<kFoundByBlocks>(m)", SUMMARISED),
     "tiles known by rows are light": ("!asks_any<kMadeRowWords>(m)", {"blocks", "hidden_keys"}),
     "no test by rows": ("!asks_any<kKnownByRows>(m)", {"mask", "blocks", "hidden_keys"}),
@@ -76,8 +78,10 @@ def test_what_kernels_cannot_do_is_what_the_lists_say(compiler: list[str], tmp_p
     source = PROGRAM % (len(ASKED), asking, questions)
     subprocess.run([*compiler, "-o", str(program)], input=source, text=True, check=True)
     lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
-    sets = [set(itertools.compress(ASKED, (number >> i & 1 for i in range(len(ASKED)))))
-            for number in range(2 ** len(ASKED))]
+    sets = [
+        set(itertools.compress(ASKED, (number >> i & 1 for i in range(len(ASKED)))))
+        for number in range(2 ** len(ASKED))
+    ]
     for kinds, line in zip(sets, lines, strict=True):
         expected = {name: not kinds & without for name, (_, without) in EXCLUDED.items()}
         assert dict(zip(EXCLUDED, (can == "1" for can in line), strict=True)) == expected, sorted(kinds)

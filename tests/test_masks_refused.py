@@ -35,6 +35,7 @@ def attend(mask: Any = None, bias: Any = None) -> torch.Tensor:
     q = torch.randn(1, 8, 2, 8, generator=torch.Generator().manual_seed(0))
     return flash_ext.attention(q, q, q, mask=mask, bias=bias)
 
+
 INTERVALS = torch.zeros(8, 2, dtype=torch.int32)
 TRUTH = torch.ones(8, 8) > 0
 

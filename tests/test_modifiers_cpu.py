@@ -103,9 +103,11 @@ HEADS = 4
 
 def grid(batch: int, heads: int, rows: int, cols: int) -> Callable[[bool], tuple[int, ...]]:
     """A shape whose factors 1 stay 1; packed it has the size of no sequence."""
+
     def shape(is_packed: bool) -> tuple[int, ...]:
         b, r, c = (len(LENS_Q), 40, 75) if is_packed else (2, 45, 70)
         return (b if batch else 1, HEADS if heads else 1, r if rows else 1, c if cols else 1)
+
     return shape
 
 
@@ -115,6 +117,7 @@ def intervals(of_keys: bool, count: int, heads: int, batch: int) -> Callable[[bo
         start = torch.randint(-3, 60, (1 if is_packed else batch, heads, total, count, 1))
         pairs = torch.cat([start, start + torch.randint(0, 25, start.shape)], dim=-1)  # some are empty
         return (pairs[0] if is_packed else pairs).flatten(-2).to(torch.int32)
+
     return draw
 
 
@@ -182,7 +185,7 @@ def problem_of(is_packed: bool, num_heads_k: int = 2) -> Problem:
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("feature, level", [(f, n) for f in FEATURES for n in range(len(FEATURES[f]))])
 def test_single_features(feature, level, is_packed, small_tiles, monkeypatch):
-    """BI-01, BI-04, BI-06, BS-04, BS-05, EM-*, MK-14: each without a window and with one, batch entries
+    """Each without a window and with one, batch entries
     together and one by one."""
     mods = Modifiers(**FEATURES[feature][level](is_packed))
     for window, max_scores in zip(WINDOWS[::2], (tiled.MAX_SCORES, 1)):
@@ -216,7 +219,6 @@ def everything(is_packed: bool) -> dict:
     (2, 0, 5, 2), (2, 5, 0, 2), (0, 5, 5, 2), (2, 5, 5, 0),
 ])  # fmt: skip
 def test_empty_problems(batch, seqlen_q, seqlen_k, heads):
-    """EM-01, EM-02, EM-03."""
     mods = Modifiers(bias=normal(1, 1, 1, 1), sinks=normal(heads), slopes=normal(heads), mask=torch.ones(
         batch, 1, 1, seqlen_k, dtype=torch.bool), dropout_p=0.5, rng=torch.tensor([1, 2]))  # fmt: skip
     assert_equals_reference(dense(batch, seqlen_q, seqlen_k, heads, heads), AttnSpec(0.6), mods)
@@ -231,8 +233,14 @@ def test_no_sequence_at_all():
 
 def test_packed_is_dense_laid_end_to_end(small_tiles):
     """The same tensors both ways, dropout included, which goes by the index of the sequence."""
-    fields = everything(False) | documents(False) | {
-        "hidden_rows": intervals(True, 2, HEADS, 2)(False), "hidden_keys": intervals(False, 1, 1, 2)(False)}
+    fields = (
+        everything(False)
+        | documents(False)
+        | {
+            "hidden_rows": intervals(True, 2, HEADS, 2)(False),
+            "hidden_keys": intervals(False, 1, 1, 2)(False),
+        }
+    )
     problem, spec = dense(2, 45, 70, HEADS, 2), AttnSpec(0.6, -1, 3)
     expected = run(problem, spec, Modifiers(**fields))
     for name in ("document_q", "document_k"):
@@ -253,9 +261,10 @@ def test_packed_is_dense_laid_end_to_end(small_tiles):
 
 # ---- Gradients -------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("pattern", list(itertools.product([0, 1], repeat=4)), ids=str)
 def test_bias_gradient_of_every_broadcast(pattern, small_tiles):
-    """BI-01: summed over the dimensions of size 1, dense and, with fewer rows than a sequence, packed."""
+    """Summed over the dimensions of size 1, dense and, with fewer rows than a sequence, packed."""
     for is_packed in (False, True):
         mods = Modifiers(bias=normal(*grid(*pattern)(is_packed)))
         assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, -1, 2), mods)
@@ -274,7 +283,7 @@ def test_bias_by_distance(reach, batch, heads, top_left, small_tiles):
 
 
 def test_minus_infinity_by_distance_hides_and_nan_stays_with_its_rows(small_tiles):
-    """NF-02, as in a dense bias."""
+    """As in a dense bias."""
     problem, entries = dense(1, 45, 45, 2, 1), normal(1, 2, 2 * 20 + 1)
     entries[..., 25:] = -INF
     by_distance = run(problem, AttnSpec(0.6), Modifiers(bias=entries))
@@ -325,7 +334,6 @@ def test_gradcheck(window, dropout_p):
 
 
 def test_only_what_is_asked_for():
-    """BI-03, BI-11."""
     problem, mods = dense(1, 9, 9, 2, 1), Modifiers(bias=normal(1, 1, 9, 9), sinks=normal(2))
     out, lse, _ = tiled.forward(problem.q, problem.k, problem.v, AttnSpec(0.6), mods)
     grads = tiled.backward(problem.dout, problem.q, problem.k, problem.v, out, lse, AttnSpec(0.6), mods,
@@ -373,16 +381,19 @@ def test_backward_takes_out_and_lse_as_given():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lowest", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_lowest_number_is_no_mask(lowest, dtype, small_tiles):
-    """NF-02: rows with it everywhere weigh all keys alike, forward and backward; -inf empties a row."""
+    """Rows with it everywhere weigh all keys alike, forward and backward; -inf empties a row."""
     problem = dense(1, 20, 30, 2, 1)
     problem.q, problem.k, problem.v, problem.dout, problem.dlse = (
-        x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout, problem.dlse))
+        x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout, problem.dlse)
+    )
     bias = torch.randn(1, 1, 20, 30)
     bias[0, 0, 3:6] = torch.finfo(lowest).min
     bias[0, 0, 8:11] = -INF
     bias[0, 0, 15, ::2], bias[0, 0, 16, ::2] = torch.finfo(lowest).min, -INF
-    expected, got = expected_of(problem, AttnSpec(0.5), Modifiers(bias=bias)), run(
-        problem, AttnSpec(0.5), Modifiers(bias=bias))
+    expected, got = (
+        expected_of(problem, AttnSpec(0.5), Modifiers(bias=bias)),
+        run(problem, AttnSpec(0.5), Modifiers(bias=bias)),
+    )
     if lowest != torch.float16:  # nothing of q.k is left beside so large a number
         mean = problem.v[0, :, 0].mean(0)
         torch.testing.assert_close(got["out"][0, 3:6], mean.expand(3, 2, -1))
@@ -416,8 +427,9 @@ def test_low_precision(dtype):
 
 # ---- Dropout ---------------------------------------------------------------------------------------------
 
+
 def test_dropout_shows_its_mask_forward_and_backward(monkeypatch):
-    """DR-03: with v = 1 of n, out is the weights and dv their transpose, on tiles of any size."""
+    """With v = 1 of n, out is the weights and dv their transpose, on tiles of any size."""
     batch, seqlen, heads, p, rng = 2, 50, 4, 0.3, torch.tensor([2**62 + 1, -7])
     q = torch.zeros(batch, seqlen, heads, 2)
     k, v = torch.zeros(batch, seqlen, 2, 2), torch.eye(seqlen).expand(batch, 2, -1, -1).transpose(1, 2)
@@ -452,7 +464,7 @@ MASKS = ("mask", "documents", "prefix", "hidden_rows", "hidden_keys", "blocks", 
 @pytest.mark.parametrize("feature", MASKS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_count_probe(feature, window, small_tiles):
-    """BS-02, MK-14: with q = 0 exp(lse) counts the keys that a row sees."""
+    """With q = 0 exp(lse) counts the keys that a row sees."""
     for draw in FEATURES[feature]:
         mods, spec = Modifiers(**draw(False)), AttnSpec(1.0, *window)
         problem = dense(2, 45, 70, HEADS, 2)
@@ -482,10 +494,12 @@ def test_hidden_intervals_are_half_open(count, small_tiles):
 
 @pytest.mark.parametrize("value", [False, True])
 def test_whole_masks(value):
-    """BS-01: of one value everywhere."""
+    """Of one value everywhere."""
     problem = dense(1, 40, 50, 2, 1)
-    for mods in (Modifiers(mask=torch.full((1, 1, 1, 1), value)),
-                 Modifiers(blocks=torch.full((1, 1, 3, 4), value), block_rows=16, block_cols=16)):
+    for mods in (
+        Modifiers(mask=torch.full((1, 1, 1, 1), value)),
+        Modifiers(blocks=torch.full((1, 1, 3, 4), value), block_rows=16, block_cols=16),
+    ):
         got = run(problem, AttnSpec(0.6), mods)
         if value:
             plain = run(problem, AttnSpec(0.6), Modifiers())

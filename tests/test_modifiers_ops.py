@@ -1,7 +1,4 @@
-"""``fwd_mod`` and ``bwd_mod`` inside PyTorch: schema checks, shapes, tracing, transforms, autocast, counters.
-
-Ids such as TC-01 number known faults of attention kernels.
-"""
+"""``fwd_mod`` and ``bwd_mod`` inside PyTorch: schemas, shapes, tracing, transforms, autocast, counters."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from flash_ext import AuxRequest, masks
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import NAMES, Modifiers
 from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
+from tests.test_ops import check_tracing
 from tests.values import values
 
 FWD = torch.ops.flash_ext.fwd_mod.default
@@ -105,7 +103,7 @@ def test_arguments_stand_in_the_order_of_the_fields() -> None:
 
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
-def test_opcheck_fwd_mod(kind: str, device: str) -> None:  # TC-01
+def test_opcheck_fwd_mod(kind: str, device: str) -> None:
     args = (*operator_inputs(kind, device), kind != "bias", False, None)
     torch.library.opcheck(FWD, args)
     leaves = [
@@ -116,28 +114,15 @@ def test_opcheck_fwd_mod(kind: str, device: str) -> None:  # TC-01
 
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
-def test_opcheck_bwd_mod(kind: str, device: str) -> None:  # TC-01, TC-05
+def test_opcheck_bwd_mod(kind: str, device: str) -> None:
     torch.library.opcheck(BWD, backward_inputs(kind, device))
 
 
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
-def test_shapes_for_tracing_are_the_real_ones(kind: str, device: str) -> None:  # TC-02
-    calls = [(FWD, (*operator_inputs(kind, device), True, False, None)), (BWD, backward_inputs(kind, device))]
-    for op, args in calls:
-        real = op(*args)
-        with FakeTensorMode() as mode:
-            fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
-        meta = op(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
-        for expected, traced, on_meta in zip(real, fake, meta, strict=True):
-            assert expected.is_contiguous()
-            for got in (traced, on_meta):
-                assert (got.shape, got.stride(), got.dtype) == (
-                    expected.shape,
-                    expected.stride(),
-                    expected.dtype,
-                )
-            assert traced.device == expected.device
+def test_shapes_for_tracing_are_the_real_ones(kind: str, device: str) -> None:
+    check_tracing(FWD, (*operator_inputs(kind, device), True, False, None))
+    check_tracing(BWD, backward_inputs(kind, device))
 
 
 def test_public_calls_trace_on_meta() -> None:
@@ -231,7 +216,7 @@ def biased_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors]
 
 
-def test_second_derivative_raises() -> None:  # AG-02
+def test_second_derivative_raises() -> None:
     inputs = biased_inputs()
     for order in (inputs, inputs[::-1]):
         grad, *_ = torch.autograd.grad(biased(*inputs), order, create_graph=True)
@@ -246,7 +231,7 @@ def test_second_derivative_raises() -> None:  # AG-02
         torch.func.grad(slope)(detached[3])
 
 
-def test_forward_mode_raises() -> None:  # AG-09
+def test_forward_mode_raises() -> None:
     inputs = [t.detach() for t in biased_inputs()]
     for at in (0, 3, 4):
         with torch.autograd.forward_ad.dual_level():
@@ -256,7 +241,7 @@ def test_forward_mode_raises() -> None:  # AG-09
                 biased(*duals)
 
 
-def test_saved_tensors_are_guarded_against_writing() -> None:  # AG-04
+def test_saved_tensors_are_guarded_against_writing() -> None:
     *inputs, sinks = biased_inputs()
     bias = inputs[3] * 1
     loss = biased(*inputs[:3], bias, sinks)
@@ -266,7 +251,7 @@ def test_saved_tensors_are_guarded_against_writing() -> None:  # AG-04
         loss.backward()
 
 
-def test_func_grad_and_vmap() -> None:  # AG-09
+def test_func_grad_and_vmap() -> None:
     inputs = biased_inputs()
     expected = torch.autograd.grad(biased(*inputs), inputs)
     detached = [t.detach() for t in inputs]
@@ -288,7 +273,7 @@ def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return out.sin().sum() + aux.lse.cos().sum()
 
 
-def test_transforms_of_a_relative_position_bias() -> None:  # AG-02, AG-09
+def test_transforms_of_a_relative_position_bias() -> None:
     inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
     expected = torch.autograd.grad(by_distance(*inputs), inputs)
     detached = [t.detach() for t in inputs]
@@ -314,7 +299,7 @@ def test_transforms_of_a_relative_position_bias() -> None:  # AG-02, AG-09
             by_distance(*detached[:3], dual)
 
 
-def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:  # HD-11
+def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:
     q, k, v = make_qkv(dtype=torch.float32)
     half = [t.bfloat16() for t in (q, k, v)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -374,7 +359,7 @@ def test_deterministic_mode_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch
 
 
 @on_devices
-def test_autocast(device: str) -> None:  # HD-11, TC-08
+def test_autocast(device: str) -> None:
     q, k, v = make_qkv(device, dtype=torch.float32, requires_grad=True)
     half = [t.detach().bfloat16() for t in (q, k, v)]
     for bias_dtype in (torch.float32, torch.bfloat16):
@@ -426,7 +411,7 @@ def check_training_step(compiled: Callable, eager: Callable, inputs: list[Tensor
 
 @on_devices
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_serves_many_lengths_of_masks_and_dropout(backend: str, device: str) -> None:  # TC-03
+def test_one_graph_serves_many_lengths_of_masks_and_dropout(backend: str, device: str) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         visible = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril()
         out = flash_ext.attention(q, k, v, mask=visible, dropout_p=0.2)
@@ -452,9 +437,7 @@ def test_every_modifier_compiles(device: str) -> None:
     prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
     blocks = masks.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
 
-    def layer(
-        q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor
-    ) -> Tensor:
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor) -> Tensor:
         given = values(
             causal=True, window=(12, -1), chunk=9, sink_tokens=1, prefix_lens=prefixes, documents=ids,
             keys=present, hidden_rows=intervals, hidden_keys=intervals, blocks=blocks, slopes=slopes,
@@ -527,6 +510,7 @@ def test_the_mask_with_a_warning_compiles() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_relative_position_bias_compiles(backend: str, device: str) -> None:
     """One graph for many lengths; the object is made inside, or outside of a table that is no input."""
+
     def layer(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         bias = masks.RelativePosition(table.t(), max_distance=20)
         return flash_ext.attention(q, k, v, bias=bias, causal=True).float().sin().sum()

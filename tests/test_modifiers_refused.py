@@ -213,8 +213,11 @@ def test_arguments_are_checked_beside_modifiers_too() -> None:
         ({"window_size": 5}, TypeError, "window_size must be a pair of ints"),
         ({"window_size": (-2, 0)}, ValueError, r"window_size must be .*got \(-2, 0\)"),
         ({"scale": float("nan")}, ValueError, "^scale must be finite, got nan"),
-        ({"scale": torch.tensor(0.5, requires_grad=True)}, TypeError,
-         "^scale must be a number, got Tensor. It would get no gradient"),
+        (
+            {"scale": torch.tensor(0.5, requires_grad=True)},
+            TypeError,
+            "^scale must be a number, got Tensor. It would get no gradient",
+        ),
         ({"backend": "sm75"}, ValueError, "must be None .automatic. or one of sm90, sm80, cpu, got 'sm75'"),
         ({"backend": 4}, TypeError, "backend must be a str or None, got int"),
         ({"v": torch.zeros(2, 10, 2, 16)}, TypeError, "v torch.float32"),
@@ -250,8 +253,10 @@ def test_packed_calls_refuse_dense_layouts() -> None:
     for keywords, words in (
         ({"mask": masks.KeyMask(rectangle(3, 9))}, r"keep must .* \(total_k,\) = \(14,\), got \(3, 9\)"),
         ({"mask": masks.Documents(ints(3, 9))}, r"ids must have shape \(total_q,\) = \(14,\), got \(3, 9\)"),
-        ({"mask": masks.HiddenRows(ints(3, 4, 14, 2))},
-         r"HiddenRows: intervals must have shape \(num_heads, total_k, 2 or 4\) = \(4, 14, 2 or 4\)"),
+        (
+            {"mask": masks.HiddenRows(ints(3, 4, 14, 2))},
+            r"HiddenRows: intervals must have shape \(num_heads, total_k, 2 or 4\) = \(4, 14, 2 or 4\)",
+        ),
         ({"mask": rectangle(2, 1, 9, 9)}, r"\(batch, num_heads, any, any\) = \(3, 4, any, any\)"),
         ({"bias": torch.zeros(2, 1, 9, 9)}, r"\(batch, num_heads, any, any\) = \(3, 4, any, any\)"),
         ({"mask": masks.PrefixLM(ints(4))}, r"Prefix: lens must have shape \(batch,\) = \(3,\)"),
@@ -269,14 +274,22 @@ def test_the_pair_refuses() -> None:
     out, lse = flash_ext.forward(q, k, v)
     for keywords, words in (
         ({"needs": ("q", "table")}, "needs must be a tuple of names out of"),
-        ({"needs": ("q", "bias")},
-         "needs names bias, the gradient of one DenseBias or RelativePosition in bias=, which is not given"),
-        ({"needs": ("slopes",), "bias": by_distance()},
-         "needs names slopes, the gradient of an ALiBi in bias=, which is not given"),
-        ({"needs": ("bias",), "bias": masks.ALiBi(torch.ones(4))},
-         "needs names bias, the gradient of one DenseBias"),
-        ({"needs": ("bias",), "bias": masks.DenseBias(torch.zeros(17)) + masks.DenseBias(torch.ones(17))},
-         "needs names bias, the gradient of one DenseBias"),
+        (
+            {"needs": ("q", "bias")},
+            "bias, the gradient of one DenseBias or RelativePosition in bias=, which is not given",
+        ),
+        (
+            {"needs": ("slopes",), "bias": by_distance()},
+            "needs names slopes, the gradient of an ALiBi in bias=, which is not given",
+        ),
+        (
+            {"needs": ("bias",), "bias": masks.ALiBi(torch.ones(4))},
+            "needs names bias, the gradient of one DenseBias",
+        ),
+        (
+            {"needs": ("bias",), "bias": masks.DenseBias(torch.zeros(17)) + masks.DenseBias(torch.ones(17))},
+            "needs names bias, the gradient of one DenseBias",
+        ),
         ({"needs": ("sinks",)}, "needs names sinks, the gradient of sinks=, which is not given"),
         ({"needs": ("mask",), "mask": rectangle(17, 17)}, "needs must be a tuple of names out of"),
     ):

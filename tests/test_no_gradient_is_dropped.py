@@ -38,6 +38,7 @@ def modified() -> dict[str, Tensor]:
 
 def with_slopes(function: Callable) -> Callable:
     """With the slopes of an ALiBi, as a tensor, beside the bias."""
+
     def call(bias: Tensor, slopes: Tensor, **given: Any) -> Any:
         return function(bias=masks.DenseBias(bias) + masks.ALiBi(slopes), **given)
 
@@ -46,6 +47,7 @@ def with_slopes(function: Callable) -> Callable:
 
 def by_distance(function: Callable) -> Callable:
     """With a table, as a tensor, for the argument ``bias``."""
+
     def call(table: Tensor, **given: Any) -> Any:
         return function(bias=masks.RelativePosition(table, bucketing="clip"), **given)
 

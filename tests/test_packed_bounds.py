@@ -183,9 +183,7 @@ def check_wild(target: Target, name: str, head_dim: int, deterministic: bool, se
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @on_all_tiles
-def test_ix03_results_of_any_cu_seqlens(
-    target: Target, head_dim: int, deterministic: bool, seed: int
-) -> None:
+def test_results_of_any_cu_seqlens(target: Target, head_dim: int, deterministic: bool, seed: int) -> None:
     """Those of the bounds that they stand for, bit for bit: every row is written."""
     with target.active():
         for name in ("plain", "causal", "window"):
@@ -195,7 +193,7 @@ def test_ix03_results_of_any_cu_seqlens(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["padding", "slopes", "by distance", "softcap", "dropout"])
 @on_all_tiles
-def test_ix03_results_of_any_cu_seqlens_with_modifiers(
+def test_results_of_any_cu_seqlens_with_modifiers(
     target: Target, name: str, deterministic: bool, seed: int
 ) -> None:
     with target.active():
@@ -204,7 +202,7 @@ def test_ix03_results_of_any_cu_seqlens_with_modifiers(
 
 
 @on_paths
-def test_ix03_few_queries_of_any_cu_seqlens(target: Target, seed: int) -> None:
+def test_few_queries_of_any_cu_seqlens(target: Target, seed: int) -> None:
     """Keys in parts, and the gradient of a bias, which look for sequences themselves."""
     generator = random.Random(seed)
     on_gpu = target.device == "cuda"
@@ -221,8 +219,12 @@ def test_ix03_few_queries_of_any_cu_seqlens(target: Target, seed: int) -> None:
             for bounds in (cu, tame):
                 if on_gpu:
                     poison_pool()
-                packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"),
-                                  (torch.tensor(x, dtype=torch.int32, device=target.device) for x in bounds)))
+                packed = dict(
+                    zip(
+                        ("cu_seqlens_q", "cu_seqlens_k"),
+                        (torch.tensor(x, dtype=torch.int32, device=target.device) for x in bounds),
+                    )
+                )
                 out, lse = flash_ext.forward(q, k, v, **packed, backend=target.path)
                 results.append([out, lse])
                 options = {**packed, "bias": bias, "backend": target.path}

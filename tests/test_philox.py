@@ -79,7 +79,7 @@ def rng_of(seed: int, offset: int) -> torch.Tensor:
     (0, 0), (1234, 56), (2**63 - 1, 2**32 - 1), (2**64 - 1, 2**32), (2**63, 2**64 - 1),
 ])  # fmt: skip
 def test_mask_equals_the_definition_in_plain_integers(seed, offset):
-    """DR-05: every bit of seed and offset counts, beyond the sign as well."""
+    """Every bit of seed and offset counts, beyond the sign as well."""
     rows, cols = torch.tensor([0, 7, 8, 15, 16, 31, 200, 70000]), torch.tensor([0, 8, 17, 31, 32, 63, 99999])
     batch_indices, threshold = torch.tensor([0, 3, 70000]), drop_threshold(0.4)
     mask = keep_mask(rng_of(seed, offset), 0.4, batch_indices, 2, rows, cols)
@@ -112,7 +112,7 @@ def plausible(kept: torch.Tensor, count: int, p: float) -> bool:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_keep_rate(p):
-    """DR-02: in all, per head, per row, per key and per place in a 16 x 32 tile."""
+    """In all, per head, per row, per key and per place in a 16 x 32 tile."""
     mask = mask_of(p, 512, 512, heads=8).double()
     assert plausible(mask.sum(), mask.numel(), p)
     for dims in ((1, 2), (0, 2), (0, 1)):
@@ -124,7 +124,7 @@ def test_keep_rate(p):
 
 @pytest.mark.parametrize("change", [{"seed": 8}, {"seed": 7 + 2**32}, {"offset": 12}, {"b": 3}])
 def test_each_input_gives_an_unrelated_mask(change):
-    """DR-04: half of all weights agree by chance, among heads, shifted rows and shifted keys as well."""
+    """Half of all weights agree by chance, among heads, shifted rows and shifted keys as well."""
     mask, other = mask_of(0.5), mask_of(0.5, **change)
     assert plausible((mask == other).sum(), mask.numel(), 0.5)
     heads = mask_of(0.5, heads=2)

@@ -22,76 +22,66 @@ ROOT = Path(__file__).parents[1]
 SHAPE = {"seqlen_q": 4096, "seqlen_k": 4096, "num_heads": 16, "num_heads_k": 16, "head_dim": 128}
 SHAPE["head_dim_v"] = 128
 
-# Calls for every row of the tables, in words of `planned.plan`.
 H200 = "gpu=9.0/132"
-CALLS = {
-    "sm90": {
-        "sm80.fwd.short": "fwd seqlen=49",
-        "sm80.fwd.split_kv": "fwd seqlen=1/8192 heads=32/8",
-        "sm90.fwd.m128": "fwd seqlen=512 batch=4 heads=16",
-        "sm90.fwd.m192": "fwd batch=4",
-        "sm90.fwd.m128_wide": "fwd head_dim=256",
-        "sm80.fwd_mod.short": "fwd seqlen=49 bias",
-        "sm90.fwd_mod.m192.slopes": "fwd batch=4 alibi",
-        "sm90.fwd_mod.m192.cap": "fwd batch=4 softcap",
-        "sm90.fwd_mod.m192.drop": "fwd batch=4 dropout head_dim=64",
-        "sm90.fwd_mod.m192.hide": "fwd batch=4 key_padding",
-        "sm90.fwd_mod.m128.exponents": "fwd seqlen=512 alibi",
-        "sm90.fwd_mod.m128.bias": "fwd bias",
-        "sm90.fwd_mod.m128.drop": "fwd seqlen=512 dropout",
-        "sm90.fwd_mod.m128.hide": "fwd batch=4 mask",
-        "sm90.fwd_mod.m128.all": "fwd bias dropout",
-        "sm80.bwd.short": "bwd seqlen=49",
-        "sm90.bwd.split": "bwd head_dim=256",
-        "sm90.bwd.whole_keys": "bwd seqlen=128 head_dim=64",
-        "sm90.bwd.split_short": "bwd seqlen=512 batch=32 causal",
-        "sm90.bwd.dq_ordered": "bwd deterministic",
-        "sm90.bwd.dq_pool": "bwd seqlen=1024 batch=16",
-        "sm90.bwd.dq_atomic": "bwd seqlen=16384",
-        "sm80.bwd_mod.short": "bwd seqlen=49 bias_gradient",
-        "sm90.bwd_mod.fused": "bwd key_padding",
-        "sm90.bwd_mod.split": "bwd key_padding head_dim=256",
-        "sm80.bwd_mod": "bwd softcap dropout head_dim=64",
-    },
-    "sm80": {
-        "sm80.fwd": "fwd",
-        "sm80.fwd_mod": "fwd bias",
-        "sm80.bwd": "bwd",
-    },
-}
 # What words cannot say: that the gradient of a bias alone is wanted.
 BEYOND_WORDS = {"bwd_mod.other_gradients"}
 
 
-def of(path: str, call: str) -> dict:
-    gpu = "gpu=9.0/132" if path == "sm90" else "gpu=8.0/108"
-    return planned.plan(f"{call} {gpu}")
+def read_table() -> dict[str, dict[str, dict[str, str]]]:
+    """Of tests/plans.txt by section and call, what its plan is to have."""
+    sections: dict[str, dict[str, dict[str, str]]] = {}
+    for line in (ROOT / "tests" / "plans.txt").read_text().splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("["):
+            section, _, more = line[1:].partition("]")
+            calls = sections[section] = {}
+        elif line:
+            call, _, facts = line.partition(" -> ")
+            row, *others = facts.split()
+            call += more if "gpu=" in call else f"{more} {H200}"
+            assert call not in calls, f"{call} stands there twice"
+            calls[call] = {"row": row} | dict(fact.split("=") for fact in others)
+    return sections
 
 
-@pytest.mark.parametrize(("path", "row"), [(path, row) for path in CALLS for row in CALLS[path]])
-def test_a_call_for_every_row(pretended_gpu, path: str, row: str) -> None:
-    found = of(path, CALLS[path][row])
-    assert found["row"] == row
-    assert found["launches"] and found["kernel"]
-    assert all(launch["grid"] > 0 and launch["threads"] > 0 for launch in found["launches"])
-    # Parts begin on 128 bytes.
-    between = found["workspace_bytes"] - sum(found["workspace"].values())
-    assert 0 <= between < 128 * max(1, len(found["workspace"]))
+TABLE = read_table()
+EVERY_ROW = "a call for every row"
 
 
-@pytest.mark.parametrize("path", ["sm90", "sm80"])
+@pytest.mark.parametrize("section", TABLE)
+def test_calls_have_the_plans_of_the_table(section: str) -> None:
+    wrong = []
+    for call, wanted in TABLE[section].items():
+        plan = planned.plan(call)
+        found = {name: str(plan[name]) for name in wanted}
+        if found != wanted:
+            wrong.append(f"{call}: {found}, not {wanted}")
+        assert plan["launches"] and all(one["grid"] > 0 and one["threads"] > 0 for one in plan["launches"])
+        # Parts begin on 128 bytes.
+        between = plan["workspace_bytes"] - sum(plan["workspace"].values())
+        assert 0 <= between < 128 * max(1, len(plan["workspace"])), call
+    assert not wrong, "\n".join(wrong)
+
+
+GPUS = pytest.mark.parametrize("gpu", [H200, "gpu=8.0/108"])
+
+
+@GPUS
 @pytest.mark.parametrize(
     "shape", ["fwd batch=4 head_dim=64", "fwd batch=4 head_dim=128", "fwd head_dim=256", "fwd seqlen=49",
               "bwd batch=4", "bwd batch=4 deterministic", "bwd head_dim=256", "bwd seqlen=49"]
 )  # fmt: skip
-def test_a_table_by_distance_takes_the_kernels_of_slopes(pretended_gpu, path: str, shape: str) -> None:
-    assert of(path, f"{shape} relative")["row"] == of(path, f"{shape} alibi")["row"]
+def test_a_table_by_distance_takes_the_kernels_of_slopes(gpu: str, shape: str) -> None:
+    rows = {planned.plan(f"{shape} {bias} {gpu}")["row"] for bias in ("relative", "alibi")}
+    assert len(rows) == 1
 
 
-@pytest.mark.parametrize("path", ["sm90", "sm80"])
-def test_the_gradient_of_a_table_by_distance(pretended_gpu, path: str) -> None:
+@GPUS
+def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
     """In parts of 257 entries a head, 8 of them here; by a kernel that short sequences do not have."""
-    long, short = (of(path, f"bwd {shape} relative_gradient") for shape in ("heads=8 batch=4", "seqlen=49"))
+    long, short = (
+        planned.plan(f"bwd {shape} relative_gradient {gpu}") for shape in ("heads=8 batch=4", "seqlen=49")
+    )
     for found in (long, short):
         assert any("bwd_bias" in launch["kernel"] for launch in found["launches"])
         assert not found["row"].endswith("short")
@@ -99,7 +89,7 @@ def test_the_gradient_of_a_table_by_distance(pretended_gpu, path: str) -> None:
 
 
 def test_no_row_is_left_out() -> None:
-    named = {row for calls in CALLS.values() for row in calls} | BEYOND_WORDS
+    named = {wanted["row"] for wanted in TABLE[EVERY_ROW].values()} | BEYOND_WORDS
     assert named == {row for _, row, _ in _C.plan_rows()}
 
 
@@ -252,7 +242,9 @@ def test_printed() -> None:
 def test_what_runs_is_what_the_plan_says(target: Target) -> None:
     """Launch by launch, of calls for all rows."""
     with target.active():
-        for call in CALLS[target.path].values():
+        for call in TABLE[EVERY_ROW]:
+            if (H200 in call) != (target.path == "sm90"):
+                continue
             words, numbers = call.split(), dict(w.split("=") for w in call.split() if "=" in w)
             if set(words) & {"mask", "bias_gradient"}:
                 continue  # the gauntlet has them

@@ -47,6 +47,7 @@ def test_probes_fit_empty_problems(case):
 
 # ---- planted faults: each takes what the implementation takes and is wrong in one way ----------------------
 
+
 def shifted_window(left: int, right: int):
     def forward(q, k, v, spec, *cu_seqlens):
         wrong = dataclasses.replace(
@@ -55,6 +56,7 @@ def shifted_window(left: int, right: int):
             window_right=max(spec.window_right + right, 0) if spec.window_right >= 0 else -1,
         )
         return tiled_forward(q, k, v, wrong, *cu_seqlens)
+
     return forward
 
 
@@ -68,7 +70,7 @@ def newest_key_lost(q, k, v, spec, *cu_seqlens):
 
 
 def tail_key_counted(q, k, v, spec, *cu_seqlens):
-    """A zero-filled row after the last key takes part in the denominator (S4-14, M2)."""
+    """A zero-filled row after the last key takes part in the denominator."""
     pad = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
     return tiled_forward(q, torch.cat([k, pad[0]], 1), torch.cat([v, pad[1]], 1), spec, *cu_seqlens)
 
@@ -156,6 +158,7 @@ def test_sparse_dout_catches_faulty_gradients(fault):
 
 # ---- the gates ---------------------------------------------------------------------------------------------
 
+
 class TestGates:
     ref = torch.randn(2, 200, 2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -181,7 +184,7 @@ class TestGates:
             compare.assert_within_gates("out", got, self.ref)
 
     def test_rounding_that_leans_to_one_side(self):
-        """NF-16: truncation stays within the norms but not within the bias."""
+        """Truncation stays within the norms but not within the bias."""
         ref = self.ref.abs()
         shifted = ref * (1 - 0.3 * compare.UNIT_ROUNDOFF[torch.bfloat16])
         with pytest.raises(AssertionError, match="^out.*: signed bias [^;]*$|signed bias"):

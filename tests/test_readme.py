@@ -27,8 +27,17 @@ def follow(folder: Path, text: str, behaviour: str = SAYS_SO) -> tuple[int, list
         stand_in.chmod(0o755)
     log.write_text("")
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash"], input=readme.script(text), cwd=folder, env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=60)
+    done = subprocess.run(
+        ["bash"],
+        input=readme.script(text),
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        timeout=60,
+    )
     return done.returncode, log.read_text().splitlines(), done.stdout
 
 

@@ -38,7 +38,6 @@ WINDOW_EDGES = st.one_of(st.just(-1), st.integers(0, 14), st.just(2**31 - 1))
 
 @given(st.integers(0, 12), st.integers(0, 12), WINDOW_EDGES, WINDOW_EDGES)
 def test_visible_mask_is_the_window_of_the_contract(seqlen_q, seqlen_k, left, right):
-    """MK-03, MK-06, MK-14."""
     spec = AttnSpec(1.0, left, right)
     expected = brute_force_mask(seqlen_q, seqlen_k, left, right)
     assert torch.equal(visible_mask(spec, seqlen_q, seqlen_k), expected)
@@ -51,7 +50,7 @@ def test_visible_mask_is_the_window_of_the_contract(seqlen_q, seqlen_k, left, ri
     (37, 20, 6, 1, 3, 5, False),
 ])  # fmt: skip
 def test_matches_sdpa_math(seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v, causal):
-    """S0-01, S2-09, S2-14, S4-02. SDPA aligns causal masks top-left, the same thing for equal lengths."""
+    """SDPA aligns causal masks top-left, the same thing for equal lengths."""
     q = normal(2, seqlen_q, num_heads, head_dim, grad=True)
     k = normal(2, seqlen_k, num_heads_k, head_dim, grad=True)
     v = normal(2, seqlen_k, num_heads_k, head_dim_v, grad=True)
@@ -106,7 +105,7 @@ def test_gradients_of_out_and_lse_by_finite_differences(seqlen_q, seqlen_k, left
     (5, 3, -1, 0), (128, 1, -1, 0), (30, 10, 1, 0), (30, 10, 0, 0), (4, 0, -1, -1), (0, 4, -1, -1),
 ])  # fmt: skip
 def test_empty_rows_are_exactly_zero(seqlen_q, seqlen_k, left, right):
-    """EM-01, EM-02, EM-06, EM-09, MK-04, S2-22: out 0, lse -inf, and no gradient in or out, whatever
+    """Out 0, lse -inf, and no gradient in or out, whatever
     arrives."""
     q = normal(2, seqlen_q, 2, 4, grad=True)
     k, v = normal(2, seqlen_k, 1, 4, grad=True), normal(2, seqlen_k, 1, 4, grad=True)
@@ -121,7 +120,6 @@ def test_empty_rows_are_exactly_zero(seqlen_q, seqlen_k, left, right):
 
 @pytest.mark.parametrize("batch, num_heads, seqlen", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
 def test_empty_problems(batch, num_heads, seqlen):
-    """EM-03."""
     q, k, v = (normal(batch, seqlen, num_heads, 4, grad=True) for _ in range(3))
     out, lse = attention_reference(q, k, v, AttnSpec(0.5))
     assert out.shape == q.shape and lse.shape == (batch, num_heads, seqlen)
@@ -132,7 +130,7 @@ def test_empty_problems(batch, num_heads, seqlen):
     ([3, 0, 5], [4, 2, 5]), ([0, 3, 0], [2, 3, 0]), ([2, 1, 0], [0, 6, 3]), ([0, 0], [0, 0]), ([], []),
 ])  # fmt: skip
 def test_packed_is_one_dense_call_per_sequence(lens_q, lens_k):
-    """VL-05, VL-11; two rows beyond the last sequence belong to nobody."""
+    """Two rows beyond the last sequence belong to nobody."""
     total_q, total_k = sum(lens_q) + 2, sum(lens_k) + 2
     q = normal(total_q, 4, 3, grad=True)
     k, v = normal(total_k, 2, 3, grad=True), normal(total_k, 2, 5, grad=True)
@@ -174,7 +172,6 @@ def test_sequence_bounds_stay_inside(cu, total):
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
 def test_a_wider_window_never_lowers_lse(seqlen_q, seqlen_k, left, right):
-    """MK-13."""
     q, k, v = normal(1, seqlen_q, 1, 3), normal(1, seqlen_k, 1, 3), normal(1, seqlen_k, 1, 3)
     narrow = attention_reference(q, k, v, AttnSpec(0.5, left, right))[1]
     for wider in (AttnSpec(0.5, left + 1, right), AttnSpec(0.5, left, right + 1), AttnSpec(0.5)):
@@ -183,7 +180,7 @@ def test_a_wider_window_never_lowers_lse(seqlen_q, seqlen_k, left, right):
 
 @pytest.mark.parametrize("logit", [88.0, 89.0, 300.0, 1e4, -1e4])
 def test_logits_beyond_the_range_of_exp(logit):
-    """S2-18, S3-10: exp overflows float32 at 89 and float64 at 710; the shift by the maximum keeps that
+    """Exp overflows float32 at 89 and float64 at 710; the shift by the maximum keeps that
     away."""
     q = torch.tensor([[[[1.0]]]])
     k = torch.tensor([1.0, 2.0, logit]).view(1, 3, 1, 1)
@@ -195,7 +192,7 @@ def test_logits_beyond_the_range_of_exp(logit):
 
 
 class TestIsolateRows:
-    """With isolate_rows a special value shows where it is visible and nowhere else (NL-01, NF)."""
+    """With isolate_rows a special value shows where it is visible and nowhere else."""
 
     spec = AttnSpec(0.5, 3, 0)
 
@@ -249,7 +246,7 @@ def brute_force_rule(row, col, seqlen_q, seqlen_k, left, right, top_left, prefix
 
 @given(st.data())
 def test_rule_by_position(data):
-    """Prefix, sink tokens, chunks, windows and both alignments in any combination (MK-14)."""
+    """Prefix, sink tokens, chunks, windows and both alignments in any combination."""
     seqlen_q, seqlen_k = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))
     left, right, top_left = data.draw(WINDOW_EDGES), data.draw(WINDOW_EDGES), data.draw(st.booleans())
     prefix, sink_tokens, chunk = (data.draw(st.integers(low, 10)) for low in (-2, 0, 0))
@@ -289,7 +286,7 @@ def test_masks_by_content():
 @pytest.mark.parametrize("shape", [(2, 4, 20, 37), (1, 4, 1, 37), (2, 1, 20, 1), (1, 1, 20, 37)])
 @pytest.mark.parametrize("kind", ["bool", "float", "causal"])
 def test_masks_match_sdpa_math(kind, shape):
-    """BI-01: what SDPA can express, with the gradient of an additive mask; its causal is top-left."""
+    """What SDPA can express, with the gradient of an additive mask; its causal is top-left."""
     q, k, v = normal(2, 20, 4, 8, grad=True), normal(2, 37, 2, 8, grad=True), normal(2, 37, 2, 6, grad=True)
     bias = normal(*shape, grad=True)
     mask = torch.rand(shape) > 0.4
@@ -334,7 +331,7 @@ def test_a_bias_by_distance_is_the_dense_one_gathered_by_hand(seqlen_q, seqlen_k
 
 
 def test_order_of_operations_in_scalar_loops():
-    """BI-08: scale, softcap, bias, ALiBi; then the sink in the denominator; dropout on the weights."""
+    """Scale, softcap, bias, ALiBi; then the sink in the denominator; dropout on the weights."""
     q, k, v = normal(1, 3, 2, 4), normal(1, 5, 1, 4), normal(1, 5, 1, 1)
     bias, slopes, sinks = normal(1, 1, 3, 5), torch.rand(1, 2), normal(2)
     rng = torch.tensor([3, 4])
@@ -355,7 +352,7 @@ def test_order_of_operations_in_scalar_loops():
 
 
 def test_sink_formula():
-    """BI-09: q = 0, n keys, v = 1: out = n / (n + e^sink); a row without keys keeps the sink as its lse."""
+    """q = 0, n keys, v = 1: out = n / (n + e^sink); a row without keys keeps the sink as its lse."""
     sinks = torch.tensor([0.3, -2.0, 5.0], dtype=torch.float64)
     q, k, v = torch.zeros(1, 7, 3, 2), normal(1, 4, 3, 2), torch.ones(1, 4, 3, 1)
     out, lse = attention_reference(q, k, v, AttnSpec(1.0, -1, 0), mods=Modifiers(sinks=sinks))
@@ -365,7 +362,7 @@ def test_sink_formula():
 
 
 def test_the_lowest_number_is_a_bias_and_minus_infinity_is_a_mask():
-    """NF-02: over a whole row the first gives uniform weights, the second an empty row."""
+    """Over a whole row the first gives uniform weights, the second an empty row."""
     q, k, v = normal(1, 2, 1, 4), normal(1, 5, 1, 4), normal(1, 5, 1, 3, grad=True)
     bias = torch.stack([torch.full((5,), torch.finfo(torch.float32).min), torch.full((5,), -INF)])
     bias = bias.view(1, 1, 2, 5).requires_grad_()

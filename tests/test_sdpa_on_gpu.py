@@ -359,8 +359,6 @@ def test_gpu_a_backward_after_switching_off_takes_our_forward() -> None:
     dout = torch.randn_like(out)
     got = torch.autograd.grad(out, leaves, dout)
     with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
-        expected = torch.autograd.grad(
-            F.scaled_dot_product_attention(*leaves, attn_mask=mask), leaves, dout
-        )
+        expected = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, attn_mask=mask), leaves, dout)
     for a, b in zip(got, expected, strict=True):
         close(a, b)

@@ -39,13 +39,6 @@ def test_they_serve_up_to_64_queries_and_keys(pretended_gpu, direction: str) -> 
         assert ("short" in kernel) == (max(rows, keys) <= 64), (rows, keys, kernel)
 
 
-@pytest.mark.parametrize(("head_dim", "compiled"), [(8, 32), (32, 32), (33, 64), (64, 64), (96, 128)])
-def test_head_dims_of_their_own(pretended_gpu, head_dim: int, compiled: int) -> None:
-    for direction in ("fwd", "bwd"):
-        kernel = plan(direction, 49, 49, head_dim=head_dim, head_dim_v=head_dim)["kernel"]
-        assert kernel == f"{direction}_short_sm80_hd{compiled}"
-
-
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_tiles_hold_the_longer_of_queries_and_keys(pretended_gpu, direction: str) -> None:
     for rows, keys in itertools.product(EDGES, repeat=2):
@@ -55,27 +48,10 @@ def test_tiles_hold_the_longer_of_queries_and_keys(pretended_gpu, direction: str
         assert (chosen["block_m"], chosen["block_n"], chosen["threads"]) == (tile, tile, 2 * tile)
 
 
-def test_what_they_leave_to_others(pretended_gpu) -> None:
-    """Packed sequences, 33 or more rows of head_dim above 128, and backwards with grouped heads."""
-    assert "short" not in plan("fwd", 640, 640, packed=True)["kernel"]
-    wide = {"head_dim": 256, "head_dim_v": 256}
-    assert "short" not in plan("fwd", 33, 20, **wide)["kernel"]
-    assert "short" in plan("fwd", 32, 20, **wide)["kernel"]
-    assert "short" not in plan("bwd", 16, 16, **wide)["kernel"]
-    assert "short" in plan("fwd", 49, 49, num_heads_k=2)["kernel"]
-    assert "short" not in plan("bwd", 49, 49, num_heads_k=2)["kernel"]
-
-
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
     assert len({plan(direction, 49, 49, batch=batch)["kernel"] for batch in (1, 2, 64, 4096)}) == 1
     assert len({plan(direction, 100, 100, batch=batch)["kernel"] for batch in (1, 4096)}) == 1
-
-
-def test_ctas_are_as_many_as_run_at_a_time(pretended_gpu) -> None:
-    assert plan("fwd", 49, 49, batch=4096)["grid"] == 3 * 132
-    assert plan("fwd", 16, 16, batch=4096)["grid"] == 16 * 132
-    assert plan("fwd", 49, 49, batch=3)["grid"] == 12
 
 
 def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:
@@ -140,13 +116,6 @@ def test_divided_heads(target: Target, parts: int) -> None:
         dense(3, 5, 77, 8, 1, 40, layout="odd", dout_layout="odd"),
     ]
     run_cases(cases, target.asking(gqa_splits=parts))
-
-
-def test_divided_heads_are_short_where_none_share(pretended_gpu) -> None:
-    for parts, kernel in ((2, "bwd_mod_sm90_hd64"), (8, "bwd_short_sm80_hd64")):
-        chosen = plan("bwd", 49, 49, num_heads=8, num_heads_k=1, head_dim=64, head_dim_v=64,
-                      path=f"gqa_splits={parts}")  # fmt: skip
-        assert (chosen["kernel"], chosen["gqa_splits"]) == (kernel, parts)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

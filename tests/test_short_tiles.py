@@ -25,40 +25,6 @@ def workspace(batch: int, heads: int, head_dim: int, seqlen: int, **more) -> int
     return plan["workspace_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("shape", "drawn"),
-    [
-        ((32, 16, 128, 512), True),  # 1.015 times as fast: 10.5 rounds for 12
-        ((16, 16, 128, 1024), True),  # 1.03
-        ((16, 16, 128, 1000), True),  # 1.03
-        ((8, 16, 128, 2048), True),  # 1.006
-        ((4, 16, 128, 4096), False),  # whole tiles fill 10.2 rounds: there is an eleventh in any case
-        ((2, 16, 128, 8192), False),
-        ((32, 32, 64, 512), True),  # 1.05
-        ((16, 32, 64, 1024), True),  # 1.07
-        ((8, 32, 64, 2048), True),  # 1.02
-        ((4, 32, 64, 4096), True),  # 1.03
-        ((2, 32, 64, 8192), False),
-        ((42, 16, 128, 384), False),  # whole tiles alone
-        ((1, 50, 128, 2000), True),
-        ((1, 50, 128, 2100), False),  # the last one has rows for every warpgroup
-        ((200, 16, 128, 100), False),  # equal ones
-        ((4, 16, 256, 4096), False),  # tiles of 128
-        ((1, 40, 256, 3000), True),
-        ((1, 16, 128, 4000), False),  # in lower tiles, and less than three rounds of them
-    ],
-)
-def test_items_are_drawn_where_that_saves_a_round(pretended_gpu, shape: tuple, drawn: bool) -> None:
-    assert workspace(*shape) == (COUNTER if drawn else 0)
-
-
-def test_items_of_different_keys_are_drawn_in_any_case(pretended_gpu) -> None:
-    assert workspace(4, 16, 128, 4096, window_right=0) == COUNTER
-    assert workspace(4, 16, 128, 4096, packed=True) == COUNTER
-    assert workspace(1, 16, 128, 16384, window_left=4096, window_right=0) == COUNTER  # 1.05 times as fast
-    assert workspace(1, 16, 128, 16384, window_left=300, window_right=300) == COUNTER
-
-
 def test_no_number_of_multiprocessors_or_rows_breaks_the_rule(pretended_gpu) -> None:
     try:
         for num_sms in (1, 2, 7, 78, 114, 132):

@@ -52,55 +52,6 @@ def is_split(chosen: dict) -> bool:
     return "split" in chosen["kernel"]
 
 
-@pytest.mark.parametrize("capability", SMS)
-@pytest.mark.parametrize("batch, seqlen_k", [(1, 8192), (1, 131072), (16, 8192), (128, 2048)])
-def test_decoding_fills_the_gpu_and_reads_keys_once(
-    pretend, capability: int, batch: int, seqlen_k: int
-) -> None:
-    pretend(capability)
-    chosen = plan(batch, 1, seqlen_k, 32, 8)
-    assert (chosen["path"], chosen["kernel"], chosen["block_m"]) == ("sm80", "fwd_split_sm80_hd128", 16)
-    assert chosen["grid"] == batch * 8 * chosen["splits"]  # a CTA has all four query heads of a key head
-    assert chosen["grid"] >= 0.9 * SMS[capability]
-    assert chosen["splits"] <= seqlen_k // 256
-
-
-@pytest.mark.parametrize("shape", [
-    (4, 4096, 4096, 16, 16),  # enough tiles of queries
-    (1, 1, 256, 32, 8),       # few keys
-    (64, 200, 4096, 16, 4),
-    (2, 1024, 16384, 16, 16),
-], ids=str)  # fmt: skip
-def test_other_calls_stay_where_they_were(shape: tuple[int, ...]) -> None:
-    chosen = plan(*shape)
-    assert not is_split(chosen) and chosen["path"] == "sm90"
-
-
-def test_a_path_that_is_asked_for_splits_as_well() -> None:
-    for path in ("sm80", "sm90"):
-        chosen = plan(1, 1, 65536, 8, 8, path=path)
-        assert is_split(chosen) and chosen["splits"] > 1
-
-
-def test_few_rows_of_few_heads_fill_the_gpu() -> None:
-    """128 queries of one head are one tile for 132 multiprocessors elsewhere."""
-    chosen = plan(1, 128, 65536, 1, 1)
-    assert is_split(chosen) and chosen["block_m"] == 64 and chosen["grid"] > 132
-
-
-def test_windows_count_what_they_leave() -> None:
-    assert not is_split(plan(1, 1, 131072, 32, 8, window_left=100, window_right=0))
-    wide = plan(1, 1, 131072, 32, 8, window_left=8191, window_right=0)
-    assert wide["splits"] == plan(1, 1, 8192, 32, 8)["splits"]
-
-
-def test_packed_calls_go_by_their_averages() -> None:
-    """64 sequences of one query; then twice as many of which every other one has none."""
-    chosen = plan(64, 64, 64 * 8192, 32, 8, packed=True)
-    assert is_split(chosen) and chosen["splits"] == plan(64, 1, 8192, 32, 8)["splits"]
-    assert plan(127, 64, 64 * 8192, 32, 8, packed=True)["splits"] == chosen["splits"]
-
-
 def test_workspace_is_what_the_documentation_says() -> None:
     """Maximum, sum and head_dim_v outputs, fp32, of each row and part; nothing for one part."""
     random.seed(3)
@@ -124,12 +75,6 @@ def test_every_head_size_runs_in_the_next_compiled_one() -> None:
     for d, dv in itertools.product((1, 40, 64, 65, 128, 129, 192, 256), repeat=2):
         size = min(x for x in (64, 128, 256) if x >= max(d, dv))
         assert plan(1, 1, 8192, 8, 2, d, head_dim_v=dv)["kernel"] == f"fwd_split_sm80_hd{size}"
-
-
-def test_what_is_asked_for_decides_for_every_shape() -> None:
-    assert not is_split(plan(1, 1, 131072, 32, 8, path="kv_splits=0"))
-    for shape in ((1, 1, 10, 2, 1), (4, 300, 300, 4, 4)):
-        assert plan(*shape, path="kv_splits=5 short_kernels=0")["splits"] == 5
 
 
 def launch_of_one_query(**options) -> dict:

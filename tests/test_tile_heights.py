@@ -11,66 +11,11 @@ import flash_ext
 from flash_ext import AuxRequest, masks
 from flash_ext._ops.library import _C
 from tests.cases import dense, packed
-from tests.harness import Target, choice_of, on_targets, run_case, run_cases
+from tests.harness import Target, on_targets, run_case, run_cases
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call
 from tests.modifier_harness import run_case as run_modified
 from tests.qkv import make_qkv, null_kernels
-
-
-def kernel(batch: int, heads: int, seqlen_q: int, seqlen_k: int, causal: bool, **more) -> str:
-    head_dim = more.pop("head_dim", 128)
-    return _C.plan(
-        "fwd", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_heads_k=heads,
-        head_dim=head_dim, head_dim_v=head_dim, window_right=0 if causal else -1,
-        path=choice_of("sm90", short_kernels=0), **more,
-    )["kernel"]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("call", "lower"),
-    [
-        ((1, 16, 1024, 16384, True), True),  # 1.24 times as fast
-        ((1, 16, 1024, 16384, False), True),  # 1.29
-        ((1, 32, 2048, 16384, False), True),  # 1.02: 3 rounds of 192 rows, 4 of 128
-        ((1, 16, 2048, 2048, False), True),  # 1.30
-        ((1, 16, 1024, 1024, True), True),  # 1.07
-        ((2, 16, 512, 512, True), False),  # 1.00
-        ((4, 16, 512, 512, False), True),  # 1.21
-        ((2, 32, 384, 384, False), False),  # 0.84
-        ((32, 16, 256, 256, True), True),  # 1.11
-        ((4, 16, 256, 256, True), False),  # 0.96
-        ((32, 16, 256, 256, False), True),  # 1.19
-        ((32, 16, 512, 512, False), False),  # 1.00
-        ((64, 16, 128, 128, True), True),  # 0.99 to 1.11
-        ((4, 16, 4096, 4096, False), False),
-    ],
-)
-def test_tiles_are_lower_where_that_was_faster(pretended_gpu, call: tuple, lower: bool) -> None:
-    assert kernel(*call).endswith("_m128") == lower
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_wide_heads_have_no_others(pretended_gpu, head_dim: int) -> None:
-    """Their tiles have 128 queries, or at (192, 128) no room for more keys."""
-    assert kernel(1, 16, 1024, 8192, False, head_dim=head_dim).endswith("_m128") == (head_dim <= 128)
-
-
-def test_items_of_a_window_count_as_equal(pretended_gpu) -> None:
-    assert kernel(4, 16, 512, 512, True, window_left=100).endswith("_m128")
-    assert not kernel(4, 16, 512, 512, True).endswith("_m128")
-
-
-def test_lengths_of_packed_sequences_are_not_known(pretended_gpu) -> None:
-    assert not kernel(4, 16, 1024, 8192, True, packed=True).endswith("_m128")
-
-
-def test_splitting_keys_has_to_gain_more_beside_them(pretended_gpu) -> None:
-    """Decoding splits, a chunk of 1024 does not, and between them the choice changes once."""
-    kernels = [kernel(1, 16, rows, 16384, True) for rows in (1, 16, 128, 256, 384, 512, 768, 1024)]
-    splits = ["split" in name for name in kernels]
-    assert splits == sorted(splits, reverse=True) and splits[0] and not splits[-1]
-    assert kernels[-1].endswith("_m128")
 
 
 @pytest.mark.parametrize("block_m", [192, 128])

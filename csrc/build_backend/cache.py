@@ -33,11 +33,20 @@ LIMIT = 512 * 2**20  # bytes in a store; a full build is 13 MB
 HITS = "from_cache"  # in the build folder: a line for each object that was copied
 KERNELS = "nvcc"  # the kind of run whose words are many and mean nothing wrong
 # Compilers read these, too; headers found through them count by their bytes as any other.
-VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "GCC_EXEC_PREFIX", "COMPILER_PATH",
-             "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+VARIABLES = (
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+    "NVCC_CCBIN",
+    "GCC_EXEC_PREFIX",
+    "COMPILER_PATH",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+)
 
 
 # ---------------------------------------------------------------- where it lies
+
 
 def folder() -> tuple[Path | None, str]:
     """The store of this user, made when it is missing, or None and why there is none.
@@ -82,6 +91,7 @@ def trim(store: Path, limit: int = LIMIT) -> None:
 
 # ---------------------------------------------------------------- one object
 
+
 class Run:
     """One compiler run: its name in the store, and what it needs to be found there or be added."""
 
@@ -125,8 +135,13 @@ class Run:
 
     def name(self) -> str:
         """Of all that is known before the compiler has named its headers."""
-        parts = [FORMAT, self.identity, [os.environ.get(item, "") for item in VARIABLES],
-                 [self.short(item) for item in self.command], content(self.source)]
+        parts = [
+            FORMAT,
+            self.identity,
+            [os.environ.get(item, "") for item in VARIABLES],
+            [self.short(item) for item in self.command],
+            content(self.source),
+        ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def short(self, text: str) -> str:
@@ -219,4 +234,4 @@ def escaped(path: str) -> str:
 if __name__ == "__main__":
     at = sys.argv.index("--")
     written = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    raise SystemExit(Run(written, *sys.argv[2:at], sys.argv[at + 1:]).start())
+    raise SystemExit(Run(written, *sys.argv[2:at], sys.argv[at + 1 :]).start())

@@ -49,10 +49,25 @@ BYTES_PER_JOB = 2.5 * 2**30
 
 # Compressed for size: line tables would otherwise make up nine tenths of a module that has them. A switch
 # that misses a member of its enum is an error: a new element type is then asked for everywhere it matters.
-NVCC_FLAGS = ["-std=c++20", "-O3", "--compress-mode=size", "-Xptxas=-v",
-              "-Xcompiler=-fPIC,-fvisibility=hidden,-g0,-Wswitch,-Werror=switch"]
-CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
-             "-Werror=switch", "-DTORCH_EXTENSION_NAME=_C"]
+NVCC_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "--compress-mode=size",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-g0,-Wswitch,-Werror=switch",
+]
+CXX_FLAGS = [
+    "-std=c++20",
+    "-O2",
+    "-g0",
+    "-DNDEBUG",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Werror=switch",
+    "-DTORCH_EXTENSION_NAME=_C",
+]
 
 
 class GateFailure(Exception):
@@ -141,8 +156,13 @@ class Tools:
         environment.check_platform()
         torch = environment.check_torch(environment.find_torch())
         toolkit = environment.check_toolkit()
-        return cls(torch, toolkit, environment.check_host_compiler(toolkit), environment.find_ninja(),
-                   environment.check_python_headers())
+        return cls(
+            torch,
+            toolkit,
+            environment.check_host_compiler(toolkit),
+            environment.find_ninja(),
+            environment.check_python_headers(),
+        )
 
 
 def source_files() -> list[Path]:
@@ -200,8 +220,10 @@ def _run_ninja(tools: Tools, variant: Variant, folder: Path, store: Path | None)
     cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
     copied = _lines(hits) - before
     found = f"; {copied} files were in {store}" if copied else ""
-    print(f"compiled in {wall:.0f} s ({cpu:.0f} s of CPU time, largest process {peak:.2f} GiB){found}",
-          flush=True)
+    print(
+        f"compiled in {wall:.0f} s ({cpu:.0f} s of CPU time, largest process {peak:.2f} GiB){found}",
+        flush=True,
+    )
     if from_nothing and not copied:
         took = {"wall_seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "peak_gib": round(peak, 2)}
         (folder / "full_build.json").write_text(json.dumps(took))
@@ -239,11 +261,18 @@ def _cache_settings(tools: Tools, folder: Path, store: Path | None) -> dict:
     # It has no --version.
     device += "".join(f"cicc of {item.stat().st_size} bytes" for item in home.glob("nvvm*/bin/cicc"))
     binding = f"torch {tools.torch.version} for {sysconfig.get_config_var('SOABI')}"
-    roots = {"SOURCES": ROOT, "BUILD": folder, "TOOLKIT": home, "TORCH": tools.torch.root,
-             "PYTHON": tools.python_include}
-    return {"store": str(store) if store else None,
-            "roots": {name: str(path) for name, path in roots.items()},
-            "identity": {cache.KERNELS: host + device, "cxx": host, "binding": host + binding}}
+    roots = {
+        "SOURCES": ROOT,
+        "BUILD": folder,
+        "TOOLKIT": home,
+        "TORCH": tools.torch.root,
+        "PYTHON": tools.python_include,
+    }
+    return {
+        "store": str(store) if store else None,
+        "roots": {name: str(path) for name, path in roots.items()},
+        "identity": {cache.KERNELS: host + device, "cxx": host, "binding": host + binding},
+    }
 
 
 def _variant_folder(tools: Tools, variant: Variant) -> Path:
@@ -256,38 +285,75 @@ def _variant_folder(tools: Tools, variant: Variant) -> Path:
 
 # ---------------------------------------------------------------- the graph
 
+
 def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
     torch_include = tools.torch.root / "include"
-    of_torch = [f"-isystem{item}" for item in (
-        torch_include, torch_include / "torch" / "csrc" / "api" / "include", tools.python_include)]
-    cxx = [tools.cxx, *CXX_FLAGS, *variant.defines, *shlex.split(os.environ.get("CXXFLAGS", "")),
-           f"-I{folder / 'generated'}",
-           # Messages name files, of which another build may have another copy.
-           f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={torch_include}/="]
+    of_torch = [
+        f"-isystem{item}"
+        for item in (
+            torch_include,
+            torch_include / "torch" / "csrc" / "api" / "include",
+            tools.python_include,
+        )
+    ]
+    cxx = [
+        tools.cxx,
+        *CXX_FLAGS,
+        *variant.defines,
+        *shlex.split(os.environ.get("CXXFLAGS", "")),
+        f"-I{folder / 'generated'}",
+        # Messages name files, of which another build may have another copy.
+        f"-ffile-prefix-map={ROOT}/=",
+        f"-ffile-prefix-map={torch_include}/=",
+    ]
     system = [f"-isystem{item}" for item in tools.toolkit.include_dirs]
     nvcc = [str(tools.toolkit.nvcc), "-ccbin", tools.cxx, *variant.common_nvcc_flags, *variant.defines]
     cached = ["sh", CACHED]
     files = "-MD -MF $out.d -c $in -o $out"
     cudart = tools.toolkit.cudart
     # A shared runtime is found beside torch's own, in site-packages, or where it was at build time.
-    runtime_paths = [] if cudart.suffix == ".a" else [
-        "-Wl,-rpath,$ORIGIN/../nvidia/cu13/lib", f"-Wl,-rpath,{cudart.parent}"]
-    link = [tools.cxx, "-shared", f"-L{tools.torch.root / 'lib'}", *runtime_paths,
-            # Symbols of the static CUDA runtime stay inside: torch may have one of its own loaded.
-            "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
-    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", str(cudart),
-                 "-lpthread", "-ldl", "-lrt"]
+    runtime_paths = (
+        []
+        if cudart.suffix == ".a"
+        else ["-Wl,-rpath,$ORIGIN/../nvidia/cu13/lib", f"-Wl,-rpath,{cudart.parent}"]
+    )
+    link = [
+        tools.cxx,
+        "-shared",
+        f"-L{tools.torch.root / 'lib'}",
+        *runtime_paths,
+        # Symbols of the static CUDA runtime stay inside: torch may have one of its own loaded.
+        "-Wl,--exclude-libs,ALL",
+        "-Wl,--as-needed",
+    ]
+    libraries = [
+        "-ltorch",
+        "-ltorch_cpu",
+        "-ltorch_python",
+        "-lc10",
+        str(cudart),
+        "-lpthread",
+        "-ldl",
+        "-lrt",
+    ]
     lines = [
         "ninja_required_version = 1.5",
         # What no torch header reaches does not depend on torch.
-        "rule cxx", f"  command = {_shell([*cached, 'cxx'])} $out -- {_shell([*cxx, *system])} {files}",
-        "  depfile = $out.d", "  deps = gcc", "  description = c++ $name",
-        "rule binding", f"  command = {_shell([*cached, 'binding'])} $out -- "
-                        f"{_shell([*cxx, *of_torch, *system])} {files}",
-        "  depfile = $out.d", "  deps = gcc", "  description = c++ $name",
+        "rule cxx",
+        f"  command = {_shell([*cached, 'cxx'])} $out -- {_shell([*cxx, *system])} {files}",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = c++ $name",
+        "rule binding",
+        f"  command = {_shell([*cached, 'binding'])} $out -- {_shell([*cxx, *of_torch, *system])} {files}",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = c++ $name",
         f"rule {cache.KERNELS}",
         f"  command = {_shell([*cached, cache.KERNELS])} $out -- {_shell(nvcc)} $gencode {files}",
-        "  depfile = $out.d", "  deps = gcc", "  description = nvcc $name",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = nvcc $name",
         "rule link",
         f"  command = {_shell(link)} $in -o $out {_shell(libraries)}",
         "  description = link $out",
@@ -319,8 +385,12 @@ def parallel_jobs() -> int:
     """MAX_JOBS, else as many as cores and free memory allow."""
     if asked := os.environ.get("MAX_JOBS"):
         if not asked.strip().isdecimal():
-            raise environment.BuildProblem("MAX_JOBS is no number", repr(asked),
-                                           "how many compilers may run at once", "export MAX_JOBS=1")
+            raise environment.BuildProblem(
+                "MAX_JOBS is no number",
+                repr(asked),
+                "how many compilers may run at once",
+                "export MAX_JOBS=1",
+            )
         return max(1, int(asked))
     cores = len(os.sched_getaffinity(0))
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -350,25 +420,45 @@ def _probe_toolkit(tools: Tools, folder: Path) -> None:
         return
     source = folder / "probe.cu"
     source.write_text("__global__ void probe() {}\n")
-    done = subprocess.run([str(tools.toolkit.nvcc), "-ccbin", tools.cxx, "-std=c++20", "-arch=sm_80", "-c",
-                           str(source), "-o", os.devnull], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [
+            str(tools.toolkit.nvcc),
+            "-ccbin",
+            tools.cxx,
+            "-std=c++20",
+            "-arch=sm_80",
+            "-c",
+            str(source),
+            "-o",
+            os.devnull,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         said = " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
         raise environment.BuildProblem(
             "the CUDA toolkit does not work",
             f"{tools.toolkit.home} with {tools.cxx} compiles no empty kernel: {said}",
             "nvcc, nvvm, crt, cccl and cudart of one CUDA 13 release",
-            f'python -m pip install "{toolkit_requirement()}"')
+            f'python -m pip install "{toolkit_requirement()}"',
+        )
     stamp.write_text(signature)
 
 
 # ---------------------------------------------------------------- what is baked in
 
+
 def _build_record(tools: Tools, variant: Variant, version: str) -> str:
     record = {
-        "version": version, "git_sha": _git_sha(), "torch": tools.torch.version,
-        "cuda": tools.toolkit.version, "archs": " ".join(variant.archs),
-        "flags": " ".join(variant.nvcc_flags + variant.defines), "variant": variant.name,
+        "version": version,
+        "git_sha": _git_sha(),
+        "torch": tools.torch.version,
+        "cuda": tools.toolkit.version,
+        "archs": " ".join(variant.archs),
+        "flags": " ".join(variant.nvcc_flags + variant.defines),
+        "variant": variant.name,
         "sources": content_hash(ROOT / "csrc"),
     }
     lines = ["// Generated; see csrc/build_info.h.", "#pragma once"]
@@ -383,12 +473,14 @@ def _git_sha() -> str:
         return ""
     git = ["git", "-C", str(ROOT)]
     sha = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    dirty = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True,
-                           text=True, check=False)
+    dirty = subprocess.run(
+        [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=False
+    )
     return sha.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "")
 
 
 # ---------------------------------------------------------------- gates
+
 
 def _gate(folder: Path, variant: Variant) -> None:
     kernels: list[ptxas_log.KernelResources] = []
@@ -400,10 +492,15 @@ def _gate(folder: Path, variant: Variant) -> None:
             warnings += other
     kernels = ptxas_log.demangle(kernels)
     cost = folder / "full_build.json"
-    table = {"variant": variant.name, "archs": variant.archs, "seconds": _seconds(folder),
-             "full_build": json.loads(cost.read_text()) if cost.is_file() else None,
-             "from_cache": (folder / cache.HITS).is_file(),
-             "warnings": warnings, "kernels": [dataclasses.asdict(item) for item in kernels]}
+    table = {
+        "variant": variant.name,
+        "archs": variant.archs,
+        "seconds": _seconds(folder),
+        "full_build": json.loads(cost.read_text()) if cost.is_file() else None,
+        "from_cache": (folder / cache.HITS).is_file(),
+        "warnings": warnings,
+        "kernels": [dataclasses.asdict(item) for item in kernels],
+    }
     (ROOT / "build" / "resources.json").write_text(json.dumps(table, indent=1))
     if warnings:
         print("\n".join(["the compiler warned:", *warnings]), file=sys.stderr, flush=True)

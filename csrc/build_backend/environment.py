@@ -33,11 +33,13 @@ class BuildProblem(Exception):
     """
 
     def __init__(self, what: str, found: str, needed: str, mend: str) -> None:
-        super().__init__(f"flash_ext cannot be built: {what}.\n"
-                         f"  found:  {found}\n  needed: {needed}\n  mend:   {mend}")
+        super().__init__(
+            f"flash_ext cannot be built: {what}.\n  found:  {found}\n  needed: {needed}\n  mend:   {mend}"
+        )
 
 
 # ---------------------------------------------------------------- where packages may lie
+
 
 def target_site_dirs() -> list[Path]:
     """Site directories of the environment that will run flash_ext.
@@ -48,12 +50,20 @@ def target_site_dirs() -> list[Path]:
     found = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
     config = Path(sys.prefix) / "pyvenv.cfg"
     isolated_venv = sys.prefix != sys.base_prefix and not (
-        config.is_file() and re.search(r"include-system-site-packages\s*=\s*true", config.read_text(), re.I))
+        config.is_file() and re.search(r"include-system-site-packages\s*=\s*true", config.read_text(), re.I)
+    )
     if not isolated_venv:
-        base = {"base": sys.base_prefix, "platbase": sys.base_prefix,
-                "installed_base": sys.base_prefix, "installed_platbase": sys.base_prefix}
-        found += [sysconfig.get_path("platlib", vars=base), site.getusersitepackages(),
-                  "/usr/lib/python3/dist-packages"]
+        base = {
+            "base": sys.base_prefix,
+            "platbase": sys.base_prefix,
+            "installed_base": sys.base_prefix,
+            "installed_platbase": sys.base_prefix,
+        }
+        found += [
+            sysconfig.get_path("platlib", vars=base),
+            site.getusersitepackages(),
+            "/usr/lib/python3/dist-packages",
+        ]
     return [Path(item) for item in dict.fromkeys(found)]
 
 
@@ -63,6 +73,7 @@ def package_dirs() -> list[Path]:
 
 
 # ---------------------------------------------------------------- torch
+
 
 @dataclass(frozen=True)
 class TorchInstall:
@@ -109,8 +120,11 @@ def check_torch(torch: TorchInstall | None) -> TorchInstall:
     mend = f'python -m pip install "{torch_requirement()}"'
     if torch is None:
         raise BuildProblem("no torch that fits", f"none for {sys.executable}", needed, mend)
-    if as_numbers(torch.version) < as_numbers(minimum) or torch.hip or (
-            torch.cuda and as_numbers(torch.cuda)[0] != 13):
+    if (
+        as_numbers(torch.version) < as_numbers(minimum)
+        or torch.hip
+        or (torch.cuda and as_numbers(torch.cuda)[0] != 13)
+    ):
         target = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU only"
         found = f"torch {torch.version}, built for {target}, in {torch.root}"
         raise BuildProblem("no torch that fits", found, needed, mend)
@@ -118,6 +132,7 @@ def check_torch(torch: TorchInstall | None) -> TorchInstall:
 
 
 # ---------------------------------------------------------------- CUDA toolkit
+
 
 @dataclass(frozen=True)
 class Toolkit:
@@ -157,9 +172,11 @@ def check_toolkit() -> Toolkit:
     toolkit, refused = find_toolkit()
     if toolkit is None:
         raise BuildProblem(
-            "no CUDA toolkit that fits", "; ".join(refused) or "no nvcc",
+            "no CUDA toolkit that fits",
+            "; ".join(refused) or "no nvcc",
             "a complete CUDA 13 toolkit, 13.0 or newer",
-            f'python -m pip install "{toolkit_requirement()}" (or set CUDA_HOME)')
+            f'python -m pip install "{toolkit_requirement()}" (or set CUDA_HOME)',
+        )
     return toolkit
 
 
@@ -170,8 +187,11 @@ def _toolkit_candidates() -> Iterator[Path]:
     on_path = shutil.which("nvcc")
     if on_path:
         yield Path(on_path).parents[1]
-    yield from (item for item in (Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-13*")))
-                if item.is_dir())
+    yield from (
+        item
+        for item in (Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-13*")))
+        if item.is_dir()
+    )
     if os.environ.get("CONDA_PREFIX"):
         yield Path(os.environ["CONDA_PREFIX"])
     for folder in package_dirs():
@@ -198,8 +218,14 @@ def inspect_toolkit(home: Path) -> Toolkit | str:
     version = f"{release.group(1)}.{release.group(2)}"
     if release.group(1) != "13":
         return f"nvcc is {version}, CUDA 13 is needed"
-    include = next((item for item in (home / "include", *home.glob("targets/*-linux/include"))
-                    if (item / "cuda_runtime.h").is_file()), None)
+    include = next(
+        (
+            item
+            for item in (home / "include", *home.glob("targets/*-linux/include"))
+            if (item / "cuda_runtime.h").is_file()
+        ),
+        None,
+    )
     if include is None:
         return "include/cuda_runtime.h is missing (cudart package)"
     if not (include / "crt" / "host_config.h").is_file():
@@ -284,9 +310,12 @@ def check_host_compiler(toolkit: Toolkit | None) -> str:
         else:
             return path
     release = toolkit.version if toolkit else pin("cuda-toolkit").rpartition(".")[0]
-    raise BuildProblem("no C++ compiler that fits", "; ".join(refused) or f"no {named or 'g++'}",
-                       f"g++ 11 to {limit} (CUDA {release} takes no newer one)",
-                       f"{_packaged('g++-12', 'gcc-c++')}, or set CXX to the one to use")
+    raise BuildProblem(
+        "no C++ compiler that fits",
+        "; ".join(refused) or f"no {named or 'g++'}",
+        f"g++ 11 to {limit} (CUDA {release} takes no newer one)",
+        f"{_packaged('g++-12', 'gcc-c++')}, or set CXX to the one to use",
+    )
 
 
 def _refuses_cxx20(compiler: str) -> str:
@@ -304,9 +333,12 @@ def check_python_headers() -> Path:
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         number = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        raise BuildProblem("Python's headers are missing", f"no Python.h in {include}",
-                           f"the headers of Python {number}",
-                           _packaged(f"python{number}-dev", f"python{number}-devel"))
+        raise BuildProblem(
+            "Python's headers are missing",
+            f"no Python.h in {include}",
+            f"the headers of Python {number}",
+            _packaged(f"python{number}-dev", f"python{number}-devel"),
+        )
     return include
 
 
@@ -325,16 +357,27 @@ def find_ninja() -> str:
     else:
         path = shutil.which("ninja", path=ninja.BIN_DIR) or shutil.which("ninja")
     if path is None:
-        raise BuildProblem("ninja is missing", "no ninja on PATH and no ninja module", "ninja 1.11 or newer",
-                           "python -m pip install ninja")
+        raise BuildProblem(
+            "ninja is missing",
+            "no ninja on PATH and no ninja module",
+            "ninja 1.11 or newer",
+            "python -m pip install ninja",
+        )
     return path
 
 
 def _output(command: list[str]) -> str:
     """Both output streams of a command, empty if it cannot be run."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              check=False, timeout=60, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
@@ -346,6 +389,7 @@ def words_of(*commands: list[str]) -> str:
 
 
 # ---------------------------------------------------------------- what to fetch
+
 
 def missing_requirements() -> list[str]:
     """What an isolated build has to fetch besides setuptools and ninja.
@@ -369,9 +413,12 @@ def missing_requirements() -> list[str]:
     named = re.fullmatch(r"torch\s*==\s*(\d[\w.+]*)", asked.strip()) if asked else None
     minimum = pin("torch-minimum")
     if named and as_numbers(named.group(1)) < as_numbers(minimum):  # said before gigabytes are fetched
-        raise BuildProblem("no torch that fits", f"FLASH_EXT_BUILD_TORCH={asked}",
-                           f"torch {minimum} or newer",
-                           f'export FLASH_EXT_BUILD_TORCH="{torch_requirement()}"')
+        raise BuildProblem(
+            "no torch that fits",
+            f"FLASH_EXT_BUILD_TORCH={asked}",
+            f"torch {minimum} or newer",
+            f'export FLASH_EXT_BUILD_TORCH="{torch_requirement()}"',
+        )
     fetched = None if torch is not None else asked or torch_requirement()
     needed = [fetched] if fetched else []
     if toolkit is None:

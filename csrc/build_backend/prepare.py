@@ -48,8 +48,12 @@ def main() -> None:
 
 def interpreter(venv: str, extras: list[str], modules: list[str]) -> Path:
     if sys.version_info < (3, 10):  # noqa: UP036  (this script may be started by any python3)
-        raise environment.BuildProblem("Python is too old", sys.version.split()[0], "Python 3.10 or newer",
-                                       "apt-get install python3, or make PYTHON=/path/to/python3")
+        raise environment.BuildProblem(
+            "Python is too old",
+            sys.version.split()[0],
+            "Python 3.10 or newer",
+            "apt-get install python3, or make PYTHON=/path/to/python3",
+        )
     folder = pins.ROOT / (".venv" if venv == "auto" else venv)
     if venv == "system" or (venv == "auto" and not (folder / STAMP).is_file() and must_use_system()):
         check_system(modules)
@@ -73,9 +77,27 @@ def reaches_index() -> bool:
     """Whether pip can fetch a package; a small one that every build needs is tried."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-             "--no-cache-dir", "--retries", "0", "--timeout", "8", "--dest", folder, "ninja"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+                "--no-cache-dir",
+                "--retries",
+                "0",
+                "--timeout",
+                "8",
+                "--dest",
+                folder,
+                "ninja",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
     return done.returncode == 0
 
 
@@ -86,21 +108,31 @@ def check_system(modules: list[str]) -> None:
     wanted = ["setuptools", *modules]
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
-        raise environment.BuildProblem("this Python lacks modules",
-                                       f"{sys.executable} has no {', '.join(missing)}", ", ".join(wanted),
-                                       f"{sys.executable} -m pip install {' '.join(missing)} "
-                                       "(or leave VENV=system out)")
+        raise environment.BuildProblem(
+            "this Python lacks modules",
+            f"{sys.executable} has no {', '.join(missing)}",
+            ", ".join(wanted),
+            f"{sys.executable} -m pip install {' '.join(missing)} (or leave VENV=system out)",
+        )
 
 
 def make_venv(folder: Path) -> None:
     say(f"making {folder}")
-    done = subprocess.run([sys.executable, "-m", "venv", str(folder)], stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "venv", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         number = f"{sys.version_info[0]}.{sys.version_info[1]}"
         raise environment.BuildProblem(
-            "no virtual environment can be made", " ".join(done.stdout.split())[:300],
-            "a Python whose virtual environments have pip", f"apt-get install python{number}-venv")
+            "no virtual environment can be made",
+            " ".join(done.stdout.split())[:300],
+            "a Python whose virtual environments have pip",
+            f"apt-get install python{number}-venv",
+        )
 
 
 def fill(extras: list[str]) -> None:
@@ -146,13 +178,27 @@ def name_of(requirement: str) -> str:
 
 
 def install(*what: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "--disable-pip-version-check",
-                           "--progress-bar", "off", *what], stdout=sys.stderr, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--progress-bar",
+            "off",
+            *what,
+        ],
+        stdout=sys.stderr,
+        check=False,
+    )
     if done.returncode:
         raise environment.BuildProblem(
-            "pip could not install what is needed", "its words are above",
+            "pip could not install what is needed",
+            "its words are above",
             "a package index that pip can reach, or a python3 that has them all",
-            "make test VENV=system (uses python3's own torch)")
+            "make test VENV=system (uses python3's own torch)",
+        )
 
 
 def subprocess_or_exit(command: list[str]) -> None:

@@ -39,9 +39,11 @@ def hint(folder: Path, planned: dict[str, float], jobs: int) -> Iterator[None]:
 def words(left: dict[str, float], jobs: int) -> str:
     kernels = sum(name.endswith(".cu.o") for name in left)
     minutes = max(1, round(sum(left.values()) / max(1, min(jobs, len(left))) / 60))
-    return (f"flash_ext: compiling {kernels} files of CUDA kernels and {len(left) - kernels} of C++, {jobs} "
-            f"at a time, takes about {minutes} min: every head size and type has its own kernels. "
-            "pip install -v shows each file, FLASH_EXT_ARCHS=native compiles for this GPU alone.")
+    return (
+        f"flash_ext: compiling {kernels} files of CUDA kernels and {len(left) - kernels} of C++, {jobs} "
+        f"at a time, takes about {minutes} min: every head size and type has its own kernels. "
+        "pip install -v shows each file, FLASH_EXT_ARCHS=native compiles for this GPU alone."
+    )
 
 
 def tell(text: str) -> None:

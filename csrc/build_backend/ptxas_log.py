@@ -53,20 +53,30 @@ def parse_log(source: str, log: str) -> tuple[list[KernelResources], list[str]]:
         if frame and kernels:
             sizes = [int(item) for item in frame.groups()]
             last = kernels[-1]
-            kernels[-1] = replace(last, stack=max(last.stack, sizes[0]),
-                                  spill_stores=max(last.spill_stores, sizes[1]),
-                                  spill_loads=max(last.spill_loads, sizes[2]))
+            kernels[-1] = replace(
+                last,
+                stack=max(last.stack, sizes[0]),
+                spill_stores=max(last.spill_stores, sizes[1]),
+                spill_loads=max(last.spill_loads, sizes[2]),
+            )
         elif used and kernels:
-            kernels[-1] = replace(kernels[-1], registers=int(used.group(1)),
-                                  barriers=_number(_BARRIERS, line), static_smem=_number(_SMEM, line))
+            kernels[-1] = replace(
+                kernels[-1],
+                registers=int(used.group(1)),
+                barriers=_number(_BARRIERS, line),
+                static_smem=_number(_SMEM, line),
+            )
         elif line.strip() and not _FUNCTION.search(line) and not _is_chatter(line):
             other.append(line)
     return kernels, other
 
 
 def _is_chatter(line: str) -> bool:
-    return "ptxas info" in line and not FATAL_WARNING.search(line) and (
-        "bytes gmem" in line or "Compile time" in line)
+    return (
+        "ptxas info" in line
+        and not FATAL_WARNING.search(line)
+        and ("bytes gmem" in line or "Compile time" in line)
+    )
 
 
 def _number(pattern: re.Pattern[str], line: str) -> int:
@@ -90,7 +100,9 @@ def violations(kernels: list[KernelResources], warnings: list[str]) -> list[str]
     found = []
     for item in kernels:
         if item.stack or item.spill_stores or item.spill_loads:
-            found.append(f"{item.source} for {item.arch}: {item.stack} bytes of stack, {item.spill_stores} / "
-                         f"{item.spill_loads} bytes of spill stores / loads in {item.name or item.symbol}")
+            found.append(
+                f"{item.source} for {item.arch}: {item.stack} bytes of stack, {item.spill_stores} / "
+                f"{item.spill_loads} bytes of spill stores / loads in {item.name or item.symbol}"
+            )
     found += [line.strip() for line in warnings if FATAL_WARNING.search(line)]
     return found

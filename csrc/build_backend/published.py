@@ -28,5 +28,6 @@ def description(readme: str, repository: str) -> str:
     if _INSTALL not in readme:
         raise SystemExit(f"README.md has no line {_INSTALL.strip()!r} to put the one that clones it under")
     absolute = _RELATIVE.sub(
-        lambda link: f"{link[1]}{link[2]}{repository}/{'raw' if link[1] else 'blob'}/HEAD/{link[3]})", readme)
+        lambda link: f"{link[1]}{link[2]}{repository}/{'raw' if link[1] else 'blob'}/HEAD/{link[3]})", readme
+    )
     return absolute.replace(_INSTALL, clone, 1)

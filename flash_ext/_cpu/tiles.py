@@ -206,9 +206,7 @@ class _Piece:
         return replace(mods, **own) if own else mods
 
 
-def _pieces(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> list[_Piece]:
+def _pieces(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> list[_Piece]:
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         bounds = zip(
             _sequence_bounds(cu_seqlens_q, q.shape[0]), _key_bounds(cu_seqlens_k, k.shape[0]), strict=True

@@ -28,6 +28,7 @@ from .spec import AttnSpec
 
 NUM_MODIFIERS = len(NAMES)
 
+
 def modifier_arguments(mods: Modifiers) -> tuple[Any, ...]:
     """The fields in the operators' order; written out, which is fast and which compilers can trace."""
     return (

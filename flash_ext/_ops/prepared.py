@@ -104,9 +104,7 @@ class Kept:
 _NOTHING = Modifiers()
 
 
-def prepared(
-    mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]
-) -> Prepared:
+def prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
     """What the mask is to this call; made at the first one and kept in the mask until its tensors change.
 
     Raises:

@@ -100,8 +100,13 @@ MUTANTS = (
         202,
         "M2 33 keys taken as 32",
         "of a last tile of 96 keys with 33 that are seen, 32 take part",
-        (Edit("sm80/fwd/kernel.cuh", "last_key % kBlockN < T::kShortKeys",
-              "last_key % kBlockN <= T::kShortKeys"),),
+        (
+            Edit(
+                "sm80/fwd/kernel.cuh",
+                "last_key % kBlockN < T::kShortKeys",
+                "last_key % kBlockN <= T::kShortKeys",
+            ),
+        ),
     ),
     Mutant(
         301,
@@ -137,8 +142,13 @@ MUTANTS = (
         601,
         "M6 rescale skipped",
         "the running output keeps its scale when the maximum rises",
-        (Edit("sm80/fwd/kernel.cuh", "acc_o[mb][db][i] *= factor[2 * mb + i / 2];",
-              "acc_o[mb][db][i] *= 1.f;"),),
+        (
+            Edit(
+                "sm80/fwd/kernel.cuh",
+                "acc_o[mb][db][i] *= factor[2 * mb + i / 2];",
+                "acc_o[mb][db][i] *= 1.f;",
+            ),
+        ),
         "values",
     ),
     Mutant(

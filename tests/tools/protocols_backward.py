@@ -126,8 +126,9 @@ def backward(
         else:
             x.role("dO", x.load_douts)
         adds = RingAdder(x, ring, added) if ring else None
-        consume = consume_independent(x, order, adds) if apart else consume_cooperative(x, order, adds,
-                                                                                        makes_dq)
+        consume = (
+            consume_independent(x, order, adds) if apart else consume_cooperative(x, order, adds, makes_dq)
+        )
         for group, warp in itertools.product(range(2), range(WARPS)):
             x.role(f"consumer {group}.{warp}", consume, group, warp)
 

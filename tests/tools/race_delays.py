@@ -1,4 +1,4 @@
-"""RC-11: random pauses around every barrier must not change a bit.
+"""Random pauses around every barrier must not change a bit.
 
 A copy of the project is built with FLASH_EXT_DEBUG=1, whose kernels pause warps around barriers, those for
 Hopper before every wait, as a seed says (csrc/common/debug_delay.cuh). Small cases of every plain kernel and

@@ -173,7 +173,7 @@ def short_cases() -> list[Case | ModifierCase]:
 
 
 def exact(t: Tensor | None, device: str | None = None) -> Tensor | None:
-    """The same values and strides in an allocation that ends with the last element (VL-09).
+    """The same values and strides in an allocation that ends with the last element.
 
     ``device``: another one, to which the whole allocation is copied at once, by no kernel.
     """

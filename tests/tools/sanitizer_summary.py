@@ -1,6 +1,5 @@
-"""Counts what compute-sanitizer found, by kind, kernel and place in the source.
-
-    python -m tests.tools.sanitizer_summary LOG
+"""Counts what compute-sanitizer found, by kind, kernel and place in the source:
+``python -m tests.tools.sanitizer_summary LOG``.
 """
 
 from __future__ import annotations

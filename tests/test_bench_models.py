@@ -233,9 +233,7 @@ def test_raw_peers_refuse_what_they_would_ignore(case: Case):
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_a_backend_without_groups_gets_copies_of_the_heads(
-    direction: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_backend_without_groups_gets_copies_of_the_heads(direction: str, monkeypatch: pytest.MonkeyPatch):
     """And the copies are part of the call: their gradients are those of the heads they are copies of."""
     given = []
     attend = torch.nn.functional.scaled_dot_product_attention

@@ -69,7 +69,8 @@ def plan(text: str) -> dict[str, Any]:
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
         docs/benchmarks.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
-        "splits" (of the keys), "gqa_splits" (splits of grouped heads), "q_splits" (of the queries), "reasons" (why other paths refuse).
+        "splits" (of the keys), "gqa_splits" (splits of grouped heads), "q_splits" (of the queries), "reasons"
+        (why other paths refuse).
 
     Raises:
         ValueError: a word that is not known, or numbers out of range.

@@ -21,8 +21,7 @@ from tests.tools.protocols_memory import (
     leaves_a_step,
 )
 from tests.tools.protocols_pool import Ring
-from tests.tools.protocols_split import split_dkdv, split_dq
-from tests.tools.protocols_split_mod import split_mod_dkdv, split_mod_dq
+from tests.tools.protocols_split import split_dkdv, split_dq, split_mod_dkdv, split_mod_dq
 
 RUNS = 25  # of each model, every one with other items and another order of roles
 LENGTHS = (0, 1, 1, 2, 3, 5, 8)
@@ -141,16 +140,12 @@ SCORE_KINDS = {
     "adding and dropping": dict(mark_slots=1, loaders_draw=True, bias=True),
 }
 MODELS = {
-    "forward": run_forward,
-    "forward with modifiers": run_forward_mod,
+    "forward": run_forward, "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
-    "forward with a bias": model(run_forward_mod, bias=True),
-    "backward of few rows": run_few_rows,
-    "wide backward, keys": run_split_dkdv,
-    "wide backward, queries": run_split_dq,
-    "wide with modifiers, keys": run_split_mod_dkdv,
-    "wide with modifiers, queries": run_split_mod_dq,
-}
+    "forward with a bias": model(run_forward_mod, bias=True), "backward of few rows": run_few_rows,
+    "wide backward, keys": run_split_dkdv, "wide backward, queries": run_split_dq,
+    "wide with modifiers, keys": run_split_mod_dkdv, "wide with modifiers, queries": run_split_mod_dq,
+}  # fmt: skip
 for way in ("together", "apart"):
     for order in ("", ", in order"):
         MODELS[f"backward {way}{order}"] = model(run_backward, apart=way == "apart", ordered=bool(order))

@@ -318,16 +318,8 @@ def test_no_plan_needs_more_shared_memory_than_there_is(target: Target, smem: in
     try:
         for direction in ("fwd", "bwd"):
             for head_dim in HEAD_DIMS:
-                plan = _C.plan(
-                    direction,
-                    seqlen_q=300,
-                    seqlen_k=300,
-                    num_heads=4,
-                    num_heads_k=2,
-                    head_dim=head_dim,
-                    head_dim_v=head_dim,
-                    path=target.path,
-                )
+                plan = _C.plan(direction, seqlen_q=300, seqlen_k=300, num_heads=4, num_heads_k=2,
+                               head_dim=head_dim, head_dim_v=head_dim, path=target.path)  # fmt: skip
                 assert plan["path"] == target.path and plan["smem_bytes"] <= smem, (
                     f"{direction} {head_dim}: {plan}"
                 )

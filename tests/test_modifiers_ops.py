@@ -216,31 +216,6 @@ def biased_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors]
 
 
-def test_second_derivative_raises() -> None:
-    inputs = biased_inputs()
-    for order in (inputs, inputs[::-1]):
-        grad, *_ = torch.autograd.grad(biased(*inputs), order, create_graph=True)
-        with pytest.raises(RuntimeError, match="second derivative of attention is not implemented"):
-            grad.sum().backward()
-    detached = [t.detach() for t in inputs]
-
-    def slope(bias: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: biased(*detached[:3], x, detached[4]))(bias).sum()
-
-    with pytest.raises(RuntimeError, match="second derivative of attention is not implemented"):
-        torch.func.grad(slope)(detached[3])
-
-
-def test_forward_mode_raises() -> None:
-    inputs = [t.detach() for t in biased_inputs()]
-    for at in (0, 3, 4):
-        with torch.autograd.forward_ad.dual_level():
-            duals = list(inputs)
-            duals[at] = torch.autograd.forward_ad.make_dual(inputs[at], torch.ones_like(inputs[at]))
-            with pytest.raises(NotImplementedError, match="forward-mode"):
-                biased(*duals)
-
-
 def test_saved_tensors_are_guarded_against_writing() -> None:
     *inputs, sinks = biased_inputs()
     bias = inputs[3] * 1

@@ -56,7 +56,7 @@ def forests(draw) -> tuple[list[int], list[int]]:
     return parents, draw(st.lists(st.integers(0, 4), min_size=len(parents), max_size=len(parents)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(forests(), st.booleans())
 def test_a_token_sees_its_ancestors_and_itself(forest: tuple[list[int], list[int]], on_tensor: bool) -> None:
     parents, lengths = forest
@@ -122,7 +122,7 @@ def test_trees_that_are_none(parents: Any, cu_seqlens: Any, error: type[Exceptio
         masks.prefix_tree(parents, cu_seqlens)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(st.integers(-1, 2), min_size=10, max_size=10), min_size=1, max_size=2), st.booleans()
 )
@@ -243,7 +243,7 @@ def test_describe_counts_tiles_of_128(q_len: int, k_len: int, monkeypatch: pytes
         )
 
 
-@settings(max_examples=100, suppress_health_check=SLOW)
+@settings(max_examples=50, suppress_health_check=SLOW)
 @given(st.data())
 def test_tiles_that_are_known_are_what_they_are_said_to_be(data: st.DataObject) -> None:
     """And what is made of them is the mask: blocks, bits and counts."""

@@ -114,15 +114,9 @@ def build(folder: Path, name: str) -> Path:
     program = folder / name
     # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.
     command = [
-        "g++",
-        "-std=c++20",
-        "-O1",
-        "-U_FORTIFY_SOURCE",
-        f"-I{csrc}",
-        str(EMULATION / f"{name}.cpp"),
-        "-o",
+        "g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", str(EMULATION / f"{name}.cpp"), "-o",
         str(program),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return program

@@ -21,8 +21,7 @@ from tests.tools.protocols_memory import (
     leaves_a_step,
 )
 from tests.tools.protocols_pool import Ring
-from tests.tools.protocols_split import split_dkdv, split_dq
-from tests.tools.protocols_split_mod import split_mod_dkdv, split_mod_dq
+from tests.tools.protocols_split import split_dkdv, split_dq, split_mod_dkdv, split_mod_dq
 
 RUNS = 25  # of each model, every one with other items and another order of roles
 LENGTHS = (0, 1, 1, 2, 3, 5, 8)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.ladder import io_complexity
+from examples.ladder.costs import io_complexity
 from examples.train import __main__ as demo
 from examples.train import masked as demo_masked
 from examples.train import measure as demo_measure

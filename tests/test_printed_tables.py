@@ -147,7 +147,9 @@ def test_why_the_mask_seemed_to_change_nothing() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         plain = F.scaled_dot_product_attention(q, k, v)
         added = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.half()[:, None, None, :])
-        ones = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones_like(mask).half()[:, None, None, :])
+        ones = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.ones_like(mask).half()[:, None, None, :]
+        )
         hidden = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bool()[:, None, None, :])
     assert apart(ones, plain) < 1e-3
     assert apart(added, exact(added=mask)) < 2e-3

@@ -43,9 +43,13 @@ def main(arguments: list[str] | None = None) -> Evidence:
     """Entry; returns what the table was made of."""
     parser = argparse.ArgumentParser(prog="python -m examples.claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of stored runs (default bench/results)")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of stored runs (default bench/results)"
+    )
     parser.add_argument("--measure", action="store_true", help="measure here first, into --out")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: the GPU if there is one")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default=None, help="default: the GPU if there is one"
+    )
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("out/claims"), help="folder (default %(default)s)")
     options = parser.parse_args(arguments)

@@ -51,7 +51,9 @@ def _ladder_ratio(slow: str, fast: str, section: str = "lengths") -> Callable[[E
 def _share_of_peak(name: str) -> Callable[[Evidence], Answer]:
     def measure(evidence: Evidence) -> Answer:
         file = evidence.file("ladder")
-        rates = [number(row, "tflops") for row in file.of("lengths") if row["name"] == name and "tflops" in row]
+        rates = [
+            number(row, "tflops") for row in file.of("lengths") if row["name"] == name and "tflops" in row
+        ]
         if not rates:
             return None
         return f"{span([100 * rate / DATASHEET for rate in rates], '.0f', ' %')} of 989 TFLOP/s", file.where
@@ -65,7 +67,9 @@ def _headline_share(direction: str) -> Callable[[Evidence], Answer]:
         parts = []
         for name, label in (("fa2", "PyTorch's FlashAttention-2"), ("sm90", "flash_ext")):
             found = benchmark_times(file, direction, name)
-            best = [rate for (_, causal, seqlen), (_, rate) in found.items() if not causal and seqlen == 16384]
+            best = [
+                rate for (_, causal, seqlen), (_, rate) in found.items() if not causal and seqlen == 16384
+            ]
             if best:
                 parts.append(f"{label} {span([100 * x / DATASHEET for x in best], '.0f', ' %')}")
         return (f"{', '.join(parts)} of 989 TFLOP/s at 16k", file.where) if parts else None
@@ -84,7 +88,11 @@ def _causal(evidence: Evidence) -> Answer:
     parts = []
     for direction, label in (("fwd", "forward"), ("bwd", "backward")):
         found = benchmark_times(file, direction, "sm90")
-        ratios = {s: found[(128, False, s)][0] / ms for (d, causal, s), (ms, _) in found.items() if d == 128 and causal}
+        ratios = {
+            s: found[(128, False, s)][0] / ms
+            for (d, causal, s), (ms, _) in found.items()
+            if d == 128 and causal
+        }
         if ratios:
             words = ", ".join(f"{ratios[s]:.2f}" for s in sorted(ratios))  # type: ignore[type-var]
             parts.append(f"{label} {words}")
@@ -98,7 +106,11 @@ def _training(model: str, seqlen: int) -> Callable[[Evidence], Answer]:
             entries = row["entries"]
             assert isinstance(entries, list)
             rate = {e["name"]: e["tokens_per_s"] for e in entries if e["tokens_per_s"]}
-            if row["model"] == model and row["seqlen"] == seqlen and {"flash_ext", "materialised"} <= set(rate):
+            if (
+                row["model"] == model
+                and row["seqlen"] == seqlen
+                and {"flash_ext", "materialised"} <= set(rate)
+            ):
                 return f"{rate['flash_ext'] / rate['materialised']:.2f}x standard attention", file.where
         return None
 
@@ -127,9 +139,15 @@ def _memory(evidence: Evidence) -> Answer:
     for seqlen, of in peaks.items():
         ours, theirs = of.get("flash_ext"), of.get("standard")
         if ours and ours["peak_bytes"] and theirs:
-            ratio = number(theirs, "peak_bytes") / number(ours, "peak_bytes") if theirs["peak_bytes"] else None
+            ratio = (
+                number(theirs, "peak_bytes") / number(ours, "peak_bytes") if theirs["peak_bytes"] else None
+            )
             parts.append(f"{seqlen}: {f'{ratio:.1f}x' if ratio else 'standard out of memory'}")
-    return (f"forward and backward of attention alone, by length: {', '.join(parts)}", file.where) if parts else None
+    return (
+        (f"forward and backward of attention alone, by length: {', '.join(parts)}", file.where)
+        if parts
+        else None
+    )
 
 
 def _encoder(section: str, label: str) -> Callable[[Evidence], Answer]:
@@ -183,7 +201,11 @@ def _softmax(evidence: Evidence) -> Answer:
 
 def _theorem(evidence: Evidence) -> Answer:
     file = evidence.file("ladder")
-    counted = {(r["name"], shape_of(r)): number(r, "counted_bytes") for r in file.of("lengths") if "counted_bytes" in r}
+    counted = {
+        (r["name"], shape_of(r)): number(r, "counted_bytes")
+        for r in file.of("lengths")
+        if "counted_bytes" in r
+    }
     parts = []
     for row in file.of("profile"):
         key = (row["name"], shape_of(row))
@@ -212,7 +234,9 @@ def _occupancy(evidence: Evidence) -> Answer:
     parts = []
     for row in file.of("profile"):
         if shape_of(row)[:2] == (1, 1) and row["name"] in ("fa1", "fa2-ladder") and "busy_pct" in row:
-            parts.append(f"{row['name']} {number(row, 'ctas'):.0f} CTAs, {number(row, 'busy_pct'):.0f} % of SMs busy")
+            parts.append(
+                f"{row['name']} {number(row, 'ctas'):.0f} CTAs, {number(row, 'busy_pct'):.0f} % of SMs busy"
+            )
     return (f"one head of 4096: {'; '.join(parts)}", file.where) if parts else None
 
 
@@ -221,7 +245,9 @@ def _shared(evidence: Evidence) -> Answer:
     parts = []
     for row in file.of("profile"):
         if shape_of(row)[0] > 1 and row["name"] in ("fa1", "fa2-ladder") and "shared_wavefronts" in row:
-            parts.append(f"head_dim {shape_of(row)[3]} {row['name']} {number(row, 'shared_wavefronts') * 1e-6:.0f} M")
+            parts.append(
+                f"head_dim {shape_of(row)[3]} {row['name']} {number(row, 'shared_wavefronts') * 1e-6:.0f} M"
+            )
     return (f"accesses of shared memory, length 4096: {', '.join(parts)}", file.where) if parts else None
 
 

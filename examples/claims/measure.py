@@ -65,7 +65,7 @@ class Scale:
 GPU = Scale(
     bert=BERT_LARGE, bert_batch=32, bert_seqlen=512, arena=ARENA, arena_lengths=(1024, 2048, 4096),
     arena_tokens=32768, memory=((1024, 16, 64), (2048, 16, 64), (4096, 16, 64), (16384, 16, 64)), reader=BYTES,
-    contexts=(1024, 16384), steps=300, judged=20, rounds=3, budget_s=1.2,
+    contexts=(1024, 16384), steps=250, judged=20, rounds=3, budget_s=1.2,
 )  # fmt: skip
 CPU = Scale(
     bert=TINY, bert_batch=2, bert_seqlen=32, arena=TINY, arena_lengths=(32, 64), arena_tokens=64,
@@ -105,7 +105,8 @@ def encoder_rows(
         batch = max(1, tokens // seqlen)
         generator = torch.Generator(device).manual_seed(1)
         words, targets = (
-            torch.randint(shape.vocabulary, (batch, seqlen), device=device, generator=generator) for _ in range(2)
+            torch.randint(shape.vocabulary, (batch, seqlen), device=device, generator=generator)
+            for _ in range(2)
         )
 
         def step(attend: Attend, words: Tensor = words, targets: Tensor = targets) -> None:
@@ -117,7 +118,13 @@ def encoder_rows(
         }
         samples, failures = measure(calls, timer, scale.rounds, scale.budget_s)
         for name in calls:
-            row: Row = {"section": section, "name": name, "model": shape.name, "seqlen": seqlen, "batch": batch}
+            row: Row = {
+                "section": section,
+                "name": name,
+                "model": shape.name,
+                "seqlen": seqlen,
+                "batch": batch,
+            }
             if name in failures:
                 row["error"] = str(failures[name])[:200]
             else:
@@ -161,11 +168,15 @@ def long_files(least: int) -> tuple[list[bytes], list[bytes]]:
     texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     texts = [text for text in texts if len(text) > least]
     if len(texts) < 10:
-        raise FileNotFoundError(f"{folder} has {len(texts)} Python files of more than {least} bytes, 10 are needed")
+        raise FileNotFoundError(
+            f"{folder} has {len(texts)} Python files of more than {least} bytes, 10 are needed"
+        )
     return [x for i, x in enumerate(texts) if i % 10], texts[::10]
 
 
-def windows(text: bytes, start: int, length: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def windows(
+    text: bytes, start: int, length: int, context: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Bytes of a window and those that follow them, cut into pieces of ``context``: (length / context, context)."""
     piece = torch.frombuffer(bytearray(text[start : start + length + 1]), dtype=torch.uint8).long().to(device)
     return piece[:-1].view(-1, context), piece[1:].view(-1, context)
@@ -207,7 +218,9 @@ def context_rows(device: torch.device, scale: Scale) -> list[Row]:
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * rate
             text = drawn.choice(training)
-            loss = reading_loss(model, *windows(text, drawn.randrange(len(text) - long), long, context, device))
+            loss = reading_loss(
+                model, *windows(text, drawn.randrange(len(text) - long), long, context, device)
+            )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -238,7 +251,10 @@ def context_rows(device: torch.device, scale: Scale) -> list[Row]:
 def _second_half_loss(model: Decoder, tokens: Tensor, targets: Tensor) -> float:
     """Of a whole window: the loss of all bytes, less that of the first half, which sees nothing of the second."""
     half = tokens.shape[1] // 2
-    whole, first = reading_loss(model, tokens, targets), reading_loss(model, tokens[:, :half], targets[:, :half])
+    whole, first = (
+        reading_loss(model, tokens, targets),
+        reading_loss(model, tokens[:, :half], targets[:, :half]),
+    )
     return (2 * whole - first).item()
 
 
@@ -251,4 +267,6 @@ def all_rows(device: torch.device, timer: Timer) -> list[Row]:
     rows += encoder_rows("bert", scale.bert, (scale.bert_seqlen,), scale.bert_batch * scale.bert_seqlen, device,
                          timer, scale)  # fmt: skip
     timer.release()
-    return rows + encoder_rows("arena", scale.arena, scale.arena_lengths, scale.arena_tokens, device, timer, scale)
+    return rows + encoder_rows(
+        "arena", scale.arena, scale.arena_lengths, scale.arena_tokens, device, timer, scale
+    )

@@ -86,10 +86,14 @@ def _draw_large(axis: Axes, evidence: Evidence) -> None:
         found = benchmark_times(file, "fwd", name) if file.rows else {}
         for head_dim, marker in ((128, "o"), (256, "s")):
             for causal, style in ((False, "-"), (True, "--")):
-                points = sorted((s, rate) for (d, c, s), (_, rate) in found.items() if (d, c) == (head_dim, causal))
+                points = sorted(
+                    (s, rate) for (d, c, s), (_, rate) in found.items() if (d, c) == (head_dim, causal)
+                )
                 if points:
                     label = f"{'flash_ext' if name == 'sm90' else 'FlashAttention-2'} {head_dim}{', causal' if causal else ''}"
-                    axis.plot(*zip(*points), linestyle=style, marker=marker, markersize=4, color=colour, label=label)
+                    axis.plot(
+                        *zip(*points), linestyle=style, marker=marker, markersize=4, color=colour, label=label
+                    )
     where = f"\n({file.where})" if file.rows else ""
     axis.set(title=f"Forward, head_dim 128 and 256{where}", xlabel="sequence length", ylabel="TFLOP/s")
     if file.rows:
@@ -135,7 +139,11 @@ def _draw_breakdown(axis: Axes, rows: list[Row]) -> None:
 def _draw_bytes(axis: Axes, profiled: list[Row], timed: list[Row]) -> None:
     """Theorem 2: bytes as counted, between multiprocessors and L2, and of memory."""
     counted = {(r["name"], shape_of(r)): number(r, "counted_bytes") for r in timed if "counted_bytes" in r}
-    rows = [r for r in profiled if (r["name"], shape_of(r)) in counted and shape_of(r)[3] == 64 and "l2_read_bytes" in r]
+    rows = [
+        r
+        for r in profiled
+        if (r["name"], shape_of(r)) in counted and shape_of(r)[3] == 64 and "l2_read_bytes" in r
+    ]
     if not rows:
         return
     series = {
@@ -145,7 +153,13 @@ def _draw_bytes(axis: Axes, profiled: list[Row], timed: list[Row]) -> None:
     }
     for index, (name, values) in enumerate(series.items()):
         places = [i + 0.27 * (index - 1) for i in range(len(rows))]
-        axis.bar(places, [v * 1e-9 for v in values], 0.25, label=name, color=("#7F7F7F", "#0072B2", "#D55E00")[index])
+        axis.bar(
+            places,
+            [v * 1e-9 for v in values],
+            0.25,
+            label=name,
+            color=("#7F7F7F", "#0072B2", "#D55E00")[index],
+        )
     axis.set_xticks(range(len(rows)), [str(r["name"]) for r in rows], fontsize=8)
     axis.set(title="Bytes moved: B{} H{} N{} d{}".format(*shape_of(rows[0])), ylabel="GB", yscale="log")
     axis.legend(fontsize=8)
@@ -156,8 +170,17 @@ def _draw_contexts(axis: Axes, rows: list[Row], where: str) -> None:
         curve = row["curve"]
         assert isinstance(curve, list)
         width = max(1, len(curve) // 30)
-        smooth = [sum(curve[max(0, i - width) : i + 1]) / len(curve[max(0, i - width) : i + 1]) for i in range(len(curve))]
-        axis.plot(smooth, color=colour, label=f"context {row['name']}: held out {number(row, 'held_out'):.3f}")
-    axis.set(title=f"The same bytes with a short and a long context ({where})", xlabel="step", ylabel="nats per byte")
+        smooth = [
+            sum(curve[max(0, i - width) : i + 1]) / len(curve[max(0, i - width) : i + 1])
+            for i in range(len(curve))
+        ]
+        axis.plot(
+            smooth, color=colour, label=f"context {row['name']}: held out {number(row, 'held_out'):.3f}"
+        )
+    axis.set(
+        title=f"The same bytes with a short and a long context ({where})",
+        xlabel="step",
+        ylabel="nats per byte",
+    )
     axis.legend()
     axis.grid(alpha=0.3)

@@ -45,10 +45,16 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     """Entry; returns all rows."""
     parser = argparse.ArgumentParser(prog="python -m examples.ladder", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=None, help="default: the GPU if there is one")
-    parser.add_argument("--only", default=",".join((*SECTIONS, "profile")), help="comma list; default %(default)s")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default=None, help="default: the GPU if there is one"
+    )
+    parser.add_argument(
+        "--only", default=",".join((*SECTIONS, "profile")), help="comma list; default %(default)s"
+    )
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
-    parser.add_argument("--out", type=Path, default=Path("out/ladder.json"), help="file (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/ladder.json"), help="file (default %(default)s)"
+    )
     parser.add_argument("--under-ncu", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.under_ncu:
@@ -64,7 +70,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = measure.check_results(device)
     ceilings: dict[str, float] = {}
     if device.type == "cuda":
-        ceilings = {"matmul_tflops": matmul_tflops(timer, device, torch.bfloat16), "copy_gbps": copy_gbps(timer, device)}
+        ceilings = {
+            "matmul_tflops": matmul_tflops(timer, device, torch.bfloat16),
+            "copy_gbps": copy_gbps(timer, device),
+        }
     for name, section in SECTIONS.items():
         if name in chosen:
             started = time.monotonic()
@@ -73,7 +82,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr)
     if "profile" in chosen and device.type == "cuda":
         rows += profile.profile_rows()
-    results = {"kind": "ladder", "metadata": machine.collect(device, options.commit), "ceilings": ceilings, "rows": rows}
+    results = {
+        "kind": "ladder",
+        "metadata": machine.collect(device, options.commit),
+        "ceilings": ceilings,
+        "rows": rows,
+    }
     write(options.out, results)
     print(as_text(rows))
     print(f"\n{options.out}")

@@ -71,7 +71,9 @@ def measured_accesses(algorithm: str, seqlen: int, head_dim: int, sram: int) -> 
     return memory.accesses
 
 
-def kernel_bytes(algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, sizes: BlockSizes | None) -> int:
+def kernel_bytes(
+    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, sizes: BlockSizes | None
+) -> int:
     """Bytes that cross the border of the chip for one head, with 16-bit tensors, if no cache holds anything.
 
     Args:

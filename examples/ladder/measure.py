@@ -206,7 +206,9 @@ def length_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row]:
     for head_dim in scale.head_dims:
         for seqlen in scale.lengths:
             shape = (scale.tokens // seqlen, scale.width // head_dim, seqlen, head_dim)
-            rows += _with_rates(_timed_rungs(rungs_for(device), shape, device, timer, scale), shape, "lengths")
+            rows += _with_rates(
+                _timed_rungs(rungs_for(device), shape, device, timer, scale), shape, "lengths"
+            )
     return rows
 
 
@@ -251,7 +253,9 @@ def breakdown_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row
         "flash_ext, no dropout": lambda: flash_ext.attention(x, y, z, causal=True),
     }
     found = timed(calls, timer, scale)
-    return [{"section": "breakdown", "name": name, "shape": list(shape), **row} for name, row in found.items()]
+    return [
+        {"section": "breakdown", "name": name, "shape": list(shape), **row} for name, row in found.items()
+    ]
 
 
 def forward_only_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row]:

@@ -80,7 +80,9 @@ def _call(name: str, x: Tensor, *arguments: object) -> None:
 def softmax(x: Tensor, passes: Passes) -> Tensor:
     """Softmax of the rows of x, (rows, length) float32; the length is a multiple of 4."""
     if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous() or not x.is_cuda:
-        raise ValueError(f"x must be (rows, length) float32, contiguous, on a GPU, got {tuple(x.shape)} {x.dtype}")
+        raise ValueError(
+            f"x must be (rows, length) float32, contiguous, on a GPU, got {tuple(x.shape)} {x.dtype}"
+        )
     out = torch.empty_like(x)
     _call("ladder_softmax", x, x.data_ptr(), out.data_ptr(), *x.shape, int(passes))
     return out

@@ -41,7 +41,9 @@ def _step(
     """One key block. MASKED: it crosses the diagonal or the end of the keys; others need no test at all."""
     cols = first_col + tl.arange(0, BLOCK_N)  # the block's place counts in the test, too: mistake 2
     if MASKED:
-        k = tl.load(k_rows + cols[None, :] * stride_kn, mask=(cols[None, :] < seqlen_k) & is_d[:, None], other=0.0)
+        k = tl.load(
+            k_rows + cols[None, :] * stride_kn, mask=(cols[None, :] < seqlen_k) & is_d[:, None], other=0.0
+        )
     else:
         k = tl.load(k_rows + cols[None, :] * stride_kn, mask=is_d[:, None], other=0.0)
     scores = tl.dot(q, k) * scale_log2
@@ -56,7 +58,9 @@ def _step(
     rescale = tl.exp2(row_max - shift)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     if MASKED:
-        v = tl.load(v_rows + cols[:, None] * stride_vn, mask=(cols[:, None] < seqlen_k) & is_d[None, :], other=0.0)
+        v = tl.load(
+            v_rows + cols[:, None] * stride_vn, mask=(cols[:, None] < seqlen_k) & is_d[None, :], other=0.0
+        )
     else:
         v = tl.load(v_rows + cols[:, None] * stride_vn, mask=is_d[None, :], other=0.0)
     acc = acc * rescale[:, None]
@@ -106,7 +110,9 @@ def _forward(
         )  # fmt: skip
     # Rows that see nothing are 0, and their lse is -inf.
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    out_at = out_ptr + b * stride_ob + h * stride_oh + rows[:, None].to(tl.int64) * stride_om + cols_d[None, :]
+    out_at = (
+        out_ptr + b * stride_ob + h * stride_oh + rows[:, None].to(tl.int64) * stride_om + cols_d[None, :]
+    )
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_q)
     lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum)))
     lse_at = lse_ptr + bh.to(tl.int64) * seqlen_q + rows
@@ -114,7 +120,12 @@ def _forward(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, tile: Tile | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, forward only.
 

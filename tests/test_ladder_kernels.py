@@ -1,4 +1,6 @@
-"""The ladder's CUDA kernels: their results on emulated warps, their build, and, with a GPU, their results there."""
+"""The ladder's CUDA kernels: their results on emulated warps, their build, and, with a GPU, their results
+there.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ SHARED = "extern __shared__ __align__(128) unsigned char smem_raw[];"
 FAULTS = {
     1: ("K is read before it has come", "flash2.cuh", "ptx::cp_async_wait<1>();  // K of this step"),
     2: ("V is read before it has come", "flash2.cuh", "ptx::cp_async_wait<1>();  // V of this step"),
-    3: ("maxima of the warps do not meet", "flash1.cuh", "  __syncthreads();\n#pragma unroll\n  for (int r = 0; "
-        "r < 2 * T::kMBlocks; ++r) {\n    const int row"),
+    3: ("maxima of the warps do not meet", "flash1.cuh", "  __syncthreads();\n#pragma unroll\n"
+        "  for (int r = 0; r < 2 * T::kMBlocks; ++r) {\n    const int row"),
     4: ("shares are merged before all are there", "flash1.cuh", "    __syncthreads();\n    merge("),
     5: ("a slice is overwritten before it is merged", "flash1.cuh", "if (slice > 0) __syncthreads();"),
 }  # fmt: skip
@@ -43,7 +45,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         replace_once(folder / KERNELS / name, SHARED, "unsigned char* const smem_raw = emu::smem;")
     for fault, (_, name, text) in FAULTS.items():
         replace_once(folder / KERNELS / name, text, switched(text, fault))
-    # -O1: without it a run takes minutes. Fibers jump between stacks, which _FORTIFY_SOURCE takes for an error.
+    # -O1: without it a run takes minutes. Fibers jump between stacks, which _FORTIFY_SOURCE takes for an
+    # error.
     command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", f"-I{folder}"]
     command += [str(EMULATION / "ladder.cpp"), "-o", str(folder / "ladder")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,8 +1,9 @@
 """The tables that "FlashAttention: principles and code" (https://gsfall.cn/archives/93) prints, made again.
 
-Its inputs are random numbers of torch's CUDA generator with seed 1. That is Philox4x32 with ten rounds and the
-transformation of Box and Muller, so a CPU can draw them. The article's puzzle is answered here, too: with a mask its
-function and PyTorch seemed to disagree. No table that it prints was made with the mask that it draws.
+Its inputs are random numbers of torch's CUDA generator with seed 1. That is Philox4x32 with ten rounds and
+the transformation of Box and Muller, so a CPU can draw them. The article's puzzle is answered here, too:
+with a mask its function and PyTorch seemed to disagree. No table that it prints was made with the mask that
+it draws.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def printed() -> dict[str, Tensor]:
 
 
 def words(seed: int, call: int, count: int) -> list[Tensor]:
-    """Four words for each of ``count`` threads, in the generator's call of that number: curand with the thread as
-    its subsequence; every call takes four of it."""
+    """Four words for each of ``count`` threads, in the generator's call of that number: curand with the
+    thread as its subsequence; every call takes four of it."""
     threads, zero = torch.arange(count), torch.zeros(1, dtype=torch.int64)
     counter = [zero + call, zero, threads, zero]
     drawn = philox.philox(counter, [torch.tensor([seed]), zero], rounds=10)
@@ -43,7 +44,9 @@ def words(seed: int, call: int, count: int) -> list[Tensor]:
 
 
 def cuda_randn(seed: int, call: int, shape: tuple[int, ...]) -> Tensor:
-    """torch.randn(..., device="cuda", dtype=torch.float16) where a thread has one element: up to 256 elements."""
+    """torch.randn(..., device="cuda", dtype=torch.float16) where a thread has one element: up to 256
+    elements.
+    """
     x, y, *_ = words(seed, call, math.prod(shape))
     u = (x.float() * 2**-32 + 2**-33).double()
     v = (y.float() * (2**-32 * 2 * math.pi) + 2**-32 * math.pi).double()
@@ -108,7 +111,9 @@ def test_the_generator_is_that_of_random123() -> None:
 
 @pytest.mark.parametrize("name, limit", [("math", 2e-4), ("flash", 3.5e-4), ("own", 1.4e-3)])
 def test_every_printed_table_is_attention_of_these_inputs(name: str, limit: float) -> None:
-    """Within the rounding of float16: the article's function adds the errors of statistics in half precision."""
+    """Within the rounding of float16: the article's function adds the errors of statistics in half
+    precision.
+    """
     assert apart(printed()[name], exact()) < limit + ROUNDING
 
 
@@ -141,8 +146,8 @@ def test_no_printed_table_used_the_mask() -> None:
 
 
 def test_why_the_mask_seemed_to_change_nothing() -> None:
-    """A float mask is added to scores, so 1 hides no key: it multiplies its weight by e. All ones change nothing.
-    Bool hides."""
+    """A float mask is added to scores, so 1 hides no key: it multiplies its weight by e. All ones change
+    nothing. Bool hides."""
     q, k, v, mask = article_inputs()
     with sdpa_kernel(SDPBackend.MATH):
         plain = F.scaled_dot_product_attention(q, k, v)

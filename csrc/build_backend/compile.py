@@ -195,7 +195,9 @@ def build_extension(version: str) -> Path:
 
 
 def build_ladder(version: str) -> Path:
-    """Builds the kernels of examples/ladder and returns their library. Raises as :func:`build_extension` does."""
+    """Builds the kernels of examples/ladder and returns their library. Raises as :func:`build_extension`
+    does.
+    """
     return _build(version, LADDER_LIBRARY)
 
 

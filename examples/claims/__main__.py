@@ -1,8 +1,8 @@
 """What the source articles claim, by whom, and what was measured here: ``python -m examples.claims``.
 
-The table is made of stored results (``bench/results``). ``--measure`` adds a run of this machine: of the ladder
-(``python -m examples.ladder``) and of the encoders, memory and contexts that only this example measures. On a CPU
-that is a small form of everything, to show that it runs. The pictures need matplotlib.
+The table is made of stored results (``bench/results``). ``--measure`` adds a run of this machine: of the
+ladder (``python -m examples.ladder``) and of the encoders, memory and contexts that only this example
+measures. On a CPU that is a small form of everything, to show that it runs. The pictures need matplotlib.
 """
 
 from __future__ import annotations

@@ -167,12 +167,14 @@ def _encoder(section: str, label: str) -> Callable[[Evidence], Answer]:
 
 def _contexts(evidence: Evidence) -> Answer:
     file = evidence.file("claims")
-    rows = file.of("contexts")
-    if len(rows) < 2:
-        return None
-    words = ", ".join(f"context {row['name']}: {number(row, 'held_out'):.3f}" for row in rows)
-    steps, window = rows[0]["steps"], rows[0]["window"]
-    return f"nats a byte of held-out Python after {steps} steps of {window} bytes: {words}", file.where
+    groups: dict[tuple[object, object], list[Row]] = {}
+    for row in file.of("contexts"):
+        groups.setdefault((row["window"], row["steps"]), []).append(row)
+    parts = []
+    for (window, steps), rows in groups.items():
+        words = ", ".join(f"context {row['name']} {number(row, 'held_out'):.3f}" for row in rows)
+        parts.append(f"after {steps} steps of {window} bytes: {words}")
+    return (f"nats a byte of held-out Python {'; '.join(parts)}", file.where) if parts else None
 
 
 def _breakdown(evidence: Evidence) -> Answer:
@@ -193,9 +195,8 @@ def _softmax(evidence: Evidence) -> Answer:
         ms = {str(row["name"]): number(row, "ms") for row in file.of("softmax") if shape_of(row) == shape}
         if {"three", "two", "blocks"} <= set(ms):
             chip = f", on chip {ms['on chip']:.2f}" if "on chip" in ms else ""
-            parts.append(
-                f"rows of {shape[1]}: three passes {ms['three']:.2f} ms, two {ms['two']:.2f}, blocks {ms['blocks']:.2f}{chip}"
-            )
+            times = f"three passes {ms['three']:.2f} ms, two {ms['two']:.2f}, blocks {ms['blocks']:.2f}{chip}"
+            parts.append(f"rows of {shape[1]}: {times}")
     return ("; ".join(parts), file.where) if parts else None
 
 
@@ -261,17 +262,20 @@ def _forward_only(evidence: Evidence) -> Answer:
             f"{number(alone, 'kept_bytes') / 1024:.0f} under no_grad")  # fmt: skip
     with_lse, without = rows.get("fa2-ladder, with lse"), rows.get("fa2-ladder, without lse")
     if with_lse and without:
-        text += f"; storing it costs a kernel {100 * (number(with_lse, 'ms') / number(without, 'ms') - 1):+.1f} % of its time"
+        change = 100 * (number(with_lse, "ms") / number(without, "ms") - 1)
+        text += f"; storing it costs a kernel {change:+.1f} % of its time"
     return text, file.where
 
 
 CLAIMS = (
-    Claim("001, title", "FlashAttention-2 is 200 % faster than FlashAttention", _ladder_ratio("fa1", "fa2-ladder")),
+    Claim("001, title", "FlashAttention-2 is 200 % faster than FlashAttention",
+          _ladder_ratio("fa1", "fa2-ladder")),
     Claim("001, abstract and text", "FlashAttention-2 is 2x, or 2 to 3x, as fast as FlashAttention",
           _ladder_ratio("fa1", "fa2-ladder")),
     Claim("001", "of it by work along the sequence", _ladder_ratio("fa2-one-cta", "fa2-ladder")),
     Claim("001", "of it by dividing once", _ladder_ratio("fa2-divided", "fa2-ladder")),
-    Claim("001, 002", "FlashAttention is 2 to 4x as fast as standard attention", _ladder_ratio("standard", "fa1")),
+    Claim("001, 002", "FlashAttention is 2 to 4x as fast as standard attention",
+          _ladder_ratio("standard", "fa1")),
     Claim("001", "FlashAttention reaches 25 to 40, or 30 to 50 % of the peak forward", _share_of_peak("fa1")),
     Claim("001", "FlashAttention-2 reaches 73 % of the peak forward (A100)", _headline_share("fwd")),
     Claim("001", "FlashAttention-2 reaches 63 % of the peak backward (A100)", _headline_share("bwd")),
@@ -281,7 +285,8 @@ CLAIMS = (
     Claim("001", "FlashAttention leaves multiprocessors idle", _occupancy),
     Claim("001", "FlashAttention-2 needs fewer reads and writes of shared memory", _shared),
     Claim("001", "10 to 20x less memory", _memory),
-    Claim("002", "BERT-large trains 15 % faster than the MLPerf 1.1 record", _encoder("bert", "BERT-large, 512 tokens")),
+    Claim("002", "BERT-large trains 15 % faster than the MLPerf 1.1 record",
+          _encoder("bert", "BERT-large, 512 tokens")),
     Claim("002", "GPT-2 with 1k tokens trains 3x as fast", _training("gpt2-medium", 1024)),
     Claim("002", "the Long Range Arena with 1k to 4k tokens trains 2.4x as fast",
           _encoder("arena", "small encoder, 1k, 2k, 4k tokens")),

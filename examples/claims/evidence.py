@@ -1,4 +1,6 @@
-"""Results that claims are held against: files of the benchmark, of the ladder, and of this example's own runs."""
+"""Results that claims are held against: files of the benchmark, of the ladder, and of this example's own
+runs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class File:
 
 @dataclass
 class Evidence:
-    """What is known, by kind: "ladder" and "claims" of the examples, "headline" and "training" of the benchmark."""
+    """What is known, by kind: "ladder" and "claims" of the examples, "headline" and "training" of the
+    benchmark.
+    """
 
     files: dict[str, File]
 

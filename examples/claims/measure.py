@@ -1,5 +1,5 @@
-"""What stored results of the benchmark do not hold: encoders of the articles' claims, memory of attention, and
-models trained with a short and a long context on the same text."""
+"""What stored results of the benchmark do not hold: encoders of the articles' claims, memory of attention,
+and models trained with a short and a long context on the same text."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Scale:
 
 GPU = Scale(
     bert=BERT_LARGE, bert_batch=32, bert_seqlen=512, arena=ARENA, arena_lengths=(1024, 2048, 4096),
-    arena_tokens=32768, memory=((1024, 16, 64), (2048, 16, 64), (4096, 16, 64), (16384, 16, 64)), reader=BYTES,
-    contexts=(1024, 16384), steps=250, judged=20, rounds=3, budget_s=1.2,
+    arena_tokens=32768, memory=((1024, 16, 64), (2048, 16, 64), (4096, 16, 64), (16384, 16, 64)),
+    reader=BYTES, contexts=(1024, 16384), steps=250, judged=20, rounds=3, budget_s=1.2,
 )  # fmt: skip
 CPU = Scale(
     bert=TINY, bert_batch=2, bert_seqlen=32, arena=TINY, arena_lengths=(32, 64), arena_tokens=64,
@@ -93,8 +93,8 @@ ENCODERS: dict[str, Attend] = {"flash_ext": _ours, "PyTorch": _pytorch, "standar
 
 
 def encoder_rows(
-    section: str, shape: ModelShape, lengths: tuple[int, ...], tokens: int, device: torch.device, timer: Timer,
-    scale: Scale,
+    section: str, shape: ModelShape, lengths: tuple[int, ...], tokens: int, device: torch.device,
+    timer: Timer, scale: Scale,
 ) -> list[Row]:  # fmt: skip
     """Whole training steps (forward, backward, AdamW) without a mask, at each length."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -137,7 +137,9 @@ def encoder_rows(
 
 
 def memory_rows(device: torch.device, scale: Scale) -> list[Row]:
-    """The most bytes that forward and backward of attention hold beyond q, k, v and their gradients' input."""
+    """The most bytes that forward and backward of attention hold beyond q, k, v and their gradients'
+    input.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows: list[Row] = []
     for seqlen, num_heads, head_dim in scale.memory:
@@ -177,7 +179,9 @@ def long_files(least: int) -> tuple[list[bytes], list[bytes]]:
 def windows(
     text: bytes, start: int, length: int, context: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Bytes of a window and those that follow them, cut into pieces of ``context``: (length / context, context)."""
+    """Bytes of a window and those that follow them, cut into pieces of ``context``: (length / context,
+    context).
+    """
     piece = torch.frombuffer(bytearray(text[start : start + length + 1]), dtype=torch.uint8).long().to(device)
     return piece[:-1].view(-1, context), piece[1:].view(-1, context)
 
@@ -195,8 +199,8 @@ def reading_loss(model: Decoder, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def context_rows(device: torch.device, scale: Scale) -> list[Row]:
-    """One model reads whole windows, its twin the same windows in short pieces: same weights at the start, same
-    bytes in the same order, so that only what a byte can look back to differs.
+    """One model reads whole windows, its twin the same windows in short pieces: same weights at the start,
+    same bytes in the same order, so that only what a byte can look back to differs.
 
     The loss is taken over the second half of held-out windows, whose bytes have half a window before them.
     """
@@ -249,7 +253,9 @@ def context_rows(device: torch.device, scale: Scale) -> list[Row]:
 
 
 def _second_half_loss(model: Decoder, tokens: Tensor, targets: Tensor) -> float:
-    """Of a whole window: the loss of all bytes, less that of the first half, which sees nothing of the second."""
+    """Of a whole window: the loss of all bytes, less that of the first half, which sees nothing of the
+    second.
+    """
     half = tokens.shape[1] // 2
     whole, first = (
         reading_loss(model, tokens, targets),
@@ -264,8 +270,8 @@ def all_rows(device: torch.device, timer: Timer) -> list[Row]:
     rows = memory_rows(device, scale)
     rows += context_rows(device, scale)
     timer.release()
-    rows += encoder_rows("bert", scale.bert, (scale.bert_seqlen,), scale.bert_batch * scale.bert_seqlen, device,
-                         timer, scale)  # fmt: skip
+    bert_tokens = scale.bert_batch * scale.bert_seqlen
+    rows += encoder_rows("bert", scale.bert, (scale.bert_seqlen,), bert_tokens, device, timer, scale)
     timer.release()
     return rows + encoder_rows(
         "arena", scale.arena, scale.arena_lengths, scale.arena_tokens, device, timer, scale

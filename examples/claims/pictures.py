@@ -30,7 +30,9 @@ PART_COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73")
 
 
 def draw(evidence: Evidence, folder: Path) -> list[Path]:
-    """Writes ladder.png, and contexts.png where contexts were measured; nothing without matplotlib or results."""
+    """Writes ladder.png, and contexts.png where contexts were measured; nothing without matplotlib or
+    results.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -80,7 +82,9 @@ def _draw_lengths(axis: Axes, rows: list[Row], head_dim: int) -> None:
 
 
 def _draw_large(axis: Axes, evidence: Evidence) -> None:
-    """flash_ext and PyTorch's FlashAttention-2 by the benchmark, head_dim 128 and 256, without and with causal."""
+    """flash_ext and PyTorch's FlashAttention-2 by the benchmark, head_dim 128 and 256, without and with
+    causal.
+    """
     file = evidence.file("headline")
     for name, colour in (("sm90", RUNG_COLOURS["flash_ext"]), ("fa2", RUNG_COLOURS["fa2"])):
         found = benchmark_times(file, "fwd", name) if file.rows else {}
@@ -90,7 +94,8 @@ def _draw_large(axis: Axes, evidence: Evidence) -> None:
                     (s, rate) for (d, c, s), (_, rate) in found.items() if (d, c) == (head_dim, causal)
                 )
                 if points:
-                    label = f"{'flash_ext' if name == 'sm90' else 'FlashAttention-2'} {head_dim}{', causal' if causal else ''}"
+                    who = "flash_ext" if name == "sm90" else "FlashAttention-2"
+                    label = f"{who} {head_dim}{', causal' if causal else ''}"
                     axis.plot(
                         *zip(*points), linestyle=style, marker=marker, markersize=4, color=colour, label=label
                     )
@@ -166,21 +171,21 @@ def _draw_bytes(axis: Axes, profiled: list[Row], timed: list[Row]) -> None:
 
 
 def _draw_contexts(axis: Axes, rows: list[Row], where: str) -> None:
-    for row, colour in zip(rows, ("#0072B2", "#D55E00")):
-        curve = row["curve"]
+    """Training curves, each a mean over the steps before; solid for the longer context of a pair."""
+    for row in rows:
+        curve, window = row["curve"], row["window"]
         assert isinstance(curve, list)
         width = max(1, len(curve) // 30)
-        smooth = [
-            sum(curve[max(0, i - width) : i + 1]) / len(curve[max(0, i - width) : i + 1])
-            for i in range(len(curve))
-        ]
+        parts = [curve[max(0, i - width) : i + 1] for i in range(len(curve))]
+        is_long = str(row["name"]) == str(window)
         axis.plot(
-            smooth, color=colour, label=f"context {row['name']}: held out {number(row, 'held_out'):.3f}"
+            [sum(part) / len(part) for part in parts],
+            linestyle="-" if is_long else "--",
+            color="#D55E00" if window == rows[0]["window"] else "#0072B2",
+            label=f"context {row['name']} of {window} bytes: held out {number(row, 'held_out'):.3f}",
         )
     axis.set(
-        title=f"The same bytes with a short and a long context ({where})",
-        xlabel="step",
-        ylabel="nats per byte",
+        title=f"The same bytes with a short and a long context\n({where})", xlabel="step", ylabel="nats per byte"
     )
-    axis.legend()
+    axis.legend(fontsize=8)
     axis.grid(alpha=0.3)

@@ -1,9 +1,9 @@
-"""Runs the ladder: ``python -m examples.ladder``. Times every rung from the textbook to flash_ext side by side, at
-many lengths and with few heads; the passes of softmax; the parts of standard attention; and, where ncu is
-installed, counts what each rung moves.
+"""Runs the ladder: ``python -m examples.ladder``. Times every rung from the textbook to flash_ext side by
+side, at many lengths and with few heads; the passes of softmax; the parts of standard attention; and, where
+ncu is installed, counts what each rung moves.
 
-Results go to a JSON file, which ``python -m examples.claims`` reads, and to tables on the screen. On a CPU only what
-runs there is timed, in seconds.
+Results go to a JSON file, which ``python -m examples.claims`` reads, and to tables on the screen. On a CPU
+only what runs there is timed, in seconds.
 """
 
 from __future__ import annotations

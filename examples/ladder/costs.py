@@ -77,8 +77,8 @@ def kernel_bytes(
     """Bytes that cross the border of the chip for one head, with 16-bit tensors, if no cache holds anything.
 
     Args:
-        algorithm: "standard" with scores and weights of 16 bits in memory; "flash1" or "flash2" as the kernels
-            of the ladder are written: fp32 accumulators and statistics.
+        algorithm: "standard" with scores and weights of 16 bits in memory; "flash1" or "flash2" as the
+            kernels of the ladder are written: fp32 accumulators and statistics.
         sizes: tiles of the kernel; None for "standard".
 
     Raises:

@@ -1,10 +1,13 @@
-"""Times, bytes and memory of the ladder's rungs. Every section is a list of plain rows, for a file of results."""
+"""Times, bytes and memory of the ladder's rungs. Every section is a list of plain rows, for a file of
+results.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +29,8 @@ class Scale:
 
     Attributes:
         softmax: (rows, length) of the softmax kernels.
-        lengths, tokens, width: of the series over lengths: tokens / length batch entries, width / head_dim heads.
+        lengths, tokens, width: of the series over lengths: tokens / length batch entries, width / head_dim
+            heads.
         head_dims: of that series.
         few_heads: (seqlen, head_dim), for one batch entry with 1, 2, 4 and 8 heads.
         breakdown: (batch, num_heads, seqlen, head_dim) of the parts of standard attention.
@@ -157,14 +161,14 @@ def softmax_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row]:
     rows: list[Row] = []
     for shape in scale.softmax:
         x = torch.randn(shape, device=device)
-        calls: dict[str, Call] = {"PyTorch": lambda x=x: x.softmax(-1)}  # type: ignore[misc]
+        calls: dict[str, Call] = {"PyTorch": partial(torch.softmax, x, -1)}
         reads = {"PyTorch": 0}
         if device.type == "cuda":
             for passes, count in zip(native.Passes, (3, 2, 2, 1), strict=True):
                 if passes is native.Passes.ON_CHIP and shape[1] * 4 > 200_000:
                     continue
                 name = passes.name.lower().replace("_", " ")
-                calls[name] = lambda x=x, passes=passes: native.softmax(x, passes)  # type: ignore[misc]
+                calls[name] = partial(native.softmax, x, passes)
                 reads[name] = count
         for name, row in timed(calls, timer, scale).items():
             size = x.numel() * 4
@@ -186,8 +190,8 @@ def tile_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row]:
             q, k, v = random_qkv(shape, device)
             state = native.Flash1State.empty(q)
             calls: dict[str, Call] = {
-                f"fa1 {s.block_m} x {s.block_n}": lambda s=s: native.flash1(q, k, v, s, state)  # type: ignore[misc]
-                for s in native.FLASH1_SIZES[head_dim]
+                f"fa1 {sizes.block_m} x {sizes.block_n}": partial(native.flash1, q, k, v, sizes, state)
+                for sizes in native.FLASH1_SIZES[head_dim]
             }
             if RUNGS["triton"].takes(device):
                 from . import triton_flash2
@@ -195,7 +199,7 @@ def tile_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row]:
                 x, y, z = (t.transpose(1, 2) for t in (q, k, v))
                 for tile in triton_flash2.TILES[head_dim]:
                     name = "triton {} x {}, {} warps, {} stages".format(*tile)
-                    calls[name] = lambda t=tile: triton_flash2.attention(x, y, z, tile=t)  # type: ignore[misc]
+                    calls[name] = partial(triton_flash2.attention, x, y, z, tile=tile)
             rows += _with_rates(timed(calls, timer, scale), shape, "tiles")
     return rows
 

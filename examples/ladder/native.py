@@ -1,7 +1,8 @@
 """The CUDA kernels of the ladder, called on torch tensors.
 
-They are no part of the package: ``python setup.py build_ladder`` compiles them, and the first call does so where
-that has not been done. q, k, v are (batch, num_heads, seqlen, head_dim) bfloat16, contiguous, head_dim 64 or 128.
+They are no part of the package: ``python setup.py build_ladder`` compiles them, and the first call does so
+where that has not been done. q, k, v are (batch, num_heads, seqlen, head_dim) bfloat16, contiguous, head_dim
+64 or 128.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from .algorithms import BlockSizes
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(__file__).resolve().parent / "kernels" / "ladder.so"
 
-# What flash1.cu and flash2.cu are compiled for, by head_dim; the first of FlashAttention is the fastest on an H100.
+# What flash1.cu and flash2.cu are compiled for, by head_dim; the first of FlashAttention is the fastest on
+# an H100.
 FLASH1_SIZES = {
-    64: (BlockSizes(32, 256), BlockSizes(64, 256), BlockSizes(32, 128)),
+    64: (BlockSizes(64, 256), BlockSizes(32, 256), BlockSizes(32, 128)),
     128: (BlockSizes(32, 256), BlockSizes(32, 128), BlockSizes(16, 128)),
 }
 FLASH2_SIZES = {64: BlockSizes(128, 64), 128: BlockSizes(128, 32)}
@@ -150,6 +152,7 @@ def flash2(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if want_lse else None
     _call(
         "ladder_flash2", q, *(x.data_ptr() for x in (q, k, v, out)), None if lse is None else lse.data_ptr(),
-        batch * num_heads, seqlen_q, k.shape[2], head_dim, head_dim**-0.5, one_cta_per_head, normalise_each_step,
+        batch * num_heads, seqlen_q, k.shape[2], head_dim, head_dim**-0.5, one_cta_per_head,
+        normalise_each_step,
     )  # fmt: skip
     return out, lse

@@ -11,7 +11,8 @@ TABLES: dict[str, tuple[str, tuple[tuple[str, str, str, float], ...]]] = {
     "errors": ("Largest error against float64", (("error_vs_float64", "error", ".1e", 1.0),)),
     "softmax": (
         "Softmax of long rows",
-        (("ms", "ms", ".3f", 1.0), ("counted_bytes", "counted GB", ".2f", 1e-9), ("gbps", "counted GB/s", ".0f", 1.0)),
+        (("ms", "ms", ".3f", 1.0), ("counted_bytes", "counted GB", ".2f", 1e-9),
+         ("gbps", "counted GB/s", ".0f", 1.0)),
     ),
     "tiles": ("Tiles that were tried", (("ms", "ms", ".3f", 1.0), ("tflops", "TFLOP/s", ".0f", 1.0))),
     "lengths": ("Attention by length", (("ms", "ms", ".3f", 1.0), ("tflops", "TFLOP/s", ".0f", 1.0))),
@@ -25,8 +26,9 @@ TABLES: dict[str, tuple[str, tuple[tuple[str, str, str, float], ...]]] = {
     "profile": (
         "Counted by the hardware",
         (("ms", "ms", ".3f", 1.0), ("dram_read_bytes", "memory read, GB", ".3f", 1e-9),
-         ("dram_written_bytes", "memory written, GB", ".3f", 1e-9), ("l2_read_bytes", "L2 read, GB", ".3f", 1e-9),
-         ("l2_written_bytes", "L2 written, GB", ".3f", 1e-9), ("shared_wavefronts", "shared memory, M", ".0f", 1e-6),
+         ("dram_written_bytes", "memory written, GB", ".3f", 1e-9),
+         ("l2_read_bytes", "L2 read, GB", ".3f", 1e-9), ("l2_written_bytes", "L2 written, GB", ".3f", 1e-9),
+         ("shared_wavefronts", "shared memory, M", ".0f", 1e-6),
          ("ctas", "CTAs", ".0f", 1.0), ("warps_active_pct", "warps of a busy SM, %", ".0f", 1.0),
          ("busy_pct", "SMs busy, %", ".0f", 1.0)),
     ),

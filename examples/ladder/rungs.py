@@ -28,7 +28,8 @@ class Rung:
         label: as pictures call it.
         prepare: from q, k, v (batch, num_heads, seqlen, head_dim), contiguous, to the call that is timed.
         needs: "", "cuda" or "triton".
-        algorithm: as :func:`examples.ladder.costs.kernel_bytes` knows it; "" where its tiles are not ours to say.
+        algorithm: as :func:`examples.ladder.costs.kernel_bytes` knows it; "" where its tiles are not ours to
+            say.
         sizes: tiles by head_dim.
     """
 
@@ -86,12 +87,13 @@ FLASH1_SIZES = {head_dim: sizes[0] for head_dim, sizes in native.FLASH1_SIZES.it
 RUNGS = {
     rung.name: rung
     for rung in (
-        Rung("standard", "standard attention", lambda q, k, v: lambda: standard(q, k, v), algorithm="standard"),
+        Rung("standard", "standard attention", lambda q, k, v: lambda: standard(q, k, v),
+             algorithm="standard"),
         Rung("fa1", "FlashAttention (ladder)", _flash1, "cuda", "flash1", FLASH1_SIZES),
-        Rung("fa2-one-cta", "FlashAttention-2 (ladder), one CTA a head", _flash2(one_cta_per_head=True), "cuda",
-             "flash2", native.FLASH2_SIZES),
-        Rung("fa2-divided", "FlashAttention-2 (ladder), divided at each step", _flash2(normalise_each_step=True),
+        Rung("fa2-one-cta", "FlashAttention-2 (ladder), one CTA a head", _flash2(one_cta_per_head=True),
              "cuda", "flash2", native.FLASH2_SIZES),
+        Rung("fa2-divided", "FlashAttention-2 (ladder), divided at each step",
+             _flash2(normalise_each_step=True), "cuda", "flash2", native.FLASH2_SIZES),
         Rung("fa2-ladder", "FlashAttention-2 (ladder)", _flash2(), "cuda", "flash2", native.FLASH2_SIZES),
         Rung("triton", "FlashAttention-2 (Triton)", _triton, "triton"),
         Rung("fa2", "FlashAttention-2 (PyTorch)", lambda q, k, v: lambda: pytorch(q, k, v)),

@@ -1,7 +1,7 @@
 """FlashAttention-2's forward in Triton: what a page of Python reaches beside CUDA C++.
 
-The skeleton that circulates in articles has five mistakes, named where this differs from it. Needs the ``triton``
-package, which CUDA builds of torch bring. With ``TRITON_INTERPRET=1`` it runs on a CPU.
+The skeleton that circulates in articles has five mistakes, named where this differs from it. Needs the
+``triton`` package, which CUDA builds of torch bring. With ``TRITON_INTERPRET=1`` it runs on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ LOG2E = 1.4426950408889634
 
 
 class Tile(NamedTuple):
-    """How a program of the grid works: its queries, its keys in a step, its warps, and key tiles on their way."""
+    """How a program of the grid works: its queries, its keys in a step, its warps, and key tiles on their
+    way.
+    """
 
     block_m: int
     block_n: int
@@ -27,15 +29,15 @@ class Tile(NamedTuple):
 
 # Those that were tried; the first is the fastest on an H100.
 TILES = {
-    64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)),
+    64: (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
 }
 
 
 @triton.jit
 def _step(
-    acc, row_max, row_sum, q, k_rows, v_rows, stride_kn, stride_vn, scale_log2, rows, first_col, seqlen_k, offset,
-    cols_d, is_d,
+    acc, row_max, row_sum, q, k_rows, v_rows, stride_kn, stride_vn, scale_log2, rows, first_col, seqlen_k,
+    offset, is_d,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One key block. MASKED: it crosses the diagonal or the end of the keys; others need no test at all."""
@@ -100,13 +102,13 @@ def _forward(
         whole = tl.minimum(whole, tl.maximum(m_block * BLOCK_M + offset + 1, 0) // BLOCK_N * BLOCK_N)
     for first_col in range(0, whole, BLOCK_N):
         acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, q, k_rows, v_rows, stride_kn, stride_vn, scale_log2, rows, first_col, seqlen_k,
-            offset, cols_d, is_d, CAUSAL, False, BLOCK_N,
+            acc, row_max, row_sum, q, k_rows, v_rows, stride_kn, stride_vn, scale_log2, rows, first_col,
+            seqlen_k, offset, is_d, CAUSAL, False, BLOCK_N,
         )  # fmt: skip
     for first_col in range(whole, end, BLOCK_N):
         acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, q, k_rows, v_rows, stride_kn, stride_vn, scale_log2, rows, first_col, seqlen_k,
-            offset, cols_d, is_d, CAUSAL, True, BLOCK_N,
+            acc, row_max, row_sum, q, k_rows, v_rows, stride_kn, stride_vn, scale_log2, rows, first_col,
+            seqlen_k, offset, is_d, CAUSAL, True, BLOCK_N,
         )  # fmt: skip
     # Rows that see nothing are 0, and their lse is -inf.
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]

@@ -4,12 +4,15 @@ there.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from examples.ladder import native
 from tests.test_emulation import EMULATION, ROOT, copy_sources, replace_once
 
 pytestmark = pytest.mark.xdist_group("ladder")  # one builds the program
@@ -72,3 +75,43 @@ def test_missing_barriers_are_noticed(program: Path, fault: int) -> None:
     done = run(program, "--fault", str(fault))
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(line.startswith("FAIL") for line in done.stdout.splitlines())
+
+
+# ---- the library
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """Made by the package's own graph, on any machine that can build the package."""
+    sys.path.insert(0, str(ROOT / "csrc"))
+    from build_backend import environment
+
+    if environment.find_toolkit()[0] is None:
+        pytest.skip("no CUDA toolkit")
+    native.build()
+
+
+def test_the_kernels_build_without_spills(built: None) -> None:
+    table = json.loads((ROOT / "build" / "ladder_resources.json").read_text(encoding="utf-8"))
+    assert table["warnings"] == []
+    names = {kernel["name"].split("<")[0].split("::")[-1] for kernel in table["kernels"]}
+    assert names == {"flash1_kernel", "flash2_kernel", "softmax_kernel"}
+    assert all(kernel["stack"] == kernel["spill_stores"] == 0 for kernel in table["kernels"])
+
+
+def test_the_library_refuses_in_words(built: None) -> None:
+    """Before any launch, so that no GPU is needed."""
+    found = native.library()
+    pointers, call = [None] * 4, [1, 8, 8]
+    assert found.ladder_flash2(*pointers, None, *call, 80, 1.0, 0, 0, None) == b"head_dim must be 64 or 128"
+    assert found.ladder_flash2(*pointers, None, *call, 64, 0.0, 0, 0, None).endswith(b"must be positive")
+    assert found.ladder_flash1(*pointers, *pointers[:3], *call, 64, 1.0, 48, 48, None) == b"no kernel of these sizes"
+    assert found.ladder_softmax(None, None, 1, 6, 0, None) == b"the length of a row must be a multiple of 4"
+    assert found.ladder_softmax(None, None, 1, 1 << 20, 3, None) == b"a row is larger than shared memory"
+    assert found.ladder_softmax(None, None, 1, 8, 9, None) == b"no such kind of softmax"
+
+
+def test_no_package_has_the_library() -> None:
+    """It stands beside the sources of an example, which wheels leave out."""
+    assert native.LIBRARY.is_relative_to(ROOT / "examples")
+    assert "examples" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[tool.setuptools]")[1].split("[")[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .evidence import Evidence, Row, benchmark_times, geomean, number, pairs, shape_of, span
+from .evidence import Evidence, Row, benchmark_times, number, pairs, shape_of, span
 
 DATASHEET = 989.4  # TFLOP/s of an H100 or H200, dense bf16
 NOT_MEASURED = "not measured"
@@ -29,21 +29,27 @@ class Claim:
     measure: Callable[[Evidence], Answer]
 
 
-def _ladder_ratio(slow: str, fast: str, section: str = "lengths") -> Callable[[Evidence], Answer]:
+MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+def _ladder_ratio(slow: str, fast: str) -> Callable[[Evidence], Answer]:
+    """Speed of one rung over another over lengths, apart where there are fewer heads than multiprocessors."""
+
     def measure(evidence: Evidence) -> Answer:
         file = evidence.file("ladder")
-        found = pairs(file.of(section), slow, fast, shape_of)
-        if not found:
-            return None
-        by_dim: dict[int, list[float]] = {}
-        for shape, ratio in found.items():
+        groups: dict[tuple[int, bool], list[float]] = {}
+        for shape, ratio in pairs(file.of("lengths"), slow, fast, shape_of).items():
             assert isinstance(shape, tuple)
-            by_dim.setdefault(shape[3], []).append(ratio)
-        text = "; ".join(
-            f"head_dim {d}: {geomean(ratios):.2f}x ({span(ratios)})" for d, ratios in sorted(by_dim.items())
-        )
-        lengths = sorted({shape[2] for shape in found if isinstance(shape, tuple)})
-        return f"{text}, lengths {lengths[0]} to {lengths[-1]}", file.where
+            groups.setdefault((shape[3], shape[0] * shape[1] >= MULTIPROCESSORS), []).append(ratio)
+        if not groups:
+            return None
+        parts = []
+        for (head_dim, is_full), ratios in sorted(
+            groups.items(), key=lambda item: (item[0][0], not item[0][1])
+        ):
+            heads = "heads enough for all SMs" if is_full else "fewer heads"
+            parts.append(f"head_dim {head_dim}, {heads}: {span(ratios, unit='x')}")
+        return "; ".join(parts), file.where
 
     return measure
 

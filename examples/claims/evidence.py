@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,12 +89,6 @@ def shape_of(row: Row) -> tuple[int, ...]:
     shape = row["shape"]
     assert isinstance(shape, list)
     return tuple(shape)
-
-
-def geomean(values: Iterable[float]) -> float:
-    """Geometric mean; nan of nothing."""
-    values = list(values)
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def span(values: Iterable[float], form: str = ".2f", unit: str = "") -> str:

@@ -20,7 +20,7 @@ RUNG_COLOURS = {
     "fa2-one-cta": "#88CCEE",
     "fa2-divided": "#44AA99",
     "fa2-ladder": "#117733",
-    "triton": "#B8A200",
+    "triton": COLOURS["FlashAttention-2 (Triton)"],
     "fa2": COLOURS["FlashAttention-2 (PyTorch)"],
     "sm80": COLOURS["flash_ext, sm80"],
     "flash_ext": COLOURS["flash_ext"],
@@ -185,7 +185,9 @@ def _draw_contexts(axis: Axes, rows: list[Row], where: str) -> None:
             label=f"context {row['name']} of {window} bytes: held out {number(row, 'held_out'):.3f}",
         )
     axis.set(
-        title=f"The same bytes with a short and a long context\n({where})", xlabel="step", ylabel="nats per byte"
+        title=f"The same bytes with a short and a long context\n({where})",
+        xlabel="step",
+        ylabel="nats per byte",
     )
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)

@@ -81,8 +81,8 @@ def test_profiles_are_told_apart_by_separators() -> None:
         values = {"ms": ns, "ctas": ctas, "dram_read_bytes": "1,000", "l2_read_bytes": "2"}
         return [name, *(values.get(key, "3") for key in profile.METRICS)]
 
-    raw = [names, [""] * len(names), separator, kernel("gemm", "1000000", "7"), kernel("softmax", "3000000", "9"),
-           separator, kernel("flash1_kernel", "2000000", "5")]  # fmt: skip
+    standard = [kernel("gemm", "1000000", "7"), kernel("softmax", "3000000", "9")]
+    raw = [names, [""] * len(names), separator, *standard, separator, kernel("flash1_kernel", "2000000", "5")]
     launches = [((1, 2, 64, 64), "standard"), ((1, 2, 64, 64), "fa1")]
     first, second = profile.rows_of(raw, launches)
     assert (first["ms"], first["kernels"], first["ctas"]) == (4.0, 2, 9.0)

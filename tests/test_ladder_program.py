@@ -158,7 +158,7 @@ def test_ratios_pair_what_was_timed_together() -> None:
     ]
     assert pairs(rows, "fa1", "fa2-ladder", shape_of) == {(1, 1, 8, 64): 3.0, (1, 200, 8, 64): 4.0}
     line = table(Evidence({"ladder": File("ladder", rows)}))[0][2]
-    assert line == "head_dim 64, heads enough for all SMs: 4.00x; head_dim 64, fewer heads: 3.00x"
+    assert line == "head_dim 64 4.00x, with fewer heads than SMs 3.00x"
     assert span([1.0, 2.5]) == "1.00 to 2.50" and span([2.0, 2.0], unit="x") == "2.00x"
 
 

@@ -39,6 +39,16 @@ def as_text(lines: list[tuple[str, str, str, str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * 4, *lines))
 
 
+def in_document(document: str, text: str) -> str:
+    """The document with this table between its marks."""
+    mark, end = "<!-- claims: written by python -m examples.claims --docs -->\n", "<!-- -->\n"
+    before, _, rest = document.partition(mark)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError("the document has no place for the table")
+    return f"{before}{mark}{text}\n{end}{after}"
+
+
 def main(arguments: list[str] | None = None) -> Evidence:
     """Entry; returns what the table was made of."""
     parser = argparse.ArgumentParser(prog="python -m examples.claims", description=__doc__,
@@ -51,6 +61,7 @@ def main(arguments: list[str] | None = None) -> Evidence:
         "--device", choices=("cuda", "cpu"), default=None, help="default: the GPU if there is one"
     )
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/articles.md, too")
     parser.add_argument("--out", type=Path, default=Path("out/claims"), help="folder (default %(default)s)")
     options = parser.parse_args(arguments)
 
@@ -62,6 +73,9 @@ def main(arguments: list[str] | None = None) -> Evidence:
     text = as_text(table(evidence))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "claims.md").write_text(text + "\n", encoding="utf-8")
+    if options.docs:
+        page = RESULTS.parents[1] / "docs" / "articles.md"
+        page.write_text(in_document(page.read_text(encoding="utf-8"), text), encoding="utf-8")
     print(text)
     pictures = draw(evidence, options.out)
     print(f"\n{options.out / 'claims.md'}", *pictures, sep="\n")

@@ -44,11 +44,11 @@ def _ladder_ratio(slow: str, fast: str) -> Callable[[Evidence], Answer]:
         if not groups:
             return None
         parts = []
-        for (head_dim, is_full), ratios in sorted(
-            groups.items(), key=lambda item: (item[0][0], not item[0][1])
-        ):
-            heads = "heads enough for all SMs" if is_full else "fewer heads"
-            parts.append(f"head_dim {head_dim}, {heads}: {span(ratios, unit='x')}")
+        for head_dim in sorted({head_dim for head_dim, _ in groups}):
+            full, few = (groups.get((head_dim, is_full)) for is_full in (True, False))
+            words = [span(full, unit="x")] if full else []
+            words += [f"with fewer heads than SMs {span(few, unit='x')}"] if few else []
+            parts.append(f"head_dim {head_dim} {', '.join(words)}")
         return "; ".join(parts), file.where
 
     return measure

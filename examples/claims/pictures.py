@@ -51,7 +51,7 @@ def draw(evidence: Evidence, folder: Path) -> list[Path]:
         _draw_bytes(axes[1, 2], ladder.of("profile"), ladder.of("lengths"))
         handles = {
             label: handle
-            for axis in axes.flat[:4]
+            for axis in (*axes[0, :2], axes[1, 0])
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
         }
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)

@@ -170,3 +170,12 @@ def test_short_and_long_contexts_read_the_same_bytes() -> None:
     assert torch.equal(after.flatten()[:-1], long.flatten()[1:])
     training, held_out = long_files(4096)
     assert len(training) > len(held_out) > 0 and not set(training) & set(held_out)
+
+
+def test_fp8_is_answered_by_its_column() -> None:
+    case = {"head_dim": 128, "causal": False, "seqlen_q": 16384}
+    entries = [{"name": name, "status": "ok", "median_ms": 1.0, "tflops": rate}
+               for name, rate in (("sm90", 800.0), ("fp8", 1300.0))]  # fmt: skip
+    rows = [{"case": case, "direction": "fwd", "entries": entries}]
+    line = table(Evidence({"fp8": File("fp8", rows)}))[-1]
+    assert line[2] == "flash_ext in fp8 1300 TFLOP/s"

@@ -37,7 +37,7 @@ class File:
 
 @dataclass
 class Evidence:
-    """What is known, by kind: "ladder" and "claims" of the examples, "headline" and "training" of the
+    """What is known, by kind: "ladder" and "claims" of the examples; "headline", "training" and "fp8" of the
     benchmark.
     """
 
@@ -58,7 +58,7 @@ def read(path: Path) -> File:
 def stored(folder: Path = RESULTS) -> Evidence:
     """The newest file of each kind below ``folder``, whose runs are named by date."""
     files: dict[str, File] = {}
-    for kind in ("ladder", "claims", "headline", "training"):
+    for kind in ("ladder", "claims", "headline", "training", "fp8"):
         found = sorted(folder.glob(f"*/{kind}.json.gz"), key=lambda path: path.parent.name)
         if found:
             files[kind] = read(found[-1])

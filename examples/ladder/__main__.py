@@ -13,6 +13,7 @@ import gzip
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ SECTIONS = {
 }
 
 
-def write(path: Path, results: dict[str, object]) -> None:
+def write(path: Path, results: Mapping[str, object]) -> None:
     """As JSON, compressed where the name ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=0).encode()

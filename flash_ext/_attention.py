@@ -284,7 +284,7 @@ def attention_varlen(
             strides with a unit last one.
         v: (total_k, h_k, dv); with ``block_table`` (num_pages, page_size, h_k, dv).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q, contiguous: where each sequence
-            starts, and where the last one ends. With ``block_table`` the latter is not read and may be None.
+            starts, and where the last one ends. With ``block_table`` the latter is not read, None will do.
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows, for FLOP counts; no kernel needs
             them, and they change no result. Leave them out when not at hand. A negative one is refused; one
             in a tensor is not read, because that would wait for the device. Over a cache they choose kernels
@@ -348,8 +348,8 @@ def _refuse_over_cache(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name} is not available over a cache (seqused_k, block_table), only causal, window_size and "
-                "scale. Gather the keys, and call attention_varlen without these arguments."
+                f"{name} is not available over a cache (seqused_k, block_table), only causal, window_size "
+                "and scale. Gather the keys, and call attention_varlen without these arguments."
             )
 
 

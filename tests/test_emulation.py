@@ -1,8 +1,8 @@
 """Three kernels on warps, barriers and copies emulated on a CPU, against models in float64.
 
-They are the gradient of a bias, the forward for few queries, and the same over a cache. Needs g++ and no GPU. Their own sources are
-compiled, after a few edits of a copy: tests/tools/emulation/sm80.cuh replaces the header of PTX, and what is
-declared in shared memory becomes static. All cases, with an option of the programs, take minutes:
+They are the gradient of a bias, the forward for few queries, and the same over a cache. Needs g++ and no GPU.
+Their own sources are compiled, after a few edits of a copy: tests/tools/emulation/sm80.cuh replaces the
+header of PTX, and what is declared in shared memory becomes static. All cases, with an option of the programs, take minutes:
 
     python -m tests.test_emulation bwd_bias --all
 """
@@ -36,7 +36,8 @@ EDITS = [
     ("sm80/split_kv/cached.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
     ("sm80/split_kv/merge.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
     ("common/tiles.cuh", """\
-  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+               "r"(w[3])
                : "memory");""",
      "  ptx::store_words(to, w);"),
     ("common/tiles.cuh",
@@ -79,13 +80,18 @@ FAULTS = {
   float* const entries"""),
     8: ("an entry behind the length is followed", "common/kv_rows.cuh",
         "min(first + held + thread_idx % kHeld, keys.length - 1)",
-        "emu::fault == 8 ? first + held + thread_idx % kHeld : min(first + held + thread_idx % kHeld, keys.length - 1)"),
-    9: ("rows behind the length are copied", "common/kv_rows.cuh", "first + held + r < keys.length ? col_bytes : 0",
+        "min(first + held + thread_idx % kHeld, emu::fault == 8 ? INT32_MAX : keys.length - 1)"),
+    9: ("rows behind the length are copied", "common/kv_rows.cuh",
+        "first + held + r < keys.length ? col_bytes : 0",
         "emu::fault == 9 || first + held + r < keys.length ? col_bytes : 0"),
 }  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",
               7: "bwd_bias", 8: "fwd_cached", 9: "fwd_cached"}  # fmt: skip
-RUNS = {"bwd_bias": 20, "fwd_split": 6, "fwd_cached": 6}  # of the few cases that each program takes without --all
+RUNS = {
+    "bwd_bias": 20,
+    "fwd_split": 6,
+    "fwd_cached": 6,
+}  # of the few cases that each program takes without --all
 
 
 def replace_once(path: Path, old: str, new: str) -> None:

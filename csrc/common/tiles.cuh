@@ -66,7 +66,8 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const uint16_t* p, in
     const uint32_t hi = 2 * j + 1 < valid ? p[2 * j + 1] : 0;
     w[j] = lo | (hi << 16);
   }
-  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+               "r"(w[3])
                : "memory");
 }
 

@@ -46,7 +46,7 @@ class Places(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, cu_seqlens_q: Tensor | None, places: Places
 ) -> tuple[Tensor, Tensor]:
-    """out and lse; q is (batch, seqlen_q, heads, features) or, with its bounds, (total_q, heads, features)."""
+    """out and lse; q is (batch, seqlen_q, heads, features), with its bounds (total_q, heads, features)."""
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     lse = q.new_full(lse_shape, -tiles.INF, dtype=tiles.accumulator_dtype(q))
@@ -62,3 +62,38 @@ def forward(
         own_out.copy_(found[0])
         own_lse.copy_(found_lse[0])
     return out, lse
+
+
+@torch.no_grad()
+def append(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    interleaved: bool,
+) -> None:
+    """Writes new rows into the slots that there are; keys turned first, in float32 or wider."""
+    pages, size = k_cache.shape[:2]
+    inside = (slots >= 0) & (slots < pages * size)
+    if not bool(inside.any()):
+        return
+    k_new, v_new, at = k_new[inside], v_new[inside], slots[inside].long()
+    if cos is not None and sin is not None and positions is not None:
+        row = positions[inside].long().clamp(0, cos.shape[0] - 1)
+        wide = tiles.accumulator_dtype(k_new)
+        k_new = turned(k_new, cos[row].to(wide)[:, None], sin[row].to(wide)[:, None], interleaved)
+    k_cache[at // size, at % size] = k_new
+    v_cache[at // size, at % size] = v_new
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (.., features) with its first 2 * cos.shape[-1] features turned; cos and sin broadcast."""
+    first, rest = x.to(cos.dtype).split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    a, b = (first[..., ::2], first[..., 1::2]) if interleaved else first.chunk(2, dim=-1)
+    parts = (a * cos - b * sin, a * sin + b * cos)
+    first = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([first, rest], dim=-1).to(x.dtype)

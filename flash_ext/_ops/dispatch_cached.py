@@ -1,4 +1,4 @@
-"""From the public functions to the operator over a cache: types in words, and values where the host sees them."""
+"""From the public functions to the operator over a cache: types in words, values where the host sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators over a cache of keys and values as PyTorch sees them; :mod:`flash_ext._ops.library` has the others."""
+"""The operators over a cache of keys and values as PyTorch sees them; library.py has the others."""
 
 from __future__ import annotations
 
@@ -63,6 +63,15 @@ def flops_fwd_cached(
     return int((cu_seqlens_q.diff().long() * lengths[:batch]).sum().item()) * per_score
 
 
+def cpu_append_kv(*arguments: Any) -> None:
+    _C.check_append_kv(*arguments)
+    cached.append(*arguments)
+
+
+def fake_append_kv(*arguments: Any) -> None:
+    _C.check_append_kv(*arguments)
+
+
 def _refuse_vmap(*_: Any) -> Any:
     raise NotImplementedError("vmap over attention with a cache is not implemented; call in a loop.")
 
@@ -72,4 +81,6 @@ if is_built:
     _library.impl("fwd_cached", cpu_fwd_cached, "CPU")
     torch.library.register_fake("flash_ext::fwd_cached", fake_fwd_cached, lib=_library)
     torch.library.register_vmap("flash_ext::fwd_cached", _refuse_vmap, lib=_library)
+    _library.impl("append_kv", cpu_append_kv, "CPU")
+    torch.library.register_fake("flash_ext::append_kv", fake_append_kv, lib=_library)
     register_flop_formula(torch.ops.flash_ext.fwd_cached, get_raw=True)(flops_fwd_cached)

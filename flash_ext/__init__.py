@@ -4,7 +4,8 @@ Functions: :func:`attention`, :func:`attention_varlen`, :func:`append_kv`,
 :func:`scaled_dot_product_attention`, :func:`merge_attention_states`, the functional pair :func:`forward` and
 :func:`backward` with :func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`,
 :func:`enable_sdpa` and :func:`disable_sdpa` for PyTorch's own attention, :func:`explain` for what a call
-would run, and :func:`count` for what did. Values: :class:`AuxRequest`, :class:`AuxOutput` and :class:`Rotary`.
+would run, and :func:`count` for what did. Values: :class:`AuxRequest`, :class:`AuxOutput` and
+:class:`Rotary`.
 Modules: :mod:`flash_ext.masks`, :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.serving`,
 :mod:`flash_ext.compat`, :mod:`flash_ext.integrations`.
 """

@@ -117,7 +117,8 @@ def flash_attn_varlen_func(
             _refuse(softcap=softcap or None, alibi_slopes=alibi_slopes, s_aux=s_aux)
             found, lse = run_cached(
                 q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k,
-                block_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, _backend(num_splits),
+                block_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
+                _backend(num_splits, q),
             )  # fmt: skip
     assert lse is not None
     return _result(found, lse, out, return_softmax_lse)
@@ -215,7 +216,7 @@ def flash_attn_with_kvcache(
             lengths = _append(k_cache, v_cache, k, v, lengths, table, factors, rotary_interleaved)
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
-            causal, window, _backend(num_splits),
+            causal, window, _backend(num_splits, q),
         )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
 
@@ -262,8 +263,8 @@ def _refuse(**options: Any) -> None:
             raise NotImplementedError(f"{name} is not served over a cache, got {shown!r}. Leave it out.")
 
 
-def _backend(num_splits: int) -> str | None:
-    return "kv_splits=1" if num_splits == 1 else None
+def _backend(num_splits: int, q: Tensor) -> str | None:
+    return "kv_splits=1" if num_splits == 1 and q.is_cuda else None
 
 
 def _result(found: Tensor, lse: Tensor, out: Tensor | None, wants_lse: bool) -> Result:

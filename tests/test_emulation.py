@@ -2,7 +2,8 @@
 
 They are the gradient of a bias, the forward for few queries, and the same over a cache. Needs g++ and no GPU.
 Their own sources are compiled, after a few edits of a copy: tests/tools/emulation/sm80.cuh replaces the
-header of PTX, and what is declared in shared memory becomes static. All cases, with an option of the programs, take minutes:
+header of PTX, and what is declared in shared memory becomes static. All cases, with an option of the
+programs, take minutes:
 
     python -m tests.test_emulation bwd_bias --all
 """

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .dispatch import check_bounds, explain_options, explain_tensors, operator_options, refuse_tensor_scale
-from .library_cached import _C
+from .library import _C
+from .library_cached import flops_fwd_cached as flops_fwd_cached  # which registers the operators
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -51,12 +52,12 @@ def run_cached(
             q, k, v, *places, *options[:5], backend
         )
         return traced
-    bounds = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
+    most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
     try:
         left, right = window
         if CHECKS_DEVICE or q.is_cpu:
             _check_values(q, k, *places)
-        return _C.fwd_cached(q, k, v, *places, *bounds, scale, causal, left, right, backend)
+        return _C.fwd_cached(q, k, v, *places, most_q, most_k, scale, causal, left, right, backend)
     except (TypeError, ValueError, NotImplementedError, AttributeError):
         explain_tensors(q=q, k=k, v=v)
         explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)

@@ -79,12 +79,10 @@ FAULTS = {
   if (emu::fault != 7) __syncthreads();
   debug_delay();
   float* const entries"""),
-    8: ("an entry behind the length is followed", "common/kv_rows.cuh",
-        "min(first + held + thread_idx % kHeld, keys.length - 1)",
-        "min(first + held + thread_idx % kHeld, emu::fault == 8 ? INT32_MAX : keys.length - 1)"),
-    9: ("rows behind the length are copied", "common/kv_rows.cuh",
-        "first + held + r < keys.length ? col_bytes : 0",
-        "emu::fault == 9 || first + held + r < keys.length ? col_bytes : 0"),
+    8: ("a part too many is merged", "sm80/split_kv/cached.cuh", "packed_row, parts.count, shares);",
+        "packed_row, parts.count + (emu::fault == 8), shares);"),
+    9: ("pages in their own order", "common/kv_rows.cuh", "max(table[number], 0)",
+        "max(emu::fault == 9 ? static_cast<int32_t>(number) : table[number], 0)"),
 }  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",
               7: "bwd_bias", 8: "fwd_cached", 9: "fwd_cached"}  # fmt: skip

@@ -10,6 +10,7 @@ values in use.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ ROWS = [
     Row("d256-b16-k8192", (8192,) * 16, head_dim=256),
     Row("4-new-group-8-b16-k8192", (8192,) * 16, queries=4, heads=64),
     Row("ragged-b16-to-32k", spread(16, 32768)),
+    Row("ragged-b32-to-16k", spread(32, 16384)),
     Row("ragged-b64-to-16k", spread(64, 16384)),
     Row("prompt-b4-s2048", (2048,) * 4, queries=2048),
     Row("chunk-512-of-8192-b4", (8192,) * 4, queries=512),
@@ -80,8 +82,8 @@ def paged(k: list[Tensor], page: int, width: int, together: bool = False) -> tup
     return pool[0], pool[1], table
 
 
-def calls(row: Row, device: str) -> dict[str, Callable[[], object]]:
-    """What a row times, by name."""
+def calls(row: Row, device: str, parts: Sequence[int] = ()) -> dict[str, Callable[[], object]]:
+    """What a row times, by name; pages of 64 also with the keys of each sequence in so many ``parts``."""
     like = {"device": device, "dtype": torch.bfloat16}
     batch, causal = len(row.lengths), row.queries > 1
     q = torch.randn(batch, row.queries, row.heads, row.head_dim, **like)
@@ -104,6 +106,13 @@ def calls(row: Row, device: str) -> dict[str, Callable[[], object]]:
     for page in PAGES:
         found[f"page {page}"] = over(paged(kv, page, width))
     found["engine"] = over(paged(kv, 16, width, together=True))
+    *pool, table = paged(kv, 64, width)
+    bounds = torch.arange(batch + 1, device=device, dtype=torch.int32) * row.queries
+    for count in parts:
+        found[f"{count} parts"] = functools.partial(
+            flash_ext.attention_varlen, q.flatten(0, 1), *pool, bounds, None, seqused_k=lengths,
+            block_table=table, max_seqlen_q=row.queries, causal=causal, backend=f"kv_splits={count}",
+        )  # fmt: skip
     return found
 
 
@@ -115,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--rows", default="", help="parts of names, with commas between them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of launches a row")
+    parser.add_argument("--parts", type=int, nargs="*", default=[], help="of the keys of each sequence")
     parser.add_argument("--json", help="file to write")
     given = parser.parse_args(arguments)
     wanted = [part for part in given.rows.split(",") if part]
@@ -122,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     for row in ROWS:
         if wanted and not any(part in row.name for part in wanted):
             continue
-        samples, failures = timing.measure(calls(row, given.device), timer, given.rounds, given.budget)
+        samples, failures = timing.measure(
+            calls(row, given.device, given.parts), timer, given.rounds, given.budget
+        )
         for name, error in failures.items():
             print(f"{row.name:26} {name:9} {error}")
         for name, taken in samples.items():

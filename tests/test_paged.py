@@ -240,19 +240,31 @@ def test_what_is_refused() -> None:
 # ---- the host side -------------------------------------------------------------------------------------
 
 
-def launches(counts: list[int], bound: int | None, heads: tuple[int, int] = (8, 2), **options) -> list[dict]:
-    cache = make_cache([3000] * len(counts), 64, heads[1], dtype=torch.bfloat16)
+def launches(
+    counts: list[int],
+    bound: int | None,
+    heads: tuple[int, int] = (8, 2),
+    page_size: int = 64,
+    length: int = 3000,
+) -> list[dict]:
+    cache = make_cache([length] * len(counts), page_size, heads[1], dtype=torch.bfloat16)
     q, bounds, _ = packed_queries(counts, heads[0], 64, "cpu", torch.bfloat16)
     with null_kernels():
-        attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, max_seqlen_q=bound, **options)
+        attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, max_seqlen_q=bound)
         return _C.last_launch()["launches"]
 
 
-def names(counts: list[int], bound: int | None, heads: tuple[int, int] = (8, 2), **options) -> list[str]:
-    return [one["kernel"].removesuffix("_hd64") for one in launches(counts, bound, heads, **options)]
+def names(
+    counts: list[int],
+    bound: int | None,
+    heads: tuple[int, int] = (8, 2),
+    page_size: int = 64,
+    length: int = 3000,
+) -> list[str]:
+    return [one["kernel"].removesuffix("_hd64") for one in launches(counts, bound, heads, page_size, length)]
 
 
-SPLIT, MERGE, WHOLE = "fwd_split_cached_sm80", "fwd_merge_cached_sm80", "fwd_cached_sm80"
+SPLIT, MERGE, WHOLE = "fwd_split_cached_sm80", "fwd_merge_cached_sm80", "fwd_cached_sm90"
 
 
 def test_which_kernels_are_launched() -> None:
@@ -262,10 +274,16 @@ def test_which_kernels_are_launched() -> None:
     assert names([1, 5, 3, 1], 5) == [SPLIT, SPLIT, MERGE]
     assert names([1, 90, 3, 1], 90) == names([1, 90, 3, 1], None) == [SPLIT, SPLIT, MERGE, WHOLE]
     assert names([90], 90) == [WHOLE]  # a single one is what it is
-    assert names([1] * 200, 1) == [SPLIT]  # enough for the GPU without parts
+    for page_size in (8, 24, 1024):
+        assert names([90], 90, page_size=page_size) == [WHOLE]
+    for page_size in (1, 3, 20):  # TMA reads 8 rows at least
+        assert names([90], 90, page_size=page_size) == ["fwd_cached_sm80"]
+    assert names([1] * 200, 1, length=200) == [SPLIT]  # enough for the GPU without parts
     assert names([1], 1, (24, 1)) == [SPLIT, MERGE]
     assert [one["block_m"] for one in launches([1, 5], 5) if "block_m" in one] == [16, 64]
-    assert launches([1] * 200, 1)[0]["grid"] == (200 + 2) * 2
+    assert (
+        launches([1] * 200, 1)[0]["grid"] == (200 + 2) * 2 * 3
+    )  # several waves, of 1024 keys a part at least
 
 
 def test_launches_depend_on_shapes_alone() -> None:

@@ -90,7 +90,7 @@ void build_portable(Req r, Dev d, Plan& p) {
 constexpr int kNarrowRows = 16, kWideRows = 64;
 
 KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
-  constexpr int kKeysOfPart = 512, kLeastKeys = 256;
+  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kWaves = 4, kLeastKeysOfWaves = 1024;
   const Problem& x = r.problem;
   int64_t keys = r.cache->max_keys;
   if (r.most_keys > 0) keys = std::min(keys, r.most_keys);
@@ -113,17 +113,36 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
     const int ctas_per_sm = std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
     const double weight = (x.head_dim + x.head_dim_v) / 256., bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k);
-    c.splits = best_parts(items, (keys + 63) / 64, t.rows, weight, bytes, std::max(1, d.num_sms), ctas_per_sm).parts;
+    const int sms = std::max(1, d.num_sms);
+    int64_t splits = best_parts(items, (keys + 63) / 64, t.rows, weight, bytes, sms, ctas_per_sm).parts;
+    if (x.batch > 1) {
+      // Lengths differ, and nobody knows them here: parts for several waves even out what the longest one would take.
+      const int64_t even = (int64_t{kWaves} * sms * ctas_per_sm + items - 1) / items;
+      splits = std::max(splits, std::min({even, keys / kLeastKeysOfWaves, int64_t{kMaxSplits}}));
+    }
+    c.splits = static_cast<int>(splits);
     c.least_keys = kLeastKeys;
   }
   return c;
 }
 
+int64_t most_cached_rows(Req r) {
+  const Problem& x = r.problem;
+  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
+  return x.num_heads / x.num_heads_k * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
+}
+
+// TMA reads boxes of 8 rows at least, which keep the swizzle of a tile; what is copied by hand comes by 8 features.
+bool supports_cached_tma(Req r, Dev) {
+  return tma_fwd(r) && r.problem.head_dim % 8 == 0 && r.cache->num_pages > 0 && page_box_rows(*r.cache) >= 8;
+}
+bool has_tall(Req r, Dev) { return most_cached_rows(r) > kWideRows; }
+
+template <bool kHopper>
 void build_cached(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int group = x.num_heads / x.num_heads_k;
-  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
-  const int64_t rows = group * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
+  const int64_t rows = most_cached_rows(r);
   // Which sequences there are is known where all are equally long.
   const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
   const bool tall = rows > kWideRows;
@@ -159,12 +178,24 @@ void build_cached(Req r, Dev d, Plan& p) {
     }
   }
   if (!tall) return;
+  const RowRange served{wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
+  if constexpr (kHopper) {
+    const bool m128 = size <= 128 && sm90::takes_m128(x, d, r.constraints, sm90::M128Cost::plain(x));
+    const sm90::FwdTile t = sm90::fwd_tile(size, size, m128);
+    Launch& l = p.push(main_of(KernelId::kFwdCached90, size, size, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
+                               t.smem_bytes(size, size), sm90::fwd_grid(x, d, t.block_m(), true), d.num_sms));
+    l.dynamic = true;
+    l.rows = served;
+    p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+    if (sm90::has_long_keys(x)) p.workspace.kv_stretches = p.workspace.add(4 * d.num_sms * sm90::kept_floats(t, size));
+    return;
+  }
   const SmemClass c = class_of(d);
   const FwdTile t = fwd_tile_sm80(size, c);
   Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
                              t.smem_bytes(size), make_grid(x, d, true, t.block_m), 0));
   l.smem_class = c;
-  l.rows = {wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
+  l.rows = served;
 }
 
 // ---- with modifiers --------------------------------------------------------------------------------
@@ -260,7 +291,8 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
+    {F::kFwdCached, "sm90.fwd_cached", supports_cached_tma, has_tall, build_cached<true>, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<false>, E::kNone},
 
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
@@ -283,7 +315,7 @@ constexpr Row kPortable[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, nullptr, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<false>, E::kNone},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };

@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         if (warp == 0) {
-          schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
+          schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars, [&](uint32_t index) {
+            return decode_index<T::kBlockM, true, true, true, true>(index, a.p.problem, a.grid, nullptr);
+          });
         } else if (warp == 1) {
           load_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
         }

@@ -90,7 +90,7 @@ void build_portable(Req r, Dev d, Plan& p) {
 constexpr int kNarrowRows = 16, kWideRows = 64;
 
 KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
-  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kWaves = 4, kLeastKeysOfWaves = 1024;
+  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kWaves = 4, kLeastKeysOfWaves = 2048;
   const Problem& x = r.problem;
   int64_t keys = r.cache->max_keys;
   if (r.most_keys > 0) keys = std::min(keys, r.most_keys);

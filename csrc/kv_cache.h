@@ -16,13 +16,6 @@ struct KvCache {
   Divisor page_size{1u << 30};
 };
 
-// Rows of the boxes in which TMA reads pages: the largest power of two that divides the page, up to 32, because what is
-// left of the last box is copied by hand.
-inline int page_box_rows(const KvCache& c) {
-  const int page = static_cast<int>(c.page_size.divisor), power = page & -page;
-  return power < 32 ? power : 32;
-}
-
 // How a call with a cache goes over the kernels, which each sequence chooses by the number of its own packed rows
 // (queries x query heads of a key head): up to 16, up to 64, more. The host knows bounds only, so it launches what may be
 // needed.

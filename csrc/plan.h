@@ -56,7 +56,7 @@ enum class KernelId : uint8_t {
   kFwdCached80, kRowStats80, kBwd80, kBwdShort80, kBwdMod80,
   kBwdDq80, kBwdDqMod80, kDqConvert80, kDbias80,
   // Hopper
-  kFwd90, kFwdCached90, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
+  kFwd90, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
   kBwdFusedMod90, kBwdDkdvMod90, kBwdDqMod90, kDbias90,
   // passes
   kSumDkSplits, kSumDvSplits,

@@ -126,23 +126,11 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
   return c;
 }
 
-int64_t most_cached_rows(Req r) {
-  const Problem& x = r.problem;
-  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
-  return x.num_heads / x.num_heads_k * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
-}
-
-// TMA reads boxes of 8 rows at least, which keep the swizzle of a tile; what is copied by hand comes by 8 features.
-bool supports_cached_tma(Req r, Dev) {
-  return tma_fwd(r) && r.problem.head_dim % 8 == 0 && r.cache->num_pages > 0 && page_box_rows(*r.cache) >= 8;
-}
-bool has_tall(Req r, Dev) { return most_cached_rows(r) > kWideRows; }
-
-template <bool kHopper>
 void build_cached(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int group = x.num_heads / x.num_heads_k;
-  const int64_t rows = most_cached_rows(r);
+  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
+  const int64_t rows = group * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
   // Which sequences there are is known where all are equally long.
   const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
   const bool tall = rows > kWideRows;
@@ -178,24 +166,12 @@ void build_cached(Req r, Dev d, Plan& p) {
     }
   }
   if (!tall) return;
-  const RowRange served{wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
-  if constexpr (kHopper) {
-    const bool m128 = size <= 128 && sm90::takes_m128(x, d, r.constraints, sm90::M128Cost::plain(x));
-    const sm90::FwdTile t = sm90::fwd_tile(size, size, m128);
-    Launch& l = p.push(main_of(KernelId::kFwdCached90, size, size, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
-                               t.smem_bytes(size, size), sm90::fwd_grid(x, d, t.block_m(), true), d.num_sms));
-    l.dynamic = true;
-    l.rows = served;
-    p.workspace.tile_counters = p.workspace.add(kCounterBytes);
-    if (sm90::has_long_keys(x)) p.workspace.kv_stretches = p.workspace.add(4 * d.num_sms * sm90::kept_floats(t, size));
-    return;
-  }
   const SmemClass c = class_of(d);
   const FwdTile t = fwd_tile_sm80(size, c);
   Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
                              t.smem_bytes(size), make_grid(x, d, true, t.block_m), 0));
   l.smem_class = c;
-  l.rows = served;
+  l.rows = {wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
 }
 
 // ---- with modifiers --------------------------------------------------------------------------------
@@ -291,8 +267,7 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
-    {F::kFwdCached, "sm90.fwd_cached", supports_cached_tma, has_tall, build_cached<true>, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<false>, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
 
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
@@ -315,7 +290,7 @@ constexpr Row kPortable[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, nullptr, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<false>, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };

@@ -80,7 +80,6 @@ const char* stem_of(KernelId k) {
     case KernelId::kDqConvert80: return "bwd_postprocess_sm80";
     case KernelId::kDbias80: return "bwd_bias_sm80";
     case KernelId::kFwd90: return "fwd_sm90";
-    case KernelId::kFwdCached90: return "fwd_cached_sm90";
     case KernelId::kFwdMod90: return "fwd_mod_sm90";
     case KernelId::kRowStatsAndZero90: return "row_stats_and_zero_sm90";
     case KernelId::kRowStats90: return "row_stats_sm90";

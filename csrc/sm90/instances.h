@@ -16,7 +16,6 @@ inline constexpr HeadDims kBwdSplitDims[] = {{128, 128}, {192, 128}, {192, 192},
 inline constexpr HeadDims kRowStatsDims[] = {{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
 extern const FwdInstances kFwd, kFwdModUpTo128, kFwdModAbove128;
-extern const FwdInstances kFwdCached;  // kSplitHeadDims
 extern const BwdInstances kBwdFused, kBwdSplit, kRowStats;
 extern const BwdInstances kBwdFusedMod, kBwdSplitModUpTo128, kBwdSplitModAbove128, kDbias;
 

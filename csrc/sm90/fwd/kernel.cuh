@@ -25,9 +25,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         if (warp == 0) {
-          schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars, [&](uint32_t index) {
-            return decode_index<T::kBlockM, true, true, true, true>(index, a.p.problem, a.grid, nullptr);
-          });
+          schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
         } else if (warp == 1) {
           load_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
         }

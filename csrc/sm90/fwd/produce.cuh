@@ -43,10 +43,10 @@ __device__ __forceinline__ void copy_q(const FwdArgs& a, const FwdMaps& maps, ui
 
 inline constexpr int kFetchAhead = 3;  // tiles of a work tile still to load when the next one is fetched
 
-// First warp: decides what is next, loads its Q. decode(index) is the work tile of that number.
-template <typename T, typename Decode>
+// First warp: decides what is next, loads its Q.
+template <typename T>
 __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& maps, uint32_t smem,
-                                              WorkTile* work_tiles, Barriers<T> bars, const Decode& decode) {
+                                              WorkTile* work_tiles, Barriers<T> bars) {
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
   const bool dynamic = a.scheduler.counter != nullptr;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& m
   int stretch_end = 0;  // of the tiles of the same work tile that are left; 0: none
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
-    const Work w = decode(index);
+    const Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, nullptr);
     if (w.active) {
       BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
       if (blocks.begin < blocks.end) {

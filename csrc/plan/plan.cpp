@@ -51,7 +51,10 @@ const char* suffix_of(const Launch& l) {
   switch (l.kernel) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
-    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_pool" : "";
+    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered  ? "_det"
+                                      : l.dq == DqMode::kPool   ? "_pool"
+                                      : l.dq == DqMode::kStored ? "_stored"
+                                                                : "";
     case KernelId::kBwdDkdvShort90: return "_dkdv";
     case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
     default: return "";

@@ -1,15 +1,17 @@
 """Exact attention for PyTorch: FlashAttention kernels for NVIDIA GPUs, and a CPU implementation.
 
-Functions: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_product_attention`,
-:func:`merge_attention_states`, the functional pair :func:`forward` and :func:`backward` with
-:func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`, :func:`enable_sdpa` and
-:func:`disable_sdpa` for PyTorch's own attention, :func:`explain` for what a call would run, and
-:func:`count` for what did. Values: :class:`AuxRequest` and :class:`AuxOutput`.
-Modules: :mod:`flash_ext.masks`, :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.compat`,
-:mod:`flash_ext.integrations`.
+Functions: :func:`attention`, :func:`attention_varlen`, :func:`append_kv`,
+:func:`scaled_dot_product_attention`, :func:`merge_attention_states`, the functional pair :func:`forward` and
+:func:`backward` with :func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`,
+:func:`enable_sdpa` and :func:`disable_sdpa` for PyTorch's own attention, :func:`explain` for what a call
+would run, and :func:`count` for what did. Values: :class:`AuxRequest`, :class:`AuxOutput` and
+:class:`Rotary`.
+Modules: :mod:`flash_ext.masks`, :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.serving`,
+:mod:`flash_ext.compat`, :mod:`flash_ext.integrations`.
 """
 
 from . import distributed, masks, nn
+from ._append import Rotary, append_kv
 from ._attention import AuxOutput, AuxRequest, attention, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._count import count
@@ -24,6 +26,7 @@ from ._sdpa_override import disable_sdpa, enable_sdpa
 # These are what is called; with FLASH_EXT_LOG unset they stay the functions themselves.
 attention, attention_varlen = _logged(attention), _logged(attention_varlen)
 forward, backward = _logged(forward), _logged(backward)
+append_kv = _logged(append_kv)
 merge_attention_states, dropout_rng = _logged(merge_attention_states), _logged(dropout_rng)
 scaled_dot_product_attention = _logged(scaled_dot_product_attention)
 set_batch_invariant, is_batch_invariant = _logged(set_batch_invariant), _logged(is_batch_invariant)
@@ -33,6 +36,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AuxOutput",
     "AuxRequest",
+    "Rotary",
+    "append_kv",
     "attention",
     "attention_varlen",
     "backward",
@@ -50,11 +55,12 @@ __all__ = [
     "merge_attention_states",
     "nn",
     "scaled_dot_product_attention",
+    "serving",
     "set_batch_invariant",
 ]
 
 # These use the names above.
-from . import compat, integrations  # noqa: E402
+from . import compat, integrations, serving  # noqa: E402
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ std::string_view row_for(const Request& r) {
 Plan plan_of_rows(const Request& r, const DeviceInfo& d, Arch arch) {
   const bool forward = r.direction == Direction::kForward;
   const bool modified = r.modifiers != nullptr;
-  const Family family = forward ? (modified ? Family::kFwdMod : Family::kFwd) : modified ? Family::kBwdMod : Family::kBwd;
+  const Family family = r.cache != nullptr ? Family::kFwdCached : forward ? (modified ? Family::kFwdMod : Family::kFwd) : modified ? Family::kBwdMod : Family::kBwd;
   Plan p;
   p.arch = arch;
   for (const Row& row : forward ? plans::fwd_rows(arch) : plans::bwd_rows(arch)) {
@@ -71,6 +71,9 @@ const char* stem_of(KernelId k) {
     case KernelId::kFwdMod80: return "fwd_mod_sm80";
     case KernelId::kFwdSplitKv80: return "fwd_split_sm80";
     case KernelId::kFwdCombine80: return "fwd_combine_sm80";
+    case KernelId::kFwdSplitCached80: return "fwd_split_cached_sm80";
+    case KernelId::kFwdMergeCached80: return "fwd_merge_cached_sm80";
+    case KernelId::kFwdCached80: return "fwd_cached_sm80";
     case KernelId::kRowStats80: return "bwd_preprocess_sm80";
     case KernelId::kBwd80: return "bwd_sm80";
     case KernelId::kBwdShort80: return "bwd_short_sm80";

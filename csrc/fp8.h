@@ -48,9 +48,8 @@ inline constexpr float kFp8Max = 448.f;
 inline constexpr float kLeastAmax = 1e-30f;  // what is smaller counts as 0, whose factor is 1
 inline constexpr int kStatRows = 256;        // rows of a part of the statistics
 
-// Signs of the rotation, one bit a column.
-inline constexpr uint32_t kSigns[8] = {0x9e3779b9, 0x7f4a7c15, 0xf39cc060, 0x5cedc834,
-                                       0x1082276b, 0xf3a27251, 0xf86c6a11, 0xd0c18e95};
+// The rotation's signs of columns c to c + 7, c a multiple of 8: bits 24 to 31 of c times this.
+inline constexpr uint32_t kSignsOfEight = 0x9e3779b1;
 
 // From 16-bit q, k and v to what FwdParams and Fp8Operands point to, all contiguous. Packed sequences have one mean, and
 // one factor for each channel of v, for all of them; parts of the tensors outside sequences do not count.

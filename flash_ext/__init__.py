@@ -4,7 +4,8 @@ Functions: :func:`attention`, :func:`attention_varlen`, :func:`scaled_dot_produc
 :func:`merge_attention_states`, the functional pair :func:`forward` and :func:`backward` with
 :func:`dropout_rng`, :func:`set_batch_invariant` and :func:`is_batch_invariant`, :func:`enable_sdpa` and
 :func:`disable_sdpa` for PyTorch's own attention, :func:`explain` for what a call would run, and
-:func:`count` for what did. Values: :class:`AuxRequest` and :class:`AuxOutput`.
+:func:`count` for what did; :func:`quantize_fp8` and :func:`attention_fp8`. Values: :class:`AuxRequest`,
+:class:`AuxOutput` and :class:`Fp8Inputs`.
 Modules: :mod:`flash_ext.masks`, :mod:`flash_ext.nn`, :mod:`flash_ext.distributed`, :mod:`flash_ext.compat`,
 :mod:`flash_ext.integrations`.
 """
@@ -14,6 +15,7 @@ from ._attention import AuxOutput, AuxRequest, attention, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._count import count
 from ._explain import explain
+from ._fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from ._log import logged as _logged
 from ._merge import merge_attention_states
 from ._ops.arguments import dropout_rng
@@ -26,6 +28,7 @@ attention, attention_varlen = _logged(attention), _logged(attention_varlen)
 forward, backward = _logged(forward), _logged(backward)
 merge_attention_states, dropout_rng = _logged(merge_attention_states), _logged(dropout_rng)
 scaled_dot_product_attention = _logged(scaled_dot_product_attention)
+attention_fp8, quantize_fp8 = _logged(attention_fp8), _logged(quantize_fp8)
 set_batch_invariant, is_batch_invariant = _logged(set_batch_invariant), _logged(is_batch_invariant)
 
 __version__ = "0.1.0"
@@ -33,7 +36,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AuxOutput",
     "AuxRequest",
+    "Fp8Inputs",
     "attention",
+    "attention_fp8",
     "attention_varlen",
     "backward",
     "compat",
@@ -49,6 +54,7 @@ __all__ = [
     "masks",
     "merge_attention_states",
     "nn",
+    "quantize_fp8",
     "scaled_dot_product_attention",
     "set_batch_invariant",
 ]

@@ -1,4 +1,4 @@
-#include <climits>
+#include <algorithm>
 
 #include "../launch.h"
 #include "../passes/fp8_passes.cuh"
@@ -102,11 +102,9 @@ std::string run_numbers(const QuantizeFp8& x) {
   n.v_tiles = tiles(p.total_k, shape.rows_k);
   n.v.first = ctas.add(shape.batch * p.num_heads_k * n.v_tiles);
   return dispatch_dtype(p.dtype, [&]<typename E>() {
-    return with_lanes(p.head_dim, [&]<int kLanes>() {
-      return with_lanes(p.head_dim_v, [&]<int kLanesV>() {
-        return launch("fp8_numbers", fp8_numbers_kernel<E, kLanes, kLanesV>, ctas.count, kQuantizeThreads,
-                      p.head_dim_v * (kFp8Block + 16), x.stream, n);
-      });
+    return with_lanes(std::max(p.head_dim, p.head_dim_v), [&]<int kLanes>() {
+      return launch("fp8_numbers", fp8_numbers_kernel<E, kLanes>, ctas.count, kQuantizeThreads,
+                    p.head_dim_v * (kFp8Block + 16), x.stream, n);
     });
   });
 }

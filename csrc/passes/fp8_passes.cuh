@@ -57,9 +57,11 @@ __device__ __forceinline__ void load_eight(float (&x)[8], const StridedView& vie
 }
 
 __device__ __forceinline__ float factor_of_amax(float amax) { return amax < kLeastAmax ? 1.f : amax / kFp8Max; }
-__device__ __forceinline__ float inverse_of_amax(float amax) { return amax < kLeastAmax ? 1.f : kFp8Max / amax; }
 
-__device__ __forceinline__ uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+// The first in the lower byte.
+__device__ __forceinline__ uint32_t pair_to_e4m3(float x, float y) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
+}
 __device__ __forceinline__ float from_e4m3(uint8_t x) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)));
 }
@@ -203,8 +205,9 @@ __device__ __forceinline__ RowTile row_tile(const Problem& p, bool queries, int 
 
 // The rotation of a row, whose columns, a power of two, the lanes of a part of a warp hold eight by eight: signs, then
 // the Walsh-Hadamard transform, which is orthogonal with its factor 1 / sqrt(columns).
-__device__ __forceinline__ void rotate(float (&x)[8], int column, int columns, int lanes) {
-  const uint32_t signs = kSigns[column / 32] >> (column % 32);
+template <int kLanes>
+__device__ __forceinline__ void rotate(float (&x)[8], int column, int columns) {
+  const uint32_t signs = (column * kSignsOfEight) >> 24;
   const float norm = rsqrtf(static_cast<float>(columns));
 #pragma unroll
   for (int i = 0; i < 8; ++i) x[i] = (signs >> i & 1) != 0 ? -x[i] : x[i];
@@ -217,7 +220,9 @@ __device__ __forceinline__ void rotate(float (&x)[8], int column, int columns, i
       x[i] = low + high, x[i | step] = low - high;
     }
   }
-  for (int step = 1; step < lanes; step *= 2) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    if (8 * step >= columns) break;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float other = __shfl_xor_sync(ptx::kFullWarp, x[i], step);
@@ -261,12 +266,12 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, bool queries
   }
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
-    if (n.hadamard) rotate(x[turn], column, t.columns, kLanes);
+    if (n.hadamard) rotate<kLanes>(x[turn], column, t.columns);
 #pragma unroll
     for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[turn][i]));
   }
-  if (n.hadamard) rotate(offset, column, t.columns, kLanes);
-  float factor, inverse;
+  if (n.hadamard) rotate<kLanes>(offset, column, t.columns);
+  float factor;
   if (n.by_block) {
     __shared__ float shared[kQuantizeThreads / 32];
 #pragma unroll
@@ -275,23 +280,24 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, bool queries
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kQuantizeThreads / 32; ++i) amax = fmaxf(amax, shared[i]);
-    factor = factor_of_amax(amax), inverse = inverse_of_amax(amax);
+    factor = factor_of_amax(amax);
     if (threadIdx.x == 0) r.factor[bh * r.blocks + tile.block] = factor;
   } else {
-    factor = r.factor[bh], inverse = 1.f / factor;
+    factor = r.factor[bh];
   }
+  const float inverse = 1.f / factor;
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     const int row = turn * kAtOnce + in_turn;
     uint32_t words[2] = {};
     float dot = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint8_t byte = to_e4m3(x[turn][i] * inverse);
-      words[i / 4] |= static_cast<uint32_t>(byte) << (8 * (i % 4));
-      if (r.row_offset != nullptr) dot = fmaf(from_e4m3(byte), offset[i], dot);
+    for (int i = 0; i < 8; i += 2) {
+      words[i / 4] |= pair_to_e4m3(x[turn][i] * inverse, x[turn][i + 1] * inverse) << (8 * (i % 4));
     }
     if (r.row_offset != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) dot = fmaf(from_e4m3(static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)))), offset[i], dot);
 #pragma unroll
       for (int step = kLanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(ptx::kFullWarp, dot, step);
     }
@@ -323,21 +329,19 @@ __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t i
       offset[i] = n.v_offset != nullptr ? n.v_offset[bh * t.columns + column + i] : 0.f;
     }
     for (int four = threadIdx.x / kLanes; four < kFp8Block / 4; four += kQuantizeThreads / kLanes) {
-      uint32_t words[8] = {};
+      float x[4][8] = {};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int key = four / 4 * kKeyGroup + four % 4 * 2 + j % 2 + j / 2 * 8;  // kKeyOrder
         if (key >= tile.count) continue;
-        float x[8];
-        load_eight<E>(x, t.x, tile.b, tile.start + key, h, column, t.columns);
+        load_eight<E>(x[j], t.x, tile.b, tile.start + key, h, column, t.columns);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          words[i] |= static_cast<uint32_t>(to_e4m3((x[i] - offset[i]) * inverse[i])) << (8 * j);
-        }
+        for (int i = 0; i < 8; ++i) x[j][i] = (x[j][i] - offset[i]) * inverse[i];
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        *reinterpret_cast<uint32_t*>(tile_bytes_of_v + (column + i) * kPitch + four * 4) = words[i];
+        *reinterpret_cast<uint32_t*>(tile_bytes_of_v + (column + i) * kPitch + four * 4) =
+            pair_to_e4m3(x[0][i], x[1][i]) | pair_to_e4m3(x[2][i], x[3][i]) << 16;
       }
     }
   }
@@ -353,10 +357,10 @@ __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t i
 }
 
 // A CTA takes a tile of q, k or v.
-template <typename E, int kLanes, int kLanesV>
+template <typename E, int kLanes>
 __global__ void __launch_bounds__(kQuantizeThreads) fp8_numbers_kernel(const __grid_constant__ NumbersPass n) {
   if (blockIdx.x >= n.v.first) {
-    transpose_values<E, kLanesV>(n, blockIdx.x - n.v.first);
+    transpose_values<E, kLanes>(n, blockIdx.x - n.v.first);
   } else if (blockIdx.x >= n.rows[1].t.first) {
     quantize_rows<E, kLanes>(n, false, blockIdx.x - n.rows[1].t.first);
   } else {

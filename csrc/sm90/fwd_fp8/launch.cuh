@@ -45,15 +45,10 @@ std::string launch_fwd_fp8_as(const FwdCall& c, const Launch& l) {
   return launch_planned(l, fwd_fp8_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
-template <int D, int Dv>
+template <int D, int Dv, bool kMixed>
 std::string launch_fwd_fp8(const FwdCall& c, const Launch& l) {
-  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    if (l.variant == ScoreVariant::kMixed) {
-      if constexpr (D <= 128) return launch_fwd_fp8_as<Fp8Traits<E, D, Dv, true>>(c, l);
-    }
-    if (l.variant == ScoreVariant::kPlain) return launch_fwd_fp8_as<Fp8Traits<E, D, Dv, false>>(c, l);
-    return not_compiled(l);
-  });
+  return dispatch_dtype(c.p.problem.dtype,
+                        [&]<typename E>() { return launch_fwd_fp8_as<Fp8Traits<E, D, Dv, kMixed>>(c, l); });
 }
 
 }  // namespace flash_ext::sm90

@@ -58,7 +58,7 @@ class Fp8Inputs:
     cu_seqlens_k: Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
     hadamard: bool = False
-    _originals: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+    _originals: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     @property
     def mode(self) -> Fp8Mode:
@@ -219,7 +219,7 @@ def quantize_fp8(
         )
     )
     shifts_k = smooth_k and not mixed
-    return Fp8Inputs(
+    x = Fp8Inputs(
         plain[0] if mixed else q8,
         plain[1] if mixed else k8,
         v8,
@@ -233,8 +233,10 @@ def quantize_fp8(
         cu_seqlens_k,
         q.dtype,
         hadamard,
-        (q, k, v) if wants_gradient else None,
     )
+    if wants_gradient:
+        object.__setattr__(x, "_originals", (q, k, v))
+    return x
 
 
 def attention_fp8(
@@ -327,7 +329,7 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         q, k, v = ctx.saved_tensors
         scale, left, right, _ = ctx.options
-        options = (0, 0, scale, left, right)
+        options = (0, 0, scale, left, right, False, None)
         out, lse = torch.ops.flash_ext.fwd.default(q, k, v, *ctx.bounds, *options)
         dq, dk, dv = torch.ops.flash_ext.bwd.default(dout, q, k, v, out, lse, dlse, *ctx.bounds, *options)
         return dq, dk, dv, None, None

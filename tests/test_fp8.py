@@ -12,7 +12,9 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest, Fp8Inputs, attention_fp8, quantize_fp8
 from flash_ext._cpu import fp8
+from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec
+from tests.qkv import null_kernels
 from tests.reference import attention_reference
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -369,7 +371,9 @@ def test_operators_are_sound() -> None:
     }
     for name, arguments in calls.items():
         operator = getattr(torch.ops.flash_ext, name).default
-        torch.library.opcheck(operator, arguments, test_utils=("test_faketensor", "test_autograd_registration"))
+        torch.library.opcheck(
+            operator, arguments, test_utils=("test_faketensor", "test_autograd_registration")
+        )
 
 
 def test_compiled() -> None:
@@ -378,6 +382,47 @@ def test_compiled() -> None:
 
     tensors = make()
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors), run(*tensors))
+
+
+# ---- what would run on Hopper, without a GPU --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "mode", "size"),
+    [((64, 64), "fp8", "64"), ((80, 96), "mixed", "96"), ((160, 128), "fp8", "192_v128")],
+)
+def test_launches(dims: tuple[int, int], mode: str, size: str, packed: bool) -> None:
+    bounds = {}
+    if packed:
+        bounds = {f"cu_seqlens_{side}": torch.tensor([0, 50, 100], dtype=torch.int32) for side in "qk"}
+    tensors = make(100, 100, dim=dims[0], dim_v=dims[1], packed=packed)
+    want = quantize_fp8(*tensors, mode=mode, **bounds)
+    with null_kernels():
+        got = quantize_fp8(*tensors, mode=mode, **bounds)
+        out, aux = attention_fp8(want, causal=True, return_aux=AuxRequest(lse=True))
+        _C.set_switch("record_launches", 1)
+        attention_fp8(want)
+        launch = _C.last_launch()
+        _C.set_switch("record_launches", None)
+    assert launch["row"] == "sm90.fwd_fp8"
+    assert launch["kernel"] == f"fwd_fp8_sm90_hd{size}" + ("_mixed" if mode == "mixed" else "")
+    assert out.shape == (*want.q.shape[:-1], dims[1]) and aux.lse.shape == (*(() if packed else (2,)), 4, 100)
+    for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale", "v_offset", "k_offset", "row_offset"):
+        a, b = getattr(want, name), getattr(got, name)
+        assert (a is None and b is None) or (a.shape == b.shape and a.dtype == b.dtype), name
+
+
+@pytest.mark.parametrize("case", ["head_dim", "gpu"])
+def test_calls_without_a_kernel(case: str) -> None:
+    x = quantize_fp8(*make(dim=256 if case == "head_dim" else 64))
+    with null_kernels():
+        if case == "gpu":
+            _C.set_switch("compute_capability", 80)
+        with pytest.raises(
+            NotImplementedError, match=r"no fp8 kernel runs this call.*attention\(\*x.dequantize\(\)\)"
+        ):
+            attention_fp8(x)
 
 
 # ---- refused --------------------------------------------------------------------------------------------

@@ -77,6 +77,18 @@ inline StridedView shared_by_parts(StridedView x, const Problem& before) {
   return x;
 }
 
+// Of a gradient: (batch, rows, parts, columns), contiguous, in fp32.
+inline StridedView place_of_parts(float* ptr, const Problem& p, int parts, int columns) {
+  StridedView x;
+  x.ptr = ptr;
+  x.head_stride = columns;
+  x.row_stride = static_cast<int64_t>(parts) * columns;
+  x.batch_stride = p.is_varlen() ? 0 : p.seqlen_k * x.row_stride;
+  x.aligned = columns % 4 == 0;
+  x.is_float = true;
+  return x;
+}
+
 // The same call for parts, which are to be written to `dk` and `dv`: (batch, rows, parts, columns).
 inline BwdParams in_parts(const BwdParams& whole, int parts, float* dk, float* dv) {
   const Problem& before = whole.problem;
@@ -85,23 +97,22 @@ inline BwdParams in_parts(const BwdParams& whole, int parts, float* dk, float* d
   for (StridedView* x : {&p.q, &p.out, &p.dout, &p.dq}) *x = grouped(*x, before, before.num_heads);
   p.k = shared_by_parts(p.k, before);
   p.v = shared_by_parts(p.v, before);
-  const auto place = [&](float* ptr, int columns) {
-    StridedView x;
-    x.ptr = ptr;
-    x.head_stride = columns;
-    x.row_stride = static_cast<int64_t>(parts) * columns;
-    x.batch_stride = before.is_varlen() ? 0 : before.seqlen_k * x.row_stride;
-    x.aligned = columns % 4 == 0;
-    x.is_float = true;
-    return x;
-  };
-  p.dk = place(dk, before.head_dim);
-  p.dv = place(dv, before.head_dim_v);
+  p.dk = place_of_parts(dk, before, parts, before.head_dim);
+  p.dv = place_of_parts(dv, before, parts, before.head_dim_v);
   return p;
 }
 
-// Adds the parts of one gradient, whose columns are l.head_dim, and which are those of `p`, a problem in parts;
-// csrc/inst/passes.cu.
-std::string sum_heads(const Launch& l, const Problem& p, const float* parts, const StridedView& to, void* stream);
+// The same call where each key head's queries are divided among `splits` CTAs, for `dk` and `dv`: (batch, rows, heads,
+// splits, columns).
+inline BwdParams in_query_splits(BwdParams p, int splits, float* dk, float* dv) {
+  const int heads = p.problem.num_heads_k * splits;
+  p.dk = place_of_parts(dk, p.problem, heads, p.problem.head_dim);
+  p.dv = place_of_parts(dv, p.problem, heads, p.problem.head_dim_v);
+  return p;
+}
+
+// Adds `num_parts` parts of one gradient, whose columns are l.head_dim, for each of `heads` heads; csrc/inst/passes.cu.
+std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const float* parts,
+                      const StridedView& to, void* stream);
 
 }  // namespace flash_ext

@@ -92,6 +92,9 @@ std::string parse_constraint(std::string_view name, std::string_view value, Cons
     c.kv_splits = number;
   } else if (name == "gqa_splits") {
     c.gqa_splits = number;
+  } else if (name == "q_splits") {
+    if (number < 1 || number > 64) return "q_splits takes 1 to 64";
+    c.q_splits = number;
   } else if (name == "fwd_block_m") {
     if (number != 128 && number != 192) return "fwd_block_m takes 128 or 192";
     c.fwd_block_m = number;
@@ -101,7 +104,7 @@ std::string parse_constraint(std::string_view name, std::string_view value, Cons
     c.short_kernels = number == 1;
   } else {
     return "no constraint '" + std::string(name) +
-           "'; known: row, kv_splits, gqa_splits, fwd_block_m, dq_pool, short_kernels";
+           "'; known: row, kv_splits, gqa_splits, q_splits, fwd_block_m, dq_pool, short_kernels";
   }
   return {};
 }

@@ -98,7 +98,7 @@ struct Workspace {
   Part dq_semaphore;    // ordered dq: a word for each tile of queries
   Part pool_words;      // L2 dq pool: what CTAs tell each other
   Part dq_accum;        // fp32
-  Part dk_partials, dv_partials;  // fp32, of each GQA split
+  Part dk_partials, dv_partials;  // fp32, of each GQA or query split
   Part dbias_partials, dslopes_partials;  // fp32, where what is summed over is divided
   int64_t bytes = 0;
 
@@ -116,8 +116,9 @@ struct Plan {
   Arch arch = Arch::kSm80;
   Evidence evidence = Evidence::kNone;
   int kv_splits = 1, gqa_splits = 1;
+  int q_splits = 1;  // of the queries of a block of keys
   int dbias_splits = 1, dslopes_splits = 1;
-  std::array<Launch, 8> launches{};  // in order
+  std::array<Launch, 10> launches{};  // in order
   int num_launches = 0;
   int main = 0;                      // the launch whose tile is printed first
   SplitGrid split_kv;                // of the split-KV kernels

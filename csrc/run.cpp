@@ -40,6 +40,14 @@ std::string launch(const FwdCall& c, const Launch& l) {
   }
 }
 
+// Adds the parts of dk or dv, which stand at `parts`.
+std::string sum_parts(const Launch& l, const BwdCall& c, const StridedView& parts, const StridedView& to) {
+  const Problem& whole = c.whole.problem;
+  const float* const from = static_cast<const float*>(parts.ptr);
+  if (c.plan.q_splits > 1) return sum_heads(l, whole, whole.num_heads_k, c.plan.q_splits, from, to, c.p.stream);
+  return sum_heads(l, c.p.problem, 1, c.p.problem.num_heads_k, from, grouped(to, whole, whole.num_heads_k), c.p.stream);
+}
+
 std::string launch(const BwdCall& c, const Launch& l) {
   const bool large = l.smem_class == SmemClass::kLarge;
   switch (l.kernel) {
@@ -63,11 +71,9 @@ std::string launch(const BwdCall& c, const Launch& l) {
     case KernelId::kBwdDqMod90: return launch_in({sm90::kBwdSplitModUpTo128, sm90::kBwdSplitModAbove128}, c, l);
     case KernelId::kDbias90: return launch_in({sm90::kDbias}, c, l);
     case KernelId::kSumDkSplits:
-      return sum_heads(l, c.p.problem, static_cast<const float*>(c.p.dk.ptr),
-                       grouped(c.whole.dk, c.whole.problem, c.whole.problem.num_heads_k), c.p.stream);
+      return sum_parts(l, c, c.p.dk, c.whole.dk);
     case KernelId::kSumDvSplits:
-      return sum_heads(l, c.p.problem, static_cast<const float*>(c.p.dv.ptr),
-                       grouped(c.whole.dv, c.whole.problem, c.whole.problem.num_heads_k), c.p.stream);
+      return sum_parts(l, c, c.p.dv, c.whole.dv);
     default: return name_of(l) + " is no kernel of a backward";
   }
 }
@@ -94,6 +100,10 @@ std::string run(BwdCall call) {
     call.whole = call.p;
     call.p = in_parts(call.whole, call.plan.gqa_splits, part_of<float>(call.workspace, w.dk_partials),
                       part_of<float>(call.workspace, w.dv_partials));
+  } else if (call.plan.q_splits > 1) {
+    call.whole = call.p;
+    call.p = in_query_splits(call.whole, call.plan.q_splits, part_of<float>(call.workspace, w.dk_partials),
+                             part_of<float>(call.workspace, w.dv_partials));
   }
   prepare(call.p.problem, call.modifiers);
   return run_all(call);

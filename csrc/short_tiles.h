@@ -1,5 +1,5 @@
-// Sequences of at most 64 queries and keys: a CTA holds all of one head, and walks heads that share a bias. There are
-// kernels for 16, 32 and 64 rows, as a CTA of 64 leaves warps and memory idle where there are fewer.
+// Sequences of at most 80 queries and keys: a CTA holds all of one head, and walks heads that share a bias. There are
+// kernels for 16, 32, 64 and, up to head_dim 64, 80 rows: a larger CTA leaves warps and memory idle where there are fewer.
 // Which calls run so, and how their heads are shared out, for the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
@@ -14,7 +14,6 @@
 
 namespace flash_ext {
 
-inline constexpr int kShortRows = 64;  // most queries and keys
 inline constexpr int kShortHeadDims[] = {32, 64, 128, 256};
 inline constexpr int kShortBwdHeadDims[] = {32, 64, 128};
 
@@ -31,18 +30,20 @@ struct ShortTile {
   constexpr int threads() const { return 2 * rows; }
   constexpr int tile() const { return 2 * head_dim * rows; }      // of Q, K, V, O or dO
   constexpr int bias() const { return 4 * rows * rows; }          // fp32
-  constexpr int weights() const { return 2 * rows * std::max(rows, 32); }  // P or dS
+  constexpr int weight_columns() const { return (rows + 31) / 32 * 32; }    // of a row of P or dS in shared memory
+  constexpr int weights() const { return 2 * rows * weight_columns(); }
   // So many CTAs a multiprocessor have room in its registers and shared memory.
   constexpr int fwd_ctas() const {
     const bool fits = head_dim <= 128;
-    return rows == 16 ? (fits ? 16 : 8) : rows == 32 ? (fits ? 7 : 4) : fits ? 3 : 2;
+    // 80 rows at head_dim 32: with three, 16 bytes spill.
+    return rows == 16 ? (fits ? 16 : 8) : rows == 32 ? (fits ? 7 : 4) : rows == 80 && head_dim == 32 ? 2 : fits ? 3 : 2;
   }
   constexpr int bwd_ctas() const {
     const bool fits = head_dim <= 64;
-    return rows == 16 ? (fits ? 16 : 10) : rows == 32 ? (fits ? 8 : 5) : fits ? 3 : 2;
+    return rows == 16 ? (fits ? 16 : 10) : rows == 32 ? (fits ? 8 : 5) : rows == 64 && fits ? 3 : 2;
   }
   // The next head's tiles come while one is worked on, where there is room for both.
-  constexpr int fwd_stages() const { return head_dim <= 64 ? 2 : 1; }
+  constexpr int fwd_stages() const { return head_dim <= (rows > 64 ? 32 : 64) ? 2 : 1; }
   // Q, K, V; a bias.
   constexpr int fwd_smem() const { return 3 * fwd_stages() * tile() + bias(); }
   // Q, K, V, dO; O, then P and dS in its place; (lse, delta); a bias.
@@ -50,23 +51,27 @@ struct ShortTile {
   constexpr int bwd_smem() const { return 4 * tile() + o_or_weights() + 8 * rows + bias(); }
 };
 static_assert(ShortTile{64, 128}.bwd_smem() + 1024 <= kSmemLimitSmall);
+static_assert(ShortTile{80, 64}.bwd_smem() + 1024 <= kSmemLimitSmall);
+
+// Most queries and keys of a call.
+constexpr int short_rows(int head_dim) { return head_dim <= 64 ? 80 : 64; }
 
 inline ShortTile short_tile(const Problem& p) {
   const int rows = std::max(p.seqlen_q, p.seqlen_k);
-  return {rows <= 16 ? 16 : rows <= 32 ? 32 : 64, short_head_dim(p)};
+  return {rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 80, short_head_dim(p)};
 }
 
 // Neither the batch nor the number of heads decides, so that a sequence has the same bits in every batch.
 inline bool is_short_mod(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  return c.short_kernels && !p.is_varlen() && p.total_q > 0 && p.total_k > 0 && p.seqlen_q <= kShortRows &&
-         p.seqlen_k <= kShortRows && int64_t{1} * p.batch * p.num_heads < (1 << 30) &&
-         short_tile(p).fwd_smem() + 1024 <= d.smem_per_block;
+  return c.short_kernels && !p.is_varlen() && p.total_q > 0 && p.total_k > 0 &&
+         std::max(p.seqlen_q, p.seqlen_k) <= short_rows(short_head_dim(p)) &&
+         int64_t{1} * p.batch * p.num_heads < (1 << 30) && short_tile(p).fwd_smem() + 1024 <= d.smem_per_block;
 }
 
 // Above head_dim 128 calls without modifiers are faster in the other kernels. Evidence: short.
 inline bool is_short(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const ShortTile tile = short_tile(p);
-  return is_short_mod(p, d, c) && (tile.head_dim <= 128 || tile.rows < kShortRows);
+  return is_short_mod(p, d, c) && (tile.head_dim <= 128 || tile.rows < 64);
 }
 
 // A CTA of the backward makes dk and dv of a key head from one query head.

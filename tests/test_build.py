@@ -69,7 +69,7 @@ SPLIT_HEAD_DIMS = (64, 128, 256)
 STRETCHED = ("fwd_kernel",)  # once more, for very many keys
 SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both machine codes
 SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
-SHORT_TILES = 3  # of 16, 32 and 64 rows
+SHORT_TILES = {32: 4, 64: 4, 128: 3, 256: 3}  # of 16, 32, 64 and, up to head_dim 64, 80 rows
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = (
@@ -199,8 +199,16 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
     short = [
-        *itertools.product(SHORT_TILES * SHORT_FWD, DTYPES, SHORT_HEAD_DIMS, (None,)),
-        *itertools.product(SHORT_TILES * SHORT_BWD, DTYPES, SHORT_HEAD_DIMS[:-1], (None,)),
+        *(
+            x
+            for d in SHORT_HEAD_DIMS
+            for x in itertools.product(SHORT_TILES[d] * SHORT_FWD, DTYPES, (d,), (None,))
+        ),
+        *(
+            x
+            for d in SHORT_HEAD_DIMS[:-1]
+            for x in itertools.product(SHORT_TILES[d] * SHORT_BWD, DTYPES, (d,), (None,))
+        ),
     ]
     any_class = [*others, *split, *short, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
     of_hopper = [
@@ -316,7 +324,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS + STRETCHED) + len(ANY_HEAD_DIM)
-    sizes += 2 * len(SPLIT_HEAD_DIMS) + SHORT_TILES * (len(SHORT_HEAD_DIMS) + len(SHORT_HEAD_DIMS[:-1]))
+    sizes += 2 * len(SPLIT_HEAD_DIMS) + sum(SHORT_TILES[d] for d in SHORT_HEAD_DIMS + SHORT_HEAD_DIMS[:-1])
     kinds = (PORTABLE_MOD_KINDS - 1) * len(PORTABLE_MOD_KIND_HEAD_DIMS)
     assert seen == len(DTYPES) * (len(ARCHS) * sizes + kinds)
 

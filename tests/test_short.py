@@ -1,4 +1,4 @@
-"""Short sequences: kernels for at most 64 queries and keys, dq that is stored at once with at most 128 keys;
+"""Short sequences: kernels for at most 80 queries and keys, dq that is stored at once with at most 128 keys;
 gradients of biases that many sequences share, and biases whose rows are not aligned."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.harness import TARGETS, Target, on_short_paths, on_targets, run_cases
 from tests.modifier_cases import ModifierCase, paired_cases, single_cases
 from tests.modifier_harness import for_each
 
-EDGES = (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64)
+EDGES = (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 77, 80)
 HEAD_DIMS = ((16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (128, 128), (32, 64), (128, 24))
 
 
@@ -33,10 +33,12 @@ def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_they_serve_up_to_64_queries_and_keys(pretended_gpu, direction: str) -> None:
-    for rows, keys in itertools.product((1, 49, 64, 65, 128), repeat=2):
-        kernel = plan(direction, rows, keys)["kernel"]
-        assert ("short" in kernel) == (max(rows, keys) <= 64), (rows, keys, kernel)
+def test_they_serve_up_to_80_queries_and_keys(pretended_gpu, direction: str) -> None:
+    """Above head_dim 64 up to 64."""
+    for head_dim, most in ((32, 80), (64, 80), (65, 64), (128, 64)):
+        for rows, keys in itertools.product((1, 49, 64, 65, 80, 81, 128), repeat=2):
+            kernel = plan(direction, rows, keys, head_dim=head_dim, head_dim_v=head_dim)["kernel"]
+            assert ("short" in kernel) == (max(rows, keys) <= most), (head_dim, rows, keys, kernel)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -44,7 +46,7 @@ def test_tiles_hold_the_longer_of_queries_and_keys(pretended_gpu, direction: str
     for rows, keys in itertools.product(EDGES, repeat=2):
         chosen = plan(direction, rows, keys)
         longer = max(rows, keys)
-        tile = 16 if longer <= 16 else 32 if longer <= 32 else 64
+        tile = next(size for size in (16, 32, 64, 80) if longer <= size)
         assert (chosen["block_m"], chosen["block_n"], chosen["threads"]) == (tile, tile, 2 * tile)
 
 
@@ -128,6 +130,50 @@ def test_plans_of_nothing(pretended_gpu, direction: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# Few keys: CTAs share out the queries
+
+
+def test_few_blocks_of_keys_are_divided(pretended_gpu) -> None:
+    """As many CTAs as fill 132 multiprocessors once, where each then has steps enough to pay for two sums."""
+
+    def splits(batch: int, rows: int, heads: int, keys: int = 77, heads_k: int = 0, **more) -> int:
+        shape = dict(batch=batch, num_heads=heads, num_heads_k=heads_k or heads, head_dim=64, head_dim_v=64)
+        return plan("bwd", rows, keys, **shape, **more)["q_splits"]
+
+    assert splits(4, 4096, 10) == 3
+    assert splits(1, 4096, 10) == 13
+    assert splits(1, 4096, 16, heads_k=1) > 1
+    assert splits(16, 4096, 10) > 1  # 160 CTAs are two rounds, the second one nearly empty
+    assert splits(4, 4096, 10, keys=129) == splits(66, 4096, 10) == splits(1, 128, 8) == 1
+    assert splits(4, 4096, 10, window_right=0) == 1  # blocks of unequal length are fetched
+    assert splits(4, 4096, 10, path="sm90 q_splits=5") == 5
+    assert splits(4, 130, 10, path="sm90 q_splits=5") == 3  # tiles of 64 queries
+
+
+@on_targets("sm90-short")
+@pytest.mark.parametrize("splits", [2, 3, 7])
+def test_divided_queries(target: Target, splits: int) -> None:
+    cases = [
+        dense(2, 512, 77, 3, 3, 64),
+        dense(2, 300, 128, 4, 2, 64, causal=True, deterministic=True),
+        dense(1, 1000, 96, 4, 1, 40, 24, dtype="fp16", dlse=True),
+        dense(3, 130, 100, 2, 2, 128, window=(40, 3)),
+        dense(2, 450, 128, 6, 2, 64, layout="bhsd", dout_layout="odd"),
+        dense(1, 200, 1, 2, 2, 32),
+    ]
+    run_cases(cases, target.asking(q_splits=splits))
+
+
+@on_targets("sm90-short")
+@pytest.mark.parametrize("splits", [2, 5])
+def test_divided_queries_with_modifiers(target: Target, splits: int) -> None:
+    """With up to 128 keys and more: dq is stored, and added."""
+    mcases = [m for m in single_cases() + paired_cases()[::3] if not m.case.is_packed]
+    few = [short(m, 128, i) for i, m in enumerate(mcases)]
+    for_each([m for m in few if m is not None] + mcases[::2], target.asking(q_splits=splits))
+
+
+# --------------------------------------------------------------------------------------------------
 # Modifiers
 
 
@@ -136,7 +182,7 @@ def short(mcase: ModifierCase, limit: int, index: int) -> ModifierCase | None:
     case = mcase.case
     if case.is_packed:
         return None
-    lengths = [n for n in (17, 49, 64, 33, 77, 128) if n <= limit]
+    lengths = [n for n in (17, 49, 64, 33, 77, 80, 128) if n <= limit]
     rows, keys = lengths[index % len(lengths)], lengths[index // 3 % len(lengths)]
     if any("documents" in name for name in mcase.mods) or case.seqlen_q == case.seqlen_k:
         rows = keys
@@ -145,7 +191,7 @@ def short(mcase: ModifierCase, limit: int, index: int) -> ModifierCase | None:
 
 
 @on_short_paths
-@pytest.mark.parametrize("limit", [64, 128])
+@pytest.mark.parametrize("limit", [64, 80, 128])
 def test_every_modifier(target: Target, limit: int) -> None:
     mcases = [short(m, limit, i) for i, m in enumerate(single_cases() + paired_cases())]
     for_each([m for m in mcases if m is not None], target)
@@ -204,7 +250,7 @@ def test_a_bias_broadcast_over_any_dimensions(target: Target, rows: int, dtype: 
 
 @on_short_paths
 @pytest.mark.parametrize("sms", [None, 1, 2, 3, 7])
-@pytest.mark.parametrize("rows", [49, 130])
+@pytest.mark.parametrize("rows", [49, 77, 130])
 def test_sums_over_the_batch_in_parts(target: Target, rows: int, sms: int | None) -> None:
     """Batches around the number of parts, with few multiprocessors too; the same bits every time."""
     chosen = dataclasses.replace(target, switches=(("num_sms", sms),) if sms else ())
@@ -248,7 +294,7 @@ def test_nan_stays_in_its_sequence(target: Target, rows: int) -> None:
 
 
 @on_short_paths
-@pytest.mark.parametrize("rows", [49, 100])
+@pytest.mark.parametrize("rows", [49, 77, 100])
 def test_the_same_bits_every_time(target: Target, rows: int) -> None:
     """dq too: nothing is added to memory. And the deterministic mode changes nothing."""
     with target.active():
@@ -259,7 +305,7 @@ def test_the_same_bits_every_time(target: Target, rows: int) -> None:
         for n in range(20):
             out = flash_ext.attention(*x, causal=True, backend=target.choice, deterministic=n == 0)
             runs.append(torch.autograd.grad(out, x, dout))
-        if target.path == "sm90" or rows <= 64:
+        if target.path == "sm90" or rows <= 80:
             for run in runs[1:]:
                 assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 

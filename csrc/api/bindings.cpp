@@ -125,6 +125,7 @@ py::dict dict_of(const Plan& plan) {
   put_launch(d, plan.main_launch());
   d["splits"] = plan.kv_splits;
   d["gqa_splits"] = plan.gqa_splits;
+  d["q_splits"] = plan.q_splits;
   d["row"] = plan.row;
   d["evidence"] = name_of(plan.evidence);
   py::list launches;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m
       }
     }
   } else {
-    static_assert(kN % 4 == 0 || kN == 2);
+    static_assert(kN % 2 == 0);
 #pragma unroll
     for (int a = 0; a < kA; ++a) {
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m
           const uint4 draws = keys.draws(row_id, col_id);
           const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
 #pragma unroll
-          for (int q = 0; q < min(4, kN); ++q) {
+          for (int q = 0; q < min(4, kN - 4 * n4); ++q) {
             mark(acc[a][4 * n4 + q][c], words[q] << 16);
             mark(acc[a][4 * n4 + q][2 + c], words[q]);
           }

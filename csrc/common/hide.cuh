@@ -9,12 +9,14 @@ namespace flash_ext {
 // Words of a bit mask that a warp has fetched together; see fetch_mask().
 template <int kRows, int kCols>
 struct MaskWords {
-  static constexpr int kARow = (kCols + 31) / 32, kALane = (kRows * kARow + 31) / 32;
+  // A power of two of words a row, so that eight rows are in one register of the lanes.
+  static constexpr int kARow = kCols <= 32 ? 1 : kCols <= 64 ? 2 : 4, kALane = (kRows * kARow + 31) / 32;
+  static_assert(kCols <= 128);
   uint32_t of[kALane];
 
-  // Word w of row 16 block + row, whichever lane has it; all lanes ask for the same block and w.
+  // Word w of row 8 block + row, row below 8, whichever lane has it; all lanes ask for the same block and w.
   __device__ uint32_t word(int block, int row, int w) const {
-    return __shfl_sync(ptx::kFullWarp, of[16 * block * kARow / 32], (16 * block + row) * kARow % 32 + w);
+    return __shfl_sync(ptx::kFullWarp, of[8 * block * kARow / 32], (8 * block + row) * kARow % 32 + w);
   }
 };
 
@@ -52,7 +54,7 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const ScoreMod& sc
     for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
       uint32_t words[2 * kA][1];
 #pragma unroll
-      for (int r = 0; r < 2 * kA; ++r) words[r][0] = mask.word(r / 2, r % 2 * 8 + lane / 4, n4);
+      for (int r = 0; r < 2 * kA; ++r) words[r][0] = mask.word(r, lane / 4, n4);
       if (!(tests & kTestRows) || m.mask.words == nullptr) {
 #pragma unroll
         for (int r = 0; r < 2 * kA; ++r) words[r][0] = ~0u;
@@ -63,7 +65,7 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const ScoreMod& sc
       for (int r = 0; r < 2 * kA; ++r) {
         const uint32_t mine = words[r][0] >> (2 * (lane % 4));
 #pragma unroll
-        for (int i = 0; i < 2 * min(4, kN); ++i) {
+        for (int i = 0; i < 2 * min(4, kN - 4 * n4); ++i) {
           if ((mine & (1u << (i / 2 * 8 + i % 2))) == 0) acc[r / 2][n4 * 4 + i / 2][r % 2 * 2 + i % 2] = -INFINITY;
         }
       }

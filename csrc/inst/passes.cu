@@ -43,17 +43,20 @@ std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows
                 length, count);
 }
 
-std::string sum_heads(const Launch& l, const Problem& p, const float* parts, const StridedView& to, void* stream) {
+std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const float* parts,
+                      const StridedView& to, void* stream) {
   const int columns = l.head_dim;
   HeadSums s;
   s.parts = parts;
   s.to = to;
-  s.num_parts = p.num_heads_k;
+  s.num_parts = num_parts;
+  s.heads = heads;
   s.columns = columns;
   s.rows = p.is_varlen() ? p.total_k : p.seqlen_k;
-  s.batch_rows = p.total_k;
+  s.all_rows = p.total_k * heads;
   const auto at = reinterpret_cast<uintptr_t>(to.ptr);
-  s.in_fours = columns % 4 == 0 && to.row_stride % 4 == 0 && to.batch_stride % 4 == 0 && at % 16 == 0;
+  s.in_fours = columns % 4 == 0 && to.row_stride % 4 == 0 && to.batch_stride % 4 == 0 &&
+               (heads == 1 || to.head_stride % 4 == 0) && at % 16 == 0;
   return dispatch_dtype(p.dtype, [&]<typename E>() {
     return launch_planned(l, sum_heads_kernel<E>, kHeadSumThreads, 0, stream, s);
   });

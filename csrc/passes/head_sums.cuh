@@ -1,5 +1,5 @@
 // Gradients of keys and values of which several CTAs have made a part each (gqa_splits.h): their sum, in the order of
-// the query heads, rounded once.
+// the queries and their heads, rounded once.
 #pragma once
 
 #include "../heuristics.h"
@@ -9,11 +9,11 @@
 namespace flash_ext {
 
 struct HeadSums {
-  const float* parts = nullptr;  // (batch, rows, num_parts, columns), contiguous
-  StridedView to;                // (batch, rows, columns)
-  int num_parts = 1;
+  const float* parts = nullptr;  // (batch, rows, heads, num_parts, columns), contiguous
+  StridedView to;                // (batch, rows, heads, columns)
+  int num_parts = 1, heads = 1;
   int columns = 0;
-  int64_t rows = 0, batch_rows = 0;  // of a batch entry, of all
+  int64_t rows = 0, all_rows = 0;    // of a batch entry; of all, counted for each head
   bool in_fours = false;             // four neighbours can be read and written together
 };
 
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kHeadSumThreads) sum_heads_kernel(const __grid
   const int fours = (s.columns + 3) / 4;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kHeadSumThreads + threadIdx.x;
   const int64_t row = index / fours;
-  if (row >= s.batch_rows) return;
+  if (row >= s.all_rows) return;
   const int column = static_cast<int>(index - row * fours) * 4, valid = s.columns - column;
   const float* from = s.parts + row * s.num_parts * s.columns + column;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -42,8 +42,9 @@ __global__ void __launch_bounds__(kHeadSumThreads) sum_heads_kernel(const __grid
     const float4 x = load_four(from, valid, s.in_fours);
     sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
   }
-  const int64_t b = row / s.rows;
-  const int64_t at = b * s.to.batch_stride + (row - b * s.rows) * s.to.row_stride + column;
+  const int64_t row_of_batch = row / s.heads, b = row_of_batch / s.rows;
+  const int64_t at = b * s.to.batch_stride + (row_of_batch - b * s.rows) * s.to.row_stride +
+                     (row - row_of_batch * s.heads) * s.to.head_stride + column;
   const float x[4] = {sum.x, sum.y, sum.z, sum.w};
   if (s.to.is_float) {
     float* to = static_cast<float*>(s.to.ptr) + at;

@@ -293,16 +293,21 @@ Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
   l.dq = has_whole_keys(r) ? DqMode::kStored : DqMode::kAtomic;
   return l;
 }
-void push_fused_mod(Req r, Dev d, Plan& p, const Launch& l) {
+void push_fused_mod(Req r, Dev d, Plan& p, Launch l) {
+  p.q_splits = sm90::q_splits_of(r.problem, d, r.constraints, l.tiles, l.dynamic);
+  l.tiles *= p.q_splits;
+  l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
   push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, l.head_dim, l.head_dim, sm90::BwdTile::kBlockM, l.dq);
   p.main = p.num_launches;
   p.push(l);
   Workspace& w = p.workspace;
   add_row_stats(r.problem, p, sm90::BwdTile::kBlockM);
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
-  if (l.dq != DqMode::kAtomic) return;
-  push_dq_convert(r, d, p, l.head_dim, l.pdl);
-  w.dq_accum = w.add(4 * sm90::query_tiles(r.problem) * sm90::BwdTile::kBlockM * l.head_dim);
+  if (l.dq == DqMode::kAtomic) {
+    push_dq_convert(r, d, p, l.head_dim, l.pdl);
+    w.dq_accum = w.add(4 * sm90::query_tiles(r.problem) * sm90::BwdTile::kBlockM * l.head_dim);
+  }
+  if (p.q_splits > 1) push_head_sums(r.problem, p, p.q_splits);
 }
 void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, fused_mod_launch(r, d, {}, kHide)); }
 void build_fused_mod(Req r, Dev d, Plan& p) {

@@ -230,6 +230,25 @@ inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
   return has_whole_keys(p, c) && !c.dq_pool;
 }
 
+// Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
+// queries in fp32, and two kernels add them. Counted in steps of 64 queries, of which a block that begins and ends costs
+// one and a half, and the sums three. Evidence: q-splits.
+inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles, bool dynamic) {
+  const int64_t steps = (p.seqlen_q + 63) / 64 * int64_t{p.num_heads / std::max(1, p.num_heads_k)};
+  if (p.is_varlen() || tiles <= 0 || tiles > INT32_MAX / 64) return 1;
+  if (c.q_splits) return static_cast<int>(std::clamp<int64_t>(steps, 1, *c.q_splits));
+  if (d.batch_invariant || !has_whole_keys(p, c) || dynamic || d.num_sms <= 0) return 1;
+  const auto time_of = [&](int64_t splits) {
+    const int64_t rounds = (tiles * splits + d.num_sms - 1) / d.num_sms;
+    return rounds * (2 * ((steps + splits - 1) / splits) + 3) + (splits > 1 ? 6 : 0);  // in half steps
+  };
+  int best = 1;
+  for (int splits = 2; splits <= std::min<int64_t>(steps, 16); ++splits) {
+    if (100 * time_of(splits) < 95 * time_of(1) && time_of(splits) < time_of(best)) best = splits;
+  }
+  return best;
+}
+
 // Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first
 // one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. Grouped heads,
 // whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.

@@ -46,7 +46,7 @@ int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
   }
   if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
   const Plan whole = plan_of_rows(r, d, arch);
-  return whole.row.empty() ? 1 : best_gqa_splits(r.problem, whole.main_launch().block_n, d.num_sms);
+  return whole.row.empty() || whole.q_splits > 1 ? 1 : best_gqa_splits(r.problem, whole.main_launch().block_n, d.num_sms);
 }
 
 // What tells instances of one name and head_dim apart.
@@ -105,16 +105,10 @@ Plan plan(const Request& r, const DeviceInfo& d, Arch arch) {
   if (splits == 1) return plan_of_rows(r, d, arch);
   Request parts = r;
   parts.problem = in_parts(r.problem, splits);
+  parts.constraints.q_splits = 1;
   Plan p = plan_of_rows(parts, d, arch);
   p.gqa_splits = splits;
-  const Problem& x = r.problem;
-  const auto add_sum = [&](KernelId k, Part& part, int columns) {
-    part = p.workspace.add(4 * splits * x.num_heads_k * x.total_k * int64_t{columns});
-    const int64_t threads = x.num_heads_k * x.total_k * ((columns + 3) / 4);
-    p.push(plans::pass(k, columns, columns, (threads + kHeadSumThreads - 1) / kHeadSumThreads, kHeadSumThreads));
-  };
-  add_sum(KernelId::kSumDkSplits, p.workspace.dk_partials, x.head_dim);
-  add_sum(KernelId::kSumDvSplits, p.workspace.dv_partials, x.head_dim_v);
+  plans::push_head_sums(r.problem, p, splits);
   return p;
 }
 

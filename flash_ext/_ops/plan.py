@@ -24,7 +24,17 @@ _L2_BYTES = 60 << 20  # an H200's
 _H200 = "9.0/132"
 
 _NUMBERS = {"batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window": "", "gpu": ""}
-_CONSTRAINTS = ("sm90", "sm80", "row", "kv_splits", "gqa_splits", "fwd_block_m", "dq_pool", "short_kernels")
+_CONSTRAINTS = (
+    "sm90",
+    "sm80",
+    "row",
+    "kv_splits",
+    "gqa_splits",
+    "q_splits",
+    "fwd_block_m",
+    "dq_pool",
+    "short_kernels",
+)
 _WORDS = ("fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16")
 
 
@@ -60,7 +70,8 @@ def plan(text: str) -> dict[str, Any]:
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
         docs/benchmarks.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
-        "splits" (of the keys), "gqa_splits" (splits of grouped heads), "reasons" (why other paths refuse).
+        "splits" (of the keys), "gqa_splits" (splits of grouped heads), "q_splits" (of the queries), "reasons"
+        (why other paths refuse).
 
     Raises:
         ValueError: a word that is not known, or numbers out of range.
@@ -122,6 +133,8 @@ def as_text(plan: dict[str, Any]) -> str:
         lines.append(f"split-KV    {plan['splits']} parts of the keys")
     if plan["gqa_splits"] > 1:
         lines.append(f"GQA splits  {plan['gqa_splits']} a key head")
+    if plan["q_splits"] > 1:
+        lines.append(f"Q splits    {plan['q_splits']} a block of keys")
     for launch in plan["launches"]:
         line = f"launch      {launch['kernel']}"
         if "block_m" in launch:

@@ -244,7 +244,7 @@ __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits
 template <typename Word>
 struct MaskOfUnit {
   const Word& of;
-  __device__ uint32_t word(int, int row, int) const { return of(row); }
+  __device__ uint32_t word(int block, int row, int) const { return of(8 * block + row); }
 };
 
 // The same for everything that a call may ask for, a unit at a time.

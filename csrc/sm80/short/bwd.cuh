@@ -1,4 +1,4 @@
-// The backward of sequences of at most R = 16, 32 or 64 queries and keys, with every modifier, in one kernel: dq, dk, dv,
+// The backward of sequences of at most R = 16, 32, 64 or 80 queries and keys, with every modifier, in one kernel: dq, dk, dv,
 // delta, and the gradient of a bias. A CTA has all queries and keys of a head, so every sum has one owner and a fixed
 // order, and nothing is added to memory:
 //
@@ -9,7 +9,7 @@
 //
 // Shared memory:
 //   Q, K, V, dO  [R][D]
-//   O [R][D], then P, dS [R queries][max(R, 32) keys] in its place
+//   O [R][D], then P, dS [R queries][R keys, a multiple of 32] in its place
 //   stats        [R] (lse * log2 e, delta)
 //   bias         [R][R] in fp32 where there is one (own_bias.cuh); while no head is worked on, sums of its gradient
 #pragma once
@@ -126,7 +126,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
   constexpr int D = T::kHeadDim, kTile = T::kTileBytes, kBlocks = T::kRows / 8;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   __shared__ DropKeys drop_keys;
-  __shared__ ShortWalk::Head at;  // of this turn: registers are short
+  // Of this turn: registers are short.
+  __shared__ ShortWalk::Head at;
+  __shared__ ShortWalk here;
   const Problem& x = p.problem;
   const uint32_t smem_q = ptx::smem_address(smem_raw), smem_k = smem_q + kTile, smem_v = smem_k + kTile;
   const uint32_t smem_do = smem_v + kTile, smem_p = smem_q + T::kPAt, bias = smem_q + T::kBiasAt;
@@ -157,6 +159,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
     }
     if (threadIdx.x == 0) {
       at = walk.head(grid);
+      here = walk;
       drop_keys.make(m, at.b, at.h);
     }
     ptx::cp_async_wait<0>();
@@ -167,10 +170,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
     debug_delay();
     __syncthreads();  // O has been read
     debug_delay();
-    float2 row_stats[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) row_stats[half] = stats[row0() + ptx::fresh_lane() / 4 + 8 * half];
-
+    // Of the upper and the lower row of this thread; registers are short.
+    const auto row_stats = [=](int half) { return &stats[row0() + ptx::fresh_lane() / 4 + 8 * half]; };
     const SeqInfo seq = short_seq_info(x, m, at.b);
     // Derivatives of a softcap wait where this warp will put its rows of P and dS: in registers they would cost 32.
     const auto slope_at = [&](int n) {
@@ -184,19 +185,21 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
                       [&](int, int n, const float(&slope)[4]) {
                         ptx::store_shared(slope_at(n), make_float4(slope[0], slope[1], slope[2], slope[3]));
                       });
+      const float lse[2] = {row_stats(0)->x, row_stats(1)->x};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) weights[0][n][i] = ptx::ex2(fmaf(weights[0][n][i], m.unit_log2, -row_stats[i / 2].x));
+        for (int i = 0; i < 4; ++i) weights[0][n][i] = ptx::ex2(fmaf(weights[0][n][i], m.unit_log2, -lse[i / 2]));
       }
       if (m.rng != nullptr) drop<false, true>(weights, m, row0(), 0, drop_keys);
-      multiply_transposed<E, D, 2>(ds, rows_of(smem_do), keys_of(smem_v));
+      T::multiply(ds, rows_of(smem_do), keys_of(smem_v));
+      const float deltas[2] = {row_stats(0)->y, row_stats(1)->y};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // A negative weight is one that dropout hit: its dP counts nothing, that of others keep_scale times.
-          const float weight = weights[0][n][i], delta = row_stats[i / 2].y;
+          const float weight = weights[0][n][i], delta = deltas[i / 2];
           ds[0][n][i] = fabsf(weight) * (signbit(weight) ? -delta : fmaf(ds[0][n][i], m.keep_scale, -delta));
           bias_sums[0][n][i] += ds[0][n][i];
         }
@@ -247,6 +250,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
       multiply_columns<T>(sums, of_p + (T::kDsAt - T::kPAt), Tile::by_rows(smem_q, ptx::fresh_lane()));
       store(sums, p.dk, at.h, x.seqlen_k, x.head_dim, x.softmax_scale, smem_k);
     }
+    walk = here;
     debug_delay();
     __syncthreads();  // everybody has left the tiles
     debug_delay();

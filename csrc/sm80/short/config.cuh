@@ -17,13 +17,35 @@ template <typename E, int D, int R>
 struct ShortTraits {
   using Element = E;
   using Tile = SmemTile<D>;
-  using WeightTile = SmemTile<std::max(R, 32)>;
   static constexpr ShortTile kSizes{R, D};
+  using WeightTile = SmemTile<kSizes.weight_columns()>;
   static constexpr int kRows = R, kHeadDim = D, kThreads = kSizes.threads(), kTileBytes = kSizes.tile();
   static constexpr int kFwdCtas = kSizes.fwd_ctas(), kFwdStages = kSizes.fwd_stages(), kBwdCtas = kSizes.bwd_ctas();
   // Of the backward: Q, K, V and dO come first.
   static constexpr int kPAt = 4 * kTileBytes, kDsAt = kPAt + kSizes.weights();
   static constexpr int kStatsAt = kPAt + kSizes.o_or_weights(), kBiasAt = kStatsAt + 8 * R;
+
+  // acc[16 rows][R keys] = A B^T. a_lane is by_rows, b_lane by_cols.
+  __device__ static void multiply(float (&acc)[1][R / 8][4], uint32_t a_lane, uint32_t b_lane) {
+    if constexpr (R <= 64) {
+      multiply_transposed<E, D, 2>(acc, a_lane, b_lane);
+    } else {
+      // A loop holds fewer fragments at a time: unrolled, 8 bytes spill.
+      clear(acc);
+#pragma unroll 1
+      for (int ks = 0; ks < D / 16; ++ks) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, Tile::block(a_lane, 0, ks));
+#pragma unroll
+        for (int nb = 0; nb < R / 16; ++nb) {
+          uint32_t b[4];
+          ptx::ldmatrix_x4(b, Tile::block(b_lane, nb * 16, ks));
+          ptx::mma_m16n8k16<E>(acc[0][2 * nb], a, b[0], b[1]);
+          ptx::mma_m16n8k16<E>(acc[0][2 * nb + 1], a, b[2], b[3]);
+        }
+      }
+    }
+  }
 };
 
 // The bias of a group of heads.
@@ -63,6 +85,8 @@ inline Modifiers with_own_bias(Modifiers m) {
 // Where a CTA is on its walk, and what comes next.
 struct ShortWalk {
   int group, item;
+
+  ShortWalk() = default;
 
   __device__ explicit ShortWalk(const ShortGrid& g) {
     group = static_cast<int>(divide(blockIdx.x, g.part_count));
@@ -124,7 +148,7 @@ __device__ __forceinline__ void short_scores(float (&acc)[1][T::kRows / 8][4], c
   const int row0 = ptx::fresh_thread_idx() / 32 * 16;
   const TileTests tests = short_tests(score_mod.m);
   const auto words = fetch_mask<16, T::kRows>(score_mod, row0, 0, tests);
-  multiply_transposed<E, T::kHeadDim, 2>(acc, q_lane, k_lane);
+  T::multiply(acc, q_lane, k_lane);
   score_mod.template modify<E, false, ShortBias<T::kRows>>(acc, row0, 0, bias, put_slope);
   hide(acc, score_mod, row0, 0, tests, words);
 }

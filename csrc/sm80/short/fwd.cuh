@@ -1,4 +1,4 @@
-// The forward of sequences of at most R = 16, 32 or 64 queries and keys, with every modifier: a warp has 16 queries and
+// The forward of sequences of at most R = 16, 32, 64 or 80 queries and keys, with every modifier: a warp has 16 queries and
 // all keys, so the softmax is that of whole rows and nothing is rescaled. A CTA walks heads that share a bias, which it
 // reads once.
 //
@@ -19,6 +19,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
   constexpr int D = T::kHeadDim, kTile = T::kTileBytes, kBlocks = T::kRows / 8;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   __shared__ DropKeys drop_keys;
+  // Of this turn: registers are short.
+  __shared__ ShortWalk::Head at;
+  __shared__ ShortWalk next;
   const Problem& x = p.problem;
   const uint32_t smem = ptx::smem_address(smem_raw), bias = smem + 3 * T::kFwdStages * kTile;
   // Registers are short: what follows from the thread's number is made anew where it is used.
@@ -39,14 +42,18 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
   load(walk, smem_q);
 #pragma unroll 1
   while (walk.has_head(grid)) {
-    const ShortWalk::Head at = walk.head(grid);
     if (m.bias.ptr != nullptr && walk.begins_group(grid)) {
-      ShortBias<T::kRows>::template load<E>(bias, x, m.bias, at.bias_b, at.bias_h);
+      const ShortWalk::Head first = walk.head(grid);
+      ShortBias<T::kRows>::template load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
+    }
+    if (threadIdx.x == 0) {
+      at = walk.head(grid);
+      drop_keys.make(m, at.b, at.h);
     }
     walk.next(grid);
+    if (threadIdx.x == 0) next = walk;
     const uint32_t next_q = T::kFwdStages == 1 ? smem : smem == smem_q ? smem + 3 * kTile : smem;
     if (T::kFwdStages > 1) load(walk, next_q);
-    if (threadIdx.x == 0) drop_keys.make(m, at.b, at.h);
     ptx::cp_async_wait<T::kFwdStages - 1>();
     debug_delay();
     __syncthreads();
@@ -108,6 +115,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
       for (int j = 0; j < D / 8; ++j) scale_block(acc_o[0][j], inverse[0], inverse[1]);
       store_short<E, D>(acc_o[0], p.out, at.b, at.h, x.seqlen_q, x.head_dim_v, smem_q);
     }
+    walk = next;
     debug_delay();
     __syncthreads();  // everybody has left the tiles
     debug_delay();

@@ -32,6 +32,7 @@ struct BwdModArgs {
   bool adds_to_keys;  // something by distance, or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
   bool stores_dq;    // has_whole_keys()
+  Divisor splits;    // of the steps of a block of keys: neighbours among work tiles
 };
 
 // A work tile: a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
@@ -43,6 +44,33 @@ struct BwdModWorkTile {
   int first_head;     // of the query heads that read it; its own
   int tile;           // first one of the first query head in the workspace
 };
+
+// Whether CTAs may share out the steps of a block of keys, each as a head of dk and dv of its own. Index of a work tile =
+// tile | split, the last one fastest.
+template <typename Args>
+inline constexpr bool kSplitsSteps = requires(const Args& a) { a.splits; };
+
+template <typename Args>
+__device__ __forceinline__ uint32_t tile_of_index(const Args& a, uint32_t index) {
+  if constexpr (kSplitsSteps<Args>) return divide(index, a.splits);
+  return index;
+}
+template <typename Args>
+__device__ __forceinline__ int split_of_index(const Args& a, uint32_t index) {
+  if constexpr (kSplitsSteps<Args>) return static_cast<int>(index - tile_of_index(a, index) * a.splits.divisor);
+  return 0;
+}
+// The first of a split's steps, of so many.
+template <typename Args>
+__device__ __forceinline__ int first_step_of(const Args& a, int split, int total) {
+  if constexpr (kSplitsSteps<Args>) return static_cast<int>(divide(static_cast<uint32_t>(total * split), a.splits));
+  return total * split;
+}
+template <typename Args>
+__device__ __forceinline__ int gradients_head(const Args& a, const Work& w, int split) {
+  if constexpr (kSplitsSteps<Args>) return w.h * static_cast<int>(a.splits.divisor) + split;
+  return w.h;
+}
 
 // A step is a tile of queries of a query head that reads the work tile, or a tile of keys.
 struct BwdStep {
@@ -120,6 +148,7 @@ struct ModKeyShared {
   HeadDistances distances[T::kSteps];  // of the steps' heads, in units of log2
   uint32_t index;           // the scheduler's present one
   int work_tiles_found, chunks_found;
+  unsigned char split[T::kWorkStages];  // of the steps of a block of keys, that a work tile has
   alignas(4) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];
 
   __device__ __forceinline__ unsigned char* mask_words(WordKind which, int stage) {

@@ -258,8 +258,9 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     const BwdParams& p = a.plain.p;
     const BwdModWorkTile& work = work_of();
     const int warp_row = first_key();
+    const int head = gradients_head(a, work.w, shared.split[stage_of(work_tiles(), T::kWorkStages)]);
     const auto store = [&](const StridedView& view, const float (&x)[D / 2], float scale, int columns) {
-      store_rows_staged<E, 16 * 128>(view, work.w.b, work.w.k, work.w.h, x, scale, columns, warp_row, staging(),
+      store_rows_staged<E, 16 * 128>(view, work.w.b, work.w.k, head, x, scale, columns, warp_row, staging(),
                                      ptx::fresh_lane());
     };
     store(p.dv, dv, T::kDrops ? m.keep_scale : 1.f, problem.head_dim_v);

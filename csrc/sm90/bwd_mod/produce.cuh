@@ -12,7 +12,8 @@ template <typename T, typename Args>
 __device__ __forceinline__ bool make_bwd_work(const Args& a, uint32_t index, BwdModWorkTile& work) {
   const Problem& p = a.plain.p.problem;
   int b = 0;
-  Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries, T::kByQueries>(index, p, a.plain.grid, &b);
+  Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries, T::kByQueries>(tile_of_index(a, index), p,
+                                                                                  a.plain.grid, &b);
   if (!w.active) return false;
   reorder_batch(a.m, w, T::kByQueries ? p.num_heads : p.num_heads_k, b);
   if (ptx::fresh_lane() == 0) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ uint32_t classify_bwd_tile(const ScoreMod& score_mod,
 
 // Keys or queries that no tile is visited for have no gradients.
 template <typename T, typename Args>
-__device__ __forceinline__ void clear_unvisited(const Args& a, const BwdModWorkTile& work, int lane) {
+__device__ __forceinline__ void clear_unvisited(const Args& a, const BwdModWorkTile& work, int split, int lane) {
   const BwdParams& p = a.plain.p;
   const Work& w = work.w;
   const Span& own = T::kByQueries ? w.q : w.k;
@@ -59,8 +60,9 @@ __device__ __forceinline__ void clear_unvisited(const Args& a, const BwdModWorkT
   if constexpr (T::kByQueries) {
     zero_rows(p.dq, w.b, own.start + first, w.h, rows, p.problem.head_dim, lane);
   } else {
-    zero_rows(p.dk, w.b, own.start + first, w.h, rows, p.problem.head_dim, lane);
-    zero_rows(p.dv, w.b, own.start + first, w.h, rows, p.problem.head_dim_v, lane);
+    const int h = gradients_head(a, w, split);
+    zero_rows(p.dk, w.b, own.start + first, h, rows, p.problem.head_dim, lane);
+    zero_rows(p.dv, w.b, own.start + first, h, rows, p.problem.head_dim_v, lane);
   }
 }
 
@@ -91,17 +93,18 @@ __device__ __forceinline__ void schedule_bwd_work(const Args& a, Shared& shared,
   };
   // Publishes a work tile and its steps; false if there are none. A chunk waits for the next one: it may be the last.
   // With static scheduling a block of keys begins its walk later than the block before it.
-  const auto publish = [&](const BwdModWorkTile& work) -> bool {
+  const auto publish = [&](const BwdModWorkTile& work, int split) -> bool {
     const int count = max(work.blocks.end - work.blocks.begin, 0);
     const int total = T::kByQueries ? count : count * static_cast<int>(plain.grid.shared.divisor);
+    const int last = first_step_of(a, split + 1, total);
     bool found = false;
 #pragma unroll 1
-    for (int x0 = 0; x0 < total; x0 += BwdChunk::kCapacity) {
+    for (int x0 = first_step_of(a, split, total); x0 < last; x0 += BwdChunk::kCapacity) {
       const int lane = ptx::fresh_lane(), x = x0 + lane / 2;
       int block = -1, head = 0;
       if constexpr (T::kByQueries) {
-        if (x < total) block = work.blocks.begin + x;
-      } else if (x < total) {
+        if (x < last) block = work.blocks.begin + x;
+      } else if (x < last) {
         const int turned = x + work.w.block * plain.rotate % count;
         head = turned / count;
         block = work.blocks.begin + turned - head * count;
@@ -134,13 +137,17 @@ __device__ __forceinline__ void schedule_bwd_work(const Args& a, Shared& shared,
     if (ptx::fresh_lane() == 0) shared.index = index;  // registers are short
     wait_for_stage();
     BwdModWorkTile& work = shared.work_tiles[work_stage()];
+    const int split = split_of_index(a, index);
+    if constexpr (kSplitsSteps<Args>) {
+      if (ptx::fresh_lane() == 0) shared.split[work_stage()] = static_cast<unsigned char>(split);
+    }
     if (make_bwd_work<T>(a, index, work)) {
-      if (publish(work)) {
+      if (publish(work, split)) {
         static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
         if (dynamic) wait(bars.work_ending(), work_stage());
         count_one(shared.work_tiles_found);
       } else {
-        clear_unvisited<T>(a, work, ptx::fresh_lane());
+        clear_unvisited<T>(a, work, split, ptx::fresh_lane());
         __syncwarp();  // before the work tile's place is written again
       }
     }

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "fp8.h"
 #include "kv_cache.h"
 #include "kv_splits.h"
 #include "modifiers.h"
@@ -28,6 +29,7 @@ struct Request {
   Direction direction = Direction::kForward;
   Problem problem;
   const Modifiers* modifiers = nullptr;  // null: the plain operators
+  Operands operands = Operands::k16Bit;  // of forwards without modifiers
   bool deterministic = false;            // dq, dk and dv repeat bit by bit
   // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
   // splits.
@@ -56,7 +58,7 @@ enum class KernelId : uint8_t {
   kFwdCached80, kRowStats80, kBwd80, kBwdShort80, kBwdMod80,
   kBwdDq80, kBwdDqMod80, kDqConvert80, kDbias80,
   // Hopper
-  kFwd90, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
+  kFwd90, kFwdFp890, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
   kBwdFusedMod90, kBwdDkdvMod90, kBwdDqMod90, kDbias90,
   // passes
   kSumDkSplits, kSumDvSplits,
@@ -67,7 +69,9 @@ enum class KernelId : uint8_t {
 enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhere };
 
 // What a kernel with modifiers is compiled for. A kernel has those that it needs.
-enum class ScoreVariant : uint8_t { kPlain, kHide, kDrop, kSlopes, kCap, kExponents, kBias, kAdd, kAddDrop, kChange, kAll };
+enum class ScoreVariant : uint8_t { kPlain, kHide, kDrop, kSlopes, kCap, kExponents, kBias, kAdd, kAddDrop, kChange, kAll,
+  kMixed,  // of the fp8 forward: q and k have 16 bits
+};
 
 // One launch: the instance (kernel, compiled head dims, variant) and its shape. A launcher adds pointers to it and chooses
 // nothing. Tiles are 0 in passes, shared memory is 0 where it is static.

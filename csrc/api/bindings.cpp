@@ -230,7 +230,11 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   }
   if (!info.error.empty()) throw std::runtime_error(info.error);
   deterministic = deterministic || info.batch_invariant;
-  const NamedModifiers named(modifiers, p);
+  // "fp8" and "mixed" name operands, and go with no modifier.
+  const bool is_fp8 = modifiers == std::vector<std::string>{"fp8"}, is_mixed = modifiers == std::vector<std::string>{"mixed"};
+  const bool is_quantised = is_fp8 || is_mixed;
+  if (is_quantised && direction == Direction::kBackward) throw py::value_error("backwards have no fp8 kernel");
+  const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p);
 
   Choice choice;
   const std::string text = path_text.value_or("");
@@ -243,11 +247,13 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
         .direction = direction, .problem = p, .deterministic = deterministic, .constraints = choice.constraints};
     // Gradients of q, k and v where nothing but sinks is asked for are those of a plain call.
     const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0] == "sinks";
-    const bool is_plain = modifiers.empty() || (direction == Direction::kBackward && has_sinks_alone);
+    const bool is_plain = is_quantised || modifiers.empty() || (direction == Direction::kBackward && has_sinks_alone);
     if (!is_plain) request.modifiers = &named.modifiers;
+    if (is_quantised) request.operands = is_mixed ? Operands::kMixed : Operands::kFp8;
     if (named.wants_dbias) request.dbias = &named.dbias;
     const Plan found = plan(request, info, path->arch);
     if (found.row.empty()) {
+      if (is_quantised) throw py::value_error("path " + std::string(path->name) + " has no fp8 kernel for this call");
       const std::string row(choice.constraints.row);
       throw py::value_error("path " + std::string(path->name) + " has no row '" + row + "' for this call");
     }

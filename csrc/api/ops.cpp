@@ -9,6 +9,7 @@
 #include <string>
 
 #include "api.h"
+#include "fp8.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -240,6 +241,8 @@ void implement(torch::Library& m) {
   m.impl("condense", &condense_gpu);
   m.impl("append_kv", &append_kv_gpu);
   m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_gpu>);
+  m.impl("quantize_fp8", &quantize_fp8_gpu);
+  m.impl("fwd_fp8", &fwd_fp8_gpu);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The tables of the forwards.
 #include "../kv_splits.h"
+#include "../sm90/fwd_fp8/tiles.h"
 #include "table.h"
 
 namespace flash_ext::plans {
@@ -70,6 +71,32 @@ void build_hopper(Req r, Dev d, Plan& p) {
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = sm90::has_long_keys(r.problem);
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
+}
+
+// ---- with operands in e4m3 ---------------------------------------------------------------------------
+
+bool is_mixed(Req r) { return r.operands == Operands::kMixed; }
+// Of its instances the smallest; d is 0 where there is none.
+Dims fp8_dims(Req r) {
+  for (const Dims x : {Dims{64, 64}, {96, 96}, {128, 128}, {192, 128}}) {
+    if (is_mixed(r) && x.d > 128) break;
+    if (r.problem.head_dim <= x.d && r.problem.head_dim_v <= x.dv) return x;
+  }
+  return {0, 0};
+}
+bool supports_fp8(Req r, Dev) { return tma_fwd(r) && fp8_dims(r).d > 0; }
+
+void build_fp8(Req r, Dev d, Plan& p) {
+  const Dims x = fp8_dims(r);
+  const sm90::Fp8Tile t = sm90::fp8_tile(x.d, is_mixed(r));
+  const sm90::FwdTile f = t.plain();
+  Launch& l = p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
+                             t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
+  l.variant = is_mixed(r) ? kMixed : kPlain;
+  l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m());
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
+  const bool in_stretches = sm90::has_long_keys(r.problem);
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(f, x.dv) : 0);
 }
 
 void build_portable(Req r, Dev d, Plan& p) {
@@ -268,6 +295,8 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
     {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
+
+    {F::kFwdFp8, "sm90.fwd_fp8", supports_fp8, nullptr, build_fp8, E::kNone},
 
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,

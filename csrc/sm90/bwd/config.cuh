@@ -81,8 +81,6 @@ struct TileWalk {
   }
 };
 
-inline constexpr int kExchangeBarrier = ptx::kGroupBarrier + 2;  // named, + 0 and 1 by turns: warpgroups exchange dQ
-
 enum class DqKind { kUnordered, kOrdered, kElsewhere, kStored };  // how dQ is added; in another kernel; all at once
 
 template <typename E, int D, DqKind kDq = DqKind::kUnordered>

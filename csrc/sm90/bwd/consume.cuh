@@ -399,7 +399,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
         // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been read
         // before it writes there again, two steps later: in between it waits for the other's part. Two barriers by turns,
         // because one warpgroup may come to the next step's before the other has come to this one's.
-        const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16, meeting = kExchangeBarrier + ds_stage;
+        const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16, meeting = ptx::kExchangeBarrier + ds_stage;
         debug_delay();
         if (static_cast<uint32_t>(group) == ds_stage) {
 #pragma unroll

@@ -23,7 +23,6 @@ struct KvCacheGrid {
   int splits = 1;         // parts of the keys of a sequence, at most
   int keys_of_part = 0;   // batch-invariant mode: a part for so many keys; 0: of each sequence `splits` parts
   int least_keys = 0;     // of a part
-  int narrow_rows = 0;    // sequences of up to so many rows have tiles of 16, others of 64; 0: those of 16 are not launched
   int rows = 0;           // of a sequence whose keys may be split, at most
   int queries = 1;        // those are its queries, at most
   int64_t part_rows = 0;  // of all sequences: rows of one part

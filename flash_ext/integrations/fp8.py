@@ -1,8 +1,8 @@
 """Attention layers in fp8: which calls of a model :func:`flash_ext.attention_fp8` takes.
 
 It takes prefills and training passes that see all their keys, or a causal part of them. Calls with another
-mask or a window, with a bias, sinks, softcap or dropout, deterministic ones, and steps of a few queries, which
-wait for memory and not for products, run in the type of the model.
+mask or a window, with a bias, sinks, softcap or dropout, deterministic ones, and steps of a few queries,
+which wait for memory and not for products, run in the type of the model.
 """
 
 from __future__ import annotations

@@ -85,15 +85,3 @@ def tally(entry: str) -> None:
 
 def _served() -> Counter[str]:
     return Counter({name: number for name, number in _C.sdpa_served()})
-
-
-def sdpa_counts() -> dict[str, tuple[int, int]]:
-    """How many calls of each of torch's operators ran here since the start, and how many went back.
-
-    Returns:
-        (served, gone back) by the operator's name.
-    """
-    returned: Counter[str] = Counter()
-    for (name, _), number in _C.sdpa_returned().items():
-        returned[name] += number
-    return {name: (served, returned[name]) for name, served in _served().items()}

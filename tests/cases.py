@@ -151,16 +151,8 @@ def dense(
     **fields: Any,
 ) -> Case:
     """A dense case in the order of the gauntlet's notation."""
-    return Case(
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        num_heads=num_heads,
-        num_heads_k=num_heads_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        **fields,
-    )
+    return Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads,
+                num_heads_k=num_heads_k, head_dim=head_dim, head_dim_v=head_dim_v, **fields)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,16 +182,8 @@ def small_cases() -> list[Case]:
             for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (40, 8))):
                 common = dict(dtype=dtype, causal=causal, window=window, dlse=causal)
                 cases.append(dense(2, 130, 150, 4, 2, head_dim, **common))
-                cases.append(
-                    packed(
-                        [3, 0, 130, 64],
-                        [70, 9, 129, 0],
-                        num_heads=4,
-                        num_heads_k=2,
-                        head_dim=head_dim,
-                        **common,
-                    )
-                )
+                cases.append(packed([3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2,
+                                    head_dim=head_dim, **common))  # fmt: skip
                 # A head size below the compiled one takes the loads with a tail.
                 cases.append(dense(1, 70, 90, 2, 1, head_dim - 9, deterministic=True, **common))
                 # Several blocks of keys that add to one dq, in rows that TMA reads.
@@ -245,58 +229,32 @@ def few_query_cases() -> list[Case]:
     return [
         *(dense(2, 1, 4000, 8, 2, d, dtype=t) for d in (40, 64, 128, 192, 256) for t in ("bf16", "fp16")),
         *(dense(1, 5, 3000, 16, 2, d, causal=True) for d in (64, 96, 128, 256)),
-        dense(1, 1, 20000, 8, 8, 128),
-        dense(1, 1, 5000, 71, 1, 64),
-        dense(3, 7, 2500, 6, 3, 128, 64, causal=True),
-        dense(2, 4, 6000, 8, 2, 128, window=(2000, 0)),
+        dense(1, 1, 20000, 8, 8, 128), dense(1, 1, 5000, 71, 1, 64),
+        dense(3, 7, 2500, 6, 3, 128, 64, causal=True), dense(2, 4, 6000, 8, 2, 128, window=(2000, 0)),
         dense(2, 40, 5000, 8, 2, 128, window=(3000, 100)),
         dense(1, 100, 9000, 1, 1, 64, causal=True, dtype="fp16"),
-        dense(1, 16, 1000, 4, 2, 100, causal=True, layout="odd"),
-        dense(2, 3, 1100, 4, 1, 128, layout="bhsd"),
+        dense(1, 16, 1000, 4, 2, 100, causal=True, layout="odd"), dense(2, 3, 1100, 4, 1, 128, layout="bhsd"),
         dense(1, 2, 900, 4, 2, 64, softmax_scale=-0.3),
-        packed(
-            [1] * 9,
-            [3000, 1, 0, 700, 1500, 64, 65, 2999, 12],
-            num_heads=8,
-            num_heads_k=2,
-            head_dim=128,
-            causal=True,
-        ),
+        packed([1] * 9, [3000, 1, 0, 700, 1500, 64, 65, 2999, 12], num_heads=8, num_heads_k=2, head_dim=128,
+               causal=True),
         packed([1, 4, 0, 2], [900, 2000, 30, 1], num_heads=4, num_heads_k=1, tail=3, causal=True),
-        packed(
-            [5, 1, 9],
-            [1200, 1800, 700],
-            num_heads=2,
-            num_heads_k=1,
-            head_dim=192,
-            head_dim_v=128,
-            window=(1000, 3),
-        ),
-    ]
+        packed([5, 1, 9], [1200, 1800, 700], num_heads=2, num_heads_k=1, head_dim=192, head_dim_v=128,
+               window=(1000, 3)),
+    ]  # fmt: skip
 
 
 def big_cases() -> list[Case]:
     """Shapes that fill the GPU; still small enough for a full float64 reference."""
     return [
-        dense(2, 2048, 2048, 4, 4, 128, causal=True),
-        dense(2, 2048, 2048, 4, 2, 64, dtype="fp16"),
+        dense(2, 2048, 2048, 4, 4, 128, causal=True), dense(2, 2048, 2048, 4, 2, 64, dtype="fp16"),
         dense(1, 4096, 4096, 2, 1, 128, causal=True, window=(1024, 0)),
-        dense(1, 3000, 5000, 2, 2, 256, causal=True),
-        dense(4, 1024, 1024, 6, 2, 96, dlse=True),
+        dense(1, 3000, 5000, 2, 2, 256, causal=True), dense(4, 1024, 1024, 6, 2, 96, dlse=True),
         dense(1, 2500, 2500, 3, 3, 192, dtype="fp16", causal=True),
-        packed(
-            [2048, 1, 700, 0, 1500],
-            [2048, 5, 900, 3, 1500],
-            num_heads=4,
-            num_heads_k=2,
-            head_dim=128,
-            causal=True,
-        ),
-        packed(
-            [600] * 6, [600] * 6, num_heads=4, num_heads_k=4, head_dim=64, dtype="fp16", tail=37, dlse=True
-        ),
-        *crowded_cases(),
-    ]
+        packed([2048, 1, 700, 0, 1500], [2048, 5, 900, 3, 1500], num_heads=4, num_heads_k=2, head_dim=128,
+               causal=True),
+        packed([600] * 6, [600] * 6, num_heads=4, num_heads_k=4, head_dim=64, dtype="fp16", tail=37,
+               dlse=True), *crowded_cases(),
+    ]  # fmt: skip
 
 
 def crowded_cases() -> list[Case]:
@@ -349,19 +307,9 @@ def _from_levels(level: dict[str, Any], index: int) -> Case:
     causal, window = level["mask"]
     head_dim, head_dim_v = level["head_dims"]
     num_heads, num_heads_k = level["heads"]
-    fields = dict(
-        dtype=level["dtype"],
-        num_heads=num_heads,
-        num_heads_k=num_heads_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        window=window,
-        layout=level["layout"],
-        deterministic=level["deterministic"],
-        dlse=index % 3 == 0,
-        seed=index,
-    )
+    fields = dict(dtype=level["dtype"], num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
+                  head_dim_v=head_dim_v, causal=causal, window=window, layout=level["layout"],
+                  deterministic=level["deterministic"], dlse=index % 3 == 0, seed=index)  # fmt: skip
     if level["packing"] == "dense":
         return Case(batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **fields)
     # A short sequence, an empty one and the pair itself: three different offsets into the packed rows.
@@ -455,23 +403,12 @@ def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000)
     invalid = rng.choice(INVALID_KINDS) if rng.random() < 0.05 else ""
     if invalid == "last_stride" and head_dim == 1:  # the stride of a single element does not matter
         invalid = "path"
-    fields = dict(
-        dtype=dtype,
-        num_heads=num_heads,
-        num_heads_k=num_heads_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        data=data,
-        layout=layout,
-        dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
-        dlse=rng.random() < 0.3,
-        deterministic=rng.random() < 0.5,
-        backward=rng.random() < 0.85 and data != "inf_value",
-        invalid=invalid,
-        seed=rng.randrange(2**31),
-    )
+    fields = dict(dtype=dtype, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
+                  head_dim_v=head_dim_v, causal=causal, softmax_scale=softmax_scale, data=data, layout=layout,
+                  dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
+                  dlse=rng.random() < 0.3, deterministic=rng.random() < 0.5,
+                  backward=rng.random() < 0.85 and data != "inf_value", invalid=invalid,
+                  seed=rng.randrange(2**31))  # fmt: skip
     if rng.random() < 0.4:
         count = rng.choice((1, 2, 3, 5, 9, 40))
         cap = max(8, limit * 3 // (count + 2))
@@ -479,14 +416,8 @@ def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000)
         lens_k = [
             n if rng.random() < 0.4 else 0 if rng.random() < 0.1 else _random_length(rng, cap) for n in lens_q
         ]
-        case = packed(
-            lens_q,
-            lens_k,
-            tail=rng.choice((0, 0, 0, 1, 50)),
-            hints=rng.random() < 0.5,
-            window=_random_window(rng, max(lens_k)),
-            **fields,
-        )
+        case = packed(lens_q, lens_k, tail=rng.choice((0, 0, 0, 1, 50)), hints=rng.random() < 0.5,
+                      window=_random_window(rng, max(lens_k)), **fields)  # fmt: skip
     else:
         seqlen_q = _random_length(rng, limit)
         seqlen_k = seqlen_q if rng.random() < 0.4 else _random_length(rng, limit)

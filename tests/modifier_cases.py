@@ -417,77 +417,26 @@ def make_modifier_inputs(mcase: ModifierCase, device: str | torch.device) -> Mod
 # Named lists
 
 BIASES = (
-    "bias_bhqk",
-    "bias_1hqk",
-    "bias_qk_f32",
-    "bias_b11k",
-    "bias_bh1k_f32",
-    "bias_bhq1",
-    "bias_11qk_odd",
-    "bias_1hqk_t",
-    "bias_b1qk_skip_f32",
-    "bias_hqk_inf",
-    "bias_1hqk_inf_f32",
-    "bias_h11_expanded",
-    "bias_b1qk_expanded_f32",
-    "bias_bhqk_short",
-    "bias_11qk_f32_long",
-)
+    "bias_bhqk", "bias_1hqk", "bias_qk_f32", "bias_b11k", "bias_bh1k_f32", "bias_bhq1", "bias_11qk_odd",
+    "bias_1hqk_t", "bias_b1qk_skip_f32", "bias_hqk_inf", "bias_1hqk_inf_f32", "bias_h11_expanded",
+    "bias_b1qk_expanded_f32", "bias_bhqk_short", "bias_11qk_f32_long",
+)  # fmt: skip
 DISTANCES = (
-    "distance0",
-    "distance20",
-    "distance128",
-    "distance9_before",
-    "distance100_before_half",
-    "distance30_shared",
-    "distance300_half",
-    "distance60_inf",
-)
+    "distance0", "distance20", "distance128", "distance9_before", "distance100_before_half",
+    "distance30_shared", "distance300_half", "distance60_inf",
+)  # fmt: skip
 MASKS = (
-    "mask_b1qk",
-    "mask_bhqk",
-    "mask_b11k",
-    "mask_1hq1",
-    "mask_qk_odd",
-    "mask_1hqk_t",
-    "mask_b1qk_skip",
-    "mask_h1k_expanded",
-    "mask_bhqk_blocky",
-    "mask_11qk_blocky_t",
-    "mask_b1qk_short",
-    "mask_1hqk_long",
-)
+    "mask_b1qk", "mask_bhqk", "mask_b11k", "mask_1hq1", "mask_qk_odd", "mask_1hqk_t", "mask_b1qk_skip",
+    "mask_h1k_expanded", "mask_bhqk_blocky", "mask_11qk_blocky_t", "mask_b1qk_short", "mask_1hqk_long",
+)  # fmt: skip
 STRUCTURE = (
-    "padding",
-    "padding_left",
-    "padding_right",
-    "documents",
-    "prefix",
-    "sinktok1",
-    "sinktok40",
-    "chunk7",
-    "chunk100",
-    "hrows1",
-    "hrows2_bh",
-    "hkeys1_h",
-    "hkeys2_b",
-    "blocks16x16_h",
-    "blocks64x128_bh",
-    "blocks48x16_b_t",
-    "blocks128x64",
-    "top",
-)
+    "padding", "padding_left", "padding_right", "documents", "prefix", "sinktok1", "sinktok40", "chunk7",
+    "chunk100", "hrows1", "hrows2_bh", "hkeys1_h", "hkeys2_b", "blocks16x16_h", "blocks64x128_bh",
+    "blocks48x16_b_t", "blocks128x64", "top",
+)  # fmt: skip
 SCORES = (
-    "alibi",
-    "alibi_b",
-    "sinks",
-    "softcap0.5",
-    "softcap30",
-    "softcap1000",
-    "drop0.1",
-    "drop0.5",
-    "drop0.9",
-)
+    "alibi", "alibi_b", "sinks", "softcap0.5", "softcap30", "softcap1000", "drop0.1", "drop0.5", "drop0.9",
+)  # fmt: skip
 ALL_MODIFIERS = BIASES + DISTANCES + MASKS + STRUCTURE + SCORES
 
 _SHAPES: dict[str, tuple] = {
@@ -504,33 +453,16 @@ _SHAPES: dict[str, tuple] = {
 # Levels of the pairwise array; "" is off, and stands twice where a modifier hides much.
 _PAIRED: dict[str, tuple[str, ...]] = {
     "bias": (
-        "",
-        "",
-        "bias_bhqk",
-        "bias_qk_f32",
-        "bias_bh1k",
-        "bias_1hq1_f32",
-        "bias_1hqk_t",
-        "bias_11qk_odd",
-        "bias_hqk_inf",
-        "distance25",
-        "distance150_before_half",
-    ),
-    "dense mask": ("", "", "mask_b1qk", "mask_1hqk_t", "mask_bhqk_blocky", "mask_h1k_expanded"),
-    "padding": ("", "padding", "padding_left"),
-    "documents": ("", "", "documents"),
-    "prefix": ("", "prefix"),
-    "sink tokens": ("", "sinktok5", "sinktok40"),
-    "chunk": ("", "", "chunk32", "chunk100"),
-    "hidden rows": ("", "", "hrows1", "hrows2_bh"),
-    "hidden keys": ("", "", "hkeys1_h", "hkeys2"),
+        "", "", "bias_bhqk", "bias_qk_f32", "bias_bh1k", "bias_1hq1_f32", "bias_1hqk_t", "bias_11qk_odd",
+        "bias_hqk_inf", "distance25", "distance150_before_half",
+    ), "dense mask": ("", "", "mask_b1qk", "mask_1hqk_t", "mask_bhqk_blocky", "mask_h1k_expanded"),
+    "padding": ("", "padding", "padding_left"), "documents": ("", "", "documents"), "prefix": ("", "prefix"),
+    "sink tokens": ("", "sinktok5", "sinktok40"), "chunk": ("", "", "chunk32", "chunk100"),
+    "hidden rows": ("", "", "hrows1", "hrows2_bh"), "hidden keys": ("", "", "hkeys1_h", "hkeys2"),
     "blocks": ("", "", "blocks16x16_h", "blocks48x16_b", "blocks64x128", "blocks128x64_bh_t"),
-    "slopes": ("", "alibi", "alibi_b"),
-    "sinks": ("", "sinks"),
-    "softcap": ("", "softcap1", "softcap30"),
-    "dropout": ("", "drop0.1", "drop0.9"),
-    "alignment": ("", "", "top"),
-}
+    "slopes": ("", "alibi", "alibi_b"), "sinks": ("", "sinks"), "softcap": ("", "softcap1", "softcap30"),
+    "dropout": ("", "drop0.1", "drop0.9"), "alignment": ("", "", "top"),
+}  # fmt: skip
 
 
 def single_cases() -> list[ModifierCase]:

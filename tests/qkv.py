@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -89,3 +90,11 @@ def null_kernels() -> Iterator[None]:
     finally:
         _C.set_switch("record_launches", None)
         _C.use_null_kernels_on_cpu(False)
+
+
+def sdpa_counts() -> dict[str, tuple[int, int]]:
+    """By torch's operator: how many calls ran here since the start, and how many went back."""
+    returned: collections.Counter[str] = collections.Counter()
+    for (name, _), number in _C.sdpa_returned().items():
+        returned[name] += number
+    return {name: (served, returned[name]) for name, served in _C.sdpa_served()}

@@ -24,19 +24,10 @@ def broken_call(x: Inputs, device: str) -> tuple[dict[str, Any], str]:
     """The operator's arguments with ``x.case.invalid`` done to them, and a word its message must contain."""
     case = x.case
     args: dict[str, Any] = {
-        "q": x.q,
-        "k": x.k,
-        "v": x.v,
-        "cu_seqlens_q": x.cu_seqlens_q,
-        "cu_seqlens_k": x.cu_seqlens_k,
-        "max_seqlen_q": 0,
-        "max_seqlen_k": 0,
-        "softmax_scale": case.scale,
-        "window_left": -1,
-        "window_right": -1,
-        "deterministic": False,
-        "path": None,
-    }
+        "q": x.q, "k": x.k, "v": x.v, "cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k,
+        "max_seqlen_q": 0, "max_seqlen_k": 0, "softmax_scale": case.scale, "window_left": -1,
+        "window_right": -1, "deterministic": False, "path": None,
+    }  # fmt: skip
     q, k, v = x.q, x.k, x.v
     wide = 257 if device == "cuda" else 0  # the CPU path takes any head size but none
     other = torch.float16 if q.dtype == torch.bfloat16 else torch.bfloat16

@@ -261,19 +261,12 @@ def test_what_a_call_asks_for_goes_first(pretended_gpu) -> None:
 LABELS = ("out", "lse", "dq", "dk", "dv")
 # Masks and biases in parts, as tests/values.py names them.
 OPTIONS = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (100, 30)},
-    "softcap": {"softcap": 20.0, "causal": True},
-    "alibi": {"slopes": True},
-    "by distance": {"position": True},
-    "padding": {"keys": True},
-    "mask": {"mask": True},
-    "sinks": {"sinks": True, "sink_tokens": 3, "chunk": 100},
-    "blocks": {"blocks": True},
-    "blocks cut": {"blocks": True, "elements": True, "causal": True},
-    "documents": {"documents": True},
-}
+    "full": {}, "causal": {"causal": True}, "window": {"window_size": (100, 30)},
+    "softcap": {"softcap": 20.0, "causal": True}, "alibi": {"slopes": True},
+    "by distance": {"position": True}, "padding": {"keys": True}, "mask": {"mask": True},
+    "sinks": {"sinks": True, "sink_tokens": 3, "chunk": 100}, "blocks": {"blocks": True},
+    "blocks cut": {"blocks": True, "elements": True, "causal": True}, "documents": {"documents": True},
+}  # fmt: skip
 DENSE_ONLY = {"bias": {"bias": True}, "bias of 32 bits": {"bias": True, "wide": True},
               "dropout": {"dropout_p": 0.1}}  # fmt: skip
 PARTS = ("keys", "mask", "bias", "blocks", "documents", "slopes", "position", "chunk", "sink_tokens")
@@ -514,14 +507,10 @@ def test_backwards_in_two_kernels(target: Target, size: tuple[int, int], name: s
 
 
 DECODING = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"causal": True, "window_size": (200, 0)},
-    "padded": {"causal": True, "cache_leftpad": True},
-    "softcap": {"causal": True, "softcap": 20.0},
-    "alibi": {"causal": True, "alibi_slopes": True},
-    "appended": {"causal": True, "appends": True},
-}
+    "full": {}, "causal": {"causal": True}, "window": {"causal": True, "window_size": (200, 0)},
+    "padded": {"causal": True, "cache_leftpad": True}, "softcap": {"causal": True, "softcap": 20.0},
+    "alibi": {"causal": True, "alibi_slopes": True}, "appended": {"causal": True, "appends": True},
+}  # fmt: skip
 
 
 @pytest.mark.gpu

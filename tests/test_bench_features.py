@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench import features, report
-from bench.entrants import Entrant, OursPlain, OursRaw, launched_tile, make_ours
-from bench.feature_report import checks, feature_rows
+from bench import features
+from bench.entrants import Entrant, OursPlain, launched_tile, make_ours
+from bench.feature_report import checks
 from bench.features import FEATURES, Work, count_work
 from bench.inputs import Inputs
 from bench.peers import Fa2, Fa3, Fa4, Flex, make_peers
-from bench.record import Entry, Results, Row, bar, feature_pair, fill_ratios
+from bench.record import Entry, Results, Row, feature_pair, fill_ratios
 from bench.runner import Setup, run
 from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
 from flash_ext import masks
@@ -27,6 +24,7 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.qkv import null_kernels
 from tests.reference import attention_reference, visible_mask
+from tests.test_bench_models import IdleTimer
 from tests.values import plain
 
 CPU = torch.device("cpu")
@@ -84,15 +82,6 @@ def test_the_rule_is_what_our_options_mean(case: Case):
         assert torch.equal(seen[b, h], expected)
 
 
-def test_documents_are_the_same_mask_by_ids_and_by_intervals():
-    seen = []
-    for name in ("documents", "hidden-rows"):
-        inputs = Inputs(find_case(f"smoke-feature-{name}"), torch.float32, CPU, 0)
-        seen.append(features.dense_mask(inputs.case, inputs.asked.rule, CPU, by_batch=True))
-    assert torch.equal(*seen)
-    assert not torch.equal(seen[0][0], seen[0][1])  # batch entries have documents of their own
-
-
 @pytest.mark.parametrize(("name", "share"), [("all", 1.0), ("half", 0.5), ("quarter", 0.25)])
 def test_block_maps_have_their_density_in_every_row_and_column(name: str, share: float):
     case = dataclasses.replace(find_case(f"feature-blocks-128-{name}"), batch=1, num_heads=2)
@@ -128,18 +117,6 @@ def test_work_is_what_a_walk_over_all_scores_finds(name: str, tile: tuple[int, i
     asked = features.ask(case, torch.float32, CPU)
     by = {"by_batch": asked.by_batch, "by_head": asked.by_head}
     assert count_work(case, asked.rule, CPU, tile=tile, **by) == brute_force(case, asked.rule, tile)
-
-
-def test_work_of_a_causal_square_in_closed_form():
-    case = dataclasses.replace(
-        find_case("feature-plain-causal"), batch=3, num_heads=5, seqlen_q=1024, seqlen_k=1024
-    )
-    asked = features.ask(case, torch.bfloat16, CPU)
-    assert count_work(case, asked.rule, CPU) == Work(15 * 1024 * 1025 // 2)
-    tiles = sum(4 * (m + 1) for m in range(8))  # 128 x 32: four tiles a diagonal block
-    assert count_work(case, asked.rule, CPU, tile=(128, 32)) == Work(
-        15 * 1024 * 1025 // 2, 15 * tiles, 15 * tiles * 128 * 32
-    )
 
 
 @by_case
@@ -178,20 +155,6 @@ class Idle(Entrant):
 
     def tile(self, inputs, call):
         return 32, 16
-
-
-class IdleTimer:
-    def launch(self, call, count):
-        return [call() for _ in range(count)], 1.0
-
-    def synchronize(self):
-        pass
-
-    def peak_bytes(self, call):
-        return 0
-
-    def release(self):
-        pass
 
 
 # ---- who solves what -------------------------------------------------------------------------------------
@@ -354,15 +317,6 @@ def test_ratios_are_speeds_on_visited_tiles():
     assert plain.tile_tflops == pytest.approx(2 * row.flops / 1e-3 / 1e12)  # half of the scores are visible
 
 
-def test_without_the_plain_column_there_is_no_ratio():
-    row = recorded().rows[0]
-    for entry in row.entries:
-        entry.of_plain = entry.tile_tflops = None
-    row.entries[1] = Entry("sm80-plain", True, status="error", text="no")
-    fill_ratios(row)
-    assert [entry.of_plain for entry in row.entries] == [None] * 3
-
-
 def test_each_path_is_held_against_its_own_plain_kernel():
     row = recorded().rows[0]
     full = row.entries[1].tile_scores
@@ -379,50 +333,6 @@ def test_each_path_is_held_against_its_own_plain_kernel():
     assert feature_pair(row) == (row.entry("sm90"), row.entry("sm90-plain"))
 
 
-def test_a_path_that_does_not_do_a_feature_leaves_the_row_to_the_next():
-    results = recorded()
-    for row in results.rows:
-        refused = Entry("sm90", True, status="error", text="backend 'sm90' cannot run this call")
-        full = row.entries[1].tile_scores
-        plain = timed("sm90-plain", 0.25, ours=True, tile=(128, 128), scores=full)
-        row.entries = [refused, plain, *row.entries]
-        fill_ratios(row)
-        assert feature_pair(row) == (row.entry("sm80"), row.entry("sm80-plain"))
-        assert row.entry("sm80").of_plain == pytest.approx(0.9) and refused.of_plain is None
-    assert all(check.holds and check.path == "sm80" for check in checks(results))
-    assert "0.90" in report.markdown(results)
-
-
-def with_a_second_path() -> Results:
-    """``recorded()`` behind the columns of a path that runs everything at 0.5 of its plain kernel."""
-    results = recorded()
-    for row in results.rows:
-        full = row.entries[1].tile_scores
-        other = [timed(name, ms, ours=True, tile=(128, 128), scores=full)
-                 for name, ms in (("sm90", 0.5), ("sm90-plain", 0.25))]  # fmt: skip
-        row.entries = other + row.entries
-        fill_ratios(row)
-    return results
-
-
-def test_every_path_has_its_table_and_its_demands():
-    results = with_a_second_path()
-    failed = [check for check in checks(results) if not check.holds]
-    assert {check.path for check in failed} == {"sm90"}
-    assert {check.feature for check in failed if check.direction == "fwd"} == set(FEATURE_NAMES)
-    text = report.markdown(results)
-    headings = [line for line in text.splitlines() if line.startswith("## Features, ")]
-    wanted = [f"## Features, {d}, {path}" for d in ("forward", "backward") for path in ("sm90", "sm80")]
-    assert headings == [*wanted, "## Features, what is demanded"]
-    lines = [line for line in text.splitlines() if line.startswith("| bool-mask ")]
-    # A peer is credited with the tiles of the path whose table it stands in.
-    assert lines[0].endswith("| 0.250 (±10.0%) | 0.50 | 3.000 (±10.0%) | 0.08 |")
-    assert lines[1].endswith("| 1.000 (±10.0%) | 0.90 | 3.000 (±10.0%) | 0.25 |")
-    total = len(checks(results)) // 2
-    held = f"{total - len(failed)} of {total} by sm90, {total} of {total} by sm80"
-    assert f"demands that hold: {held}." in text
-
-
 def test_demands_hold_and_fail_by_name():
     assert all(check.holds for check in checks(recorded()))
     names = {check.feature for check in checks(recorded())}
@@ -434,157 +344,3 @@ def test_demands_hold_and_fail_by_name():
     ]
     assert [c.feature for c in per_tile] == ["blocks-128-quarter"] * 2
     assert per_tile[0].value == pytest.approx(2.25)
-
-
-def test_a_bias_gradient_may_take_twice_the_plain_backward():
-    results = recorded()
-    for row in feature_rows(results):
-        if row.case.feature == "bias-grad":
-            row.entries[0].of_plain = 0.55
-    failed = [c for c in checks(results) if not c.holds]
-    assert [(c.direction, c.feature) for c in failed] == [("fwd", "bias-grad")]
-    for row in feature_rows(results, "bwd"):
-        if row.case.feature == "bias-grad":
-            row.entries[0].of_plain = 0.45
-    assert [c.direction for c in checks(results) if not c.holds] == ["fwd", "bwd"]
-
-
-def test_what_was_not_measured_does_not_hold():
-    results = recorded()
-    results.rows[3].entries[0] = Entry("sm80", True, status="error", text="RuntimeError: no")
-    results.rows[3].entries[0].of_plain = None
-    failed = [c for c in checks(results) if not c.holds]
-    assert {c.feature for c in failed} == {results.rows[3].case.feature} and len(failed) == 2
-    assert all(c.value is None and "not measured" in str(c) for c in failed)
-
-
-def test_slower_than_memory_efficient_attention_is_a_failure():
-    results = recorded()
-    results.rows[4].entries[2].median_ms = 0.5
-    assert [(c.feature, c.what) for c in checks(results) if not c.holds] == [
-        (results.rows[4].case.feature, "speed over mem")
-    ]
-
-
-def test_report_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture):
-    results = recorded()
-    assert Results.from_json(results.to_json()) == results
-    (tmp_path / "results.json").write_text(results.to_json())
-    assert report.main([str(tmp_path / "results.json")]) == 0
-    printed = capsys.readouterr().out
-    assert "fwd sm80 bias: speed on visited tiles over plain 0.900, at least 0.8: holds" in printed
-    text = (tmp_path / "results.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("| bool-mask ")]
-    assert len(lines) == 2
-    assert lines[0].startswith("| bool-mask | 50.0 % | 128 x 32 | 75.0 % | 0.833 (±10.0%) | ")
-    assert lines[0].endswith("| 0.90 | 3.000 (±10.0%) | 0.25 |")
-    assert "fwd feature-sinks, mem (refused): SDPA does not do sinks" in text
-    table = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
-    first = next(line for line in table if line["feature"] == "bias" and line["entry_name"] == "sm80")
-    assert (first["tile"], float(first["of_plain"])) == ("128 32", pytest.approx(0.9))
-    assert int(first["pairs"]) == 2 * int(first["tile_scores"]) // 3
-    (tmp_path / "results.json").write_text(recorded("bias").to_json())
-    assert report.main([str(tmp_path / "results.json")]) == 1
-
-
-def test_feature_rows_are_no_part_of_the_comparison_with_one_peer():
-    assert bar(recorded(), peer="mem") == []
-
-
-def test_picture_of_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("matplotlib")
-    import matplotlib.pyplot as plt
-
-    shown = []
-    monkeypatch.setattr(plt, "close", shown.append)
-    names = [path.name for path in report.write_all(recorded(), tmp_path)]
-    assert names == ["results.json", "results.csv", "results.md", "features.png"]
-    forward, backward = shown[0].axes
-    assert [axis.get_title() for axis in shown[0].axes] == ["forward", "backward"]
-    assert [label.get_text() for label in forward.get_yticklabels()] == list(FEATURE_NAMES)
-    ours, mem = forward.containers
-    assert [bar.get_width() for bar in ours] == pytest.approx([0.9] * len(FEATURE_NAMES))
-    assert len(mem) == len(FEATURE_NAMES) - 2
-    report.write_all(with_a_second_path(), tmp_path)
-    panels = shown[1].axes
-    titles = [f"{d}, {path}" for path in ("sm90", "sm80") for d in ("forward", "backward")]
-    assert [axis.get_title() for axis in panels] == titles
-    first_bars = [axis.containers[0] for axis in panels]
-    assert [bars[0].get_width() for bars in first_bars] == pytest.approx([0.5, 0.5, 0.9, 0.9])
-
-
-# ---- whole program ---------------------------------------------------------------------------------------
-
-
-class Broken(Entrant):
-    name = "broken"
-
-    def prepare(self, inputs, direction):
-        raise RuntimeError("no kernel")
-
-
-class BrokenTiles(Idle):
-    name = "sm80"
-
-    def tile(self, inputs, call):
-        raise RuntimeError("no record")
-
-
-def test_a_failing_column_stays_its_own_problem():
-    entrants = [BrokenTiles(), Broken(), Idle()]
-    setup = Setup(entrants, IdleTimer(), CPU, torch.float32, {"matmul_tflops": 1.0, "copy_gbps": 1.0}, 1, 0.0)
-    results = Results({}, setup.ceilings)
-    run(results, SMOKE, ["fwd"], setup, lambda row: None)
-    assert len(results.rows) == len(SMOKE) and "stopped" not in results.metadata
-    for row in results.rows:
-        assert [row.entry(n).status for n in ("sm80", "broken", "idle")] == ["error", "error", "ok"]
-        assert "no record" in row.entry("sm80").text and row.entry("idle").tile == (32, 16)
-
-
-def test_whole_program_on_cpu(tmp_path: Path):
-    pytest.importorskip("rich")
-    from bench import attention
-
-    arguments = [
-        "--set",
-        "smoke-features",
-        "--device",
-        "cpu",
-        "--rounds",
-        "1",
-        "--budget",
-        "0",
-        "--peers",
-        "math",
-    ]
-    assert attention.main([*arguments, "--out", str(tmp_path)]) == 0
-    data = json.loads((tmp_path / "results.json").read_text())
-    results = Results.from_json(json.dumps(data))
-    assert len(results.rows) == 2 * len(FEATURE_NAMES)
-    for row in results.rows:
-        assert [entry.name for entry in row.entries] == ["cpu", "cpu-plain", "math"]
-        assert row.entry("cpu").status == row.entry("cpu-plain").status == "ok"
-        assert row.entry("math").status == ("refused" if row.case.feature in ("softcap", "sinks") else "ok")
-    assert "## Features, backward" in (tmp_path / "results.md").read_text()
-
-
-@pytest.mark.gpu
-def test_whole_program_on_gpu(tmp_path: Path):
-    pytest.importorskip("rich")
-    from bench import attention
-
-    arguments = ["--set", "smoke-features", "--rounds", "1", "--budget", "0", "--peers", "mem"]
-    assert attention.main([*arguments, "--out", str(tmp_path)]) == 0
-    results = Results.from_json((tmp_path / "results.json").read_text())
-    assert len(results.rows) == 2 * len(FEATURE_NAMES) and "stopped" not in results.metadata
-    for row in results.rows:
-        for name in ("sm80", "sm80-plain"):
-            entry = row.entry(name)
-            assert entry.status == "ok", entry.text
-            assert entry.tiles > 0 and entry.of_plain > 0
-        assert row.entry("sm80").tile_scores >= row.pairs
-
-
-def test_raw_column_is_for_cases_without_features():
-    assert OursRaw("sm80").takes(find_case("d128-causal-s4096"))
-    assert not OursPlain("sm80").takes(find_case("d128-causal-s4096"))

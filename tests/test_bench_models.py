@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench import asks, check, features, peers, report, timing
+from bench import asks, features, peers, timing
 from bench.entrants import Entrant, make_ours
-from bench.features import Asked
 from bench.inputs import Inputs
 from bench.model_report import best_peer, over_ours
 from bench.peers import Fa2, Fa3, Fa4, Flex, Sdpa, make_peers
 from bench.record import Entry, Results, Row
-from bench.runner import Setup, planned, run
+from bench.runner import Setup, run
 from bench.shapes import SETS, Case, find_case, flops, traffic_bytes, visible_pairs
 
 CPU = torch.device("cpu")
@@ -35,51 +32,6 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
 # ---- the rows --------------------------------------------------------------------------------------------
 
 
-def test_the_shapes_that_the_set_must_have():
-    """(batch, seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v, causal, window, asks)."""
-    full, t5 = (-1, -1), "relative-position-grad"
-    pair = ("bias-grad", "key-padding")
-    needed = {
-        "vit-b16": (256, 197, 197, 12, 12, 64, 64, False, full, ()),
-        "vit-l14": (64, 577, 577, 16, 16, 64, 64, False, full, ()),
-        "clip-text": (256, 77, 77, 12, 12, 64, 64, True, full, ()),
-        "swin-shifted": (4096, 49, 49, 4, 4, 32, 32, False, full, ("bias-grad", "shifted-windows")),
-        "sdxl-self-4096": (4, 4096, 4096, 10, 10, 64, 64, False, full, ()),
-        "sdxl-self-1024": (4, 1024, 1024, 20, 20, 64, 64, False, full, ()),
-        "sdxl-cross-4096": (4, 4096, 77, 10, 10, 64, 64, False, full, ()),
-        "flux-4608": (1, 4608, 4608, 24, 24, 128, 128, False, full, ()),
-        "video-32k": (1, 32768, 32768, 24, 24, 128, 128, False, full, ()),
-        "whisper-encoder": (16, 1500, 1500, 20, 20, 64, 64, False, full, ()),
-        "whisper-decoder-cross": (16, 448, 1500, 20, 20, 64, 64, False, full, ()),
-        "bert-large-512": (32, 512, 512, 16, 16, 64, 64, False, full, ("key-padding", "dropout")),
-        "bert-large-512-no-dropout": (32, 512, 512, 16, 16, 64, 64, False, full, ("key-padding",)),
-        "t5-large-encoder": (16, 512, 512, 16, 16, 64, 64, False, full, (t5,)),
-        "gpt2-1k": (16, 1024, 1024, 12, 12, 64, 64, True, full, ("dropout",)),
-        "llama3-8b-8k": (2, 8192, 8192, 32, 8, 128, 128, True, full, ()),
-        "llama3-70b-8k": (1, 8192, 8192, 64, 8, 128, 128, True, full, ()),
-        "qwen3-8b-512": (16, 512, 512, 32, 8, 128, 128, True, full, ()),
-        "gemma2-9b-window": (1, 8192, 8192, 16, 8, 256, 256, True, (4095, 0), ("softcap-50",)),
-        "gemma3-12b-window": (1, 8192, 8192, 16, 8, 256, 256, True, (1023, 0), ()),
-        "gpt-oss-120b-window": (1, 8192, 8192, 64, 8, 64, 64, True, (127, 0), ("sinks",)),
-        "deepseek-v3-4k": (1, 4096, 4096, 128, 128, 192, 128, True, full, ()),
-        "alphafold-triangle-256": (256, 256, 256, 4, 4, 32, 32, False, full, pair),
-        "alphafold-triangle-768": (768, 768, 768, 4, 4, 32, 32, False, full, pair),
-        "mixtral-8x7b-32k": (1, 32768, 32768, 32, 8, 128, 128, True, full, ()),
-        "llama3-8b-1-token-b1": (1, 1, 8192, 32, 8, 128, 128, False, full, ()),
-        "llama3-8b-16-tokens-b16": (16, 16, 8192, 32, 8, 128, 128, True, full, ()),
-        "tiny-s64": (1, 64, 64, 8, 8, 64, 64, False, full, ()),
-    }  # fmt: skip
-    for name, shape in needed.items():
-        c = find_case(name)
-        assert c in SETS["models"] and c.model
-        found = (c.batch, c.seqlen_q, c.seqlen_k, c.num_heads, c.num_heads_k, c.head_dim, c.head_dim_v)
-        assert (*found, c.causal, c.window, c.asks) == shape, name
-    for name in ("llama3-8b-documents", "llama3-70b-documents", "qwen3-14b-documents"):
-        case = find_case(name)
-        assert len(case.lengths) == 64 and case.total_q == 32768 and 6000 < max(case.lengths) <= 8192
-    assert find_case("qwen2.5-omni-chunks").lengths == (100,) * 300
-
-
 def test_every_row_is_tried_small_and_asks_for_what_exists():
     assert [c.name for c in SMOKE] == [f"smoke-{c.name}" for c in SETS["models"]]
     for case, small in zip(SETS["models"], SMOKE, strict=True):
@@ -91,13 +43,6 @@ def test_every_row_is_tried_small_and_asks_for_what_exists():
         assert (small.seqlen_q == small.seqlen_k) == (case.seqlen_q == case.seqlen_k)
         assert (small.window == (-1, -1)) == (case.window == (-1, -1))
         assert small.total_q * small.num_heads < 40_000
-
-
-def test_calls_of_a_few_tokens_are_timed_forward_only():
-    few = {case.name for case in SETS["models"] if case.inference}
-    assert few == {case.name for case in SETS["models"] if case.seqlen_q <= 16 and case.seqlen_k > 16}
-    assert {direction for case, direction in planned(Results({}, {}), SETS["models"], ["fwd", "bwd"])
-            if case.name in few} == {"fwd"}  # fmt: skip
 
 
 def test_shifted_windows_hide_what_swin_hides():
@@ -253,13 +198,6 @@ def test_a_backend_without_groups_gets_copies_of_the_heads(direction: str, monke
         torch.testing.assert_close(mine.transpose(1, 2).double(), right, rtol=1e-4, atol=5e-5)
 
 
-def test_parts_that_cannot_be_joined_are_refused():
-    one = Asked({"softcap": 1.0}, score=lambda learned: None)
-    for other in (one, dataclasses.replace(one, options={"bias": None})):
-        with pytest.raises(ValueError, match="only one part"):
-            asks._joined(one, other)
-
-
 # ---- a wrong result has no time --------------------------------------------------------------------------
 
 
@@ -340,18 +278,14 @@ def test_dropout_must_drop_its_share(name: str):
     assert row.entry("cpu").status == "ok", row.entry("cpu").text
 
 
-@pytest.mark.parametrize(
-    ("name", "left_out"),
-    [
-        ("bert-large-512-no-dropout", "key-padding"),
-        ("swin-shifted", "shifted-windows"),
-        ("swin-windows", "bias-grad"),
-        ("t5-large-decoder", "relative-position-before-grad"),
-        ("gpt-oss-120b-full", "sinks"),
-        ("conformer-chunks", "left-chunks"),
-        ("alphafold-triangle-256", "key-padding"),
-    ],
-)
+@pytest.mark.parametrize(("name", "left_out"),
+                         [
+                             ("bert-large-512-no-dropout", "key-padding"),
+                             ("swin-shifted", "shifted-windows"), ("swin-windows", "bias-grad"),
+                             ("t5-large-decoder", "relative-position-before-grad"),
+                             ("gpt-oss-120b-full", "sinks"), ("conformer-chunks", "left-chunks"),
+                             ("alphafold-triangle-256", "key-padding"),
+                         ])  # fmt: skip
 def test_a_column_that_ignores_what_is_asked_has_no_time(name: str, left_out: str):
     pytest.importorskip("flash_ext._C", reason="the extension is not built")
 
@@ -372,30 +306,7 @@ def test_a_column_that_ignores_what_is_asked_has_no_time(name: str, left_out: st
     assert careless.status == "error" and "WrongResult" in careless.text
 
 
-def test_slices_are_of_many_rows_and_leave_out_the_first_of_a_long_sequence():
-    assert check._rows(5) == [0, 1, 2, 3, 4]
-    rows = check._rows(8192)
-    assert len(set(rows)) == check.ROWS and rows[0] == 64 and rows[-1] == 8192 - 64
-    inputs = Inputs(find_case("smoke-llama3-8b-documents"), torch.float32, CPU, 0)
-    heads = {part.at[1] for part in check.slices(inputs)}
-    assert heads == {0, inputs.case.num_heads - 1}
-    ends = torch.tensor(inputs.case.lengths).cumsum(0).tolist()
-    looked_at = {sum(end <= int(row) for end in ends) for part in check.slices(inputs) for row in part.at[0]}
-    longest = inputs.case.lengths.index(max(inputs.case.lengths))
-    assert looked_at == {0, longest, len(ends) - 1}
-
-
 # ---- timing ----------------------------------------------------------------------------------------------
-
-
-def test_long_calls_take_few_launches():
-    class Timer(IdleTimer):
-        def launch(self, call, count):
-            return [call()] * count, 1.0
-
-    samples, _ = timing.measure({"long": lambda: 51.0, "short": lambda: 49.0}, Timer(), 6, 0.0)
-    assert [len(times) for times in samples["long"].rounds] == [1] * timing.LAUNCHES_OF_LONG_CALL
-    assert [len(times) for times in samples["short"].rounds] == [timing.MIN_LAUNCHES_PER_ROUND] * 6
 
 
 def test_the_device_waits_for_as_long_as_the_host_queues(monkeypatch: pytest.MonkeyPatch):
@@ -459,74 +370,3 @@ def test_the_best_peer_over_ours():
     rows = recorded().rows
     assert [over_ours(row) for row in rows] == [pytest.approx(1.5), pytest.approx(0.5), None, None]
     assert [best_peer(row) and best_peer(row).name for row in rows] == ["cudnn", "cudnn", None, "cudnn"]
-
-
-def test_report_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture):
-    results = recorded()
-    assert Results.from_json(results.to_json()) == results
-    (tmp_path / "results.json").write_text(results.to_json())
-    report.main([str(tmp_path / "results.json")])
-    printed, text = capsys.readouterr().out, (tmp_path / "results.md").read_text()
-    for lines in (printed, text):
-        assert "| row | auto | cudnn | mem | fa2 | best peer | best peer over ours |" in lines
-        assert "| vit-b16 | 20.0 | 30.0 | 60.0 |  | cudnn | 1.50 |" in lines
-        assert "| gpt-oss-120b-full | 1000 |  |  |  |  |  |" in lines
-        assert "Best peer over ours, 2 rows: geometric mean 0.866, smallest 0.500 (flux-4608), 1 below 1; "\
-               "no peer ran gpt-oss-120b-full." in lines  # fmt: skip
-        assert "0 rows; ours did not run flux-4608." in lines
-    assert "fwd vit-b16, fa2 (error): RuntimeError: no kernel" in text
-    assert "fwd gpt-oss-120b-full, mem (refused): SDPA does not do sinks" in text
-    assert "TFLOP/s (spread" not in text and not list(tmp_path.glob("*.png"))
-
-
-# ---- whole program ---------------------------------------------------------------------------------------
-
-
-def test_rows_that_are_there_are_left_alone():
-    first = timed_by([Right()], SMOKE[:2], ["fwd"])
-    again = timed_by([Right()], SMOKE[:3], ["fwd", "bwd"], first.rows)
-    done = [(row.case, row.direction) for row in again.rows]
-    rest = [(case, direction) for case in SMOKE[:3] for direction in ("fwd", "bwd")]
-    assert done == [*((case, "fwd") for case in SMOKE[:2]), *(pair for pair in rest if pair not in done[:2])]
-    assert all(old is new for old, new in zip(first.rows, again.rows))
-
-
-def test_whole_program_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture):
-    pytest.importorskip("rich")
-    from bench import attention
-
-    names = ["smoke-swin-shifted", "smoke-gpt-oss-120b-window", "smoke-llama3-8b-1-token-b1"]
-    common = ["--set", "smoke-models", "--device", "cpu", "--budget", "0", "--peers", "math"]
-    common += ["--out", str(tmp_path), "--commit", "abc"]
-    assert attention.main([*common, "--rounds", "1", "--cases", names[0]]) == 0
-    with pytest.raises(SystemExit, match="has rounds 1 and this run 2"):
-        attention.main([*common, "--rounds", "2", "--cases", ",".join(names), "--resume"])
-    before = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert attention.main([*common, "--rounds", "1", "--cases", ",".join(names), "--resume"]) == 0
-    after = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert after[:2] == before and len(after) == 5
-    results = Results.from_json((tmp_path / "results.json").read_text())
-    assert [(row.case.name, row.direction) for row in results.rows] == [
-        (names[0], "fwd"), (names[0], "bwd"), (names[1], "fwd"), (names[1], "bwd"), (names[2], "fwd")
-    ]  # fmt: skip
-    for row in results.rows:
-        assert [entry.name for entry in row.entries] == ["cpu", "math"]
-        assert row.entry("cpu").status == "ok", row.entry("cpu").text
-        assert row.entry("math").status == ("refused" if "gpt-oss" in row.case.name else "ok")
-    assert "## Models, forward, us" in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-def test_whole_program_on_gpu(tmp_path: Path):
-    pytest.importorskip("rich")
-    from bench import attention
-
-    arguments = ["--set", "smoke-models", "--rounds", "1", "--budget", "0", "--peers", "mem,fa2,cudnn"]
-    assert attention.main([*arguments, "--paths", "auto", "--out", str(tmp_path)]) == 0
-    results = Results.from_json((tmp_path / "results.json").read_text())
-    assert len(results.rows) == sum(len(case.directions[:2]) for case in SMOKE)
-    assert "stopped" not in results.metadata
-    for row in results.rows:
-        assert row.entry("auto").status == "ok", (row.case.name, row.entry("auto").text)
-        for entry in row.entries:
-            assert "WrongResult" not in entry.text, (row.case.name, entry.name, entry.text)

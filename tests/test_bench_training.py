@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from bench.training_models import ChunkedCrossEntropy, Trainer
 from bench.training_record import (
     MODELS,
     SMOKE_MODELS,
-    TrainingEntry,
     TrainingResults,
     TrainingRow,
     model_flops,
@@ -146,28 +142,6 @@ def test_a_wrong_mask_shows_in_the_sanity_check(name: str, monkeypatch: pytest.M
     assert "NOT WITHIN" in line and name in line
 
 
-@pytest.mark.parametrize("name", SMOKE_MODELS)
-def test_checkpointing_changes_no_loss(name: str):
-    plain, again = (smoke_row(name, smoke_setup("materialised", checkpointing=on)) for on in (False, True))
-    assert again.entries[0].losses == pytest.approx(plain.entries[0].losses, rel=1e-6)
-    assert again.entries[0].grad_norms == pytest.approx(plain.entries[0].grad_norms, rel=1e-5)
-
-
-def test_peak_memory_is_that_of_a_whole_step_above_weights_and_moments():
-    class Timer(timing.CpuTimer):
-        def peak_bytes(self, call):
-            call()
-            return 1000
-
-    entry = smoke_row("llama-smoke", smoke_setup("materialised", timer=Timer())).entries[0]
-    shape = SMOKE_MODELS["llama-smoke"]
-    trainer = Trainer(shape, 32, CPU, torch.float32, 1e-3)
-    assert entry.step_bytes == 1000 and entry.peak_bytes == 1000 + trainer.state_bytes()
-    without = smoke_row("llama-smoke", smoke_setup("materialised")).entries[0]
-    assert entry.losses == without.losses and len(entry.losses) == 3
-    assert without.peak_bytes is None and without.step_bytes is None
-
-
 def test_reset_goes_back_to_the_start():
     trainer = Trainer(SMOKE_MODELS["gpt2-smoke"], 16, CPU, torch.float32, 1e-2)
     data = training_runner.make_batch(SMOKE_MODELS["gpt2-smoke"], 2, 16, smoke_setup())
@@ -181,14 +155,6 @@ def test_reset_goes_back_to_the_start():
     weights = sum(param.numel() for param in trainer.model.parameters())
     counts = 4 * len(list(trainer.model.parameters()))
     assert trainer.state_bytes() == 3 * 4 * weights + counts
-
-
-def test_tokens_follow_one_another_and_are_the_same_at_every_length():
-    shape, setup = SMOKE_MODELS["llama-smoke"], smoke_setup()
-    tokens, targets = training_runner.make_batch(shape, 4, 16, setup)
-    longer, _ = training_runner.make_batch(shape, 1, 64, setup)
-    assert torch.equal(tokens.flatten(), longer.flatten())
-    assert torch.equal(tokens.flatten()[1:], targets.flatten()[:-1])
 
 
 # ---- entrants that fail ----------------------------------------------------------------------------------
@@ -230,168 +196,7 @@ def test_a_failing_entrant_stays_its_own_problem(
     assert good.timed and good.steps == 2 and good.losses[0] > good.losses[2]
 
 
-def test_a_library_that_is_missing_is_an_error_of_its_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "flash_ext", None)
-    row = smoke_row("gpt2-smoke", smoke_setup("flash_ext", "materialised"))
-    assert row.entries[0].status == "error" and "flash_ext" in row.entries[0].text
-    assert row.entries[1].timed
-
-
-def test_a_lost_device_ends_the_run_with_what_is_there(monkeypatch: pytest.MonkeyPatch):
-    timer = timing.CpuTimer()
-    results, shape = TrainingResults({}, {"matmul_tflops": 1.0}), SMOKE_MODELS["gpt2-smoke"]
-
-    def make_attend(name):
-        def attend(q, k, v):
-            if len(results.rows) == 1:
-                timer.synchronize = lost
-                raise RuntimeError("illegal memory access")
-            return training_entrants.materialised(q, k, v)
-
-        return attend
-
-    def lost():
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(training_runner, "make_attend", make_attend)
-    training_runner.run(results, [shape], [16, 32], smoke_setup("sdpa", timer=timer), lambda row: None)
-    assert len(results.rows) == 1 and "illegal memory access" in results.metadata["stopped"]
-
-
-def test_a_launch_that_had_to_free_memory_is_taken_again(monkeypatch: pytest.MonkeyPatch):
-    retries = iter([0, 2])
-    monkeypatch.setattr(training_runner, "_alloc_retries", lambda: next(retries))
-    entry, calls = TrainingEntry("materialised"), []
-    times = training_runner._launch(entry, lambda: calls.append(0), 3, timing.CpuTimer())
-    assert (len(calls), len(times), entry.alloc_retries) == (6, 3, 2)
-
-
-def test_time_limit_leaves_each_model_its_share(monkeypatch: pytest.MonkeyPatch):
-    clock = [0.0]
-
-    def slow_row(trainer, shape, seqlen, setup, deadline, on_entry):
-        clock[0] += 10.0
-        return TrainingRow(shape.name, seqlen, 1, "fp32", 1.0)
-
-    monkeypatch.setattr(training_runner.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(training_runner, "time_row", slow_row)
-    results, shapes = TrainingResults({}, {"matmul_tflops": 1.0}), list(SMOKE_MODELS.values())
-    setup = smoke_setup("materialised", time_limit_s=35.0)
-    training_runner.run(results, shapes, [8, 16, 32, 64], setup, lambda row: None)
-    rows = [(row.model, row.seqlen) for row in results.rows]
-    assert rows == [("gpt2-smoke", 8), ("gpt2-smoke", 16), ("llama-smoke", 8), ("llama-smoke", 16)]
-    assert results.metadata["stopped"] == "time limit"
-
-
 # ---- reports ---------------------------------------------------------------------------------------------
-
-
-def synthetic() -> TrainingResults:
-    """Two models, three lengths: flash_ext takes 100 ms and 20 GiB, materialised 250 and 350 ms and more."""
-    metadata = {"device": "a GPU", "torch": "2.0", "tokens": 4096, "datasheet_tflops": 1000.0}
-    results = TrainingResults(metadata, {"matmul_tflops": 500.0})
-    for name in MODELS:
-        for index, seqlen in enumerate((1024, 2048, 4096)):
-            batch, flops = 4096 // seqlen, 2e13
-            row = TrainingRow(name, seqlen, batch, "bf16", flops, clocks=(1500.0, 650.0))
-            for entrant, ms, gib in (
-                ("flash_ext", 100.0, 20),
-                ("materialised", 250.0 + 100.0 * index, 40 + index),
-            ):
-                row.entries.append(
-                    TrainingEntry(
-                        entrant, entrant == "flash_ext", losses=[10.0, 9.0, 8.0],
-                        grad_norms={"q": 0.1, "k": 0.1, "v": 1.0}, median_ms=ms, q1_ms=0.9 * ms,
-                        q3_ms=1.2 * ms, round_medians_ms=[ms], steps=6, tokens_per_s=4096 / ms * 1e3,
-                        tflops=flops / ms * 1e-9, matmul_pct=flops / ms * 1e-9 / 5, peak_bytes=gib << 30,
-                        step_bytes=(gib - 3) << 30,
-                    )
-                )  # fmt: skip
-            row.entries.append(TrainingEntry("sdpa", status="error", text="RuntimeError: line one\nline two"))
-            results.rows.append(row)
-    for row in (results.rows[2], results.rows[5]):
-        row.entries[1] = TrainingEntry("materialised", status="out of memory", text="OutOfMemoryError: CUDA")
-    return results
-
-
-def test_json_round_trip():
-    results = synthetic()
-    assert TrainingResults.from_json(results.to_json()) == results
-    for change in ({"schema": 0}, {"kind": "attention"}):
-        with pytest.raises(ValueError, match="schema"):
-            TrainingResults.from_json(json.dumps({**json.loads(results.to_json()), **change}))
-
-
-def test_answers_are_measured_sentences():
-    lines = training_report.answers(synthetic())
-    assert (
-        "Speed, gpt2-medium: compared with materialised, a step with flash_ext is so many times as fast: "
-        "2.50 at 1k, 3.50 at 2k; the factor 3 of the articles is reached at 2k; "
-        "materialised runs out of memory at 4k."
-    ) in lines
-    assert "Speed, gpt2-medium: sdpa fails at 1k, 2k and 4k." in lines
-    assert (
-        "Memory, gpt2-medium: with flash_ext a step of 4096 tokens peaks at 20.0 GiB at 1k and 20.0 at 4k, "
-        "1.00 times, for 4 times the length; highest over lowest of all lengths 1.00 (memory linear in the "
-        "length: 1)."
-    ) in lines
-    assert any(line.startswith("Memory, gpt2-medium: with materialised") for line in lines)
-    assert (
-        "Utilisation, llama-1b: flash_ext trains at 200 model TFLOP/s, 40 % of the matrix product of this "
-        "run (500 TFLOP/s) and 20 % of the 1000 TFLOP/s of the data sheet: 200 at 1k, 200 at 2k, 200 at 4k."
-    ) in lines
-    assert "Sanity: losses of the first step differ by 0 % at most" in lines[-1]
-    assert not any("articles" in line for line in lines if "llama" in line)
-
-
-def test_a_nan_is_not_agreement():
-    results = synthetic()
-    results.rows[0].entries[0].losses[1] = float("nan")
-    assert "NOT WITHIN" in training_report.agreement(results)
-
-
-def test_answers_of_a_run_in_which_nothing_ran():
-    results = synthetic()
-    for row in results.rows:
-        row.entries = [TrainingEntry("flash_ext", True, status="error", text="no")]
-    lines = training_report.answers(results)
-    assert lines[:-1] == [f"Utilisation, {name}: flash_ext fails at 1k, 2k and 4k." for name in MODELS]
-    assert "nothing to compare" in lines[-1]
-    assert training_report.markdown(results).count("| error |") == 4 * len(results.rows)
-
-
-def test_report_from_a_stored_json(tmp_path: Path, capsys: pytest.CaptureFixture):
-    path = tmp_path / "training.json"
-    path.write_text(synthetic().to_json())
-    assert training_report.main([str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert "Utilisation, gpt2-medium" in printed and "training.md" in printed
-    text = (tmp_path / "training.md").read_text()
-    assert "| 1024 | 4 | 40960 (±15.0%) | 16384 (±15.0%) | error |" in text
-    assert "| 4096 | 1 | 20.0 (17.0) | out of memory | error |" in text
-    assert "gpt2-medium at 1024, sdpa (error): RuntimeError: line one line two" in text
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_plot_has_speed_and_memory_of_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("matplotlib")
-    import matplotlib.pyplot as plt
-
-    titles = []
-    monkeypatch.setattr(plt, "close", lambda figure: titles.extend(axis.get_title() for axis in figure.axes))
-    results = synthetic()
-    (path,) = training_report.plot_training(results, tmp_path / "training.png")
-    assert path.stat().st_size > 10_000 and titles == [*MODELS, *MODELS]
-    for row in results.rows:  # a CPU knows no peaks
-        for entry in row.entries:
-            entry.peak_bytes = None
-    training_report.plot_training(results, tmp_path / "training.png")
-    assert titles[4:] == [*MODELS]
-
-
-def test_training_reports_need_no_torch():
-    check = "import sys, bench.training_report; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
 
 
 # ---- whole program ---------------------------------------------------------------------------------------
@@ -426,25 +231,6 @@ def test_whole_training_program_on_cpu(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "Speed, llama-smoke: compared with materialised" in printed or "flash_ext error" in printed
     assert ": within 0.1, 0.5, 2 %" in printed
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--models", "no"],
-        ["--entrants", "no"],
-        ["--entrants", ","],
-        ["--lengths", "0"],
-        ["--first-steps", "2"],
-    ],
-)
-def test_unknown_words_are_refused(arguments: list[str]):
-    pytest.importorskip("rich")
-    from bench import training
-
-    with pytest.raises(SystemExit) as refusal:
-        training.parse(["--device", "cpu", *arguments])
-    assert refusal.value.code not in (0, None)
 
 
 @pytest.mark.gpu

@@ -21,16 +21,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
 from flash_ext._ops.library import _C
-from tests import compare
 from tests.tile_tables import tile_tables, with_tile_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "csrc"))
-from build_backend import pins  # noqa: E402
 
 README = ROOT / "README.md"
 KERNELS = ROOT / "docs" / "kernels.md"
@@ -224,25 +221,6 @@ def test_readme_devices_are_served_as_said(pretend) -> None:
     assert sorted({row[2] for row in table}) == ["`cpu`", "`sm80`", "`sm90`", "none"]
 
 
-def test_readme_types_and_head_sizes() -> None:
-    sizes = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    (cpu,) = (row for row in rows(section(README, "Support")) if row[0] == "CPU")
-    assert cpu[2:4] == ["`cpu`", ", ".join(sizes.values())]
-    for dtype, name in sizes.items():
-        x = torch.randn(1, 4, 1, 300).to(dtype)
-        assert flash_ext.attention(x, x, x).dtype == dtype
-        with FakeTensorMode():
-            y = torch.empty(1, 4, 1, 256, dtype=dtype, device="cuda")
-            if name in ("fp16", "bf16"):
-                assert flash_ext.attention(y, y, y).shape == y.shape
-                z = torch.empty(1, 4, 1, 257, dtype=dtype, device="cuda")
-                with pytest.raises(NotImplementedError):
-                    flash_ext.attention(z, z, z)
-            else:
-                with pytest.raises(TypeError):
-                    flash_ext.attention(y, y, y)
-
-
 def keywords_of_attention() -> set[str]:
     parameters = inspect.signature(flash_ext.attention).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -272,16 +250,6 @@ def test_masks_page_names_every_value() -> None:
     assert {name for name, value in public.items() if not isinstance(value, type)} <= set(builders)
 
 
-def test_versions_are_those_of_the_project() -> None:
-    install = " ".join(section(README, "Install").split())
-    assert f"torch {pins.pin('torch-minimum')} or newer" in install
-    assert f"torch {pins.pin('torch')}" in install
-    python = pins.pyproject()["project"]["requires-python"].removeprefix(">=")
-    assert f"Python {python} or newer" in install
-    changes = re.findall(r"^## \[?([\w.]+)", text_of(ROOT / "CHANGELOG.md"), re.M)
-    assert changes[0] in ("Unreleased", flash_ext.__version__) and flash_ext.__version__ in changes
-
-
 # ---- numbers -------------------------------------------------------------------------------------------
 
 
@@ -306,142 +274,9 @@ def test_memory_formula(pretend) -> None:
                 assert eval(formula, known) + more == sum(asked["workspace"].values())  # noqa: S307
 
 
-def test_gates_are_those_that_are_applied() -> None:
-    table = rows(section(ROOT / "docs" / "testing.md", "How large an error may be"))
-    for dtype, gates in compare.GATES.items():
-        u = compare.UNIT_ROUNDOFF[dtype]
-        if dtype not in (torch.float16, torch.bfloat16):
-            continue
-        own = "fp16" if dtype == torch.float16 else "bf16"
-        for metric, row in zip(("rel_l2", "worst_row"), table):
-            for name, cell in zip(("out", "dq", "dk", "dv"), row[1:], strict=True):
-                # A number for both types, or one for each.
-                (limit,) = re.findall(rf"^([\d.]+) u$|([\d.]+) u \({own}\)", cell)
-                assert getattr(gates[name], metric) == float("".join(limit)) * u, (name, metric)
-        (bias,) = re.findall(rf"([\d.e-]+) \({own}\)", table[2][1])
-        assert {gate.signed_bias for gate in gates.values()} == {float(bias)}
-
-
 def test_tile_tables_are_those_of_the_headers() -> None:
     text = text_of(KERNELS)
     assert with_tile_tables(text, tile_tables()) == text, "run python -m tests.test_docs"
-
-
-def tile_rows(kernel: str) -> list[list[str]]:
-    (table,) = re.findall(rf"<!-- {kernel}: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    return rows(table)
-
-
-@pytest.mark.parametrize("kernel", ["fwd", "bwd", "fwd_mod", "bwd_mod"])
-def test_tile_tables_are_those_of_the_plans(pretend, kernel: str) -> None:
-    """What the loaded module would launch, on a GPU of each shared-memory class."""
-    direction, _, modified = kernel.partition("_")
-    # A table of each direction: columns of both, those of plain kernels, those of modified ones.
-    listed = []
-    for row in tile_rows(direction):
-        head_dim, smem_class, *both = row
-        if direction == "fwd":
-            (block_m, warps, *_), (block_n, stages, *_, smem) = both, row[9:] if modified else row[6:9]
-        else:
-            (block_n, stages, *_), (block_m, warps, *_, smem) = both, row[11:] if modified else row[5:11]
-        listed.append((head_dim, smem_class, block_m, block_n, stages, warps, smem))
-    assert len(listed) == 10
-    modifiers = ["softcap", "dropout"] if modified else []  # which together take the kernels for everything
-    for head_dim, smem_class, block_m, block_n, stages, warps, smem in listed:
-        pretend(90 if smem_class == "227 KB" else 86)
-        chosen = plan(direction, int(head_dim), path="sm80", modifiers=modifiers)
-        assert chosen["kernel"] == f"{kernel}_sm80_hd{head_dim}"
-        assert (int(block_m), int(block_n), int(stages)) == tuple(
-            chosen[name] for name in ("block_m", "block_n", "stages")
-        )
-        assert (32 * int(warps), int(smem)) == (chosen["threads"], chosen["smem_bytes"])
-
-
-def test_hopper_tiles_are_those_of_the_plans(pretend) -> None:
-    (table,) = re.findall(r"<!-- fwd_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    listed = rows(table)
-    assert len(listed) == 9
-    pretend(90)
-    for i, (d, dv, block_m, block_n, consumers, slots, _, smem) in enumerate(listed):
-        path = f"sm90 fwd_block_m={128 if i >= 6 else 192}"
-        chosen = plan("fwd", int(d), head_dim_v=int(dv), path=path)
-        wanted = f"fwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}") + ("_m128" if i >= 6 else "")
-        assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
-        assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
-        assert chosen["threads"] == 128 * (int(consumers) + 1)
-        assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
-
-
-def test_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
-    listed = [row[1:] for row in tile_rows("bwd_fused") if row[0] == "plain"]
-    assert len(listed) == 3
-    pretend(90)
-    for d, block_m, block_n, _, slots, _, _, smem in listed:
-        for deterministic in (False, True):
-            chosen = plan("bwd", int(d), deterministic)
-            wanted = f"bwd_sm90_hd{d}" + ("_det" if deterministic else "")
-            assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
-            assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
-            assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
-
-
-def test_wide_hopper_backward_tiles_are_those_of_the_plans(pretend) -> None:
-    listed = [row[1:] for row in tile_rows("bwd_split") if row[0] == "plain"]
-    assert len(listed) == 3
-    pretend(90)
-    for d, dv, block_m, block_n, slots, _, smem, *_ in listed:
-        for deterministic in (False, True):
-            chosen = _C.plan(
-                "bwd",
-                seqlen_q=1024,
-                seqlen_k=1024,
-                num_heads=4,
-                num_heads_k=4,
-                head_dim=int(d),
-                head_dim_v=int(dv),
-                deterministic=deterministic,
-            )
-            wanted = f"bwd_sm90_hd{d}" + ("" if d == dv else f"_v{dv}")
-            assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
-            assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
-            assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
-
-
-def test_hopper_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
-    (table,) = re.findall(r"<!-- fwd_mod_sm90: .*?-->\n(.*?)<!--", text_of(KERNELS), re.S)
-    names = [("softcap", "")] * 4 + [("sinks", "_m192"), ("softcap", "_m192")]
-    pretend(90)
-    for (name, tall), (d, block_m, block_n, slots, *_, smem) in zip(names, rows(table), strict=True):
-        path = f"sm90 fwd_block_m={192 if tall else 128}"
-        chosen = plan("fwd", int(d), path=path, modifiers=[name])
-        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"fwd_mod_sm90_hd{d}{tall}")
-        assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
-        assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots) // 2, int(smem))
-
-
-def test_hopper_backward_tiles_with_modifiers_are_those_of_the_launches(pretend) -> None:
-    listed = [row[1:] for row in tile_rows("bwd_fused") if row[0] == "modified"]
-    assert len(listed) == 2
-    pretend(90)
-    for d, block_m, block_n, _, slots, _, _, smem in listed:
-        chosen = plan("bwd", int(d), modifiers=["softcap"])
-        assert (chosen["path"], chosen["kernel"]) == ("sm90", f"bwd_mod_sm90_hd{d}")
-        assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
-        assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
-
-
-def test_tiles_of_the_two_hopper_kernels_with_modifiers_are_those_of_the_launches(pretend) -> None:
-    """Of which the launch names that of dK and dV. Up to head_dim 128 they are for the deterministic mode."""
-    listed = [row[1:] for row in tile_rows("bwd_split") if row[0] == "modified"]
-    assert [int(row[0]) for row in listed] == [64, 128, 192, 256]
-    pretend(90)
-    for d, _, block_m, block_n, slots, _, smem, *_ in listed:
-        for deterministic in (True,) if int(d) <= 128 else (False, True):
-            chosen = plan("bwd", int(d), deterministic, modifiers=["softcap"])
-            wanted = f"bwd_mod_sm90_hd{d}" + ("_det" if int(d) <= 128 else "")
-            assert (chosen["path"], chosen["kernel"]) == ("sm90", wanted)
-            assert (chosen["block_m"], chosen["block_n"]) == (int(block_m), int(block_n))
-            assert (chosen["stages"], chosen["smem_bytes"]) == (int(slots), int(smem))
 
 
 if __name__ == "__main__":

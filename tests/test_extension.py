@@ -70,15 +70,8 @@ def hash_of(package: Path) -> str:
 def run(package: Path, site: Path, *arguments: str) -> str:
     """As a user starts Python in the folder that holds the package."""
     environment = os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=package.parent,
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
+    done = subprocess.run([sys.executable, *arguments], cwd=package.parent, env=environment, text=True,
+                          capture_output=True, check=False, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -145,21 +138,7 @@ def test_the_module_in_the_folder_comes_before_one_of_other_sources(source_folde
         assert extension_of["message"] in run(source_folder, site, "-m", "flash_ext.info")
 
 
-def test_what_a_build_leaves_beside_the_sources_is_no_installation(source_folder, monkeypatch):
-    (source_folder.parent / "flash_ext.egg-info").mkdir()
-    (source_folder.parent / "flash_ext.egg-info" / "PKG-INFO").write_text("Name: flash_ext\nVersion: 0.1.0\n")
-    (source_folder / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(OTHER_TORCH)
-    monkeypatch.setattr(sys, "path", [str(source_folder.parent)])
-    assert extension.installed_module(source_folder) == (None, "no package is installed")
-
-
 # ---- where nothing loads -------------------------------------------------------------------------------
-
-
-def test_nothing_was_built_or_installed(source_folder, monkeypatch):
-    monkeypatch.setattr(sys, "path", [])
-    reasons = ("has not been built here", str(source_folder), "no package is installed")
-    assert message_in(source_folder, reasons=reasons) == pip_of(source_folder)
 
 
 def test_the_installed_module_is_of_other_sources(source_folder, site, monkeypatch):
@@ -186,13 +165,6 @@ def test_both_modules_are_for_another_torch(source_folder, site, monkeypatch):
     assert message_in(source_folder, reasons=reasons) == pip_of(source_folder)
 
 
-def test_a_module_that_the_loader_refuses(source_folder, monkeypatch):
-    own = source_folder / f"_C{EXTENSION_SUFFIXES[0]}"
-    own.write_bytes(OTHER_TORCH.replace(b"2.10.9+cu126", torch.__version__.encode()))
-    monkeypatch.setattr(sys, "path", [])
-    message_in(source_folder, reasons=("flash_ext._C does not load: ", str(own)))
-
-
 def test_the_environment_of_make_is_mended_by_make(source_folder, monkeypatch):
     """One that a user made by the same name is not: make would put its own torch in there."""
     venv = source_folder.parent / ".venv"
@@ -202,13 +174,6 @@ def test_the_environment_of_make_is_mended_by_make(source_folder, monkeypatch):
     assert message_in(source_folder, reasons=()) == pip_of(source_folder)
     (venv / prepare.STAMP).write_text("{}")
     assert message_in(source_folder, reasons=()) == f"make -C {source_folder.parent} build"
-
-
-def test_an_installed_package_is_mended_in_the_source_folder(source_folder, monkeypatch):
-    shutil.rmtree(source_folder.parent / "csrc")
-    (source_folder / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(OTHER_TORCH)
-    command = message_in(source_folder, reasons=("was built for torch 2.10.9+cu126",))
-    assert command.endswith("-m pip install --force-reinstall --no-deps . in the source folder")
 
 
 def test_info_says_why_and_what_mends_it(source_folder, site):

@@ -62,32 +62,6 @@ def test_failures_are_reduced() -> None:
     assert found > 20
 
 
-def test_ledger_states() -> None:
-    """A known failure does not fail the run; one that holds does, unless it is fixed or quarantined."""
-    case = Case(causal=True, seqlen_q=100, seed=1)
-    held = case.replace(causal=False)
-
-    def run(*entries: fuzz.LedgerEntry) -> list[str]:
-        return fuzz.fuzz(CPU, 0, 10, most=0, ledger=list(entries), check=fails_on_long_causal_rows).failures
-
-    assert run(fuzz.LedgerEntry(case, ["cpu"], "open", "planted")) == []
-    assert "mark it fixed" in run(fuzz.LedgerEntry(held, ["cpu"], "open", "planted"))[0]
-    assert "planted" in run(fuzz.LedgerEntry(case, ["cpu"], "fixed", "planted"))[0]
-    assert run(fuzz.LedgerEntry(held, ["cpu"], "fixed", "planted")) == []
-    assert run(fuzz.LedgerEntry(case, ["cpu"], "quarantined", "planted")) == []
-    assert run(fuzz.LedgerEntry(case, ["sm80"], "fixed", "planted")) == []
-
-
-def test_a_failing_run_reports_both_cases(tmp_path: Path) -> None:
-    report = fuzz.fuzz(
-        CPU, 5, 60, most=60, ledger=[], jsonl=tmp_path / "out.jsonl", check=fails_on_long_causal_rows
-    )
-    assert report.cases == 60 and report.failures
-    assert "planted" in report.failures[0] and "smaller: python -m tests.tools.fuzz" in report.failures[0]
-    problems = [json.loads(line)["problem"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len([p for p in problems if p]) == len(report.failures)
-
-
 def test_the_ledger_file_is_well_formed() -> None:
     for entry in fuzz.read_ledger():
         assert entry.reason and set(entry.targets) <= set(TARGETS)

@@ -108,11 +108,11 @@ MODIFIED = "softcap", "key mask", "slopes", "sinks"
 
 
 def modifier(name: str, device: torch.device) -> dict:
-    """One modifier for two sequences of 65 and four heads; none for an empty name."""
+    """One modifier for two sequences of 97 and four heads; none for an empty name."""
     made = {
         "": lambda: {},
         "softcap": lambda: {"softcap": 20.0},
-        "key mask": lambda: {"mask": masks.KeyMask.from_lengths(torch.tensor([50, 65], device=device), 65)},
+        "key mask": lambda: {"mask": masks.KeyMask.from_lengths(torch.tensor([50, 97], device=device), 97)},
         "slopes": lambda: {"bias": masks.ALiBi(torch.rand(4, device=device))},
         "sinks": lambda: {"sinks": torch.randn(4, device=device)},
     }
@@ -123,13 +123,13 @@ def modifier(name: str, device: torch.device) -> dict:
 @on_paths
 def test_incoming_gradients_that_tma_cannot_read(target: Target, name: str) -> None:
     """The gradient of out.sum(1) has row stride 0, which was 16 bytes to TMA: it read other rows."""
-    q, k, v = (random_tensor(target, 2, 65, 4, 64) for _ in range(3))
+    q, k, v = (random_tensor(target, 2, 97, 4, 64) for _ in range(3))
     options = modifier(name, q.device)
     row = random_tensor(target, 2, 1, 4, 64)
-    room = random_tensor(target, 2 * 65 * 4 * 64 + 1)
-    shifted = room[1:].view(2, 65, 4, 64)
-    odd = random_tensor(target, 2, 65, 4, 65)[..., :64]
-    for dout in (row.expand(2, 65, 4, 64), shifted, odd):
+    room = random_tensor(target, 2 * 97 * 4 * 64 + 1)
+    shifted = room[1:].view(2, 97, 4, 64)
+    odd = random_tensor(target, 2, 97, 4, 65)[..., :64]
+    for dout in (row.expand(2, 97, 4, 64), shifted, odd):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = flash_ext.attention(*leaves, backend=target.path, **options)
         got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
@@ -142,16 +142,16 @@ def test_incoming_gradients_that_tma_cannot_read(target: Target, name: str) -> N
 @pytest.mark.parametrize("name", MODIFIED)
 def test_which_kernel_reads_incoming_gradients(pretended_gpu, name: str) -> None:
     """Kernels for Hopper where TMA can read dout, the portable ones where it cannot."""
-    shape = (2, 65, 4, 64)
-    q, k, v = make_qkv(batch=2, seqlen_q=65, heads=4, heads_k=4, head_dim=64, dtype=torch.bfloat16)
+    shape = (2, 97, 4, 64)
+    q, k, v = make_qkv(batch=2, seqlen_q=97, heads=4, heads_k=4, head_dim=64, dtype=torch.bfloat16)
     options = modifier(name, q.device)
     dtype = {"dtype": torch.bfloat16}
     douts = {
         "whole": (torch.zeros(shape, **dtype), True),
-        "expanded over the batch": (torch.zeros(1, 65, 4, 64, **dtype).expand(shape), True),
+        "expanded over the batch": (torch.zeros(1, 97, 4, 64, **dtype).expand(shape), True),
         "expanded over rows": (torch.zeros(2, 1, 4, 64, **dtype).expand(shape), False),
-        "misaligned": (torch.zeros(2 * 65 * 4 * 64 + 1, **dtype)[1:].view(shape), False),
-        "odd strides": (torch.zeros(2, 65, 4, 65, **dtype)[..., :64], False),
+        "misaligned": (torch.zeros(2 * 97 * 4 * 64 + 1, **dtype)[1:].view(shape), False),
+        "odd strides": (torch.zeros(2, 97, 4, 65, **dtype)[..., :64], False),
     }
     with null_kernels():
         out, lse = flash_ext.forward(q, k, v, **options)[:2]
@@ -318,16 +318,8 @@ def test_no_plan_needs_more_shared_memory_than_there_is(target: Target, smem: in
     try:
         for direction in ("fwd", "bwd"):
             for head_dim in HEAD_DIMS:
-                plan = _C.plan(
-                    direction,
-                    seqlen_q=300,
-                    seqlen_k=300,
-                    num_heads=4,
-                    num_heads_k=2,
-                    head_dim=head_dim,
-                    head_dim_v=head_dim,
-                    path=target.path,
-                )
+                plan = _C.plan(direction, seqlen_q=300, seqlen_k=300, num_heads=4, num_heads_k=2,
+                               head_dim=head_dim, head_dim_v=head_dim, path=target.path)  # fmt: skip
                 assert plan["path"] == target.path and plan["smem_bytes"] <= smem, (
                     f"{direction} {head_dim}: {plan}"
                 )

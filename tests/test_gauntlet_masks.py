@@ -45,18 +45,12 @@ def test_no_keys(target: Target) -> None:
 
 @on_paths
 def test_empty_dimensions(target: Target) -> None:
-    run_cases(
-        [
-            dense(0, 5, 7, 4, 2, 64),
-            dense(2, 5, 7, 0, 0, 64),
-            dense(2, 0, 0, 4, 2, 64),
-            dense(0, 0, 0, 0, 0, 8),
-            packed([], [], num_heads=4, num_heads_k=2),
-            packed([], [], num_heads=4, num_heads_k=2, tail=9),
-            packed([0], [0], num_heads=4, num_heads_k=2),
-        ],
-        target,
-    )
+    run_cases([
+                  dense(0, 5, 7, 4, 2, 64), dense(2, 5, 7, 0, 0, 64), dense(2, 0, 0, 4, 2, 64),
+                  dense(0, 0, 0, 0, 0, 8), packed([], [], num_heads=4, num_heads_k=2),
+                  packed([], [], num_heads=4, num_heads_k=2, tail=9),
+                  packed([0], [0], num_heads=4, num_heads_k=2),
+              ], target)  # fmt: skip
 
 
 @on_paths
@@ -117,18 +111,8 @@ def test_causal_around_every_tile_size(target: Target) -> None:
 
 
 WINDOWS = (
-    (0, 0),
-    (1, 0),
-    (0, 1),
-    (63, 0),
-    (64, 0),
-    (65, 0),
-    (127, 1),
-    (128, 128),
-    (-1, 3),
-    (3, -1),
-    (300, 300),
-)
+    (0, 0), (1, 0), (0, 1), (63, 0), (64, 0), (65, 0), (127, 1), (128, 128), (-1, 3), (3, -1), (300, 300),
+)  # fmt: skip
 
 
 @on_all_tiles

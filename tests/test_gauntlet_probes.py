@@ -108,10 +108,8 @@ NOTICED = {
     "distance_from_key_0": ("distance20", {"count", "weights", "dlse"}),
     "distance_off_by_one": ("distance20", {"count", "weights", "dlse"}),
     "distance_ends_lost": ("distance20", {"count", "weights"}),
-    "dtable_of_first_tile": ("distance20", {"dlse"}),
-    "dtable_ends_lost": ("distance20", {"dlse"}),
-    "slopes_head": ("alibi", {"count", "weights", "dlse"}),
-    "sink_twice": ("sinks", {"count", "dlse"}),
+    "dtable_of_first_tile": ("distance20", {"dlse"}), "dtable_ends_lost": ("distance20", {"dlse"}),
+    "slopes_head": ("alibi", {"count", "weights", "dlse"}), "sink_twice": ("sinks", {"count", "dlse"}),
     "sink_head": ("sinks", {"count", "weights", "dlse"}),
     "mask_shifted": ("mask_bhqk", {"weights", "mask", "sparse_dout", "needle"}),
     "document_0": ("documents", {"count", "weights", "mask", "sparse_dout"}),
@@ -119,12 +117,10 @@ NOTICED = {
     "slopes_from_key_0": ("alibi", {"count", "weights", "dlse"}),
     "drop_unscaled": ("drop0.5", {"weights", "integer", "needle"}),
     "drop_by_tile": ("drop0.5", {"weights", "integer", "needle", "sparse_dout"}),
-    "last_key_lost": ("sinks", {"count", "weights"}),
-    "weights_cut": ("padding", {"ones"}),
-    "small_flushed": ("softcap30", {"scaling"}),
-    "dbias_of_last_tile": ("bias_b11k_f32", {"dlse"}),
+    "last_key_lost": ("sinks", {"count", "weights"}), "weights_cut": ("padding", {"ones"}),
+    "small_flushed": ("softcap30", {"scaling"}), "dbias_of_last_tile": ("bias_b11k_f32", {"dlse"}),
     "dslopes_of_first_tile": ("alibi", {"dlse"}),
-}
+}  # fmt: skip
 
 
 def test_every_bug_of_the_model_has_its_probes() -> None:

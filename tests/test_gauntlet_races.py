@@ -27,20 +27,12 @@ REPEATED = {
     "mqa": dense(2, 257, 300, 8, 1, 64, deterministic=True, dtype="fp16"),
     "causal": dense(2, 333, 333, 4, 4, 128, causal=True, deterministic=True),
     "local": dense(2, 400, 400, 4, 2, 64, window=(70, 5), deterministic=True),
-    "varlen": packed(
-        [1, 300, 0, 77, 130],
-        [5, 290, 3, 77, 200],
-        num_heads=4,
-        num_heads_k=2,
-        head_dim=128,
-        causal=True,
-        deterministic=True,
-        dlse=True,
-    ),
+    "varlen": packed([1, 300, 0, 77, 130], [5, 290, 3, 77, 200], num_heads=4, num_heads_k=2, head_dim=128,
+                     causal=True, deterministic=True, dlse=True),
     "hd256": dense(1, 260, 260, 4, 2, 256, causal=True, deterministic=True),
     "hd96": dense(1, 260, 260, 4, 2, 96, deterministic=True),
     "hd192": dense(1, 260, 260, 4, 4, 192, causal=True, deterministic=True),
-}
+}  # fmt: skip
 
 
 def results(x: Inputs, target: Target) -> list[Tensor]:

@@ -301,20 +301,10 @@ class Numbers:
         return self.heads * max(self.rows_q, self.rows_k) * (1 if self.packed else self.batch) <= 2**50
 
     def plan(self, direction: str, path: str) -> dict:
-        return _C.plan(
-            direction,
-            batch=self.batch,
-            seqlen_q=self.rows_q,
-            seqlen_k=self.rows_k,
-            num_heads=self.heads,
-            num_heads_k=self.heads_k,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            packed=self.packed,
-            window_right=0 if self.causal else -1,
-            deterministic=self.deterministic,
-            path=choice_of(path, short_kernels=0),
-        )
+        return _C.plan(direction, batch=self.batch, seqlen_q=self.rows_q, seqlen_k=self.rows_k,
+                       num_heads=self.heads, num_heads_k=self.heads_k, head_dim=self.head_dim,
+                       head_dim_v=self.head_dim_v, packed=self.packed, window_right=0 if self.causal else -1,
+                       deterministic=self.deterministic, path=choice_of(path, short_kernels=0))  # fmt: skip
 
     def in_parts(self, parts: int) -> Numbers:
         """The call whose key heads are parts of its own; of more than one key head each is a batch entry."""

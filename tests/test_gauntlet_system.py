@@ -25,17 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CASES = [
     dense(2, 300, 300, 4, 2, 128, causal=True, deterministic=True),
-    packed(
-        [1, 200, 0, 77],
-        [5, 190, 3, 77],
-        num_heads=4,
-        num_heads_k=2,
-        head_dim=64,
-        causal=True,
-        deterministic=True,
-        dlse=True,
-    ),
-]
+    packed([1, 200, 0, 77], [5, 190, 3, 77], num_heads=4, num_heads_k=2, head_dim=64, causal=True,
+           deterministic=True, dlse=True),
+]  # fmt: skip
 
 
 def results(x: Inputs, target: Target) -> list[Tensor]:

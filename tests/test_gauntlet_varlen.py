@@ -98,16 +98,9 @@ def test_length_hints_never_change_a_result(target: Target) -> None:
     for hints in ((None, None), (150, 200), (10_000, 10_000), (1, 1), (2**31 - 1, 1)):
         leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
         out, (lse, _) = flash_ext.attention_varlen(
-            *leaves,
-            x.cu_seqlens_q,
-            x.cu_seqlens_k,
-            max_seqlen_q=hints[0],
-            max_seqlen_k=hints[1],
-            causal=True,
-            deterministic=True,
-            return_aux=AuxRequest(lse=True),
-            backend=target.path,
-        )
+            *leaves, x.cu_seqlens_q, x.cu_seqlens_k, max_seqlen_q=hints[0], max_seqlen_k=hints[1],
+            causal=True, deterministic=True, return_aux=AuxRequest(lse=True), backend=target.path,
+        )  # fmt: skip
         results.append((out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, x.dout)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, results[0]))

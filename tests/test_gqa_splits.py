@@ -69,18 +69,8 @@ def test_what_ran_is_what_was_planned(target: Target) -> None:
         out, lse = flash_ext.forward(q, k, v, causal=True, backend=target.choice)
         gradients = {}
         for wide in (None, torch.float32):
-            found = flash_ext.backward(
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                causal=True,
-                deterministic=True,
-                backend=target.choice,
-                grad_dtype=wide,
-            )
+            found = flash_ext.backward(dout, q, k, v, out, lse, causal=True, deterministic=True,
+                                       backend=target.choice, grad_dtype=wide)  # fmt: skip
             assert _C.last_launch()["gqa_splits"] > 1
             gradients[wide] = found
     for rounded, exact in zip(gradients[None], gradients[torch.float32], strict=True):

@@ -197,22 +197,6 @@ def test_stray_reads_and_writes_are_noticed(model, monkeypatch: pytest.MonkeyPat
             harness.run_case(case, CPU)
 
 
-def test_every_layout_holds_the_same_values() -> None:
-    for case in (
-        dense(2, 6, 6, 4, 4, 8),
-        packed([3, 0, 4], [3, 0, 4], num_heads=4, num_heads_k=4, head_dim=8, tail=2),
-    ):
-        plain = make_inputs(case, "cpu")
-        for layout in ("bhsd", "sbhd", "gap", "odd", "offset", "packed", "singleton"):
-            x = make_inputs(case.replace(layout=layout), "cpu")
-            for name in ("q", "k", "v", "dout"):
-                torch.testing.assert_close(
-                    getattr(x, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True
-                )
-        shared = make_inputs(case.replace(layout="expanded"), "cpu")
-        assert 0 in shared.k.stride()
-
-
 def test_sampled_truth_agrees_with_the_oracle() -> None:
     rng = random.Random(0)
     for case in (
@@ -220,18 +204,9 @@ def test_sampled_truth_agrees_with_the_oracle() -> None:
         dense(1, 130, 100, 4, 2, 24, 40, window=(-1, 3)),
     ):
         x, expected, b = make_inputs(case, "cpu"), oracle(case), case.batch - 1
-        seq = Sequence(
-            x.q[b],
-            x.k[b],
-            x.v[b],
-            expected["out"][b],
-            expected["lse"][b],
-            x.dout[b],
-            x.dlse[b] if case.dlse else None,
-            expected["dq"][b],
-            expected["dk"][b],
-            expected["dv"][b],
-        )
+        seq = Sequence(x.q[b], x.k[b], x.v[b], expected["out"][b], expected["lse"][b], x.dout[b],
+                       x.dlse[b] if case.dlse else None, expected["dq"][b], expected["dk"][b],
+                       expected["dv"][b])  # fmt: skip
         rows, keys = (corner_samples(rng, 12, h, n) for h, n in ((4, case.seqlen_q), (2, case.seqlen_k)))
         out, lse, _ = forward_rows(seq, case.spec, rows)
         for pair in (out, lse, backward_rows(seq, case.spec, rows), *backward_keys(seq, case.spec, keys)):
@@ -260,11 +235,6 @@ def test_sampled_rows_that_cancel() -> None:
     wrong[10] += 1e-3 * dk.expected[20:].abs().max()
     with pytest.raises(AssertionError, match="worst row"):
         large.check_gates("dk", dataclasses.replace(dk, actual=wrong), 68)
-
-
-def test_case_survives_its_repro_line(seed: int) -> None:
-    for case in random_cases(seed, 300):
-        assert Case.from_json(case.to_json()) == case
 
 
 def test_covering_array_covers() -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import flash_ext
 from bench import host_cost
-from flash_ext._count import sdpa_counts
 from flash_ext._ops.library import _C
-from tests.qkv import make_qkv, null_kernels, reference
+from tests.qkv import make_qkv, null_kernels, reference, sdpa_counts
 
 on_roads = pytest.mark.parametrize(
     ("device", "road"),

@@ -19,15 +19,8 @@ pytestmark = pytest.mark.everywhere
 
 
 def run_info(*args: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "flash_ext.info", *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
+    done = subprocess.run([sys.executable, "-m", "flash_ext.info", *args], cwd=ROOT, capture_output=True,
+                          text=True, check=False, timeout=120, env={**os.environ, **environment})  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

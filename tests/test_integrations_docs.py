@@ -19,6 +19,7 @@ import torch
 import torch.multiprocessing as mp
 
 import flash_ext
+from tests.qkv import sdpa_counts
 from tests.test_docs import INTEGRATIONS, README, ROOT, code_blocks, rows, section, text_of, without_code
 
 pytestmark = pytest.mark.everywhere
@@ -53,10 +54,10 @@ def run_distributed(rank: int, size: int, port: int, on_gpu: bool) -> None:
         choose.__name__ = "scaled_dot_product_attention"  # by which the engine finds what it replaces
         torch.nn.functional.scaled_dot_product_attention = choose
         flash_ext.enable_sdpa = on_cpu
-    served = flash_ext._count.sdpa_counts()["_scaled_dot_product_flash_attention"][0]
+    served = sdpa_counts()["_scaled_dot_product_flash_attention"][0]
     names = run_page(DISTRIBUTED)
     assert names["share"].shape[2] == 256 // max(size, 1) and names["out"].shape[2] == 256
-    assert flash_ext._count.sdpa_counts()["_scaled_dot_product_flash_attention"][0] > served
+    assert sdpa_counts()["_scaled_dot_product_flash_attention"][0] > served
     assert not torch.distributed.is_initialized()
     if size:  # threads that torch has left abort the end of an interpreter now and then (SIGABRT, no words)
         os._exit(0)

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import flash_ext
-from flash_ext._count import sdpa_counts
+from tests.qkv import sdpa_counts
 from tests.test_sdpa_override import (
     GROUPED,
     GROUPED_BACKWARD,

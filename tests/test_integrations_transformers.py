@@ -561,23 +561,11 @@ def test_keys_chosen_by_index_are_refused_from_within_a_model() -> None:
     if not hasattr(transformers, "DeepseekV32Config"):
         pytest.skip(f"transformers {transformers.__version__} has no DeepSeek 3.2")
     sizes = {
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 2,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "index_topk": 4,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-    }
+        "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 4, "index_n_heads": 2,
+        "index_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8,
+    }  # fmt: skip
     config = transformers.DeepseekV32Config(**DECODER | sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
     with pytest.raises(NotImplementedError, match="indices: keys chosen for each query"):

@@ -16,15 +16,11 @@ import pytest
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 # How a call asks for each kind.
 ASKED = {
-    "chunk": "m.chunk = 5",
-    "sink_tokens": "m.sink_tokens = 5",
-    "prefix": "m.prefix_lens = &number",
-    "mask": "m.mask.words = &word",
-    "blocks": "m.blocks.words = &word",
-    "hidden_keys": "m.hidden_keys.count = 1",
-    "documents": "m.document_k.ids = &number",
+    "chunk": "m.chunk = 5", "sink_tokens": "m.sink_tokens = 5", "prefix": "m.prefix_lens = &number",
+    "mask": "m.mask.words = &word", "blocks": "m.blocks.words = &word",
+    "hidden_keys": "m.hidden_keys.count = 1", "documents": "m.document_k.ids = &number",
     "hidden_rows": "m.hidden_rows.count = 1",
-}
+}  # fmt: skip
 SUMMARISED = {"mask", "hidden_keys", "documents", "hidden_rows"}
 HIDING = SUMMARISED | {"chunk", "blocks"}
 # What is asked of a call in C++, and the kinds with which the answer is no.

@@ -19,7 +19,6 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 import flash_ext
 from flash_ext import masks
-from flash_ext._masks.dense import pieces
 from flash_ext._masks.tiles import known_tiles
 from flash_ext._masks.value import Sizes
 from flash_ext._ops.modifiers import Modifiers
@@ -57,7 +56,7 @@ def forests(draw) -> tuple[list[int], list[int]]:
     return parents, draw(st.lists(st.integers(0, 4), min_size=len(parents), max_size=len(parents)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(forests(), st.booleans())
 def test_a_token_sees_its_ancestors_and_itself(forest: tuple[list[int], list[int]], on_tensor: bool) -> None:
     parents, lengths = forest
@@ -123,7 +122,7 @@ def test_trees_that_are_none(parents: Any, cu_seqlens: Any, error: type[Exceptio
         masks.prefix_tree(parents, cu_seqlens)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(st.integers(-1, 2), min_size=10, max_size=10), min_size=1, max_size=2), st.booleans()
 )
@@ -244,7 +243,7 @@ def test_describe_counts_tiles_of_128(q_len: int, k_len: int, monkeypatch: pytes
         )
 
 
-@settings(max_examples=100, suppress_health_check=SLOW)
+@settings(max_examples=50, suppress_health_check=SLOW)
 @given(st.data())
 def test_tiles_that_are_known_are_what_they_are_said_to_be(data: st.DataObject) -> None:
     """And what is made of them is the mask: blocks, bits and counts."""
@@ -260,43 +259,6 @@ def test_tiles_that_are_known_are_what_they_are_said_to_be(data: st.DataObject) 
     blocks = masks.BlockMask.from_mask(mask, q_len, k_len, block_size=(16, 32))
     assert torch.equal(blocks.blocks, tiles.blocks) and torch.equal(blocks.to_dense(q_len, k_len), dense)
     assert (blocks.bits is None) == (tiles.bits is None)
-
-
-def test_tiles_of_single_masks() -> None:
-    """In tiles of 2 x 3, where every case of a beginning, an end and an edge comes up."""
-    generator = torch.Generator().manual_seed(7)
-
-    def numbers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high + 1, shape, generator=generator)
-
-    for q_len, k_len in ((7, 10), (10, 7), (8, 9)):
-        exact: list[masks.Mask] = [masks.SinkTokens(n) for n in range(12)]
-        for alignment in ("bottom_right", "top_left"):
-            exact += [masks.Causal(alignment)] + [masks.Chunks(n, alignment) for n in range(1, 12)]
-            exact += [masks.Window(m, n, alignment) for m in range(-1, 8) for n in range(-1, 8)]
-        exact += [masks.Prefix(numbers(-1, 11, 2)) for _ in range(20)]
-        for width in (1, 2):  # -1, or -1 and 0, or one id: rarely and often the same
-            for _ in range(20):
-                exact.append(masks.Documents(numbers(-1, width - 2, 2, q_len), numbers(-1, 0, k_len)))
-                exact.append(masks.Documents(numbers(1, width, q_len), numbers(1, width, 2, k_len)))
-        bounded: list[masks.Mask] = []
-        for n in (2, 4) * 40:
-            bounded.append(masks.HiddenRows(numbers(0, q_len, 1, 2, k_len, n)))
-            bounded.append(masks.HiddenKeys(numbers(0, k_len, q_len, n)))
-            bounded.append(masks.HiddenRows(numbers(0, q_len, n).expand(k_len, n)))
-        for mask in exact + bounded:
-            for either_way in (mask, ~mask):
-                dense = either_way.to_dense(q_len, k_len)
-                known = known_tiles(either_way, Sizes(False, *dense.shape), (2, 3), "cpu")
-                tiles = [tile.split(3, 3) for tile in dense.split(2, 2)]
-                some, every = (
-                    torch.stack([torch.stack([kind(x.flatten(2), 2) for x in row], 2) for row in tiles], 2)
-                    for kind in (torch.any, torch.all)
-                )
-                assert not (some & ~known.some).any() and not (known.every & ~every).any(), either_way
-                if mask in exact and either_way is mask:
-                    assert torch.equal(known.every, every), either_way
-                    assert isinstance(mask, masks.Documents) or torch.equal(known.some, some), either_way
 
 
 @st.composite
@@ -330,20 +292,6 @@ def masks_of_runs(draw, q_len: int, k_len: int) -> masks.Mask:
         other = ~other if draw(st.booleans()) else other
         mask = mask & other if draw(st.booleans()) else mask | other
     return mask
-
-
-def test_pieces_are_the_wanted_blocks_each_once() -> None:
-    wanted = torch.tensor([[[1, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]]) > 0
-    sizes = Sizes(False, 1, 1, 40, 70)
-    for most in (1, 2, 10):
-        found = torch.zeros(1, 40, 70, dtype=torch.int32)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("flash_ext._masks.dense.PIECE", most * 256)
-            for b, rows, keys in pieces(sizes, 16, 16, wanted):
-                assert len(keys) <= 16 * most
-                found[b, rows.start : rows.stop, keys.start : keys.stop] += 1
-        want = wanted.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :40, :70]
-        assert torch.equal(found, want.int())
 
 
 def test_describe_forms_nothing_of_the_size_of_the_scores() -> None:

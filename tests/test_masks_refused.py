@@ -208,11 +208,8 @@ def test_alignments() -> None:
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "alignment": (
-        lambda: Causal("left"),
-        ValueError,
-        "alignment must be one of bottom_right, top_left, got 'left'",
-    ),
-    "alignment kind": (lambda: Causal(True), ValueError, "alignment must be one of"),
+        lambda: Causal("left"), ValueError, "alignment must be one of bottom_right, top_left, got 'left'",
+    ), "alignment kind": (lambda: Causal(True), ValueError, "alignment must be one of"),
     "window": (lambda: Window(-2, 0), ValueError, "left must be a number of keys or -1 for no limit, got -2"),
     "window kind": (lambda: Window(0, 1.0), TypeError, "right must be an int, got float"),
     "window bool": (lambda: Window(True), TypeError, "left must be an int, got bool"),
@@ -220,60 +217,40 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "sink tokens": (lambda: SinkTokens(-1), ValueError, "count must not be negative, got -1"),
     "sink tensor": (lambda: SinkTokens(LENS), TypeError, "count must be an int, got Tensor"),
     "lens": (
-        lambda: Prefix(LENS.float()),
-        TypeError,
-        "lens must be torch.int32 or torch.int64, got torch.float32",
+        lambda: Prefix(LENS.float()), TypeError, "lens must be torch.int32 or torch.int64, got torch.float32",
     ),
     "lens shape": (
-        lambda: Prefix(LENS[None]),
-        ValueError,
-        r"lens must have a shape \(batch,\), got \(1, 1\)",
-    ),
-    "ids": (lambda: Documents([0, 1]), TypeError, "ids must be a torch.Tensor, got list"),
+        lambda: Prefix(LENS[None]), ValueError, r"lens must have a shape \(batch,\), got \(1, 1\)",
+    ), "ids": (lambda: Documents([0, 1]), TypeError, "ids must be a torch.Tensor, got list"),
     "ids_k": (
-        lambda: Documents(IDS, IDS.short()),
-        TypeError,
-        "ids_k must be torch.int32 or .* got torch.int16",
+        lambda: Documents(IDS, IDS.short()), TypeError, "ids_k must be torch.int32 or .* got torch.int16",
     ),
     "ids range": (lambda: Documents(IDS + 2**31), ValueError, "ids must be from -2\\*\\*31 to 2\\*\\*31 - 1"),
     "keep": (
-        lambda: KeyMask(TRUTH[0].float()),
-        TypeError,
+        lambda: KeyMask(TRUTH[0].float()), TypeError,
         r"keep must be torch.bool .*DenseBias, in bias=. For 0 and 1 pass .bool\(\)",
     ),
     "keep kind": (
-        lambda: KeyMask(IDS),
-        TypeError,
-        r"torch.bool \(True = take part\), got int64 \(8,\) cpu. For 0 and",
+        lambda: KeyMask(IDS), TypeError, r"torch.bool \(True = take part\), got int64 \(8,\) cpu. For 0 and",
     ),
     "dense": (lambda: Dense(torch.zeros(3)), TypeError, "A float tensor is added to the scores: DenseBias"),
     "dense dims": (lambda: Dense(TRUTH[None, None, None]), ValueError, r"got \(1, 1, 1, 8, 8\)"),
     "intervals": (
-        lambda: HiddenRows(INTERVALS[:, :1]),
-        ValueError,
-        r"pairs \[start, end\), got shape \(8, 1\)",
-    ),
-    "intervals dims": (lambda: masks.HiddenKeys(INTERVALS[0]), ValueError, "num_heads, q_len, 2 or 4"),
+        lambda: HiddenRows(INTERVALS[:, :1]), ValueError, r"pairs \[start, end\), got shape \(8, 1\)",
+    ), "intervals dims": (lambda: masks.HiddenKeys(INTERVALS[0]), ValueError, "num_heads, q_len, 2 or 4"),
     "bias": (
-        lambda: masks.DenseBias(TRUTH),
-        TypeError,
+        lambda: masks.DenseBias(TRUTH), TypeError,
         r"A mask of True and False is Dense\(tensor\), and goes into",
-    ),
-    "bias dims": (lambda: masks.DenseBias(torch.zeros(())), ValueError, "1 to 4 dimensions"),
+    ), "bias dims": (lambda: masks.DenseBias(torch.zeros(())), ValueError, "1 to 4 dimensions"),
     "slopes": (lambda: masks.ALiBi(IDS), TypeError, r"slopes must be floating point, got int64 \(8,\) cpu"),
     "slopes dims": (
-        lambda: masks.ALiBi(torch.zeros(1, 1, 1)),
-        ValueError,
-        r"\(batch, num_heads\), got \(1, 1, 1\)",
+        lambda: masks.ALiBi(torch.zeros(1, 1, 1)), ValueError, r"\(batch, num_heads\), got \(1, 1, 1\)",
     ),
     "from_mask": (
-        lambda: BlockMask.from_mask(TRUTH, 8, 8),
-        TypeError,
-        "mask must be a mask of flash_ext.masks, got",
-    ),
-    "elements": (lambda: BlockMask(TRUTH, 16, TRUTH.float()), TypeError, "elements must be torch.bool"),
+        lambda: BlockMask.from_mask(TRUTH, 8, 8), TypeError, "mask must be a mask of flash_ext.masks, got",
+    ), "elements": (lambda: BlockMask(TRUTH, 16, TRUTH.float()), TypeError, "elements must be torch.bool"),
     "elements dims": (lambda: BlockMask(TRUTH, 16, TRUTH[0, 0]), ValueError, "elements must have 1 to 4"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -30,24 +30,17 @@ def with_end(bounds: Tensor) -> Tensor:
 
 # What a kernel may get wrong in what a modifier means: the name, and how its field is changed.
 MISREADINGS = {
-    "prefix": lambda m: {"prefix_lens": m.prefix_lens + 1},
-    "sinktok5": lambda m: {"sink_tokens": 6},
-    "chunk32": lambda m: {"chunk": 33},
-    "hkeys1_h": lambda m: {"hidden_keys": with_end(m.hidden_keys)},
+    "prefix": lambda m: {"prefix_lens": m.prefix_lens + 1}, "sinktok5": lambda m: {"sink_tokens": 6},
+    "chunk32": lambda m: {"chunk": 33}, "hkeys1_h": lambda m: {"hidden_keys": with_end(m.hidden_keys)},
     "hrows2_bh": lambda m: {"hidden_rows": with_end(m.hidden_rows)},
     "documents": lambda m: {"document_k": m.document_k.abs()},
-    "padding": lambda m: {"mask": m.mask.roll(1, -1)},
-    "mask_bhqk": lambda m: {"mask": m.mask.roll(1, -1)},
+    "padding": lambda m: {"mask": m.mask.roll(1, -1)}, "mask_bhqk": lambda m: {"mask": m.mask.roll(1, -1)},
     "mask_1hqk": lambda m: {"mask": m.mask.flip(1)},
-    "blocks16x16_h": lambda m: {"blocks": m.blocks.roll(1, -1)},
-    "top": lambda m: {"top_left": False},
-    "bias_1hqk": lambda m: {"bias": m.bias.flip(1)},
-    "bias_b11k": lambda m: {"bias": m.bias[:1]},
-    "alibi": lambda m: {"slopes": m.slopes * 1.01},
-    "sinks": lambda m: {"sinks": m.sinks + 0.01},
-    "softcap1": lambda m: {"softcap": 1.01},
-    "drop0.5": lambda m: {"rng": m.rng + 1},
-}
+    "blocks16x16_h": lambda m: {"blocks": m.blocks.roll(1, -1)}, "top": lambda m: {"top_left": False},
+    "bias_1hqk": lambda m: {"bias": m.bias.flip(1)}, "bias_b11k": lambda m: {"bias": m.bias[:1]},
+    "alibi": lambda m: {"slopes": m.slopes * 1.01}, "sinks": lambda m: {"sinks": m.sinks + 0.01},
+    "softcap1": lambda m: {"softcap": 1.01}, "drop0.5": lambda m: {"rng": m.rng + 1},
+}  # fmt: skip
 SHOWN_BY_PROBES = ("prefix", "sinktok5", "chunk32", "hkeys1_h", "hrows2_bh", "documents", "padding",
                    "mask_bhqk", "mask_1hqk", "blocks16x16_h", "top")  # fmt: skip
 

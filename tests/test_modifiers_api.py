@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils.checkpoint import checkpoint
 
 import flash_ext
 from flash_ext import AuxRequest, _sdpa, masks
@@ -27,7 +26,6 @@ from tests.modifier_options import (
     leaves_of,
     make_inputs,
     make_options,
-    seed_generators,
 )
 from tests.qkv import make_packed, make_qkv
 from tests.test_tiled import LargestTensor
@@ -173,21 +171,6 @@ def test_a_mask_may_have_any_strides() -> None:
             assert torch.equal(got, flash_ext.attention(q, k, v, **{name: t.contiguous()}))
 
 
-def test_minus_infinity_hides_and_the_lowest_number_does_not() -> None:
-    q, k, v = make_qkv(dtype=torch.float64)
-    hidden = torch.rand(17, 17) > 0.6
-    hidden[3] = True
-    as_bias = torch.zeros(17, 17, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    request = AuxRequest(lse=True)
-    want, want_aux = flash_ext.attention(q, k, v, mask=~hidden, return_aux=request)
-    for mask in (None, ~hidden | ~hidden.flip(1)):
-        out, aux = flash_ext.attention(q, k, v, bias=as_bias, mask=mask, return_aux=request)
-        assert torch.equal(out, want) and torch.equal(aux.lse, want_aux.lse)
-    low = torch.full((17, 17), torch.finfo(torch.float32).min)
-    out = flash_ext.attention(*(t.float() for t in (q, k, v)), bias=low)
-    assert out.abs().amax(-1).all()
-
-
 def test_a_mask_inside_packed_sequences_may_be_shorter_or_longer() -> None:
     q, k, v, cu = make_packed(lengths=(3, 0, 9))
     bias, mask = torch.randn(5, 20), torch.rand(5, 20) > 0.4
@@ -278,31 +261,6 @@ def test_only_the_first_masks_are_looked_at() -> None:
 # ---- block masks -----------------------------------------------------------------------------------------
 
 
-def test_block_masks_of_three_origins_agree() -> None:
-    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return ((i // 32 + j // 16 + b) % 3 > 0) & (i - j < 40 + h)
-
-    q, k, v = make_qkv(seqlen_q=70, seqlen_k=90, dtype=torch.float64)
-    index = [torch.arange(n).view([-1 if at == dim else 1 for at in range(4)])
-             for dim, n in enumerate((2, 4, 70, 90))]  # fmt: skip
-    mask = rule(*index)
-    want = flash_ext.attention(q, k, v, mask=mask)
-    of_torch = create_block_mask(rule, 2, 4, 70, 90, device="cpu", BLOCK_SIZE=(32, 16))
-    for block_mask in (
-        masks.BlockMask.from_dense(mask, (32, 16)),
-        masks.BlockMask.from_rule(rule, 2, 4, 70, 90, (32, 16)),
-        masks.BlockMask.from_torch(of_torch),
-    ):
-        assert block_mask.elements is not None
-        assert 0.5 < block_mask.density() < 1
-        torch.testing.assert_close(flash_ext.attention(q, k, v, mask=block_mask), want)
-        both = block_mask.to("cpu") & masks.Dense(mask.flip(3))
-        torch.testing.assert_close(
-            flash_ext.attention(q, k, v, causal=True, mask=both),
-            flash_ext.attention(q, k, v, causal=True, mask=mask & mask.flip(3)),
-        )
-
-
 def test_whole_blocks_carry_no_element_mask() -> None:
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i // 16) >= (j // 16)
@@ -320,34 +278,6 @@ def test_whole_blocks_carry_no_element_mask() -> None:
 
 
 # ---- a bias by distance ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"bucketing": "t5", "max_distance": 40}, {"bucketing": "clip"}])
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("lengths", [(33, 33), (20, 70), (70, 20)])
-def test_a_relative_position_bias_is_the_dense_one_it_stands_for(
-    lengths: tuple[int, int], bidirectional: bool, options: dict
-) -> None:
-    """Both alignments; the gradient of the table by autograd, and by the pair without it."""
-    q, k, v = make_qkv(seqlen_q=lengths[0], seqlen_k=lengths[1], dtype=torch.float64, requires_grad=True)
-    for heads, mask in ((4, None), (1, masks.Causal("top_left")), (4, masks.Causal())):
-        table = torch.randn(heads, 15 if options["bucketing"] == "clip" else 16, dtype=torch.float64)
-        table.requires_grad_()
-        bias = masks.RelativePosition(table, bidirectional=bidirectional, **options)
-        written_out = bias.to_dense(*lengths, top_left=heads == 1)
-        common = {"mask": mask, "sinks": torch.ones(4, dtype=torch.float64), "softcap": 3.0}
-        results = [
-            flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True), bias=given, **common)
-            for given in (bias, written_out)
-        ]
-        torch.testing.assert_close(*((out, aux.lse) for out, aux in results))
-        grads = [torch.autograd.grad(out.sin().sum(), (q, k, v, table)) for out, _ in results]
-        torch.testing.assert_close(*grads)
-        out, lse = results[0][0].detach(), results[0][1].lse.detach()
-        dout = out.cos()
-        inputs = (dout, q, k, v, out, lse)
-        pair = flash_ext.backward(*inputs, bias=bias, needs=("bias", "v"), **common)
-        assert torch.equal(pair[0], grads[0][3]) and torch.equal(pair[1], grads[0][2])
 
 
 def test_a_relative_position_bias_counts_inside_packed_sequences() -> None:
@@ -426,51 +356,6 @@ def test_maxima_carry_no_gradient() -> None:
 # ---- dropout ---------------------------------------------------------------------------------------------
 
 
-def test_two_calls_drop_different_weights_and_a_seed_repeats_them() -> None:
-    q, k, v = make_qkv()
-    generator = torch.Generator()
-    for keywords, seed in (({}, torch.manual_seed), ({"generator": generator}, generator.manual_seed)):
-        seed(1)
-        first, second = (flash_ext.attention(q, k, v, dropout_p=0.3, **keywords) for _ in range(2))
-        assert not torch.equal(first, second)
-        seed(1)
-        assert torch.equal(first, flash_ext.attention(q, k, v, dropout_p=0.3, **keywords))
-
-
-def test_a_call_advances_only_its_generator_and_only_with_dropout() -> None:
-    q, k, v = make_qkv()
-    generator = torch.Generator().manual_seed(3)
-    twin = torch.Generator().manual_seed(3)
-    state = torch.get_rng_state()
-    flash_ext.attention(q, k, v, generator=generator)
-    assert torch.equal(generator.get_state(), twin.get_state())
-    flash_ext.attention(q, k, v, generator=generator, dropout_p=0.5)
-    torch.randint(0, 2**63 - 1, (2,), generator=twin)
-    assert torch.equal(generator.get_state(), twin.get_state())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_everything_dropped_is_zero_and_keeps_lse() -> None:
-    q, k, v = make_qkv(requires_grad=True)
-    out, aux = flash_ext.attention(q, k, v, dropout_p=1.0, return_aux=AuxRequest(lse=True))
-    assert not out.any()
-    torch.testing.assert_close(aux.lse, flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True))[1].lse)
-    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
-
-
-def test_checkpointing_repeats_dropout() -> None:
-    inputs = make_qkv(requires_grad=True)
-
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_ext.attention(q.sin(), k, v, dropout_p=0.4)
-
-    grads = []
-    for function in (layer, lambda *qkv: checkpoint(layer, *qkv, use_reentrant=False)):
-        seed_generators(Option())
-        grads.append(torch.autograd.grad(function(*inputs).sin().sum(), inputs))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 def test_a_generator_of_another_device_is_refused() -> None:
     q, k, v = (t.to("meta") for t in make_qkv())
     with pytest.raises(ValueError, match=r'generator must be on the device of q, meta, got cpu. .*"meta"'):
@@ -501,20 +386,16 @@ def test_alignments(lengths: tuple[int, int]) -> None:
                 torch.testing.assert_close(flash_ext.attention(q, k, v, **keywords), want)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "operator"),
-    [
-        ({"mask": masks.Causal()}, "fwd"),
-        ({"mask": masks.Causal("top_left")}, "fwd"),
-        ({"mask": masks.SlidingWindow(3, sink_tokens=0)}, "fwd"),
-        ({"mask": masks.Window()}, "fwd"),
-        ({"softcap": 0.0, "dropout_p": 0.0}, "fwd"),
-        ({"generator": torch.Generator()}, "fwd"),
-        ({"return_aux": AuxRequest(lse=True)}, "fwd"),
-        ({"return_aux": AuxRequest(max_scores=True)}, "fwd_mod"),
-        ({"softcap": 1.0}, "fwd_mod"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "operator"),
+                         [
+                             ({"mask": masks.Causal()}, "fwd"), ({"mask": masks.Causal("top_left")}, "fwd"),
+                             ({"mask": masks.SlidingWindow(3, sink_tokens=0)}, "fwd"),
+                             ({"mask": masks.Window()}, "fwd"), ({"softcap": 0.0, "dropout_p": 0.0}, "fwd"),
+                             ({"generator": torch.Generator()}, "fwd"),
+                             ({"return_aux": AuxRequest(lse=True)}, "fwd"),
+                             ({"return_aux": AuxRequest(max_scores=True)}, "fwd_mod"),
+                             ({"softcap": 1.0}, "fwd_mod"),
+                         ])  # fmt: skip
 def test_what_asks_for_nothing_takes_the_plain_operator(keywords: dict, operator: str) -> None:
     seen: list[str] = []
 

@@ -4,7 +4,6 @@ it promises: linear memory and no work on keys that nobody sees."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch import Tensor
 from flash_ext._cpu import tiles as tiled
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec
-from tests import compare, philox
+from tests import compare
 from tests.covering import covering_array
-from tests.reference import attention_reference, row_max_reference, visible_mask
+from tests.reference import attention_reference, row_max_reference
 from tests.test_tiled import LargestTensor
 
 INF = float("inf")
@@ -182,17 +181,6 @@ def problem_of(is_packed: bool, num_heads_k: int = 2) -> Problem:
     return packed(LENS_Q, LENS_K, HEADS, num_heads_k) if is_packed else dense(2, 45, 70, HEADS, num_heads_k)
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("feature, level", [(f, n) for f in FEATURES for n in range(len(FEATURES[f]))])
-def test_single_features(feature, level, is_packed, small_tiles, monkeypatch):
-    """Each without a window and with one, batch entries
-    together and one by one."""
-    mods = Modifiers(**FEATURES[feature][level](is_packed))
-    for window, max_scores in zip(WINDOWS[::2], (tiled.MAX_SCORES, 1)):
-        monkeypatch.setattr(tiled, "MAX_SCORES", max_scores)
-        assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, *window), mods)
-
-
 NAMES = list(FEATURES)
 LEVELS = [len(WINDOWS), 2, 2, *(1 + len(levels) for levels in FEATURES.values())]
 
@@ -209,12 +197,6 @@ def test_pairs_of_features(row, small_tiles):
     assert_equals_reference(problem, AttnSpec(-0.6, *WINDOWS[row[0]]), Modifiers(**fields))
 
 
-def everything(is_packed: bool) -> dict:
-    """All features that leave most keys visible."""
-    names = ("bias", "prefix", "slopes", "sinks", "softcap", "dropout", "sink_tokens")
-    return {key: x for name in names for key, x in FEATURES[name][0](is_packed).items()}
-
-
 @pytest.mark.parametrize("batch, seqlen_q, seqlen_k, heads", [
     (2, 0, 5, 2), (2, 5, 0, 2), (0, 5, 5, 2), (2, 5, 5, 0),
 ])  # fmt: skip
@@ -224,62 +206,7 @@ def test_empty_problems(batch, seqlen_q, seqlen_k, heads):
     assert_equals_reference(dense(batch, seqlen_q, seqlen_k, heads, heads), AttnSpec(0.6), mods)
 
 
-def test_no_sequence_at_all():
-    problem = packed([], [], 2, 1)
-    got = run(problem, AttnSpec(0.6), Modifiers(bias=normal(1, 1, 3, 3), sinks=normal(2)))
-    assert (got["lse"] == -INF).all()
-    assert all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv", "dbias", "dsinks"))
-
-
-def test_packed_is_dense_laid_end_to_end(small_tiles):
-    """The same tensors both ways, dropout included, which goes by the index of the sequence."""
-    fields = (
-        everything(False)
-        | documents(False)
-        | {
-            "hidden_rows": intervals(True, 2, HEADS, 2)(False),
-            "hidden_keys": intervals(False, 1, 1, 2)(False),
-        }
-    )
-    problem, spec = dense(2, 45, 70, HEADS, 2), AttnSpec(0.6, -1, 3)
-    expected = run(problem, spec, Modifiers(**fields))
-    for name in ("document_q", "document_k"):
-        fields[name] = fields[name].flatten()
-    for name in ("hidden_rows", "hidden_keys"):
-        fields[name] = torch.cat(list(fields[name]), dim=1)
-    flat = Problem(*(x.flatten(0, 1) for x in (problem.q, problem.k, problem.v, problem.dout)),
-                   torch.cat(list(problem.dlse), dim=1),
-                   tuple(n * torch.arange(3, dtype=torch.int32) for n in (45, 70)))  # fmt: skip
-    for name, got in run(flat, spec, Modifiers(**fields)).items():
-        whole = expected[name]
-        if name in ("lse", "row_max"):
-            whole = torch.cat(list(whole), dim=1)
-        elif name in ("out", "dq", "dk", "dv"):
-            whole = whole.flatten(0, 1)
-        torch.testing.assert_close(got, whole, rtol=0, atol=1e-12, msg=name)
-
-
 # ---- Gradients -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pattern", list(itertools.product([0, 1], repeat=4)), ids=str)
-def test_bias_gradient_of_every_broadcast(pattern, small_tiles):
-    """Summed over the dimensions of size 1, dense and, with fewer rows than a sequence, packed."""
-    for is_packed in (False, True):
-        mods = Modifiers(bias=normal(*grid(*pattern)(is_packed)))
-        assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, -1, 2), mods)
-
-
-@pytest.mark.parametrize("reach", [0, 5, 44, 69, 300])
-@pytest.mark.parametrize("batch, heads", [(1, 1), (1, HEADS), (2, 1), (2, HEADS)])
-@pytest.mark.parametrize("top_left", [False, True])
-def test_bias_by_distance(reach, batch, heads, top_left, small_tiles):
-    """Summed over batch or heads where it is broadcast; distances that no pair has get a gradient of 0."""
-    for is_packed in (False, True):
-        own_batch = batch if batch == 1 else batch_of(is_packed)
-        mods = Modifiers(bias=normal(own_batch, heads, 2 * reach + 1), top_left=top_left)
-        for window in WINDOWS:
-            assert_equals_reference(problem_of(is_packed), AttnSpec(0.6, *window), mods)
 
 
 def test_minus_infinity_by_distance_hides_and_nan_stays_with_its_rows(small_tiles):
@@ -299,214 +226,10 @@ def test_minus_infinity_by_distance_hides_and_nan_stays_with_its_rows(small_tile
     assert torch.equal(got["lse"].isnan()[0, 0], torch.arange(45) < 42) and got["lse"][0, 1].isfinite().all()
 
 
-class Attention(torch.autograd.Function):
-    """The backend as autograd sees it."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, bias, slopes, sinks, spec, mods):
-        mods = dataclasses.replace(mods, bias=bias, slopes=slopes, sinks=sinks)
-        out, lse, _ = tiled.forward(q, k, v, spec, mods)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spec, ctx.mods = spec, mods
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        grads = tiled.backward(dout, *ctx.saved_tensors, ctx.spec, ctx.mods, dlse, need_bias=True,
-                                  need_slopes=True, need_sinks=True)  # fmt: skip
-        return *grads, None, None
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (1, 0)])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-def test_gradcheck(window, dropout_p):
-    """Finite differences of every float input at once, rows without keys among them."""
-    q, k, v = normal(1, 5, 2, 2), normal(1, 3, 1, 2), normal(1, 3, 1, 2)
-    biases = normal(1, 1, 5, 3), normal(1, 2, 2 * 2 + 1)
-    mods = Modifiers(softcap=1.2, dropout_p=dropout_p, rng=torch.tensor([4, 5]), sink_tokens=1)
-
-    def attention(*leaves):
-        return Attention.apply(*leaves, AttnSpec(0.8, *window), mods)
-
-    for bias in biases:
-        leaves = (q, k, v, bias, torch.rand(2, dtype=torch.float64), normal(2))
-        assert torch.autograd.gradcheck(attention, tuple(x.requires_grad_() for x in leaves))
-
-
-def test_only_what_is_asked_for():
-    problem, mods = dense(1, 9, 9, 2, 1), Modifiers(bias=normal(1, 1, 9, 9), sinks=normal(2))
-    out, lse, _ = tiled.forward(problem.q, problem.k, problem.v, AttnSpec(0.6), mods)
-    grads = tiled.backward(problem.dout, problem.q, problem.k, problem.v, out, lse, AttnSpec(0.6), mods,
-                              need_sinks=True)  # fmt: skip
-    assert grads[3] is None and grads[4] is None and grads[5].shape == (2,)
-
-
-def test_empty_rows_pass_nothing_on_but_to_the_sink(small_tiles):
-    """A row without keys: q and dout may hold anything; its lse is the sink, so dlse goes there."""
-    problem, spec = dense(1, 30, 20, 2, 1), AttnSpec(0.5, -1, 0)
-    mods = Modifiers(bias=normal(1, 1, 30, 20), slopes=torch.rand(2))
-    clean = run(problem, spec, mods)
-    problem.q[:, :10] = problem.dout[:, :10] = math.nan
-    problem.dlse[:, :, :10] = INF
-    for name, got in run(problem, spec, mods).items():
-        assert torch.equal(got, clean[name]), name
-
-    problem = dense(1, 30, 20, 2, 1)
-    sinks = normal(2)
-    got = run(problem, spec, Modifiers(sinks=sinks))
-    assert torch.equal(got["lse"][0, :, :10], sinks[:, None].expand(2, 10))
-    problem.dlse[:, :, :10] += 1
-    more = run(problem, spec, Modifiers(sinks=sinks))["dsinks"]
-    torch.testing.assert_close(more - got["dsinks"], torch.full_like(sinks, 10.0))
-
-
-def test_backward_takes_out_and_lse_as_given():
-    """Ring attention: gradients of parts of the keys make up the whole."""
-    problem, spec = dense(1, 30, 50, 4, 2), AttnSpec(0.7)
-    mods = Modifiers(bias=normal(1, 4, 30, 50), softcap=2.0, sinks=normal(4))
-    expected = run(problem, spec, mods)
-    parts = []
-    for keys in (slice(0, 13), slice(13, 50)):
-        part = dataclasses.replace(mods, bias=mods.bias[..., keys])
-        parts.append(tiled.backward(
-            problem.dout, problem.q, problem.k[:, keys], problem.v[:, keys], expected["out"], expected["lse"],
-            spec, part, problem.dlse, need_bias=True, need_sinks=True))  # fmt: skip
-    (dq, dk, dv, dbias, _, dsinks), second = parts
-    whole = {"dq": dq + second[0], "dk": torch.cat([dk, second[1]], 1), "dv": torch.cat([dv, second[2]], 1),
-             "dbias": torch.cat([dbias, second[3]], -1), "dsinks": dsinks}  # fmt: skip
-    for name, got in whole.items():
-        torch.testing.assert_close(got, expected[name], rtol=0, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("lowest", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_lowest_number_is_no_mask(lowest, dtype, small_tiles):
-    """Rows with it everywhere weigh all keys alike, forward and backward; -inf empties a row."""
-    problem = dense(1, 20, 30, 2, 1)
-    problem.q, problem.k, problem.v, problem.dout, problem.dlse = (
-        x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout, problem.dlse)
-    )
-    bias = torch.randn(1, 1, 20, 30)
-    bias[0, 0, 3:6] = torch.finfo(lowest).min
-    bias[0, 0, 8:11] = -INF
-    bias[0, 0, 15, ::2], bias[0, 0, 16, ::2] = torch.finfo(lowest).min, -INF
-    expected, got = (
-        expected_of(problem, AttnSpec(0.5), Modifiers(bias=bias)),
-        run(problem, AttnSpec(0.5), Modifiers(bias=bias)),
-    )
-    if lowest != torch.float16:  # nothing of q.k is left beside so large a number
-        mean = problem.v[0, :, 0].mean(0)
-        torch.testing.assert_close(got["out"][0, 3:6], mean.expand(3, 2, -1))
-    assert (got["out"][0, 8:11] == 0).all() and (got["lse"][0, :, 8:11] == -INF).all()
-    assert (got["dbias"][0, 0, 8:11] == 0).all()
-    exact = dtype == torch.float64
-    for name, x in got.items():
-        tolerance = dict(rtol=1e-6, atol=1e-6) if exact else dict(rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(x.double(), expected[name].double(), **tolerance, msg=name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision(dtype):
-    """Sums in float32 whatever the storage type; gradients in the types of their inputs."""
-    problem = dense(2, 45, 70, HEADS, 2, dim=32)
-    stored = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.dout))
-    # A large dlse of one sign keeps the sums for slopes and sinks from cancelling.
-    problem, fields = Problem(*stored, 3 + problem.dlse.float().abs()), everything(False)
-    fields["bias"] = fields["bias"].to(dtype)
-    fields["slopes"], fields["sinks"] = fields["slopes"].float(), fields["sinks"].float()
-    mods, spec = Modifiers(**fields), AttnSpec(0.2, -1, 3)
-    expected, got = expected_of(problem, spec, mods), run(problem, spec, mods)
-    for name in ("out", "dq", "dk", "dv", "dbias"):
-        assert got[name].dtype == dtype, name
-    for name in ("lse", "row_max", "dslopes", "dsinks"):
-        assert got[name].dtype == torch.float32, name
-    for name, x in got.items():
-        error = (x.double() - expected[name]).norm() / expected[name].norm()
-        assert error < max(2 * torch.finfo(dtype).eps, 1e-6), (name, float(error))
-
-
 # ---- Dropout ---------------------------------------------------------------------------------------------
 
 
-def test_dropout_shows_its_mask_forward_and_backward(monkeypatch):
-    """With v = 1 of n, out is the weights and dv their transpose, on tiles of any size."""
-    batch, seqlen, heads, p, rng = 2, 50, 4, 0.3, torch.tensor([2**62 + 1, -7])
-    q = torch.zeros(batch, seqlen, heads, 2)
-    k, v = torch.zeros(batch, seqlen, 2, 2), torch.eye(seqlen).expand(batch, 2, -1, -1).transpose(1, 2)
-    weights = (philox.factors(rng, p, torch.arange(batch), heads, seqlen, seqlen) / seqlen).float()
-    for block_m, block_n in ((128, 256), (16, 32), (7, 11)):
-        monkeypatch.setattr(tiled, "BLOCK_M", block_m)
-        monkeypatch.setattr(tiled, "BLOCK_N", block_n)
-        mods = Modifiers(dropout_p=p, rng=rng)
-        out, lse, _ = tiled.forward(q, k, v, AttnSpec(1.0), mods)
-        torch.testing.assert_close(out.transpose(1, 2), weights)
-        torch.testing.assert_close(lse, torch.full_like(lse, math.log(seqlen)))  # of what is not dropped yet
-        dout = torch.eye(seqlen).expand(batch, heads, -1, -1).transpose(1, 2)
-        dv = tiled.backward(dout, q, k, v, out, lse, AttnSpec(1.0), mods)[2]
-        of_key_heads = weights.unflatten(1, (2, 2)).sum(2).mT
-        torch.testing.assert_close(dv.transpose(1, 2), of_key_heads)
-
-
-def test_everything_dropped_is_zero():
-    problem, mods = dense(1, 9, 9, 2, 1), Modifiers(dropout_p=1.0, rng=torch.tensor([1, 2]))
-    problem.dlse.zero_()
-    got = run(problem, AttnSpec(0.6), mods)
-    assert all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
-    assert got["lse"].isfinite().all()
-
-
 # ---- Masks: who sees whom, and what it costs -------------------------------------------------------------
-
-MASKS = ("mask", "documents", "prefix", "hidden_rows", "hidden_keys", "blocks", "sink_tokens", "chunk",
-         "top_left")  # fmt: skip
-
-
-@pytest.mark.parametrize("feature", MASKS)
-@pytest.mark.parametrize("window", WINDOWS)
-def test_count_probe(feature, window, small_tiles):
-    """With q = 0 exp(lse) counts the keys that a row sees."""
-    for draw in FEATURES[feature]:
-        mods, spec = Modifiers(**draw(False)), AttnSpec(1.0, *window)
-        problem = dense(2, 45, 70, HEADS, 2)
-        _, lse, _ = tiled.forward(torch.zeros_like(problem.q), problem.k, problem.v, spec, mods)
-        for b, h in itertools.product(range(2), range(HEADS)):
-            count = visible_mask(spec, 45, 70, mods=mods, b=b, h=h).sum(1)
-            assert torch.equal(lse[b, h].exp().round().long(), count), (b, h)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_hidden_intervals_are_half_open(count, small_tiles):
-    """Adjacent, empty, reversed and outlying intervals, counted by hand."""
-    pairs = torch.tensor([[0, 1, 1, 2], [5, 5, 3, 2], [-9, 3, 28, 99], [0, 30, 0, 30]])[:, : 2 * count]
-    hidden = pairs.to(torch.int32).repeat(8, 1)[:30].view(1, 1, 30, 2 * count)
-    problem = dense(1, 30, 30, 1, 1)
-    problem.q.zero_()
-
-    def counts(mods):
-        return tiled.forward(problem.q, problem.k, problem.v, AttnSpec(1.0), mods)[1].exp().round().long()
-
-    expected = torch.tensor([29, 30, 27, 0] if count == 1 else [28, 30, 25, 0]).repeat(8)[:30]
-    assert torch.equal(counts(Modifiers(hidden_keys=hidden))[0, 0], expected)
-    by_row = [sum(not any(s <= i < e for s, e in keys.view(-1, 2).tolist()) for keys in hidden[0, 0])
-              for i in range(30)]  # fmt: skip
-    assert torch.equal(counts(Modifiers(hidden_rows=hidden))[0, 0], torch.tensor(by_row))
-
-
-@pytest.mark.parametrize("value", [False, True])
-def test_whole_masks(value):
-    """Of one value everywhere."""
-    problem = dense(1, 40, 50, 2, 1)
-    for mods in (
-        Modifiers(mask=torch.full((1, 1, 1, 1), value)),
-        Modifiers(blocks=torch.full((1, 1, 3, 4), value), block_rows=16, block_cols=16),
-    ):
-        got = run(problem, AttnSpec(0.6), mods)
-        if value:
-            plain = run(problem, AttnSpec(0.6), Modifiers())
-            assert all(torch.equal(x, plain[name]) for name, x in got.items())
-        else:
-            assert (got["lse"] == -INF).all()
-            assert all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
 
 
 def visits(problem: Problem, spec: AttnSpec, mods: Modifiers, monkeypatch: pytest.MonkeyPatch) -> int:

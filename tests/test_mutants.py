@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
-import subprocess
 
 import pytest
 
@@ -42,23 +40,6 @@ def test_every_planted_bug_has_run() -> None:
     assert {mutant.number for mutant in planted.MUTANTS} == numbers
 
 
-@pytest.mark.parametrize("mutant", planted.MUTANTS, ids=lambda m: str(m.number))
-def test_the_file_made_for_a_mutant_runs_first(
-    mutant: planted.Mutant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the seconds of a mutant reach the test that can notice it; the rest follows, each file once."""
-    commands = []
-    built = subprocess.CompletedProcess([], 0, stdout=f"mutant{mutant.number}\n", stderr="")
-    monkeypatch.setattr(mutants.subprocess, "run", lambda *_, **__: built)
-    monkeypatch.setattr(mutants, "_pytest", lambda m, arguments, *_: (commands.append(arguments), (0, ""))[1])
-    mutants.run(mutant, seed=0)
-    (arguments,) = commands
-    files = [name for name in arguments if name.endswith(".py")]
-    assert files[0] == f"tests/test_gauntlet_{mutant.first}.py"
-    assert len(set(files)) == len(files) and all((planted.ROOT / name).is_file() for name in files)
-    assert len(files) == 1 + len(list((planted.ROOT / "tests").glob("test_gauntlet_*.py")))
-
-
 def test_what_a_run_says_about_a_mutant() -> None:
     """A kill needs a failing test; time that is up and a run without tests are neither kill nor proof."""
     started = "tests/test_gauntlet_masks.py::test_a PASSED [ 1%]\ntests/test_gauntlet_masks.py::test_b[x-1] "
@@ -78,21 +59,3 @@ def test_what_a_run_says_about_a_mutant() -> None:
     for (code, output), (status, test) in expected.items():
         outcome = mutants.verdict(101, code, output, 1.0)
         assert (outcome.status, outcome.test) == (status, test), output
-
-
-def test_a_test_that_always_fails_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["tests/test_a.py::test_right", "tests/test_a.py::test_broken", "tests/test_a.py::test_slow"]
-    outcomes = [mutants.Outcome(n, "killed", name, seconds=n) for n, name in enumerate(names)]
-    output = f"{names[0]} PASSED [33%]\n{names[1]} FAILED [66%]\n{names[2]} "
-    monkeypatch.setattr(mutants, "_pytest", lambda *_: (None, output))
-    mutants.hold_against_control(outcomes, seed=0)
-    assert [outcome.status for outcome in outcomes] == ["killed", "not counted", "killed"]
-    assert "no time" in outcomes[2].note and not outcomes[0].note
-
-
-def test_parts_of_the_kill_matrix_are_all_of_it() -> None:
-    parts = [planted.MUTANTS[mutants.part(text)] for text in ("1/3", "2/3", "3/3")]
-    assert sorted(m.number for part in parts for m in part) == sorted(m.number for m in planted.MUTANTS)
-    for text in ("0/2", "3/2", "half"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            mutants.part(text)

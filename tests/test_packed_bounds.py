@@ -69,18 +69,13 @@ def test_bounds_in_order_are_what_was_given() -> None:
         assert sequence_bounds(torch.tensor(cu), 12) == list(pairwise(cu))
 
 
-@pytest.mark.parametrize(
-    "cu, bounds",
-    [
-        ([-5, 3, 50, 10**6], [0, 3, 50, 120]),
-        ([LEAST, 0, 0, MOST], [0, 0, 0, 120]),
-        ([MOST, MOST], [120, 120]),
-        ([0, 100, 50], [0, 100, 100]),
-        ([0, 100, 50, 120], [0, 100, 100, 120]),
-        ([0, 50, 100, 20, 120], [0, 50, 100, 100, 120]),
-        ([80, 20], [80, 80]),
-    ],
-)
+@pytest.mark.parametrize("cu, bounds",
+                         [
+                             ([-5, 3, 50, 10**6], [0, 3, 50, 120]), ([LEAST, 0, 0, MOST], [0, 0, 0, 120]),
+                             ([MOST, MOST], [120, 120]), ([0, 100, 50], [0, 100, 100]),
+                             ([0, 100, 50, 120], [0, 100, 100, 120]),
+                             ([0, 50, 100, 20, 120], [0, 50, 100, 100, 120]), ([80, 20], [80, 80]),
+                         ])  # fmt: skip
 def test_bounds_out_of_order_and_outside(cu: list[int], bounds: list[int]) -> None:
     assert tamed(cu, 120) == bounds
     assert sequence_bounds(torch.tensor(cu), 120) == list(pairwise(bounds))

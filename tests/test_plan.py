@@ -175,19 +175,15 @@ def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
             assert "dq_accum" not in found["workspace"] or found["row"] == "sm90.bwd.dq_ordered"
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("fwd warp", "unknown modifier 'warp'"),
-        ("fwd colour=4", "unknown colour="),
-        ("fwd heads=0/1", "num_heads a multiple"),
-        ("fwd heads=5/2", "num_heads a multiple"),
-        ("fwd batch=-1", "at least 0"),
-        ("fwd bwd", "either fwd or bwd"),
-        ("fwd kv_splits=few", "kv_splits takes a number"),
-        ("fwd row=sm80.fwd.tall", "no row 'sm80.fwd.tall'"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"),
+                         [
+                             ("fwd warp", "unknown modifier 'warp'"), ("fwd colour=4", "unknown colour="),
+                             ("fwd heads=0/1", "num_heads a multiple"),
+                             ("fwd heads=5/2", "num_heads a multiple"), ("fwd batch=-1", "at least 0"),
+                             ("fwd bwd", "either fwd or bwd"),
+                             ("fwd kv_splits=few", "kv_splits takes a number"),
+                             ("fwd row=sm80.fwd.tall", "no row 'sm80.fwd.tall'"),
+                         ])  # fmt: skip
 def test_words_that_are_refused(pretended_gpu, call: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         planned.plan(f"{call} {H200}")

@@ -21,8 +21,7 @@ from tests.tools.protocols_memory import (
     leaves_a_step,
 )
 from tests.tools.protocols_pool import Ring
-from tests.tools.protocols_split import split_dkdv, split_dq
-from tests.tools.protocols_split_mod import split_mod_dkdv, split_mod_dq
+from tests.tools.protocols_split import split_dkdv, split_dq, split_mod_dkdv, split_mod_dq
 
 RUNS = 25  # of each model, every one with other items and another order of roles
 LENGTHS = (0, 1, 1, 2, 3, 5, 8)
@@ -75,6 +74,12 @@ def run_backward(m, rnd, *, apart, ordered):
 
 def run_few_rows(m, rnd):
     backward(m, key_items(rnd), slots=4, draws=rnd.random() < 0.5, makes_dq=False)
+
+
+def run_few_keys(m, rnd):
+    """One block of keys a head, which two warpgroups see by turns or together."""
+    items = [(0, steps) for _, steps in key_items(rnd, apart=True)]
+    backward(m, items, apart=True, slots=4, draws=rnd.random() < 0.5, stores=True)
 
 
 def run_ring(m, rnd, *, apart):
@@ -146,6 +151,7 @@ MODELS = {
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
     "backward of few rows": run_few_rows,
+    "backward of few keys": run_few_keys,
     "wide backward, keys": run_split_dkdv,
     "wide backward, queries": run_split_dq,
     "wide with modifiers, keys": run_split_mod_dkdv,
@@ -187,6 +193,7 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
     [
         ("backward adding and dropping, 128", "marks before loads", "deadlock"),  # it was so once
         ("backward adding and dropping, 64", "marks before loads", "deadlock"),
+        ("backward of few keys", "one meeting", "part of dQ"),
         ("wide backward, keys", "an item without steps is held", "deadlock"),
         ("wide backward, queries", "K is let go before dQ is finished", "overwrites K"),
         ("wide with modifiers, keys", "marks are let go before they are read", "overwrites marks"),

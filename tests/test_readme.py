@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import readme
-from tests.test_docs import README, ROOT, code_blocks, text_of
+from tests.test_docs import README, code_blocks, text_of
 
 COMMANDS = ("pip", "python", "make")
 SAYS_SO = 'case "$*" in *bench*) echo "no GPU is visible to torch, and a CPU would take hours"; exit 2;; esac'
@@ -65,23 +65,3 @@ def test_a_line_that_fails_ends_it(tmp_path, failing):
     behaviour = f'{SAYS_SO}\ncase "$(tail -n 1 {tmp_path}/log)" in "{failing}") exit 3;; esac'
     status, called, _ = follow(tmp_path, text_of(README), behaviour)
     assert (status, called[-1]) == (3, failing)
-
-
-@pytest.mark.parametrize("behaviour", ["exit 0", "echo no GPU is visible to torch; exit 0", "exit 2"])
-@pytest.mark.parametrize("line", ["make bench", "python -m bench.training"])
-def test_a_measurement_must_ask_for_a_gpu(tmp_path, line, behaviour):
-    """Without one it neither measures nor fails for another reason."""
-    status, called, said = follow(tmp_path, f"```sh\n{line}  # of the GPU\nmake test\n```\n", behaviour)
-    assert status != 0 and called == [line]
-    assert "without a GPU it did not say that it needs one" in said
-
-
-def test_lines_stand_alone():
-    """A line that goes on in the next one would be torn apart."""
-    assert not [block for block in code_blocks(README, "sh") if re.search(r"\\$|<<|^\s", block, re.M)]
-
-
-def test_ci_follows_the_readme():
-    run = text_of(ROOT / ".ci" / "run")
-    assert "python3 -m tests.readme > " in run and "python3 -m venv " in run
-    assert run.splitlines()[-1].endswith('bash "$folder/readme.sh"')  # what it prints last is last

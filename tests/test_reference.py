@@ -118,14 +118,6 @@ def test_empty_rows_are_exactly_zero(seqlen_q, seqlen_k, left, right):
     assert all(grad.isfinite().all() for grad in (dq, dk, dv))
 
 
-@pytest.mark.parametrize("batch, num_heads, seqlen", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
-def test_empty_problems(batch, num_heads, seqlen):
-    q, k, v = (normal(batch, seqlen, num_heads, 4, grad=True) for _ in range(3))
-    out, lse = attention_reference(q, k, v, AttnSpec(0.5))
-    assert out.shape == q.shape and lse.shape == (batch, num_heads, seqlen)
-    assert [g.shape for g in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))] == [q.shape] * 3
-
-
 @pytest.mark.parametrize("lens_q, lens_k", [
     ([3, 0, 5], [4, 2, 5]), ([0, 3, 0], [2, 3, 0]), ([2, 1, 0], [0, 6, 3]), ([0, 0], [0, 0]), ([], []),
 ])  # fmt: skip
@@ -168,27 +160,6 @@ def test_sequence_bounds_stay_inside(cu, total):
     assert all(0 <= start <= end <= total for start, end in bounds)
     if cu == sorted(cu) and cu[0] >= 0 and cu[-1] <= total:
         assert bounds == list(zip(cu[:-1], cu[1:], strict=True))
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
-def test_a_wider_window_never_lowers_lse(seqlen_q, seqlen_k, left, right):
-    q, k, v = normal(1, seqlen_q, 1, 3), normal(1, seqlen_k, 1, 3), normal(1, seqlen_k, 1, 3)
-    narrow = attention_reference(q, k, v, AttnSpec(0.5, left, right))[1]
-    for wider in (AttnSpec(0.5, left + 1, right), AttnSpec(0.5, left, right + 1), AttnSpec(0.5)):
-        assert (attention_reference(q, k, v, wider)[1] >= narrow).all()
-
-
-@pytest.mark.parametrize("logit", [88.0, 89.0, 300.0, 1e4, -1e4])
-def test_logits_beyond_the_range_of_exp(logit):
-    """Exp overflows float32 at 89 and float64 at 710; the shift by the maximum keeps that
-    away."""
-    q = torch.tensor([[[[1.0]]]])
-    k = torch.tensor([1.0, 2.0, logit]).view(1, 3, 1, 1)
-    out, lse = attention_reference(q, k, torch.eye(3).view(1, 3, 1, 3), AttnSpec(1.0))
-    largest = max(2.0, logit)
-    expected = [math.exp(x - largest) for x in (1.0, 2.0, logit)]
-    torch.testing.assert_close(out.flatten(), torch.tensor(expected, dtype=torch.float64) / sum(expected))
-    assert float(lse) == pytest.approx(largest + math.log(sum(expected)), rel=1e-15)
 
 
 class TestIsolateRows:
@@ -372,12 +343,3 @@ def test_the_lowest_number_is_a_bias_and_minus_infinity_is_a_mask():
     dv, dbias = torch.autograd.grad(out.sum(), (v, bias))
     torch.testing.assert_close(dv, torch.full_like(dv, 0.2))
     assert (dbias[0, 0, 1] == 0).all() and dbias.isfinite().all()
-
-
-def test_isolated_rows_give_the_same_numbers_with_modifiers():
-    q, k, v = normal(2, 9, 4, 3), normal(2, 7, 2, 3), normal(2, 7, 2, 2)
-    mods = Modifiers(bias=normal(1, 4, 1, 7), mask=torch.rand(2, 1, 9, 7) > 0.4, slopes=torch.rand(4),
-                     sinks=normal(4), softcap=2.0, dropout_p=0.3, rng=torch.tensor([1, 2]))  # fmt: skip
-    together = attention_reference(q, k, v, AttnSpec(0.5, 3, 0), mods=mods)
-    alone = attention_reference(q, k, v, AttnSpec(0.5, 3, 0), isolate_rows=True, mods=mods)
-    torch.testing.assert_close(alone, together, rtol=0, atol=1e-14)

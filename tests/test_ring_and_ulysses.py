@@ -33,6 +33,7 @@ from flash_ext.distributed import (
     visible_block,
 )
 from flash_ext.masks import Causal, Documents
+from tests.qkv import sdpa_counts
 
 # torch's context_parallel, where this version keeps it.
 ENGINE = "torch.distributed.tensor.experimental._context_parallel"
@@ -202,19 +203,15 @@ def _truth(leaves: list[Tensor], ids: Tensor | None, options: dict) -> tuple[Ten
 
 
 RINGS = [
-    {"zigzag": True},
-    {"zigzag": True, "causal": True},
-    {"zigzag": False, "causal": True},
+    {"zigzag": True}, {"zigzag": True, "causal": True}, {"zigzag": False, "causal": True},
     {"zigzag": True, "causal": True, "window_size": (9, 0)},
-    {"zigzag": True, "causal": True, "window_size": (40, 0)},
-    {"zigzag": True, "window_size": (3, 12)},
-    {"zigzag": False, "window_size": (-1, 5)},
-    {"zigzag": True, "window_size": (0, 0)},
+    {"zigzag": True, "causal": True, "window_size": (40, 0)}, {"zigzag": True, "window_size": (3, 12)},
+    {"zigzag": False, "window_size": (-1, 5)}, {"zigzag": True, "window_size": (0, 0)},
     {"zigzag": True, "causal": True, "documents": True},
     {"zigzag": True, "documents": True, "softcap": 2.0, "scale": 0.5},
     {"zigzag": True, "causal": True, "head_dim_v": 12},
     {"zigzag": True, "causal": True, "deterministic": True},
-]
+]  # fmt: skip
 ULYSSES: list[dict[str, Any]] = [
     {}, {"causal": True}, {"window_size": (5, 2)}, {"causal": True, "documents": True},
     {"softcap": 2.0, "scale": 0.5, "deterministic": True}, {"head_dim_v": 12},
@@ -318,7 +315,7 @@ def check_torchs_engine(world: World) -> None:
     leaves = [t.double().transpose(1, 2).requires_grad_() for t in whole[:3]]
     expected, _ = _truth(leaves, None, {"causal": True})
     wanted = torch.autograd.grad(expected, leaves, whole[3].double().transpose(1, 2))
-    before = flash_ext._count.sdpa_counts()
+    before = sdpa_counts()
     torch.ops.flash_ext._set_sdpa("CPU")
     try:
         out, lse, *rest = engine._scaled_dot_product_ring_flash_attention(mesh, q, k, v, is_causal=True)
@@ -327,7 +324,7 @@ def check_torchs_engine(world: World) -> None:
         )
     finally:
         torch.ops.flash_ext._set_sdpa("")
-    after = flash_ext._count.sdpa_counts()
+    after = sdpa_counts()
     for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
         assert after[name][0] - before[name][0] == world.size
     for got, own in zip((out, *grads), (expected, *wanted)):
@@ -383,7 +380,7 @@ def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
         leaves = [t.double().cpu().transpose(1, 2).requires_grad_() for t in whole]
         expected = flash_ext.attention(*leaves, causal=True)
         wanted = torch.autograd.grad(expected.sum(), leaves)
-        before = flash_ext._count.sdpa_counts()
+        before = sdpa_counts()
         with flash_ext.enable_sdpa():
             with context_parallel(mesh, buffers=tuple(whole), buffer_seq_dims=(2, 2, 2)):
                 mine = [t.detach().requires_grad_() for t in whole]
@@ -391,7 +388,7 @@ def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
                 out.sum().backward()
                 results = [out.detach(), *(t.grad for t in mine)]
             gathered = context_parallel_unshard(mesh, results, [2] * 4)
-        after = flash_ext._count.sdpa_counts()
+        after = sdpa_counts()
         for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
             assert after[name][0] > before[name][0] and after[name][1] == before[name][1]
         for got, own in zip(gathered, (expected, *wanted)):

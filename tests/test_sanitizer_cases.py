@@ -6,13 +6,12 @@ import re
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
 
 from flash_ext._ops.library import _C
 from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.inputs import tensor_shapes
-from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE, ModifierCase
+from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE
 from tests.test_build import (
     BY_CLASS,
     MASK_PASSES,
@@ -21,21 +20,13 @@ from tests.test_build import (
     PASSES,
     SPLIT,
 )
-from tests.tools import race_delays
 from tests.tools.sanitizer_cases import (
     divided_cases,
-    exact,
-    few_row_cases,
-    on_one_multiprocessor,
-    pool_cases,
     run,
     run_modified,
     sanitizer_cases,
     sanitizer_modifier_cases,
-    two_kernel_cases,
-    with_pool,
 )
-from tests.tools.sanitizer_summary import summary
 
 CPU = TARGETS["cpu"]
 # Every kernel of the dispatch table.
@@ -81,50 +72,6 @@ def test_heads_are_divided_whatever_the_gpu(pretended_gpu: None, path: str):
                 assert planned(case, TARGETS[path])["gqa_splits"] > 1, (num_sms, smem, case)
 
 
-def test_rings_are_rings(pretended_gpu: None):
-    """Those for the sanitizer and those under pauses."""
-    chosen = with_pool(TARGETS["sm90"])
-    assert chosen.switches == (("num_sms", race_delays.RING_SMS),)
-    _C.set_switch("num_sms", race_delays.RING_SMS)
-    for case in pool_cases() + race_delays.pool_cases():
-        assert planned(case, chosen)["kernel"].endswith("_pool"), str(case)
-
-
-def test_few_rows_have_two_kernels(pretended_gpu: None):
-    """Those for the sanitizer and those under pauses."""
-    chosen = on_one_multiprocessor(TARGETS["sm90"])
-    assert chosen.switches == (("num_sms", 1),)
-    _C.set_switch("num_sms", 1)
-    for case in few_row_cases() + race_delays.few_row_cases():
-        assert planned(case, chosen)["kernel"].endswith("_dkdv"), str(case)
-
-
-def test_findings_are_counted_by_kernel_and_place():
-    read = [
-        "========= Uninitialized __global__ memory read of size 8 bytes",
-        "=========     at void flash_ext::sm90::own_kernel<T, (int)64>(fx::A)+0x1f0 in scheduler.cuh:36",
-        "=========     by thread (0,0,0) in block (1,0,0)",
-    ]
-    assert list(summary(["case one", *read, *read]).values()) == [2]
-    ((kind, kernel, place),) = summary(read)
-    assert "size 8" in kind and "own_kernel" in kernel and place == "scheduler.cuh:36"
-
-
-def test_two_kernels_come_to_each_place_again():
-    """More tiles of keys than places for K, which have 64 keys and are four at most."""
-    cases = two_kernel_cases()
-    assert len(cases) == 20 and all(m.case.seqlen_k > 2 * 4 * 64 and m.case.deterministic for m in cases)
-    assert {m.case.head_dim for m in cases} == {64, 128, 192, 256}
-
-
-def test_inputs_by_way_of_the_host_are_the_same():
-    t = torch.arange(24.0).view(2, 12)[:, ::3]
-    found = exact(t, "meta")
-    assert found.shape == t.shape and found.stride() == t.stride() and found.device.type == "meta"
-    with CPU.active():
-        run(sanitizer_cases()[0], CPU, from_host=True)
-
-
 def test_cases_run_on_the_cpu():
     """One head size of the modified ones and some plain ones; the gauntlet has the values."""
     with CPU.active():
@@ -132,37 +79,6 @@ def test_cases_run_on_the_cpu():
             run_modified(mcase, CPU)
         for case in sanitizer_cases()[::8]:
             run(case, CPU)
-
-
-@pytest.mark.parametrize(
-    "t",
-    [
-        torch.arange(24.0).view(2, 3, 4),
-        torch.arange(24.0).view(2, 3, 4).transpose(1, 2),
-        torch.arange(24.0).view(2, 12)[:, ::3],
-        torch.arange(24.0)[5:17].view(3, 4),
-        torch.arange(3.0).view(1, 3, 1).expand(2, 3, 4),
-    ],
-)
-def test_tensors_end_with_their_last_element(t: torch.Tensor):
-    found = exact(t)
-    assert torch.equal(found, t) and found.stride() == t.stride() and found.storage_offset() == 0
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-    assert found.untyped_storage().nbytes() == 4 * (last + 1)
-
-
-def test_nan_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    from tests.tools import sanitizer_cases as module
-
-    mcase = ModifierCase(sanitizer_modifier_cases()[0].case, ("sinks",))
-    real = module.flash_ext.attention
-
-    def spoiled(*arguments, **options):
-        return tree_map_only(torch.Tensor, lambda t: t * torch.nan, real(*arguments, **options))
-
-    monkeypatch.setattr(module.flash_ext, "attention", spoiled)
-    with CPU.active(), pytest.raises(AssertionError, match="a result holds NaN"):
-        run_modified(mcase, CPU)
 
 
 @on_gpu_paths

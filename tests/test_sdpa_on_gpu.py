@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 import flash_ext
-from flash_ext._count import sdpa_counts
+from tests.qkv import sdpa_counts
 from tests.test_sdpa_override import (
     FLASH,
     FLASH_BACKWARD,

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as torch_attention
 
 import flash_ext
-from flash_ext._count import sdpa_counts
 from flash_ext._sdpa_override import NAME
+from tests.qkv import sdpa_counts
 
 aten = torch.ops.aten
 (SDPA, SDPA_BACKWARD, FLASH, FLASH_BACKWARD, MASKED, MASKED_BACKWARD, GROUPED,

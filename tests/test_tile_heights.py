@@ -51,22 +51,15 @@ CHANGING = ["alibi", "alibi_b,padding", "alibi,documents,sinks", "alibi,prefix,s
             "drop0.1", "drop0.5,padding,sinks", "drop0.1,prefix,sinktok3", "drop0.5,blocks64x64"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "options", "tall"),
-    [
-        (128, {}, True),
-        (64, {}, True),
-        (192, {}, False),
-        (128, {"softcap": 2.0}, True),
-        (128, {"dropout_p": 0.5}, True),
-        (128, {"bias": masks.ALiBi(torch.ones(4))}, True),
-        (64, {"softcap": 2.0}, True),
-        (64, {"dropout_p": 0.5}, True),
-        (128, {"softcap": 2.0, "dropout_p": 0.5}, False),
-        (128, {"softcap": 2.0, "bias": masks.ALiBi(torch.ones(4))}, False),
-        (128, {"scale": -1.0}, False),
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "options", "tall"),
+                         [
+                             (128, {}, True), (64, {}, True), (192, {}, False), (128, {"softcap": 2.0}, True),
+                             (128, {"dropout_p": 0.5}, True),
+                             (128, {"bias": masks.ALiBi(torch.ones(4))}, True), (64, {"softcap": 2.0}, True),
+                             (64, {"dropout_p": 0.5}, True), (128, {"softcap": 2.0, "dropout_p": 0.5}, False),
+                             (128, {"softcap": 2.0, "bias": masks.ALiBi(torch.ones(4))}, False),
+                             (128, {"scale": -1.0}, False),
+                         ])  # fmt: skip
 @pytest.mark.parametrize(
     ("side", "fits"),
     [(None, True), ((64, 64), True), ((96, 192), True), ((128, 64), False), ((32, 64), False)],

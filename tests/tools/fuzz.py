@@ -91,19 +91,9 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     """Simpler neighbours of a failing case, the most drastic first."""
     defaults = Case()
     plain = (
-        "layout",
-        "dout_layout",
-        "data",
-        "dlse",
-        "softmax_scale",
-        "window",
-        "causal",
-        "tail",
-        "hints",
-        "deterministic",
-        "head_dim_v",
-        "dtype",
-    )
+        "layout", "dout_layout", "data", "dlse", "softmax_scale", "window", "causal", "tail", "hints",
+        "deterministic", "head_dim_v", "dtype",
+    )  # fmt: skip
     for name in plain:
         if getattr(case, name) != getattr(defaults, name):
             yield case.replace(**{name: getattr(defaults, name)})
@@ -228,14 +218,8 @@ def main() -> int:
         if options.repro:
             return _repeat(Case.from_json(options.repro), target, options.reduce)
         print(f"seed {options.seed}, target {target.name}", flush=True)
-        report = fuzz(
-            target,
-            options.seed,
-            options.seconds,
-            most=options.cases,
-            limit=options.limit,
-            jsonl=options.jsonl,
-        )
+        report = fuzz(target, options.seed, options.seconds, most=options.cases, limit=options.limit,
+                      jsonl=options.jsonl)  # fmt: skip
     except DeviceLost as lost:
         print(f"CUDA context lost in\n{lost}", file=sys.stderr)
         return 3

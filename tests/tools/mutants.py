@@ -81,14 +81,8 @@ def build(mutant: Mutant, compilers: int) -> str:
     environment = {**os.environ, "FLASH_EXT_MUTANT": str(mutant.number)}
     environment.setdefault("FLASH_EXT_ARCHS", arch_of_this_gpu())
     environment.setdefault("MAX_JOBS", str(compilers))
-    done = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
-        cwd=folder_of(mutant),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=folder_of(mutant),
+                          env=environment, capture_output=True, text=True, check=False)  # fmt: skip
     return (done.stdout + done.stderr)[-2000:] if done.returncode else ""
 
 

@@ -56,251 +56,91 @@ CONTROL = Mutant(0, "no bug", "the kernels as they are", ())
 LAST_KEY_SEEN = "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right);"
 
 MUTANTS = (
-    Mutant(
-        101,
-        "M1 causal diagonal + 1",
-        "a causal row sees one key too many, in the masks of elements and in the ranges of tiles",
-        (
-            Edit(
-                "common/attn_mod.cuh",
-                "last_row + shift() + p.reach_right);",
-                "last_row + shift() + p.reach_right + (p.reach_right == 0));",
-            ),
-            Edit(
-                "common/attn_mod.cuh",
-                "first_col - shift() - p.reach_right);",
-                "first_col - shift() - p.reach_right - (p.reach_right == 0));",
-            ),
-            Edit(
-                "common/attn_mod.cuh",
-                LAST_KEY_SEEN,
-                "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right + (p.reach_right == 0));",
-            ),
-        ),
-    ),
-    Mutant(
-        102,
-        "M1 causal diagonal - 1",
-        "a causal row misses its own key in tiles that are masked by element",
-        (
-            Edit(
-                "common/attn_mod.cuh",
-                LAST_KEY_SEEN,
-                "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right - (p.reach_right == 0));",
-            ),
-        ),
-    ),
-    Mutant(
-        201,
-        "M2 last partial key tile unmasked",
-        "zero-filled keys behind the last one take part with score 0",
-        (Edit("common/attn_mod.cuh", "last_col < seqlen_k && last_col <=", "last_col <="),),
-    ),
-    Mutant(
-        202,
-        "M2 33 keys taken as 32",
-        "of a last tile of 96 keys with 33 that are seen, 32 take part",
-        (
-            Edit(
-                "sm80/fwd/kernel.cuh",
-                "last_key % kBlockN < T::kShortKeys",
-                "last_key % kBlockN <= T::kShortKeys",
-            ),
-        ),
-    ),
-    Mutant(
-        301,
-        "M3 newest key dropped",
-        "the last row of a sequence ends one key early in tiles that are masked by element",
-        (Edit("common/attn_mod.cuh", LAST_KEY_SEEN, LAST_KEY_SEEN[:-1] + " - (row == seqlen_q - 1);"),),
-    ),
-    Mutant(
-        401,
-        "M4 window left + 1",
-        "a window that is limited to the left holds one key more there",
-        (
-            Edit(
-                "common/attn_mod.cuh",
-                "row + shift() - p.reach_left);\n    " + LAST_KEY_SEEN,
-                "row + shift() - p.reach_left - (p.window_left >= 0));\n    " + LAST_KEY_SEEN,
-            ),
-        ),
-    ),
-    Mutant(
-        501,
-        "M5 -inf minus -inf not guarded",
-        "what is subtracted from the scores of a row that has seen nothing is -inf",
-        (
-            Edit(
-                "common/softmax.cuh",
-                "return row_max[r] == -INFINITY ? 0.f : row_max[r];",
-                "return row_max[r];",
-            ),
-        ),
-    ),
-    Mutant(
-        601,
-        "M6 rescale skipped",
-        "the running output keeps its scale when the maximum rises",
-        (
-            Edit(
-                "sm80/fwd/kernel.cuh",
-                "acc_o[mb][db][i] *= factor[2 * mb + i / 2];",
-                "acc_o[mb][db][i] *= 1.f;",
-            ),
-        ),
-        "values",
-    ),
-    Mutant(
-        701,
-        "M7 barrier removed: forward loop",
-        "no barrier between the arrival of a tile of K and V and its use",
-        (
-            Edit(
-                "sm80/fwd/kernel.cuh",
-                "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
-                "    debug_delay();\n    const uint32_t kv_at",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        702,
-        "M7 barrier removed: backward loop",
-        "no barrier between the arrival of a tile of Q and dO and its use",
-        (
-            Edit(
-                "sm80/bwd/kernel.cuh",
-                "buffers of two iterations ago are free.\n    __syncthreads();\n",
-                "buffers of two iterations ago are free.\n",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        703,
-        "M7 barrier removed: P of a pair",
-        "the second warp of a pair does not wait for the weights of the first",
-        (
-            Edit(
-                "sm80/bwd/warps.cuh",
-                "    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n",
-                "",
-            ),
-            Edit(
-                "sm80/bwd/warps.cuh",
-                "    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n",
-                "",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        704,
-        "M7 barrier removed: deterministic dQ loop",
-        "no barrier between the arrival of a tile of K and V and its use",
-        (
-            Edit(
-                "sm80/bwd_dq/kernel.cuh",
-                "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
-                "    debug_delay();\n    const uint32_t kv_at",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        901,
-        "M9 32-bit offset",
-        "the offset of a row, in elements, is computed in 32 bits",
-        (
-            Edit(
-                "common/seqlen.cuh",
-                "+ b * x.batch_stride + row * x.row_stride + h * x.head_stride;",
-                "+ static_cast<int32_t>(b * x.batch_stride + row * x.row_stride + h * x.head_stride);",
-            ),
-        ),
-        "sizes",
-    ),
-    Mutant(
-        1001,
-        "M10 dout read with the strides of out",
-        "rowsum(dO * O) takes strides and alignment of dO from O",
-        (
-            Edit(
-                "passes/bwd_passes.cuh",
-                "load_8<E>(d, row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned);",
-                "StridedView like_out = p.out;\n    like_out.ptr = p.dout.ptr;\n"
-                "    load_8<E>(d, row_pointer(like_out, r.b, r.row, r.h) + chunk * 8, valid, p.out.aligned);",
-            ),
-        ),
-        "layout",
-    ),
-    Mutant(
-        1101,
-        "M11 lse in base 2",
-        "the logarithm of the sum is taken to base 2",
-        (Edit("common/softmax.cuh", "+ logf(row_sum[r]);", "+ log2f(row_sum[r]);"),),
-    ),
-    Mutant(
-        1401,
-        "M14 tail of V not zero-filled",
-        "rows of V behind the last one keep what shared memory held before",
-        (
-            Edit(
-                "common/tiles.cuh",
-                "int kThreads>\n__device__ __forceinline__ void load_tile(",
-                "int kThreads, bool kZeroTail = true>\n__device__ __forceinline__ void load_tile(",
-            ),
-            Edit(
-                "common/tiles.cuh",
-                "ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?",
-                "if (in || kZeroTail) ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?",
-            ),
-            Edit(
-                "common/tiles.cuh",
-                "const int valid = r < rows ? src.cols",
-                "if (!kZeroTail && r >= rows) continue;\n      const int valid = r < rows ? src.cols",
-            ),
-            Edit(
-                "sm80/fwd/kernel.cuh",
-                "load_tile<kBlockN, D, T::kThreads>(smem_v",
-                "load_tile<kBlockN, D, T::kThreads, false>(smem_v",
-            ),
-        ),
-        "values",
-    ),
-    Mutant(
-        1601,
-        "M16 deterministic flag ignored",
-        "dQ is summed by atomic additions in the deterministic mode, too",
-        (
-            Edit(
-                "plan/bwd.cpp",
-                "const BwdTile t = bwd_tile_sm80(size, class_of(d));\n"
-                "  const DqMode dq = r.deterministic ? DqMode::kElsewhere : DqMode::kAtomic;",
-                "const BwdTile t = bwd_tile_sm80(size, class_of(d));\n  const DqMode dq = DqMode::kAtomic;",
-            ),
-            Edit(
-                "plan/bwd.cpp",
-                "  add_portable_stats(x, p);\n  if (r.deterministic) {",
-                "  add_portable_stats(x, p);\n  if (false) {",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        1801,
-        "M18 grouped heads by modulo",
-        "query head h reads key head h % num_heads_k in the forward",
-        (
-            Edit(
-                "sm80/fwd/kernel.cuh",
-                "static_cast<int>(divide(mine.h, grid.shared));",
-                "mine.h % p.problem.num_heads_k;",
-            ),
-        ),
-        "layout",
-    ),
+    Mutant(101, "M1 causal diagonal + 1",
+           "a causal row sees one key too many, in the masks of elements and in the ranges of tiles", (
+        Edit("common/attn_mod.cuh", "last_row + shift() + p.reach_right);",
+             "last_row + shift() + p.reach_right + (p.reach_right == 0));"),
+        Edit("common/attn_mod.cuh", "first_col - shift() - p.reach_right);",
+             "first_col - shift() - p.reach_right - (p.reach_right == 0));"),
+        Edit("common/attn_mod.cuh", LAST_KEY_SEEN,
+             "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right + (p.reach_right == 0));"))),
+    Mutant(102, "M1 causal diagonal - 1",
+           "a causal row misses its own key in tiles that are masked by element", (
+        Edit("common/attn_mod.cuh", LAST_KEY_SEEN,
+             "const int hi = min(seqlen_k - 1, row + shift() + p.reach_right - (p.reach_right == 0));"),)),
+    Mutant(201, "M2 last partial key tile unmasked",
+           "zero-filled keys behind the last one take part with score 0", (
+        Edit("common/attn_mod.cuh", "last_col < seqlen_k && last_col <=", "last_col <="),)),
+    Mutant(202, "M2 33 keys taken as 32", "of a last tile of 96 keys with 33 that are seen, 32 take part", (
+        Edit("sm80/fwd/kernel.cuh", "last_key % kBlockN < T::kShortKeys",
+             "last_key % kBlockN <= T::kShortKeys"),)),
+    Mutant(301, "M3 newest key dropped",
+           "the last row of a sequence ends one key early in tiles that are masked by element", (
+        Edit("common/attn_mod.cuh", LAST_KEY_SEEN, LAST_KEY_SEEN[:-1] + " - (row == seqlen_q - 1);"),)),
+    Mutant(401, "M4 window left + 1", "a window that is limited to the left holds one key more there", (
+        Edit("common/attn_mod.cuh", "row + shift() - p.reach_left);\n    " + LAST_KEY_SEEN,
+             "row + shift() - p.reach_left - (p.window_left >= 0));\n    " + LAST_KEY_SEEN),)),
+    Mutant(501, "M5 -inf minus -inf not guarded",
+           "what is subtracted from the scores of a row that has seen nothing is -inf", (
+        Edit("common/softmax.cuh", "return row_max[r] == -INFINITY ? 0.f : row_max[r];",
+             "return row_max[r];"),)),
+    Mutant(601, "M6 rescale skipped", "the running output keeps its scale when the maximum rises", (
+        Edit("sm80/fwd/kernel.cuh", "acc_o[mb][db][i] *= factor[2 * mb + i / 2];",
+             "acc_o[mb][db][i] *= 1.f;"),), "values"),
+    Mutant(701, "M7 barrier removed: forward loop",
+           "no barrier between the arrival of a tile of K and V and its use", (
+        Edit("sm80/fwd/kernel.cuh", "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
+             "    debug_delay();\n    const uint32_t kv_at"),), "races"),
+    Mutant(702, "M7 barrier removed: backward loop",
+           "no barrier between the arrival of a tile of Q and dO and its use", (
+        Edit("sm80/bwd/kernel.cuh", "buffers of two iterations ago are free.\n    __syncthreads();\n",
+             "buffers of two iterations ago are free.\n"),), "races"),
+    Mutant(703, "M7 barrier removed: P of a pair",
+           "the second warp of a pair does not wait for the weights of the first", (
+        Edit("sm80/bwd/warps.cuh",
+             "    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n", ""),
+        Edit("sm80/bwd/warps.cuh",
+             "    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n", "")), "races"),
+    Mutant(704, "M7 barrier removed: deterministic dQ loop",
+           "no barrier between the arrival of a tile of K and V and its use", (
+        Edit("sm80/bwd_dq/kernel.cuh", "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
+             "    debug_delay();\n    const uint32_t kv_at"),), "races"),
+    Mutant(901, "M9 32-bit offset", "the offset of a row, in elements, is computed in 32 bits", (
+        Edit("common/seqlen.cuh",
+             "+ b * x.batch_stride + row * x.row_stride + h * x.head_stride;",
+             "+ static_cast<int32_t>(b * x.batch_stride + row * x.row_stride "
+             "+ h * x.head_stride);"),), "sizes"),
+    Mutant(1001, "M10 dout read with the strides of out",
+           "rowsum(dO * O) takes strides and alignment of dO from O", (
+        Edit("passes/bwd_passes.cuh",
+             "load_8<E>(d, row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned);",
+             "StridedView like_out = p.out;\n    like_out.ptr = p.dout.ptr;\n"
+             "    load_8<E>(d, row_pointer(like_out, r.b, r.row, r.h) + chunk * 8, valid, "
+             "p.out.aligned);"),), "layout"),
+    Mutant(1101, "M11 lse in base 2", "the logarithm of the sum is taken to base 2", (
+        Edit("common/softmax.cuh", "+ logf(row_sum[r]);", "+ log2f(row_sum[r]);"),)),
+    Mutant(1401, "M14 tail of V not zero-filled",
+           "rows of V behind the last one keep what shared memory held before", (
+        Edit("common/tiles.cuh", "int kThreads>\n__device__ __forceinline__ void load_tile(",
+             "int kThreads, bool kZeroTail = true>\n__device__ __forceinline__ void load_tile("),
+        Edit("common/tiles.cuh", "ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?",
+             "if (in || kZeroTail) ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?"),
+        Edit("common/tiles.cuh", "const int valid = r < rows ? src.cols",
+             "if (!kZeroTail && r >= rows) continue;\n      const int valid = r < rows ? src.cols"),
+        Edit("sm80/fwd/kernel.cuh", "load_tile<kBlockN, D, T::kThreads>(smem_v",
+             "load_tile<kBlockN, D, T::kThreads, false>(smem_v")), "values"),
+    Mutant(1601, "M16 deterministic flag ignored",
+           "dQ is summed by atomic additions in the deterministic mode, too", (
+        Edit("plan/bwd.cpp",
+             "const BwdTile t = bwd_tile_sm80(size, class_of(d));\n"
+             "  const DqMode dq = r.deterministic ? DqMode::kElsewhere : DqMode::kAtomic;",
+             "const BwdTile t = bwd_tile_sm80(size, class_of(d));\n  const DqMode dq = DqMode::kAtomic;"),
+        Edit("plan/bwd.cpp", "  add_portable_stats(x, p);\n  if (r.deterministic) {",
+             "  add_portable_stats(x, p);\n  if (false) {")), "races"),
+    Mutant(1801, "M18 grouped heads by modulo",
+           "query head h reads key head h % num_heads_k in the forward", (
+        Edit("sm80/fwd/kernel.cuh", "static_cast<int>(divide(mine.h, grid.shared));",
+             "mine.h % p.problem.num_heads_k;"),), "layout"),
     Mutant(
         2301,
         "M23 device guard removed",
@@ -316,274 +156,92 @@ MUTANTS = (
         "system",
         needs_gpus=2,
     ),
-    Mutant(
-        2501,
-        "gradient of lse dropped",
-        "dlse is not subtracted from rowsum(dO * O)",
-        (Edit("passes/bwd_passes.cuh", "sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat])", "sum"),),
-        "autograd",
-    ),
-    Mutant(
-        2601,
-        "cu_seqlens not clamped",
-        "the bounds of a sequence are taken as they are",
-        (
-            Edit(
-                "common/seqlen.cuh",
-                "return min(max(cu_seqlens[b], start), end);",
-                "return cu_seqlens[b];",
-            ),
-        ),
-        "varlen",
-    ),
-    Mutant(
-        1701,
-        "dropout counter of the tile",
-        "forward and dQ draw by the key's place in its tile, not in its sequence",
-        (
-            Edit(
-                "common/dropout.cuh",
-                "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
-                "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)",
-            ),
-            Edit(
-                "sm80/fwd_mod/dropout.cuh",
-                "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
-                "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)",
-            ),
-        ),
-        "dropout",
-    ),
-    Mutant(
-        1901,
-        "M19 softcap ignored in the backward",
-        "dS is not multiplied by the slope of the cap",
-        (
-            Edit(
-                "sm80/core/score_gradients.cuh",
-                "if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];",
-                "",
-            ),
-            Edit(
-                "sm80/bwd/warps.cuh",
-                "slopes[kb][mb][i] *= acc_p[kb][mb][i];",
-                "slopes[kb][mb][i] = acc_p[kb][mb][i];",
-            ),
-        ),
-        "modifiers",
-    ),
-    Mutant(
-        2001,
-        "M20 sink counted in no row",
-        "the denominator goes without the sink",
-        (
-            Edit(
-                "sm80/fwd_mod/kernel.cuh",
-                "m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;",
-                "-INFINITY;",
-            ),
-        ),
-        "bias",
-    ),
-    Mutant(
-        2401,
-        "M24 last writer of a bias gradient wins",
-        "what a bias is broadcast over is not summed: the last tile counts",
-        (
-            Edit("sm80/bwd_bias/steps.cuh", "sum = fmaf(weight, gradient, sum);", "sum = weight * gradient;"),
-            Edit(
-                "sm80/bwd_bias/steps.cuh",
-                "[nb][i] += acc_s[unit][0][nb][i];",
-                "[nb][i] = acc_s[unit][0][nb][i];",
-            ),
-        ),
-        "bias",
-    ),
-    Mutant(
-        2701,
-        "bias of another head",
-        "a bias that is read element by element takes the head's stride times the batch index",
-        (
-            Edit(
-                "common/modifiers.cuh",
-                "(seq.b * x.batch_stride + h * x.head_stride) * size +",
-                "(seq.b * x.batch_stride + seq.b * x.head_stride) * size +",
-            ),
-        ),
-        "bias",
-    ),
-    Mutant(
-        2702,
-        "mask word shifted",
-        "a bool mask is read 32 keys too far",
-        (
-            Edit(
-                "common/hide.cuh",
-                "w = col0 / 32 + lane % Words::kARow;",
-                "w = col0 / 32 + 1 + lane % Words::kARow;",
-            ),
-            Edit(
-                "sm80/fwd_mod/mask_words.cuh",
-                "w = col0 / 32 + Words::first_word(lane);",
-                "w = col0 / 32 + 1 + Words::first_word(lane);",
-            ),
-        ),
-        "modifiers",
-    ),
-    Mutant(
-        2703,
-        "end of a hidden interval inclusive",
-        "the key at the end of an interval is hidden, too",
-        (
-            Edit(
-                "common/mask_words.cuh",
-                "~ScoreMod::bits_between(keys.x, keys.y, col0 + 32 * i);",
-                "~ScoreMod::bits_between(keys.x, keys.y + 1, col0 + 32 * i);",
-            ),
-        ),
-        "modifiers",
-    ),
-    Mutant(
-        502,
-        "M5 -inf minus -inf not guarded (Hopper)",
-        "what is subtracted from the scores of a row that has seen nothing is infinite",
-        (
-            Edit(
-                "sm90/fwd/weights.cuh",
-                "offset[r] = lower == INFINITY ? 0.f : lower;\n    state.minus_max[r] = lower;\n"
-                "    state.sum[r] *= factor[r];",
-                "offset[r] = lower;\n    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];",
-            ),
-        ),
-    ),
-    Mutant(
-        602,
-        "M6 rescale skipped (Hopper)",
-        "the running output keeps its scale when the maximum rises",
-        (Edit("sm90/fwd/consume.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),),
-        "values",
-    ),
-    Mutant(
-        705,
-        "M7 wait removed: V of the Hopper forward",
-        "weights are multiplied with a tile of V that may not have arrived",
-        (
-            Edit(
-                "sm90/fwd/consume.cuh",
-                "const auto issue_output = [&] {\n    wait(bars.kv_full(ring.stage), ring.phase);\n",
-                "const auto issue_output = [&] {\n",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        706,
-        "M7 wait removed: dO of the Hopper backward",
-        "dP is computed from a tile of dO that may not have arrived",
-        (
-            Edit(
-                "sm90/bwd/consume.cuh",
-                "      wait(bars.dout_full(ring.stage), ring.phase);\n      ptx::wgmma_fence();\n",
-                "      ptx::wgmma_fence();\n",
-            ),
-            Edit(
-                "sm90/bwd/consume.cuh",
-                "      wait(bars.dout_full(ring.stage), ring.phase);\n      if (!reach",
-                "      if (!reach",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        801,
-        "M8 fence of the async proxy removed: output",
-        "TMA stores what threads have written to shared memory without a fence between them",
-        (
-            Edit(
-                "sm90/fwd/store.cuh",
-                "    ptx::fence_proxy_async();\n    __syncwarp();\n",
-                "    __syncwarp();\n",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        802,
-        "M8 fence of the async proxy removed: dS",
-        "wgmma reads dS that threads have written to shared memory without a fence between them",
-        (
-            Edit(
-                "sm90/bwd/consume.cuh",
-                "ds_words);\n        ptx::fence_proxy_async();\n",
-                "ds_words);\n",
-            ),
-            Edit("sm90/bwd/consume.cuh", "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n"),
-        ),
-        "races",
-    ),
-    Mutant(
-        1002,
-        "M10 dout read with the strides of out (Hopper)",
-        "rowsum(dO * O) takes strides and alignment of dO from O",
-        (
-            Edit(
-                "sm90/bwd/passes.cuh",
-                "      load_8<E>(d, row_pointer(p.dout, tile.w.b,",
-                "      StridedView like_out = p.out;\n      like_out.ptr = p.dout.ptr;\n"
-                "      load_8<E>(d, row_pointer(like_out, tile.w.b,",
-            ),
-        ),
-        "layout",
-    ),
-    Mutant(
-        1102,
-        "M11 lse in base 2 (Hopper)",
-        "the logarithm of the sum is taken to base 2",
-        (Edit("sm90/fwd/store.cuh", "logf(sum) - state.minus_max", "log2f(sum) - state.minus_max"),),
-    ),
-    Mutant(
-        1501,
-        "M15 turns not awaited",
-        "in the deterministic mode blocks of keys add to dQ on Hopper whenever they get there",
-        (
-            Edit(
-                "sm90/bwd/dq_semaphore.cuh",
-                "while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {",
-                "while (__any_sync(ptx::kFullWarp, false)) {",
-            ),
-            Edit(
-                "sm90/bwd/dq_semaphore.cuh",
-                "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block);",
-                "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block) | 1u;",
-            ),
-        ),
-        "races",
-    ),
-    Mutant(
-        1602,
-        "M16 deterministic flag ignored (Hopper)",
-        "dQ is summed in no order in the deterministic mode, too",
-        (Edit("sm90/bwd/launch.cuh", "return l.dq == DqMode::kOrdered ?", "return false ?"),),
-        "races",
-    ),
-    Mutant(
-        1802,
-        "M18 grouped heads by modulo (Hopper)",
-        "query head h reads key head h % num_heads_k in the forward",
-        (
-            Edit(
-                "sm90/fwd/produce.cuh",
-                "static_cast<int>(divide(work.w.h, a.grid.shared));",
-                "work.w.h % p.num_heads_k;",
-            ),
-        ),
-        "layout",
-    ),
-    Mutant(
-        2502,
-        "gradient of lse dropped (Hopper)",
-        "dlse is not subtracted from rowsum(dO * O)",
-        (Edit("sm90/bwd/passes.cuh", "p.dlse == nullptr ? -sum : p.dlse[at] - sum", "-sum"),),
-        "autograd",
-    ),
-)
+    Mutant(2501, "gradient of lse dropped", "dlse is not subtracted from rowsum(dO * O)", (
+        Edit("passes/bwd_passes.cuh", "sum - (p.dlse == nullptr ? 0.f : p.dlse[r.stat])",
+             "sum"),), "autograd"),
+    Mutant(2601, "cu_seqlens not clamped", "the bounds of a sequence are taken as they are", (
+        Edit("common/seqlen.cuh", "return min(max(cu_seqlens[b], start), end);",
+             "return cu_seqlens[b];"),), "varlen"),
+    Mutant(1701, "dropout counter of the tile",
+           "forward and dQ draw by the key's place in its tile, not in its sequence", (
+        Edit("common/dropout.cuh", "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
+             "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)"),
+        Edit("sm80/fwd_mod/dropout.cuh", "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
+             "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)")), "dropout"),
+    Mutant(1901, "M19 softcap ignored in the backward", "dS is not multiplied by the slope of the cap", (
+        Edit("sm80/core/score_gradients.cuh", "if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];",
+             ""),
+        Edit("sm80/bwd/warps.cuh", "slopes[kb][mb][i] *= acc_p[kb][mb][i];",
+             "slopes[kb][mb][i] = acc_p[kb][mb][i];")), "modifiers"),
+    Mutant(2001, "M20 sink counted in no row", "the denominator goes without the sink", (
+        Edit("sm80/fwd_mod/kernel.cuh",
+             "m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;", "-INFINITY;"),), "bias"),
+    Mutant(2401, "M24 last writer of a bias gradient wins",
+           "what a bias is broadcast over is not summed: the last tile counts", (
+        Edit("sm80/bwd_bias/steps.cuh", "sum = fmaf(weight, gradient, sum);", "sum = weight * gradient;"),
+        Edit("sm80/bwd_bias/steps.cuh", "[nb][i] += acc_s[unit][0][nb][i];",
+             "[nb][i] = acc_s[unit][0][nb][i];")), "bias"),
+    Mutant(2701, "bias of another head",
+           "a bias that is read element by element takes the head's stride times the batch index", (
+        Edit("common/modifiers.cuh", "(seq.b * x.batch_stride + h * x.head_stride) * size +",
+             "(seq.b * x.batch_stride + seq.b * x.head_stride) * size +"),), "bias"),
+    Mutant(2702, "mask word shifted", "a bool mask is read 32 keys too far", (
+        Edit("common/hide.cuh", "w = col0 / 32 + lane % Words::kARow;",
+             "w = col0 / 32 + 1 + lane % Words::kARow;"),
+        Edit("sm80/fwd_mod/mask_words.cuh", "w = col0 / 32 + Words::first_word(lane);",
+             "w = col0 / 32 + 1 + Words::first_word(lane);")), "modifiers"),
+    Mutant(2703, "end of a hidden interval inclusive", "the key at the end of an interval is hidden, too", (
+        Edit("common/mask_words.cuh", "~ScoreMod::bits_between(keys.x, keys.y, col0 + 32 * i);",
+             "~ScoreMod::bits_between(keys.x, keys.y + 1, col0 + 32 * i);"),), "modifiers"),
+    Mutant(502, "M5 -inf minus -inf not guarded (Hopper)",
+           "what is subtracted from the scores of a row that has seen nothing is infinite", (
+        Edit("sm90/fwd/weights.cuh",
+             "offset[r] = lower == INFINITY ? 0.f : lower;\n"
+             "    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];",
+             "offset[r] = lower;\n    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];"),)),
+    Mutant(602, "M6 rescale skipped (Hopper)", "the running output keeps its scale when the maximum rises", (
+        Edit("sm90/fwd/consume.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),), "values"),
+    Mutant(705, "M7 wait removed: V of the Hopper forward",
+           "weights are multiplied with a tile of V that may not have arrived", (
+        Edit("sm90/fwd/consume.cuh",
+             "const auto issue_output = [&] {\n    wait(bars.kv_full(ring.stage), ring.phase);\n",
+             "const auto issue_output = [&] {\n"),), "races"),
+    Mutant(706, "M7 wait removed: dO of the Hopper backward",
+           "dP is computed from a tile of dO that may not have arrived", (
+        Edit("sm90/bwd/consume.cuh",
+             "      wait(bars.dout_full(ring.stage), ring.phase);\n      ptx::wgmma_fence();\n",
+             "      ptx::wgmma_fence();\n"),
+        Edit("sm90/bwd/consume.cuh", "      wait(bars.dout_full(ring.stage), ring.phase);\n      if (!reach",
+             "      if (!reach")), "races"),
+    Mutant(801, "M8 fence of the async proxy removed: output",
+           "TMA stores what threads have written to shared memory without a fence between them", (
+        Edit("sm90/fwd/store.cuh", "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+             "    __syncwarp();\n"),), "races"),
+    Mutant(802, "M8 fence of the async proxy removed: dS",
+           "wgmma reads dS that threads have written to shared memory without a fence between them", (
+        Edit("sm90/bwd/consume.cuh", "ds_words);\n        ptx::fence_proxy_async();\n", "ds_words);\n"),
+        Edit("sm90/bwd/consume.cuh", "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n")), "races"),
+    Mutant(1002, "M10 dout read with the strides of out (Hopper)",
+           "rowsum(dO * O) takes strides and alignment of dO from O", (
+        Edit("sm90/bwd/passes.cuh",
+             "      load_8<E>(d, row_pointer(p.dout, tile.w.b,",
+             "      StridedView like_out = p.out;\n      like_out.ptr = p.dout.ptr;\n"
+             "      load_8<E>(d, row_pointer(like_out, tile.w.b,"),), "layout"),
+    Mutant(1102, "M11 lse in base 2 (Hopper)", "the logarithm of the sum is taken to base 2", (
+        Edit("sm90/fwd/store.cuh", "logf(sum) - state.minus_max", "log2f(sum) - state.minus_max"),)),
+    Mutant(1501, "M15 turns not awaited",
+           "in the deterministic mode blocks of keys add to dQ on Hopper whenever they get there", (
+        Edit("sm90/bwd/dq_semaphore.cuh", "while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {",
+             "while (__any_sync(ptx::kFullWarp, false)) {"),
+        Edit("sm90/bwd/dq_semaphore.cuh", "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block);",
+             "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block) | 1u;")), "races"),
+    Mutant(1602, "M16 deterministic flag ignored (Hopper)",
+           "dQ is summed in no order in the deterministic mode, too", (
+        Edit("sm90/bwd/launch.cuh", "return l.dq == DqMode::kOrdered ?", "return false ?"),), "races"),
+    Mutant(1802, "M18 grouped heads by modulo (Hopper)",
+           "query head h reads key head h % num_heads_k in the forward", (
+        Edit("sm90/fwd/produce.cuh", "static_cast<int>(divide(work.w.h, a.grid.shared));",
+             "work.w.h % p.num_heads_k;"),), "layout"),
+    Mutant(2502, "gradient of lse dropped (Hopper)", "dlse is not subtracted from rowsum(dO * O)", (
+        Edit("sm90/bwd/passes.cuh", "p.dlse == nullptr ? -sum : p.dlse[at] - sum", "-sum"),), "autograd"),
+)  # fmt: skip

@@ -32,16 +32,8 @@ def sanitizer_cases() -> list[Case]:
             deterministic = (i + (dtype == "fp16")) % 2 == 0
             common = {"dtype": dtype, "num_heads_k": 1, "head_dim": head_dim, "dlse": not deterministic}
             cases.append(Case(seqlen_q=131, seqlen_k=190, causal=True, deterministic=deterministic, **common))
-            cases.append(
-                packed(
-                    [3, 0, 130],
-                    [65, 9, 67],
-                    window=(40, 3),
-                    tail=5,
-                    deterministic=not deterministic,
-                    **common,
-                )
-            )
+            cases.append(packed([3, 0, 130], [65, 9, 67], window=(40, 3), tail=5,
+                                deterministic=not deterministic, **common))  # fmt: skip
         # A head size below the compiled one, rows off 16 bytes: the element-wise loader and its tails.
         cases.append(
             dense(2, 66, 129, 2, 2, head_dim - 3, layout="odd", dout_layout="odd", deterministic=i % 2 == 0)

@@ -18,7 +18,7 @@ MODULES =
 environment = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV) --extras $(EXTRAS) --modules $(MODULES))
 prepared = $(environment) && $$py setup.py --quiet build_ext --inplace
 
-.PHONY: help build test demo docs lint info bench clean
+.PHONY: help build test demo docs lint info bench ladder clean
 
 help:
 	@echo "make test    run every test this machine can run   (ARGS='-k varlen' picks some)"
@@ -28,6 +28,7 @@ help:
 	@echo "make build   compile the extension in place"
 	@echo "make info    versions, build flags, GPU and the kernel path that serves it"
 	@echo "make bench   measure attention against every peer found"
+	@echo "make ladder  build the kernels of examples/ladder and time them beside ours"
 	@echo "make clean   remove what was built (not .venv)"
 
 build:
@@ -73,5 +74,10 @@ bench: EXTRAS = demo
 bench:
 	@$(prepared) && $$py -m bench.attention $(ARGS)
 
+ladder: MODULES = numpy
+ladder: EXTRAS = demo
+ladder:
+	@$(prepared) && $$py setup.py --quiet build_ladder && $$py -m examples.ladder $(ARGS)
+
 clean:
-	rm -rf build dist *.egg-info flash_ext/_C*.so
+	rm -rf build dist *.egg-info flash_ext/_C*.so examples/ladder/kernels/*.so

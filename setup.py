@@ -6,9 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -20,20 +21,40 @@ from build_backend import compile, environment, pins, published  # noqa: E402
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "flash_ext/__init__.py").read_text(), re.M).group(1)
 
 
+def place(build: Callable[[str], Path], target: Path) -> None:
+    """Builds a library and copies it to ``target``; ends the program, in words, where it cannot be built."""
+    try:
+        module = build(VERSION)
+    except (environment.BuildProblem, compile.GateFailure) as problem:
+        raise SystemExit(f"\n{problem}") from None
+    except subprocess.CalledProcessError:
+        raise SystemExit("\nflash_ext did not compile; the compiler's words are above") from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)  # a process that has the old one loaded keeps it
+    shutil.copyfile(module, target)
+
+
 class BuildKernels(build_ext):
     """build_ext by one ninja graph, which times, logs and gates every kernel."""
 
     def build_extension(self, ext: Extension) -> None:
-        try:
-            module = compile.build_extension(VERSION)
-        except (environment.BuildProblem, compile.GateFailure) as problem:
-            raise SystemExit(f"\n{problem}") from None
-        except subprocess.CalledProcessError:
-            raise SystemExit("\nflash_ext did not compile; the compiler's words are above") from None
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # a process that has the old one loaded keeps it
-        shutil.copyfile(module, target)
+        place(compile.build_extension, Path(self.get_ext_fullpath(ext.name)))
+
+
+class BuildLadder(Command):
+    """Builds the kernels of examples/ladder, which are in that graph and in no package."""
+
+    description = "build the kernels of examples/ladder"
+    user_options: list[tuple[str, str | None, str]] = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        place(compile.build_ladder, ROOT / "examples/ladder/kernels/ladder.so")
 
 
 class CopyPackage(build_py):
@@ -58,5 +79,5 @@ setup(
     long_description=published.description((ROOT / "README.md").read_text("utf-8"), pins.pin("repository")),
     long_description_content_type="text/markdown",
     ext_modules=[Extension("flash_ext._C", sources=[])],
-    cmdclass={"build_ext": BuildKernels, "build_py": CopyPackage},
+    cmdclass={"build_ext": BuildKernels, "build_ladder": BuildLadder, "build_py": CopyPackage},
 )

@@ -91,7 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--paths",
         default=None,
         help="comma list of our paths, auto for the one that each call takes by itself, sm90-fp16 for one in "
-        "that type; default all that serve, or cpu",
+        "that type, fp8, mixed and fp8+quantise for attention in fp8; default all that serve, or cpu",
     )
     parser.add_argument(
         "--peers",

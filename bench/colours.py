@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OURS = "flash_ext"
-# Okabe and Ito's palette, safe for colour-blind readers, and three more.
+# Okabe and Ito's palette, safe for colour-blind readers, and four more.
 COLOURS = {
     OURS: "#D55E00",
     f"{OURS}, deterministic": "#E69F00",
@@ -13,6 +13,7 @@ COLOURS = {
     "FlashAttention-2 (PyTorch)": "#009E73",
     "FlashAttention-3": "#000000",
     "FlashAttention-4": "#56B4E9",
+    "FlashAttention-2 (Triton)": "#AA4499",
     "cuDNN": "#CC79A7",
     "memory-efficient (PyTorch)": "#B8A200",
     "FlexAttention": "#332288",
@@ -22,6 +23,7 @@ _LABELS = {
     "fa2": "FlashAttention-2 (PyTorch)",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
+    "triton": "FlashAttention-2 (Triton)",
     "cudnn": "cuDNN",
     "mem": "memory-efficient (PyTorch)",
     "flex": "FlexAttention",

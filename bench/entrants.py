@@ -190,12 +190,41 @@ class OursInType(Ours):
         return super().prepare(inputs.in_type(self._dtype), direction)
 
 
+class OursFp8(Ours):
+    """``flash_ext.attention_fp8`` on what was quantised before, or with the quantisation in each call."""
+
+    directions = ("fwd",)
+    kinds = {
+        "fp8": {},
+        "mixed": {"mode": "mixed"},
+        "fp8+quantise": {},
+    }
+
+    def takes(self, case: Case) -> bool:
+        return not case.feature and not case.asks
+
+    def prepare(self, inputs: Inputs, direction: str) -> Call:
+        import flash_ext
+
+        case = inputs.case
+        bounds = {f"cu_seqlens_{side}": inputs.cu_seqlens for side in "qk"} if case.packed else {}
+        quantise = functools.partial(flash_ext.quantize_fp8, *inputs.qkv, **self.kinds[self.name], **bounds)
+        attend = functools.partial(flash_ext.attention_fp8, causal=case.causal, window_size=case.window)
+        if self.name == "fp8+quantise":
+            return lambda: attend(quantise())
+        return functools.partial(attend, quantise())
+
+
 def make_ours(paths: list[str]) -> list[Entrant]:
     """The columns of each path of ours: as called by a user, the raw backward, plain and deterministic, and
-    without the feature. ``sm90-fp16`` is that path in that type, one column."""
+    without the feature. ``sm90-fp16`` is that path in that type, ``fp8`` and its kin in that form, one column
+    each."""
     kinds = (Ours, OursRaw, OursOrdered, OursPlain)
     columns: list[Entrant] = []
     for name in paths:
         path, _, dtype = name.partition("-")
+        if name in OursFp8.kinds:
+            columns.append(OursFp8(name))
+            continue
         columns += [OursInType(path, dtype)] if dtype in DTYPES else [kind(name) for kind in kinds]
     return columns

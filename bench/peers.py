@@ -267,6 +267,25 @@ class Fa4(Entrant):
         return raw_pair(forward, backward, direction)
 
 
+class TritonFlash2(Entrant):
+    """The forward of FlashAttention-2 in Triton that :mod:`examples.ladder.triton_flash2` has, called raw."""
+
+    name = "triton"
+    directions = ("fwd",)
+
+    def __init__(self) -> None:
+        from examples.ladder import triton_flash2
+
+        self._attention = triton_flash2.attention
+
+    def why_not(self, case: Case, direction: str) -> str:
+        dense = not case.packed and case.window == (-1, -1) and case.head_dim == case.head_dim_v
+        return "" if dense and not lacks(case) else "it does dense full and causal cases with one head_dim"
+
+    def prepare(self, inputs: Inputs, direction: str) -> Call:
+        return functools.partial(self._attention, *inputs.qkv, causal=inputs.case.causal)
+
+
 def raw_pair(forward: Callable[[], tuple], backward: Callable[..., object], direction: str) -> Call:
     """The timed callable of a forward that returns (out, lse) and a backward that takes them."""
     if direction == "fwd":
@@ -278,7 +297,7 @@ def raw_pair(forward: Callable[[], tuple], backward: Callable[..., object], dire
 
 
 # "all" on a GPU. The unfused math backend must be named: it materialises what the others exist to avoid.
-GPU_PEERS = ("fa2", "cudnn", "mem", "flex", "fa3", "fa4")
+GPU_PEERS = ("fa2", "cudnn", "mem", "flex", "fa3", "fa4", "triton")
 CPU_PEERS = ("math",)
 
 
@@ -298,6 +317,7 @@ def make_peers(
         "flex": Flex,
         "fa3": lambda: Fa3(fa3_lib, cudart12),
         "fa4": Fa4,
+        "triton": TritonFlash2,
     }
     found, absent = [], {}
     for name in names:

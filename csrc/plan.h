@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "fp8.h"
+#include "kv_cache.h"
 #include "kv_splits.h"
 #include "modifiers.h"
 #include "params.h"
@@ -27,6 +29,7 @@ struct Request {
   Direction direction = Direction::kForward;
   Problem problem;
   const Modifiers* modifiers = nullptr;  // null: the plain operators
+  Operands operands = Operands::k16Bit;  // of forwards without modifiers
   bool deterministic = false;            // dq, dk and dv repeat bit by bit
   // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
   // splits.
@@ -34,6 +37,9 @@ struct Request {
   const BiasGradient* dbias = nullptr;
   const BiasGradient* dslopes = nullptr;
   Constraints constraints = {};
+  // Of forwards over a cache; bounds on the lengths of each sequence where the caller knows some, else 0.
+  const KvCache* cache = nullptr;
+  int64_t most_queries = 0, most_keys = 0;
 };
 
 // Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone: the
@@ -48,10 +54,11 @@ std::string_view name_of(Evidence e);
 enum class KernelId : uint8_t {
   kNone,
   // portable
-  kFwd80, kFwdShort80, kFwdMod80, kFwdSplitKv80, kFwdCombine80, kRowStats80, kBwd80, kBwdShort80, kBwdMod80,
+  kFwd80, kFwdShort80, kFwdMod80, kFwdSplitKv80, kFwdCombine80, kFwdSplitCached80, kFwdMergeCached80,
+  kFwdCached80, kRowStats80, kBwd80, kBwdShort80, kBwdMod80,
   kBwdDq80, kBwdDqMod80, kDqConvert80, kDbias80,
   // Hopper
-  kFwd90, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
+  kFwd90, kFwdFp890, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
   kBwdFusedMod90, kBwdDkdvMod90, kBwdDqMod90, kDbias90,
   // passes
   kSumDkSplits, kSumDvSplits,
@@ -62,7 +69,9 @@ enum class KernelId : uint8_t {
 enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhere };
 
 // What a kernel with modifiers is compiled for. A kernel has those that it needs.
-enum class ScoreVariant : uint8_t { kPlain, kHide, kDrop, kSlopes, kCap, kExponents, kBias, kAdd, kAddDrop, kChange, kAll };
+enum class ScoreVariant : uint8_t { kPlain, kHide, kDrop, kSlopes, kCap, kExponents, kBias, kAdd, kAddDrop, kChange, kAll,
+  kMixed,  // of the fp8 forward: q and k have 16 bits
+};
 
 // One launch: the instance (kernel, compiled head dims, variant) and its shape. A launcher adds pointers to it and chooses
 // nothing. Tiles are 0 in passes, shared memory is 0 where it is static.
@@ -78,6 +87,7 @@ struct Launch {
   bool dynamic = false;  // tiles are fetched from a counter, else tile i goes to CTA i modulo their number
   bool pdl = false;      // programmatic launch: begins before the kernel in front of it has ended
   Grid grid;             // the order of work tiles; not of passes, short and split-KV kernels
+  RowRange rows;         // of forwards over a cache: which sequences
 };
 
 // A part of the workspace. Without bytes it is not there, and nobody has a pointer to it.
@@ -118,6 +128,7 @@ struct Plan {
   int num_launches = 0;
   int main = 0;                      // the launch whose tile is printed first
   SplitGrid split_kv;                // of the split-KV kernels
+  KvCacheGrid kv_cache;              // of forwards over a cache
   ShortGrid short_heads;             // of the kernels for short sequences
   sm90::DqPool dq_pool;              // of DqMode::kPool
   Workspace workspace;

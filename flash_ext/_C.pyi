@@ -22,6 +22,22 @@ def fwd(
     deterministic: bool | None,
     path: str | None,
 ) -> tuple[Tensor, Tensor]: ...
+def fwd_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    path: str | None,
+) -> tuple[Tensor, Tensor]: ...
 def bwd(
     dout: Tensor,
     q: Tensor,
@@ -43,8 +59,10 @@ def bwd(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def check_fwd(*arguments: Any) -> None: ...
 def check_bwd(*arguments: Any) -> None: ...
+def check_fwd_cached(*arguments: Any) -> None: ...
 def check_fwd_mod(*arguments: Any) -> None: ...
 def check_bwd_mod(*arguments: Any) -> None: ...
+def check_append_kv(*arguments: Any) -> None: ...
 def check_condense(x: Tensor, block_rows: int, block_cols: int) -> None: ...
 
 class PreparedCall:

@@ -23,6 +23,7 @@ from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops.arguments import Asked
 from ._ops.dispatch import check_bounds, from_heads_first, run_fwd, run_modified_fwd
+from ._ops.dispatch_cached import run_cached
 from ._ops.words import refuse_unknown
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class VarlenOptions(Options, total=False):
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
 
 
 @overload
@@ -217,7 +220,7 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     *,
     return_aux: None = None,
     **options: Unpack[VarlenOptions],
@@ -230,7 +233,7 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     *,
     return_aux: Any,
     **options: Unpack[VarlenOptions],
@@ -242,10 +245,12 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
@@ -269,15 +274,25 @@ def attention_varlen(
 
     Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 
+    With ``seqused_k`` keys and values are a cache: how many keys each sequence has is read on the device, so
+    a CUDA graph follows lengths and pages that change between replays. Nothing behind a length is read. There
+    is no gradient, and no mask, bias, sink, soft cap or dropout. On a GPU lengths and pages outside of what
+    there is are clamped; with the environment variable FLASH_EXT_CHECK=1 they are refused as on the CPU.
+
     Args:
         q: (total_q, h, d); dtypes as in :func:`attention`.
-        k: (total_k, h_k, d).
-        v: (total_k, h_k, dv).
+        k: (total_k, h_k, d); with ``block_table`` (num_pages, page_size, h_k, d), pages of any size, any
+            strides with a unit last one.
+        v: (total_k, h_k, dv); with ``block_table`` (num_pages, page_size, h_k, dv).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q, contiguous: where each sequence
-            starts, and where the last one ends.
+            starts, and where the last one ends. With ``block_table`` the latter is not read, None will do.
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows, for FLOP counts; no kernel needs
             them, and they change no result. Leave them out when not at hand. A negative one is refused; one
-            in a tensor is not read, because that would wait for the device.
+            in a tensor is not read, because that would wait for the device. Over a cache they choose kernels
+            as well: give max_seqlen_q there, or a decoding step launches kernels for long prompts in vain.
+        seqused_k: (batch,) int32: sequence i has the first seqused_k[i] of its keys.
+        block_table: (batch, max_pages) int32, rows of any stride: the pages of each sequence in order. Needs
+            ``seqused_k``; entries behind a length may hold anything.
         causal, window_size: as in :func:`attention`, with the alignment of each sequence by its own lengths.
         mask, bias: as in :func:`attention`. Bands, prefixes, intervals, blocks and distances count inside
             each sequence; ``Documents`` and ``KeyMask`` lie over the packed rows. A tensor is (batch, h,
@@ -291,12 +306,24 @@ def attention_varlen(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as in :func:`attention`; on the CPU also where cu_seqlens
-            decrease or leave the tensors.
+            decrease or leave the tensors, and where lengths or pages in use are not there.
     """
     if unknown:
         refuse_unknown(attention_varlen, unknown)
     if counting:
         tally("attention_varlen")
+    if seqused_k is not None or block_table is not None:
+        _refuse_over_cache(
+            mask=mask, bias=bias, sinks=sinks, softcap=softcap or None, dropout_p=dropout_p or None,
+            generator=generator, max_scores=getattr(return_aux, "max_scores", False) or None,
+        )  # fmt: skip
+        out, lse = run_cached(
+            q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table,
+            max_seqlen_q, max_seqlen_k, scale, causal, window_size, backend,
+        )  # fmt: skip
+        if return_aux is None:
+            return out
+        return out, AuxOutput(lse if _wants(return_aux)[0] else None)
     if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
         check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if (
@@ -318,6 +345,26 @@ def attention_varlen(
     return out if return_aux is None else (out, aux)
 
 
+def _refuse_over_cache(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is not available over a cache (seqused_k, block_table), only causal, window_size "
+                "and scale. Gather the keys, and call attention_varlen without these arguments."
+            )
+
+
+def _wants(request: Any) -> tuple[bool, bool]:
+    """Whether lse and the largest scores are asked for."""
+    if request is not None and not hasattr(request, "lse"):
+        raise TypeError(
+            "return_aux must be a flash_ext.AuxRequest or None, got "
+            f"{type(request).__qualname__}. Write AuxRequest(lse=True)."
+        )
+    lse, max_scores = (bool(getattr(request, name, False)) for name in AuxRequest._fields)
+    return lse, max_scores
+
+
 def _with_aux(
     q: Tensor,
     k: Tensor,
@@ -330,12 +377,7 @@ def _with_aux(
     request: Any,
 ) -> tuple[Tensor, AuxOutput]:
     """out, and what is asked for beside it."""
-    if request is not None and not hasattr(request, "lse"):
-        raise TypeError(
-            "return_aux must be a flash_ext.AuxRequest or None, got "
-            f"{type(request).__qualname__}. Write AuxRequest(lse=True)."
-        )
-    wants_lse, wants_max = (bool(getattr(request, name, False)) for name in AuxRequest._fields)
+    wants_lse, wants_max = _wants(request)
     out, lse, max_scores = run_modified_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, generator=generator, draws=True,
         want_row_max=wants_max,

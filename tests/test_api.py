@@ -53,6 +53,14 @@ OPERATOR_SCHEMAS = {
     f"float softmax_scale, SymInt window_left, SymInt window_right, {MODIFIERS}, bool need_qkv, "
     f"bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path, {WIDE}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
+    "quantize_fp8": "flash_ext::quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, bool by_block, bool smooth_k, bool smooth_v, bool hadamard, bool mixed) -> ("
+    "Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_offset, "
+    "Tensor k_offset, Tensor row_offset)",
+    "fwd_fp8": "flash_ext::fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor v_descale, Tensor? v_offset, Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "float softmax_scale, int window_left, int window_right, ScalarType dtype, str? path) "
+    "-> (Tensor out, Tensor lse)",
     "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
@@ -65,6 +73,10 @@ PUBLIC_PARAMETERS = {
     "attention": f"q, k, v, *, {SCORES}, generator=None, return_aux=None, layout='bshd', {KERNELS}",
     "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
     f"{SCORES}, generator=None, return_aux=None, {KERNELS}",
+    "quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
+    "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None",
+    "attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, return_aux=None, backend=None, "
+    "**unknown",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
     "explain": f"q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, {SCORES}, deterministic=None, "
@@ -106,7 +118,7 @@ def test_public_function(name: str) -> None:
 
 def test_all_names_are_public_and_typed() -> None:
     modules = {"compat", "distributed", "integrations", "masks", "nn"}
-    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, *modules, "AuxOutput", "AuxRequest"}
+    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, *modules, "AuxOutput", "AuxRequest", "Fp8Inputs"}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 

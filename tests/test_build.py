@@ -57,7 +57,8 @@ WIDE_SCORE_KINDS = (0, 1, 2, 4)  # hidden, added, capped, dropped with or withou
 PLAIN_SCORES = 5  # the kind of those kernels without modifiers
 HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
-DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few rows
+DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few rows; 3, stored, for few keys
+FEW_KEYS = (64,)  # head_dims
 FEW_ROWS = (128,)  # head_dims; dQ then has the kernel of those above 128
 HOPPER_BWD_PASSES = ("row_stats_and_zero_kernel", "dq_convert_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
@@ -179,6 +180,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(HOPPER_BWD, DTYPES, HOPPER_BWD_HEAD_DIMS, DQ_KINDS),
         *itertools.product(HOPPER_BWD_PASSES, DTYPES, HOPPER_BWD_HEAD_DIMS, (None,)),
         *itertools.product(HOPPER_BWD, DTYPES, FEW_ROWS, (2,)),
+        *itertools.product(HOPPER_BWD, DTYPES, FEW_KEYS, (3,)),
         *itertools.product(HOPPER_BWD_SPLIT, DTYPES, FEW_ROWS, (PLAIN_SCORES,)),
     ]
     hopper_wide = itertools.product(2 * HOPPER_BWD_SPLIT, DTYPES, HOPPER_BWD_WIDE_HEAD_DIMS, (PLAIN_SCORES,))

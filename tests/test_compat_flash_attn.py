@@ -484,7 +484,8 @@ def test_kvcache_stays_inside_the_cache(softcap: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("extra, message", [
-    ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "dense cache"),
+    ({"block_table": torch.zeros(1, 1, dtype=torch.int32), "softcap": 2.0}, "softcap is not served over"),
+    ({"block_table": torch.zeros(1, 1, dtype=torch.int32), "alibi_slopes": torch.ones(1)}, "alibi_slopes"),
     ({"num_splits": 3}, "num_splits must be 0 or 1"),
 ])  # fmt: skip
 def test_kvcache_refuses_in_words(extra: dict, message: str) -> None:
@@ -512,7 +513,13 @@ def test_refusals() -> None:
             fa.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": k} | given)
     bounds = torch.tensor([0, 1], dtype=torch.int32)
     arguments = (q[0], q[0], q[0], bounds, bounds, 1, 1)
-    with pytest.raises(NotImplementedError, match="paged"):
-        fa.flash_attn_varlen_func(*arguments, block_table=bounds)
-    with pytest.raises(NotImplementedError, match="seqused_k is not supported"):
-        interface._flash_attn_varlen_forward(*arguments, 0.0, None, False, seqused_k=bounds)
+    with pytest.raises(ValueError, match="k must have shape .* with block_table"):
+        fa.flash_attn_varlen_func(*arguments, block_table=bounds[None])
+    with pytest.raises(NotImplementedError, match="attention over a cache has no gradient"):
+        fa.flash_attn_varlen_func(q[0].clone().requires_grad_(), *arguments[1:], block_table=bounds[None])
+    with pytest.raises(NotImplementedError, match="dropout_p is not served over a cache"):
+        fa.flash_attn_varlen_func(*arguments, 0.5, block_table=bounds[None])
+    with pytest.raises(NotImplementedError, match="leftpad_k is not supported"):
+        interface._flash_attn_varlen_forward(*arguments, 0.0, None, False, leftpad_k=bounds)
+    used = interface._flash_attn_varlen_forward(*arguments, 0.0, None, False, seqused_k=bounds[:1])
+    assert (used[0] == 0).all()

@@ -1,8 +1,9 @@
-"""Two kernels on warps, barriers and copies emulated on a CPU, against models in float64.
+"""Three kernels on warps, barriers and copies emulated on a CPU, against models in float64.
 
-They are the gradient of a bias and the forward for few queries. Needs g++ and no GPU. Their own sources are
-compiled, after a few edits of a copy: tests/tools/emulation/sm80.cuh replaces the header of PTX, and what is
-declared in shared memory becomes static. All cases, with an option of the programs, take minutes:
+They are the gradient of a bias, the forward for few queries, and the same over a cache. Needs g++ and no GPU.
+Their own sources are compiled, after a few edits of a copy: tests/tools/emulation/sm80.cuh replaces the
+header of PTX, and what is declared in shared memory becomes static. All cases, with an option of the
+programs, take minutes:
 
     python -m tests.test_emulation bwd_bias --all
 """
@@ -32,12 +33,14 @@ EDITS = [
     ("sm80/split_kv/kernel.cuh", "extern __shared__ __align__(128) unsigned char smem[];",
      "unsigned char* const smem = emu::smem;"),
     ("sm80/split_kv/kernel.cuh", "  __shared__ RowState states", "  static RowState states"),
-    ("sm80/split_kv/kernel.cuh", "  __shared__ float4 shares", "  static float4 shares"),
+    ("sm80/split_kv/cached.cuh", "  __shared__ RowState states", "  static RowState states"),
+    ("sm80/split_kv/cached.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
+    ("sm80/split_kv/merge.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
     ("common/tiles.cuh", """\
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(tile + Tile::offset(r, chunk)), "r"(w[0]),
-                   "r"(w[1]), "r"(w[2]), "r"(w[3])
-                   : "memory");""",
-     "      ptx::store_words(tile + Tile::offset(r, chunk), w);"),
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+               "r"(w[3])
+               : "memory");""",
+     "  ptx::store_words(to, w);"),
     ("common/tiles.cuh",
      """    asm volatile("st.shared.b32 [%0], %1;\\n" ::"r"(row + (lane % 4) * 4), "r"(r[i]) : "memory");""",
      "    ptx::store_word(row + (lane % 4) * 4, r[i]);"),
@@ -66,7 +69,7 @@ FAULTS = {
     5: ("output over keys in use", "sm80/split_kv/kernel.cuh",
         "__syncthreads();  // the rings are left by all",
         "if (emu::fault != 5) __syncthreads();  // the rings are left by all"),
-    6: ("parts weighted alike", "sm80/split_kv/kernel.cuh",
+    6: ("parts weighted alike", "sm80/split_kv/merge.cuh",
         "const float factor = state_of(part).factor(all.largest, scale);",
         "const float factor = emu::fault == 6 ? 1.f : state_of(part).factor(all.largest, scale);"),
     7: ("no barrier before a table's sums", "sm80/bwd_bias/kernel.cuh", """\
@@ -76,10 +79,18 @@ FAULTS = {
   if (emu::fault != 7) __syncthreads();
   debug_delay();
   float* const entries"""),
+    8: ("a part too many is merged", "sm80/split_kv/cached.cuh", "packed_row, parts.count, shares);",
+        "packed_row, parts.count + (emu::fault == 8), shares);"),
+    9: ("pages in their own order", "common/kv_rows.cuh", "max(table[number], 0)",
+        "max(emu::fault == 9 ? static_cast<int32_t>(number) : table[number], 0)"),
 }  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",
-              7: "bwd_bias"}  # fmt: skip
-RUNS = {"bwd_bias": 20, "fwd_split": 6}  # of the few cases that each program takes without --all
+              7: "bwd_bias", 8: "fwd_cached", 9: "fwd_cached"}  # fmt: skip
+RUNS = {
+    "bwd_bias": 20,
+    "fwd_split": 6,
+    "fwd_cached": 6,
+}  # of the few cases that each program takes without --all
 
 
 def replace_once(path: Path, old: str, new: str) -> None:

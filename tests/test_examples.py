@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from examples import custom_mask, gpt_packed, long_context
+from examples import custom_mask, gpt_packed, long_context, serve
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ["gpt_packed", "finetune_transformers", "custom_mask", "long_context"]
+NAMES = ["gpt_packed", "finetune_transformers", "custom_mask", "long_context", "serve"]
 
 
 def test_a_gpt_learns_from_packed_documents() -> None:
@@ -34,6 +34,12 @@ def test_a_mask_from_a_rule_is_the_rule() -> None:
     assert set(differences) == {"out", "dq", "dk", "dv"} and max(differences.values()) < 1e-4
 
 
+def test_a_paged_cache_gives_the_tokens_of_a_dense_one(capsys: pytest.CaptureFixture[str]) -> None:
+    results = serve.main(["--device", "cpu", "--batch", "3", "--prompt", "40", "--tokens", "8"])
+    assert results["paged"].shape == (3, 8) and (results["paged"] == results["dense"]).all()
+    assert capsys.readouterr().out.count("tokens a second") == 2
+
+
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 def test_two_processes_give_what_one_gives(capfd: pytest.CaptureFixture[str]) -> None:
     long_context.main(["--device", "cpu", "--seqlen", "256"])
@@ -51,7 +57,7 @@ def test_help_and_the_list_of_examples(name: str, capsys: pytest.CaptureFixture[
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, more", [
     ("gpt_packed", ["--steps", "30"]), ("finetune_transformers", ["--steps", "30"]), ("custom_mask", []),
-    ("long_context", ["--processes", "1"]),
+    ("long_context", ["--processes", "1"]), ("serve", []),
 ])  # fmt: skip
 def test_on_a_gpu(name: str, more: list[str]) -> None:
     """As a reader starts it."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.ladder import (
+from examples.ladder.algorithms import (
     BlockSizes,
     Memory,
     block_sizes,

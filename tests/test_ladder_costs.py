@@ -10,20 +10,18 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import ladder
-from examples.ladder import (
+from examples.ladder import algorithms
+from examples.ladder.algorithms import (
     BlockSizes,
     Memory,
-    attention_memory,
     blocks,
     decode_program,
     flash_attention_1,
     grid_attention,
     grid_size,
-    io_complexity,
-    measured_accesses,
     padded_attention,
 )
+from examples.ladder.costs import attention_memory, io_complexity, kernel_bytes, measured_accesses
 from tests.test_ladder import close, exact, random_qkv
 
 # ---- the grid
@@ -62,7 +60,7 @@ def test_columns_beyond_the_end_weigh_nothing():
 def test_tile_products_take_one_dtype():
     """P is converted before the second product, and sums stay in float32."""
     with pytest.raises(TypeError, match="float32 and torch.float16"):
-        ladder._product(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
+        algorithms._product(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
     q, k, v = (x[None, None] for x in random_qkv(20, 70, 8, 8, torch.float16))
     got = grid_attention(q, k, v, 8, 16, 0.3)
     assert got.dtype == torch.float16
@@ -195,6 +193,35 @@ def test_flash_wins_when_the_fast_memory_is_large():
         standard = io_complexity("standard", seqlen, 64, 50_000)
         assert io_complexity("flash1", seqlen, 64, 50_000) < standard / 3
         assert io_complexity("flash2", seqlen, 64, 50_000) < standard / 1.5
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(64, 64), (50, 77), (16, 9)])
+def test_bytes_of_the_kernels_are_what_the_algorithms_move(seqlen_q, seqlen_k):
+    """Element for element: 2 bytes for q, k, v and out, 4 for what is between blocks. The first pass of the
+    kernel reads no state, the last stores no accumulator."""
+    d, sizes = 8, BlockSizes(12, 20)
+    q, k, v = random_qkv(seqlen_q, seqlen_k, d, d)
+    memory = Memory()
+    algorithms.flash_attention_2(q, k, v, sizes, memory=memory)
+    moved = kernel_bytes("flash2", seqlen_q, seqlen_k, d, sizes)
+    assert moved == 2 * memory.accesses + 2 * seqlen_q  # lse has twice the bytes
+    memory, passes = Memory(), len(blocks(seqlen_k, sizes.block_n))
+    flash_attention_1(q, k, v, sizes, memory=memory)
+    wide = passes * 2 * seqlen_q * (d + 2) + seqlen_q * (d + 2)  # in and out in each pass, and the beginning
+    narrow = memory.accesses - wide
+    state = 4 * seqlen_q * (d + 2)
+    expected = 2 * narrow + passes * 2 * state - state - 4 * seqlen_q * d + 2 * seqlen_q * d
+    assert kernel_bytes("flash1", seqlen_q, seqlen_k, d, sizes) == expected
+    memory = Memory()
+    algorithms.standard_attention(q, k, v, memory=memory)
+    assert kernel_bytes("standard", seqlen_q, seqlen_k, d, None) == 2 * memory.accesses
+
+
+def test_bytes_need_tiles_and_a_known_algorithm():
+    with pytest.raises(ValueError, match="tiles"):
+        kernel_bytes("flash1", 8, 8, 8, None)
+    with pytest.raises(ValueError, match='"flash1"'):
+        kernel_bytes("flash3", 8, 8, 8, BlockSizes(4, 4))
 
 
 @pytest.mark.parametrize("function", [io_complexity, measured_accesses])

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from examples.ladder import attention_memory
+from examples.ladder.costs import attention_memory
 from flash_ext._ops.library import _C
 
 

@@ -76,6 +76,12 @@ def run_few_rows(m, rnd):
     backward(m, key_items(rnd), slots=4, draws=rnd.random() < 0.5, makes_dq=False)
 
 
+def run_few_keys(m, rnd):
+    """One block of keys a head, which two warpgroups see by turns or together."""
+    items = [(0, steps) for _, steps in key_items(rnd, apart=True)]
+    backward(m, items, apart=True, slots=4, draws=rnd.random() < 0.5, stores=True)
+
+
 def run_ring(m, rnd, *, apart):
     """Heads in rounds that come to a place three times or more, by fewer CTAs than a round has items, too."""
     round_heads, places, blocks, tiles = (rnd.randint(1, 2) for _ in range(4))
@@ -140,12 +146,17 @@ SCORE_KINDS = {
     "adding and dropping": dict(mark_slots=1, loaders_draw=True, bias=True),
 }
 MODELS = {
-    "forward": run_forward, "forward with modifiers": run_forward_mod,
+    "forward": run_forward,
+    "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
-    "forward with a bias": model(run_forward_mod, bias=True), "backward of few rows": run_few_rows,
-    "wide backward, keys": run_split_dkdv, "wide backward, queries": run_split_dq,
-    "wide with modifiers, keys": run_split_mod_dkdv, "wide with modifiers, queries": run_split_mod_dq,
-}  # fmt: skip
+    "forward with a bias": model(run_forward_mod, bias=True),
+    "backward of few rows": run_few_rows,
+    "backward of few keys": run_few_keys,
+    "wide backward, keys": run_split_dkdv,
+    "wide backward, queries": run_split_dq,
+    "wide with modifiers, keys": run_split_mod_dkdv,
+    "wide with modifiers, queries": run_split_mod_dq,
+}
 for way in ("together", "apart"):
     for order in ("", ", in order"):
         MODELS[f"backward {way}{order}"] = model(run_backward, apart=way == "apart", ordered=bool(order))
@@ -182,6 +193,7 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
     [
         ("backward adding and dropping, 128", "marks before loads", "deadlock"),  # it was so once
         ("backward adding and dropping, 64", "marks before loads", "deadlock"),
+        ("backward of few keys", "one meeting", "part of dQ"),
         ("wide backward, keys", "an item without steps is held", "deadlock"),
         ("wide backward, queries", "K is let go before dQ is finished", "overwrites K"),
         ("wide with modifiers, keys", "marks are let go before they are read", "overwrites marks"),

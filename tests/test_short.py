@@ -58,12 +58,12 @@ def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
 
 def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:
     """Up to head_dim 64 calls without modifiers take the kernel that stores dq at once."""
-    for keys, head_dim in itertools.product((77, 128, 129), (32, 64, 128)):
+    for keys, head_dim in itertools.product((77, 128, 257), (32, 64, 128)):
         chosen = plan("bwd", 256, keys, head_dim=head_dim, head_dim_v=head_dim)
         assert (chosen["kernel"] == "bwd_mod_sm90_hd64") == (keys <= 128 and head_dim <= 64), chosen
     rows = 64 * 4 * 256
     assert plan("bwd", 256, 128, head_dim=64, head_dim_v=64)["workspace_bytes"] < 20 * rows
-    assert plan("bwd", 256, 129, head_dim=64, head_dim_v=64)["workspace_bytes"] > 256 * rows
+    assert plan("bwd", 256, 257, head_dim=64, head_dim_v=64)["workspace_bytes"] > 256 * rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -127,6 +127,53 @@ def test_plans_of_nothing(pretended_gpu, direction: str) -> None:
     for nothing in ({"num_heads": 0}, {"num_heads_k": 0}, {"head_dim": 0}, {"batch": -1}, {"num_heads_k": 3}):
         with pytest.raises(ValueError, match="must be at least"):
             plan(direction, 49, 49, **nothing)
+
+
+# --------------------------------------------------------------------------------------------------
+# Up to 256 keys: two warpgroups have all of them, and dq is stored at once
+
+
+def test_dq_is_stored_with_up_to_256_keys(pretended_gpu) -> None:
+    """Up to head_dim 64."""
+
+    def row(keys: int, head_dim: int = 64, **more) -> str:
+        return plan("bwd", 197, keys, head_dim=head_dim, head_dim_v=head_dim, **more)["row"]
+
+    stored = "sm90.bwd.dq_stored"
+    assert row(129) == row(256) == row(200, 8) == row(200, window_right=0, deterministic=True) == stored
+    assert row(128) == "sm90.bwd.whole_keys"
+    assert stored not in (row(257), row(200, 65), row(200, packed=True), row(200, path="sm90 dq_pool=1"))
+    assert plan("bwd", 197, 197, head_dim=64, head_dim_v=64)["workspace"].keys() == {"row_stats"}
+
+
+@on_targets("sm90-short")
+def test_stored_dq(target: Target) -> None:
+    cases = [
+        dense(3, 197, 197, 4, 4, 64),
+        dense(2, 64, 256, 3, 3, 64, dtype="fp16", dlse=True),
+        dense(2, 300, 129, 6, 2, 64, deterministic=True),
+        dense(1, 1000, 193, 4, 1, 40, 24),
+        dense(2, 256, 256, 3, 3, 64, causal=True),
+        dense(2, 100, 250, 4, 2, 48, causal=True, deterministic=True),
+        dense(2, 333, 160, 2, 2, 32, causal=True),
+        dense(2, 222, 222, 2, 2, 64, window=(40, 3)),
+        dense(5, 1, 256, 2, 2, 8),
+        dense(40, 65, 130, 8, 8, 64, layout="bhsd", dout_layout="odd"),
+    ]
+    run_cases(cases, target.asking(row="sm90.bwd.dq_stored"))
+
+
+@on_targets("sm90-short")
+def test_stored_dq_repeats(target: Target) -> None:
+    """With fewer CTAs than heads too, each of which then goes on from one head to the next."""
+    for sms in (None, 3):
+        chosen = target.pretending(num_sms=sms) if sms else target
+        with chosen.active():
+            q, k, v = (torch.randn(9, n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (250, 200, 200))
+            out, lse = flash_ext.forward(q, k, v)
+            dout = torch.randn_like(out)
+            runs = [flash_ext.backward(dout, q, k, v, out, lse, backend=target.choice) for _ in range(50)]
+            assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -39,7 +39,21 @@ void check_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const Call
 void check_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                    const Tensor& lse, const CallArgs& args);
 
+void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+
+void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
+                     const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
+                     const OptionalTensor& positions, bool interleaved);
+
 void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols);
+
+// The implementation of flash_ext::fwd_cached for GPUs (api/cached.cpp).
+FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+
+// The implementation of flash_ext::append_kv for GPUs (api/append.cpp).
+void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
+                   const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
+                   const OptionalTensor& positions, bool interleaved);
 
 // The implementation of flash_ext::condense for GPUs (api/condense.cpp).
 Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols);

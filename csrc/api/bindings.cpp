@@ -64,6 +64,17 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   return call_bwd(dout, q, k, v, out, lse, a);
 }
 
+// The same of flash_ext::fwd_cached.
+FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
+                     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k, const OptionalTensor& block_table,
+                     OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, std::optional<double> softmax_scale, bool causal,
+                     int64_t window_left, int64_t window_right, const std::optional<std::string>& path) {
+  CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
+                       window_right, false, path);
+  a.seqused_k = seqused_k, a.block_table = block_table;
+  return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
+}
+
 // ---- calls with a mask or a bias that was prepared ------------------------------------------------
 
 std::shared_ptr<PreparedCall> prepared_call(const Tensor& q, const Tensor& k, const CallArgs& args) {
@@ -219,7 +230,11 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   }
   if (!info.error.empty()) throw std::runtime_error(info.error);
   deterministic = deterministic || info.batch_invariant;
-  const NamedModifiers named(modifiers, p);
+  // "fp8" and "mixed" name operands, and go with no modifier.
+  const bool is_fp8 = modifiers == std::vector<std::string>{"fp8"}, is_mixed = modifiers == std::vector<std::string>{"mixed"};
+  const bool is_quantised = is_fp8 || is_mixed;
+  if (is_quantised && direction == Direction::kBackward) throw py::value_error("backwards have no fp8 kernel");
+  const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p);
 
   Choice choice;
   const std::string text = path_text.value_or("");
@@ -232,11 +247,13 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
         .direction = direction, .problem = p, .deterministic = deterministic, .constraints = choice.constraints};
     // Gradients of q, k and v where nothing but sinks is asked for are those of a plain call.
     const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0] == "sinks";
-    const bool is_plain = modifiers.empty() || (direction == Direction::kBackward && has_sinks_alone);
+    const bool is_plain = is_quantised || modifiers.empty() || (direction == Direction::kBackward && has_sinks_alone);
     if (!is_plain) request.modifiers = &named.modifiers;
+    if (is_quantised) request.operands = is_mixed ? Operands::kMixed : Operands::kFp8;
     if (named.wants_dbias) request.dbias = &named.dbias;
     const Plan found = plan(request, info, path->arch);
     if (found.row.empty()) {
+      if (is_quantised) throw py::value_error("path " + std::string(path->name) + " has no fp8 kernel for this call");
       const std::string row(choice.constraints.row);
       throw py::value_error("path " + std::string(path->name) + " has no row '" + row + "' for this call");
     }
@@ -346,6 +363,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"),
         py::arg("max_seqlen_k"), py::arg("softmax_scale"), py::arg("causal"),
         py::arg("window_left"), py::arg("window_right"), py::arg("deterministic"), py::arg("path"));
+  m.def("fwd_cached", wrap_pybind_function_no_gil(fwd_cached));
   m.def("bwd", wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt,
                                         std::optional<double>, bool, int64_t, int64_t, bool, std::optional<std::string>>), py::arg("dout"), py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("dlse"), py::arg("cu_seqlens_q"),
@@ -355,6 +373,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // The operators' arguments in their order, without `wide`, and nothing but the checks.
   m.def("check_fwd", wrap_pybind_function(&Operator<void, 3, fields::kFwdChecked>::entry<check_fwd>));
   m.def("check_bwd", wrap_pybind_function(&Operator<void, 6, fields::kBwdChecked>::entry<check_bwd>));
+  m.def("check_fwd_cached", wrap_pybind_function(&Operator<void, 3, fields::kCached>::entry<check_fwd_cached>));
   m.def("check_fwd_mod", wrap_pybind_function(&Operator<void, 3, fields::kFwdModChecked>::entry<check_fwd_mod>));
   m.def("check_bwd_mod", wrap_pybind_function(&Operator<void, 6, fields::kBwdModChecked>::entry<check_bwd_mod>));
 
@@ -367,6 +386,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_plain", &PreparedCall::set_plain)
       .def("fwd", wrap_pybind_function_no_gil(prepared_fwd))
       .def("bwd", wrap_pybind_function_no_gil(prepared_bwd));
+  m.def("check_append_kv", wrap_pybind_function(check_append_kv));
   m.def("check_condense", wrap_pybind_function(check_condense));
 
   m.def("path_names", &path_names);

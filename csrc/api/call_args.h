@@ -24,6 +24,7 @@ using OptionalName = std::optional<std::string_view>;
 struct CallArgs {
   OptionalTensor dlse;                         // of a backward: the gradient of lse
   OptionalTensor cu_seqlens_q, cu_seqlens_k;   // (batch + 1,) int32; none: dense
+  OptionalTensor seqused_k, block_table;       // of a forward over a cache: (batch,), (batch, max_pages) int32
   SymInt max_seqlen_q = 0, max_seqlen_k = 0;   // 0: not known; for FLOP counts alone
   double softmax_scale = 1.;
   SymInt window_left = -1, window_right = -1;  // inclusive reach, -1: unlimited
@@ -53,6 +54,11 @@ inline constexpr std::tuple kProblem{FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FI
                                      FLASH_EXT_FIELD(max_seqlen_q), FLASH_EXT_FIELD(max_seqlen_k),
                                      FLASH_EXT_FIELD(softmax_scale), FLASH_EXT_FIELD(window_left),
                                      FLASH_EXT_FIELD(window_right)};
+inline constexpr std::tuple kCached{FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FIELD(cu_seqlens_k),
+                                    FLASH_EXT_FIELD(seqused_k),    FLASH_EXT_FIELD(block_table),
+                                    FLASH_EXT_FIELD(max_seqlen_q), FLASH_EXT_FIELD(max_seqlen_k),
+                                    FLASH_EXT_FIELD(softmax_scale), FLASH_EXT_FIELD(window_left),
+                                    FLASH_EXT_FIELD(window_right), FLASH_EXT_FIELD(path)};
 // In the order of flash_ext._ops.modifiers.Modifiers.
 inline constexpr std::tuple kModifiers{
     FLASH_EXT_FIELD(bias), FLASH_EXT_FIELD(mask), FLASH_EXT_FIELD(document_q), FLASH_EXT_FIELD(document_k),
@@ -150,6 +156,7 @@ using BwdModResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 using FwdOperator = Operator<FwdResult, 3, fields::kFwd>;
 using BwdOperator = Operator<BwdResult, 6, fields::kBwd>;
+using FwdCachedOperator = Operator<FwdResult, 3, fields::kCached>;
 using FwdModOperator = Operator<FwdModResult, 3, fields::kFwdMod>;
 using BwdModOperator = Operator<BwdModResult, 6, fields::kBwdMod>;
 

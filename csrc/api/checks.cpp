@@ -347,6 +347,60 @@ void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs
   check_options(q, a);
 }
 
+// Of a call over a cache: numbers that the device holds.
+static void check_numbers(const Tensor& t, const char* name, const Tensor& q, int64_t dims, const char* shape,
+                          const SymInt& batch) {
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(t),
+                   ". Convert it with .to(torch.int32).");
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(), ".");
+  TORCH_CHECK_VALUE(t.dim() == dims && equal(t.sym_size(0), batch), name, " must have shape ", shape, " with batch ", batch,
+                    ", got ", shape_of(t), ".");
+  TORCH_CHECK_VALUE(equal(t.sym_stride(-1), 1) || at_most(t.sym_size(-1), 1), name,
+                    " must have stride 1 in its last dimension, got strides ", t.sym_strides(), ". Call .contiguous() on it.");
+}
+
+void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_devices(q, k, v);
+  check_dtypes(q, k, v);
+  const bool packed = a.cu_seqlens_q.has_value(), in_pages = a.block_table.has_value();
+  TORCH_CHECK_VALUE(q.dim() == (packed ? 3 : 4), "q must have shape ",
+                    packed ? "(total_q, num_heads, head_dim)" : "(batch, seqlen_q, num_heads, head_dim)", ", got ",
+                    shape_of(q), ".");
+  if (packed) check_cu_seqlens(*a.cu_seqlens_q, "cu_seqlens_q", q);
+  const SymInt batch = packed ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+  const bool in_rows = !in_pages && a.cu_seqlens_k.has_value();
+  const char* const layout = in_pages  ? "(num_pages, page_size, num_heads, head_dim)"
+                             : in_rows ? "(total_k, num_heads, head_dim)"
+                                       : "(batch, seqlen_k, num_heads, head_dim)";
+  for (const auto& [t, name] : {std::pair{&k, "k"}, {&v, "v"}}) {
+    TORCH_CHECK_VALUE(t->dim() == (in_rows ? 3 : 4), name, " must have shape ", layout, in_pages ? " with block_table" : "",
+                      ", got ", shape_of(*t), ".");
+    TORCH_CHECK_VALUE(equal(t->sym_size(0), k.sym_size(0)), "v must have the ", in_pages ? "pages" : "entries", " of k, ",
+                      k.sym_size(0), ", got ", v.sym_size(0), ".");
+    check_unit_stride(*t, name);
+  }
+  check_unit_stride(q, "q");
+  check_shapes(q, k, v);
+  if (in_pages) {
+    check_numbers(*a.block_table, "block_table", q, 2, "(batch, max_pages)", batch);
+    TORCH_CHECK_VALUE(at_most(1, k.sym_size(1)), "a page of k must hold at least 1 key, got shape ", shape_of(k), ".");
+    TORCH_CHECK_VALUE(a.seqused_k.has_value(), "seqused_k must be given with block_table: the length of each sequence.");
+  } else if (in_rows) {
+    check_cu_seqlens(*a.cu_seqlens_k, "cu_seqlens_k", q);
+    TORCH_CHECK_VALUE(equal(a.cu_seqlens_k->sym_size(0), batch + 1), "cu_seqlens_k must have ", batch + 1,
+                      " bounds, one more than there are sequences, got ", a.cu_seqlens_k->sym_size(0), ".");
+  } else {
+    TORCH_CHECK_VALUE(at_most(batch, k.sym_size(0)), "k must have an entry for each of ", batch, " sequences, got ",
+                      k.sym_size(0), ".");
+  }
+  if (a.seqused_k.has_value()) check_numbers(*a.seqused_k, "seqused_k", q, 1, "(batch,)", batch);
+  for (const SymInt& size : {q.sym_size(0), q.sym_size(-3), q.sym_size(-2), k.sym_size(0), k.sym_size(-3)}) {
+    TORCH_CHECK_VALUE(size.maybe_as_int().value_or(0) <= kMaxInt32, "every dimension of q and k must be below 2**31, got q ",
+                      shape_of(q), ", k ", shape_of(k), ". Split the call.");
+  }
+  check_options(q, a);
+}
+
 void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                const Tensor& lse, const CallArgs& a) {
   check_fwd(q, k, v, a);

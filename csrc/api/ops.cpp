@@ -9,6 +9,7 @@
 #include <string>
 
 #include "api.h"
+#include "fp8.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -238,6 +239,10 @@ void implement(torch::Library& m) {
   m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_gpu>);
   m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_gpu>);
   m.impl("condense", &condense_gpu);
+  m.impl("append_kv", &append_kv_gpu);
+  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_gpu>);
+  m.impl("quantize_fp8", &quantize_fp8_gpu);
+  m.impl("fwd_fp8", &fwd_fp8_gpu);
 }
 
 }  // namespace

@@ -42,6 +42,8 @@ from .sources import content_hash
 
 LEFT_OUT = "-DFLASH_EXT_LEFT_OUT"  # csrc/call.h
 API = Path("api")  # below csrc/, the only folder that knows torch
+# Kernels of an example, a library of their own: in the graph, built when it is asked for, in no package.
+LADDER, LADDER_LIBRARY = Path("examples/ladder/kernels"), "ladder.so"
 # In the build folder, for cache.py: its settings, and a script that starts it.
 SETTINGS, CACHED = "cache.json", "cached.sh"
 # The largest compiler run of ours needs about 1.3 GB; twice that leaves room for what else is running.
@@ -176,6 +178,11 @@ def source_files() -> list[Path]:
     return sorted(found, key=order)
 
 
+def ladder_sources() -> list[Path]:
+    """Everything of the ladder that is compiled, relative to the root."""
+    return sorted(path.relative_to(ROOT) for path in (ROOT / LADDER).glob("*.cu"))
+
+
 def build_extension(version: str) -> Path:
     """Builds what is out of date and returns the module's file.
 
@@ -184,6 +191,17 @@ def build_extension(version: str) -> Path:
         GateFailure: a kernel spills, uses a stack frame, or lost a Hopper instruction.
         subprocess.CalledProcessError: the compiler refused; its words are on the screen.
     """
+    return _build(version, "_C.so")
+
+
+def build_ladder(version: str) -> Path:
+    """Builds the kernels of examples/ladder and returns their library. Raises as :func:`build_extension`
+    does.
+    """
+    return _build(version, LADDER_LIBRARY)
+
+
+def _build(version: str, target: str) -> Path:
     tools, variant = Tools.find(), Variant.from_environment()
     archs.check_compiler(tools.toolkit, variant.archs)
     folder = _variant_folder(tools, variant)
@@ -196,20 +214,20 @@ def build_extension(version: str) -> Path:
         # Not in the graph: another interpreter in the same folder would compile all again.
         (folder / CACHED).write_text(_exec([sys.executable, "-I", "-S", cache.__file__, SETTINGS]))
         (folder / SETTINGS).write_text(json.dumps(_cache_settings(tools, folder, store)))
-        _run_ninja(tools, variant, folder, store)
+        _run_ninja(tools, variant, folder, store, target)
         if store:
             cache.trim(store)
-        _gate(folder, variant)
-    return folder / "_C.so"
+        _gate(folder, variant, target)
+    return folder / target
 
 
-def _run_ninja(tools: Tools, variant: Variant, folder: Path, store: Path | None) -> None:
+def _run_ninja(tools: Tools, variant: Variant, folder: Path, store: Path | None, target: str) -> None:
     """Runs the graph; what a build from nothing costs is kept beside it, for a test to hold to its budget."""
     from_nothing = not (folder / ".ninja_log").is_file()
     jobs, hits = parallel_jobs(), folder / cache.HITS
     before = _lines(hits)
     started = time.monotonic()
-    command = [tools.ninja, "-C", str(folder), "-j", str(jobs)]
+    command = [tools.ninja, "-C", str(folder), "-j", str(jobs), target]
     with progress.hint(folder, _planned(command, variant), jobs):
         # For each file a line with how many are done and the time.
         done = subprocess.run(command, check=False, env={"NINJA_STATUS": "[%f/%t, %e s] ", **os.environ})
@@ -224,7 +242,7 @@ def _run_ninja(tools: Tools, variant: Variant, folder: Path, store: Path | None)
         f"compiled in {wall:.0f} s ({cpu:.0f} s of CPU time, largest process {peak:.2f} GiB){found}",
         flush=True,
     )
-    if from_nothing and not copied:
+    if from_nothing and not copied and target != LADDER_LIBRARY:
         took = {"wall_seconds": round(wall, 1), "cpu_seconds": round(cpu, 1), "peak_gib": round(peak, 2)}
         (folder / "full_build.json").write_text(json.dumps(took))
 
@@ -357,6 +375,9 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
         "rule link",
         f"  command = {_shell(link)} $in -o $out {_shell(libraries)}",
         "  description = link $out",
+        "rule link_alone",
+        f"  command = {_shell(link)} $in -o $out {_shell([str(cudart), '-lpthread', '-ldl', '-lrt'])}",
+        "  description = link $out",
     ]
     objects = []
     for source in source_files():
@@ -365,7 +386,14 @@ def ninja_file(tools: Tools, variant: Variant, folder: Path) -> str:
         lines += [f"build {_path(source)}.o: {rule} {_path(ROOT / 'csrc' / source)}", f"  name = {source}"]
         if rule == cache.KERNELS:
             lines.append(f"  gencode = {_shell(variant.gencode_of(source))}")
-    lines += [f"build _C.so: link {' '.join(_path(Path(item)) for item in objects)}", "default _C.so", ""]
+    lines += [f"build _C.so: link {' '.join(_path(Path(item)) for item in objects)}", "default _C.so"]
+    ladder = ladder_sources()
+    for source in ladder:
+        lines += [f"build {_path(source)}.o: {cache.KERNELS} {_path(ROOT / source)}", f"  name = {source}"]
+        lines.append(f"  gencode = {_shell(variant.gencode(variant.archs))}")
+    if ladder:  # a wheel's sources may lack it
+        lines.append(f"build {LADDER_LIBRARY}: link_alone {' '.join(f'{_path(item)}.o' for item in ladder)}")
+    lines.append("")
     return "\n".join(lines)
 
 
@@ -482,10 +510,11 @@ def _git_sha() -> str:
 # ---------------------------------------------------------------- gates
 
 
-def _gate(folder: Path, variant: Variant) -> None:
+def _gate(folder: Path, variant: Variant, target: str) -> None:
+    is_ladder = target == LADDER_LIBRARY
     kernels: list[ptxas_log.KernelResources] = []
     warnings: list[str] = []
-    for source in source_files():
+    for source in ladder_sources() if is_ladder else source_files():
         if source.suffix == ".cu":
             found, other = ptxas_log.parse_log(str(source), (folder / f"{source}.o.log").read_text())
             kernels += found
@@ -501,7 +530,8 @@ def _gate(folder: Path, variant: Variant) -> None:
         "warnings": warnings,
         "kernels": [dataclasses.asdict(item) for item in kernels],
     }
-    (ROOT / "build" / "resources.json").write_text(json.dumps(table, indent=1))
+    name = "ladder_resources.json" if is_ladder else "resources.json"
+    (ROOT / "build" / name).write_text(json.dumps(table, indent=1))
     if warnings:
         print("\n".join(["the compiler warned:", *warnings]), file=sys.stderr, flush=True)
     bad = ptxas_log.violations(kernels, warnings)

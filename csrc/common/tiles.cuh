@@ -57,6 +57,20 @@ struct TileSource {
   bool aligned;         // every row starts on a 16-byte boundary
 };
 
+// Copies the first `valid` of 8 elements one by one, zeros for the others.
+__device__ __forceinline__ void copy_elements(uint32_t to, const uint16_t* p, int valid) {
+  uint32_t w[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t lo = 2 * j < valid ? p[2 * j] : 0;
+    const uint32_t hi = 2 * j + 1 < valid ? p[2 * j + 1] : 0;
+    w[j] = lo | (hi << 16);
+  }
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+               "r"(w[3])
+               : "memory");
+}
+
 // Copies kRows x kCols into shared memory, rows at or beyond `rows` and columns beyond `src.cols` as zeros.
 // Asynchronous when rows are 16-byte aligned (the caller commits and waits); otherwise element by element.
 template <int kRows, int kCols, int kThreads>
@@ -95,17 +109,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const TileSource& src, 
       const int chunk = index % Tile::kChunks;
       const int r = index / Tile::kChunks;
       const int valid = r < rows ? src.cols - chunk * 8 : 0;
-      const uint16_t* p = src.ptr + r * src.row_stride + chunk * 8;
-      uint32_t w[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t lo = 2 * j < valid ? p[2 * j] : 0;
-        const uint32_t hi = 2 * j + 1 < valid ? p[2 * j + 1] : 0;
-        w[j] = lo | (hi << 16);
-      }
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(tile + Tile::offset(r, chunk)), "r"(w[0]),
-                   "r"(w[1]), "r"(w[2]), "r"(w[3])
-                   : "memory");
+      copy_elements(tile + Tile::offset(r, chunk), src.ptr + r * src.row_stride + chunk * 8, valid);
     }
   }
 }

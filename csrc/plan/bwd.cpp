@@ -22,6 +22,10 @@ bool supports_short(Req r, Dev d) { return is_short_bwd(r.problem, d, r.constrai
 bool supports_split(Req r, Dev d) { return tma_bwd(r, d) && is_wide(r); }
 bool supports_fused(Req r, Dev d) { return tma_bwd(r, d) && !is_wide(r); }
 bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && has_whole_keys(r); }
+// The queries of whole sequences of keys, two warpgroups with 128 keys each.
+bool supports_stored(Req r, Dev d) {
+  return supports_fused(r, d) && r.problem.total_k > 0 && sm90::has_stored_dq(r.problem, r.constraints);
+}
 bool supports_split_short(Req r, Dev d) { return supports_fused(r, d) && padded(r.problem) == 128; }
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
 bool supports_pool(Req r, Dev d) {
@@ -29,6 +33,7 @@ bool supports_pool(Req r, Dev d) {
 }
 
 bool prefers_whole_keys(Req r, Dev) { return sm90::prefers_whole_keys(r.problem, r.constraints); }
+bool prefers_stored(Req r, Dev) { return sm90::prefers_stored_dq(r.problem, r.constraints); }
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }
 
@@ -110,8 +115,8 @@ template <DqMode kDq>
 void build_fused(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int size = padded(x);
-  constexpr bool kOrdered = kDq == DqMode::kOrdered;
-  const sm90::BwdTile t = sm90::bwd_tile(size);
+  constexpr bool kOrdered = kDq == DqMode::kOrdered, kStored = kDq == DqMode::kStored;
+  const sm90::BwdTile t = kStored ? sm90::kStoredTile : sm90::bwd_tile(size);
   const sm90::DqPool pool = kDq == DqMode::kPool ? sm90::dq_pool_of(x, d, r.constraints) : sm90::DqPool{};
   const Grid g = pool ? sm90::pool_grid(x, d, t.block_n(), pool) : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
   p.dq_pool = pool;
@@ -120,15 +125,16 @@ void build_fused(Req r, Dev d, Plan& p) {
   Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.stages,
                              sm90::BwdTile::kThreads, t.smem_bytes(size), g, d.num_sms));
   l.dq = kDq;
-  l.dynamic = kDq != DqMode::kAtomic || sm90::has_unequal_tiles(x);
+  l.dynamic = (kDq != DqMode::kAtomic && !kStored) || sm90::has_unequal_tiles(x);
   l.pdl = sm90::prefers_pdl(x);
-  if (!pool) push_dq_convert(r, d, p, size, l.pdl);
+  if (!pool && !kStored) push_dq_convert(r, d, p, size, l.pdl);
   Workspace& w = p.workspace;
   add_row_stats(x, p, sm90::BwdTile::kBlockM);
   if (kOrdered) w.dq_semaphore = w.add(4 * ((sm90::query_tiles(x) + 3) / 4 * 4));
   w.pool_words = w.add(4 * pool.words());
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
-  w.dq_accum = w.add(4 * (pool ? pool.tiles(x) : sm90::query_tiles(x)) * sm90::BwdTile::kBlockM * size);
+  const int64_t dq_tiles = kStored ? 0 : pool ? pool.tiles(x) : sm90::query_tiles(x);
+  w.dq_accum = w.add(4 * dq_tiles * sm90::BwdTile::kBlockM * size);
 }
 
 void build_portable(Req r, Dev d, Plan& p) {
@@ -372,6 +378,7 @@ constexpr Row kHopper[] = {
     {F::kBwd, "sm80.bwd.short", supports_short, nullptr, build_short, E::kShort},
     {F::kBwd, "sm90.bwd.split", supports_split, nullptr, build_split<false>, E::kSplitBwdWide},
     {F::kBwd, "sm90.bwd.whole_keys", supports_whole_keys, prefers_whole_keys, build_whole_keys, E::kWholeKeys},
+    {F::kBwd, "sm90.bwd.dq_stored", supports_stored, prefers_stored, build_fused<DqMode::kStored>, E::kWholeKeys},
     {F::kBwd, "sm90.bwd.split_short", supports_split_short, prefers_split_short, build_split<true>, E::kSplitBwdShort},
     {F::kBwd, "sm90.bwd.dq_ordered", supports_fused, prefers_ordered, build_fused<DqMode::kOrdered>, E::kOrderedShort},
     {F::kBwd, "sm90.bwd.dq_pool", supports_pool, nullptr, build_fused<DqMode::kPool>, E::kDqPool},

@@ -1,5 +1,6 @@
 // The tables of the forwards.
 #include "../kv_splits.h"
+#include "../sm90/fwd_fp8/tiles.h"
 #include "table.h"
 
 namespace flash_ext::plans {
@@ -72,6 +73,32 @@ void build_hopper(Req r, Dev d, Plan& p) {
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
 }
 
+// ---- with operands in e4m3 ---------------------------------------------------------------------------
+
+bool is_mixed(Req r) { return r.operands == Operands::kMixed; }
+// Of its instances the smallest; d is 0 where there is none.
+Dims fp8_dims(Req r) {
+  for (const Dims x : {Dims{64, 64}, {96, 96}, {128, 128}, {192, 128}}) {
+    if (is_mixed(r) && x.d > 128) break;
+    if (r.problem.head_dim <= x.d && r.problem.head_dim_v <= x.dv) return x;
+  }
+  return {0, 0};
+}
+bool supports_fp8(Req r, Dev) { return tma_fwd(r) && fp8_dims(r).d > 0; }
+
+void build_fp8(Req r, Dev d, Plan& p) {
+  const Dims x = fp8_dims(r);
+  const sm90::Fp8Tile t = sm90::fp8_tile(x.d, is_mixed(r));
+  const sm90::FwdTile f = t.plain();
+  Launch& l = p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
+                             t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
+  l.variant = is_mixed(r) ? kMixed : kPlain;
+  l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m());
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
+  const bool in_stretches = sm90::has_long_keys(r.problem);
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(f, x.dv) : 0);
+}
+
 void build_portable(Req r, Dev d, Plan& p) {
   const int size = padded(r.problem);
   const bool in_stretches = takes_stretches_sm80(r.problem);
@@ -81,6 +108,97 @@ void build_portable(Req r, Dev d, Plan& p) {
                              make_grid(r.problem, d, true, t.block_m), 0));
   l.smem_class = c;
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * kept_floats_sm80(t, size) : 0);
+}
+
+// ---- over a cache ----------------------------------------------------------------------------------
+
+// Rows of a sequence up to which the tiles of 16 and of 64 take it. Where the host does not know which sequences there
+// are, it launches all kernels that some sequence may want.
+constexpr int kNarrowRows = 16, kWideRows = 64;
+
+KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
+  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kWaves = 4, kLeastKeysOfWaves = 2048;
+  const Problem& x = r.problem;
+  int64_t keys = r.cache->max_keys;
+  if (r.most_keys > 0) keys = std::min(keys, r.most_keys);
+  const int64_t queries = rows / (x.num_heads / x.num_heads_k);
+  if (x.window_left >= 0 && x.window_right >= 0) {
+    keys = std::min(keys, int64_t{0} + x.window_left + x.window_right + queries);
+  }
+  KvCacheGrid c;
+  c.rows = static_cast<int>(std::min<int64_t>(rows, split_rows));
+  c.queries = std::max(1, c.rows / (x.num_heads / x.num_heads_k));
+  c.part_rows = int64_t{1} * x.batch * x.num_heads_k * c.rows;
+  if (r.constraints.kv_splits) {
+    c.splits = std::clamp(*r.constraints.kv_splits, 1, kMaxSplits);
+  } else if (d.batch_invariant) {
+    c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
+    c.keys_of_part = kKeysOfPart;
+  } else {
+    const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+    const SplitTile t = split_tile(size, rows <= kNarrowRows ? 16 : 64);
+    const int ctas_per_sm = std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
+    const double weight = (x.head_dim + x.head_dim_v) / 256., bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
+    const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k);
+    const int sms = std::max(1, d.num_sms);
+    int64_t splits = best_parts(items, (keys + 63) / 64, t.rows, weight, bytes, sms, ctas_per_sm).parts;
+    if (x.batch > 1) {
+      // Lengths differ, and nobody knows them here: parts for several waves even out what the longest one would take.
+      const int64_t even = (int64_t{kWaves} * sms * ctas_per_sm + items - 1) / items;
+      splits = std::max(splits, std::min({even, keys / kLeastKeysOfWaves, int64_t{kMaxSplits}}));
+    }
+    c.splits = static_cast<int>(splits);
+    c.least_keys = kLeastKeys;
+  }
+  return c;
+}
+
+void build_cached(Req r, Dev d, Plan& p) {
+  const Problem& x = r.problem;
+  const int group = x.num_heads / x.num_heads_k;
+  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
+  const int64_t rows = group * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
+  // Which sequences there are is known where all are equally long.
+  const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
+  const bool tall = rows > kWideRows;
+  const bool wide = rows > kNarrowRows && !(known && tall);
+  const bool narrow = group <= kNarrowRows && !(known && rows > kNarrowRows);
+  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+  constexpr int kAny = INT32_MAX;
+  if (narrow || wide) {
+    const KvCacheGrid c = cached_grid(r, d, rows, wide ? kWideRows : kNarrowRows);
+    SplitGrid& g = p.split_kv;
+    g.splits = p.kv_splits = c.splits;
+    g.total_rows = c.part_rows;
+    g.pitch = (x.head_dim_v + 3) / 4 * 4;
+    g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
+    g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
+    g.parts = Divisor(static_cast<uint32_t>(c.splits));
+    g.group = Divisor(static_cast<uint32_t>(group));
+    g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
+    g.queries = Divisor(static_cast<uint32_t>(c.queries));
+    p.kv_cache = c;
+    p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+    const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
+    const auto push_tile = [&](int tile_rows, RowRange served) {
+      const SplitTile t = split_tile(size, tile_rows);
+      p.push(main_of(KernelId::kFwdSplitCached80, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads,
+                     t.smem_bytes(size), slots * x.num_heads_k * c.splits, 0)).rows = served;
+    };
+    if (narrow) push_tile(16, {0, wide || tall ? kNarrowRows : kAny});
+    if (wide) push_tile(64, {narrow ? kNarrowRows : 0, tall ? kWideRows : kAny});
+    if (c.splits > 1) {
+      p.push(pass(KernelId::kFwdMergeCached80, size, size, int64_t{1} * x.batch * x.num_heads * c.queries,
+                  SplitTile::kThreads, p.arch == Arch::kSm90));
+    }
+  }
+  if (!tall) return;
+  const SmemClass c = class_of(d);
+  const FwdTile t = fwd_tile_sm80(size, c);
+  Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
+                             t.smem_bytes(size), make_grid(x, d, true, t.block_m), 0));
+  l.smem_class = c;
+  l.rows = {wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
 }
 
 // ---- with modifiers --------------------------------------------------------------------------------
@@ -176,6 +294,9 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
+
+    {F::kFwdFp8, "sm90.fwd_fp8", supports_fp8, nullptr, build_fp8, E::kNone},
 
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
@@ -198,6 +319,7 @@ constexpr Row kPortable[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, nullptr, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };

@@ -230,6 +230,13 @@ inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
   return has_whole_keys(p, c) && !c.dq_pool;
 }
 
+// The same with two warpgroups that have 128 keys each.
+inline bool has_stored_dq(const Problem& p, const Constraints& c) {
+  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= kStoredTile.block_n() &&
+         std::max(p.head_dim, p.head_dim_v) <= kStoredHeadDim;
+}
+inline bool prefers_stored_dq(const Problem& p, const Constraints& c) { return has_stored_dq(p, c) && !c.dq_pool; }
+
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
 // queries in fp32, and two kernels add them. Counted in steps of 64 queries, of which a block that begins and ends costs
 // one and a half, and the sums three. Evidence: q-splits.
@@ -254,14 +261,14 @@ inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints&
 // whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
 inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (p.is_varlen() || size > 128 || c.dq_pool) return false;
-  const bool grouped = p.num_heads != p.num_heads_k, narrow = size <= 64;
+  if (p.is_varlen() || size <= 64 || size > 128 || c.dq_pool) return false;
+  const bool grouped = p.num_heads != p.num_heads_k;
   const auto is_short = [&] {
     if (p.window_left >= 0 && p.window_right >= 0)
-      return !narrow && !grouped && int64_t{p.window_left} + p.window_right <= 384;
+      return !grouped && int64_t{p.window_left} + p.window_right <= 384;
     if (p.window_left < 0 && p.window_right == 0)
-      return p.seqlen_k <= std::min(narrow || grouped ? 256 : 320, p.seqlen_q);
-    return p.seqlen_k <= (grouped ? 256 : narrow ? 0 : 384);
+      return p.seqlen_k <= std::min(grouped ? 256 : 320, p.seqlen_q);
+    return p.seqlen_k <= (grouped ? 256 : 384);
   };
   return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
 }

@@ -19,7 +19,11 @@ std::string_view row_for(const Request& r) {
 Plan plan_of_rows(const Request& r, const DeviceInfo& d, Arch arch) {
   const bool forward = r.direction == Direction::kForward;
   const bool modified = r.modifiers != nullptr;
-  const Family family = forward ? (modified ? Family::kFwdMod : Family::kFwd) : modified ? Family::kBwdMod : Family::kBwd;
+  const bool is_fp8 = r.operands != Operands::k16Bit;
+  const Family family = is_fp8               ? Family::kFwdFp8
+                        : r.cache != nullptr ? Family::kFwdCached
+                        : forward            ? (modified ? Family::kFwdMod : Family::kFwd)
+                                             : (modified ? Family::kBwdMod : Family::kBwd);
   Plan p;
   p.arch = arch;
   for (const Row& row : forward ? plans::fwd_rows(arch) : plans::bwd_rows(arch)) {
@@ -50,8 +54,12 @@ int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
 const char* suffix_of(const Launch& l) {
   switch (l.kernel) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
+    case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
-    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered ? "_det" : l.dq == DqMode::kPool ? "_pool" : "";
+    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered  ? "_det"
+                                      : l.dq == DqMode::kPool   ? "_pool"
+                                      : l.dq == DqMode::kStored ? "_stored"
+                                                                : "";
     case KernelId::kBwdDkdvShort90: return "_dkdv";
     case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
     default: return "";
@@ -68,6 +76,9 @@ const char* stem_of(KernelId k) {
     case KernelId::kFwdMod80: return "fwd_mod_sm80";
     case KernelId::kFwdSplitKv80: return "fwd_split_sm80";
     case KernelId::kFwdCombine80: return "fwd_combine_sm80";
+    case KernelId::kFwdSplitCached80: return "fwd_split_cached_sm80";
+    case KernelId::kFwdMergeCached80: return "fwd_merge_cached_sm80";
+    case KernelId::kFwdCached80: return "fwd_cached_sm80";
     case KernelId::kRowStats80: return "bwd_preprocess_sm80";
     case KernelId::kBwd80: return "bwd_sm80";
     case KernelId::kBwdShort80: return "bwd_short_sm80";
@@ -77,6 +88,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kDqConvert80: return "bwd_postprocess_sm80";
     case KernelId::kDbias80: return "bwd_bias_sm80";
     case KernelId::kFwd90: return "fwd_sm90";
+    case KernelId::kFwdFp890: return "fwd_fp8_sm90";
     case KernelId::kFwdMod90: return "fwd_mod_sm90";
     case KernelId::kRowStatsAndZero90: return "row_stats_and_zero_sm90";
     case KernelId::kRowStats90: return "row_stats_sm90";

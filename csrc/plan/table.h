@@ -14,7 +14,7 @@ namespace flash_ext::plans {
 using Req = const Request&;
 using Dev = const DeviceInfo&;
 
-enum class Family : uint8_t { kFwd, kFwdMod, kBwd, kBwdMod };
+enum class Family : uint8_t { kFwd, kFwdFp8, kFwdMod, kFwdCached, kBwd, kBwdMod };
 
 struct Row {
   Family family;

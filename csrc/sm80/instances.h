@@ -8,7 +8,7 @@ namespace flash_ext::sm80 {
 
 extern const FwdInstances kFwdSmall, kFwdLarge, kFwdModSmall, kFwdModLarge;  // kHeadDims
 extern const FwdInstances kFwdShort;                                         // kShortHeadDims
-extern const FwdInstances kFwdSplit;                                         // kSplitHeadDims
+extern const FwdInstances kFwdSplit, kFwdSplitCached, kFwdCachedSmall, kFwdCachedLarge;  // kSplitHeadDims
 extern const BwdInstances kBwdSmall, kBwdLarge, kBwdModSmall, kBwdModLarge;  // kHeadDims
 extern const BwdInstances kBwdShort;                                         // kShortHeadDims up to 128
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from examples.ladder import measured_accesses
+from examples.ladder.costs import measured_accesses
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.reference import attention_reference
 

@@ -209,7 +209,7 @@ class _Piece:
 def _pieces(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> list[_Piece]:
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         bounds = zip(
-            _sequence_bounds(cu_seqlens_q, q.shape[0]), _key_bounds(cu_seqlens_k, k.shape[0]), strict=True
+            sequence_bounds(cu_seqlens_q, q.shape[0]), _key_bounds(cu_seqlens_k, k.shape[0]), strict=True
         )
         return [_Piece(slice(b, b + 1), slice(*of_q), slice(*of_k)) for b, (of_q, of_k) in enumerate(bounds)]
     batch, seqlen_q, num_heads, _ = q.shape
@@ -218,7 +218,7 @@ def _pieces(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Ten
     return [_Piece(slice(b, min(b + count, batch))) for b in range(0, batch, count)]
 
 
-def _sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
+def sequence_bounds(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
     """(start, end) rows of each packed sequence: in order, inside [0, total], whatever ``cu_seqlens`` holds.
 
     Each bound is forced between two that a search from the middle meets before it, at first 0 and ``total``.

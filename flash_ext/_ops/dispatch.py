@@ -162,8 +162,8 @@ def run_bwd_as(
 
 def _explain_fwd(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any) -> None:
     """Raises in words where an argument of a forward has a wrong type."""
-    _explain_tensors(q=q, k=k, v=v)
-    _explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    explain_tensors(q=q, k=k, v=v)
+    explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     explain_options(*options)
 
 
@@ -171,8 +171,8 @@ def _explain_bwd(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, cu_q: Any, cu_k: Any, *options: Any
 ) -> None:
     """The same for a backward."""
-    _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     explain_options(*options)
 
 
@@ -183,7 +183,7 @@ def _is_wide(name: str, dtype: Any, q: Any) -> bool:
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} must be a torch.dtype or None, got {type(dtype).__qualname__}.")
-    _explain_tensors(q=q)
+    explain_tensors(q=q)
     wide = accumulator_dtype(q)
     if dtype not in (wide, q.dtype):
         allowed = f"the dtype of q, {q.dtype}" + ("" if wide == q.dtype else f", or {wide}")
@@ -297,8 +297,8 @@ def run_modified_bwd(
             if qkv is not None:
                 return qkv
     if not _is_compiling():
-        _explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-        _explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+        explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     explain_options(*options)
     sources = _sources_of_gradients(asked, q)
     _check_needs(needs, sources)
@@ -385,7 +385,7 @@ def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
     if layout != "bhsd":
         raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}.')
     for name, t in zip("qkv", tensors):
-        _explain_tensors(**{name: t})
+        explain_tensors(**{name: t})
         if t.dim() != 4:
             raise ValueError(
                 f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}."
@@ -441,7 +441,7 @@ def _refuse_word_for_causal(causal: str) -> NoReturn:
 # The everyday call asks for them only after a failure, and pays nothing for them.
 
 
-def _explain_tensors(may_be_none: bool = False, /, **tensors: Any) -> None:
+def explain_tensors(may_be_none: bool = False, /, **tensors: Any) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor) and not (may_be_none and value is None):
             refuse_kind(name, value, may_be_none)
@@ -507,6 +507,8 @@ def check_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Any) 
     if torch._C._are_functorch_transforms_active():
         return
     for name, cu_seqlens, rows in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        if cu_seqlens is None:  # keys in pages have no bounds
+            continue
         # Whatever else is wrong with them is refused below the operators.
         is_plain = type(cu_seqlens) is Tensor and cu_seqlens.is_cpu
         if not is_plain or cu_seqlens.dim() != 1 or rows.dim() != 3:

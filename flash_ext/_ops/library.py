@@ -87,8 +87,13 @@ def fake_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     register_sharding_rules()
     num_checked = 2 + NUM_OPTIONS
     _C.check_fwd(q, k, v, *rest[:num_checked])
+    return fake_results(q, v, result_dtype(q, rest[num_checked:]))
+
+
+def fake_results(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out and lse of a forward, not filled."""
     *batch, rows, heads, _ = q.shape
-    out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=result_dtype(q, rest[num_checked:]))
+    out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=dtype)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, q.new_empty((*batch, heads, rows), dtype=lse_dtype)
 

@@ -64,7 +64,8 @@ def plan(text: str) -> dict[str, Any]:
             GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias, bias_gradient, relative, relative_gradient, dropout, mask, key_padding, blocks, documents,
-            hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks.
+            hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks; or "fp8" or "mixed" alone, for
+            :func:`flash_ext.attention_fp8`.
 
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in

@@ -91,6 +91,7 @@ class KeyProducers:
 
 def backward(
     m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None, makes_dq=True,
+    stores=False,
 ):  # fmt: skip
     """bwd/produce.cuh, consume_cooperative() and consume_independent() of bwd/consume.cuh,
     bwd/dq_semaphore.cuh.
@@ -103,7 +104,7 @@ def backward(
     dq_at = {(tile, warp): Cell(f"dQ of {tile}") for tile in turns for warp in range(WARPS)}
     draw = iter(range(len(items)))
     for cta in range(ctas):
-        others = 3 if ordered else 2
+        others = 3 if ordered else 1 if stores else 2
         x = KeyProducers(
             m, cta, items, draw, draws or ordered or ring, slots, 2, swap=not apart, others=others
         )
@@ -121,13 +122,17 @@ def backward(
         elif ordered:
             x.role("turns 0", pass_dq_semaphores, x, order, 0)
             x.role("turns 1", pass_dq_semaphores, x, order, 1) if apart else x.role("dO", x.load_douts)
+        elif stores:
+            pass
         elif makes_dq:
             x.role("nobody", lambda me, x: each_item(me, x.item, lambda n: ()), x)
         else:
             x.role("dO", x.load_douts)
         adds = RingAdder(x, ring, added) if ring else None
         consume = (
-            consume_independent(x, order, adds) if apart else consume_cooperative(x, order, adds, makes_dq)
+            consume_independent(x, order, adds, stores)
+            if apart
+            else consume_cooperative(x, order, adds, makes_dq)
         )
         for group, warp in itertools.product(range(2), range(WARPS)):
             x.role(f"consumer {group}.{warp}", consume, group, warp)
@@ -314,8 +319,9 @@ def consume_cooperative(x, order, ring=None, makes_dq=True):
     return body
 
 
-def consume_independent(x, order, ring=None):
-    named = barriers(2, WARPS)
+def consume_independent(x, order, ring=None, stores=False):
+    named, meetings = barriers(2, WARPS), barriers(2, ALL)
+    parts = cells("part of dQ", WARPS)
     ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(2)] for group in range(2)]
 
     def body(me, group, warp):
@@ -336,6 +342,13 @@ def consume_independent(x, order, ring=None):
             x.q.let_go(me, at)
             x.dout.let_go(me, at)
             me.finish(*ds, x.k.at(0))
+            meeting = meetings[now.seen % 2 if x.m.plant != "one meeting" else 0]
+            if stores and group == now.seen % 2:
+                me.write(parts[warp], (n, i))
+                me.arrive(meeting)
+            elif stores:
+                yield from me.sync(meeting)
+                me.read(parts[warp], (n, i))
             if order:
                 yield order.turns[tile], turn
                 me.write(order.dq_at[tile, warp], turn)
@@ -357,7 +370,7 @@ def consume_independent(x, order, ring=None):
             for i, (tile, groups) in enumerate(steps):
                 yield x.q.ready(now.steps)
                 yield x.dout.ready(now.steps)
-                if group in groups:
+                if stores or group in groups:
                     yield from one_step(n, i, 2 * block + group, tile)
                 else:
                     x.q.let_go(me, now.steps)

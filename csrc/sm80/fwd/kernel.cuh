@@ -18,6 +18,7 @@
 #include "../../common/attn_mod.cuh"
 #include "../../common/debug_delay.cuh"
 #include "../../common/fragments.cuh"
+#include "../../common/kv_rows.cuh"
 #include "../../common/seqlen.cuh"
 #include "../../common/softmax.cuh"
 #include "../../heuristics.h"
@@ -26,12 +27,13 @@
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, SmemClass kSmemClass, bool kInStretches = false>
+template <typename E, int D, SmemClass kSmemClass, bool kInStretches = false, bool kFromCache = false>
 struct FwdTraits {
   using Element = E;
   static constexpr SmemClass kClass = kSmemClass;
   static constexpr int kHeadDim = D;
   static constexpr bool kStretched = kInStretches;  // a kernel of its own: its registers would slow down the other one
+  static constexpr bool kCached = kFromCache;  // keys lie as kv_cache.h says
   static constexpr FwdTile kTile = fwd_tile_sm80(D, kSmemClass, kStretched);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = kTile.threads(), kMBlocks = kTile.m_blocks();
@@ -143,9 +145,17 @@ struct FwdWork {
   const uint16_t* k;  // first key row of the CTA's sequence and head
   const uint16_t* v;
 };
+struct CachedFwdWork : FwdWork {  // k and v: first elements of the head
+  CachedKeys keys;
+};
+// What a kernel of keys in a cache is given beside the rest.
+struct FromCache {
+  KvCache cache;
+  RowRange served;
+};
 
-template <typename T>
-__device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
+template <typename T, typename Cache>
+__device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid, const Cache& from) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -153,11 +163,22 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
 
   // What the CTA works on is read back from shared memory where the loop and the epilogue need it: kept in
   // registers it would spill at D = 128, where output and scores take 192 of the 255.
-  __shared__ FwdWork shared;
-  const Work mine = decode_work<kBlockM, true, true, true>(p.problem, grid);
+  using KeptWork = std::conditional_t<T::kCached, CachedFwdWork, FwdWork>;
+  __shared__ KeptWork shared;
+  int sequence = 0;
+  Work mine = decode_work<kBlockM, true, true, true>(p.problem, grid, T::kCached ? &sequence : nullptr);
   if (!mine.active) return;
   const int h_k = static_cast<int>(divide(mine.h, grid.shared));
-  const FwdWork work{mine, row_pointer(p.k, mine.b, mine.k.start, h_k), row_pointer(p.v, mine.b, mine.k.start, h_k)};
+  KeptWork work;
+  if constexpr (T::kCached) {
+    const bool outside = sequence < 0 || sequence == p.problem.batch;
+    if (!outside && mine.q.length * static_cast<int>(grid.shared.divisor) <= from.served.above) return;
+    work.keys = CachedKeys::of(p.problem, from.cache, sequence);
+    mine.k = {0, work.keys.length};
+    work.w = mine, work.k = row_pointer(p.k, 0, 0, h_k), work.v = row_pointer(p.v, 0, 0, h_k);
+  } else {
+    work = {mine, row_pointer(p.k, mine.b, mine.k.start, h_k), row_pointer(p.v, mine.b, mine.k.start, h_k)};
+  }
   if (thread_idx == 0) shared = work;
   const Work& w = shared.w;
   const AttnMod everything{p.problem, mine.q.length, mine.k.length};
@@ -173,13 +194,23 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
   const uint32_t k_lane = T::Tile::by_cols(smem_k, lane);
   const uint32_t v_lane = T::Tile::by_rows(smem_v, lane);
 
-  const auto load_k = [&](const FwdWork& work, int stage, int n_block) {
+  const auto load_k = [&](const KeptWork& work, int stage, int n_block) {
     const int first = n_block * kBlockN;
+    if constexpr (T::kCached) {
+      load_cached_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, work.keys, from.cache, p.k, work.k,
+                                                p.problem.head_dim, first, thread_idx);
+      return;
+    }
     const TileSource src{work.k + first * p.k.row_stride, p.k.row_stride, p.problem.head_dim, p.k.aligned};
     load_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
   };
-  const auto load_v = [&](const FwdWork& work, int stage, int n_block) {
+  const auto load_v = [&](const KeptWork& work, int stage, int n_block) {
     const int first = n_block * kBlockN;
+    if constexpr (T::kCached) {
+      load_cached_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, work.keys, from.cache, p.v, work.v,
+                                                p.problem.head_dim_v, first, thread_idx);
+      return;
+    }
     const TileSource src{work.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
     load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
   };
@@ -270,7 +301,15 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid) {
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Grid grid) {
-  if constexpr (kCompiledHere<T::kClass>) fwd_body<T>(p, grid);
+  if constexpr (kCompiledHere<T::kClass>) fwd_body<T>(p, grid, nullptr);
+  else __trap();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kTile.ctas_per_sm)
+    fwd_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ Grid grid,
+                      const __grid_constant__ FromCache from) {
+  if constexpr (kCompiledHere<T::kClass>) fwd_body<T>(p, grid, from);
   else __trap();
 }
 

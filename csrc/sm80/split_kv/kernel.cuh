@@ -10,7 +10,7 @@
 //   then over them, when the keys are done, fp32: [kKeyWarps][kRows][D + 8]
 //
 // With one part the result leaves directly. Otherwise each part leaves its maximum, sum and output before the division,
-// all fp32, and fwd_merge_kernel puts them together in the order of the parts: bits do not depend on timing.
+// all fp32, and fwd_merge_kernel (merge.cuh) puts them together in the order of the parts: bits do not depend on timing.
 #pragma once
 
 #include "../../common/attn_mod.cuh"
@@ -223,9 +223,11 @@ __device__ __forceinline__ float* partial_out(const FwdParams& p, const SplitGri
   return reinterpret_cast<float*>(static_cast<char*>(p.schedule) + g.stats_bytes) + part * g.total_rows * g.pitch;
 }
 
-// Adds up what the warps of the same rows have found, and stores it: the result, or that of a part.
-template <typename T>
-__device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& g, const SplitWork& w,
+// Adds up what the warps of the same rows have found, and stores it: the result, or that of a part. `numbers`: of the
+// rows, among those that have parts.
+template <typename T, typename Numbers>
+__device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& g, const SplitWork& w, bool is_whole,
+                                           const Numbers& numbers,
                                            const RowState (&states)[T::kKeyWarps][T::kRows], const float* out) {
   constexpr int kQuads = T::kHeadDim / 4;
   const float scale = p.problem.abs_scale_log2;
@@ -245,7 +247,7 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
       x[0] += y.x * factor, x[1] += y.y * factor, x[2] += y.z * factor, x[3] += y.w * factor;
     }
     const RowPlace at = place_of(w, g, w.first + r);
-    if (g.splits == 1) {
+    if (is_whole) {
       float lse;
       const float inverse = finish_row(all, scale, lse);
       if (col == 0) p.lse[at.lse_offset(p.problem)] = lse;
@@ -253,7 +255,7 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
       for (float& y : x) y *= inverse;
       if (col < columns) store_quad<typename T::Element>(p.out, at, col, columns, x);
     } else {
-      const int64_t row = at.number(p.problem);
+      const int64_t row = numbers(at, r);
       if (col == 0) row_states(p, g, w.part)[row] = all;
       float* to = partial_out(p, g, w.part) + row * g.pitch + col;
       if (col < columns) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
@@ -261,38 +263,28 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 2)
-    fwd_split_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g) {
+// One tile of rows and one part of its keys. blocks_of() says which blocks of keys the part has, none where begin >= end;
+// load_rows() copies the thread's share of a tile of a ring, keys from `first` on.
+template <typename T, typename BlocksOf, typename LoadRows, typename Numbers>
+__device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, const SplitWork& w, const uint16_t* k,
+                                       const uint16_t* v, RowState (&states)[T::kKeyWarps][T::kRows], bool is_whole,
+                                       const BlocksOf& blocks_of, const LoadRows& load_rows, const Numbers& numbers) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kKeys = T::kKeys, kStages = T::kStages;
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ RowState states[T::kKeyWarps][T::kRows];
-  const SplitWork w = split_work<T::kRows>(p.problem, g);
-  if (w.rows <= 0) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int ring = warp / T::kRowWarps, warp_row = warp % T::kRowWarps * 16, sharing_idx = threadIdx.x % T::kSharing;
 
   const AttnMod mod{p.problem, w.q.length, w.k.length};
   const int first_query = static_cast<int>(divide(w.first, g.group));
   const int last_query = static_cast<int>(divide(w.first + min(T::kRows, w.rows) - 1, g.group));
-  const int first_key = mod.first_key_of(first_query), last_key = mod.last_key_of(last_query);
-  // Blocks of keys of this part; a part without keys has begin >= end.
-  const int first_block = first_key / T::kBlockN;
-  const int blocks = first_key <= last_key ? last_key / T::kBlockN + 1 - first_block : 0;
-  const int blocks_of_part = (blocks + g.splits - 1) / g.splits;
-  const int begin = first_block + w.part * blocks_of_part;
-  const int end = min(begin + blocks_of_part, first_block + blocks);
+  const BlockRange part = blocks_of(mod, first_query, last_query);
+  const int begin = part.begin, end = part.end;
 
   const uint32_t ring_at = ptx::smem_address(smem) + ring * T::kRingBytes;
-  const uint16_t* k = row_pointer(p.k, w.b, w.k.start, w.h_k);
-  const uint16_t* v = row_pointer(p.v, w.b, w.k.start, w.h_k);
   const auto load = [&](const uint16_t* from, const StridedView& view, int columns, int stage, int block) {
     if (block < end) {
-      const int first = block * T::kBlockN + ring * kKeys;
-      const int rows = w.k.length - first;
-      const TileSource src{rows > 0 ? from + first * view.row_stride : from, view.row_stride, columns, view.aligned};
-      load_tile<kKeys, D, T::kSharing>(ring_at + stage * T::kStageBytes, src, rows, sharing_idx);
+      load_rows(ring_at + stage * T::kStageBytes, from, view, columns, block * T::kBlockN + ring * kKeys, sharing_idx);
     }
     ptx::cp_async_commit();
   };
@@ -369,69 +361,32 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     }
   }
   __syncthreads();
-  store_rows<T>(p, g, w, states, out);
+  store_rows<T>(p, g, w, is_whole, numbers, states, out);
 }
 
-// Puts the parts of a row together. A CTA a row: warp i has the parts i, i + 4, ..., then the four are added in order.
-template <typename E>
-__global__ void __launch_bounds__(SplitTile::kThreads)
-    fwd_merge_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g) {
-  constexpr int kWarps = SplitTile::kWarps, kPasses = 2;  // of 128 columns
-  __shared__ float4 shares[kWarps][kPasses][32];
-  ptx::wait_for_kernel_before();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t number = blockIdx.x;
-  const int token = static_cast<int>(divide(blockIdx.x, g.heads));
-  RowPlace at{0, token, static_cast<int>(blockIdx.x) - token * p.problem.num_heads};
-  if (p.problem.cu_seqlens_q == nullptr) {
-    at.b = static_cast<int>(divide(token, g.queries));
-    at.row = token - at.b * p.problem.seqlen_q;
-  }
-  const float scale = p.problem.abs_scale_log2;
-  const auto state_of = [&](int part) { return row_states(p, g, part)[number]; };
-
-  RowState all{-INFINITY, 0.f};
-  for (int part = lane; part < g.splits; part += 32) all.largest = fmaxf(all.largest, state_of(part).largest);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    all.largest = fmaxf(all.largest, __shfl_xor_sync(ptx::kFullWarp, all.largest, step));
-  }
-  for (int part = lane; part < g.splits; part += 32) {
-    const RowState s = state_of(part);
-    all.sum += s.sum * s.factor(all.largest, scale);
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(ptx::kFullWarp, all.sum, step);
-
-  float4 x[kPasses] = {};
-#pragma unroll 8
-  for (int part = warp; part < g.splits; part += kWarps) {
-    const float factor = state_of(part).factor(all.largest, scale);
-    const float* row = partial_out(p, g, part) + number * g.pitch + 4 * lane;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      if (128 * i + 4 * lane >= g.pitch) continue;
-      const float4 y = *reinterpret_cast<const float4*>(row + 128 * i);
-      x[i].x += y.x * factor, x[i].y += y.y * factor, x[i].z += y.z * factor, x[i].w += y.w * factor;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) shares[warp][i][lane] = x[i];
-  __syncthreads();
-  if (warp >= kPasses) return;
-  float lse;
-  const float inverse = finish_row(all, scale, lse);
-  if (threadIdx.x == 0) p.lse[at.lse_offset(p.problem)] = lse;
-  float sums[4] = {};
-#pragma unroll
-  for (int n = 0; n < kWarps; ++n) {
-    const float4 y = shares[n][warp][lane];
-    sums[0] += y.x, sums[1] += y.y, sums[2] += y.z, sums[3] += y.w;
-  }
-#pragma unroll
-  for (float& y : sums) y *= inverse;
-  const int col = 128 * warp + 4 * lane;
-  if (col < p.problem.head_dim_v) store_quad<E>(p.out, at, col, p.problem.head_dim_v, sums);
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 2)
+    fwd_split_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g) {
+  __shared__ RowState states[T::kKeyWarps][T::kRows];
+  const SplitWork w = split_work<T::kRows>(p.problem, g);
+  if (w.rows <= 0) return;
+  const auto blocks_of = [&](const AttnMod& mod, int first_query, int last_query) {
+    const int first_key = mod.first_key_of(first_query), last_key = mod.last_key_of(last_query);
+    const int first_block = first_key / T::kBlockN;
+    const int blocks = first_key <= last_key ? last_key / T::kBlockN + 1 - first_block : 0;
+    const int blocks_of_part = (blocks + g.splits - 1) / g.splits;
+    const int begin = first_block + w.part * blocks_of_part;
+    return BlockRange{begin, min(begin + blocks_of_part, first_block + blocks)};
+  };
+  const auto load_rows = [&](uint32_t tile, const uint16_t* from, const StridedView& view, int columns, int first,
+                             int sharing_idx) {
+    const int rows = w.k.length - first;
+    const TileSource src{rows > 0 ? from + first * view.row_stride : from, view.row_stride, columns, view.aligned};
+    load_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, src, rows, sharing_idx);
+  };
+  attend<T>(p, g, w, row_pointer(p.k, w.b, w.k.start, w.h_k), row_pointer(p.v, w.b, w.k.start, w.h_k), states,
+            g.splits == 1, blocks_of, load_rows,
+            [&](const RowPlace& at, int) { return at.number(p.problem); });
 }
 
 }  // namespace flash_ext::sm80

@@ -4,7 +4,7 @@
 
 #include "../../launch.h"
 #include "../instances.h"
-#include "kernel.cuh"
+#include "merge.cuh"
 
 namespace flash_ext::sm80 {
 

@@ -81,20 +81,20 @@ struct TileWalk {
   }
 };
 
-enum class DqKind { kUnordered, kOrdered, kElsewhere };  // how dQ is added, or in another kernel
+enum class DqKind { kUnordered, kOrdered, kElsewhere, kStored };  // how dQ is added; in another kernel; all at once
 
 template <typename E, int D, DqKind kDq = DqKind::kUnordered>
 struct BwdTraits {
   using Element = E;
   static constexpr bool kOrdered = kDq == DqKind::kOrdered;
   static constexpr bool kPool = kDq == DqKind::kUnordered;  // may have its accumulators in a pool
-  static constexpr bool kMakesDq = kDq != DqKind::kElsewhere;
+  static constexpr bool kMakesDq = kDq != DqKind::kElsewhere, kStores = kDq == DqKind::kStored;
   // Tiles of a work tile still to load when the next one is fetched: one fetched early is kept from a CTA that is free
   // before (causal, 4k to 16k rows: 5 %), and additions in order want work tiles to begin in the order in which they
   // are fetched.
   static constexpr int kFetchAhead = 2;
   static constexpr int kHeadDim = D;
-  static constexpr BwdTile kTile = kMakesDq ? bwd_tile(D) : kShortKeysTile;
+  static constexpr BwdTile kTile = kStores ? kStoredTile : kMakesDq ? bwd_tile(D) : kShortKeysTile;
   static constexpr bool kIndependent = kTile.independent;
   static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = BwdTile::kThreads;
   static constexpr bool kByQueries = false;
@@ -114,7 +114,8 @@ struct BwdTraits {
   static constexpr int kDsAt = kDoutAt + kStages * kQBytes, kPiecesAt = kDsAt + kTile.ds_bytes();
   static constexpr int kPieceStages = kTile.piece_stages(), kConverterBytes = kTile.converter_bytes();
   static constexpr int kZerosAt = kPiecesAt + BwdTile::kConverters * kConverterBytes;
-  static constexpr int kStatsAt = kZerosAt + kTile.zero_bytes();
+  static constexpr int kExchangeAt = kZerosAt + kTile.zero_bytes();  // of dQ, between the warpgroups
+  static constexpr int kStatsAt = kExchangeAt + kTile.exchange_bytes();
   static constexpr bool kStaged = kTile.staged;
   // A warp: 16 queries, 64 columns.
   static constexpr int kStagingAt = kStatsAt + kTile.stats_bytes(), kStagingBytes = 4096;
@@ -122,7 +123,7 @@ struct BwdTraits {
   static constexpr int kDqStages = kIndependent ? 2 : 1, kSemaphoresAtOnce = 4;
   static constexpr bool kQueriesLoadDouts = kPool || kIndependent;
   static constexpr bool kSchedulerLoadsKeys = true;
-  static constexpr int kWorkReaders = kOrdered ? 3 : 2;  // among the producers
+  static constexpr int kWorkReaders = kOrdered ? 3 : kStores ? 1 : 2;  // among the producers
   static constexpr int kWorkAt = kStagingAt + kTile.staging_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes(D);
   static constexpr int kWorkStages = 2;

@@ -245,7 +245,9 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
   }
 }
 
-// Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO.
+// Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO. Where these are
+// all keys (T::kStores), their parts of dQ meet in shared memory: by turns one leaves its part, and the other adds it to its
+// own and stores the sum. Both then take every step, also one whose queries see none of their keys.
 template <typename T>
 __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                     const BwdWorkTile* work_tiles, BwdBarriers<T> bars, int group) {
@@ -300,7 +302,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
     while (walk.left > 0) {
       wait(bars.q_full(ring.stage), ring.phase);
       wait(bars.dout_full(ring.stage), ring.phase);
-      if (!reach.sees(walk.block)) {
+      if (!T::kStores && !reach.sees(walk.block)) {
         arrive(bars.q_empty(ring.stage));
         arrive(bars.dout_empty(ring.stage));
         ring.advance();
@@ -393,7 +395,29 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       ptx::wgmma_wait<0>();
       ptx::warpgroup_fence_operand(dq);
       float* to = dq_warp + static_cast<int64_t>(tile) * (kM * D);
-      if constexpr (T::kOrdered) {
+      if constexpr (T::kStores) {
+        // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been read
+        // before it writes there again, two steps later: in between it waits for the other's part. Two barriers by turns,
+        // because one warpgroup may come to the next step's before the other has come to this one's.
+        const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16, meeting = ptx::kExchangeBarrier + ds_stage;
+        debug_delay();
+        if (static_cast<uint32_t>(group) == ds_stage) {
+#pragma unroll
+          for (int i = 0; i < D / 8; ++i) ptx::store_shared(part + i * 2048, four_of(dq, i));
+          ptx::bar_arrive_only(meeting, 256);
+        } else {
+          ptx::bar_sync(meeting, 256);
+#pragma unroll
+          for (int i = 0; i < D / 8; ++i) {
+            const float4 other = ptx::load_shared(part + i * 2048);
+            float* x = dq + i / 2 * 8 + i % 2 * 2;
+            x[0] += other.x, x[1] += other.y, x[4] += other.z, x[5] += other.w;
+          }
+          const Problem& p = a.p.problem;
+          store_rows<E>(a.p.dq, work.w.b, work.w.q, work.w.h * heads + walk.head, dq, p.softmax_scale, p.head_dim,
+                        walk.block * kM + row, lane);
+        }
+      } else if constexpr (T::kOrdered) {
         if constexpr (!T::kStaged) {
           add_dq_in_order(to, dq, lane, wait_dq_semaphore(a.dq_semaphore + tile, 2 * work.w.block + group, seen));
         }

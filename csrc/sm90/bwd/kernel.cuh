@@ -8,7 +8,8 @@
 //   K, V     [block_n rows], in parts of 128
 //   Q, dO    [kStages][64 rows]
 //   dS       [kDsStages][64 queries x 128 keys], for each warpgroup where they are independent; not without dQ (DqKind::kElsewhere)
-//   pieces   [2][piece stages][16 queries x 32 columns of dQ in fp32], zeros; not without dQ
+//   pieces   [2][piece stages][16 queries x 32 columns of dQ in fp32], zeros; only where dQ is added to memory
+//   exchange [64 queries x 64 columns of dQ in fp32], DqKind::kStored only
 //   stats    [kStages][-lse * log2 e of 64 queries, -delta]
 //   staging  [consumer warps][16 queries x 64 columns of dQ], if T::kStaged
 //   work tiles [kWorkStages], deferred arrivals, barriers
@@ -37,9 +38,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       convert_dq<T>(a, maps, cta.smem, cta.shared, cta.bars, warp / 2);
     } else if (warp == 2) {
       load_queries<T>(a, maps, cta.smem, cta.shared, cta.bars);
-    } else if (T::kQueriesLoadDouts) {
+    } else if (T::kOrdered && T::kQueriesLoadDouts) {
       pass_dq_semaphores<T>(a, cta.smem, cta.shared, cta.bars, 1);
-    } else if (warp == 3) {
+    } else if (warp == 3 && !T::kQueriesLoadDouts) {
       load_douts<T>(a, maps, cta.smem, cta.shared, cta.bars);
     }
   };

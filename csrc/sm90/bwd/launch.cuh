@@ -92,6 +92,9 @@ std::string launch_bwd_fused(const BwdCall& c, const Launch& l) {
       return launch_planned(l, dq_convert_kernel<E, D>, 128, 0, c.p.stream, c.hopper(), l.grid,
                             static_cast<int>(query_tiles_per_head(c.p.problem)));
     }
+    if constexpr (D == kStoredHeadDim) {
+      if (l.dq == DqMode::kStored) return launch_bwd_as<BwdTraits<E, D, DqKind::kStored>>(c, l);
+    }
     return l.dq == DqMode::kOrdered ? launch_bwd_as<BwdTraits<E, D, DqKind::kOrdered>>(c, l)
                                     : launch_bwd_as<BwdTraits<E, D, DqKind::kUnordered>>(c, l);
   });

@@ -15,6 +15,7 @@ struct BwdTile {
   int stages;   // tiles of Q and of dO in the ring
   bool staged;  // dQ leaves through shared memory, else from registers
   bool makes_dq = true;
+  bool stores_dq = false;  // a block has all keys: both warpgroups' parts of dQ are added in shared memory
 
   static constexpr int kBlockM = 64, kThreads = 384, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
   static constexpr int kOrderedKeys = 128;  // a turn, where additions to dQ have an order
@@ -27,14 +28,16 @@ struct BwdTile {
   constexpr int staging_bytes() const { return staged ? 8 * 4096 : 0; }
   static constexpr int kControlBytes = 896;  // work tiles and barriers
   // Of bwd/dq_pool_convert.cuh: each of two warps has stages for pieces of dQ; zeros for both.
+  constexpr bool adds_dq() const { return makes_dq && !stores_dq; }  // to sums in memory
+  constexpr int exchange_bytes() const { return stores_dq ? kBlockM * 64 * 4 : 0; }
   static constexpr int kPieceBytes = 2048, kConverters = 2, kZeroBytes = kPieceBytes / 2;
-  constexpr int piece_stages() const { return !makes_dq ? 0 : independent ? 3 : 4; }
+  constexpr int piece_stages() const { return !adds_dq() ? 0 : independent ? 3 : 4; }
   constexpr int converter_bytes() const { return piece_stages() * kPieceBytes; }
-  constexpr int zero_bytes() const { return makes_dq ? kZeroBytes : 0; }
+  constexpr int zero_bytes() const { return adds_dq() ? kZeroBytes : 0; }
   constexpr int converting_bytes() const { return kConverters * converter_bytes() + zero_bytes(); }
   constexpr int smem_bytes(int d) const {
     return 2 * kv_bytes(d) + stages * stage_bytes(d) + ds_bytes() + stats_bytes() + staging_bytes() +
-           converting_bytes() + kControlBytes;
+           converting_bytes() + exchange_bytes() + kControlBytes;
   }
 };
 
@@ -45,7 +48,13 @@ constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : B
 inline constexpr int kShortHeadDim = 128;
 inline constexpr BwdTile kShortKeysTile = {false, 4, true, false};
 
-static_assert(bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge &&
+// Of the kernel whose blocks have all keys of a sequence, up to head_dim 64: five stages would need 384 bytes more than there
+// are.
+inline constexpr int kStoredHeadDim = 64;
+inline constexpr BwdTile kStoredTile = {true, 4, false, true, true};
+
+static_assert(kStoredTile.smem_bytes(kStoredHeadDim) <= kSmemLimitLarge &&
+              bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge &&
               kShortKeysTile.smem_bytes(kShortHeadDim) <= kSmemLimitLarge);
 
 // Tiles of queries of one head in the workspace; packed sequences as in packed_slots().

@@ -22,37 +22,57 @@ inline CUtensorMapDataType map_type_of(DType dtype) {
   return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// A map with boxes of `box_rows` rows of 64 columns, or 32, which have a swizzle of their own. `rows` counts those of a
-// batch entry; packed tensors get the shape that fwd/config.cuh's row_coordinates() expects. Errors in words, or empty.
-inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
-                              int heads, int box_rows, int box_columns = 64) {
-  static const EncodeTiled encode = find_encoder();
-  if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
-  const bool packed = p.is_varlen();
-  constexpr cuuint64_t kMany = (cuuint64_t{1} << 31) - 1;
-  // A dimension of size 1 has stride 0 in a view, an expanded one as well and counts as size 1 here (see Steps): TMA
-  // asks for a positive multiple of 16 bytes.
-  const auto bytes = [](int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 16 : 2 * stride); };
-  const cuuint64_t row = bytes(x.row_stride);
-  const auto size = [](int64_t stride, int64_t n) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); };
-  cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), size(x.head_stride, heads),
-                        size(x.batch_stride, p.batch), 1};
-  cuuint64_t strides[4] = {row, bytes(x.head_stride), bytes(x.batch_stride), 16};
-  if (packed) {
-    dims[1] = cuuint64_t{1} << 30;
-    dims[3] = dims[4] = kMany;
-    strides[2] = (cuuint64_t{1} << 35) - row;
-    strides[3] = row;
-  }
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+// What one copy brings: rows of 128 bytes, or of 64, which have a swizzle of their own.
+struct Box {
+  int columns, rows, element_bytes = 2;
+  int row_bytes() const { return columns * element_bytes; }
+};
+
+inline constexpr cuuint64_t kManyEntries = (cuuint64_t{1} << 31) - 1;
+
+// Errors in words, or empty.
+inline std::string encode(CUtensorMap& map, void* ptr, CUtensorMapDataType type, const cuuint64_t (&dims)[5],
+                          const cuuint64_t (&strides)[4], const Box& b) {
+  static const EncodeTiled encode_tiled = find_encoder();
+  if (encode_tiled == nullptr) return "the driver has no cuTensorMapEncodeTiled";
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(b.columns), static_cast<cuuint32_t>(b.rows), 1, 1, 1};
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
   const CUresult result =
-      encode(&map, map_type_of(p.dtype), 5, x.ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             box_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   b.row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's codes are those of the runtime; a context lost earlier shows here first.
   if (result == CUDA_SUCCESS) return {};
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
+}
+
+// A dimension of size 1 has stride 0 in a view, an expanded one as well and counts as size 1 here (see Steps): TMA
+// asks for a positive multiple of 16 bytes.
+inline cuuint64_t map_stride(int64_t stride, int element_bytes) {
+  return static_cast<cuuint64_t>(stride == 0 ? 16 : element_bytes * stride);
+}
+inline cuuint64_t map_size(int64_t stride, int64_t n) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); }
+
+// A map of rows, with boxes `b`. `rows` counts those of a batch entry; packed tensors get the shape that
+// fwd/config.cuh's row_coordinates() expects.
+inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
+                              int heads, const Box& b) {
+  const cuuint64_t row = map_stride(x.row_stride, b.element_bytes);
+  cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                        map_size(x.head_stride, heads), map_size(x.batch_stride, p.batch), 1};
+  cuuint64_t strides[4] = {row, map_stride(x.head_stride, b.element_bytes),
+                           map_stride(x.batch_stride, b.element_bytes), 16};
+  if (p.is_varlen()) {
+    dims[1] = cuuint64_t{1} << 30;
+    dims[3] = dims[4] = kManyEntries;
+    strides[2] = (cuuint64_t{1} << 35) - row;
+    strides[3] = row;
+  }
+  return encode(map, x.ptr, b.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : map_type_of(p.dtype), dims, strides, b);
+}
+inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
+                              int heads, int box_rows, int box_columns = 64) {
+  return encode_map(map, x, p, columns, rows, heads, Box{box_columns, box_rows});
 }
 
 // What a backward reads, in boxes of so many rows.

@@ -40,7 +40,9 @@ struct FwdTraits {
   static constexpr FwdTile kTile = fwd_tile(D, Dv, kM128);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
-  static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStagingChunks = kTile.staging_chunks(Dv);
+  static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv);
+  static constexpr int kStagingChunks = kTile.staging_chunks(Dv);
+  static constexpr bool kNamesSequences = false;  // whether a packed work tile has the number of its sequence as its b
   // The producers want 40 for packed sequences, where consumers leave it.
   static constexpr int kConsumerRegs = kConsumers == 2 ? 232 : D == 96 ? 152 : 160;
   static constexpr int kProducerRegs = ptx::kRegisterBudget<kConsumers + 1> - kConsumers * kConsumerRegs;

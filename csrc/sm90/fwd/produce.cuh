@@ -21,7 +21,7 @@ __device__ __forceinline__ void store_empty(const FwdParams& p, const Work& w, f
   zero_rows(p.out, w.b, w.q.start + first_row, w.h, rows, p.problem.head_dim_v, lane);
 }
 
-template <int kChunks, int kRows>
+template <int kChunks, int kRows, int kColumns = 64>
 __device__ __forceinline__ void copy_tile(const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t bar,
                                           RowCoordinates at, int h) {
   h *= steps.head;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_tile(const CUtensorMap& map, const Steps& s
   ptx::mbarrier_arrive_expect_tx(bar, kChunks * kRows * 128);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    ptx::tma_load_5d(to + i * kRows * 128, &map, bar, 64 * i, at.row, h, at.outer, at.outermost);
+    ptx::tma_load_5d(to + i * kRows * 128, &map, bar, kColumns * i, at.row, h, at.outer, at.outermost);
   }
 }
 
@@ -37,8 +37,9 @@ __device__ __forceinline__ void copy_tile(const CUtensorMap& map, const Steps& s
 template <typename T>
 __device__ __forceinline__ void copy_q(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, uint32_t bar, int stage,
                                        const Work& w) {
-  copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q_steps, smem + T::kQAt + stage * T::kQBytes, bar,
-                                    row_coordinates(a.p.problem, w.q, w.b, w.block * T::kBlockM), w.h);
+  copy_tile<T::kChunks, T::kBlockM, T::kChunkColumns>(maps.q, a.q_steps, smem + T::kQAt + stage * T::kQBytes, bar,
+                                                      row_coordinates(a.p.problem, w.q, w.b, w.block * T::kBlockM),
+                                                      w.h);
 }
 
 inline constexpr int kFetchAhead = 3;  // tiles of a work tile still to load when the next one is fetched
@@ -58,7 +59,9 @@ __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& m
   int stretch_end = 0;  // of the tiles of the same work tile that are left; 0: none
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
-    const Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, nullptr);
+    int sequence = 0;
+    Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, T::kNamesSequences ? &sequence : nullptr);
+    if constexpr (T::kNamesSequences) w.b = sequence;
     if (w.active) {
       BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
       if (blocks.begin < blocks.end) {

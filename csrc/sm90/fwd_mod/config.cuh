@@ -138,7 +138,7 @@ struct FwdModTraits {
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
   static constexpr int kBiasStages = kModTile.bias_stages;
   static constexpr bool kStaged = kModTile.staged;
-  static constexpr int kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStagingChunks = kTile.staging_chunks(Dv);
+  static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStagingChunks = kTile.staging_chunks(Dv);
   // The scheduler, which classifies tiles, does not fit 40.
   static constexpr int kConsumerRegs = kM192 ? 152 : 224, kProducerRegs = 56;
   static constexpr int kClassifierLanes = kConsumers == 2 ? 2 : 4;  // lanes a tile, one for each warpgroup's rows

@@ -16,8 +16,7 @@ What all of them share:
   :func:`flash_ext.compat.flash_attn.probabilities.signed_weights`.
 
 On a GPU tensors are float16 or bfloat16, on the CPU also float32 and float64; headdim is any size up to 256,
-and that of v may differ. Errors are those of :func:`flash_ext.attention`; NotImplementedError for a paged
-cache.
+and that of v may differ. Errors are those of :func:`flash_ext.attention`.
 
 Source: the interface of flash-attn 2.8, https://github.com/Dao-AILab/flash-attention.
 """
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backward, dropout_rng, forward, masks
+from ... import backward, dropout_rng, forward, masks, serving
 from ..._count import counting, tally
 from ..._log import logged
 from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
@@ -38,11 +37,6 @@ from .probabilities import rounded, signed_weights
 Window = tuple[int, int]
 # (out, softmax_lse, S_dmask) with return_attn_probs, else out.
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
-
-NO_PAGES = (
-    "block_table: a paged key/value cache is not supported. Pass dense or packed k and v, or a dense cache "
-    "to flash_attn_with_kvcache."
-)
 
 
 # ---- dense ---------------------------------------------------------------------------------------------
@@ -141,14 +135,21 @@ def flash_attn_varlen_func(
     """Attention of packed sequences; arguments as the module says.
 
     ``max_seqlen_q`` and ``max_seqlen_k`` are not needed here; as tensors they are not read, so that the host
-    need not wait, unless weights are asked for.
+    need not wait, unless weights are asked for. With ``block_table`` (batch, max_pages) k and v are pages
+    (num_pages, page_size, nheads_k, headdim), ``cu_seqlens_k`` has the lengths, and there is no gradient, no
+    dropout, softcap and ALiBi; max_seqlen_q then chooses kernels.
 
     Returns:
         out (total_q, nheads, headdim); with ``return_attn_probs`` also softmax_lse (nheads, total_q) and
         S_dmask (batch, nheads, max_seqlen_q, max_seqlen_k), both rounded up.
     """
     if block_table is not None:
-        raise NotImplementedError(NO_PAGES)
+        bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = _over_pages(
+            q, k, v, bounds, None, block_table, dropout_p, softmax_scale, causal, window_size, softcap,
+            alibi_slopes,
+        )  # fmt: skip
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     options = {
         "causal": causal, "window_size": tuple(window_size), "scale": softmax_scale, "softcap": softcap,
         "bias": _alibi(alibi_slopes), "deterministic": deterministic, "cu_seqlens_q": cu_seqlens_q,
@@ -292,13 +293,18 @@ def _flash_attn_varlen_forward(
     ``zero_tensors`` asks for what is so anyhow: rows of no sequence are 0.
     """
     with torch.no_grad():
-        if block_table is not None:
-            raise NotImplementedError(NO_PAGES)
-        if leftpad_k is not None or seqused_k is not None:
-            name = "leftpad_k" if leftpad_k is not None else "seqused_k"
+        if leftpad_k is not None:
             raise NotImplementedError(
-                f"{name} is not supported; cut the keys and pass their own cu_seqlens_k."
+                "leftpad_k is not supported; cut the keys and pass their own cu_seqlens_k."
             )
+        if block_table is not None or seqused_k is not None:
+            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            window = (window_size_left, window_size_right)
+            out, lse = _over_pages(
+                q, k, v, bounds, seqused_k, block_table, dropout_p, softmax_scale, causal, window, softcap,
+                alibi_slopes,
+            )  # fmt: skip
+            return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
         options = {
             "causal": causal, "window_size": (window_size_left, window_size_right), "scale": softmax_scale,
             "softcap": softcap, "bias": _alibi(alibi_slopes), "cu_seqlens_q": cu_seqlens_q,
@@ -381,6 +387,36 @@ def _attend(
     weights_wanted = return_attn_probs and dropout_p > 0
     out, lse, weights, _ = _run(q, k, v, dropout_p, weights_wanted, max_seqlens, options)
     return (out, lse, weights) if return_attn_probs else out
+
+
+def _over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: tuple[Tensor, Tensor, int | Tensor, int | Tensor],
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of packed queries over a cache; ``cu_seqlens_k`` has its lengths if nothing else does."""
+    if counting:
+        tally("compat.flash_attn")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise NotImplementedError("attention over a cache has no gradient. Call it under torch.no_grad().")
+    cu_seqlens_q, cu_seqlens_k, *longest = bounds
+    used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    most = [n if isinstance(n, int) else 0 for n in longest]
+    found = serving.flash_attn_varlen_func(
+        _with_unit_stride(q), k, v, most[0], cu_seqlens_q, most[1], cu_seqlens_k, used, dropout_p=dropout_p,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, block_table=block_table, return_softmax_lse=True,
+    )  # fmt: skip
+    return found[0], found[1]
 
 
 def _run(

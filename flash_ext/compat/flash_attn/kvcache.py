@@ -1,11 +1,11 @@
-"""``flash_attn_with_kvcache`` of flash-attn 2.8: attention over a dense cache, with append in place."""
+"""``flash_attn_with_kvcache`` of flash-attn 2.8: attention over dense or paged caches, append in place."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ... import forward, masks
+from ... import forward, masks, serving
 from ..._log import logged
 
 
@@ -39,7 +39,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
-        k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim); written in place if k is given.
+        k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), with block_table (num_pages,
+            page_size, nheads_k, headdim); written in place if k is given.
         k, v: (batch, seqlen_new, nheads_k, headdim), placed at ``cache_seqlens`` of their sequence. Keys that
             the cache has no room for are left out: flash-attn writes them somewhere.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are rotated by their positions in the
@@ -53,6 +54,8 @@ def flash_attn_with_kvcache(
             them only may have it: on the CPU that is refused, on a GPU, where the host does not see the
             values, the first of them in the batch has the entry, and the others have none.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
+        block_table: (batch, max_pages) int32, the pages of each sequence; with it neither cache_batch_idx,
+            cache_leftpad, softcap nor alibi_slopes. Pages have any size.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
         alibi_slopes: (nheads,) or (batch, nheads); here they cost a bias of batch * nheads * seqlen_q *
@@ -64,13 +67,25 @@ def flash_attn_with_kvcache(
         out (batch, seqlen_q, nheads, headdim) and, if asked for, softmax_lse (batch, nheads, seqlen_q).
 
     Raises:
-        NotImplementedError: ``block_table`` (paged cache), or ``num_splits`` above 1.
+        NotImplementedError: ``num_splits`` above 1, or what does not go with ``block_table``.
         ValueError: k without v or without ``cache_seqlens``, rotary factors without k, one without the
             other, or fewer than the cache has positions, a cache with fewer entries than sequences, k with a
             cache that is expanded or, on the CPU, with an entry for two sequences, numbers on another device
             than the cache, and what :func:`flash_ext.attention` refuses.
     """
-    _refuse_unsupported(block_table, num_splits)
+    if num_splits not in (0, 1):
+        raise NotImplementedError(
+            f"num_splits must be 0 or 1, the number of parts is chosen from the shapes; got {num_splits}."
+        )
+    if block_table is not None:
+        if alibi_slopes is not None:
+            raise NotImplementedError("alibi_slopes is not served over a paged cache. Gather the keys.")
+        return serving.flash_attn_with_kvcache(
+            q if q.stride(-1) == 1 else q.contiguous(), k_cache, v_cache, k, v, None, rotary_cos, rotary_sin,
+            cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits, return_softmax_lse=return_softmax_lse,
+        )  # fmt: skip
     batch, seqlen_q = q.shape[:2]
     _check(batch, k_cache, cache_seqlens, cache_batch_idx, cache_leftpad)
     appends = k is not None and k.shape[1] > 0
@@ -242,15 +257,6 @@ def _attend_to_runs(
     )  # fmt: skip
     out = out.view(batch, seqlen_q, num_heads, out.shape[-1])
     return out, lse.view(num_heads, batch, seqlen_q).transpose(0, 1).contiguous()
-
-
-def _refuse_unsupported(block_table: Tensor | None, num_splits: int) -> None:
-    if block_table is not None:
-        raise NotImplementedError("block_table: only a dense cache (batch, seqlen, ...) is supported.")
-    if num_splits not in (0, 1):
-        raise NotImplementedError(
-            f"num_splits must be 0 or 1, the number of parts is chosen from the shapes; got {num_splits}."
-        )
 
 
 def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -10,7 +10,7 @@
 #include <random>
 #include <string>
 
-#include "sm80/split_kv/kernel.cuh"
+#include "sm80/split_kv/merge.cuh"
 
 namespace flash_ext {
 namespace {

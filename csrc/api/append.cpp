@@ -1,0 +1,145 @@
+// flash_ext::append_kv: new keys and values go into a cache in place, keys turned by their positions.
+#include <c10/core/ScalarType.h>
+#include <torch/library.h>
+
+#include <sstream>
+#include <string>
+
+#include "../append_kv.h"
+#include "api.h"
+#include "tensors.h"
+
+namespace flash_ext {
+namespace {
+
+std::string text_of(const Tensor& t) {
+  std::ostringstream text;
+  text << "torch." << c10::getDtypeNames(t.scalar_type()).first << ' ' << t.sym_sizes();
+  return text.str();
+}
+
+bool same(const SymInt& a, const SymInt& b) {
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x == *y : a.sym_eq(b).expect_true(__FILE__, __LINE__);
+}
+
+void check_indices(const Tensor& t, const char* name, const Tensor& k_new) {
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, name,
+                   " must be torch.int32 or torch.int64, got ", text_of(t), ".");
+  TORCH_CHECK_VALUE(t.device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
+                    t.device(), ".");
+  TORCH_CHECK_VALUE(t.dim() == 1 && same(t.sym_size(0), k_new.sym_size(0)), name, " must have shape (tokens,), here (",
+                    k_new.sym_size(0), ",), got ", t.sym_sizes(), ".");
+  TORCH_CHECK_VALUE(t.is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
+}
+
+}  // namespace
+
+void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
+                     const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
+                     const OptionalTensor& positions, bool) {
+  const std::pair<const Tensor*, const char*> all[] = {
+      {&k_new, "k_new"}, {&v_new, "v_new"}, {&k_cache, "k_cache"}, {&v_cache, "v_cache"}};
+  for (const auto& [t, name] : all) {
+    const bool is_new = t == &k_new || t == &v_new;
+    TORCH_CHECK_VALUE(t->dim() == (is_new ? 3 : 4), name, " must have shape ",
+                      is_new ? "(tokens, num_heads, head_dim)" : "(num_pages, page_size, num_heads, head_dim)", ", got ",
+                      t->sym_sizes(), ".");
+    TORCH_CHECK_TYPE(t->scalar_type() == k_new.scalar_type(), name, " must have the dtype of k_new, got ", text_of(*t), " and ",
+                     text_of(k_new), ".");
+    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
+                      t->device(), ".");
+    TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
+                      " must have stride 1 in its last dimension, got strides ", t->sym_strides(), ".");
+    TORCH_CHECK_NOT_IMPLEMENTED(!t->requires_grad() || !at::GradMode::is_enabled(), name,
+                                " requires a gradient, and append_kv has none. Call it under torch.no_grad().");
+    TORCH_CHECK_VALUE(same(t->sym_size(-2), k_new.sym_size(-2)), name, " must have the ", k_new.sym_size(-2),
+                      " heads of k_new, got ", t->sym_size(-2), ".");
+    if (is_new) continue;
+    for (int64_t dim = 0; dim < 4; ++dim) {
+      TORCH_CHECK_VALUE(t->sym_size(dim).maybe_as_int().value_or(2) <= 1 || t->sym_stride(dim).maybe_as_int().value_or(1) != 0,
+                        name, " must not be expanded to be written, got strides ", t->sym_strides(), ".");
+    }
+  }
+  TORCH_CHECK_TYPE(at::isFloatingType(k_new.scalar_type()) &&
+                       (!k_new.is_cuda() || k_new.scalar_type() == at::kHalf || k_new.scalar_type() == at::kBFloat16),
+                   "k_new must be torch.float16 or torch.bfloat16 on cuda, and floating point elsewhere, got ", text_of(k_new),
+                   ".");
+  TORCH_CHECK_VALUE(same(v_new.sym_size(0), k_new.sym_size(0)), "v_new must have the tokens of k_new, ", k_new.sym_size(0),
+                    ", got ", v_new.sym_size(0), ".");
+  TORCH_CHECK_VALUE(same(k_cache.sym_size(-1), k_new.sym_size(-1)) && same(v_cache.sym_size(-1), v_new.sym_size(-1)),
+                    "k_cache and v_cache must have the head_dim of k_new and v_new, got ", k_cache.sym_sizes(), " and ",
+                    v_cache.sym_sizes(), ".");
+  TORCH_CHECK_VALUE(same(k_cache.sym_size(0), v_cache.sym_size(0)) && same(k_cache.sym_size(1), v_cache.sym_size(1)),
+                    "k_cache and v_cache must have the same pages, got ", k_cache.sym_sizes(), " and ", v_cache.sym_sizes(),
+                    ".");
+  check_indices(slots, "slot_mapping", k_new);
+  TORCH_CHECK_VALUE(cos.has_value() == sin.has_value() && cos.has_value() == positions.has_value(),
+                    "cos, sin and positions of a rotary embedding must be given together.");
+  if (!cos.has_value()) return;
+  check_indices(*positions, "positions", k_new);
+  for (const auto& [t, name] : {std::pair{&*cos, "cos"}, {&*sin, "sin"}}) {
+    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
+                      t->device(), ".");
+    TORCH_CHECK_TYPE(t->scalar_type() == at::kFloat || t->scalar_type() == k_new.scalar_type(), name,
+                     " must be torch.float32 or have the dtype of k_new, got ", text_of(*t), ".");
+    TORCH_CHECK_VALUE(t->dim() == 2 && same(t->sym_size(1), cos->sym_size(1)) && same(t->sym_size(0), cos->sym_size(0)), name,
+                      " must have shape (positions, rotary_dim / 2), as cos and sin both, got ", t->sym_sizes(), ".");
+    TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
+                      " must have stride 1 in its last dimension. Call .contiguous() on it.");
+  }
+  TORCH_CHECK_TYPE(cos->scalar_type() == sin->scalar_type(), "cos and sin must have one dtype, got ", text_of(*cos), " and ",
+                   text_of(*sin), ".");
+  const auto half = cos->sym_size(1).maybe_as_int(), d = k_new.sym_size(-1).maybe_as_int();
+  TORCH_CHECK_VALUE(!half || !d || 2 * *half <= *d, "cos and sin turn ", 2 * half.value_or(0), " features, but k_new has ",
+                    d.value_or(0), ".");
+  TORCH_CHECK_VALUE(cos->sym_size(0).maybe_as_int().value_or(1) > 0, "cos and sin must have a row for each position, got none.");
+}
+
+void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
+                   const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& positions,
+                   bool interleaved) {
+  check_append_kv(k_new, v_new, k_cache, v_cache, slots, cos, sin, positions, interleaved);
+  if (k_new.numel() == 0 && v_new.numel() == 0) return;
+  if (k_cache.size(0) == 0 || k_cache.size(1) == 0) return;
+  const OnDevice on_device(k_new);
+  AppendParams p;
+  p.dtype = k_new.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+  p.k_new = view_of(k_new), p.v_new = view_of(v_new);
+  p.k_cache = view_of(k_cache), p.v_cache = view_of(v_cache);
+  p.slots = slots.const_data_ptr();
+  p.is_wide = slots.scalar_type() == at::kLong;
+  p.tokens = k_new.size(0);
+  p.num_slots = k_cache.size(0) * k_cache.size(1);
+  TORCH_CHECK_NOT_IMPLEMENTED(p.num_slots < (int64_t{1} << 31), "append_kv: the cache has ", p.num_slots,
+                              " slots, 2^31 or more. Divide it.");
+  p.page_size = Divisor(static_cast<uint32_t>(k_cache.size(1)));
+  p.heads = Divisor(static_cast<uint32_t>(k_new.size(1)));
+  p.head_dim = static_cast<int32_t>(k_new.size(2)), p.head_dim_v = static_cast<int32_t>(v_new.size(2));
+  p.key_chunks = (p.head_dim + 7) / 8;
+  p.chunks = Divisor(static_cast<uint32_t>(p.key_chunks + (p.head_dim_v + 7) / 8));
+  if (cos.has_value()) {
+    Rotary& r = p.rotary;
+    r.cos = cos->const_data_ptr(), r.sin = sin->const_data_ptr();
+    r.cos_stride = cos->stride(0), r.sin_stride = sin->stride(0);
+    r.is_float = cos->scalar_type() == at::kFloat;
+    r.interleaved = interleaved;
+    r.dim = static_cast<int32_t>(2 * cos->size(1));
+    r.positions = clamp_to_int32(cos->size(0));
+    r.of_token = positions->const_data_ptr();
+    r.is_wide = positions->scalar_type() == at::kLong;
+  }
+  p.stream = stream_handle(k_new.device());
+  if (!should_launch()) return;
+  const std::string error = append_kv(p);
+  TORCH_CHECK(error.empty(), "flash_ext append_kv: ", error);
+}
+
+TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
+  m.def(
+      "append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? cos, "
+      "Tensor? sin, Tensor? positions, bool interleaved) -> ()",
+      {at::Tag::pt2_compliant_tag});
+}
+
+}  // namespace flash_ext

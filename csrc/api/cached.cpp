@@ -1,0 +1,119 @@
+// The forward over a cache of keys and values: lengths and pages are on the device, and nothing has a gradient.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "api.h"
+#include "tensors.h"
+
+namespace flash_ext {
+namespace {
+
+KvCache cache_of(const Tensor& k, const CallArgs& a) {
+  KvCache c;
+  if (a.seqused_k.has_value()) c.seqused_k = a.seqused_k->const_data_ptr<int32_t>();
+  int64_t room = k.size(-3);
+  if (k.dim() == 4) {
+    c.num_pages = static_cast<int32_t>(k.size(0));
+    c.page_size = Divisor(static_cast<uint32_t>(std::clamp<int64_t>(k.size(1), 1, 1 << 30)));
+  }
+  if (a.block_table.has_value()) {
+    c.block_table = a.block_table->const_data_ptr<int32_t>();
+    c.table_stride = a.block_table->size(0) > 1 ? a.block_table->stride(0) : 0;
+    room *= a.block_table->size(1);
+  }
+  c.max_keys = clamp_to_int32(room);
+  return c;
+}
+
+Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a, const KvCache& c) {
+  Problem p;
+  p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+  p.num_heads = static_cast<int32_t>(q.size(-2));
+  p.num_heads_k = static_cast<int32_t>(k.size(-2));
+  p.head_dim = static_cast<int32_t>(q.size(-1));
+  p.head_dim_v = static_cast<int32_t>(v.size(-1));
+  if (a.cu_seqlens_q.has_value()) {
+    p.batch = static_cast<int32_t>(a.cu_seqlens_q->size(0) - 1);
+    p.total_q = q.size(0);
+    p.total_k = c.max_keys;
+    p.cu_seqlens_q = a.cu_seqlens_q->const_data_ptr<int32_t>();
+    // Bounds of keys are read, and not used, where keys are not in rows.
+    p.cu_seqlens_k = a.cu_seqlens_k.has_value() ? a.cu_seqlens_k->const_data_ptr<int32_t>() : p.cu_seqlens_q;
+  } else {
+    p.batch = static_cast<int32_t>(q.size(0));
+    p.seqlen_q = static_cast<int32_t>(q.size(1));
+    p.seqlen_k = c.max_keys;
+    p.total_q = q.size(0) * q.size(1);
+    p.total_k = int64_t{1} * p.batch * c.max_keys;
+    if (a.cu_seqlens_k.has_value()) {
+      p.total_k = k.size(0);
+      p.cu_seqlens_k = a.cu_seqlens_k->const_data_ptr<int32_t>();
+    }
+  }
+  p.softmax_scale = static_cast<float>(a.softmax_scale);
+  // Of a dense q: the longest sequence there may be decides which bounds hide nothing, hence nothing of a shorter one.
+  set_window(p, a.window_left.expect_int(), a.window_right.expect_int());
+  p.tma_ready = false;
+  return p;
+}
+
+FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  const bool wants_gradient = q.requires_grad() || k.requires_grad() || v.requires_grad();
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient || !at::GradMode::is_enabled(),
+                              "attention over a cache (seqused_k, block_table) has no gradient. Call it under "
+                              "torch.no_grad(), or gather the keys and call attention_varlen without these arguments.");
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
+}
+
+}  // namespace
+
+FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_fwd_cached(q, k, v, a);
+  const ProfilerRange range("fwd_cached");
+  const OnDevice on_device(q);
+  const KvCache cache = cache_of(k, a);
+  const Problem problem = cached_problem(q, k, v, a, cache);
+  const DeviceInfo info = device_info_of(q);
+  const Choice choice = choice_of(a.path);
+  const Path& path = required_path(problem, info, choice);
+  const Tensor out = empty_out(q, v, false), lse = empty_lse(q);
+  if (out.numel() == 0) return {out, lse};
+  if (problem.batch == 0 || cache.max_keys == 0 || k.numel() == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+    return {out, lse};
+  }
+  FwdParams params;
+  params.problem = problem;
+  params.q = view_of(q);
+  params.k = view_of(k);
+  params.v = view_of(v);
+  params.out = view_of(out);
+  params.lse = lse.mutable_data_ptr<float>();
+  params.stream = stream_handle(q.device());
+  const Request request{.direction = Direction::kForward,
+                        .problem = problem,
+                        .constraints = choice.constraints,
+                        .cache = &cache,
+                        .most_queries = a.max_seqlen_q.expect_int(),
+                        .most_keys = a.max_seqlen_k.expect_int()};
+  const Plan plan = required_plan(path, request, info);
+  const Tensor workspace = workspace_of(plan, q);
+  launch(path, FwdCall{plan, params, {}, pointer_to(workspace), cache});
+  return {out, lse};
+}
+
+TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
+  const std::string schema =
+      FwdCachedOperator::schema("fwd_cached", "Tensor q, Tensor k, Tensor v", "(Tensor out, Tensor lse)");
+  m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
+  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autograd>);
+}
+
+}  // namespace flash_ext

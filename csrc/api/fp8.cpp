@@ -1,0 +1,215 @@
+// flash_ext::quantize_fp8 and flash_ext::fwd_fp8, for GPUs. What callers may pass is checked in flash_ext/_fp8.py, with
+// words; here only what memory safety hangs on.
+#include <torch/library.h>
+
+#include <limits>
+#include <string>
+
+#include "../fp8.h"
+#include "api.h"
+#include "fp8.h"
+#include "tensors.h"
+
+namespace flash_ext {
+namespace {
+
+bool is_16_bit(const Tensor& t) { return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16; }
+
+int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
+
+Problem fp8_problem(const Tensor& q, const Tensor& k, int64_t head_dim_v, at::ScalarType dtype,
+                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+  Problem p;
+  p.dtype = dtype == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+  p.num_heads = static_cast<int32_t>(q.size(-2));
+  p.num_heads_k = static_cast<int32_t>(k.size(-2));
+  p.head_dim = static_cast<int32_t>(q.size(-1));
+  p.head_dim_v = static_cast<int32_t>(head_dim_v);
+  TORCH_CHECK_VALUE(p.num_heads_k > 0 && p.num_heads % p.num_heads_k == 0, "heads of q must be a multiple of those of k.");
+  if (cu_seqlens_q.has_value()) {
+    TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && cu_seqlens_q->size(0) == cu_seqlens_k->size(0),
+                      "packed q and k must have 3 dimensions, and cu_seqlens one length.");
+    p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
+    p.total_q = q.size(0);
+    p.total_k = k.size(0);
+    p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
+    p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
+  } else {
+    TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && q.size(0) == k.size(0), "q and k must have 4 dimensions and one batch.");
+    p.batch = static_cast<int32_t>(q.size(0));
+    p.seqlen_q = static_cast<int32_t>(q.size(1));
+    p.seqlen_k = static_cast<int32_t>(k.size(1));
+    p.total_q = q.size(0) * q.size(1);
+    p.total_k = k.size(0) * k.size(1);
+  }
+  return p;
+}
+
+// (b, h, n), packed (h, n).
+FactorView factors_of(const Tensor& t, const Problem& p, int64_t heads, int64_t n, const char* name) {
+  const bool packed = p.is_varlen();
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kFloat && t.dim() == (packed ? 2 : 3) && t.size(-2) == heads &&
+                        (t.size(-1) == n || t.size(-1) == 1) && (packed || t.size(0) == p.batch),
+                    name, " does not fit.");
+  FactorView x;
+  x.ptr = t.const_data_ptr<float>();
+  x.batch_stride = packed ? 0 : stride_of(t, 0);
+  x.head_stride = stride_of(t, -2);
+  x.step = stride_of(t, -1);
+  return x;
+}
+
+StridedView transposed_view(const Tensor& v, const Problem& p) {
+  const int64_t columns = transposed_columns(p.is_varlen() ? p.total_k : p.seqlen_k, p.batch, p.is_varlen());
+  TORCH_CHECK_VALUE(v.dim() == (p.is_varlen() ? 3 : 4) && v.size(-1) == columns && v.size(-3) == p.num_heads_k &&
+                        (p.is_varlen() || v.size(0) == p.batch) && (v.size(-1) <= 1 || v.stride(-1) == 1),
+                    "v does not have the transposed form of k's sequences.");
+  StridedView x;
+  x.ptr = const_cast<void*>(v.const_data_ptr());
+  x.batch_stride = p.is_varlen() ? 0 : stride_of(v, 0);
+  x.head_stride = stride_of(v, -3);
+  x.row_stride = v.stride(-2);
+  x.aligned = true;
+  return x;
+}
+
+}  // namespace
+
+FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
+                      const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
+                      const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
+                      const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
+                      int64_t window_right, at::ScalarType dtype, std::optional<std::string_view> path_text) {
+  const ProfilerRange range("fwd_fp8");
+  const OnDevice on_device(q);
+  const bool mixed = is_16_bit(q);
+  TORCH_CHECK_TYPE(v.scalar_type() == at::kFloat8_e4m3fn && k.scalar_type() == q.scalar_type() &&
+                       (mixed ? q.scalar_type() == dtype : q.scalar_type() == at::kFloat8_e4m3fn) &&
+                       (dtype == at::kHalf || dtype == at::kBFloat16),
+                   "fwd_fp8 takes torch.float8_e4m3fn and gives torch.float16 or torch.bfloat16.");
+  TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && (mixed || (q_descale.has_value() && k_descale.has_value())),
+                    "q and k must have one head_dim, and in e4m3 factors.");
+  Problem p = fp8_problem(q, k, v.size(-2), dtype, cu_seqlens_q, cu_seqlens_k);
+  p.softmax_scale = static_cast<float>(softmax_scale);
+  set_window(p, window_left, window_right);
+  p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
+
+  c10::SmallVector<int64_t, 4> sizes(q.sizes());
+  sizes.back() = v.size(-2);
+  const Tensor out = new_tensor(sizes, q.options().dtype(dtype)), lse = empty_lse(q);
+  if (out.numel() == 0) return {out, lse};
+  if (p.batch == 0 || p.total_k == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+    return {out, lse};
+  }
+  Fp8Operands x;
+  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
+  if (!mixed) {
+    x.q_factor = factors_of(*q_descale, p, p.num_heads, factor_blocks(rows_q, p.batch, p.is_varlen()), "q_descale");
+    x.k_factor = factors_of(*k_descale, p, p.num_heads_k, factor_blocks(rows_k, p.batch, p.is_varlen()), "k_descale");
+  }
+  x.v_factor = factors_of(v_descale, p, p.num_heads_k, p.head_dim_v, "v_descale");
+  if (v_offset.has_value()) x.v_offset = factors_of(*v_offset, p, p.num_heads_k, p.head_dim_v, "v_offset");
+  if (row_offset.has_value()) {
+    TORCH_CHECK_VALUE(row_offset->is_contiguous() && row_offset->sizes() == lse.sizes() && row_offset->scalar_type() == at::kFloat,
+                      "row_offset must be float32, contiguous, and have the shape of lse.");
+    x.row_offset = row_offset->const_data_ptr<float>();
+  }
+
+  const DeviceInfo info = device_info_of(q);
+  const Choice choice = choice_of(path_text);
+  const Path& path = required_path(p, info, choice);
+  const Request request{.direction = Direction::kForward, .problem = p,
+                        .operands = mixed ? Operands::kMixed : Operands::kFp8, .constraints = choice.constraints};
+  const Plan found = plan(request, info, path.arch);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !found.row.empty(), "no fp8 kernel runs this call: they need a Hopper GPU, head sizes that are multiples of 16 up to "
+      "128 (q and k in fp8 up to 192), and rows on 16 bytes. Call attention(*x.dequantize()) instead.");
+  FwdParams params;
+  params.problem = p;
+  params.q = view_of(q);
+  params.k = view_of(k);
+  params.v = transposed_view(v, p);
+  params.out = view_of(out);
+  params.lse = lse.mutable_data_ptr<float>();
+  params.stream = stream_handle(q.device());
+  const Tensor workspace = workspace_of(found, q);
+  launch(path, FwdCall{found, params, {}, pointer_to(workspace), x});
+  return {out, lse};
+}
+
+Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
+                           const OptionalTensor& cu_seqlens_k, bool by_block, bool smooth_k, bool smooth_v,
+                           bool hadamard, bool mixed) {
+  const ProfilerRange range("quantize_fp8");
+  const OnDevice on_device(q);
+  TORCH_CHECK_TYPE(is_16_bit(q) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
+                   "quantize_fp8 takes float16 or bfloat16.");
+  TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && k.size(-2) == v.size(-2) && k.size(-3) == v.size(-3) && v.dim() == k.dim() &&
+                        (k.dim() == 3 || k.size(0) == v.size(0)) && q.stride(-1) == 1 && k.stride(-1) == 1 && v.stride(-1) == 1,
+                    "q, k and v do not fit each other.");
+  QuantizeFp8 x;
+  Problem& p = x.problem = fp8_problem(q, k, v.size(-1), q.scalar_type(), cu_seqlens_q, cu_seqlens_k);
+  TORCH_CHECK_VALUE(p.head_dim % 16 == 0 && p.head_dim_v % 16 == 0 && p.head_dim <= 256 && p.head_dim_v <= 256,
+                    "head sizes must be multiples of 16 up to 256.");
+  TORCH_CHECK_VALUE(!hadamard || (by_block && (p.head_dim & (p.head_dim - 1)) == 0),
+                    "a rotation wants factors of blocks, and a head_dim that is a power of two.");
+  const bool packed = p.is_varlen();
+  const auto bytes = q.options().dtype(at::kFloat8_e4m3fn), floats = q.options().dtype(at::kFloat);
+  const auto of_heads = [&](bool wanted, int64_t heads, int64_t n, const at::TensorOptions& options) {
+    if (!wanted) return new_tensor({0}, options);
+    return packed ? new_tensor({heads, n}, options) : new_tensor({p.batch, heads, n}, options);
+  };
+  const auto blocks = [&](int64_t rows) { return by_block ? factor_blocks(rows, p.batch, packed) : 1; };
+  const int64_t rows_q = packed ? p.total_q : p.seqlen_q, rows_k = packed ? p.total_k : p.seqlen_k;
+  const bool shifts_k = smooth_k && !mixed;
+  const int64_t columns = transposed_columns(rows_k, p.batch, packed);
+  Quantized r{
+      mixed ? new_tensor({0}, bytes) : new_tensor(q.sizes(), bytes),
+      mixed ? new_tensor({0}, bytes) : new_tensor(k.sizes(), bytes),
+      packed ? new_tensor({p.num_heads_k, p.head_dim_v, columns}, bytes)
+             : new_tensor({p.batch, p.num_heads_k, p.head_dim_v, columns}, bytes),
+      of_heads(!mixed, p.num_heads, blocks(rows_q), floats),
+      of_heads(!mixed, p.num_heads_k, blocks(rows_k), floats),
+      of_heads(true, p.num_heads_k, p.head_dim_v, floats),
+      of_heads(smooth_v, p.num_heads_k, p.head_dim_v, floats),
+      of_heads(shifts_k, p.num_heads_k, p.head_dim, floats),
+      shifts_k ? empty_lse(q) : new_tensor({0}, floats)};
+  auto& [q8, k8, v8, q_descale, k_descale, v_descale, v_offset, k_offset, row_offset] = r;
+  // What no tile writes: rows and blocks outside sequences, and everything where there are no keys.
+  if (packed || p.total_k == 0 || p.total_q == 0) {
+    for (const Tensor& t : {q8, k8}) t.view(at::kByte).zero_();
+    for (const Tensor& t : {q_descale, k_descale, v_descale}) t.fill_(1);
+    for (const Tensor& t : {v_offset, k_offset, row_offset}) t.zero_();
+  }
+  if (p.batch == 0 || p.total_k == 0 || !should_launch()) return r;
+  const auto byte_pointer = [](const Tensor& t) {
+    return t.numel() == 0 ? nullptr : static_cast<uint8_t*>(t.mutable_data_ptr());
+  };
+  const auto pointer = [](const Tensor& t) { return t.numel() == 0 ? nullptr : t.mutable_data_ptr<float>(); };
+  x.q = view_of(q), x.k = view_of(k), x.v = view_of(v);
+  x.q8 = byte_pointer(q8), x.k8 = byte_pointer(k8), x.v8 = byte_pointer(v8);
+  x.q_factor = pointer(q_descale), x.k_factor = pointer(k_descale), x.v_factor = pointer(v_descale);
+  x.v_offset = pointer(v_offset), x.k_offset = pointer(k_offset), x.row_offset = pointer(row_offset);
+  x.by_block = by_block, x.hadamard = hadamard;
+  x.stream = stream_handle(q.device());
+  const Tensor partials = new_tensor({quantize_floats(p)}, floats);
+  x.partials = partials.mutable_data_ptr<float>();
+  const std::string error = quantize_fp8(x);
+  TORCH_CHECK(error.empty(), "flash_ext quantize_fp8: ", error);
+  return r;
+}
+
+TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
+  m.def("quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool by_block, bool smooth_k, "
+        "bool smooth_v, bool hadamard, bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, "
+        "Tensor v_descale, Tensor v_offset, Tensor k_offset, Tensor row_offset)",
+        {at::Tag::pt2_compliant_tag});
+  m.def("fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor v_descale, Tensor? v_offset, "
+        "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, int window_left, "
+        "int window_right, ScalarType dtype, str? path) -> (Tensor out, Tensor lse)",
+        {at::Tag::pt2_compliant_tag});
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,23 @@
+// The operators of fp8 attention for GPUs (api/fp8.cpp).
+#pragma once
+
+#include <string_view>
+#include <tuple>
+
+#include "call_args.h"
+
+namespace flash_ext {
+
+// q, k, v, their factors, and the offsets of v, of k, and of a row's scores. What is not asked for has no elements.
+using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
+                           const OptionalTensor& cu_seqlens_k, bool by_block, bool smooth_k, bool smooth_v,
+                           bool hadamard, bool mixed);
+
+FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
+                      const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
+                      const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
+                      const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
+                      int64_t window_right, at::ScalarType dtype, std::optional<std::string_view> path);
+
+}  // namespace flash_ext

@@ -1,0 +1,16 @@
+#include "../dtype.cuh"
+#include "../launch.h"
+#include "../passes/append_kv.cuh"
+
+namespace flash_ext {
+
+std::string append_kv(const AppendParams& p) {
+  const int64_t threads = p.tokens * p.heads.divisor * p.chunks.divisor;
+  if (threads > INT32_MAX) return "append_kv: more than 2^31 - 1 pieces of 8 features; append fewer tokens at once";
+  return dispatch_dtype(p.dtype, [&]<typename E>() {
+    return launch("append_kv", append_kv_kernel<E>, (threads + kAppendThreads - 1) / kAppendThreads, kAppendThreads, 0,
+                  p.stream, p);
+  });
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,37 @@
+// Keys and values that lie in a cache, of forwards: how many of them each sequence has, and where. No CUDA, no torch.
+#pragma once
+
+#include "divisor.h"
+
+namespace flash_ext {
+
+// A cache is a pool of pages, of which a table names those of each sequence in order; or an entry a sequence (one page
+// each, without a table); or rows one after another (FwdParams::k of three dimensions, Problem::cu_seqlens_k).
+struct KvCache {
+  const int32_t* seqused_k = nullptr;    // (batch,): keys of each sequence; null: as many as it has room for
+  const int32_t* block_table = nullptr;  // (batch, max_pages), rows table_stride apart
+  int64_t table_stride = 0;
+  int32_t max_keys = 0;       // room of a sequence, at most
+  int32_t num_pages = 0;      // of the pool; 0: rows one after another
+  Divisor page_size{1u << 30};
+};
+
+// How a call with a cache goes over the kernels, which each sequence chooses by the number of its own packed rows
+// (queries x query heads of a key head): up to 16, up to 64, more. The host knows bounds only, so it launches what may be
+// needed.
+struct KvCacheGrid {
+  int splits = 1;         // parts of the keys of a sequence, at most
+  int keys_of_part = 0;   // batch-invariant mode: a part for so many keys; 0: of each sequence `splits` parts
+  int least_keys = 0;     // of a part
+  int rows = 0;           // of a sequence whose keys may be split, at most
+  int queries = 1;        // those are its queries, at most
+  int64_t part_rows = 0;  // of all sequences: rows of one part
+};
+
+// The sequences that one launch serves: those of so many packed rows.
+struct RowRange {
+  int above = 0;
+  int upto = INT32_MAX;  // the launch without a limit serves rows outside every sequence, too
+};
+
+}  // namespace flash_ext

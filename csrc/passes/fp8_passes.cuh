@@ -1,0 +1,371 @@
+// Quantisation of q, k and v to e4m3, in three launches: statistics of channels, what follows from them, and the numbers.
+//
+// k loses its mean over the keys, which changes all scores of a row alike, and v its mean, which every row of the output
+// lacks then (sm90/fwd_fp8/store.cuh). Both leave e4m3 the part of a channel that varies.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <cmath>
+
+#include "../common/seqlen.cuh"
+#include "../fp8.h"
+#include "../ptx/sm80.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kQuantizeThreads = 256;
+
+// What a launch does with one tensor.
+struct TensorPass {
+  StridedView x;
+  int heads = 0, columns = 0;
+  int64_t rows = 0;   // of a batch entry, or packed ones
+  int64_t first = 0;  // CTA
+  float* partials = nullptr;
+};
+struct StatsPass {
+  TensorPass of[3];  // q, k, v; heads 0: not asked for
+  const int32_t* bounds[3];  // cu_seqlens, null where dense
+  int batch, parts[3];
+};
+
+// Lanes of a row: a power of two, eight columns each.
+__host__ __device__ constexpr int lanes_of_row(int columns) {
+  return columns <= 64 ? 8 : columns <= 128 ? 16 : 32;
+}
+
+template <typename E>
+__device__ __forceinline__ void load_eight(float (&x)[8], const StridedView& view, int b, int64_t row, int h, int column,
+                                           int columns) {
+  const uint16_t* from = row_pointer(view, b, row, h) + column;
+  if (view.aligned && column + 8 <= columns) {
+    const uint4 words = *reinterpret_cast<const uint4*>(from);
+    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = ptx::unpack2<E>(w[i]);
+      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const E* element = reinterpret_cast<const E*>(from) + i;
+    x[i] = column + i < columns ? ptx::to_float<E>(*element) : 0.f;
+  }
+}
+
+__device__ __forceinline__ float factor_of_amax(float amax) { return amax < kLeastAmax ? 1.f : amax / kFp8Max; }
+
+// The first in the lower byte.
+__device__ __forceinline__ uint32_t pair_to_e4m3(float x, float y) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
+}
+__device__ __forceinline__ float from_e4m3(uint8_t x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)));
+}
+
+// ---- statistics ------------------------------------------------------------------------------------
+
+// A CTA takes kStatRows rows of a head.
+template <typename E>
+__global__ void __launch_bounds__(kQuantizeThreads) fp8_stats_kernel(const __grid_constant__ StatsPass s) {
+  const int which = blockIdx.x >= s.of[2].first ? 2 : blockIdx.x >= s.of[1].first ? 1 : 0;
+  const TensorPass& t = s.of[which];
+  const int64_t index = blockIdx.x - t.first;
+  const int part = static_cast<int>(index % s.parts[which]);
+  const int64_t bh = index / s.parts[which];
+  const int b = static_cast<int>(bh / t.heads), h = static_cast<int>(bh % t.heads);
+  int64_t begin = static_cast<int64_t>(part) * kStatRows, end = min(begin + kStatRows, t.rows);
+  if (const int32_t* bounds = s.bounds[which]) {
+    begin = max(begin, static_cast<int64_t>(bounds[0]));
+    end = min(end, static_cast<int64_t>(bounds[s.batch]));
+  }
+  const int lanes = lanes_of_row(t.columns), lane = threadIdx.x % lanes, at_once = kQuantizeThreads / lanes;
+  const int column = lane * 8;
+  float sum[8] = {}, lowest[8], highest[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) lowest[i] = INFINITY, highest[i] = -INFINITY;
+  if (column < t.columns) {
+    for (int64_t row = begin + threadIdx.x / lanes; row < end; row += at_once) {
+      float x[8];
+      load_eight<E>(x, t.x, b, row, h, column, t.columns);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        sum[i] += x[i];
+        lowest[i] = fminf(lowest[i], x[i]);
+        highest[i] = fmaxf(highest[i], x[i]);
+      }
+    }
+  }
+  __shared__ float shared[kQuantizeThreads][8];
+  const auto reduce = [&](const float (&x)[8], int kind, auto join) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) shared[threadIdx.x][i] = x[i];
+    __syncthreads();
+    const int c = threadIdx.x;
+    if (c >= t.columns) return;
+    float all = shared[c / 8][c % 8];
+    for (int r = 1; r < at_once; ++r) all = join(all, shared[r * lanes + c / 8][c % 8]);
+    t.partials[((bh * s.parts[which] + part) * ChannelStats::kCount + kind) * t.columns + c] = all;
+  };
+  reduce(sum, ChannelStats::kSums, [](float x, float y) { return x + y; });
+  reduce(lowest, ChannelStats::kMinima, [](float x, float y) { return fminf(x, y); });
+  reduce(highest, ChannelStats::kMaxima, [](float x, float y) { return fmaxf(x, y); });
+}
+
+// ---- means and factors -----------------------------------------------------------------------------
+
+struct MeansPass {
+  StatsPass stats;
+  float* offset[3];  // of channels; null: none is taken off
+  float* channel_factor;  // of v
+  float* head_factor[3];  // of q and k where a head has one
+};
+
+// A CTA takes a head, a thread a channel.
+inline __global__ void __launch_bounds__(kQuantizeThreads) fp8_means_kernel(const __grid_constant__ MeansPass m) {
+  const StatsPass& s = m.stats;
+  const int which = blockIdx.x >= s.of[2].first ? 2 : blockIdx.x >= s.of[1].first ? 1 : 0;
+  const TensorPass& t = s.of[which];
+  const int64_t bh = blockIdx.x - t.first;
+  const int c = threadIdx.x;
+  int64_t count = t.rows;
+  if (const int32_t* bounds = s.bounds[which]) {
+    count = max(int64_t{0}, min(t.rows, static_cast<int64_t>(bounds[s.batch])) - max(0, bounds[0]));
+  }
+  float amax = 0.f;
+  if (c < t.columns) {
+    const float* from = t.partials + bh * s.parts[which] * ChannelStats::kCount * t.columns + c;
+    float sum = 0.f, lowest = INFINITY, highest = -INFINITY;
+    for (int part = 0; part < s.parts[which]; ++part, from += ChannelStats::kCount * t.columns) {
+      sum += from[0];
+      lowest = fminf(lowest, from[t.columns]);
+      highest = fmaxf(highest, from[2 * t.columns]);
+    }
+    const float mean = m.offset[which] != nullptr && count > 0 ? sum / static_cast<float>(count) : 0.f;
+    if (m.offset[which] != nullptr) m.offset[which][bh * t.columns + c] = mean;
+    amax = count > 0 ? fmaxf(highest - mean, mean - lowest) : 0.f;
+    if (which == 2) m.channel_factor[bh * t.columns + c] = factor_of_amax(amax);
+  }
+  if (which == 2 || m.head_factor[which] == nullptr) return;
+  __shared__ float shared[kQuantizeThreads];
+  shared[c] = amax;
+  __syncthreads();
+  if (c != 0) return;
+  for (int i = 1; i < kQuantizeThreads; ++i) amax = fmaxf(amax, shared[i]);
+  m.head_factor[which][bh] = factor_of_amax(amax);
+}
+
+// ---- numbers ---------------------------------------------------------------------------------------
+
+struct RowsPass {
+  TensorPass t;
+  uint8_t* to = nullptr;
+  float* factor = nullptr;
+  int64_t blocks = 0;             // of factors of a head; 1: one for all
+  const float* offset = nullptr;  // k's, which q needs for row_offset
+  float* row_offset = nullptr;    // of q
+  int group = 1;                  // heads of this tensor that share an offset
+  int tiles = 0;                  // of a head
+};
+struct NumbersPass {
+  Problem p;
+  RowsPass rows[2];  // q, k
+  TensorPass v;
+  uint8_t* v8 = nullptr;
+  const float *v_factor = nullptr, *v_offset = nullptr;
+  int64_t v_columns = 0;
+  int v_tiles = 0;
+  bool by_block = true, hadamard = false;
+};
+
+// Rows of a tile of kFp8Block: where they are, and which tile of factors it is.
+struct RowTile {
+  int b;
+  int64_t start;    // row that in-tile row 0 is
+  int count;        // rows that there are
+  int64_t block;    // among the factors of a head
+  int64_t v_start;  // column of a transposed v
+};
+__device__ __forceinline__ RowTile row_tile(const Problem& p, bool queries, int b, int tile) {
+  if (p.cu_seqlens_q == nullptr) {
+    const int start = tile * kFp8Block, rows = queries ? p.seqlen_q : p.seqlen_k;
+    return {b, start, min(kFp8Block, rows - start), tile, start};
+  }
+  const TileSlot slot = queries ? find_slot<kFp8Block>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch, tile)
+                                : find_slot<kFp8Block>(p.cu_seqlens_k, p.total_k, p.cu_seqlens_q, p.total_q, p.batch, tile);
+  const int first = slot.block * kFp8Block;
+  const int count = slot.outside ? 0 : min(kFp8Block, slot.rows.length - first);
+  return {0, slot.rows.start + first, count, slot.rows.start / kFp8Block + slot.b + slot.block,
+          (slot.rows.start / kKeyGroup + slot.b) * kKeyGroup + first};
+}
+
+// The rotation of a row, whose columns, a power of two, the lanes of a part of a warp hold eight by eight: signs, then
+// the Walsh-Hadamard transform, which is orthogonal with its factor 1 / sqrt(columns).
+template <int kLanes>
+__device__ __forceinline__ void rotate(float (&x)[8], int column, int columns) {
+  const uint32_t signs = (column * kSignsOfEight) >> 24;
+  const float norm = rsqrtf(static_cast<float>(columns));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = (signs >> i & 1) != 0 ? -x[i] : x[i];
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if ((i & step) != 0) continue;
+      const float low = x[i], high = x[i | step];
+      x[i] = low + high, x[i | step] = low - high;
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    if (8 * step >= columns) break;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float other = __shfl_xor_sync(ptx::kFullWarp, x[i], step);
+      x[i] = (column / 8 & step) != 0 ? other - x[i] : x[i] + other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] *= norm;
+}
+
+template <typename E, int kLanes>
+__device__ __forceinline__ void quantize_rows(const NumbersPass& n, bool queries, int64_t index) {
+  constexpr int kAtOnce = kQuantizeThreads / kLanes, kTurns = kFp8Block / kAtOnce;
+  const RowsPass& r = n.rows[queries ? 0 : 1];
+  const TensorPass& t = r.t;
+  const int64_t bh = index / r.tiles;
+  const int h = static_cast<int>(bh % t.heads);
+  const RowTile tile = row_tile(n.p, queries, static_cast<int>(bh / t.heads), static_cast<int>(index % r.tiles));
+  if (tile.count <= 0) return;
+  const int lane = threadIdx.x % kLanes, column = lane * 8, in_turn = threadIdx.x / kLanes;
+  const bool valid = column < t.columns;
+  float offset[8] = {};
+  if (r.offset != nullptr && valid) {
+    const int64_t head = (bh / t.heads) * (t.heads / r.group) + h / r.group;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) offset[i] = r.offset[head * t.columns + column + i];
+  }
+  float x[kTurns][8], amax = 0.f;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int row = turn * kAtOnce + in_turn;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[turn][i] = 0.f;
+    if (row < tile.count && valid) {
+      load_eight<E>(x[turn], t.x, tile.b, tile.start + row, h, column, t.columns);
+      if (!queries) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[turn][i] -= offset[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    if (n.hadamard) rotate<kLanes>(x[turn], column, t.columns);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[turn][i]));
+  }
+  if (n.hadamard) rotate<kLanes>(offset, column, t.columns);
+  float factor;
+  if (n.by_block) {
+    __shared__ float shared[kQuantizeThreads / 32];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(ptx::kFullWarp, amax, step));
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = amax;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kQuantizeThreads / 32; ++i) amax = fmaxf(amax, shared[i]);
+    factor = factor_of_amax(amax);
+    if (threadIdx.x == 0) r.factor[bh * r.blocks + tile.block] = factor;
+  } else {
+    factor = r.factor[bh];
+  }
+  const float inverse = 1.f / factor;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int row = turn * kAtOnce + in_turn;
+    uint32_t words[2] = {};
+    float dot = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      words[i / 4] |= pair_to_e4m3(x[turn][i] * inverse, x[turn][i + 1] * inverse) << (8 * (i % 4));
+    }
+    if (r.row_offset != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) dot = fmaf(from_e4m3(static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)))), offset[i], dot);
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(ptx::kFullWarp, dot, step);
+    }
+    if (row >= tile.count) continue;
+    const int64_t packed_row = tile.b * t.rows + tile.start + row;
+    if (valid) {
+      *reinterpret_cast<uint2*>(r.to + (packed_row * t.heads + h) * t.columns + column) = make_uint2(words[0], words[1]);
+    }
+    if (r.row_offset != nullptr && lane == 0) r.row_offset[bh * t.rows + tile.start + row] = dot * factor;
+  }
+}
+
+// A thread takes eight channels of four keys, whose bytes come to lie side by side.
+template <typename E, int kLanes>
+__device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t index) {
+  constexpr int kPitch = kFp8Block + 16;
+  extern __shared__ __align__(16) uint8_t tile_bytes_of_v[];
+  const TensorPass& t = n.v;
+  const int64_t bh = index / n.v_tiles;
+  const int h = static_cast<int>(bh % t.heads);
+  const RowTile tile = row_tile(n.p, false, static_cast<int>(bh / t.heads), static_cast<int>(index % n.v_tiles));
+  if (tile.count <= 0) return;
+  const int lane = threadIdx.x % kLanes, column = lane * 8;
+  if (column < t.columns) {
+    float inverse[8], offset[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      inverse[i] = 1.f / n.v_factor[bh * t.columns + column + i];
+      offset[i] = n.v_offset != nullptr ? n.v_offset[bh * t.columns + column + i] : 0.f;
+    }
+    for (int four = threadIdx.x / kLanes; four < kFp8Block / 4; four += kQuantizeThreads / kLanes) {
+      float x[4][8] = {};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int key = four / 4 * kKeyGroup + four % 4 * 2 + j % 2 + j / 2 * 8;  // kKeyOrder
+        if (key >= tile.count) continue;
+        load_eight<E>(x[j], t.x, tile.b, tile.start + key, h, column, t.columns);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[j][i] = (x[j][i] - offset[i]) * inverse[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        *reinterpret_cast<uint32_t*>(tile_bytes_of_v + (column + i) * kPitch + four * 4) =
+            pair_to_e4m3(x[0][i], x[1][i]) | pair_to_e4m3(x[2][i], x[3][i]) << 16;
+      }
+    }
+  }
+  __syncthreads();
+  const int pieces = (tile.count + kKeyGroup - 1) / kKeyGroup;
+  uint8_t* to = n.v8 + bh * t.columns * n.v_columns + tile.v_start;
+  for (int i = threadIdx.x; i < t.columns * 8; i += kQuantizeThreads) {
+    const int c = i / 8, piece = i % 8;
+    if (piece >= pieces) continue;
+    *reinterpret_cast<uint4*>(to + c * n.v_columns + piece * 16) =
+        *reinterpret_cast<const uint4*>(tile_bytes_of_v + c * kPitch + piece * 16);
+  }
+}
+
+// A CTA takes a tile of q, k or v.
+template <typename E, int kLanes>
+__global__ void __launch_bounds__(kQuantizeThreads) fp8_numbers_kernel(const __grid_constant__ NumbersPass n) {
+  if (blockIdx.x >= n.v.first) {
+    transpose_values<E, kLanes>(n, blockIdx.x - n.v.first);
+  } else if (blockIdx.x >= n.rows[1].t.first) {
+    quantize_rows<E, kLanes>(n, false, blockIdx.x - n.rows[1].t.first);
+  } else {
+    quantize_rows<E, kLanes>(n, true, blockIdx.x);
+  }
+}
+
+}  // namespace flash_ext

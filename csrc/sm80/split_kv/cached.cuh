@@ -1,0 +1,117 @@
+// The forward for few queries over a cache (kv_cache.h): lengths and places of the keys are on the device.
+//
+// A slot is a sequence, whatever it holds, so the grid depends on shapes alone and a CUDA graph may be replayed with other
+// lengths and tables. The keys of a sequence are divided into parts by its own length; CTAs of parts that are not there
+// end at once. A sequence of one part leaves its result directly, and the merge passes over it.
+#pragma once
+
+#include "../../common/kv_rows.cuh"
+#include "merge.cuh"
+
+namespace flash_ext::sm80 {
+
+// Blocks of keys of a tile of rows, in `count` parts of `each`.
+struct KeyParts {
+  int first, blocks, each, count;
+
+  __device__ BlockRange part(int i) const { return {first + i * each, min(first + (i + 1) * each, first + blocks)}; }
+};
+
+// A function of the sequence alone in the batch-invariant mode, where `splits` is large enough for any.
+__device__ __forceinline__ KeyParts key_parts(const AttnMod& mod, const KvCacheGrid& c, int first_query, int last_query,
+                                              int block_n, bool may_split) {
+  const int first_key = mod.first_key_of(first_query), last_key = mod.last_key_of(last_query);
+  KeyParts k{first_key / block_n, 0, 1, 1};
+  if (first_key <= last_key) k.blocks = last_key / block_n + 1 - k.first;
+  if (!may_split) return {k.first, k.blocks, k.blocks, 1};
+  int wanted = c.splits;
+  if (c.keys_of_part > 0) {
+    int keys = mod.seqlen_k;
+    if (mod.p.window_left >= 0 && mod.p.window_right >= 0) {
+      keys = static_cast<int>(min(int64_t{keys}, int64_t{0} + mod.p.window_left + mod.p.window_right + mod.seqlen_q));
+    }
+    wanted = min(max((keys + c.keys_of_part - 1) / c.keys_of_part, 1), wanted);
+  }
+  k.each = max((k.blocks + wanted - 1) / wanted, max(c.least_keys / block_n, 1));
+  k.count = max((k.blocks + k.each - 1) / k.each, 1);
+  return k;
+}
+
+// Queries of sequence b, which is -1 or batch for rows outside every one.
+__device__ __forceinline__ Span queries_of(const Problem& p, int b) {
+  return p.cu_seqlens_q == nullptr ? Span{0, p.seqlen_q} : packed_span(p.cu_seqlens_q, p.batch, b, p.total_q);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 2)
+    fwd_split_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
+                            const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
+                            const __grid_constant__ RowRange served) {
+  __shared__ RowState states[T::kKeyWarps][T::kRows];
+  const Problem& problem = p.problem;
+  SplitWork w;
+  const uint32_t rest = divide(blockIdx.x, g.heads_k);
+  const uint32_t slot = divide(rest, g.parts);
+  const int group = static_cast<int>(g.group.divisor);
+  w.h_k = static_cast<int>(blockIdx.x - rest * g.heads_k.divisor);
+  w.part = static_cast<int>(rest - slot * g.parts.divisor);
+  const int b = static_cast<int>(slot) > problem.batch ? -1 : static_cast<int>(slot);
+  w.b = problem.cu_seqlens_q == nullptr ? b : 0;
+  w.q = queries_of(problem, b);
+  const bool outside = b < 0 || b == problem.batch;
+  const int rows = w.q.length * group;
+  if (outside ? served.upto != INT32_MAX : rows <= served.above || rows > served.upto) return;
+  const CachedKeys keys = CachedKeys::of(problem, cache, b);
+  w.k = {0, keys.length};
+
+  const auto load_rows = [&](uint32_t tile, const uint16_t* from, const StridedView& view, int columns, int first,
+                             int sharing_idx) {
+    load_cached_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, keys, cache, view, from, columns, first, sharing_idx);
+  };
+  // Rows outside sequences have no keys, so CTAs of all parts share them out.
+  const int step = outside ? g.parts.divisor * T::kRows : T::kRows;
+#pragma unroll 1
+  for (w.first = outside ? w.part * T::kRows : 0; w.first < rows; w.first += step) {
+    w.rows = rows - w.first;
+    const AttnMod mod{problem, w.q.length, w.k.length};
+    const int last = w.first + min(T::kRows, w.rows) - 1;
+    const KeyParts parts = key_parts(
+        mod, c, static_cast<int>(divide(w.first, g.group)), static_cast<int>(divide(last, g.group)), T::kBlockN,
+        rows <= c.rows);
+    if (!outside && w.part >= parts.count) return;  // the keys of a sequence of several tiles are not divided
+    const int part = outside ? 0 : w.part;
+    attend<T>(
+        p, g, w, row_pointer(p.k, 0, 0, w.h_k), row_pointer(p.v, 0, 0, w.h_k), states, parts.count == 1,
+        [&](const AttnMod&, int, int) { return parts.part(part); }, load_rows,
+        [&](const RowPlace&, int r) { return (int64_t{b} * g.heads_k.divisor + w.h_k) * c.rows + w.first + r; });
+    __syncthreads();  // results have left shared memory
+  }
+}
+
+// A CTA a sequence, head and query of those that may be split.
+template <typename E>
+__global__ void __launch_bounds__(SplitTile::kThreads)
+    fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
+                            const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c, int block_n_16,
+                            int block_n_64) {
+  __shared__ MergeShares shares;
+  const Problem& problem = p.problem;
+  const uint32_t rest = divide(blockIdx.x, g.heads);
+  const int h = static_cast<int>(blockIdx.x - rest * g.heads.divisor);
+  const uint32_t b = divide(rest, g.queries);
+  const int query = static_cast<int>(rest - b * g.queries.divisor);
+  const int group = static_cast<int>(g.group.divisor), h_k = static_cast<int>(divide(h, g.group));
+  const Span q = queries_of(problem, static_cast<int>(b));
+  const int rows = q.length * group, packed_row = query * group + h - h_k * group;
+  const AttnMod mod{problem, q.length, CachedKeys::of(problem, cache, static_cast<int>(b)).length};
+  const int kRows = rows <= 16 ? 16 : 64, first = packed_row / kRows * kRows;
+  const KeyParts parts = key_parts(mod, c, static_cast<int>(divide(first, g.group)),
+                                   static_cast<int>(divide(min(first + kRows, rows) - 1, g.group)),
+                                   rows <= 16 ? block_n_16 : block_n_64, true);
+  ptx::wait_for_kernel_before();  // before any end, so that the kernel after this one waits for both
+  if (query >= q.length || rows > c.rows || parts.count == 1) return;
+  const RowPlace at{problem.cu_seqlens_q == nullptr ? static_cast<int>(b) : 0, q.start + query, h};
+  merge_row<E>(p, g, at, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row, parts.count, shares);
+}
+
+}  // namespace flash_ext::sm80

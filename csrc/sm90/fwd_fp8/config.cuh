@@ -1,0 +1,45 @@
+// What the roles of the fp8 forward share: traits and arguments.
+#pragma once
+
+#include "../../ptx/sm90_fp8.cuh"
+#include "../fwd/config.cuh"
+#include "tiles.h"
+
+namespace flash_ext::sm90 {
+
+struct Fp8Args : FwdArgs {
+  Fp8Operands x;
+};
+
+// As FwdTraits. E: of out, and in mixed mode of q and k.
+template <typename E, int D, int Dv, bool kMixedMode>
+struct Fp8Traits {
+  using Element = E;
+  static constexpr bool kMixed = kMixedMode, kNamesSequences = true;
+  static constexpr int kHeadDim = D, kHeadDimV = Dv;
+  static constexpr Fp8Tile kTile = fp8_tile(D, kMixed);
+  static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.plain().block_m();
+  static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.plain().threads();
+  static constexpr int kChunkColumns = kMixed ? 64 : 128, kChunks = fp8_chunks_of(D, kMixed);
+  static constexpr int kChunksV = chunks_of(Dv), kStagingChunks = kTile.plain().staging_chunks(Dv);
+  static constexpr int kConsumerRegs = 232;
+  static constexpr int kProducerRegs = ptx::kRegisterBudget<kConsumers + 1> - kConsumers * kConsumerRegs;
+  static constexpr int kVBytes = Dv * kBlockN;
+  static constexpr int kStageBytes = kTile.stage_bytes(D, Dv, kMixed), kQBytes = kTile.q_bytes(D, kMixed);
+  static constexpr int kQAt = kKvStages * kStageBytes, kStagingAt = kQAt + kQStages * kQBytes;
+  static constexpr int kWorkAt = kStagingAt + kTile.plain().staging_bytes(Dv);
+  static constexpr int kSmemBytes = kTile.smem_bytes(D, Dv, kMixed);
+  static constexpr int kWorkStages = 4;
+  static constexpr int kBarriersAt = kWorkAt + kWorkStages * static_cast<int>(sizeof(WorkTile));
+  static_assert(kBarriersAt + 8 * (2 * kKvStages + 2 * kQStages + kWorkStages + 1) <= kSmemBytes);
+  static_assert(kStageBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
+};
+
+// The factors of a head's blocks of rows in one sequence. `start`: its first packed row, 0 of a dense one.
+__device__ __forceinline__ const float* block_factors(const FactorView& x, const Problem& p, int b, int64_t start,
+                                                      int h) {
+  const int64_t first = p.cu_seqlens_q != nullptr ? start / kFp8Block + b : 0;
+  return x.ptr + b * x.batch_stride + h * x.head_stride + first * x.step;
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,42 @@
+// Tile shapes of the fp8 forward for Hopper, for the host and the kernels alike. No CUDA, no torch.
+#pragma once
+
+#include "../../fp8.h"
+#include "../fwd/tiles.h"
+
+namespace flash_ext::sm90 {
+
+// Rows of 128 bytes: 128 columns of e4m3, 64 of 16-bit elements.
+constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (d + 127) / 128; }
+
+// Two warpgroups: scores, two accumulators and weights (block_n / 2 + dv + block_n / 8) fit 240 registers up to 128
+// columns of v. A tile of keys has factors of its own, so it has as many rows as a block of them.
+struct Fp8Tile {
+  int kv_stages;
+  static constexpr int block_n = kFp8Block, consumers = 2, q_stages = 2;
+
+  constexpr FwdTile plain() const { return {block_n, consumers, kv_stages, q_stages}; }
+  constexpr int q_bytes(int d, bool mixed) const { return plain().block_m() * fp8_chunks_of(d, mixed) * 128; }
+  constexpr int stage_bytes(int d, int dv, bool mixed) const {
+    const int k = block_n * fp8_chunks_of(d, mixed) * 128, v = dv * block_n;
+    return k > v ? k : v;
+  }
+  constexpr int smem_bytes(int d, int dv, bool mixed) const {
+    return kv_stages * stage_bytes(d, dv, mixed) + q_stages * q_bytes(d, mixed) + plain().staging_bytes(dv) +
+           kControlBytes;
+  }
+};
+
+constexpr Fp8Tile fp8_tile(int d, bool mixed) { return mixed ? Fp8Tile{d <= 64 ? 8 : 4} : Fp8Tile{d <= 128 ? 8 : 4}; }
+
+constexpr bool fp8_tiles_fit() {
+  for (int d : {64, 128}) {
+    for (bool mixed : {false, true}) {
+      if (fp8_tile(d, mixed).smem_bytes(d, d, mixed) > kSmemLimitLarge) return false;
+    }
+  }
+  return fp8_tile(192, false).smem_bytes(192, 128, false) <= kSmemLimitLarge;
+}
+static_assert(fp8_tiles_fit());
+
+}  // namespace flash_ext::sm90

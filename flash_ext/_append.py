@@ -1,0 +1,97 @@
+"""New keys and values into a cache of pages: :func:`append_kv`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._count import counting, tally
+from ._ops.dispatch import explain_tensors
+from ._ops.dispatch_cached import CHECKS_DEVICE
+
+
+class Rotary(NamedTuple):
+    """Rotary position embedding of keys, for :func:`append_kv`.
+
+    The first ``rotary_dim`` features of a key are pairs, each turned by the angle that ``cos`` and ``sin``
+    hold for its position; the others stay.
+
+    Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
+
+    Attributes:
+        cos, sin: (positions, rotary_dim / 2), float32 or the dtype of the keys, with a unit last stride.
+        positions: (tokens,) int32 or int64, the row of cos and sin for each new key. On a GPU one that is not
+            there counts as the nearest that is.
+        interleaved: pairs are neighbouring features, else feature i and i + rotary_dim / 2.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    interleaved: bool = True
+
+
+def append_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    rotary: Rotary | None = None,
+) -> None:
+    """Writes new keys and values into a cache, in place and in one kernel.
+
+    Two tokens must not name one slot: which of them is there afterwards is not defined. There is no gradient.
+
+    Args:
+        k_new: (tokens, h_k, d) float16 or bfloat16, on the CPU any floating point; any strides with a unit
+            last one.
+        v_new: (tokens, h_k, dv), dtype of k_new.
+        k_cache, v_cache: (num_pages, page_size, h_k, d) and (.., dv), any strides with a unit last one that
+            do not repeat a slot; a dense cache (batch, seqlen, h_k, d) is one with a page for each sequence.
+        slot_mapping: (tokens,) int32 or int64: page * page_size + row of the page. A token with -1 is left
+            out. Other values outside of the cache are refused on the CPU and left out on a GPU.
+        rotary: turn the keys before they are written.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument that does not fit.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64)        # 4 pages of 16 keys, 2 heads
+        >>> k, v = torch.randn(2, 3, 2, 64)
+        >>> flash_ext.append_kv(k, v, k_cache, v_cache, torch.tensor([17, -1, 40]))
+        >>> bool((k_cache[1, 1] == k[0]).all())
+        True
+    """
+    if counting:
+        tally("append_kv")
+    if rotary is not None and not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary must be a flash_ext.Rotary or None, got {type(rotary).__qualname__}.")
+    factors = (None, None, None, True) if rotary is None else tuple(rotary)
+    try:
+        if CHECKS_DEVICE or isinstance(slot_mapping, Tensor) and slot_mapping.is_cpu:
+            _check_slots(slot_mapping, k_cache)
+        torch.ops.flash_ext.append_kv.default(k_new, v_new, k_cache, v_cache, slot_mapping, *factors)
+    except (TypeError, RuntimeError, AttributeError):
+        if not torch.compiler.is_compiling():
+            explain_tensors(k_new=k_new, v_new=v_new, k_cache=k_cache, v_cache=v_cache)
+            explain_tensors(slot_mapping=slot_mapping)
+        raise
+
+
+def _check_slots(slots: Tensor, cache: Tensor) -> None:
+    if torch.compiler.is_compiling() or type(slots) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return
+    if slots.is_floating_point() or cache.dim() != 4:
+        return  # refused in words by the operator
+    if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    room = cache.shape[0] * cache.shape[1]
+    wrong = slots[(slots < -1) | (slots >= room)]
+    if wrong.numel():
+        raise ValueError(
+            f"slot_mapping must hold slots from 0 to {room - 1}, or -1 for a token that is left out, got "
+            f"{int(wrong[0])}."
+        )

@@ -1,0 +1,99 @@
+"""Attention over a cache on the CPU: the keys of one sequence at a time, gathered and given to the tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._ops.spec import AttnSpec
+from . import tiles
+
+
+class Places(NamedTuple):
+    """Where the keys of each sequence lie, as ``flash_ext::fwd_cached`` takes it.
+
+    Attributes:
+        cu_seqlens_k: bounds of rows one after another; None for pages, or for an entry a sequence.
+        seqused_k: how many keys each sequence has; None is all that it has room for.
+        block_table: pages of each sequence.
+    """
+
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+
+    def rows(self, x: Tensor, b: int) -> Tensor:
+        """(1, keys, heads, features) of sequence b; lengths and pages are kept inside what there is."""
+        if self.block_table is None:
+            if self.cu_seqlens_k is None:
+                room = x[b]
+            else:
+                start, end = (min(max(int(at), 0), x.shape[0]) for at in self.cu_seqlens_k[b : b + 2])
+                room = x[start : max(start, end)]
+            return room[: self._length(b, room.shape[0])][None]
+        pages, size = self.block_table[b], x.shape[1]
+        length = self._length(b, pages.shape[0] * size if x.shape[0] else 0)
+        used = pages[: -(-length // size)].long().clamp(0, max(x.shape[0] - 1, 0))
+        return x[used].flatten(0, 1)[:length][None]
+
+    def _length(self, b: int, room: int) -> int:
+        return room if self.seqused_k is None else min(max(int(self.seqused_k[b]), 0), room)
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, cu_seqlens_q: Tensor | None, places: Places
+) -> tuple[Tensor, Tensor]:
+    """out and lse; q is (batch, seqlen_q, heads, features), with its bounds (total_q, heads, features)."""
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    lse = q.new_full(lse_shape, -tiles.INF, dtype=tiles.accumulator_dtype(q))
+    if cu_seqlens_q is None:
+        parts = [(q[b : b + 1], out[b], lse[b]) for b in range(q.shape[0])]
+    else:
+        bounds = tiles.sequence_bounds(cu_seqlens_q, q.shape[0])
+        parts = [(q[None, start:end], out[start:end], lse[:, start:end]) for start, end in bounds]
+    for b, (own_q, own_out, own_lse) in enumerate(parts):
+        if own_q.shape[1] == 0:
+            continue
+        found, found_lse, _ = tiles.forward(own_q, places.rows(k, b), places.rows(v, b), spec)
+        own_out.copy_(found[0])
+        own_lse.copy_(found_lse[0])
+    return out, lse
+
+
+@torch.no_grad()
+def append(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    interleaved: bool,
+) -> None:
+    """Writes new rows into the slots that there are; keys turned first, in float32 or wider."""
+    pages, size = k_cache.shape[:2]
+    inside = (slots >= 0) & (slots < pages * size)
+    if not bool(inside.any()):
+        return
+    k_new, v_new, at = k_new[inside], v_new[inside], slots[inside].long()
+    if cos is not None and sin is not None and positions is not None:
+        row = positions[inside].long().clamp(0, cos.shape[0] - 1)
+        wide = tiles.accumulator_dtype(k_new)
+        k_new = turned(k_new, cos[row].to(wide)[:, None], sin[row].to(wide)[:, None], interleaved)
+    k_cache[at // size, at % size] = k_new
+    v_cache[at // size, at % size] = v_new
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (.., features) with its first 2 * cos.shape[-1] features turned; cos and sin broadcast."""
+    first, rest = x.to(cos.dtype).split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    a, b = (first[..., ::2], first[..., 1::2]) if interleaved else first.chunk(2, dim=-1)
+    parts = (a * cos - b * sin, a * sin + b * cos)
+    first = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([first, rest], dim=-1).to(x.dtype)

@@ -1,0 +1,309 @@
+"""fp8 attention on the CPU: quantisation, and a forward that rounds where the kernels round.
+
+Numbers are e4m3 (float8_e4m3fn) times float32 factors. v is transposed: (b, h_k, dv, keys), with the keys of
+each sequence from a multiple of 16 on, in groups of 16 in the order :data:`KEY_ORDER`, and zeros behind the
+last one. Packed tensors lack the b. csrc/fp8.h has the same layout, csrc/passes/fp8_passes.cuh the same
+rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .._ops.spec import AttnSpec
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128  # rows that share a factor
+GROUP = 16
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+LARGEST = 448.0
+LEAST_AMAX = 1e-30  # what is smaller counts as 0, whose factor is 1
+TOP_WEIGHT = 26.0  # of the largest score of a row
+SIGNS_OF_EIGHT = 0x9E3779B1
+
+
+def transposed_columns(keys: int, batch: int, packed: bool) -> int:
+    return (keys // GROUP + batch) * GROUP if packed else -(-keys // GROUP) * GROUP
+
+
+def num_blocks(rows: int, batch: int, packed: bool) -> int:
+    return rows // BLOCK + batch if packed else -(-rows // BLOCK)
+
+
+# ---- where rows are --------------------------------------------------------------------------------------
+
+
+def _sequences(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each packed row, and where that begins; nothing is read on the host."""
+    row = torch.arange(rows, device=cu_seqlens.device)
+    bounds = cu_seqlens.long()
+    of_row = torch.searchsorted(bounds[1:].contiguous(), row, right=True).clamp(max=len(bounds) - 2)
+    return of_row, bounds[of_row]
+
+
+def block_of_rows(rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Which factor each row has."""
+    if cu_seqlens is None:
+        return torch.arange(rows, device=device) // BLOCK
+    sequence, start = _sequences(cu_seqlens, rows)
+    inside = (torch.arange(rows, device=device) - start).clamp(min=0)
+    return (start // BLOCK + sequence + inside // BLOCK).clamp(
+        0, num_blocks(rows, len(cu_seqlens) - 1, True) - 1
+    )
+
+
+def column_of_rows(rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Which column of a transposed v each key has."""
+    key = torch.arange(rows, device=device)
+    first = torch.zeros_like(key)
+    if cu_seqlens is not None:
+        sequence, start = _sequences(cu_seqlens, rows)
+        first = (start // GROUP + sequence) * GROUP
+        key = (key - start).clamp(min=0)
+    place = torch.tensor(KEY_ORDER, device=device).argsort()
+    return first + key // GROUP * GROUP + place[key % GROUP]
+
+
+def transpose_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """e4m3 (b, keys, h_k, dv) to (b, h_k, dv, columns), packed (keys, h_k, dv) to (h_k, dv, columns)."""
+    keys, batch = v.shape[-3], 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    columns = transposed_columns(keys, batch, cu_seqlens is not None)
+    rows = v.new_zeros((*v.shape[:-3], columns, *v.shape[-2:]), dtype=torch.uint8)
+    inside = None if cu_seqlens is None else _inside(cu_seqlens, keys)
+    bytes_of_v = v.view(torch.uint8) if inside is None else v.view(torch.uint8) * inside[:, None, None]
+    rows.index_copy_(-3, column_of_rows(keys, cu_seqlens, v.device), bytes_of_v)
+    return rows.movedim(-3, -1).contiguous().view(E4M3)
+
+
+def _inside(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """Whether a packed row belongs to a sequence."""
+    row = torch.arange(rows, device=cu_seqlens.device)
+    return (row >= cu_seqlens[0]) & (row < cu_seqlens[-1])
+
+
+def rows_of_values(v: Tensor, keys: int, cu_seqlens: Tensor | None) -> Tensor:
+    """The inverse of :func:`transpose_values`, as float32."""
+    columns = column_of_rows(keys, cu_seqlens, v.device)
+    return v.float().index_select(-1, columns).movedim(-1, -3)
+
+
+def _sign(column: int) -> int:
+    of_eight = (column // 8 * 8 * SIGNS_OF_EIGHT) % 2**32 >> 24
+    return of_eight >> column % 8 & 1
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Random signs, then the Walsh-Hadamard transform of the last dimension: orthogonal."""
+    d = x.shape[-1]
+    bits = torch.tensor([_sign(column) for column in range(d)], device=x.device)
+    y = x * (1 - 2 * bits).to(x.dtype)
+    step = 1
+    while step < d:
+        pairs = y.unflatten(-1, (d // (2 * step), 2, step))
+        low, high = pairs.unbind(-2)
+        y = torch.stack((low + high, low - high), -2).flatten(-3)
+        step *= 2
+    return y * d**-0.5
+
+
+# ---- quantisation ----------------------------------------------------------------------------------------
+
+
+def _factor(amax: Tensor) -> Tensor:
+    return torch.where(amax < LEAST_AMAX, 1.0, amax / LARGEST)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """To e4m3; what is beyond 448 stays there, and NaN stays NaN."""
+    return x.clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def _known(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The rows of sequences, (b, rows, h, d)."""
+    if cu_seqlens is None:
+        return x.float()
+    return x[int(cu_seqlens[0]) : int(cu_seqlens[-1])].float().unsqueeze(0)
+
+
+def _amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """0 of nothing; NaN does not count."""
+    x = x.abs().nan_to_num(nan=0.0, posinf=math.inf)
+    for dim in dims:
+        x = x.amax(dim, keepdim=True) if x.shape[dim] > 0 else x.sum(dim, keepdim=True)
+    return x
+
+
+def _mean(x: Tensor) -> Tensor:
+    """(b, rows, h, d) to (b, h, d); 0 of no rows."""
+    return x.sum(1) / max(1, x.shape[1])
+
+
+def _quantize_rows(
+    x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None, by_block: bool, hadamard: bool
+) -> tuple[Tensor, Tensor]:
+    """q or k, (b, rows, h, d) or (rows, h, d), with factors (b, h, n) or (h, n)."""
+    y = x.float()
+    if offset is not None:
+        y = y - (offset if cu_seqlens is not None else offset.unsqueeze(1))
+    if hadamard:
+        y = rotate(y)
+    per_row = _amax(y, (-1,)).squeeze(-1).transpose(-1, -2)  # (b, h, rows)
+    if not by_block:
+        known = per_row
+        if cu_seqlens is not None:
+            known = per_row[..., int(cu_seqlens[0]) : int(cu_seqlens[-1])]
+        amax = _amax(known, (-1,))
+        index = torch.zeros(x.shape[-3], dtype=torch.long)
+    else:
+        index = block_of_rows(x.shape[-3], cu_seqlens, x.device)
+        if cu_seqlens is not None:
+            per_row = per_row * _inside(cu_seqlens, x.shape[-3])
+        n = num_blocks(x.shape[-3], 0 if cu_seqlens is None else len(cu_seqlens) - 1, cu_seqlens is not None)
+        amax = per_row.new_zeros((*per_row.shape[:-1], n))
+        amax.scatter_reduce_(-1, index.expand_as(per_row), per_row, "amax")
+    factor = _factor(amax)
+    of_rows = (1.0 / factor).index_select(-1, index).transpose(-1, -2).unsqueeze(-1)
+    numbers = _rounded(y * of_rows)
+    if cu_seqlens is not None:
+        keep = _inside(cu_seqlens, x.shape[-3])[:, None, None]
+        numbers = (numbers.view(torch.uint8) * keep).view(E4M3)
+    return numbers, factor
+
+
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    by_block: bool,
+    smooth_k: bool,
+    smooth_v: bool,
+    hadamard: bool,
+    mixed: bool,
+) -> tuple[Tensor, ...]:
+    """``flash_ext::quantize_fp8``: q, k, v, their factors, and the offsets of v, of k and of scores."""
+    nothing = q.new_empty(0, dtype=torch.float32)
+    q8 = k8 = q.new_empty(0, dtype=E4M3)
+    q_factor = k_factor = k_offset = row_offset = v_offset = nothing
+
+    def packed_or_not(x: Tensor) -> Tensor:
+        return x if cu_seqlens_k is None else x.squeeze(0)
+
+    if not mixed:
+        if smooth_k:
+            k_offset = packed_or_not(_mean(_known(k, cu_seqlens_k)))
+        q8, q_factor = _quantize_rows(q, None, cu_seqlens_q, by_block, hadamard)
+        k8, k_factor = _quantize_rows(k, k_offset if smooth_k else None, cu_seqlens_k, by_block, hadamard)
+        if smooth_k:
+            shared = rotate(k_offset) if hadamard else k_offset
+            shared = shared.repeat_interleave(q.shape[-2] // k.shape[-2], -2)  # (b, h, d)
+            numbers = dequantize_rows(q8, q_factor, cu_seqlens_q)
+            dots = numbers * (shared if cu_seqlens_q is not None else shared.unsqueeze(1))
+            row_offset = dots.sum(-1).transpose(-1, -2).contiguous()
+    known = _known(v, cu_seqlens_k)
+    mean = _mean(known) if smooth_v else known.new_zeros(known.shape[0], *known.shape[2:])
+    amax = _amax(known - mean.unsqueeze(1), (1,)).squeeze(1)
+    if smooth_v:
+        v_offset = packed_or_not(mean)
+    factor = _factor(amax)
+    shift, inverse = packed_or_not(mean), packed_or_not(1.0 / factor)
+    if cu_seqlens_k is None:
+        shift, inverse = shift.unsqueeze(1), inverse.unsqueeze(1)
+    v8 = transpose_values(_rounded((v.float() - shift) * inverse), cu_seqlens_k)
+    return q8, k8, v8, q_factor, k_factor, packed_or_not(factor), v_offset, k_offset, row_offset
+
+
+def dequantize_rows(x: Tensor, factor: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """q or k in float32."""
+    if factor.shape[-1] == 1:
+        of_rows = factor.transpose(-1, -2)
+    else:
+        of_rows = factor.index_select(-1, block_of_rows(x.shape[-3], cu_seqlens, x.device)).transpose(-1, -2)
+    return x.float() * of_rows.unsqueeze(-1)
+
+
+# ---- the forward -----------------------------------------------------------------------------------------
+
+
+def _pieces(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> Iterator[tuple[int, slice, slice]]:
+    """Batch entry, rows and keys of each sequence."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        for b in range(q.shape[0]):
+            yield b, slice(0, q.shape[1]), slice(0, k.shape[1])
+        return
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(bounds_q) - 1):
+        yield 0, slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_factor: Tensor | None,
+    k_factor: Tensor | None,
+    v_factor: Tensor,
+    v_offset: Tensor | None,
+    row_offset: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    spec: AttnSpec,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``flash_ext::fwd_fp8``: out in ``dtype`` and lse in float32.
+
+    Weights are rounded to e4m3 with the largest of a row at 26, as the kernels have them where a row's
+    maximum comes first; row sums are of weights before rounding.
+    """
+    packed = cu_seqlens_q is not None
+    if q_factor is not None and k_factor is not None:
+        q, k = dequantize_rows(q, q_factor, cu_seqlens_q), dequantize_rows(k, k_factor, cu_seqlens_k)
+    values = rows_of_values(v, k.shape[-3], cu_seqlens_k)
+    q, k, values, v_factor = (x.unsqueeze(0) if packed else x for x in (q, k, values, v_factor))
+    if v_offset is not None and packed:
+        v_offset = v_offset.unsqueeze(0)
+    group = q.shape[2] // k.shape[2]
+    out = q.new_zeros((*q.shape[:3], values.shape[-1]), dtype=dtype)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    for b, rows, keys in _pieces(q, k, cu_seqlens_q, cu_seqlens_k):
+        keys_t = k[b, keys].float().permute(1, 2, 0).repeat_interleave(group, 0)  # (h, d, keys)
+        values_h = values[b, keys].transpose(0, 1).repeat_interleave(group, 0)  # (h, keys, dv)
+        shift = (keys.stop - keys.start) - (rows.stop - rows.start)
+        for first in range(rows.start, rows.stop, BLOCK):
+            part = slice(first, min(first + BLOCK, rows.stop))
+            scores = q[b, part].float().transpose(0, 1) @ keys_t * spec.softmax_scale
+            at = torch.arange(part.start, part.stop)[:, None] - rows.start + shift
+            key = torch.arange(keys.stop - keys.start)
+            hidden = torch.zeros(len(at), len(key), dtype=torch.bool)
+            if spec.window_left >= 0:
+                hidden |= key < at - spec.window_left
+            if spec.window_right >= 0:
+                hidden |= key > at + spec.window_right
+            scores.masked_fill_(hidden, -math.inf)
+            largest = (
+                scores.amax(-1, keepdim=True)
+                if len(key)
+                else scores.new_full((*scores.shape[:2], 1), -math.inf)
+            )
+            empty = largest == -math.inf
+            weights = TOP_WEIGHT * torch.exp(scores - largest.masked_fill(empty, 0.0))
+            total = weights.sum(-1, keepdim=True)
+            result = weights.to(E4M3).float() @ values_h / total.masked_fill(empty, 1.0)
+            result = result * v_factor[b].repeat_interleave(group, 0).unsqueeze(1)
+            if v_offset is not None:
+                result = result + v_offset[b].repeat_interleave(group, 0).unsqueeze(1)
+            out[b, part] = result.masked_fill(empty, 0.0).transpose(0, 1).to(dtype)
+            lse[b, :, part] = (
+                (largest + torch.log(total / TOP_WEIGHT)).masked_fill(empty, -math.inf).squeeze(-1)
+            )
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return out, lse if row_offset is None else lse + spec.softmax_scale * row_offset

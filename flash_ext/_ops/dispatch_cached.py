@@ -1,0 +1,121 @@
+"""From the public functions to the operator over a cache: types in words, values where the host sees them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import check_bounds, explain_options, explain_tensors, operator_options, refuse_tensor_scale
+from .library import _C
+from .library_cached import flops_fwd_cached as flops_fwd_cached  # which registers the operators
+
+_is_compiling = torch.compiler.is_compiling
+
+# Reads values on a GPU as well, which waits for it: for finding a wrong table.
+CHECKS_DEVICE = os.environ.get("FLASH_EXT_CHECK", "0") not in ("", "0")
+
+
+def run_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scale: float | None,
+    causal: Any,
+    window: tuple[int, int],
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Calls ``fwd_cached``: out and lse of queries over keys of which the device knows how many there are.
+
+    Args:
+        q: (total_q, h, d) with ``cu_seqlens_q``, else (batch, seqlen_q, h, d).
+        k, v: (num_pages, page_size, h_k, d) with ``block_table``, (total_k, h_k, d) with ``cu_seqlens_k``,
+            else (entries, seqlen_k, h_k, d), an entry a sequence.
+        seqused_k: (batch,) int32, how many keys each sequence has.
+
+    The others are those of :func:`flash_ext.attention_varlen`.
+    """
+    if scale is not None and isinstance(scale, Tensor):
+        refuse_tensor_scale()
+    places = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    if _is_compiling():
+        options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
+        traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
+            q, k, v, *places, *options[:5], backend
+        )
+        return traced
+    most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
+    try:
+        left, right = window
+        if CHECKS_DEVICE or q.is_cpu:
+            _check_values(q, k, *places)
+        return _C.fwd_cached(q, k, v, *places, most_q, most_k, scale, causal, left, right, backend)
+    except (TypeError, ValueError, NotImplementedError, AttributeError):
+        explain_tensors(q=q, k=k, v=v)
+        explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        explain_tensors(True, seqused_k=seqused_k, block_table=block_table)
+        explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
+        raise
+
+
+def _check_values(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
+    """Looks at lengths and pages. On a GPU, where nobody looks, they are kept inside what there is.
+
+    Raises:
+        ValueError: a length is negative or has no room, or an entry in use names a page that is not there.
+    """
+    given = [t for t in (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table) if t is not None]
+    if torch._C._len_torch_dispatch_stack() or any(type(t) is not Tensor for t in given):
+        return
+    if any(t.dtype != torch.int32 or t.device != q.device for t in given):
+        return  # refused in words below the operator
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if cu_seqlens_q is not None:
+        rows = None if block_table is not None or cu_seqlens_k is None else cu_seqlens_k.cpu()
+        check_bounds(q, k, cu_seqlens_q.cpu(), rows)
+    if seqused_k is None or seqused_k.dim() != 1 or k.dim() < 3:
+        return
+    lengths = seqused_k.tolist()
+    room = [k.shape[-3]] * len(lengths)
+    if block_table is not None:
+        if block_table.dim() != 2 or k.dim() != 4 or block_table.shape[0] != len(lengths):
+            return
+        room = [block_table.shape[1] * k.shape[1]] * len(lengths)
+    elif cu_seqlens_k is not None:
+        if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] != len(lengths) + 1:
+            return
+        room = cu_seqlens_k.diff().tolist()
+    for b, (length, most) in enumerate(zip(lengths, room, strict=True)):
+        if length < 0:
+            raise ValueError(f"seqused_k must hold lengths of at least 0, got {length} for sequence {b}.")
+        if length > most:
+            hint = "" if block_table is None else f": {block_table.shape[1]} pages of {k.shape[1]}"
+            raise ValueError(
+                f"seqused_k must not exceed the room of a sequence, got {length} for sequence {b}, which has "
+                f"room for {most} keys{hint}."
+            )
+        if block_table is None:
+            continue
+        used = block_table[b, : -(-length // k.shape[1])]
+        wrong = used[(used < 0) | (used >= k.shape[0])]
+        if wrong.numel():
+            raise ValueError(
+                f"block_table must name pages from 0 to {k.shape[0] - 1} for the keys in use, got "
+                f"{int(wrong[0])} for sequence {b}."
+            )

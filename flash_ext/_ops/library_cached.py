@@ -1,0 +1,86 @@
+"""The operators over a cache of keys and values as PyTorch sees them; library.py has the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._cpu import cached
+from .library import _C, fake_results, is_built
+from .spec import AttnSpec
+
+
+def cpu_fwd_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    _C.check_fwd_cached(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options)
+    _, _, scale, left, right, _ = options
+    places = cached.Places(cu_seqlens_k, seqused_k, block_table)
+    return cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places)
+
+
+def fake_fwd_cached(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _C.check_fwd_cached(q, k, v, *rest)
+    return fake_results(q, v, q.dtype)
+
+
+def flops_fwd_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Two products; lengths are read from the device, and while tracing the room of a sequence stands in."""
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    rows = q.shape[0] * q.shape[1] if cu_seqlens_q is None else q.shape[0]
+    pages = 1 if block_table is None else block_table.shape[1]
+    room = max_seqlen_k or k.shape[-3] * pages
+    per_score = 2 * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+    traced = any(isinstance(t, FakeTensor) or t.is_meta for t in (q, seqused_k) if t is not None)
+    if seqused_k is None or traced:
+        return rows * room * per_score
+    lengths = seqused_k.long().clamp(min=0)
+    if cu_seqlens_q is None:
+        return int(lengths.sum().item()) * q.shape[1] * per_score
+    return int((cu_seqlens_q.diff().long() * lengths[:batch]).sum().item()) * per_score
+
+
+def cpu_append_kv(*arguments: Any) -> None:
+    _C.check_append_kv(*arguments)
+    cached.append(*arguments)
+
+
+def fake_append_kv(*arguments: Any) -> None:
+    _C.check_append_kv(*arguments)
+
+
+def _refuse_vmap(*_: Any) -> Any:
+    raise NotImplementedError("vmap over attention with a cache is not implemented; call in a loop.")
+
+
+if is_built:
+    _library = torch.library.Library("flash_ext", "IMPL")
+    _library.impl("fwd_cached", cpu_fwd_cached, "CPU")
+    torch.library.register_fake("flash_ext::fwd_cached", fake_fwd_cached, lib=_library)
+    torch.library.register_vmap("flash_ext::fwd_cached", _refuse_vmap, lib=_library)
+    _library.impl("append_kv", cpu_append_kv, "CPU")
+    torch.library.register_fake("flash_ext::append_kv", fake_append_kv, lib=_library)
+    register_flop_formula(torch.ops.flash_ext.fwd_cached, get_raw=True)(flops_fwd_cached)

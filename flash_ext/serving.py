@@ -1,0 +1,323 @@
+"""Attention over caches by the names and arguments that serving engines call.
+
+* :func:`flash_attn_varlen_func` and :func:`get_scheduler_metadata` as vLLM calls them,
+* :func:`flash_attn_with_kvcache` as SGLang and FlashAttention-3 have it.
+
+Arguments that are not served are accepted at their defaults and refused by name otherwise. Lengths and tables
+stay on the device: nothing waits for it, and a CUDA graph follows what they hold at each replay. There is no
+gradient. Keys and values are 16-bit (on the CPU also float32 and float64), pages have any size and any
+strides with a unit last one.
+
+These arguments change no result:
+
+* scheduler_metadata: the kernels divide keys by lengths that they read themselves;
+* q_descale, k_descale, v_descale: scales of fp8 tensors, which 16-bit ones do not have;
+* num_splits: 1 is one part for each sequence, everything else is chosen from shapes;
+* fa_version, ver, pack_gqa, sm_margin, deterministic: which kernel of flash-attn would run, and how.
+
+Source: the interfaces of vLLM 0.33 and of FlashAttention-3, https://github.com/Dao-AILab/flash-attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._append import Rotary, append_kv
+from ._attention import AuxRequest, attention_varlen
+from ._count import counting, tally
+from ._cpu.cached import turned
+from ._log import logged
+from ._masks.biases import ALiBi
+from ._ops.dispatch_cached import run_cached
+
+__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+@logged
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_v: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    output_scale: Tensor | None = None,
+    fa_version: int = 2,
+    s_aux: Tensor | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Tensor | None = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    dynamic_causal: Any = None,
+    gather_kv_indices: Any = None,
+    gather_kv_valid_length: Any = None,
+) -> Result:
+    """Packed queries over pages, over packed keys with lengths, or over packed keys.
+
+    Args:
+        q: (total_q, h, d).
+        k, v: (num_pages, page_size, h_k, d) with ``block_table``, else (total_k, h_k, d).
+        max_seqlen_q, max_seqlen_k: bounds on the lengths, by which kernels are chosen.
+        cu_seqlens_q: (batch + 1,) int32; cu_seqlens_k likewise, without ``block_table``.
+        seqused_k: (batch,) int32, the keys of each sequence.
+        softmax_scale, causal, window_size: as in :func:`flash_ext.attention_varlen`.
+        softcap, alibi_slopes, s_aux (sinks): without ``seqused_k`` and ``block_table`` only.
+        block_table: (batch, max_pages) int32.
+        return_softmax_lse: also return lse (h, total_q) float32.
+        out: (total_q, h, dv), written and returned.
+
+    Raises:
+        NotImplementedError: an argument that is not served.
+    """
+    _note()
+    _refuse(
+        q_v=q_v, dropout_p=dropout_p or None, return_attn_probs=return_attn_probs or None,
+        output_scale=output_scale, cp_world_size=None if cp_world_size == 1 else cp_world_size,
+        cp_rank=cp_rank or None, cp_tot_seqused_k=cp_tot_seqused_k, mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, dynamic_causal=dynamic_causal,
+        gather_kv_indices=gather_kv_indices, gather_kv_valid_length=gather_kv_valid_length,
+    )  # fmt: skip
+    window = (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
+    with torch.no_grad():
+        if block_table is None and seqused_k is None:
+            found, aux = attention_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+                scale=softmax_scale, causal=causal, window_size=window, softcap=softcap, sinks=s_aux,
+                bias=None if alibi_slopes is None else ALiBi(alibi_slopes), return_aux=AuxRequest(lse=True),
+            )  # fmt: skip
+            lse = aux.lse
+        else:
+            _refuse(softcap=softcap or None, alibi_slopes=alibi_slopes, s_aux=s_aux)
+            found, lse = run_cached(
+                q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k,
+                block_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
+                _backend(num_splits, q),
+            )  # fmt: skip
+    assert lse is not None
+    return _result(found, lse, out, return_softmax_lse)
+
+
+@logged
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    only_qv: bool = False,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Any = None,
+    aux_tensors: Any = None,
+    ver: int = 3,
+    out: Tensor | None = None,
+) -> Result:
+    """New queries over a cache of pages or of entries, after k and v, if given, were written into it.
+
+    Args:
+        q: (batch, seqlen_q, h, d) or, with ``cu_seqlens_q``, (total_q, h, d).
+        k_cache, v_cache: (num_pages, page_size, h_k, d) with ``page_table``, else (entries, seqlen, h_k, d).
+        k, v: (batch, seqlen_new, h_k, d), written behind the ``cache_seqlens`` keys of their sequence; what
+            has no room is left out.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are turned by their positions in the
+            cache; without causal and window all of q by that of its first.
+        cache_seqlens: int or (batch,) int32, the keys of each sequence before the append.
+        cache_batch_idx: (batch,) int32, the entry of each sequence, without ``page_table``.
+        page_table: (batch, max_pages) int32.
+        max_seqlen_q: bound on the lengths of ``cu_seqlens_q``, by which kernels are chosen.
+        softmax_scale, causal, window_size: as in :func:`flash_ext.attention_varlen`.
+        return_softmax_lse: also return lse (batch, h, seqlen_q) or (h, total_q), float32.
+        out: written and returned.
+
+    Raises:
+        NotImplementedError: an argument that is not served.
+        ValueError: k without v or without cache_seqlens, one of the rotary factors without the other.
+    """
+    _note()
+    _refuse(
+        qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
+        attention_chunk=attention_chunk or None, softcap=softcap or None, only_qv=only_qv or None,
+        sinks=sinks, score_mod=score_mod, aux_tensors=aux_tensors,
+    )  # fmt: skip
+    if page_table is not None and cache_batch_idx is not None:
+        raise ValueError("page_table and cache_batch_idx must not be given together.")
+    window = (int(window_size[0]), int(window_size[1]))
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    table = page_table if cache_batch_idx is None else cache_batch_idx[:, None]
+    lengths = cache_seqlens
+    if isinstance(lengths, int):
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    if table is not None and lengths is None:
+        room = table.shape[1] * k_cache.shape[1]
+        lengths = torch.full((batch,), room, dtype=torch.int32, device=q.device)
+    if isinstance(lengths, Tensor) and lengths.dtype == torch.int64:
+        lengths = lengths.int()
+    with torch.no_grad():
+        if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+            if k is None or v is None or not isinstance(lengths, Tensor) or cache_seqlens is None:
+                raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
+            if (rotary_cos is None) != (rotary_sin is None):
+                raise ValueError("rotary_cos and rotary_sin must be given together.")
+            factors = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
+            counts = causal or window != (-1, -1)
+            if factors is not None:
+                q = _turned_queries(q, cu_seqlens_q, lengths, counts, factors, rotary_interleaved)
+            lengths = _append(k_cache, v_cache, k, v, lengths, table, factors, rotary_interleaved)
+        found, lse = run_cached(
+            q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
+            causal, window, _backend(num_splits, q),
+        )  # fmt: skip
+    return _result(found, lse, out, return_softmax_lse)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Zeros (1 + 4 * batch_size, batch_size rounded up to 4) int32, the size of FlashAttention-3's plan.
+
+    Kernels here divide keys by lengths that they read themselves, so there is nothing to plan; programs that
+    keep a plan in a buffer of their own run as they are.
+    """
+    return torch.zeros(1 + -(-batch_size // 4) * 16, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _note() -> None:
+    if counting:
+        tally("serving")
+
+
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise NotImplementedError(f"{name} is not served over a cache, got {shown!r}. Leave it out.")
+
+
+def _backend(num_splits: int, q: Tensor) -> str | None:
+    return "kv_splits=1" if num_splits == 1 and q.is_cuda else None
+
+
+def _result(found: Tensor, lse: Tensor, out: Tensor | None, wants_lse: bool) -> Result:
+    if out is not None:
+        found = out.copy_(found.view(out.shape))
+    return (found, lse) if wants_lse else found
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    factors: tuple[Tensor, Tensor] | None,
+    interleaved: bool,
+) -> Tensor:
+    """Writes k and v behind the keys that there are; returns how many there are then."""
+    batch, count = k.shape[:2]
+    page_size = k_cache.shape[1]
+    room = page_size if table is None else table.shape[1] * page_size
+    first = lengths.long().clamp(0, room)[:, None]
+    positions = first + torch.arange(count, device=k.device)
+    inside = positions.clamp(max=max(room - 1, 0))
+    if table is None:
+        page = torch.arange(batch, device=k.device)[:, None]
+    else:
+        page = table.long().gather(1, inside // page_size) if room else positions
+    slots = (page * page_size + inside % page_size).where((positions < room) & (page >= 0), -1).flatten()
+    rotary = None
+    if factors is not None:
+        rotary = Rotary(*factors, positions.flatten(), interleaved)
+    append_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, rotary)
+    return (first[:, 0] + count).clamp(max=room).to(torch.int32)
+
+
+def _turned_queries(
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    lengths: Tensor,
+    counts: bool,
+    factors: tuple[Tensor, Tensor],
+    interleaved: bool,
+) -> Tensor:
+    """q turned by its positions, which count from the length of its sequence where ``counts``."""
+    if cu_seqlens_q is None:
+        steps = torch.arange(q.shape[1], device=q.device) * counts
+        positions = lengths.long()[:, None] + steps
+    else:
+        row = torch.arange(q.shape[0], device=q.device)
+        b = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True).clamp(max=lengths.shape[0] - 1)
+        positions = lengths.long()[b] + (row - cu_seqlens_q.long()[b]) * counts
+    positions = positions.clamp(0, factors[0].shape[0] - 1)
+    cos, sin = (t.float()[positions][..., None, :] for t in factors)
+    return turned(q, cos, sin, interleaved)

@@ -1,0 +1,137 @@
+"""Caches for tests: pages in any order, NaN in slots that no length covers, junk behind each length."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.reference import attention_reference
+
+LAYOUTS = ("apart", "together", "heads first")
+JUNK = (-1, 2**31 - 1, -(2**31), 10**6)
+
+
+@dataclass
+class Cache:
+    """Keys of some sequences in pages, and the same as rows.
+
+    Attributes:
+        k, v: (num_pages, page_size, h_k, d).
+        table: (batch, max_pages) int32; entries behind a length are junk.
+        lengths: (batch,) int32.
+        rows: keys and values of each sequence, (length, h_k, d).
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+    rows: list[tuple[Tensor, Tensor]]
+
+    @property
+    def places(self) -> dict[str, Tensor]:
+        return {"block_table": self.table, "seqused_k": self.lengths}
+
+
+def make_cache(
+    lengths: list[int],
+    page_size: int,
+    heads_k: int = 2,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    layout: str = "apart",
+    spare: int = 2,
+    shared: int = 0,
+) -> Cache:
+    """A cache of N(0, 1) keys; ``spare`` entries more than needed, ``shared`` first pages common to all."""
+    head_dim_v = head_dim_v or head_dim
+    needed = [-(-n // page_size) for n in lengths]
+    num_pages = sum(needed) + 3
+    pool = _pool(num_pages, page_size, heads_k, (head_dim, head_dim_v), device, dtype, layout)
+    order = random.sample(range(num_pages), num_pages)
+    table = torch.empty(len(lengths), max([*needed, 0]) + spare, dtype=torch.int32)
+    at, used, filled = shared, [], torch.zeros(num_pages, page_size, dtype=torch.bool)
+    for b, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+        own = order[: min(count, shared)] + order[at : at + max(count - shared, 0)]
+        at += max(count - shared, 0)
+        table[b] = torch.tensor(own + random.choices(JUNK, k=table.shape[1] - count), dtype=torch.int64).int()
+        position = torch.arange(length)
+        used.append((torch.tensor(own, dtype=torch.long)[position // page_size], position % page_size))
+        filled[used[-1]] = True
+    for x in pool:
+        x[filled.to(device)] = torch.randn(int(filled.sum()), *x.shape[2:], device=device).to(dtype)
+    rows = [(pool[0][place], pool[1][place]) for place in used]
+    lengths_there = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Cache(*pool, table.to(device), lengths_there, rows)
+
+
+def _pool(
+    pages: int, size: int, heads: int, dims: tuple[int, int], device: str, dtype: torch.dtype, layout: str
+) -> tuple[Tensor, Tensor]:
+    """k and v full of NaN: each by itself, side by side in a token, or so with heads outside of rows."""
+    like = {"device": device, "dtype": dtype}
+    if layout == "apart":
+        k, v = (torch.full((pages, size, heads, dim), torch.nan, **like) for dim in dims)
+    elif layout == "together":
+        k, v = torch.full((pages, size, heads, sum(dims)), torch.nan, **like).split(dims, -1)
+    else:
+        whole = torch.full((pages, heads, size, sum(dims)), torch.nan, **like)
+        k, v = whole.transpose(1, 2).split(dims, -1)
+    return k, v
+
+
+def truth(
+    q: list[Tensor], rows: list[tuple[Tensor, Tensor]], window: tuple[int, int] = (-1, -1)
+) -> tuple[list[Tensor], list[Tensor]]:
+    """out (rows, h, dv) and lse (h, rows) of each sequence, float64."""
+    found = []
+    for own, (k, v) in zip(q, rows, strict=True):
+        spec = AttnSpec(default_scale(own.shape[-1]), *window)
+        out, lse = attention_reference(own[None], k[None], v[None], spec)
+        found.append((out[0], lse[0]))
+    return [out for out, _ in found], [lse for _, lse in found]
+
+
+def packed_queries(
+    counts: list[int], heads: int, head_dim: int, device: str, dtype: torch.dtype, outside: int = 0
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """q (total_q, h, d), its bounds, and what each sequence has; ``outside`` rows before and behind all."""
+    q = torch.randn(sum(counts) + 2 * outside, heads, head_dim, device=device).to(dtype)
+    bounds = (torch.tensor([0, *counts]).cumsum(0) + outside).to(device, torch.int32)
+    return q, bounds, list(q[outside : outside + sum(counts)].split(counts))
+
+
+def close(got: Tensor, wanted: Tensor, name: str = "") -> None:
+    """Within what the type of ``got`` can hold, a row that is empty exactly."""
+    limit = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}[
+        got.dtype
+    ]
+    assert got.shape == wanted.shape, name
+    same = (got.double() == wanted) | ((got.double() - wanted).abs() < limit)
+    assert same.all(), f"{name}: off by {(got.double() - wanted).abs().nan_to_num(torch.inf).max():.3g}"
+
+
+def check(
+    out: Tensor,
+    lse: Tensor | None,
+    bounds: Tensor,
+    q: list[Tensor],
+    cache: Cache,
+    window: tuple[int, int] = (-1, -1),
+) -> None:
+    """Every row of a packed call, those outside of sequences as well."""
+    outs, lses = truth(q, cache.rows, window)
+    wanted = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
+    wanted_lse = torch.full((out.shape[1], out.shape[0]), -torch.inf, dtype=torch.float64, device=out.device)
+    for start, one, other in zip(bounds.tolist(), outs, lses):
+        wanted[start : start + one.shape[0]] = one
+        wanted_lse[:, start : start + one.shape[0]] = other
+    close(out, wanted, "out")
+    if lse is not None:
+        close(lse, wanted_lse, "lse")

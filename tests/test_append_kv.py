@@ -1,0 +1,155 @@
+"""append_kv: what lands in the cache, bit by bit, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import Rotary, append_kv
+from tests.qkv import on_devices
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(5)
+
+
+def caches(shape: tuple[int, ...], dims: tuple[int, int], layout: str, **like) -> tuple[Tensor, Tensor]:
+    pages, size, heads = shape
+    if layout == "apart":
+        return tuple(torch.randn(*shape, d, device=like["device"]).to(like["dtype"]) for d in dims)
+    whole = torch.randn(pages, heads, size, sum(dims), device=like["device"]).to(like["dtype"])
+    return whole.transpose(1, 2).split(dims, -1)
+
+
+def by_definition(k: Tensor, r: Rotary) -> Tensor:
+    """Keys turned in float32, products and sums rounded one by one."""
+    half = r.cos.shape[1]
+    c, s = (t.float()[r.positions.long()][:, None] for t in (r.cos, r.sin))
+    first, rest = k.float()[..., : 2 * half], k[..., 2 * half :]
+    pairs = first.unflatten(-1, (half, 2) if r.interleaved else (2, half))
+    a, b = pairs.unbind(-1 if r.interleaved else -2)
+    turned = torch.stack((a * c - b * s, a * s + b * c), -1 if r.interleaved else -2).flatten(-2)
+    return torch.cat([turned.to(k.dtype), rest], -1)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["apart", "heads first"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 96), (37, 20), (256, 256)], ids=str)
+def test_values_land_in_their_slots_and_nowhere_else(
+    dims: tuple[int, int], layout: str, dtype: torch.dtype, device: str
+) -> None:
+    k_cache, v_cache = caches((5, 12, 3), dims, layout, dtype=dtype, device=device)
+    before = k_cache.clone(), v_cache.clone()
+    k, v = (torch.randn(3, 7, d, device=device).to(dtype).transpose(0, 1) for d in dims)  # heads outside
+    slots = torch.tensor([0, 59, -1, 12, 11, -1, 30], device=device)
+    for index in (slots, slots.int()):
+        append_kv(k, v, k_cache, v_cache, index)
+        for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
+            wanted = old.clone()
+            for token, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    wanted[slot // 12, slot % 12] = new[token]
+            assert torch.equal(cache, wanted)
+            cache.copy_(old)
+
+
+@on_devices
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("rotary_dim", [8, 20, 64])
+@pytest.mark.parametrize("factors", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_are_turned_as_torch_does(
+    dtype: torch.dtype, factors: torch.dtype | None, rotary_dim: int, interleaved: bool, device: str
+) -> None:
+    k_cache, v_cache = caches((4, 16, 2), (64, 64), "heads first", dtype=dtype, device=device)
+    k, v = torch.randn(2, 50, 2, 64, device=device).to(dtype)
+    angles = torch.rand(100, rotary_dim // 2, device=device) * 6.28
+    cos, sin = (x.to(factors or dtype) for x in (angles.cos(), angles.sin()))
+    positions = torch.randint(0, 100, (50,), device=device)
+    slots = torch.randperm(64, device=device)[:50]
+    for at in (positions, positions.int()):
+        rotary = Rotary(cos, sin, at, interleaved)
+        append_kv(k, v, k_cache, v_cache, slots, rotary)
+        assert torch.equal(k_cache[slots // 16, slots % 16], by_definition(k, rotary))
+        assert torch.equal(v_cache[slots // 16, slots % 16], v)
+
+
+@pytest.mark.gpu
+def test_gpu_slots_outside_are_left_out() -> None:
+    k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.ones(2, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
+    append_kv(k, v, k_cache, v_cache, torch.tensor([64, -5, 2**40, 3], device="cuda"))
+    assert k_cache.float().sum().item() == v_cache.float().sum().item() == 128
+    assert (k_cache[0, 3] == 1).all()
+
+
+@pytest.mark.gpu
+def test_gpu_a_graph_follows_slots() -> None:
+    k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 2, 64, device="cuda").bfloat16()
+    slots = torch.tensor([0, -1], device="cuda")
+    append_kv(k, v, k_cache, v_cache, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_kv(k, v, k_cache, v_cache, slots)
+    slots.copy_(torch.tensor([20, 21]))
+    graph.replay()
+    assert torch.equal(k_cache[1, 4:6], k) and torch.equal(v_cache[1, 4:6], v)
+
+
+def test_what_is_refused() -> None:
+    k, v = torch.randn(2, 3, 2, 64)
+    k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64)
+    slots = torch.arange(3)
+    for wrong in (-2, 64):
+        with pytest.raises(
+            ValueError, match=f"slot_mapping must hold slots from 0 to 63, or -1 .* got {wrong}"
+        ):
+            append_kv(k, v, k_cache, v_cache, torch.tensor([0, wrong, 1]))
+    with pytest.raises(ValueError, match="k_cache must not be expanded to be written"):
+        append_kv(k, v, k_cache[:1].expand(4, -1, -1, -1), v_cache, slots)
+    with pytest.raises(ValueError, match="k_cache and v_cache must have the same pages"):
+        append_kv(k, v, k_cache, v_cache[:2], slots)
+    with pytest.raises(ValueError, match=r"slot_mapping must have shape \(tokens,\), here \(3,\)"):
+        append_kv(k, v, k_cache, v_cache, slots[:2])
+    with pytest.raises(TypeError, match="slot_mapping must be torch.int32 or torch.int64"):
+        append_kv(k, v, k_cache, v_cache, slots.float())
+    with pytest.raises(TypeError, match="v_cache must have the dtype of k_new"):
+        append_kv(k, v, k_cache, v_cache.half(), slots)
+    with pytest.raises(ValueError, match="v_new must have the 2 heads of k_new, got 1"):
+        append_kv(k, v[:, :1], k_cache, v_cache, slots)
+    with pytest.raises(NotImplementedError, match="k_new requires a gradient, and append_kv has none"):
+        append_kv(k.clone().requires_grad_(), v, k_cache, v_cache, slots)
+    with pytest.raises(TypeError, match="k_new must be a torch.Tensor, got list"):
+        append_kv([1], v, k_cache, v_cache, slots)  # type: ignore[arg-type]
+    cos = torch.ones(9, 40)
+    with pytest.raises(ValueError, match="cos and sin turn 80 features, but k_new has 64"):
+        append_kv(k, v, k_cache, v_cache, slots, Rotary(cos, cos, slots))
+    with pytest.raises(ValueError, match="sin must have shape"):
+        append_kv(k, v, k_cache, v_cache, slots, Rotary(cos[:, :8], cos[:, :4], slots))
+    assert not k_cache.any() and not v_cache.any()
+
+
+def test_it_is_traced_and_counted() -> None:
+    k, v = torch.randn(2, 3, 2, 64)
+    k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64)
+    slots = torch.arange(3)
+    with flash_ext.count() as counts:
+        append_kv(k, v, k_cache, v_cache, slots)
+    assert counts.calls["append_kv"] == 1
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(k: Tensor, v: Tensor) -> Tensor:
+        append_kv(k * 2, v, k_cache, v_cache, slots + 4)
+        return k_cache.sum()
+
+    step(k, v)
+    assert torch.equal(k_cache[0, 4:7], 2 * k) and torch.equal(v_cache[0, 4:7], v)
+    args = (k, v, k_cache, v_cache, slots, None, None, None, True)
+    torch.library.opcheck(torch.ops.flash_ext.append_kv.default, args)

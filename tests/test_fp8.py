@@ -1,0 +1,535 @@
+"""Attention in fp8: quantisation and the forward against the float64 oracle of what the numbers stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import AuxRequest, Fp8Inputs, attention_fp8, quantize_fp8
+from flash_ext._cpu import fp8
+from flash_ext._ops.library import _C
+from flash_ext._ops.spec import AttnSpec
+from tests.qkv import null_kernels
+from tests.reference import attention_reference
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+# Rounding of weights and values to e4m3 in the worst of these cases, and what the oracle does not round.
+GATE = 0.035
+
+
+def make(
+    rows: int = 200, keys: int = 300, heads: int = 4, heads_k: int = 2, dim: int = 64, dim_v: int = 0,
+    batch: int = 2, device: str = "cpu", packed: bool = False, dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, count: int, size: int) -> Tensor:
+        shape = (length, count, size) if packed else (batch, length, count, size)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return draw(rows, heads, dim), draw(keys, heads_k, dim), draw(keys, heads_k, dim_v or dim)
+
+
+def truth(x: Fp8Inputs, **options: object) -> tuple[Tensor, Tensor]:
+    q, k, v = (t.cpu() for t in x.dequantize(torch.float64))
+    bounds = [None if t is None else t.cpu() for t in (x.cu_seqlens_q, x.cu_seqlens_k)]
+    return attention_reference(q, k, v, spec_of(q, **options), *bounds)
+
+
+def spec_of(
+    q: Tensor, causal: bool = False, window_size: tuple[int, int] = (-1, -1), scale: float | None = None
+) -> AttnSpec:
+    left, right = window_size
+    return AttnSpec(q.shape[-1] ** -0.5 if scale is None else scale, left, 0 if causal else right)
+
+
+def error_of(out: Tensor, want: Tensor) -> float:
+    return float((out.cpu().double() - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def check(x: Fp8Inputs, gate: float = GATE, lse_gate: float = 1e-3, **options: object) -> Tensor:
+    out, aux = attention_fp8(x, return_aux=AuxRequest(lse=True), **options)
+    want, want_lse = truth(x, **options)
+    assert out.dtype == x.dtype and out.is_contiguous()
+    seen = want_lse.isfinite()
+    assert torch.equal(aux.lse.cpu().isfinite(), seen)
+    largest = want_lse[seen].abs().max().item() if seen.any() else 0.0
+    assert (aux.lse.cpu().double() - want_lse)[seen].abs().max().item() <= lse_gate * max(1.0, largest)
+    assert error_of(out, want) <= gate
+    hidden = (~seen).transpose(-1, -2)
+    assert not out.cpu()[hidden].any()
+    return out
+
+
+# ---- against the oracle ----------------------------------------------------------------------------------
+
+MASKS = [
+    {},
+    {"causal": True},
+    {"window_size": (70, 20)},
+    {"causal": True, "scale": 0.5},
+    {"scale": -0.1},
+    {"scale": 0.0},
+]
+QUANTISATIONS = [
+    {},
+    {"granularity": "head"},
+    {"smooth_k": False, "smooth_v": False},
+    {"hadamard": True},
+    {"mode": "mixed"},
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", QUANTISATIONS, ids=str)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_dense(device: str, how: dict, options: dict) -> None:
+    check(quantize_fp8(*make(device=device), **how), **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["fp8", "mixed"])
+@pytest.mark.parametrize("dims", [(16, 16), (48, 32), (64, 64), (96, 96), (80, 128), (128, 128), (192, 128)])
+def test_head_sizes(device: str, dims: tuple[int, int], mode: str) -> None:
+    if mode == "mixed" and dims[0] > 128:
+        pytest.skip("q and k of 16 bits have no kernel above 128")
+    dim, dim_v = dims
+    check(quantize_fp8(*make(dim=dim, dim_v=dim_v, device=device), mode=mode), causal=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 700), (7, 15), (129, 127), (300, 100), (64, 1025), (256, 256)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(device: str, lengths: tuple[int, int], causal: bool) -> None:
+    x = quantize_fp8(*make(*lengths, dim=128, device=device))
+    check(x, gate=0.05, causal=causal)  # few keys: no errors cancel
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", QUANTISATIONS, ids=str)
+@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+def test_packed(device: str, how: dict, options: dict) -> None:
+    """With rows of no sequence in front and behind, one side empty, and lengths off every grid."""
+    q, k, v = make(400, 700, packed=True, device=device)
+    q[:3], k[690:], v[:5] = math.nan, math.nan, math.nan
+    bounds = [
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, 103, 103, 390], [5, 205, 240, 690])
+    ]
+    check(quantize_fp8(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], **how), **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_keys(device: str) -> None:
+    x = quantize_fp8(*make(5, 0, device=device))
+    out, aux = attention_fp8(x, return_aux=AuxRequest(lse=True))
+    assert not out.any() and (aux.lse == -math.inf).all()
+
+
+def outliers(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for t in (q, k):
+        t += (
+            (torch.rand(t.shape, device=t.device) < 1e-3)
+            * 100
+            * torch.randn(t.shape, device=t.device).to(t.dtype)
+        )
+
+
+def rising(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The last keys, which come first, weigh least: every tile finds a new maximum."""
+    q[..., 0] = 30
+    k[..., 0] = torch.linspace(8, -8, k.shape[1], device=k.device)[None, :, None]
+
+
+def one_rules(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q[..., 0], k[..., 0] = 20, 0
+    k[:, 17, :, 0] = 20
+
+
+def local_and_tail(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A few large weights among the last keys and as much again in all others together."""
+    q[..., 0], k[..., 0] = 10, 0
+    k[:, -4:, :, 0] = 6
+
+
+def sink_first(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q[..., 0], k[..., 0] = 10, 0
+    k[:, 0, :, 0] = 10
+
+
+def far(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q *= 3e4
+    k *= 3e4
+
+
+DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
+    "outliers": (outliers, GATE),
+    "rising": (rising, GATE),
+    "one rules": (one_rules, GATE),
+    "local and tail": (local_and_tail, 0.06),
+    "sink first": (sink_first, 0.06),
+    "far": (far, GATE),
+    "q x 4": (lambda q, k, v: q.mul_(4), GATE),
+    "equal scores": (lambda q, k, v: q.zero_(), GATE),
+    "all zero": (lambda q, k, v: (q.zero_(), k.zero_(), v.zero_()), 0.0),
+    "448": (lambda q, k, v: (q.sign_().mul_(448), k.sign_(), v.sign_().mul_(448)), GATE),
+    "values with a mean": (lambda q, k, v: v.add_(1), 0.003),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["fp8", "mixed"])
+@pytest.mark.parametrize("data", DATA)
+def test_data(device: str, data: str, mode: str) -> None:
+    q, k, v = make(130, 1500, dim=128, device=device)
+    change, gate = DATA[data]
+    change(q, k, v)
+    check(quantize_fp8(q, k, v, mode=mode), gate=max(gate, 0.004))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@pytest.mark.parametrize("kind", ["mean", "clustered"])
+@pytest.mark.parametrize("keys", [8192, 32768, 131072])
+def test_long_sums(kind: str, keys: int) -> None:
+    """What the tensor cores' accumulators lose of many values that have something in common."""
+    q, k, v = make(128, keys, 1, 1, 128, batch=1, device="cuda")
+    v += (
+        1
+        if kind == "mean"
+        else torch.randn(keys // 512, 128, device="cuda").repeat_interleave(512, 0)[None, :, None] * 2
+    )
+    x = quantize_fp8(q, k, v)
+    out = attention_fp8(x).double()
+    a, b, c = x.dequantize(torch.float64)
+    want = torch.softmax(a[0, :, 0] @ b[0, :, 0].T / 128**0.5, -1) @ c[0, :, 0]
+    error = (out[0, :, 0] - want).norm() / want.norm()
+    assert error <= (0.003 if kind == "mean" else 0.03)
+
+
+# ---- exact ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["fp8", "mixed"])
+def test_constant_values_come_out_as_they_are(device: str, mode: str) -> None:
+    q, k, v = make(100, 500, device=device)
+    v[:] = torch.randn(2, 1, 2, 64, device=device)
+    out = attention_fp8(quantize_fp8(q, k, v, mode=mode))
+    assert torch.equal(out, v[:, :1].repeat_interleave(2, 2).expand_as(out))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_powers_of_two_change_no_bit(device: str) -> None:
+    """Nor does a stride of 0, nor which of the two has the factor."""
+    x = quantize_fp8(*make(device=device), granularity="head")
+    v = rows_of(x)
+    one = torch.ones((), device=device)
+    plain = attention_fp8(
+        Fp8Inputs.of(x.q, x.k, v, q_descale=one / 64, k_descale=one / 16, v_descale=one / 2)
+    )
+    for q_descale in (
+        one / 256,
+        (one / 256).expand(2, 4),
+        torch.full((2, 4), 1 / 256, device=device),
+        (one / 256).reshape(1),
+    ):
+        other = Fp8Inputs.of(
+            x.q, x.k, v, q_descale=q_descale, k_descale=(one / 4).expand(2, 2), v_descale=one
+        )
+        assert torch.equal(attention_fp8(other), 2 * plain)
+
+
+def rows_of(x: Fp8Inputs) -> Tensor:
+    return fp8.rows_of_values(x.v, x.k.shape[-3], x.cu_seqlens_k).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_that_are_fp8_already(device: str, packed: bool) -> None:
+    q, k, v = make(100, 333, packed=packed, device=device)
+    cu = {}
+    if packed:
+        cu = {
+            f"cu_seqlens_{n}": torch.tensor(b, dtype=torch.int32, device=device)
+            for n, b in (("q", [0, 40, 100]), ("k", [0, 133, 333]))
+        }
+    x = quantize_fp8(q, k, v, granularity="head", smooth_k=False, smooth_v=False, **cu)
+    descales = {
+        "q_descale": x.q_descale.squeeze(-1),
+        "k_descale": x.k_descale.squeeze(-1),
+        "v_descale": x.v_descale,
+    }
+    other = Fp8Inputs.of(x.q, x.k, rows_of(x), **descales, **cu)
+    assert torch.equal(other.v.view(torch.uint8), x.v.view(torch.uint8))
+    assert torch.equal(attention_fp8(x, causal=True), attention_fp8(other, causal=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows(device: str, bad: float) -> None:
+    q, k, v = make(100, 300, device=device)
+    v[0, 7, 0, 3] = bad
+    out = attention_fp8(quantize_fp8(q, k, v))
+    assert out[0, :, :2, 3].isnan().all() and out[1].isfinite().all() and out[0, :, 2:].isfinite().all()
+    q[1, 5, 2, 1] = bad
+    assert attention_fp8(quantize_fp8(q, k, v))[1, 5, 2].isnan().all()
+
+
+@pytest.mark.gpu
+def test_quantisation_is_that_of_the_cpu() -> None:
+    """On any GPU; bit by bit where no mean is involved."""
+    for packed in (False, True):
+        q, k, v = make(200, 333, packed=packed, dim=128)
+        bounds = {}
+        if packed:
+            bounds = {
+                "cu_seqlens_q": torch.tensor([3, 50, 190], dtype=torch.int32),
+                "cu_seqlens_k": torch.tensor([0, 200, 330], dtype=torch.int32),
+            }
+        for how in (
+            {},
+            {"granularity": "head"},
+            {"smooth_k": False, "smooth_v": False},
+            {"mode": "mixed"},
+            {"hadamard": True},
+        ):
+            want = quantize_fp8(q, k, v, **how, **bounds)
+            got = quantize_fp8(
+                q.cuda(), k.cuda(), v.cuda(), **how, **{name: t.cuda() for name, t in bounds.items()}
+            )
+            exact = how.get("smooth_k") is False
+            for a, b in zip(want.dequantize(torch.float32), got.dequantize(torch.float32), strict=True):
+                a, b = (t[3:190] if packed else t for t in (a, b.cpu()))
+                assert (
+                    torch.equal(a, b)
+                    if exact
+                    else (a != b).float().mean() < 0.01 or (a - b).norm() < 1e-3 * a.norm()
+                )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+def test_runs_repeat_bit_for_bit() -> None:
+    x = quantize_fp8(*make(512, 2000, 16, 4, 128, device="cuda"))
+    first = attention_fp8(x, causal=True)
+    assert all(torch.equal(attention_fp8(x, causal=True), first) for _ in range(1000))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+def test_in_a_cuda_graph() -> None:
+    q, k, v = make(300, 500, device="cuda")
+    attention_fp8(quantize_fp8(q, k, v))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention_fp8(quantize_fp8(q, k, v), causal=True)
+    for seed in (1, 2):
+        for t, new in zip((q, k, v), make(300, 500, device="cuda", seed=seed), strict=True):
+            t.copy_(new)
+        graph.replay()
+        assert torch.equal(out, attention_fp8(quantize_fp8(q, k, v), causal=True))
+
+
+# ---- gradients, tracing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_go_straight_through(device: str) -> None:
+    tensors = [t.requires_grad_() for t in make(device=device)]
+    weight = torch.randn(2, 200, 4, 64, device=device)
+    grads = {}
+    for name in ("fp8", "exact"):
+        if name == "fp8":
+            out, aux = attention_fp8(quantize_fp8(*tensors), causal=True, return_aux=AuxRequest(lse=True))
+        else:
+            out, aux = flash_ext.attention(*tensors, causal=True, return_aux=AuxRequest(lse=True))
+        grads[name] = torch.autograd.grad((out.float() * weight).sum() + aux.lse.sum(), tensors)
+    for a, b in zip(grads["fp8"], grads["exact"], strict=True):
+        assert error_of(a, b.double().cpu()) < 1e-2
+    with torch.no_grad():
+        assert quantize_fp8(*tensors)._originals is None
+
+
+def test_operators_are_sound() -> None:
+    """Without the test of schemas, which wants to subtract results from each other."""
+    q, k, v = make()
+    x = quantize_fp8(q, k, v)
+    tensors = x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset
+    calls = {
+        "quantize_fp8": (q, k, v, None, None, True, True, True, False, False),
+        "fwd_fp8": (*tensors, None, None, 0.125, -1, 0, torch.bfloat16, None),
+    }
+    for name, arguments in calls.items():
+        operator = getattr(torch.ops.flash_ext, name).default
+        torch.library.opcheck(
+            operator, arguments, test_utils=("test_faketensor", "test_autograd_registration")
+        )
+
+
+def test_compiled() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_fp8(quantize_fp8(q, k, v), causal=True)
+
+    tensors = make()
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors), run(*tensors))
+
+
+# ---- what would run on Hopper, without a GPU --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "mode", "size"),
+    [((64, 64), "fp8", "64"), ((80, 96), "mixed", "96"), ((160, 128), "fp8", "192_v128")],
+)
+def test_launches(dims: tuple[int, int], mode: str, size: str, packed: bool) -> None:
+    bounds = {}
+    if packed:
+        bounds = {f"cu_seqlens_{side}": torch.tensor([0, 50, 100], dtype=torch.int32) for side in "qk"}
+    tensors = make(100, 100, dim=dims[0], dim_v=dims[1], packed=packed)
+    want = quantize_fp8(*tensors, mode=mode, **bounds)
+    with null_kernels():
+        got = quantize_fp8(*tensors, mode=mode, **bounds)
+        out, aux = attention_fp8(want, causal=True, return_aux=AuxRequest(lse=True))
+        _C.set_switch("record_launches", 1)
+        attention_fp8(want)
+        launch = _C.last_launch()
+        _C.set_switch("record_launches", None)
+    assert launch["row"] == "sm90.fwd_fp8"
+    assert launch["kernel"] == f"fwd_fp8_sm90_hd{size}" + ("_mixed" if mode == "mixed" else "")
+    assert out.shape == (*want.q.shape[:-1], dims[1]) and aux.lse.shape == (*(() if packed else (2,)), 4, 100)
+    for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale", "v_offset", "k_offset", "row_offset"):
+        a, b = getattr(want, name), getattr(got, name)
+        assert (a is None and b is None) or (a.shape == b.shape and a.dtype == b.dtype), name
+
+
+@pytest.mark.parametrize("case", ["head_dim", "gpu"])
+def test_calls_without_a_kernel(case: str) -> None:
+    x = quantize_fp8(*make(dim=256 if case == "head_dim" else 64))
+    with null_kernels():
+        if case == "gpu":
+            _C.set_switch("compute_capability", 80)
+        with pytest.raises(
+            NotImplementedError, match=r"no fp8 kernel runs this call.*attention\(\*x.dequantize\(\)\)"
+        ):
+            attention_fp8(x)
+
+
+# ---- refused --------------------------------------------------------------------------------------------
+
+E5M2, FNUZ = torch.float8_e5m2, torch.float8_e4m3fnuz
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], str]] = {
+    "float32": (
+        lambda q, k, v: quantize_fp8(q.float(), k, v),
+        TypeError,
+        "quantize_fp8 takes torch.float16 or torch.bfloat16, got q torch.float32",
+    ),
+    "e4m3": (lambda q, k, v: quantize_fp8(q.to(fp8.E4M3), k, v), TypeError, "Use Fp8Inputs.of"),
+    "two dtypes": (
+        lambda q, k, v: quantize_fp8(q, k.half(), v),
+        TypeError,
+        "q, k and v must share one dtype",
+    ),
+    "e5m2": (
+        lambda q, k, v: Fp8Inputs.of(q.to(E5M2), k.to(E5M2), v.to(E5M2)),
+        TypeError,
+        "q must be torch.float8_e4m3fn, got torch.float8_e5m2",
+    ),
+    "fnuz": (
+        lambda q, k, v: Fp8Inputs.of(q, k, v.to(FNUZ)),
+        TypeError,
+        "v must be torch.float8_e4m3fn, got torch.float8_e4m3fnuz",
+    ),
+    "v of 16 bits": (lambda q, k, v: Fp8Inputs.of(q, k, v), TypeError, r"Call quantize_fp8\(q, k, v\)"),
+    "head_dim": (
+        lambda q, k, v: quantize_fp8(q[..., :40], k[..., :40], v),
+        ValueError,
+        "a multiple of 16 up to 256",
+    ),
+    "rank": (lambda q, k, v: quantize_fp8(q[0], k, v), ValueError, r"q must have shape \(b, seqlen, h, d\)"),
+    "heads": (
+        lambda q, k, v: quantize_fp8(q[:, :, :3], k, v),
+        ValueError,
+        "a positive multiple of num_heads",
+    ),
+    "keys": (lambda q, k, v: quantize_fp8(q, k[:, 1:], v), ValueError, "do not fit each other"),
+    "one bound": (
+        lambda q, k, v: quantize_fp8(q, k, v, cu_seqlens_q=torch.zeros(2, dtype=torch.int32)),
+        ValueError,
+        "given together",
+    ),
+    "granularity": (
+        lambda q, k, v: quantize_fp8(q, k, v, granularity="row"),
+        ValueError,
+        "granularity must be 'block' or 'head'",
+    ),
+    "mode": (lambda q, k, v: quantize_fp8(q, k, v, mode="int8"), ValueError, "mode must be 'fp8' or 'mixed'"),
+    "rotation of a head": (
+        lambda q, k, v: quantize_fp8(q, k, v, hadamard=True, granularity="head"),
+        ValueError,
+        "hadamard wants",
+    ),
+    "rotation of 48": (
+        lambda q, k, v: quantize_fp8(q[..., :48], k[..., :48], v, hadamard=True),
+        ValueError,
+        "hadamard wants",
+    ),
+    "descale": (
+        lambda q, k, v: Fp8Inputs.of(q.to(fp8.E4M3), k.to(fp8.E4M3), v.to(fp8.E4M3), q_descale=torch.ones(3)),
+        ValueError,
+        r"q_descale must have shape \(\), \(1,\) or \(2, 4\)",
+    ),
+    "no value": (lambda q, k, v: attention_fp8((q, k, v)), TypeError, "takes what quantize_fp8"),
+    "bias": (
+        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), bias=torch.zeros(1)),
+        NotImplementedError,
+        r"bias has no fp8 kernel. Call attention\(\*x.dequantize",
+    ),
+    "dropout": (
+        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), dropout_p=0.1),
+        NotImplementedError,
+        "dropout_p has no fp8 kernel",
+    ),
+    "other words": (
+        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), is_causal=True),
+        TypeError,
+        "Did you mean causal=",
+    ),
+    "scale": (
+        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), scale=math.nan),
+        ValueError,
+        "scale must be finite",
+    ),
+    "window": (
+        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), window_size=(-2, 0)),
+        ValueError,
+        "at least -1",
+    ),
+    "largest scores": (
+        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), return_aux=AuxRequest(max_scores=True)),
+        NotImplementedError,
+        "return lse only",
+    ),
+    "backend": (
+        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), backend="sm90"),
+        ValueError,
+        "runs on a GPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        call(*make())

@@ -1,0 +1,324 @@
+"""attention_varlen over a cache: pages of any size and layout against float64, and what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import AuxRequest, attention_varlen, masks
+from flash_ext._ops.library import _C
+from tests.pages import LAYOUTS, check, close, make_cache, packed_queries, truth
+from tests.qkv import dtype_on, null_kernels, on_devices
+
+LSE = AuxRequest(lse=True)
+PAGES = (1, 3, 16, 24, 64, 128, 256)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(11)
+    random.seed(11)
+
+
+def run(q: Tensor, bounds: Tensor, cache, **options) -> tuple[Tensor, Tensor]:
+    out, aux = attention_varlen(q, cache.k, cache.v, bounds, None, return_aux=LSE, **cache.places, **options)
+    return out, aux.lse
+
+
+@on_devices
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", PAGES)
+def test_one_query_a_sequence(page_size: int, layout: str, device: str) -> None:
+    near = [page_size - 1, page_size, page_size + 1]
+    lengths = [0, 1, *near, 3 * page_size + 2, 700]
+    cache = make_cache(lengths, page_size, device=device, dtype=dtype_on(device), layout=layout)
+    q, bounds, each = packed_queries([1] * len(lengths), 8, 64, device, dtype_on(device))
+    check(*run(q, bounds, cache, max_seqlen_q=1), bounds, each, cache)
+
+
+# (heads, key heads, head_dim, head_dim_v)
+HEADS = ((4, 4, 64, 64), (16, 1, 128, 128), (6, 2, 40, 72), (24, 1, 64, 64), (2, 1, 256, 256), (2, 2, 37, 37))
+
+
+@on_devices
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (50, 0), (30, 7)], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_few_and_many_queries_in_one_call(heads: tuple, window: tuple[int, int], device: str) -> None:
+    """Decoding steps, a few new tokens and pieces of prompts; rows before and behind the sequences."""
+    h, h_k, d, dv = heads
+    counts, lengths = [1, 5, 0, 1, 20, 150, 70, 9], [333, 5, 77, 0, 130, 150, 421, 3]
+    cache = make_cache(lengths, 16, h_k, d, dv, device, dtype_on(device), "heads first")
+    q, bounds, each = packed_queries(counts, h, d, device, dtype_on(device), outside=3)
+    for bound in (None, 150):
+        out, lse = run(q, bounds, cache, window_size=window, max_seqlen_q=bound)
+        check(out, lse, bounds, each, cache, window)
+
+
+@on_devices
+@pytest.mark.parametrize("count", [1, 4, 17, 64, 65, 200])
+def test_as_many_queries_as_there_are(count: int, device: str) -> None:
+    """The bound says how many at most; one that is wrong costs time and no result."""
+    lengths = [count + 30, 400]
+    cache = make_cache(lengths, 32, 1, 64, device=device, dtype=dtype_on(device))
+    q, bounds, each = packed_queries([count, 1], 2, 64, device, dtype_on(device))
+    for bound in (count, 1, None):
+        check(*run(q, bounds, cache, causal=True, max_seqlen_q=bound), bounds, each, cache, (-1, 0))
+
+
+@on_devices
+def test_pages_may_be_shared_and_repeated(device: str) -> None:
+    cache = make_cache([100, 64, 90], 16, device=device, dtype=dtype_on(device), shared=3)
+    assert (cache.table[0, :3] == cache.table[2, :3]).all()
+    q, bounds, each = packed_queries([1, 4, 2], 4, 64, device, dtype_on(device))
+    check(*run(q, bounds, cache, causal=True), bounds, each, cache, (-1, 0))
+    cache.table[1, 1] = cache.table[1, 0]
+    pages = cache.table[1, :4].long()
+    cache.rows[1] = tuple(x[pages].flatten(0, 1)[:64] for x in (cache.k, cache.v))
+    check(*run(q, bounds, cache, causal=True), bounds, each, cache, (-1, 0))
+
+
+@on_devices
+def test_a_table_may_be_part_of_a_wider_one(device: str) -> None:
+    cache = make_cache([40, 9], 8, device=device, dtype=dtype_on(device))
+    wide = torch.full((2, 50), -7, dtype=torch.int32, device=device)
+    wide[:, : cache.table.shape[1]] = cache.table
+    q, bounds, each = packed_queries([1, 1], 4, 64, device, dtype_on(device))
+    cache.table = wide[:, :9]
+    check(*run(q, bounds, cache), bounds, each, cache)
+
+
+@on_devices
+def test_lengths_of_packed_keys(device: str) -> None:
+    """Without a table seqused_k cuts the rows that cu_seqlens_k gives to each sequence."""
+    room, used, counts = [50, 7, 0, 300], [33, 7, 0, 1], [2, 1, 1, 3]
+    cache = make_cache([sum(room)], 1, device=device, dtype=dtype_on(device), spare=0)
+    k, v = cache.rows[0]
+    starts = [sum(room[:i]) for i in range(4)]
+    cache.rows = [(k[s : s + n], v[s : s + n]) for s, n in zip(starts, used)]
+    inside = torch.zeros(len(k), dtype=torch.bool, device=device)
+    for s, n in zip(starts, used):
+        inside[s : s + n] = True
+    k, v = (x.masked_fill(~inside[:, None, None], torch.nan) for x in (k, v))
+    q, bounds, each = packed_queries(counts, 4, 64, device, dtype_on(device))
+    bounds_k = torch.tensor([0, *room], device=device).cumsum(0).int()
+    lengths = torch.tensor(used, device=device).int()
+    out, aux = attention_varlen(q, k, v, bounds, bounds_k, seqused_k=lengths, causal=True, return_aux=LSE)
+    check(out, aux.lse, bounds, each, cache, (-1, 0))
+
+
+@on_devices
+def test_nothing_to_see(device: str) -> None:
+    q, bounds, _ = packed_queries([2, 1], 4, 64, device, dtype_on(device))
+    for lengths, pages in (([0, 0], 4), ([0, 0], 0)):
+        cache = make_cache(lengths, 16, device=device, dtype=dtype_on(device))
+        cache.k, cache.v = cache.k[:pages], cache.v[:pages]
+        out, lse = run(q, bounds, cache)
+        assert (out == 0).all() and (lse == -torch.inf).all()
+        cache.table = cache.table[:, :0]
+        assert (run(q, bounds, cache)[0] == 0).all()
+    cache = make_cache([3, 4], 16, device=device, dtype=dtype_on(device))
+    assert run(q[:0], torch.zeros_like(bounds), cache)[0].shape == (0, 4, 64)
+
+
+@on_devices
+def test_scale_and_parts_may_be_given(device: str) -> None:
+    cache = make_cache([900, 40], 16, device=device, dtype=dtype_on(device))
+    q, bounds, each = packed_queries([1, 1], 4, 64, device, dtype_on(device))
+    half = [one * 0.5 for one in each]
+    outs, _ = truth(half, cache.rows)
+    close(run(q, bounds, cache, scale=0.5 / 8)[0], torch.cat(outs))
+    if device == "cpu":
+        return
+    for parts in (1, 2, 7, 256):
+        check(*run(q, bounds, cache, backend=f"kv_splits={parts}"), bounds, each, cache)
+    check(*run(q, bounds, cache, backend="sm80"), bounds, each, cache)
+
+
+# ---- bad input -----------------------------------------------------------------------------------------
+
+
+def small() -> tuple[Tensor, Tensor, object]:
+    cache = make_cache([40, 9], 8)
+    q, bounds, _ = packed_queries([1, 1], 4, 64, "cpu", torch.float32)
+    return q, bounds, cache
+
+
+def test_values_that_the_host_sees_are_refused() -> None:
+    q, bounds, cache = small()
+    cache.lengths[1] = -1
+    with pytest.raises(ValueError, match="seqused_k must hold lengths of at least 0, got -1 for sequence 1"):
+        run(q, bounds, cache)
+    cache.lengths[1] = 57
+    with pytest.raises(ValueError, match=r"got 57 for sequence 1, which has room for 56 keys: 7 pages of 8"):
+        run(q, bounds, cache)
+    cache.lengths[1] = 9
+    for wrong in (-1, cache.k.shape[0]):
+        cache.table[0, 4] = wrong
+        with pytest.raises(
+            ValueError, match=f"block_table must name pages from 0 to .* got {wrong} for sequence 0"
+        ):
+            run(q, bounds, cache)
+    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0 or later"):
+        run(q, bounds.flip(0), cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 20, 100]], ids=str)
+def test_gpu_values_are_kept_inside(counts: list[int]) -> None:
+    """What is read stays in the cache; clamped as the CPU operator does."""
+    cache = make_cache([40, 9, 33], 8, device="cuda", dtype=torch.bfloat16)
+    cache.k.nan_to_num_(0.5), cache.v.nan_to_num_(0.25)
+    cache.lengths[:] = torch.tensor([2**31 - 1, -5, 1000], device="cuda").int()
+    q, bounds, _ = packed_queries(counts, 4, 64, "cuda", torch.bfloat16)
+    got, lse = run(q, bounds, cache, causal=True)
+    on_cpu = [t.cpu() for t in (q, cache.k, cache.v, bounds)]
+    want, want_lse = torch.ops.flash_ext.fwd_cached(
+        *on_cpu, None, cache.lengths.cpu(), cache.table.cpu(), 0, 0, 0.125, -1, 0, None
+    )
+    close(got.cpu(), want.double())
+    close(lse.cpu(), want_lse.double())
+
+
+def test_what_is_refused() -> None:
+    q, bounds, cache = small()
+    places = cache.places
+    call = (q, cache.k, cache.v, bounds, None)
+    for name, value in {
+        "mask": masks.Causal(), "bias": masks.ALiBi(torch.ones(4)), "sinks": torch.ones(4), "softcap": 2.0,
+        "dropout_p": 0.5, "generator": torch.Generator(),
+    }.items():  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"{name} is not available over a cache"):
+            attention_varlen(*call, **places, **{name: value})
+    with pytest.raises(NotImplementedError, match="max_scores is not available over a cache"):
+        attention_varlen(*call, **places, return_aux=AuxRequest(max_scores=True))
+    with pytest.raises(NotImplementedError, match=r"attention over a cache .* has no gradient"):
+        attention_varlen(q.clone().requires_grad_(), *call[1:], **places)
+    with torch.no_grad():
+        attention_varlen(q.clone().requires_grad_(), *call[1:], **places)
+    with pytest.raises(ValueError, match="seqused_k must be given with block_table"):
+        attention_varlen(*call, block_table=cache.table)
+    with pytest.raises(TypeError, match="block_table must be torch.int32, got torch.int64"):
+        attention_varlen(*call, block_table=cache.table.long(), seqused_k=cache.lengths)
+    with pytest.raises(TypeError, match="seqused_k must be torch.int32, got torch.float32"):
+        attention_varlen(*call, block_table=cache.table, seqused_k=cache.lengths.float())
+    with pytest.raises(TypeError, match="seqused_k must be a torch.Tensor or None, got list"):
+        attention_varlen(*call, block_table=cache.table, seqused_k=[40, 9])
+    with pytest.raises(ValueError, match=r"block_table must have shape \(batch, max_pages\) with batch 2"):
+        attention_varlen(*call, block_table=cache.table[:1], seqused_k=cache.lengths)
+    with pytest.raises(ValueError, match=r"seqused_k must have shape \(batch,\) with batch 2, got \(1,\)"):
+        attention_varlen(*call, block_table=cache.table, seqused_k=cache.lengths[:1])
+    with pytest.raises(ValueError, match=r"k must have shape \(num_pages, page_size, num_heads, head_dim\)"):
+        attention_varlen(q, cache.k[0], cache.v[0], bounds, None, **places)
+    with pytest.raises(ValueError, match="v must have the pages of k"):
+        attention_varlen(q, cache.k, cache.v[:2], bounds, None, **places)
+    with pytest.raises(ValueError, match="a page of k must hold at least 1 key"):
+        torch.ops.flash_ext.fwd_cached(
+            q,
+            cache.k[:, :0],
+            cache.v[:, :0],
+            bounds,
+            None,
+            cache.lengths,
+            cache.table,
+            0,
+            0,
+            1.0,
+            -1,
+            -1,
+            None,
+        )
+    with pytest.raises(ValueError, match="num_heads of q must be a positive multiple of num_heads of k"):
+        attention_varlen(q[:, :3], *call[1:], **places)
+    with pytest.raises(NotImplementedError, match="vmap over attention with a cache"):
+        torch.vmap(lambda one: attention_varlen(one, *call[1:], **places))(torch.stack([q, q]))
+
+
+# ---- the host side -------------------------------------------------------------------------------------
+
+
+def launches(
+    counts: list[int],
+    bound: int | None,
+    heads: tuple[int, int] = (8, 2),
+    page_size: int = 64,
+    length: int = 3000,
+) -> list[dict]:
+    """Of sequences of one length, all of whose pages are one."""
+    k = torch.empty(1, page_size, heads[1], 64, dtype=torch.bfloat16)
+    table = torch.zeros(len(counts), -(-length // page_size), dtype=torch.int32)
+    lengths = torch.full((len(counts),), length, dtype=torch.int32)
+    q, bounds, _ = packed_queries(counts, heads[0], 64, "cpu", torch.bfloat16)
+    with null_kernels():
+        attention_varlen(
+            q, k, k, bounds, None, block_table=table, seqused_k=lengths, max_seqlen_q=bound
+        )  # fmt: skip
+        return _C.last_launch()["launches"]
+
+
+def names(
+    counts: list[int],
+    bound: int | None,
+    heads: tuple[int, int] = (8, 2),
+    page_size: int = 64,
+    length: int = 3000,
+) -> list[str]:
+    return [one["kernel"].removesuffix("_hd64") for one in launches(counts, bound, heads, page_size, length)]
+
+
+SPLIT, MERGE, WHOLE = "fwd_split_cached_sm80", "fwd_merge_cached_sm80", "fwd_cached_sm80"
+
+
+def test_which_kernels_are_launched() -> None:
+    """Those that a sequence of at most so many queries may want."""
+    assert names([1] * 4, 1) == [SPLIT, MERGE]
+    assert names([4] * 4, 4) == [SPLIT, MERGE]  # 16 rows
+    assert names([1, 5, 3, 1], 5) == [SPLIT, SPLIT, MERGE]
+    assert names([1, 90, 3, 1], 90) == names([1, 90, 3, 1], None) == [SPLIT, SPLIT, MERGE, WHOLE]
+    assert names([90], 90) == [WHOLE]  # a single one is what it is
+    assert names([1] * 200, 1, length=200) == [SPLIT]  # enough for the GPU without parts
+    assert names([1], 1, (24, 1)) == [SPLIT, MERGE]
+    assert [one["block_m"] for one in launches([1, 5], 5) if "block_m" in one] == [16, 64]
+    # Several waves where there is more than one length, of 2048 keys a part at least.
+    grids = [launches([1] * 200, 1, length=length)[0]["grid"] for length in (3000, 4096, 9000)]
+    assert grids == [202 * 2 * parts for parts in (1, 2, 3)]
+
+
+def test_launches_depend_on_shapes_alone() -> None:
+    """So a graph that was captured serves other lengths."""
+    cache = make_cache([3000, 10], 64, dtype=torch.bfloat16)
+    q, bounds, _ = packed_queries([1, 1], 8, 64, "cpu", torch.bfloat16)
+    found = []
+    with null_kernels():
+        for lengths in ([3000, 10], [0, 0], [1, 64]):
+            cache.lengths[:] = torch.tensor(lengths).int()
+            attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, max_seqlen_q=1)
+            found.append(_C.last_launch())
+    assert found[0] == found[1] == found[2] and found[0]["workspace_bytes"] > 0
+
+
+def test_parts_in_the_batch_invariant_mode_are_of_512_keys() -> None:
+    with flash_ext.set_batch_invariant(True):
+        for batch in (1, 3, 64):
+            grid = launches([1] * batch, 1)[0]["grid"]
+            assert grid == (batch + 2) * 2 * -(-47 * 64 // 512)  # the room of a row of the table
+
+
+def test_it_is_traced_as_one_operator() -> None:
+    q, bounds, cache = small()
+    call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
+    close(call(q, cache.k, cache.v, bounds, None, **cache.places), run(q, bounds, cache)[0].double())
+    args = (q, cache.k, cache.v, bounds, None, cache.lengths, cache.table, 0, 0, 0.125, -1, 0, None)
+    torch.library.opcheck(torch.ops.flash_ext.fwd_cached.default, args)
+
+
+def test_flops_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, bounds, cache = small()
+    with FlopCounterMode(display=False) as counter:
+        run(q, bounds, cache)
+    assert counter.get_total_flops() == 2 * 4 * (40 + 9) * 128

@@ -1,0 +1,140 @@
+"""What a cache promises on a GPU: graphs whose lengths and tables change, and bits apart from the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import AuxRequest, attention_varlen
+from tests.pages import Cache, check, close, make_cache, packed_queries, truth
+
+pytestmark = pytest.mark.gpu
+LIKE = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(13)
+    random.seed(13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [((8, 1), 64), ((16, 16), 128), ((4, 2), 256)], ids=str)
+def test_long_caches(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    lengths = [40000, 17, 0, 8191, 12345]
+    cache = make_long(lengths, 16, heads[1], head_dim, dtype)
+    for counts in ([1] * 5, [1, 3, 1, 130, 8]):
+        q, bounds, each = packed_queries(counts, heads[0], head_dim, "cuda", dtype)
+        out, aux = attention_varlen(
+            q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=max(counts), **cache.places,
+            return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        check(out, aux.lse, bounds, each, cache, (-1, 0))
+
+
+def make_long(lengths: list[int], page_size: int, heads_k: int, head_dim: int, dtype: torch.dtype) -> Cache:
+    """As make_cache, filled a sequence at a time."""
+    needed = [-(-n // page_size) for n in lengths]
+    k, v = torch.full(
+        (2, sum(needed) + 2, page_size, heads_k, head_dim), torch.nan, device="cuda", dtype=dtype
+    )
+    order = torch.randperm(sum(needed) + 2)
+    table = torch.full((len(lengths), max(needed) + 1), -9, dtype=torch.int32)
+    rows, at = [], 0
+    for b, (n, count) in enumerate(zip(lengths, needed, strict=True)):
+        own = order[at : at + count]
+        table[b, :count], at = own.int(), at + count
+        both = torch.randn(2, n, heads_k, head_dim, device="cuda").to(dtype)
+        position = torch.arange(n)
+        k[own[position // page_size], position % page_size] = both[0]
+        v[own[position // page_size], position % page_size] = both[1]
+        rows.append((both[0], both[1]))
+    return Cache(k, v, table.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda"), rows)
+
+
+@pytest.mark.parametrize("counts", [[1] * 6, [1, 4, 1, 100, 20, 1]], ids=str)
+def test_a_graph_follows_lengths_and_tables(counts: list[int]) -> None:
+    first = make_cache([300, 77, 16, 200, 90, 1], 16, **LIKE, spare=10)
+    q, bounds, each = packed_queries(counts, 8, 64, **LIKE)
+
+    def call() -> Tensor:
+        return attention_varlen(
+            q, first.k, first.v, bounds, None, causal=True, max_seqlen_q=max(counts), **first.places
+        )
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in (
+        [300, 77, 16, 200, 90, 1],
+        [0, 0, 0, 0, 0, 0],
+        [1, 15, 17, 0, 300, 64],
+        [5, 200, 1, 150, 2, 40],
+    ):
+        other = make_cache(lengths, 16, **LIKE)
+        pages = min(first.k.shape[0], other.k.shape[0])
+        table = torch.where(other.table < pages, other.table, -3)[:, : first.table.shape[1]]
+        rows = []
+        first.k.fill_(torch.nan), first.v.fill_(torch.nan)
+        first.k[:pages], first.v[:pages] = other.k[:pages], other.v[:pages]
+        usable = []
+        for b, n in enumerate(lengths):
+            named = table[b, : -(-n // 16)]
+            usable.append(n if bool((named >= 0).all()) and len(named) == -(-n // 16) else 0)
+            rows.append(tuple(x[: usable[-1]] for x in other.rows[b]))
+        first.table[:, : table.shape[1]] = table
+        first.table[:, table.shape[1] :] = 2**30
+        first.lengths.copy_(torch.tensor(usable, dtype=torch.int32))
+        graph.replay()
+        outs, _ = truth(each, rows, (-1, 0))
+        close(out, torch.cat(outs))
+
+
+@pytest.mark.parametrize("group", [1, 4, 24])
+@pytest.mark.parametrize("count", [1, 3, 9, 70])
+def test_bits_depend_on_the_sequence_alone_in_the_mode(count: int, group: int) -> None:
+    """By itself, in a batch of 64 of other lengths and numbers of queries, in pages of another size."""
+    length, window = 5000, (-1, 0)
+    cache = make_long([length], 16, 1, 64, torch.bfloat16)
+    q, bounds, _ = packed_queries([count], group, 64, **LIKE)
+    options = {"window_size": window, "return_aux": AuxRequest(lse=True)}
+    with flash_ext.set_batch_invariant(True):
+        alone, aux = attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, **options)
+        k, v = cache.rows[0]
+        for page_size, others in ((16, 63), (1, 2), (128, 5), (5000, 1)):
+            counts = [count, *(random.choice([1, 2, 30, 100]) for _ in range(others))]
+            lengths = [length, *(random.randint(0, 9000) for _ in range(others))]
+            there = make_long(lengths, page_size, 1, 64, torch.bfloat16)
+            position = torch.arange(length, device="cuda")
+            at = there.table[0].long()[position // page_size], position % page_size
+            there.k[at], there.v[at] = k, v
+            more, more_bounds, _ = packed_queries(counts, group, 64, **LIKE)
+            more[:count] = q
+            out, more_aux = attention_varlen(
+                more, there.k, there.v, more_bounds, None, **there.places, **options
+            )
+            assert torch.equal(out[:count], alone), (page_size, others)
+            assert torch.equal(more_aux.lse[:, :count], aux.lse)
+
+
+def test_results_repeat_bit_for_bit() -> None:
+    cache = make_long([9000, 100, 3333], 16, 2, 128, torch.bfloat16)
+    q, bounds, _ = packed_queries([1, 9, 2], 8, 128, **LIKE)
+    runs = [attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places) for _ in range(10)]
+    assert all(torch.equal(runs[0], other) for other in runs)
+
+
+def test_the_host_does_not_wait() -> None:
+    cache = make_cache([300, 77], 16, **LIKE)
+    q, bounds, _ = packed_queries([1, 4], 8, 64, **LIKE)
+    attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, max_seqlen_q=4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

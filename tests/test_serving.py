@@ -1,0 +1,304 @@
+"""flash_ext.serving: the calls of serving engines, and a simulated server against float64."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import serving
+from flash_ext.compat import flash_attn as fa
+from tests.pages import check, close, make_cache, packed_queries, truth
+from tests.qkv import dtype_on, on_devices
+
+# As vLLM 0.33 and SGLang 0.4.10 declare them.
+VLLM = (
+    "q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k seqused_k q_v dropout_p softmax_scale causal "
+    "window_size softcap alibi_slopes deterministic return_attn_probs block_table return_softmax_lse out "
+    "scheduler_metadata q_descale k_descale v_descale num_splits output_scale fa_version s_aux cp_world_size "
+    "cp_rank cp_tot_seqused_k mask_mod block_sparse_tensors aux_tensors dynamic_causal gather_kv_indices "
+    "gather_kv_valid_length"
+)
+SGLANG = (
+    "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
+    "cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale "
+    "causal window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa "
+    "only_qv sm_margin return_softmax_lse sinks score_mod aux_tensors ver out"
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+
+
+def test_signatures_are_those_of_the_engines() -> None:
+    assert list(inspect.signature(serving.flash_attn_varlen_func).parameters) == VLLM.split()
+    assert list(inspect.signature(serving.flash_attn_with_kvcache).parameters) == SGLANG.split()
+
+
+@on_devices
+def test_a_step_as_vllm_makes_it(device: str) -> None:
+    """Interleaved K and V, pages with heads outside, one scale for all, a plan, an out that is a view."""
+    lengths, counts = [65, 1, 200, 33], [1, 1, 40, 3]
+    cache = make_cache(lengths, 16, 2, 64, device=device, dtype=dtype_on(device), layout="heads first")
+    q, bounds, each = packed_queries(counts, 8, 64, device, dtype_on(device))
+    plan = serving.get_scheduler_metadata(
+        batch_size=4, max_seqlen_q=40, max_seqlen_k=200, num_heads_q=8, num_heads_kv=2, headdim=64,
+        cache_seqlens=cache.lengths, qkv_dtype=q.dtype, cu_seqlens_q=bounds, page_size=16, causal=True,
+        window_size=(-1, -1), num_splits=0,
+    )  # fmt: skip
+    assert plan.dtype == torch.int32 and plan.shape == (17,) and plan.device == q.device
+    scale = torch.ones((), device=device).expand(4, 2)
+    whole = torch.zeros(60, 8, 64, device=device, dtype=q.dtype)
+    for splits in (0, 1, 32):
+        out, lse = serving.flash_attn_varlen_func(
+            q=q, k=cache.k, v=cache.v, out=whole[:45], cu_seqlens_q=bounds, max_seqlen_q=40,
+            seqused_k=cache.lengths, max_seqlen_k=200, softmax_scale=0.125, causal=True, alibi_slopes=None,
+            window_size=[-1, -1], block_table=cache.table, softcap=0, scheduler_metadata=plan, fa_version=3,
+            q_descale=scale, k_descale=scale, v_descale=scale, num_splits=splits, s_aux=None,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        assert out.data_ptr() == whole.data_ptr()
+        check(out, lse, bounds, each, cache, (-1, 0))
+    assert not whole[45:].any()
+
+
+@on_devices
+def test_without_a_cache_everything_is_served(device: str) -> None:
+    q, bounds, each = packed_queries([5, 9], 4, 64, device, dtype_on(device))
+    k, v = (torch.randn(14, 2, 64, device=device).to(q.dtype) for _ in "kv")
+    sinks, slopes = torch.randn(4, device=device), torch.rand(4, device=device)
+    got = serving.flash_attn_varlen_func(
+        q, k, v, 9, bounds, 9, bounds, causal=True, softcap=5.0, alibi_slopes=slopes, s_aux=sinks
+    )
+    want = flash_ext.attention_varlen(
+        q, k, v, bounds, bounds, causal=True, softcap=5.0, bias=flash_ext.masks.ALiBi(slopes), sinks=sinks
+    )
+    assert isinstance(got, Tensor) and torch.equal(got, want)
+
+
+@on_devices
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_as_sglang_makes_it(packed: bool, device: str) -> None:
+    lengths = [70, 4, 129]
+    cache = make_cache(lengths, 1, 1, 128, device=device, dtype=dtype_on(device))
+    q, bounds, each = packed_queries([2, 2, 2], 8, 128, device, dtype_on(device))
+    asked: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": 2} if packed else {}
+    out, lse = serving.flash_attn_with_kvcache(
+        q if packed else q.view(3, 2, 8, 128), cache.k, cache.v, page_table=cache.table,
+        cache_seqlens=cache.lengths, causal=True, return_softmax_lse=True, ver=3, **asked,
+    )  # fmt: skip
+    if not packed:
+        assert out.shape == (3, 2, 8, 128) and lse.shape == (3, 8, 2)
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    check(out, lse, bounds, each, cache, (-1, 0))
+
+
+@on_devices
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_appending_is_that_of_the_dense_cache(rotary: bool, paged: bool, device: str) -> None:
+    """Against compat.flash_attn, which has its own tests; the last sequence has no room for all its keys."""
+    dtype, size = dtype_on(device), 48
+    dense = [torch.randn(3, size, 2, 64, device=device).to(dtype) for _ in "kv"]
+    q, k, v = (torch.randn(3, 4, h, 64, device=device).to(dtype) for h in (4, 2, 2))
+    lengths = torch.tensor([0, 17, 46], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"causal": True}
+    if rotary:
+        angles = torch.rand(size, 16, device=device) * 6
+        options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+    there = [x.clone() for x in dense]
+    want = fa.flash_attn_with_kvcache(q, *there, k, v, cache_seqlens=lengths, **options)
+    if not paged:
+        got = serving.flash_attn_with_kvcache(q, *dense, k, v, cache_seqlens=lengths, **options)
+        assert all(torch.equal(a, b) for a, b in zip(dense, there))
+    else:
+        order = torch.randperm(9, device=device)
+        pools = [torch.empty(9, 16, 2, 64, device=device, dtype=dtype) for _ in "kv"]
+        for pool, x in zip(pools, dense):
+            pool[order] = x.reshape(9, 16, 2, 64)
+        table = order.view(3, 3).int()
+        got = serving.flash_attn_with_kvcache(
+            q, *pools, k, v, cache_seqlens=lengths, page_table=table, **options
+        )
+        assert all(torch.equal(pool[order].reshape(x.shape), x) for pool, x in zip(pools, there))
+    assert isinstance(want, Tensor)
+    close(got, want.double())
+
+
+@on_devices
+def test_entries_of_a_dense_cache(device: str) -> None:
+    k, v = torch.randn(2, 5, 30, 2, 64, device=device).to(dtype_on(device))
+    q = torch.randn(3, 1, 4, 64, device=device).to(k.dtype)
+    entries = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
+    lengths = torch.tensor([30, 3, 11], dtype=torch.int32, device=device)
+    got = serving.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, cache_batch_idx=entries)
+    rows = [(k[e, :n], v[e, :n]) for e, n in zip(entries.tolist(), lengths.tolist())]
+    close(got, torch.stack(truth(list(q), rows)[0]))
+    whole = serving.flash_attn_with_kvcache(q, k, v, cache_seqlens=7)
+    close(whole, torch.stack(truth(list(q), [(k[b, :7], v[b, :7]) for b in range(3)])[0]))
+    whole = serving.flash_attn_with_kvcache(q, k, v, cache_batch_idx=entries)
+    close(whole, torch.stack(truth(list(q), [(k[e], v[e]) for e in entries.tolist()])[0]))
+
+
+def test_what_is_not_served_is_refused_by_name() -> None:
+    cache = make_cache([9], 4)
+    q, bounds, _ = packed_queries([1], 2, 64, "cpu", torch.float32)
+    call = (q, cache.k, cache.v, 1, bounds, 9)
+    one = torch.ones(1)
+    refused = {
+        "q_v": q, "dropout_p": 0.1, "return_attn_probs": True, "output_scale": one, "cp_world_size": 2,
+        "cp_rank": 1, "cp_tot_seqused_k": one, "mask_mod": print, "block_sparse_tensors": one,
+        "aux_tensors": [one], "dynamic_causal": one, "gather_kv_indices": one, "gather_kv_valid_length": one,
+        "softcap": 3.0, "alibi_slopes": one, "s_aux": one,
+    }  # fmt: skip
+    for name, value in refused.items():
+        with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
+            serving.flash_attn_varlen_func(
+                *call, seqused_k=cache.lengths, block_table=cache.table, **{name: value}
+            )
+    q = q[None]
+    refused = {
+        "qv": q, "cache_leftpad": one, "cu_seqlens_k_new": one, "rotary_seqlens": one, "attention_chunk": 4,
+        "softcap": 1.0, "only_qv": True, "sinks": one, "score_mod": print, "aux_tensors": [one],
+    }  # fmt: skip
+    for name, value in refused.items():
+        with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
+            serving.flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=9, **{name: value})
+    with pytest.raises(ValueError, match="page_table and cache_batch_idx must not be given together"):
+        serving.flash_attn_with_kvcache(
+            q, cache.k, cache.v, page_table=cache.table, cache_batch_idx=cache.lengths, cache_seqlens=9
+        )
+    with pytest.raises(ValueError, match="k, v and cache_seqlens must be given together"):
+        serving.flash_attn_with_kvcache(q, cache.k, cache.v, k=q, cache_seqlens=9)
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin must be given together"):
+        serving.flash_attn_with_kvcache(q, cache.k, cache.v, q, q, rotary_cos=one[None], cache_seqlens=1)
+
+
+@on_devices
+def test_pages_in_the_functions_of_flash_attn(device: str) -> None:
+    cache = make_cache([70, 4, 129], 16, 2, 64, device=device, dtype=dtype_on(device))
+    q, bounds, each = packed_queries([2, 1, 3], 4, 64, device, dtype_on(device))
+    bounds_k = torch.nn.functional.pad(cache.lengths.cumsum(0), (1, 0)).int()
+    out, lse, _ = fa.flash_attn_varlen_func(
+        q, cache.k, cache.v, bounds, bounds_k, 3, 129, causal=True, block_table=cache.table,
+        return_attn_probs=True,
+    )  # fmt: skip
+    check(out, lse, bounds, each, cache, (-1, 0))
+    out, lse = fa.flash_attn_with_kvcache(
+        q[:3, None], cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    check(out[:, 0], lse[..., 0].t(), torch.arange(4, device=device).int(), list(q[:3].split(1)), cache)
+
+
+# ---- a simulated server --------------------------------------------------------------------------------
+
+
+class Server:
+    """Sequences that come, grow, share a prefix and leave; pages that are used again, with NaN in between.
+
+    What a sequence has seen is kept beside the cache, and every step's results are compared with float64.
+    """
+
+    MOST, ROOM, HEADS, HEADS_K, DIM = 6, 12, 4, 2, 64
+
+    def __init__(self, device: str, page_size: int) -> None:
+        self.page_size, self.device, self.dtype = page_size, device, dtype_on(device)
+        pages = self.MOST * self.ROOM
+        shape = (pages, page_size, self.HEADS_K, self.DIM)
+        self.k, self.v = (torch.full(shape, torch.nan, device=device, dtype=self.dtype) for _ in "kv")
+        self.free = list(range(pages))
+        self.users = [0] * pages
+        self.live: list[tuple[list[int], Tensor, Tensor]] = []  # pages, keys, values
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def leave(self) -> None:
+        pages, *_ = self.live.pop(random.randrange(len(self.live)))
+        for page in pages:
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.k[page], self.v[page] = torch.nan, torch.nan
+                self.free.append(page)
+
+    def join(self) -> None:
+        """A new sequence, which may begin with whole pages of another one."""
+        none = torch.empty(0, self.HEADS_K, self.DIM, device=self.device, dtype=self.dtype)
+        pages, k, v = [], none, none
+        if self.live and random.random() < 0.4:
+            other, keys, values = random.choice(self.live)
+            whole = random.randint(0, len(keys) // self.page_size)
+            pages, end = other[:whole], whole * self.page_size
+            k, v = keys[:end], values[:end]
+        for page in pages:
+            self.users[page] += 1
+        self.live.append((pages, k, v))
+
+    def step(self) -> None:
+        if self.live and (random.random() < 0.15 or len(self.free) < 2 * self.MOST):
+            self.leave()
+        if len(self.live) < self.MOST and random.random() < 0.4:
+            self.join()
+        self.live = [one for one in self.live if len(one[1]) < (self.ROOM - 3) * self.page_size]
+        used = {page for pages, *_ in self.live for page in pages}
+        for page in range(len(self.users)):
+            self.users[page] = sum(page in pages for pages, *_ in self.live)
+            if page not in used and page not in self.free:
+                self.k[page], self.v[page] = torch.nan, torch.nan
+                self.free.append(page)
+        if not self.live:
+            return
+        counts = [random.choice([1, 1, 1, 2, 5, self.page_size + 1]) for _ in self.live]
+        q, bounds, each = packed_queries(counts, self.HEADS, self.DIM, self.device, self.dtype)
+        new_k, new_v = (self.randn(sum(counts), self.HEADS_K, self.DIM) for _ in "kv")
+        slots, start = [], 0
+        for i, (count, (pages, k, v)) in enumerate(zip(counts, self.live)):
+            pages = list(pages)
+            for at in range(len(k), len(k) + count):
+                if at // self.page_size == len(pages):
+                    pages.append(self.free.pop(random.randrange(len(self.free))))
+                    self.users[pages[-1]] = 1
+                slots.append(pages[at // self.page_size] * self.page_size + at % self.page_size)
+            own = slice(start, start + count)
+            self.live[i] = (pages, torch.cat([k, new_k[own]]), torch.cat([v, new_v[own]]))
+            start += count
+        flash_ext.append_kv(new_k, new_v, self.k, self.v, torch.tensor(slots, device=self.device))
+        table = torch.randint(-(2**31), 2**31 - 1, (len(self.live), self.ROOM), dtype=torch.int64).int()
+        for row, (pages, *_) in zip(table, self.live):
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        lengths = torch.tensor([len(k) for _, k, _ in self.live], dtype=torch.int32, device=self.device)
+        window = random.choice([(-1, 0), (-1, 0), (self.page_size + 3, 0), (-1, -1)])
+        out, aux = flash_ext.attention_varlen(
+            q, self.k, self.v, bounds, None, seqused_k=lengths, block_table=table.to(self.device),
+            window_size=window, max_seqlen_q=random.choice([max(counts), None]),
+            return_aux=flash_ext.AuxRequest(lse=True),
+        )  # fmt: skip
+        outs, lses = truth(each, [(k, v) for _, k, v in self.live], window)
+        close(out, torch.cat(outs), "out")
+        close(aux.lse, torch.cat(lses, 1), "lse")
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_simulated_server(page_size: int) -> None:
+    server = Server("cpu", page_size)
+    for _ in range(40):
+        server.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16, 64, 100])
+def test_gpu_a_simulated_server_for_long(page_size: int) -> None:
+    """10^4 steps in all."""
+    server = Server("cuda", page_size)
+    for _ in range(2500):
+        server.step()

@@ -1,0 +1,55 @@
+// Stands in for csrc/launch.h and the CUDA headers of fp8: launches run on the fibers of cuda_shim.h.
+#pragma once
+
+#include <string>
+
+#include "fp8.h"
+#include "heuristics.h"
+#include "ptx/sm80.cuh"
+
+#define __shared__ static
+
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+
+enum Saturation { __NV_SATFINITE };
+enum Fp8Kind { __NV_E4M3 };
+
+// To nearest, ties to even; what is beyond 448 is 448.
+inline uint8_t e4m3_of(float x) {
+  if (std::isnan(x)) return 0x7f;
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  const float y = std::fabs(x);
+  if (y >= 448.f) return sign | 0x7e;
+  const int exponent = std::max(-6, y == 0.f ? -6 : std::ilogb(y));
+  const float steps = std::nearbyint(std::ldexp(y, 3 - exponent));  // of 2^(exponent - 3), below 8 where subnormal
+  return sign | static_cast<uint8_t>((exponent + 6) * 8 + static_cast<int>(steps));
+}
+inline uint32_t __nv_cvt_float2_to_fp8x2(float2 x, Saturation, Fp8Kind) { return e4m3_of(x.x) | e4m3_of(x.y) << 8; }
+inline __half __nv_cvt_fp8_to_halfraw(uint8_t x, Fp8Kind) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  float y = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(8 + mantissa), exponent - 10);
+  if ((x & 0x7f) == 0x7f) y = NAN;
+  return {flash_ext::ptx::narrow<__half>((x & 0x80) != 0 ? -y : y)};
+}
+inline float __half2float(__half x) { return flash_ext::ptx::widen<__half>(x.bits); }
+
+namespace flash_ext {
+
+template <typename F>
+std::string dispatch_dtype(DType dtype, const F& f) {
+  return dtype == DType::kFloat16 ? f.template operator()<__half>() : f.template operator()<__nv_bfloat16>();
+}
+
+template <typename... Params, typename... Args>
+std::string launch(const char*, void (*kernel)(Params...), int64_t grid, int threads, int smem_bytes, void*,
+                   const Args&... args) {
+  if (smem_bytes > emu::kSmemBytes) return "too much shared memory";
+  gridDim.x = static_cast<uint32_t>(grid);
+  for (int64_t i = 0; i < grid; ++i) {
+    blockIdx.x = static_cast<uint32_t>(i);
+    emu::run_cta(threads, [&] { kernel(args...); });
+  }
+  return {};
+}
+
+}  // namespace flash_ext

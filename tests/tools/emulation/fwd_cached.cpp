@@ -1,0 +1,307 @@
+// csrc/sm80/split_kv/cached.cuh on a CPU against a model in float64. Built and run by tests/test_emulation.py.
+//
+//   fwd_cached [--all] [--seed N] [--fault N]
+//
+// Keys lie in pages, in rows or in entries; slots that no length covers hold NaN, entries of the table behind a length
+// anything. Sequences have few rows or many. Prints a line a run; returns 0 if all of them agree.
+#include "ptx/sm80.cuh"
+
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "sm80/split_kv/cached.cuh"
+
+namespace flash_ext {
+namespace {
+
+std::mt19937 generator(7);
+int below(int n) { return static_cast<int>(generator() % static_cast<uint32_t>(n)); }
+
+enum class Where { kPages, kRows, kEntries };
+
+struct Case {
+  std::string name;
+  std::vector<int> lq = {1, 1}, lk = {300, 77};
+  Where where = Where::kPages;
+  int page = 16, heads = 4, heads_k = 2, d = 64, dv = 64, left = -1, right = -1;
+  bool packed = true, unaligned = false, together = false;  // K and V of a token side by side
+  int outside = 0;                                          // rows of packed q before and after the sequences
+  int keys_of_part = 0, least_keys = 0;
+  bool is_bound_wrong = false;  // the host expects fewer queries than there are
+
+  int rows() const { return std::accumulate(lq.begin(), lq.end(), packed ? 2 * outside : 0); }
+};
+
+std::vector<Case> few_cases() {
+  std::vector<Case> list(3);
+  list[0].name = "pages of 16";
+  list[1].name = "pages of 1, causal", list[1].lq = {5, 2, 1}, list[1].lk = {129, 0, 1}, list[1].page = 1, list[1].right = 0;
+  list[1].outside = 2;
+  list[2].name = "few and many rows", list[2].lq = {1, 20, 0, 30}, list[2].lk = {200, 150, 9, 31}, list[2].page = 24;
+  list[2].right = 0, list[2].outside = 1;
+  return list;
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> list = few_cases();
+  const auto add = [&](const char* name, const auto& change) {
+    Case c;
+    c.name = name;
+    change(c);
+    list.push_back(c);
+  };
+  add("dense q", [](Case& c) { c.packed = false, c.lq = {3, 3}; });
+  add("entries", [](Case& c) { c.where = Where::kEntries, c.packed = false; });
+  add("rows", [](Case& c) { c.where = Where::kRows, c.lq = {1, 3, 0, 1}, c.lk = {100, 30, 5, 257}; });
+  add("d128 pages of 3", [](Case& c) { c.d = c.dv = 128, c.page = 3; });
+  add("d256", [](Case& c) { c.d = c.dv = 256, c.page = 7, c.lk = {200, 15}; });
+  add("d40/72", [](Case& c) { c.d = 40, c.dv = 72; });
+  add("unaligned", [](Case& c) { c.unaligned = true, c.d = 37, c.page = 5; });
+  add("K and V together", [](Case& c) { c.together = true, c.page = 64, c.heads_k = 1; });
+  add("one page holds all", [](Case& c) { c.page = 512; });
+  add("window over pages", [](Case& c) { c.lq = {7, 7}, c.lk = {500, 90}, c.left = 60, c.right = 3; });
+  add("parts of 128 keys", [](Case& c) { c.keys_of_part = 128, c.lk = {300, 129, 128, 1}, c.lq = {1, 1, 1, 1}; });
+  add("parts of 256 at least", [](Case& c) { c.least_keys = 256, c.lk = {700, 20}; });
+  add("more queries than said", [](Case& c) { c.is_bound_wrong = true, c.lq = {40, 1}, c.right = 0; });
+  add("d256, many rows", [](Case& c) { c.d = c.dv = 256, c.lq = {20, 1}, c.page = 2; });
+  add("lengths of 0", [](Case& c) { c.lk = {0, 0}, c.lq = {2, 9}; });
+  return list;
+}
+
+template <typename E>
+struct Data {
+  const Case& c;
+  int batch, max_pages = 0, num_pages = 0;
+  std::vector<int32_t> cu_q, cu_k{0}, used, table;
+  std::vector<uint16_t> q, kv, out;
+  std::vector<float> lse;
+  std::vector<uint64_t> workspace;
+  FwdParams p;
+  KvCache cache;
+
+  uint16_t draw() { return ptx::narrow<E>(std::normal_distribution<float>()(generator)); }
+
+  explicit Data(const Case& of) : c(of), batch(static_cast<int>(of.lq.size())) {
+    Problem& r = p.problem;
+    r.dtype = std::is_same_v<E, __half> ? DType::kFloat16 : DType::kBFloat16;
+    r.batch = batch, r.num_heads = c.heads, r.num_heads_k = c.heads_k, r.head_dim = c.d, r.head_dim_v = c.dv;
+    r.softmax_scale = 0.125f, r.window_left = c.left, r.window_right = c.right;
+    r.total_q = c.rows();
+    const int longest = *std::max_element(c.lk.begin(), c.lk.end());
+    used = c.lk;
+    if (c.packed) {
+      cu_q.push_back(c.outside);
+      for (int b = 0; b < batch; ++b) cu_q.push_back(cu_q[b] + c.lq[b]);
+      r.cu_seqlens_q = cu_q.data();
+    } else {
+      r.seqlen_q = c.lq[0];
+    }
+    place_keys(longest);
+    r.prepare();
+    const int odd = c.unaligned ? 1 : 0;
+    const auto view = [&](void* at, int heads, int columns) {
+      return StridedView{at, int64_t{1} * r.seqlen_q * heads * columns, int64_t{1} * heads * columns, columns,
+                         !c.unaligned && columns % 8 == 0, false};
+    };
+    q.assign(r.total_q * c.heads * c.d + 16, 0);
+    for (uint16_t& x : q) x = draw();
+    out.assign(r.total_q * c.heads * c.dv + 16, 0x7fff);
+    p.q = view(aligned(q) + odd, c.heads, c.d);
+    p.out = view(aligned(out) + odd, c.heads, c.dv);
+    lse.assign(r.total_q * c.heads, NAN);
+    p.lse = lse.data();
+  }
+
+  static uint16_t* aligned(std::vector<uint16_t>& x) {
+    return reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(x.data()) + 15) / 16 * 16);
+  }
+
+  // Everything is NaN but the keys in use.
+  void place_keys(int longest) {
+    Problem& r = p.problem;
+    const int odd = c.unaligned ? 1 : 0, d = c.d + (8 - c.d % 8) % 8 + odd, dv = c.dv + (8 - c.dv % 8) % 8 + odd;
+    int64_t slots = 0;
+    int page = c.page;
+    if (c.where == Where::kRows) {
+      for (int b = 0; b < batch; ++b) cu_k.push_back(cu_k[b] + c.lk[b] + 2);
+      slots = cu_k.back();
+      r.cu_seqlens_k = cu_k.data();
+      cache.max_keys = static_cast<int32_t>(slots);
+      r.total_k = slots;
+      page = static_cast<int>(slots);
+    } else {
+      if (c.where == Where::kEntries) page = longest + 3;
+      max_pages = c.where == Where::kPages ? (longest + page - 1) / page + 2 : 1;
+      num_pages = batch * max_pages + 1;
+      slots = int64_t{1} * num_pages * page;
+      cache.num_pages = num_pages;
+      cache.page_size = Divisor(static_cast<uint32_t>(page));
+      cache.max_keys = max_pages * page;
+      r.total_k = cache.max_keys;
+      if (r.cu_seqlens_q != nullptr) r.cu_seqlens_k = r.cu_seqlens_q;
+      r.seqlen_k = r.cu_seqlens_q == nullptr ? cache.max_keys : 0;
+    }
+    if (c.where == Where::kPages) {
+      std::vector<int> order(num_pages);
+      std::iota(order.begin(), order.end(), 0);
+      std::shuffle(order.begin(), order.end(), generator);
+      for (int b = 0; b < batch; ++b) {
+        for (int i = 0; i < max_pages; ++i) {
+          const bool in_use = i * page < c.lk[b];
+          const int junk[] = {-1, INT32_MAX, INT32_MIN, num_pages};
+          table.push_back(in_use ? order[b * max_pages + i] : junk[below(4)]);
+        }
+      }
+      cache.block_table = table.data();
+      cache.table_stride = max_pages;
+    }
+    cache.seqused_k = used.data();
+    const int row = c.together ? d + dv : d;  // heads of a page, then tokens, where both are together
+    kv.assign(slots * c.heads_k * (d + dv) + 32, 0x7fff);
+    const int64_t v_at = c.together ? d : (slots * c.heads_k * d + 7) / 8 * 8;
+    const auto view = [&](int64_t at, int columns) {
+      StridedView x;
+      x.ptr = aligned(kv) + at + odd;
+      x.row_stride = c.together ? row : int64_t{1} * c.heads_k * columns;
+      x.head_stride = c.together ? int64_t{1} * page * row : columns;
+      x.batch_stride = num_pages > 0 ? int64_t{1} * page * c.heads_k * (c.together ? row : columns) : 0;
+      x.aligned = !c.unaligned;
+      return x;
+    };
+    p.k = view(0, d), p.v = view(v_at, dv);
+    for (int b = 0; b < batch; ++b) {
+      for (int j = 0; j < c.lk[b]; ++j) {
+        for (int h = 0; h < c.heads_k; ++h) {
+          for (int x = 0; x < c.d; ++x) at(p.k, b, j, h)[x] = draw();
+          for (int x = 0; x < c.dv; ++x) at(p.v, b, j, h)[x] = draw();
+        }
+      }
+    }
+  }
+
+  uint16_t* at(const StridedView& x, int b, int j, int h) const {
+    const int page = static_cast<int>(cache.page_size.divisor);
+    int64_t place = (c.where == Where::kRows ? cu_k[b] + j : j % page) * x.row_stride;
+    if (c.where == Where::kPages) place += table[b * max_pages + j / page] * x.batch_stride;
+    if (c.where == Where::kEntries) place += b * x.batch_stride;
+    return static_cast<uint16_t*>(x.ptr) + place + h * x.head_stride;
+  }
+
+  double error() const {
+    double worst = 0;
+    const Problem& r = p.problem;
+    const auto tally = [&](double got, double want) {
+      const double off = got == want ? 0 : std::abs(got - want);
+      worst = std::max(worst, off < 1e9 ? off : 1e9);
+    };
+    for (int b = c.packed ? -1 : 0; b < batch + (c.packed ? 1 : 0); ++b) {
+      const bool inside = b >= 0 && b < batch;
+      const int rows = inside ? c.lq[b] : c.outside, keys = inside ? c.lk[b] : 0;
+      const int64_t start = !c.packed ? int64_t{1} * b * c.lq[0] : b < 0 ? 0 : cu_q[b];
+      for (int i = 0; i < rows * c.heads; ++i) {
+        const int h = i % c.heads, query = i / c.heads, level = query + keys - rows;
+        const uint16_t* own = static_cast<uint16_t*>(p.q.ptr) + (start + query) * p.q.row_stride + h * p.q.head_stride;
+        std::vector<double> sums(c.dv, 0.);
+        double sum = 0;
+        for (int j = 0; j < keys; ++j) {
+          if ((c.right >= 0 && j > level + c.right) || (c.left >= 0 && j < level - c.left)) continue;
+          double score = 0;
+          const uint16_t *k = at(p.k, b, j, h / (c.heads / c.heads_k)), *v = at(p.v, b, j, h / (c.heads / c.heads_k));
+          for (int x = 0; x < c.d; ++x) score += double(ptx::widen<E>(own[x])) * ptx::widen<E>(k[x]);
+          const double weight = std::exp(score * r.softmax_scale);
+          sum += weight;
+          for (int x = 0; x < c.dv; ++x) sums[x] += weight * ptx::widen<E>(v[x]);
+        }
+        const uint16_t* got = static_cast<uint16_t*>(p.out.ptr) + (start + query) * p.out.row_stride + h * p.out.head_stride;
+        for (int x = 0; x < c.dv; ++x) tally(ptx::widen<E>(got[x]), sum > 0 ? sums[x] / sum : 0.);
+        const int64_t place = c.packed ? h * r.total_q + start + query : (int64_t{1} * b * c.heads + h) * r.seqlen_q + query;
+        tally(lse[place], sum > 0 ? std::log(sum) : -INFINITY);
+      }
+    }
+    return worst;
+  }
+};
+
+template <typename E, int D>
+void run(const FwdParams& p, const SplitGrid& g, const KvCache& cache, const KvCacheGrid& c) {
+  const uint32_t slots = p.problem.batch + (p.problem.cu_seqlens_q != nullptr ? 2 : 0);
+  const uint32_t ctas = slots * p.problem.num_heads_k * g.splits;
+  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x) {
+    emu::run_cta(128, [&] { sm80::fwd_split_cached_kernel<sm80::SplitTraits<E, D, 16>>(p, g, cache, c, {0, 16}); });
+  }
+  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x) {
+    emu::run_cta(128, [&] { sm80::fwd_split_cached_kernel<sm80::SplitTraits<E, D, 64>>(p, g, cache, c, {16}); });
+  }
+  const uint32_t rows = p.problem.batch * p.problem.num_heads * c.queries;
+  for (blockIdx.x = 0; g.splits > 1 && blockIdx.x < rows; ++blockIdx.x) {
+    emu::run_cta(128, [&] {
+      sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, split_tile(D, 16).block_n(), split_tile(D, 64).block_n());
+    });
+  }
+}
+
+template <typename E>
+bool agrees(const Case& c, int splits, bool lazy) {
+  Data<E> x(c);
+  const Problem& r = x.p.problem;
+  const int group = c.heads / c.heads_k, longest = *std::max_element(c.lq.begin(), c.lq.end());
+  KvCacheGrid grid;
+  grid.splits = splits, grid.keys_of_part = c.keys_of_part, grid.least_keys = c.least_keys;
+  grid.rows = std::min(c.is_bound_wrong ? group : longest * group, 64);
+  grid.queries = std::max(1, grid.rows / group);
+  grid.part_rows = int64_t{1} * r.batch * r.num_heads_k * grid.rows;
+  SplitGrid g;
+  g.splits = splits, g.total_rows = grid.part_rows, g.pitch = (c.dv + 3) / 4 * 4;
+  g.stats_bytes = (8 * splits * g.total_rows + 15) / 16 * 16;
+  g.heads_k = Divisor(c.heads_k), g.parts = Divisor(splits), g.group = Divisor(group), g.heads = Divisor(c.heads);
+  g.queries = Divisor(grid.queries);
+  x.workspace.assign(g.workspace_bytes() / 8 + 2, ~uint64_t{0});  // NaN
+  x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
+  emu::lazy = lazy;
+  const int size = padded_split_head_dim(c.d, c.dv);
+  if (size == 64) run<E, 64>(x.p, g, x.cache, grid);
+  if (size == 128) run<E, 128>(x.p, g, x.cache, grid);
+  if (size == 256) run<E, 256>(x.p, g, x.cache, grid);
+  const bool is_half = std::is_same_v<E, __half>;
+  const double found = x.error();
+  const bool good = found < (is_half ? 4e-3 : 3e-2);
+  std::printf("%s %-22s %s %d parts, copies %s, error %.1e\n", good ? "ok  " : "FAIL", c.name.c_str(),
+              is_half ? "fp16" : "bf16", splits, lazy ? "late" : "early", found);
+  std::fflush(stdout);
+  return good;
+}
+
+int count_wrong(const std::vector<Case>& cases) {
+  int wrong = 0, number = 0;
+  for (const Case& c : cases) {
+    wrong += !agrees<__nv_bfloat16>(c, c.keys_of_part > 0 ? 5 : 1, number % 2 != 0);
+    wrong += !agrees<__half>(c, c.keys_of_part > 0 ? 3 : 2 + number % 4, number % 2 == 0);
+    ++number;
+  }
+  std::printf("%d of %d runs are wrong\n", wrong, 2 * number);
+  return wrong;
+}
+
+}  // namespace
+}  // namespace flash_ext
+
+int main(int argc, char** argv) {
+  bool all = false;
+  for (int i = 1; i < argc; ++i) {
+    const bool has_value = i + 1 < argc;
+    if (std::strcmp(argv[i], "--all") == 0) {
+      all = true;
+    } else if (has_value && std::strcmp(argv[i], "--seed") == 0) {
+      const int seed = std::atoi(argv[++i]);
+      flash_ext::generator.seed(seed);
+      emu::random_state = static_cast<uint32_t>(seed) * 2 + 1;  // never 0, which stays 0
+    } else if (has_value && std::strcmp(argv[i], "--fault") == 0) {
+      emu::fault = std::atoi(argv[++i]);
+    } else {
+      std::fprintf(stderr, "usage: %s [--all] [--seed N] [--fault N]\n", argv[0]);
+      return 2;
+    }
+  }
+  return flash_ext::count_wrong(all ? flash_ext::all_cases() : flash_ext::few_cases()) == 0 ? 0 : 1;
+}

@@ -198,7 +198,7 @@ def table_cases() -> list[ModifierCase]:
 
 @on_targets("cpu", "sm80", "sm80-99k", "sm90")
 def test_tables_alone_and_beside_other_modifiers(target: Target) -> None:
-    for_each(table_cases(), target, cpu=20)
+    for_each(table_cases(), target, cpu=12)
 
 
 @on_short_paths

@@ -135,7 +135,7 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   params.lse = lse.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
   const Tensor workspace = workspace_of(found, q);
-  launch(path, FwdCall{found, params, {}, pointer_to(workspace), x});
+  launch(path, FwdCall{.plan = found, .p = params, .modifiers = {}, .workspace = pointer_to(workspace), .fp8 = x});
   return {out, lse};
 }
 

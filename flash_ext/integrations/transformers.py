@@ -13,9 +13,10 @@ Tested with transformers 4.57 and 5.23.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from .. import attention, attention_varlen, is_batch_invariant, masks
 from .._count import counting, tally
 from .._log import logged
+from . import fp8
 from .t5 import hand_on_distances, relative_position
 
 NAME = "fext"
@@ -35,7 +37,7 @@ _VALUE = "flash_ext_mask"
 
 
 @logged
-def register(name: str = NAME) -> str:
+def register(name: str = NAME, quantize: Literal["fp8", "mixed"] | None = None) -> str:
     """Makes ``attn_implementation=name`` run on flash_ext, for every model that asks the library's registry.
 
     In transformers 4 "flash_ext" is registered as well. In transformers 5 the attention classes of T5 and its
@@ -43,13 +45,16 @@ def register(name: str = NAME) -> str:
 
     Args:
         name: the name to register. One with "flash" in it is refused, see the module.
+        quantize: run prefills and training passes in fp8, as :func:`flash_ext.attention_fp8` does, in this
+            mode of :func:`flash_ext.quantize_fp8`. Masks other than causal, windows, modifiers and steps of
+            fewer than 128 queries stay in the type of the model. Give it a name of its own to have both.
 
     Returns:
         The name.
 
     Raises:
         ImportError: transformers is not installed, or has no such registries (before 4.57).
-        ValueError: the name cannot work.
+        ValueError: the name cannot work, or there is no such mode.
 
     Example:
         >>> flash_ext.integrations.transformers.register()
@@ -61,12 +66,14 @@ def register(name: str = NAME) -> str:
             f"name must not contain 'flash', got {name!r}: transformers 5 takes such names for packages that "
             f"it loads itself. The default is {NAME!r}."
         )
+    fp8.check_mode(quantize)
     from transformers import AttentionInterface, __version__
     from transformers.masking_utils import AttentionMaskInterface
 
     for accepted in (name, NAME_IN_4) if __version__.startswith("4.") else (name,):
         AttentionMaskInterface.register(accepted, attention_mask)
-        AttentionInterface.register(accepted, attention_forward)
+        forward = functools.partial(attention_forward, quantize=quantize) if quantize else attention_forward
+        AttentionInterface.register(accepted, forward)
         hand_on_distances(accepted)
     return name
 
@@ -296,6 +303,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    quantize: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The library's attention function.
@@ -314,6 +322,7 @@ def attention_forward(
         position_bias: (1 or batch, heads, q_length, kv_length), added to the scores; or (heads, distances),
             T5's bias by distance, see :mod:`.t5`.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed sequences, (sequences + 1,).
+        quantize: of :func:`register`.
         kwargs: what else the library passes along; ``deterministic`` (ModernBERT) is handed on, and what
             would change the result is refused.
 
@@ -339,7 +348,11 @@ def attention_forward(
     }  # fmt: skip
     bounds = [bound.to(torch.int32) for bound in (cu_seq_lens_q, cu_seq_lens_k) if bound is not None]
     if len(bounds) == 2 and not pattern.padded and position_bias is None:
-        out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *bounds, **options)
+        packed = tuple(t.flatten(0, 1) for t in (q, k, v))
+        if fp8.takes(quantize, *packed, options):
+            out = fp8.attend(quantize, *packed, options, *bounds)
+        else:
+            out = attention_varlen(*packed, *bounds, **options)
         return out.unflatten(0, q.shape[:2]), None
 
     said = pattern.documents is not None or pattern.padded
@@ -370,6 +383,8 @@ def attention_forward(
         position_bias = position_bias[..., : k.shape[1]]
         added, position_bias = options.get("bias"), _fitting(position_bias, q)
         options["bias"] = position_bias if added is None else position_bias + added
+    if fp8.takes(quantize, q, k, v, options):
+        return fp8.attend(quantize, q, k, v, options), None
     return attention(q, k, v, **options), None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, attention_varlen, masks
+from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
 from tests.pages import LAYOUTS, check, close, make_cache, packed_queries, truth
 from tests.qkv import dtype_on, null_kernels, on_devices
@@ -352,3 +352,10 @@ def test_autocast_gives_queries_the_type_of_the_cache(device: str) -> None:
     with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
         got = attention_varlen(q.float(), cache.k, cache.v, bounds, None, **cache.places)
     assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+
+
+def test_more_rows_than_kernels_count_are_refused() -> None:
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 2**26, 32, 64)
+    k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    with null_kernels(), pytest.raises(NotImplementedError, match="2147483648 rows .* more than 2\\^30"):
+        serving.flash_attn_with_kvcache(q, k, k, cache_seqlens=3)

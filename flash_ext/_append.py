@@ -45,6 +45,8 @@ def append_kv(
 
     Two tokens must not name one slot: which of them is there afterwards is not defined. There is no gradient.
 
+    Source: reshape_and_cache of vLLM, Kwon et al. 2023, https://arxiv.org/abs/2309.06180.
+
     Args:
         k_new: (tokens, h_k, d) float16 or bfloat16, on the CPU any floating point; any strides with a unit
             last one.
@@ -54,6 +56,9 @@ def append_kv(
         slot_mapping: (tokens,) int32 or int64: page * page_size + row of the page. A token with -1 is left
             out. Other values outside of the cache are refused on the CPU and left out on a GPU.
         rotary: turn the keys before they are written.
+
+    Returns:
+        Nothing.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument that does not fit.

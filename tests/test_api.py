@@ -61,6 +61,11 @@ OPERATOR_SCHEMAS = {
     "Tensor v_descale, Tensor? v_offset, Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "float softmax_scale, int window_left, int window_right, ScalarType dtype, str? path) "
     "-> (Tensor out, Tensor lse)",
+    "fwd_cached": "flash_ext::fwd_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float softmax_scale, SymInt window_left, SymInt window_right, str? path) -> (Tensor out, Tensor lse)",
+    "append_kv": "flash_ext::append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved) -> ()",
     "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
@@ -72,7 +77,8 @@ KERNELS = "deterministic=None, backend=None, **unknown"  # unknown keywords get 
 PUBLIC_PARAMETERS = {
     "attention": f"q, k, v, *, {SCORES}, generator=None, return_aux=None, layout='bshd', {KERNELS}",
     "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
-    f"{SCORES}, generator=None, return_aux=None, {KERNELS}",
+    f"seqused_k=None, block_table=None, {SCORES}, generator=None, return_aux=None, {KERNELS}",
+    "append_kv": "k_new, v_new, k_cache, v_cache, slot_mapping, rotary=None",
     "quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
     "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None",
     "attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, return_aux=None, backend=None, "
@@ -117,8 +123,9 @@ def test_public_function(name: str) -> None:
 
 
 def test_all_names_are_public_and_typed() -> None:
-    modules = {"compat", "distributed", "integrations", "masks", "nn"}
-    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, *modules, "AuxOutput", "AuxRequest", "Fp8Inputs"}
+    modules = {"compat", "distributed", "integrations", "masks", "nn", "serving"}
+    values = {"AuxOutput", "AuxRequest", "Fp8Inputs", "Rotary"}
+    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, *modules, *values}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 

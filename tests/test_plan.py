@@ -23,8 +23,8 @@ SHAPE = {"seqlen_q": 4096, "seqlen_k": 4096, "num_heads": 16, "num_heads_k": 16,
 SHAPE["head_dim_v"] = 128
 
 H200 = "gpu=9.0/132"
-# What words cannot say: that the gradient of a bias alone is wanted.
-BEYOND_WORDS = {"bwd_mod.other_gradients"}
+# What words cannot say: that the gradient of a bias alone is wanted, and that keys lie in a cache.
+BEYOND_WORDS = {"bwd_mod.other_gradients", "sm80.fwd_cached"}
 
 
 def read_table() -> dict[str, dict[str, dict[str, str]]]:

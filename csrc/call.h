@@ -23,8 +23,8 @@ struct FwdCall {
   FwdParams p;           // without p.schedule, which each launch sets
   Modifiers modifiers;   // of plain calls none
   std::byte* workspace;  // of plan.workspace.bytes, on 128 bytes, holding anything
-  Fp8Operands fp8 = {};  // of requests whose operands are not all of 16 bits
   KvCache cache = {};    // of calls with a cache
+  Fp8Operands fp8 = {};  // of requests whose operands are not all of 16 bits
 };
 
 struct BwdCall {

@@ -116,7 +116,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
                         .most_keys = a.max_seqlen_k.expect_int()};
   const Plan plan = required_plan(path, request, info);
   const Tensor workspace = workspace_of(plan, q);
-  launch(path, FwdCall{plan, params, {}, pointer_to(workspace), {}, cache});
+  launch(path, FwdCall{.plan = plan, .p = params, .modifiers = {}, .workspace = pointer_to(workspace), .cache = cache});
   return {out, lse};
 }
 

@@ -126,7 +126,7 @@ struct MeansPass {
 };
 
 // A CTA takes a head, a thread a channel.
-inline __global__ void __launch_bounds__(kQuantizeThreads) fp8_means_kernel(const __grid_constant__ MeansPass m) {
+__global__ void __launch_bounds__(kQuantizeThreads) fp8_means_kernel(const __grid_constant__ MeansPass m) {
   const StatsPass& s = m.stats;
   const int which = blockIdx.x >= s.of[2].first ? 2 : blockIdx.x >= s.of[1].first ? 1 : 0;
   const TensorPass& t = s.of[which];

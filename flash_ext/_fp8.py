@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ._attention import AuxOutput
+from ._attention import AuxOutput, _wants
 from ._cpu import fp8
 from ._ops import fp8 as _operators  # noqa: F401  (registers the operators)
-from ._ops.dispatch import check_bounds
+from ._ops.dispatch import check_bounds, explain_options, is_traced
 from ._ops.spec import default_scale
 from ._ops.words import refuse_kind, refuse_unknown
 
@@ -106,14 +105,16 @@ class Fp8Inputs:
             k: (b, seqlen_k, h_k, d), dtype of q.
             v: (b, seqlen_k, h_k, dv) float8_e4m3fn.
             q_descale, k_descale: float32 factors that make numbers of them: one for all (shape () or (1,)),
-                or one for each batch entry and head, (b, h_k) or of q (b, h), packed (h_k,) or (h,). Any
-                strides, 0 as well. None is 1.
+                or one for each batch entry and head, (b, h_k) or of q (b, h), packed (h_k,) or (h,). At
+                least 0; on a GPU, where nobody looks, negative ones give NaN. Any strides, 0 as well. None
+                is 1.
             v_descale: the same, or one for each channel, (b, h_k, dv), packed (h_k, dv).
             cu_seqlens_q, cu_seqlens_k: as in :func:`attention_varlen`, for packed sequences.
             dtype: of out; in mixed mode that of q.
 
         Raises:
-            ValueError, TypeError: a shape, dtype or device does not fit; the message names it.
+            ValueError, TypeError: a shape, dtype or device does not fit, a factor on the CPU is negative, or
+                a tensor requires a gradient, which would get none; the message names it.
         """
         for name, t in (("q", q), ("k", k), ("v", v)):
             if not isinstance(t, Tensor):
@@ -122,6 +123,7 @@ class Fp8Inputs:
                 _refuse_dtype(name, t.dtype)
         if q.dtype != k.dtype:
             raise TypeError(f"q and k must share one dtype, got {q.dtype} and {k.dtype}.")
+        _refuse_gradients(q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         mixed = q.dtype in _HALVES
         dtype = q.dtype if mixed else dtype
         if dtype not in _HALVES:
@@ -176,14 +178,16 @@ def quantize_fp8(
         hadamard: rotate q and k, after random signs, so that an outlier spreads over all channels. Wants
             granularity "block" and a d that is a power of two.
         mode: "mixed" leaves q and k as they are: weights then are as exact as without fp8.
-        cu_seqlens_q, cu_seqlens_k: as in :func:`attention_varlen`, for packed sequences, which share means
-            and the factors of v.
+        cu_seqlens_q, cu_seqlens_k: as in :func:`attention_varlen`, for packed sequences, which share means,
+            the factors of v, and with granularity "head" those of q and k: what is in one sequence changes
+            how the others are rounded, and infinity in one may make NaN of all.
 
     Returns:
         An :class:`Fp8Inputs`.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
+        NotImplementedError: packed sequences in the batch-invariant mode, see cu_seqlens.
 
     Example:
         >>> q, k, v = (torch.randn(1, 256, 4, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -251,7 +255,7 @@ def attention_fp8(
 ) -> Any:
     """:func:`attention` of q, k and v in fp8: the softmax of what they stand for, with products in e4m3.
 
-    On Hopper GPUs, for d and dv up to 128 and (192, 128), and on the CPU, which rounds in the same places.
+    On Hopper GPUs, for d and dv up to 128 and (192, 128), and on the CPU, which rounds the same numbers.
     Weights are rounded to e4m3 below a maximum that keeps each of them below its largest number, 448; sums
     are float32, of unrounded weights. Masks other than these, biases, sinks, softcap and dropout have no fp8
     kernel and are refused.
@@ -276,24 +280,24 @@ def attention_fp8(
     """
     for name in unknown:
         if name in _MODIFIERS:
-            raise NotImplementedError(
-                f"{name} has no fp8 kernel. Call attention(*x.dequantize(), {name}=...) without fp8."
+            packed = isinstance(x, Fp8Inputs) and x.cu_seqlens_q is not None
+            without = (
+                "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k"
+                if packed
+                else "attention(*x.dequantize()"
             )
+            raise NotImplementedError(f"{name} has no fp8 kernel. Call {without}, {name}=...) without fp8.")
     if unknown:
         refuse_unknown(attention_fp8, unknown)
     if not isinstance(x, Fp8Inputs):
         raise TypeError(
             f"attention_fp8 takes what quantize_fp8(q, k, v) returns, got {type(x).__qualname__}."
         )
-    if isinstance(scale, Tensor):
-        raise TypeError("scale must be a number, not a tensor.")
+    explain_options(None, None, scale, causal, window_size, None, backend)
     scale = default_scale(x.q.shape[-1]) if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}.")
     left, right = window_size
-    if left < -1 or right < -1:
-        raise ValueError(f"window_size must hold numbers of at least -1, got {tuple(window_size)}.")
-    if return_aux is not None and getattr(return_aux, "max_scores", False):
+    wants_lse, wants_max_scores = _wants(return_aux)
+    if wants_max_scores:
         raise NotImplementedError("fp8 kernels return lse only. Ask for AuxRequest(lse=True).")
     if x.q.is_cpu and backend not in (None, "cpu"):
         raise ValueError(f"backend {backend!r} runs on a GPU, and q is on the CPU.")
@@ -304,7 +308,7 @@ def attention_fp8(
         out, lse = _StraightThrough.apply(*x._originals, x, options)
     if return_aux is None:
         return out
-    return out, AuxOutput(lse if getattr(return_aux, "lse", False) else None, None)
+    return out, AuxOutput(lse if wants_lse else None, None)
 
 
 def _forward(x: Fp8Inputs, options: tuple[float, int, int, str | None]) -> tuple[Tensor, Tensor]:
@@ -327,7 +331,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v = ctx.saved_tensors
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in ctx.saved_tensors)
         scale, left, right, _ = ctx.options
         options = (0, 0, scale, left, right, False, None)
         out, lse = torch.ops.flash_ext.fwd.default(q, k, v, *ctx.bounds, *options)
@@ -344,6 +348,17 @@ def _refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
     else:
         hint = " Call quantize_fp8(q, k, v), which makes them."
     raise TypeError(f"{name} must be torch.float8_e4m3fn, got {dtype}.{hint}")
+
+
+def _refuse_gradients(**tensors: Tensor | None) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and t.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, and Fp8Inputs.of passes none on: detach it, or call "
+                "quantize_fp8(q, k, v)."
+            )
 
 
 def _check_shapes(
@@ -404,6 +419,8 @@ def _descale(
         refuse_kind(name, t)
     if t.dtype != torch.float32 or t.device != q.device:
         raise TypeError(f"{name} must be torch.float32 on {q.device}, got {t.dtype} on {t.device}.")
+    if t.is_cpu and not is_traced() and bool((t < 0).any()):
+        raise ValueError(f"{name} must be 0 or more: put a sign into the numbers that it multiplies.")
     if t.numel() == 1 and t.dim() <= 1:
         return t.reshape(()).expand(*batch, heads, 1)
     if t.shape == (*batch, heads_k) and heads != heads_k:

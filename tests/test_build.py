@@ -71,7 +71,15 @@ STRETCHED = ("fwd_kernel",)  # once more, for very many keys
 SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both machine codes
 SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
 SHORT_TILES = {32: 4, 64: 4, 128: 3, 256: 3}  # of 16, 32, 64 and, up to head_dim 64, 80 rows
-MERGE = ("fwd_merge_kernel", "sum_heads_kernel")  # any head_dim
+MERGE = (
+    "fwd_merge_kernel",
+    "fwd_merge_cached_kernel",
+    "sum_heads_kernel",
+    "append_kv_kernel",
+)  # any head_dim
+CACHED, CACHED_SPLIT = ("fwd_cached_kernel",), ("fwd_split_cached_kernel",)  # over a paged cache
+FP8_HEAD_DIMS = (64, 64, 96, 96, 128, 128, 192)  # with q and k of 16 bits too, but for the last
+FP8_NUMBERS = (8, 16, 32)  # lanes a row
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = (
     "pack_mask_kernel",
@@ -198,7 +206,12 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     # Once for a bias that TMA brings, once for others.
     hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
-    split = itertools.product(2 * SPLIT, DTYPES, SPLIT_HEAD_DIMS, (None,))
+    split = itertools.product(2 * (SPLIT + CACHED_SPLIT), DTYPES, SPLIT_HEAD_DIMS, (None,))
+    fp8_passes = [
+        ("fp8_means_kernel", None, None, None),
+        *itertools.product(("fp8_stats_kernel",), DTYPES, (None,), (None,)),
+        *itertools.product(("fp8_numbers_kernel",), DTYPES, FP8_NUMBERS, (None,)),
+    ]
     merge = itertools.product(MERGE, DTYPES, (None,), (None,))
     short = [
         *(
@@ -212,10 +225,18 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
             for x in itertools.product(SHORT_TILES[d] * SHORT_BWD, DTYPES, (d,), (None,))
         ),
     ]
-    any_class = [*others, *split, *short, *merge, *((kernel, None, None, None) for kernel in MASK_PASSES)]
+    any_class = [
+        *others,
+        *split,
+        *short,
+        *merge,
+        *fp8_passes,
+        *((kernel, None, None, None) for kernel in MASK_PASSES),
+    ]
     of_hopper = [
         *hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod, *hopper_bwd_mod,
         *hopper_bwd_bias, *hopper_wide_mod,
+        *itertools.product(("fwd_fp8_sm90_kernel",), DTYPES, FP8_HEAD_DIMS, (None,)),
     ]  # fmt: skip
     for arch in ARCHS:
         hopper = arch == "sm_90a"
@@ -223,8 +244,16 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         any_size = itertools.product(ANY_HEAD_DIM, DTYPES, (None,), (LARGE if hopper else SMALL,))
         more = (PORTABLE_MOD_KINDS - 1) * ("fwd_mod_kernel",)
         kinds = itertools.product(more, DTYPES, PORTABLE_MOD_KIND_HEAD_DIMS, (LARGE,))
+        cached = itertools.product(CACHED, DTYPES, SPLIT_HEAD_DIMS, (LARGE if hopper else SMALL,))
         stretched = itertools.product(STRETCHED, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
-        expected = [*any_class, *by_class, *any_size, *stretched, *((*kinds, *of_hopper) if hopper else ())]
+        expected = [
+            *any_class,
+            *by_class,
+            *any_size,
+            *stretched,
+            *cached,
+            *((*kinds, *of_hopper) if hopper else ()),
+        ]
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
 

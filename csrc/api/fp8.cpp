@@ -17,25 +17,47 @@ bool is_16_bit(const Tensor& t) { return t.scalar_type() == at::kHalf || t.scala
 
 int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
 
-Problem fp8_problem(const Tensor& q, const Tensor& k, int64_t head_dim_v, at::ScalarType dtype,
+void check_device(const Tensor& t, const char* name, const Tensor& q) {
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(), ".");
+}
+
+const int32_t* bounds_of(const Tensor& cu, const char* name, const Tensor& q) {
+  check_device(cu, name, q);
+  TORCH_CHECK_VALUE(cu.scalar_type() == at::kInt && cu.dim() == 1 && cu.size(0) >= 1 && cu.is_contiguous(), name,
+                    " must be (batch + 1,) int32 and contiguous.");
+  return cu.const_data_ptr<int32_t>();
+}
+
+Problem fp8_problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t head_dim_v, at::ScalarType dtype,
                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
   Problem p;
+  const bool packed = cu_seqlens_q.has_value();
+  TORCH_CHECK_VALUE(packed == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k must be given together.");
+  const int64_t dims = packed ? 3 : 4;
+  TORCH_CHECK_VALUE(q.dim() == dims && k.dim() == dims && v.dim() == dims, "q, k and v must have ", dims, " dimensions.");
+  check_device(k, "k", q);
+  check_device(v, "v", q);
+  for (const Tensor& t : {q, k}) {
+    for (int64_t i = 0; i < dims - 1; ++i) {
+      TORCH_CHECK_VALUE(t.size(i) <= Problem::kMaxSeqlen, "dimensions of q and k must be at most ", Problem::kMaxSeqlen,
+                        ", got ", t.size(i), ". Split the call.");
+    }
+  }
   p.dtype = dtype == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
   p.num_heads = static_cast<int32_t>(q.size(-2));
   p.num_heads_k = static_cast<int32_t>(k.size(-2));
   p.head_dim = static_cast<int32_t>(q.size(-1));
   p.head_dim_v = static_cast<int32_t>(head_dim_v);
   TORCH_CHECK_VALUE(p.num_heads_k > 0 && p.num_heads % p.num_heads_k == 0, "heads of q must be a multiple of those of k.");
-  if (cu_seqlens_q.has_value()) {
-    TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && cu_seqlens_q->size(0) == cu_seqlens_k->size(0),
-                      "packed q and k must have 3 dimensions, and cu_seqlens one length.");
+  if (packed) {
+    p.cu_seqlens_q = bounds_of(*cu_seqlens_q, "cu_seqlens_q", q);
+    p.cu_seqlens_k = bounds_of(*cu_seqlens_k, "cu_seqlens_k", q);
+    TORCH_CHECK_VALUE(cu_seqlens_q->size(0) == cu_seqlens_k->size(0), "cu_seqlens_q and cu_seqlens_k must have one length.");
     p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);
     p.total_k = k.size(0);
-    p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
-    p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
   } else {
-    TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && q.size(0) == k.size(0), "q and k must have 4 dimensions and one batch.");
+    TORCH_CHECK_VALUE(q.size(0) == k.size(0), "q and k must have one batch size.");
     p.batch = static_cast<int32_t>(q.size(0));
     p.seqlen_q = static_cast<int32_t>(q.size(1));
     p.seqlen_k = static_cast<int32_t>(k.size(1));
@@ -46,8 +68,9 @@ Problem fp8_problem(const Tensor& q, const Tensor& k, int64_t head_dim_v, at::Sc
 }
 
 // (b, h, n), packed (h, n).
-FactorView factors_of(const Tensor& t, const Problem& p, int64_t heads, int64_t n, const char* name) {
+FactorView factors_of(const Tensor& t, const Problem& p, const Tensor& q, int64_t heads, int64_t n, const char* name) {
   const bool packed = p.is_varlen();
+  check_device(t, name, q);
   TORCH_CHECK_VALUE(t.scalar_type() == at::kFloat && t.dim() == (packed ? 2 : 3) && t.size(-2) == heads &&
                         (t.size(-1) == n || t.size(-1) == 1) && (packed || t.size(0) == p.batch),
                     name, " does not fit.");
@@ -89,7 +112,7 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
                    "fwd_fp8 takes torch.float8_e4m3fn and gives torch.float16 or torch.bfloat16.");
   TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && (mixed || (q_descale.has_value() && k_descale.has_value())),
                     "q and k must have one head_dim, and in e4m3 factors.");
-  Problem p = fp8_problem(q, k, v.size(-2), dtype, cu_seqlens_q, cu_seqlens_k);
+  Problem p = fp8_problem(q, k, v, v.size(-2), dtype, cu_seqlens_q, cu_seqlens_k);
   p.softmax_scale = static_cast<float>(softmax_scale);
   set_window(p, window_left, window_right);
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
@@ -106,12 +129,13 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   Fp8Operands x;
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
   if (!mixed) {
-    x.q_factor = factors_of(*q_descale, p, p.num_heads, factor_blocks(rows_q, p.batch, p.is_varlen()), "q_descale");
-    x.k_factor = factors_of(*k_descale, p, p.num_heads_k, factor_blocks(rows_k, p.batch, p.is_varlen()), "k_descale");
+    x.q_factor = factors_of(*q_descale, p, q, p.num_heads, factor_blocks(rows_q, p.batch, p.is_varlen()), "q_descale");
+    x.k_factor = factors_of(*k_descale, p, q, p.num_heads_k, factor_blocks(rows_k, p.batch, p.is_varlen()), "k_descale");
   }
-  x.v_factor = factors_of(v_descale, p, p.num_heads_k, p.head_dim_v, "v_descale");
-  if (v_offset.has_value()) x.v_offset = factors_of(*v_offset, p, p.num_heads_k, p.head_dim_v, "v_offset");
+  x.v_factor = factors_of(v_descale, p, q, p.num_heads_k, p.head_dim_v, "v_descale");
+  if (v_offset.has_value()) x.v_offset = factors_of(*v_offset, p, q, p.num_heads_k, p.head_dim_v, "v_offset");
   if (row_offset.has_value()) {
+    check_device(*row_offset, "row_offset", q);
     TORCH_CHECK_VALUE(row_offset->is_contiguous() && row_offset->sizes() == lse.sizes() && row_offset->scalar_type() == at::kFloat,
                       "row_offset must be float32, contiguous, and have the shape of lse.");
     x.row_offset = row_offset->const_data_ptr<float>();
@@ -125,7 +149,9 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   const Plan found = plan(request, info, path.arch);
   TORCH_CHECK_NOT_IMPLEMENTED(
       !found.row.empty(), "no fp8 kernel runs this call: they need a Hopper GPU, head sizes that are multiples of 16 up to "
-      "128 (q and k in fp8 up to 192), and rows on 16 bytes. Call attention(*x.dequantize()) instead.");
+      "128 (q and k in fp8 up to 192), and rows on 16 bytes. Call ",
+      p.is_varlen() ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k)" : "attention(*x.dequantize())",
+      " instead.");
   FwdParams params;
   params.problem = p;
   params.q = view_of(q);
@@ -150,12 +176,16 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
                         (k.dim() == 3 || k.size(0) == v.size(0)) && q.stride(-1) == 1 && k.stride(-1) == 1 && v.stride(-1) == 1,
                     "q, k and v do not fit each other.");
   QuantizeFp8 x;
-  Problem& p = x.problem = fp8_problem(q, k, v.size(-1), q.scalar_type(), cu_seqlens_q, cu_seqlens_k);
+  Problem& p = x.problem = fp8_problem(q, k, v, v.size(-1), q.scalar_type(), cu_seqlens_q, cu_seqlens_k);
   TORCH_CHECK_VALUE(p.head_dim % 16 == 0 && p.head_dim_v % 16 == 0 && p.head_dim <= 256 && p.head_dim_v <= 256,
                     "head sizes must be multiples of 16 up to 256.");
   TORCH_CHECK_VALUE(!hadamard || (by_block && (p.head_dim & (p.head_dim - 1)) == 0),
                     "a rotation wants factors of blocks, and a head_dim that is a power of two.");
   const bool packed = p.is_varlen();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !packed || !device_info_of(q).batch_invariant,
+      "packed sequences share means and factors in fp8, which the batch-invariant mode rules out. Quantise each sequence in "
+      "a call of its own, or call attention_varlen.");
   const auto bytes = q.options().dtype(at::kFloat8_e4m3fn), floats = q.options().dtype(at::kFloat);
   const auto of_heads = [&](bool wanted, int64_t heads, int64_t n, const at::TensorOptions& options) {
     if (!wanted) return new_tensor({0}, options);
@@ -177,9 +207,9 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
       of_heads(shifts_k, p.num_heads_k, p.head_dim, floats),
       shifts_k ? empty_lse(q) : new_tensor({0}, floats)};
   auto& [q8, k8, v8, q_descale, k_descale, v_descale, v_offset, k_offset, row_offset] = r;
-  // What no tile writes: rows and blocks outside sequences, and everything where there are no keys.
+  // What no tile writes: rows, columns and blocks outside sequences, and everything where there are no keys.
   if (packed || p.total_k == 0 || p.total_q == 0) {
-    for (const Tensor& t : {q8, k8}) t.view(at::kByte).zero_();
+    for (const Tensor& t : {q8, k8, v8}) t.view(at::kByte).zero_();
     for (const Tensor& t : {q_descale, k_descale, v_descale}) t.fill_(1);
     for (const Tensor& t : {v_offset, k_offset, row_offset}) t.zero_();
   }

@@ -1,4 +1,7 @@
-"""fp8 attention on the CPU: quantisation, and a forward that rounds where the kernels round.
+"""fp8 attention on the CPU: quantisation, and a forward that rounds what the kernels round.
+
+It rounds weights below the true maximum of a row, and sums in float32. The kernels may have a lower maximum,
+and add up to 8 tiles of 128 keys in an accumulator of some 14 bits.
 
 Numbers are e4m3 (float8_e4m3fn) times float32 factors. v is transposed: (b, h_k, dv, keys), with the keys of
 each sequence from a multiple of 16 on, in groups of 16 in the order :data:`KEY_ORDER`, and zeros behind the
@@ -72,11 +75,12 @@ def transpose_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """e4m3 (b, keys, h_k, dv) to (b, h_k, dv, columns), packed (keys, h_k, dv) to (h_k, dv, columns)."""
     keys, batch = v.shape[-3], 0 if cu_seqlens is None else len(cu_seqlens) - 1
     columns = transposed_columns(keys, batch, cu_seqlens is not None)
-    rows = v.new_zeros((*v.shape[:-3], columns, *v.shape[-2:]), dtype=torch.uint8)
-    inside = None if cu_seqlens is None else _inside(cu_seqlens, keys)
-    bytes_of_v = v.view(torch.uint8) if inside is None else v.view(torch.uint8) * inside[:, None, None]
-    rows.index_copy_(-3, column_of_rows(keys, cu_seqlens, v.device), bytes_of_v)
-    return rows.movedim(-3, -1).contiguous().view(E4M3)
+    place = column_of_rows(keys, cu_seqlens, v.device)
+    if cu_seqlens is not None:  # one more column takes the rows of no sequence
+        place = torch.where(_inside(cu_seqlens, keys), place, columns)
+    rows = v.new_zeros((*v.shape[:-3], columns + 1, *v.shape[-2:]), dtype=torch.uint8)
+    rows.index_copy_(-3, place, v.view(torch.uint8))
+    return rows.narrow(-3, 0, columns).movedim(-3, -1).contiguous().view(E4M3)
 
 
 def _inside(cu_seqlens: Tensor, rows: int) -> Tensor:
@@ -171,7 +175,7 @@ def _quantize_rows(
     if cu_seqlens is not None:
         keep = _inside(cu_seqlens, x.shape[-3])[:, None, None]
         numbers = (numbers.view(torch.uint8) * keep).view(E4M3)
-    return numbers, factor
+    return numbers.contiguous(), factor.contiguous()
 
 
 def quantize(

@@ -485,7 +485,7 @@ def explain_options(
         refuse_tensor_scale()
     if scale is not None and not hasattr(scale, "__float__"):
         raise TypeError(f"scale must be a float or None, got {type(scale).__qualname__}.")
-    if isinstance(scale, float) and not math.isfinite(scale):
+    if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}.")
     if isinstance(causal, str):
         _refuse_word_for_causal(causal)
@@ -496,15 +496,22 @@ def explain_options(
         raise TypeError(f"backend must be a str or None, got {type(backend).__qualname__}.")
 
 
+def is_traced() -> bool:
+    """Whether a compiler or a transform runs the call, whose tensors may have no numbers to look at."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 def check_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Any) -> None:
     """Looks at cu_seqlens on the CPU, where that is free; not at those of a compiler or a transform.
 
     Raises:
         ValueError: they decrease or leave the tensors.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return
-    if torch._C._are_functorch_transforms_active():
+    if is_traced():
         return
     for name, cu_seqlens, rows in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
         if cu_seqlens is None:  # keys in pages have no bounds

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from .._cpu import fp8
-from .library import is_built
+from .library import _C, is_built
 from .spec import AttnSpec
 
 
-def cpu_quantize(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    return fp8.quantize(q, k, v, *options)
+def cpu_quantize(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, *options: Any) -> tuple[Tensor, ...]:
+    if cu_seqlens_q is not None and _C.get_switch("batch_invariant"):
+        raise NotImplementedError(
+            "packed sequences share means and factors in fp8, which the batch-invariant mode rules out. "
+            "Quantise each sequence in a call of its own, or call attention_varlen."
+        )
+    return fp8.quantize(q, k, v, cu_seqlens_q, *options)
 
 
 def cpu_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:

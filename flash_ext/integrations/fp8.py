@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention_fp8, quantize_fp8
+from .. import attention_fp8, is_batch_invariant, quantize_fp8
 
 MODES = (None, "fp8", "mixed")
 LEAST_ROWS = 128
@@ -32,6 +32,9 @@ def check_mode(mode: str | None) -> None:
 def takes(mode: str | None, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     """Whether a call runs in fp8. Tensors are (b, rows, h, d), or packed (total, h, d)."""
     if mode is None or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    # Packed sequences share means and factors. A compiler does not see the mode, and the operator refuses it.
+    if q.dim() == 3 and not torch.compiler.is_compiling() and is_batch_invariant():
         return False
     others = [options.get(name) for name in _OTHERS]
     if any(x is not None and not (isinstance(x, (int, float)) and x == 0) for x in others):

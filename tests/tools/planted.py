@@ -211,8 +211,8 @@ MUTANTS = (
         Edit("sm90/bwd/consume.cuh",
              "      wait(bars.dout_full(ring.stage), ring.phase);\n      ptx::wgmma_fence();\n",
              "      ptx::wgmma_fence();\n"),
-        Edit("sm90/bwd/consume.cuh", "      wait(bars.dout_full(ring.stage), ring.phase);\n      if (!T::kStores",
-             "      if (!T::kStores")), "races"),
+        Edit("sm90/bwd/consume.cuh", "wait(bars.dout_full(ring.stage), ring.phase);\n      if (!T::kStores",
+             "if (!T::kStores")), "races"),
     Mutant(801, "M8 fence of the async proxy removed: output",
            "TMA stores what threads have written to shared memory without a fence between them", (
         Edit("sm90/fwd/store.cuh", "    ptx::fence_proxy_async();\n    __syncwarp();\n",

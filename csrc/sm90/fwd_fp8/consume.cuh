@@ -3,7 +3,8 @@
 // The tensor cores add e4m3 products into an accumulator of some 14 bits, and cut what is beyond: over 8192 keys whose
 // values have something in common an eighth of it is lost. So the output has two: the product's own, of 8 tiles at most,
 // and one in fp32 to which it goes wherever tiles pass a multiple of 8. Those places belong to the keys, not to the tile
-// of queries, so that a row's result does not depend on the rows beside it.
+// of queries. Maxima, below which weights are rounded, do depend on the rows beside: the 16 rows of a warp raise theirs
+// together.
 #pragma once
 
 #include "../fwd/consume.cuh"
@@ -13,6 +14,14 @@
 namespace flash_ext::sm90 {
 
 inline constexpr int kTilesOfAccumulator = 8;
+inline constexpr float kLeastScale = 0x1p-126f;
+
+// The scale of a tile's scores from the product of its factors, which must be positive: a hidden score of -inf times 0
+// would be NaN. What is smaller than the least normal number gives all weights alike. Negative products give NaN.
+__device__ __forceinline__ float usable_scale(float product) {
+  if (product < 0.f) return __int_as_float(0x7fffffff);
+  return product < kLeastScale ? kLeastScale : product;  // NaN stays
+}
 
 // s = Q K^T for the 64 rows of a warpgroup.
 template <typename T, int kCount>
@@ -103,7 +112,7 @@ __device__ __forceinline__ void consume_fp8(const Fp8Args& a, const FwdMaps& map
     --tile;
     --tiles_left;
     scale = q_scale;
-    if constexpr (!T::kMixed) scale *= __ldg(k_factors + tile * a.x.k_factor.step);
+    if constexpr (!T::kMixed) scale = usable_scale(scale * __ldg(k_factors + tile * a.x.k_factor.step));
     return true;
   };
   const auto is_seen = [&] { return tile >= seen_begin && tile < seen_end; };

@@ -22,8 +22,8 @@ class Rotary(NamedTuple):
 
     Attributes:
         cos, sin: (positions, rotary_dim / 2), float32 or the dtype of the keys, with a unit last stride.
-        positions: (tokens,) int32 or int64, the row of cos and sin for each new key. On a GPU one that is not
-            there counts as the nearest that is.
+        positions: (tokens,) int32 or int64, the row of cos and sin for each new key. One that is not there
+            counts as the nearest that is.
         interleaved: pairs are neighbouring features, else feature i and i + rotary_dim / 2.
     """
 

@@ -20,6 +20,7 @@ Source: the interfaces of vLLM 0.33 and of FlashAttention-3, https://github.com/
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ def flash_attn_varlen_func(
         softcap, alibi_slopes, s_aux (sinks): without ``seqused_k`` and ``block_table`` only.
         block_table: (batch, max_pages) int32.
         return_softmax_lse: also return lse (h, total_q) float32.
-        out: (total_q, h, dv), written and returned.
+        out: (total_q, h, dv) in the dtype of q, written by a copy and returned.
 
     Raises:
         NotImplementedError: an argument that is not served.
@@ -104,22 +105,22 @@ def flash_attn_varlen_func(
         block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, dynamic_causal=dynamic_causal,
         gather_kv_indices=gather_kv_indices, gather_kv_valid_length=gather_kv_valid_length,
     )  # fmt: skip
-    window = (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
-    with torch.no_grad():
-        if block_table is None and seqused_k is None:
-            found, aux = attention_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-                scale=softmax_scale, causal=causal, window_size=window, softcap=softcap, sinks=s_aux,
-                bias=None if alibi_slopes is None else ALiBi(alibi_slopes), return_aux=AuxRequest(lse=True),
-            )  # fmt: skip
-            lse = aux.lse
-        else:
-            _refuse(softcap=softcap or None, alibi_slopes=alibi_slopes, s_aux=s_aux)
-            found, lse = run_cached(
-                q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k,
-                block_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
-                _backend(num_splits, q),
-            )  # fmt: skip
+    window = _window(window_size)
+    _check_out(out, q)
+    if block_table is None and seqused_k is None:
+        found, aux = attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            scale=softmax_scale, causal=causal, window_size=window, softcap=softcap, sinks=s_aux,
+            bias=None if alibi_slopes is None else ALiBi(alibi_slopes), return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        lse = aux.lse
+    else:
+        _refuse(softcap=softcap or None, alibi_slopes=alibi_slopes, s_aux=s_aux)
+        found, lse = run_cached(
+            q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k,
+            block_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
+            _backend(num_splits, q),
+        )  # fmt: skip
     assert lse is not None
     return _result(found, lse, out, return_softmax_lse)
 
@@ -173,16 +174,18 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are turned by their positions in the
             cache; without causal and window all of q by that of its first.
         cache_seqlens: int or (batch,) int32, the keys of each sequence before the append.
-        cache_batch_idx: (batch,) int32, the entry of each sequence, without ``page_table``.
+        cache_batch_idx: (batch,) int32, the entry of each sequence, without ``page_table``. A sequence whose
+            entry is not there has no keys.
         page_table: (batch, max_pages) int32.
         max_seqlen_q: bound on the lengths of ``cu_seqlens_q``, by which kernels are chosen.
         softmax_scale, causal, window_size: as in :func:`flash_ext.attention_varlen`.
         return_softmax_lse: also return lse (batch, h, seqlen_q) or (h, total_q), float32.
-        out: written and returned.
+        out: in the dtype of q, written by a copy and returned.
 
     Raises:
-        NotImplementedError: an argument that is not served.
-        ValueError: k without v or without cache_seqlens, one of the rotary factors without the other.
+        NotImplementedError: an argument that is not served, or requires a gradient.
+        ValueError: k without v or without cache_seqlens, one of the rotary factors without the other or with
+            fewer rows than a sequence has room for; on the CPU also a length that is not there.
     """
     _note()
     _refuse(
@@ -192,9 +195,19 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         raise ValueError("page_table and cache_batch_idx must not be given together.")
-    window = (int(window_size[0]), int(window_size[1]))
+    window = _window(window_size)
+    _check_out(out, q)
+    _refuse_gradient(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
+    )
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    table = page_table if cache_batch_idx is None else cache_batch_idx[:, None]
+    table = page_table
+    if cache_batch_idx is not None:
+        _check_numbers("cache_batch_idx", cache_batch_idx, batch, q)
+        entry = cache_batch_idx[:, None].int()
+        table = entry.where((entry >= 0) & (entry < k_cache.shape[0]), -1)
+    if isinstance(cache_seqlens, Tensor):
+        _check_numbers("cache_seqlens", cache_seqlens, batch, q)
     lengths = cache_seqlens
     if isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
@@ -210,10 +223,18 @@ def flash_attn_with_kvcache(
             if (rotary_cos is None) != (rotary_sin is None):
                 raise ValueError("rotary_cos and rotary_sin must be given together.")
             factors = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
+            room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+            if factors is not None and factors[0].shape[0] < room:
+                rows = factors[0].shape[0]
+                raise ValueError(f"rotary_cos must have a row for each of {room} positions, got {rows}.")
+            if q.is_cpu and type(lengths) is Tensor and not torch.compiler.is_compiling():
+                _check_lengths(lengths, room)
             counts = causal or window != (-1, -1)
             if factors is not None:
                 q = _turned_queries(q, cu_seqlens_q, lengths, counts, factors, rotary_interleaved)
             lengths = _append(k_cache, v_cache, k, v, lengths, table, factors, rotary_interleaved)
+        if cache_batch_idx is not None and isinstance(lengths, Tensor) and table is not None:
+            lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
             causal, window, _backend(num_splits, q),
@@ -265,6 +286,46 @@ def _refuse(**options: Any) -> None:
 
 def _backend(num_splits: int, q: Tensor) -> str | None:
     return "kv_splits=1" if num_splits == 1 and q.is_cuda else None
+
+
+def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
+    if window_size is None:
+        return (-1, -1)
+    try:
+        left, right = (operator.index(n) for n in window_size)
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be two integers, got {window_size!r}.") from None
+    return (left, right)
+
+
+def _check_out(out: Tensor | None, q: Tensor) -> None:
+    if out is not None and out.dtype != q.dtype:
+        raise TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}.")
+
+
+def _refuse_gradient(**tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name} requires a gradient, and attention over a cache has none. Call it under "
+                "torch.no_grad()."
+            )
+
+
+def _check_numbers(name: str, t: Tensor, batch: int, q: Tensor) -> None:
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be torch.int32, got {t.dtype}.")
+    if t.shape != (batch,):
+        raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(t.shape)}.")
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}.")
+
+
+def _check_lengths(lengths: Tensor, room: int) -> None:
+    """On the CPU; on a GPU, where nobody looks, they are kept inside what there is."""
+    wrong = lengths[(lengths < 0) | (lengths > room)]
+    if wrong.numel():
+        raise ValueError(f"cache_seqlens must hold lengths from 0 to {room}, got {int(wrong[0])}.")
 
 
 def _result(found: Tensor, lse: Tensor, out: Tensor | None, wants_lse: bool) -> Result:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import Rotary, append_kv
-from tests.qkv import on_devices
+from tests.qkv import null_kernels, on_devices
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -153,3 +153,29 @@ def test_it_is_traced_and_counted() -> None:
     assert torch.equal(k_cache[0, 4:7], 2 * k) and torch.equal(v_cache[0, 4:7], v)
     args = (k, v, k_cache, v_cache, slots, None, None, None, True)
     torch.library.opcheck(torch.ops.flash_ext.append_kv.default, args)
+
+
+@on_devices
+def test_it_is_noticed_as_a_change_in_place(device: str) -> None:
+    k, v = torch.randn(2, 3, 2, 64, device=device).half()
+    k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, device=device).half()
+    before = k_cache._version, v_cache._version
+    append_kv(k, v, k_cache, v_cache, torch.arange(3, device=device))
+    assert k_cache._version > before[0] and v_cache._version > before[1]
+    before = k_cache._version, v_cache._version
+    with null_kernels():
+        append_kv(k, v, k_cache, v_cache, torch.arange(3, device=device))
+    assert k_cache._version > before[0] and v_cache._version > before[1]
+
+
+@on_devices
+def test_derivatives_of_factors_and_tangents_are_refused(device: str) -> None:
+    k, v = torch.randn(2, 3, 2, 64, device=device).half()
+    k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, device=device).half()
+    slots, cos = torch.arange(3, device=device), torch.ones(9, 8, device=device)
+    with pytest.raises(NotImplementedError, match="cos requires a gradient"):
+        rotary = Rotary(cos.clone().requires_grad_(), cos, slots)
+        append_kv(k, v, k_cache, v_cache, slots, rotary)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        dual = torch.autograd.forward_ad.make_dual(k, k)
+        append_kv(dual, v, k_cache, v_cache, slots)

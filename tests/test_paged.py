@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, attention_varlen, masks
+from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
 from tests.pages import LAYOUTS, check, close, make_cache, packed_queries, truth
 from tests.qkv import dtype_on, null_kernels, on_devices
@@ -322,3 +322,40 @@ def test_flops_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         run(q, bounds, cache)
     assert counter.get_total_flops() == 2 * 4 * (40 + 9) * 128
+
+
+def paged_call(device: str) -> tuple:
+    cache = make_cache([9, 5], 4, device=device, dtype=dtype_on(device))
+    q, bounds, _ = packed_queries([1, 2], 4, 64, device, dtype_on(device))
+    return q, cache, bounds
+
+
+@on_devices
+def test_tangents_are_refused(device: str) -> None:
+    q, cache, bounds = paged_call(device)
+
+    def call(q: Tensor) -> Tensor:
+        return attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places)
+
+    words = "forward-mode automatic differentiation of attention is not implemented"
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=words):
+        call(torch.autograd.forward_ad.make_dual(q, q))
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.jvp(call, (q,), (q,))
+
+
+@on_devices
+def test_autocast_gives_queries_the_type_of_the_cache(device: str) -> None:
+    cache = make_cache([9, 5], 4, device=device, dtype=torch.bfloat16)
+    q, bounds, _ = packed_queries([1, 2], 4, 64, device, torch.bfloat16)
+    want = attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places)
+    with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
+        got = attention_varlen(q.float(), cache.k, cache.v, bounds, None, **cache.places)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+
+
+def test_more_rows_than_kernels_count_are_refused() -> None:
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 2**26, 32, 64)
+    k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    with null_kernels(), pytest.raises(NotImplementedError, match="2147483648 rows .* more than 2\\^30"):
+        serving.flash_attn_with_kvcache(q, k, k, cache_seqlens=3)

@@ -36,6 +36,21 @@ def test_long_caches(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) 
         check(out, aux.lse, bounds, each, cache, (-1, 0))
 
 
+@pytest.mark.parametrize(("head_dim", "heads"), [(128, 8), (256, 2)], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_one_sequence_of_fewer_queries_than_there_are_rows(count: int, head_dim: int, heads: int) -> None:
+    """Up to 64 rows of batch 1 launch one tile, whatever the bounds on the device leave of them."""
+    for length in (300, 5000, 20001):
+        cache = make_long([length], 16, 1, head_dim, torch.bfloat16)
+        q, bounds, each = packed_queries([count], heads, head_dim, **LIKE, outside=3)
+        for most, backend in ((None, None), (6, None), (None, "kv_splits=5")):
+            out, aux = attention_varlen(
+                q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=most, backend=backend,
+                **cache.places, return_aux=AuxRequest(lse=True),
+            )  # fmt: skip
+            check(out, aux.lse, bounds, each, cache, (-1, 0))
+
+
 def make_long(lengths: list[int], page_size: int, heads_k: int, head_dim: int, dtype: torch.dtype) -> Cache:
     """As make_cache, filled a sequence at a time."""
     needed = [-(-n // page_size) for n in lengths]

@@ -39,8 +39,24 @@ def seeded() -> None:
 
 
 def test_signatures_are_those_of_the_engines() -> None:
-    assert list(inspect.signature(serving.flash_attn_varlen_func).parameters) == VLLM.split()
-    assert list(inspect.signature(serving.flash_attn_with_kvcache).parameters) == SGLANG.split()
+    others = {
+        "dropout_p": 0.0, "causal": False, "softcap": 0.0, "deterministic": False, "return_attn_probs": False,
+        "return_softmax_lse": False, "num_splits": 0, "fa_version": 2, "cp_world_size": 1, "cp_rank": 0,
+    }  # fmt: skip
+    check_signature(serving.flash_attn_varlen_func, VLLM, VLLM.split()[:6], others)
+    others = {
+        "causal": False, "window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0, "num_splits": 0,
+        "rotary_interleaved": True, "only_qv": False, "sm_margin": 0, "return_softmax_lse": False, "ver": 3,
+    }  # fmt: skip
+    check_signature(serving.flash_attn_with_kvcache, SGLANG, SGLANG.split()[:3], others)
+
+
+def check_signature(function: Any, names: str, needed: list[str], others: dict[str, Any]) -> None:
+    """All names in order; what is neither needed nor among ``others`` defaults to None."""
+    found = inspect.signature(function).parameters
+    assert list(found) == names.split()
+    wanted = dict.fromkeys(names.split()) | dict.fromkeys(needed, inspect.Parameter.empty) | others
+    assert {name: p.default for name, p in found.items()} == wanted
 
 
 @on_devices
@@ -183,6 +199,70 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 
 
 @on_devices
+def test_an_entry_that_is_not_there_has_no_keys(device: str) -> None:
+    k, v = torch.randn(2, 2, 9, 2, 64, device=device).to(dtype_on(device))
+    q, new = (torch.randn(3, 1, h, 64, device=device).to(k.dtype) for h in (4, 2))
+    entries = torch.tensor([-1, 1, 2], dtype=torch.int32, device=device)
+    lengths = torch.tensor([3, 5, 4], dtype=torch.int32, device=device)
+    before = k.clone()
+    for given in ((), (new, new)):
+        out, lse = serving.flash_attn_with_kvcache(
+            q, k, v, *given, cache_seqlens=lengths, cache_batch_idx=entries, return_softmax_lse=True
+        )
+        assert not out[[0, 2]].any() and (lse[[0, 2]] == -torch.inf).all() and out[1].any()
+    before[1, 5] = new[1, 0]
+    assert torch.equal(k, before)
+
+
+@on_devices
+def test_what_would_be_wrong_without_a_word_is_refused(device: str) -> None:
+    like = {"device": device, "dtype": dtype_on(device)}
+    cache, q, new = (torch.randn(2, n, 2, 64, **like) for n in (9, 1, 1))
+    call = (q, cache, cache.clone())
+    short = torch.ones(8, 16, **like)
+    with pytest.raises(ValueError, match="rotary_cos must have a row for each of 9 positions, got 8"):
+        serving.flash_attn_with_kvcache(*call, new, new, rotary_cos=short, rotary_sin=short, cache_seqlens=3)
+    for name, at in (("q", 0), ("k_cache", 1), ("k", 3)):
+        tensors = [*call, new, new]
+        tensors[at] = tensors[at].clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
+            serving.flash_attn_with_kvcache(*tensors, cache_seqlens=3)
+    with pytest.raises(TypeError, match="out must have the dtype of q"):
+        serving.flash_attn_with_kvcache(*call, out=torch.empty_like(q, dtype=torch.float64), cache_seqlens=3)
+    for window in ((None, None), (1,), 3):
+        with pytest.raises(TypeError, match="window_size must be two integers"):
+            serving.flash_attn_with_kvcache(*call, window_size=window, cache_seqlens=3)
+    for name in ("cache_seqlens", "cache_batch_idx"):
+        with pytest.raises(ValueError, match=f"{name} must have shape"):
+            serving.flash_attn_with_kvcache(*call, **{name: torch.zeros(3, device=device).int()})
+        with pytest.raises(TypeError, match=f"{name} must be torch.int32, got torch.float32"):
+            serving.flash_attn_with_kvcache(*call, **{name: torch.zeros(2, device=device)})
+    if device == "cpu":
+        with pytest.raises(ValueError, match="cache_seqlens must hold lengths from 0 to 9, got 10"):
+            serving.flash_attn_with_kvcache(*call, new, new, cache_seqlens=10)
+    paged = make_cache([9, 9], 4, **like)
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    queries = torch.randn(2, 4, 64, **like).requires_grad_()
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        serving.flash_attn_varlen_func(
+            queries, paged.k, paged.v, 1, bounds, 9, seqused_k=paged.lengths, block_table=paged.table
+        )
+    packed = torch.randn(2, 2, 64, **like)
+    out = serving.flash_attn_varlen_func(queries, packed, packed, 1, bounds, 1, bounds)
+    assert isinstance(out, Tensor) and out.requires_grad
+
+
+def test_weights_over_a_cache_are_refused() -> None:
+    cache = make_cache([9], 4)
+    q, bounds, _ = packed_queries([1], 2, 64, "cpu", torch.float32)
+    with pytest.raises(NotImplementedError, match="return_softmax is not served over a cache"):
+        fa.flash_attn_interface._flash_attn_varlen_forward(
+            q, cache.k, cache.v, bounds, bounds, 1, 9, 0.0, None, False, return_softmax=True,
+            block_table=cache.table, seqused_k=cache.lengths,
+        )  # fmt: skip
+
+
+@on_devices
 def test_pages_in_the_functions_of_flash_attn(device: str) -> None:
     cache = make_cache([70, 4, 129], 16, 2, 64, device=device, dtype=dtype_on(device))
     q, bounds, each = packed_queries([2, 1, 3], 4, 64, device, dtype_on(device))
@@ -291,6 +371,14 @@ class Server:
 def test_a_simulated_server(page_size: int) -> None:
     server = Server("cpu", page_size)
     for _ in range(40):
+        server.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_gpu_a_simulated_server(page_size: int) -> None:
+    server = Server("cuda", page_size)
+    for _ in range(25):
         server.step()
 
 

@@ -7,6 +7,7 @@
 
 #include "../append_kv.h"
 #include "api.h"
+#include "tangents.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -33,6 +34,12 @@ void check_indices(const Tensor& t, const char* name, const Tensor& k_new) {
   TORCH_CHECK_VALUE(t.is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
 }
 
+void check_no_gradient(const Tensor& t, const char* name) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!t.requires_grad() || !at::GradMode::is_enabled(), name,
+                              " requires a gradient, and append_kv has none. Call it under torch.no_grad().");
+  refuse_tangent(t);
+}
+
 }  // namespace
 
 void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
@@ -51,8 +58,7 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
                       t->device(), ".");
     TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
                       " must have stride 1 in its last dimension, got strides ", t->sym_strides(), ".");
-    TORCH_CHECK_NOT_IMPLEMENTED(!t->requires_grad() || !at::GradMode::is_enabled(), name,
-                                " requires a gradient, and append_kv has none. Call it under torch.no_grad().");
+    check_no_gradient(*t, name);
     TORCH_CHECK_VALUE(same(t->sym_size(-2), k_new.sym_size(-2)), name, " must have the ", k_new.sym_size(-2),
                       " heads of k_new, got ", t->sym_size(-2), ".");
     if (is_new) continue;
@@ -81,6 +87,7 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
   for (const auto& [t, name] : {std::pair{&*cos, "cos"}, {&*sin, "sin"}}) {
     TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
                       t->device(), ".");
+    check_no_gradient(*t, name);
     TORCH_CHECK_TYPE(t->scalar_type() == at::kFloat || t->scalar_type() == k_new.scalar_type(), name,
                      " must be torch.float32 or have the dtype of k_new, got ", text_of(*t), ".");
     TORCH_CHECK_VALUE(t->dim() == 2 && same(t->sym_size(1), cos->sym_size(1)) && same(t->sym_size(0), cos->sym_size(0)), name,
@@ -128,6 +135,9 @@ void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cac
     r.positions = clamp_to_int32(cos->size(0));
     r.of_token = positions->const_data_ptr();
     r.is_wide = positions->scalar_type() == at::kLong;
+  }
+  for (const Tensor& cache : {k_cache, v_cache}) {  // as torch does in place: autograd notices what was saved before
+    if (!cache.is_inference()) cache.unsafeGetTensorImpl()->bump_version();
   }
   p.stream = stream_handle(k_new.device());
   if (!should_launch()) return;

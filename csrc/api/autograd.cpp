@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "api.h"
+#include "tangents.h"
 
 namespace flash_ext {
 namespace {
@@ -171,15 +172,12 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
   }
 };
 
-bool has_tangent(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
-
 // Whether a gradient may be wanted of one of these. Refuses what has none.
 bool needs_graph(std::initializer_list<const Tensor*> tensors, bool is_wide, const Tensor& q) {
   bool has_gradient = false;
   for (const Tensor* t : tensors) {
     if (t == nullptr) continue;
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !has_tangent(*t), "forward-mode automatic differentiation of attention is not implemented; use reverse mode.");
+    refuse_tangent(*t);
     has_gradient = has_gradient || t->requires_grad();
   }
   if (!has_gradient || !at::GradMode::is_enabled()) return false;

@@ -1,10 +1,12 @@
 // The forward over a cache of keys and values: lengths and pages are on the device, and nothing has a gradient.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "api.h"
+#include "tangents.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -64,8 +66,17 @@ FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient || !at::GradMode::is_enabled(),
                               "attention over a cache (seqused_k, block_table) has no gradient. Call it under "
                               "torch.no_grad(), or gather the keys and call attention_varlen without these arguments.");
+  for (const Tensor* t : {&q, &k, &v}) refuse_tangent(*t);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
+}
+
+// q takes the dtype of the cache, which is not copied.
+template <c10::DeviceType kDevice>
+FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(k.scalar_type(), q, kDevice), k, v, a);
 }
 
 }  // namespace
@@ -76,6 +87,9 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const OnDevice on_device(q);
   const KvCache cache = cache_of(k, a);
   const Problem problem = cached_problem(q, k, v, a, cache);
+  const int64_t most = a.cu_seqlens_q.has_value() ? problem.total_q : problem.seqlen_q;  // queries of a sequence
+  TORCH_CHECK_NOT_IMPLEMENTED(most * problem.num_heads <= int64_t{1} << 30, "attention over a cache: a sequence of q may have ",
+                              most * problem.num_heads, " rows (queries * heads), more than 2^30. Split the call.");
   const DeviceInfo info = device_info_of(q);
   const Choice choice = choice_of(a.path);
   const Path& path = required_path(problem, info, choice);
@@ -114,6 +128,14 @@ TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
 
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
   m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autograd>);
+}
+
+TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {
+  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autocast<c10::DeviceType::CUDA>>);
+}
+
+TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) {
+  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autocast<c10::DeviceType::CPU>>);
 }
 
 }  // namespace flash_ext

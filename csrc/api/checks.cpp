@@ -60,7 +60,7 @@ void check_devices(const Tensor& q, const Tensor& k, const Tensor& v) {
                     k.device(), ", v on ", v.device(), ". Move them with .to(q.device).");
 }
 
-void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v) {
+void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autocasts = true) {
   const auto dtype = q.scalar_type();
   const bool same = dtype == k.scalar_type() && dtype == v.scalar_type();
   const bool known = is_reduced(dtype) || (is_wide(dtype) && !q.is_cuda());
@@ -69,13 +69,13 @@ void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v) {
   got << "got q " << dtype_of(q) << ", k " << dtype_of(k) << ", v " << dtype_of(v);
   TORCH_CHECK_TYPE(
       !q.is_cuda(), "q, k and v on cuda must all be torch.float16 or all torch.bfloat16, ",
-      got.str(), ". Cast them with .to(torch.bfloat16), or call inside torch.autocast(\"cuda\").");
+      got.str(), ". Cast them with .to(torch.bfloat16)", autocasts ? ", or call inside torch.autocast(\"cuda\")." : ".");
   TORCH_CHECK_TYPE(
       known,
       "q, k and v must all be torch.float16, torch.bfloat16, torch.float32 or torch.float64, ",
       got.str(), ". Cast them first.");
   TORCH_CHECK_TYPE(same, "q, k and v must share one dtype, ", got.str(),
-                   ". Cast them to one, or call inside torch.autocast.");
+                   autocasts ? ". Cast them to one, or call inside torch.autocast." : ". Cast them to one.");
 }
 
 void check_unit_stride(const Tensor& t, const char* name) {
@@ -361,7 +361,7 @@ static void check_numbers(const Tensor& t, const char* name, const Tensor& q, in
 
 void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   check_devices(q, k, v);
-  check_dtypes(q, k, v);
+  check_dtypes(q, k, v, false);
   const bool packed = a.cu_seqlens_q.has_value(), in_pages = a.block_table.has_value();
   TORCH_CHECK_VALUE(q.dim() == (packed ? 3 : 4), "q must have shape ",
                     packed ? "(total_q, num_heads, head_dim)" : "(batch, seqlen_q, num_heads, head_dim)", ", got ",

@@ -167,6 +167,7 @@ void build_cached(Req r, Dev d, Plan& p) {
   constexpr int kAny = INT32_MAX;
   if (narrow || wide) {
     const KvCacheGrid c = cached_grid(r, d, rows, wide ? kWideRows : kNarrowRows);
+    const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
     SplitGrid& g = p.split_kv;
     g.splits = p.kv_splits = c.splits;
     g.total_rows = c.part_rows;
@@ -185,11 +186,11 @@ void build_cached(Req r, Dev d, Plan& p) {
       p.push(main_of(KernelId::kFwdSplitCached80, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads,
                      t.smem_bytes(size), slots * x.num_heads_k * c.splits, 0)).rows = served;
     };
-    if (narrow) push_tile(16, {0, wide || tall ? kNarrowRows : kAny});
-    if (wide) push_tile(64, {narrow ? kNarrowRows : 0, tall ? kWideRows : kAny});
+    if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : kAny});
+    if (wide) push_tile(64, {narrow_rows, tall ? kWideRows : kAny});
     if (c.splits > 1) {
       p.push(pass(KernelId::kFwdMergeCached80, size, size, int64_t{1} * x.batch * x.num_heads * c.queries,
-                  SplitTile::kThreads, p.arch == Arch::kSm90));
+                  SplitTile::kThreads, p.arch == Arch::kSm90)).rows = {narrow_rows, kAny};
     }
   }
   if (!tall) return;

@@ -88,12 +88,12 @@ __global__ void __launch_bounds__(T::kThreads, 2)
   }
 }
 
-// A CTA a sequence, head and query of those that may be split.
+// A CTA a sequence, head and query of those that may be split. Sequences of up to `narrow_rows` rows had tiles of 16 rows.
 template <typename E>
 __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
-                            const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c, int block_n_16,
-                            int block_n_64) {
+                            const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c, int narrow_rows,
+                            int block_n_16, int block_n_64) {
   __shared__ MergeShares shares;
   const Problem& problem = p.problem;
   const uint32_t rest = divide(blockIdx.x, g.heads);
@@ -104,10 +104,11 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   const Span q = queries_of(problem, static_cast<int>(b));
   const int rows = q.length * group, packed_row = query * group + h - h_k * group;
   const AttnMod mod{problem, q.length, CachedKeys::of(problem, cache, static_cast<int>(b)).length};
-  const int kRows = rows <= 16 ? 16 : 64, first = packed_row / kRows * kRows;
+  const bool narrow = rows <= narrow_rows;  // the tile that made the parts
+  const int tile_rows = narrow ? 16 : 64, first = packed_row / tile_rows * tile_rows;
   const KeyParts parts = key_parts(mod, c, static_cast<int>(divide(first, g.group)),
-                                   static_cast<int>(divide(min(first + kRows, rows) - 1, g.group)),
-                                   rows <= 16 ? block_n_16 : block_n_64, true);
+                                   static_cast<int>(divide(min(first + tile_rows, rows) - 1, g.group)),
+                                   narrow ? block_n_16 : block_n_64, true);
   ptx::wait_for_kernel_before();  // before any end, so that the kernel after this one waits for both
   if (query >= q.length || rows > c.rows || parts.count == 1) return;
   const RowPlace at{problem.cu_seqlens_q == nullptr ? static_cast<int>(b) : 0, q.start + query, h};

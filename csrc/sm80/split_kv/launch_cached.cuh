@@ -19,7 +19,7 @@ std::string launch_fwd_split_cached(const FwdCall& c, const Launch& l) {
     };
     if (l.kernel == KernelId::kFwdMergeCached80) {
       return launch_planned(l, fwd_merge_cached_kernel<E>, SplitTile::kThreads, 0, p.stream, p, g, c.cache,
-                            c.plan.kv_cache, split_tile(D, 16).block_n(), split_tile(D, 64).block_n());
+                            c.plan.kv_cache, l.rows.above, split_tile(D, 16).block_n(), split_tile(D, 64).block_n());
     }
     return l.block_m == 16 ? launch_tile(std::type_identity<SplitTraits<E, D, 16>>())
                            : launch_tile(std::type_identity<SplitTraits<E, D, 64>>());

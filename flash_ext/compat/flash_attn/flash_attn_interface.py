@@ -298,6 +298,8 @@ def _flash_attn_varlen_forward(
                 "leftpad_k is not supported; cut the keys and pass their own cu_seqlens_k."
             )
         if block_table is not None or seqused_k is not None:
+            if return_softmax:
+                raise NotImplementedError("return_softmax is not served over a cache. Leave it out.")
             bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
             window = (window_size_left, window_size_right)
             out, lse = _over_pages(

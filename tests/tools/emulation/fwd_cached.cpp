@@ -3,13 +3,14 @@
 //   fwd_cached [--all] [--seed N] [--fault N]
 //
 // Keys lie in pages, in rows or in entries; slots that no length covers hold NaN, entries of the table behind a length
-// anything. Sequences have few rows or many. Prints a line a run; returns 0 if all of them agree.
+// anything. Sequences have few rows or many. csrc/plan/ says which kernels run, as it does for a GPU. Prints a line a run; returns 0 if all of them agree.
 #include "ptx/sm80.cuh"
 
 #include <cstring>
 #include <random>
 #include <string>
 
+#include "plan.h"
 #include "sm80/split_kv/cached.cuh"
 
 namespace flash_ext {
@@ -28,18 +29,20 @@ struct Case {
   bool packed = true, unaligned = false, together = false;  // K and V of a token side by side
   int outside = 0;                                          // rows of packed q before and after the sequences
   int keys_of_part = 0, least_keys = 0;
-  bool is_bound_wrong = false;  // the host expects fewer queries than there are
+  int most_queries = 0;  // of a sequence, as the host believes; 0: the most there are
 
   int rows() const { return std::accumulate(lq.begin(), lq.end(), packed ? 2 * outside : 0); }
 };
 
 std::vector<Case> few_cases() {
-  std::vector<Case> list(3);
+  std::vector<Case> list(4);
   list[0].name = "pages of 16";
   list[1].name = "pages of 1, causal", list[1].lq = {5, 2, 1}, list[1].lk = {129, 0, 1}, list[1].page = 1, list[1].right = 0;
   list[1].outside = 2;
   list[2].name = "few and many rows", list[2].lq = {1, 20, 0, 30}, list[2].lk = {200, 150, 9, 31}, list[2].page = 24;
   list[2].right = 0, list[2].outside = 1;
+  list[3].name = "fewer queries than said", list[3].lq = {2}, list[3].lk = {300}, list[3].d = list[3].dv = 128;
+  list[3].most_queries = 20, list[3].outside = 9;
   return list;
 }
 
@@ -63,7 +66,8 @@ std::vector<Case> all_cases() {
   add("window over pages", [](Case& c) { c.lq = {7, 7}, c.lk = {500, 90}, c.left = 60, c.right = 3; });
   add("parts of 128 keys", [](Case& c) { c.keys_of_part = 128, c.lk = {300, 129, 128, 1}, c.lq = {1, 1, 1, 1}; });
   add("parts of 256 at least", [](Case& c) { c.least_keys = 256, c.lk = {700, 20}; });
-  add("more queries than said", [](Case& c) { c.is_bound_wrong = true, c.lq = {40, 1}, c.right = 0; });
+  add("more queries than said", [](Case& c) { c.most_queries = 1, c.lq = {40, 1}, c.right = 0; });
+  add("fewer queries, d256", [](Case& c) { c.most_queries = 12, c.d = c.dv = 256, c.lq = {1}, c.lk = {300}, c.outside = 6; });
   add("d256, many rows", [](Case& c) { c.d = c.dv = 256, c.lq = {20, 1}, c.page = 2; });
   add("lengths of 0", [](Case& c) { c.lk = {0, 0}, c.lq = {2, 9}; });
   return list;
@@ -224,45 +228,42 @@ struct Data {
 };
 
 template <typename E, int D>
-void run(const FwdParams& p, const SplitGrid& g, const KvCache& cache, const KvCacheGrid& c) {
-  const uint32_t slots = p.problem.batch + (p.problem.cu_seqlens_q != nullptr ? 2 : 0);
-  const uint32_t ctas = slots * p.problem.num_heads_k * g.splits;
-  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x) {
-    emu::run_cta(128, [&] { sm80::fwd_split_cached_kernel<sm80::SplitTraits<E, D, 16>>(p, g, cache, c, {0, 16}); });
-  }
-  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x) {
-    emu::run_cta(128, [&] { sm80::fwd_split_cached_kernel<sm80::SplitTraits<E, D, 64>>(p, g, cache, c, {16}); });
-  }
-  const uint32_t rows = p.problem.batch * p.problem.num_heads * c.queries;
-  for (blockIdx.x = 0; g.splits > 1 && blockIdx.x < rows; ++blockIdx.x) {
-    emu::run_cta(128, [&] {
-      sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, split_tile(D, 16).block_n(), split_tile(D, 64).block_n());
-    });
+void run(const FwdParams& p, const Plan& plan, const KvCache& cache) {
+  const SplitGrid& g = plan.split_kv;
+  const KvCacheGrid& c = plan.kv_cache;
+  for (const Launch& l : plan.steps()) {
+    for (blockIdx.x = 0; blockIdx.x < l.ctas; ++blockIdx.x) {
+      emu::run_cta(l.threads, [&] {
+        if (l.kernel == KernelId::kFwdMergeCached80) {
+          sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, l.rows.above, split_tile(D, 16).block_n(),
+                                           split_tile(D, 64).block_n());
+        } else if (l.kernel != KernelId::kFwdSplitCached80) {
+          emu::fail("this program has no kernel for so many rows");
+        } else if (l.block_m == 16) {
+          sm80::fwd_split_cached_kernel<sm80::SplitTraits<E, D, 16>>(p, g, cache, c, l.rows);
+        } else {
+          sm80::fwd_split_cached_kernel<sm80::SplitTraits<E, D, 64>>(p, g, cache, c, l.rows);
+        }
+      });
+    }
   }
 }
 
 template <typename E>
 bool agrees(const Case& c, int splits, bool lazy) {
   Data<E> x(c);
-  const Problem& r = x.p.problem;
-  const int group = c.heads / c.heads_k, longest = *std::max_element(c.lq.begin(), c.lq.end());
-  KvCacheGrid grid;
-  grid.splits = splits, grid.keys_of_part = c.keys_of_part, grid.least_keys = c.least_keys;
-  grid.rows = std::min(c.is_bound_wrong ? group : longest * group, 64);
-  grid.queries = std::max(1, grid.rows / group);
-  grid.part_rows = int64_t{1} * r.batch * r.num_heads_k * grid.rows;
-  SplitGrid g;
-  g.splits = splits, g.total_rows = grid.part_rows, g.pitch = (c.dv + 3) / 4 * 4;
-  g.stats_bytes = (8 * splits * g.total_rows + 15) / 16 * 16;
-  g.heads_k = Divisor(c.heads_k), g.parts = Divisor(splits), g.group = Divisor(group), g.heads = Divisor(c.heads);
-  g.queries = Divisor(grid.queries);
-  x.workspace.assign(g.workspace_bytes() / 8 + 2, ~uint64_t{0});  // NaN
+  Request request{.problem = x.p.problem, .cache = &x.cache};
+  request.most_queries = c.most_queries > 0 ? c.most_queries : *std::max_element(c.lq.begin(), c.lq.end());
+  request.constraints.kv_splits = splits;
+  Plan made = plan(request, {.cc_major = 8, .cc_minor = 6, .num_sms = 4, .smem_per_block = 99 * 1024}, Arch::kSm80);
+  made.kv_cache.keys_of_part = c.keys_of_part, made.kv_cache.least_keys = c.least_keys;
+  x.workspace.assign(made.split_kv.workspace_bytes() / 8 + 2, ~uint64_t{0});  // NaN
   x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
   emu::lazy = lazy;
   const int size = padded_split_head_dim(c.d, c.dv);
-  if (size == 64) run<E, 64>(x.p, g, x.cache, grid);
-  if (size == 128) run<E, 128>(x.p, g, x.cache, grid);
-  if (size == 256) run<E, 256>(x.p, g, x.cache, grid);
+  if (size == 64) run<E, 64>(x.p, made, x.cache);
+  if (size == 128) run<E, 128>(x.p, made, x.cache);
+  if (size == 256) run<E, 256>(x.p, made, x.cache);
   const bool is_half = std::is_same_v<E, __half>;
   const double found = x.error();
   const bool good = found < (is_half ? 4e-3 : 3e-2);

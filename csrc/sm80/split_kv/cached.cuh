@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   const int rows = q.length * group, packed_row = query * group + h - h_k * group;
   const AttnMod mod{problem, q.length, CachedKeys::of(problem, cache, static_cast<int>(b)).length};
   const bool narrow = rows <= narrow_rows;  // the tile that made the parts
-  const int tile_rows = narrow ? 16 : 64, first = packed_row / tile_rows * tile_rows;
+  const int tile_rows = narrow ? 16 : 64, first = packed_row - packed_row % tile_rows;
   const KeyParts parts = key_parts(mod, c, static_cast<int>(divide(first, g.group)),
                                    static_cast<int>(divide(min(first + tile_rows, rows) - 1, g.group)),
                                    narrow ? block_n_16 : block_n_64, true);

@@ -14,6 +14,8 @@ from tests.inputs import tensor_shapes
 from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE
 from tests.test_build import (
     BY_CLASS,
+    CACHED,
+    CACHED_SPLIT,
     MASK_PASSES,
     MERGE,
     ONE_CLASS,
@@ -21,8 +23,10 @@ from tests.test_build import (
     SPLIT,
 )
 from tests.tools.sanitizer_cases import (
+    cache_cases,
     divided_cases,
     run,
+    run_cached,
     run_modified,
     sanitizer_cases,
     sanitizer_modifier_cases,
@@ -30,7 +34,7 @@ from tests.tools.sanitizer_cases import (
 
 CPU = TARGETS["cpu"]
 # Every kernel of the dispatch table.
-KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE}
+KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE, *CACHED, *CACHED_SPLIT}
 
 
 def kind(name: str) -> str:
@@ -79,6 +83,8 @@ def test_cases_run_on_the_cpu():
             run_modified(mcase, CPU)
         for case in sanitizer_cases()[::8]:
             run(case, CPU)
+        for cached in cache_cases():
+            run_cached(cached, CPU)
 
 
 @on_gpu_paths
@@ -91,6 +97,8 @@ def test_every_kernel_is_launched(target: Target):
             run(case, target)
         for mcase in sanitizer_modifier_cases():
             run_modified(mcase, target)
+        for cached in cache_cases():
+            run_cached(cached, target)
         torch.cuda.synchronize()
     names = {event.name for event in seen.events()}
     if not any("kernel" in name for name in names):

@@ -328,7 +328,8 @@ class Server:
             self.leave()
         if len(self.live) < self.MOST and random.random() < 0.4:
             self.join()
-        self.live = [one for one in self.live if len(one[1]) < (self.ROOM - 3) * self.page_size]
+        room = self.ROOM * self.page_size - max(5, self.page_size + 1)  # before the most new tokens
+        self.live = [one for one in self.live if len(one[1]) <= room]
         used = {page for pages, *_ in self.live for page in pages}
         for page in range(len(self.users)):
             self.users[page] = sum(page in pages for pages, *_ in self.live)

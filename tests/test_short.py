@@ -160,7 +160,7 @@ def test_stored_dq(target: Target) -> None:
         dense(5, 1, 256, 2, 2, 8),
         dense(40, 65, 130, 8, 8, 64, layout="bhsd", dout_layout="odd"),
     ]
-    run_cases(cases, target.asking(row="sm90.bwd.dq_stored"))
+    run_cases(cases, target)
 
 
 @on_targets("sm90-short")

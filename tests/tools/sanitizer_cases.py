@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from tests.harness import TARGETS, Target
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import EVERYTHING
+from tests.pages import make_cache, packed_queries
 
 
 def sanitizer_cases() -> list[Case]:
@@ -235,11 +237,58 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
         assert not t.isnan().any(), f"{mcase}: a result holds NaN"
 
 
+class CacheCase(NamedTuple):
+    """New keys are appended to a paged cache, then queries of every sequence see it."""
+
+    page_size: int
+    head_dim: int
+    counts: tuple[int, ...]  # queries of each sequence
+    lengths: tuple[int, ...]  # its keys
+    rotary: bool = False
+
+
+def cache_cases() -> list[CacheCase]:
+    """Few queries whose keys are split, and many."""
+    found = []
+    for head_dim in (64, 128, 256, 40):
+        found.append(CacheCase(16, head_dim, (1, 3, 0, 1), (1500, 17, 5, 0), head_dim != 40))
+        found.append(CacheCase(1, head_dim, (1, 70), (33, 130)))
+    return [*found, CacheCase(48, 128, (20, 40), (700, 2100), True)]
+
+
+def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None:
+    """Raises AssertionError on NaN, which slots without a key hold."""
+    made_on = "cpu" if from_host else target.device
+    sizes = (list(case.lengths), case.page_size, 2, case.head_dim)
+    cache = make_cache(*sizes, device=made_on, dtype=torch.bfloat16)
+    q, bounds, _ = packed_queries(list(case.counts), 8, case.head_dim, made_on, torch.bfloat16)
+    new = torch.randn(2, 5, 2, case.head_dim, device=made_on).to(torch.bfloat16)
+    angles = torch.rand(9, case.head_dim // 4, device=made_on)
+    places = torch.tensor([0, 4, 8, 2, 2], device=made_on)
+    # The keys behind the last ones are of nobody; -1 is left out.
+    slots = torch.tensor(
+        [-1, *range(cache.k.shape[0] * case.page_size - 4, cache.k.shape[0] * case.page_size)]
+    )
+    q, bounds, k, v, table, lengths, slots, cos, sin, places, k_new, v_new = (
+        exact(t, target.device)
+        for t in (q, bounds, cache.k, cache.v, cache.table, cache.lengths, slots.to(made_on), angles.cos(),
+                  angles.sin(), places, *new)
+    )  # fmt: skip
+    rotary = flash_ext.Rotary(cos, sin, places) if case.rotary else None
+    out = flash_ext.attention_varlen(
+        q, k, v, bounds, None, causal=True, seqused_k=lengths, block_table=table, backend=target.choice
+    )
+    assert not out.isnan().any(), f"{case}: a result holds NaN"
+    flash_ext.append_kv(k_new, v_new, k, v, slots, rotary)
+    assert not k.view(-1, *k.shape[2:])[slots[1:]].isnan().any()
+
+
 def groups_of(target: Target) -> list[tuple[str, Target, list]]:
     """What they are, where they run, cases."""
     if target.short:
         return [(", short", target, short_cases())]
-    groups: list[tuple[str, Target, list]] = [("", target, [*sanitizer_cases(), *sanitizer_modifier_cases()])]
+    cases = [*sanitizer_cases(), *sanitizer_modifier_cases(), *cache_cases()]
+    groups: list[tuple[str, Target, list]] = [("", target, cases)]
     if target.path == "sm90":
         groups += [
             (", in a pool", with_pool(target), pool_cases()),
@@ -280,8 +329,8 @@ def main() -> int:
                 count += 1
                 print(line if options.list else f"case {line}", flush=True)
                 if not options.list:
-                    run_one = run_modified if isinstance(case, ModifierCase) else run
-                    run_one(case, chosen, options.from_host)
+                    runs = {ModifierCase: run_modified, CacheCase: run_cached}
+                    runs.get(type(case), run)(case, chosen, options.from_host)
     print(f"{count} cases, target {target.name}")
     return 0 if count else 2
 

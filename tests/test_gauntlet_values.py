@@ -78,7 +78,7 @@ def test_raw_logits_beyond_the_range_of_fp16(target: Target) -> None:
     v = normal(target, 1, 70, 2, 80, dtype=torch.float16)
     got = attend_with_gradients(target, q, q, v)
     assert all(torch.isfinite(t).all() for t in got.values())
-    # All rows are one mean, so their roundings are the same: as 70 independent ones they would pass for a bias.
+    # All rows are one mean and round alike: taken for 70 independent ones they would look like a bias.
     for row in got["out"].unbind(1):
         compare.assert_within_gates("out", row, v.double().mean(1))
 

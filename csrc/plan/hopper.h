@@ -235,7 +235,11 @@ inline bool has_stored_dq(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= kStoredTile.block_n() &&
          std::max(p.head_dim, p.head_dim_v) <= kStoredHeadDim;
 }
-inline bool prefers_stored_dq(const Problem& p, const Constraints& c) { return has_stored_dq(p, c) && !c.dq_pool; }
+// Others run there when they are asked to: with masks and grouped heads its results have not been compared on a GPU.
+inline bool prefers_stored_dq(const Problem& p, const Constraints& c) {
+  const bool is_full = p.window_left < 0 && p.window_right < 0;
+  return has_stored_dq(p, c) && !c.dq_pool && is_full && p.num_heads == p.num_heads_k;
+}
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
 // queries in fp32, and two kernels add them. Counted in steps of 64 queries, of which a block that begins and ends costs
@@ -261,14 +265,14 @@ inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints&
 // whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
 inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (p.is_varlen() || size <= 64 || size > 128 || c.dq_pool) return false;
-  const bool grouped = p.num_heads != p.num_heads_k;
+  if (p.is_varlen() || size > 128 || c.dq_pool) return false;
+  const bool grouped = p.num_heads != p.num_heads_k, narrow = size <= 64;
   const auto is_short = [&] {
     if (p.window_left >= 0 && p.window_right >= 0)
-      return !grouped && int64_t{p.window_left} + p.window_right <= 384;
+      return !narrow && !grouped && int64_t{p.window_left} + p.window_right <= 384;
     if (p.window_left < 0 && p.window_right == 0)
-      return p.seqlen_k <= std::min(grouped ? 256 : 320, p.seqlen_q);
-    return p.seqlen_k <= (grouped ? 256 : 384);
+      return p.seqlen_k <= std::min(narrow || grouped ? 256 : 320, p.seqlen_q);
+    return p.seqlen_k <= (grouped ? 256 : narrow ? 0 : 384);
   };
   return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
 }

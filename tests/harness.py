@@ -235,7 +235,7 @@ def poison_pool(total: int = 2 << 30) -> None:
 
 
 def _plan(direction: str, case: Case, target: Target, tma: bool = True) -> dict:
-    """What a case would launch, with tensors that TMA can read, or with others, for which there are fewer rows."""
+    """What a case would launch, with tensors that TMA can read or with others, which have fewer rows."""
     if not tma:
         others = tuple(pair for pair in target.constraints if pair[0] != "row")
         target = dataclasses.replace(target, constraints=others)

@@ -47,7 +47,7 @@ demo: MODULES = numpy
 demo: EXTRAS = demo
 demo:
 	@echo "make demo: the first time sets up $(VENV:auto=.venv) with torch and a plotting library (a minute or two)" >&2
-	@echo "and compiles the kernels (5 minutes on two cores); then trains and measures, in under two minutes" >&2
+	@echo "and compiles the kernels (7 to 18 minutes on two cores); then trains and measures, in under two minutes" >&2
 	@$(prepared) && $$py -m examples.train $(ARGS)
 
 PYTHON_SOURCES = bench csrc examples flash_ext tests setup.py

@@ -262,7 +262,7 @@ def test_a_build_from_nothing_stays_in_its_budget(resources):
     """Seven minutes on two cores, 4 GB for two compilers at once; CPU time, as wall time knows other load.
 
     The plain portable forward takes 23 s on the machine for which the budget stands, one file beside another;
-    the same machine has been seen three times slower in all that it compiles. Two files tell its speed to 10 %.
+    the same machine has been seen three times slower in all that it compiles. Two files tell that to 10 %.
     """
     cost = resources["full_build"]
     if cost is None and resources.get("from_cache"):

@@ -25,8 +25,8 @@ def cpu_quantize(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, *options: A
 
 
 def cpu_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, scale, left, right, dtype, _ = arguments
-    return fp8.forward(*tensors, AttnSpec(scale, left, right), dtype)
+    scale, left, right, dtype, _ = arguments[10:]
+    return fp8.forward(*arguments[:10], spec=AttnSpec(scale, left, right), dtype=dtype)
 
 
 # ---- shapes for tracing ----------------------------------------------------------------------------------

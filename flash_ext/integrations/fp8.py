@@ -55,7 +55,7 @@ def has_kernel(mode: str | None, q: Tensor, v: Tensor) -> bool:
 
 def attend(mode: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], *bounds: Tensor) -> Tensor:
     """A call that :func:`takes` has taken; ``bounds`` are those of packed sequences."""
-    packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=False))
-    x = quantize_fp8(q, k, v, mode=mode, **packed)
+    cu_q, cu_k = bounds or (None, None)
+    x = quantize_fp8(q, k, v, mode=mode, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     out: Tensor = attention_fp8(x, causal=options["causal"], scale=options["scale"])
     return out

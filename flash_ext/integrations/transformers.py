@@ -348,7 +348,7 @@ def attention_forward(
     }  # fmt: skip
     bounds = [bound.to(torch.int32) for bound in (cu_seq_lens_q, cu_seq_lens_k) if bound is not None]
     if len(bounds) == 2 and not pattern.padded and position_bias is None:
-        packed = tuple(t.flatten(0, 1) for t in (q, k, v))
+        packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
         if fp8.takes(quantize, *packed, options):
             out = fp8.attend(quantize, *packed, options, *bounds)
         else:

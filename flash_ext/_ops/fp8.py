@@ -24,9 +24,14 @@ def cpu_quantize(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, *options: A
     return fp8.quantize(q, k, v, cu_seqlens_q, *options)
 
 
-def cpu_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    scale, left, right, dtype, _ = arguments[10:]
-    return fp8.forward(*arguments[:10], spec=AttnSpec(scale, left, right), dtype=dtype)
+def cpu_fwd(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor,
+    v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    scale: float, left: int, right: int, dtype: torch.dtype, path: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    factors = (q_descale, k_descale, v_descale)
+    bounds = (cu_seqlens_q, cu_seqlens_k)
+    return fp8.forward(q, k, v, *factors, v_offset, row_offset, *bounds, AttnSpec(scale, left, right), dtype)
 
 
 # ---- shapes for tracing ----------------------------------------------------------------------------------

@@ -359,6 +359,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         seen += 1
     wide = 2 * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = len(DQ_KINDS) * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS) + 2 * len(FEW_ROWS)
+    narrow += len(HOPPER_BWD) * len(FEW_KEYS)
     kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
     kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
     modified = len(HOPPER_MOD) * kinds

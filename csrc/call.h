@@ -65,10 +65,14 @@ struct Constant {};
 // it is refused in words.
 struct NoInstances {
   template <typename I>
-  constexpr operator std::span<const I>() const { return {}; }
+  constexpr operator std::span<const I>() const {
+    return {};
+  }
 };
 template <const auto& kSizes, typename Make>
-constexpr NoInstances instances_of(const Make&) { return {}; }
+constexpr NoInstances instances_of(const Make&) {
+  return {};
+}
 #else
 // make(Constant<kSizes[i]>{}) for each i.
 template <const auto& kSizes, typename Make>

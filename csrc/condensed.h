@@ -26,7 +26,9 @@ FLASH_EXT_HOST_DEVICE N mask_words(const N& cols) {
   return divided_up(cols, 32);
 }
 // The rows of a mask of so many condensed ones.
-inline int64_t rows_of_mask(int64_t condensed) { return condensed - 2 * divided_up(condensed, Modifiers::kMaskGroup + 2); }
+inline int64_t rows_of_mask(int64_t condensed) {
+  return condensed - 2 * divided_up(condensed, Modifiers::kMaskGroup + 2);
+}
 
 // A block map (batch|1, h|1, row blocks, key blocks): a bit for 16 x 16 scores.
 template <typename N>

@@ -61,8 +61,7 @@ DeviceInfo query_device(int device_index) {
   for (const auto& item : wanted) {
     const cudaError_t status = cudaDeviceGetAttribute(item.value, item.attribute, device_index);
     if (status != cudaSuccess) {
-      info.error = "CUDA device " + std::to_string(device_index) + " could not be read: " +
-                   cudaGetErrorString(status);
+      info.error = "CUDA device " + std::to_string(device_index) + " could not be read: " + cudaGetErrorString(status);
       cudaGetLastError();  // this runtime's error state must not leak into the next launch check
       break;
     }

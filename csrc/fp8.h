@@ -12,8 +12,8 @@
 
 namespace flash_ext {
 
-inline constexpr int kFp8Block = 128;    // rows of q or k that share a factor
-inline constexpr int kKeyGroup = 16;     // keys that change places with each other
+inline constexpr int kFp8Block = 128;  // rows of q or k that share a factor
+inline constexpr int kKeyGroup = 16;  // keys that change places with each other
 // Key kKeyOrder[i] of a group stands at place i: a thread's four weights of a group, as wgmma leaves them, are then the
 // four bytes it hands in for the next product.
 inline constexpr int kKeyOrder[kKeyGroup] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
@@ -28,8 +28,8 @@ struct FactorView {
 
 struct Fp8Operands {
   FactorView q_factor, k_factor;  // of blocks of kFp8Block rows; packed: block i of sequence b is start / 128 + b + i
-  FactorView v_factor;            // of channels
-  FactorView v_offset;            // of channels: what every row of v lacks; null where nothing
+  FactorView v_factor;  // of channels
+  FactorView v_offset;  // of channels: what every row of v lacks; null where nothing
   const float* row_offset = nullptr;  // as lse: what all scores of a row lack, before the scale; null where nothing
 };
 
@@ -46,7 +46,7 @@ constexpr int64_t factor_blocks(int64_t total, int batch, bool packed) {
 
 inline constexpr float kFp8Max = 448.f;
 inline constexpr float kLeastAmax = 1e-30f;  // what is smaller counts as 0, whose factor is 1
-inline constexpr int kStatRows = 256;        // rows of a part of the statistics
+inline constexpr int kStatRows = 256;  // rows of a part of the statistics
 
 // The rotation's signs of columns c to c + 7, c a multiple of 8: bits 24 to 31 of c times this.
 inline constexpr uint32_t kSignsOfEight = 0x9e3779b1;
@@ -57,13 +57,13 @@ struct QuantizeFp8 {
   Problem problem;
   StridedView q, k, v;
   uint8_t *q8 = nullptr, *k8 = nullptr;  // null in mixed mode
-  uint8_t* v8 = nullptr;                 // transposed
+  uint8_t* v8 = nullptr;  // transposed
   float *q_factor = nullptr, *k_factor = nullptr;  // (b, h, blocks or 1); packed: without b, as all below
   float *v_factor = nullptr, *v_offset = nullptr;  // (b, h_k, dv); v_offset null: v is not shifted
-  float* k_offset = nullptr;                       // (b, h_k, d); null: k is not shifted
-  float* row_offset = nullptr;                     // as lse, where k is shifted
-  float* partials = nullptr;                       // quantize_floats()
-  bool by_block = true;   // factors of q and k belong to blocks, else to heads
+  float* k_offset = nullptr;  // (b, h_k, d); null: k is not shifted
+  float* row_offset = nullptr;  // as lse, where k is shifted
+  float* partials = nullptr;  // quantize_floats()
+  bool by_block = true;  // factors of q and k belong to blocks, else to heads
   bool hadamard = false;  // q and k rotated, before factors are taken; by_block only
   void* stream = nullptr;
 

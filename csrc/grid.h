@@ -38,8 +38,8 @@ inline Grid make_grid(const Problem& p, const DeviceInfo& d, bool over_queries, 
   g.ctas = blocks * head_slots;
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;  // nothing to launch, or refused by launch()
   // What the tiles of one head share: K and V of its key head, or Q and dO of the query heads of a key head.
-  const int64_t shared_rows = over_queries ? (p.is_varlen() ? p.total_k : p.seqlen_k)
-                                           : (p.is_varlen() ? p.total_q : p.seqlen_q) * group_size;
+  const int64_t shared_rows =
+      over_queries ? (p.is_varlen() ? p.total_k : p.seqlen_k) : (p.is_varlen() ? p.total_q : p.seqlen_q) * group_size;
   const int64_t bytes = 2 * shared_rows * (p.head_dim + p.head_dim_v);
   const int in_group = heads_per_group(head_slots, bytes, d.l2_bytes);
   g.blocks = static_cast<uint32_t>(blocks);

@@ -26,10 +26,8 @@ inline bool loses_context(cudaError_t err) {
     case cudaErrorInvalidAddressSpace:
     case cudaErrorInvalidPc:
     case cudaErrorLaunchFailure:
-    case cudaErrorECCUncorrectable:
-      return true;
-    default:
-      return false;
+    case cudaErrorECCUncorrectable: return true;
+    default: return false;
   }
 }
 
@@ -70,7 +68,7 @@ enum class Start {
   kInStreamOrder,  // when the kernel before it in the stream is over
   // When all CTAs of that one have called ptx::allow_next_kernel() or ended; ptx::wait_for_kernel_before()
   kProgrammatic,
-            // waits for the rest. In turn where the machine code has no such wait
+  // waits for the rest. In turn where the machine code has no such wait
 };
 
 // Whether a kernel's machine code, on the current device, was made for sm_90 or newer: older code, and what a driver

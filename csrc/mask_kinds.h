@@ -11,7 +11,17 @@
 
 namespace flash_ext {
 
-enum class MaskKind : int { kChunk, kSinkTokens, kPrefix, kMask, kBlocks, kHiddenKeys, kDocuments, kHiddenRows, kCount };
+enum class MaskKind : int {
+  kChunk,
+  kSinkTokens,
+  kPrefix,
+  kMask,
+  kBlocks,
+  kHiddenKeys,
+  kDocuments,
+  kHiddenRows,
+  kCount
+};
 
 struct MaskTraits {
   enum KnownBy { kInterval, kRowWord, kKeyWord };              // kTestInterval, kTestRows, kTestKeys
@@ -95,15 +105,18 @@ static_assert(kinds_where([](const MaskTraits&) { return true; }) == kAllKinds &
 
 // ---- what kernels rely on: the sets that they name ----
 
-inline constexpr MaskSet kKnownByRows = kinds_where([](const MaskTraits& t) { return t.known_by == MaskTraits::kRowWord; });
-inline constexpr MaskSet kKnownByKeys = kinds_where([](const MaskTraits& t) { return t.known_by == MaskTraits::kKeyWord; });
+inline constexpr MaskSet kKnownByRows =
+    kinds_where([](const MaskTraits& t) { return t.known_by == MaskTraits::kRowWord; });
+inline constexpr MaskSet kKnownByKeys =
+    kinds_where([](const MaskTraits& t) { return t.known_by == MaskTraits::kKeyWord; });
 
 // Row words that have to be made: all but that of the bit mask, which is copied.
 inline constexpr MaskSet kMadeRowWords =
     kinds_where([](const MaskTraits& t) { return t.known_by == MaskTraits::kRowWord && !t.word_is_stored; });
 
 // Whether a tile matters is found out without memory, or with that of the block map.
-inline constexpr MaskSet kFoundByBlocks = kinds_where([](const MaskTraits& t) { return t.reads != MaskTraits::kSummaries; });
+inline constexpr MaskSet kFoundByBlocks =
+    kinds_where([](const MaskTraits& t) { return t.reads != MaskTraits::kSummaries; });
 
 // Intervals that are the same for all sequences.
 inline constexpr MaskSet kSharedIntervals = kinds_where(

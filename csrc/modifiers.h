@@ -76,17 +76,17 @@ inline constexpr float kFineSoftcap = 100.f;
 struct Modifiers {
   // Scores are kept in units of 1 / (unit_log2 ln 2): raw products where nothing is added to them, else natural ones.
   bool has_score_mod = false;  // softcap, or something is added
-  float unit_log2 = 0.f;       // log2(e), or abs_scale_log2 of the problem
-  float softcap = 0.f;         // 0: off
-  float inv_softcap = 0.f;     // 1 / softcap
+  float unit_log2 = 0.f;  // log2(e), or abs_scale_log2 of the problem
+  float softcap = 0.f;  // 0: off
+  float inv_softcap = 0.f;  // 1 / softcap
   BiasView bias;
   DistanceBias by_distance;
   const float* sinks = nullptr;  // (h)
 
   bool top_left = false;  // row i is level with key i, not with i + seqlen_k - seqlen_q
-  int32_t chunk = 0;      // keys of the same chunk of so many positions only; 0: off
+  int32_t chunk = 0;  // keys of the same chunk of so many positions only; 0: off
   Divisor chunk_divisor;
-  int32_t sink_tokens = 0;               // first keys that no left bound hides
+  int32_t sink_tokens = 0;  // first keys that no left bound hides
   const int32_t* prefix_lens = nullptr;  // (b): first keys that every row sees
   BitRows mask;
   const uint32_t* mask_any = nullptr;  // per 64 rows: columns that some row sees, as words laid out as `mask` is
@@ -94,15 +94,15 @@ struct Modifiers {
   int64_t mask_group_batch_stride = 0;
   int64_t mask_group_head_stride = 0;
   int64_t mask_group_stride = 0;
-  BitRows blocks;          // one bit per 16 x 16 scores
+  BitRows blocks;  // one bit per 16 x 16 scores
   int32_t block_rows = 0;  // of a block as it was given
   DocumentIds document_q, document_k;
   HiddenIntervals hidden_rows;  // of each key
   HiddenIntervals hidden_keys;  // of each row
 
   const int64_t* rng = nullptr;  // (seed, offset); null: no dropout
-  uint32_t drop_below = 0;       // 16-bit draws below this are dropped; 65536: all
-  float keep_scale = 1.f;        // 65536 / (65536 - drop_below)
+  uint32_t drop_below = 0;  // 16-bit draws below this are dropped; 65536: all
+  float keep_scale = 1.f;  // 65536 / (65536 - drop_below)
 
   // Heads whose batch entries share bias tiles run side by side: see common/seqlen.cuh.
   bool batch_fastest = false;
@@ -120,17 +120,17 @@ struct Modifiers {
 // What the gradient of a bias or of ALiBi slopes is summed into: a tensor (batch|1, h|1, rows|1, cols|1). That of a table
 // by distance has its entries as columns, and begins as zeros.
 struct BiasGradient {
-  void* out = nullptr;         // [splits][batch][heads][rows][cols], contiguous
-  int32_t batch = 1;           // 1: summed over
+  void* out = nullptr;  // [splits][batch][heads][rows][cols], contiguous
+  int32_t batch = 1;  // 1: summed over
   int32_t heads = 1;
-  int32_t rows = 1;            // 1 with sum_rows
+  int32_t rows = 1;  // 1 with sum_rows
   int32_t cols = 1;
   bool sum_rows = false;
   bool sum_cols = false;
   bool is_slope = false;  // weights every element by -|row + shift - col|
-  int32_t reach = -1;     // of a table by distance; rows and columns of scores are summed; -1: none
+  int32_t reach = -1;  // of a table by distance; rows and columns of scores are summed; -1: none
   bool is_float = false;  // out is fp32; else the dtype of q. Always fp32 with splits > 1
-  int32_t splits = 1;     // parts of what is summed over, which are added in order behind; the plan says how many
+  int32_t splits = 1;  // parts of what is summed over, which are added in order behind; the plan says how many
 
   // Tiles of the result, for each part.
   int64_t tiles(int block_m, int block_n) const {

@@ -23,14 +23,13 @@ std::string why_not_sm80(const Problem& p, const DeviceInfo& d) {
            " is below 8.0 (Ampere)";
   }
   if (d.smem_per_block < kSmemLimitSmall) {
-    return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " +
-           std::to_string(kSmemLimitSmall) + " needed";
+    return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " + std::to_string(kSmemLimitSmall) +
+           " needed";
   }
   if (padded_head_dim(p.head_dim, p.head_dim_v) == 0) {
     return "head_dim " + std::to_string(std::max(p.head_dim, p.head_dim_v)) + " > 256";
   }
-  const int64_t longest = p.is_varlen() ? std::max(p.total_q, p.total_k)
-                                        : std::max<int64_t>(p.seqlen_q, p.seqlen_k);
+  const int64_t longest = p.is_varlen() ? std::max(p.total_q, p.total_k) : std::max<int64_t>(p.seqlen_q, p.seqlen_k);
   if (longest > Problem::kMaxSeqlen) {
     return "sequence length " + std::to_string(longest) + " > " + std::to_string(Problem::kMaxSeqlen);
   }
@@ -154,8 +153,8 @@ namespace {
 
 constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
 constexpr std::array<const char*, kNumSwitches> kSwitchNames = {
-    "compute_capability", "num_sms", "smem_per_block", "unaligned", "skip_launch", "record_launches",
-    "capturing", "batch_invariant"};
+    "compute_capability", "num_sms",         "smem_per_block", "unaligned",
+    "skip_launch",        "record_launches", "capturing",      "batch_invariant"};
 
 struct SwitchStates {
   std::array<std::atomic<int64_t>, kNumSwitches> values;
@@ -231,8 +230,7 @@ namespace {
 // A failed query is not kept: the next call asks again.
 DeviceInfo queried_once(int device_index) {
   static std::array<std::atomic<const DeviceInfo*>, 128> known{};
-  if (device_index < 0 || device_index >= static_cast<int>(known.size()))
-    return query_device(device_index);
+  if (device_index < 0 || device_index >= static_cast<int>(known.size())) return query_device(device_index);
   auto& slot = known[static_cast<size_t>(device_index)];
   if (const DeviceInfo* info = slot.load(std::memory_order_acquire)) return *info;
   const DeviceInfo info = query_device(device_index);

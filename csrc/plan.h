@@ -30,7 +30,7 @@ struct Request {
   Problem problem;
   const Modifiers* modifiers = nullptr;  // null: the plain operators
   Operands operands = Operands::k16Bit;  // of forwards without modifiers
-  bool deterministic = false;            // dq, dk and dv repeat bit by bit
+  bool deterministic = false;  // dq, dk and dv repeat bit by bit
   // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
   // splits.
   bool need_qkv = true;
@@ -45,8 +45,20 @@ struct Request {
 // Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone: the
 // row is taken because no other one supports the request.
 enum class Evidence : uint8_t {
-  kNone, kShort, kSplitKv, kGrid, kM192, kMaskedM192, kMaskedVariants, kSplitBwdWide, kSplitBwdShort, kWholeKeys,
-  kOrderedShort, kDqPool, kSplitBwdMod, kFusedBwdMod,
+  kNone,
+  kShort,
+  kSplitKv,
+  kGrid,
+  kM192,
+  kMaskedM192,
+  kMaskedVariants,
+  kSplitBwdWide,
+  kSplitBwdShort,
+  kWholeKeys,
+  kOrderedShort,
+  kDqPool,
+  kSplitBwdMod,
+  kFusedBwdMod,
 };
 std::string_view name_of(Evidence e);
 
@@ -54,14 +66,40 @@ std::string_view name_of(Evidence e);
 enum class KernelId : uint8_t {
   kNone,
   // portable
-  kFwd80, kFwdShort80, kFwdMod80, kFwdSplitKv80, kFwdCombine80, kFwdSplitCached80, kFwdMergeCached80,
-  kFwdCached80, kRowStats80, kBwd80, kBwdShort80, kBwdMod80,
-  kBwdDq80, kBwdDqMod80, kDqConvert80, kDbias80,
+  kFwd80,
+  kFwdShort80,
+  kFwdMod80,
+  kFwdSplitKv80,
+  kFwdCombine80,
+  kFwdSplitCached80,
+  kFwdMergeCached80,
+  kFwdCached80,
+  kRowStats80,
+  kBwd80,
+  kBwdShort80,
+  kBwdMod80,
+  kBwdDq80,
+  kBwdDqMod80,
+  kDqConvert80,
+  kDbias80,
   // Hopper
-  kFwd90, kFwdFp890, kFwdMod90, kRowStatsAndZero90, kRowStats90, kBwdFused90, kDqConvert90, kBwdDkdv90, kBwdDq90, kBwdDkdvShort90,
-  kBwdFusedMod90, kBwdDkdvMod90, kBwdDqMod90, kDbias90,
+  kFwd90,
+  kFwdFp890,
+  kFwdMod90,
+  kRowStatsAndZero90,
+  kRowStats90,
+  kBwdFused90,
+  kDqConvert90,
+  kBwdDkdv90,
+  kBwdDq90,
+  kBwdDkdvShort90,
+  kBwdFusedMod90,
+  kBwdDkdvMod90,
+  kBwdDqMod90,
+  kDbias90,
   // passes
-  kSumDkSplits, kSumDvSplits,
+  kSumDkSplits,
+  kSumDvSplits,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,
@@ -69,7 +107,18 @@ enum class KernelId : uint8_t {
 enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhere };
 
 // What a kernel with modifiers is compiled for. A kernel has those that it needs.
-enum class ScoreVariant : uint8_t { kPlain, kHide, kDrop, kSlopes, kCap, kExponents, kBias, kAdd, kAddDrop, kChange, kAll,
+enum class ScoreVariant : uint8_t {
+  kPlain,
+  kHide,
+  kDrop,
+  kSlopes,
+  kCap,
+  kExponents,
+  kBias,
+  kAdd,
+  kAddDrop,
+  kChange,
+  kAll,
   kMixed,  // of the fp8 forward: q and k have 16 bits
 };
 
@@ -83,11 +132,11 @@ struct Launch {
   DqMode dq = DqMode::kNone;
   int block_m = 0, block_n = 0, stages = 0, threads = 0, smem_bytes = 0;
   int64_t ctas = 0;
-  int64_t tiles = 0;     // work tiles; more than ctas where a kernel is persistent
+  int64_t tiles = 0;  // work tiles; more than ctas where a kernel is persistent
   bool dynamic = false;  // tiles are fetched from a counter, else tile i goes to CTA i modulo their number
-  bool pdl = false;      // programmatic launch: begins before the kernel in front of it has ended
-  Grid grid;             // the order of work tiles; not of passes, short and split-KV kernels
-  RowRange rows;         // of forwards over a cache: which sequences
+  bool pdl = false;  // programmatic launch: begins before the kernel in front of it has ended
+  Grid grid;  // the order of work tiles; not of passes, short and split-KV kernels
+  RowRange rows;  // of forwards over a cache: which sequences
 };
 
 // A part of the workspace. Without bytes it is not there, and nobody has a pointer to it.
@@ -96,14 +145,14 @@ struct Part {
   explicit operator bool() const { return bytes > 0; }
 };
 struct Workspace {
-  Part tile_counters;   // 16 bytes for each kernel that fetches its tiles
-  Part kv_partials;     // split-KV: maxima and sums, then outputs
-  Part kv_stretches;    // forwards over very many keys: output, maximum and sum between stretches
+  Part tile_counters;  // 16 bytes for each kernel that fetches its tiles
+  Part kv_partials;  // split-KV: maxima and sums, then outputs
+  Part kv_stretches;  // forwards over very many keys: output, maximum and sum between stretches
   Part stats_portable;  // fp32 pairs [h][rows] (lse log2 e, delta); gradients of biases, slopes and sinks read them
-  Part row_stats;       // the same by tiles of queries, Hopper
-  Part dq_semaphore;    // ordered dq: a word for each tile of queries
-  Part pool_words;      // L2 dq pool: what CTAs tell each other
-  Part dq_accum;        // fp32
+  Part row_stats;  // the same by tiles of queries, Hopper
+  Part dq_semaphore;  // ordered dq: a word for each tile of queries
+  Part pool_words;  // L2 dq pool: what CTAs tell each other
+  Part dq_accum;  // fp32
   Part dk_partials, dv_partials;  // fp32, of each GQA or query split
   Part dbias_partials, dslopes_partials;  // fp32, where what is summed over is divided
   int64_t bytes = 0;
@@ -126,11 +175,11 @@ struct Plan {
   int dbias_splits = 1, dslopes_splits = 1;
   std::array<Launch, 10> launches{};  // in order
   int num_launches = 0;
-  int main = 0;                      // the launch whose tile is printed first
-  SplitGrid split_kv;                // of the split-KV kernels
-  KvCacheGrid kv_cache;              // of forwards over a cache
-  ShortGrid short_heads;             // of the kernels for short sequences
-  sm90::DqPool dq_pool;              // of DqMode::kPool
+  int main = 0;  // the launch whose tile is printed first
+  SplitGrid split_kv;  // of the split-KV kernels
+  KvCacheGrid kv_cache;  // of forwards over a cache
+  ShortGrid short_heads;  // of the kernels for short sequences
+  sm90::DqPool dq_pool;  // of DqMode::kPool
   Workspace workspace;
 
   std::span<const Launch> steps() const { return {launches.data(), static_cast<size_t>(num_launches)}; }

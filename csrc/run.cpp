@@ -16,7 +16,8 @@ void prepare(Problem& p, Modifiers& m) {
 }
 
 template <typename Call>
-std::string launch_in(std::initializer_list<std::span<const Instance<Call>>> tables, const Call& call, const Launch& l) {
+std::string launch_in(std::initializer_list<std::span<const Instance<Call>>> tables, const Call& call,
+                      const Launch& l) {
   for (const auto& table : tables) {
     for (const Instance<Call>& i : table) {
       if (i.head_dim == l.head_dim && i.head_dim_v == l.head_dim_v) return i.launch(call, l);
@@ -37,7 +38,8 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwdMergeCached80: return launch_in({sm80::kFwdSplitCached}, c, l);
     case KernelId::kFwdCached80: return launch_in({large ? sm80::kFwdCachedLarge : sm80::kFwdCachedSmall}, c, l);
     case KernelId::kFwd90: return launch_in({sm90::kFwd}, c, l);
-    case KernelId::kFwdFp890: return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);
+    case KernelId::kFwdFp890:
+      return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);
     case KernelId::kFwdMod90: return launch_in({sm90::kFwdModUpTo128, sm90::kFwdModAbove128}, c, l);
     default: return name_of(l) + " is no kernel of a forward";
   }
@@ -73,10 +75,8 @@ std::string launch(const BwdCall& c, const Launch& l) {
     case KernelId::kBwdDkdvMod90:
     case KernelId::kBwdDqMod90: return launch_in({sm90::kBwdSplitModUpTo128, sm90::kBwdSplitModAbove128}, c, l);
     case KernelId::kDbias90: return launch_in({sm90::kDbias}, c, l);
-    case KernelId::kSumDkSplits:
-      return sum_parts(l, c, c.p.dk, c.whole.dk);
-    case KernelId::kSumDvSplits:
-      return sum_parts(l, c, c.p.dv, c.whole.dv);
+    case KernelId::kSumDkSplits: return sum_parts(l, c, c.p.dk, c.whole.dk);
+    case KernelId::kSumDvSplits: return sum_parts(l, c, c.p.dv, c.whole.dv);
     default: return name_of(l) + " is no kernel of a backward";
   }
 }

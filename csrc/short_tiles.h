@@ -28,9 +28,9 @@ struct ShortTile {
   int rows, head_dim;
 
   constexpr int threads() const { return 2 * rows; }
-  constexpr int tile() const { return 2 * head_dim * rows; }      // of Q, K, V, O or dO
-  constexpr int bias() const { return 4 * rows * rows; }          // fp32
-  constexpr int weight_columns() const { return (rows + 31) / 32 * 32; }    // of a row of P or dS in shared memory
+  constexpr int tile() const { return 2 * head_dim * rows; }  // of Q, K, V, O or dO
+  constexpr int bias() const { return 4 * rows * rows; }  // fp32
+  constexpr int weight_columns() const { return (rows + 31) / 32 * 32; }  // of a row of P or dS in shared memory
   constexpr int weights() const { return 2 * rows * weight_columns(); }
   // So many CTAs a multiprocessor have room in its registers and shared memory.
   constexpr int fwd_ctas() const {
@@ -83,12 +83,12 @@ inline bool is_short_bwd(const Problem& p, const DeviceInfo& d, const Constraint
 // batch entry. Without a bias there is one group. CTA i begins with item i % parts of group i / parts.
 struct ShortGrid {
   int32_t groups = 1;
-  int32_t items = 0;         // heads of a group
-  int32_t parts = 1;         // CTAs that share a group
-  int32_t group_step = 1;    // from one group of a CTA to the next
-  int32_t bias_heads = 1;    // entries of the bias along heads, 1: shared by all
+  int32_t items = 0;  // heads of a group
+  int32_t parts = 1;  // CTAs that share a group
+  int32_t group_step = 1;  // from one group of a CTA to the next
+  int32_t bias_heads = 1;  // entries of the bias along heads, 1: shared by all
   bool shares_batch = true;  // all batch entries have one bias
-  Divisor heads;             // of a group, in one batch entry
+  Divisor heads;  // of a group, in one batch entry
   Divisor part_count, bias_head_count;
   Divisor shared;  // query heads per key head
   int64_t ctas = 0;
@@ -118,7 +118,8 @@ inline ShortGrid short_grid(const Problem& p, const BiasView& bias, const BiasGr
 inline ShortGrid short_fwd_grid(const Problem& p, const BiasView& bias, const DeviceInfo& d) {
   return short_grid(p, bias, nullptr, d.num_sms * short_tile(p).fwd_ctas());
 }
-inline ShortGrid short_bwd_grid(const Problem& p, const BiasView& bias, const BiasGradient* of_bias, const DeviceInfo& d) {
+inline ShortGrid short_bwd_grid(const Problem& p, const BiasView& bias, const BiasGradient* of_bias,
+                                const DeviceInfo& d) {
   return short_grid(p, bias, of_bias, d.num_sms * short_tile(p).bwd_ctas());
 }
 

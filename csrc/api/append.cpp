@@ -50,12 +50,12 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
   for (const auto& [t, name] : all) {
     const bool is_new = t == &k_new || t == &v_new;
     TORCH_CHECK_VALUE(t->dim() == (is_new ? 3 : 4), name, " must have shape ",
-                      is_new ? "(tokens, num_heads, head_dim)" : "(num_pages, page_size, num_heads, head_dim)", ", got ",
-                      t->sym_sizes(), ".");
-    TORCH_CHECK_TYPE(t->scalar_type() == k_new.scalar_type(), name, " must have the dtype of k_new, got ", text_of(*t), " and ",
-                     text_of(k_new), ".");
-    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
-                      t->device(), ".");
+                      is_new ? "(tokens, num_heads, head_dim)" : "(num_pages, page_size, num_heads, head_dim)",
+                      ", got ", t->sym_sizes(), ".");
+    TORCH_CHECK_TYPE(t->scalar_type() == k_new.scalar_type(), name, " must have the dtype of k_new, got ", text_of(*t),
+                     " and ", text_of(k_new), ".");
+    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(),
+                      ", got ", t->device(), ".");
     TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
                       " must have stride 1 in its last dimension, got strides ", t->sym_strides(), ".");
     check_no_gradient(*t, name);
@@ -63,49 +63,52 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
                       " heads of k_new, got ", t->sym_size(-2), ".");
     if (is_new) continue;
     for (int64_t dim = 0; dim < 4; ++dim) {
-      TORCH_CHECK_VALUE(t->sym_size(dim).maybe_as_int().value_or(2) <= 1 || t->sym_stride(dim).maybe_as_int().value_or(1) != 0,
-                        name, " must not be expanded to be written, got strides ", t->sym_strides(), ".");
+      TORCH_CHECK_VALUE(
+          t->sym_size(dim).maybe_as_int().value_or(2) <= 1 || t->sym_stride(dim).maybe_as_int().value_or(1) != 0, name,
+          " must not be expanded to be written, got strides ", t->sym_strides(), ".");
     }
   }
   TORCH_CHECK_TYPE(at::isFloatingType(k_new.scalar_type()) &&
                        (!k_new.is_cuda() || k_new.scalar_type() == at::kHalf || k_new.scalar_type() == at::kBFloat16),
-                   "k_new must be torch.float16 or torch.bfloat16 on cuda, and floating point elsewhere, got ", text_of(k_new),
-                   ".");
-  TORCH_CHECK_VALUE(same(v_new.sym_size(0), k_new.sym_size(0)), "v_new must have the tokens of k_new, ", k_new.sym_size(0),
-                    ", got ", v_new.sym_size(0), ".");
+                   "k_new must be torch.float16 or torch.bfloat16 on cuda, and floating point elsewhere, got ",
+                   text_of(k_new), ".");
+  TORCH_CHECK_VALUE(same(v_new.sym_size(0), k_new.sym_size(0)), "v_new must have the tokens of k_new, ",
+                    k_new.sym_size(0), ", got ", v_new.sym_size(0), ".");
   TORCH_CHECK_VALUE(same(k_cache.sym_size(-1), k_new.sym_size(-1)) && same(v_cache.sym_size(-1), v_new.sym_size(-1)),
                     "k_cache and v_cache must have the head_dim of k_new and v_new, got ", k_cache.sym_sizes(), " and ",
                     v_cache.sym_sizes(), ".");
   TORCH_CHECK_VALUE(same(k_cache.sym_size(0), v_cache.sym_size(0)) && same(k_cache.sym_size(1), v_cache.sym_size(1)),
-                    "k_cache and v_cache must have the same pages, got ", k_cache.sym_sizes(), " and ", v_cache.sym_sizes(),
-                    ".");
+                    "k_cache and v_cache must have the same pages, got ", k_cache.sym_sizes(), " and ",
+                    v_cache.sym_sizes(), ".");
   check_indices(slots, "slot_mapping", k_new);
   TORCH_CHECK_VALUE(cos.has_value() == sin.has_value() && cos.has_value() == positions.has_value(),
                     "cos, sin and positions of a rotary embedding must be given together.");
   if (!cos.has_value()) return;
   check_indices(*positions, "positions", k_new);
   for (const auto& [t, name] : {std::pair{&*cos, "cos"}, {&*sin, "sin"}}) {
-    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
-                      t->device(), ".");
+    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(),
+                      ", got ", t->device(), ".");
     check_no_gradient(*t, name);
     TORCH_CHECK_TYPE(t->scalar_type() == at::kFloat || t->scalar_type() == k_new.scalar_type(), name,
                      " must be torch.float32 or have the dtype of k_new, got ", text_of(*t), ".");
-    TORCH_CHECK_VALUE(t->dim() == 2 && same(t->sym_size(1), cos->sym_size(1)) && same(t->sym_size(0), cos->sym_size(0)), name,
-                      " must have shape (positions, rotary_dim / 2), as cos and sin both, got ", t->sym_sizes(), ".");
+    TORCH_CHECK_VALUE(t->dim() == 2 && same(t->sym_size(1), cos->sym_size(1)) && same(t->sym_size(0), cos->sym_size(0)),
+                      name, " must have shape (positions, rotary_dim / 2), as cos and sin both, got ", t->sym_sizes(),
+                      ".");
     TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
                       " must have stride 1 in its last dimension. Call .contiguous() on it.");
   }
-  TORCH_CHECK_TYPE(cos->scalar_type() == sin->scalar_type(), "cos and sin must have one dtype, got ", text_of(*cos), " and ",
-                   text_of(*sin), ".");
+  TORCH_CHECK_TYPE(cos->scalar_type() == sin->scalar_type(), "cos and sin must have one dtype, got ", text_of(*cos),
+                   " and ", text_of(*sin), ".");
   const auto half = cos->sym_size(1).maybe_as_int(), d = k_new.sym_size(-1).maybe_as_int();
-  TORCH_CHECK_VALUE(!half || !d || 2 * *half <= *d, "cos and sin turn ", 2 * half.value_or(0), " features, but k_new has ",
-                    d.value_or(0), ".");
-  TORCH_CHECK_VALUE(cos->sym_size(0).maybe_as_int().value_or(1) > 0, "cos and sin must have a row for each position, got none.");
+  TORCH_CHECK_VALUE(!half || !d || 2 * *half <= *d, "cos and sin turn ", 2 * half.value_or(0),
+                    " features, but k_new has ", d.value_or(0), ".");
+  TORCH_CHECK_VALUE(cos->sym_size(0).maybe_as_int().value_or(1) > 0,
+                    "cos and sin must have a row for each position, got none.");
 }
 
 void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
-                   const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& positions,
-                   bool interleaved) {
+                   const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
+                   const OptionalTensor& positions, bool interleaved) {
   check_append_kv(k_new, v_new, k_cache, v_cache, slots, cos, sin, positions, interleaved);
   if (k_new.numel() == 0 && v_new.numel() == 0) return;
   if (k_cache.size(0) == 0 || k_cache.size(1) == 0) return;

@@ -23,7 +23,8 @@ using torch::autograd::variable_list;
 // ---- autograd -----------------------------------------------------------------------------------
 
 // The numbers of a call that its backward needs; tensors are saved apart.
-constexpr std::tuple kKept = std::tuple_cat(fields::kProblem, std::tuple{Field{"deterministic", &CallArgs::deterministic}});
+constexpr std::tuple kKept =
+    std::tuple_cat(fields::kProblem, std::tuple{Field{"deterministic", &CallArgs::deterministic}});
 constexpr std::tuple kKeptMod = std::tuple_cat(kKept, fields::kModifiers);
 
 template <typename T>
@@ -96,8 +97,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     if (!dout.defined() && !dlse.defined()) return result;
 
     const variable_list tensors = ctx->get_saved_variables();
-    const Tensor &q = tensors[0], &k = tensors[1], &v = tensors[2], &out = tensors[3],
-                 &lse = tensors[4];
+    const Tensor &q = tensors[0], &k = tensors[1], &v = tensors[2], &out = tensors[3], &lse = tensors[4];
     if (!dout.defined()) dout = at::zeros_like(out);
     CallArgs a;
     std::string path;
@@ -115,9 +115,10 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
 // The tensors of modifiers, in the order in which they are saved.
 constexpr OptionalTensor CallArgs::* kModifierTensors[] = {
-    &CallArgs::cu_seqlens_q, &CallArgs::cu_seqlens_k, &CallArgs::bias,        &CallArgs::mask,   &CallArgs::document_q,
-    &CallArgs::document_k,   &CallArgs::prefix_lens,  &CallArgs::hidden_rows, &CallArgs::hidden_keys, &CallArgs::blocks,
-    &CallArgs::slopes,       &CallArgs::sinks,        &CallArgs::rng};
+    &CallArgs::cu_seqlens_q, &CallArgs::cu_seqlens_k, &CallArgs::bias,        &CallArgs::mask,
+    &CallArgs::document_q,   &CallArgs::document_k,   &CallArgs::prefix_lens, &CallArgs::hidden_rows,
+    &CallArgs::hidden_keys,  &CallArgs::blocks,       &CallArgs::slopes,      &CallArgs::sinks,
+    &CallArgs::rng};
 
 // Masks are saved in the form that was given: what their tensors hold later changes no gradient once they are condensed.
 class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAttentionFunction> {
@@ -163,7 +164,8 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
     for (int i = 0; i < 6; ++i) needs[i] = given[i] && ctx->needs_input_grad(edge++);
     a.need_qkv = needs[0] || needs[1] || needs[2];
     a.need_bias = needs[3], a.need_slopes = needs[4], a.need_sinks = needs[5];
-    const auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(dout, tensors[0], tensors[1], tensors[2], out, tensors[4], a);
+    const auto [dq, dk, dv, dbias, dslopes, dsinks] =
+        call_bwd_mod(dout, tensors[0], tensors[1], tensors[2], out, tensors[4], a);
     const Tensor* const found[6] = {&dq, &dk, &dv, &dbias, &dslopes, &dsinks};
     for (int i = 0; i < 6; ++i) {
       if (needs[i]) result[i] = *found[i];

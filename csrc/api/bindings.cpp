@@ -38,7 +38,8 @@ int64_t resolved_window_right(bool causal, int64_t window_right) {
 
 CallArgs args_of(const Tensor& q, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                  OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, std::optional<double> softmax_scale, bool causal,
-                 int64_t window_left, int64_t window_right, bool deterministic, const std::optional<std::string>& path) {
+                 int64_t window_left, int64_t window_right, bool deterministic,
+                 const std::optional<std::string>& path) {
   CallArgs a;
   a.cu_seqlens_q = cu_seqlens_q, a.cu_seqlens_k = cu_seqlens_k;
   a.max_seqlen_q = max_seqlen_q.value_or(0), a.max_seqlen_k = max_seqlen_k.value_or(0);
@@ -66,9 +67,10 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
 
 // The same of flash_ext::fwd_cached.
 FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
-                     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k, const OptionalTensor& block_table,
-                     OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, std::optional<double> softmax_scale, bool causal,
-                     int64_t window_left, int64_t window_right, const std::optional<std::string>& path) {
+                     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k,
+                     const OptionalTensor& block_table, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+                     std::optional<double> softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                     const std::optional<std::string>& path) {
   CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
                        window_right, false, path);
   a.seqused_k = seqused_k, a.block_table = block_table;
@@ -93,8 +95,8 @@ struct OwnModifiers {
 std::optional<FwdModResult> prepared_fwd(const PreparedCall& call, const Tensor& q, const Tensor& k, const Tensor& v,
                                          const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                                          OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-                                         std::optional<double> softmax_scale, const OptionalTensor& sinks, double softcap,
-                                         double dropout_p, const OptionalTensor& rng, bool want_row_max,
+                                         std::optional<double> softmax_scale, const OptionalTensor& sinks,
+                                         double softcap, double dropout_p, const OptionalTensor& rng, bool want_row_max,
                                          bool deterministic, const std::optional<std::string>& path) {
   CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, false, -1, -1,
                        deterministic, path);
@@ -157,10 +159,11 @@ py::dict dict_of(const Plan& plan) {
   const Workspace& w = plan.workspace;
   py::dict parts;
   const std::pair<const char*, Part> named[] = {
-      {"tile_counters", w.tile_counters},   {"kv_partials", w.kv_partials},   {"kv_stretches", w.kv_stretches},
-      {"stats_portable", w.stats_portable}, {"row_stats", w.row_stats},       {"dq_semaphore", w.dq_semaphore},
+      {"tile_counters", w.tile_counters},   {"kv_partials", w.kv_partials},
+      {"kv_stretches", w.kv_stretches},     {"stats_portable", w.stats_portable},
+      {"row_stats", w.row_stats},           {"dq_semaphore", w.dq_semaphore},
       {"pool_words", w.pool_words},         {"dq_accum", w.dq_accum},
-      {"dk_partials", w.dk_partials},        {"dv_partials", w.dv_partials},
+      {"dk_partials", w.dk_partials},       {"dv_partials", w.dv_partials},
       {"dbias_partials", w.dbias_partials}, {"dslopes_partials", w.dslopes_partials}};
   for (const auto& [name, part] : named) {
     if (part) parts[name] = part.bytes;
@@ -171,19 +174,17 @@ py::dict dict_of(const Plan& plan) {
 }
 
 Direction direction_of(const std::string& name) {
-  if (name != "fwd" && name != "bwd")
-    throw py::value_error("direction must be 'fwd' or 'bwd', got " + name);
+  if (name != "fwd" && name != "bwd") throw py::value_error("direction must be 'fwd' or 'bwd', got " + name);
   return name == "fwd" ? Direction::kForward : Direction::kBackward;
 }
 
 // What would be launched for a problem given by numbers alone; no tensor and, with every fact of
 // the device given through switches, no GPU either.
-py::dict plan_of_numbers(const std::string& direction_name, const std::string& dtype, int32_t batch,
-              int64_t seqlen_q, int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k,
-              int32_t head_dim, int32_t head_dim_v, bool packed, int32_t window_left,
-              int32_t window_right, bool deterministic, const std::vector<std::string>& modifiers,
-              const std::optional<std::string>& path_text, int device,
-              const std::optional<std::array<int, 5>>& gpu, bool tma) {
+py::dict plan_of_numbers(const std::string& direction_name, const std::string& dtype, int32_t batch, int64_t seqlen_q,
+                         int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k, int32_t head_dim, int32_t head_dim_v,
+                         bool packed, int32_t window_left, int32_t window_right, bool deterministic,
+                         const std::vector<std::string>& modifiers, const std::optional<std::string>& path_text,
+                         int device, const std::optional<std::array<int, 5>>& gpu, bool tma) {
   const Direction direction = direction_of(direction_name);
   if (dtype != "float16" && dtype != "bfloat16") {
     throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + dtype);
@@ -194,8 +195,9 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   }
   const int32_t least = std::min({num_heads, num_heads_k, head_dim, head_dim_v});
   if (least < 1 || std::min<int64_t>({batch, seqlen_q, seqlen_k}) < 0 || num_heads % num_heads_k != 0) {
-    throw py::value_error("head sizes must be at least 1, batch, heads and lengths at least 0, and num_heads a multiple "
-                          "of num_heads_k");
+    throw py::value_error(
+        "head sizes must be at least 1, batch, heads and lengths at least 0, and num_heads a multiple "
+        "of num_heads_k");
   }
   static const int32_t no_cu_seqlens = 0;  // never read: plans look at metadata only
   Problem p;
@@ -231,7 +233,8 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   if (!info.error.empty()) throw std::runtime_error(info.error);
   deterministic = deterministic || info.batch_invariant;
   // "fp8" and "mixed" name operands, and go with no modifier.
-  const bool is_fp8 = modifiers == std::vector<std::string>{"fp8"}, is_mixed = modifiers == std::vector<std::string>{"mixed"};
+  const bool is_fp8 = modifiers == std::vector<std::string>{"fp8"},
+             is_mixed = modifiers == std::vector<std::string>{"mixed"};
   const bool is_quantised = is_fp8 || is_mixed;
   if (is_quantised && direction == Direction::kBackward) throw py::value_error("backwards have no fp8 kernel");
   const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p);
@@ -354,22 +357,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using torch::wrap_pybind_function;
   using torch::wrap_pybind_function_no_gil;
 
-  m.doc() =
-      "Kernels and operators of flash_ext; use the functions of the package instead of these.";
+  m.doc() = "Kernels and operators of flash_ext; use the functions of the package instead of these.";
   m.attr("build_info") = build_facts();
 
-  m.def("fwd", wrap_pybind_function_no_gil(fwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt,
-                                        std::optional<double>, bool, int64_t, int64_t, bool, std::optional<std::string>>), py::arg("q"), py::arg("k"), py::arg("v"),
-        py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"),
-        py::arg("max_seqlen_k"), py::arg("softmax_scale"), py::arg("causal"),
+  m.def("fwd",
+        wrap_pybind_function_no_gil(fwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
+                                        bool, int64_t, int64_t, bool, std::optional<std::string>>),
+        py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+        py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("softmax_scale"), py::arg("causal"),
         py::arg("window_left"), py::arg("window_right"), py::arg("deterministic"), py::arg("path"));
   m.def("fwd_cached", wrap_pybind_function_no_gil(fwd_cached));
-  m.def("bwd", wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt,
-                                        std::optional<double>, bool, int64_t, int64_t, bool, std::optional<std::string>>), py::arg("dout"), py::arg("q"), py::arg("k"),
-        py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("dlse"), py::arg("cu_seqlens_q"),
-        py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
-        py::arg("softmax_scale"), py::arg("causal"), py::arg("window_left"),
-        py::arg("window_right"), py::arg("deterministic"), py::arg("path"));
+  m.def("bwd",
+        wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
+                                        bool, int64_t, int64_t, bool, std::optional<std::string>>),
+        py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("dlse"),
+        py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
+        py::arg("softmax_scale"), py::arg("causal"), py::arg("window_left"), py::arg("window_right"),
+        py::arg("deterministic"), py::arg("path"));
   // The operators' arguments in their order, without `wide`, and nothing but the checks.
   m.def("check_fwd", wrap_pybind_function(&Operator<void, 3, fields::kFwdChecked>::entry<check_fwd>));
   m.def("check_bwd", wrap_pybind_function(&Operator<void, 6, fields::kBwdChecked>::entry<check_bwd>));
@@ -378,7 +382,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_bwd_mod", wrap_pybind_function(&Operator<void, 6, fields::kBwdModChecked>::entry<check_bwd_mod>));
 
   // The arguments are q, k and those of the operators up to the modifiers.
-  m.def("prepared_call", wrap_pybind_function(&Operator<std::shared_ptr<PreparedCall>, 2, fields::kPrepared>::entry<prepared_call>));
+  m.def("prepared_call",
+        wrap_pybind_function(&Operator<std::shared_ptr<PreparedCall>, 2, fields::kPrepared>::entry<prepared_call>));
   py::class_<PreparedCall, std::shared_ptr<PreparedCall>>(m, "PreparedCall")
       .def("watch", wrap_pybind_function(&PreparedCall::watch))
       .def("bind_stream", wrap_pybind_function(&PreparedCall::bind_stream))
@@ -391,20 +396,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("path_names", &path_names);
   m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",
-        py::arg("batch") = 1, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("num_heads"),
-        py::arg("num_heads_k"), py::arg("head_dim"), py::arg("head_dim_v"),
-        py::arg("packed") = false, py::arg("window_left") = -1, py::arg("window_right") = -1,
-        py::arg("deterministic") = false, py::arg("modifiers") = std::vector<std::string>(),
-        py::arg("path") = py::none(), py::arg("device") = 0, py::arg("gpu") = py::none(),
-        py::arg("tma") = true);
+        py::arg("batch") = 1, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("num_heads"), py::arg("num_heads_k"),
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("packed") = false, py::arg("window_left") = -1,
+        py::arg("window_right") = -1, py::arg("deterministic") = false,
+        py::arg("modifiers") = std::vector<std::string>(), py::arg("path") = py::none(), py::arg("device") = 0,
+        py::arg("gpu") = py::none(), py::arg("tma") = true);
   m.def("plan_rows", &rows_of_plans);
   m.def("done_launches", &launches_done);
   m.def("device_facts", &device_facts, py::arg("device") = 0);
 
   m.def("get_switch", [](const std::string& name) { return get_switch(required_switch(name)); });
-  m.def("set_switch", [](const std::string& name, std::optional<int64_t> value) {
-    set_switch(required_switch(name), value);
-  });
+  m.def("set_switch",
+        [](const std::string& name, std::optional<int64_t> value) { set_switch(required_switch(name), value); });
   m.def("last_launch", &latest_launch, py::arg("of_this_thread") = false);
   m.def("sdpa_served", &sdpa_served);
   m.def("sdpa_returned", &sdpa_returned);

@@ -76,7 +76,8 @@ template <c10::DeviceType kDevice>
 FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(k.scalar_type(), q, kDevice), k, v, a);
+  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(k.scalar_type(), q, kDevice), k, v,
+                                 a);
 }
 
 }  // namespace
@@ -88,8 +89,9 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const KvCache cache = cache_of(k, a);
   const Problem problem = cached_problem(q, k, v, a, cache);
   const int64_t most = a.cu_seqlens_q.has_value() ? problem.total_q : problem.seqlen_q;  // queries of a sequence
-  TORCH_CHECK_NOT_IMPLEMENTED(most * problem.num_heads <= int64_t{1} << 30, "attention over a cache: a sequence of q may have ",
-                              most * problem.num_heads, " rows (queries * heads), more than 2^30. Split the call.");
+  TORCH_CHECK_NOT_IMPLEMENTED(most * problem.num_heads <= int64_t{1} << 30,
+                              "attention over a cache: a sequence of q may have ", most * problem.num_heads,
+                              " rows (queries * heads), more than 2^30. Split the call.");
   const DeviceInfo info = device_info_of(q);
   const Choice choice = choice_of(a.path);
   const Path& path = required_path(problem, info, choice);
@@ -126,9 +128,7 @@ TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
   m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
-  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autograd>);
-}
+TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) { m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autograd>); }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {
   m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autocast<c10::DeviceType::CUDA>>);

@@ -22,10 +22,10 @@ using OptionalName = std::optional<std::string_view>;
 
 // What a call says beside q, k, v and what a backward reads. Without modifiers by default.
 struct CallArgs {
-  OptionalTensor dlse;                         // of a backward: the gradient of lse
-  OptionalTensor cu_seqlens_q, cu_seqlens_k;   // (batch + 1,) int32; none: dense
-  OptionalTensor seqused_k, block_table;       // of a forward over a cache: (batch,), (batch, max_pages) int32
-  SymInt max_seqlen_q = 0, max_seqlen_k = 0;   // 0: not known; for FLOP counts alone
+  OptionalTensor dlse;  // of a backward: the gradient of lse
+  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // (batch + 1,) int32; none: dense
+  OptionalTensor seqused_k, block_table;  // of a forward over a cache: (batch,), (batch, max_pages) int32
+  SymInt max_seqlen_q = 0, max_seqlen_k = 0;  // 0: not known; for FLOP counts alone
   double softmax_scale = 1.;
   SymInt window_left = -1, window_right = -1;  // inclusive reach, -1: unlimited
 
@@ -34,7 +34,7 @@ struct CallArgs {
   SymInt block_rows = 0, block_cols = 0, sink_tokens = 0, chunk = 0;
   bool top_left = false;
 
-  bool want_row_max = false;                                                            // of a forward with modifiers
+  bool want_row_max = false;  // of a forward with modifiers
   bool need_qkv = true, need_bias = false, need_slopes = false, need_sinks = false;  // of a backward with modifiers
   bool deterministic = false;
   OptionalName path;
@@ -46,26 +46,28 @@ struct Field {
   std::string_view name;
   T CallArgs::* member;
 };
-#define FLASH_EXT_FIELD(name) ::flash_ext::Field{#name, &::flash_ext::CallArgs::name}
+#define FLASH_EXT_FIELD(name) \
+  ::flash_ext::Field { #name, &::flash_ext::CallArgs::name }
 
 namespace fields {
 inline constexpr std::tuple kDlse{FLASH_EXT_FIELD(dlse)};
-inline constexpr std::tuple kProblem{FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FIELD(cu_seqlens_k),
-                                     FLASH_EXT_FIELD(max_seqlen_q), FLASH_EXT_FIELD(max_seqlen_k),
+inline constexpr std::tuple kProblem{FLASH_EXT_FIELD(cu_seqlens_q),  FLASH_EXT_FIELD(cu_seqlens_k),
+                                     FLASH_EXT_FIELD(max_seqlen_q),  FLASH_EXT_FIELD(max_seqlen_k),
                                      FLASH_EXT_FIELD(softmax_scale), FLASH_EXT_FIELD(window_left),
                                      FLASH_EXT_FIELD(window_right)};
-inline constexpr std::tuple kCached{FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FIELD(cu_seqlens_k),
-                                    FLASH_EXT_FIELD(seqused_k),    FLASH_EXT_FIELD(block_table),
-                                    FLASH_EXT_FIELD(max_seqlen_q), FLASH_EXT_FIELD(max_seqlen_k),
+inline constexpr std::tuple kCached{FLASH_EXT_FIELD(cu_seqlens_q),  FLASH_EXT_FIELD(cu_seqlens_k),
+                                    FLASH_EXT_FIELD(seqused_k),     FLASH_EXT_FIELD(block_table),
+                                    FLASH_EXT_FIELD(max_seqlen_q),  FLASH_EXT_FIELD(max_seqlen_k),
                                     FLASH_EXT_FIELD(softmax_scale), FLASH_EXT_FIELD(window_left),
-                                    FLASH_EXT_FIELD(window_right), FLASH_EXT_FIELD(path)};
+                                    FLASH_EXT_FIELD(window_right),  FLASH_EXT_FIELD(path)};
 // In the order of flash_ext._ops.modifiers.Modifiers.
 inline constexpr std::tuple kModifiers{
-    FLASH_EXT_FIELD(bias), FLASH_EXT_FIELD(mask), FLASH_EXT_FIELD(document_q), FLASH_EXT_FIELD(document_k),
-    FLASH_EXT_FIELD(prefix_lens), FLASH_EXT_FIELD(hidden_rows), FLASH_EXT_FIELD(hidden_keys), FLASH_EXT_FIELD(blocks),
-    FLASH_EXT_FIELD(slopes), FLASH_EXT_FIELD(sinks), FLASH_EXT_FIELD(rng), FLASH_EXT_FIELD(softcap),
-    FLASH_EXT_FIELD(dropout_p), FLASH_EXT_FIELD(block_rows), FLASH_EXT_FIELD(block_cols), FLASH_EXT_FIELD(sink_tokens),
-    FLASH_EXT_FIELD(chunk), FLASH_EXT_FIELD(top_left)};
+    FLASH_EXT_FIELD(bias),        FLASH_EXT_FIELD(mask),        FLASH_EXT_FIELD(document_q),
+    FLASH_EXT_FIELD(document_k),  FLASH_EXT_FIELD(prefix_lens), FLASH_EXT_FIELD(hidden_rows),
+    FLASH_EXT_FIELD(hidden_keys), FLASH_EXT_FIELD(blocks),      FLASH_EXT_FIELD(slopes),
+    FLASH_EXT_FIELD(sinks),       FLASH_EXT_FIELD(rng),         FLASH_EXT_FIELD(softcap),
+    FLASH_EXT_FIELD(dropout_p),   FLASH_EXT_FIELD(block_rows),  FLASH_EXT_FIELD(block_cols),
+    FLASH_EXT_FIELD(sink_tokens), FLASH_EXT_FIELD(chunk),       FLASH_EXT_FIELD(top_left)};
 inline constexpr std::tuple kRowMax{FLASH_EXT_FIELD(want_row_max)};
 inline constexpr std::tuple kNeeds{FLASH_EXT_FIELD(need_qkv), FLASH_EXT_FIELD(need_bias), FLASH_EXT_FIELD(need_slopes),
                                    FLASH_EXT_FIELD(need_sinks)};
@@ -149,9 +151,9 @@ template <typename R, size_t kTensors, const auto& kFields>
 using Operator = OperatorOf<R, kFields, std::make_index_sequence<kTensors>,
                             std::make_index_sequence<std::tuple_size_v<std::remove_cvref_t<decltype(kFields)>>>>;
 
-using FwdResult = std::tuple<Tensor, Tensor>;                                    // out, lse
-using BwdResult = std::tuple<Tensor, Tensor, Tensor>;                            // dq, dk, dv
-using FwdModResult = std::tuple<Tensor, Tensor, Tensor>;                         // out, lse, row_max
+using FwdResult = std::tuple<Tensor, Tensor>;  // out, lse
+using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
+using FwdModResult = std::tuple<Tensor, Tensor, Tensor>;  // out, lse, row_max
 using BwdModResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // dq, dk, dv, dbias, dslopes, dsinks
 
 using FwdOperator = Operator<FwdResult, 3, fields::kFwd>;

@@ -55,9 +55,8 @@ bool is_wide(c10::ScalarType dtype) { return dtype == at::kFloat || dtype == at:
 void check_devices(const Tensor& q, const Tensor& k, const Tensor& v) {
   TORCH_CHECK_NOT_IMPLEMENTED(q.is_cuda() || q.is_cpu() || q.is_meta(), "q is on ", q.device(),
                               "; attention runs on cuda and cpu. Move q, k and v to one of them.");
-  TORCH_CHECK_VALUE(q.device() == k.device() && q.device() == v.device(),
-                    "q, k and v must be on one device, got q on ", q.device(), ", k on ",
-                    k.device(), ", v on ", v.device(), ". Move them with .to(q.device).");
+  TORCH_CHECK_VALUE(q.device() == k.device() && q.device() == v.device(), "q, k and v must be on one device, got q on ",
+                    q.device(), ", k on ", k.device(), ", v on ", v.device(), ". Move them with .to(q.device).");
 }
 
 void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autocasts = true) {
@@ -67,13 +66,11 @@ void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autoca
   if (C10_LIKELY(same && known)) return;
   std::ostringstream got;
   got << "got q " << dtype_of(q) << ", k " << dtype_of(k) << ", v " << dtype_of(v);
-  TORCH_CHECK_TYPE(
-      !q.is_cuda(), "q, k and v on cuda must all be torch.float16 or all torch.bfloat16, ",
-      got.str(), ". Cast them with .to(torch.bfloat16)", autocasts ? ", or call inside torch.autocast(\"cuda\")." : ".");
-  TORCH_CHECK_TYPE(
-      known,
-      "q, k and v must all be torch.float16, torch.bfloat16, torch.float32 or torch.float64, ",
-      got.str(), ". Cast them first.");
+  TORCH_CHECK_TYPE(!q.is_cuda(), "q, k and v on cuda must all be torch.float16 or all torch.bfloat16, ", got.str(),
+                   ". Cast them with .to(torch.bfloat16)",
+                   autocasts ? ", or call inside torch.autocast(\"cuda\")." : ".");
+  TORCH_CHECK_TYPE(known, "q, k and v must all be torch.float16, torch.bfloat16, torch.float32 or torch.float64, ",
+                   got.str(), ". Cast them first.");
   TORCH_CHECK_TYPE(same, "q, k and v must share one dtype, ", got.str(),
                    autocasts ? ". Cast them to one, or call inside torch.autocast." : ". Cast them to one.");
 }
@@ -87,23 +84,22 @@ void check_unit_stride(const Tensor& t, const char* name) {
 void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q) {
   TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(cu),
                    ". Convert it with .to(torch.int32).");
-  TORCH_CHECK_VALUE(cu.device() == q.device(), name, " must be on the device of q, ", q.device(),
-                    ", got ", cu.device(), ".");
-  TORCH_CHECK_VALUE(cu.dim() == 1 && at_most(1, cu.sym_size(0)), name,
-                    " must have shape (batch + 1,), got ", shape_of(cu), ".");
+  TORCH_CHECK_VALUE(cu.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", cu.device(),
+                    ".");
+  TORCH_CHECK_VALUE(cu.dim() == 1 && at_most(1, cu.sym_size(0)), name, " must have shape (batch + 1,), got ",
+                    shape_of(cu), ".");
   TORCH_CHECK_VALUE(cu.is_contiguous(), name, " must be contiguous, got stride ", cu.sym_stride(0),
                     ". Call .contiguous() on it.");
 }
 
-void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v,
-                           const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
+                           const OptionalTensor& cu_seqlens_k) {
   TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
                     "cu_seqlens_q and cu_seqlens_k must be given together, got only ",
                     cu_seqlens_q.has_value() ? "cu_seqlens_q" : "cu_seqlens_k", ".");
   const bool packed = cu_seqlens_q.has_value();
   const int64_t want_dim = packed ? 3 : 4;
-  const char* layout =
-      packed ? "(total, num_heads, head_dim)" : "(batch, seqlen, num_heads, head_dim)";
+  const char* layout = packed ? "(total, num_heads, head_dim)" : "(batch, seqlen, num_heads, head_dim)";
   TORCH_CHECK_VALUE(q.dim() == want_dim, "q must have shape ", layout, ", got ", shape_of(q), ".",
                     packed && q.dim() == 4    ? " Sequences of one length go into attention."
                     : !packed && q.dim() == 3 ? " Packed sequences go into attention_varlen."
@@ -117,72 +113,67 @@ void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v,
                       "cu_seqlens_q and cu_seqlens_k must have the same length (batch + 1), got ",
                       cu_seqlens_q->sym_size(0), " and ", cu_seqlens_k->sym_size(0), ".");
   } else {
-    TORCH_CHECK_VALUE(equal(q.sym_size(0), k.sym_size(0)), "k must have the batch size of q, ",
-                      q.sym_size(0), ", got ", k.sym_size(0), ".");
-    TORCH_CHECK_VALUE(equal(q.sym_size(0), v.sym_size(0)), "v must have the batch size of q, ",
-                      q.sym_size(0), ", got ", v.sym_size(0), ".");
+    TORCH_CHECK_VALUE(equal(q.sym_size(0), k.sym_size(0)), "k must have the batch size of q, ", q.sym_size(0), ", got ",
+                      k.sym_size(0), ".");
+    TORCH_CHECK_VALUE(equal(q.sym_size(0), v.sym_size(0)), "v must have the batch size of q, ", q.sym_size(0), ", got ",
+                      v.sym_size(0), ".");
   }
   // The kernels count rows, heads and batch entries in 32 bits; offsets are 64-bit. Sizes that are
   // still symbolic are not asked: the limit would become a guard of every traced program.
   for (int64_t i = 0; i < want_dim - 1; ++i) {
-    TORCH_CHECK_VALUE(q.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32 &&
-                          k.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32,
-                      "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ",
-                      shape_of(k), ". Split the call.");
+    TORCH_CHECK_VALUE(
+        q.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32 && k.sym_size(i).maybe_as_int().value_or(0) <= kMaxInt32,
+        "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ", shape_of(k),
+        ". Split the call.");
   }
 }
 
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
-  TORCH_CHECK_VALUE(equal(k.sym_size(-3), v.sym_size(-3)), "v must have the sequence length of k, ",
-                    k.sym_size(-3), ", got ", v.sym_size(-3), ".");
-  TORCH_CHECK_VALUE(equal(k.sym_size(-2), v.sym_size(-2)), "v must have the num_heads of k, ",
-                    k.sym_size(-2), ", got ", v.sym_size(-2), ".");
-  TORCH_CHECK_VALUE(equal(q.sym_size(-1), k.sym_size(-1)), "k must have the head_dim of q, ",
-                    q.sym_size(-1), ", got ", k.sym_size(-1), ".");
+  TORCH_CHECK_VALUE(equal(k.sym_size(-3), v.sym_size(-3)), "v must have the sequence length of k, ", k.sym_size(-3),
+                    ", got ", v.sym_size(-3), ".");
+  TORCH_CHECK_VALUE(equal(k.sym_size(-2), v.sym_size(-2)), "v must have the num_heads of k, ", k.sym_size(-2), ", got ",
+                    v.sym_size(-2), ".");
+  TORCH_CHECK_VALUE(equal(q.sym_size(-1), k.sym_size(-1)), "k must have the head_dim of q, ", q.sym_size(-1), ", got ",
+                    k.sym_size(-1), ".");
   TORCH_CHECK_VALUE(at_most(1, q.sym_size(-1)), "head_dim of q and k must be at least 1, got 0.");
   TORCH_CHECK_VALUE(at_most(1, v.sym_size(-1)), "head_dim of v must be at least 1, got 0.");
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !q.is_cuda() || at_most(q.sym_size(-1), kMaxHeadDim), "head_dim of q and k must be at most ",
-      kMaxHeadDim, " on cuda, got ", q.sym_size(-1),
-      ". Use smaller heads, or torch.nn.functional.scaled_dot_product_attention.");
-  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(v.sym_size(-1), kMaxHeadDim),
-                              "head_dim of v must be at most ", kMaxHeadDim, " on cuda, got ",
-                              v.sym_size(-1),
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(q.sym_size(-1), kMaxHeadDim),
+                              "head_dim of q and k must be at most ", kMaxHeadDim, " on cuda, got ", q.sym_size(-1),
+                              ". Use smaller heads, or torch.nn.functional.scaled_dot_product_attention.");
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(v.sym_size(-1), kMaxHeadDim), "head_dim of v must be at most ",
+                              kMaxHeadDim, " on cuda, got ", v.sym_size(-1),
                               ". Split v along its last dimension and concatenate the outputs.");
 
   const SymInt num_heads = q.sym_size(-2);
   const SymInt num_heads_k = k.sym_size(-2);
-  const bool divides =
-      equal(num_heads, num_heads_k) ||
-      (at_most(1, num_heads) && at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
+  const bool divides = equal(num_heads, num_heads_k) ||
+                       (at_most(1, num_heads) && at_most(1, num_heads_k) && equal(num_heads % num_heads_k, 0));
   if (C10_LIKELY(divides)) return;
-  const bool is_heads_first = q.dim() == 4 && at_most(1, q.sym_size(1)) && at_most(1, k.sym_size(1)) &&
-                              equal(q.sym_size(1) % k.sym_size(1), 0);
-  TORCH_CHECK_VALUE(false, "num_heads of q must be a positive multiple of num_heads of k and v, got ", num_heads,
-                    " and ", num_heads_k, ".",
-                    is_heads_first ? " Tensors of shape (batch, num_heads, seqlen, head_dim) need layout=\"bhsd\"." : "");
+  const bool is_heads_first =
+      q.dim() == 4 && at_most(1, q.sym_size(1)) && at_most(1, k.sym_size(1)) && equal(q.sym_size(1) % k.sym_size(1), 0);
+  TORCH_CHECK_VALUE(
+      false, "num_heads of q must be a positive multiple of num_heads of k and v, got ", num_heads, " and ",
+      num_heads_k, ".",
+      is_heads_first ? " Tensors of shape (batch, num_heads, seqlen, head_dim) need layout=\"bhsd\"." : "");
 }
 
 void check_options(const Tensor& q, const CallArgs& a) {
-  TORCH_CHECK_VALUE(std::isfinite(a.softmax_scale), "scale must be finite, got ",
-                    a.softmax_scale, ".");
-  TORCH_CHECK_VALUE(
-      at_most(-1, a.window_left) && at_most(-1, a.window_right),
-      "window_size must be (left, right) with values of at least -1 (-1 is unlimited), got (",
-      a.window_left, ", ", a.window_right, ").");
-  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_q), "max_seqlen_q must not be negative, got ",
-                    a.max_seqlen_q, "; leave it out when unknown.");
-  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_k), "max_seqlen_k must not be negative, got ",
-                    a.max_seqlen_k, "; leave it out when unknown.");
+  TORCH_CHECK_VALUE(std::isfinite(a.softmax_scale), "scale must be finite, got ", a.softmax_scale, ".");
+  TORCH_CHECK_VALUE(at_most(-1, a.window_left) && at_most(-1, a.window_right),
+                    "window_size must be (left, right) with values of at least -1 (-1 is unlimited), got (",
+                    a.window_left, ", ", a.window_right, ").");
+  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_q), "max_seqlen_q must not be negative, got ", a.max_seqlen_q,
+                    "; leave it out when unknown.");
+  TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_k), "max_seqlen_k must not be negative, got ", a.max_seqlen_k,
+                    "; leave it out when unknown.");
   if (!a.path.has_value()) return;
   Choice choice;
   const std::string error = parse_choice(*a.path, choice);
-  TORCH_CHECK_VALUE(error.empty() && !a.path->empty(), "backend must be None (automatic) or one of ",
-                    path_names(), ", got '", *a.path, "'", error.empty() ? "" : ": ", error, ".");
+  TORCH_CHECK_VALUE(error.empty() && !a.path->empty(), "backend must be None (automatic) or one of ", path_names(),
+                    ", got '", *a.path, "'", error.empty() ? "" : ": ", error, ".");
   if (q.is_cpu() && *a.path != "cpu") {
     std::string text;
-    for (const Path& gpu_path : gpu_paths())
-      text += std::string(gpu_path.name) + " backend: q is on cpu; ";
+    for (const Path& gpu_path : gpu_paths()) text += std::string(gpu_path.name) + " backend: q is on cpu; ";
     TORCH_CHECK_VALUE(false, "backend '", *a.path, "' cannot run this call. ", text,
                       "cpu backend: accepts. Leave backend out, or move q, k and v to a GPU.");
   }
@@ -190,19 +181,17 @@ void check_options(const Tensor& q, const CallArgs& a) {
 
 // `t` must look like a result of the forward: same device, the given shape.
 void check_like(const Tensor& t, const char* name, const Tensor& q, c10::SymIntArrayRef want) {
-  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(),
-                    ", got ", t.device(), ".");
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(),
+                    ".");
   bool same = t.dim() == static_cast<int64_t>(want.size());
-  for (size_t i = 0; same && i < want.size(); ++i)
-    same = equal(t.sym_size(static_cast<int64_t>(i)), want[i]);
+  for (size_t i = 0; same && i < want.size(); ++i) same = equal(t.sym_size(static_cast<int64_t>(i)), want[i]);
   TORCH_CHECK_VALUE(same, name, " must have shape ", want, ", got ", shape_of(t), ".");
 }
 
 void check_row_statistic(const Tensor& t, const char* name, const Tensor& q) {
   const auto want = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  TORCH_CHECK_TYPE(t.scalar_type() == want, name, " must be ",
-                   want == at::kFloat ? "torch.float32" : "torch.float64", ", got ", dtype_of(t),
-                   ".");
+  TORCH_CHECK_TYPE(t.scalar_type() == want, name, " must be ", want == at::kFloat ? "torch.float32" : "torch.float64",
+                   ", got ", dtype_of(t), ".");
   if (q.dim() == 4) {
     const std::array<SymInt, 3> shape = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
     check_like(t, name, q, shape);
@@ -275,8 +264,8 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
     check_modifier(a.bias, "bias", q, {statistic}, shape(true, {{heads, 1}, any}), true);
     const SymInt entries = a.bias->sym_size(2);
     TORCH_CHECK_VALUE(equal(entries % 2, 1), "bias by distance must have an odd number of entries, got ", entries, ".");
-    TORCH_CHECK_VALUE(at_most(a.bias->sym_numel(), INT32_MAX), "bias by distance must have less than 2^31 elements, got ",
-                      a.bias->sym_numel(), ".");
+    TORCH_CHECK_VALUE(at_most(a.bias->sym_numel(), INT32_MAX),
+                      "bias by distance must have less than 2^31 elements, got ", a.bias->sym_numel(), ".");
   } else {
     check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
   }
@@ -284,9 +273,9 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   if (is_int32(a.mask)) {
     const Sizes to_rows = packed ? any : Sizes{condensed::mask_rows(rows), condensed::mask_rows(SymInt(1))};
     const Sizes to_words = packed ? any : Sizes{condensed::mask_words(keys)};
-    check_modifier(a.mask, "mask", q, {at::kInt},
-                   a.mask->dim() == 3 ? shape(true, {{heads, 1}, to_rows}) : shape(true, {{heads, 1}, to_rows, to_words}),
-                   true);
+    check_modifier(
+        a.mask, "mask", q, {at::kInt},
+        a.mask->dim() == 3 ? shape(true, {{heads, 1}, to_rows}) : shape(true, {{heads, 1}, to_rows, to_words}), true);
     const int64_t found = a.mask->sym_size(2).maybe_as_int().value_or(0);
     TORCH_CHECK_VALUE(condensed::mask_rows(condensed::rows_of_mask(found)) == found,
                       "a condensed mask has rows and two more for each 64 of them, got ", found, " in all.");
@@ -298,9 +287,10 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   check_modifier(a.prefix_lens, "prefix_lens", q, {at::kInt}, {{batch}}, true);
   const auto of_intervals = [&](const OptionalTensor& t, const SymInt& length) {
     const bool is_condensed = t.has_value() && t->dim() == (packed ? 2 : 3);
-    return is_condensed ? shape(!packed, {{heads, 1}, {condensed::interval_length(length, 1),
-                                                       condensed::interval_length(length, 2)}})
-                        : shape(!packed, {{heads, 1}, {length}, {2, 4}});
+    return is_condensed
+               ? shape(!packed,
+                       {{heads, 1}, {condensed::interval_length(length, 1), condensed::interval_length(length, 2)}})
+               : shape(!packed, {{heads, 1}, {length}, {2, 4}});
   };
   check_modifier(a.hidden_rows, "hidden_rows", q, {at::kInt}, of_intervals(a.hidden_rows, keys), true);
   check_modifier(a.hidden_keys, "hidden_keys", q, {at::kInt}, of_intervals(a.hidden_keys, rows), true);
@@ -352,11 +342,13 @@ static void check_numbers(const Tensor& t, const char* name, const Tensor& q, in
                           const SymInt& batch) {
   TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(t),
                    ". Convert it with .to(torch.int32).");
-  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(), ".");
-  TORCH_CHECK_VALUE(t.dim() == dims && equal(t.sym_size(0), batch), name, " must have shape ", shape, " with batch ", batch,
-                    ", got ", shape_of(t), ".");
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(),
+                    ".");
+  TORCH_CHECK_VALUE(t.dim() == dims && equal(t.sym_size(0), batch), name, " must have shape ", shape, " with batch ",
+                    batch, ", got ", shape_of(t), ".");
   TORCH_CHECK_VALUE(equal(t.sym_stride(-1), 1) || at_most(t.sym_size(-1), 1), name,
-                    " must have stride 1 in its last dimension, got strides ", t.sym_strides(), ". Call .contiguous() on it.");
+                    " must have stride 1 in its last dimension, got strides ", t.sym_strides(),
+                    ". Call .contiguous() on it.");
 }
 
 void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
@@ -373,10 +365,10 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
                              : in_rows ? "(total_k, num_heads, head_dim)"
                                        : "(batch, seqlen_k, num_heads, head_dim)";
   for (const auto& [t, name] : {std::pair{&k, "k"}, {&v, "v"}}) {
-    TORCH_CHECK_VALUE(t->dim() == (in_rows ? 3 : 4), name, " must have shape ", layout, in_pages ? " with block_table" : "",
-                      ", got ", shape_of(*t), ".");
-    TORCH_CHECK_VALUE(equal(t->sym_size(0), k.sym_size(0)), "v must have the ", in_pages ? "pages" : "entries", " of k, ",
-                      k.sym_size(0), ", got ", v.sym_size(0), ".");
+    TORCH_CHECK_VALUE(t->dim() == (in_rows ? 3 : 4), name, " must have shape ", layout,
+                      in_pages ? " with block_table" : "", ", got ", shape_of(*t), ".");
+    TORCH_CHECK_VALUE(equal(t->sym_size(0), k.sym_size(0)), "v must have the ", in_pages ? "pages" : "entries",
+                      " of k, ", k.sym_size(0), ", got ", v.sym_size(0), ".");
     check_unit_stride(*t, name);
   }
   check_unit_stride(q, "q");
@@ -384,7 +376,8 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
   if (in_pages) {
     check_numbers(*a.block_table, "block_table", q, 2, "(batch, max_pages)", batch);
     TORCH_CHECK_VALUE(at_most(1, k.sym_size(1)), "a page of k must hold at least 1 key, got shape ", shape_of(k), ".");
-    TORCH_CHECK_VALUE(a.seqused_k.has_value(), "seqused_k must be given with block_table: the length of each sequence.");
+    TORCH_CHECK_VALUE(a.seqused_k.has_value(),
+                      "seqused_k must be given with block_table: the length of each sequence.");
   } else if (in_rows) {
     check_cu_seqlens(*a.cu_seqlens_k, "cu_seqlens_k", q);
     TORCH_CHECK_VALUE(equal(a.cu_seqlens_k->sym_size(0), batch + 1), "cu_seqlens_k must have ", batch + 1,
@@ -395,8 +388,9 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
   }
   if (a.seqused_k.has_value()) check_numbers(*a.seqused_k, "seqused_k", q, 1, "(batch,)", batch);
   for (const SymInt& size : {q.sym_size(0), q.sym_size(-3), q.sym_size(-2), k.sym_size(0), k.sym_size(-3)}) {
-    TORCH_CHECK_VALUE(size.maybe_as_int().value_or(0) <= kMaxInt32, "every dimension of q and k must be below 2**31, got q ",
-                      shape_of(q), ", k ", shape_of(k), ". Split the call.");
+    TORCH_CHECK_VALUE(size.maybe_as_int().value_or(0) <= kMaxInt32,
+                      "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ", shape_of(k),
+                      ". Split the call.");
   }
   check_options(q, a);
 }
@@ -406,12 +400,12 @@ void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tenso
   check_fwd(q, k, v, a);
   std::vector<SymInt> out_shape = q.sym_sizes().vec();
   out_shape.back() = v.sym_size(-1);
-  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out must have the dtype of q, ",
-                   dtype_of(q), ", got ", dtype_of(out), ".");
+  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out must have the dtype of q, ", dtype_of(q), ", got ",
+                   dtype_of(out), ".");
   check_like(out, "out", q, out_shape);
   check_unit_stride(out, "out");
-  TORCH_CHECK_TYPE(dout.scalar_type() == q.scalar_type(), "dout must have the dtype of q, ",
-                   dtype_of(q), ", got ", dtype_of(dout), ".");
+  TORCH_CHECK_TYPE(dout.scalar_type() == q.scalar_type(), "dout must have the dtype of q, ", dtype_of(q), ", got ",
+                   dtype_of(dout), ".");
   check_like(dout, "dout", q, out_shape);
   check_row_statistic(lse, "lse", q);
   if (a.dlse.has_value()) check_row_statistic(*a.dlse, "dlse", q);

@@ -103,15 +103,15 @@ void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols) {
                    "condense takes a bool mask or block map, or int32 ids or intervals, got ", x.scalar_type(), ".");
   const int64_t rows = block_rows.guard_int(__FILE__, __LINE__), cols = block_cols.guard_int(__FILE__, __LINE__);
   TORCH_CHECK_VALUE((rows == 0) == (cols == 0) && rows >= 0 && cols >= 0 && rows % 16 == 0 && cols % 16 == 0,
-                    "block_rows and block_cols must be multiples of 16, and 0 for what is no block map, got (", rows, ", ",
-                    cols, ").");
+                    "block_rows and block_cols must be multiples of 16, and 0 for what is no block map, got (", rows,
+                    ", ", cols, ").");
   TORCH_CHECK_VALUE(is_bool ? x.dim() == 4 : rows == 0 && x.dim() >= 1 && x.dim() <= 4,
                     "condense takes a mask or block map of 4 dimensions, ids of 1 or 2, and intervals of 3 or 4, got ",
                     x.dim(), is_bool ? " of a bool tensor." : ".");
   if (is_bool || x.dim() <= 2) return;
   const int64_t numbers = x.sym_size(-1).guard_int(__FILE__, __LINE__);
-  TORCH_CHECK_VALUE(numbers == 2 || numbers == 4,
-                    "the last dimension of intervals must have 2 or 4 numbers, got ", numbers, ".");
+  TORCH_CHECK_VALUE(numbers == 2 || numbers == 4, "the last dimension of intervals must have 2 or 4 numbers, got ",
+                    numbers, ".");
 }
 
 Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols) {

@@ -18,7 +18,8 @@ bool is_16_bit(const Tensor& t) { return t.scalar_type() == at::kHalf || t.scala
 int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
 
 void check_device(const Tensor& t, const char* name, const Tensor& q) {
-  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(), ".");
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(),
+                    ".");
 }
 
 const int32_t* bounds_of(const Tensor& cu, const char* name, const Tensor& q) {
@@ -34,7 +35,8 @@ Problem fp8_problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t h
   const bool packed = cu_seqlens_q.has_value();
   TORCH_CHECK_VALUE(packed == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k must be given together.");
   const int64_t dims = packed ? 3 : 4;
-  TORCH_CHECK_VALUE(q.dim() == dims && k.dim() == dims && v.dim() == dims, "q, k and v must have ", dims, " dimensions.");
+  TORCH_CHECK_VALUE(q.dim() == dims && k.dim() == dims && v.dim() == dims, "q, k and v must have ", dims,
+                    " dimensions.");
   check_device(k, "k", q);
   check_device(v, "v", q);
   for (const Tensor& t : {q, k}) {
@@ -48,11 +50,13 @@ Problem fp8_problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t h
   p.num_heads_k = static_cast<int32_t>(k.size(-2));
   p.head_dim = static_cast<int32_t>(q.size(-1));
   p.head_dim_v = static_cast<int32_t>(head_dim_v);
-  TORCH_CHECK_VALUE(p.num_heads_k > 0 && p.num_heads % p.num_heads_k == 0, "heads of q must be a multiple of those of k.");
+  TORCH_CHECK_VALUE(p.num_heads_k > 0 && p.num_heads % p.num_heads_k == 0,
+                    "heads of q must be a multiple of those of k.");
   if (packed) {
     p.cu_seqlens_q = bounds_of(*cu_seqlens_q, "cu_seqlens_q", q);
     p.cu_seqlens_k = bounds_of(*cu_seqlens_k, "cu_seqlens_k", q);
-    TORCH_CHECK_VALUE(cu_seqlens_q->size(0) == cu_seqlens_k->size(0), "cu_seqlens_q and cu_seqlens_k must have one length.");
+    TORCH_CHECK_VALUE(cu_seqlens_q->size(0) == cu_seqlens_k->size(0),
+                      "cu_seqlens_q and cu_seqlens_k must have one length.");
     p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);
     p.total_k = k.size(0);
@@ -130,27 +134,33 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
   if (!mixed) {
     x.q_factor = factors_of(*q_descale, p, q, p.num_heads, factor_blocks(rows_q, p.batch, p.is_varlen()), "q_descale");
-    x.k_factor = factors_of(*k_descale, p, q, p.num_heads_k, factor_blocks(rows_k, p.batch, p.is_varlen()), "k_descale");
+    x.k_factor =
+        factors_of(*k_descale, p, q, p.num_heads_k, factor_blocks(rows_k, p.batch, p.is_varlen()), "k_descale");
   }
   x.v_factor = factors_of(v_descale, p, q, p.num_heads_k, p.head_dim_v, "v_descale");
   if (v_offset.has_value()) x.v_offset = factors_of(*v_offset, p, q, p.num_heads_k, p.head_dim_v, "v_offset");
   if (row_offset.has_value()) {
     check_device(*row_offset, "row_offset", q);
-    TORCH_CHECK_VALUE(row_offset->is_contiguous() && row_offset->sizes() == lse.sizes() && row_offset->scalar_type() == at::kFloat,
-                      "row_offset must be float32, contiguous, and have the shape of lse.");
+    TORCH_CHECK_VALUE(
+        row_offset->is_contiguous() && row_offset->sizes() == lse.sizes() && row_offset->scalar_type() == at::kFloat,
+        "row_offset must be float32, contiguous, and have the shape of lse.");
     x.row_offset = row_offset->const_data_ptr<float>();
   }
 
   const DeviceInfo info = device_info_of(q);
   const Choice choice = choice_of(path_text);
   const Path& path = required_path(p, info, choice);
-  const Request request{.direction = Direction::kForward, .problem = p,
-                        .operands = mixed ? Operands::kMixed : Operands::kFp8, .constraints = choice.constraints};
+  const Request request{.direction = Direction::kForward,
+                        .problem = p,
+                        .operands = mixed ? Operands::kMixed : Operands::kFp8,
+                        .constraints = choice.constraints};
   const Plan found = plan(request, info, path.arch);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !found.row.empty(), "no fp8 kernel runs this call: they need a Hopper GPU, head sizes that are multiples of 16 up to "
+      !found.row.empty(),
+      "no fp8 kernel runs this call: they need a Hopper GPU, head sizes that are multiples of 16 up to "
       "128 (q and k in fp8 up to 192), and rows on 16 bytes. Call ",
-      p.is_varlen() ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k)" : "attention(*x.dequantize())",
+      p.is_varlen() ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k)"
+                    : "attention(*x.dequantize())",
       " instead.");
   FwdParams params;
   params.problem = p;
@@ -172,8 +182,9 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   const OnDevice on_device(q);
   TORCH_CHECK_TYPE(is_16_bit(q) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
                    "quantize_fp8 takes float16 or bfloat16.");
-  TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && k.size(-2) == v.size(-2) && k.size(-3) == v.size(-3) && v.dim() == k.dim() &&
-                        (k.dim() == 3 || k.size(0) == v.size(0)) && q.stride(-1) == 1 && k.stride(-1) == 1 && v.stride(-1) == 1,
+  TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && k.size(-2) == v.size(-2) && k.size(-3) == v.size(-3) &&
+                        v.dim() == k.dim() && (k.dim() == 3 || k.size(0) == v.size(0)) && q.stride(-1) == 1 &&
+                        k.stride(-1) == 1 && v.stride(-1) == 1,
                     "q, k and v do not fit each other.");
   QuantizeFp8 x;
   Problem& p = x.problem = fp8_problem(q, k, v, v.size(-1), q.scalar_type(), cu_seqlens_q, cu_seqlens_k);
@@ -195,17 +206,16 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   const int64_t rows_q = packed ? p.total_q : p.seqlen_q, rows_k = packed ? p.total_k : p.seqlen_k;
   const bool shifts_k = smooth_k && !mixed;
   const int64_t columns = transposed_columns(rows_k, p.batch, packed);
-  Quantized r{
-      mixed ? new_tensor({0}, bytes) : new_tensor(q.sizes(), bytes),
-      mixed ? new_tensor({0}, bytes) : new_tensor(k.sizes(), bytes),
-      packed ? new_tensor({p.num_heads_k, p.head_dim_v, columns}, bytes)
-             : new_tensor({p.batch, p.num_heads_k, p.head_dim_v, columns}, bytes),
-      of_heads(!mixed, p.num_heads, blocks(rows_q), floats),
-      of_heads(!mixed, p.num_heads_k, blocks(rows_k), floats),
-      of_heads(true, p.num_heads_k, p.head_dim_v, floats),
-      of_heads(smooth_v, p.num_heads_k, p.head_dim_v, floats),
-      of_heads(shifts_k, p.num_heads_k, p.head_dim, floats),
-      shifts_k ? empty_lse(q) : new_tensor({0}, floats)};
+  Quantized r{mixed ? new_tensor({0}, bytes) : new_tensor(q.sizes(), bytes),
+              mixed ? new_tensor({0}, bytes) : new_tensor(k.sizes(), bytes),
+              packed ? new_tensor({p.num_heads_k, p.head_dim_v, columns}, bytes)
+                     : new_tensor({p.batch, p.num_heads_k, p.head_dim_v, columns}, bytes),
+              of_heads(!mixed, p.num_heads, blocks(rows_q), floats),
+              of_heads(!mixed, p.num_heads_k, blocks(rows_k), floats),
+              of_heads(true, p.num_heads_k, p.head_dim_v, floats),
+              of_heads(smooth_v, p.num_heads_k, p.head_dim_v, floats),
+              of_heads(shifts_k, p.num_heads_k, p.head_dim, floats),
+              shifts_k ? empty_lse(q) : new_tensor({0}, floats)};
   auto& [q8, k8, v8, q_descale, k_descale, v_descale, v_offset, k_offset, row_offset] = r;
   // What no tile writes: rows, columns and blocks outside sequences, and everything where there are no keys.
   if (packed || p.total_k == 0 || p.total_q == 0) {
@@ -232,14 +242,16 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
 }
 
 TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
-  m.def("quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool by_block, bool smooth_k, "
-        "bool smooth_v, bool hadamard, bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, "
-        "Tensor v_descale, Tensor v_offset, Tensor k_offset, Tensor row_offset)",
-        {at::Tag::pt2_compliant_tag});
-  m.def("fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor v_descale, Tensor? v_offset, "
-        "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, int window_left, "
-        "int window_right, ScalarType dtype, str? path) -> (Tensor out, Tensor lse)",
-        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool by_block, bool smooth_k, "
+      "bool smooth_v, bool hadamard, bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, "
+      "Tensor v_descale, Tensor v_offset, Tensor k_offset, Tensor row_offset)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor v_descale, Tensor? v_offset, "
+      "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, int window_left, "
+      "int window_right, ScalarType dtype, str? path) -> (Tensor out, Tensor lse)",
+      {at::Tag::pt2_compliant_tag});
 }
 
 }  // namespace flash_ext

@@ -17,14 +17,12 @@ namespace {
 
 // What kernels read several numbers at a time of. Tensors of flash_ext::condense and slices of their batch and heads do.
 void check_boundary(const void* at, uintptr_t bytes, const char* names) {
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(at) % bytes == 0, names, " must begin on ", bytes, " bytes where they are ",
-                    "condensed. Call .clone() on them.");
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(at) % bytes == 0, names, " must begin on ", bytes,
+                    " bytes where they are ", "condensed. Call .clone() on them.");
 }
 
 // A dimension of size 1 is broadcast.
-int64_t broadcast_stride(const Tensor& t, int64_t dim) {
-  return t.size(dim) == 1 ? 0 : t.stride(dim);
-}
+int64_t broadcast_stride(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
 int32_t extent(const Tensor& t, int64_t dim) {
   return t.size(dim) == 1 ? BitRows::kAny : static_cast<int32_t>(t.size(dim));
@@ -280,10 +278,11 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (name == "sinks") {
       m.sinks = reinterpret_cast<const float*>(&something);
     } else {
-      throw std::invalid_argument("unknown modifier '" + name +
-                                  "'; known: softcap, alibi, bias, bias_gradient, relative, relative_gradient, dropout, "
-                                  "mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, "
-                                  "sink_tokens, sinks");
+      throw std::invalid_argument(
+          "unknown modifier '" + name +
+          "'; known: softcap, alibi, bias, bias_gradient, relative, relative_gradient, dropout, "
+          "mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, "
+          "sink_tokens, sinks");
     }
   }
   m.has_score_mod = m.softcap > 0 || m.adds();

@@ -21,7 +21,8 @@ constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
 // Results of rows that see nothing because there are no keys at all. False: a kernel is needed, for packed sequences that
 // have sinks.
-bool fill_without_keys(const Problem& p, const CallArgs& a, const Tensor& out, const Tensor& lse, const Tensor& row_max) {
+bool fill_without_keys(const Problem& p, const CallArgs& a, const Tensor& out, const Tensor& lse,
+                       const Tensor& row_max) {
   const bool has_sinks = a.sinks.has_value() && p.batch > 0;
   out.zero_();
   if (row_max.defined()) row_max.fill_(kMinusInfinity);
@@ -108,8 +109,8 @@ bool is_plain_given_lse(const Problem& p, const CallArgs& a) {
     return false;
   }
   // Where there is no window, or rows and keys are as many, both alignments are one.
-  const bool is_aligned = !a.top_left || (p.window_left < 0 && p.window_right < 0) ||
-                          (!p.is_varlen() && p.seqlen_q == p.seqlen_k);
+  const bool is_aligned =
+      !a.top_left || (p.window_left < 0 && p.window_right < 0) || (!p.is_varlen() && p.seqlen_q == p.seqlen_k);
   return is_aligned && a.softcap == 0 && a.dropout_p == 0 && a.sink_tokens == 0 && a.chunk == 0;
 }
 
@@ -286,8 +287,8 @@ void use_null_kernels_on_cpu(bool enable) {
     set_switch(which, enable ? std::optional<int64_t>(value) : std::nullopt);
   }
   if (!enable) return;
-  library = std::make_unique<torch::Library>(torch::Library::IMPL, "flash_ext",
-                                             c10::DispatchKey::CPU, __FILE__, __LINE__);
+  library =
+      std::make_unique<torch::Library>(torch::Library::IMPL, "flash_ext", c10::DispatchKey::CPU, __FILE__, __LINE__);
   implement(*library);
 }
 
@@ -300,9 +301,8 @@ TORCH_LIBRARY(flash_ext, m) {
   define(FwdOperator::schema("fwd", kQkv, "(Tensor out, Tensor lse)"));
   define(BwdOperator::schema("bwd", kBackward, "(Tensor dq, Tensor dk, Tensor dv)"));
   define(FwdModOperator::schema("fwd_mod", kQkv, "(Tensor out, Tensor lse, Tensor row_max)"));
-  define(BwdModOperator::schema(
-      "bwd_mod", kBackward,
-      "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"));
+  define(BwdModOperator::schema("bwd_mod", kBackward,
+                                "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"));
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) { implement(m); }

@@ -80,9 +80,8 @@ namespace {
 
 // ---- F.scaled_dot_product_attention without a mask ----------------------------------------------
 
-SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
-                        const Tensor& value, double dropout_p, bool is_causal,
-                        bool return_debug_mask, OptionalScale scale) {
+SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value,
+                        double dropout_p, bool is_causal, bool return_debug_mask, OptionalScale scale) {
   Reason reason = refusal_of_dense(query, key, value, dropout_p);
   if (return_debug_mask) reason = "a debug mask is asked for";
   if (reason == nullptr) {
@@ -91,29 +90,21 @@ SdpaResult sdpa_forward(c10::DispatchKeySet keys, const Tensor& query, const Ten
     if (reason == nullptr) {
       count_served(kSdpaForward, query, key, value);
       const BelowAll guard;
-      auto [out, lse] = call.forward(std::nullopt, std::nullopt, scale_of(scale, query), -1,
-                                     is_causal ? 0 : -1);
+      auto [out, lse] = call.forward(std::nullopt, std::nullopt, scale_of(scale, query), -1, is_causal ? 0 : -1);
       auto [seed, offset] = no_state(query);
-      return {std::move(out),
-              std::move(lse),
-              Tensor(),
-              Tensor(),
-              query.size(2),
-              key.size(2),
-              std::move(seed),
-              std::move(offset),
-              new_tensor({0}, query.options())};
+      return {std::move(out),  std::move(lse),    Tensor(),
+              Tensor(),        query.size(2),     key.size(2),
+              std::move(seed), std::move(offset), new_tensor({0}, query.options())};
     }
   }
-  return call_before<SdpaResult>(kSdpaForward, reason, keys, query, key, value, dropout_p, is_causal,
-                                 return_debug_mask, scale);
+  return call_before<SdpaResult>(kSdpaForward, reason, keys, query, key, value, dropout_p, is_causal, return_debug_mask,
+                                 scale);
 }
 
-BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query,
-                        const Tensor& key, const Tensor& value, const Tensor& out,
-                        const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k, SymInt max_q,
-                        SymInt max_k, double dropout_p, bool is_causal, const Tensor& seed,
-                        const Tensor& offset, OptionalScale scale) {
+BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const Tensor& out, const Tensor& lse, const Tensor& cu_q,
+                        const Tensor& cu_k, SymInt max_q, SymInt max_k, double dropout_p, bool is_causal,
+                        const Tensor& seed, const Tensor& offset, OptionalScale scale) {
   Reason reason = refusal_of_dense(query, key, value, dropout_p);
   if (cu_q.defined()) reason = "the sequences are packed";
   if (reason == nullptr) {
@@ -123,21 +114,19 @@ BwdResult sdpa_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const 
     if (reason == nullptr) {
       count_served(kSdpaBackward, query, key, value);
       const BelowAll guard;
-      return call.backward(grad_out, out, lse, std::nullopt, std::nullopt, scale_of(scale, query),
-                           -1, is_causal ? 0 : -1);
+      return call.backward(grad_out, out, lse, std::nullopt, std::nullopt, scale_of(scale, query), -1,
+                           is_causal ? 0 : -1);
     }
   }
-  return call_before<BwdResult>(kSdpaBackward, reason, keys, grad_out, query, key, value, out, lse, cu_q,
-                                cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, scale);
+  return call_before<BwdResult>(kSdpaBackward, reason, keys, grad_out, query, key, value, out, lse, cu_q, cu_k, max_q,
+                                max_k, dropout_p, is_causal, seed, offset, scale);
 }
 
 // ---- varlen_attn, nested tensors ----------------------------------------------------------------
 
 using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-int64_t window_of(const OptionalSymInt& side) {
-  return side.has_value() ? side->guard_int(__FILE__, __LINE__) : -1;
-}
+int64_t window_of(const OptionalSymInt& side) { return side.has_value() ? side->guard_int(__FILE__, __LINE__) : -1; }
 
 // Negative sides other than -1 mean unlimited as well there.
 int64_t unlimited_if_negative(int64_t side) { return side < 0 ? -1 : side; }
@@ -170,8 +159,7 @@ struct FlashForward<Result(Args...)> {
       auto [out, lse] = call.forward(cu_q, cu_k, scale_of(std::get<kScale>(all), q),
                                      unlimited_if_negative(window_of(std::get<kLeft>(all))), right);
       auto [seed, offset] = no_state(q);
-      return {std::move(out), std::move(lse), std::move(seed), std::move(offset),
-              new_tensor({0}, q.options())};
+      return {std::move(out), std::move(lse), std::move(seed), std::move(offset), new_tensor({0}, q.options())};
     }
     return call_before<Result>(kFlashForward, reason, keys, args...);
   }
@@ -186,12 +174,10 @@ struct FlashForward<Result(Args...)> {
   }
 };
 
-BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& q,
-                         const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                         const Tensor& cu_q, const Tensor& cu_k, SymInt max_q, SymInt max_k,
-                         double dropout_p, bool is_causal, const Tensor& rng_state,
-                         const Tensor& unused, OptionalScale scale, OptionalSymInt left,
-                         OptionalSymInt right) {
+BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                         const Tensor& v, const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
+                         SymInt max_q, SymInt max_k, double dropout_p, bool is_causal, const Tensor& rng_state,
+                         const Tensor& unused, OptionalScale scale, OptionalSymInt left, OptionalSymInt right) {
   const OptionalTensor bounds_q = optional(cu_q), bounds_k = optional(cu_k);
   const Call call{q, k, v, false};
   Reason reason = nullptr;
@@ -206,9 +192,8 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
                          unlimited_if_negative(window_of(left)),
                          is_causal ? 0 : unlimited_if_negative(window_of(right)));
   }
-  return call_before<BwdResult>(kFlashBackward, reason, keys, grad_out, q, k, v, out, lse, cu_q, cu_k,
-                                max_q, max_k, dropout_p, is_causal, rng_state, unused, scale, left,
-                                right);
+  return call_before<BwdResult>(kFlashBackward, reason, keys, grad_out, q, k, v, out, lse, cu_q, cu_k, max_q, max_k,
+                                dropout_p, is_causal, rng_state, unused, scale, left, right);
 }
 
 // ---- on and off ---------------------------------------------------------------------------------
@@ -216,8 +201,7 @@ BwdResult flash_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const
 Before found_at(c10::DispatchKey key) {
   Before found;
   for (const char* name : kNames) {
-    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-        (std::string("aten::") + name).c_str(), "");
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + name).c_str(), "");
     std::optional<c10::SafeKernelFunction> kernel;
     if (op.hasKernelForDispatchKey(key)) kernel.emplace(op.getComputedKernelForDispatchKey(key));
     found.push_back({std::move(op), std::move(kernel)});
@@ -241,12 +225,10 @@ void set_sdpa(std::string_view key_name) {
     const std::lock_guard<std::mutex> lock_before(before_mutex);
     before.swap(found);
   }
-  auto library =
-      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   library->impl(kNames[kSdpaForward], TORCH_FN(sdpa_forward));
   library->impl(kNames[kSdpaBackward], TORCH_FN(sdpa_backward));
-  library->impl(kNames[kFlashForward],
-                TORCH_FN(FlashForward<at::_ops::_flash_attention_forward::schema>::call));
+  library->impl(kNames[kFlashForward], TORCH_FN(FlashForward<at::_ops::_flash_attention_forward::schema>::call));
   library->impl(kNames[kFlashBackward], TORCH_FN(flash_backward));
   library->impl(kNames[kMaskedForward], TORCH_FN(masked_forward));
   library->impl(kNames[kMaskedBackward], TORCH_FN(masked_backward));
@@ -273,8 +255,6 @@ std::map<std::pair<std::string, std::string>, int64_t> sdpa_returned() {
 
 void set_sdpa_listener(SdpaListener wanted) { listener = wanted; }
 
-TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
-  m.def("_set_sdpa(str key) -> ()", &set_sdpa);
-}
+TORCH_LIBRARY_FRAGMENT(flash_ext, m) { m.def("_set_sdpa(str key) -> ()", &set_sdpa); }
 
 }  // namespace flash_ext

@@ -94,8 +94,7 @@ inline Tensor empty_beside(const Tensor& like, int64_t head_dim) {
   const auto length = [&](int64_t dim) {
     return like.stride(dim) == 0 ? std::numeric_limits<int64_t>::max() : like.stride(dim);
   };
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return length(a) < length(b); });
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return length(a) < length(b); });
   int64_t stride = 1;
   for (const int64_t dim : order) {
     strides[dim] = stride;
@@ -135,30 +134,24 @@ struct Call {
     return flash_ext::refusal(scale, q, k, v, cu_q, cu_k);
   }
 
-  FwdResult forward(const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
-                    int64_t left, int64_t right) const {
+  FwdResult forward(const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale, int64_t left,
+                    int64_t right) const {
     const CallArgs args = plain_args(cu_q, cu_k, scale, left, right);
     const Tensor wanted = empty_beside(query, value.size(-1));
-    auto [out, lse] =
-        is_written(wanted)
-            ? fwd_into(rows_first(wanted), q, k, v, args)
-            : call_fwd(q, k, v, args);
+    auto [out, lse] = is_written(wanted) ? fwd_into(rows_first(wanted), q, k, v, args) : call_fwd(q, k, v, args);
     return {place(out, wanted), std::move(lse)};
   }
 
-  BwdResult backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse,
-                     const OptionalTensor& cu_q, const OptionalTensor& cu_k, double scale,
-                     int64_t left, int64_t right) const {
+  BwdResult backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse, const OptionalTensor& cu_q,
+                     const OptionalTensor& cu_k, double scale, int64_t left, int64_t right) const {
     const CallArgs args = plain_args(cu_q, cu_k, scale, left, right);
-    const Tensor wanted_q = empty_beside(query, query.size(-1)),
-                 wanted_k = empty_beside(key, key.size(-1)),
+    const Tensor wanted_q = empty_beside(query, query.size(-1)), wanted_k = empty_beside(key, key.size(-1)),
                  wanted_v = empty_beside(value, value.size(-1));
     const Tensor dout = rows_first(grad_out), o = rows_first(out);
     const bool written = is_written(wanted_q) && is_written(wanted_k) && is_written(wanted_v);
-    const auto [dq, dk, dv] =
-        written ? bwd_into({rows_first(wanted_q), rows_first(wanted_k), rows_first(wanted_v)}, dout, q, k, v, o, lse,
-                           args)
-                : call_bwd(dout, q, k, v, o, lse, args);
+    const auto [dq, dk, dv] = written ? bwd_into({rows_first(wanted_q), rows_first(wanted_k), rows_first(wanted_v)},
+                                                 dout, q, k, v, o, lse, args)
+                                      : call_bwd(dout, q, k, v, o, lse, args);
     return {place(dq, wanted_q), place(dk, wanted_k), place(dv, wanted_v)};
   }
 

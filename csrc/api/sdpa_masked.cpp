@@ -45,9 +45,9 @@ OptionalTensor without_repeats(const OptionalTensor& bias) {
 
 }  // namespace
 
-MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
-                            const Tensor& value, const OptionalTensor& bias, bool compute_lse,
-                            double dropout_p, bool is_causal, OptionalScale scale) {
+MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value,
+                            const OptionalTensor& bias, bool compute_lse, double dropout_p, bool is_causal,
+                            OptionalScale scale) {
   Reason reason = refusal_of_dense(query, key, value, dropout_p);
   if (reason == nullptr) {
     const Tensor q = swapped(query), k = swapped(key), v = swapped(value);
@@ -56,8 +56,8 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
     if (reason == nullptr) {
       count_served(kMaskedForward, query, key, value);
       const BelowAll guard;
-      const auto [out, own_lse, row_max] = call_fwd_mod(
-          q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(bias)));
+      const auto [out, own_lse, row_max] =
+          call_fwd_mod(q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(bias)));
       const int64_t rows = q.size(1);
       const int64_t padded = compute_lse ? (rows + kLseRows - 1) / kLseRows * kLseRows : 0;
       Tensor lse = own_lse;
@@ -69,17 +69,17 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
           lse.narrow(2, rows, padded - rows).fill_(std::numeric_limits<double>::infinity());
         }
       }
-      return {out.transpose(1, 2), std::move(lse), no_number(query, is_capturing(query)), no_number(query, is_capturing(query))};
+      return {out.transpose(1, 2), std::move(lse), no_number(query, is_capturing(query)),
+              no_number(query, is_capturing(query))};
     }
   }
-  return call_before<MaskedResult>(kMaskedForward, reason, keys, query, key, value, bias, compute_lse,
-                                   dropout_p, is_causal, scale);
+  return call_before<MaskedResult>(kMaskedForward, reason, keys, query, key, value, bias, compute_lse, dropout_p,
+                                   is_causal, scale);
 }
 
-MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query,
-                             const Tensor& key, const Tensor& value, const Tensor& bias,
-                             const Tensor& out, const Tensor& lse, const Tensor& seed,
-                             const Tensor& offset, double dropout_p, std::array<bool, 4> needs,
+MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                             const Tensor& value, const Tensor& bias, const Tensor& out, const Tensor& lse,
+                             const Tensor& seed, const Tensor& offset, double dropout_p, std::array<bool, 4> needs,
                              bool is_causal, OptionalScale scale) {
   Reason reason = refusal_of_dense(query, key, value, dropout_p);
   if (!grad_out.defined()) reason = kNoGradient;
@@ -97,15 +97,15 @@ MaskedResult masked_backward(c10::DispatchKeySet keys, const Tensor& grad_out, c
       CallArgs args = masked_args(scale_of(scale, q), is_causal, need_bias ? given : without_repeats(given));
       args.need_qkv = needs[0] || needs[1] || needs[2];
       args.need_bias = need_bias;
-      auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(
-          grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.narrow(2, 0, q.size(1)), args);
+      auto [dq, dk, dv, dbias, dslopes, dsinks] =
+          call_bwd_mod(grad_out.transpose(1, 2), q, k, v, out.transpose(1, 2), lse.narrow(2, 0, q.size(1)), args);
       const auto wanted = [](bool needed, Tensor t) { return needed ? t : Tensor(); };
       return {wanted(needs[0], dq.transpose(1, 2)), wanted(needs[1], dk.transpose(1, 2)),
               wanted(needs[2], dv.transpose(1, 2)), wanted(need_bias, dbias)};
     }
   }
-  return call_before<MaskedResult>(kMaskedBackward, reason, keys, grad_out, query, key, value, bias, out,
-                                   lse, seed, offset, dropout_p, needs, is_causal, scale);
+  return call_before<MaskedResult>(kMaskedBackward, reason, keys, grad_out, query, key, value, bias, out, lse, seed,
+                                   offset, dropout_p, needs, is_causal, scale);
 }
 
 // ---- F.scaled_dot_product_attention with grouped heads and a mask -------------------------------
@@ -134,10 +134,9 @@ OptionalTensor with_four_dims(const OptionalTensor& bias) {
 
 }  // namespace
 
-SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
-                           const Tensor& value, const OptionalTensor& bias, bool compute_lse,
-                           double dropout_p, bool is_causal, bool return_debug_mask,
-                           OptionalScale scale) {
+SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value,
+                           const OptionalTensor& bias, bool compute_lse, double dropout_p, bool is_causal,
+                           bool return_debug_mask, OptionalScale scale) {
   Reason reason = refusal_of_grouped(query, key, value, bias.has_value(), is_causal, dropout_p);
   if (return_debug_mask) reason = "a debug mask is asked for";
   if (reason == nullptr) {
@@ -148,21 +147,27 @@ SdpaResult grouped_forward(c10::DispatchKeySet keys, const Tensor& query, const 
     if (reason == nullptr) {
       count_served(kGroupedForward, query, key, value);
       const BelowAll guard;
-      const auto [out, lse, row_max] = call_fwd_mod(
-          q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(mask)));
-      return {placed_beside(query, out.transpose(1, 2)), lse.unsqueeze(-1), Tensor(), Tensor(), query.size(2),
-              key.size(2), no_number(query, true), no_number(query, true), Tensor()};
+      const auto [out, lse, row_max] =
+          call_fwd_mod(q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(mask)));
+      return {placed_beside(query, out.transpose(1, 2)),
+              lse.unsqueeze(-1),
+              Tensor(),
+              Tensor(),
+              query.size(2),
+              key.size(2),
+              no_number(query, true),
+              no_number(query, true),
+              Tensor()};
     }
   }
-  return call_before<SdpaResult>(kGroupedForward, reason, keys, query, key, value, bias, compute_lse,
-                                 dropout_p, is_causal, return_debug_mask, scale);
+  return call_before<SdpaResult>(kGroupedForward, reason, keys, query, key, value, bias, compute_lse, dropout_p,
+                                 is_causal, return_debug_mask, scale);
 }
 
-BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query,
-                           const Tensor& key, const Tensor& value, const Tensor& out,
-                           const Tensor& lse, const Tensor& seed, const Tensor& offset,
-                           const Tensor& bias, const Tensor& cu_q, const Tensor& cu_k, SymInt max_q,
-                           SymInt max_k, double dropout_p, bool is_causal, OptionalScale scale) {
+BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                           const Tensor& value, const Tensor& out, const Tensor& lse, const Tensor& seed,
+                           const Tensor& offset, const Tensor& bias, const Tensor& cu_q, const Tensor& cu_k,
+                           SymInt max_q, SymInt max_k, double dropout_p, bool is_causal, OptionalScale scale) {
   Reason reason = refusal_of_grouped(query, key, value, bias.defined(), is_causal, dropout_p);
   if (!grad_out.defined()) reason = kNoGradient;
   if (cu_q.defined() || cu_k.defined()) reason = "the sequences are packed";
@@ -183,9 +188,8 @@ BwdResult grouped_backward(c10::DispatchKeySet keys, const Tensor& grad_out, con
               placed_beside(value, dv.transpose(1, 2))};
     }
   }
-  return call_before<BwdResult>(kGroupedBackward, reason, keys, grad_out, query, key, value, out, lse, seed,
-                                offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
-                                scale);
+  return call_before<BwdResult>(kGroupedBackward, reason, keys, grad_out, query, key, value, out, lse, seed, offset,
+                                bias, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, scale);
 }
 
 }  // namespace flash_ext

@@ -28,15 +28,14 @@ enum SdpaOperator {
   kGroupedBackward
 };
 inline constexpr int kNumOperators = 8;
-inline constexpr std::array<const char*, kNumOperators> kNames = {
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_backward",
-    "_flash_attention_forward",
-    "_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_cudnn_attention_backward"};
+inline constexpr std::array<const char*, kNumOperators> kNames = {"_scaled_dot_product_flash_attention",
+                                                                  "_scaled_dot_product_flash_attention_backward",
+                                                                  "_flash_attention_forward",
+                                                                  "_flash_attention_backward",
+                                                                  "_scaled_dot_product_efficient_attention",
+                                                                  "_scaled_dot_product_efficient_attention_backward",
+                                                                  "_scaled_dot_product_cudnn_attention",
+                                                                  "_scaled_dot_product_cudnn_attention_backward"};
 
 struct Replaced {
   c10::OperatorHandle op;
@@ -57,9 +56,9 @@ Result call_before(SdpaOperator which, Reason reason, c10::DispatchKeySet keys, 
   count_returned(which, reason);
   const std::shared_ptr<const Before> all = current_before();
   const Replaced& b = (*all)[which];
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      b.kernel.has_value(), "aten::", kNames[which],
-      ": flash_ext does not serve this call because ", reason, ", and this torch has no implementation of its own.");
+  TORCH_CHECK_NOT_IMPLEMENTED(b.kernel.has_value(), "aten::", kNames[which],
+                              ": flash_ext does not serve this call because ", reason,
+                              ", and this torch has no implementation of its own.");
   torch::jit::Stack stack;
   stack.reserve(sizeof...(args));
   (stack.emplace_back(std::forward<Args>(args)), ...);
@@ -84,8 +83,7 @@ inline Reason refusal_of_dense(const Tensor& query, const Tensor& key, const Ten
   return query.dim() == 4 && key.dim() == 4 && value.dim() == 4 ? nullptr : "the tensors have other dimensions";
 }
 
-using SdpaResult =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+using SdpaResult = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
 
 using MaskedResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 

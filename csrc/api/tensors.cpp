@@ -106,8 +106,8 @@ const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice
   TORCH_CHECK(info.error.empty(), "flash_ext cannot read the GPU: ", info.error);
   const Path* path = choose_path(p, info, wanted.path);
   if (C10_LIKELY(path != nullptr)) return *path;
-  TORCH_CHECK_VALUE(wanted.path.empty(), "backend '", wanted.path, "' cannot run this call. ",
-                    refusal_text(p, info), ".");
+  TORCH_CHECK_VALUE(wanted.path.empty(), "backend '", wanted.path, "' cannot run this call. ", refusal_text(p, info),
+                    ".");
   TORCH_CHECK_NOT_IMPLEMENTED(false, "no backend can run this call. ", refusal_text(p, info), ".");
 }
 
@@ -169,8 +169,9 @@ bool is_capturing(const Tensor& q) {
 bool is_deterministic(bool asked) { return asked || at::globalContext().deterministicAlgorithms(); }
 
 Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& o) {
-  return at::_ops::empty_memory_format::call(c10::fromIntArrayRefSlow(sizes), c10::optTypeMetaToScalarType(o.dtype_opt()),
-                                             o.layout_opt(), o.device_opt(), o.pinned_memory_opt(), std::nullopt);
+  return at::_ops::empty_memory_format::call(c10::fromIntArrayRefSlow(sizes),
+                                             c10::optTypeMetaToScalarType(o.dtype_opt()), o.layout_opt(),
+                                             o.device_opt(), o.pinned_memory_opt(), std::nullopt);
 }
 
 Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& o) {

@@ -45,9 +45,7 @@ struct AttnMod {
 
   // First and last key that rows up to some row, or from one on, may see; none where the last is before the first.
   __device__ int first_key_of(int first_row) const { return max(0, first_row + shift() - p.reach_left); }
-  __device__ int last_key_of(int last_row) const {
-    return min(seqlen_k - 1, last_row + shift() + p.reach_right);
-  }
+  __device__ int last_key_of(int last_row) const { return min(seqlen_k - 1, last_row + shift() + p.reach_right); }
 
   // Tiles of keys that a tile of queries may see.
   template <int kBlockM, int kBlockN>

@@ -22,8 +22,8 @@ struct TileDistances {
 struct HeadDistances {
   float slope;
   float low, high;  // what a table gives to all keys `reach` or more before the row, and behind it
-  int reach;        // none is as far where those are not finite: they are then added score by score, because as constants
-                    // they would meet a maximum that is not finite either
+  int reach;  // none is as far where those are not finite: they are then added score by score, because as constants
+  // they would meet a maximum that is not finite either
 
   static constexpr int kNever = 1 << 29;
 
@@ -39,16 +39,20 @@ struct HeadDistances {
   }
 
   // Of rows from `centre` (row + shift) on and keys from `key` on.
-  __device__ __forceinline__ TileDistances over(const DistanceBias& x, int centre, int rows, int key,
-                                                int keys) const {
+  __device__ __forceinline__ TileDistances over(const DistanceBias& x, int centre, int rows, int key, int keys) const {
     // Read at once: behind branches each read waited for itself.
     uint32_t bits[3] = {__float_as_uint(slope), __float_as_uint(low), __float_as_uint(high)};
     int a_reach = reach;
     asm volatile("" : "+r"(bits[0]), "+r"(bits[1]), "+r"(bits[2]), "+r"(a_reach));
     const float a_slope = __uint_as_float(bits[0]), a_low = __uint_as_float(bits[1]), a_high = __uint_as_float(bits[2]);
     const bool behind = centre - (key + keys - 1) >= a_reach, before = key - (centre + rows - 1) >= a_reach;
-    return {!behind && !before && (a_slope != 0.f || x.table != nullptr), behind ? a_low : before ? a_high : 0.f,
-            behind ? -a_slope : before ? a_slope : 0.f};
+    return {!behind && !before && (a_slope != 0.f || x.table != nullptr),
+            behind   ? a_low
+            : before ? a_high
+                     : 0.f,
+            behind   ? -a_slope
+            : before ? a_slope
+                     : 0.f};
   }
   // Of the rows: 1 behind all keys, -1 before them, else 0.
   __device__ __forceinline__ int side(int centre, int rows, int key, int keys) const {

@@ -36,7 +36,8 @@ struct __align__(16) DropKeys {
 // head, row and key only. One Philox block serves the rows r, r + 8 and the keys c, c + 8, c + 16, c + 24:
 // the largest set that a thread owns both in S and in S^T.
 template <bool kT, bool kSign, int kA, int kN>
-__device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m, int row0, int col0, const DropKeys& keys) {
+__device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m, int row0, int col0,
+                                     const DropKeys& keys) {
   const int lane = ptx::fresh_lane();
   // Both draws of a word are compared in its upper half; drop_below is not 0.
   const uint32_t highest = (m.drop_below << 16) - 1;

@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kA][kN][4], uin
   constexpr int kSlots = kLeftSlots<kAhead, kBlocks>;
   uint32_t a[kSlots][kA][4];
   stream_fragments<D / 16 * kBlocks, kAhead>(
-      [&](int i, uint32_t(&b)[4]) {
+      [&](int i, uint32_t (&b)[4]) {
         const int ks = i / kBlocks, nb = i % kBlocks;
         if (nb == 0) {
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kA][kN][4], uin
         }
         ptx::ldmatrix_x4(b, Tile::block(b_lane, nb * 16, ks));
       },
-      [&](int i, const uint32_t(&b)[4]) {
+      [&](int i, const uint32_t (&b)[4]) {
         const int ks = i / kBlocks, nb = i % kBlocks;
 #pragma unroll
         for (int m = 0; m < kA; ++m) {
@@ -78,14 +78,14 @@ __device__ __forceinline__ void multiply_accumulate(float (&acc)[kA][D / 8][4], 
   };
   uint32_t a[kA][4];
   stream_fragments<kK / 2 * kBlocks, kAhead>(
-      [&](int i, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, i / kBlocks * 16, i % kBlocks)); },
-      [&](int i, const uint32_t(&b)[4]) {
+      [&](int i, uint32_t (&b)[4]) { ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, i / kBlocks * 16, i % kBlocks)); },
+      [&](int i, const uint32_t (&b)[4]) {
         const int ks = i / kBlocks, db = i % kBlocks;
         if (db == 0) {
 #pragma unroll
           for (int m = 0; m < kA; ++m) {
-            const float(&lo)[4] = weights[m][2 * ks];
-            const float(&hi)[4] = weights[m][2 * ks + 1];
+            const float (&lo)[4] = weights[m][2 * ks];
+            const float (&hi)[4] = weights[m][2 * ks + 1];
             a[m][0] = pack(lo[0], lo[1]);
             a[m][1] = pack(lo[2], lo[3]);
             a[m][2] = pack(hi[0], hi[1]);
@@ -107,13 +107,13 @@ __device__ __forceinline__ void multiply_packed(float (&acc)[kA][D / 8][4], cons
   using Tile = SmemTile<D>;
   constexpr int kBlocks = D / 16;
   stream_fragments<kK / 2 * kBlocks, kAhead>(
-      [&](int i, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, i / kBlocks * 16, i % kBlocks)); },
-      [&](int i, const uint32_t(&b)[4]) {
+      [&](int i, uint32_t (&b)[4]) { ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, i / kBlocks * 16, i % kBlocks)); },
+      [&](int i, const uint32_t (&b)[4]) {
         const int ks = i / kBlocks, db = i % kBlocks;
 #pragma unroll
         for (int m = 0; m < kA; ++m) {
-          const uint32_t(&lo)[2] = weights[m][2 * ks];
-          const uint32_t(&hi)[2] = weights[m][2 * ks + 1];
+          const uint32_t (&lo)[2] = weights[m][2 * ks];
+          const uint32_t (&hi)[2] = weights[m][2 * ks + 1];
           const uint32_t a[4] = {lo[0], lo[1], hi[0], hi[1]};
           ptx::mma_m16n8k16<E>(acc[m][2 * db], a, b[0], b[1]);
           ptx::mma_m16n8k16<E>(acc[m][2 * db + 1], a, b[2], b[3]);

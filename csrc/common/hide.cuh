@@ -59,8 +59,9 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const ScoreMod& sc
 #pragma unroll
         for (int r = 0; r < 2 * kA; ++r) words[r][0] = ~0u;
       }
-      and_words_of_rows(words, score_mod, [&](int r) { return row0 + place(r); }, col0 + 32 * n4, tests,
-                        BlockWordFromMemory{score_mod});
+      and_words_of_rows(
+          words, score_mod, [&](int r) { return row0 + place(r); }, col0 + 32 * n4, tests,
+          BlockWordFromMemory{score_mod});
 #pragma unroll
       for (int r = 0; r < 2 * kA; ++r) {
         const uint32_t mine = words[r][0] >> (2 * (lane % 4));

@@ -72,7 +72,8 @@ __device__ __forceinline__ void load_cached_tile(uint32_t tile, const CachedKeys
       const int r = row + i * kRowStep;  // of those held
       const int64_t from = __shfl_sync(ptx::kFullWarp, at, r % kHeld);
       if (kThreads == kRowStep * Tile::kChunks || row < kRowStep) {
-        ptx::cp_async_16(tile + Tile::offset(held + r, chunk), p + from, first + held + r < keys.length ? col_bytes : 0);
+        ptx::cp_async_16(tile + Tile::offset(held + r, chunk), p + from,
+                         first + held + r < keys.length ? col_bytes : 0);
       }
     }
   }

@@ -77,8 +77,8 @@ __device__ __forceinline__ void and_words_of_rows(uint32_t (&words)[kRows][kCoun
 template <int kCount, typename BlockWord>
 __device__ __forceinline__ void and_row_words(uint32_t (&words)[kCount], const ScoreMod& score_mod, int row, int col0,
                                               TileTests tests, const BlockWord& block_word) {
-  and_words_of_rows(reinterpret_cast<uint32_t(&)[1][kCount]>(words), score_mod, [&](int) { return row; }, col0, tests,
-                    block_word);
+  and_words_of_rows(
+      reinterpret_cast<uint32_t (&)[1][kCount]>(words), score_mod, [&](int) { return row; }, col0, tests, block_word);
 }
 
 template <int kCount>
@@ -133,7 +133,8 @@ struct Documents {
   __device__ explicit Documents(const ScoreMod& s)
       : rows(s.m.document_q.ids + s.seq_batch() * s.m.document_q.batch_stride + s.seq.q_start),
         keys(s.m.document_k.ids + s.seq_batch() * s.m.document_k.batch_stride + s.seq.k_start),
-        last_row(s.seq.seqlen_q - 1), last_key(s.seq.seqlen_k - 1) {}
+        last_row(s.seq.seqlen_q - 1),
+        last_key(s.seq.seqlen_k - 1) {}
   __device__ int row(int i) const {
     const int id = rows[min(i, last_row)];
     return id < 0 ? -2 : id;

@@ -30,8 +30,8 @@ struct NoModifiers {};
 using TileTests = int;
 inline constexpr TileTests kSkipTile = -1;
 inline constexpr TileTests kTestInterval = 1;  // causal, window, chunk, prefix, sink tokens, ends of sequences
-inline constexpr TileTests kTestRows = 2;      // mask, blocks, hidden_keys: known row by row
-inline constexpr TileTests kTestKeys = 4;      // documents, hidden_rows: need the key
+inline constexpr TileTests kTestRows = 2;  // mask, blocks, hidden_keys: known row by row
+inline constexpr TileTests kTestKeys = 4;  // documents, hidden_rows: need the key
 
 // Keys one row sees by causal, window, chunk, prefix and sink rules: [begin, end) and [0, always).
 struct RowKeys {
@@ -46,7 +46,7 @@ struct SeqInfo {
   int b;  // sequence
   int seqlen_q, seqlen_k;
   int64_t q_start, k_start;  // packed rows before the sequence; 0 when dense
-  int prefix;                // of this sequence, 0 without
+  int prefix;  // of this sequence, 0 without
 };
 
 __device__ __forceinline__ SeqInfo make_seq_info(const Problem& p, const Modifiers& m, const Work& w, int b) {
@@ -139,10 +139,10 @@ struct ScoreMod {
   // Do the intervals of positions [first, last] hide all (2), some (1) or none (0) of [other_first, other_last]?
   template <int kAtOnce = 1>
   __device__ int hidden(const HiddenIntervals& x, int first, int last, int64_t start, int other_first,
-                          int other_last) const {
+                        int other_last) const {
     int result = 0;
-    const int4* groups = reinterpret_cast<const int4*>(x.groups) + seq_batch() * x.group_batch_stride +
-                         h * x.group_head_stride;
+    const int4* groups =
+        reinterpret_cast<const int4*>(x.groups) + seq_batch() * x.group_batch_stride + h * x.group_head_stride;
     const int64_t lo = (start + first) / DocumentIds::kGroup, hi = (start + last) / DocumentIds::kGroup;
 #pragma unroll 1
     for (int k = 0; k < x.count; ++k) {
@@ -373,7 +373,7 @@ struct ScoreMod {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
           const float2 pair = ptx::load_late<float2>(base + r * 8 * few_bytes + n * 32);
-          float(&s)[4] = acc[r / 2][n];
+          float (&s)[4] = acc[r / 2][n];
           s[r % 2 * 2] = fmaf(s[r % 2 * 2], scale, pair.x);
           s[r % 2 * 2 + 1] = fmaf(s[r % 2 * 2 + 1], scale, pair.y);
         }

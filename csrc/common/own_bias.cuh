@@ -17,8 +17,8 @@ struct OwnBias {
 
   // `row`, `col`: of the first score. From last_row and last_col on, both above 0, a bias is 0.
   template <typename E>
-  __device__ static void load(uint32_t stage, int thread, const BiasView& x, int b, int h, int row, int col, int last_row,
-                              int last_col) {
+  __device__ static void load(uint32_t stage, int thread, const BiasView& x, int b, int h, int row, int col,
+                              int last_row, int last_col) {
     const int64_t head = b * x.batch_stride + h * x.head_stride;
     // Loads without branches, many at a time: what lies beyond reads the last element there is.
     const auto load_as = [&](const auto* first, const auto& to_float) {

@@ -174,7 +174,7 @@ __device__ __forceinline__ uint16_t* row_pointer(const StridedView& x, int b, in
 // Offset of a per-row statistic (lse and its kin): (b, h, seqlen_q) or (h, total_q).
 __device__ __forceinline__ int64_t row_stat_offset(const Problem& p, const Work& w, int h) {
   return p.cu_seqlens_q != nullptr ? h * p.total_q + w.q.start
-                       : (static_cast<int64_t>(w.b) * p.num_heads + h) * p.seqlen_q;
+                                   : (static_cast<int64_t>(w.b) * p.num_heads + h) * p.seqlen_q;
 }
 
 }  // namespace flash_ext

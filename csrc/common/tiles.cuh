@@ -66,8 +66,7 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const uint16_t* p, in
     const uint32_t hi = 2 * j + 1 < valid ? p[2 * j + 1] : 0;
     w[j] = lo | (hi << 16);
   }
-  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
-               "r"(w[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                : "memory");
 }
 
@@ -126,11 +125,9 @@ template <int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void store_tile(const TileDestination& dst, uint32_t tile, int row0, int rows,
                                            int thread_idx) {
   using Tile = SmemTile<kCols>;
-  const auto load = [&](int index, uint32_t(&w)[4]) {
+  const auto load = [&](int index, uint32_t (&w)[4]) {
     const uint32_t at = tile + Tile::offset(row0 + index / Tile::kChunks, index % Tile::kChunks);
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "r"(at));
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at));
   };
   if (dst.aligned && dst.cols % 8 == 0) {
     // Four rows in flight hide the latency of shared memory.

@@ -57,9 +57,8 @@ std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_part
   const auto at = reinterpret_cast<uintptr_t>(to.ptr);
   s.in_fours = columns % 4 == 0 && to.row_stride % 4 == 0 && to.batch_stride % 4 == 0 &&
                (heads == 1 || to.head_stride % 4 == 0) && at % 16 == 0;
-  return dispatch_dtype(p.dtype, [&]<typename E>() {
-    return launch_planned(l, sum_heads_kernel<E>, kHeadSumThreads, 0, stream, s);
-  });
+  return dispatch_dtype(
+      p.dtype, [&]<typename E>() { return launch_planned(l, sum_heads_kernel<E>, kHeadSumThreads, 0, stream, s); });
 }
 
 }  // namespace flash_ext

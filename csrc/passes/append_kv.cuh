@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kAppendThreads) append_kv_kernel(const __grid_
   const StridedView &from = is_key ? p.k_new : p.v_new, &to = is_key ? p.k_cache : p.v_cache;
   const int columns = is_key ? p.head_dim : p.head_dim_v, first = 8 * (is_key ? piece : piece - p.key_chunks);
   const uint16_t* source = row_pointer(from, 0, token, h);
-  uint16_t* place = static_cast<uint16_t*>(to.ptr) + page * to.batch_stride + in_page * to.row_stride + h * to.head_stride;
+  uint16_t* place =
+      static_cast<uint16_t*>(to.ptr) + page * to.batch_stride + in_page * to.row_stride + h * to.head_stride;
   const bool whole = first + 8 <= columns;
   const bool turns = is_key && first < p.rotary.dim && p.rotary.cos != nullptr;
   if (!turns && whole && from.aligned && to.aligned) {
@@ -67,8 +68,9 @@ __global__ void __launch_bounds__(kAppendThreads) append_kv_kernel(const __grid_
     return;
   }
   uint16_t x[8];
-  const int64_t position =
-      turns ? min(max(number_at(p.rotary.of_token, p.rotary.is_wide, token), int64_t{0}), int64_t{p.rotary.positions} - 1) : 0;
+  const int64_t position = turns ? min(max(number_at(p.rotary.of_token, p.rotary.is_wide, token), int64_t{0}),
+                                       int64_t{p.rotary.positions} - 1)
+                                 : 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int col = first + i;

@@ -18,7 +18,7 @@ template <int D>
 inline constexpr int kPassLanes = pass_lanes(D);
 
 struct RowHead {
-  int b;        // batch index for strides; 0 when packed
+  int b;  // batch index for strides; 0 when packed
   int64_t row;  // inside the batch entry; packed row otherwise
   int h;
   int64_t stat;  // offset of its lse

@@ -20,7 +20,7 @@ inline constexpr int kQuantizeThreads = 256;
 struct TensorPass {
   StridedView x;
   int heads = 0, columns = 0;
-  int64_t rows = 0;   // of a batch entry, or packed ones
+  int64_t rows = 0;  // of a batch entry, or packed ones
   int64_t first = 0;  // CTA
   float* partials = nullptr;
 };
@@ -31,13 +31,11 @@ struct StatsPass {
 };
 
 // Lanes of a row: a power of two, eight columns each.
-__host__ __device__ constexpr int lanes_of_row(int columns) {
-  return columns <= 64 ? 8 : columns <= 128 ? 16 : 32;
-}
+__host__ __device__ constexpr int lanes_of_row(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
 
 template <typename E>
-__device__ __forceinline__ void load_eight(float (&x)[8], const StridedView& view, int b, int64_t row, int h, int column,
-                                           int columns) {
+__device__ __forceinline__ void load_eight(float (&x)[8], const StridedView& view, int b, int64_t row, int h,
+                                           int column, int columns) {
   const uint16_t* from = row_pointer(view, b, row, h) + column;
   if (view.aligned && column + 8 <= columns) {
     const uint4 words = *reinterpret_cast<const uint4*>(from);
@@ -165,11 +163,11 @@ struct RowsPass {
   TensorPass t;
   uint8_t* to = nullptr;
   float* factor = nullptr;
-  int64_t blocks = 0;             // of factors of a head; 1: one for all
+  int64_t blocks = 0;  // of factors of a head; 1: one for all
   const float* offset = nullptr;  // k's, which q needs for row_offset
-  float* row_offset = nullptr;    // of q
-  int group = 1;                  // heads of this tensor that share an offset
-  int tiles = 0;                  // of a head
+  float* row_offset = nullptr;  // of q
+  int group = 1;  // heads of this tensor that share an offset
+  int tiles = 0;  // of a head
 };
 struct NumbersPass {
   Problem p;
@@ -185,9 +183,9 @@ struct NumbersPass {
 // Rows of a tile of kFp8Block: where they are, and which tile of factors it is.
 struct RowTile {
   int b;
-  int64_t start;    // row that in-tile row 0 is
-  int count;        // rows that there are
-  int64_t block;    // among the factors of a head
+  int64_t start;  // row that in-tile row 0 is
+  int count;  // rows that there are
+  int64_t block;  // among the factors of a head
   int64_t v_start;  // column of a transposed v
 };
 __device__ __forceinline__ RowTile row_tile(const Problem& p, bool queries, int b, int tile) {
@@ -195,8 +193,9 @@ __device__ __forceinline__ RowTile row_tile(const Problem& p, bool queries, int 
     const int start = tile * kFp8Block, rows = queries ? p.seqlen_q : p.seqlen_k;
     return {b, start, min(kFp8Block, rows - start), tile, start};
   }
-  const TileSlot slot = queries ? find_slot<kFp8Block>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch, tile)
-                                : find_slot<kFp8Block>(p.cu_seqlens_k, p.total_k, p.cu_seqlens_q, p.total_q, p.batch, tile);
+  const TileSlot slot = queries
+                            ? find_slot<kFp8Block>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch, tile)
+                            : find_slot<kFp8Block>(p.cu_seqlens_k, p.total_k, p.cu_seqlens_q, p.total_q, p.batch, tile);
   const int first = slot.block * kFp8Block;
   const int count = slot.outside ? 0 : min(kFp8Block, slot.rows.length - first);
   return {0, slot.rows.start + first, count, slot.rows.start / kFp8Block + slot.b + slot.block,
@@ -297,14 +296,16 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, bool queries
     }
     if (r.row_offset != nullptr) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) dot = fmaf(from_e4m3(static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)))), offset[i], dot);
+      for (int i = 0; i < 8; ++i)
+        dot = fmaf(from_e4m3(static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)))), offset[i], dot);
 #pragma unroll
       for (int step = kLanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(ptx::kFullWarp, dot, step);
     }
     if (row >= tile.count) continue;
     const int64_t packed_row = tile.b * t.rows + tile.start + row;
     if (valid) {
-      *reinterpret_cast<uint2*>(r.to + (packed_row * t.heads + h) * t.columns + column) = make_uint2(words[0], words[1]);
+      *reinterpret_cast<uint2*>(r.to + (packed_row * t.heads + h) * t.columns + column) =
+          make_uint2(words[0], words[1]);
     }
     if (r.row_offset != nullptr && lane == 0) r.row_offset[bh * t.rows + tile.start + row] = dot * factor;
   }

@@ -33,8 +33,8 @@ __device__ __forceinline__ uint32_t bits_of_bytes(const bool* at) {
 
 // The words of the rows of a condensed mask: one warp a row of 32 words at a time, a word a lane where its bytes lie
 // together, else a bit a lane by ballot.
-__global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_constant__ BoolView x, uint32_t* words,
-                                                                 int num_words, bool fill) {
+__global__ void __launch_bounds__(kMaskThreads)
+    pack_mask_kernel(const __grid_constant__ BoolView x, uint32_t* words, int num_words, bool fill) {
   ptx::allow_next_kernel();
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, pieces = (num_words + 31) / 32;
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask_kernel(const __grid_co
 
 // any and all of each word over groups of kMaskGroup rows, in the places that a condensed mask has for them; rows that are
 // not there count for neither.
-__global__ void __launch_bounds__(kMaskThreads) group_mask_kernel(const uint32_t* words, uint32_t* any, uint32_t* all,
-                                                                  int64_t heads, int rows, int num_words) {
+__global__ void __launch_bounds__(kMaskThreads)
+    group_mask_kernel(const uint32_t* words, uint32_t* any, uint32_t* all, int64_t heads, int rows, int num_words) {
   ptx::allow_next_kernel();
   const int groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kMaskThreads)
 
 // Bounds of the interval starts and ends of each group, (rows, length, count, 2), in the places that condensed intervals
 // have for them.
-__global__ void __launch_bounds__(kMaskThreads) group_intervals_kernel(const int32_t* bounds, int32_t* groups,
-                                                                       int64_t rows, int64_t length, int count) {
+__global__ void __launch_bounds__(kMaskThreads)
+    group_intervals_kernel(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count) {
   ptx::allow_next_kernel();
   const int64_t per_row = (length + DocumentIds::kGroup - 1) / DocumentIds::kGroup;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;

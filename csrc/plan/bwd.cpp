@@ -86,7 +86,7 @@ void build_split(Req r, Dev d, Plan& p) {
   };
   const Problem& x = r.problem;
   const bool dynamic = sm90::has_unequal_tiles(x);
-  const Dims f = kShort                                          ? Dims{128, 128}
+  const Dims f = kShort                                     ? Dims{128, 128}
                  : x.head_dim <= 192 && x.head_dim_v <= 128 ? Dims{192, 128}
                  : x.head_dim <= 192 && x.head_dim_v <= 192 ? Dims{192, 192}
                                                             : Dims{256, 256};
@@ -259,8 +259,8 @@ void push_hopper_dbias(Req r, Dev d, Plan& p) {
   const int size = sm90::bwd_mod_size(r.problem);
   constexpr int kBlock = sm90::BwdBiasTile::kBlock;
   p.push(main_of(KernelId::kDbias90, size, size, kBlock, kBlock, 0, sm90::BwdBiasTile::kThreads,
-                 sm90::bwd_bias_tile(size, !r.modifiers->bias.staged).smem_bytes(size), dbias_of(r, d, p).tiles(kBlock, kBlock),
-                 d.num_sms));
+                 sm90::bwd_bias_tile(size, !r.modifiers->bias.staged).smem_bytes(size),
+                 dbias_of(r, d, p).tiles(kBlock, kBlock), d.num_sms));
 }
 
 void build_short_mod(Req r, Dev d, Plan& p) {
@@ -292,9 +292,9 @@ Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
   const sm90::BwdModTile t = sm90::bwd_mod_tile(size);
   const bool dynamic = sm90::has_unequal_tiles(x, m);
   constexpr int kBlockN = sm90::BwdModTile::kBlockN;
-  Launch l = main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.stages,
-                     sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic),
-                     d.num_sms);
+  Launch l =
+      main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.stages,
+              sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic), d.num_sms);
   l.dynamic = dynamic, l.variant = v, l.pdl = sm90::prefers_pdl(x);
   l.dq = has_whole_keys(r) ? DqMode::kStored : DqMode::kAtomic;
   return l;
@@ -330,8 +330,8 @@ void build_split_mod(Req r, Dev d, Plan& p) {
   push_row_stats(r, d, p, KernelId::kRowStats90, size, size, t.block_m, DqMode::kElsewhere);
   p.main = p.num_launches;
   p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::SplitBwdTile::kKeys, t.stages,
-                 sm90::SplitBwdTile::kThreads, sm90::dkdv_mod_bytes(size), sm90::dkdv_grid(x, d, dynamic),
-                 d.num_sms)).dq = DqMode::kElsewhere;
+                 sm90::SplitBwdTile::kThreads, sm90::dkdv_mod_bytes(size), sm90::dkdv_grid(x, d, dynamic), d.num_sms))
+      .dq = DqMode::kElsewhere;
   p.push(main_of(KernelId::kBwdDqMod90, size, size, sm90::SplitBwdTile::kQueries, t.block_n, t.k_stages,
                  sm90::SplitBwdTile::kThreads, sm90::dq_mod_bytes(size), sm90::dq_grid(x, d, dynamic), d.num_sms));
   for (const int j : {0, 1}) {

@@ -90,8 +90,9 @@ void build_fp8(Req r, Dev d, Plan& p) {
   const Dims x = fp8_dims(r);
   const sm90::Fp8Tile t = sm90::fp8_tile(x.d, is_mixed(r));
   const sm90::FwdTile f = t.plain();
-  Launch& l = p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
-                             t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
+  Launch& l =
+      p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
+                     t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
   l.variant = is_mixed(r) ? kMixed : kPlain;
   l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
@@ -104,8 +105,8 @@ void build_portable(Req r, Dev d, Plan& p) {
   const bool in_stretches = takes_stretches_sm80(r.problem);
   const SmemClass c = class_of(d);
   const FwdTile t = fwd_tile_sm80(size, c, in_stretches);
-  Launch& l = p.push(main_of(KernelId::kFwd80, size, size, t.block_m, t.block_n, t.stages, t.threads(), t.smem_bytes(size),
-                             make_grid(r.problem, d, true, t.block_m), 0));
+  Launch& l = p.push(main_of(KernelId::kFwd80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
+                             t.smem_bytes(size), make_grid(r.problem, d, true, t.block_m), 0));
   l.smem_class = c;
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * kept_floats_sm80(t, size) : 0);
 }
@@ -138,7 +139,8 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
     const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
     const SplitTile t = split_tile(size, rows <= kNarrowRows ? 16 : 64);
     const int ctas_per_sm = std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
-    const double weight = (x.head_dim + x.head_dim_v) / 256., bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
+    const double weight = (x.head_dim + x.head_dim_v) / 256.,
+                 bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k);
     const int sms = std::max(1, d.num_sms);
     int64_t splits = best_parts(items, (keys + 63) / 64, t.rows, weight, bytes, sms, ctas_per_sm).parts;
@@ -184,13 +186,15 @@ void build_cached(Req r, Dev d, Plan& p) {
     const auto push_tile = [&](int tile_rows, RowRange served) {
       const SplitTile t = split_tile(size, tile_rows);
       p.push(main_of(KernelId::kFwdSplitCached80, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads,
-                     t.smem_bytes(size), slots * x.num_heads_k * c.splits, 0)).rows = served;
+                     t.smem_bytes(size), slots * x.num_heads_k * c.splits, 0))
+          .rows = served;
     };
     if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : kAny});
     if (wide) push_tile(64, {narrow_rows, tall ? kWideRows : kAny});
     if (c.splits > 1) {
       p.push(pass(KernelId::kFwdMergeCached80, size, size, int64_t{1} * x.batch * x.num_heads * c.queries,
-                  SplitTile::kThreads, p.arch == Arch::kSm90)).rows = {narrow_rows, kAny};
+                  SplitTile::kThreads, p.arch == Arch::kSm90))
+          .rows = {narrow_rows, kAny};
     }
   }
   if (!tall) return;
@@ -223,12 +227,11 @@ bool changes_exponents(Req r) { return has_one_change(r) && r.modifiers->bias.pt
 bool supports_exponents(Req r, Dev d) { return supports_mod_128(r, d) && changes_exponents(r); }
 bool supports_bias(Req r, Dev d) {
   const int block_m = sm90::fwd_mod_tile(128).plain().block_m();
-  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr && sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
+  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr &&
+         sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
 }
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
-bool supports_m192_changes(Req r, Dev d) {
-  return supports_mod(r, d) && sm90::has_m192_changes(masked_dim(r.problem));
-}
+bool supports_m192_changes(Req r, Dev d) { return supports_mod(r, d) && sm90::has_m192_changes(masked_dim(r.problem)); }
 bool supports_slopes_m192(Req r, Dev d) {
   return supports_m192_changes(r, d) && changes_exponents(r) && r.modifiers->by_distance;
 }
@@ -302,7 +305,8 @@ constexpr Row kHopper[] = {
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
      E::kMaskedM192},
-    {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap_m192, prefers_cap_m192, build_hopper_mod<true, kCap>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap_m192, prefers_cap_m192, build_hopper_mod<true, kCap>,
+     E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_drop_m192, prefers_drop_m192, build_hopper_mod<true, kDrop>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.hide", supports_hide_m192, prefers_hide_m192, build_hopper_mod<true, kHide>,

@@ -192,8 +192,7 @@ inline bool has_mixed_tiles(const Modifiers& m) {
 inline bool m192_fits(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c, M128Cost cost) {
   return !has_mixed_tiles(m) && !takes_m128(p, d, c, cost);
 }
-inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo& d,
-                           const Constraints& c) {
+inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   const bool adds = m.has_score_mod || !(p.softmax_scale > 0.f) || m.rng != nullptr;
   return !adds && m192_fits(p, m, d, c, M128Cost::hides());
 }
@@ -201,19 +200,16 @@ inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo&
 // The same of calls with one modifier of scores or weights beside what hides. With slopes, which are
 // divided by the scale: from scales of 1e7 on fp32 rounds the exponents of ordinary scores by more than 1, and fp16
 // weights overflowed, so those calls stay with the other kernel.
-inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d,
-                           const Constraints& c) {
+inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   const bool alone = m.by_distance && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
   const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
   return alone && divides && m192_fits(p, m, d, c, M128Cost::slopes(p));
 }
-inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d,
-                           const Constraints& c) {
+inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   const bool alone = m.softcap > 0.f && !m.by_distance && m.bias.ptr == nullptr && m.rng == nullptr;
   return alone && m192_fits(p, m, d, c, M128Cost::caps());
 }
-inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d,
-                           const Constraints& c) {
+inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   return m.rng != nullptr && !m.has_score_mod && p.softmax_scale > 0.f && m192_fits(p, m, d, c, M128Cost::drops(p));
 }
 
@@ -226,9 +222,7 @@ inline bool has_whole_keys(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
-inline bool prefers_whole_keys(const Problem& p, const Constraints& c) {
-  return has_whole_keys(p, c) && !c.dq_pool;
-}
+inline bool prefers_whole_keys(const Problem& p, const Constraints& c) { return has_whole_keys(p, c) && !c.dq_pool; }
 
 // The same with two warpgroups that have 128 keys each.
 inline bool has_stored_dq(const Problem& p, const Constraints& c) {

@@ -47,7 +47,8 @@ int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
   }
   if (d.batch_invariant) return 1;  // how many pay depends on the whole call, and each is rounded by itself
   const Plan whole = plan_of_rows(r, d, arch);
-  return whole.row.empty() || whole.q_splits > 1 ? 1 : best_gqa_splits(r.problem, whole.main_launch().block_n, d.num_sms);
+  return whole.row.empty() || whole.q_splits > 1 ? 1
+                                                 : best_gqa_splits(r.problem, whole.main_launch().block_n, d.num_sms);
 }
 
 // What tells instances of one name and head_dim apart.
@@ -56,10 +57,11 @@ const char* suffix_of(const Launch& l) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
-    case KernelId::kBwdFused90: return l.dq == DqMode::kOrdered  ? "_det"
-                                      : l.dq == DqMode::kPool   ? "_pool"
-                                      : l.dq == DqMode::kStored ? "_stored"
-                                                                : "";
+    case KernelId::kBwdFused90:
+      return l.dq == DqMode::kOrdered  ? "_det"
+             : l.dq == DqMode::kPool   ? "_pool"
+             : l.dq == DqMode::kStored ? "_stored"
+                                       : "";
     case KernelId::kBwdDkdvShort90: return "_dkdv";
     case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
     default: return "";
@@ -158,7 +160,8 @@ std::string name_of(const Launch& l) {
 
 std::string name_of(const Plan& p) {
   const std::string name = name_of(p.main_launch());
-  const KernelId after = p.main + 1 < p.num_launches ? p.launches[static_cast<size_t>(p.main) + 1].kernel : KernelId::kNone;
+  const KernelId after =
+      p.main + 1 < p.num_launches ? p.launches[static_cast<size_t>(p.main) + 1].kernel : KernelId::kNone;
   const size_t sm80 = name.find("_sm80");
   if (sm80 == std::string::npos) return name;
   if (after == KernelId::kBwdDq80) return name.substr(0, sm80) + "+bwd_q" + name.substr(sm80);

@@ -1,5 +1,6 @@
 // Operand lists of wgmma: names of the first 8 n registers, and the accumulators behind them.
 #pragma once
+// clang-format off: a line a list
 
 #define FX_N8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
 #define FX_NAMES_16 FX_N8(0, 1, 2, 3, 4, 5, 6, 7) "," FX_N8(8, 9, 10, 11, 12, 13, 14, 15)
@@ -34,3 +35,4 @@
 #define FX_REGS_88 FX_REGS_80, FX_D8(80)
 #define FX_REGS_96 FX_REGS_88, FX_D8(88)
 #define FX_REGS_128 FX_REGS_96, FX_D8(96), FX_D8(104), FX_D8(112), FX_D8(120)
+// clang-format on

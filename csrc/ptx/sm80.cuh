@@ -33,15 +33,14 @@ __device__ __forceinline__ int fresh_lane() {
 
 // Copies `bytes` (0..16) from global memory and zero-fills the rest of the 16-byte destination.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(dst), "l"(src), "r"(bytes)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
 // All 16 bytes, or zeros: a predicate, where a number of bytes costs two sums for each address.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t dst, const void* src, bool zeros) {
   asm volatile("{\n.reg .pred zeros;\nsetp.ne.u32 zeros, %2, 0;\n"
-               "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, zeros;\n}\n" ::"r"(dst), "l"(src),
-               "r"(static_cast<uint32_t>(zeros))
+               "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, zeros;\n}\n" ::"r"(dst),
+               "l"(src), "r"(static_cast<uint32_t>(zeros))
                : "memory");
 }
 
@@ -181,8 +180,7 @@ template <typename E>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                     uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                "{%0,%1,%2,%3};\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

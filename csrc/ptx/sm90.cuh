@@ -51,12 +51,11 @@ __device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t bar, bool is_f
 // The same without a branch: behind one that lanes take apart ptxas no longer sees what all of them have in common, and
 // keeps stages and descriptors in registers of each.
 __device__ __forceinline__ void mbarrier_arrive_for_warp_flat(uint32_t bar, bool is_first) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %1, 0;\n"
-      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(bar),
-      "r"(static_cast<uint32_t>(is_first || kArrivalsOfOne > 1))
-      : "memory");
+  asm volatile("{\n.reg .pred p;\n"
+               "setp.ne.b32 p, %1, 0;\n"
+               "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(bar),
+               "r"(static_cast<uint32_t>(is_first || kArrivalsOfOne > 1))
+               : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
@@ -70,26 +69,24 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t
 
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
+  asm volatile("{\n.reg .pred p;\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
   return done != 0;
 }
 
 // Without waiting.
 __device__ __forceinline__ bool mbarrier_test_wait(uint32_t bar, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
+  asm volatile("{\n.reg .pred p;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
   return done != 0;
 }
 
@@ -102,11 +99,10 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
 // Box at (c0 .. c4), innermost first, to shared memory; completes `bar` by the bytes of the whole box.
 __device__ __forceinline__ void tma_load_5d(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, int c1, int c2,
                                             int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];\n" ::"r"(dst),
-      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];\n" ::"r"(dst),
+               "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
 }
 
 // Box at (c0 .. c4) from shared memory to global memory; rows and columns outside the tensor are dropped.
@@ -127,13 +123,15 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int byt
 
 // Adds neighbouring floats in shared memory to global memory, 16-byte aligned.
 __device__ __forceinline__ void bulk_add_f32(float* dst, uint32_t src, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(src), "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(src),
+               "r"(bytes)
                : "memory");
 }
 
 // Copies neighbouring bytes from shared memory to global memory, 16-byte aligned.
 __device__ __forceinline__ void bulk_store(float* dst, uint32_t src, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(src), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
@@ -153,9 +151,7 @@ __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_g
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // The same for global memory. Without a state space it would be a fence of the device as well, 700 clocks.
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;\n" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;\n" ::: "memory"); }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&r)[4]) {
@@ -173,7 +169,8 @@ __device__ __forceinline__ void stmatrix_trans(uint32_t address, uint32_t r0, ui
 
 // Adds four neighbouring floats, 16-byte aligned, in one transaction.
 __device__ __forceinline__ void red_add_f32x4(float* address, float x, float y, float z, float w) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
 }
 
 // x = what lies where writes of the device meet, not in L1, if `condition`; without a branch, and nobody waits for it
@@ -196,11 +193,10 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;\n
 
 __device__ __forceinline__ bool elect_one() {
   uint32_t chosen;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(chosen));
+  asm volatile("{\n.reg .pred p;\n"
+               "elect.sync _|p, 0xffffffff;\n"
+               "selp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(chosen));
   return chosen != 0;
 }
 
@@ -250,96 +246,118 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
 
 // Descriptors come as their lower words: the upper one is the same for all (kDescriptorHigh), and 32-bit sums of an
 // address are cheap. A and B from shared memory, both K-major; p decides between D = A B and D += A B.
-#define FX_WGMMA_SS(N, COUNT, A, B, H, P, TYPE, TB)                                                                        \
-  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #H "};\nmov.b64 b, {%" #B ", %" #H            \
-               "};\nsetp.ne.b32 p, %" #P ", 0;\n"                                                                     \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT                  \
-               "}, a, b, p, 1, 1, 0, " #TB ";\n}\n"                                                                       \
-               : FX_REGS_##COUNT                                                                                       \
+#define FX_WGMMA_SS(N, COUNT, A, B, H, P, TYPE, TB) \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #H "};\nmov.b64 b, {%" #B ", %" #H \
+               "};\nsetp.ne.b32 p, %" #P ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT \
+               "}, a, b, p, 1, 1, 0, " #TB ";\n}\n" \
+               : FX_REGS_##COUNT \
                : "r"(low_a), "r"(low_b), "n"(kDescriptorHigh), "n"(kAccumulate ? 1 : 0))
 // A from registers, B from shared memory with keys as rows (MN-major).
-#define FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, TYPE)                                                              \
-  asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\n"                                                    \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT "}, {%" #A0      \
-               ", %" #A1 ", %" #A2 ", %" #A3 "}, b, 1, 1, 1, 1;\n}\n"                                                 \
-               : FX_REGS_##COUNT                                                                                       \
+#define FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, TYPE) \
+  asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\n" \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT \
+               "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, b, 1, 1, 1, 1;\n}\n" \
+               : FX_REGS_##COUNT \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(low_b), "n"(kDescriptorHigh))
 
 // A from registers, B K-major.
-#define FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, TYPE)                                                         \
-  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\nsetp.ne.b32 p, %" #P ", 0;\n"         \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT "}, {%" #A0      \
-               ", %" #A1 ", %" #A2 ", %" #A3 "}, b, p, 1, 1, 0;\n}\n"                                                 \
-               : FX_REGS_##COUNT                                                                                       \
+#define FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, TYPE) \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\nsetp.ne.b32 p, %" #P ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FX_NAMES_##COUNT \
+               "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, b, p, 1, 1, 0;\n}\n" \
+               : FX_REGS_##COUNT \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(low_b), "n"(kDescriptorHigh), "n"(kAccumulate ? 1 : 0))
 
-#define FX_WGMMA_SS_TYPED(N, COUNT, A, B, H, P)        \
-  if constexpr (std::is_same_v<E, __half>) {        \
-    FX_WGMMA_SS(N, COUNT, A, B, H, P, "f16", 0);        \
-  } else {                                          \
+#define FX_WGMMA_SS_TYPED(N, COUNT, A, B, H, P) \
+  if constexpr (std::is_same_v<E, __half>) { \
+    FX_WGMMA_SS(N, COUNT, A, B, H, P, "f16", 0); \
+  } else { \
     static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type"); \
-    FX_WGMMA_SS(N, COUNT, A, B, H, P, "bf16", 0);       \
+    FX_WGMMA_SS(N, COUNT, A, B, H, P, "bf16", 0); \
   }
 #define FX_WGMMA_RS_TYPED(N, COUNT, A0, A1, A2, A3, B, H) \
-  if constexpr (std::is_same_v<E, __half>) {           \
-    FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "f16");   \
-  } else {                                             \
+  if constexpr (std::is_same_v<E, __half>) { \
+    FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "f16"); \
+  } else { \
     static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type"); \
-    FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "bf16");  \
+    FX_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H, "bf16"); \
   }
 
 #define FX_WGMMA_RS_K_TYPED(N, COUNT, A0, A1, A2, A3, B, H, P) \
-  if constexpr (std::is_same_v<E, __half>) {                \
-    FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "f16");   \
-  } else {                                                  \
+  if constexpr (std::is_same_v<E, __half>) { \
+    FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "f16"); \
+  } else { \
     static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type"); \
-    FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "bf16");  \
+    FX_WGMMA_RS_K(N, COUNT, A0, A1, A2, A3, B, H, P, "bf16"); \
   }
 
 // d (64 x 2 kCount, fp32) = or += A (64 x 16) B (16 x 2 kCount).
 template <typename E, bool kAccumulate, int kCount>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kCount], uint32_t low_a, uint32_t low_b) {
-  if constexpr (kCount == 24) { FX_WGMMA_SS_TYPED(48, 24, 24, 25, 26, 27) }
-  else if constexpr (kCount == 32) { FX_WGMMA_SS_TYPED(64, 32, 32, 33, 34, 35) }
-  else if constexpr (kCount == 40) { FX_WGMMA_SS_TYPED(80, 40, 40, 41, 42, 43) }
-  else if constexpr (kCount == 48) { FX_WGMMA_SS_TYPED(96, 48, 48, 49, 50, 51) }
-  else if constexpr (kCount == 56) { FX_WGMMA_SS_TYPED(112, 56, 56, 57, 58, 59) }
-  else if constexpr (kCount == 64) { FX_WGMMA_SS_TYPED(128, 64, 64, 65, 66, 67) }
-  else if constexpr (kCount == 72) { FX_WGMMA_SS_TYPED(144, 72, 72, 73, 74, 75) }
-  else if constexpr (kCount == 80) { FX_WGMMA_SS_TYPED(160, 80, 80, 81, 82, 83) }
-  else if constexpr (kCount == 88) { FX_WGMMA_SS_TYPED(176, 88, 88, 89, 90, 91) }
-  else { static_assert(kCount == 96); FX_WGMMA_SS_TYPED(192, 96, 96, 97, 98, 99) }
+  if constexpr (kCount == 24) {
+    FX_WGMMA_SS_TYPED(48, 24, 24, 25, 26, 27)
+  } else if constexpr (kCount == 32) {
+    FX_WGMMA_SS_TYPED(64, 32, 32, 33, 34, 35)
+  } else if constexpr (kCount == 40) {
+    FX_WGMMA_SS_TYPED(80, 40, 40, 41, 42, 43)
+  } else if constexpr (kCount == 48) {
+    FX_WGMMA_SS_TYPED(96, 48, 48, 49, 50, 51)
+  } else if constexpr (kCount == 56) {
+    FX_WGMMA_SS_TYPED(112, 56, 56, 57, 58, 59)
+  } else if constexpr (kCount == 64) {
+    FX_WGMMA_SS_TYPED(128, 64, 64, 65, 66, 67)
+  } else if constexpr (kCount == 72) {
+    FX_WGMMA_SS_TYPED(144, 72, 72, 73, 74, 75)
+  } else if constexpr (kCount == 80) {
+    FX_WGMMA_SS_TYPED(160, 80, 80, 81, 82, 83)
+  } else if constexpr (kCount == 88) {
+    FX_WGMMA_SS_TYPED(176, 88, 88, 89, 90, 91)
+  } else {
+    static_assert(kCount == 96);
+    FX_WGMMA_SS_TYPED(192, 96, 96, 97, 98, 99)
+  }
 }
 
 // d (64 x 2 kCount, fp32) += A (64 x 16, registers) B (16 x 2 kCount).
 template <typename E, int kCount>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                          uint32_t low_b) {
-  if constexpr (kCount == 32) { FX_WGMMA_RS_TYPED(64, 32, 32, 33, 34, 35, 36, 37) }
-  else if constexpr (kCount == 48) { FX_WGMMA_RS_TYPED(96, 48, 48, 49, 50, 51, 52, 53) }
-  else if constexpr (kCount == 64) { FX_WGMMA_RS_TYPED(128, 64, 64, 65, 66, 67, 68, 69) }
-  else if constexpr (kCount == 96) { FX_WGMMA_RS_TYPED(192, 96, 96, 97, 98, 99, 100, 101) }
-  else { static_assert(kCount == 128); FX_WGMMA_RS_TYPED(256, 128, 128, 129, 130, 131, 132, 133) }
+  if constexpr (kCount == 32) {
+    FX_WGMMA_RS_TYPED(64, 32, 32, 33, 34, 35, 36, 37)
+  } else if constexpr (kCount == 48) {
+    FX_WGMMA_RS_TYPED(96, 48, 48, 49, 50, 51, 52, 53)
+  } else if constexpr (kCount == 64) {
+    FX_WGMMA_RS_TYPED(128, 64, 64, 65, 66, 67, 68, 69)
+  } else if constexpr (kCount == 96) {
+    FX_WGMMA_RS_TYPED(192, 96, 96, 97, 98, 99, 100, 101)
+  } else {
+    static_assert(kCount == 128);
+    FX_WGMMA_RS_TYPED(256, 128, 128, 129, 130, 131, 132, 133)
+  }
 }
 
 // d (64 x 64, fp32) += A (64 x 16, bf16) B (16 x 64). A: rows that are the same, of which a thread has `a` of the first 8
 // columns, 0 behind. B, with its columns side by side: 8 rows, which serve twice.
 inline constexpr uint32_t kDescriptorHighOneGroup = 1u << 30;  // 0 bytes between groups of 8 rows
 __device__ __forceinline__ void wgmma_rs_one_group(float (&d)[32], uint32_t a, uint32_t low_b) {
-  asm volatile(
-      "{\n.reg .b64 b;\nmov.b64 b, {%36, %37};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FX_NAMES_32
-      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"
-      : FX_REGS_32
-      : "r"(a), "r"(a), "r"(0), "r"(0), "r"(low_b), "n"(kDescriptorHighOneGroup));
+  asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%36, %37};\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FX_NAMES_32
+               "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"
+               : FX_REGS_32
+               : "r"(a), "r"(a), "r"(0), "r"(0), "r"(low_b), "n"(kDescriptorHighOneGroup));
 }
 
 // d (64 x 2 kCount, fp32) = or += A (64 x 16, registers) B (16 x 2 kCount), B K-major.
 template <typename E, bool kAccumulate, int kCount>
 __device__ __forceinline__ void wgmma_rs_k(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                            uint32_t low_b) {
-  if constexpr (kCount == 24) { FX_WGMMA_RS_K_TYPED(48, 24, 24, 25, 26, 27, 28, 29, 30) }
-  else { static_assert(kCount == 32); FX_WGMMA_RS_K_TYPED(64, 32, 32, 33, 34, 35, 36, 37, 38) }
+  if constexpr (kCount == 24) {
+    FX_WGMMA_RS_K_TYPED(48, 24, 24, 25, 26, 27, 28, 29, 30)
+  } else {
+    static_assert(kCount == 32);
+    FX_WGMMA_RS_K_TYPED(64, 32, 32, 33, 34, 35, 36, 37, 38)
+  }
 }
 
 // d (64 x 2 kCount, fp32) = or += A (64 x 16) B (16 x 2 kCount), B with its columns side by side (MN-major).

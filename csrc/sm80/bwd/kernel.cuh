@@ -225,9 +225,9 @@ __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][
 // Rounds this warp's dK or dV into its rows of a tile whose input is no longer needed, and stores them; in fp32 from
 // registers.
 template <typename T>
-__device__ __forceinline__ void write_gradient(float (&acc)[T::kKeyBlocks][T::kHeadDim / 8][4],
-                                               const StridedView& grad, int cols, float scale, uint32_t tile,
-                                               const Work& w, int key0, int lane) {
+__device__ __forceinline__ void write_gradient(float (&acc)[T::kKeyBlocks][T::kHeadDim / 8][4], const StridedView& grad,
+                                               int cols, float scale, uint32_t tile, const Work& w, int key0,
+                                               int lane) {
   constexpr int D = T::kHeadDim;
   if (grad.is_float) {
 #pragma unroll

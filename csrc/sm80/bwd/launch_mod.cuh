@@ -28,9 +28,8 @@ std::string launch_bwd_mod_as(const BwdParams& p, const Modifiers& m, const Laun
 template <int D, SmemClass kClass>
 std::string launch_bwd_mod(const BwdCall& c, const Launch& l) {
   const BwdParams p = c.portable(l);
-  return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
-    return launch_bwd_mod_as<E, D, kClass>(p, c.modifiers, l);
-  });
+  return dispatch_dtype(p.problem.dtype,
+                        [&]<typename E>() { return launch_bwd_mod_as<E, D, kClass>(p, c.modifiers, l); });
 }
 
 template <SmemClass kClass>

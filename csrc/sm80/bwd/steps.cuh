@@ -79,7 +79,8 @@ __device__ __forceinline__ void add_dq(int first_col, uint32_t ds_tile, uint32_t
   const int row0 = warp % T::kTile.dq_warps_m * T::kDqRows;
   // dS is stored keys by queries, so a transposing load yields the queries-by-keys operand.
 #pragma unroll 1
-  for (int col0 = first_col + warp / T::kTile.dq_warps_m * kWarpCols, end = col0 + kWarpCols; col0 < end; col0 += kStep) {
+  for (int col0 = first_col + warp / T::kTile.dq_warps_m * kWarpCols, end = col0 + kWarpCols; col0 < end;
+       col0 += kStep) {
     float acc[T::kDqRows / 16][kStep / 8][4];
     clear(acc);
     uint32_t a_at[T::kDqRows / 16], b_at[kStep / 16];
@@ -95,7 +96,7 @@ __device__ __forceinline__ void add_dq(int first_col, uint32_t ds_tile, uint32_t
     constexpr int kSlots = kLeftSlots<T::kDqAhead, kBlocks>;
     uint32_t a[kSlots][T::kDqRows / 16][4];
     stream_fragments<T::kBlockN / 16 * kBlocks, T::kDqAhead>(
-        [&](int i, uint32_t(&b)[4]) {
+        [&](int i, uint32_t (&b)[4]) {
           const int ks = i / kBlocks, db = i % kBlocks;
           if (db == 0) {
 #pragma unroll
@@ -105,7 +106,7 @@ __device__ __forceinline__ void add_dq(int first_col, uint32_t ds_tile, uint32_t
           }
           ptx::ldmatrix_x4_trans(b, b_at[db] + ks * 16 * T::Tile::kRowBytes);
         },
-        [&](int i, const uint32_t(&b)[4]) {
+        [&](int i, const uint32_t (&b)[4]) {
           const int ks = i / kBlocks, db = i % kBlocks;
 #pragma unroll
           for (int mb = 0; mb < T::kDqRows / 16; ++mb) {
@@ -211,7 +212,7 @@ __device__ __forceinline__ void exponentiate(float (&acc)[T::kKeyBlocks][T::kPar
     const float4 s = load_stats(stats, mb, lane);
 #pragma unroll
     for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-      float(&x)[4] = acc[kb][mb];
+      float (&x)[4] = acc[kb][mb];
       x[0] = ptx::ex2(fmaf(x[0], unit, -s.x));
       x[1] = ptx::ex2(fmaf(x[1], unit, -s.z));
       x[2] = ptx::ex2(fmaf(x[2], unit, -s.x));
@@ -256,8 +257,7 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
                                                  TileTests tests, int row0, int col0, int key0,
                                                  const DropKeys& drop_keys, int lane) {
   multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
-      acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes,
-      T::Tile::by_cols(smem_q, lane));
+      acc, T::Tile::by_rows(smem + T::kKAt, lane) + key0 * T::Tile::kRowBytes, T::Tile::by_cols(smem_q, lane));
   // Words go through the slot that P will fill.
   const uint32_t words = T::kSlopesWait ? mask : p_slot - lane * 16;
   constexpr int kKeys = 16 * T::kKeyBlocks, kMaskPitch = 4 * T::kMaskWords, kPitch = T::kSlopesWait ? kMaskPitch : 4;
@@ -265,7 +265,7 @@ __device__ __forceinline__ void modified_weights(float (&acc)[T::kKeyBlocks][T::
       tests != 0 && leave_seen_keys<T::kPartM, kKeys, kMaskPitch, kPitch>(words, score_mod, mask, row0, col0, tests);
   if constexpr (T::kMods) {
     score_mod.template modify<typename T::Element, true, typename T::Stage>(
-        acc, row0, col0, bias, [&](int kb, int mb, const float(&slope)[4]) {
+        acc, row0, col0, bias, [&](int kb, int mb, const float (&slope)[4]) {
           if constexpr (T::kSlopesWait) {
             ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512,
                               make_float4(slope[0], slope[1], slope[2], slope[3]));
@@ -311,8 +311,8 @@ __device__ __forceinline__ void put_score_gradients(uint32_t ds_tile,
   for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
 #pragma unroll
     for (int mb = 0; mb < T::kPartM / 16; ++mb) {
-      put_block<typename T::Element>(T::DsTile::block(at, kb * 16, query0 / 16 + mb), ds[kb][2 * mb], ds[kb][2 * mb + 1],
-                                     lane);
+      put_block<typename T::Element>(T::DsTile::block(at, kb * 16, query0 / 16 + mb), ds[kb][2 * mb],
+                                     ds[kb][2 * mb + 1], lane);
     }
   }
 }

@@ -13,7 +13,7 @@ __device__ __forceinline__ void hand_over(uint32_t p_slot, const float (&weights
   for (int mb = 0; mb < T::kPartM / 8; ++mb) {
 #pragma unroll
     for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-      const float(&x)[4] = weights[kb][mb];
+      const float (&x)[4] = weights[kb][mb];
       ptx::store_shared(p_slot + (mb * T::kKeyBlocks + kb) * 512, make_float4(x[0], x[1], x[2], x[3]));
     }
   }
@@ -36,7 +36,8 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
     const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
     if constexpr (T::kMods) {
       uint32_t bias = 0;
-      if constexpr (T::Stage::kBytes > 0) bias = smem + T::kBiasAt + key_warp * T::Stage::kBytes + query0 * T::Stage::kPitch;
+      if constexpr (T::Stage::kBytes > 0)
+        bias = smem + T::kBiasAt + key_warp * T::Stage::kBytes + query0 * T::Stage::kPitch;
       const int row0 = tile.block * T::kBlockM + query0, col0 = work.w.block * T::kBlockN + key0;
       const uint32_t mask = smem + T::kMaskAt + stage * T::kMaskBytes + (query0 * T::kMaskWords + key0 / 32) * 4;
       float slopes[T::kKeyBlocks][T::kPartM / 8][4];  // written and read only with a softcap
@@ -105,16 +106,14 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
     if constexpr (T::kMods) has_dropout = m.rng != nullptr;
     if (has_dropout) {
       if constexpr (T::kMods) {
-        for_each_block([&](float(&dp)[4], float4 weight, float4 s) {
-          dropped_score_gradient(dp, weight, s, m.keep_scale);
-        });
+        for_each_block(
+            [&](float (&dp)[4], float4 weight, float4 s) { dropped_score_gradient(dp, weight, s, m.keep_scale); });
       }
     } else {
-      for_each_block([](float(&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
+      for_each_block([](float (&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
     }
     put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
-    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds,
-                                         T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
+    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
   }
 }
 
@@ -143,7 +142,7 @@ __device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHea
       const float4 s = load_stats(stats, mb, lane);
 #pragma unroll
       for (int kb = 0; kb < T::kKeyBlocks; ++kb) {
-        const float(&weight)[4] = acc_p[kb][mb];
+        const float (&weight)[4] = acc_p[kb][mb];
         score_gradient(acc_ds[kb][mb], make_float4(weight[0], weight[1], weight[2], weight[3]), s);
       }
     }

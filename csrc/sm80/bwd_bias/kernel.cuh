@@ -120,8 +120,8 @@ __device__ __forceinline__ void add_to_table(const BiasUnits<T>& acc, const Bias
 
 // Writes a tile of the result. `stage` is what this warp has staged of the bias, no longer needed.
 template <typename T>
-__device__ __forceinline__ void write_bias_tile(const BiasUnits<T>& acc, const BiasGradient& g,
-                                                const BiasTile& tile, uint32_t stage, float* sums) {
+__device__ __forceinline__ void write_bias_tile(const BiasUnits<T>& acc, const BiasGradient& g, const BiasTile& tile,
+                                                uint32_t stage, float* sums) {
   using E = typename T::Element;
   const int thread_idx = ptx::fresh_thread_idx(), lane = ptx::fresh_lane(), warp = thread_idx / 32;
   const int warp_m = warp % T::kTile.warps_m, warp_n = warp / T::kTile.warps_m;
@@ -282,8 +282,8 @@ __device__ __forceinline__ void bwd_bias_body(const BwdParams& p, const Modifier
           continue;
         }
         const bool qk = slice < grid.slices_qk;
-        const int cols = qk ? p.problem.head_dim - T::kSlice * slice
-                            : p.problem.head_dim_v - T::kSlice * (slice - grid.slices_qk);
+        const int cols =
+            qk ? p.problem.head_dim - T::kSlice * slice : p.problem.head_dim_v - T::kSlice * (slice - grid.slices_qk);
         const uint32_t a = smem + stage * T::kStageBytes, b = a + T::kOperandBytes;
         const uint32_t a_lane = T::Tile::by_rows(a, ptx::fresh_lane()) + BiasPart<T>::row() * T::Tile::kRowBytes;
         const uint32_t b_lane = T::Tile::by_cols(b, ptx::fresh_lane()) + BiasPart<T>::key() * T::Tile::kRowBytes;

@@ -52,7 +52,6 @@ struct BiasPart {
 template <typename T>
 using BiasUnits = float[T::kUnits][1][4][4];
 
-
 template <typename T>
 __device__ __forceinline__ void clear_units(BiasUnits<T>& acc) {
 #pragma unroll
@@ -65,7 +64,7 @@ __device__ __forceinline__ void multiply_columns(BiasUnits<T>& acc, uint32_t a_l
   constexpr int kAhead = 3, kBlocks = 2 * T::kParts, kSlots = kLeftSlots<kAhead, kBlocks>;
   uint32_t a[kSlots][2][4];
   stream_fragments<kSteps * kBlocks, kAhead>(
-      [&](int i, uint32_t(&b)[4]) {
+      [&](int i, uint32_t (&b)[4]) {
         const int ks = i / kBlocks, nb = i % kBlocks;
         if (nb == 0) {
 #pragma unroll
@@ -75,11 +74,11 @@ __device__ __forceinline__ void multiply_columns(BiasUnits<T>& acc, uint32_t a_l
         }
         ptx::ldmatrix_x4(b, T::Tile::block(b_lane, nb * 16, ks));
       },
-      [&](int i, const uint32_t(&b)[4]) {
+      [&](int i, const uint32_t (&b)[4]) {
         const int ks = i / kBlocks, nb = i % kBlocks;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float(&unit)[4][4] = acc[nb / 2 * 2 + half][0];
+          float (&unit)[4][4] = acc[nb / 2 * 2 + half][0];
           ptx::mma_m16n8k16<typename T::Element>(unit[nb % 2 * 2], a[ks % kSlots][half], b[0], b[1]);
           ptx::mma_m16n8k16<typename T::Element>(unit[nb % 2 * 2 + 1], a[ks % kSlots][half], b[2], b[3]);
         }
@@ -111,8 +110,8 @@ __device__ __forceinline__ void load_slice(const BwdParams& p, const Modifiers& 
 #pragma unroll
     for (int operand = 0; operand < 2; ++operand) {
       const bool queries = operand == 0;
-      const int64_t stride = queries ? (qk ? p.q.row_stride : p.dout.row_stride)
-                                     : (qk ? p.k.row_stride : p.v.row_stride);
+      const int64_t stride =
+          queries ? (qk ? p.q.row_stride : p.dout.row_stride) : (qk ? p.k.row_stride : p.v.row_stride);
       const uint16_t* first = queries ? (qk ? step.q : step.dout) : (qk ? step.k : step.v);
       const uint16_t* from = first + col + chunk * 8 + row * stride;
 #pragma unroll
@@ -264,7 +263,7 @@ __device__ __forceinline__ void add_gradients(BiasUnits<T>& acc, BiasUnits<T>& a
         part.bias() + row * T::Stage::kPitch + unit / 2 * 64, drop_keys);
     if (is_slope) {
       ScoreMod::for_each(acc_s[unit], row0 + score_mod.shift(), col0,
-                              [](float& s, int centre, int key) { s *= fabsf(static_cast<float>(centre - key)); });
+                         [](float& s, int centre, int key) { s *= fabsf(static_cast<float>(centre - key)); });
     }
 #pragma unroll
     for (int nb = 0; nb < 4; ++nb) {

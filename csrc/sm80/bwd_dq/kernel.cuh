@@ -56,7 +56,8 @@ struct BwdQModWork : BwdQWork {
 };
 
 template <typename T>
-__device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::conditional_t<T::kMods, Modifiers, NoModifiers>& m,
+__device__ __forceinline__ void bwd_q_body(const BwdParams& p,
+                                           const std::conditional_t<T::kMods, Modifiers, NoModifiers>& m,
                                            const Grid& grid) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kBlockM = T::kBlockM, kBlockN = T::kBlockN, kAhead = 3;
@@ -102,7 +103,8 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
     load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, v, w.k.length - first, thread_idx);
   };
   const auto load_queries = [&] {
-    const TileSource q{row_pointer(p.q, w.b, w.q.start + first_row, w.h), p.q.row_stride, p.problem.head_dim, p.q.aligned};
+    const TileSource q{row_pointer(p.q, w.b, w.q.start + first_row, w.h), p.q.row_stride, p.problem.head_dim,
+                       p.q.aligned};
     const TileSource dout{row_pointer(p.dout, w.b, w.q.start + first_row, w.h), p.dout.row_stride, p.problem.head_dim_v,
                           p.dout.aligned};
     load_tile<kBlockM, D, T::kThreads>(smem_q, q, rows, thread_idx);
@@ -136,9 +138,9 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p, const std::condit
     float acc_s[1][kBlockN / 8][4], acc_dp[1][kBlockN / 8][4];
     const auto fetched = prepare();
     multiply_transposed<E, D, kAhead>(acc_s, T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes,
-                       T::Tile::by_cols(smem_k + kv_at, lane));
+                                      T::Tile::by_cols(smem_k + kv_at, lane));
     multiply_transposed<E, D, kAhead>(acc_dp, T::Tile::by_rows(smem_do, lane) + warp_row * T::Tile::kRowBytes,
-                       T::Tile::by_cols(smem_v + kv_at, lane));
+                                      T::Tile::by_cols(smem_v + kv_at, lane));
     gradients(acc_s, acc_dp, fetched);
     multiply_accumulate<E, D, kAhead>(acc_dq, acc_s, T::Tile::by_rows(smem_k + kv_at, lane));
     if constexpr (T::kStages == 1) {

@@ -17,7 +17,7 @@ __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[kA][kN][
                                                          uint32_t bias, const DropKeys& drop_keys) {
   const Modifiers& m = score_mod.m;
   float slope[kA][kN][4];  // written and read only with a softcap
-  score_mod.template modify<E, false, Stage>(acc_s, row0, col0, bias, [&](int a, int nb, const float(&x)[4]) {
+  score_mod.template modify<E, false, Stage>(acc_s, row0, col0, bias, [&](int a, int nb, const float (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) slope[a][nb][i] = x[i];
   });

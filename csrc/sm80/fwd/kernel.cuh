@@ -50,8 +50,8 @@ struct FwdTraits {
 template <typename T, int kKeys>
 __device__ __forceinline__ void softmax_step(float (&acc_s)[T::kMBlocks][kKeys / 8][4],
                                              float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],
-                                             SoftmaxState<2 * T::kMBlocks>& state, const AttnMod& mod,
-                                             TileKind kind, int first_row, int first_col) {
+                                             SoftmaxState<2 * T::kMBlocks>& state, const AttnMod& mod, TileKind kind,
+                                             int first_row, int first_col) {
   if (kind == TileKind::kPartial) {
 #pragma unroll
     for (int r = 0; r < 2 * T::kMBlocks; ++r) {
@@ -293,9 +293,8 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid, c
 
   debug_delay();
   if (range.begin >= range.end) __syncthreads();  // no tile's barrier has made `shared` visible
-  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane, [&](int r, float& lse) {
-    return state.finish(r, p.problem.abs_scale_log2, lse);
-  });
+  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane,
+                [&](int r, float& lse) { return state.finish(r, p.problem.abs_scale_log2, lse); });
 }
 
 template <typename T>

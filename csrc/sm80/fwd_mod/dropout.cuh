@@ -73,7 +73,7 @@ __device__ __forceinline__ void drop_weights(uint32_t (&packed)[kA][kN][2], cons
         const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          uint32_t(&pair)[2] = packed[a][4 * n4 + q];
+          uint32_t (&pair)[2] = packed[a][4 * n4 + q];
           if (c == 0) {
             ptx::clear_below_u16x2<0>(pair[0], pair[1], words[q], minus_bound);
           } else {

@@ -42,7 +42,7 @@ struct KvLoader {
   using Tile = SmemTile<D>;
   static constexpr int kRowStep = kFloorPowerOfTwo<kThreads / Tile::kChunks>;
   static constexpr bool kAllCopy = kThreads == kRowStep * Tile::kChunks;
-  static constexpr int64_t kLongestRow = int64_t{1} << 28;      // elements: products with a step's rows stay below 2^32
+  static constexpr int64_t kLongestRow = int64_t{1} << 28;  // elements: products with a step's rows stay below 2^32
 
   __device__ static const uint16_t* own(const uint16_t* first, int64_t row_stride, int columns, int thread_idx) {
     const int chunk = thread_idx % Tile::kChunks;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     }
   };
   each_row_max([](float, int) { return -INFINITY; });
-  const auto note = [&](const float(&tile_max)[T::kRows]) {
+  const auto note = [&](const float (&tile_max)[T::kRows]) {
     each_row_max([&](float old, int r) { return fmaxf(old, tile_max[r]); });
   };
   {
@@ -302,7 +302,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
               terms = change_scores<E, typename T::Stage>(acc_s, score_mod, row0, col0 + part * T::kPartN, stage_bias);
             } else if constexpr (T::kKind == FwdModKind::kEverything) {
               score_mod.template modify<E, false, typename T::Stage>(acc_s, row0, col0 + part * T::kPartN, stage_bias,
-                                                                     [](int, int, const float(&)[4]) {});
+                                                                     [](int, int, const float (&)[4]) {});
             }
             if (how == Seen::kSome) hide_scores<typename T::Words>(acc_s, seen_at(), part * (T::kPartN / 32));
             again = !state.template weigh<E>(acc_s, weights, acc_o, m.unit_log2, terms, m.row_max != nullptr, note);
@@ -348,9 +348,8 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
 
   each_row_max([&](float top, int) { return top * (m.unit_log2 * kLn2); });
   const float sink = m.sinks != nullptr && shared.in_sequence ? m.sinks[w.h] : -INFINITY;
-  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane, [&](int r, float& lse) {
-    return finish_row(state, r, m, sink, lse) * m.keep_scale;
-  });
+  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane,
+                [&](int r, float& lse) { return finish_row(state, r, m, sink, lse) * m.keep_scale; });
 }
 
 template <typename T>

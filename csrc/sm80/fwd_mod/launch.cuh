@@ -17,8 +17,10 @@ template <int D, SmemClass kClass>
 std::string launch_fwd_mod(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     if constexpr (has_fwd_mod_kinds(D, kClass)) {
-      if (l.variant == ScoreVariant::kHide) return launch_fwd_mod_as<FwdModTraits<E, D, kClass, FwdModKind::kHides>>(c, l);
-      if (l.variant == ScoreVariant::kDrop) return launch_fwd_mod_as<FwdModTraits<E, D, kClass, FwdModKind::kDrops>>(c, l);
+      if (l.variant == ScoreVariant::kHide)
+        return launch_fwd_mod_as<FwdModTraits<E, D, kClass, FwdModKind::kHides>>(c, l);
+      if (l.variant == ScoreVariant::kDrop)
+        return launch_fwd_mod_as<FwdModTraits<E, D, kClass, FwdModKind::kDrops>>(c, l);
       if (l.variant == ScoreVariant::kChange) {
         return launch_fwd_mod_as<FwdModTraits<E, D, kClass, FwdModKind::kChanges>>(c, l);
       }

@@ -11,7 +11,7 @@ namespace flash_ext::sm80 {
 // The words of kRows rows and kCols keys: lane l has row l % kRows, and kALane words of it from first_word() on.
 template <int kRows, int kCols>
 struct RowWords {
-  static constexpr int kWords = kCols / 32, kALane = std::max(1, kRows * kWords / 32);
+  static constexpr int kWords = kCols / 32, kALane = std::max(1, (kRows * kWords) / 32);
   static_assert(kCols % 32 == 0 && (kRows == 16 || kRows == 32));
   uint32_t of[kALane];
 
@@ -73,8 +73,11 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
   const int lane = ptx::fresh_lane();
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    const uint32_t low = step == 16 ? 0x0000ffffu : step == 8 ? 0x00ff00ffu : step == 4 ? 0x0f0f0f0fu
-                         : step == 2 ? 0x33333333u : 0x55555555u;
+    const uint32_t low = step == 16  ? 0x0000ffffu
+                         : step == 8 ? 0x00ff00ffu
+                         : step == 4 ? 0x0f0f0f0fu
+                         : step == 2 ? 0x33333333u
+                                     : 0x55555555u;
     const uint32_t other = __shfl_xor_sync(ptx::kFullWarp, x, step);
     x = lane & step ? (x & ~low) | (other & ~low) >> step : (x & low) | (other & low) << step;
   }

@@ -66,7 +66,7 @@ struct GuessedSoftmax : SoftmaxState<kRows> {
         sum[r] = 0.f;
 #pragma unroll
         for (int nb = 0; nb < kN; ++nb) {
-          const float(&x)[4] = acc_s[r / 2][nb];
+          const float (&x)[4] = acc_s[r / 2][nb];
           const float first = ptx::ex2(exponent(x[r % 2 * 2], r)), second = ptx::ex2(exponent(x[r % 2 * 2 + 1], r));
           sum[r] += first;
           sum[r] += second;

@@ -36,12 +36,12 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[D / 8][4], uint32_
     for (float& y : x) y = 0.f;
   }
   stream_fragments<T::kRows / 16 * kBlocks, kAhead>(
-      [&](int i, uint32_t(&b)[4]) {
+      [&](int i, uint32_t (&b)[4]) {
         const int ks = i / kBlocks;
         if (i % kBlocks == 0) ptx::ldmatrix_x4_trans(a[ks % kSlots], a_lane + ks * 16 * T::WeightTile::kRowBytes);
         ptx::ldmatrix_x4_trans(b, Tile::block(b_lane, ks * 16, i % kBlocks));
       },
-      [&](int i, const uint32_t(&b)[4]) {
+      [&](int i, const uint32_t (&b)[4]) {
         const int ks = i / kBlocks, db = i % kBlocks;
         ptx::mma_m16n8k16<E>(acc[2 * db], a[ks % kSlots], b[0], b[1]);
         ptx::mma_m16n8k16<E>(acc[2 * db + 1], a[ks % kSlots], b[2], b[3]);
@@ -50,8 +50,8 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[D / 8][4], uint32_
 
 // (lse * log2 e, delta) of this warp's queries, two lanes a query, into `stats` and the workspace.
 template <typename E, int D>
-__device__ __forceinline__ void leave_row_stats(const BwdParams& p, uint32_t out_tile, uint32_t dout_tile, float2* stats,
-                                                int64_t stat) {
+__device__ __forceinline__ void leave_row_stats(const BwdParams& p, uint32_t out_tile, uint32_t dout_tile,
+                                                float2* stats, int64_t stat) {
   using Tile = SmemTile<D>;
   const int lane = ptx::fresh_lane(), row = ptx::fresh_thread_idx() / 32 * 16 + lane / 2;
   float delta = 0.f;
@@ -72,7 +72,8 @@ __device__ __forceinline__ void leave_row_stats(const BwdParams& p, uint32_t out
     float2 x = make_float2(INFINITY, 0.f);
     if (row < p.problem.seqlen_q) {
       const float lse = p.lse[stat + row];
-      x = make_float2(lse < kLowestLse ? INFINITY : lse * kLog2e, delta - (p.dlse == nullptr ? 0.f : p.dlse[stat + row]));
+      x = make_float2(lse < kLowestLse ? INFINITY : lse * kLog2e,
+                      delta - (p.dlse == nullptr ? 0.f : p.dlse[stat + row]));
       reinterpret_cast<float2*>(p.row_stats)[stat + row] = x;
     }
     stats[row] = x;
@@ -83,8 +84,8 @@ __device__ __forceinline__ void leave_row_stats(const BwdParams& p, uint32_t out
 // Stores what a walk has summed of the gradient of a bias, as part `part`, summed over rows or columns where the bias
 // is. `sums`: room for R x R floats that nobody needs meanwhile.
 template <typename E, int R>
-__device__ __forceinline__ void store_bias_gradient(const BiasGradient& g, const ShortScores<R>& acc, float* sums, int b,
-                                                    int h, int part) {
+__device__ __forceinline__ void store_bias_gradient(const BiasGradient& g, const ShortScores<R>& acc, float* sums,
+                                                    int b, int h, int part) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
 #pragma unroll
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
     ShortScores<T::kRows> weights, ds;
     if (row0() < x.seqlen_q) {
       short_scores<T>(weights, ScoreMod{x, m, seq, at.h}, rows_of(smem_q), keys_of(smem_k), bias,
-                      [&](int, int n, const float(&slope)[4]) {
+                      [&](int, int n, const float (&slope)[4]) {
                         ptx::store_shared(slope_at(n), make_float4(slope[0], slope[1], slope[2], slope[3]));
                       });
       const float lse[2] = {row_stats(0)->x, row_stats(1)->x};
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
     debug_delay();
     __syncthreads();  // P and dS are there, K and V have been read
     debug_delay();
-    const auto store = [&](float(&acc)[D / 8][4], const StridedView& to, int h, int rows, int columns, float scale,
+    const auto store = [&](float (&acc)[D / 8][4], const StridedView& to, int h, int rows, int columns, float scale,
                            uint32_t tile) {
 #pragma unroll
       for (int j = 0; j < D / 8; ++j) scale_block(acc[j], scale, scale);

@@ -58,7 +58,7 @@ struct ShortBias : OwnBias<2 * R, R / 8> {
   __device__ static void load(uint32_t stage, const Problem& p, const BiasView& x, int b, int h) {
     const int thread = ptx::fresh_thread_idx(), lane = thread % 32;
     Own::template load<E>(stage, thread, x, b, h, thread / 32 * 16 + lane / 4, 2 * (lane % 4), min(x.rows, p.seqlen_q),
-                     min(x.cols, p.seqlen_k));
+                          min(x.cols, p.seqlen_k));
   }
 
   // acc = acc * scale + bias.

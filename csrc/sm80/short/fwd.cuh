@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
       float acc_s[1][kBlocks][4];
       const uint32_t rows = Tile::by_rows(smem_q, ptx::fresh_lane()) + row0() * Tile::kRowBytes;
       short_scores<T>(acc_s, ScoreMod{x, m, seq, at.h}, rows, Tile::by_cols(smem_q + kTile, ptx::fresh_lane()), bias,
-                         [](int, int, const float(&)[4]) {});
+                      [](int, int, const float (&)[4]) {});
       float inverse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

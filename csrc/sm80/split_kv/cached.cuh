@@ -75,9 +75,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     w.rows = rows - w.first;
     const AttnMod mod{problem, w.q.length, w.k.length};
     const int last = w.first + min(T::kRows, w.rows) - 1;
-    const KeyParts parts = key_parts(
-        mod, c, static_cast<int>(divide(w.first, g.group)), static_cast<int>(divide(last, g.group)), T::kBlockN,
-        rows <= c.rows);
+    const KeyParts parts = key_parts(mod, c, static_cast<int>(divide(w.first, g.group)),
+                                     static_cast<int>(divide(last, g.group)), T::kBlockN, rows <= c.rows);
     if (!outside && w.part >= parts.count) return;  // the keys of a sequence of several tiles are not divided
     const int part = outside ? 0 : w.part;
     attend<T>(
@@ -92,8 +91,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
 template <typename E>
 __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
-                            const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c, int narrow_rows,
-                            int block_n_16, int block_n_64) {
+                            const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
+                            int narrow_rows, int block_n_16, int block_n_64) {
   __shared__ MergeShares shares;
   const Problem& problem = p.problem;
   const uint32_t rest = divide(blockIdx.x, g.heads);

@@ -51,11 +51,11 @@ struct RowState {
 };
 
 struct SplitWork {
-  int b;        // of strides
+  int b;  // of strides
   int h_k;
   int part;
-  int first;    // packed row of the sequence
-  int rows;     // packed rows of the sequence from there on
+  int first;  // packed row of the sequence
+  int rows;  // packed rows of the sequence from there on
   Span q;
   Span k;
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ SplitWork split_work(const Problem& p, const SplitGri
   w.part = static_cast<int>(rest - slot * g.parts.divisor);
   if (p.cu_seqlens_q != nullptr) {
     const TileSlot found = find_slot<kRows, true>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch,
-                                            static_cast<int>(slot), g.group.divisor);
+                                                  static_cast<int>(slot), g.group.divisor);
     w.b = 0;
     w.first = found.block * kRows;
     w.q = found.rows;
@@ -141,8 +141,8 @@ __device__ __forceinline__ void multiply_held(float (&acc)[1][kN][4], const uint
   constexpr int kBlocks = kN / 2;
   clear(acc);
   stream_fragments<D / 16 * kBlocks, kAhead>(
-      [&](int i, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, Tile::block(k_lane, i % kBlocks * 16, i / kBlocks)); },
-      [&](int i, const uint32_t(&b)[4]) {
+      [&](int i, uint32_t (&b)[4]) { ptx::ldmatrix_x4(b, Tile::block(k_lane, i % kBlocks * 16, i / kBlocks)); },
+      [&](int i, const uint32_t (&b)[4]) {
         const int ks = i / kBlocks, nb = i % kBlocks;
         ptx::mma_m16n8k16<E>(acc[0][2 * nb], q[ks], b[0], b[1]);
         ptx::mma_m16n8k16<E>(acc[0][2 * nb + 1], q[ks], b[2], b[3]);
@@ -227,8 +227,8 @@ __device__ __forceinline__ float* partial_out(const FwdParams& p, const SplitGri
 // rows, among those that have parts.
 template <typename T, typename Numbers>
 __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& g, const SplitWork& w, bool is_whole,
-                                           const Numbers& numbers,
-                                           const RowState (&states)[T::kKeyWarps][T::kRows], const float* out) {
+                                           const Numbers& numbers, const RowState (&states)[T::kKeyWarps][T::kRows],
+                                           const float* out) {
   constexpr int kQuads = T::kHeadDim / 4;
   const float scale = p.problem.abs_scale_log2;
   const int columns = p.problem.head_dim_v;
@@ -332,8 +332,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
     float s[1][kKeys / 8][4];
     multiply_held<E, D, T::kAhead>(s, q, k_lane + stage * T::kStageBytes);
     const int first = block * T::kBlockN + ring * kKeys;
-    weigh(s, acc_o, state, mod, mod.kind_of(first_query, last_query, first, first + kKeys), keys,
-          first + lane % 4 * 2);
+    weigh(s, acc_o, state, mod, mod.kind_of(first_query, last_query, first, first + kKeys), keys, first + lane % 4 * 2);
     step();
     const int free_v = wait();
     if constexpr (kStages % 2 == 0) load_k(free_v, block + kStages / 2);
@@ -385,8 +384,7 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     load_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, src, rows, sharing_idx);
   };
   attend<T>(p, g, w, row_pointer(p.k, w.b, w.k.start, w.h_k), row_pointer(p.v, w.b, w.k.start, w.h_k), states,
-            g.splits == 1, blocks_of, load_rows,
-            [&](const RowPlace& at, int) { return at.number(p.problem); });
+            g.splits == 1, blocks_of, load_rows, [&](const RowPlace& at, int) { return at.number(p.problem); });
 }
 
 }  // namespace flash_ext::sm80

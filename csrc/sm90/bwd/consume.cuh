@@ -27,8 +27,9 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
   const int row = warp * 16 + lane / 4;  // a lane's first key of the warpgroup's
   float* const dq_warp = p.dq_accum + group * 64 * 64 + warp * 32 * kDqCount;
   // In order, a tile leaves as one piece; what is left of a warp's 4 KB then follows it.
-  const uint32_t staging = smem + T::kStagingAt + (T::kOrdered ? group * 4 * T::kStagingBytes + warp * kDqCount * 128
-                                                               : (group * 4 + warp) * T::kStagingBytes);
+  const uint32_t staging =
+      smem + T::kStagingAt +
+      (T::kOrdered ? group * 4 * T::kStagingBytes + warp * kDqCount * 128 : (group * 4 + warp) * T::kStagingBytes);
   constexpr int kNextChunk = T::kOrdered && kDqCount < 32 ? 4 * kDqCount * 128 : 16 * 128;
 
   float dk[D / 2], dv[D / 2];
@@ -37,9 +38,7 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
   PipelineState<T::kDsStages> ds_ring;
   uint32_t k_place = 0;  // and the phase of the barriers of both places
   [[maybe_unused]] uint32_t dq_phase = 1;
-  const auto arrive = [&](uint32_t bar) {
-    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
-  };
+  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, lane == 0); };
   const auto has_pool = [&] { return T::kPool && a.pool.words != nullptr; };
   const auto defer_arrive = [&] {
     if (lane == 0) reinterpret_cast<uint32_t*>(smem_bytes + T::kDeferredAt)[group * 4 + warp] = work_ring.stage + 1;
@@ -273,9 +272,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
   PipelineState<T::kStages> ring;
   uint32_t kv_phase = 0, ds_stage = 0;
   [[maybe_unused]] uint32_t dq_phase = 1;
-  const auto arrive = [&](uint32_t bar) {
-    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
-  };
+  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, lane == 0); };
 #pragma unroll 1
   while (true) {
     wait(bars.work_full(work_ring.stage), work_ring.phase);
@@ -399,7 +396,8 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
         // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been read
         // before it writes there again, two steps later: in between it waits for the other's part. Two barriers by turns,
         // because one warpgroup may come to the next step's before the other has come to this one's.
-        const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16, meeting = ptx::kExchangeBarrier + ds_stage;
+        const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16,
+                       meeting = ptx::kExchangeBarrier + ds_stage;
         debug_delay();
         if (static_cast<uint32_t>(group) == ds_stage) {
 #pragma unroll

@@ -31,8 +31,8 @@ __device__ __forceinline__ DqPlace place_of(const DqPoolView& pool, uint32_t til
   const int first = static_cast<int>(tile - bh * pool.tiles_per_head.divisor) * 64;
   // A chunk of 64 columns has two pieces for each of four warps; one of 32 has one.
   const bool whole = D % 64 == 0 || i < D / 64 * 8;
-  return {static_cast<int>(b), static_cast<int>(bh - b * pool.heads.divisor),
-          first + (whole ? i % 8 / 2 : i % 8) * 16, i / 8 * 64 + (whole ? i % 2 * 32 : 0)};
+  return {static_cast<int>(b), static_cast<int>(bh - b * pool.heads.divisor), first + (whole ? i % 8 / 2 : i % 8) * 16,
+          i / 8 * 64 + (whole ? i % 2 * 32 : 0)};
 }
 
 // The same for a dq of fp32, straight to memory.
@@ -48,7 +48,6 @@ __device__ __forceinline__ void store_float_piece(const BwdParams& p, uint32_t p
     *reinterpret_cast<float2*>(to) = make_float2(x.x * scale, x.y * scale);
   }
 }
-
 
 // Second and fourth warp (`which` 0 and 1): dq of the tiles they fetch. The second also tells when a work tile is
 // added.

@@ -17,7 +17,7 @@ namespace flash_ext::sm90 {
 struct QueryTile {
   Work w;
   int64_t index;  // in the workspace
-  bool outside;   // rows of no sequence: no place in the workspace, dq = 0
+  bool outside;  // rows of no sequence: no place in the workspace, dq = 0
 };
 
 template <int kBlockM = BwdTile::kBlockM>

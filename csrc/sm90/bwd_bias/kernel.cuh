@@ -206,8 +206,8 @@ __device__ __forceinline__ void hide_by_intervals(float (&s)[64], const ScoreMod
 
 // Stores a warp's 16 rows of the result where they are fp32 or do not begin on 16 bytes, from registers.
 template <typename E>
-__device__ __forceinline__ void store_bias_scalars(const BiasGradient& g, const BiasGradTile& tile, const float (&x)[64],
-                                                   int row0, int col0) {
+__device__ __forceinline__ void store_bias_scalars(const BiasGradient& g, const BiasGradTile& tile,
+                                                   const float (&x)[64], int row0, int col0) {
   const int lane = ptx::fresh_lane(), row = row0 + lane / 4, col = col0 + 2 * (lane % 4);
   const int64_t head = (int64_t{1} * tile.part * g.batch + tile.b) * g.heads + tile.h;
   const bool in_pairs = g.is_float && g.cols % 2 == 0;
@@ -261,14 +261,13 @@ __device__ __forceinline__ void store_bias_sums(const BiasGradient& g, const Bia
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = ptx::pack2<typename T::Element>(x[8 * n + 2 * i], x[8 * n + 2 * i + 1]);
-    ptx::stmatrix(place + n / 4 * T::kBiasChunkBytes + lane % 16 * 128 +
-                      (((n % 4 * 2 + lane / 16) ^ (lane % 8)) << 4), words);
+    ptx::stmatrix(place + n / 4 * T::kBiasChunkBytes + lane % 16 * 128 + (((n % 4 * 2 + lane / 16) ^ (lane % 8)) << 4),
+                  words);
   }
   __syncwarp();
   const uint32_t from = place + piece / 8 * T::kBiasChunkBytes + odd * 128;
-  store_bias_rows<T>(g, tile, row0, [&](int i) {
-    return ptx::load_shared(from + i * 256 + (((piece ^ (2 * i + odd)) % 8) << 4));
-  });
+  store_bias_rows<T>(g, tile, row0,
+                     [&](int i) { return ptx::load_shared(from + i * 256 + (((piece ^ (2 * i + odd)) % 8) << 4)); });
   ptx::fence_proxy_async();  // the next bias comes by TMA
   __syncwarp();
 }
@@ -285,9 +284,7 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
   const bool in_pieces = !T::kOwn && !a.g.is_float && a.g.cols % 8 == 0;
   const SeqInfo seq = dense_seq_info(p);
   const ScoreMod score_mod{p, a.m, seq, 0};
-  const auto arrive = [&](uint32_t bar) {
-    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
-  };
+  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, lane == 0); };
   PipelineState<T::kPairs> ring;
   [[maybe_unused]] uint32_t bias_phase = 0;
 #pragma unroll 1
@@ -308,7 +305,8 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
     if constexpr (T::kOwn) {
       const BiasView& bias = a.m.bias;
       T::Own::template load<E>(own, ptx::fresh_thread_idx() - 128, bias, tile.b, tile.h, row,
-                               tile.n * kBlock + 2 * (lane % 4), min(bias.rows, p.seqlen_q), min(bias.cols, p.seqlen_k));
+                               tile.n * kBlock + 2 * (lane % 4), min(bias.rows, p.seqlen_q),
+                               min(bias.cols, p.seqlen_k));
     } else {
       wait(bars.bias_full(), bias_phase);
       bias_phase ^= 1;
@@ -375,9 +373,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto produce = [&](const auto& cta, int warp) {
     if (warp == 0 && threadIdx.x == 0) load_bias_steps<T>(a, maps, cta.smem, cta.bars);
   };
-  run_cta<T, void, BwdBiasBarriers<T>>(0, 0, [](const auto&) {}, produce, [&](const auto& cta, int group) {
-    consume_bias_steps<T>(a, cta.smem, cta.bars, group - 1);
-  });
+  run_cta<T, void, BwdBiasBarriers<T>>(
+      0, 0, [](const auto&) {}, produce,
+      [&](const auto& cta, int group) { consume_bias_steps<T>(a, cta.smem, cta.bars, group - 1); });
 }
 
 }  // namespace flash_ext::sm90

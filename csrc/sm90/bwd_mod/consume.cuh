@@ -27,9 +27,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   const auto forget = [&] { asm volatile("" : "+r"(counts)::"memory"); };  // what was made of them
   const auto steps = [&] { return static_cast<int>(counts >> 2); };
   const auto work_tiles = [&] { return static_cast<int>(counts & 3); };
-  const auto arrive = [&](uint32_t bar) {
-    ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0);
-  };
+  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0); };
   const auto work_of = [&]() -> const BwdModWorkTile& {
     return shared.work_tiles[stage_of(work_tiles(), T::kWorkStages)];
   };
@@ -69,12 +67,13 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       const int first = group_of() * 2 * kDqCount;
       half.ptr = static_cast<char*>(half.ptr) + first * (half.is_float ? 4 : 2);
       store_rows<E>(half, work.w.b, work.w.q, work.first_head + before.head(), dq, problem.softmax_scale,
-                    problem.head_dim - first, before.block * kM + warp_of() * 16 + ptx::fresh_lane() / 4, ptx::fresh_lane());
+                    problem.head_dim - first, before.block * kM + warp_of() * 16 + ptx::fresh_lane() / 4,
+                    ptx::fresh_lane());
       return;
     }
     const int tile = work_of().tile + before.head() * a.plain.tiles_per_head + before.block;
-    const int first = D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount
-                              : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
+    const int first =
+        D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, staging(), ptx::fresh_lane());
   };
   const auto mask_stage = [&] { return stage_of(mask_words, T::kMaskStages); };
@@ -115,7 +114,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         const KeyAdditions additions = additions_of(score_mod(), first_query(), first_key(), distances, key_bias);
         add_to_keys(s, additions, stats(), a.unit);
         if (__any_sync(ptx::kFullWarp, additions.bends)) {
-          auto& blocks = reinterpret_cast<float(&)[1][8][4]>(s);
+          auto& blocks = reinterpret_cast<float (&)[1][8][4]>(s);
           distances.template add_bent<true>(blocks, m.by_distance, score_mod().seq.b, score_mod().h,
                                             first_distance<true>(first_query() + score_mod().shift(), first_key()),
                                             kLog2e);

@@ -33,9 +33,7 @@ __device__ __forceinline__ uint32_t mask_word(const ScoreMod& score_mod, int row
 __device__ __forceinline__ uint32_t hand_out_bits(uint32_t mine) {
   const int lane = ptx::fresh_lane();
   uint32_t bits = 0;
-  hand_out(mine, [&](int i, uint32_t word) {
-    bits |= __funnelshift_r(word, word, lane / 4 - i) & (0x01010101u << i);
-  });
+  hand_out(mine, [&](int i, uint32_t word) { bits |= __funnelshift_r(word, word, lane / 4 - i) & (0x01010101u << i); });
   return bits;
 }
 __device__ __forceinline__ uint32_t hand_out_bytes(uint32_t mine) {

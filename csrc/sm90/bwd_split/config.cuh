@@ -96,7 +96,7 @@ struct SplitShared<T, false> {
   BwdModWorkTile work_tiles[T::kWorkStages];
   BwdChunk chunks[T::kChunkStages];
   BwdStep steps[T::kSteps];  // of the Q or the K in that stage
-  uint32_t index;            // the scheduler's present one
+  uint32_t index;  // the scheduler's present one
   int work_tiles_found, chunks_found;
   alignas(4) unsigned char mask_word_bytes[T::kMaskStages * T::kMaskWordBytes];
 

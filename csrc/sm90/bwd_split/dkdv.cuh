@@ -69,16 +69,15 @@ __device__ __forceinline__ void consume_dv(const typename T::Args& a, uint32_t s
     }
   };
   const auto form_weights = [&] {
-    const float* stats = reinterpret_cast<const float*>(smem_bytes + T::kStatsAt + q_ring.stage * T::kStatsBytes) +
-                         2 * (me.lane() % 4);
+    const float* stats =
+        reinterpret_cast<const float*>(smem_bytes + T::kStatsAt + q_ring.stage * T::kStatsBytes) + 2 * (me.lane() % 4);
     if constexpr (kPacksScores) {
       scores_to_weights(s, stats, a.unit);
       if (T::kHides && __any_sync(ptx::kFullWarp, visible != ~0u)) hide_weights(s, visible);
     } else {
       change_scores<E, T, true>(
           s, a, steps.score_mod(work_at), steps.block() * kM, col0(), visible, dropped, bias,
-          [&](int i) { return stats[i / 4 * 8 + i % 2]; },
-          [&](int i, uint32_t pair) { next_words[i] = pair; });
+          [&](int i) { return stats[i / 4 * 8 + i % 2]; }, [&](int i, uint32_t pair) { next_words[i] = pair; });
     }
     __syncwarp();
     me.arrive(bars.q_empty(q_ring.stage));

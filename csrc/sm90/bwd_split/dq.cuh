@@ -23,8 +23,8 @@ __device__ __forceinline__ QueryStats load_query_stats(const float* row_stats, c
   for (int half = 0; half < 2; ++half) {
     const int at = row + 8 * half;
     const bool inside = at < work.w.q.length;
-    const float* from = row_stats + (work.tile + static_cast<int64_t>(at / T::kStatRows)) * (2 * T::kStatRows) +
-                        at % T::kStatRows;
+    const float* from =
+        row_stats + (work.tile + static_cast<int64_t>(at / T::kStatRows)) * (2 * T::kStatRows) + at % T::kStatRows;
     stats.minus_lse[half] = -INFINITY;
     stats.minus_delta[half] = 0.f;
     ptx::load_relaxed_if(stats.minus_lse[half], from, inside);
@@ -65,8 +65,7 @@ __device__ __forceinline__ void consume_dq(const typename T::Args& a, uint32_t s
   const Problem& problem = p.problem;
   const ConsumerThread<T> me;
   const auto q_low = kept<T>([=] { return uniform(descriptor_low(smem + group * T::kQBytes, 16)); });
-  const auto dout_low =
-      kept<T>([=] { return uniform(descriptor_low(smem + T::kDoutAt + group * T::kDoutBytes, 16)); });
+  const auto dout_low = kept<T>([=] { return uniform(descriptor_low(smem + T::kDoutAt + group * T::kDoutBytes, 16)); });
 
   float dq[T::kHeadDim / 2], s[kN / 2], dp[kN / 2];
   uint32_t words[kN / 4];
@@ -104,9 +103,8 @@ __device__ __forceinline__ void consume_dq(const typename T::Args& a, uint32_t s
     });
     if (work_at < 0) return;
     // Copies, not references to locals: with these NVVM computes addresses anew in every step (12 instructions of 337).
-    const auto row0 = kept<T>([=, &steps] {
-      return steps.work(work_at).w.block * T::kBlockM + group * T::kGroupRows + me.warp() * 16;
-    });
+    const auto row0 = kept<T>(
+        [=, &steps] { return steps.work(work_at).w.block * T::kBlockM + group * T::kGroupRows + me.warp() * 16; });
     const QueryStats stats = load_query_stats<T>(p.row_stats, steps.work(work_at), row0() + me.lane() / 4);
     clear(dq);
     wait(bars.q_full(group), steps.work_phase());

@@ -142,8 +142,8 @@ __device__ __forceinline__ void load_dq_steps(const typename T::Args& a, const B
     }
 #pragma unroll 1
     for (int group = 0; group < 2; ++group) {
-      load(std::integral_constant<int, T::kChunksV>{}, maps.dout, plain.dout,
-           smem + T::kDoutAt + group * T::kDoutBytes, bars.dout_full(group), bars.dout_empty(group), group);
+      load(std::integral_constant<int, T::kChunksV>{}, maps.dout, plain.dout, smem + T::kDoutAt + group * T::kDoutBytes,
+           bars.dout_full(group), bars.dout_empty(group), group);
     }
     work_phase ^= 1;
   };

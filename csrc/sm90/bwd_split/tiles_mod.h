@@ -28,7 +28,8 @@ constexpr int dq_mod_bytes(int d) {
 constexpr bool split_mod_tile_fits(int d) {
   return dkdv_mod_bytes(d) <= kSmemLimitLarge && dq_mod_bytes(d) <= kSmemLimitLarge;
 }
-static_assert(split_mod_tile_fits(64) && split_mod_tile_fits(128) && split_mod_tile_fits(192) && split_mod_tile_fits(256));
+static_assert(split_mod_tile_fits(64) && split_mod_tile_fits(128) && split_mod_tile_fits(192) &&
+              split_mod_tile_fits(256));
 
 // The compiled head_dim that a problem runs in.
 inline int split_mod_size(const Problem& p) {

@@ -37,10 +37,9 @@ inline std::string encode(CUtensorMap& map, void* ptr, CUtensorMapDataType type,
   if (encode_tiled == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(b.columns), static_cast<cuuint32_t>(b.rows), 1, 1, 1};
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   b.row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                       b.row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's codes are those of the runtime; a context lost earlier shows here first.
   if (result == CUDA_SUCCESS) return {};
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
@@ -58,17 +57,18 @@ inline cuuint64_t map_size(int64_t stride, int64_t n) { return static_cast<cuuin
 inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
                               int heads, const Box& b) {
   const cuuint64_t row = map_stride(x.row_stride, b.element_bytes);
-  cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-                        map_size(x.head_stride, heads), map_size(x.batch_stride, p.batch), 1};
-  cuuint64_t strides[4] = {row, map_stride(x.head_stride, b.element_bytes),
-                           map_stride(x.batch_stride, b.element_bytes), 16};
+  cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), map_size(x.head_stride, heads),
+                        map_size(x.batch_stride, p.batch), 1};
+  cuuint64_t strides[4] = {row, map_stride(x.head_stride, b.element_bytes), map_stride(x.batch_stride, b.element_bytes),
+                           16};
   if (p.is_varlen()) {
     dims[1] = cuuint64_t{1} << 30;
     dims[3] = dims[4] = kManyEntries;
     strides[2] = (cuuint64_t{1} << 35) - row;
     strides[3] = row;
   }
-  return encode(map, x.ptr, b.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : map_type_of(p.dtype), dims, strides, b);
+  return encode(map, x.ptr, b.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : map_type_of(p.dtype), dims, strides,
+                b);
 }
 inline std::string encode_map(CUtensorMap& map, const StridedView& x, const Problem& p, int columns, int64_t rows,
                               int heads, int box_rows, int box_columns = 64) {

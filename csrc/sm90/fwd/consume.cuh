@@ -49,16 +49,14 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
   RowState state;
   PipelineState<T::kKvStages> ring;
   PipelineState<T::kQStages> q_ring;
-  int count = 0;                        // work tiles begun
-  int work_at = 0;                      // place of the work tile whose output is under way
-  int tile = 0, tiles_left = 0;         // the step's tile of keys, steps after it in its work tile
-  int seen_begin = 0, seen_end = 0;     // tiles of which any row of this warpgroup sees anything
-  int whole_begin = 0, whole_end = 0;   // tiles that every row of this warpgroup sees whole
+  int count = 0;  // work tiles begun
+  int work_at = 0;  // place of the work tile whose output is under way
+  int tile = 0, tiles_left = 0;  // the step's tile of keys, steps after it in its work tile
+  int seen_begin = 0, seen_end = 0;  // tiles of which any row of this warpgroup sees anything
+  int whole_begin = 0, whole_end = 0;  // tiles that every row of this warpgroup sees whole
   bool new_work = false;
 
-  const auto arrive = [&](uint32_t bar) {
-    ptx::mbarrier_arrive_for_warp(bar, lane == 0);
-  };
+  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, lane == 0); };
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
   const auto pingpong_wait = [&] {
     debug_delay();

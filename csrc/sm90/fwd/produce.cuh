@@ -60,7 +60,8 @@ __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& m
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
     int sequence = 0;
-    Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, T::kNamesSequences ? &sequence : nullptr);
+    Work w =
+        decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, T::kNamesSequences ? &sequence : nullptr);
     if constexpr (T::kNamesSequences) w.b = sequence;
     if (w.active) {
       BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);

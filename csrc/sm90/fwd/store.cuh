@@ -84,7 +84,7 @@ __device__ __forceinline__ void join_kept(const float* own, float (&o)[T::kHeadD
 // Stores a warp's 16 rows in fp32.
 template <typename T>
 __device__ __forceinline__ void store_float_output(const FwdArgs& a, const Work& w, const float (&o)[T::kHeadDimV / 2],
-                                             const float (&inverse)[2], int row, int lane) {
+                                                   const float (&inverse)[2], int row, int lane) {
   store_float_rows<T::kHeadDimV / 8, true>(a.p.out, w.b, w.q, w.h, row, a.p.problem.head_dim_v, lane,
                                            [&](int j, int i) { return o[4 * j + i] * inverse[i / 2]; });
 }

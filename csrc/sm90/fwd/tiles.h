@@ -64,8 +64,8 @@ struct FwdModTile {
   constexpr int staging_bytes(int dv) const { return staged ? plain().staging_bytes(dv) : 0; }
   constexpr int bias_stage_size() const { return bias_stages == 0 ? 0 : tile_bytes(64 * consumers, block_n); }
   constexpr int smem_bytes(int d, int dv) const {
-    return plain().smem_bytes(d, dv) - plain().staging_bytes(dv) + staging_bytes(dv) - kControlBytes +
-           control_bytes() + (bias_has_place ? bias_stages * bias_stage_size() : 0);
+    return plain().smem_bytes(d, dv) - plain().staging_bytes(dv) + staging_bytes(dv) - kControlBytes + control_bytes() +
+           (bias_has_place ? bias_stages * bias_stage_size() : 0);
   }
 };
 

@@ -66,8 +66,8 @@ __device__ __forceinline__ void consume_fp8(const Fp8Args& a, const FwdMaps& map
   int tile = 0, tiles_left = 0;
   int seen_begin = 0, seen_end = 0;
   int whole_begin = 0, whole_end = 0;
-  float q_scale = 0.f;                 // of the work tile whose scores are under way
-  float scale = 0.f;                   // of the step's tile
+  float q_scale = 0.f;  // of the work tile whose scores are under way
+  float scale = 0.f;  // of the step's tile
   const float* k_factors = nullptr;
   bool new_work = false;
 

@@ -12,7 +12,8 @@ inline std::string encode_transposed_map(CUtensorMap& map, const StridedView& x,
   const int64_t columns = transposed_columns(p.seqlen_k, p.batch, false);
   cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.head_dim_v),
                         map_size(x.head_stride, p.num_heads_k), map_size(x.batch_stride, p.batch), 1};
-  cuuint64_t strides[4] = {map_stride(x.row_stride, 1), map_stride(x.head_stride, 1), map_stride(x.batch_stride, 1), 16};
+  cuuint64_t strides[4] = {map_stride(x.row_stride, 1), map_stride(x.head_stride, 1), map_stride(x.batch_stride, 1),
+                           16};
   if (p.is_varlen()) {
     dims[0] = cuuint64_t{1} << 30;
     dims[3] = dims[4] = kManyEntries;

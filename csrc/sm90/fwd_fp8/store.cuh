@@ -38,7 +38,8 @@ __device__ __forceinline__ void put_back_row_offset(const Fp8Args& a, const Work
   const int64_t at = row_stat_offset(a.p.problem, w, w.h) + row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half < w.q.length) a.p.lse[at + 8 * half] += a.p.problem.softmax_scale * a.x.row_offset[at + 8 * half];
+    if (row + 8 * half < w.q.length)
+      a.p.lse[at + 8 * half] += a.p.problem.softmax_scale * a.x.row_offset[at + 8 * half];
   }
 }
 

@@ -47,8 +47,8 @@ __device__ __forceinline__ bool try_fp8_weights(const float (&s)[kCount], uint32
     return x;
   });
   // NaN compares false.
-  const bool fine = sum[0][0] <= state.limit && sum[0][1] <= state.limit && sum[1][0] <= state.limit &&
-                    sum[1][1] <= state.limit;
+  const bool fine =
+      sum[0][0] <= state.limit && sum[0][1] <= state.limit && sum[1][0] <= state.limit && sum[1][1] <= state.limit;
   if (__any_sync(ptx::kFullWarp, !fine)) return false;
   state.sum[0] += sum[0][0] + sum[0][1];
   state.sum[1] += sum[1][0] + sum[1][1];

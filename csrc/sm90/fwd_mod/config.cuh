@@ -118,8 +118,8 @@ struct FwdModTraits {
   static constexpr bool kMaySlope = Kind == FwdModKind::kExponents || kSlopesInProduct;
   static constexpr bool kDrops =
       Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || Kind == FwdModKind::kM192Drops;
-  static constexpr bool kMakesExponents = Kind == FwdModKind::kExponents || Kind == FwdModKind::kM192Cap ||
-                                          (D == 256 && Kind == FwdModKind::kHides);
+  static constexpr bool kMakesExponents =
+      Kind == FwdModKind::kExponents || Kind == FwdModKind::kM192Cap || (D == 256 && Kind == FwdModKind::kHides);
   static constexpr ScoreUnits kUnits = kMakesExponents ? ScoreUnits::kExponents
                                        : kM192         ? ScoreUnits::kRaw
                                                        : ScoreUnits::kChanged;
@@ -128,9 +128,9 @@ struct FwdModTraits {
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
   // Scores change while products run.
   static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
-  using WorkTile = std::conditional_t<kDrops, DropWorkTile,
-                                      std::conditional_t<kSlopesInProduct, SlopeWorkTile,
-                                                         std::conditional_t<kMaySlope, DistanceItem, ModWorkTile>>>;
+  using WorkTile = std::conditional_t<
+      kDrops, DropWorkTile,
+      std::conditional_t<kSlopesInProduct, SlopeWorkTile, std::conditional_t<kMaySlope, DistanceItem, ModWorkTile>>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile kModTile = kM192 ? m192_mod_tile(D) : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
@@ -138,7 +138,8 @@ struct FwdModTraits {
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
   static constexpr int kBiasStages = kModTile.bias_stages;
   static constexpr bool kStaged = kModTile.staged;
-  static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv), kStagingChunks = kTile.staging_chunks(Dv);
+  static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv),
+                       kStagingChunks = kTile.staging_chunks(Dv);
   // The scheduler, which classifies tiles, does not fit 40.
   static constexpr int kConsumerRegs = kM192 ? 152 : 224, kProducerRegs = 56;
   static constexpr int kClassifierLanes = kConsumers == 2 ? 2 : 4;  // lanes a tile, one for each warpgroup's rows

@@ -368,7 +368,7 @@ struct MaskedConsumer {
       asm volatile("" : "+r"(own_row));
     }
     if (group == T::kConsumers - 1) ptx::bar_arrive_only(ptx::kPingpongBarrier, kPingpongThreads);
-    bool started = false;    // from the second step on a V comes with it
+    bool started = false;  // from the second step on a V comes with it
     bool is_passed = false;  // the step's turn has been taken already, by the last product before it
     bool has_step = next_step();
 #pragma unroll 1

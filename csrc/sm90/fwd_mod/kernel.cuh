@@ -33,9 +33,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           load_mod_tiles<T>(a, maps, cta.smem, *cta.shared, cta.bars);
         }
       },
-      [&](const auto& cta, int group) {
-        consume_masked<T>(a, maps, cta.smem, *cta.shared, cta.bars, group - 1);
-      });
+      [&](const auto& cta, int group) { consume_masked<T>(a, maps, cta.smem, *cta.shared, cta.bars, group - 1); });
 }
 
 }  // namespace flash_ext::sm90

@@ -50,11 +50,12 @@ inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Pr
   const cuuint64_t dims[5] = {static_cast<cuuint64_t>(x.cols), size(x.row_stride, x.rows),
                               size(x.head_stride, p.num_heads), size(x.batch_stride, p.batch), 1};
   const cuuint64_t strides[4] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride), 16};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(128 / element), static_cast<cuuint32_t>(box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(128 / element), static_cast<cuuint32_t>(box_rows), 1, 1, 1},
+                   ones[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type = x.is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : map_type_of(p.dtype);
-  const CUresult result = encode(&map, type, 5, const_cast<void*>(x.ptr), dims, strides, box, ones,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, type, 5, const_cast<void*>(x.ptr), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
 }

@@ -10,7 +10,7 @@ namespace flash_ext::sm90 {
 // s[4 j + 2 half + c] as blocks of 8 keys.
 template <int kCount>
 __device__ __forceinline__ float (&as_blocks(float (&s)[kCount]))[1][kCount / 4][4] {
-  return *reinterpret_cast<float(*)[1][kCount / 4][4]>(&s);
+  return *reinterpret_cast<float (*)[1][kCount / 4][4]>(&s);
 }
 
 // Scores are changed 64 keys at a time: what all 128 need at once would not fit the registers.
@@ -145,8 +145,9 @@ __device__ __forceinline__ void add_far_bias(ScorePart& s, const ScoreMod& score
   const int row = row0 + lane / 4, col = col0 + 2 * (lane % 4);
   const int rows_left = min(x.rows, score_mod.seq.seqlen_q) - row,
             cols_left = min(x.cols, score_mod.seq.seqlen_k) - col;
-  const char* at = static_cast<const char*>(x.ptr) + (score_mod.seq.b * x.batch_stride + score_mod.h * x.head_stride +
-                                                      row * x.row_stride + col * x.col_stride) * size;
+  const char* at =
+      static_cast<const char*>(x.ptr) +
+      (score_mod.seq.b * x.batch_stride + score_mod.h * x.head_stride + row * x.row_stride + col * x.col_stride) * size;
   const int64_t down = 8 * x.row_stride * size;
   const auto add = [&](float& score, float bias) {
     score = fmaf(score, scale, bias);

@@ -191,7 +191,7 @@ class OursInType(Ours):
 
 
 class OursFp8(Ours):
-    """``flash_ext.attention_fp8`` on what was quantised before, or with the quantisation in each call."""
+    """``flash_ext.fp8.attention_fp8`` on what was quantised before, or with the quantisation in each call."""
 
     directions = ("fwd",)
     kinds = {
@@ -208,8 +208,9 @@ class OursFp8(Ours):
 
         case = inputs.case
         bounds = {f"cu_seqlens_{side}": inputs.cu_seqlens for side in "qk"} if case.packed else {}
-        quantise = functools.partial(flash_ext.quantize_fp8, *inputs.qkv, **self.kinds[self.name], **bounds)
-        attend = functools.partial(flash_ext.attention_fp8, causal=case.causal, window_size=case.window)
+        kind = self.kinds[self.name]
+        quantise = functools.partial(flash_ext.fp8.quantize_fp8, *inputs.qkv, **kind, **bounds)
+        attend = functools.partial(flash_ext.fp8.attention_fp8, causal=case.causal, window_size=case.window)
         if self.name == "fp8+quantise":
             return lambda: attend(quantise())
         return functools.partial(attend, quantise())

@@ -51,7 +51,7 @@ enum class Switch {
   kSkipLaunch,         // 1: do everything except the launch
   kRecordLaunches,     // 1: remember the plan of the latest launch
   kCapturing,          // 1 or 0: pretend that a CUDA graph is captured, or that none is
-  kBatchInvariant,  // 1: DeviceInfo::batch_invariant; not for tests alone, flash_ext.set_batch_invariant() turns it
+  kBatchInvariant,  // 1: DeviceInfo::batch_invariant; not for tests alone, flash_ext.serving.set_batch_invariant() turns it
 };
 constexpr int kNumSwitches = 8;
 std::optional<Switch> switch_by_name(std::string_view name);

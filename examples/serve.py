@@ -110,10 +110,10 @@ class Paged:
     ) -> Tensor:
         """Appends the tokens, whose number is counted in ``lengths`` already, and returns the next ones."""
         slots = self.slots(sequence, positions)
-        rotary = flash_ext.Rotary(self.model.cos, self.model.sin, positions, interleaved=False)
+        rotary = flash_ext.serving.Rotary(self.model.cos, self.model.sin, positions, interleaved=False)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            flash_ext.append_kv(k, v, *self.cache[layer], slots, rotary)
+            flash_ext.serving.append_kv(k, v, *self.cache[layer], slots, rotary)
             return self.attend(layer, q, k, v, bounds, longest)
 
         return self.model.next_tokens(tokens, positions, bounds[1:] - 1, attend)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._count import counting, tally
+from ._log import logged
 from ._ops.dispatch import explain_tensors
 from ._ops.dispatch_cached import CHECKS_DEVICE
 
@@ -33,6 +34,7 @@ class Rotary(NamedTuple):
     interleaved: bool = True
 
 
+@logged
 def append_kv(
     k_new: Tensor,
     v_new: Tensor,
@@ -66,14 +68,14 @@ def append_kv(
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64)        # 4 pages of 16 keys, 2 heads
         >>> k, v = torch.randn(2, 3, 2, 64)
-        >>> flash_ext.append_kv(k, v, k_cache, v_cache, torch.tensor([17, -1, 40]))
+        >>> flash_ext.serving.append_kv(k, v, k_cache, v_cache, torch.tensor([17, -1, 40]))
         >>> bool((k_cache[1, 1] == k[0]).all())
         True
     """
     if counting:
         tally("append_kv")
     if rotary is not None and not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary must be a flash_ext.Rotary or None, got {type(rotary).__qualname__}.")
+        raise TypeError(f"rotary must be a serving.Rotary or None, got {type(rotary).__qualname__}.")
     factors = (None, None, None, True) if rotary is None else tuple(rotary)
     try:
         if CHECKS_DEVICE or isinstance(slot_mapping, Tensor) and slot_mapping.is_cpu:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from ._log import logged
 from ._ops.library import _C
 
 _SWITCH = "batch_invariant"
 _switching = threading.Lock()  # between reading the former mode and setting another
 
 
+@logged
 def set_batch_invariant(mode: bool) -> contextlib.ExitStack:
     """Turns the batch-invariant mode on or off, at once and for the whole process.
 
@@ -66,6 +68,7 @@ def set_batch_invariant(mode: bool) -> contextlib.ExitStack:
     return undo
 
 
+@logged
 def is_batch_invariant() -> bool:
     """Whether the mode of :func:`set_batch_invariant` is on."""
     return bool(_C.get_switch(_SWITCH))

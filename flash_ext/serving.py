@@ -1,14 +1,17 @@
-"""Attention over caches by the names and arguments that serving engines call.
+"""What a server needs beside attention: caches, and results that do not depend on the batch.
 
+* :func:`append_kv` writes new keys and values into a cache, :class:`Rotary` turns the keys on the way,
+* :func:`set_batch_invariant` and :func:`is_batch_invariant`: a mode in which a sequence has the same bits in
+  any batch, for training as well,
 * :func:`flash_attn_varlen_func` and :func:`get_scheduler_metadata` as vLLM calls them,
 * :func:`flash_attn_with_kvcache` as SGLang and FlashAttention-3 have it.
 
-Arguments that are not served are accepted at their defaults and refused by name otherwise. Lengths and tables
-stay on the device: nothing waits for it, and a CUDA graph follows what they hold at each replay. There is no
-gradient. Keys and values are 16-bit (on the CPU also float32 and float64), pages have any size and any
-strides with a unit last one.
+Arguments of engines that are not served are accepted at their defaults and refused by name otherwise. Lengths
+and tables stay on the device: nothing waits for it, and a CUDA graph follows what they hold at each replay.
+There is no gradient. Keys and values are 16-bit (on the CPU also float32 and float64), pages have any size
+and any strides with a unit last one.
 
-These arguments change no result:
+These arguments of engines change no result:
 
 * scheduler_metadata: the kernels divide keys by lengths that they read themselves;
 * q_descale, k_descale, v_descale: scales of fp8 tensors, which 16-bit ones do not have;
@@ -29,13 +32,22 @@ from torch import Tensor
 
 from ._append import Rotary, append_kv
 from ._attention import AuxRequest, attention_varlen
+from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._count import counting, tally
 from ._cpu.cached import turned
 from ._log import logged
 from ._masks.biases import ALiBi
 from ._ops.dispatch_cached import run_cached
 
-__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
+__all__ = [
+    "Rotary",
+    "append_kv",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+    "is_batch_invariant",
+    "set_batch_invariant",
+]
 
 Result = Tensor | tuple[Tensor, Tensor]
 

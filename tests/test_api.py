@@ -78,11 +78,11 @@ PUBLIC_PARAMETERS = {
     "attention": f"q, k, v, *, {SCORES}, generator=None, return_aux=None, layout='bshd', {KERNELS}",
     "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
     f"seqused_k=None, block_table=None, {SCORES}, generator=None, return_aux=None, {KERNELS}",
-    "append_kv": "k_new, v_new, k_cache, v_cache, slot_mapping, rotary=None",
-    "quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
+    "serving.append_kv": "k_new, v_new, k_cache, v_cache, slot_mapping, rotary=None",
+    "fp8.quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
     "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None",
-    "attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, return_aux=None, backend=None, "
-    "**unknown",
+    "fp8.attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, return_aux=None, "
+    "backend=None, **unknown",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
     "explain": f"q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, {SCORES}, deterministic=None, "
@@ -97,8 +97,8 @@ PUBLIC_PARAMETERS = {
     f"max_seqlen_q=None, max_seqlen_k=None, {SCORES}, rng=None, needs=('q', 'k', 'v'), "
     f"grad_dtype=None, {KERNELS}",
     "dropout_rng": "device, generator=None",
-    "set_batch_invariant": "mode",
-    "is_batch_invariant": "",
+    "serving.set_batch_invariant": "mode",
+    "serving.is_batch_invariant": "",
 }
 
 
@@ -109,7 +109,7 @@ def test_operator_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC_PARAMETERS)
 def test_public_function(name: str) -> None:
-    function = getattr(flash_ext, name)
+    function = operator.attrgetter(name)(flash_ext)
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == f"({PUBLIC_PARAMETERS[name]})"
@@ -123,9 +123,9 @@ def test_public_function(name: str) -> None:
 
 
 def test_all_names_are_public_and_typed() -> None:
-    modules = {"compat", "distributed", "integrations", "masks", "nn", "serving"}
-    values = {"AuxOutput", "AuxRequest", "Fp8Inputs", "Rotary"}
-    assert set(flash_ext.__all__) == {*PUBLIC_PARAMETERS, *modules, *values}
+    modules = {"compat", "distributed", "fp8", "integrations", "masks", "nn", "serving"}
+    functions = {name for name in PUBLIC_PARAMETERS if "." not in name}
+    assert set(flash_ext.__all__) == {*functions, *modules, "AuxOutput", "AuxRequest"}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import Rotary, append_kv
+from flash_ext.serving import Rotary, append_kv
 from tests.qkv import null_kernels, on_devices
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -32,42 +32,42 @@ def off() -> Iterator[None]:
 
 
 def test_the_mode_is_off_unless_turned_on_and_acts_at_once() -> None:
-    assert flash_ext.is_batch_invariant() is False
-    flash_ext.set_batch_invariant(True)
-    assert flash_ext.is_batch_invariant() is True
-    flash_ext.set_batch_invariant(True)
-    assert flash_ext.is_batch_invariant() is True
-    flash_ext.set_batch_invariant(False)
-    assert flash_ext.is_batch_invariant() is False
+    assert flash_ext.serving.is_batch_invariant() is False
+    flash_ext.serving.set_batch_invariant(True)
+    assert flash_ext.serving.is_batch_invariant() is True
+    flash_ext.serving.set_batch_invariant(True)
+    assert flash_ext.serving.is_batch_invariant() is True
+    flash_ext.serving.set_batch_invariant(False)
+    assert flash_ext.serving.is_batch_invariant() is False
 
 
 def test_as_a_context_manager_it_restores_the_former_mode() -> None:
-    with flash_ext.set_batch_invariant(True):
-        assert flash_ext.is_batch_invariant()
-        with flash_ext.set_batch_invariant(False):
-            assert not flash_ext.is_batch_invariant()
-            with flash_ext.set_batch_invariant(True):
-                assert flash_ext.is_batch_invariant()
-            assert not flash_ext.is_batch_invariant()
-        assert flash_ext.is_batch_invariant()
-        with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
+        assert flash_ext.serving.is_batch_invariant()
+        with flash_ext.serving.set_batch_invariant(False):
+            assert not flash_ext.serving.is_batch_invariant()
+            with flash_ext.serving.set_batch_invariant(True):
+                assert flash_ext.serving.is_batch_invariant()
+            assert not flash_ext.serving.is_batch_invariant()
+        assert flash_ext.serving.is_batch_invariant()
+        with flash_ext.serving.set_batch_invariant(True):
             pass
-        assert flash_ext.is_batch_invariant()
-    assert not flash_ext.is_batch_invariant()
+        assert flash_ext.serving.is_batch_invariant()
+    assert not flash_ext.serving.is_batch_invariant()
 
 
 def test_an_exception_inside_restores_it_as_well() -> None:
-    with pytest.raises(ZeroDivisionError), flash_ext.set_batch_invariant(True):
+    with pytest.raises(ZeroDivisionError), flash_ext.serving.set_batch_invariant(True):
         raise ZeroDivisionError
-    assert not flash_ext.is_batch_invariant()
+    assert not flash_ext.serving.is_batch_invariant()
 
 
 @pytest.mark.parametrize("mode", [1, 0, None, "True", torch.tensor(True)], ids=repr)
 def test_only_a_bool_is_taken(mode: object) -> None:
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         with pytest.raises(TypeError, match="mode must be a bool, got"):
-            flash_ext.set_batch_invariant(mode)
-        assert flash_ext.is_batch_invariant()
+            flash_ext.serving.set_batch_invariant(mode)
+        assert flash_ext.serving.is_batch_invariant()
 
 
 # ---- what is chosen ------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def choices_that_differ(direction: str, packed: bool, path: str) -> list[tuple]:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_plans_do_not_depend_on_the_batch(pretended_gpu, direction: str, packed: bool, path: str) -> None:
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         assert choices_that_differ(direction, packed, path) == []
     # Without the mode some do.
     assert choices_that_differ(direction, packed, path)
@@ -119,7 +119,7 @@ def test_plans_do_not_depend_on_lengths_of_packed_neighbours(pretended_gpu, path
 
     for direction, size in itertools.product(("fwd", "bwd"), SIZES):
         assert kernels(direction, size) > 1
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             assert kernels(direction, size) == 1
 
 
@@ -135,7 +135,7 @@ def test_parts_of_keys_depend_on_one_key_head_of_one_sequence(pretended_gpu, pat
 
     before = _C.get_switch("num_sms")
     try:
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             for sms, (heads, heads_k) in itertools.product((16, 78, 132), ((4, 1), (32, 8), (128, 32))):
                 _C.set_switch("num_sms", sms)
                 assert [parts(1, k, heads, heads_k) for k in (1023, 1024, 1025, 8192, 1 << 17, 1 << 20)] == [
@@ -155,7 +155,7 @@ def test_masks_of_transformers_are_kept_whatever_others_hide() -> None:
     tokens, q = torch.ones(1, 8, dtype=torch.int64), torch.zeros(1, 8, 2, 64)
     positions = torch.arange(8)[None]  # layers read the same tensor, which keeps what was found
     assert _padding(tokens, 0, 8) is None and _documents(positions, q, q) is None
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         padding, documents = _padding(tokens, 0, 8), _documents(positions, q, q)
     assert _documents(positions, q, q) is None
     assert padding is not None and padding.all() and padding.shape == (1, 8)
@@ -179,7 +179,7 @@ def test_modified_forwards_have_the_same_tiles_for_every_batch(pretended_gpu, op
 
     with null_kernels():
         assert len(kernels()) == (1 if "softcap" in options else 2)
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             assert kernels() == {"fwd_mod_sm90_hd128_m192"}
 
 
@@ -195,12 +195,12 @@ def test_backwards_are_deterministic_by_the_mode_that_is_on_when_they_run(option
 
     with null_kernels():
         assert not is_deterministic(flash_ext.attention(*leaves, **options))
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             assert is_deterministic(flash_ext.attention(*leaves, **options))
             made_inside = flash_ext.attention(*leaves, **options)
         assert not is_deterministic(made_inside)
         made_outside = flash_ext.attention(*leaves, **options)
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             assert is_deterministic(made_outside)
 
 
@@ -231,7 +231,7 @@ def test_masked_backwards_have_one_kernel_for_every_batch(head_dim: int, name: s
     wanted = f"bwd_mod_sm90_hd{head_dim}"
     with null_kernels():
         assert {kernel(batch) for batch in (1, 32)} == {wanted}
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             assert {kernel(batch) for batch in (1, 32)} == {wanted + ("_det" if head_dim <= 128 else "")}
 
 
@@ -240,7 +240,7 @@ def test_query_heads_are_not_divided(pretended_gpu) -> None:
         return choice("bwd", 1, (64, 2048), (32, 1), (128, 128), (-1, -1), False, "sm90")[-1]
 
     assert parts() > 1
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         assert parts() == 1
 
 
@@ -250,7 +250,7 @@ def test_what_a_call_asks_for_goes_first(pretended_gpu) -> None:
             direction, 1, (256, 256), (16, 4), (128, 128), (-1, -1), False, f"sm90 {constraint}"
         )  # fmt: skip
 
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         assert asked("fwd", "fwd_block_m=128")[1].endswith("_m128")
         assert asked("fwd", "kv_splits=3")[4] == 3
         assert asked("bwd", "gqa_splits=2")[5] == 2
@@ -348,7 +348,7 @@ def check_dense(target: Target, name: str, lengths: tuple[int, int], heads: tupl
         (q, heads[0], size[1]), (q, heads[0], size[0]), (k, heads[1], size[0]), (k, heads[1], size[1]),
     ))  # fmt: skip
     options = dense_options(name, most, q, k, heads[0])
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         alone = None
         for batch in batches:
             own = of_sequences(options, slice(batch))
@@ -447,7 +447,7 @@ def check_packed(target: Target, name: str, lengths: tuple[int, int], size: tupl
     columns = (size[1], size[0], size[0], size[1])
     mine = [torch.randn(n, h, d, device="cuda").bfloat16() for n, h, d in zip(rows, heads, columns)]
     alone = None
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         for i, around in enumerate(AROUND):
             bounds = [lengths, *around]
             others = [sum(side) for side in zip(*around)] or [0, 0]
@@ -539,7 +539,7 @@ def test_decoding_from_a_cache(head_dim: int, name: str) -> None:
                 q[which], *(t[:count].clone() for t in caches), *(t[which] for t in new),
                 cache_seqlens=lengths[which], return_softmax_lse=True, **given, **options)  # fmt: skip
 
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             alone = None
             for batch in (1, 2, most):
                 order = torch.arange(batch, device="cuda")

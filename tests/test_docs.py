@@ -125,7 +125,11 @@ def test_examples_run(path: Path) -> None:
 def test_reference_lists_what_the_package_shows() -> None:
     """Its signatures and its table of modules together are ``dir(flash_ext)``."""
     public = [name for name in dir(flash_ext) if not name.startswith("_")]
-    check_signatures(REFERENCE, flash_ext, {name for name in public if callable(getattr(flash_ext, name))})
+    here, serving, fp8 = code_blocks(REFERENCE, "py")
+    check_signatures(here, flash_ext, {name for name in public if callable(getattr(flash_ext, name))})
+    engines = {name for name in flash_ext.serving.__all__ if name.startswith(("flash_attn_", "get_"))}
+    check_signatures(serving, flash_ext.serving, set(flash_ext.serving.__all__) - engines)
+    check_signatures(fp8, flash_ext.fp8, set(flash_ext.fp8.__all__))
     modules = {name for name in public if isinstance(getattr(flash_ext, name), ModuleType)}
     assert {row[0].strip("`") for row in rows(text_of(REFERENCE))} == modules
 
@@ -143,12 +147,12 @@ def test_every_code_block_runs(path: Path) -> None:
 
 
 def test_signatures_of_masks_are_those_of_the_values() -> None:
-    check_signatures(MASKS, flash_ext.masks, set(flash_ext.masks.__all__))
+    (block,) = code_blocks(MASKS, "py")
+    check_signatures(block, flash_ext.masks, set(flash_ext.masks.__all__))
 
 
-def check_signatures(path: Path, module: ModuleType, public: set[str]) -> None:
-    """The ``py`` block of a document against the functions and classes of a module."""
-    (block,) = code_blocks(path, "py")
+def check_signatures(block: str, module: ModuleType, public: set[str]) -> None:
+    """A ``py`` block of a document against the functions and classes of a module."""
     body = ast.parse(block).body
     assert {node.name for node in body} == public
     written = {}

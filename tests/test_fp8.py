@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, Fp8Inputs, attention_fp8, quantize_fp8
+from flash_ext import AuxRequest
 from flash_ext._cpu import fp8
 from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec
+from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests.qkv import null_kernels
 from tests.reference import attention_reference
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, Fp8Inputs, attention_fp8, attention_varlen, quantize_fp8
+from flash_ext import AuxRequest, attention_varlen
 from flash_ext._cpu import fp8
 from flash_ext._ops.library import _C
+from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests.qkv import null_kernels
 from tests.test_fp8 import DEVICES, check, error_of, make, rows_of
 
@@ -267,7 +268,7 @@ def test_packed_sequences_in_the_batch_invariant_mode(mode: str, as_on_gpu: bool
         with pytest.raises(NotImplementedError, match="packed sequences share means and factors"):
             quantize_fp8(*make(40, 40, packed=True), mode=mode, **bounds)
 
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         if as_on_gpu:
             with null_kernels():
                 both()

@@ -301,7 +301,7 @@ def test_launches_depend_on_shapes_alone() -> None:
 
 
 def test_parts_in_the_batch_invariant_mode_are_of_512_keys() -> None:
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         for batch in (1, 3, 64):
             grid = launches([1] * batch, 1)[0]["grid"]
             assert grid == (batch + 2) * 2 * -(-47 * 64 // 512)  # the room of a row of the table

@@ -118,7 +118,7 @@ def test_bits_depend_on_the_sequence_alone_in_the_mode(count: int, group: int) -
     cache = make_long([length], 16, 1, 64, torch.bfloat16)
     q, bounds, _ = packed_queries([count], group, 64, **LIKE)
     options = {"window_size": window, "return_aux": AuxRequest(lse=True)}
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         alone, aux = attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, **options)
         k, v = cache.rows[0]
         for page_size, others in ((16, 63), (1, 2), (128, 5), (5000, 1)):

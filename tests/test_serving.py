@@ -352,7 +352,7 @@ class Server:
             own = slice(start, start + count)
             self.live[i] = (pages, torch.cat([k, new_k[own]]), torch.cat([v, new_v[own]]))
             start += count
-        flash_ext.append_kv(new_k, new_v, self.k, self.v, torch.tensor(slots, device=self.device))
+        flash_ext.serving.append_kv(new_k, new_v, self.k, self.v, torch.tensor(slots, device=self.device))
         table = torch.randint(-(2**31), 2**31 - 1, (len(self.live), self.ROOM), dtype=torch.int64).int()
         for row, (pages, *_) in zip(table, self.live):
             row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)

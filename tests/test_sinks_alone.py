@@ -83,7 +83,7 @@ def test_query_heads_are_divided_as_without_sinks() -> None:
 def test_the_batch_invariant_mode_runs_the_deterministic_one() -> None:
     shape = {"seqlen_q": 512, "seqlen_k": 512, "heads": HEADS, "head_dim": 128}
     qkv = make_qkv(dtype=torch.bfloat16, **shape, requires_grad=True)
-    with null_kernels(), flash_ext.set_batch_invariant(True):
+    with null_kernels(), flash_ext.serving.set_batch_invariant(True):
         flash_ext.attention(*qkv, sinks=torch.zeros(HEADS)).sum().backward()
         assert _C.last_launch()["kernel"] == "bwd_sm90_hd128_det"
 

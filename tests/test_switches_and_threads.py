@@ -191,7 +191,7 @@ def bare():
     turns[0] += 1
 
 def invariant():
-    with flash_ext.set_batch_invariant(True):
+    with flash_ext.serving.set_batch_invariant(True):
         pass
     turns[1] += 1
 
@@ -231,7 +231,8 @@ for thread in threads:
     thread.join()
 assert not wrong, wrong[0]
 assert all(turns), turns
-assert torch.nn.attention.current_flash_attention_impl() is None and not flash_ext.is_batch_invariant()
+assert torch.nn.attention.current_flash_attention_impl() is None
+assert not flash_ext.serving.is_batch_invariant()
 print("whole", turns)
 """
 
@@ -351,19 +352,19 @@ def test_what_a_thread_finds_is_what_another_has_set(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(batch_invariance, "_set", set_mode)
 
     def outer() -> None:
-        undone["outer"] = flash_ext.set_batch_invariant(True)
+        undone["outer"] = flash_ext.serving.set_batch_invariant(True)
 
     def inner() -> None:
         assert meeting.here.wait(10)
-        undone["inner"] = flash_ext.set_batch_invariant(True)
+        undone["inner"] = flash_ext.serving.set_batch_invariant(True)
         meeting.done.set()
 
     try:
         in_threads(outer, inner)
         undone["inner"].close()
-        assert flash_ext.is_batch_invariant()
+        assert flash_ext.serving.is_batch_invariant()
         undone["outer"].close()
-        assert not flash_ext.is_batch_invariant()
+        assert not flash_ext.serving.is_batch_invariant()
     finally:
         _C.set_switch("batch_invariant", None)
 
@@ -384,14 +385,14 @@ def test_a_launch_is_of_one_mode() -> None:
 
     with null_kernels():
         usual = launches()
-        with flash_ext.set_batch_invariant(True):
+        with flash_ext.serving.set_batch_invariant(True):
             invariant = launches()
         assert all(a != b for a, b in zip(usual[1:], invariant[1:])), "the shapes show the mode"
         stop, seen = threading.Event(), set()
 
         def turn() -> None:
             while not stop.is_set():
-                with flash_ext.set_batch_invariant(True):
+                with flash_ext.serving.set_batch_invariant(True):
                     pass
 
         def launch() -> None:

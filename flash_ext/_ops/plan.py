@@ -65,7 +65,7 @@ def plan(text: str) -> dict[str, Any]:
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias, bias_gradient, relative, relative_gradient, dropout, mask, key_padding, blocks, documents,
             hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks; or "fp8" or "mixed" alone, for
-            :func:`flash_ext.attention_fp8`.
+            :func:`flash_ext.fp8.attention_fp8`.
 
     Returns:
         A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in

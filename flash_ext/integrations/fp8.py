@@ -1,4 +1,4 @@
-"""Attention layers in fp8: which calls of a model :func:`flash_ext.attention_fp8` takes.
+"""Attention layers in fp8: which calls of a model :func:`flash_ext.fp8.attention_fp8` takes.
 
 It takes prefills and training passes that see all their keys, or a causal part of them. Calls with another
 mask or a window, with a bias, sinks, softcap or dropout, deterministic ones, and steps of a few queries,
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention_fp8, is_batch_invariant, quantize_fp8
+from ..fp8 import attention_fp8, quantize_fp8
+from ..serving import is_batch_invariant
 
 MODES = (None, "fp8", "mixed")
 LEAST_ROWS = 128

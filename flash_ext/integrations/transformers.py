@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import attention, attention_varlen, is_batch_invariant, masks
+from .. import attention, attention_varlen, masks
 from .._count import counting, tally
 from .._log import logged
+from ..serving import is_batch_invariant
 from . import fp8
 from .t5 import hand_on_distances, relative_position
 
@@ -45,9 +46,10 @@ def register(name: str = NAME, quantize: Literal["fp8", "mixed"] | None = None) 
 
     Args:
         name: the name to register. One with "flash" in it is refused, see the module.
-        quantize: run prefills and training passes in fp8, as :func:`flash_ext.attention_fp8` does, in this
-            mode of :func:`flash_ext.quantize_fp8`. Masks other than causal, windows, modifiers and steps of
-            fewer than 128 queries stay in the type of the model. Give it a name of its own to have both.
+        quantize: run prefills and training passes in fp8, as :func:`flash_ext.fp8.attention_fp8` does, in
+            this mode of :func:`flash_ext.fp8.quantize_fp8`. Masks other than causal, windows, modifiers and
+            steps of fewer than 128 queries stay in the type of the model. Give it a name of its own to have
+            both.
 
     Returns:
         The name.

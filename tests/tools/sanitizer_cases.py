@@ -274,12 +274,12 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
         for t in (q, bounds, cache.k, cache.v, cache.table, cache.lengths, slots.to(made_on), angles.cos(),
                   angles.sin(), places, *new)
     )  # fmt: skip
-    rotary = flash_ext.Rotary(cos, sin, places) if case.rotary else None
+    rotary = flash_ext.serving.Rotary(cos, sin, places) if case.rotary else None
     out = flash_ext.attention_varlen(
         q, k, v, bounds, None, causal=True, seqused_k=lengths, block_table=table, backend=target.choice
     )
     assert not out.isnan().any(), f"{case}: a result holds NaN"
-    flash_ext.append_kv(k_new, v_new, k, v, slots, rotary)
+    flash_ext.serving.append_kv(k_new, v_new, k, v, slots, rotary)
     assert not k.view(-1, *k.shape[2:])[slots[1:]].isnan().any()
 
 

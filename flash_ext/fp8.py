@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ._attention import AuxOutput, _wants
 from ._cpu import fp8
+from ._log import logged
 from ._ops import fp8 as _operators  # noqa: F401  (registers the operators)
 from ._ops.dispatch import check_bounds, explain_options, is_traced
 from ._ops.spec import default_scale
 from ._ops.words import refuse_kind, refuse_unknown
+
+__all__ = ["Fp8Inputs", "attention_fp8", "quantize_fp8"]
 
 Granularity: TypeAlias = Literal["block", "head"]
 Fp8Mode: TypeAlias = Literal["fp8", "mixed"]
@@ -145,6 +148,7 @@ class Fp8Inputs:
         )
 
 
+@logged
 def quantize_fp8(
     q: Tensor,
     k: Tensor,
@@ -191,7 +195,7 @@ def quantize_fp8(
 
     Example:
         >>> q, k, v = (torch.randn(1, 256, 4, 64, dtype=torch.bfloat16) for _ in range(3))
-        >>> flash_ext.attention_fp8(flash_ext.quantize_fp8(q, k, v), causal=True).shape
+        >>> flash_ext.fp8.attention_fp8(flash_ext.fp8.quantize_fp8(q, k, v), causal=True).shape
         torch.Size([1, 256, 4, 64])
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -243,6 +247,7 @@ def quantize_fp8(
     return x
 
 
+@logged
 def attention_fp8(
     x: Fp8Inputs,
     *,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from examples.claims.__main__ import as_text, in_document
 from examples.claims.claims import table
 from examples.claims.evidence import stored
+from tests.sources import ROOT, count
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "articles.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 SLIPS = "test_ladder_slips.py"
@@ -35,7 +34,7 @@ def test_every_line_of_code_stands_in_its_file() -> None:
         path = re.search(r"\]\((.+?)\)", link)
         assert code and path, name
         source = (PAGE.parent / path[1]).resolve().read_text(encoding="utf-8")
-        assert code[1] in source, f"{name}: {code[1]}"
+        assert count(source, code[1]), f"{name}: {code[1]}"
 
 
 def test_every_slip_names_a_test_that_exists() -> None:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import ROOT, replace_in
+
 pytestmark = pytest.mark.xdist_group("emulation")  # one builds the programs
 
-ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests" / "tools" / "emulation"
 
 # Edits of the copied sources: (file, text there, what replaces it). Every text must be found once: a change
@@ -93,12 +94,6 @@ RUNS = {
 }  # of the few cases that each program takes without --all
 
 
-def replace_once(path: Path, old: str, new: str) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{path.name} has this {text.count(old)} times, once was expected: {old}"
-    path.write_text(text.replace(old, new), encoding="utf-8")
-
-
 def copy_sources(folder: Path) -> Path:
     """A copy of csrc that g++ compiles, with the faults in it, turned off."""
     csrc = folder / "csrc"
@@ -113,9 +108,9 @@ def copy_sources(folder: Path) -> Path:
         "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8"
     )
     for name, old, new in EDITS:
-        replace_once(csrc / name, old, new)
+        replace_in(csrc / name, old, new)
     for _, name, old, new in FAULTS.values():
-        replace_once(csrc / name, old, new)
+        replace_in(csrc / name, old, new)
     return csrc
 
 

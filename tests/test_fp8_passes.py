@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from flash_ext._cpu import fp8
-from tests.test_emulation import EMULATION, ROOT, copy_sources, replace_once
+from tests.sources import ROOT, replace_in
+from tests.test_emulation import EMULATION, copy_sources
 
 pytestmark = pytest.mark.xdist_group("emulation")  # one builds the program
 
@@ -29,7 +30,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / "csrc" / part, csrc / part)
     shutil.copy(EMULATION / "fp8_launch.h", csrc / "launch.h")
     (csrc / "cuda_fp8.h").write_text("#pragma once\n", encoding="utf-8")
-    replace_once(
+    replace_in(
         csrc / "passes" / "fp8_passes.cuh",
         "extern __shared__ __align__(16) uint8_t tile_bytes_of_v[];",
         "uint8_t* const tile_bytes_of_v = emu::smem;",

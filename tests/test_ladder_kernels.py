@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from examples.ladder import native
-from tests.test_emulation import EMULATION, ROOT, copy_sources, replace_once
+from tests.sources import ROOT, replace_in
+from tests.test_emulation import EMULATION, copy_sources
 
 pytestmark = pytest.mark.xdist_group("ladder")  # one builds the program
 
@@ -45,9 +46,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     csrc = copy_sources(folder)
     shutil.copytree(ROOT / KERNELS, folder / KERNELS)
     for name in ("flash1.cuh", "flash2.cuh", "softmax.cuh"):
-        replace_once(folder / KERNELS / name, SHARED, "unsigned char* const smem_raw = emu::smem;")
+        replace_in(folder / KERNELS / name, SHARED, "unsigned char* const smem_raw = emu::smem;")
     for fault, (_, name, text) in FAULTS.items():
-        replace_once(folder / KERNELS / name, text, switched(text, fault))
+        replace_in(folder / KERNELS / name, text, switched(text, fault))
     # -O1: without it a run takes minutes. Fibers jump between stacks, which _FORTIFY_SOURCE takes for an
     # error.
     command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", f"-I{folder}"]

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.sources import CSRC, ROOT, count, squeezed
 from tests.tools import mutants, planted
 
 
@@ -14,11 +15,13 @@ from tests.tools import mutants, planted
 def test_planted_bugs_fit_the_sources(mutant: planted.Mutant) -> None:
     """Every edit finds its place exactly once and changes it."""
     for file, text in mutant.patched().items():
-        source = (planted.ROOT / "csrc" / file).read_text(encoding="utf-8")
+        source = (CSRC / file).read_text(encoding="utf-8")
         edits = [edit for edit in mutant.edits if edit.file == file]
-        assert all(source.count(edit.find) == 1 and edit.find != edit.replace for edit in edits)
-        assert all(edit.replace in text for edit in edits)
-        assert len(text) - len(source) == sum(len(edit.replace) - len(edit.find) for edit in edits)
+        pairs = [(squeezed(edit.find), squeezed(edit.replace)) for edit in edits]
+        assert all(count(source, find) == 1 and find != replace for find, replace in pairs)
+        assert all(replace in squeezed(text) for _, replace in pairs)
+        longer = sum(len(replace) - len(find) for find, replace in pairs)
+        assert len(squeezed(text)) - len(squeezed(source)) == longer
     assert mutant.edits and mutant.first in mutants.FIRST_FILES
 
 
@@ -27,7 +30,7 @@ def test_planted_bugs_are_named_apart_and_only_there() -> None:
     numbers = [mutant.number for mutant in (planted.CONTROL, *planted.MUTANTS)]
     assert len(set(numbers)) == len(numbers)
     suffixes = (".cpp", ".cu", ".cuh", ".h")
-    sources = [path for path in (planted.ROOT / "csrc").rglob("*") if path.suffix in suffixes]
+    sources = [path for path in CSRC.rglob("*") if path.suffix in suffixes]
     assert sources and not [path for path in sources if "MUTANT" in path.read_text(encoding="utf-8")]
     for nowhere in ("no such text", "const"):
         with pytest.raises(ValueError, match=r"mutant 1: csrc/api/ops.cpp holds (0|\d\d+) times"):
@@ -35,7 +38,7 @@ def test_planted_bugs_are_named_apart_and_only_there() -> None:
 
 
 def test_every_planted_bug_has_run() -> None:
-    (stored,) = (planted.ROOT / "bench" / "results").glob("*/kill-matrix.json.gz")
+    (stored,) = (ROOT / "bench" / "results").glob("*/kill-matrix.json.gz")
     numbers = {mutant["number"] for mutant in json.loads(gzip.decompress(stored.read_bytes()))}
     assert {mutant.number for mutant in planted.MUTANTS} == numbers
 

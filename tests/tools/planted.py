@@ -9,14 +9,16 @@ in ``common/`` is in the kernels of both paths, as far as they share it; what is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.sources import CSRC, replace_once
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of csrc/<file>: the text ``find``, which occurs exactly once, becomes ``replace``."""
+    """One change of csrc/<file>: the text ``find``, which occurs exactly once, becomes ``replace``.
+
+    White space does not count (tests/sources.py).
+    """
 
     file: str
     find: str
@@ -42,12 +44,9 @@ class Mutant:
         """
         texts: dict[str, str] = {}
         for edit in self.edits:
-            text = texts.get(edit.file) or (ROOT / "csrc" / edit.file).read_text(encoding="utf-8")
-            if text.count(edit.find) != 1:
-                raise ValueError(
-                    f"mutant {self.number}: csrc/{edit.file} holds {text.count(edit.find)} times\n{edit.find}"
-                )
-            texts[edit.file] = text.replace(edit.find, edit.replace)
+            text = texts.get(edit.file) or (CSRC / edit.file).read_text(encoding="utf-8")
+            where = f"mutant {self.number}: csrc/{edit.file}"
+            texts[edit.file] = replace_once(text, edit.find, edit.replace, where)
         return texts
 
 

@@ -33,6 +33,7 @@ from tests.cases import Case, dense, few_query_cases, packed, small_cases
 from tests.harness import TARGETS, Target, call_backward, call_forward
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
+from tests.sources import replace_once
 from tests.tools import mutants
 from tests.tools.planted import CONTROL, MUTANTS, Edit, Mutant
 from tests.tools.sanitizer_cases import on_one_multiprocessor
@@ -76,9 +77,7 @@ def folder_of(mutant: Mutant) -> Path:
 def with_edits(csrc: Path, edit: Edit) -> dict[str, str]:
     """File to text after an edit that must have exactly one place."""
     text = (csrc / edit.file).read_text(encoding="utf-8")
-    if text.count(edit.find) != 1:
-        raise ValueError(f"{edit.file} holds {text.count(edit.find)} times: {edit.find!r}")
-    return {edit.file: text.replace(edit.find, edit.replace)}
+    return {edit.file: replace_once(text, edit.find, edit.replace, edit.file)}
 
 
 # ---- the runs --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from flash_ext._cpu import fp8
 from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec
 from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
+from tests import fp8_kernel
 from tests.qkv import null_kernels
 from tests.reference import attention_reference
 
@@ -23,6 +24,8 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="the fp8 kernel
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 # Rounding of weights and values to e4m3 in the worst of these cases, and what the oracle does not round.
 GATE = 0.035
+# Between out of the kernel and of its model: a few elements that bf16 rounds to the other side.
+LAST_BITS = 0.001
 
 
 def make(
@@ -57,13 +60,33 @@ def error_of(out: Tensor, want: Tensor) -> float:
 
 
 def check(x: Fp8Inputs, gate: float = GATE, lse_gate: float = 1e-3, **options: object) -> Tensor:
-    out, aux = attention_fp8(x, return_aux=AuxRequest(lse=True), **options)
     want, want_lse = truth(x, **options)
+    return check_against(x, want, want_lse, gate, lse_gate, 0.0, **options)
+
+
+def check_modelled(x: Fp8Inputs, gate: float, **options: object) -> Tensor:
+    """As check(), on a GPU with the errors allowed that its tensor cores' sums make of these very numbers."""
+    want, want_lse = truth(x, **options)
+    if not x.q.is_cuda:
+        return check_against(x, want, want_lse, gate, 1e-3, 0.0, **options)
+    out, lse = fp8_kernel.forward(fp8_kernel.on_cpu(x), spec_of(x.q, **options))
+    seen = want_lse.isfinite()
+    of_sums = (lse.double() - want_lse)[seen].abs().max().item() if seen.any() else 0.0
+    gate = max(gate, error_of(out, want) + LAST_BITS)
+    return check_against(x, want, want_lse, gate, 1e-3, of_sums, **options)
+
+
+def check_against(
+    x: Fp8Inputs, want: Tensor, want_lse: Tensor, gate: float, lse_gate: float, of_sums: float,
+    **options: object,
+) -> Tensor:  # fmt: skip
+    out, aux = attention_fp8(x, return_aux=AuxRequest(lse=True), **options)
     assert out.dtype == x.dtype and out.is_contiguous()
     seen = want_lse.isfinite()
     assert torch.equal(aux.lse.cpu().isfinite(), seen)
     largest = want_lse[seen].abs().max().item() if seen.any() else 0.0
-    assert (aux.lse.cpu().double() - want_lse)[seen].abs().max().item() <= lse_gate * max(1.0, largest)
+    allowed = max(lse_gate * max(1.0, largest), of_sums + 1e-5 * largest)
+    assert (aux.lse.cpu().double() - want_lse)[seen].abs().max().item() <= allowed
     assert error_of(out, want) <= gate
     hidden = (~seen).transpose(-1, -2)
     assert not out.cpu()[hidden].any()
@@ -194,7 +217,7 @@ def test_data(device: str, data: str, mode: str) -> None:
     q, k, v = make(130, 1500, dim=128, device=device)
     change, gate = DATA[data]
     change(q, k, v)
-    check(quantize_fp8(q, k, v, mode=mode), gate=max(gate, 0.004))
+    check_modelled(quantize_fp8(q, k, v, mode=mode), gate=max(gate, 0.004))
 
 
 @pytest.mark.gpu

@@ -68,8 +68,8 @@ def scheduler(config: pytest.Config, log: object, groups: Path) -> object:
 
     And with what pytest-xdist 3.8 lacks where one process replaces another: it sends tests to a process that
     has not collected them, and loses tests over the KeyError of that or ends with it; it gives a process
-    one test at first, which waits there for a second one for ever; and it ends where it sends tests to a
-    process that has ended too, which it has not been told of.
+    one test at first, or what the ended one has done already, and waits for it for ever; and it ends where it
+    sends tests to a process that has ended too, which it has not been told of.
     """
     from xdist.scheduler import LoadGroupScheduling
 
@@ -91,7 +91,7 @@ def scheduler(config: pytest.Config, log: object, groups: Path) -> object:
             if node not in self.registered_collections:
                 return
             super()._reschedule(node)
-            if sum(not done for unit in self.assigned_work[node].values() for done in unit.values()) < 2:
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
                 super()._reschedule(node)  # another one, or the word that there is none
 
     return Replacing(config, log)

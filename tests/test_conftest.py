@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 import signal
 import subprocess
@@ -11,8 +12,12 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+
+from tests import silence
 
 ROOT = Path(__file__).resolve().parents[1]
 # The CPU taken for a GPU, in a suite of toys.
@@ -126,6 +131,63 @@ def test_turns_of_three_processes_and_what_ends_one(tmp_path: Path):
     assert not meet(itertools.product(alone, shared + tiles))
     assert not meet(itertools.combinations(tiles, 2))
     assert meet(itertools.combinations(shared, 2))
+
+
+class Process:
+    """One of a run. It begins a test when it knows the next one, or that none comes."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.shutting_down = False
+        self.send_runtest_some = self.sent.extend
+        self.gateway = SimpleNamespace(id="gw")
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+    def may_begin(self) -> bool:
+        return len(self.sent) > (not self.shutting_down)
+
+
+def test_no_test_is_lost_when_processes_end(tmp_path: Path):
+    """In whatever order three processes run tests, two of them end, and others take their place."""
+    pytest.importorskip("xdist")
+    tests = [f"test_toy.py::test_{i}" for i in range(20)]
+    silence.write(tmp_path / "groups", dict.fromkeys(tests[:3], "one group"))
+    for order in range(200):
+        draw = random.Random(order)
+        config = SimpleNamespace(
+            option=SimpleNamespace(loadscopereorder=True), getvalue=lambda name: ["popen"] * 3
+        )
+        log = MagicMock()
+        scheduler = silence.scheduler(config, log, tmp_path / "groups")
+        running, done, collecting = [], [], [Process() for _ in range(3)]
+        for process in collecting:
+            scheduler.add_node(process)
+        ends = draw.sample(range(len(tests)), 2)
+        while running or collecting:
+            for process in [p for p in running if p.shutting_down and not p.sent]:
+                running.remove(process)
+                assert scheduler.remove_node(process) is None
+            able = [process for process in running if process.may_begin()]
+            if collecting and (not able or draw.random() < 0.1):
+                running.append(collecting.pop())
+                scheduler.add_node_collection(running[-1], tests)
+                if scheduler.collection_is_completed:
+                    scheduler.schedule()
+            elif running:
+                assert able, f"order {order}: {len(done)} tests have run, and every process waits"
+                process = draw.choice(able)
+                if len(done) in ends:
+                    ends.remove(len(done))
+                    running.remove(process)
+                    assert scheduler.remove_node(process) == tests[process.sent[0]]
+                    collecting.append(Process())
+                    scheduler.add_node(collecting[-1])
+                else:
+                    done.append(process.sent.pop(0))
+                    scheduler.mark_test_complete(process, done[-1])
+        assert sorted(done) == list(range(len(tests)))
 
 
 def test_what_only_some_tests_need_ends_no_collection():

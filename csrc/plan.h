@@ -100,6 +100,8 @@ enum class KernelId : uint8_t {
   // passes
   kSumDkSplits,
   kSumDvSplits,
+  // Hopper
+  kFwdCached90,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,

@@ -84,9 +84,11 @@ FAULTS = {
         "packed_row, parts.count + (emu::fault == 8), shares);"),
     9: ("pages in their own order", "common/kv_rows.cuh", "max(table[number], 0)",
         "max(emu::fault == 9 ? static_cast<int32_t>(number) : table[number], 0)"),
+    10: ("rows behind the length", "sm90/fwd_cached/pieces.cuh", "const int there = min(",
+         "const int there = emu::fault == 10 ? rows : min("),
 }  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",
-              7: "bwd_bias", 8: "fwd_cached", 9: "fwd_cached"}  # fmt: skip
+              7: "bwd_bias", 8: "fwd_cached", 9: "fwd_cached", 10: "fwd_cached"}  # fmt: skip
 RUNS = {
     "bwd_bias": 20,
     "fwd_split": 6,

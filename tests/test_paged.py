@@ -269,7 +269,8 @@ def names(
     return [one["kernel"].removesuffix("_hd64") for one in launches(counts, bound, heads, page_size, length)]
 
 
-SPLIT, MERGE, WHOLE = "fwd_split_cached_sm80", "fwd_merge_cached_sm80", "fwd_cached_sm80"
+SPLIT, MERGE = "fwd_split_cached_sm80", "fwd_merge_cached_sm80"
+WHOLE, PORTABLE = "fwd_cached_sm90", "fwd_cached_sm80"
 
 
 def test_which_kernels_are_launched() -> None:
@@ -285,6 +286,28 @@ def test_which_kernels_are_launched() -> None:
     # Several waves where there is more than one length, of 2048 keys a part at least.
     grids = [launches([1] * 200, 1, length=length)[0]["grid"] for length in (3000, 4096, 9000)]
     assert grids == [202 * 2 * parts for parts in (1, 2, 3)]
+
+
+def test_which_prompts_the_hopper_kernel_takes() -> None:
+    """Those of pages that it reads in pieces of 8 rows or more, unless bits must not depend on pages."""
+    for page_size in (8, 16, 24, 64, 1000):
+        assert names([90, 3], 90, page_size=page_size)[-1] == WHOLE
+    for page_size in (1, 4, 12, 63):
+        assert names([90, 3], 90, page_size=page_size)[-1] == PORTABLE
+    with flash_ext.serving.set_batch_invariant(True):
+        assert names([90, 3], 90)[-1] == PORTABLE
+    _C.set_switch("unaligned", 1)
+    try:
+        assert names([90, 3], 90)[-1] == PORTABLE
+    finally:
+        _C.set_switch("unaligned", None)
+    for (d, dv), name in (((40, 72), "_hd96"), ((192, 128), "_hd192_v128"), ((200, 8), "_hd256")):
+        k, v = (torch.empty(9, 16, 2, dim, dtype=torch.bfloat16) for dim in (d, dv))
+        q, bounds, _ = packed_queries([90, 3], 8, d, "cpu", torch.bfloat16)
+        places = {"block_table": torch.zeros(2, 7).int(), "seqused_k": torch.tensor([100, 90]).int()}
+        with null_kernels():
+            attention_varlen(q, k, v, bounds, None, **places)
+            assert _C.last_launch()["launches"][-1]["kernel"] == WHOLE + name
 
 
 def test_launches_depend_on_shapes_alone() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import AuxRequest, attention_varlen
-from tests.pages import Cache, check, close, make_cache, packed_queries, truth
+from flash_ext._ops.library import _C
+from tests.pages import LAYOUTS, Cache, check, close, make_cache, packed_queries, truth
 
 pytestmark = pytest.mark.gpu
 LIKE = {"device": "cuda", "dtype": torch.bfloat16}
@@ -49,6 +50,119 @@ def test_one_sequence_of_fewer_queries_than_there_are_rows(count: int, head_dim:
                 **cache.places, return_aux=AuxRequest(lse=True),
             )  # fmt: skip
             check(out, aux.lse, bounds, each, cache, (-1, 0))
+
+
+# (heads, key heads, head_dim, head_dim_v)
+PROMPT_HEADS = (
+    (8, 2, 64, 64), (4, 4, 128, 128), (6, 1, 96, 80), (4, 1, 192, 128), (2, 1, 192, 192), (2, 2, 256, 256),
+)  # fmt: skip
+WINDOWS = ((-1, -1), (-1, 0), (100, 0), (30, 7))
+# Beside prompts, what other kernels serve in the same call.
+COUNTS, LENGTHS = [200, 1, 70, 400, 0, 130, 333, 80], [200, 500, 0, 1000, 5, 1, 129, 2049]
+
+
+def prompts(
+    cache: Cache, heads: int, head_dim: int, window: tuple[int, int], counts: list[int], **options: object
+) -> Tensor:
+    """out of pieces of prompts, compared with float64."""
+    q, bounds, each = packed_queries(counts, heads, head_dim, "cuda", cache.k.dtype, outside=3)
+    _C.set_switch("record_launches", 1)
+    try:
+        out, aux = attention_varlen(
+            q, cache.k, cache.v, bounds, None, window_size=window, **cache.places,
+            return_aux=AuxRequest(lse=True), **options,
+        )  # fmt: skip
+        last = _C.last_launch()["launches"][-1]["kernel"]
+    finally:
+        _C.set_switch("record_launches", None)
+    check(out, aux.lse, bounds, each, cache, window)
+    if torch.cuda.get_device_capability() == (9, 0) and not options:
+        assert last.startswith("fwd_cached_sm90" if cache.k.shape[1] % 8 == 0 else "fwd_cached_sm80")
+    return out
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("page_size", [8, 16, 24, 32, 48, 64, 128, 256, 1000])
+def test_prompts_over_pages(page_size: int, window: tuple[int, int]) -> None:
+    for dtype, head_dim, layout in (
+        (torch.bfloat16, 64, "heads first"),
+        (torch.float16, 128, "apart"),
+    ):
+        cache = make_cache(LENGTHS, page_size, 2, head_dim, None, "cuda", dtype, layout)
+        prompts(cache, 8, head_dim, window, COUNTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", PROMPT_HEADS, ids=str)
+def test_prompts_of_every_head_size(heads: tuple, dtype: torch.dtype, layout: str) -> None:
+    h, h_k, d, dv = heads
+    for page_size in (8, 64):
+        cache = make_cache(LENGTHS, page_size, h_k, d, dv, "cuda", dtype, layout)
+        prompts(cache, h, d, (-1, 0), COUNTS)
+        prompts(cache, h, d, (-1, 0), COUNTS, backend="sm80")
+
+
+@pytest.mark.parametrize("page_size", [8, 64, 256])
+def test_prompts_at_the_borders_of_tiles_and_pages(page_size: int) -> None:
+    """Behind each length there is NaN in the page and junk in the table."""
+    edges = [64, 128, 192, page_size, 3 * page_size]
+    lengths = sorted({0, 1, 2, *(edge + step for edge in edges for step in (-1, 0, 1))})
+    for head_dim in (64, 128):
+        cache = make_cache(lengths, page_size, 1, head_dim, None, "cuda", torch.bfloat16)
+        for window in WINDOWS:
+            prompts(cache, 2, head_dim, window, [70] * len(lengths))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_prompt_in_pieces(page_size: int) -> None:
+    """Slots are NaN until their piece of the prompt is there."""
+    cache = make_long([1000, 300], page_size, 2, 128, torch.bfloat16)
+    rows, (k, v) = cache.rows, (cache.k.clone(), cache.v.clone())
+    cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+    done = [0, 0]
+    for pieces in ([256, 100], [256, 100], [300, 50], [188, 50]):
+        for b, count in enumerate(pieces):
+            position = torch.arange(done[b], done[b] + count, device="cuda")
+            at = cache.table[b].long()[position // page_size], position % page_size
+            cache.k[at], cache.v[at] = k[at], v[at]
+            done[b] += count
+        cache.lengths.copy_(torch.tensor(done))
+        cache.rows = [(k_own[:n], v_own[:n]) for (k_own, v_own), n in zip(rows, done)]
+        prompts(cache, 8, 128, (-1, 0), pieces)
+
+
+def test_prompts_over_very_many_keys() -> None:
+    """Those of more than 65,536 keys are taken in stretches."""
+    cache = make_long([70000, 100, 65536, 131073], 64, 1, 64, torch.bfloat16)
+    prompts(cache, 2, 64, (-1, 0), [130, 100, 70, 193])
+    prompts(cache, 2, 64, (66000, 0), [130, 100, 70, 193])
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_dense_queries_of_entries_and_pages(in_pages: bool) -> None:
+    lengths, count = [500, 77, 150, 0], 150
+    cache = make_cache(lengths, 504 if not in_pages else 24, 2, 128, None, "cuda", torch.bfloat16)
+    q = torch.randn(4, count, 8, 128, **LIKE)
+    if in_pages:
+        places = {"page_table": cache.table}
+    else:  # pages in their order
+        first = cache.table[:, 0].clamp(0, cache.k.shape[0] - 1).long()
+        cache.k, cache.v, places = cache.k[first], cache.v[first], {}
+    out = flash_ext.serving.flash_attn_with_kvcache(
+        q, cache.k, cache.v, cache_seqlens=cache.lengths, causal=True, **places
+    )
+    outs, _ = truth(list(q), cache.rows, (-1, 0))
+    close(out, torch.stack(outs))
+
+
+def test_prompts_repeat_bit_for_bit() -> None:
+    cache = make_long([900, 100, 3333], 16, 2, 128, torch.bfloat16)
+    q, bounds, _ = packed_queries([400, 90, 300], 8, 128, **LIKE)
+    runs = [
+        attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, causal=True) for _ in range(10)
+    ]
+    assert all(torch.equal(runs[0], other) for other in runs)
 
 
 def make_long(lengths: list[int], page_size: int, heads_k: int, head_dim: int, dtype: torch.dtype) -> Cache:

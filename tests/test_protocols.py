@@ -35,12 +35,13 @@ def seen_by(rnd, groups):
     return tuple(group for group in range(groups) if rnd.random() < 0.6)
 
 
-def run_forward(m, rnd):
+def run_forward(m, rnd, *, apart=False):
     groups = rnd.choice((2, 3))
     items = [[seen_by(rnd, groups) for _ in range(count)] for count in counts(rnd)]
     for tiles in filter(None, items):
         tiles[-1] = tuple({0, *tiles[-1]})
-    forward(m, items, rnd.choice((4, 5, 8)), rnd.choice((1, 2)), groups, draws=rnd.random() < 0.5)
+    stages = rnd.choice((4, 5, 8))
+    forward(m, items, stages, rnd.choice((1, 2)), groups, draws=rnd.random() < 0.5, apart=apart)
 
 
 def run_forward_mod(m, rnd, *, bias=False):
@@ -147,6 +148,7 @@ SCORE_KINDS = {
 }
 MODELS = {
     "forward": run_forward,
+    "forward over a cache": model(run_forward, apart=True),
     "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
@@ -205,6 +207,7 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("forward", "parity of V", "deadlock"),
         ("forward", "K let go early", "overwrites"),
         ("forward", "a warp keeps Q", "deadlock"),
+        ("forward over a cache", "V does not wait for the next item", "overwrites"),
         ("backward of few rows", "K and V are let go before the last scores", "overwrites V"),
         ("backward together", "two places for dS", "overwrites dS"),
         ("backward together", "dS without a fence", "may not see dS"),
@@ -229,6 +232,7 @@ def test_a_planted_mistake_is_found(name, plant, fault):
 
 RINGS = {
     "forward": ("K or V", "Q"),
+    "forward over a cache": ("K or V", "Q"),
     "forward with a bias": ("K or V", "Q", "bias", "chunk"),
     "backward of few rows": ("K", "V", "Q", "dO", "item"),
     "backward together": ("K", "V", "Q", "dO", "item"),

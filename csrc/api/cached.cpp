@@ -57,7 +57,7 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   p.softmax_scale = static_cast<float>(a.softmax_scale);
   // Of a dense q: the longest sequence there may be decides which bounds hide nothing, hence nothing of a shorter one.
   set_window(p, a.window_left.expect_int(), a.window_right.expect_int());
-  p.tma_ready = false;
+  p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
 }
 

@@ -155,11 +155,49 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
   return c;
 }
 
+// Packed rows of a sequence, at most.
+int64_t cached_rows(Req r) {
+  const Problem& x = r.problem;
+  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
+  return x.num_heads / x.num_heads_k * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
+}
+
+// What the Hopper kernel reads: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
+bool supports_cached_tma(Req r, Dev) {
+  const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
+  return tma_fwd(r) && pieces_fit && cached_rows(r) > kWideRows;
+}
+// The batch-invariant mode promises equal bits for pages of every size.
+bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
+
+void push_tall_portable(Req r, Dev d, RowRange served, Plan& p) {
+  const Problem& x = r.problem;
+  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+  const SmemClass c = class_of(d);
+  const FwdTile t = fwd_tile_sm80(size, c);
+  Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
+                             t.smem_bytes(size), make_grid(x, d, true, t.block_m), 0));
+  l.smem_class = c;
+  l.rows = served;
+}
+
+void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
+  const Dims x = hopper_dims(r.problem);
+  const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv);
+  Launch& l = p.push(main_of(KernelId::kFwdCached90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
+                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m(), true), d.num_sms));
+  l.dynamic = true;  // lengths differ, and nobody knows them here
+  l.rows = served;
+  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+  const bool in_stretches = r.cache->max_keys > sm90::kStretches.above;
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
+}
+
+template <auto kPushTall>
 void build_cached(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int group = x.num_heads / x.num_heads_k;
-  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
-  const int64_t rows = group * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
+  const int64_t rows = cached_rows(r);
   // Which sequences there are is known where all are equally long.
   const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
   const bool tall = rows > kWideRows;
@@ -197,13 +235,7 @@ void build_cached(Req r, Dev d, Plan& p) {
           .rows = {narrow_rows, kAny};
     }
   }
-  if (!tall) return;
-  const SmemClass c = class_of(d);
-  const FwdTile t = fwd_tile_sm80(size, c);
-  Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
-                             t.smem_bytes(size), make_grid(x, d, true, t.block_m), 0));
-  l.smem_class = c;
-  l.rows = {wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
+  if (tall) kPushTall(r, d, {wide ? kWideRows : narrow ? kNarrowRows : 0, kAny}, p);
 }
 
 // ---- with modifiers --------------------------------------------------------------------------------
@@ -298,7 +330,9 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
+    {F::kFwdCached, "sm90.fwd_cached", supports_cached_tma, prefers_cached_tma, build_cached<push_tall_hopper>,
+     E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<push_tall_portable>, E::kNone},
 
     {F::kFwdFp8, "sm90.fwd_fp8", supports_fp8, nullptr, build_fp8, E::kNone},
 
@@ -324,7 +358,7 @@ constexpr Row kPortable[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, nullptr, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<push_tall_portable>, E::kNone},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };

@@ -105,6 +105,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kDbias90: return "bwd_bias_sm90";
     case KernelId::kSumDkSplits: return "sum_dk";
     case KernelId::kSumDvSplits: return "sum_dv";
+    case KernelId::kFwdCached90: return "fwd_cached_sm90";
   }
   return "?";
 }

@@ -17,7 +17,7 @@ inline constexpr int kBwdFusedDims[] = {64, 96, 128};
 inline constexpr HeadDims kBwdSplitDims[] = {{128, 128}, {192, 128}, {192, 192}, {256, 256}};
 inline constexpr HeadDims kRowStatsDims[] = {{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
-extern const FwdInstances kFwd, kFwdFp8, kFwdMixed, kFwdModUpTo128, kFwdModAbove128;
+extern const FwdInstances kFwd, kFwdCached, kFwdFp8, kFwdMixed, kFwdModUpTo128, kFwdModAbove128;
 extern const BwdInstances kBwdFused, kBwdSplit, kRowStats;
 extern const BwdInstances kBwdFusedMod, kBwdSplitModUpTo128, kBwdSplitModAbove128, kDbias;
 

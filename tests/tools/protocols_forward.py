@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from tests.tools.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells
 
 
-def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False):
+def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=False):
     """schedule_work() and load_tiles() of fwd/produce.cuh, consume() of fwd/consume.cuh. An item is a list
-    of tiles, a tile the groups that see it; group 0 sees the last one."""
+    of tiles, a tile the groups that see it; group 0 sees the last one. ``apart``: load_cached_tiles() of
+    fwd_cached/produce.cuh, which has a role for K and one for V."""
     kv, q = Slots("K or V", kv_stages, groups * WARPS), Slots("Q", q_stages, groups * WARPS)
     item, ending, turn = Slots("item", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
 
@@ -43,6 +44,27 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False):
             place += 1
         if v:
             yield from kv.load(me, used, v)
+
+    def loader_of(what):
+        def role(me):
+            used, begun, place = int(what == "V"), 0, 0
+            while (n := (yield from item.take(me, place))) != END:
+                for left in range(len(items[n]), 0, -1):
+                    if what == "V":
+                        is_last = left == 1
+                        if is_last and m.plant != "V does not wait for the next item":
+                            is_last = (yield from item.take(me, place + 1)) == END
+                        used += not is_last
+                    else:
+                        if left == min(3, len(items[n])):
+                            me.arrive(ending)
+                        used += begun > 1
+                    yield from kv.load(me, used, (what, n, left))
+                    used, begun = used + 1, begun + 1
+                me.read(item.at(place), n)
+                place += 1
+
+        return role
 
     def consumer(me, group, warp):
         now = SimpleNamespace(used=0, items=-1, n=None, left=0, new=False)
@@ -144,7 +166,11 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False):
                 has_step = yield from next_step()
 
     m.role("scheduler", scheduler)
-    m.role("loader", loader)
+    if apart:
+        m.role("loader of K", loader_of("K"))
+        m.role("loader of V", loader_of("V"))
+    else:
+        m.role("loader", loader)
     m.warps(groups, consumer)
 
 

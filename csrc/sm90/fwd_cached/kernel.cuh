@@ -1,0 +1,31 @@
+// The Hopper forward over a cache: many queries of keys whose number and places are on the device.
+//
+//   O_i = softmax(scale * Q_i K^T) V,  lse_i = log sum_j exp(scale * q_i . k_j)
+//
+// Consumers, shared memory and barriers are those of fwd/kernel.cuh; three warps of the first warpgroup produce.
+#pragma once
+
+#include "../core/roles.cuh"
+#include "../fwd/consume.cuh"
+#include "produce.cuh"
+
+namespace flash_ext::sm90 {
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    fwd_cached_sm90_kernel(const __grid_constant__ CachedFwdArgs a, const __grid_constant__ FwdMaps maps) {
+  run_cta<T, WorkTile, Barriers<T>>(
+      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
+      [&](const auto& cta, int warp) {
+        if (warp == 0) {
+          schedule_cached_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
+        } else if (warp == 1) {
+          load_cached_tiles<T, false>(a, maps.k, cta.smem, cta.shared, cta.bars);
+        } else if (warp == 2) {
+          load_cached_tiles<T, true>(a, maps.v, cta.smem, cta.shared, cta.bars);
+        }
+      },
+      [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
+}
+
+}  // namespace flash_ext::sm90

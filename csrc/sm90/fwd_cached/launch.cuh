@@ -1,0 +1,43 @@
+// Launches of the Hopper forward over a cache. Included by the instantiation files only.
+#pragma once
+
+#include <numeric>
+
+#include "../fwd/launch.cuh"
+#include "kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+// A map of K or V (pieces.cuh).
+inline std::string encode_cache_map(CUtensorMap& map, const StridedView& x, DType dtype, int columns, int rows) {
+  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), kMapRows, cuuint64_t{1} << 30, cuuint64_t{1} << 30, 1};
+  const cuuint64_t strides[4] = {map_stride(x.row_stride, 2), cuuint64_t{1} << kFarShift, cuuint64_t{1} << kNearShift,
+                                 16};
+  return encode(map, x.ptr, map_type_of(dtype), dims, strides, Box{64, rows});
+}
+
+template <typename T>
+std::string launch_fwd_cached_as(const FwdCall& c, const Launch& l) {
+  CachedFwdArgs a{make_fwd_args(c, l), c.cache, l.rows};
+  a.kept = part_of<float>(c.workspace, c.plan.workspace.kv_stretches);
+  const int page_size = static_cast<int>(c.cache.page_size.divisor);
+  a.piece_rows = c.cache.block_table != nullptr ? std::gcd(page_size, T::kBlockN) : T::kBlockN;
+  a.k_row_bytes = static_cast<int64_t>(map_stride(c.p.k.row_stride, 2));
+  a.v_row_bytes = static_cast<int64_t>(map_stride(c.p.v.row_stride, 2));
+  const Problem& r = c.p.problem;
+  FwdMaps maps;
+  std::string error = encode_map(maps.q, c.p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
+  if (error.empty()) error = encode_cache_map(maps.k, c.p.k, r.dtype, r.head_dim, a.piece_rows);
+  if (error.empty()) error = encode_cache_map(maps.v, c.p.v, r.dtype, r.head_dim_v, a.piece_rows);
+  if (error.empty()) error = encode_map(maps.out, c.p.out, r, r.head_dim_v, r.seqlen_q, r.num_heads, 16);
+  if (!error.empty()) return "fwd_cached_sm90: " + error;
+  return launch_planned(l, fwd_cached_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+}
+
+template <int D, int Dv>
+std::string launch_fwd_cached(const FwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype,
+                        [&]<typename E>() { return launch_fwd_cached_as<FwdTraits<E, D, Dv>>(c, l); });
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,139 @@
+// The producers of the sm90 forward over a cache (kv_cache.h): three warps. The scheduler is that of fwd/produce.cuh but for
+// what the device alone knows: how long a sequence is, and whether this launch serves it. K and V have a warp each,
+// because a tile of small pages is many copies.
+#pragma once
+
+#include "../fwd/produce.cuh"
+#include "pieces.cuh"
+
+namespace flash_ext::sm90 {
+
+struct CachedFwdArgs : FwdArgs {
+  KvCache cache;
+  RowRange served;
+  // Of K and V, rows come in pieces of one copy, which divide a tile and do not cross pages; bytes from row to row.
+  int piece_rows = 0;
+  int64_t k_row_bytes = 0, v_row_bytes = 0;
+};
+
+// First warp: decides what is next, loads its Q.
+template <typename T>
+__device__ __forceinline__ void schedule_cached_work(const CachedFwdArgs& a, const FwdMaps& maps, uint32_t smem,
+                                                     WorkTile* work_tiles, Barriers<T> bars) {
+  const Problem& p = a.p.problem;
+  const int lane = threadIdx.x % 32;
+  const bool dynamic = a.scheduler.counter != nullptr;
+  if (dynamic && lane == 0) claim_counter(a.scheduler);
+  PipelineState<T::kQStages> q_ring;
+  PipelineState<T::kWorkStages> work_ring;
+  q_ring.phase = 1;  // the first wait for an empty stage passes
+  uint32_t index = blockIdx.x;
+  int stretch_end = 0;  // of the tiles of the same work tile that are left; 0: none
+#pragma unroll 1
+  while (index < a.scheduler.num_work_tiles) {
+    int sequence = 0;
+    Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, &sequence);
+    const bool outside = sequence < 0 || sequence == p.batch;  // in no sequence: no keys
+    const bool served = outside || w.q.length * static_cast<int>(a.grid.shared.divisor) > a.served.above;
+    if (w.active && served) {
+      w.b = sequence;
+      w.k = {0, CachedKeys::of(p, a.cache, sequence).length};
+      BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
+      if (blocks.begin < blocks.end) {
+        if (w.k.length > kStretches.above) {
+          constexpr int kStretch = kStretches.keys / T::kBlockN;
+          if (stretch_end > 0) blocks.end = stretch_end;
+          const int begin = (blocks.end - 1) / kStretch * kStretch;
+          stretch_end = begin > blocks.begin ? begin : 0;
+          blocks.begin = max(blocks.begin, begin);
+        }
+        wait(bars.q_empty(q_ring.stage), q_ring.phase);
+        if (lane == 0) {
+          work_tiles[work_ring.stage] = {w, blocks};
+          ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+          copy_q<T>(a, maps, smem, bars.q_full(q_ring.stage), q_ring.stage, w);
+        }
+        q_ring.advance();
+        static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
+        if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
+        work_ring.advance();
+        if (stretch_end > 0) continue;
+      } else {
+        store_empty<T>(a.p, w, -INFINITY, nullptr, lane);
+      }
+    }
+    uint32_t next = index + gridDim.x;
+    if (dynamic && lane == 0) next = fetch_work_tile(a.scheduler);
+    index = dynamic ? __shfl_sync(ptx::kFullWarp, next, 0) : next;
+  }
+  wait(bars.q_empty(q_ring.stage), q_ring.phase);
+  if (lane == 0) {
+    work_tiles[work_ring.stage].w.block = -1;
+    ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+    ptx::mbarrier_arrive(bars.q_full(q_ring.stage));
+  }
+}
+
+// Second warp: K; third: V. Stages are used in the order of fwd/produce.cuh, K0, K1, V0, K2, V1, ..., so each warp passes
+// over those of the other. A lane finds the place of a piece, with its entry of the table, before the stage is free.
+template <typename T, bool kIsV>
+__device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const CUtensorMap& map, uint32_t smem,
+                                                  const WorkTile* work_tiles, Barriers<T> bars) {
+  constexpr int kRows = T::kBlockN, kChunks = kIsV ? T::kChunksV : T::kChunks;
+  const StridedView& view = kIsV ? a.p.v : a.p.k;
+  const int64_t row_bytes = kIsV ? a.v_row_bytes : a.k_row_bytes;
+  const int lane = threadIdx.x % 32;
+  PipelineState<T::kKvStages> ring;
+  PipelineState<T::kWorkStages> work_ring;
+  ring.phase = 1;
+  if (kIsV) ring.advance();  // K of the first tile
+  int begun = 0;  // tiles
+#pragma unroll 1
+  while (true) {
+    wait(bars.work_full(work_ring.stage), work_ring.phase);
+    const WorkTile& work = work_tiles[work_ring.stage];
+    if (work.w.block < 0) return;
+    work_ring.advance();
+    const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, work.w.b);
+    const int h_k = static_cast<int>(divide(work.w.h, a.grid.shared));
+    const int begin = work.blocks.begin, tiles = work.blocks.end - begin;
+#pragma unroll 1
+    for (int left = tiles; left > 0; --left, ++begun) {
+      if constexpr (kIsV) {
+        // V comes behind K of the next tile. Whether there is one is known when the next work tile is.
+        bool is_last = left == 1;
+        if (is_last) {
+          wait(bars.work_full(work_ring.stage), work_ring.phase);
+          is_last = work_tiles[work_ring.stage].w.block < 0;
+        }
+        if (!is_last) ring.advance();
+      } else {
+        // Fetch late: a tile claimed early cannot go to a CTA that is free before.
+        const bool dynamic = a.scheduler.counter != nullptr;  // else nobody waits for that
+        if (dynamic && left == min(kFetchAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.work_ending());
+        if (begun > 1) ring.advance();  // V of the last tile but one
+      }
+      const int own_row = min(lane * a.piece_rows, kRows - a.piece_rows);
+      const PiecePlace own =
+          PiecePlace::of(keys, a.cache, view, row_bytes, h_k, (begin + left - 1) * kRows + own_row, a.piece_rows);
+      wait(bars.kv_empty(ring.stage), ring.phase);
+      const uint32_t bar = bars.kv_full(ring.stage);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(bar, kChunks * kRows * 128);
+      uint32_t to = smem + ring.stage * T::kStageBytes;
+#pragma unroll 1
+      for (int i = 0; i * a.piece_rows < kRows; ++i, to += a.piece_rows * 128) {
+        const int row = __shfl_sync(ptx::kFullWarp, own.row, i);
+        const int far = __shfl_sync(ptx::kFullWarp, own.far, i), near = __shfl_sync(ptx::kFullWarp, own.near, i);
+        if (lane == 0) {
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) {
+            ptx::tma_load_5d(to + c * kRows * 128, &map, bar, T::kChunkColumns * c, row, far, near, 0);
+          }
+        }
+      }
+      ring.advance();
+    }
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -8,6 +8,7 @@ measures. On a CPU that is a small form of everything, to show that it runs. The
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from examples.ladder.__main__ import main as run_ladder
 from examples.ladder.__main__ import write
 
 from . import measure
-from .claims import table
+from .claims import speeds, table
 from .evidence import RESULTS, Evidence, read, stored
 from .pictures import draw
 
@@ -33,15 +34,17 @@ def run_here(device: torch.device, folder: Path, commit: str | None) -> list[Pat
     return [ladder, claims]
 
 
-def as_text(lines: list[tuple[str, str, str, str]]) -> str:
+HEAD = ["claimed", "by whom", "measured here", "on what"]
+
+
+def as_text(lines: Iterable[Sequence[str]], head: Sequence[str] = HEAD) -> str:
     """As a Markdown table."""
-    head = ["claimed", "by whom", "measured here", "on what"]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * 4, *lines))
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
 
 
-def in_document(document: str, text: str) -> str:
-    """The document with this table between its marks."""
-    mark, end = "<!-- claims: written by python -m examples.claims --docs -->\n", "<!-- -->\n"
+def in_document(document: str, text: str, name: str = "claims") -> str:
+    """The document with this table between the marks of that name."""
+    mark, end = f"<!-- {name}: written by python -m examples.claims --docs -->\n", "<!-- -->\n"
     before, _, rest = document.partition(mark)
     _, found, after = rest.partition(end)
     if not found:
@@ -75,7 +78,9 @@ def main(arguments: list[str] | None = None) -> Evidence:
     (options.out / "claims.md").write_text(text + "\n", encoding="utf-8")
     if options.docs:
         page = RESULTS.parents[1] / "docs" / "articles.md"
-        page.write_text(in_document(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+        written = in_document(page.read_text(encoding="utf-8"), text)
+        head, lines = speeds(evidence)
+        page.write_text(in_document(written, as_text(lines, head), "speeds"), encoding="utf-8")
     print(text)
     pictures = draw(evidence, options.out)
     print(f"\n{options.out / 'claims.md'}", *pictures, sep="\n")

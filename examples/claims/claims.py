@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from examples.ladder.rungs import RUNGS
+
 from .evidence import Evidence, Row, benchmark_times, number, pairs, shape_of, span
 
 DATASHEET = 989.4  # TFLOP/s of an H100 or H200, dense bf16
@@ -312,6 +314,20 @@ CLAIMS = (
     Claim("FlashAttention-3 paper, named by 004", "740 TFLOP/s in fp16", _headline_best),
     Claim("FlashAttention-3 paper, named by 004", "1.2 PFLOP/s in fp8", _fp8),
 )  # fmt: skip
+
+
+def speeds(evidence: Evidence) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of a table: TFLOP/s of every rung by head_dim and length."""
+    rows = [row for row in evidence.file("ladder").of("lengths") if "tflops" in row]
+    rates = {(row["name"], shape_of(row)): f"{number(row, 'tflops'):.0f}" for row in rows}
+    shapes = sorted({shape for _, shape in rates if shape[2] >= 1024}, key=lambda shape: (shape[3], shape[2]))
+    head = ["kernel", *(f"{head_dim}, {seqlen}" for *_, seqlen, head_dim in shapes)]
+    lines = [
+        [rung.label, *(rates.get((name, shape), "") for shape in shapes)]
+        for name, rung in RUNGS.items()
+        if any(name == of for of, _ in rates)
+    ]
+    return head, lines
 
 
 def table(evidence: Evidence) -> list[tuple[str, str, str, str]]:

@@ -27,10 +27,12 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Those that were tried; the first is the fastest on an H100.
+# By head_dim, those that were tried; the first is the fastest on an H100. Shared memory holds Q and the
+# stages of K and V: above 128 features, three stages of 64 keys do not fit.
 TILES = {
     64: (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
+    256: (Tile(128, 64, 8, 2),),
 }
 
 
@@ -147,11 +149,13 @@ def attention(
     batch, seqlen_q, num_heads, head_dim = q.shape
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim or num_heads % max(1, k.shape[2]):
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if head_dim > max(TILES):
+        raise ValueError(f"head_dim must be at most {max(TILES)}, got {head_dim}")
     if any(x.stride(3) != 1 for x in (q, k, v)):
         raise ValueError("the last dimension must have stride 1")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
-    tile = tile or TILES[64 if head_dim <= 64 else 128][0]
+    tile = tile or next(tiles[0] for most, tiles in TILES.items() if head_dim <= most)
     grid = (triton.cdiv(seqlen_q, tile.block_m) * batch * num_heads,)
     strides = [x.stride(i) for x in (q, k, v, out) for i in (0, 2, 1)]
     _forward[grid](

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from flash_ext._ops import library as ops
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def module_file() -> Path:
     """The extension module that is loaded."""

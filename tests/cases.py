@@ -150,7 +150,7 @@ def dense(
     head_dim_v: int | None = None,
     **fields: Any,
 ) -> Case:
-    """A dense case in the order of the gauntlet's notation."""
+    """A dense case, from its numbers in the order in which lists write them."""
     return Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads,
                 num_heads_k=num_heads_k, head_dim=head_dim, head_dim_v=head_dim_v, **fields)  # fmt: skip
 

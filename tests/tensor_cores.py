@@ -6,7 +6,7 @@ its leading one, cut towards zero as well. Largest means the largest power of tw
 product of those of its factors, and a number below 2^-6 counts as 2^-6.
 
 Two errors measured on an H200 are those of this rule in every digit that was recorded
-(tests/test_tensor_cores.py). One bit more, or rounding downwards, gives others.
+(tests/fp8/test_tensor_cores.py). One bit more, or rounding downwards, gives others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The tile tables of docs/kernels.md: a program that prints every tile of csrc, and what puts its lines
-between the marks of the document. ``python -m tests.test_docs`` writes them.
+between the marks of the document. ``python -m tests.docs.test_docs`` writes them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ TILE_HEADERS = {
     "bwd_split": "scores|head_dim|head_dim_v|dK, dV: kBlockM|kBlockN|Q and dO stages|columns in registers|"
     "shared memory, bytes|dQ: kBlockM|kBlockN|K stages|V stages|shared memory, bytes",
 }
-TILE_BLOCK = "<!-- {0}: written by python -m tests.test_docs -->\n{1}<!-- end of {0} -->"
+TILE_BLOCK = "<!-- {0}: written by python -m tests.docs.test_docs -->\n{1}<!-- end of {0} -->"
 
 
 def tile_tables() -> dict[str, str]:

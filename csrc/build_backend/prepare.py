@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from build_backend import environment, pins  # noqa: E402
 
 STAMP = "flash_ext-requirements.json"
-# A second transformers, for tests/test_integrations_versions.py; a folder that no interpreter looks into.
+# A second transformers, for tests/integrations/test_versions.py, in a folder that no interpreter looks into.
 OTHER_TRANSFORMERS = "flash_ext-other-transformers"
 
 

@@ -11,8 +11,8 @@ For reading, testing and the demo; nothing in the library runs on it. The order 
 
 Articles that teach these carry mistakes: unguarded blocks without a visible key, an epsilon in the
 denominator, statistics in half precision, a padding mask spread over the wrong dimension, unmasked tail
-columns, exchanged block sizes. What stands here is free of them, and ``tests/test_ladder.py`` holds each one
-to it.
+columns, exchanged block sizes. What stands here is free of them, and ``tests/examples/test_ladder.py``
+holds each one to it.
 
 Sources: Milakov and Gimelshein 2018 (https://arxiv.org/abs/1805.02867) for the two-pass softmax, Dao et al.
 2022 (https://arxiv.org/abs/2205.14135), Dao 2023 (https://arxiv.org/abs/2307.08691).

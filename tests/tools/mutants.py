@@ -98,10 +98,10 @@ def arch_of_this_gpu() -> str:
 
 def files_of_tests(first: str = "") -> list[str]:
     """All files with tests of kernels, in the order in which they run."""
-    order = [first, *FIRST_FILES]
-    names = [path.stem.removeprefix("test_gauntlet_") for path in (ROOT / "tests").glob("test_gauntlet_*.py")]
-    names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
-    return [f"tests/test_gauntlet_{name}.py" for name in names] + ["tests/test_fuzz.py"]
+    names = [path.stem.removeprefix("test_") for path in (ROOT / "tests" / "attention").glob("test_*.py")]
+    order = [first, *FIRST_FILES, *sorted(set(names) - {"fuzz"}), "fuzz"]
+    names.sort(key=order.index)
+    return [f"tests/attention/test_{name}.py" for name in names]
 
 
 def _pytest(mutant: Mutant, arguments: list[str], seed: int, seconds: float) -> tuple[int | None, str]:
@@ -188,7 +188,7 @@ def matrix(known: dict[int, Outcome]) -> str:
     lines = ["| n | mutant | planted bug | outcome | test | s |", "|---|---|---|---|---|---|"]
     for mutant in MUTANTS:
         o = known.get(mutant.number, Outcome(mutant.number, "not run"))
-        words = " ".join(f"{o.test.removeprefix('tests/test_gauntlet_')} {o.note}".replace("|", "/").split())
+        words = " ".join(f"{o.test.removeprefix('tests/attention/test_')} {o.note}".replace("|", "/").split())
         lines.append(
             f"| {mutant.number} | {mutant.name} | {mutant.bug} | {o.status} | {words} | {o.seconds:.0f} |"
         )

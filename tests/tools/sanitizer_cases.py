@@ -1,7 +1,7 @@
 """What run_sanitizer.sh runs under compute-sanitizer: every kernel once, on tensors of exactly their size.
 
 No guards and no arena here: a guard would hide from memcheck the very access that it is there to find.
-Results are only looked at for NaN; their values are the gauntlet's business.
+Results are only looked at for NaN; tests/attention judges their values.
 
     python -m tests.tools.sanitizer_cases [--target sm80|sm80-99k|sm90|cpu] [--only TEXT] [--list]
     python -m tests.tools.sanitizer_cases --target sm90 --from-host     for initcheck, which follows ours only

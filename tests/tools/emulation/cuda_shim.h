@@ -94,7 +94,7 @@ struct Warp {
 
 alignas(1024) inline unsigned char smem[kSmemBytes];
 inline bool lazy = false;  // copies land when they are waited for, not when they are issued
-inline int fault = 0;      // which planted fault is active: see tests/test_emulation.py
+inline int fault = 0;      // which planted fault is active: see tests/kernels/test_emulation.py
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline int current;                // fiber that runs

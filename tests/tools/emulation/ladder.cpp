@@ -1,4 +1,4 @@
-// The kernels of examples/ladder on emulated warps, against plain loops in float64. Built by tests/test_ladder_kernels.py.
+// The kernels of examples/ladder on emulated warps, against plain loops in float64. Built by tests/examples/test_ladder_kernels.py.
 #include <random>
 
 #include "examples/ladder/kernels/flash1.cuh"

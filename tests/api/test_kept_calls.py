@@ -1,0 +1,175 @@
+"""A value keeps the call in which it stood: a further one gives what a first one gives, at less host time."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_ext
+from flash_ext import masks
+from flash_ext._ops import calls
+from tests.masks.test_prepared_masks import every_kind, some
+
+pytestmark = pytest.mark.everywhere
+
+
+def biases() -> dict[str, masks.Bias]:
+    return {
+        "dense": masks.DenseBias(torch.randn(2, 2, 24, 24)),
+        "two dimensions": masks.DenseBias(torch.randn(24, 24)),
+        "expanded": masks.DenseBias(torch.randn(2, 1, 24).expand(2, 24, 24)),
+        "sum": masks.DenseBias(torch.randn(24, 24)) + masks.DenseBias(torch.randn(1, 24)),
+        "slopes": masks.ALiBi(torch.rand(2)),
+        "slopes to convert": masks.ALiBi(torch.rand(2).double()),
+        "both": masks.ALiBi(torch.rand(2)) + masks.DenseBias(torch.randn(24)),
+        "position": masks.RelativePosition(torch.randn(2, 32)),
+    }
+
+
+def fresh(value: masks.Mask | masks.Bias | None):
+    return None if value is None else copy.deepcopy(value)
+
+
+@pytest.mark.parametrize("bias", [None, *biases()])
+@pytest.mark.parametrize("name", [None, "window", "plain", "documents", "dense"])
+def test_a_kept_call_gives_what_a_first_one_gives(name: str | None, bias: str | None):
+    plain = {"window": masks.SlidingWindow(5, sink_tokens=2), "plain": masks.Causal(), None: None}
+    mask = plain[name] if name in plain else every_kind()[name]
+    added = None if bias is None else biases()[bias]
+    if mask is None and added is None:
+        return
+    q, k = some()
+    aux = flash_ext.AuxRequest(lse=True, max_scores=True)
+    for options in (
+        {}, {"causal": True}, {"window_size": (9, 4)}, {"scale": 0.3}, {"softcap": 3.0}, {"scale": 1},
+        {"sinks": torch.randn(2)}, {"sinks": torch.randn(2).double()}, {"return_aux": aux},
+    ):  # fmt: skip
+        if name == "window" and "window_size" in options:
+            continue
+        for _ in range(3):
+            got = flash_ext.attention(q, k, k, mask=mask, bias=added, **options)
+            expected = flash_ext.attention(q, k, k, mask=fresh(mask), bias=fresh(added), **options)
+            for a, b in zip(tensors_of(got), tensors_of(expected), strict=True):
+                assert torch.equal(a, b), options
+    assert (mask if mask is not None else added)._calls
+    dropped = []
+    for pair in ((mask, added), (fresh(mask), fresh(added))):
+        torch.manual_seed(3)
+        dropped.append(flash_ext.attention(q, k, k, mask=pair[0], bias=pair[1], dropout_p=0.3))
+    assert torch.equal(*dropped)
+
+
+def tensors_of(result) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [result[0], *result[1]]
+
+
+@pytest.mark.parametrize("bias", biases())
+def test_gradients_of_a_bias_through_kept_calls(bias: str):
+    mask, added = every_kind()["documents"], biases()[bias]
+    q, k = some()
+    with torch.no_grad():  # keeps a call that knows of no gradient
+        for _ in range(2):
+            flash_ext.attention(q, k, k, mask=mask, bias=added)
+    sources = list(added._tensors())
+    for source in sources:
+        source.requires_grad_()
+    grads = []
+    for _ in range(3):
+        out = flash_ext.attention(q, k, k, mask=mask, bias=added)
+        grads.append(torch.autograd.grad(out.square().sum(), sources))
+    expected = flash_ext.attention(q, k, k, mask=fresh(mask), bias=added)
+    grads.append(torch.autograd.grad(expected.square().sum(), sources))
+    assert all(torch.equal(a, b) for one in grads[:3] for a, b in zip(one, grads[3], strict=True))
+    assert all(grad.shape == source.shape for grad, source in zip(grads[0], sources))
+
+
+def test_a_bias_that_is_written_is_read_anew():
+    q, k = some()
+    for bias in biases().values():
+        for _ in range(2):
+            flash_ext.attention(q, k, k, bias=bias)
+        for source in bias._tensors():
+            if 0 not in source.stride():
+                source.mul_(-2)
+        expected = flash_ext.attention(q, k, k, bias=fresh(bias))
+        assert torch.equal(flash_ext.attention(q, k, k, bias=bias), expected)
+
+
+def test_a_bias_with_odd_rows_is_copied_into_aligned_ones():
+    bias = torch.randn(2, 1, 24, 77)
+    aligned = calls.with_aligned_rows(bias)
+    assert torch.equal(aligned, bias) and aligned.stride() == (24 * 80, 24 * 80, 80, 1)
+    q, k = torch.empty(2, 24, 2, 8), torch.empty(2, 77, 2, 8)
+    assert calls._may_be_copied(bias, q, k) and not calls._may_be_copied(aligned, q, k)
+    learned = bias.clone().requires_grad_()
+    assert not any(calls._may_be_copied(t, q, k) for t in (learned, bias[..., :1], aligned[..., :76]))
+    assert not calls._may_be_copied(bias, q, q)
+
+
+def test_pairs_of_kept_calls():
+    mask, bias, (q, k) = every_kind()["dense"], biases()["dense"], some()
+    out, lse = flash_ext.forward(q, k, k, mask=mask, bias=bias)
+    for _ in range(3):
+        again = flash_ext.forward(q, k, k, mask=mask, bias=bias)
+        assert all(torch.equal(a, b) for a, b in zip(again, (out, lse), strict=True))
+        got = flash_ext.backward(out, q, k, k, out, lse, mask=mask, bias=bias, dlse=lse)
+        want = flash_ext.backward(out, q, k, k, out, lse, mask=fresh(mask), bias=fresh(bias), dlse=lse)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_packed_kept_calls():
+    cu = torch.tensor([0, 9, 24, 48], dtype=torch.int32)
+    q = torch.randn(48, 2, 8)
+    mask = masks.DocumentCausal(torch.arange(48) // 5)
+    expected = flash_ext.attention_varlen(q, q, q, cu, cu, mask=copy.deepcopy(mask))
+    for bound in (None, 30, torch.tensor(30)):
+        got = flash_ext.attention_varlen(q, q, q, cu, cu, mask=mask, max_seqlen_q=bound, max_seqlen_k=bound)
+        assert torch.equal(got, expected)
+    other = torch.tensor([0, 48], dtype=torch.int32)
+    got = flash_ext.attention_varlen(q, q, q, other, other, mask=mask)
+    assert torch.equal(got, flash_ext.attention_varlen(q, q, q, other, other, mask=copy.deepcopy(mask)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": "yes"}, {"scale": torch.ones(())}, {"softcap": torch.ones(())}, {"softcap": -1.0},
+        {"dropout_p": 2.0}, {"sinks": torch.ones(3)}, {"backend": "sm90"}, {"window_size": (1, 2, 3)},
+        {"scale": float("nan")}, {"v": torch.randn(2, 23, 2, 8)}, {"k": torch.randn(2, 24, 3, 8)},
+        {"q": torch.randn(24, 2, 8)}, {"q": torch.randn(1, 24, 2, 8)}, {"q": None},
+    ],
+)  # fmt: skip
+def test_kept_calls_refuse_in_the_same_words(change: dict):
+    q, k = some()
+    kept = masks.DocumentCausal(torch.arange(24) // 5)
+    flash_ext.attention(q, k, k, mask=kept)
+    said = []
+    for mask in (kept, copy.deepcopy(kept)):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as refusal:
+            flash_ext.attention(**{"q": q, "k": k, "v": k, "mask": mask} | change)
+        said.append(str(refusal.value))
+    assert said[0] == said[1]
+
+
+def test_a_kept_call_of_another_bias_is_not_taken():
+    mask, (q, k) = every_kind()["dense"], some()
+    for _ in range(20):  # objects that may lie where one before has lain
+        bias = masks.DenseBias(torch.randn(24, 24))
+        expected = flash_ext.attention(q, k, k, mask=fresh(mask), bias=fresh(bias))
+        assert torch.equal(flash_ext.attention(q, k, k, mask=mask, bias=bias), expected)
+    assert len(mask._calls) <= calls.MOST_CALLS
+
+
+def test_tensors_without_values_take_no_kept_call():
+    mask, (q, k) = every_kind()["documents"], some()
+    flash_ext.attention(q, k, k, mask=mask)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(q)
+        assert flash_ext.attention(fake, fake, fake, mask=mask).shape == q.shape
+    with FlopCounterMode(display=False) as counter:
+        flash_ext.attention(q, k, k, mask=mask)
+    assert counter.get_total_flops() > 0

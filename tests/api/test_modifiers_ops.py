@@ -1,0 +1,547 @@
+"""``fwd_mod`` and ``bwd_mod`` inside PyTorch: schemas, shapes, tracing, transforms, autocast, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_ext
+from flash_ext import AuxRequest, masks
+from flash_ext._ops.library_mod import modifier_arguments
+from flash_ext._ops.modifiers import NAMES, Modifiers
+from tests.api.test_ops import check_tracing
+from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
+from tests.values import values
+
+FWD = torch.ops.flash_ext.fwd_mod.default
+BWD = torch.ops.flash_ext.bwd_mod.default
+
+ROWS, KEYS, HEADS = 17, 23, 4
+WITH_LSE = AuxRequest(lse=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# ---- registration ----------------------------------------------------------------------------------------
+
+
+def everything(device: str, packed: bool) -> Modifiers:
+    """All modifiers at once, in awkward strides."""
+    batch = 3 if packed else 2
+    rows, keys = ((14, 14) if packed else (ROWS, KEYS))  # fmt: skip
+
+    def intervals(n: int) -> Tensor:
+        bounds = torch.randint(0, 9, (n, 2), device=device, dtype=torch.int32)
+        return bounds.expand(1, n, 2) if packed else bounds.expand(1, 1, n, 2)
+
+    documents = [
+        torch.randint(0, 2, (n,) if packed else (batch, n), device=device).int() for n in (rows, keys)
+    ]
+    return Modifiers(
+        bias=torch.randn(HEADS, 1, KEYS, ROWS, device=device).permute(1, 0, 3, 2),
+        mask=torch.rand(batch, 1, ROWS, 2 * KEYS, device=device)[..., ::2] > 0.1,
+        document_q=documents[0],
+        document_k=documents[1],
+        prefix_lens=torch.arange(batch, device=device).int(),
+        hidden_rows=intervals(keys).contiguous(),
+        hidden_keys=intervals(rows).contiguous(),
+        blocks=(torch.rand(2, 2, HEADS, batch, device=device) > 0.2).permute(3, 2, 1, 0),
+        slopes=torch.rand(batch, HEADS, device=device),
+        sinks=torch.randn(HEADS, device=device),
+        rng=flash_ext.dropout_rng(device),
+        softcap=3.0, dropout_p=0.2, block_rows=16, block_cols=16, sink_tokens=1, chunk=8, top_left=True,
+    )  # fmt: skip
+
+
+def operator_inputs(kind: str, device: str) -> tuple:
+    """Arguments of fwd_mod without the three flags at the end."""
+    packed = kind.endswith("packed")
+    if packed:
+        q, k, v, cu = make_packed(device)
+        tensors = (q, k, v, cu, cu)
+    else:
+        tensors = (*make_qkv(device, seqlen_q=ROWS, seqlen_k=KEYS, head_dim_v=24), None, None)
+    mods = everything(device, packed) if kind.startswith("all") else Modifiers()
+    if kind == "bias":
+        mods = Modifiers(bias=torch.randn(1, HEADS, ROWS, 1, device=device, dtype=dtype_on(device)))
+    if kind.startswith("distance"):
+        batch = 3 if packed else 2
+        mods = Modifiers(bias=torch.randn(batch, HEADS, 2 * 5 + 1, device=device), softcap=2.0)
+    if kind == "sinks":
+        mods = Modifiers(
+            sinks=torch.randn(HEADS, device=device), mask=torch.rand(1, 1, 1, KEYS, device=device) > 0.5
+        )
+    return *tensors, 0, 0, 0.3, 9, 4, *modifier_arguments(mods)
+
+
+KINDS = ("all", "all packed", "bias", "distance", "distance packed", "sinks", "none")
+
+
+def backward_inputs(kind: str, device: str) -> tuple:
+    args = operator_inputs(kind, device)
+    out, lse, _ = FWD(*args, False, False, None)
+    needs = (kind != "sinks", *(args[at] is not None for at in (10, 18, 19)))
+    return torch.randn_like(out), *args[:3], out, lse, torch.randn_like(lse), *args[3:], *needs, False, None
+
+
+def test_arguments_stand_in_the_order_of_the_fields() -> None:
+    fields: dict[str, Any] = {name: name for name in NAMES}
+    assert modifier_arguments(Modifiers(**fields)) == NAMES
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_fwd_mod(kind: str, device: str) -> None:
+    args = (*operator_inputs(kind, device), kind != "bias", False, None)
+    torch.library.opcheck(FWD, args)
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+    ]
+    torch.library.opcheck(FWD, tuple(leaves))
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_bwd_mod(kind: str, device: str) -> None:
+    torch.library.opcheck(BWD, backward_inputs(kind, device))
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_for_tracing_are_the_real_ones(kind: str, device: str) -> None:
+    check_tracing(FWD, (*operator_inputs(kind, device), True, False, None))
+    check_tracing(BWD, backward_inputs(kind, device))
+
+
+def test_public_calls_trace_on_meta() -> None:
+    q, k, v = (t.to("meta") for t in make_qkv())
+    mask = torch.empty(17, 17, device="meta", dtype=torch.bool)
+    bias = torch.ones(17, 17, device="meta", requires_grad=True)
+    out, aux = flash_ext.attention(
+        q, k, v, bias=bias, dropout_p=0.1, return_aux=AuxRequest(lse=True, max_scores=True)
+    )
+    assert (out.shape, aux.lse.shape, aux.max_scores.shape) == (q.shape, (2, 4, 17), (2, 4, 17))
+    (grad,) = torch.autograd.grad(out, bias, torch.empty_like(out))
+    assert grad.shape == bias.shape
+    assert flash_ext.attention(q, k, v, mask=mask).shape == q.shape
+
+
+def test_calls_trace_for_a_gpu() -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 16, HEADS, 64, dtype=torch.bfloat16, device="cuda")
+        bias = torch.empty(16, 16, device="cuda")
+        out = flash_ext.attention(q, q, q, bias=bias, dropout_p=0.1)
+        assert (out.shape, out.device.type) == (q.shape, "cuda")
+        with pytest.raises(ValueError, match="bias must be on the device of q, cuda:0, got one on cpu"):
+            flash_ext.attention(q, q, q, bias=torch.zeros(16, 16))
+        with pytest.raises(ValueError, match="mask must be on the device of q, cuda:0, got one on cpu, Ca"):
+            ids = torch.zeros(16, dtype=torch.int32)
+            flash_ext.attention(q, q, q, mask=masks.DocumentCausal(ids))
+
+
+# Field, the value of a direct call of the operator, and words of the refusal.
+NOT_NORMALISED = {
+    "bias rank": ({"bias": torch.zeros(ROWS, KEYS)}, ValueError, r"bias must have shape .*got \(17, 23\)"),
+    "entries, even": ({"bias": torch.zeros(1, 4, 6)}, ValueError, "an odd number of entries, got 6"),
+    "entries, none": ({"bias": torch.zeros(1, 4, 0)}, ValueError, "an odd number of entries, got 0"),
+    "entries, heads": ({"bias": torch.zeros(1, 2, 5)}, ValueError, r"bias must have shape .*got \(1, 2, 5\)"),
+    "entries, dtype": ({"bias": torch.zeros(1, 4, 5).bfloat16()}, TypeError, "must be torch.float32, got"),
+    "entries, strides": ({"bias": torch.zeros(1, 5, 4).mT}, ValueError, "bias must be contiguous"),
+    "bias dtype": ({"bias": torch.zeros(1, 1, 1, 1).double()}, TypeError, "bias must be torch.float32, got"),
+    "mask dtype": ({"mask": torch.zeros(1, 1, 1, 1)}, TypeError, "mask must be torch.bool"),
+    "one document": ({"document_q": torch.zeros(2, ROWS).int()}, ValueError, "must be given together"),
+    "strides": ({"prefix_lens": torch.zeros(4).int()[::2]}, ValueError, "prefix_lens must be contiguous"),
+    "slopes": ({"slopes": torch.zeros(2, 3)}, ValueError, r"slopes must have shape \(2, 4\), got \(2, 3\)"),
+    "sinks": ({"sinks": torch.zeros(4).double()}, TypeError, "sinks must be torch.float32, got"),
+    "no rng": ({"dropout_p": 0.5}, ValueError, "rng must be given with dropout_p"),
+    "rng": ({"rng": torch.zeros(2)}, TypeError, "rng must be torch.int64"),
+    "dropout": ({"dropout_p": 2.0}, ValueError, "dropout_p must be a probability"),
+    "softcap": ({"softcap": -2.0}, ValueError, "softcap must be"),
+    "chunk": ({"chunk": -1}, ValueError, "sink_tokens and chunk must not be negative, got 0 and -1"),
+    "intervals": ({"hidden_rows": torch.zeros(1, 1, KEYS, 3).int()}, ValueError, "hidden_rows must have"),
+    "block size": ({"blocks": torch.ones(1, 1, 1, 1) > 0, "block_rows": 8, "block_cols": 16}, ValueError,
+                   r"block_rows and block_cols must be positive multiples of 16, got \(8, 16\)"),
+    "blocks": ({"blocks": torch.ones(1, 1, 1, 1) > 0, "block_rows": 16, "block_cols": 16}, ValueError,
+               "blocks must have shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_NORMALISED)
+def test_the_operator_refuses_what_is_not_normalised(case: str) -> None:
+    fields, exception, words = NOT_NORMALISED[case]
+    q, k, v = make_qkv(seqlen_q=ROWS, seqlen_k=KEYS)
+    for device in ("cpu", "meta"):
+        moved = {
+            n: t.to(device) if isinstance(t, Tensor) and case != "strides" else t for n, t in fields.items()
+        }
+        if case == "strides" and device == "meta":
+            continue
+        args = (*(t.to(device) for t in (q, k, v)), None, None, 0, 0, 0.3, -1, -1)
+        with pytest.raises(exception, match=words):
+            FWD(*args, *modifier_arguments(Modifiers(**moved)), False, False, None)
+
+
+@on_devices
+def test_a_gradient_that_is_not_needed_or_not_there_has_no_elements(device: str) -> None:
+    args = backward_inputs("none", device)
+    for needs, with_elements in (((False, True, True, True), 0), ((True, True, True, True), 3)):
+        sizes = [grad.numel() > 0 for grad in BWD(*args[:-6], *needs, False, None)]
+        assert sizes == [True] * with_elements + [False] * (6 - with_elements)
+
+
+# ---- autograd and transforms -----------------------------------------------------------------------------
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    out, aux = flash_ext.attention(
+        q, k, v, bias=bias, sinks=sinks, softcap=5.0, causal=True, return_aux=WITH_LSE
+    )
+    return out.sin().sum() + aux.lse.cos().sum()
+
+
+def biased_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    tensors = (*make_qkv(dtype=dtype), torch.randn(2, 1, 17, 17), torch.randn(HEADS))
+    return [t.requires_grad_() for t in tensors]
+
+
+def test_saved_tensors_are_guarded_against_writing() -> None:
+    *inputs, sinks = biased_inputs()
+    bias = inputs[3] * 1
+    loss = biased(*inputs[:3], bias, sinks)
+    with torch.no_grad():
+        bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_func_grad_and_vmap() -> None:
+    inputs = biased_inputs()
+    expected = torch.autograd.grad(biased(*inputs), inputs)
+    detached = [t.detach() for t in inputs]
+    got = torch.func.grad(biased, argnums=tuple(range(5)))(*detached)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    # Per-sample gradients: queries and sinks mapped, the bias shared.
+    queries, sinks = torch.stack([detached[0], -detached[0]]), torch.stack([detached[4], 2 * detached[4]])
+    per_sample = torch.func.grad(biased, argnums=(0, 3, 4))
+    dims = (0, None, None, None, 0)
+    got = torch.vmap(per_sample, in_dims=dims)(queries, *detached[1:4], sinks)
+    for i in range(2):
+        want = per_sample(queries[i], *detached[1:4], sinks[i])
+        assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
+
+
+def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    bias = masks.RelativePosition(table, bucketing="clip")
+    out, aux = flash_ext.attention(q, k, v, bias=bias, softcap=5.0, return_aux=WITH_LSE)
+    return out.sin().sum() + aux.lse.cos().sum()
+
+
+def test_transforms_of_a_relative_position_bias() -> None:
+    inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
+    expected = torch.autograd.grad(by_distance(*inputs), inputs)
+    detached = [t.detach() for t in inputs]
+    of_all = torch.func.grad(by_distance, argnums=(0, 1, 2, 3))
+    assert all(torch.equal(a, b) for a, b in zip(of_all(*detached), expected, strict=True))
+
+    queries, tables = torch.stack([detached[0], -detached[0]]), torch.randn(2, HEADS, 9)
+    got = torch.vmap(of_all, in_dims=(0, None, None, 0))(queries, *detached[1:3], tables)
+    for i in range(2):
+        want = of_all(queries[i], *detached[1:3], tables[i])
+        assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
+
+    (grad,) = torch.autograd.grad(by_distance(*inputs), inputs[3], create_graph=True)
+    bias = masks.RelativePosition(inputs[3], bucketing="clip")
+    out, lse = (t.detach() for t in flash_ext.forward(*inputs[:3], bias=bias))
+    (by_pair,) = flash_ext.backward(torch.ones_like(out), *inputs[:3], out, lse, bias=bias, needs=("bias",))
+    for first in (grad, by_pair):
+        with pytest.raises(RuntimeError, match="second derivative of attention is not implemented"):
+            first.sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(detached[3], torch.ones_like(detached[3]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            by_distance(*detached[:3], dual)
+
+
+def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:
+    q, k, v = make_qkv(dtype=torch.float32)
+    half = [t.bfloat16() for t in (q, k, v)]
+    for dtype in (torch.float32, torch.bfloat16):
+        table = torch.randn(HEADS, 9).to(dtype).requires_grad_()
+        bias = masks.RelativePosition(table, bucketing="clip")
+        with torch.autocast("cpu", torch.bfloat16):
+            out = flash_ext.attention(q, k, v, bias=bias)
+        plain = flash_ext.attention(*half, bias=bias)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, plain)
+        (grad,) = torch.autograd.grad(out.float().sum(), table)
+        assert grad.dtype == dtype
+
+
+def test_vmap_over_packed_calls_and_dropout() -> None:
+    q, k, v, cu = make_packed()
+    shorter = cu.clone().clamp_(max=7)
+
+    def call(q: Tensor, cu: Tensor) -> Tensor:
+        return flash_ext.attention_varlen(q, k, v, cu, cu, sinks=torch.ones(HEADS))
+
+    got = torch.vmap(call, in_dims=(None, 0))(q, torch.stack([cu, shorter]))
+    assert torch.equal(got, torch.stack([call(q, cu), call(q, shorter)]))
+
+    x = make_qkv()
+    alike, different = (
+        torch.vmap(lambda q: flash_ext.attention(q, *x[1:], dropout_p=0.5), randomness=mode)(
+            torch.stack([x[0]] * 2)
+        )
+        for mode in ("same", "different")
+    )
+    assert torch.equal(alike[0], alike[1])
+    assert not torch.equal(different[0], different[1])
+
+
+def test_deterministic_mode_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is BWD:
+                seen.append(args[-2])
+            return func(*args, **(kwargs or {}))
+
+    for how in ("argument", "global", "neither"):
+        leaves = make_qkv(requires_grad=True)
+        torch.use_deterministic_algorithms(how == "global")
+        try:
+            out = flash_ext.attention(*leaves, softcap=2.0, deterministic=how == "argument")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        with Spy():
+            out.sum().backward()
+    assert seen == [True, True, False]
+
+
+# ---- autocast --------------------------------------------------------------------------------------------
+
+
+@on_devices
+def test_autocast(device: str) -> None:
+    q, k, v = make_qkv(device, dtype=torch.float32, requires_grad=True)
+    half = [t.detach().bfloat16() for t in (q, k, v)]
+    for bias_dtype in (torch.float32, torch.bfloat16):
+        bias = torch.randn(17, 17, device=device).to(bias_dtype).requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            out, (lse, _) = flash_ext.attention(q, k, v, bias=bias, return_aux=WITH_LSE)
+        plain, _ = flash_ext.forward(*half, bias=bias)
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(out, plain)
+        out.float().sum().backward()
+        assert (q.grad.dtype, bias.grad.dtype) == (torch.float32, bias_dtype)
+    with torch.autocast(device, torch.bfloat16):
+        dout = torch.ones_like(out)
+        dq, dbias = flash_ext.backward(dout, q, k, v, out, lse, bias=bias, needs=("q", "bias"))
+    assert (dq.dtype, dbias.dtype) == (torch.bfloat16, torch.bfloat16)
+
+    def loss(q: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return (
+                flash_ext.attention(q, k.detach(), v.detach(), softcap=3.0, deterministic=True).float().sum()
+            )
+
+    (expected,) = torch.autograd.grad(loss(q), q)
+    assert torch.equal(torch.func.grad(loss)(q.detach()), expected)
+
+
+def test_a_half_bias_of_float32_inputs_is_taken_under_autocast_only() -> None:
+    q, k, v = make_qkv()
+    bias = torch.randn(17, 17).bfloat16()
+    with pytest.raises(TypeError, match="bias must be .* got torch.bfloat16"):
+        flash_ext.attention(q, k, v, bias=bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flash_ext.attention(q, k, v, bias=bias).dtype == torch.bfloat16
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------
+
+
+def check_training_step(compiled: Callable, eager: Callable, inputs: list[Tensor], **limits: float) -> None:
+    everything = []
+    for function in (compiled, eager):
+        torch.manual_seed(11)
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        loss = function(*leaves)
+        everything.append((loss, *torch.autograd.grad(loss, leaves)))
+    for got, expected in zip(*everything, strict=True):
+        torch.testing.assert_close(got, expected, **limits)
+
+
+@on_devices
+def test_one_graph_serves_many_lengths_of_masks_and_dropout(device: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        visible = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril()
+        out = flash_ext.attention(q, k, v, mask=visible, dropout_p=0.2)
+        mask = masks.Causal("top_left") & (masks.Window(8, -1, "top_left") | masks.SinkTokens(1))
+        out = out + flash_ext.attention(q, k, v, mask=mask, bias=bias, softcap=4.0)
+        return out.float().sin().sum()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seqlen in (5, 9, 17, 33, 41):
+        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(HEADS, 1, seqlen, device=device)]
+        check_training_step(compiled, layer, inputs, **tolerance(device))
+    assert counter.frame_count <= 3
+
+
+@on_devices
+def test_every_modifier_compiles(device: str) -> None:
+    slopes, sinks = torch.rand(HEADS, device=device), torch.randn(HEADS, device=device)
+    table = torch.randn(HEADS, 9, device=device)
+    ids = torch.arange(17, device=device, dtype=torch.int32) // 5
+    present = torch.rand(2, 17, device=device) > 0.2
+    intervals = torch.zeros(17, 2, device=device, dtype=torch.int32)
+    prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
+    blocks = masks.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor) -> Tensor:
+        given = values(
+            causal=True, window=(12, -1), chunk=9, sink_tokens=1, prefix_lens=prefixes, documents=ids,
+            keys=present, hidden_rows=intervals, hidden_keys=intervals, blocks=blocks, slopes=slopes,
+            position=masks.RelativePosition(table, bucketing="clip"),
+        )  # fmt: skip
+        request = AuxRequest(max_scores=True)
+        out, aux = flash_ext.attention(q, k, v, sinks=sinks, return_aux=request, **given)
+        return out.float().sin().sum() + aux.max_scores.where(aux.max_scores.isfinite(), 0).sum()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = [*make_qkv(device), slopes, sinks, table]
+    check_training_step(compiled, layer, inputs, **tolerance(device))
+
+
+@pytest.mark.slow
+@on_devices
+def test_inductor(device: str) -> None:
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (x @ weight).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
+        out = flash_ext.attention(q.sin(), k.cos(), v, causal=True, bias=bias.tanh().mT)
+        return out.float().sin().sum()
+
+    x, weight, bias = (
+        torch.randn(shape, device=device) for shape in ((2, 33, 64), (64, 128), (HEADS, 33, 33))
+    )
+    inputs = [t.to(dtype_on(device)) for t in (x, weight / 8)] + [bias]
+    limits = {"atol": 1e-4, "rtol": 1e-4} if device == "cpu" else {"atol": 0.1, "rtol": 0.1}
+    check_training_step(torch.compile(layer, fullgraph=True), layer, inputs, **limits)
+
+
+@pytest.mark.slow
+@on_devices
+def test_inductor_draws_new_numbers_for_every_call(device: str) -> None:
+    @torch.compile(fullgraph=True)
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v, dropout_p=0.5)
+
+    inputs = make_qkv(device, heads_k=4)
+    draws = torch.stack([layer(*inputs) for _ in range(64)]).float()
+    assert all(not torch.equal(a, b) for a, b in zip(draws, draws[1:]))
+    plain = flash_ext.attention(*inputs).float()
+    error = (draws.mean(0) - plain).abs() / (draws.std(0) / 8 + 1e-6)
+    assert error.max() < 7  # standard errors, over 2176 elements
+
+
+@pytest.mark.parametrize("expanded", ["inside", "outside"])
+def test_an_expanded_bias_compiles(expanded: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v, bias=bias.expand(2, HEADS, 17, 17)).sin().sum()
+
+    inputs = [*make_qkv(), torch.randn(HEADS, 1, 17)]
+    if expanded == "outside":
+        inputs[3] = inputs[3].expand(2, HEADS, 17, 17)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    check_training_step(compiled, layer, inputs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_mask_with_a_warning_compiles() -> None:
+    """A look at values would break the graph."""
+    sdpa = flash_ext.scaled_dot_product_attention
+    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
+    mask = torch.ones(17, 17)
+    torch.testing.assert_close(
+        compiled(q, k, v, attn_mask=mask), sdpa(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-5
+    )
+
+
+@on_devices
+def test_a_relative_position_bias_compiles(device: str) -> None:
+    """One graph for many lengths; the object is made inside, or outside of a table that is no input."""
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        bias = masks.RelativePosition(table.t(), max_distance=20)
+        return flash_ext.attention(q, k, v, bias=bias, causal=True).float().sin().sum()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seqlen in (5, 9, 17, 33, 41):
+        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(16, HEADS, device=device)]
+        check_training_step(compiled, layer, inputs, **tolerance(device))
+    assert counter.frame_count <= 3
+
+    bias = masks.RelativePosition(torch.randn(HEADS, 9, device=device), bucketing="clip")
+    attention = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
+    inputs = make_qkv(device)
+    torch.testing.assert_close(
+        attention(*inputs, bias=bias), flash_ext.attention(*inputs, bias=bias), **tolerance(device)
+    )
+
+
+def test_export() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+            return flash_ext.attention(q, k, v, bias=bias, softcap=2.0)
+
+    inputs = (*make_qkv(), torch.randn(HEADS, 1, 1))
+    program = torch.export.export(Layer(), inputs)
+    assert torch.equal(
+        program.module()(*inputs), flash_ext.attention(*inputs[:3], bias=inputs[3], softcap=2.0)
+    )
+
+
+# ---- counters --------------------------------------------------------------------------------------------
+
+
+@on_devices
+def test_flop_counts_are_those_of_sdpa(device: str) -> None:
+    inputs = make_qkv(device, seqlen_q=ROWS, seqlen_k=KEYS, head_dim_v=24, requires_grad=True)
+    per_feature = 2 * 2 * HEADS * ROWS * KEYS
+    with FlopCounterMode(display=False) as counter:
+        out = flash_ext.attention(*inputs, softcap=1.0)
+    assert counter.get_total_flops() == per_feature * (16 + 24)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == per_feature * (3 * 16 + 2 * 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.caching
+def test_dropout_in_a_cuda_graph_draws_anew_at_every_replay() -> None:
+    q, k, v = make_qkv("cuda")
+    flash_ext.attention(q, k, v, dropout_p=0.5, bias=torch.ones(17, 17, device="cuda"))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    bias = torch.ones(17, 17, device="cuda")
+    with torch.cuda.graph(graph):
+        out = flash_ext.attention(q, k, v, dropout_p=0.5, bias=bias)
+    draws = []
+    for _ in range(2):
+        graph.replay()
+        draws.append(out.clone())
+    assert not torch.equal(*draws)

@@ -1,0 +1,346 @@
+"""The benchmark's set of features: every column solves one problem, and what it visits is counted right."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from bench import features
+from bench.entrants import Entrant, OursPlain, launched_tile, make_ours
+from bench.feature_report import checks
+from bench.features import FEATURES, Work, count_work
+from bench.inputs import Inputs
+from bench.peers import Fa2, Fa3, Fa4, Flex, make_peers
+from bench.record import Entry, Results, Row, feature_pair, fill_ratios
+from bench.runner import Setup, run
+from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
+from flash_ext import masks
+from flash_ext._ops.arguments import Asked, modifiers_of
+from flash_ext._ops.library import _C
+from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.bench.test_models import IdleTimer
+from tests.qkv import null_kernels
+from tests.reference import attention_reference, visible_mask
+from tests.values import plain
+
+CPU = torch.device("cpu")
+SMOKE = SETS["smoke-features"]
+by_case = pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.feature)
+
+
+def spec_of(case: Case) -> AttnSpec:
+    left, right = case.window
+    return AttnSpec(default_scale(case.head_dim), left, 0 if case.causal else right)
+
+
+def asked_of(inputs: Inputs, options: dict):
+    """What the oracle takes for a case: scale and window, and the modifiers."""
+    case, rest = inputs.case, dict(options)
+    causal, window = rest.pop("causal", case.causal), rest.pop("window_size", case.window)
+    window, mods = modifiers_of(inputs.q, inputs.k, None, Asked(**rest), causal, window, None)
+    return AttnSpec(default_scale(case.head_dim), *window), mods and plain(mods, case.seqlen_q, case.seqlen_k)
+
+
+def oracle(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """out and the gradients of q, k, v and what is learned, float64."""
+    asked, leaves = inputs.asked, [t.detach().double().requires_grad_() for t in inputs.qkv]
+    learned = None if asked.learned is None else asked.learned.detach().clone().requires_grad_()
+    leaves += [] if learned is None else [learned]
+    spec, mods = asked_of(inputs, asked.options if learned is None else asked.options_with(learned))
+    out, _ = attention_reference(*leaves[:3], spec, mods=mods)
+    return out.detach(), torch.autograd.grad(out, leaves, inputs.dout.double())
+
+
+# ---- the set ---------------------------------------------------------------------------------------------
+
+
+def test_every_feature_is_a_row_of_both_sets():
+    for name in ("features", "smoke-features"):
+        assert tuple(case.feature for case in SETS[name]) == FEATURE_NAMES == tuple(FEATURES)
+    for case in SETS["features"]:
+        shape = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.head_dim_v)
+        assert shape == (4, 16, 4096, 4096, 128, 128)
+    assert find_case("feature-window").window == (1024, 0)
+    assert all(not case.feature for name in ("headline", "around", "shapes", "smoke") for case in SETS[name])
+
+
+@by_case
+def test_the_rule_is_what_our_options_mean(case: Case):
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    asked = inputs.asked
+    seen = features.dense_mask(
+        case, asked.rule or features.everything, CPU, by_batch=asked.by_batch, by_head=asked.by_head
+    ).expand(case.batch, case.num_heads, -1, -1)
+    options = {k: v for k, v in asked.options.items() if k != "dropout_p"}
+    spec, mods = asked_of(inputs, options)
+    for b, h in itertools.product(range(case.batch), range(case.num_heads)):
+        expected = visible_mask(spec, case.seqlen_q, case.seqlen_k, None, mods, b, h)
+        assert torch.equal(seen[b, h], expected)
+
+
+@pytest.mark.parametrize(("name", "share"), [("all", 1.0), ("half", 0.5), ("quarter", 0.25)])
+def test_block_maps_have_their_density_in_every_row_and_column(name: str, share: float):
+    case = dataclasses.replace(find_case(f"feature-blocks-128-{name}"), batch=1, num_heads=2)
+    asked = features.ask(case, torch.bfloat16, CPU)
+    blocks = asked.options["mask"].blocks
+    assert blocks.shape == (1, 2, 32, 32)
+    assert (blocks.sum(2) == 32 * share).all() and (blocks.sum(3) == 32 * share).all()
+    work = count_work(case, asked.rule, CPU, by_head=True, tile=(128, 32))
+    assert work == Work(int(2 * share * 4096**2), int(2 * share * 32 * 128), int(2 * share * 4096**2))
+
+
+# ---- what is counted -------------------------------------------------------------------------------------
+
+
+def brute_force(case: Case, rule, tile: tuple[int, int]) -> Work:
+    """Pairs, tiles and scores of tiles by walking over every score."""
+    pairs, tiles = 0, {}
+    for b, h, row, col in itertools.product(
+        *map(range, (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k))
+    ):
+        if rule is None or bool(rule(*(torch.tensor(at) for at in (b, h, row, col)))):
+            pairs += 1
+            m, n = row // tile[0], col // tile[1]
+            rows = min(tile[0], case.seqlen_q - m * tile[0])
+            tiles[b, h, m, n] = rows * min(tile[1], case.seqlen_k - n * tile[1])
+    return Work(pairs, len(tiles), sum(tiles.values()))
+
+
+@pytest.mark.parametrize("tile", [(16, 8), (7, 13), (64, 64)])
+@pytest.mark.parametrize("name", ["plain", "window", "documents", "blocks-64-half", "key-padding"])
+def test_work_is_what_a_walk_over_all_scores_finds(name: str, tile: tuple[int, int]):
+    case = dataclasses.replace(find_case(f"smoke-feature-{name}"), seqlen_q=40, seqlen_k=40)
+    asked = features.ask(case, torch.float32, CPU)
+    by = {"by_batch": asked.by_batch, "by_head": asked.by_head}
+    assert count_work(case, asked.rule, CPU, tile=tile, **by) == brute_force(case, asked.rule, tile)
+
+
+@by_case
+def test_rows_count_pairs_and_bytes(case: Case):
+    """A row's work is its visible pairs, and what a feature reads and learns is traffic."""
+    setup = Setup([Idle()], IdleTimer(), CPU, torch.float32, {"matmul_tflops": 1.0, "copy_gbps": 1.0}, 1, 0.0)
+    results = Results({}, setup.ceilings)
+    run(results, [case], ["fwd", "bwd", "both"], setup, lambda row: None)
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    pairs, asked = inputs.work().pairs, inputs.asked
+    read = sum(t.numel() * t.element_size() for t in tensors_of(asked.options))
+    learned = 0 if asked.learned is None else asked.learned.numel() * 4
+    extra = {"fwd": read, "bwd": read + learned, "both": 2 * read + learned}
+    for row in results.rows:
+        assert row.pairs == pairs and row.flops == flops(case, row.direction, pairs)
+        assert row.traffic_bytes == traffic_bytes(case, row.direction, 4) + extra[row.direction]
+
+
+def tensors_of(options: dict) -> list[torch.Tensor]:
+    """The tensors that the options of one feature hold."""
+    names = ("keep", "ids", "intervals", "slopes", "table", "blocks")
+    found = [value for value in options.values() if isinstance(value, torch.Tensor)]
+    for value in options.values():
+        found += [getattr(value, name) for name in names if hasattr(value, name)]
+        if isinstance(value, masks.Mask):
+            found += [part.lens for part in getattr(value, "masks", ()) if isinstance(part, masks.Prefix)]
+    return found
+
+
+class Idle(Entrant):
+    name = "idle"
+    ours = True
+
+    def prepare(self, inputs, direction):
+        return lambda: 1.0
+
+    def tile(self, inputs, call):
+        return 32, 16
+
+
+# ---- who solves what -------------------------------------------------------------------------------------
+
+
+@by_case
+def test_ours_solves_what_is_asked(case: Case):
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    ours, raw, ordered, plain = make_ours(["cpu"])
+    assert ours.takes(case) and plain.takes(case) and not raw.takes(case) and not ordered.takes(case)
+    results = {d: ours.prepare(inputs, d)() for d in ("fwd", "bwd", "both")}
+    if case.feature == "dropout":  # other draws in every call: its mean is the case without it
+        kept = torch.stack([results["fwd"], *(ours.prepare(inputs, "fwd")() for _ in range(400))]).mean(0)
+        expected, _ = attention_reference(*inputs.qkv, spec_of(case))
+        assert (kept.double() - expected).abs().mean() < 0.02
+        return
+    out, grads = oracle(inputs)
+    torch.testing.assert_close(results["fwd"].double(), out, rtol=1e-4, atol=1e-5)
+    for direction in ("bwd", "both"):
+        for mine, truth in zip(results[direction], grads, strict=True):
+            torch.testing.assert_close(mine.double(), truth.double(), rtol=1e-4, atol=2e-5)
+
+
+@by_case
+def test_plain_column_leaves_out_the_feature(case: Case):
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    plain = features.plain_case(case)
+    out, _ = attention_reference(*inputs.qkv, spec_of(plain))
+    column = OursPlain("cpu")
+    torch.testing.assert_close(column.prepare(inputs, "fwd")().double(), out, rtol=1e-4, atol=1e-5)
+    by_itself = count_work(plain, features.window_rule(plain), CPU, tile=(32, 16))
+    assert column.work(inputs, (32, 16)) == by_itself
+    row = Row(case, "bwd", "fp32", 1.0, 1)
+    assert column.flops(row) == flops(plain, "bwd") and make_ours(["cpu"])[0].flops(row) == 1.0
+    causal = case.causal or case.feature == "bool-mask-causal"
+    assert (plain.causal, plain.feature) == (causal, "")
+    assert plain.window == ((-1, -1) if case.feature == "window" else case.window)
+
+
+@by_case
+def test_sdpa_peers_solve_the_same_problem(case: Case):
+    (peer,), _ = make_peers(["math"])
+    if case.feature in ("softcap", "sinks"):
+        assert case.feature in peer.why_not(case, "fwd")
+        return
+    assert peer.why_not(case, "fwd") == ""
+    if case.feature == "dropout":
+        return
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    out, grads = oracle(inputs)
+    torch.testing.assert_close(
+        peer.prepare(inputs, "fwd")().transpose(1, 2).double(), out, rtol=1e-4, atol=1e-5
+    )
+    found = peer.prepare(inputs, "bwd")()
+    assert len(found) == len(grads) or case.feature == "sinks"
+    for mine, truth in zip(found[:3], grads):
+        torch.testing.assert_close(mine.transpose(1, 2).double(), truth.double(), rtol=1e-4, atol=2e-5)
+    if case.feature in ("bias-grad", "bias-batch-grad"):
+        torch.testing.assert_close(found[3], grads[3], rtol=1e-4, atol=2e-5)
+
+
+@by_case
+def test_flex_solves_the_same_problem(case: Case):
+    """By its unfused, uncompiled road, which knows no gradients; what is compiled is the same functions."""
+    peer = Flex.__new__(Flex)
+    peer._attention, peer._block_mask = flex_attention, create_block_mask
+    if case.feature == "dropout":
+        assert "dropout" in peer.why_not(case, "fwd")
+        return
+    assert peer.why_not(case, "fwd") == ""
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    out = peer.prepare(inputs, "fwd")().transpose(1, 2)
+    torch.testing.assert_close(out.double(), oracle(inputs)[0], rtol=1e-4, atol=1e-5)
+
+
+@by_case
+def test_raw_peers_refuse_what_they_would_ignore(case: Case):
+    plain = case.feature in ("plain", "plain-causal", "window")
+    fa2, fa3, fa4 = (kind.__new__(kind) for kind in (Fa2, Fa3, Fa4))
+    assert (fa2.why_not(case, "fwd") == "") == (plain or case.feature == "dropout")
+    assert (fa3.why_not(case, "fwd") == "") == (plain or case.feature == "softcap")
+    assert (fa4.why_not(case, "fwd") == "") == (plain and case.feature != "window")
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_softcap_reaches_the_peer_that_has_one(direction: str):
+    class Ops:
+        def __init__(self):
+            self.caps = []
+
+        def fwd(self, q, k, v, *, softcap=0.0, **options):
+            self.caps.append(softcap)
+            return q, q.sum(-1)
+
+        def bwd(self, dout, q, k, v, out, lse, *, softcap=0.0, **options):
+            self.caps.append(softcap)
+
+    for case in (c for c in SMOKE if c.feature in ("plain", "softcap")):
+        peer = Fa3.__new__(Fa3)
+        peer._ops = Ops()
+        peer.prepare(Inputs(case, torch.float32, CPU, 0), direction)()
+        assert set(peer._ops.caps) == {features.SOFTCAP if case.feature == "softcap" else 0.0}
+
+
+def test_tiles_are_those_of_the_launch():
+    """Launches of the plain kernels are recorded without a GPU; those with modifiers only on one."""
+    sizes = {"seqlen_q": 64, "seqlen_k": 64, "num_heads": 1, "num_heads_k": 1}
+    case = dataclasses.replace(find_case("feature-alibi"), batch=1, **sizes)
+    inputs = Inputs(case, torch.bfloat16, CPU, 0)
+    with null_kernels():
+        _C.set_switch("record_launches", None)
+        for direction in ("fwd", "bwd"):
+            plan = _C.plan(direction, **sizes, head_dim=128, head_dim_v=128)
+            found = launched_tile(OursPlain("auto").prepare(inputs, direction))
+            assert found == (plan["block_m"], plan["block_n"])
+        assert _C.get_switch("record_launches") is None
+
+
+# ---- from a recorded run ---------------------------------------------------------------------------------
+
+
+def timed(name: str, ms: float, *, ours: bool = False, tile=None, scores: int | None = None) -> Entry:
+    return Entry(
+        name, ours, median_ms=ms, q1_ms=0.9 * ms, q3_ms=1.1 * ms, round_medians_ms=[ms], launches=9,
+        tflops=1.0, matmul_pct=1.0, gbps=1.0, copy_pct=1.0, tile=tile, tile_scores=scores,
+        tiles=scores and scores // 4096,
+    )  # fmt: skip
+
+
+def recorded(slow: str = "") -> Results:
+    """A run in which every feature works at 0.9 of the plain speed per visited score, `slow` at 0.4.
+
+    The plain kernel takes 1 ms for all scores in tiles of 128 x 64, ours visits 3/4 of them by 128 x 32; mem
+    takes 3 ms, and does not do softcap and sinks.
+    """
+    rows = []
+    for direction, case in itertools.product(("fwd", "bwd"), SETS["features"]):
+        full = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k
+        row = Row(case, direction, "bf16", flops(case, direction, full // 2), 1, pairs=full // 2)
+        speed = 0.4 if case.feature == slow else 0.9
+        row.entries = [
+            timed("sm80", 0.75 / speed, ours=True, tile=(128, 32), scores=full * 3 // 4),
+            timed("sm80-plain", 1.0, ours=True, tile=(128, 64), scores=full),
+            timed("mem", 3.0),
+        ]
+        if case.feature in ("softcap", "sinks"):
+            row.entries[2] = Entry("mem", status="refused", text=f"SDPA does not do {case.feature}")
+        fill_ratios(row)
+        rows.append(row)
+    about = {"device": "a GPU", "torch": "2.0", "date": "2026-01-01"}
+    return Results(about, {"matmul_tflops": 700.0, "copy_gbps": 4000.0}, rows)
+
+
+def test_ratios_are_speeds_on_visited_tiles():
+    row = recorded().rows[0]
+    ours, plain, mem = row.entries
+    assert ours.of_plain == pytest.approx(0.9) and plain.of_plain == pytest.approx(1.0)
+    assert mem.of_plain == pytest.approx(0.25)  # three quarters of the work in three times the time
+    assert ours.tile_tflops == pytest.approx(0.9 * plain.tile_tflops)
+    assert plain.tile_tflops == pytest.approx(2 * row.flops / 1e-3 / 1e12)  # half of the scores are visible
+
+
+def test_each_path_is_held_against_its_own_plain_kernel():
+    row = recorded().rows[0]
+    full = row.entries[1].tile_scores
+    faster = [
+        timed("sm90", 0.5, ours=True, tile=(128, 128), scores=full),
+        timed("sm90-plain", 0.25, ours=True, tile=(128, 128), scores=full),
+    ]
+    row.entries = faster + row.entries
+    fill_ratios(row)
+    ratios = {entry.name: entry.of_plain for entry in row.entries}
+    assert ratios == pytest.approx(
+        {"sm90": 0.5, "sm90-plain": 1.0, "sm80": 0.9, "sm80-plain": 1.0, "mem": 0.25 / 3}
+    )
+    assert feature_pair(row) == (row.entry("sm90"), row.entry("sm90-plain"))
+
+
+def test_demands_hold_and_fail_by_name():
+    assert all(check.holds for check in checks(recorded()))
+    names = {check.feature for check in checks(recorded())}
+    assert names == set(FEATURE_NAMES)
+    failed = {(c.direction, c.what) for c in checks(recorded("softcap")) if not c.holds}
+    assert failed == {(d, "speed on visited tiles over plain") for d in ("fwd", "bwd")}
+    per_tile = [
+        c for c in checks(recorded("blocks-128-quarter")) if "per visited tile" in c.what and not c.holds
+    ]
+    assert [c.feature for c in per_tile] == ["blocks-128-quarter"] * 2
+    assert per_tile[0].value == pytest.approx(2.25)

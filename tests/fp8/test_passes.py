@@ -1,0 +1,134 @@
+"""The passes that quantise to e4m3 on GPUs, emulated on a CPU, against the implementation for the CPU.
+
+Their own sources are compiled, grids included; tests/tools/emulation/fp8_launch.h stands in for CUDA.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_ext._cpu import fp8
+from tests.kernels.test_emulation import EMULATION, copy_sources
+from tests.sources import ROOT, replace_in
+
+pytestmark = pytest.mark.xdist_group("emulation")  # one builds the program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("the emulation is built with g++, which is not here")
+    folder = tmp_path_factory.mktemp("fp8_passes")
+    csrc = copy_sources(folder)
+    for part in ("passes/fp8_passes.cuh", "inst/fp8_passes.cu"):
+        (csrc / part).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "csrc" / part, csrc / part)
+    shutil.copy(EMULATION / "fp8_launch.h", csrc / "launch.h")
+    (csrc / "cuda_fp8.h").write_text("#pragma once\n", encoding="utf-8")
+    replace_in(
+        csrc / "passes" / "fp8_passes.cuh",
+        "extern __shared__ __align__(16) uint8_t tile_bytes_of_v[];",
+        "uint8_t* const tile_bytes_of_v = emu::smem;",
+    )
+    built = folder / "fp8_passes"
+    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}"]
+    done = subprocess.run(
+        [*command, str(EMULATION / "fp8_passes.cpp"), "-o", str(built)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return built
+
+
+SHAPES = {  # batch, heads, heads_k, rows, keys, d, dv; bounds of packed sequences
+    "one block": (1, 1, 1, 128, 128, 64, 64),
+    "ragged": (2, 4, 2, 130, 301, 128, 64),
+    "few rows": (1, 2, 1, 3, 17, 16, 32),
+    "wide": (1, 2, 2, 40, 140, 192, 128),
+    "256": (1, 1, 1, 33, 150, 256, 256),
+    "packed": (3, 2, 1, 300, 420, 64, 96, [2, 131, 131, 290], [0, 20, 205, 411]),
+    "packed of one": (1, 1, 1, 140, 20, 48, 48, [0, 140], [4, 20]),
+}
+WAYS = {  # by_block, smooth_k, smooth_v, hadamard, mixed
+    "blocks": (True, True, True, False, False),
+    "blocks as they are": (True, False, False, False, False),
+    "heads": (False, True, True, False, False),
+    "rotated": (True, True, True, True, False),
+    "mixed": (True, True, True, False, True),
+}
+
+
+# The other type differs in how it is read alone, and a rotation wants a power of two.
+CASES = [
+    (shape, way, torch.bfloat16)
+    for shape, (*_, d, _) in ((name, numbers[:7]) for name, numbers in SHAPES.items())
+    for way in WAYS
+    if way != "rotated" or d & (d - 1) == 0
+] + [("ragged", "blocks", torch.float16), ("packed", "heads", torch.float16)]
+
+
+@pytest.mark.parametrize(("shape", "way", "dtype"), CASES, ids=str)
+def test_passes_agree_with_the_cpu(
+    program: Path, tmp_path: Path, shape: str, way: str, dtype: torch.dtype
+) -> None:
+    """Numbers but for those that a mean's last bit moves; factors and offsets to a few bits."""
+    batch, heads, heads_k, rows, keys, d, dv, *bounds = SHAPES[shape]
+    by_block, smooth_k, smooth_v, hadamard, mixed = WAYS[way]
+    torch.manual_seed(0)
+    front = [] if bounds else [batch]
+    q, k, v = (
+        torch.randn(*front, *size).to(dtype)
+        for size in ((rows, heads, d), (keys, heads_k, d), (keys, heads_k, dv))
+    )
+    k += 3
+    v[..., 5] += 2
+    v[..., 1] = 0
+    cu = [torch.tensor(x, dtype=torch.int32) for x in bounds] or [None, None]
+    numbers = [batch, heads, heads_k, rows, keys, d, dv, bool(bounds), *WAYS[way], dtype == torch.float16]
+    parts = [torch.tensor([int(x) for x in numbers], dtype=torch.int32), *(x for x in cu if x is not None)]
+    data = b"".join(x.numpy().tobytes() for x in parts)
+    data += b"".join(x.view(torch.int16).numpy().tobytes() for x in (q, k, v))
+    (tmp_path / "case").write_bytes(data)
+    done = subprocess.run(
+        [str(program), str(tmp_path / "case"), str(tmp_path / "result")],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = bytearray((tmp_path / "result").read_bytes())
+    want = fp8.quantize(q, k, v, *cu, by_block, smooth_k, smooth_v, hadamard, mixed)
+    known = [None, None] if not bounds else [slice(x[0], x[-1]) for x in bounds]
+    at = 0
+    names = ("q", "k", "v", "q_factor", "k_factor", "v_factor", "v_offset", "k_offset", "row_offset")
+    for name, t in zip(names, want, strict=True):
+        size = t.numel() * t.element_size()
+        assert at + size <= len(result)
+        if size == 0:
+            continue
+        got = torch.frombuffer(result, dtype=t.dtype, count=t.numel(), offset=at).view(t.shape)
+        at += size
+        a, b = t.float(), got.float()
+        if name in ("q", "k") and bounds:
+            a, b = (x[known[name == "k"]] for x in (a, b))
+        if name == "v" and bounds:
+            columns = fp8.column_of_rows(keys, cu[1], v.device)[known[1]]
+            a, b = a[..., columns], b[..., columns]
+        if name in ("q_factor", "k_factor") and bounds and by_block:
+            side = name == "k_factor"
+            used = fp8.block_of_rows(keys if side else rows, cu[side], q.device)[known[side]].unique()
+            a, b = a[..., used], b[..., used]
+        if name == "row_offset" and bounds:
+            a, b = a[..., known[0]], b[..., known[0]]
+        if name in ("q", "k", "v"):
+            assert (a != b).float().mean() <= 0.01, name
+            assert (a - b).abs().max() <= 32, name  # one step where steps are largest
+        else:
+            gate = 1e-4 if name == "row_offset" else 1e-5
+            torch.testing.assert_close(b, a, rtol=gate, atol=gate)
+    assert at == len(result)

@@ -1,0 +1,263 @@
+"""flash_attn_with_kvcache: all that flash-attn's own test of it combines, and entries that sequences share.
+
+The truth is float64: features of new keys and queries are turned as complex numbers, each sequence attends by
+itself to what its entry of the cache holds. On a GPU the error may be three times that of the same sums in
+the type of the inputs, five times with ALiBi, as in flash-attn's test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_ext.compat import flash_attn as fa
+from flash_ext.compat.flash_attn import kvcache
+from tests.integrations.test_compat_flash_attn import by_definition, close, draw, on_each_device
+
+HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 3)}
+HEAD_DIMS = (32, 59, 64, 80, 128, 256)
+BATCH = 2
+
+
+class Case(NamedTuple):
+    """One call; the names are those of flash-attn's test."""
+
+    new_kv: bool
+    alibi: bool
+    local: bool
+    causal: bool
+    seqlen_new_eq_seqlen_q: bool
+    rotary_fraction: float
+    rotary_interleaved: bool
+    has_leftpad: bool
+    has_batch_idx: bool
+
+    def is_one(self) -> bool:
+        """Whether the call exists, and differs from the others."""
+        if not self.new_kv and (self.rotary_fraction > 0 or not self.seqlen_new_eq_seqlen_q):
+            return False
+        return self.rotary_fraction > 0 or not self.rotary_interleaved
+
+
+BOTH = (False, True)
+CASES = [case for case in itertools.starmap(
+    Case, itertools.product(*(BOTH,) * 5, (0.0, 0.5, 1.0), *(BOTH,) * 3)) if case.is_one()]  # fmt: skip
+
+
+def turned(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (rows, heads, features) in float64, its first features turned by the angles of its positions."""
+    x, half = x.double(), cos.shape[1]
+    first, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = first.unflatten(-1, (half, 2) if interleaved else (2, half))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    angles = torch.complex(cos.double(), sin.double())[positions][:, None]
+    pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angles)
+    first = pairs.flatten(-2) if interleaved else pairs.transpose(-1, -2).flatten(-2)
+    return torch.cat([first, rest], -1)
+
+
+def by_the_same_type(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    """Plain attention that rounds scores, weights and results as the type of q does: how large errors are."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("ihd,jhd->hij", q, k * q.shape[-1] ** -0.5)
+    if bias is not None:
+        scores = scores + bias.to(q.dtype)
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf).float(), -1).to(q.dtype).nan_to_num(0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+def check(case: Case, heads: str, lengths: tuple[int, int], head_dim: int, device: str) -> None:
+    seqlen_q, size = lengths
+    num_heads, num_heads_k = HEADS[heads]
+    ints = {"dtype": torch.int32, "device": device}
+    new = seqlen_q if case.seqlen_new_eq_seqlen_q else int(torch.randint(1, seqlen_q + 1, ()))
+    rotary_dim = int(case.rotary_fraction * head_dim) // 16 * 16
+    entries_there = 2 * BATCH if case.has_batch_idx else BATCH
+    q, k_cache, v_cache, k, v = draw(
+        device, (BATCH, seqlen_q, num_heads, head_dim), *((entries_there, size, num_heads_k, head_dim),) * 2,
+        *((BATCH, new, num_heads_k, head_dim),) * 2,
+    )  # fmt: skip
+    # Positions of queries need a row of factors, too.
+    turns_each = (case.causal or case.local) and rotary_dim > 0
+    room = max(new, seqlen_q) if turns_each else new
+    used = torch.randint(0 if case.new_kv else 1, size - (room if case.new_kv else 0) + 1, (BATCH,))
+    pads = (torch.rand(BATCH) * used).long() if case.has_leftpad else torch.zeros(BATCH, dtype=torch.long)
+    entries = torch.randperm(entries_there)[:BATCH] if case.has_batch_idx else torch.arange(BATCH)
+    window = tuple(torch.randint(0, size, (2,)).tolist()) if case.local else (-1, -1)
+    slopes = torch.rand(BATCH, num_heads, device=device) * 0.3 if case.alibi else None
+    angles = torch.rand(size, rotary_dim // 2, device=device) * 6.28
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    options: dict[str, Any] = {"k": k, "v": v} if case.new_kv else {}
+    if rotary_dim:
+        options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": case.rotary_interleaved}
+    if case.has_leftpad:
+        options["cache_leftpad"] = pads.to(**ints)
+    if case.has_batch_idx:
+        options["cache_batch_idx"] = entries.to(**ints)
+    expected_caches = k_cache.clone(), v_cache.clone()
+    out, lse = fa.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=used.to(**ints), causal=case.causal, window_size=window,
+        alibi_slopes=slopes, return_softmax_lse=True, **options,
+    )  # fmt: skip
+    assert out.shape == q.shape and out.dtype == q.dtype
+
+    for i, (entry, start, pad) in enumerate(zip(entries.tolist(), used.tolist(), pads.tolist())):
+        end = start + new if case.new_kv else start
+        turned_q = q[i]
+        if case.new_kv:
+            added = k[i].double()
+            if rotary_dim:
+                rows = torch.arange(max(new, seqlen_q), device=device) + start
+                factors = (cos, sin, case.rotary_interleaved)
+                added = turned(k[i], rows[:new], *factors)
+                of_q = rows[:seqlen_q] if turns_each else rows[:1].expand(seqlen_q)
+                turned_q = turned(q[i], of_q, *factors)
+            close(k_cache[entry, start:end], added)
+            expected_caches[0][entry, start:end] = k_cache[entry, start:end]
+            expected_caches[1][entry, start:end] = v[i]
+        keys, values = k_cache[entry, pad:end], v_cache[entry, pad:end]
+        own = None if slopes is None else slopes[i : i + 1]
+        truth, truth_lse, weights = by_definition(
+            turned_q[None], keys[None], values[None], causal=case.causal, window=window, slopes=own
+        )
+        close(lse[i], truth_lse[0])
+        if device == "cpu":
+            close(out[i], truth[0])
+            continue
+        offset = torch.arange(end - pad, device=device) - torch.arange(seqlen_q, device=device)[:, None]
+        bias = None if own is None else -own[0, :, None, None] * (offset - (end - pad) + seqlen_q).abs()
+        plain = by_the_same_type(turned_q.to(q.dtype), keys, values, weights[0] == 0, bias)
+        error, usual = ((t.double() - truth[0]).abs().max() for t in (out[i], plain))
+        assert error <= (5 if case.alibi else 3) * usual + 1e-5, f"error {error:.3g}, usual {usual:.3g}"
+    assert torch.equal(k_cache, expected_caches[0]) and torch.equal(v_cache, expected_caches[1])
+
+
+# (seqlen_q, length of the cache): all cases of the first two, every seventeenth of the others.
+LENGTHS = [(1, 48), (5, 33), (1, 339), (3, 799), (64, 256), (128, 128)]
+LONG = [(3, 1024), (64, 800), (64, 2048), (16, 20000), (1, 131072), (16, 131072)]
+
+
+def check_some(heads: str, lengths: tuple[int, int], device: str) -> None:
+    """Every case, or some that differ from shape to shape, each with one of the sizes of a head."""
+    step = (3 if device == "cpu" else 1) if lengths in LENGTHS[:2] else 17
+    first = (LENGTHS + LONG).index(lengths) % step
+    for number in range(first, len(CASES), step):
+        head_dim = HEAD_DIMS[number % len(HEAD_DIMS)]
+        if device == "cpu" and lengths[0] * lengths[1] > 10000:
+            head_dim = min(head_dim, 64)
+        try:
+            check(CASES[number], heads, lengths, head_dim, device)
+        except AssertionError as error:
+            raise AssertionError(f"{CASES[number]}, head_dim {head_dim}: {error}") from error
+
+
+def test_the_cases_are_those_of_flash_attn() -> None:
+    assert len(CASES) == 16 * 5 * 4 + 8 * 4 == len(set(CASES))
+    for name, field in zip(Case._fields, zip(*CASES)):
+        assert set(field) == ({0.0, 0.5, 1.0} if name == "rotary_fraction" else {False, True})
+
+
+@on_each_device
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_every_combination(lengths: tuple[int, int], heads: str, device: str) -> None:
+    check_some(heads, lengths, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", LONG, ids=str)
+def test_gpu_long_caches(lengths: tuple[int, int], heads: str) -> None:
+    check_some(heads, lengths, "cuda")
+
+
+@on_each_device
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])  # the second road hides keys by a mask
+def test_numbers_may_be_one_for_all(softcap: float, shape: tuple, device: str) -> None:
+    q, k, v = draw(device, (2, 1, 2, 16), *((2, 9, 2, 16),) * 2)
+    six, two = (torch.full(shape, n, dtype=torch.int32, device=device) for n in (6, 2))
+    out = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=six, cache_leftpad=two, softcap=softcap)
+    close(out, by_definition(q, k[:, 2:6], v[:, 2:6], softcap=softcap)[0])
+
+
+# ---- one entry for several sequences ---------------------------------------------------------------------
+
+
+def shared(device: str, entries: list[int]) -> dict[str, Any]:
+    ints = {"dtype": torch.int32, "device": device}
+    lengths = [3, 5, 0, 4][: len(entries)]
+    return {"cache_batch_idx": torch.tensor(entries, **ints), "cache_seqlens": torch.tensor(lengths, **ints)}
+
+
+@pytest.mark.parametrize("entries, twice", [([1, 0, 1, 3], 1), ([2, 2, 2, 2], 2), ([9, 0, -1, 0], 0)])
+def test_appending_twice_to_an_entry_is_refused(entries: list[int], twice: int) -> None:
+    q, k, v = draw("cpu", (4, 2, 4, 16), (4, 2, 2, 16), (4, 2, 2, 16))
+    caches = draw("cpu", (4, 9, 2, 16), (4, 9, 2, 16))
+    before = [cache.clone() for cache in caches]
+    with pytest.raises(ValueError, match=f"cache_batch_idx must not name entry {twice} for two sequences"):
+        fa.flash_attn_with_kvcache(q, *caches, k, v, **shared("cpu", entries))
+    assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
+
+
+@on_each_device
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_where_values_are_not_seen_the_first_has_the_entry(
+    softcap: float, causal: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; without one the CPU is not allowed to look."""
+    monkeypatch.setattr(kvcache, "_is_seen", lambda t: t.device.type == "cpu" and device != "cpu")
+    q, k, v = draw(device, (4, 2, 4, 16), (4, 2, 2, 16), (4, 2, 2, 16))
+    caches = draw(device, (4, 9, 2, 16), (4, 9, 2, 16))
+    before = [cache.clone() for cache in caches]
+    call = shared(device, [1, 0, 1, 3]) | {"softcap": softcap, "causal": causal}
+    out, lse = fa.flash_attn_with_kvcache(q, *caches, k, v, return_softmax_lse=True, **call)
+    for cache, old, new in zip(caches, before, (k, v), strict=True):
+        old[1, 3:5], old[0, 5:7], old[3, 4:6] = new[0], new[1], new[3]
+        assert torch.equal(cache, old)
+    for i, (entry, end) in {0: (1, 5), 1: (0, 7), 3: (3, 6)}.items():
+        keys, values = before[0][entry, None, :end], before[1][entry, None, :end]
+        close(out[i], by_definition(q[i : i + 1], keys, values, causal=causal, softcap=softcap)[0][0])
+    assert (out[2] == 0).all() and (lse[2] == -torch.inf).all()
+
+
+@on_each_device
+def test_reading_an_entry_twice_is_not_refused(device: str) -> None:
+    q, k, v = draw(device, (4, 1, 4, 16), *((4, 9, 2, 16),) * 2)
+    call = shared(device, [2, 2, 1, 2])
+    out = fa.flash_attn_with_kvcache(q, k, v, **call)
+    none = fa.flash_attn_with_kvcache(q, k, v, k[:, :0], v[:, :0], **call)
+    for i, (entry, length) in enumerate(zip([2, 2, 1, 2], [3, 5, 0, 4])):
+        close(out[i], by_definition(q[i : i + 1], k[entry, None, :length], v[entry, None, :length])[0][0])
+    assert torch.equal(none, out)
+
+
+@on_each_device
+def test_entries_that_are_not_there_are_nobodys(device: str) -> None:
+    q, k, v = draw(device, (4, 1, 2, 16), *((4, 1, 2, 16),) * 2)
+    caches = draw(device, (2, 9, 2, 16), (2, 9, 2, 16))
+    out = fa.flash_attn_with_kvcache(q, *caches, k, v, **shared(device, [-1, 1, -1, 2]))
+    assert (out[[0, 2, 3]] == 0).all() and torch.equal(caches[0][1, 5], k[1, 0])
+
+
+def test_what_else_is_refused() -> None:
+    q, k = draw("cpu", (2, 1, 1, 8), (2, 4, 1, 8))
+    expanded = k[:1].expand(2, -1, -1, -1)
+    for caches, name in (((expanded, k), "k_cache"), ((k, expanded), "v_cache")):
+        with pytest.raises(ValueError, match=f"{name} must not be expanded to append to it"):
+            fa.flash_attn_with_kvcache(q, *caches, q, q, cache_seqlens=1)
+    close(fa.flash_attn_with_kvcache(q, expanded, expanded), by_definition(q, expanded, expanded)[0])
+    for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad"):
+        elsewhere = torch.zeros(2, dtype=torch.int32, device="meta")
+        with pytest.raises(ValueError, match=f"{name} must be on the device of k_cache, cpu, got meta"):
+            fa.flash_attn_with_kvcache(q, k, k, **{name: elsewhere})
+    with pytest.raises(TypeError, match="cache_leftpad must be torch.int32, got torch.float32"):
+        fa.flash_attn_with_kvcache(q, k, k, cache_leftpad=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"cache_leftpad must have shape \(batch,\) = \(2,\), got \(3,\)"):
+        fa.flash_attn_with_kvcache(q, k, k, cache_leftpad=torch.zeros(3).int())

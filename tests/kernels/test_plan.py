@@ -1,0 +1,307 @@
+"""Which kernels a call runs: the tables of csrc/plan/, what prints them, and the launches that follow."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext import masks
+from flash_ext._ops import plan as planned
+from flash_ext._ops.library import _C
+from tests.harness import Target, check_done_launches, on_gpu_paths, on_short_paths
+from tests.sources import ROOT
+
+SHAPE = {"seqlen_q": 4096, "seqlen_k": 4096, "num_heads": 16, "num_heads_k": 16, "head_dim": 128}
+SHAPE["head_dim_v"] = 128
+
+H200 = "gpu=9.0/132"
+# What words cannot say: that the gradient of a bias alone is wanted, and that keys lie in a cache.
+BEYOND_WORDS = {"bwd_mod.other_gradients", "sm80.fwd_cached", "sm90.fwd_cached"}
+
+
+def read_table() -> dict[str, dict[str, dict[str, str]]]:
+    """Of tests/kernels/plans.txt by section and call, what its plan is to have."""
+    sections: dict[str, dict[str, dict[str, str]]] = {}
+    for line in Path(__file__).with_name("plans.txt").read_text().splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("["):
+            section, _, more = line[1:].partition("]")
+            calls = sections[section] = {}
+        elif line:
+            call, _, facts = line.partition(" -> ")
+            row, *others = facts.split()
+            call += more if "gpu=" in call else f"{more} {H200}"
+            assert call not in calls, f"{call} stands there twice"
+            calls[call] = {"row": row} | dict(fact.split("=") for fact in others)
+    return sections
+
+
+TABLE = read_table()
+EVERY_ROW = "a call for every row"
+
+
+@pytest.mark.parametrize("section", TABLE)
+def test_calls_have_the_plans_of_the_table(section: str) -> None:
+    wrong = []
+    for call, wanted in TABLE[section].items():
+        plan = planned.plan(call)
+        found = {name: str(plan[name]) for name in wanted}
+        if found != wanted:
+            wrong.append(f"{call}: {found}, not {wanted}")
+        assert plan["launches"] and all(one["grid"] > 0 and one["threads"] > 0 for one in plan["launches"])
+        # Parts begin on 128 bytes.
+        between = plan["workspace_bytes"] - sum(plan["workspace"].values())
+        assert 0 <= between < 128 * max(1, len(plan["workspace"])), call
+    assert not wrong, "\n".join(wrong)
+
+
+GPUS = pytest.mark.parametrize("gpu", [H200, "gpu=8.0/108"])
+
+
+@GPUS
+@pytest.mark.parametrize(
+    "shape", ["fwd batch=4 head_dim=64", "fwd batch=4 head_dim=128", "fwd head_dim=256", "fwd seqlen=49",
+              "bwd batch=4", "bwd batch=4 deterministic", "bwd head_dim=256", "bwd seqlen=49"]
+)  # fmt: skip
+def test_a_table_by_distance_takes_the_kernels_of_slopes(gpu: str, shape: str) -> None:
+    rows = {planned.plan(f"{shape} {bias} {gpu}")["row"] for bias in ("relative", "alibi")}
+    assert len(rows) == 1
+
+
+@GPUS
+def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
+    """In parts of 257 entries a head, 8 of them here; by a kernel that short sequences do not have."""
+    long, short = (
+        planned.plan(f"bwd {shape} relative_gradient {gpu}") for shape in ("heads=8 batch=4", "seqlen=49")
+    )
+    for found in (long, short):
+        assert any("bwd_bias" in launch["kernel"] for launch in found["launches"])
+        assert not found["row"].endswith("short")
+    assert long["workspace"]["dbias_partials"] % (4 * 8 * 257) == 0
+
+
+def test_no_row_is_left_out() -> None:
+    named = {wanted["row"] for wanted in TABLE[EVERY_ROW].values()} | BEYOND_WORDS
+    assert named == {row for _, row, _ in _C.plan_rows()}
+
+
+def test_every_choice_has_its_evidence_in_the_page() -> None:
+    """That of rows with a preference, and what comments of the sources name."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = page.split("## Evidence", 1)[1].split("\n## ", 1)[0]
+    ids = re.findall(r"^\| ([a-z0-9-]+) \|", table, re.MULTILINE)
+    named = {evidence for _, _, evidence in _C.plan_rows() if evidence}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
+            named |= set(re.findall(r"// .*\bEvidence: ([a-z0-9-]+)", path.read_text()))
+    assert sorted(set(ids) - {"id"}) == sorted(named)
+    headings = {
+        re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-")
+        for line in re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    }
+    for anchor in re.findall(r"\]\(#([^)]*)\)", table):
+        assert anchor in headings
+
+
+def test_a_row_may_be_asked_for(pretended_gpu) -> None:
+    usual = _C.plan("bwd", **SHAPE)
+    other = _C.plan("bwd", **SHAPE, path="sm90 row=sm90.bwd.dq_ordered")
+    assert other["row"] == "sm90.bwd.dq_ordered" != usual["row"]
+    assert other["kernel"].endswith("_det")
+    with pytest.raises(ValueError, match=r"path sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
+        _C.plan("bwd", **SHAPE, path="sm80 row=sm90.bwd.dq_ordered")
+
+
+def test_a_row_of_the_other_direction_is_not_asked_for(pretended_gpu) -> None:
+    for direction, row in (("bwd", "sm90.fwd.m128"), ("fwd", "sm90.bwd.dq_ordered")):
+        assert _C.plan(direction, **SHAPE, path=f"row={row}") == _C.plan(direction, **SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("direction", "text", "seen"),
+    [
+        ("fwd", "sm80", {"row": "sm80.fwd"}),
+        ("fwd", "kv_splits=4", {"row": "sm80.fwd.split_kv", "splits": 4}),
+        ("fwd", "sm90 kv_splits=0 fwd_block_m=128", {"row": "sm90.fwd.m128"}),
+        ("fwd", "fwd_block_m=192", {"row": "sm90.fwd.m192"}),
+        ("bwd", "dq_pool=1", {"row": "sm90.bwd.dq_pool"}),
+        ("bwd", "dq_pool=0", {"row": "sm90.bwd.dq_atomic"}),
+        ("bwd", "gqa_splits=2", {"row": "sm90.bwd.dq_atomic", "gqa_splits": 1}),  # nothing to divide
+    ],
+)
+def test_what_a_call_asks_of_its_kernels(pretended_gpu, direction: str, text: str, seen: dict) -> None:
+    found = _C.plan(direction, batch=8, **SHAPE | {"seqlen_q": 8192, "seqlen_k": 8192}, path=text)
+    assert {name: found[name] for name in seen} == seen
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sm75", "no backend 'sm75'"),
+        ("kv_splits=4 sm90", "no backend 'sm90'"),  # which goes first
+        ("sm90  kv_splits=4", "no backend ''"),  # two spaces
+        ("warps=4", "no constraint 'warps'; known: row, kv_splits"),
+        ("kv_splits=", "kv_splits takes a number of at least 0, not ''"),
+        ("kv_splits=-1", "kv_splits takes a number of at least 0"),
+        ("kv_splits=4.5", "kv_splits takes a number of at least 0"),
+        ("fwd_block_m=64", "fwd_block_m takes 128 or 192"),
+        ("dq_pool=2", "dq_pool takes 0 or 1"),
+        ("row=sm90.fwd", "no row 'sm90.fwd'"),
+    ],
+)
+def test_texts_that_are_refused(pretended_gpu, text: str, message: str) -> None:
+    """By calls in the words of every other wrong path, too."""
+    with pytest.raises(ValueError, match=f"^path: {re.escape(message)}"):
+        _C.plan("fwd", **SHAPE, path=text)
+    q = torch.zeros(1, 4, 1, 64)
+    wanted = f"backend must be None (automatic) or one of sm90, sm80, cpu, got '{text}': {message}"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        flash_ext.attention(q, q, q, backend=text)
+
+
+def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
+    for head_dim in (64, 96, 128, 192, 256):
+        for gpu in ("9.0/132", "8.0/108"):
+            found = planned.plan(f"bwd deterministic head_dim={head_dim} gpu={gpu}")
+            assert found["row"] != "sm90.bwd.dq_atomic"
+            assert "dq_accum" not in found["workspace"] or found["row"] == "sm90.bwd.dq_ordered"
+
+
+@pytest.mark.parametrize(("call", "message"),
+                         [
+                             ("fwd warp", "unknown modifier 'warp'"), ("fwd colour=4", "unknown colour="),
+                             ("fwd heads=0/1", "num_heads a multiple"),
+                             ("fwd heads=5/2", "num_heads a multiple"), ("fwd batch=-1", "at least 0"),
+                             ("fwd bwd", "either fwd or bwd"),
+                             ("fwd kv_splits=few", "kv_splits takes a number"),
+                             ("fwd row=sm80.fwd.tall", "no row 'sm80.fwd.tall'"),
+                         ])  # fmt: skip
+def test_words_that_are_refused(pretended_gpu, call: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned.plan(f"{call} {H200}")
+
+
+def test_another_gpu_is_no_switch_of_the_process() -> None:
+    before = _C.get_switch("num_sms")
+    assert planned.plan("bwd gpu=8.0/108")["path"] == "sm80"
+    assert planned.plan(f"bwd {H200}")["path"] == "sm90"
+    assert _C.get_switch("num_sms") == before
+    with pytest.raises(ValueError, match="gpu= takes"):
+        planned.plan("bwd gpu=9.0")
+
+
+def test_plans_in_words(pretended_gpu) -> None:
+    packed = planned.plan(f"fwd packed batch=4 seqlen=512 {H200}")
+    rows = SHAPE | {"seqlen_q": 2048, "seqlen_k": 2048}
+    assert packed["launches"] == _C.plan("fwd", batch=4, packed=True, **rows)["launches"]
+    assert planned.plan(f"fwd head_dim=36/64 {H200}")["path"] == "sm80", "rows of 72 bytes"
+    assert planned.plan(f"bwd sinks {H200}")["row"] == planned.plan(f"bwd {H200}")["row"]
+    assert planned.plan(f"kv_splits=3 fwd sm80 {H200}")["splits"] == 3
+
+
+@pytest.mark.parametrize("row", ["sm90.fwd_mod.m192.drop", "sm90.fwd_mod.m192.slopes", "sm90.bwd.dq_pool"])
+def test_rows_that_cannot_are_refused(pretended_gpu, row: str) -> None:
+    direction = "bwd" if "bwd" in row else "fwd"
+    modifiers = ["bias", "dropout", "alibi"] if direction == "fwd" else []
+    shape = SHAPE | {"seqlen_q": 300, "seqlen_k": 300}
+    with pytest.raises(ValueError, match="has no row"):
+        _C.plan(direction, **shape, modifiers=modifiers, path=f"row={row}")
+
+
+def run_info(call: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flash_ext.info", "--plan", call]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_printed() -> None:
+    call = f"bwd batch=4 seqlen=4096 heads=32/8 head_dim=128 causal alibi {H200}"
+    done = run_info(call)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"call        {call}"
+    assert "row         sm90.bwd_mod.fused, evidence fused-bwd-mod" in lines
+    assert any(line.startswith("launch      bwd_mod_sm90_hd128: tile 64 x 128") for line in lines)
+    assert lines[-1].startswith("workspace   ") and lines[-1].endswith(" bytes in all")
+    wrong = run_info("fwd warp gpu=9.0/132")
+    assert wrong.returncode == 2 and "unknown modifier 'warp'" in wrong.stderr
+
+
+@on_short_paths
+def test_what_runs_is_what_the_plan_says(target: Target) -> None:
+    """Launch by launch, of calls for all rows."""
+    with target.active():
+        for call in TABLE[EVERY_ROW]:
+            if (H200 in call) != (target.path == "sm90"):
+                continue
+            words, numbers = call.split(), dict(w.split("=") for w in call.split() if "=" in w)
+            if set(words) & {"mask", "bias_gradient"}:
+                continue  # tests/attention has them
+            seqlen, head_dim = numbers.get("seqlen", "1024").split("/"), int(numbers.get("head_dim", 128))
+            heads = [int(n) for n in numbers.get("heads", "4").split("/")]
+            rows, keys = int(seqlen[0]), int(seqlen[-1])
+            make = dict(device="cuda", dtype=torch.bfloat16)
+            q = torch.randn(2, rows, heads[0], head_dim, **make).requires_grad_()
+            k, v = (torch.randn(2, keys, heads[-1], head_dim, **make).requires_grad_() for _ in range(2))
+            options: dict = {"causal": "causal" in words, "deterministic": "deterministic" in words}
+            bias: list[masks.Bias] = []
+            asked = target.asking(row=numbers["row"]) if "row" in numbers else target
+            if "alibi" in words:
+                bias.append(masks.ALiBi(torch.rand(heads[0], device="cuda")))
+            if "softcap" in words:
+                options["softcap"] = 30.0
+            if "dropout" in words:
+                options["dropout_p"] = 0.1
+            if "key_padding" in words:
+                options["mask"] = masks.KeyMask(torch.ones(2, keys, device="cuda", dtype=torch.bool))
+            if "bias" in words:
+                bias.append(masks.DenseBias(torch.randn(1, heads[0], rows, keys, **make)))
+            if bias:
+                options["bias"] = functools.reduce(operator.add, bias)
+            out = flash_ext.attention(q, k, v, backend=asked.choice, **options)
+            check_done_launches(_C.last_launch())
+            if "bwd" in words:
+                out.sum().backward()
+                check_done_launches(_C.last_launch())
+
+
+@on_gpu_paths
+def test_gradients_run_as_their_call_asked(target: Target) -> None:
+    """By autograd, also in a compiled function."""
+    backend = target.asking(kv_splits=3, gqa_splits=2).choice
+    make = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = [torch.randn(1, 700, heads, 64, **make) for heads in (4, 1, 1)]
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return flash_ext.attention(*qkv, backend=backend)
+
+    with target.active():
+        for call in (attend, torch.compile(attend, backend="aot_eager")):
+            out = call(*leaves)
+            assert _C.last_launch()["splits"] == 3
+            torch.autograd.grad(out, leaves, torch.randn_like(out))
+            assert _C.last_launch()["gqa_splits"] == 2
+
+
+@on_gpu_paths
+def test_a_row_leaves_the_gradient_of_sinks_to_its_own_plan(target: Target) -> None:
+    """Sinks have a plan beside the plain backward, of a family in which the row of that one is not."""
+    row = {"sm80": "sm80.bwd", "sm90": "sm90.bwd.dq_atomic"}[target.path]
+    make = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = [torch.randn(1, 700, 4, 64, **make) for _ in range(3)]
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    dout = torch.randn(1, 700, 4, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    with target.active():
+        for backend in (target.choice, target.asking(row=row).choice):
+            out = flash_ext.attention(*leaves, sinks=sinks, backend=backend)
+            found.append(torch.autograd.grad(out, (*leaves, sinks), dout))
+        assert _C.last_launch()["row"] == row
+    assert torch.equal(found[0][3], found[1][3]) and found[0][3].abs().max() > 0

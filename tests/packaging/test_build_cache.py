@@ -1,0 +1,318 @@
+"""What is compiled again and what is copied from another build, by compilers that note what was asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+
+sys.path.insert(0, str(ROOT / "csrc"))
+from build_backend import cache, environment, progress  # noqa: E402
+from build_backend import compile as kernels_build  # noqa: E402
+
+pytestmark = pytest.mark.everywhere
+
+# An object is the text that was read. The compilers' version is a file, and so is the list of what they made.
+COMPILER = """\
+#!{python} -IS
+import os, re, sys, time
+here, words = {folder!r}, sys.argv[1:]
+if "--version" in words or "-dumpmachine" in words:
+    print(open(here + "/version").read())
+    raise SystemExit
+out = words[words.index("-o") + 1]
+if "-shared" in words:
+    objects = [item for item in words[:words.index("-o")] if item.endswith(".o")]
+    open(out, "w").write("".join(open(item).read() for item in objects))
+elif out != os.devnull:
+    source = words[words.index("-c") + 1]
+    with open(here + "/compiled", "a") as log:
+        log.write(os.path.basename(source) + "\\n")
+    read, text = [source], open(source).read()
+    if "error" in text:
+        print("no such thing")
+        raise SystemExit(1)
+    for name in re.findall(r'#include "(.*)"', text):
+        read.append(os.path.join(os.path.dirname(source), name))
+        text += open(read[-1]).read()
+    time.sleep({pause})
+    open(out, "w").write(text)
+    open(words[words.index("-MF") + 1], "w").write(
+        out + ": " + " \\\\\\n ".join(item.replace(" ", "\\\\ ") for item in read) + "\\n")
+    print("said of " + os.path.basename(source))
+"""
+SOURCES = {
+    "inst/one.cu": '#include "../both.h"\n', "inst/two.cu": '#include "../two.h"\n', "plain.cpp": "plain\n",
+    "api/binding.cpp": '#include "../both.h"\n', "both.h": "both\n", "two.h": "two\n",
+}  # fmt: skip
+
+
+class Machine:
+    """Stub compilers, a torch, a store, and folders with sources to build."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch, self.store = folder, monkeypatch, folder / "store"
+        self.torch = environment.TorchInstall(folder / "torch", "2.13.0", None, None)
+        for name in (
+            "FLASH_EXT_DEBUG",
+            "FLASH_EXT_LINEINFO",
+            "FLASH_EXT_MUTANT",
+            "FLASH_EXT_ARCHS",
+            "TORCH_CUDA_ARCH_LIST",
+            "CXXFLAGS",
+        ):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("FLASH_EXT_CACHE", str(self.store))
+        monkeypatch.setattr(progress, "PATIENCE", 60)
+        self.install("toolkit")
+        self.says("1")
+
+    def install(self, name: str, pause: float = 0.0) -> None:
+        home = self.folder / name
+        text = COMPILER.format(python=sys.executable, folder=str(self.folder), pause=pause)
+        for path in (home / "bin" / "nvcc", self.folder / "g++"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+        self.toolkit = environment.Toolkit(home, "13.0", home / "libcudart_static.a")
+
+    def says(self, version: str) -> None:
+        (self.folder / "version").write_text(version)
+
+    def sources(self, name: str, **changed: str) -> Path:
+        """A project with the sources, all of them older than what is built from them."""
+        root = self.folder / name
+        for file, text in (SOURCES | changed).items():
+            path = root / "csrc" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            os.utime(path, (time.time() - 100,) * 2)
+        return root
+
+    def build(self, root: Path) -> tuple[set[str], str]:
+        """What was compiled, and the module."""
+        tools = kernels_build.Tools(
+            self.torch, self.toolkit, str(self.folder / "g++"), environment.find_ninja(), self.folder
+        )
+        self.monkeypatch.setattr(kernels_build.Tools, "find", classmethod(lambda cls: tools))
+        self.monkeypatch.setattr(kernels_build, "ROOT", root)
+        log = self.folder / "compiled"
+        log.unlink(missing_ok=True)
+        module = kernels_build.build_extension("0")
+        return set(log.read_text().split()) if log.exists() else set(), module.read_text()
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Machine:
+    return Machine(tmp_path / "a machine", monkeypatch)
+
+
+ALL = {"one.cu", "two.cu", "plain.cpp", "binding.cpp"}
+
+
+def test_a_second_folder_with_the_same_sources_compiles_nothing(machine, capfd):
+    compiled, module = machine.build(machine.sources("first"))
+    assert compiled == ALL and "plain" in module
+    again, same = machine.build(machine.sources("second"))
+    assert (again, same) == (set(), module)
+    second = machine.folder / "second" / "build"
+    (log,) = second.glob("*/inst/one.cu.o.log")
+    assert log.read_text() == "said of one.cu\n"  # the gates read it
+    assert "4 files were in" in capfd.readouterr().out
+    table = json.loads((second / "resources.json").read_text())
+    assert table["full_build"] is None  # nothing was measured
+
+
+def test_a_header_decides_for_what_reads_it(machine):
+    machine.build(machine.sources("first"))
+    compiled, module = machine.build(machine.sources("second", **{"two.h": "changed\n"}))
+    assert compiled == {"two.cu"} and "changed" in module
+    # Both are kept: going back costs nothing.
+    back, module = machine.build(machine.sources("third"))
+    assert back == set() and "changed" not in module
+
+
+def test_another_torch_compiles_the_binding_alone(machine):
+    machine.build(machine.sources("first"))
+    machine.torch = dataclasses.replace(machine.torch, version="2.14.0", root=machine.folder / "other torch")
+    assert machine.build(machine.folder / "first")[0] == {"binding.cpp"}
+
+
+def test_another_compiler_or_architecture_compiles_again(machine, monkeypatch):
+    root = machine.sources("first")
+    machine.build(root)
+    machine.says("2")
+    assert machine.build(machine.sources("second"))[0] == ALL
+    monkeypatch.setenv("FLASH_EXT_ARCHS", "9.0a")
+    assert machine.build(root)[0] == {"one.cu", "two.cu"}
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
+    shutil.rmtree(root / "build")
+    assert {"one.cu", "two.cu"} <= machine.build(root)[0]
+
+
+def test_a_toolkit_in_another_folder_is_the_same(machine):
+    """pip fetches one into a folder of its own for every build."""
+    machine.build(machine.sources("first"))
+    machine.install("fetched")
+    assert machine.build(machine.sources("second"))[0] == set()
+
+
+@pytest.mark.parametrize(
+    "variable, value", [("FLASH_EXT_CACHE", "off"), ("FLASH_EXT_DEBUG", "1"), ("FLASH_EXT_LINEINFO", "1")]
+)
+def test_builds_without_the_cache(machine, monkeypatch, variable, value):
+    """Assertions and line tables name the folder in which they were compiled."""
+    monkeypatch.setenv(variable, value)
+    for name in ("first", "second"):
+        assert machine.build(machine.sources(name))[0] == ALL
+    assert not list(machine.store.glob("*/*"))
+
+
+def test_flags_that_mean_this_processor_are_not_kept(machine, monkeypatch):
+    monkeypatch.setenv("CXXFLAGS", "-march=native")
+    machine.build(machine.sources("first"))
+    assert machine.build(machine.sources("second"))[0] == {"plain.cpp", "binding.cpp"}
+
+
+def test_a_damaged_entry_is_compiled_again(machine):
+    machine.build(machine.sources("first"))
+    for entry in machine.store.glob("*/*"):
+        entry.write_bytes(entry.read_bytes()[:-3])
+    compiled, module = machine.build(machine.sources("second"))
+    assert compiled == ALL and "plain" in module
+    assert machine.build(machine.sources("third"))[0] == set()
+
+
+def test_what_the_compiler_refuses_is_said_and_not_kept(machine, capfd):
+    root = machine.sources("first", **{"inst/one.cu": "error\n"})
+    with pytest.raises(subprocess.CalledProcessError):
+        machine.build(root)
+    assert "no such thing" in capfd.readouterr().out
+    with pytest.raises(subprocess.CalledProcessError):
+        machine.build(machine.sources("second", **{"inst/one.cu": "error\n"}))
+
+
+def test_two_builds_at_once(machine):
+    """Both compile, or one takes what the other made; neither reads half of it."""
+    machine.install("toolkit", pause=0.05)
+    roots = [machine.sources(f"folder{n}") for n in range(2)]
+    code = (
+        "import sys; sys.path[:0] = [{here!r}, {csrc!r}]; from pathlib import Path; import pytest\n"
+        "from tests.packaging.test_build_cache import Machine\n"
+        "with pytest.MonkeyPatch.context() as patch:\n"
+        "    machine = Machine(Path({folder!r}), patch); print(machine.build(Path({root!r}))[1])\n"
+    )
+    both = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                code.format(
+                    here=str(ROOT), csrc=str(ROOT / "csrc"), folder=str(machine.folder), root=str(root)
+                ),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for root in roots
+    ]
+    said = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    modules = [path.read_text() for root in roots for path in root.glob("build/*/_C.so")]
+    assert len(modules) == len(said) == 2 and modules[0] == modules[1]
+    assert machine.build(machine.sources("third"))[0] == set()
+    assert not list(machine.store.glob("*/*.part"))
+
+
+# ---- the store -------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_somebody_else_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLASH_EXT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    store, why_not = cache.folder()
+    assert store is None and "another user" in why_not
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path):
+    for age in range(4):
+        path = tmp_path / f"{age}" / "entry"
+        path.parent.mkdir()
+        path.write_bytes(bytes(100))
+        os.utime(path, (time.time() - 1000 * age,) * 2)
+    for name, age in (("old.part", 2 * 86400), ("new.part", 0)):
+        (tmp_path / "0" / name).write_bytes(b"")
+        os.utime(tmp_path / "0" / name, (time.time() - age,) * 2)
+    cache.trim(tmp_path, 250)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")}
+    assert left == {"0/entry", "1/entry", "0/new.part"}
+
+
+# ---- what somebody who waits sees ------------------------------------------------------------------------
+
+FRONT_END = """\
+import subprocess, sys
+done = subprocess.run([sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]);"
+                       "from build_backend import progress; progress.tell('a hint')", sys.argv[1]],
+                      stdout=subprocess.PIPE, text=True, check=True)
+open(sys.argv[2], "w").write(done.stdout)
+"""
+
+
+@pytest.mark.parametrize("to_terminal", [True, False])
+def test_the_hint_goes_to_the_terminal_of_the_front_end(tmp_path, to_terminal):
+    """pip keeps a build's output to itself; what it writes to a file stays as without a terminal."""
+    ours, theirs = os.openpty()
+    log = (tmp_path / "log").open("w")
+    front_end = subprocess.Popen(
+        [sys.executable, "-c", FRONT_END, str(ROOT / "csrc"), str(tmp_path / "captured")],
+        stdin=theirs,
+        stdout=theirs if to_terminal else log,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    assert front_end.wait(60) == 0
+    os.set_blocking(ours, False)
+    try:
+        shown = os.read(ours, 1000).decode()
+    except BlockingIOError:
+        shown = ""
+    log.close()
+    os.close(ours)
+    os.close(theirs)
+    captured = (tmp_path / "captured").read_text()
+    assert ("a hint" in shown, "a hint" in captured) == (to_terminal, not to_terminal)
+    assert (tmp_path / "log").read_text() == ""
+
+
+@pytest.mark.parametrize("patience, hints", [(0.05, 1), (60, 0)])
+def test_a_build_that_takes_long_gives_one_hint(machine, monkeypatch, patience, hints):
+    said = []
+    machine.install("toolkit", pause=0.3)
+    monkeypatch.setattr(progress, "tell", said.append)
+    monkeypatch.setattr(progress, "PATIENCE", patience)
+    machine.build(machine.sources("first"))
+    assert len(said) == hints
+    said_of_both = r"flash_ext: compiling \d files of CUDA kernels and \d of C\+\+, .* about 1 min"
+    assert not hints or re.match(said_of_both, said[0])
+
+
+def test_each_file_has_a_line_in_a_log(machine, capfd):
+    machine.build(machine.sources("first"))
+    lines = capfd.readouterr().out.splitlines()
+    for name in ("inst/one.cu", "inst/two.cu", "plain.cpp", "api/binding.cpp"):
+        assert [line for line in lines if line.startswith("[") and line.endswith(f" {name}")], lines

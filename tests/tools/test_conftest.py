@@ -1,0 +1,201 @@
+"""How a run shares a GPU, what ends a test, and what a run that is ended still says."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from tests import silence
+from tests.sources import ROOT
+
+# The CPU taken for a GPU, in a suite of toys.
+PRETENDED_GPU = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch; torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda index: 'toy'
+from tests.conftest import *
+"""
+
+
+def run_toys(folder: Path, toys: str, *options: str) -> subprocess.CompletedProcess:
+    (folder / "conftest.py").write_text(PRETENDED_GPU)
+    (folder / "test_toy.py").write_text(textwrap.dedent(toys))
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    command += [*options, str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_a_terminated_run_says_what_it_did(tmp_path: Path):
+    """A time limit sends SIGTERM: the summary, with the seed and the seconds of each file, still comes."""
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "test_slow.py").write_text(
+        "import os, time\n"
+        "def test_quick(): pass\n"
+        "def test_endless():\n"
+        "    print('waiting', file=os.fdopen(os.dup(2), 'w'), flush=True)\n"
+        "    time.sleep(60)\n"
+        "def test_later(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        assert "waiting" in run.stderr.readline()
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=60)
+    assert run.returncode == pytest.ExitCode.INTERRUPTED
+    assert "1 passed" in out and "where the time went" in out and "seed of this run" in out
+    assert "1 tests had not begun" in out
+
+
+TOYS = """
+    import ctypes, time, pytest
+    from tests import silence
+    pytestmark = pytest.mark.gpu
+    def note(name):
+        start = time.time()
+        time.sleep(0.2)
+        with open({log!r}, "a") as log:
+            log.write(f"{{name}} {{start}} {{time.time()}}\\n")
+    class Target:
+        switches = (("smem_per_block", 1),)
+    @pytest.mark.parametrize("i", range(4))
+    @pytest.mark.parametrize("target", [Target()])
+    def test_small_tiles(target, i):
+        note("small-tiles")
+    @pytest.mark.alone
+    @pytest.mark.parametrize("i", range(3))
+    def test_alone(i):
+        note("alone")
+    @pytest.mark.parametrize("i", range(6))
+    def test_before(i, pytestconfig):
+        assert pytestconfig.option.maxworkerrestart in ("0", silence.REPLACED_PROCESSES)
+        note("shared")
+    @pytest.mark.timeout(2, method="thread")
+    def test_hangs():
+        silence.WATCH.alive("the line that repeats a hang")
+        time.sleep(60)
+    def test_crashes():
+        silence.WATCH.alive("the line that repeats a crash")
+        ctypes.string_at(0)
+    def test_loses_its_context():
+        silence.lose_context("the line that repeats a loss")
+    @pytest.mark.parametrize("i", range(6))
+    def test_after(i):
+        note("shared")
+    """
+
+
+@pytest.mark.slow
+def test_turns_of_three_processes_and_what_ends_one(tmp_path: Path):
+    """Tests marked alone run alone, small tiles in one process at a time; a hang, a crash and a lost context
+    are three failures, each with its line, and the rest runs.
+    """
+    pytest.importorskip("xdist")
+    pytest.importorskip("pytest_timeout")
+    log = tmp_path / "log"
+    several = ["-n", "3", "--dist", "loadgroup", "-o", "faulthandler_timeout=1"]
+    done = run_toys(tmp_path, TOYS.format(log=str(log)), *several)
+    assert "INTERNALERROR" not in done.stdout and done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert re.search("3 failed, 19 passed, [0-3] skipped", done.stdout), done.stdout
+    failures = done.stdout[done.stdout.index("= FAILURES =") :]
+    for name, words in {
+        "test_hangs": "the line that repeats a hang",
+        "test_crashes": "the line that repeats a crash",
+        "test_loses_its_context": "CUDA context lost in\nthe line that repeats a loss",
+    }.items():
+        assert f"FAILED test_toy.py::{name}" in failures and words in failures, failures
+    assert "in test_hangs" in done.stderr  # its stack
+    times = [(name, float(a), float(b)) for name, a, b in map(str.split, log.read_text().splitlines())]
+    alone, tiles, shared = (
+        [t[1:] for t in times if t[0] == name] for name in ("alone", "small-tiles", "shared")
+    )
+    assert (len(alone), len(tiles), len(shared)) == (3, 4, 12)
+
+    def meet(pairs: Iterable[tuple]) -> bool:
+        return any(a < d and c < b for (a, b), (c, d) in pairs)
+
+    assert not meet(itertools.product(alone, shared + tiles))
+    assert not meet(itertools.combinations(tiles, 2))
+    assert meet(itertools.combinations(shared, 2))
+
+
+class Process:
+    """One of a run. It begins a test when it knows the next one, or that none comes."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.shutting_down = False
+        self.send_runtest_some = self.sent.extend
+        self.gateway = SimpleNamespace(id="gw")
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+    def may_begin(self) -> bool:
+        return len(self.sent) > (not self.shutting_down)
+
+
+def test_no_test_is_lost_when_processes_end(tmp_path: Path):
+    """In whatever order three processes run tests, two of them end, and others take their place."""
+    pytest.importorskip("xdist")
+    tests = [f"test_toy.py::test_{i}" for i in range(20)]
+    silence.write(tmp_path / "groups", dict.fromkeys(tests[:3], "one group"))
+    for order in range(200):
+        draw = random.Random(order)
+        config = SimpleNamespace(
+            option=SimpleNamespace(loadscopereorder=True), getvalue=lambda name: ["popen"] * 3
+        )
+        log = MagicMock()
+        scheduler = silence.scheduler(config, log, tmp_path / "groups")
+        running, done, collecting = [], [], [Process() for _ in range(3)]
+        for process in collecting:
+            scheduler.add_node(process)
+        ends = draw.sample(range(len(tests)), 2)
+        while running or collecting:
+            for process in [p for p in running if p.shutting_down and not p.sent]:
+                running.remove(process)
+                assert scheduler.remove_node(process) is None
+            able = [process for process in running if process.may_begin()]
+            if collecting and (not able or draw.random() < 0.1):
+                running.append(collecting.pop())
+                scheduler.add_node_collection(running[-1], tests)
+                if scheduler.collection_is_completed:
+                    scheduler.schedule()
+            elif running:
+                assert able, f"order {order}: {len(done)} tests have run, and every process waits"
+                process = draw.choice(able)
+                if len(done) in ends:
+                    ends.remove(len(done))
+                    running.remove(process)
+                    assert scheduler.remove_node(process) == tests[process.sent[0]]
+                    collecting.append(Process())
+                    scheduler.add_node(collecting[-1])
+                else:
+                    done.append(process.sent.pop(0))
+                    scheduler.mark_test_complete(process, done[-1])
+        assert sorted(done) == list(range(len(tests)))
+
+
+def test_what_only_some_tests_need_ends_no_collection():
+    """A python3 that is used as it is may lack it: plugins, whose marks are strict, and whole libraries."""
+    optional = ("matplotlib", "ninja", "rich", "transformers", "xdist", "pytest_timeout")
+    program = f"import sys; sys.modules.update(dict.fromkeys({optional}))\nimport pytest\n"
+    program += "sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider']))"
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,107 @@
+"""What compute-sanitizer is given: every kernel, on tensors of exactly their size."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flash_ext._ops.library import _C
+from tests.cases import COMPILED_HEAD_DIMS, Case
+from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
+from tests.inputs import tensor_shapes
+from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE
+from tests.packaging.test_build import (
+    BY_CLASS,
+    CACHED,
+    CACHED_SPLIT,
+    MASK_PASSES,
+    MERGE,
+    ONE_CLASS,
+    PASSES,
+    SPLIT,
+)
+from tests.tools.sanitizer_cases import (
+    cache_cases,
+    divided_cases,
+    run,
+    run_cached,
+    run_modified,
+    sanitizer_cases,
+    sanitizer_modifier_cases,
+)
+
+CPU = TARGETS["cpu"]
+# Every kernel of the dispatch table.
+KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE, *CACHED, *CACHED_SPLIT}
+
+
+def kind(name: str) -> str:
+    return re.split(r"[_\d]", name)[0]
+
+
+def test_every_kind_of_modifier_meets_every_head_size_and_mode():
+    cases = sanitizer_modifier_cases()
+    kinds = {kind(name) for name in BIASES + DISTANCES + MASKS + STRUCTURE + SCORES} - {"top"}
+    for head_dim in COMPILED_HEAD_DIMS:
+        found = [m for m in cases if head_dim - 5 < m.case.head_dim <= head_dim]
+        assert {kind(name) for m in found for name in m.mods} == kinds
+        assert {m.case.deterministic for m in found} == {False, True}
+        assert {m.case.is_packed for m in found} == {False, True}
+    assert {m.needs for m in cases} == {("qkv", "mods"), ("mods",)}
+    assert all(max(q for q, _ in m.case.sequences()) <= 192 for m in cases)
+
+
+def planned(case: Case, target: Target) -> dict:
+    shapes, (left, right) = tensor_shapes(case), case.effective_window
+    return _C.plan(
+        "bwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", batch=len(list(case.sequences())),
+        seqlen_q=shapes["q"][-3], seqlen_k=shapes["k"][-3], packed=case.is_packed, num_heads=case.num_heads,
+        num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left,
+        window_right=right, deterministic=case.deterministic, path=target.choice,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["sm80", "sm90"])
+def test_heads_are_divided_whatever_the_gpu(pretended_gpu: None, path: str):
+    """Without these sum_heads_kernel would be met by luck: on 132 multiprocessors no other case divides heads
+    on the sm80 path, and three do on the sm90 path."""
+    assert all(case in sanitizer_cases() for case in divided_cases())
+    for num_sms in (20, 46, 82, 108, 114, 132, 148, 188):
+        _C.set_switch("num_sms", num_sms)
+        for smem in (SMALL_SMEM_BYTES, 232448) if path == "sm80" else (232448,):
+            _C.set_switch("smem_per_block", smem)
+            for case in divided_cases():
+                assert planned(case, TARGETS[path])["gqa_splits"] > 1, (num_sms, smem, case)
+
+
+def test_cases_run_on_the_cpu():
+    """One head size of the modified ones and some plain ones; tests/attention judges the values."""
+    with CPU.active():
+        for mcase in [m for m in sanitizer_modifier_cases() if m.case.head_dim <= 64]:
+            run_modified(mcase, CPU)
+        for case in sanitizer_cases()[::8]:
+            run(case, CPU)
+        for cached in cache_cases():
+            run_cached(cached, CPU)
+
+
+@on_gpu_paths
+def test_every_kernel_is_launched(target: Target):
+    """By what the profiler saw; some virtual GPUs show it nothing."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with target.active(), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for case in sanitizer_cases():
+            run(case, target)
+        for mcase in sanitizer_modifier_cases():
+            run_modified(mcase, target)
+        for cached in cache_cases():
+            run_cached(cached, target)
+        torch.cuda.synchronize()
+    names = {event.name for event in seen.events()}
+    if not any("kernel" in name for name in names):
+        pytest.skip("the profiler sees no kernels here")
+    found = {kernel for name in names for kernel in re.findall(r"(\w+_kernel)[<(]", name)}
+    assert KERNELS - found == set()

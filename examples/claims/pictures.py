@@ -103,7 +103,8 @@ def _draw_large(axis: Axes, evidence: Evidence) -> None:
     axis.set(title=f"Forward, head_dim 128 and 256{where}", xlabel="sequence length", ylabel="TFLOP/s")
     if file.rows:
         axis.set_xscale("log", base=2)
-        axis.legend(fontsize=7)
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7, ncols=2, loc="lower right")
     axis.grid(alpha=0.3)
 
 

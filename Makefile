@@ -26,7 +26,7 @@ help:
 	@echo "make docs    build the HTML site in out/docs; a warning is an error"
 	@echo "make lint    check style, types and imports with ruff, mypy, import-linter and clang-format"
 	@echo "make build   compile the extension in place"
-	@echo "make info    versions, build flags, GPU and the kernel path that serves it"
+	@echo "make info    versions, build flags, GPU and the backend that serves it"
 	@echo "make bench   measure attention against every peer found"
 	@echo "make ladder  build the kernels of examples/ladder and time them beside ours"
 	@echo "make clean   remove what was built (not .venv)"

@@ -102,8 +102,8 @@ def explain(
         "batch": len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0],
         "seqlen_q": q.shape[0] if packed else q.shape[1], "seqlen_k": k.shape[0] if packed else k.shape[1],
         "num_heads": q.shape[-2], "num_heads_k": k.shape[-2], "head_dim": q.shape[-1],
-        "head_dim_v": v.shape[-1], "packed": packed, "window_left": left, "window_right": right,
-        "deterministic": bool(deterministic), "path": backend, "tma": all(map(_is_tma_ready, (q, k, v))),
+        "head_dim_v": v.shape[-1], "packed": packed, "window_size_left": left, "window_size_right": right,
+        "deterministic": bool(deterministic), "backend": backend, "tma": all(map(_is_tma_ready, (q, k, v))),
         "device": q.device.index or 0, "gpu": plans.facts(gpu) if gpu else None,
     }  # fmt: skip
     shown = {"call": " ".join(["packed" if packed else "dense", *names]), "gpu": gpu or str(q.device)}
@@ -112,9 +112,9 @@ def explain(
     own = [f"{name}_gradient" if wants_bias and name in ("bias", "relative") else name for name in names]
     backward = {**shown, **_C.plan("bwd", modifiers=own, **numbers)}
     why_not = {name: why for name, why in forward["reasons"].items() if why}
-    if forward["path"] == "sm80" and "sm80" not in (backend or "") and not numbers["tma"]:
+    if forward["backend"] == "sm80" and "sm80" not in (backend or "") and not numbers["tma"]:
         why_not.setdefault("sm90", "a row or head of q, k or v does not begin on 16 bytes")
-    return Explanation(forward["path"], forward, backward, why_not)
+    return Explanation(forward["backend"], forward, backward, why_not)
 
 
 def _names_of(mods: Modifiers) -> list[str]:

@@ -35,15 +35,15 @@ def collect() -> dict[str, Any]:
     """Everything below as one JSON-ready dict.
 
     Keys: "flash_ext" (version, location), "extension" (loaded, message, and what it was built from),
-    "runtime" (Python, torch, CUDA, driver, platform), "devices" (one entry per GPU with the path that serves
-    it), "cpu", "sdpa" (who serves PyTorch's own attention, and in which order it asks) and "packages".
+    "runtime" (Python, torch, CUDA, driver, platform), "devices" (one entry per GPU with the backend that
+    serves it), "cpu", "sdpa" (who serves PyTorch's own attention, and in which order it asks) and "packages".
     """
     return {
         "flash_ext": {"version": __version__, "location": str(Path(__file__).parent)},
         "extension": _extension(),
         "runtime": _runtime(),
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
-        "cpu": {"path": "cpu", "threads": torch.get_num_threads()},
+        "cpu": {"backend": "cpu", "threads": torch.get_num_threads()},
         "sdpa": _sdpa(),
         "packages": _packages(),
     }
@@ -95,12 +95,12 @@ def _device(index: int) -> dict[str, Any]:
         "memory_gib": round(properties.total_memory / 2**30, 1),
     }
     if not isinstance(ops._C, MissingExtension):
-        report["paths"] = {direction: _served(direction, index) for direction in ("fwd", "bwd")}
+        report["backends"] = {direction: _served(direction, index) for direction in ("fwd", "bwd")}
     return report
 
 
 def _served(direction: str, device: int) -> dict[str, Any]:
-    """The path that runs a plain bfloat16 problem of each head_dim, and why the other paths do not."""
+    """The backend that runs a plain bfloat16 problem of each head_dim, and why the others do not."""
     chosen: dict[str, Any] = {}
     refused: dict[str, str] = {}
     for head_dim in HEAD_DIMS:
@@ -117,8 +117,8 @@ def _served(direction: str, device: int) -> dict[str, Any]:
             )
         except RuntimeError as error:  # the device cannot be read
             return {"kernels": {}, "refused": {"all": str(error)}}
-        chosen[str(head_dim)] = {"path": plan["path"], "kernel": plan.get("kernel")}
-        refused.update({path: reason for path, reason in plan["reasons"].items() if reason})
+        chosen[str(head_dim)] = {"backend": plan["backend"], "kernel": plan.get("kernel")}
+        refused.update({name: reason for name, reason in plan["reasons"].items() if reason})
     refused["cpu"] = "serves CPU tensors only"
     return {"kernels": chosen, "refused": refused}
 
@@ -168,7 +168,7 @@ def as_text(info: dict[str, Any]) -> str:
         lines += _device_lines(device)
     if not info["devices"]:
         lines += [
-            "no GPU is visible to torch: tensors on the CPU are served by path cpu "
+            "no GPU is visible to torch: tensors on the CPU are served by backend cpu "
             f"({info['cpu']['threads']} threads)"
         ]
     sdpa = info["sdpa"]
@@ -188,11 +188,11 @@ def _device_lines(device: dict[str, Any]) -> list[str]:
         f"compute capability {device['compute_capability']}, "
         f"{device['num_sms']} SMs, {device['memory_gib']} GiB"
     ]
-    for direction, served in device.get("paths", {}).items():
+    for direction, served in device.get("backends", {}).items():
         for head_dim, choice in served["kernels"].items():
-            serves = f"path {choice['path']}: {choice['kernel']}" if choice["path"] else "no path"
+            serves = f"backend {choice['backend']}: {choice['kernel']}" if choice["backend"] else "no backend"
             lines.append(f"  {direction}, head_dim {head_dim:>3}  {serves}")
-        lines += [f"  {direction}, not {path}: {reason}" for path, reason in served["refused"].items()]
+        lines += [f"  {direction}, not {name}: {reason}" for name, reason in served["refused"].items()]
     return lines
 
 

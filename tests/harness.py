@@ -245,8 +245,8 @@ def _plan(direction: str, case: Case, target: Target, tma: bool = True) -> dict:
         direction, dtype="float16" if case.dtype == "fp16" else "bfloat16", packed=case.is_packed,
         batch=len(case.lens_q) if case.is_packed else case.batch, seqlen_q=shapes["q"][-3],
         seqlen_k=shapes["k"][-3], num_heads=case.num_heads, num_heads_k=case.num_heads_k,
-        head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left, window_right=right,
-        deterministic=case.deterministic and direction == "bwd", path=target.choice, tma=tma,
+        head_dim=case.head_dim, head_dim_v=case.dim_v, window_size_left=left, window_size_right=right,
+        deterministic=case.deterministic and direction == "bwd", backend=target.choice, tma=tma,
     )  # fmt: skip
 
 
@@ -392,7 +392,7 @@ def check_launch_facts(launch: dict, case: Case, target: Target, wanted: str) ->
     """Path, head size, determinism and shared memory are those that were asked for."""
     if "split" in launch["kernel"] or "short" in launch["kernel"]:
         wanted = "sm80"  # the kernels for few queries and for short sequences serve both paths
-    assert launch["path"] == wanted, f"kernels of path {wanted} were due, of {launch['path']} ran"
+    assert launch["backend"] == wanted, f"kernels of path {wanted} were due, of {launch['backend']} ran"
     compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
     assert compiled >= max(case.head_dim, case.dim_v), (
         f"{launch['kernel']} for head sizes {case.head_dim}, {case.dim_v}"

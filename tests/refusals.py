@@ -25,8 +25,8 @@ def broken_call(x: Inputs, device: str) -> tuple[dict[str, Any], str]:
     case = x.case
     args: dict[str, Any] = {
         "q": x.q, "k": x.k, "v": x.v, "cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k,
-        "max_seqlen_q": 0, "max_seqlen_k": 0, "softmax_scale": case.scale, "window_left": -1,
-        "window_right": -1, "deterministic": False, "path": None,
+        "max_seqlen_q": 0, "max_seqlen_k": 0, "scale": case.scale, "window_size_left": -1,
+        "window_size_right": -1, "deterministic": False, "backend": None,
     }  # fmt: skip
     q, k, v = x.q, x.k, x.v
     wide = 257 if device == "cuda" else 0  # the CPU path takes any head size but none
@@ -49,12 +49,12 @@ def broken_call(x: Inputs, device: str) -> tuple[dict[str, Any], str]:
         "head_dim_wide": ({"q": _resized(q, -1, wide), "k": _resized(k, -1, wide)}, "head_dim"),
         "dtype_mix": ({"k": k.to(other)}, "dtype" if device == "cpu" else str(other)),
         "dtype_int": ({"q": q.to(torch.int8), "k": k.to(torch.int8), "v": v.to(torch.int8)}, "int8"),
-        "window_low": ({"window_left": -2}, "window_size"),
-        "scale_nan": ({"softmax_scale": math.nan}, "scale must"),
-        "scale_inf": ({"softmax_scale": -math.inf}, "scale must"),
+        "window_low": ({"window_size_left": -2}, "window_size"),
+        "scale_nan": ({"scale": math.nan}, "scale must"),
+        "scale_inf": ({"scale": -math.inf}, "scale must"),
         "last_stride": ({"q": torch.stack([q, q], -1).flatten(-2)[..., ::2]}, "stride"),
         "rank": ({"q": q[None]}, "shape"),
-        "path": ({"path": "sm75"}, "backend"),
+        "path": ({"backend": "sm75"}, "backend"),
     }
     broken, word = changes[case.invalid]
     return args | broken, word

@@ -48,11 +48,11 @@ void keep_numbers(AutogradContext* ctx, const CallArgs& a) {
     }
   };
   std::apply([&](const auto&... field) { (keep(field), ...); }, kFields);
-  if (a.path.has_value()) saved["path"] = std::string(*a.path);
+  if (a.backend.has_value()) saved["backend"] = std::string(*a.backend);
 }
 
 template <const auto& kFields>
-void restore_numbers(AutogradContext* ctx, CallArgs& a, std::string& path) {
+void restore_numbers(AutogradContext* ctx, CallArgs& a, std::string& backend) {
   auto& saved = ctx->saved_data;
   if (saved.empty()) return;
   const auto restore = [&](const auto& field) {
@@ -64,10 +64,10 @@ void restore_numbers(AutogradContext* ctx, CallArgs& a, std::string& path) {
     }
   };
   std::apply([&](const auto&... field) { (restore(field), ...); }, kFields);
-  const auto found = saved.find("path");
+  const auto found = saved.find("backend");
   if (found == saved.end()) return;
-  path = found->second.toStringRef();
-  a.path = path;
+  backend = found->second.toStringRef();
+  a.backend = backend;
 }
 
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
@@ -100,11 +100,11 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     const Tensor &q = tensors[0], &k = tensors[1], &v = tensors[2], &out = tensors[3], &lse = tensors[4];
     if (!dout.defined()) dout = at::zeros_like(out);
     CallArgs a;
-    std::string path;
+    std::string backend;
     a.dlse = optional(dlse);
     a.cu_seqlens_q = optional(tensors[5]);
     a.cu_seqlens_k = optional(tensors[6]);
-    restore_numbers<kKept>(ctx, a, path);
+    restore_numbers<kKept>(ctx, a, backend);
     const auto [dq, dk, dv] = call_bwd(dout, q, k, v, out, lse, a);
     if (ctx->needs_input_grad(0)) result[0] = dq;
     if (ctx->needs_input_grad(1)) result[1] = dk;
@@ -153,10 +153,10 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
     const Tensor& out = tensors[3];
     if (!dout.defined()) dout = at::zeros_like(out);
     CallArgs a;
-    std::string path;
+    std::string backend;
     a.dlse = optional(grads[1]);
     for (size_t i = 0; i < std::size(kModifierTensors); ++i) a.*kModifierTensors[i] = optional(tensors[5 + i]);
-    restore_numbers<kKeptMod>(ctx, a, path);
+    restore_numbers<kKeptMod>(ctx, a, backend);
     // Autograd counts the tensors that were given.
     bool needs[6];
     size_t edge = 0;

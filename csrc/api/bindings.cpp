@@ -24,29 +24,29 @@ namespace {
 
 using OptionalInt = std::optional<int64_t>;
 
-double resolved_scale(std::optional<double> softmax_scale, const Tensor& q) {
-  if (softmax_scale.has_value()) return *softmax_scale;
+double resolved_scale(std::optional<double> scale, const Tensor& q) {
+  if (scale.has_value()) return *scale;
   const int64_t head_dim = q.dim() == 0 ? 0 : q.sym_size(-1).guard_int(__FILE__, __LINE__);
   return 1.0 / std::sqrt(static_cast<double>(head_dim));
 }
 
 // Causal narrows the window to the right; a value that is out of range stays and is refused by the
 // checks.
-int64_t resolved_window_right(bool causal, int64_t window_right) {
-  return causal && window_right >= -1 ? 0 : window_right;
+int64_t resolved_right(bool causal, int64_t window_size_right) {
+  return causal && window_size_right >= -1 ? 0 : window_size_right;
 }
 
 CallArgs args_of(const Tensor& q, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                 OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, std::optional<double> softmax_scale, bool causal,
-                 int64_t window_left, int64_t window_right, bool deterministic,
-                 const std::optional<std::string>& path) {
+                 OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, std::optional<double> scale, bool causal,
+                 int64_t window_size_left, int64_t window_size_right, bool deterministic,
+                 const std::optional<std::string>& backend) {
   CallArgs a;
   a.cu_seqlens_q = cu_seqlens_q, a.cu_seqlens_k = cu_seqlens_k;
   a.max_seqlen_q = max_seqlen_q.value_or(0), a.max_seqlen_k = max_seqlen_k.value_or(0);
-  a.softmax_scale = resolved_scale(softmax_scale, q);
-  a.window_left = window_left, a.window_right = resolved_window_right(causal, window_right);
+  a.scale = resolved_scale(scale, q);
+  a.window_size_left = window_size_left, a.window_size_right = resolved_right(causal, window_size_right);
   a.deterministic = deterministic;
-  if (path.has_value()) a.path = *path;
+  if (backend.has_value()) a.backend = *backend;
   return a;
 }
 
@@ -69,10 +69,10 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
 FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
                      const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                      const OptionalTensor& block_table, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-                     std::optional<double> softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                     const std::optional<std::string>& path) {
-  CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
-                       window_right, false, path);
+                     std::optional<double> scale, bool causal, int64_t window_size_left, int64_t window_size_right,
+                     const std::optional<std::string>& backend) {
+  CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size_left,
+                       window_size_right, false, backend);
   a.seqused_k = seqused_k, a.block_table = block_table;
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
@@ -95,11 +95,11 @@ struct OwnModifiers {
 std::optional<FwdModResult> prepared_fwd(const PreparedCall& call, const Tensor& q, const Tensor& k, const Tensor& v,
                                          const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                                          OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-                                         std::optional<double> softmax_scale, const OptionalTensor& sinks,
-                                         double softcap, double dropout_p, const OptionalTensor& rng, bool want_row_max,
-                                         bool deterministic, const std::optional<std::string>& path) {
-  CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, false, -1, -1,
-                       deterministic, path);
+                                         std::optional<double> scale, const OptionalTensor& sinks, double softcap,
+                                         double dropout_p, const OptionalTensor& rng, bool want_row_max,
+                                         bool deterministic, const std::optional<std::string>& backend) {
+  CallArgs a =
+      args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, false, -1, -1, deterministic, backend);
   OwnModifiers{sinks, softcap, dropout_p, rng}.put(a);
   a.want_row_max = want_row_max;
   return call.forward(q, k, v, a);
@@ -108,12 +108,12 @@ std::optional<FwdModResult> prepared_fwd(const PreparedCall& call, const Tensor&
 std::optional<BwdResult> prepared_bwd(const PreparedCall& call, const Tensor& dout, const Tensor& q, const Tensor& k,
                                       const Tensor& v, const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
                                       const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                                      OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-                                      std::optional<double> softmax_scale, const OptionalTensor& sinks, double softcap,
-                                      double dropout_p, const OptionalTensor& rng, bool deterministic,
-                                      const std::optional<std::string>& path) {
-  CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, false, -1, -1,
-                       deterministic, path);
+                                      OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, std::optional<double> scale,
+                                      const OptionalTensor& sinks, double softcap, double dropout_p,
+                                      const OptionalTensor& rng, bool deterministic,
+                                      const std::optional<std::string>& backend) {
+  CallArgs a =
+      args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, false, -1, -1, deterministic, backend);
   OwnModifiers{sinks, softcap, dropout_p, rng}.put(a);
   a.dlse = dlse;
   return call.backward(dout, q, k, v, out, lse, a);
@@ -133,7 +133,7 @@ void put_launch(py::dict& d, const Launch& l) {
 py::dict dict_of(const Plan& plan) {
   const std::string kernel = name_of(plan);
   py::dict d;
-  d["path"] = kernel.find("_sm90") == std::string::npos ? "sm80" : "sm90";
+  d["backend"] = kernel.find("_sm90") == std::string::npos ? "sm80" : "sm90";
   d["kernel"] = kernel;
   put_launch(d, plan.main_launch());
   d["splits"] = plan.kv_splits;
@@ -182,8 +182,8 @@ Direction direction_of(const std::string& name) {
 // the device given through switches, no GPU either.
 py::dict plan_of_numbers(const std::string& direction_name, const std::string& dtype, int32_t batch, int64_t seqlen_q,
                          int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k, int32_t head_dim, int32_t head_dim_v,
-                         bool packed, int32_t window_left, int32_t window_right, bool deterministic,
-                         const std::vector<std::string>& modifiers, const std::optional<std::string>& path_text,
+                         bool packed, int32_t window_size_left, int32_t window_size_right, bool deterministic,
+                         const std::vector<std::string>& modifiers, const std::optional<std::string>& backend,
                          int device, const std::optional<std::array<int, 5>>& gpu, bool tma) {
   const Direction direction = direction_of(direction_name);
   if (dtype != "float16" && dtype != "bfloat16") {
@@ -217,7 +217,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
     p.total_q = batch * seqlen_q;
     p.total_k = batch * seqlen_k;
   }
-  set_window(p, window_left, window_right);
+  set_window(p, window_size_left, window_size_right);
   p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
   p.tma_ready = tma;
   DeviceInfo info;
@@ -240,9 +240,9 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p);
 
   Choice choice;
-  const std::string text = path_text.value_or("");
+  const std::string text = backend.value_or("");
   const std::string error = parse_choice(text, choice);
-  if (!error.empty()) throw py::value_error("path: " + error);
+  if (!error.empty()) throw py::value_error("backend: " + error);
 
   py::dict result;
   if (const Path* path = choose_path(p, info, choice.path)) {
@@ -256,13 +256,14 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
     if (named.wants_dbias) request.dbias = &named.dbias;
     const Plan found = plan(request, info, path->arch);
     if (found.row.empty()) {
-      if (is_quantised) throw py::value_error("path " + std::string(path->name) + " has no fp8 kernel for this call");
+      if (is_quantised)
+        throw py::value_error("backend " + std::string(path->name) + " has no fp8 kernel for this call");
       const std::string row(choice.constraints.row);
-      throw py::value_error("path " + std::string(path->name) + " has no row '" + row + "' for this call");
+      throw py::value_error("backend " + std::string(path->name) + " has no row '" + row + "' for this call");
     }
     result = dict_of(found);
   } else {
-    result["path"] = py::none();
+    result["backend"] = py::none();
   }
   py::dict reasons;
   for (const Path& path : gpu_paths()) reasons[path.name] = path.why_not(p, info);
@@ -364,16 +365,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         wrap_pybind_function_no_gil(fwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
                                         bool, int64_t, int64_t, bool, std::optional<std::string>>),
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
-        py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("softmax_scale"), py::arg("causal"),
-        py::arg("window_left"), py::arg("window_right"), py::arg("deterministic"), py::arg("path"));
+        py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("scale"), py::arg("causal"),
+        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("deterministic"), py::arg("backend"));
   m.def("fwd_cached", wrap_pybind_function_no_gil(fwd_cached));
   m.def("bwd",
         wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
                                         bool, int64_t, int64_t, bool, std::optional<std::string>>),
         py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("dlse"),
         py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
-        py::arg("softmax_scale"), py::arg("causal"), py::arg("window_left"), py::arg("window_right"),
-        py::arg("deterministic"), py::arg("path"));
+        py::arg("scale"), py::arg("causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+        py::arg("deterministic"), py::arg("backend"));
   // The operators' arguments in their order, without `wide`, and nothing but the checks.
   m.def("check_fwd", wrap_pybind_function(&Operator<void, 3, fields::kFwdChecked>::entry<check_fwd>));
   m.def("check_bwd", wrap_pybind_function(&Operator<void, 6, fields::kBwdChecked>::entry<check_bwd>));
@@ -397,9 +398,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("path_names", &path_names);
   m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",
         py::arg("batch") = 1, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("num_heads"), py::arg("num_heads_k"),
-        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("packed") = false, py::arg("window_left") = -1,
-        py::arg("window_right") = -1, py::arg("deterministic") = false,
-        py::arg("modifiers") = std::vector<std::string>(), py::arg("path") = py::none(), py::arg("device") = 0,
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("packed") = false, py::arg("window_size_left") = -1,
+        py::arg("window_size_right") = -1, py::arg("deterministic") = false,
+        py::arg("modifiers") = std::vector<std::string>(), py::arg("backend") = py::none(), py::arg("device") = 0,
         py::arg("gpu") = py::none(), py::arg("tma") = true);
   m.def("plan_rows", &rows_of_plans);
   m.def("done_launches", &launches_done);

@@ -54,9 +54,9 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
       p.cu_seqlens_k = a.cu_seqlens_k->const_data_ptr<int32_t>();
     }
   }
-  p.softmax_scale = static_cast<float>(a.softmax_scale);
+  p.softmax_scale = static_cast<float>(a.scale);
   // Of a dense q: the longest sequence there may be decides which bounds hide nothing, hence nothing of a shorter one.
-  set_window(p, a.window_left.expect_int(), a.window_right.expect_int());
+  set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int());
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
 }
@@ -93,7 +93,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
                               "attention over a cache: a sequence of q may have ", most * problem.num_heads,
                               " rows (queries * heads), more than 2^30. Split the call.");
   const DeviceInfo info = device_info_of(q);
-  const Choice choice = choice_of(a.path);
+  const Choice choice = choice_of(a.backend);
   const Path& path = required_path(problem, info, choice);
   const Tensor out = empty_out(q, v, false), lse = empty_lse(q);
   if (out.numel() == 0) return {out, lse};

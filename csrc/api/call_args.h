@@ -26,8 +26,8 @@ struct CallArgs {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // (batch + 1,) int32; none: dense
   OptionalTensor seqused_k, block_table;  // of a forward over a cache: (batch,), (batch, max_pages) int32
   SymInt max_seqlen_q = 0, max_seqlen_k = 0;  // 0: not known; for FLOP counts alone
-  double softmax_scale = 1.;
-  SymInt window_left = -1, window_right = -1;  // inclusive reach, -1: unlimited
+  double scale = 1.;
+  SymInt window_size_left = -1, window_size_right = -1;  // inclusive reach, -1: unlimited
 
   OptionalTensor bias, mask, document_q, document_k, prefix_lens, hidden_rows, hidden_keys, blocks, slopes, sinks, rng;
   double softcap = 0., dropout_p = 0.;
@@ -37,7 +37,7 @@ struct CallArgs {
   bool want_row_max = false;  // of a forward with modifiers
   bool need_qkv = true, need_bias = false, need_slopes = false, need_sinks = false;  // of a backward with modifiers
   bool deterministic = false;
-  OptionalName path;
+  OptionalName backend;
   bool wide = false;  // results as they were accumulated: fp32, where q is not wider already
 };
 
@@ -51,15 +51,15 @@ struct Field {
 
 namespace fields {
 inline constexpr std::tuple kDlse{FLASH_EXT_FIELD(dlse)};
-inline constexpr std::tuple kProblem{FLASH_EXT_FIELD(cu_seqlens_q),  FLASH_EXT_FIELD(cu_seqlens_k),
-                                     FLASH_EXT_FIELD(max_seqlen_q),  FLASH_EXT_FIELD(max_seqlen_k),
-                                     FLASH_EXT_FIELD(softmax_scale), FLASH_EXT_FIELD(window_left),
-                                     FLASH_EXT_FIELD(window_right)};
-inline constexpr std::tuple kCached{FLASH_EXT_FIELD(cu_seqlens_q),  FLASH_EXT_FIELD(cu_seqlens_k),
-                                    FLASH_EXT_FIELD(seqused_k),     FLASH_EXT_FIELD(block_table),
-                                    FLASH_EXT_FIELD(max_seqlen_q),  FLASH_EXT_FIELD(max_seqlen_k),
-                                    FLASH_EXT_FIELD(softmax_scale), FLASH_EXT_FIELD(window_left),
-                                    FLASH_EXT_FIELD(window_right),  FLASH_EXT_FIELD(path)};
+inline constexpr std::tuple kProblem{
+    FLASH_EXT_FIELD(cu_seqlens_q),     FLASH_EXT_FIELD(cu_seqlens_k), FLASH_EXT_FIELD(max_seqlen_q),
+    FLASH_EXT_FIELD(max_seqlen_k),     FLASH_EXT_FIELD(scale),        FLASH_EXT_FIELD(window_size_left),
+    FLASH_EXT_FIELD(window_size_right)};
+inline constexpr std::tuple kCached{
+    FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FIELD(cu_seqlens_k),     FLASH_EXT_FIELD(seqused_k),
+    FLASH_EXT_FIELD(block_table),  FLASH_EXT_FIELD(max_seqlen_q),     FLASH_EXT_FIELD(max_seqlen_k),
+    FLASH_EXT_FIELD(scale),        FLASH_EXT_FIELD(window_size_left), FLASH_EXT_FIELD(window_size_right),
+    FLASH_EXT_FIELD(backend)};
 // In the order of flash_ext._ops.modifiers.Modifiers.
 inline constexpr std::tuple kModifiers{
     FLASH_EXT_FIELD(bias),        FLASH_EXT_FIELD(mask),        FLASH_EXT_FIELD(document_q),
@@ -71,7 +71,7 @@ inline constexpr std::tuple kModifiers{
 inline constexpr std::tuple kRowMax{FLASH_EXT_FIELD(want_row_max)};
 inline constexpr std::tuple kNeeds{FLASH_EXT_FIELD(need_qkv), FLASH_EXT_FIELD(need_bias), FLASH_EXT_FIELD(need_slopes),
                                    FLASH_EXT_FIELD(need_sinks)};
-inline constexpr std::tuple kEnd{FLASH_EXT_FIELD(deterministic), FLASH_EXT_FIELD(path)};
+inline constexpr std::tuple kEnd{FLASH_EXT_FIELD(deterministic), FLASH_EXT_FIELD(backend)};
 inline constexpr std::tuple kWide{FLASH_EXT_FIELD(wide)};
 
 // What the rules are about: all but `wide`.

@@ -158,23 +158,23 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 void check_options(const Tensor& q, const CallArgs& a) {
-  TORCH_CHECK_VALUE(std::isfinite(a.softmax_scale), "scale must be finite, got ", a.softmax_scale, ".");
-  TORCH_CHECK_VALUE(at_most(-1, a.window_left) && at_most(-1, a.window_right),
+  TORCH_CHECK_VALUE(std::isfinite(a.scale), "scale must be finite, got ", a.scale, ".");
+  TORCH_CHECK_VALUE(at_most(-1, a.window_size_left) && at_most(-1, a.window_size_right),
                     "window_size must be (left, right) with values of at least -1 (-1 is unlimited), got (",
-                    a.window_left, ", ", a.window_right, ").");
+                    a.window_size_left, ", ", a.window_size_right, ").");
   TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_q), "max_seqlen_q must not be negative, got ", a.max_seqlen_q,
                     "; leave it out when unknown.");
   TORCH_CHECK_VALUE(at_most(0, a.max_seqlen_k), "max_seqlen_k must not be negative, got ", a.max_seqlen_k,
                     "; leave it out when unknown.");
-  if (!a.path.has_value()) return;
+  if (!a.backend.has_value()) return;
   Choice choice;
-  const std::string error = parse_choice(*a.path, choice);
-  TORCH_CHECK_VALUE(error.empty() && !a.path->empty(), "backend must be None (automatic) or one of ", path_names(),
-                    ", got '", *a.path, "'", error.empty() ? "" : ": ", error, ".");
-  if (q.is_cpu() && *a.path != "cpu") {
+  const std::string error = parse_choice(*a.backend, choice);
+  TORCH_CHECK_VALUE(error.empty() && !a.backend->empty(), "backend must be None (automatic) or one of ", path_names(),
+                    ", got '", *a.backend, "'", error.empty() ? "" : ": ", error, ".");
+  if (q.is_cpu() && *a.backend != "cpu") {
     std::string text;
     for (const Path& gpu_path : gpu_paths()) text += std::string(gpu_path.name) + " backend: q is on cpu; ";
-    TORCH_CHECK_VALUE(false, "backend '", *a.path, "' cannot run this call. ", text,
+    TORCH_CHECK_VALUE(false, "backend '", *a.backend, "' cannot run this call. ", text,
                       "cpu backend: accepts. Leave backend out, or move q, k and v to a GPU.");
   }
 }

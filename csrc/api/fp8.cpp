@@ -105,8 +105,8 @@ StridedView transposed_view(const Tensor& v, const Problem& p) {
 FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
                       const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
                       const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
-                      const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
-                      int64_t window_right, at::ScalarType dtype, std::optional<std::string_view> path_text) {
+                      const OptionalTensor& cu_seqlens_k, double scale, int64_t window_size_left,
+                      int64_t window_size_right, at::ScalarType dtype, std::optional<std::string_view> backend) {
   const ProfilerRange range("fwd_fp8");
   const OnDevice on_device(q);
   const bool mixed = is_16_bit(q);
@@ -117,8 +117,8 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && (mixed || (q_descale.has_value() && k_descale.has_value())),
                     "q and k must have one head_dim, and in e4m3 factors.");
   Problem p = fp8_problem(q, k, v, v.size(-2), dtype, cu_seqlens_q, cu_seqlens_k);
-  p.softmax_scale = static_cast<float>(softmax_scale);
-  set_window(p, window_left, window_right);
+  p.softmax_scale = static_cast<float>(scale);
+  set_window(p, window_size_left, window_size_right);
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
 
   c10::SmallVector<int64_t, 4> sizes(q.sizes());
@@ -148,7 +148,7 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   }
 
   const DeviceInfo info = device_info_of(q);
-  const Choice choice = choice_of(path_text);
+  const Choice choice = choice_of(backend);
   const Path& path = required_path(p, info, choice);
   const Request request{.direction = Direction::kForward,
                         .problem = p,
@@ -249,8 +249,8 @@ TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor v_descale, Tensor? v_offset, "
-      "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, int window_left, "
-      "int window_right, ScalarType dtype, str? path) -> (Tensor out, Tensor lse)",
+      "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int window_size_left, "
+      "int window_size_right, ScalarType dtype, str? backend) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
 }
 

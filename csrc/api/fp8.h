@@ -17,7 +17,7 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
 FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
                       const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
                       const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
-                      const OptionalTensor& cu_seqlens_k, double softmax_scale, int64_t window_left,
-                      int64_t window_right, at::ScalarType dtype, std::optional<std::string_view> path);
+                      const OptionalTensor& cu_seqlens_k, double scale, int64_t window_size_left,
+                      int64_t window_size_right, at::ScalarType dtype, std::optional<std::string_view> backend);
 
 }  // namespace flash_ext

@@ -42,7 +42,7 @@ FwdModResult forward(const Tensor& out, const Tensor& q, const Tensor& k, const 
   const OnDevice on_device(q);
   const Problem problem = problem_of(q, k, v, a);
   const DeviceInfo info = device_info_of(q);
-  const Choice choice = choice_of(a.path);
+  const Choice choice = choice_of(a.backend);
   const Path& path = required_path(problem, info, choice);
 
   const Tensor lse = empty_lse(q);
@@ -121,7 +121,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   const OnDevice on_device(q);
   Problem problem = problem_of(q, k, v, a);
   const DeviceInfo info = device_info_of(q);
-  const Choice choice = choice_of(a.path);
+  const Choice choice = choice_of(a.backend);
   const Path& path = required_path(problem, info, choice);
 
   const auto& [dq, dk, dv] = gradients;

@@ -69,11 +69,11 @@ CallArgs PreparedCall::joined(const Tensor& q, const CallArgs& own) const {
   a.dlse = own.dlse;
   a.cu_seqlens_q = own.cu_seqlens_q, a.cu_seqlens_k = own.cu_seqlens_k;
   a.max_seqlen_q = own.max_seqlen_q, a.max_seqlen_k = own.max_seqlen_k;
-  a.softmax_scale = own.softmax_scale;
+  a.scale = own.scale;
   a.sinks = own.sinks, a.softcap = own.softcap;
   a.dropout_p = own.dropout_p, a.rng = own.rng;
   a.want_row_max = own.want_row_max;
-  a.deterministic = own.deterministic, a.path = own.path;
+  a.deterministic = own.deterministic, a.backend = own.backend;
   const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   if (a.sinks.has_value() && a.sinks->is_floating_point() && a.sinks->scalar_type() != statistic) {
     a.sinks = a.sinks->to(statistic);

@@ -115,8 +115,8 @@ inline CallArgs plain_args(const OptionalTensor& cu_q, const OptionalTensor& cu_
                            int64_t right) {
   CallArgs a;
   a.cu_seqlens_q = cu_q, a.cu_seqlens_k = cu_k;
-  a.softmax_scale = scale;
-  a.window_left = left, a.window_right = right;
+  a.scale = scale;
+  a.window_size_left = left, a.window_size_right = right;
   return a;
 }
 

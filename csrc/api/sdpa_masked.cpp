@@ -15,8 +15,8 @@ constexpr int64_t kLseRows = 32;
 
 CallArgs masked_args(double scale, bool is_causal, const OptionalTensor& bias) {
   CallArgs a;
-  a.softmax_scale = scale;
-  a.window_right = is_causal ? 0 : -1;
+  a.scale = scale;
+  a.window_size_right = is_causal ? 0 : -1;
   a.top_left = is_causal;
   a.bias = bias;
   return a;

@@ -77,8 +77,8 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Call
     p.total_q = q.size(0) * q.size(1);
     p.total_k = k.size(0) * k.size(1);
   }
-  p.softmax_scale = static_cast<float>(a.softmax_scale);
-  set_window(p, a.window_left.expect_int(), a.window_right.expect_int(), a.top_left);
+  p.softmax_scale = static_cast<float>(a.scale);
+  set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int(), a.top_left);
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
 }
@@ -96,9 +96,9 @@ void set_window(Problem& p, int64_t left, int64_t right, bool top_left) {
   p.window_right = clamp_to_int32(right);
 }
 
-Choice choice_of(OptionalName path) {
+Choice choice_of(OptionalName backend) {
   Choice choice;
-  if (path.has_value()) parse_choice(*path, choice);
+  if (backend.has_value()) parse_choice(*backend, choice);
   return choice;
 }
 

@@ -55,8 +55,8 @@ at::TensorOptions result_options(const Tensor& t, bool wide);
 Tensor empty_out(const Tensor& q, const Tensor& v, bool wide);
 Tensor empty_lse(const Tensor& q);
 
-// What `path=` says, which check_fwd() or check_bwd() has accepted.
-Choice choice_of(OptionalName path);
+// What `backend=` says, which check_fwd() or check_bwd() has accepted.
+Choice choice_of(OptionalName backend);
 
 // The path that will run; raises with the reasons of every path when none can.
 const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice& wanted);

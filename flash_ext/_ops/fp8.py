@@ -27,7 +27,7 @@ def cpu_quantize(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, *options: A
 def cpu_fwd(
     q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor,
     v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, scale: float, left: int, right: int, dtype: torch.dtype, path: str | None,
+    cu_seqlens_k: Tensor | None, scale: float, left: int, right: int, dtype: torch.dtype, backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     factors = (q_descale, k_descale, v_descale)
     bounds = (cu_seqlens_q, cu_seqlens_k)

@@ -78,9 +78,9 @@ class ModifiedAttentionFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(row_max)
         first_number = FIRST_MODIFIER + NUM_TENSORS
         ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5], *inputs[10:first_number])
-        *ctx.modifier_numbers, _, deterministic, path = inputs[first_number:]
+        *ctx.modifier_numbers, _, deterministic, backend = inputs[first_number:]
         ctx.numbers = inputs[5:10]
-        ctx.flags = (deterministic or torch.are_deterministic_algorithms_enabled(), path)
+        ctx.flags = (deterministic or torch.are_deterministic_algorithms_enabled(), backend)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,7 @@ Schemas, the GPU implementation, autograd and autocast are registered by the ext
 shapes for tracing, vmap rules and FLOP formulas.
 
 In every function here ``options`` are the operator's last arguments: max_seqlen_q, max_seqlen_k,
-softmax_scale, window_left, window_right, deterministic, path, and ``wide`` if it is not left at False.
+scale, window_size_left, window_size_right, deterministic, backend, and ``wide`` if it is not left at False.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ NUM_OPTIONS = 7  # without ``wide``, which the dispatcher leaves out when it is 
 
 
 def _spec(options: tuple[Any, ...]) -> AttnSpec:
-    _, _, softmax_scale, window_left, window_right, *_ = options
-    return AttnSpec(softmax_scale, window_left, window_right)
+    return AttnSpec(*options[2:5])
 
 
 def result_dtype(t: Tensor, flags: Sequence[Any]) -> torch.dtype:

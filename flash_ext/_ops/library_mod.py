@@ -20,10 +20,10 @@ from .modifiers import NAMES, Modifiers
 from .spec import AttnSpec
 
 # ---- arguments -----------------------------------------------------------------------------------------
-# fwd_mod: q, k, v | cu_seqlens_q, cu_seqlens_k | max_seqlen_q, max_seqlen_k, softmax_scale, window_left,
-#          window_right | the modifiers | want_row_max | deterministic, path, wide
+# fwd_mod: q, k, v | cu_seqlens_q, cu_seqlens_k | max_seqlen_q, max_seqlen_k, scale, window_size_left,
+#          window_size_right | the modifiers | want_row_max | deterministic, backend, wide
 # bwd_mod: dout, q, k, v, out, lse, dlse | the same up to the modifiers | need_* of qkv, bias, slopes, sinks |
-#          deterministic, path, wide
+#          deterministic, backend, wide
 # `wide` is missing where it is False.
 
 NUM_MODIFIERS = len(NAMES)

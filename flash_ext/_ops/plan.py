@@ -68,20 +68,20 @@ def plan(text: str) -> dict[str, Any]:
             :func:`flash_ext.fp8.attention_fp8`.
 
     Returns:
-        A dict: "path", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
+        A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
         docs/benchmarks.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
         "splits" (of the keys), "gqa_splits" (splits of grouped heads), "q_splits" (of the queries), "reasons"
-        (why other paths refuse).
+        (why other backends refuse).
 
     Raises:
         ValueError: a word that is not known, or numbers out of range.
         RuntimeError: the GPU could not be read.
     """
-    numbers, words, modifiers, path = dict(_NUMBERS), set(), [], []
+    numbers, words, modifiers, backend = dict(_NUMBERS), set(), [], []
     for word in text.split():
         name, equals, value = word.partition("=")
         if name in _CONSTRAINTS:
-            path.append(word)
+            backend.append(word)
         elif equals:
             if name not in numbers:
                 known = (*numbers, *_CONSTRAINTS[2:])
@@ -111,11 +111,11 @@ def plan(text: str) -> dict[str, Any]:
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         packed="packed" in words,
-        window_left=left,
-        window_right=0 if "causal" in words else right,
+        window_size_left=left,
+        window_size_right=0 if "causal" in words else right,
         deterministic="deterministic" in words,
         modifiers=modifiers,
-        path=" ".join(sorted(path, key=lambda word: "=" in word)),
+        backend=" ".join(sorted(backend, key=lambda word: "=" in word)),
         gpu=facts(gpu) if gpu else None,
         tma=head_dim % 8 == 0 and head_dim_v % 8 == 0,  # rows of contiguous tensors begin on 16 bytes
     )
@@ -125,8 +125,8 @@ def plan(text: str) -> dict[str, Any]:
 def as_text(plan: dict[str, Any]) -> str:
     """For a reader at a terminal."""
     lines = [f"call        {plan['call']}", f"gpu         {plan['gpu']}"]
-    if plan["path"] is None:
-        return "\n".join([*lines, *(f"not {path}    {why}" for path, why in plan["reasons"].items())])
+    if plan["backend"] is None:
+        return "\n".join([*lines, *(f"not {name}    {why}" for name, why in plan["reasons"].items())])
     evidence = f", evidence {plan['evidence']}" if plan["evidence"] else ""
     lines.append(f"row         {plan['row']}{evidence}")
     if plan["splits"] > 1:

@@ -38,20 +38,20 @@ MODIFIERS = (
 WIDE = "bool wide=False"  # added later, hence the default
 OPERATOR_SCHEMAS = {
     "fwd": "flash_ext::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
-    f"SymInt window_right, bool deterministic, str? path, {WIDE}) -> (Tensor out, Tensor lse)",
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_size_left, "
+    f"SymInt window_size_right, bool deterministic, str? backend, {WIDE}) -> (Tensor out, Tensor lse)",
     "bwd": "flash_ext::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    f"float softmax_scale, SymInt window_left, SymInt window_right, bool deterministic, str? path, {WIDE}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    "float scale, SymInt window_size_left, SymInt window_size_right, bool deterministic, str? backend, "
+    f"{WIDE}) -> (Tensor dq, Tensor dk, Tensor dv)",
     "fwd_mod": "flash_ext::fwd_mod(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
-    f"SymInt window_right, {MODIFIERS}, bool want_row_max, bool deterministic, str? path, {WIDE}) "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_size_left, "
+    f"SymInt window_size_right, {MODIFIERS}, bool want_row_max, bool deterministic, str? backend, {WIDE}) "
     "-> (Tensor out, Tensor lse, Tensor row_max)",
     "bwd_mod": "flash_ext::bwd_mod(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? dlse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    f"float softmax_scale, SymInt window_left, SymInt window_right, {MODIFIERS}, bool need_qkv, "
-    f"bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? path, {WIDE}) "
+    f"float scale, SymInt window_size_left, SymInt window_size_right, {MODIFIERS}, bool need_qkv, "
+    f"bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? backend, {WIDE}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
     "quantize_fp8": "flash_ext::quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, bool by_block, bool smooth_k, bool smooth_v, bool hadamard, bool mixed) -> ("
@@ -59,11 +59,12 @@ OPERATOR_SCHEMAS = {
     "Tensor k_offset, Tensor row_offset)",
     "fwd_fp8": "flash_ext::fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
     "Tensor v_descale, Tensor? v_offset, Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "float softmax_scale, int window_left, int window_right, ScalarType dtype, str? path) "
+    "float scale, int window_size_left, int window_size_right, ScalarType dtype, str? backend) "
     "-> (Tensor out, Tensor lse)",
     "fwd_cached": "flash_ext::fwd_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float softmax_scale, SymInt window_left, SymInt window_right, str? path) -> (Tensor out, Tensor lse)",
+    "float scale, SymInt window_size_left, SymInt window_size_right, str? backend) "
+    "-> (Tensor out, Tensor lse)",
     "append_kv": "flash_ext::append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved) -> ()",
     "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",

@@ -87,9 +87,9 @@ def choice(direction: str, batch: int, lengths: tuple[int, int], heads: tuple[in
     plan = _C.plan(
         direction, batch=batch, seqlen_q=factor * lengths[0], seqlen_k=factor * lengths[1], packed=packed,
         num_heads=heads[0], num_heads_k=heads[1], head_dim=size[0], head_dim_v=size[1],
-        window_left=window[0], window_right=window[1], path=path,
+        window_size_left=window[0], window_size_right=window[1], backend=path,
     )  # fmt: skip
-    names = ("path", "kernel", "block_m", "block_n", "splits", "gqa_splits")
+    names = ("backend", "kernel", "block_m", "block_n", "splits", "gqa_splits")
     return tuple(plan.get(name) for name in names)
 
 
@@ -128,7 +128,7 @@ def test_parts_of_keys_depend_on_one_key_head_of_one_sequence(pretended_gpu, pat
     def parts(q: int, k: int, heads: int, heads_k: int, window: tuple[int, int] = (-1, -1), **more) -> int:
         plan = _C.plan(
             "fwd", seqlen_q=q, seqlen_k=k, num_heads=heads, num_heads_k=heads_k, head_dim=128, head_dim_v=128,
-            window_left=window[0], window_right=window[1], path=path, **more,
+            window_size_left=window[0], window_size_right=window[1], backend=path, **more,
         )  # fmt: skip
         assert ("split" in plan["kernel"]) or plan["splits"] == 1
         return plan["splits"] if "split" in plan["kernel"] else 0

@@ -35,7 +35,7 @@ class CallCounter(TorchDispatchMode):
 
 # ---- registration ----------------------------------------------------------------------------------------
 
-OPTIONS = (0, 0, 0.3, 5, 0, False, None)  # max_seqlen_*, softmax_scale, window, deterministic, path
+OPTIONS = (0, 0, 0.3, 5, 0, False, None)  # max_seqlen_*, scale, window, deterministic, backend
 
 
 def operator_inputs(layout: str, device: str) -> tuple:

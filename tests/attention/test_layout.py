@@ -222,7 +222,7 @@ def test_what_tma_does_not_read_may_be_misaligned(target: Target) -> None:
         for i in (4, 5, 6):
             moved = [shifted(t) if i == j else t for j, t in enumerate(arguments)]
             got = torch.ops.flash_ext.bwd(*moved, *options)
-            assert _C.last_launch()["path"] == "sm90"
+            assert _C.last_launch()["backend"] == "sm90"
             assert all(torch.equal(a, b) for a, b in zip(got, expected)), f"argument {i}"
 
 
@@ -235,7 +235,7 @@ def test_kernels_are_chosen_in_every_call(target: Target) -> None:
         for tensors, path in (((q, k, v), "sm90"), ((shifted(q), k, v), "sm80"), ((q, k, shifted(v)), "sm80"),
                               ((q, k, v), "sm90")):  # fmt: skip
             got = attend(target, *tensors)
-            assert _C.last_launch()["path"] == path
+            assert _C.last_launch()["backend"] == path
             if path == "sm90":
                 assert all(torch.equal(a, b) for a, b in zip(got, expected))
             # Two kernels round their weights to bf16 at different multiples: 1.1e-3 between them was seen.
@@ -319,8 +319,8 @@ def test_no_plan_needs_more_shared_memory_than_there_is(target: Target, smem: in
         for direction in ("fwd", "bwd"):
             for head_dim in HEAD_DIMS:
                 plan = _C.plan(direction, seqlen_q=300, seqlen_k=300, num_heads=4, num_heads_k=2,
-                               head_dim=head_dim, head_dim_v=head_dim, path=target.path)  # fmt: skip
-                assert plan["path"] == target.path and plan["smem_bytes"] <= smem, (
+                               head_dim=head_dim, head_dim_v=head_dim, backend=target.path)  # fmt: skip
+                assert plan["backend"] == target.path and plan["smem_bytes"] <= smem, (
                     f"{direction} {head_dim}: {plan}"
                 )
     finally:

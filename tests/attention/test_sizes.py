@@ -257,14 +257,14 @@ def test_memory_is_linear_in_the_rows(target: Target, deterministic: bool) -> No
         out, lse = torch.ops.flash_ext.fwd(q, k, v, *cu, *options)
         forward = functools.partial(torch.ops.flash_ext.fwd, q, k, v, *cu, *options)
         shape = dict(batch=len(lens), seqlen_q=total, seqlen_k=total, num_heads=h, num_heads_k=h,
-                     head_dim=d, head_dim_v=d, packed=True, window_left=255, window_right=0,
-                     path=target.path)  # fmt: skip
+                     head_dim=d, head_dim_v=d, packed=True, window_size_left=255, window_size_right=0,
+                     backend=target.path)  # fmt: skip
         # Above 65536 keys each multiprocessor has a place for what it keeps between stretches of them.
         kept = _C.plan("fwd", **shape)["workspace_bytes"]
         assert kept <= 16 * mib if total > 65536 else kept <= 16
         assert peak_extra_bytes(forward) <= row_bytes + stat_bytes + kept + mib
         plan = _C.plan("bwd", **shape, deterministic=deterministic)
-        padding = 64 * (len(lens) + 1) * h * 4 * (d + 2) if plan["path"] == "sm90" else 0
+        padding = 64 * (len(lens) + 1) * h * 4 * (d + 2) if plan["backend"] == "sm90" else 0
         assert plan["workspace_bytes"] <= 2 * row_bytes + 2 * stat_bytes + padding + mib
         backward = functools.partial(torch.ops.flash_ext.bwd, dout, q, k, v, out, lse, None, *cu, *options)
         assert peak_extra_bytes(backward) <= 3 * row_bytes + plan["workspace_bytes"] + mib
@@ -303,8 +303,9 @@ class Numbers:
     def plan(self, direction: str, path: str) -> dict:
         return _C.plan(direction, batch=self.batch, seqlen_q=self.rows_q, seqlen_k=self.rows_k,
                        num_heads=self.heads, num_heads_k=self.heads_k, head_dim=self.head_dim,
-                       head_dim_v=self.head_dim_v, packed=self.packed, window_right=0 if self.causal else -1,
-                       deterministic=self.deterministic, path=choice_of(path, short_kernels=0))  # fmt: skip
+                       head_dim_v=self.head_dim_v, packed=self.packed, deterministic=self.deterministic,
+                       window_size_right=0 if self.causal else -1,
+                       backend=choice_of(path, short_kernels=0))  # fmt: skip
 
     def in_parts(self, parts: int) -> Numbers:
         """The call whose key heads are parts of its own; of more than one key head each is a batch entry."""
@@ -403,17 +404,17 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
         if not call.can_be_counted():
             continue
         plan = call.plan(direction, path)
-        if plan["path"] is None:
+        if plan["backend"] is None:
             assert "sequence length" in plan["reasons"][path]
             assert max(call.rows_q, call.rows_k) >= 2**30 - 1024
             refused += 1
             continue
         if "split" in plan["kernel"]:
-            assert plan["path"] == "sm80" and plan["grid"] == call.split_grid(plan) <= 2**31 - 1, call
+            assert plan["backend"] == "sm80" and plan["grid"] == call.split_grid(plan) <= 2**31 - 1, call
             assert plan["workspace_bytes"] == call.split_bytes(plan["splits"]) <= 2**31, call
             split += 1
             continue
-        assert plan["path"] == path, call
+        assert plan["backend"] == path, call
         parts = plan.get("gqa_splits", 1)
         divided += parts > 1
         run, workspace = call.in_parts(parts), sum(plan["workspace"].values()) - call.parts_bytes(parts)

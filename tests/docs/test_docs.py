@@ -219,7 +219,7 @@ def test_readme_devices_are_served_as_said(pretend) -> None:
     for capability, _, backend, types, _ in table:
         for number in re.findall(r"\d+\.\d", capability):
             pretend(round(float(number) * 10))
-            chosen = plan("fwd", 128)["path"]
+            chosen = plan("fwd", 128)["backend"]
             assert (f"`{chosen}`" if chosen else "none") == backend, number
             assert types == ("fp16, bf16" if chosen else "")
     assert sorted({row[2] for row in table}) == ["`cpu`", "`sm80`", "`sm90`", "none"]
@@ -265,12 +265,12 @@ def test_memory_formula(pretend) -> None:
             for cc in (80, 90):
                 pretend(cc)
                 asked = plan("bwd", head_dim, deterministic, batch=3, num_heads=8)
-                wide = asked["path"] == "sm90" and padded > 128
+                wide = asked["backend"] == "sm90" and padded > 128
                 tile = asked["block_m"] if wide else 1
                 known = {
                     "rows": 3 * 8 * tile * -(-1024 // tile),
                     "padded_head_dim": padded,
-                    "deterministic": asked["path"] == "sm80" and deterministic or wide,
+                    "deterministic": asked["backend"] == "sm80" and deterministic or wide,
                 }
                 more = 0
                 if asked["kernel"].endswith("_det"):  # turns, and the counter of items

@@ -43,7 +43,7 @@ def test_four_or_eight_warps(compute_capability: int, smem: int) -> None:
         for name, value in switches.items():
             _C.set_switch(name, value)
         for direction, head_dim in itertools.product(("fwd", "bwd"), range(1, 257)):
-            plan = _C.plan(direction, head_dim=head_dim, head_dim_v=head_dim, path="sm80", **shape)
+            plan = _C.plan(direction, head_dim=head_dim, head_dim_v=head_dim, backend="sm80", **shape)
             warps.add(plan["threads"] / 32)
     finally:
         for name, value in before.items():

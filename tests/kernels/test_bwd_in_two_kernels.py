@@ -152,7 +152,7 @@ def test_which_kernels_run(name: str, deterministic: bool) -> None:
 def test_rows_that_tma_cannot_read_are_portable(sizes: tuple[int, int]) -> None:
     for deterministic in (False, True):
         launch = launched(sizes[0], deterministic, head_dim_v=sizes[1], **HIDES)
-        assert launch["path"] == "sm80"
+        assert launch["backend"] == "sm80"
         wanted = f"_mod_sm80_hd{compiled_for(max(sizes), PORTABLE)}"
         assert launch["kernel"].endswith(wanted)
 
@@ -162,8 +162,8 @@ def test_gradients_of_modifiers_alone_are_portable(name: str) -> None:
     leaf = (single() if name == "bias" else torch.ones(HEADS)).requires_grad_()
     given = {"bias": masks.DenseBias(leaf) if name == "bias" else masks.ALiBi(leaf)}
     for head_dim, deterministic in itertools.product(COMPILED, (False, True)):
-        assert launched(head_dim, deterministic, needs=(), **given)["path"] == "sm80"
-        assert launched(head_dim, True, **given)["path"] == "sm90"
+        assert launched(head_dim, deterministic, needs=(), **given)["backend"] == "sm80"
+        assert launched(head_dim, True, **given)["backend"] == "sm90"
 
 
 # ---- workspace -----------------------------------------------------------------------------------------
@@ -444,5 +444,5 @@ def test_masks_of_grouped_heads_have_two_kernels(
 ) -> None:
     """Where rows are few, so that dq is neither zeroed nor converted."""
     row = _C.plan("bwd", batch=32, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=8, num_heads_k=heads_k,
-                  head_dim=128, head_dim_v=128, modifiers=[modifier], path="sm90")["row"]  # fmt: skip
+                  head_dim=128, head_dim_v=128, modifiers=[modifier], backend="sm90")["row"]  # fmt: skip
     assert row == ("sm90.bwd_mod.split" if in_two else "sm90.bwd_mod.fused")

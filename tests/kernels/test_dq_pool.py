@@ -23,7 +23,7 @@ PLACES = 4  # rounds that have accumulators
 def plan(batch: int, heads: int, seqlen: int, head_dim: int = 128, asked: dict | None = None, **more) -> dict:
     path = choice_of("sm90", short_kernels=0, **(asked or {}))
     sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "num_heads_k": heads, "head_dim_v": head_dim} | more
-    return _C.plan("bwd", batch=batch, num_heads=heads, head_dim=head_dim, path=path, **sizes)
+    return _C.plan("bwd", batch=batch, num_heads=heads, head_dim=head_dim, backend=path, **sizes)
 
 
 def blocks_of(seqlen_k: int, head_dim: int) -> int:
@@ -61,7 +61,7 @@ def test_the_workspace_has_a_place_for_four_rounds(
 
 
 def test_a_pool_changes_nothing_else_of_the_plan(pretended_gpu) -> None:
-    facts = ("path", "block_m", "block_n", "stages", "threads", "smem_bytes", "grid", "gqa_splits")
+    facts = ("backend", "block_m", "block_n", "stages", "threads", "smem_bytes", "grid", "gqa_splits")
     without, with_one = (plan(32, 16, 512, asked={"dq_pool": pool}) for pool in (0, 1))
     assert [without[name] for name in facts] == [with_one[name] for name in facts]
 
@@ -107,7 +107,7 @@ def planned(case: Case, num_sms: int, **more: int) -> dict:
         return plan(
             case.batch, case.num_heads, case.seqlen_q, case.head_dim, {"dq_pool": 1} | more,
             seqlen_k=case.seqlen_k, num_heads_k=case.num_heads_k, head_dim_v=case.dim_v,
-            window_left=left, window_right=right,
+            window_size_left=left, window_size_right=right,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def plan(
 ) -> dict:  # fmt: skip
     return _C.plan(
         "bwd", batch=batch, seqlen_q=seqlen, seqlen_k=keys or seqlen,
-        path=choice_of("sm90", short_kernels=0, **(asked or {})),
+        backend=choice_of("sm90", short_kernels=0, **(asked or {})),
         **{"num_heads": 16, "num_heads_k": 16, "head_dim": head_dim, "head_dim_v": head_dim} | more,
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def test_not_where_one_is_asked_for(pretended_gpu) -> None:
 def test_the_workspace_holds_statistics_and_counters(pretended_gpu) -> None:
     """lse and delta of whole tiles, 16 bytes for each kernel that draws its items; no dq in fp32."""
     assert plan(512)["workspace_bytes"] == 8 * 32 * 16 * 512
-    assert plan(500, window_right=0)["workspace_bytes"] == 8 * 32 * 16 * 512 + 2 * 16
+    assert plan(500, window_size_right=0)["workspace_bytes"] == 8 * 32 * 16 * 512 + 2 * 16
 
 
 def cases() -> list[Case]:
@@ -77,7 +77,7 @@ def test_cases_run_in_two(pretended_gpu, num_sms: int) -> None:
             chosen = plan(
                 case.seqlen_q, batch=case.batch, keys=case.seqlen_k, num_heads=case.num_heads,
                 num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v,
-                window_left=left, window_right=right, deterministic=case.deterministic,
+                window_size_left=left, window_size_right=right, deterministic=case.deterministic,
             )  # fmt: skip
         assert chosen["kernel"] == TWO, str(case)
 
@@ -105,7 +105,7 @@ def test_divided_heads_run_in_two(pretended_gpu) -> None:
         with switched(num_sms=3):
             chosen = plan(
                 case.seqlen_q, batch=case.batch, keys=case.seqlen_k, num_heads=case.num_heads, num_heads_k=1,
-                head_dim=case.head_dim, window_right=case.effective_window[1],
+                head_dim=case.head_dim, window_size_right=case.effective_window[1],
                 deterministic=case.deterministic, asked={"gqa_splits": case.num_heads},
             )  # fmt: skip
         assert (chosen["kernel"], chosen["gqa_splits"]) == (TWO, case.num_heads), str(case)

@@ -15,7 +15,7 @@ def plan(batch: int, heads: int, heads_k: int, seqlen: int, *, causal: bool = Tr
     rows = batch * seqlen if more.get("packed") else seqlen
     return _C.plan(
         "bwd", batch=batch, seqlen_q=rows, seqlen_k=rows, num_heads=heads, num_heads_k=heads_k, head_dim=128,
-        head_dim_v=128, window_right=0 if causal else -1, **more,
+        head_dim_v=128, window_size_right=0 if causal else -1, **more,
     )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_workspace_holds_the_parts(pretended_gpu):
     """In fp32, one dk and dv for each part."""
     for path in ("sm80", "sm90"):
         one, eight, none = (
-            plan(4, 16, 1, 4096, path=choice_of(path, gqa_splits=parts)) for parts in (1, 8, 3)
+            plan(4, 16, 1, 4096, backend=choice_of(path, gqa_splits=parts)) for parts in (1, 8, 3)
         )
         assert (one["gqa_splits"], eight["gqa_splits"], none["gqa_splits"]) == (1, 8, 1)
         more = {name: size for name, size in eight["workspace"].items() if name not in one["workspace"]}

@@ -21,7 +21,12 @@ from tests.values import values
 def plan(direction: str, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more) -> dict:
     options = {"batch": 4, "num_heads": 16, "num_heads_k": 16, "head_dim": 128, "head_dim_v": 128} | more
     return _C.plan(
-        direction, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_left=left, window_right=right, **options
+        direction,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        window_size_left=left,
+        window_size_right=right,
+        **options,
     )
 
 
@@ -39,7 +44,7 @@ def test_a_window_is_none_where_it_hides_nothing(pretended_gpu) -> None:
     path = choice_of("sm90", kv_splits=0, short_kernels=0)
     for seqlen_q, seqlen_k in itertools.product((1, 2, 5), repeat=2):
         for left, right in itertools.product(range(-1, 7), repeat=2):
-            found = plan("fwd", seqlen_q, seqlen_k, left, right, path=path)["workspace_bytes"]
+            found = plan("fwd", seqlen_q, seqlen_k, left, right, backend=path)["workspace_bytes"]
             wanted = 16 if hides(seqlen_q, seqlen_k, left, right) else 0
             assert found == wanted, (seqlen_q, seqlen_k, left, right)
 

@@ -13,7 +13,8 @@ from tests.harness import Target, on_targets
 def test_the_workspace_holds_the_turns(pretended_gpu) -> None:
     asked = [
         _C.plan("bwd", batch=32, seqlen_q=640, seqlen_k=640, num_heads=16, num_heads_k=16, head_dim=128,
-                head_dim_v=128, window_right=0, path="sm90", deterministic=deterministic)["workspace_bytes"]
+                head_dim_v=128, window_size_right=0, backend="sm90",
+                deterministic=deterministic)["workspace_bytes"]
         for deterministic in (False, True)
     ]  # fmt: skip
     assert asked[0] == asked[1]

@@ -113,16 +113,16 @@ def test_every_choice_has_its_evidence_in_the_page() -> None:
 
 def test_a_row_may_be_asked_for(pretended_gpu) -> None:
     usual = _C.plan("bwd", **SHAPE)
-    other = _C.plan("bwd", **SHAPE, path="sm90 row=sm90.bwd.dq_ordered")
+    other = _C.plan("bwd", **SHAPE, backend="sm90 row=sm90.bwd.dq_ordered")
     assert other["row"] == "sm90.bwd.dq_ordered" != usual["row"]
     assert other["kernel"].endswith("_det")
-    with pytest.raises(ValueError, match=r"path sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
-        _C.plan("bwd", **SHAPE, path="sm80 row=sm90.bwd.dq_ordered")
+    with pytest.raises(ValueError, match=r"backend sm80 has no row 'sm90\.bwd\.dq_ordered' for this call"):
+        _C.plan("bwd", **SHAPE, backend="sm80 row=sm90.bwd.dq_ordered")
 
 
 def test_a_row_of_the_other_direction_is_not_asked_for(pretended_gpu) -> None:
     for direction, row in (("bwd", "sm90.fwd.m128"), ("fwd", "sm90.bwd.dq_ordered")):
-        assert _C.plan(direction, **SHAPE, path=f"row={row}") == _C.plan(direction, **SHAPE)
+        assert _C.plan(direction, **SHAPE, backend=f"row={row}") == _C.plan(direction, **SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_row_of_the_other_direction_is_not_asked_for(pretended_gpu) -> None:
     ],
 )
 def test_what_a_call_asks_of_its_kernels(pretended_gpu, direction: str, text: str, seen: dict) -> None:
-    found = _C.plan(direction, batch=8, **SHAPE | {"seqlen_q": 8192, "seqlen_k": 8192}, path=text)
+    found = _C.plan(direction, batch=8, **SHAPE | {"seqlen_q": 8192, "seqlen_k": 8192}, backend=text)
     assert {name: found[name] for name in seen} == seen
 
 
@@ -158,9 +158,9 @@ def test_what_a_call_asks_of_its_kernels(pretended_gpu, direction: str, text: st
     ],
 )
 def test_texts_that_are_refused(pretended_gpu, text: str, message: str) -> None:
-    """By calls in the words of every other wrong path, too."""
-    with pytest.raises(ValueError, match=f"^path: {re.escape(message)}"):
-        _C.plan("fwd", **SHAPE, path=text)
+    """By calls in the words of every other wrong backend, too."""
+    with pytest.raises(ValueError, match=f"^backend: {re.escape(message)}"):
+        _C.plan("fwd", **SHAPE, backend=text)
     q = torch.zeros(1, 4, 1, 64)
     wanted = f"backend must be None (automatic) or one of sm90, sm80, cpu, got '{text}': {message}"
     with pytest.raises(ValueError, match=re.escape(wanted)):
@@ -191,8 +191,8 @@ def test_words_that_are_refused(pretended_gpu, call: str, message: str) -> None:
 
 def test_another_gpu_is_no_switch_of_the_process() -> None:
     before = _C.get_switch("num_sms")
-    assert planned.plan("bwd gpu=8.0/108")["path"] == "sm80"
-    assert planned.plan(f"bwd {H200}")["path"] == "sm90"
+    assert planned.plan("bwd gpu=8.0/108")["backend"] == "sm80"
+    assert planned.plan(f"bwd {H200}")["backend"] == "sm90"
     assert _C.get_switch("num_sms") == before
     with pytest.raises(ValueError, match="gpu= takes"):
         planned.plan("bwd gpu=9.0")
@@ -202,7 +202,7 @@ def test_plans_in_words(pretended_gpu) -> None:
     packed = planned.plan(f"fwd packed batch=4 seqlen=512 {H200}")
     rows = SHAPE | {"seqlen_q": 2048, "seqlen_k": 2048}
     assert packed["launches"] == _C.plan("fwd", batch=4, packed=True, **rows)["launches"]
-    assert planned.plan(f"fwd head_dim=36/64 {H200}")["path"] == "sm80", "rows of 72 bytes"
+    assert planned.plan(f"fwd head_dim=36/64 {H200}")["backend"] == "sm80", "rows of 72 bytes"
     assert planned.plan(f"bwd sinks {H200}")["row"] == planned.plan(f"bwd {H200}")["row"]
     assert planned.plan(f"kv_splits=3 fwd sm80 {H200}")["splits"] == 3
 
@@ -213,7 +213,7 @@ def test_rows_that_cannot_are_refused(pretended_gpu, row: str) -> None:
     modifiers = ["bias", "dropout", "alibi"] if direction == "fwd" else []
     shape = SHAPE | {"seqlen_q": 300, "seqlen_k": 300}
     with pytest.raises(ValueError, match="has no row"):
-        _C.plan(direction, **shape, modifiers=modifiers, path=f"row={row}")
+        _C.plan(direction, **shape, modifiers=modifiers, backend=f"row={row}")
 
 
 def run_info(call: str) -> subprocess.CompletedProcess:

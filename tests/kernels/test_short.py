@@ -142,9 +142,9 @@ def test_dq_is_stored_with_up_to_256_keys(pretended_gpu) -> None:
     stored = "sm90.bwd.dq_stored"
     assert row(129) == row(256) == row(200, 8) == row(200, deterministic=True) == stored
     assert row(128) == "sm90.bwd.whole_keys"
-    assert stored not in (row(257), row(200, 65), row(200, packed=True), row(200, path="sm90 dq_pool=1"))
-    for other in (dict(window_right=0), dict(num_heads=8)):
-        assert row(200, **other) != stored == row(200, **other, path=f"sm90 row={stored}")
+    assert stored not in (row(257), row(200, 65), row(200, packed=True), row(200, backend="sm90 dq_pool=1"))
+    for other in (dict(window_size_right=0), dict(num_heads=8)):
+        assert row(200, **other) != stored == row(200, **other, backend=f"sm90 row={stored}")
     assert plan("bwd", 197, 197, head_dim=64, head_dim_v=64)["workspace"].keys() == {"row_stats"}
 
 
@@ -194,9 +194,9 @@ def test_few_blocks_of_keys_are_divided(pretended_gpu) -> None:
     assert splits(1, 4096, 16, heads_k=1) > 1
     assert splits(16, 4096, 10) > 1  # 160 CTAs are two rounds, the second one nearly empty
     assert splits(4, 4096, 10, keys=129) == splits(66, 4096, 10) == splits(1, 128, 8) == 1
-    assert splits(4, 4096, 10, window_right=0) == 1  # blocks of unequal length are fetched
-    assert splits(4, 4096, 10, path="sm90 q_splits=5") == 5
-    assert splits(4, 130, 10, path="sm90 q_splits=5") == 3  # tiles of 64 queries
+    assert splits(4, 4096, 10, window_size_right=0) == 1  # blocks of unequal length are fetched
+    assert splits(4, 4096, 10, backend="sm90 q_splits=5") == 5
+    assert splits(4, 130, 10, backend="sm90 q_splits=5") == 3  # tiles of 64 queries
 
 
 @on_targets("sm90-short")

@@ -19,9 +19,9 @@ COUNTER = 16  # bytes; a call whose items are dealt needs none
 def workspace(batch: int, heads: int, head_dim: int, seqlen: int, **more) -> int:
     plan = _C.plan(
         "fwd", batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_k=heads,
-        head_dim=head_dim, head_dim_v=head_dim, path=choice_of("sm90", short_kernels=0), **more,
+        head_dim=head_dim, head_dim_v=head_dim, backend=choice_of("sm90", short_kernels=0), **more,
     )  # fmt: skip
-    assert plan["path"] == "sm90"
+    assert plan["backend"] == "sm90"
     return plan["workspace_bytes"]
 
 
@@ -55,7 +55,7 @@ def test_drawn_items_give_the_bits_of_dealt_ones(target: Target, head_dim: int) 
                 plan = _C.plan(
                     "fwd", batch=case.batch, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k,
                     num_heads=case.num_heads, num_heads_k=case.num_heads_k, head_dim=head_dim,
-                    head_dim_v=head_dim, path=on(num_sms).choice,
+                    head_dim_v=head_dim, backend=on(num_sms).choice,
                 )  # fmt: skip
             assert plan["workspace_bytes"] == counter
         with on(6).active():

@@ -408,7 +408,7 @@ def test_shared_memory_fits_every_device(device_switches, resources, compute_cap
     for direction, head_dim, deterministic in itertools.product(("fwd", "bwd"), range(1, 257), (False, True)):
         chosen = plan(direction, head_dim, deterministic)
         hopper = compute_capability == 90 and head_dim % 8 == 0
-        assert chosen["path"] == ("sm90" if hopper else "sm80")
+        assert chosen["backend"] == ("sm90" if hopper else "sm80")
         assert 0 < chosen["smem_bytes"] + static <= limit, chosen
         size = int(re.search(r"hd(\d+)", chosen["kernel"]).group(1))
         assert size == min(item for item in HEAD_DIMS if item >= head_dim), chosen
@@ -446,7 +446,7 @@ def test_devices_that_cannot_run_it_are_refused_in_words(device_switches, comput
     device_switches(compute_capability, smem)
     for direction in ("fwd", "bwd"):
         refused = plan(direction, 64)
-        assert refused["path"] is None
+        assert refused["backend"] is None
         assert reason in refused["reasons"]["sm80"]
 
 

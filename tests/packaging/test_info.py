@@ -35,13 +35,13 @@ def test_info_as_json():
 
 def test_info_without_a_gpu():
     text = run_info(CUDA_VISIBLE_DEVICES="")
-    assert "no GPU is visible" in text and "path cpu" in text and torch.__version__ in text
+    assert "no GPU is visible" in text and "backend cpu" in text and torch.__version__ in text
 
 
 def test_info_tells_what_serves_a_gpu_and_why_the_rest_does_not(monkeypatch):
     """On a pretended GPU: first one that the sm90 path serves, then one that is too old for it."""
     for compute_capability, said in (
-        (90, "fwd, head_dim 128  path sm90: fwd_sm90_hd128"),
+        (90, "fwd, head_dim 128  backend sm90: fwd_sm90_hd128"),
         (75, "fwd, not sm80: compute capability 7.5 is below 8.0"),
     ):
         major, minor = divmod(compute_capability, 10)
@@ -66,7 +66,7 @@ def test_info_tells_what_serves_a_gpu_and_why_the_rest_does_not(monkeypatch):
 def test_info_names_the_path_and_kernels_of_each_gpu():
     for device in info.collect()["devices"]:
         for direction in ("fwd", "bwd"):
-            served = device["paths"][direction]
+            served = device["backends"][direction]
             assert served["refused"]["cpu"]
             for head_dim, choice in served["kernels"].items():
-                assert choice["path"] in choice["kernel"] and f"_hd{head_dim}" in choice["kernel"]
+                assert choice["backend"] in choice["kernel"] and f"_hd{head_dim}" in choice["kernel"]

@@ -58,8 +58,8 @@ def planned(case: Case, target: Target) -> dict:
     return _C.plan(
         "bwd", dtype="float16" if case.dtype == "fp16" else "bfloat16", batch=len(list(case.sequences())),
         seqlen_q=shapes["q"][-3], seqlen_k=shapes["k"][-3], packed=case.is_packed, num_heads=case.num_heads,
-        num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v, window_left=left,
-        window_right=right, deterministic=case.deterministic, path=target.choice,
+        num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v, window_size_left=left,
+        window_size_right=right, deterministic=case.deterministic, backend=target.choice,
     )  # fmt: skip
 
 

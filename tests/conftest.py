@@ -70,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SEED] = config.option.seed = _chosen_seed(config)
     config.stash[STARTED] = time.time()
     config.stash[ROOM] = _room(config)
+    # Inductor's own cache knows neither our operators' schemas nor that they have changed.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config.stash[ROOM] / "inductor")
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = silence.REPLACED_PROCESSES
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -21,6 +21,7 @@ def fwd(
     window_size_right: int,
     deterministic: bool | None,
     backend: str | None,
+    want_lse: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 def fwd_cached(
     q: Tensor,
@@ -37,6 +38,7 @@ def fwd_cached(
     window_size_left: int,
     window_size_right: int,
     backend: str | None,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor]: ...
 def bwd(
     dout: Tensor,
@@ -87,6 +89,7 @@ class PreparedCall:
         want_row_max: bool,
         deterministic: bool | None,
         backend: str | None,
+        want_lse: bool,
     ) -> tuple[Tensor, Tensor, Tensor] | None: ...
     def bwd(
         self,

@@ -42,7 +42,8 @@ class AuxRequest(NamedTuple):
     Attributes:
         lse: the logsumexp of every row, within 1e-5 of the exact one of the scores up to 4 million keys (with
             masks and biases for random data); a softcap adds 1e-7 of a score on "sm90" where scores are below
-            3/4 of a cap up to 100, else up to 3e-7 of the cap. It carries a gradient.
+            3/4 of a cap up to 100, else up to 3e-7 of the cap. It carries a gradient. No call makes one that
+            neither its caller nor a gradient needs.
         max_scores: the largest final score of every row, after biases, sinks not counted. It carries no
             gradient. GPUs leave out scores that are NaN, which out and lse do show.
     """
@@ -204,7 +205,10 @@ def attention(
         and generator is None
         and return_aux is None
     ):
-        out = run_fwd(q, k, v, None, None, None, None, scale, causal, window_size, deterministic, backend)[0]
+        out = run_fwd(
+            q, k, v, None, None, None, None, scale, causal, window_size, deterministic, backend,
+            want_lse=False,
+        )[0]  # fmt: skip
         return out if layout == "bshd" else out.transpose(1, 2)
     options = (None, None, scale, causal, window_size, deterministic, backend)
     asked = Asked(mask, bias, sinks, softcap, dropout_p)
@@ -317,13 +321,12 @@ def attention_varlen(
             mask=mask, bias=bias, sinks=sinks, softcap=softcap or None, dropout_p=dropout_p or None,
             generator=generator, max_scores=getattr(return_aux, "max_scores", False) or None,
         )  # fmt: skip
+        wants_lse = return_aux is not None and _wants(return_aux)[0]
         out, lse = run_cached(
             q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table,
-            max_seqlen_q, max_seqlen_k, scale, causal, window_size, backend,
+            max_seqlen_q, max_seqlen_k, scale, causal, window_size, backend, wants_lse,
         )  # fmt: skip
-        if return_aux is None:
-            return out
-        return out, AuxOutput(lse if _wants(return_aux)[0] else None)
+        return out if return_aux is None else (out, AuxOutput(lse if wants_lse else None))
     if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
         check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if (
@@ -337,7 +340,7 @@ def attention_varlen(
     ):
         return run_fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size,
-            deterministic, backend,
+            deterministic, backend, want_lse=False,
         )[0]  # fmt: skip
     options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
     asked = Asked(mask, bias, sinks, softcap, dropout_p)
@@ -380,6 +383,6 @@ def _with_aux(
     wants_lse, wants_max = _wants(request)
     out, lse, max_scores = run_modified_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, generator=generator, draws=True,
-        want_row_max=wants_max,
+        want_row_max=wants_max, want_lse=wants_lse,
     )  # fmt: skip
     return out, AuxOutput(lse if wants_lse else None, max_scores if wants_max else None)

@@ -308,19 +308,21 @@ def attention_fp8(
         raise ValueError(f"backend {backend!r} runs on a GPU, and q is on the CPU.")
     options = (scale, int(left), 0 if causal else int(right), backend)
     if x._originals is None:
-        out, lse = _forward(x, options)
+        out, lse = _forward(x, options, wants_lse)
     else:
-        out, lse = _StraightThrough.apply(*x._originals, x, options)
+        out, lse = _StraightThrough.apply(*x._originals, x, options, wants_lse)
     if return_aux is None:
         return out
     return out, AuxOutput(lse if wants_lse else None, None)
 
 
-def _forward(x: Fp8Inputs, options: tuple[float, int, int, str | None]) -> tuple[Tensor, Tensor]:
+def _forward(
+    x: Fp8Inputs, options: tuple[float, int, int, str | None], wants_lse: bool
+) -> tuple[Tensor, Tensor]:
     *numbers, backend = options
     result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_fp8.default(
         x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset, x.cu_seqlens_q,
-        x.cu_seqlens_k, *numbers, x.dtype, None if x.q.is_cpu else backend,
+        x.cu_seqlens_k, *numbers, x.dtype, None if x.q.is_cpu else backend, wants_lse,
     )  # fmt: skip
     return result
 
@@ -329,10 +331,13 @@ class _StraightThrough(torch.autograd.Function):
     """out and lse in fp8; gradients as if nothing had been rounded."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, x: Fp8Inputs, options: Any) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, x: Fp8Inputs, options: Any, wants_lse: bool
+    ) -> Any:
         ctx.save_for_backward(q, k, v)
         ctx.bounds, ctx.options = (x.cu_seqlens_q, x.cu_seqlens_k), options
-        return _forward(x, options)
+        ctx.wants_lse = wants_lse
+        return _forward(x, options, wants_lse)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
@@ -340,8 +345,9 @@ class _StraightThrough(torch.autograd.Function):
         scale, left, right, _ = ctx.options
         options = (0, 0, scale, left, right, False, None)
         out, lse = torch.ops.flash_ext.fwd.default(q, k, v, *ctx.bounds, *options)
-        dq, dk, dv = torch.ops.flash_ext.bwd.default(dout, q, k, v, out, lse, dlse, *ctx.bounds, *options)
-        return dq, dk, dv, None, None
+        dlse_or_none = dlse if ctx.wants_lse else None
+        tensors = (dout, q, k, v, out, lse, dlse_or_none, *ctx.bounds)
+        return *torch.ops.flash_ext.bwd.default(*tensors, *options), None, None, None
 
 
 # ---- checks ----------------------------------------------------------------------------------------------

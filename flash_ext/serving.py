@@ -123,7 +123,8 @@ def flash_attn_varlen_func(
         found, aux = attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
             scale=softmax_scale, causal=causal, window_size=window, softcap=softcap, sinks=s_aux,
-            bias=None if alibi_slopes is None else ALiBi(alibi_slopes), return_aux=AuxRequest(lse=True),
+            bias=None if alibi_slopes is None else ALiBi(alibi_slopes),
+            return_aux=AuxRequest(return_softmax_lse),
         )  # fmt: skip
         lse = aux.lse
     else:
@@ -131,9 +132,8 @@ def flash_attn_varlen_func(
         found, lse = run_cached(
             q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k,
             block_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
-            _backend(num_splits, q),
+            _backend(num_splits, q), return_softmax_lse,
         )  # fmt: skip
-    assert lse is not None
     return _result(found, lse, out, return_softmax_lse)
 
 
@@ -249,7 +249,7 @@ def flash_attn_with_kvcache(
             lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
-            causal, window, _backend(num_splits, q),
+            causal, window, _backend(num_splits, q), return_softmax_lse,
         )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
 
@@ -340,10 +340,13 @@ def _check_lengths(lengths: Tensor, room: int) -> None:
         raise ValueError(f"cache_seqlens must hold lengths from 0 to {room}, got {int(wrong[0])}.")
 
 
-def _result(found: Tensor, lse: Tensor, out: Tensor | None, wants_lse: bool) -> Result:
+def _result(found: Tensor, lse: Tensor | None, out: Tensor | None, wants_lse: bool) -> Result:
     if out is not None:
         found = out.copy_(found.view(out.shape))
-    return (found, lse) if wants_lse else found
+    if not wants_lse:
+        return found
+    assert lse is not None
+    return found, lse
 
 
 def _append(

@@ -78,6 +78,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, CallArgs a) {
     a.deterministic = is_deterministic(a.deterministic);
+    a.want_lse = true;
     FwdResult result;
     {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -130,6 +131,7 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
                                const OptionalTensor& bias, const OptionalTensor& slopes, const OptionalTensor& sinks,
                                CallArgs a) {
     a.deterministic = is_deterministic(a.deterministic);
+    a.want_lse = true;
     FwdModResult result;
     {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -53,8 +53,10 @@ CallArgs args_of(const Tensor& q, const OptionalTensor& cu_seqlens_q, const Opti
 // Same result as torch.ops.flash_ext.fwd at less than half the cost: it enters the same dispatcher,
 // but without boxing the arguments.
 template <typename... Args>
-FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Args&... args) {
-  return call_fwd(q, k, v, args_of(q, args...));
+FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Args&... args, bool want_lse) {
+  CallArgs a = args_of(q, args...);
+  a.want_lse = want_lse;
+  return call_fwd(q, k, v, a);
 }
 
 template <typename... Args>
@@ -70,10 +72,11 @@ FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                      const OptionalTensor& block_table, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
                      std::optional<double> scale, bool causal, int64_t window_size_left, int64_t window_size_right,
-                     const std::optional<std::string>& backend) {
+                     const std::optional<std::string>& backend, bool want_lse) {
   CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size_left,
                        window_size_right, false, backend);
   a.seqused_k = seqused_k, a.block_table = block_table;
+  a.want_lse = want_lse;
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 
@@ -97,11 +100,11 @@ std::optional<FwdModResult> prepared_fwd(const PreparedCall& call, const Tensor&
                                          OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
                                          std::optional<double> scale, const OptionalTensor& sinks, double softcap,
                                          double dropout_p, const OptionalTensor& rng, bool want_row_max,
-                                         bool deterministic, const std::optional<std::string>& backend) {
+                                         bool deterministic, const std::optional<std::string>& backend, bool want_lse) {
   CallArgs a =
       args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, false, -1, -1, deterministic, backend);
   OwnModifiers{sinks, softcap, dropout_p, rng}.put(a);
-  a.want_row_max = want_row_max;
+  a.want_row_max = want_row_max, a.want_lse = want_lse;
   return call.forward(q, k, v, a);
 }
 
@@ -366,7 +369,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                         bool, int64_t, int64_t, bool, std::optional<std::string>>),
         py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
         py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("scale"), py::arg("causal"),
-        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("deterministic"), py::arg("backend"));
+        py::arg("window_size_left"), py::arg("window_size_right"), py::arg("deterministic"), py::arg("backend"),
+        py::arg("want_lse") = true);
   m.def("fwd_cached", wrap_pybind_function_no_gil(fwd_cached));
   m.def("bwd",
         wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
@@ -375,10 +379,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
         py::arg("scale"), py::arg("causal"), py::arg("window_size_left"), py::arg("window_size_right"),
         py::arg("deterministic"), py::arg("backend"));
-  // The operators' arguments in their order, without `wide`, and nothing but the checks.
+  // The operators' arguments in their order, without `wide` and `want_lse`, and nothing but the checks.
   m.def("check_fwd", wrap_pybind_function(&Operator<void, 3, fields::kFwdChecked>::entry<check_fwd>));
   m.def("check_bwd", wrap_pybind_function(&Operator<void, 6, fields::kBwdChecked>::entry<check_bwd>));
-  m.def("check_fwd_cached", wrap_pybind_function(&Operator<void, 3, fields::kCached>::entry<check_fwd_cached>));
+  m.def("check_fwd_cached", wrap_pybind_function(&Operator<void, 3, fields::kCachedChecked>::entry<check_fwd_cached>));
   m.def("check_fwd_mod", wrap_pybind_function(&Operator<void, 3, fields::kFwdModChecked>::entry<check_fwd_mod>));
   m.def("check_bwd_mod", wrap_pybind_function(&Operator<void, 6, fields::kBwdModChecked>::entry<check_bwd_mod>));
 

@@ -95,7 +95,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const DeviceInfo info = device_info_of(q);
   const Choice choice = choice_of(a.backend);
   const Path& path = required_path(problem, info, choice);
-  const Tensor out = empty_out(q, v, false), lse = empty_lse(q);
+  const Tensor out = empty_out(q, v, false), lse = empty_lse(q, a.want_lse);
   if (out.numel() == 0) return {out, lse};
   if (problem.batch == 0 || cache.max_keys == 0 || k.numel() == 0) {
     out.zero_();
@@ -108,7 +108,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   params.k = view_of(k);
   params.v = view_of(v);
   params.out = view_of(out);
-  params.lse = lse.mutable_data_ptr<float>();
+  params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   const Request request{.direction = Direction::kForward,
                         .problem = problem,

@@ -39,6 +39,7 @@ struct CallArgs {
   bool deterministic = false;
   OptionalName backend;
   bool wide = false;  // results as they were accumulated: fp32, where q is not wider already
+  bool want_lse = true;  // of a forward; where a gradient needs it, it is made in any case
 };
 
 template <typename T>
@@ -55,7 +56,7 @@ inline constexpr std::tuple kProblem{
     FLASH_EXT_FIELD(cu_seqlens_q),     FLASH_EXT_FIELD(cu_seqlens_k), FLASH_EXT_FIELD(max_seqlen_q),
     FLASH_EXT_FIELD(max_seqlen_k),     FLASH_EXT_FIELD(scale),        FLASH_EXT_FIELD(window_size_left),
     FLASH_EXT_FIELD(window_size_right)};
-inline constexpr std::tuple kCached{
+inline constexpr std::tuple kCachedChecked{
     FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FIELD(cu_seqlens_k),     FLASH_EXT_FIELD(seqused_k),
     FLASH_EXT_FIELD(block_table),  FLASH_EXT_FIELD(max_seqlen_q),     FLASH_EXT_FIELD(max_seqlen_k),
     FLASH_EXT_FIELD(scale),        FLASH_EXT_FIELD(window_size_left), FLASH_EXT_FIELD(window_size_right),
@@ -73,8 +74,9 @@ inline constexpr std::tuple kNeeds{FLASH_EXT_FIELD(need_qkv), FLASH_EXT_FIELD(ne
                                    FLASH_EXT_FIELD(need_sinks)};
 inline constexpr std::tuple kEnd{FLASH_EXT_FIELD(deterministic), FLASH_EXT_FIELD(backend)};
 inline constexpr std::tuple kWide{FLASH_EXT_FIELD(wide)};
+inline constexpr std::tuple kWantLse{FLASH_EXT_FIELD(want_lse)};
 
-// What the rules are about: all but `wide`.
+// What the rules are about: all but `wide` and `want_lse`.
 inline constexpr auto kFwdChecked = std::tuple_cat(kProblem, kEnd);
 inline constexpr auto kBwdChecked = std::tuple_cat(kDlse, kProblem, kEnd);
 inline constexpr auto kFwdModChecked = std::tuple_cat(kProblem, kModifiers, kRowMax, kEnd);
@@ -83,9 +85,10 @@ inline constexpr auto kBwdModChecked = std::tuple_cat(kDlse, kProblem, kModifier
 // What a prepared call holds (api/prepared.h).
 inline constexpr auto kPrepared = std::tuple_cat(kProblem, kModifiers);
 
-inline constexpr auto kFwd = std::tuple_cat(kFwdChecked, kWide);
+inline constexpr auto kFwd = std::tuple_cat(kFwdChecked, kWide, kWantLse);
 inline constexpr auto kBwd = std::tuple_cat(kBwdChecked, kWide);
-inline constexpr auto kFwdMod = std::tuple_cat(kFwdModChecked, kWide);
+inline constexpr auto kCached = std::tuple_cat(kCachedChecked, kWantLse);
+inline constexpr auto kFwdMod = std::tuple_cat(kFwdModChecked, kWide, kWantLse);
 inline constexpr auto kBwdMod = std::tuple_cat(kBwdModChecked, kWide);
 }  // namespace fields
 #undef FLASH_EXT_FIELD
@@ -135,12 +138,13 @@ struct OperatorOf<R, kFields, std::index_sequence<T...>, std::index_sequence<F..
     return op.call(tensors..., (args.*std::get<F>(kFields).member)...);
   }
 
-  // `tensors`: "Tensor q, Tensor k, Tensor v", `results`: "(Tensor out, Tensor lse)". `wide` has a default because it came
-  // later: programs that were exported before keep working.
+  // `tensors`: "Tensor q, Tensor k, Tensor v", `results`: "(Tensor out, Tensor lse)". `wide` and `want_lse` have defaults
+  // because they came later: programs that were exported before keep working.
   static std::string schema(std::string_view name, std::string_view tensors, std::string_view results) {
     std::string text = std::string(name) + "(" + std::string(tensors);
     const auto add = [&](std::string_view type, std::string_view field) {
-      text += ", " + std::string(type) + " " + std::string(field) + (field == "wide" ? "=False" : "");
+      text += ", " + std::string(type) + " " + std::string(field);
+      text += field == "wide" ? "=False" : field == "want_lse" ? "=True" : "";
     };
     (add(schema_type<ValueOf<F>>(), std::get<F>(kFields).name), ...);
     return text + ") -> " + std::string(results);

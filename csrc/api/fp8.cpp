@@ -106,7 +106,8 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
                       const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
                       const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
                       const OptionalTensor& cu_seqlens_k, double scale, int64_t window_size_left,
-                      int64_t window_size_right, at::ScalarType dtype, std::optional<std::string_view> backend) {
+                      int64_t window_size_right, at::ScalarType dtype, std::optional<std::string_view> backend,
+                      bool want_lse) {
   const ProfilerRange range("fwd_fp8");
   const OnDevice on_device(q);
   const bool mixed = is_16_bit(q);
@@ -123,7 +124,7 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
 
   c10::SmallVector<int64_t, 4> sizes(q.sizes());
   sizes.back() = v.size(-2);
-  const Tensor out = new_tensor(sizes, q.options().dtype(dtype)), lse = empty_lse(q);
+  const Tensor out = new_tensor(sizes, q.options().dtype(dtype)), lse = empty_lse(q, want_lse);
   if (out.numel() == 0) return {out, lse};
   if (p.batch == 0 || p.total_k == 0) {
     out.zero_();
@@ -141,10 +142,10 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   if (v_offset.has_value()) x.v_offset = factors_of(*v_offset, p, q, p.num_heads_k, p.head_dim_v, "v_offset");
   if (row_offset.has_value()) {
     check_device(*row_offset, "row_offset", q);
-    TORCH_CHECK_VALUE(
-        row_offset->is_contiguous() && row_offset->sizes() == lse.sizes() && row_offset->scalar_type() == at::kFloat,
-        "row_offset must be float32, contiguous, and have the shape of lse.");
-    x.row_offset = row_offset->const_data_ptr<float>();
+    TORCH_CHECK_VALUE(row_offset->is_contiguous() && row_offset->sizes() == at::IntArrayRef(lse_sizes(q)) &&
+                          row_offset->scalar_type() == at::kFloat,
+                      "row_offset must be float32, contiguous, and have the shape of lse.");
+    if (want_lse) x.row_offset = row_offset->const_data_ptr<float>();  // which lse alone needs
   }
 
   const DeviceInfo info = device_info_of(q);
@@ -168,7 +169,7 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   params.k = view_of(k);
   params.v = transposed_view(v, p);
   params.out = view_of(out);
-  params.lse = lse.mutable_data_ptr<float>();
+  params.lse = lse_pointer(lse, want_lse);
   params.stream = stream_handle(q.device());
   const Tensor workspace = workspace_of(found, q);
   launch(path, FwdCall{.plan = found, .p = params, .modifiers = {}, .workspace = pointer_to(workspace), .fp8 = x});
@@ -250,7 +251,7 @@ TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
   m.def(
       "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor v_descale, Tensor? v_offset, "
       "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int window_size_left, "
-      "int window_size_right, ScalarType dtype, str? backend) -> (Tensor out, Tensor lse)",
+      "int window_size_right, ScalarType dtype, str? backend, bool want_lse=True) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
 }
 

@@ -18,6 +18,7 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
                       const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
                       const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
                       const OptionalTensor& cu_seqlens_k, double scale, int64_t window_size_left,
-                      int64_t window_size_right, at::ScalarType dtype, std::optional<std::string_view> backend);
+                      int64_t window_size_right, at::ScalarType dtype, std::optional<std::string_view> backend,
+                      bool want_lse);
 
 }  // namespace flash_ext

@@ -19,13 +19,14 @@ constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
 // ---- forward ------------------------------------------------------------------------------------
 
-// Results of rows that see nothing because there are no keys at all. False: a kernel is needed, for packed sequences that
-// have sinks.
+// Results of rows that see nothing because there are no keys at all. False: a kernel is needed, for the lse of packed
+// sequences that have sinks.
 bool fill_without_keys(const Problem& p, const CallArgs& a, const Tensor& out, const Tensor& lse,
                        const Tensor& row_max) {
   const bool has_sinks = a.sinks.has_value() && p.batch > 0;
   out.zero_();
   if (row_max.defined()) row_max.fill_(kMinusInfinity);
+  if (!a.want_lse) return true;
   if (!has_sinks) {
     lse.fill_(kMinusInfinity);
     return true;
@@ -45,9 +46,9 @@ FwdModResult forward(const Tensor& out, const Tensor& q, const Tensor& k, const 
   const Choice choice = choice_of(a.backend);
   const Path& path = required_path(problem, info, choice);
 
-  const Tensor lse = empty_lse(q);
+  const Tensor lse = empty_lse(q, a.want_lse);
   Tensor row_max;
-  if (is_modified) row_max = new_tensor(a.want_row_max ? lse.sizes() : at::IntArrayRef({0}), lse.options());
+  if (is_modified) row_max = empty_lse(q, a.want_row_max);
   if (out.numel() == 0) return {out, lse, row_max};
   const bool has_nothing = problem.batch == 0 || problem.total_k == 0;
   if (has_nothing && fill_without_keys(problem, a, out, lse, row_max)) return {out, lse, row_max};
@@ -58,7 +59,7 @@ FwdModResult forward(const Tensor& out, const Tensor& q, const Tensor& k, const 
   params.k = view_of(k);
   params.v = view_of(v);
   params.out = view_of(out);
-  params.lse = lse.mutable_data_ptr<float>();
+  params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   Request request{.direction = Direction::kForward, .problem = problem, .constraints = choice.constraints};
   Prepared made;
@@ -292,8 +293,8 @@ void use_null_kernels_on_cpu(bool enable) {
   implement(*library);
 }
 
-// Everything is functional: no argument is written or aliased by a result. A gradient that is not needed, and row_max when
-// it is not wanted, has no elements.
+// Everything is functional: no argument is written or aliased by a result. A gradient that is not needed, and lse or
+// row_max when it is not wanted, has no elements; an lse that autograd keeps for a backward has all of them.
 TORCH_LIBRARY(flash_ext, m) {
   constexpr const char* kQkv = "Tensor q, Tensor k, Tensor v";
   constexpr const char* kBackward = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse";

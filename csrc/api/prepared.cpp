@@ -72,7 +72,7 @@ CallArgs PreparedCall::joined(const Tensor& q, const CallArgs& own) const {
   a.scale = own.scale;
   a.sinks = own.sinks, a.softcap = own.softcap;
   a.dropout_p = own.dropout_p, a.rng = own.rng;
-  a.want_row_max = own.want_row_max;
+  a.want_row_max = own.want_row_max, a.want_lse = own.want_lse;
   a.deterministic = own.deterministic, a.backend = own.backend;
   const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   if (a.sinks.has_value() && a.sinks->is_floating_point() && a.sinks->scalar_type() != statistic) {

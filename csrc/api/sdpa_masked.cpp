@@ -56,12 +56,13 @@ MaskedResult masked_forward(c10::DispatchKeySet keys, const Tensor& query, const
     if (reason == nullptr) {
       count_served(kMaskedForward, query, key, value);
       const BelowAll guard;
-      const auto [out, own_lse, row_max] =
-          call_fwd_mod(q, k, v, masked_args(scale_of(scale, q), is_causal, without_repeats(bias)));
+      CallArgs args = masked_args(scale_of(scale, q), is_causal, without_repeats(bias));
+      args.want_lse = compute_lse;
+      const auto [out, own_lse, row_max] = call_fwd_mod(q, k, v, args);
       const int64_t rows = q.size(1);
       const int64_t padded = compute_lse ? (rows + kLseRows - 1) / kLseRows * kLseRows : 0;
       Tensor lse = own_lse;
-      if (padded != rows) {
+      if (!compute_lse || padded != rows) {
         lse = new_tensor({q.size(0), q.size(2), padded}, own_lse.options());
         if (compute_lse) {
           lse.narrow(2, 0, rows).copy_(own_lse);

@@ -190,10 +190,14 @@ Tensor empty_out(const Tensor& q, const Tensor& v, bool wide) {
   return new_tensor(sizes, result_options(q, wide));
 }
 
-Tensor empty_lse(const Tensor& q) {
+Tensor empty_lse(const Tensor& q, bool wanted) {
   const auto float_options = q.options().dtype(at::kFloat);
-  if (is_packed(q)) return new_tensor({q.size(1), q.size(0)}, float_options);
-  return new_tensor({q.size(0), q.size(2), q.size(1)}, float_options);
+  return wanted ? new_tensor(lse_sizes(q), float_options) : new_tensor({0}, float_options);
+}
+
+c10::DimVector lse_sizes(const Tensor& q) {
+  if (is_packed(q)) return {q.size(1), q.size(0)};
+  return {q.size(0), q.size(2), q.size(1)};
 }
 
 }  // namespace flash_ext

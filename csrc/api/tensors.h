@@ -51,9 +51,13 @@ Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tens
 // Those of a result that belongs to `t`: its own, or with fp32 for a wide one.
 at::TensorOptions result_options(const Tensor& t, bool wide);
 
-// out and lse, not filled.
+// out and lse, not filled; an lse that is not wanted has no elements.
 Tensor empty_out(const Tensor& q, const Tensor& v, bool wide);
-Tensor empty_lse(const Tensor& q);
+Tensor empty_lse(const Tensor& q, bool wanted = true);
+c10::DimVector lse_sizes(const Tensor& q);
+
+// Where kernels write it: null where it is not wanted.
+inline float* lse_pointer(const Tensor& lse, bool wanted) { return wanted ? lse.mutable_data_ptr<float>() : nullptr; }
 
 // What `backend=` says, which check_fwd() or check_bwd() has accepted.
 Choice choice_of(OptionalName backend);

@@ -49,6 +49,7 @@ def forward(
     cu_seqlens_k: Tensor | None = None,
     want_row_max: bool = False,
     out_dtype: torch.dtype | None = None,
+    want_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention forward; shapes and meaning as :func:`flash_ext.attention`.
 
@@ -59,24 +60,28 @@ def forward(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) integer prefix sums; both given means packed input.
         want_row_max: whether to return the largest score of each row.
         out_dtype: what out is rounded to, None for the dtype of q.
+        want_lse: whether to return lse.
 
     Returns:
         out: contiguous; 0 in rows that see no key or lie outside every sequence.
-        lse: float32 (float64 for float64 inputs), contiguous; -inf in rows without key and sink.
-        row_max: shape and dtype of lse; largest final score of a key that the row sees, -inf if there is
-            none. Shape (0,) if it is not wanted.
+        lse: float32 (float64 for float64 inputs), contiguous; -inf in rows without key and sink. Shape (0,)
+            if it is not wanted.
+        row_max: as lse; largest final score of a key that the row sees, -inf if there is none.
     """
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     mods = plain_form(mods, q.shape[-3], k.shape[-3], packed)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=out_dtype or q.dtype)
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_full(lse_shape, -INF, dtype=accumulator_dtype(q))
-    row_max = torch.full_like(lse, -INF) if want_row_max else lse.new_empty(0)
+    lse, row_max = (
+        q.new_full(lse_shape if wanted else (0,), -INF, dtype=accumulator_dtype(q))
+        for wanted in (want_lse, want_row_max)
+    )
     for piece in _pieces(q, k, cu_seqlens_q, cu_seqlens_k):
         q_piece, k_piece, v_piece = piece.of_q(q), piece.of_k(k), piece.of_k(v)
         tiles = _ScoreTiles(piece, q_piece, k_piece, spec, mods)
+        own_lse = piece.of_statistic(lse) if want_lse else None
         maxima = piece.of_statistic(row_max) if want_row_max else None
-        _forward(q_piece, k_piece, v_piece, piece.of_q(out), piece.of_statistic(lse), maxima, tiles)
+        _forward(q_piece, k_piece, v_piece, piece.of_q(out), own_lse, maxima, tiles)
     return out, lse, row_max
 
 
@@ -463,9 +468,10 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, maxima: Tensor | None, tiles: _ScoreTiles
-) -> None:
-    """Forward of one piece, written to ``out``, ``lse`` and, if it is wanted, ``maxima``.
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, maxima: Tensor | None,
+    tiles: _ScoreTiles,
+) -> None:  # fmt: skip
+    """Forward of one piece, written to ``out`` and, where they are wanted, ``lse`` and ``maxima``.
 
     q, k, v and out are (n, seqlen, heads, features), lse and maxima (n, num_heads, seqlen_q).
     """
@@ -495,7 +501,8 @@ def _forward(
         rescale = (row_max - shift).exp_()
         row_sum = row_sum.mul_(rescale).add_((tiles.sinks - shift).exp_())
         empty = row_sum == 0
-        lse[:, :, rows] = (row_sum.log() + shift).masked_fill_(empty, -INF).squeeze(3)
+        if lse is not None:
+            lse[:, :, rows] = (row_sum.log() + shift).masked_fill_(empty, -INF).squeeze(3)
         factor = (rescale * tiles.keep_factor).div_(row_sum.masked_fill_(empty, 1.0))
         out[:, rows] = acc_o.mul_(factor).transpose(1, 2)
         if maxima is not None:

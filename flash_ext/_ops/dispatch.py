@@ -50,18 +50,21 @@ def run_fwd(
     window: tuple[int, int],
     deterministic: bool | None,
     backend: str | None,
+    *,
+    want_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd`` by the route that the situation needs; the last one is the everyday one.
 
     A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
-    everything else takes the extension's own entry, which costs less than half of torch.ops.
+    everything else takes the extension's own entry, which costs less than half of torch.ops. Under transforms
+    lse is there although ``want_lse`` is False, and where autograd keeps it.
     """
     if scale is not None and isinstance(scale, Tensor):
         refuse_tensor_scale()
     if _is_compiling():
         options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
         result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options)
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options), *_flags(False, want_lse)
         )
         return result
     if max_seqlen_q is not None or max_seqlen_k is not None:
@@ -73,7 +76,7 @@ def run_fwd(
         left, right = window
         return _C.fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, left,
-            right, deterministic, backend,
+            right, deterministic, backend, want_lse,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError):
         options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
@@ -123,14 +126,15 @@ def run_fwd_as(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     *options: Any,
+    want_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """:func:`run_fwd` with an out of ``out_dtype``, None for the dtype of q; a wider one has no gradient."""
     if out_dtype is None or not _is_wide("out_dtype", out_dtype, q):
-        return run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+        return run_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, want_lse=want_lse)
     if not _is_compiling():
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options), True
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options), *_flags(True, want_lse)
     )
     return result
 
@@ -158,6 +162,11 @@ def run_bwd_as(
         *tensors, *operator_options(q, *options), True
     )
     return grads
+
+
+def _flags(wide: bool, want_lse: bool) -> tuple[bool, ...]:
+    """The last arguments of a forward, without those at their defaults, so that graphs do not name them."""
+    return (wide,) * wide if want_lse else (wide, False)
 
 
 def _explain_fwd(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any) -> None:
@@ -207,6 +216,7 @@ def run_modified_fwd(
     rng: Tensor | None = None,
     draws: bool = False,
     want_row_max: bool = False,
+    want_lse: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and row_max of a call that names modifiers; ``fwd`` if none of them turns out to be on.
@@ -217,6 +227,7 @@ def run_modified_fwd(
         generator: where dropout's random numbers come from if ``draws``.
         rng: seed and offset, if it does not draw.
         want_row_max: also return the largest final score of every row.
+        want_lse: if not, lse may come without elements.
         out_dtype: that of out, None for the dtype of q.
     """
     if out_dtype is None:
@@ -228,6 +239,7 @@ def run_modified_fwd(
                 found = kept.fwd(
                     q, k, v, cu_seqlens_q, cu_seqlens_k, _bound(options[0]), _bound(options[1]), options[2],
                     asked.sinks, asked.softcap, asked.dropout_p, rng, want_row_max, options[5], options[6],
+                    want_lse,
                 )  # fmt: skip
             except (TypeError, ValueError, NotImplementedError):
                 found = None  # refused below, in the caller's words
@@ -251,14 +263,16 @@ def run_modified_fwd(
         keep_call(q, k, cu_seqlens_q, cu_seqlens_k, asked, causal, asked_window, window, mods)
     options = (*first, False, window, deterministic, backend)
     if mods is None and not want_row_max:
-        return *run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options), None
+        plain = run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, want_lse=want_lse)
+        return *plain, None
     *numbers, deterministic, backend = operator_options(q, *options)
-    wide = (True,) if out_dtype is not None and _is_wide("out_dtype", out_dtype, q) else ()
+    wide = out_dtype is not None and _is_wide("out_dtype", out_dtype, q)
     differentiates = _in_functorch() and not wide
     call = apply_modified_under_transforms if differentiates else torch.ops.flash_ext.fwd_mod.default
+    flags = () if differentiates else _flags(wide, want_lse)
     result: tuple[Tensor, Tensor, Tensor] = call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, *modifier_arguments(mods or Modifiers()), want_row_max,
-        deterministic, backend, *wide,
+        deterministic, backend, *flags,
     )  # fmt: skip
     return result
 

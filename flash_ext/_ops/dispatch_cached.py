@@ -32,6 +32,7 @@ def run_cached(
     causal: Any,
     window: tuple[int, int],
     backend: str | None,
+    want_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd_cached``: out and lse of queries over keys of which the device knows how many there are.
 
@@ -40,6 +41,7 @@ def run_cached(
         k, v: (num_pages, page_size, h_k, d) with ``block_table``, (total_k, h_k, d) with ``cu_seqlens_k``,
             else (entries, seqlen_k, h_k, d), an entry a sequence.
         seqused_k: (batch,) int32, how many keys each sequence has.
+        want_lse: if not, lse has no elements.
 
     The others are those of :func:`flash_ext.attention_varlen`.
     """
@@ -49,7 +51,7 @@ def run_cached(
     if _is_compiling():
         options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
-            q, k, v, *places, *options[:5], backend
+            q, k, v, *places, *options[:5], backend, want_lse
         )
         return traced
     most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
@@ -57,7 +59,7 @@ def run_cached(
         left, right = window
         if CHECKS_DEVICE or q.is_cpu:
             _check_values(q, k, *places)
-        return _C.fwd_cached(q, k, v, *places, most_q, most_k, scale, causal, left, right, backend)
+        return _C.fwd_cached(q, k, v, *places, most_q, most_k, scale, causal, left, right, backend, want_lse)
     except (TypeError, ValueError, NotImplementedError, AttributeError):
         explain_tensors(q=q, k=k, v=v)
         explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)

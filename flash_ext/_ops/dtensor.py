@@ -21,11 +21,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from .modifiers import NAMES, Modifiers
+from .spec import wants_lse
 
 # For one mesh dimension: placements of the results, then of the arguments (None for what is no tensor).
 Strategy = tuple[list[Any], list[Any]]
 
-# Of the operators with modifiers: lengths, scale and window; then the fields of Modifiers.
+# Of the forwards: lengths, scale and window; with modifiers then the fields of Modifiers.
 NUM_NUMBERS, NUM_MODIFIERS = 5, len(NAMES)
 BIAS, SLOPES, SINKS = map(NAMES.index, ("bias", "slopes", "sinks"))  # places among the modifiers
 
@@ -44,8 +45,9 @@ def fwd_strategies(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *options: Any
 ) -> list[Strategy]:
     cu = Replicate() if cu_seqlens_q is not None else None
+    wanted = wants_lse(options[NUM_NUMBERS + 2 :])
     return [
-        ([full, statistic], [full, full, full, cu, cu, *[None] * len(options)])
+        ([full, statistic if wanted else Replicate()], [full, full, full, cu, cu, *[None] * len(options)])
         for full, statistic in _placements(k, cu_seqlens_q is not None)
     ]
 
@@ -84,12 +86,12 @@ def bwd_strategies(
 
 def fwd_mod_strategies(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any) -> list[Strategy]:
     mods, flags = _modifiers(rest)
-    want_row_max, *_ = flags
+    want_row_max, wanted = flags[0], wants_lse(flags[3:])  # behind deterministic and path
     packed = cu_q is not None
     cu = Replicate() if packed else None
     return [
         (
-            [full, statistic, statistic if want_row_max else Replicate()],
+            [full, *(statistic if is_there else Replicate() for is_there in (wanted, want_row_max))],
             [full, full, full, cu, cu, *[None] * NUM_NUMBERS, *placed, *[None] * len(flags)],
         )
         for full, statistic, placed, _ in _modified_placements(q, k, mods, packed)

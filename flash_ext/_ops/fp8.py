@@ -28,10 +28,13 @@ def cpu_fwd(
     q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor,
     v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, scale: float, left: int, right: int, dtype: torch.dtype, backend: str | None,
+    want_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     factors = (q_descale, k_descale, v_descale)
     bounds = (cu_seqlens_q, cu_seqlens_k)
-    return fp8.forward(q, k, v, *factors, v_offset, row_offset, *bounds, AttnSpec(scale, left, right), dtype)
+    spec = AttnSpec(scale, left, right)
+    out, lse = fp8.forward(q, k, v, *factors, v_offset, row_offset, *bounds, spec, dtype)
+    return out, lse if want_lse else lse.new_empty(0)
 
 
 # ---- shapes for tracing ----------------------------------------------------------------------------------
@@ -75,10 +78,15 @@ def fake_quantize(
     )
 
 
-def fake_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def fake_fwd(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor,
+    v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, scale: float, left: int, right: int, dtype: torch.dtype, backend: str | None,
+    want_lse: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     *batch, rows, heads, _ = q.shape
-    out = q.new_empty((*batch, rows, heads, v.shape[-2]), dtype=rest[-2])
-    return out, q.new_empty((*batch, heads, rows), dtype=torch.float32)
+    out = q.new_empty((*batch, rows, heads, v.shape[-2]), dtype=dtype)
+    return out, q.new_empty((*batch, heads, rows) if want_lse else (0,), dtype=torch.float32)
 
 
 if is_built:

@@ -5,7 +5,8 @@ Schemas, the GPU implementation, autograd and autocast are registered by the ext
 shapes for tracing, vmap rules and FLOP formulas.
 
 In every function here ``options`` are the operator's last arguments: max_seqlen_q, max_seqlen_k,
-scale, window_size_left, window_size_right, deterministic, backend, and ``wide`` if it is not left at False.
+scale, window_size_left, window_size_right, deterministic, backend; then what is not left at its default:
+``wide`` (False) and, of a forward, ``want_lse`` (True).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .._cpu import tiles
 from .._cpu.tiles import accumulator_dtype
 from .extension import MissingExtension, load
-from .spec import AttnSpec
+from .spec import AttnSpec, wants_lse
 
 if TYPE_CHECKING:
     from .. import _C as _C
@@ -34,7 +35,7 @@ is_built = not isinstance(_C, MissingExtension)
 # ---- CPU -----------------------------------------------------------------------------------------------
 
 
-NUM_OPTIONS = 7  # without ``wide``, which the dispatcher leaves out when it is False
+NUM_OPTIONS = 7  # without ``wide`` and ``want_lse``, which the dispatcher leaves out at their defaults
 
 
 def _spec(options: tuple[Any, ...]) -> AttnSpec:
@@ -42,18 +43,18 @@ def _spec(options: tuple[Any, ...]) -> AttnSpec:
 
 
 def result_dtype(t: Tensor, flags: Sequence[Any]) -> torch.dtype:
-    """That of a result which belongs to ``t``; ``flags`` holds ``wide``, or nothing for False."""
-    return accumulator_dtype(t) if any(flags) else t.dtype
+    """That of a result which belongs to ``t``; ``flags`` begins with ``wide``, or is empty for False."""
+    return accumulator_dtype(t) if flags and flags[0] else t.dtype
 
 
 def cpu_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    options, wide = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
+    options, flags = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
     _C.check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     out, lse, _ = tiles.forward(
         q, k, v, _spec(options), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        out_dtype=result_dtype(q, wide),
+        out_dtype=result_dtype(q, flags), want_lse=wants_lse(flags),
     )  # fmt: skip
     return out, lse
 
@@ -86,15 +87,15 @@ def fake_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     register_sharding_rules()
     num_checked = 2 + NUM_OPTIONS
     _C.check_fwd(q, k, v, *rest[:num_checked])
-    return fake_results(q, v, result_dtype(q, rest[num_checked:]))
+    flags = rest[num_checked:]
+    return fake_results(q, v, result_dtype(q, flags), wants_lse(flags))
 
 
-def fake_results(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def fake_results(q: Tensor, v: Tensor, dtype: torch.dtype, want_lse: bool) -> tuple[Tensor, Tensor]:
     """out and lse of a forward, not filled."""
     *batch, rows, heads, _ = q.shape
     out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=dtype)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty((*batch, heads, rows), dtype=lse_dtype)
+    return out, q.new_empty((*batch, heads, rows) if want_lse else (0,), dtype=accumulator_dtype(q))
 
 
 def fake_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,11 +165,13 @@ def vmap_fwd(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     *options: Any,
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int | None]]:
     size, packed = info.batch_size, cu_seqlens_q is not None
     q_, k_, v_ = _fold_all((q, k, v), in_dims[:3], in_dims[3:5], size, packed)
     out, lse = torch.ops.flash_ext.fwd.default(q_, k_, v_, cu_seqlens_q, cu_seqlens_k, *options)
     dim = 1 if packed else 0
+    if not wants_lse(options[NUM_OPTIONS:]):
+        return (_unfold(out, size, dim), lse), (dim, None)
     return (_unfold(out, size, dim), _unfold(lse, size, 0)), (dim, 0)
 
 

@@ -13,6 +13,10 @@ from .._cpu import cached
 from .library import _C, fake_results, is_built
 from .spec import AttnSpec
 
+# max_seqlen_q, max_seqlen_k, scale, window_size_left, window_size_right, backend. Behind them stands
+# ``want_lse`` where it is not left at True.
+NUM_OPTIONS = 6
+
 
 def cpu_fwd_cached(
     q: Tensor,
@@ -24,15 +28,18 @@ def cpu_fwd_cached(
     block_table: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
+    options, flags = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
     _C.check_fwd_cached(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options)
     _, _, scale, left, right, _ = options
     places = cached.Places(cu_seqlens_k, seqused_k, block_table)
-    return cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places)
+    out, lse = cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places)
+    return out, lse if all(flags) else lse.new_empty(0)
 
 
 def fake_fwd_cached(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _C.check_fwd_cached(q, k, v, *rest)
-    return fake_results(q, v, q.dtype)
+    num_checked = 4 + NUM_OPTIONS
+    _C.check_fwd_cached(q, k, v, *rest[:num_checked])
+    return fake_results(q, v, q.dtype, all(rest[num_checked:]))
 
 
 def flops_fwd_cached(

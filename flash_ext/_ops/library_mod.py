@@ -15,16 +15,24 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._cpu import condensed, tiles
-from .library import _C, flops_bwd, flops_fwd, is_built, register_sharding_rules, result_dtype
+from .library import (
+    _C,
+    fake_results,
+    flops_bwd,
+    flops_fwd,
+    is_built,
+    register_sharding_rules,
+    result_dtype,
+)
 from .modifiers import NAMES, Modifiers
-from .spec import AttnSpec
+from .spec import AttnSpec, wants_lse
 
 # ---- arguments -----------------------------------------------------------------------------------------
 # fwd_mod: q, k, v | cu_seqlens_q, cu_seqlens_k | max_seqlen_q, max_seqlen_k, scale, window_size_left,
-#          window_size_right | the modifiers | want_row_max | deterministic, backend, wide
+#          window_size_right | the modifiers | want_row_max | deterministic, backend, wide, want_lse
 # bwd_mod: dout, q, k, v, out, lse, dlse | the same up to the modifiers | need_* of qkv, bias, slopes, sinks |
 #          deterministic, backend, wide
-# `wide` is missing where it is False.
+# `wide` and `want_lse` are missing where they are left at False and True.
 
 NUM_MODIFIERS = len(NAMES)
 
@@ -43,28 +51,29 @@ def _split(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], Modifiers, tuple[Any
     return rest[:7], Modifiers(*rest[7 : 7 + NUM_MODIFIERS]), rest[7 + NUM_MODIFIERS :]
 
 
-def without_wide(rest: tuple[Any, ...], wide: list[bool]) -> tuple[Any, ...]:
-    """What the checks of the extension take; ``wide``, the last argument, is missing where it is False."""
-    return rest[: len(rest) - len(wide)]
+def checked(rest: tuple[Any, ...], flags: list[bool]) -> tuple[Any, ...]:
+    """What the checks of the extension take: all but the flags at the end that have defaults."""
+    return rest[: len(rest) - len(flags)]
 
 
 # ---- CPU -----------------------------------------------------------------------------------------------
 
 
 def cpu_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    head, mods, (want_row_max, _, _, *wide) = _split(rest)
-    _C.check_fwd_mod(q, k, v, *without_wide(rest, wide))
+    head, mods, (want_row_max, _, _, *flags) = _split(rest)
+    _C.check_fwd_mod(q, k, v, *checked(rest, flags))
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
     return tiles.forward(
-        q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max, result_dtype(q, wide)
-    )
+        q, k, v, AttnSpec(*spec), mods, cu_seqlens_q, cu_seqlens_k, want_row_max, result_dtype(q, flags),
+        wants_lse(flags),
+    )  # fmt: skip
 
 
 def cpu_bwd_mod(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     head, mods, (need_qkv, need_bias, need_slopes, need_sinks, _, _, *wide) = _split(rest)
-    _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *without_wide(rest, wide))
+    _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *checked(rest, wide))
     need_bias, need_slopes, need_sinks = _given_needs(mods, need_bias, need_slopes, need_sinks)
     cu_seqlens_q, cu_seqlens_k, _, _, *spec = head
     *qkv, dbias, dslopes, dsinks = tiles.backward(
@@ -98,16 +107,11 @@ def _given_needs(mods: Modifiers, need_bias: bool, need_slopes: bool, need_sinks
 
 def fake_fwd_mod(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     register_sharding_rules()
-    _, _, (want_row_max, _, _, *wide) = _split(rest)
-    _C.check_fwd_mod(q, k, v, *without_wide(rest, wide))
+    _, _, (want_row_max, _, _, *flags) = _split(rest)
+    _C.check_fwd_mod(q, k, v, *checked(rest, flags))
+    out, lse = fake_results(q, v, result_dtype(q, flags), wants_lse(flags))
     *batch, rows, heads, _ = q.shape
-    statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((*batch, heads, rows), dtype=statistic)
-    return (
-        q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=result_dtype(q, wide)),
-        lse,
-        lse.new_empty(lse.shape if want_row_max else 0),
-    )
+    return out, lse, lse.new_empty((*batch, heads, rows) if want_row_max else 0)
 
 
 def fake_bwd_mod(
@@ -115,7 +119,7 @@ def fake_bwd_mod(
 ) -> tuple[Tensor, ...]:
     register_sharding_rules()
     head, mods, (need_qkv, need_bias, need_slopes, need_sinks, _, _, *wide) = _split(rest)
-    _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *without_wide(rest, wide))
+    _C.check_bwd_mod(dout, q, k, v, out, lse, dlse, *checked(rest, wide))
     needs = (*(need_qkv,) * 3, *_given_needs(mods, need_bias, need_slopes, need_sinks))
     like = _gradients_are_like(q, k, v, lse, mods, wide)
     return tuple(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class AttnSpec:
     softmax_scale: float
     window_left: int = -1
     window_right: int = -1
+
+
+def wants_lse(flags: Sequence[Any]) -> bool:
+    """Of a forward; ``flags``: (wide, want_lse), in which the last ones may be missing."""
+    return len(flags) < 2 or bool(flags[1])
 
 
 def default_scale(head_dim: int) -> float:

@@ -35,19 +35,21 @@ MODIFIERS = (
     "float softcap, float dropout_p, SymInt block_rows, SymInt block_cols, SymInt sink_tokens, SymInt chunk, "
     "bool top_left"
 )
-WIDE = "bool wide=False"  # added later, hence the default
+WIDE = "bool wide=False"  # added later, hence the default; so is the next
+WANT_LSE = "bool want_lse=True"
 OPERATOR_SCHEMAS = {
     "fwd": "flash_ext::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_size_left, "
-    f"SymInt window_size_right, bool deterministic, str? backend, {WIDE}) -> (Tensor out, Tensor lse)",
+    f"SymInt window_size_right, bool deterministic, str? backend, {WIDE}, {WANT_LSE}) "
+    "-> (Tensor out, Tensor lse)",
     "bwd": "flash_ext::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float scale, SymInt window_size_left, SymInt window_size_right, bool deterministic, str? backend, "
     f"{WIDE}) -> (Tensor dq, Tensor dk, Tensor dv)",
     "fwd_mod": "flash_ext::fwd_mod(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_size_left, "
-    f"SymInt window_size_right, {MODIFIERS}, bool want_row_max, bool deterministic, str? backend, {WIDE}) "
-    "-> (Tensor out, Tensor lse, Tensor row_max)",
+    f"SymInt window_size_right, {MODIFIERS}, bool want_row_max, bool deterministic, str? backend, {WIDE}, "
+    f"{WANT_LSE}) -> (Tensor out, Tensor lse, Tensor row_max)",
     "bwd_mod": "flash_ext::bwd_mod(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? dlse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     f"float scale, SymInt window_size_left, SymInt window_size_right, {MODIFIERS}, bool need_qkv, "
@@ -59,11 +61,11 @@ OPERATOR_SCHEMAS = {
     "Tensor k_offset, Tensor row_offset)",
     "fwd_fp8": "flash_ext::fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
     "Tensor v_descale, Tensor? v_offset, Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "float scale, int window_size_left, int window_size_right, ScalarType dtype, str? backend) "
+    f"float scale, int window_size_left, int window_size_right, ScalarType dtype, str? backend, {WANT_LSE}) "
     "-> (Tensor out, Tensor lse)",
     "fwd_cached": "flash_ext::fwd_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float scale, SymInt window_size_left, SymInt window_size_right, str? backend) "
+    f"float scale, SymInt window_size_left, SymInt window_size_right, str? backend, {WANT_LSE}) "
     "-> (Tensor out, Tensor lse)",
     "append_kv": "flash_ext::append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved) -> ()",
@@ -146,10 +148,11 @@ def arguments_of_entry(name: str) -> list[str]:
 
 def test_entries_of_the_extension_take_the_arguments_of_the_operators() -> None:
     """causal is resolved into the window on the way, wide left out; otherwise the order is the schema's."""
-    for name in ("fwd", "bwd"):
+    for name, last in (("fwd", ["wide", "want_lse"]), ("bwd", ["wide"])):
         schema = [argument.name for argument in getattr(torch.ops.flash_ext, name).default._schema.arguments]
-        assert [argument for argument in arguments_of_entry(name) if argument != "causal"] == schema[:-1]
-        assert schema[-1] == "wide"
+        entry = [argument for argument in arguments_of_entry(name) if argument != "causal"]
+        assert entry == [argument for argument in schema if argument != "wide"]
+        assert schema[-len(last) :] == last
 
 
 def test_types_of_the_extension_are_declared() -> None:

@@ -64,7 +64,7 @@ def test_levels() -> None:
         "disable_sdpa",
         "PyTorch's attention runs as before",
     ]
-    assert names == ["attention", *switches, "MultiheadAttention.forward", "flash_attn_func", "forward"]
+    assert names == ["attention", *switches, "MultiheadAttention.forward", "flash_attn_func", "attention"]
     full = lines("3")
     assert full[0] == (
         "attention(q=bfloat16 (2, 5, 4, 8) on cpu, strides (160, 32, 8, 1), "

@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const Work& w,
       float row_lse;
       inverse[half] = finish(2 * mb + half, row_lse);
       const int r = warp_row + mb * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && r < rows) lse[r] = row_lse;
+      if (p.lse != nullptr && lane % 4 == 0 && r < rows) lse[r] = row_lse;
     }
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) scale_block(acc_o[mb][j], inverse[0], inverse[1]);

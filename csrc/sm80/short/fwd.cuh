@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
         const int row = row0() + half * 8 + ptx::fresh_lane() / 4;
         if (ptx::fresh_lane() % 4 == 0 && row < x.seqlen_q) {
           const int64_t stat = (static_cast<int64_t>(at.b) * x.num_heads + at.h) * x.seqlen_q + row;
-          p.lse[stat] = lse;
+          if (p.lse != nullptr) p.lse[stat] = lse;
           if (m.row_max != nullptr) m.row_max[stat] = top == -INFINITY ? top : highest;
         }
       }

@@ -250,7 +250,7 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
     if (is_whole) {
       float lse;
       const float inverse = finish_row(all, scale, lse);
-      if (col == 0) p.lse[at.lse_offset(p.problem)] = lse;
+      if (col == 0 && p.lse != nullptr) p.lse[at.lse_offset(p.problem)] = lse;
 #pragma unroll
       for (float& y : x) y *= inverse;
       if (col < columns) store_quad<typename T::Element>(p.out, at, col, columns, x);

@@ -49,7 +49,7 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
   if (warp >= kPasses) return;
   float lse;
   const float inverse = finish_row(all, scale, lse);
-  if (threadIdx.x == 0) p.lse[at.lse_offset(p.problem)] = lse;
+  if (threadIdx.x == 0 && p.lse != nullptr) p.lse[at.lse_offset(p.problem)] = lse;
   float sums[4] = {};
 #pragma unroll
   for (int n = 0; n < kWarps; ++n) {

@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-// Rows that no key is visited for: output 0, their lse, and maxima where those are wanted. Consumers meet work tiles
+// Rows that no key is visited for: output 0, and their lse and maxima where those are wanted. Consumers meet work tiles
 // with tiles only.
 template <typename T>
 __device__ __forceinline__ void store_empty(const FwdParams& p, const Work& w, float lse, float* row_max, int lane) {
@@ -14,7 +14,7 @@ __device__ __forceinline__ void store_empty(const FwdParams& p, const Work& w, f
   const int64_t stat = row_stat_offset(p.problem, w, w.h) + first_row;
 #pragma unroll 1
   for (int row = lane; row < rows; row += 32) {
-    p.lse[stat + row] = lse;
+    if (p.lse != nullptr) p.lse[stat + row] = lse;
     if (row_max != nullptr) row_max[stat + row] = -INFINITY;
   }
   // In a loop of its own: there are no registers for one loop over both.

@@ -26,7 +26,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
   }
 }
 
-// Sums of two rows over their quad; stores lse and returns the factors for the output, 0 for rows without keys.
+// Sums of two rows over their quad; stores lse where it is wanted, and returns the factors for the output, 0 for rows
+// without keys.
 __device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, const RowState& state, int row, int lane,
                                             float (&inverse)[2]) {
   float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h);
@@ -37,7 +38,7 @@ __device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, con
     sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
     const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
     inverse[half] = empty ? 0.f : 1.f / sum;
-    if (lane % 4 == 0 && row + 8 * half < w.q.length) {
+    if (a.p.lse != nullptr && lane % 4 == 0 && row + 8 * half < w.q.length) {
       lse[row + 8 * half] = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
     }
   }

@@ -113,7 +113,7 @@ __device__ __forceinline__ void weights_by_maximum_of_exponents(const float (&s)
   }
 }
 
-// Completes two rows with the work tile's sink: stores lse and what is wanted of the maxima, returns the factors for
+// Completes two rows with the work tile's sink: stores what is wanted of lse and the maxima, returns the factors for
 // the output, 0 for rows without keys.
 __device__ __forceinline__ void finish_mod_rows(const FwdModArgs& a, const ModWorkTile& work, const ModRowState& state,
                                                 int row, int lane, float (&inverse)[2]) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void finish_mod_rows(const FwdModArgs& a, const ModWo
       inverse[half] *= share / both;
     }
     if (lane % 4 == 0 && row + 8 * half < work.w.q.length) {
-      a.plain.p.lse[stat + row + 8 * half] = lse;
+      if (a.plain.p.lse != nullptr) a.plain.p.lse[stat + row + 8 * half] = lse;
       if (m.row_max != nullptr) m.row_max[stat + row + 8 * half] = largest * (m.unit_log2 * kLn2);
     }
   }

@@ -1,4 +1,4 @@
-"""The functions of ``flash_attn.flash_attn_interface``, version 2.8, on :func:`flash_ext.forward`.
+"""The functions of ``flash_attn.flash_attn_interface``, version 2.8, on functions of :mod:`flash_ext`.
 
 What all of them share:
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backward, dropout_rng, forward, masks, serving
+from ... import attention, attention_varlen, backward, dropout_rng, forward, masks, serving
 from ..._count import counting, tally
 from ..._log import logged
 from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
@@ -386,9 +386,28 @@ def _attend(
     max_seqlens: tuple[int | Tensor, int | Tensor] | None,
     options: dict[str, Any],
 ) -> Result:
-    weights_wanted = return_attn_probs and dropout_p > 0
-    out, lse, weights, _ = _run(q, k, v, dropout_p, weights_wanted, max_seqlens, options)
-    return (out, lse, weights) if return_attn_probs else out
+    if not return_attn_probs:
+        return _out_alone(q, k, v, dropout_p=dropout_p, **options)
+    out, lse, weights, _ = _run(q, k, v, dropout_p, dropout_p > 0, max_seqlens, options)
+    return out, lse, weights
+
+
+def _out_alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Without lse, which no forward makes for nobody."""
+    if counting:
+        tally("compat.flash_attn")
+    q, k, v = (_with_unit_stride(t) for t in (q, k, v))
+    if cu_seqlens_q is None:
+        return attention(q, k, v, **options)
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
 def _over_pages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import forward, masks, serving
+from ... import AuxRequest, attention, forward, masks, serving
 from ..._log import logged
 
 
@@ -133,10 +133,14 @@ def flash_attn_with_kvcache(
     hidden = _hidden_keys(centre, lengths, keys.shape[1], causal, window_size, leftpad)
     bias = None if alibi_slopes is None else _alibi(alibi_slopes, centre, keys.shape[1])
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out, lse = forward(
-        q, keys, values, scale=softmax_scale, softcap=softcap, mask=masks.HiddenKeys(hidden), bias=bias
-    )
-    return (out, lse) if return_softmax_lse else out
+    out, aux = attention(
+        q, keys, values, scale=softmax_scale, softcap=softcap, mask=masks.HiddenKeys(hidden), bias=bias,
+        return_aux=AuxRequest(lse=return_softmax_lse),
+    )  # fmt: skip
+    if not return_softmax_lse:
+        return out
+    assert aux.lse is not None
+    return out, aux.lse
 
 
 def _check(

@@ -13,13 +13,15 @@ from tests.sources import ROOT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-# Lengths that no tile divides, grouped heads, a head size that is no power of two, rows that see nothing.
+# Lengths that no tile divides, grouped heads, head sizes that are no power of two and above 128, and rows
+# that see no key.
 PROGRAM = """
 import sys
 import torch
 from examples.ladder import triton_flash2
 device, dtype, limit = sys.argv[1], getattr(torch, sys.argv[2]), float(sys.argv[3])
 cases = [(1, 2, 2, 130, 150, 64, False), (2, 4, 2, 70, 200, 40, True), (1, 1, 1, 200, 70, 16, True)]
+cases += [(1, 2, 1, 130, 150, 200, True)]
 for batch, heads, heads_k, seqlen_q, seqlen_k, d, causal in cases:
     torch.manual_seed(0)
     shapes = (seqlen_q, heads), (seqlen_k, heads_k), (seqlen_k, heads_k)

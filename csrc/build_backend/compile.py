@@ -173,7 +173,8 @@ def source_files() -> list[Path]:
     found = [path.relative_to(csrc) for path in csrc.rglob("*") if path.suffix in (".cpp", ".cu")]
 
     def order(path: Path) -> tuple:
-        return path.parent != Path("inst"), "_mod_" not in path.name, "sm90" not in path.name, path
+        is_long = "_mod_" in path.name or "_short" in path.name
+        return path.parent != Path("inst"), not is_long, "sm90" not in path.name, path
 
     return sorted(found, key=order)
 

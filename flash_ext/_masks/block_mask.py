@@ -184,8 +184,8 @@ class BlockMask(Mask):
         rule: Rule,
         batch: int | None,
         num_heads: int | None,
-        seqlen_q: int,
-        seqlen_k: int,
+        q_len: int,
+        k_len: int,
         block_size: int | tuple[int, int] = 128,
         device: torch.device | str = "cpu",
     ) -> BlockMask:
@@ -195,11 +195,11 @@ class BlockMask(Mask):
             rule: function of four int64 index tensors b, h, q_idx, k_idx that broadcast with each other;
                 returns bool, True where the query sees the key.
             batch, num_heads: sizes of the map; None when the rule does not look at b or h.
-            seqlen_q, seqlen_k: lengths the map is for.
+            q_len, k_len: lengths the map is for.
             block_size: as in :class:`BlockMask`.
             device: where the map is built and lives.
         """
-        sizes = Sizes(False, batch or 1, num_heads or 1, seqlen_q, seqlen_k)
+        sizes = Sizes(False, batch or 1, num_heads or 1, q_len, k_len)
 
         def piece(b: int, rows: range, keys: range) -> Tensor:
             sides = (range(b, b + 1), range(sizes.num_heads), rows, keys)

@@ -232,6 +232,11 @@ class Mask(Value):
         _checked_mask(other, "|")
         raise AssertionError
 
+    def __add__(self, other: Any) -> NoReturn:
+        if isinstance(other, Value) and not isinstance(other, Mask):
+            return NotImplemented  # type: ignore[misc]  # a bias has words of its own
+        raise TypeError("A mask is not added: a & b shows a key that both show, a | b one that either shows.")
+
     def __invert__(self) -> Mask:
         return Not(self)
 

@@ -18,6 +18,9 @@ OTHER_NAMES = {
     "attention_mask": "mask= (bool, True = take part) or bias= (added to the scores)",
     "attn_bias": "bias=",
     "position_bias": "bias=flash_ext.masks.RelativePosition(table)",
+    "alibi": "bias=flash_ext.masks.ALiBi(slopes)",
+    "score_mod": "bias= or softcap= for a change of the scores, and mask= for what is hidden",
+    "mask_mod": "mask=flash_ext.masks.BlockMask.from_rule(rule, batch, num_heads, q_len, k_len)",
     "key_padding_mask": "mask=flash_ext.masks.KeyMask(keep), where True takes part",
     "alibi_slopes": "bias=flash_ext.masks.ALiBi(slopes)",
     "document_ids": "mask=flash_ext.masks.Documents(ids)",
@@ -33,9 +36,19 @@ OTHER_NAMES = {
     "return_lse": "return_aux=flash_ext.AuxRequest(lse=True)",
     "return_max_logits": "return_aux=flash_ext.AuxRequest(max_scores=True)",
     "return_softmax_lse": "return_aux=flash_ext.AuxRequest(lse=True)",
-    "enable_gqa": "nothing: grouped heads need no switch",
     "path": "backend=",
     "s_aux": "sinks=",
+}
+# What has no keyword for it, and what to do instead.
+PACKED = "Packed sequences go into flash_ext.attention_varlen."
+CACHED = "Keys in a cache go into flash_ext.attention_varlen."
+INSTEAD = {
+    "enable_gqa": "Grouped heads need no switch: leave it out.",
+    "cu_seqlens": PACKED,
+    "cu_seqlens_q": PACKED,
+    "cu_seqlens_k": PACKED,
+    "seqused_k": CACHED,
+    "block_table": CACHED,
 }
 
 
@@ -54,7 +67,7 @@ def refuse_unknown(function: Callable[..., Any], unknown: dict[str, Any]) -> Non
             meant = meant or (f"{near[0]}=" if near else "")
             # What is a parameter elsewhere only would lead from one refusal to the next.
             helps = bool(meant) and ("=" not in meant or meant.split("=")[0] in known)
-        hint = f" Did you mean {meant}?" if helps else ""
+        hint = f" Did you mean {meant}?" if helps else f" {INSTEAD[name]}" if name in INSTEAD else ""
         raise TypeError(f"{function.__name__}() has no keyword {name!r}.{hint}")
 
 

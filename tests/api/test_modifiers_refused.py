@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -204,6 +206,19 @@ def test_another_name_is_answered_with_ours(name: str) -> None:
         words = rf"{function.__name__}\(\) has no keyword '{name}'. Did you mean .*{OLD_NAMES[name]}"
         with pytest.raises(TypeError, match=words):
             function(*tensors, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("enable_gqa", "Grouped heads need no switch: leave it out."),
+        ("cu_seqlens_q", "Packed sequences go into flash_ext.attention_varlen."),
+        ("block_table", "Keys in a cache go into flash_ext.attention_varlen."),
+    ],
+)
+def test_a_keyword_without_a_counterpart_is_answered_with_what_to_do(name: str, words: str) -> None:
+    with pytest.raises(TypeError, match=rf"^attention\(\) has no keyword '{name}'. {re.escape(words)}$"):
+        flash_ext.attention(*make_qkv(), **{name: None})
 
 
 def test_arguments_are_checked_beside_modifiers_too() -> None:

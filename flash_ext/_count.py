@@ -21,8 +21,9 @@ class Counts:
 
     Attributes:
         calls: calls of each public entry: ``attention``, ``attention_varlen``, ``forward``, ``backward``,
-            ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, ``compat.flash_attn``,
-            ``integrations.transformers``. An entry that calls another counts for both.
+            ``scaled_dot_product_attention``, ``append_kv``, ``attention_fp8``, ``nn.MultiheadAttention``,
+            ``serving`` (the calls of engines), ``compat.flash_attn``, ``integrations.transformers``. An entry
+            that calls another counts for both.
         torch_served: calls of torch's own operators that ran here under :func:`flash_ext.enable_sdpa`, by the
             operator's name; forward and backward are operators of their own.
         torch_returned: those that went back to the implementation of torch, by (operator, reason).

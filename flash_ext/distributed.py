@@ -33,6 +33,8 @@ from ._ops.functorch import cast_as_autocast
 from ._ops.library import _C
 from ._pair import backward, forward
 
+__all__ = ["gather_sequence", "ring_attention", "shard_sequence", "ulysses_attention"]
+
 Group: TypeAlias = "dist.ProcessGroup | None"
 
 
@@ -202,14 +204,14 @@ class _Plan:
         found = []
         for a, q_piece in enumerate(own):
             for b, k_piece in enumerate(other):
-                visit = visible_block((q_piece - k_piece) * n, n, n, self.left, self.right)
+                visit = _visible_block((q_piece - k_piece) * n, n, n, self.left, self.right)
                 if visit is not None:
                     (r0, r1), (k0, k1), window = visit
                     found.append((slice(a * n + r0, a * n + r1), slice(b * n + k0, b * n + k1), window))
         return found
 
 
-def visible_block(
+def _visible_block(
     offset: int, rows: int, keys: int, left: int, right: int
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
     """A window between two pieces of a sequence, as one between parts of them aligned at the bottom right.
@@ -398,3 +400,7 @@ def _exchanged(t: Tensor, group: Group, to_heads: bool) -> Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), dim=joined)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._attention import AuxOutput, _wants
+from ._count import counting, tally
 from ._cpu import fp8
 from ._log import logged
 from ._ops import fp8 as _operators  # noqa: F401  (registers the operators)
@@ -298,6 +299,8 @@ def attention_fp8(
         raise TypeError(
             f"attention_fp8 takes what quantize_fp8(q, k, v) returns, got {type(x).__qualname__}."
         )
+    if counting:
+        tally("attention_fp8")
     explain_options(None, None, scale, causal, window_size, None, backend)
     scale = default_scale(x.q.shape[-1]) if scale is None else float(scale)
     left, right = window_size
@@ -442,3 +445,7 @@ def _descale(
         return t
     want = f"(), (1,) or {(*batch, heads)}" + (f" or {(*batch, heads, channels)}" if channels > 1 else "")
     raise ValueError(f"{name} must have shape {want}, got {tuple(t.shape)}.")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

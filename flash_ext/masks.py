@@ -71,3 +71,7 @@ __all__ = [
     "prefix_tree",
     "spans",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

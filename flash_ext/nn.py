@@ -15,6 +15,8 @@ from ._masks.value import And, Mask, for_one_call
 from ._ops.arguments import dropout_rng
 from ._pair import forward as attend
 
+__all__ = ["MultiheadAttention"]
+
 # Weights are carried out this many keys at a time: the largest head_dim of v on a GPU.
 _COLUMNS = 256
 
@@ -223,3 +225,7 @@ def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
         v = columns.contiguous()[:, None].expand(*k.shape[:3], -1)
         parts.append(attend(q, k, v, **options)[0])
     return torch.cat(parts, dim=-1).transpose(1, 2) if parts else q.new_zeros(*q.shape[:2], q.shape[2], 0)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

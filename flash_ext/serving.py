@@ -397,3 +397,7 @@ def _turned_queries(
     positions = positions.clamp(0, factors[0].shape[0] - 1)
     cos, sin = (t.float()[positions][..., None, :] for t in factors)
     return turned(q, cos, sin, interleaved)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

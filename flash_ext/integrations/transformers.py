@@ -25,8 +25,8 @@ from .. import attention, attention_varlen, masks
 from .._count import counting, tally
 from .._log import logged
 from ..serving import is_batch_invariant
-from . import fp8
-from .t5 import hand_on_distances, relative_position
+from . import _fp8 as fp8
+from ._t5 import hand_on_distances, relative_position
 
 NAME = "fext"
 NAME_IN_4 = "flash_ext"

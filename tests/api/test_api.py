@@ -132,6 +132,13 @@ def test_all_names_are_public_and_typed() -> None:
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
 
 
+def test_modules_show_their_own_names_alone() -> None:
+    for module in (flash_ext.masks, flash_ext.nn, flash_ext.distributed, flash_ext.serving, flash_ext.fp8):
+        assert [name for name in dir(module) if name[0] != "_"] == sorted(module.__all__)
+    assert [name for name in dir(flash_ext.integrations) if name[0] != "_"] == ["transformers"]
+    assert [name for name in dir(flash_ext.compat) if name[0] != "_"] == ["flash_attn"]
+
+
 def test_importing_loads_neither_the_compiler_nor_dtensor() -> None:
     """Both take seconds; a program that needs them loads them itself."""
     names = "torch._dynamo", "torch.distributed.tensor"

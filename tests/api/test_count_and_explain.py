@@ -48,6 +48,15 @@ def test_a_module_and_what_it_calls():
     }  # fmt: skip
 
 
+def test_entries_of_the_modules_are_counted():
+    q, k, v = qkv(1, 8, 2, 16, dtype=torch.bfloat16)
+    with flash_ext.count() as c:
+        flash_ext.fp8.attention_fp8(flash_ext.fp8.quantize_fp8(q, k, v))
+        flash_ext.serving.append_kv(k[0], v[0], k, v, torch.arange(8))
+        flash_ext.serving.flash_attn_with_kvcache(q, k, v, cache_seqlens=8)
+    assert c.calls == {"attention_fp8": 1, "append_kv": 1, "serving": 1}
+
+
 def test_counts_nest_and_see_all_threads():
     q, k, v = qkv(1, 8, 2, 16)
     with flash_ext.count() as outer:

@@ -82,8 +82,8 @@ import inspect, flash_ext
 from flash_ext import distributed as d
 names = [(flash_ext, name) for name in flash_ext.__all__]
 names += [(flash_ext.compat.flash_attn, name) for name in flash_ext.compat.flash_attn.__all__]
-names += [(d, name) for name, f in vars(d).items() if not name.startswith("_") and inspect.isfunction(f)
-          and f.__module__ == d.__name__ and name != "visible_block"]
+names += [(module, name) for module in (d, flash_ext.fp8, flash_ext.serving) for name in module.__all__]
+names.remove((flash_ext.serving, "get_scheduler_metadata"))  # which is no call of attention, either
 names.remove((flash_ext, "count"))  # which is no call of attention
 names += [(flash_ext.integrations.transformers, "register"), (flash_ext.nn.MultiheadAttention, "forward")]
 for owner, name in names:

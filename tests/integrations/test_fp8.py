@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext.integrations import fp8
+from flash_ext.integrations import _fp8 as fp8
 from flash_ext.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers", minversion="4.57")

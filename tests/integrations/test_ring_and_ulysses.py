@@ -26,11 +26,11 @@ import flash_ext
 from flash_ext import AuxRequest
 from flash_ext import distributed as ring
 from flash_ext.distributed import (
+    _visible_block,
     gather_sequence,
     ring_attention,
     shard_sequence,
     ulysses_attention,
-    visible_block,
 )
 from flash_ext.masks import Causal, Documents
 from tests.qkv import sdpa_counts
@@ -54,7 +54,7 @@ def test_windows_between_pieces_by_brute_force() -> None:
                 (i, j) for i in range(rows) for j in range(keys)
                 if (left < 0 or j >= i + offset - left) and (right < 0 or j <= i + offset + right)
             }  # fmt: skip
-            found = visible_block(offset, rows, keys, left, right)
+            found = _visible_block(offset, rows, keys, left, right)
             if found is None:
                 assert not wanted
                 continue

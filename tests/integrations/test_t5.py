@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_ext.integrations import t5
+from flash_ext.integrations import _t5 as t5
 from flash_ext.masks import KeyMask, RelativePosition
 from tests.integrations import test_transformers as base
 from tests.integrations.test_transformers import NAME, VOCABULARY, calls, close, tokens, transformers, use

@@ -39,6 +39,7 @@ struct FwdTraits {
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdTile kTile = fwd_tile(D, Dv, kM128);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
+  static constexpr int kNarrow = kBlockN == 128 ? 80 : kBlockN;  // keys of a narrow last tile
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
   static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv);
   static constexpr int kStagingChunks = kTile.staging_chunks(Dv);

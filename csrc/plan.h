@@ -59,6 +59,7 @@ enum class Evidence : uint8_t {
   kDqPool,
   kSplitBwdMod,
   kFusedBwdMod,
+  kFwdParts,
 };
 std::string_view name_of(Evidence e);
 
@@ -102,6 +103,7 @@ enum class KernelId : uint8_t {
   kSumDvSplits,
   // Hopper
   kFwdCached90,
+  kFwdParts90,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,
@@ -148,7 +150,7 @@ struct Part {
 };
 struct Workspace {
   Part tile_counters;  // 16 bytes for each kernel that fetches its tiles
-  Part kv_partials;  // split-KV: maxima and sums, then outputs
+  Part kv_partials;  // of parts of the keys: maxima and sums, then outputs
   Part kv_stretches;  // forwards over very many keys: output, maximum and sum between stretches
   Part stats_portable;  // fp32 pairs [h][rows] (lse log2 e, delta); gradients of biases, slopes and sinks read them
   Part row_stats;  // the same by tiles of queries, Hopper
@@ -178,7 +180,7 @@ struct Plan {
   std::array<Launch, 10> launches{};  // in order
   int num_launches = 0;
   int main = 0;  // the launch whose tile is printed first
-  SplitGrid split_kv;  // of the split-KV kernels
+  SplitGrid split_kv;  // of forwards that split the keys
   KvCacheGrid kv_cache;  // of forwards over a cache
   ShortGrid short_heads;  // of the kernels for short sequences
   sm90::DqPool dq_pool;  // of DqMode::kPool

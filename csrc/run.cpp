@@ -39,6 +39,7 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwdCached80: return launch_in({large ? sm80::kFwdCachedLarge : sm80::kFwdCachedSmall}, c, l);
     case KernelId::kFwd90: return launch_in({sm90::kFwd}, c, l);
     case KernelId::kFwdCached90: return launch_in({sm90::kFwdCached}, c, l);
+    case KernelId::kFwdParts90: return launch_in({sm90::kFwdParts}, c, l);
     case KernelId::kFwdFp890:
       return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);
     case KernelId::kFwdMod90: return launch_in({sm90::kFwdModUpTo128, sm90::kFwdModAbove128}, c, l);

@@ -73,6 +73,34 @@ void build_hopper(Req r, Dev d, Plan& p) {
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
 }
 
+bool supports_parts(Req r, Dev d) {
+  return supports_m128(r, d) && sm90::parts_of_tiles(r.problem, d, r.constraints) > 1;
+}
+// Fewer queries than half a tile are for the split-KV kernel, which packs the heads of a group.
+bool prefers_parts(Req r, Dev) { return r.problem.seqlen_q > 64 && !r.constraints.kv_splits; }
+
+void build_parts(Req r, Dev d, Plan& p) {
+  const Problem& x = r.problem;
+  const int size = hopper_dims(x).d, merge_size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+  const sm90::FwdTile t = sm90::fwd_tile(size, size, true);
+  Launch& l = p.push(main_of(KernelId::kFwdParts90, size, size, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
+                             t.smem_bytes(size, size), sm90::fwd_grid(x, d, t.block_m()), 0));
+  SplitGrid& g = p.split_kv;
+  g.splits = p.kv_splits = sm90::parts_of_tiles(x, d, r.constraints);
+  g.total_rows = x.total_q * x.num_heads;
+  g.pitch = (x.head_dim_v + 3) / 4 * 4;
+  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
+  g.parts = Divisor(static_cast<uint32_t>(g.splits));
+  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
+  g.queries = Divisor(static_cast<uint32_t>(x.seqlen_q));
+  l.tiles = l.grid.ctas * g.splits;
+  l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
+  l.dynamic = sm90::has_unequal_tiles(x) || sm90::prefers_dynamic(x, d, t.block_m());
+  p.push(pass(KernelId::kFwdCombine80, merge_size, merge_size, g.total_rows, SplitTile::kThreads, true));
+  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
+}
+
 // ---- with operands in e4m3 ---------------------------------------------------------------------------
 
 bool is_mixed(Req r) { return r.operands == Operands::kMixed; }
@@ -325,6 +353,7 @@ using E = Evidence;
 
 constexpr Row kHopper[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
+    {F::kFwd, "sm90.fwd.parts", supports_parts, prefers_parts, build_parts, E::kFwdParts},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, prefers_split_kv_on_hopper, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<true>, E::kGrid},
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},

@@ -180,6 +180,36 @@ inline bool takes_m128(const Problem& p, const DeviceInfo& d, const Constraints&
   return c.fwd_block_m ? *c.fwd_block_m == 128 : !d.batch_invariant && prefers_m128(p, d, cost);
 }
 
+// Into how many parts CTAs share out the keys of each tile of 128 queries, where tiles are too few to go round: 4096
+// queries of one head are 32 tiles. Time in microseconds: of a step of 128 keys, of a tile that begins and ends, and of
+// adding up, 1 / 16 a part and the traffic of partial results. The multiprocessors take the parts of a causal square,
+// half as long on average, in turn. Evidence: fwd-parts.
+inline int parts_of_tiles(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  constexpr double kEnds = 1.5, kSum = 3., kPerPart = 1. / 16, kBytesPerUs = 4e6, kLeastGain = 1.05;
+  if (p.is_varlen() || has_long_keys(p) || d.num_sms <= 0 || p.total_q <= 0 || p.total_k <= 0) return 1;
+  if (c.kv_splits) return std::clamp(*c.kv_splits, 1, kMaxSplits);
+  if (d.batch_invariant) return 1;
+  const int64_t tiles = (int64_t{p.seqlen_q} + 127) / 128 * p.batch * p.num_heads;
+  int64_t keys = p.seqlen_k;
+  if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, int64_t{128} + p.window_left + p.window_right);
+  const int64_t steps = (keys + 127) / 128;
+  const bool is_triangle = p.window_right >= 0 && p.window_left < 0 && p.seqlen_q >= p.seqlen_k;
+  const double width = (p.head_dim + p.head_dim_v) / 256., step = 0.85 + 0.5 * width;
+  const double bytes = 4. * static_cast<double>(p.total_q * p.num_heads) * (p.head_dim_v + 2);
+  const auto time_of = [&](int64_t parts) {
+    const auto rounds = static_cast<double>((tiles * parts + d.num_sms - 1) / d.num_sms);
+    const double longest = static_cast<double>((steps + parts - 1) / parts) * step;
+    const double all = is_triangle ? std::max(longest, rounds * longest / 2) : rounds * longest;
+    const double sums = kSum + static_cast<double>(parts) * (kPerPart + 2 * bytes / kBytesPerUs);
+    return all + rounds * kEnds + (parts > 1 ? sums : 0.);
+  };
+  int best = 1;
+  for (int parts = 2; parts <= std::min<int64_t>(steps, kMaxSplits) && tiles * parts <= 2 * d.num_sms; ++parts) {
+    if (kLeastGain * time_of(parts) < time_of(1) && time_of(parts) < time_of(best)) best = parts;
+  }
+  return best;
+}
+
 // Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that
 // they leave most tiles whole or hide them, and where there are enough tiles of 192 queries. Bool masks, which are
 // mixed in all places, stay with lower and wider tiles, whose words are fetched ahead. So do maps of blocks of 128 or

@@ -54,6 +54,7 @@ int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
 // What tells instances of one name and head_dim apart.
 const char* suffix_of(const Launch& l) {
   switch (l.kernel) {
+    case KernelId::kFwdParts90: return "_parts";
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
@@ -90,6 +91,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kDqConvert80: return "bwd_postprocess_sm80";
     case KernelId::kDbias80: return "bwd_bias_sm80";
     case KernelId::kFwd90: return "fwd_sm90";
+    case KernelId::kFwdParts90: return "fwd_sm90";
     case KernelId::kFwdFp890: return "fwd_fp8_sm90";
     case KernelId::kFwdMod90: return "fwd_mod_sm90";
     case KernelId::kRowStatsAndZero90: return "row_stats_and_zero_sm90";
@@ -148,6 +150,7 @@ std::string_view name_of(Evidence e) {
     case Evidence::kDqPool: return "dq-pool";
     case Evidence::kSplitBwdMod: return "split-bwd-mod";
     case Evidence::kFusedBwdMod: return "fused-bwd-mod";
+    case Evidence::kFwdParts: return "fwd-parts";
   }
   return "?";
 }

@@ -18,6 +18,7 @@ std::string launch_fwd_split(const FwdCall& c, const Launch& l) {
   FwdParams p = c.p;
   p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
   const SplitGrid& g = c.plan.split_kv;
+  if (c.plan.main_launch().kernel == KernelId::kFwdParts90) p.problem.abs_scale_log2 = 1.f;  // its maxima are scaled
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
     if (l.kernel == KernelId::kFwdCombine80) {
       return launch_planned(l, fwd_merge_kernel<E>, SplitTile::kThreads, 0, p.stream, p, g);

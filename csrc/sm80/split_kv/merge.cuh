@@ -34,6 +34,7 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
   float4 x[kPasses] = {};
 #pragma unroll 8
   for (int part = warp; part < splits; part += kWarps) {
+    if (state_of(part).is_empty()) continue;  // its output need not be there
     const float factor = state_of(part).factor(all.largest, scale);
     const float* row = partial_out(p, g, part) + number * g.pitch + 4 * lane;
 #pragma unroll

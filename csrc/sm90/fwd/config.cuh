@@ -4,6 +4,7 @@
 #include "../../common/attn_mod.cuh"
 #include "../../common/debug_delay.cuh"
 #include "../../common/seqlen.cuh"
+#include "../../kv_splits.h"
 #include "../core/matmul.cuh"
 #include "../core/scheduler.cuh"
 
@@ -33,9 +34,21 @@ struct WorkTile {
   BlockRange blocks;  // tiles of keys, at least one
 };
 
-template <typename E, int D, int Dv, bool kM128 = false>
+// One part of the keys of a work tile, where CTAs share them out (parts.cuh).
+struct PartTile : WorkTile {
+  int part;
+};
+struct FwdPartsArgs : FwdArgs {
+  SplitGrid parts;
+  void* partials;
+};
+
+template <typename E, int D, int Dv, bool kM128 = false, bool kInParts = false>
 struct FwdTraits {
   using Element = E;
+  using Tile = std::conditional_t<kInParts, PartTile, WorkTile>;
+  using Args = std::conditional_t<kInParts, FwdPartsArgs, FwdArgs>;
+  static constexpr bool kParts = kInParts;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdTile kTile = fwd_tile(D, Dv, kM128);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
@@ -55,7 +68,7 @@ struct FwdTraits {
   // The producer writes work tile i + 2 at the earliest when every consumer has asked Q of work tile i + 1 for its last
   // scores; the slowest may then still store the output of work tile i.
   static constexpr int kWorkStages = 4;
-  static constexpr int kBarriersAt = kWorkAt + kWorkStages * static_cast<int>(sizeof(WorkTile));
+  static constexpr int kBarriersAt = kWorkAt + kWorkStages * static_cast<int>(sizeof(Tile));
   static_assert(kBarriersAt + 8 * (2 * kKvStages + 2 * kQStages + kWorkStages + 1) <= kSmemBytes);
   static_assert(kStageBytes % 1024 == 0 && kQBytes % 1024 == 0, "swizzled tiles start on 1024 bytes");
 };

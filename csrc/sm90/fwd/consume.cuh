@@ -10,6 +10,7 @@
 // on the same registers would be serialised.
 #pragma once
 
+#include "parts.cuh"
 #include "store.cuh"
 
 namespace flash_ext::sm90 {
@@ -44,8 +45,8 @@ __device__ __forceinline__ BlockRange seen_tiles(const FwdArgs& a, const WorkTil
 }
 
 template <typename T>
-__device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, uint32_t smem,
-                                        const WorkTile* work_tiles, Barriers<T> bars, int group) {
+__device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps& maps, uint32_t smem,
+                                        const typename T::Tile* work_tiles, Barriers<T> bars, int group) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kN = T::kBlockN;
   constexpr int kNarrow = T::kNarrow;
@@ -157,13 +158,15 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
   const auto issue_output = [&] {
     wait(bars.kv_full(ring.stage), ring.phase);
     const uint32_t v_low = uniform(v_base + ring.stage * (T::kStageBytes / 16));
-    ptx::wgmma_fence();
     if (narrow) {
+      ptx::wgmma_fence();
       issue_pv<E>(o, first_of<kNarrow / 4>(weights), v_low);
+      ptx::wgmma_commit();
     } else {
+      ptx::wgmma_fence();
       issue_pv<E>(o, weights, v_low);
+      ptx::wgmma_commit();
     }
-    ptx::wgmma_commit();
   };
   const auto prepare = [&]<int kKeys>(std::integral_constant<int, kKeys>) {
     float(&scores)[kKeys / 2] = first_of<kKeys / 2>(s);
@@ -183,8 +186,9 @@ __device__ __forceinline__ void consume(const FwdArgs& a, const FwdMaps& maps, u
     }
   };
   const auto store = [&] {
-    const WorkTile& work = work_tiles[work_at];
+    const auto& work = work_tiles[work_at];
     const Work& w = work.w;
+    if constexpr (T::kParts) return store_part<T>(a, work, o, state, w.block * T::kBlockM + row_in_tile, lane);
     if (work.w.k.length > kStretches.above) {
       const BlockRange seen = seen_tiles<T>(a, work, group);
       float* own = kept_place<T>(a, group);

@@ -20,8 +20,8 @@ namespace flash_ext::sm90 {
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    fwd_sm90_kernel(const __grid_constant__ FwdArgs a, const __grid_constant__ FwdMaps maps) {
-  run_cta<T, WorkTile, Barriers<T>>(
+    fwd_sm90_kernel(const __grid_constant__ typename T::Args a, const __grid_constant__ FwdMaps maps) {
+  run_cta<T, typename T::Tile, Barriers<T>>(
       T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         if (warp == 0) {

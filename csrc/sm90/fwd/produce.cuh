@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../common/float_results.cuh"
-#include "config.cuh"
+#include "parts.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -45,9 +45,10 @@ __device__ __forceinline__ void copy_q(const FwdArgs& a, const FwdMaps& maps, ui
 inline constexpr int kFetchAhead = 3;  // tiles of a work tile still to load when the next one is fetched
 
 // First warp: decides what is next, loads its Q.
-template <typename T>
-__device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& maps, uint32_t smem,
-                                              WorkTile* work_tiles, Barriers<T> bars) {
+template <typename T, typename Args, typename Tile>
+__device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps, uint32_t smem, Tile* work_tiles,
+                                              Barriers<T> bars) {
+  constexpr bool kParts = std::is_same_v<Tile, PartTile>;
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
   const bool dynamic = a.scheduler.counter != nullptr;
@@ -60,11 +61,18 @@ __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& m
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
     int sequence = 0;
-    Work w =
-        decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, T::kNamesSequences ? &sequence : nullptr);
+    uint32_t tile_index = index;
+    if constexpr (kParts) tile_index = divide(index, a.parts.parts);
+    Work w = decode_index<T::kBlockM, true, true, true, true>(tile_index, p, a.grid,
+                                                              T::kNamesSequences ? &sequence : nullptr);
     if constexpr (T::kNamesSequences) w.b = sequence;
     if (w.active) {
       BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
+      int part = 0;
+      if constexpr (kParts) {
+        part = static_cast<int>(index - tile_index * a.parts.parts.divisor);
+        blocks = part_of_blocks(blocks, part, a.parts.splits);
+      }
       if (blocks.begin < blocks.end) {
         if (w.k.length > kStretches.above) {
           // Stretches of one tile of queries are work tiles of their own, from the last one on.
@@ -76,7 +84,11 @@ __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& m
         }
         wait(bars.q_empty(q_ring.stage), q_ring.phase);
         if (lane == 0) {
-          work_tiles[work_ring.stage] = {w, blocks};
+          if constexpr (kParts) {
+            work_tiles[work_ring.stage] = {{w, blocks}, part};
+          } else {
+            work_tiles[work_ring.stage] = {w, blocks};
+          }
           ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
           copy_q<T>(a, maps, smem, bars.q_full(q_ring.stage), q_ring.stage, w);
         }
@@ -85,6 +97,8 @@ __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& m
         if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
         work_ring.advance();
         if (stretch_end > 0) continue;
+      } else if constexpr (kParts) {
+        store_empty_part<T>(a, w, part, lane);
       } else {
         store_empty<T>(a.p, w, -INFINITY, nullptr, lane);
       }
@@ -104,9 +118,9 @@ __device__ __forceinline__ void schedule_work(const FwdArgs& a, const FwdMaps& m
 // Second warp: streams K and V through the ring in the order of use, K0, K1, V0, K2, V1, ... without a seam between
 // work tiles. As fwd_mod/produce.cuh has it, in a struct, it makes ptxas order the code of the consumers otherwise:
 // 0.98 of the speed at head sizes (192, 128).
-template <typename T>
-__device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps, uint32_t smem,
-                                           const WorkTile* work_tiles, Barriers<T> bars) {
+template <typename T, typename Tile>
+__device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, const Tile* work_tiles,
+                                           Barriers<T> bars) {
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
   PipelineState<T::kKvStages> ring;

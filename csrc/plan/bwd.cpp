@@ -26,13 +26,13 @@ bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.proble
 bool supports_stored(Req r, Dev d) {
   return supports_fused(r, d) && r.problem.total_k > 0 && sm90::has_stored_dq(r.problem, r.constraints);
 }
-bool supports_split_short(Req r, Dev d) { return supports_fused(r, d) && padded(r.problem) == 128; }
+bool supports_split_short(Req r, Dev d) { return supports_fused(r, d); }
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
 bool supports_pool(Req r, Dev d) {
   return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_pool_of(r.problem, d, r.constraints);
 }
 
-bool prefers_whole_keys(Req r, Dev) { return sm90::prefers_whole_keys(r.problem, r.constraints); }
+bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d, r.constraints); }
 bool prefers_stored(Req r, Dev) { return sm90::prefers_stored_dq(r.problem, r.constraints); }
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }

@@ -245,6 +245,13 @@ inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const Devic
 
 // ---- which backward --------------------------------------------------------------------------------
 
+// Whether tiles of 128 keys and of 128 queries of short sequences have a multiprocessor each. Evidence: few-tiles.
+inline bool has_few_tiles(const Problem& p, const DeviceInfo& d) {
+  if (p.is_varlen() || d.batch_invariant || std::max(p.seqlen_q, p.seqlen_k) > 1024) return false;
+  const auto tiles = [&](int64_t rows, int64_t heads) { return (rows + 127) / 128 * heads * p.batch; };
+  return tiles(p.seqlen_k, p.num_heads_k) + tiles(p.seqlen_q, p.num_heads) <= d.num_sms;
+}
+
 // Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
 // without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it, in
 // which both warpgroups have keys. Evidence: whole-keys, grid.
@@ -252,18 +259,17 @@ inline bool has_whole_keys(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
-inline bool prefers_whole_keys(const Problem& p, const Constraints& c) { return has_whole_keys(p, c) && !c.dq_pool; }
+inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  const bool is_padded_to_128 = padded_head_dim(p.head_dim, p.head_dim_v) == kShortHeadDim;
+  return has_whole_keys(p, c) && !c.dq_pool && !(is_padded_to_128 && has_few_tiles(p, d));
+}
 
 // The same with two warpgroups that have 128 keys each.
 inline bool has_stored_dq(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= kStoredTile.block_n() &&
          std::max(p.head_dim, p.head_dim_v) <= kStoredHeadDim;
 }
-// Others run there when they are asked to: with masks and grouped heads its results have not been compared on a GPU.
-inline bool prefers_stored_dq(const Problem& p, const Constraints& c) {
-  const bool is_full = p.window_left < 0 && p.window_right < 0;
-  return has_stored_dq(p, c) && !c.dq_pool && is_full && p.num_heads == p.num_heads_k;
-}
+inline bool prefers_stored_dq(const Problem& p, const Constraints& c) { return has_stored_dq(p, c) && !c.dq_pool; }
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
 // queries in fp32, and two kernels add them. Counted in steps of 64 queries, of which a block that begins and ends costs
@@ -289,26 +295,27 @@ inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints&
 // whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
 inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
-  if (p.is_varlen() || size > 128 || c.dq_pool) return false;
-  const bool grouped = p.num_heads != p.num_heads_k, narrow = size <= 64;
+  if (p.is_varlen() || size <= 64 || size > 128 || c.dq_pool) return false;
+  const bool grouped = p.num_heads != p.num_heads_k;
   const auto is_short = [&] {
-    if (p.window_left >= 0 && p.window_right >= 0)
-      return !narrow && !grouped && int64_t{p.window_left} + p.window_right <= 384;
-    if (p.window_left < 0 && p.window_right == 0)
-      return p.seqlen_k <= std::min(narrow || grouped ? 256 : 320, p.seqlen_q);
-    return p.seqlen_k <= (grouped ? 256 : narrow ? 0 : 384);
+    if (p.window_left >= 0 && p.window_right >= 0) return !grouped && int64_t{p.window_left} + p.window_right <= 384;
+    if (p.window_left < 0 && p.window_right == 0) return p.seqlen_k <= std::min(grouped ? 256 : 320, p.seqlen_q);
+    return p.seqlen_k <= (grouped ? 256 : 384);
   };
   return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
 }
 
 // Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
-// but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. The
-// batch-invariant mode does not take it, because it depends on the number of heads. Evidence: split-bwd-short, grid.
+// but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. Where tiles are
+// few the two run side by side, and head sizes below 128 go as 128 too. The batch-invariant mode does not take it, because
+// it depends on the number of heads. Evidence: split-bwd-short, few-tiles, grid.
 inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (p.is_varlen() || c.dq_pool || d.batch_invariant) return false;
+  if (has_few_tiles(p, d)) return true;
   if (padded_head_dim(p.head_dim, p.head_dim_v) != kShortHeadDim || p.window_left >= 0) return false;
   const bool causal = p.window_right == 0;
   if (p.window_right > 0 || std::max(p.seqlen_q, p.seqlen_k) > (causal ? 768 : 512)) return false;
+  if (causal) return true;
   const int64_t ctas = make_grid(p, d, false, kShortKeysTile.block_n()).ctas;
   return 2 * std::min<int64_t>(ctas, INT32_MAX) * (p.num_heads / p.num_heads_k) >= 5 * int64_t{d.num_sms};
 }

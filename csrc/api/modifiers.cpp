@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../bias_rows.h"
 #include "../condensed.h"
 #include "../path_choice.h"
 #include "../short_tiles.h"
@@ -66,11 +67,17 @@ BiasView prepare_bias(Prepared& made, const Tensor& bias) {
   for (int64_t dim = 0; dim < 3; ++dim) {
     if (entries.stride(dim) == 0) entries = entries.narrow(dim, 0, 1);
   }
-  const int64_t cols = bias.size(3), room = (cols + 7) / 8 * 8;
-  const Tensor rows = new_tensor({entries.size(0), entries.size(1), entries.size(2), room}, bias.options());
-  if (room > cols) rows.narrow(3, cols, room - cols).zero_();
-  made.kept.push_back(rows.narrow(3, 0, cols));
-  made.kept.back().copy_(entries);
+  BiasRows x{.element_bytes = static_cast<int>(bias.element_size())};
+  for (int64_t dim = 0; dim < 4; ++dim) x.strides[dim] = entries.stride(dim), x.sizes[dim] = entries.size(dim);
+  const int64_t room = x.pieces() * BiasRows::kPieceBytes / x.element_bytes;
+  const Tensor rows = new_tensor({x.sizes[0], x.sizes[1], x.sizes[2], room}, bias.options());
+  x.from = entries.const_data_ptr();
+  x.to = rows.mutable_data_ptr();
+  if (rows.numel() > 0 && should_launch()) {
+    const std::string error = align_bias_rows(x, made.stream);
+    TORCH_CHECK(error.empty(), "flash_ext bias: ", error);
+  }
+  made.kept.push_back(rows.narrow(3, 0, bias.size(3)));
   return bias_view(made.kept.back());
 }
 

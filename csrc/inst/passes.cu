@@ -1,5 +1,6 @@
 #include "../gqa_splits.h"
 #include "../launch.h"
+#include "../passes/bias_rows.cuh"
 #include "../passes/head_sums.cuh"
 #include "../passes/mask_passes.cuh"
 #include "../paths.h"
@@ -41,6 +42,16 @@ std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows
   const int64_t threads = rows * ((length + DocumentIds::kGroup - 1) / DocumentIds::kGroup) * count;
   return launch("group_intervals", group_intervals_kernel, ctas(threads), kMaskThreads, 0, stream, bounds, groups, rows,
                 length, count);
+}
+
+std::string align_bias_rows(const BiasRows& x, void* stream) {
+  const int64_t pieces = x.pieces(), threads = pieces * x.sizes[0] * x.sizes[1] * x.sizes[2];
+  if (threads > INT32_MAX) return "align_bias_rows: the bias has more than 2^31 - 1 pieces of 16 bytes";
+  const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
+  const BiasRowsGrid g{divisor(pieces), divisor(x.sizes[2]), divisor(x.sizes[1]), static_cast<uint32_t>(threads)};
+  const auto kernel = x.element_bytes == 2 ? align_bias_rows_kernel<uint16_t> : align_bias_rows_kernel<uint32_t>;
+  return launch("align_bias_rows", kernel, (threads + kBiasRowsThreads - 1) / kBiasRowsThreads, kBiasRowsThreads, 0,
+                stream, x, g);
 }
 
 std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const float* parts,

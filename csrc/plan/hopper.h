@@ -245,7 +245,7 @@ inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const Devic
 
 // ---- which backward --------------------------------------------------------------------------------
 
-// Whether tiles of 128 keys and of 128 queries of short sequences have a multiprocessor each. Evidence: few-tiles.
+// Whether tiles of 128 keys and of 128 queries of short sequences have a multiprocessor each. Evidence: split-bwd-short.
 inline bool has_few_tiles(const Problem& p, const DeviceInfo& d) {
   if (p.is_varlen() || d.batch_invariant || std::max(p.seqlen_q, p.seqlen_k) > 1024) return false;
   const auto tiles = [&](int64_t rows, int64_t heads) { return (rows + 127) / 128 * heads * p.batch; };
@@ -308,7 +308,7 @@ inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constrain
 // Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
 // but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. Where tiles are
 // few the two run side by side, and head sizes below 128 go as 128 too. The batch-invariant mode does not take it, because
-// it depends on the number of heads. Evidence: split-bwd-short, few-tiles, grid.
+// it depends on the number of heads. Evidence: split-bwd-short, grid.
 inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (p.is_varlen() || c.dq_pool || d.batch_invariant) return false;
   if (has_few_tiles(p, d)) return true;

@@ -19,7 +19,7 @@ from tests.cases import (
     packed,
     small_cases,
 )
-from tests.harness import Target, on_all_tiles, on_gpu_paths, run_case, run_cases, run_probes
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_targets, run_case, run_cases, run_probes
 
 
 def in_parts(target: Target, parts: int) -> Target:
@@ -91,4 +91,62 @@ def test_decoding_splits_by_itself(target: Target) -> None:
     with target.active():
         for case in few_query_cases():
             run_case(case.replace(backward=False), target)
-            assert "split" in _C.last_launch()["kernel"], str(case)
+            kernel = _C.last_launch()["kernel"]
+            assert "split" in kernel or "parts" in kernel, str(case)
+
+
+# ---- tiles of 128 queries on Hopper whose keys are in parts ----
+
+
+def parts_of_tiles(target: Target, parts: int) -> Target:
+    return target.asking(row="sm90.fwd.parts", kv_splits=parts)
+
+
+@on_targets("sm90")
+@pytest.mark.parametrize("parts", [2, 3, 16])
+def test_parts_of_tiles(target: Target, parts: int) -> None:
+    """Parts without keys, rows without keys, keys behind the last tile, heads of every size, float results."""
+    cases = [
+        dense(batch, rows, keys, 6, h_k, d, dv, dtype=dtype, causal=causal, window=window, backward=False)
+        for batch, rows, keys, h_k in ((1, 65, 1000, 6), (2, 300, 129, 2), (1, 1025, 700, 3), (3, 128, 1, 6))
+        for d, dv, dtype in ((64, 64, "bf16"), (40, 64, "fp16"), (96, 72, "bf16"), (128, 128, "fp16"))
+        for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (90, 40)))
+    ]
+    run_cases(cases + [dense(1, 512, 4096, 4, 2, 128, causal=True, dlse=True)], parts_of_tiles(target, parts))
+
+
+@on_targets("sm90")
+def test_data_of_every_kind_in_parts_of_tiles(target: Target) -> None:
+    cases = [
+        dense(2, 100, 600, 4, 2, d, data=data, dtype=dtype, causal=causal, backward=False)
+        for data in DATA_KINDS
+        for d, dtype in ((64, "fp16"), (128, "bf16"))
+        for causal in (False, True)
+    ]
+    run_cases(cases, parts_of_tiles(target, 3))
+
+
+@on_targets("sm90")
+def test_probes_in_parts_of_tiles(target: Target) -> None:
+    cases = [
+        dense(1, 200, 900, 4, 2, 64, causal=True, backward=False),
+        dense(2, 70, 700, 4, 1, 128, window=(130, 7), backward=False),
+    ]
+    run_probes(cases, parts_of_tiles(target, 4))
+
+
+# ---- last tiles of 128 keys that hold 80 or fewer ----
+
+
+@on_targets("sm90")
+@pytest.mark.parametrize("block_m", [128, 192])
+def test_few_keys_in_the_last_tile(target: Target, block_m: int) -> None:
+    """Behind the last key of 80 weights, and with 81 keys, which take all of the tile."""
+    cases = [
+        dense(2, 200, keys, 3, 3, d, dtype=dtype, data=data, causal=causal, backward=False)
+        for keys in (1, 79, 80, 81, 144, 208, 209, 263)
+        for d, dtype, data in ((64, "bf16", "normal"), (128, "fp16", "normal"), (64, "fp16", "nan_row"))
+        for causal in (False, True)
+    ]
+    cases += [packed([70, 0, 300], [80, 5, 197], num_heads=2, num_heads_k=1, head_dim=64, backward=False)]
+    run_cases(cases, target.asking(fwd_block_m=block_m, kv_splits=0))

@@ -41,7 +41,8 @@ PORTABLE_MOD_KIND_HEAD_DIMS = (128,)
 ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
 ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
-HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192, 64, 96, 128)  # 192 for head_dim_v of 192 and of 128; lower tiles
+# 192 for head_dim_v of 192 and of 128; lower tiles, for whole keys and for parts of them.
+HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192, *(2 * (64, 96, 128)))
 HOPPER_CACHED = ("fwd_cached_sm90_kernel",)
 HOPPER_CACHED_HEAD_DIMS = (*HEAD_DIMS, 192)  # as above, without lower tiles
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)

@@ -105,7 +105,7 @@ def parts_of_tiles(target: Target, parts: int) -> Target:
 @on_targets("sm90")
 @pytest.mark.parametrize("parts", [2, 3, 16])
 def test_parts_of_tiles(target: Target, parts: int) -> None:
-    """Parts without keys, rows without keys, keys behind the last tile, heads of every size, float results."""
+    """Parts without keys, rows without keys, and heads of every size."""
     cases = [
         dense(batch, rows, keys, 6, h_k, d, dv, dtype=dtype, causal=causal, window=window, backward=False)
         for batch, rows, keys, h_k in ((1, 65, 1000, 6), (2, 300, 129, 2), (1, 1025, 700, 3), (3, 128, 1, 6))

@@ -19,7 +19,8 @@ COUNTER = 16  # bytes; a call whose items are dealt needs none
 def workspace(batch: int, heads: int, head_dim: int, seqlen: int, **more) -> int:
     plan = _C.plan(
         "fwd", batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_k=heads,
-        head_dim=head_dim, head_dim_v=head_dim, backend=choice_of("sm90", short_kernels=0), **more,
+        head_dim=head_dim, head_dim_v=head_dim,
+        backend=choice_of("sm90", short_kernels=0, kv_splits=0), **more,
     )  # fmt: skip
     assert plan["backend"] == "sm90"
     return plan["workspace_bytes"]

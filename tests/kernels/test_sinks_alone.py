@@ -54,7 +54,7 @@ def launched(
 def test_sinks_alone_run_the_plain_backward(
     head_dim: int, deterministic: bool, is_packed: bool, more: dict
 ) -> None:
-    call = {"shape": {"seqlen_q": 300, "head_dim": head_dim}, "deterministic": deterministic, **more}
+    call = {"shape": {"seqlen_q": 1100, "head_dim": head_dim}, "deterministic": deterministic, **more}
     if is_packed:
         call["cu"] = torch.tensor([0, 250, 590], dtype=torch.int32)
     wanted = KERNELS[head_dim] + ("_det" if deterministic and head_dim <= 128 else "")
@@ -124,7 +124,7 @@ def test_what_else_is_asked_for_takes_the_modified_kernels(name: str, determinis
 def test_both_alignments_are_one_where_rows_and_keys_are_as_many() -> None:
     """Lengths of packed sequences are not known."""
     mask = masks.Causal("top_left")
-    call = {"shape": {"seqlen_q": 300, "head_dim": 64}, "sinks": torch.zeros(HEADS), "mask": mask}
+    call = {"shape": {"seqlen_q": 1100, "head_dim": 64}, "sinks": torch.zeros(HEADS), "mask": mask}
     assert launched(**call)["kernel"] == "bwd_sm90_hd64"
     assert "_mod" in launched(**call, cu=torch.tensor([0, 250, 600], dtype=torch.int32))["kernel"]
 

@@ -394,6 +394,8 @@ def row_calls() -> Iterator[RowCall]:
     for asks in ("kv_splits=1", "kv_splits=5"):
         yield dataclasses.replace(split, asks=asks)
         yield dataclasses.replace(split, asks=asks, options=("packed",))
+    parts = RowCall("sm90.fwd.parts", lengths=(300, 2000), heads=(8, 2), asks="kv_splits=3")
+    yield from (parts, dataclasses.replace(parts, lengths=hides_rows, options=("causal",)))
     for row, *options in (
         ("sm80.fwd_mod", "bias", "mask"), ("sm80.fwd_mod", "sinks", "dropout"),
         ("sm90.fwd_mod.m192.slopes", "alibi"), ("sm90.fwd_mod.m192.cap", "softcap"),

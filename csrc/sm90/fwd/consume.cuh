@@ -26,7 +26,7 @@ __device__ __forceinline__ void clear(float (&x)[kCount]) {
 
 // The first of an array of registers.
 template <int kCount, typename X, int kAll>
-__device__ __forceinline__ X (&first_of(X (&x)[kAll]))[kCount] {
+__device__ __forceinline__ X (&first_of(X (&x)[kAll])) [kCount] {
   static_assert(kCount <= kAll);
   return reinterpret_cast<X(&)[kCount]>(x);
 }
@@ -169,8 +169,8 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     }
   };
   const auto prepare = [&]<int kKeys>(std::integral_constant<int, kKeys>) {
-    float(&scores)[kKeys / 2] = first_of<kKeys / 2>(s);
-    uint32_t(&words)[kKeys / 4] = first_of<kKeys / 4>(weights);
+    float (&scores)[kKeys / 2] = first_of<kKeys / 2>(s);
+    uint32_t (&words)[kKeys / 4] = first_of<kKeys / 4>(weights);
     if (try_weights<E>(scores, words, state, scale)) return;
     float factor[2];
     weights_by_maximum<E>(scores, words, state, factor, scale);

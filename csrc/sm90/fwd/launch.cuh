@@ -69,7 +69,8 @@ template <int D>
 std::string launch_fwd_parts(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     using T = FwdTraits<E, D, D, true, true>;
-    const FwdPartsArgs a{make_fwd_args(c, l), c.plan.split_kv, part_of<void>(c.workspace, c.plan.workspace.kv_partials)};
+    const FwdPartsArgs a{make_fwd_args(c, l), c.plan.split_kv,
+                         part_of<void>(c.workspace, c.plan.workspace.kv_partials)};
     FwdMaps maps;
     const std::string error = encode_fwd_maps<T>(maps, c.p);
     if (!error.empty()) return "fwd_sm90: " + error;

@@ -318,7 +318,7 @@ def test_gradients_of_every_modifier(target: Target, compiled: int) -> None:
             ran = _C.last_launch()["kernel"] if target.device == "cuda" else kernels[mcase]
             assert ran == kernels[mcase], f"{ran} ran, {kernels[mcase]} was due"
 
-    for_each(list(kernels), target, run, cpu=6)
+    for_each(list(kernels), target, run, cpu=3)
 
 
 @on_targets("cpu", "sm90")

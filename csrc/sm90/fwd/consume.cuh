@@ -89,7 +89,10 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     tiles_left = work.blocks.end - work.blocks.begin;
     const int first_row = work.w.block * T::kBlockM + group * 64;
     const int last_row = min(first_row + 64, work.w.q.length) - 1;
-    const BlockRange seen = seen_tiles<T>(a, work, group);
+    BlockRange seen = seen_tiles<T>(a, work, group);
+    if constexpr (T::kParts) {
+      if (seen.end > 0) seen = seen_in_part(seen, work.blocks);
+    }
     seen_begin = seen.begin;
     seen_end = seen.end;
     const int whole_lo = max(0, last_row + mod.shift() - a.p.problem.reach_left);

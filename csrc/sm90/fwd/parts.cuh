@@ -17,6 +17,13 @@ __device__ __forceinline__ BlockRange part_of_blocks(const BlockRange& all, int 
   return {all.begin + count * part / splits, all.begin + count * (part + 1) / splits};
 }
 
+// The tiles of a part among those that a warpgroup's rows see. Where it has none of them, the rows go through its first
+// one, so that what they leave is that they have seen nothing.
+__device__ __forceinline__ BlockRange seen_in_part(const BlockRange& seen, const BlockRange& part) {
+  const BlockRange both{max(seen.begin, part.begin), min(seen.end, part.end)};
+  return both.begin < both.end ? both : BlockRange{part.begin, part.begin + 1};
+}
+
 // Number of a row of a part among the rows of all parts.
 __device__ __forceinline__ int64_t partial_row(const FwdPartsArgs& a, const Work& w, int part, int row) {
   const Problem& p = a.p.problem;

@@ -194,11 +194,11 @@ def test_left_windows(device: str, mode: str, rows: int, options: dict) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["fp8", "mixed"])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("keys", [1, 2, 7, 8, 9, 15, 16, 17, 23, 24])
-def test_few_keys(device: str, keys: int, packed: bool, mode: str) -> None:
-    bounds = bounds_of([0, 60, 130], [0, keys, 2 * keys], device=device) if packed else {}
-    tensors = make(130, 2 * keys if packed else keys, packed=packed, device=device)
-    check(quantize_fp8(*tensors, mode=mode, **bounds), gate=0.06)
+def test_few_keys(device: str, packed: bool, mode: str) -> None:
+    for keys in (1, 2, 7, 8, 9, 15, 16, 17, 23, 24):
+        bounds = bounds_of([0, 60, 130], [0, keys, 2 * keys], device=device) if packed else {}
+        tensors = make(130, 2 * keys if packed else keys, packed=packed, device=device)
+        check(quantize_fp8(*tensors, mode=mode, **bounds), gate=0.06)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -126,17 +126,21 @@ def test_strides_of_single_dimensions_do_not_count() -> None:
 
 
 def test_memory_beside_the_results() -> None:
-    """The forward allocates out and lse only; the backward's workspace is linear in the rows."""
+    """A forward of many tiles allocates out and lse only, one of few at most 40 MB for parts of its keys. The
+    backward's workspace is linear in the rows.
+    """
+    heads = {"num_heads": 4, "num_heads_k": 2, "head_dim": 64, "head_dim_v": 64}
     with null_kernels():
         for direction in ("fwd", "bwd"):
             small, large = (
-                _C.plan(
-                    direction, seqlen_q=n, seqlen_k=n, num_heads=4, num_heads_k=2, head_dim=64, head_dim_v=64
-                )
-                for n in (1024, 4096)
+                _C.plan(direction, batch=16, seqlen_q=n, seqlen_k=n, **heads) for n in (1024, 4096)
             )
             assert large["workspace_bytes"] == 4 * small["workspace_bytes"]
             assert (large["workspace_bytes"] > 0) == (direction == "bwd")
+        few = [
+            _C.plan("fwd", seqlen_q=n, seqlen_k=n, **heads)["workspace_bytes"] for n in range(64, 8192, 64)
+        ]
+        assert 0 < max(few) <= 40e6
 
 
 def test_switches_have_names() -> None:

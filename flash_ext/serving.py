@@ -1,28 +1,34 @@
 """What a server needs beside attention: caches, and results that do not depend on the batch.
 
 * :func:`append_kv` writes new keys and values into a cache, :class:`Rotary` turns the keys on the way,
+* :func:`attention_shared_prefix` reads pages once that all sequences of a batch begin with,
 * :func:`set_batch_invariant` and :func:`is_batch_invariant`: a mode in which a sequence has the same bits in
   any batch, for training as well,
 * :func:`flash_attn_varlen_func` and :func:`get_scheduler_metadata` as vLLM calls them,
 * :func:`flash_attn_with_kvcache` as SGLang and FlashAttention-3 have it.
 
-Arguments of engines that are not served are accepted at their defaults and refused by name otherwise. Lengths
-and tables stay on the device: nothing waits for it, and a CUDA graph follows what they hold at each replay.
-There is no gradient. Keys and values are 16-bit (on the CPU also float32 and float64), pages have any size
-and any strides with a unit last one.
+Arguments of engines that are not served are accepted at their defaults and refused by name otherwise, and so
+are arguments that these functions do not know, where None or False is taken for the default. Lengths and
+tables stay on the device: nothing waits for it, and a CUDA graph follows what they hold at each replay. There
+is no gradient over a cache. Keys and values are 16-bit (on the CPU also float32 and float64), pages have any
+size and any strides with a unit last one.
 
-These arguments of engines change no result:
+These arguments of engines are alike in all functions:
 
-* scheduler_metadata: the kernels divide keys by lengths that they read themselves;
-* q_descale, k_descale, v_descale: scales of fp8 tensors, which 16-bit ones do not have;
-* num_splits: 1 is one part for each sequence, everything else is chosen from shapes;
-* fa_version, ver, pack_gqa, sm_margin, deterministic: which kernel of flash-attn would run, and how.
+* q_descale, k_descale, v_descale: (batch, h_k) float32, any strides, and all ones: 16-bit tensors have no
+  scales. Other values are refused on the CPU and with FLASH_EXT_CHECK=1, and change nothing on a GPU, where
+  looking at them would wait for it;
+* num_splits: parts of the keys of a sequence with few queries, up to 256; 0, or any number above 1 beside
+  scheduler_metadata, which would say how many: as many as shapes ask for. The CPU has no parts;
+* scheduler_metadata changes no result: the kernels divide keys by lengths that they read themselves;
+* fa_version, ver, pack_gqa change no result: they choose among kernels of flash-attn.
 
 Source: the interfaces of vLLM 0.33 and of FlashAttention-3, https://github.com/Dao-AILab/flash-attention.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -37,11 +43,13 @@ from ._count import counting, tally
 from ._cpu.cached import turned
 from ._log import logged
 from ._masks.biases import ALiBi
-from ._ops.dispatch_cached import run_cached
+from ._merge import merge_attention_states
+from ._ops.dispatch_cached import add_sinks, check_sinks, may_read, run_cached
 
 __all__ = [
     "Rotary",
     "append_kv",
+    "attention_shared_prefix",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
@@ -91,6 +99,7 @@ def flash_attn_varlen_func(
     dynamic_causal: Any = None,
     gather_kv_indices: Any = None,
     gather_kv_valid_length: Any = None,
+    **others: Any,
 ) -> Result:
     """Packed queries over pages, over packed keys with lengths, or over packed keys.
 
@@ -101,15 +110,20 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (batch + 1,) int32; cu_seqlens_k likewise, without ``block_table``.
         seqused_k: (batch,) int32, the keys of each sequence.
         softmax_scale, causal, window_size: as in :func:`flash_ext.attention_varlen`.
-        softcap, alibi_slopes, s_aux (sinks): without ``seqused_k`` and ``block_table`` only.
-        block_table: (batch, max_pages) int32.
+        softcap, alibi_slopes: without ``seqused_k`` and ``block_table`` only.
+        deterministic: as in :func:`flash_ext.attention_varlen`, where there is a gradient.
+        block_table: (batch, max_pages) int32, with ``seqused_k`` and without ``cu_seqlens_k``.
+        s_aux: (h,) floating point, the sinks of :func:`flash_ext.attention_varlen`.
         return_softmax_lse: also return lse (h, total_q) float32.
         out: (total_q, h, dv) in the dtype of q, written by a copy and returned.
+        q_descale, k_descale, v_descale, num_splits, others: as the module says.
 
     Raises:
         NotImplementedError: an argument that is not served.
+        TypeError, ValueError: an argument has a type, shape, dtype or value that does not fit.
     """
     _note()
+    _refuse_unknown(others)
     _refuse(
         q_v=q_v, dropout_p=dropout_p or None, return_attn_probs=return_attn_probs or None,
         output_scale=output_scale, cp_world_size=None if cp_world_size == 1 else cp_world_size,
@@ -117,23 +131,31 @@ def flash_attn_varlen_func(
         block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, dynamic_causal=dynamic_causal,
         gather_kv_indices=gather_kv_indices, gather_kv_valid_length=gather_kv_valid_length,
     )  # fmt: skip
+    if block_table is not None and cu_seqlens_k is not None:
+        raise ValueError(
+            "block_table and cu_seqlens_k must not be given together: seqused_k has the lengths."
+        )
     window = _window(window_size)
-    _check_out(out, q)
+    _check_out(out, q, v)
+    _check_descales(q, k, cu_seqlens_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if block_table is None and seqused_k is None:
         found, aux = attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
             scale=softmax_scale, causal=causal, window_size=window, softcap=softcap, sinks=s_aux,
             bias=None if alibi_slopes is None else ALiBi(alibi_slopes),
             return_aux=AuxRequest(return_softmax_lse),
+            deterministic=deterministic or None, backend=_backend(num_splits, q, scheduler_metadata, 0),
         )  # fmt: skip
         lse = aux.lse
     else:
-        _refuse(softcap=softcap or None, alibi_slopes=alibi_slopes, s_aux=s_aux)
+        _refuse(softcap=softcap or None, alibi_slopes=alibi_slopes)
+        check_sinks(s_aux, q)
         found, lse = run_cached(
-            q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k,
-            block_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window,
-            _backend(num_splits, q), return_softmax_lse,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k,
+            softmax_scale, causal, window, _backend(num_splits, q, scheduler_metadata),
+            return_softmax_lse or s_aux is not None,
         )  # fmt: skip
+        lse = add_sinks(found, lse, s_aux, cu_seqlens_q, return_softmax_lse)
     return _result(found, lse, out, return_softmax_lse)
 
 
@@ -175,6 +197,7 @@ def flash_attn_with_kvcache(
     aux_tensors: Any = None,
     ver: int = 3,
     out: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """New queries over a cache of pages or of entries, after k and v, if given, were written into it.
 
@@ -190,29 +213,34 @@ def flash_attn_with_kvcache(
             entry is not there has no keys.
         page_table: (batch, max_pages) int32.
         max_seqlen_q: bound on the lengths of ``cu_seqlens_q``, by which kernels are chosen.
-        softmax_scale, causal, window_size: as in :func:`flash_ext.attention_varlen`.
+        softmax_scale, causal, window_size, sinks: as in :func:`flash_ext.attention_varlen`.
         return_softmax_lse: also return lse (batch, h, seqlen_q) or (h, total_q), float32.
         out: in the dtype of q, written by a copy and returned.
+        q_descale, k_descale, v_descale, num_splits, others: as the module says.
 
     Raises:
         NotImplementedError: an argument that is not served, or requires a gradient.
         ValueError: k without v or without cache_seqlens, one of the rotary factors without the other or with
             fewer rows than a sequence has room for; on the CPU also a length that is not there.
+        TypeError: an argument has a type or dtype that does not fit.
     """
     _note()
+    _refuse_unknown(others)
     _refuse(
         qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
         attention_chunk=attention_chunk or None, softcap=softcap or None, only_qv=only_qv or None,
-        sinks=sinks, score_mod=score_mod, aux_tensors=aux_tensors,
+        score_mod=score_mod, aux_tensors=aux_tensors, sm_margin=sm_margin or None,
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         raise ValueError("page_table and cache_batch_idx must not be given together.")
     window = _window(window_size)
-    _check_out(out, q)
+    _check_out(out, q, v_cache)
+    check_sinks(sinks, q)
     _refuse_gradient(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
     )
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    _check_descales(q, k_cache, cu_seqlens_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     table = page_table
     if cache_batch_idx is not None:
         _check_numbers("cache_batch_idx", cache_batch_idx, batch, q)
@@ -249,9 +277,93 @@ def flash_attn_with_kvcache(
             lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
-            causal, window, _backend(num_splits, q), return_softmax_lse,
+            causal, window, _backend(num_splits, q, scheduler_metadata),
+            return_softmax_lse or sinks is not None,
         )  # fmt: skip
+        lse = add_sinks(found, lse, sinks, cu_seqlens_q, return_softmax_lse)
     return _result(found, lse, out, return_softmax_lse)
+
+
+@logged
+def attention_shared_prefix(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    shared_block_table: Tensor,
+    shared_prefix_len: int | Tensor,
+    block_table: Tensor,
+    seqused_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of sequences that begin with the same keys, which are read once for all of their queries.
+
+    Sequence i has the ``shared_prefix_len`` keys of ``shared_block_table``, then ``seqused_k[i]`` of its own.
+    Its queries are level with its last own keys, of which it has as many as queries or more, so that each
+    query sees the whole prefix. Two calls over the cache and a merge: it pays where the prefix is long and
+    the batch large.
+
+    Args:
+        q: (total_q, h, d).
+        k_cache, v_cache: (num_pages, page_size, h_k, d), as for :func:`flash_ext.attention_varlen`.
+        cu_seqlens_q: (batch + 1,) int32.
+        shared_block_table: (pages,) int32, the pages of the prefix in order.
+        shared_prefix_len: int or (1,) int32, the keys of the prefix.
+        block_table: (batch, max_pages) int32, the pages behind the prefix.
+        seqused_k: (batch,) int32, the keys of each sequence behind the prefix.
+        max_seqlen_q, max_seqlen_k: bounds on queries and on own keys, by which kernels are chosen.
+        causal: hide the keys behind that of a query.
+        scale, sinks: as in :func:`flash_ext.attention_varlen`.
+
+    Returns:
+        out (total_q, h, dv) in the dtype of q, and lse (h, total_q) float32.
+
+    Raises:
+        NotImplementedError: a tensor requires a gradient, or the batch-invariant mode is on, in which keys
+            are not divided by what a sequence shares with others.
+        ValueError, TypeError: an argument does not fit; on the CPU also fewer own keys than queries.
+
+    Source: Hydragen, Juravsky et al. 2024, https://arxiv.org/abs/2402.05099.
+    """
+    _note()
+    if is_batch_invariant():
+        raise NotImplementedError(
+            "attention_shared_prefix is not available in the batch-invariant mode: how keys are divided "
+            "depends on the batch. Call attention_varlen with whole tables."
+        )
+    check_sinks(sinks, q)
+    if not isinstance(shared_block_table, Tensor) or shared_block_table.dim() != 1:
+        raise ValueError("shared_block_table must be a tensor of shape (pages,), one for all sequences.")
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 1:
+        raise ValueError("cu_seqlens_q must have bounds of at least one sequence.")
+    if causal and may_read(seqused_k) and may_read(cu_seqlens_q):
+        missing = (cu_seqlens_q.diff() > seqused_k).nonzero()
+        if missing.numel():
+            raise ValueError(
+                "seqused_k must count a key behind the prefix for each query, which sequence "
+                f"{int(missing[0])} has not."
+            )
+    if isinstance(shared_prefix_len, int):
+        length = torch.full((1,), shared_prefix_len, dtype=torch.int32, device=q.device)
+    else:
+        length = shared_prefix_len
+    bounds = cu_seqlens_q[::batch].contiguous()  # of all queries
+    shared, shared_lse = run_cached(
+        q, k_cache, v_cache, bounds, None, length, shared_block_table[None], None, None, scale, False,
+        (-1, -1), None,
+    )  # fmt: skip
+    own, own_lse = run_cached(
+        q, k_cache, v_cache, cu_seqlens_q, None, seqused_k, block_table, max_seqlen_q, max_seqlen_k, scale,
+        causal, (-1, -1), None,
+    )  # fmt: skip
+    out, lse = merge_attention_states(shared, shared_lse, own, own_lse)
+    return out, add_sinks(out, lse, sinks, cu_seqlens_q, True)
 
 
 def get_scheduler_metadata(
@@ -275,12 +387,19 @@ def get_scheduler_metadata(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    **others: Any,
 ) -> Tensor:
     """Zeros (1 + 4 * batch_size, batch_size rounded up to 4) int32, the size of FlashAttention-3's plan.
 
     Kernels here divide keys by lengths that they read themselves, so there is nothing to plan; programs that
     keep a plan in a buffer of their own run as they are.
+
+    Raises:
+        NotImplementedError: an argument that is not served.
     """
+    _refuse_unknown(others)
+    _refuse(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad, has_softcap=has_softcap or None,
+            sm_margin=sm_margin or None)  # fmt: skip
     return torch.zeros(1 + -(-batch_size // 4) * 16, dtype=torch.int32, device=cache_seqlens.device)
 
 
@@ -292,12 +411,48 @@ def _note() -> None:
 def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            shown = tuple(value.shape) if isinstance(value, Tensor) else value
-            raise NotImplementedError(f"{name} is not served over a cache, got {shown!r}. Leave it out.")
+            raise NotImplementedError(
+                f"{name} is not served over a cache, got {_shown(value)}. Leave it out."
+            )
 
 
-def _backend(num_splits: int, q: Tensor) -> str | None:
-    return "kv_splits=1" if num_splits == 1 and q.is_cuda else None
+def _shown(value: Any) -> str:
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _refuse_unknown(others: dict[str, Any]) -> None:
+    """Arguments that other versions of an engine pass, at what can only be their default."""
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{name} is not known here, got {_shown(value)}. Leave it out.")
+
+
+def _backend(num_splits: int, q: Tensor, plan: Tensor | None, whole: int = 1) -> str | None:
+    """The constraint that ``num_splits`` is; ``whole``: kv_splits of keys in one part."""
+    try:
+        number = operator.index(num_splits)
+    except TypeError:
+        raise TypeError(f"num_splits must be an integer, got {num_splits!r}.") from None
+    if not 0 <= number <= 256:
+        raise ValueError(f"num_splits must be from 0 to 256, got {number}.")
+    if number == 0 or not q.is_cuda or (number > 1 and plan is not None):
+        return None
+    return f"kv_splits={whole if number == 1 else number}"
+
+
+def _check_descales(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, **scales: Tensor | None) -> None:
+    """Scales must be float32 of (batch, h_k), and ones where somebody looks."""
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+            found = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+            raise TypeError(f"{name} must be a torch.float32 tensor, got {found}.")
+        wanted = (q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, k.shape[-2])
+        if scale.shape != wanted:
+            raise ValueError(f"{name} must have shape (batch, h_k) = {wanted}, got {tuple(scale.shape)}.")
+        if may_read(scale) and bool((scale != 1).any()):
+            raise NotImplementedError(f"{name} must hold ones: scales of 16-bit tensors are not served.")
 
 
 def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
@@ -310,9 +465,14 @@ def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
     return (left, right)
 
 
-def _check_out(out: Tensor | None, q: Tensor) -> None:
-    if out is not None and out.dtype != q.dtype:
+def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if out is None:
+        return
+    if out.dtype != q.dtype:
         raise TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}.")
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if out.numel() != math.prod(wanted):
+        raise ValueError(f"out must have the elements of {wanted}, got shape {tuple(out.shape)}.")
 
 
 def _refuse_gradient(**tensors: Tensor | None) -> None:

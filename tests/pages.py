@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.reference import attention_reference
 
@@ -87,13 +88,16 @@ def _pool(
 
 
 def truth(
-    q: list[Tensor], rows: list[tuple[Tensor, Tensor]], window: tuple[int, int] = (-1, -1)
+    q: list[Tensor],
+    rows: list[tuple[Tensor, Tensor]],
+    window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """out (rows, h, dv) and lse (h, rows) of each sequence, float64."""
     found = []
     for own, (k, v) in zip(q, rows, strict=True):
         spec = AttnSpec(default_scale(own.shape[-1]), *window)
-        out, lse = attention_reference(own[None], k[None], v[None], spec)
+        out, lse = attention_reference(own[None], k[None], v[None], spec, mods=Modifiers(sinks=sinks))
         found.append((out[0], lse[0]))
     return [out for out, _ in found], [lse for _, lse in found]
 
@@ -124,9 +128,10 @@ def check(
     q: list[Tensor],
     cache: Cache,
     window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
 ) -> None:
     """Every row of a packed call, those outside of sequences as well."""
-    outs, lses = truth(q, cache.rows, window)
+    outs, lses = truth(q, cache.rows, window, sinks)
     wanted = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
     wanted_lse = torch.full((out.shape[1], out.shape[0]), -torch.inf, dtype=torch.float64, device=out.device)
     for start, one, other in zip(bounds.tolist(), outs, lses):

@@ -68,6 +68,55 @@ def run_cached(
         raise
 
 
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """In words, before anything runs."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None, got {type(sinks).__name__}.")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating point, got {sinks.dtype}.")
+    if sinks.shape != q.shape[-2:-1]:
+        raise ValueError(f"sinks must have shape (num_heads,) = ({q.shape[-2]},), got {tuple(sinks.shape)}.")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}.")
+    if sinks.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "attention over a cache (seqused_k, block_table) has no gradient, and sinks requires one. Call "
+            "it under torch.no_grad()."
+        )
+
+
+def add_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, wants_lse: bool
+) -> Tensor:
+    """Gives the denominator of each head one more logit: ``out`` changes in place, its lse is returned.
+
+    sum / (exp(sink) + exp(lse)) is out * sigmoid(lse - sink). A row without keys has lse = sink, one outside
+    of all sequences -inf.
+    """
+    if sinks is None:
+        return lse
+    sink = sinks.to(lse.dtype)[:, None]
+    # A sink of -inf is none: beside a row without keys sigmoid would see -inf - -inf.
+    factor = torch.sigmoid(lse - sink).masked_fill(sink == -torch.inf, 1)
+    out.mul_(factor.transpose(-1, -2).unsqueeze(-1))
+    if not wants_lse:
+        return lse
+    joined = torch.logaddexp(lse, sink)
+    if cu_seqlens_q is None:
+        return joined
+    row = torch.arange(lse.shape[-1], device=lse.device)
+    return joined.where((row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1]), lse)
+
+
+def may_read(t: Tensor) -> bool:
+    """Whether values of ``t`` may be looked at: on the CPU, and where FLASH_EXT_CHECK asks for it."""
+    if type(t) is not Tensor or torch._C._len_torch_dispatch_stack() or _is_compiling():
+        return False
+    return t.is_cpu or (CHECKS_DEVICE and not torch.cuda.is_current_stream_capturing())
+
+
 def _check_values(
     q: Tensor,
     k: Tensor,
@@ -82,11 +131,9 @@ def _check_values(
         ValueError: a length is negative or has no room, or an entry in use names a page that is not there.
     """
     given = [t for t in (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table) if t is not None]
-    if torch._C._len_torch_dispatch_stack() or any(type(t) is not Tensor for t in given):
-        return
     if any(t.dtype != torch.int32 or t.device != q.device for t in given):
         return  # refused in words below the operator
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not all(may_read(t) for t in given):
         return
     if cu_seqlens_q is not None:
         rows = None if block_table is not None or cu_seqlens_k is None else cu_seqlens_k.cpu()

@@ -82,6 +82,9 @@ PUBLIC_PARAMETERS = {
     "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
     f"seqused_k=None, block_table=None, {SCORES}, generator=None, return_aux=None, {KERNELS}",
     "serving.append_kv": "k_new, v_new, k_cache, v_cache, slot_mapping, rotary=None",
+    "serving.attention_shared_prefix": "q, k_cache, v_cache, cu_seqlens_q, *, shared_block_table, "
+    "shared_prefix_len, block_table, seqused_k, max_seqlen_q=None, max_seqlen_k=None, causal=True, "
+    "scale=None, sinks=None",
     "fp8.quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
     "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None",
     "fp8.attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, return_aux=None, "

@@ -111,6 +111,50 @@ def test_lengths_of_packed_keys(device: str) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("window", [(-1, 0), (20, 0)], ids=str)
+def test_sinks(window: tuple[int, int], device: str) -> None:
+    """One more logit a head, none and a very large one too; rows without keys, and outside of sequences."""
+    counts, lengths = [1, 20, 9, 100, 1], [130, 0, 5, 140, 1]
+    cache = make_cache(lengths, 16, 2, 64, None, device, dtype_on(device))
+    q, bounds, each = packed_queries(counts, 4, 64, device, dtype_on(device), outside=2)
+    for dtype in (q.dtype, torch.float32):
+        sinks = torch.tensor([0.5, -torch.inf, 30.0, -2.0], device=device, dtype=dtype)
+        out, lse = run(q, bounds, cache, window_size=window, sinks=sinks)
+        check(out, lse, bounds, each, cache, window, sinks)
+        alone = attention_varlen(
+            q, cache.k, cache.v, bounds, None, window_size=window, sinks=sinks, **cache.places
+        )
+        assert torch.equal(alone, out)
+        got, got_lse = serving.flash_attn_varlen_func(
+            q, cache.k, cache.v, 100, bounds, 140, seqused_k=cache.lengths, block_table=cache.table,
+            window_size=window, s_aux=sinks, return_softmax_lse=True,
+        )  # fmt: skip
+        check(got, got_lse, bounds, each, cache, window, sinks)
+        dense, dense_lse = serving.flash_attn_with_kvcache(
+            q[:5, None], cache.k, cache.v, page_table=cache.table, cache_seqlens=cache.lengths, sinks=sinks,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        outs, lses = truth(list(q[:5, None]), cache.rows, (-1, -1), sinks)
+        close(dense, torch.stack(outs))
+        close(dense_lse, torch.stack(lses))
+
+
+def test_sinks_that_do_not_fit_are_refused() -> None:
+    q, bounds, cache = small()
+    call = (q, cache.k, cache.v, bounds, None)
+    for sinks, error, words in (
+        (1.0, TypeError, "must be a torch.Tensor or None, got float"),
+        (torch.ones(4).int(), TypeError, "must be floating point"),
+        (torch.ones(3), ValueError, r"must have shape \(num_heads,\) = \(4,\), got \(3,\)"),
+        (torch.ones(4, device="meta"), ValueError, "must be on the device of q"),
+    ):
+        with pytest.raises(error, match=f"^sinks {words}"):
+            attention_varlen(*call, **cache.places, sinks=sinks)
+    with pytest.raises(NotImplementedError, match="has no gradient, and sinks requires one"):
+        attention_varlen(*call, **cache.places, sinks=torch.ones(4, requires_grad=True))
+
+
+@on_devices
 def test_nothing_to_see(device: str) -> None:
     q, bounds, _ = packed_queries([2, 1], 4, 64, device, dtype_on(device))
     for lengths, pages in (([0, 0], 4), ([0, 0], 0)):
@@ -188,7 +232,7 @@ def test_what_is_refused() -> None:
     places = cache.places
     call = (q, cache.k, cache.v, bounds, None)
     for name, value in {
-        "mask": masks.Causal(), "bias": masks.ALiBi(torch.ones(4)), "sinks": torch.ones(4), "softcap": 2.0,
+        "mask": masks.Causal(), "bias": masks.ALiBi(torch.ones(4)), "softcap": 2.0,
         "dropout_p": 0.5, "generator": torch.Generator(),
     }.items():  # fmt: skip
         with pytest.raises(NotImplementedError, match=f"{name} is not available over a cache"):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import serving
+from flash_ext._ops.library import _C
 from flash_ext.compat import flash_attn as fa
-from tests.pages import check, close, make_cache, packed_queries, truth
+from tests.pages import Cache, check, close, make_cache, packed_queries, truth
 from tests.qkv import dtype_on, on_devices
 
 # As vLLM 0.33 and SGLang 0.4.10 declare them.
@@ -52,8 +53,9 @@ def test_signatures_are_those_of_the_engines() -> None:
 
 
 def check_signature(function: Any, names: str, needed: list[str], others: dict[str, Any]) -> None:
-    """All names in order; what is neither needed nor among ``others`` defaults to None."""
-    found = inspect.signature(function).parameters
+    """All names in order; what is neither needed nor among ``others`` defaults to None. Then any others."""
+    found = dict(inspect.signature(function).parameters)
+    assert found.popitem()[1].kind is inspect.Parameter.VAR_KEYWORD
     assert list(found) == names.split()
     wanted = dict.fromkeys(names.split()) | dict.fromkeys(needed, inspect.Parameter.empty) | others
     assert {name: p.default for name, p in found.items()} == wanted
@@ -173,7 +175,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "q_v": q, "dropout_p": 0.1, "return_attn_probs": True, "output_scale": one, "cp_world_size": 2,
         "cp_rank": 1, "cp_tot_seqused_k": one, "mask_mod": print, "block_sparse_tensors": one,
         "aux_tensors": [one], "dynamic_causal": one, "gather_kv_indices": one, "gather_kv_valid_length": one,
-        "softcap": 3.0, "alibi_slopes": one, "s_aux": one,
+        "softcap": 3.0, "alibi_slopes": one,
     }  # fmt: skip
     for name, value in refused.items():
         with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
@@ -183,7 +185,8 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     q = q[None]
     refused = {
         "qv": q, "cache_leftpad": one, "cu_seqlens_k_new": one, "rotary_seqlens": one, "attention_chunk": 4,
-        "softcap": 1.0, "only_qv": True, "sinks": one, "score_mod": print, "aux_tensors": [one],
+        "softcap": 1.0, "only_qv": True, "score_mod": print, "aux_tensors": [one],
+        "sm_margin": 8,
     }  # fmt: skip
     for name, value in refused.items():
         with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
@@ -196,6 +199,134 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         serving.flash_attn_with_kvcache(q, cache.k, cache.v, k=q, cache_seqlens=9)
     with pytest.raises(ValueError, match="rotary_cos and rotary_sin must be given together"):
         serving.flash_attn_with_kvcache(q, cache.k, cache.v, q, q, rotary_cos=one[None], cache_seqlens=1)
+
+
+def test_arguments_of_other_versions_are_taken_at_their_defaults_alone() -> None:
+    cache = make_cache([9], 4)
+    q, bounds, _ = packed_queries([1], 2, 64, "cpu", torch.float32)
+    plan: dict[str, Any] = {
+        "batch_size": 1, "max_seqlen_q": 1, "max_seqlen_k": 9, "num_heads_q": 2, "num_heads_kv": 2,
+        "headdim": 64, "cache_seqlens": cache.lengths,
+    }  # fmt: skip
+    packed: dict[str, Any] = {
+        "q": q, "k": cache.k, "v": cache.v, "max_seqlen_q": 1, "cu_seqlens_q": bounds, "max_seqlen_k": 9,
+        "seqused_k": cache.lengths, "block_table": cache.table,
+    }  # fmt: skip
+    entry: dict[str, Any] = {"q": q[None], "k_cache": cache.k, "v_cache": cache.v, "cache_seqlens": 3}
+    for function, call in (
+        (serving.flash_attn_varlen_func, packed),
+        (serving.flash_attn_with_kvcache, entry),
+        (serving.get_scheduler_metadata, plan),
+    ):
+        function(**call, something_new=None, another=False)
+        for value in (0, 1, 0.5, torch.ones(2)):
+            with pytest.raises(NotImplementedError, match="^something_new is not known here, got "):
+                function(**call, something_new=value)
+    for name, value in {"has_softcap": True, "sm_margin": 4, "cache_leftpad": cache.lengths}.items():
+        with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
+            serving.get_scheduler_metadata(**plan, **{name: value})
+
+
+def test_scales_and_numbers_of_parts_are_looked_at() -> None:
+    cache = make_cache([9, 4], 4)
+    q, bounds, _ = packed_queries([1, 2], 4, 64, "cpu", torch.float32)
+    call = (q, cache.k, cache.v, 2, bounds, 9)
+    places: dict[str, Any] = {"seqused_k": cache.lengths, "block_table": cache.table}
+    for name in ("q_descale", "k_descale", "v_descale"):
+        for scale, error, words in (
+            (torch.full((2, 2), 0.5), NotImplementedError, "must hold ones"),
+            (torch.tensor([[1.0, torch.nan]]).expand(2, 2), NotImplementedError, "must hold ones"),
+            (torch.ones(2), ValueError, r"must have shape \(batch, h_k\) = \(2, 2\), got \(2,\)"),
+            (torch.ones(2, 2, dtype=torch.float64), TypeError, "must be a torch.float32 tensor"),
+            (1.0, TypeError, "must be a torch.float32 tensor, got float"),
+        ):
+            with pytest.raises(error, match=f"^{name} {words}"):
+                serving.flash_attn_varlen_func(*call, **places, **{name: scale})
+    with pytest.raises(NotImplementedError, match="^k_descale must hold ones"):
+        serving.flash_attn_with_kvcache(
+            q[:2, None], cache.k, cache.v, cache_seqlens=3, k_descale=torch.zeros(2, 2)
+        )
+    for number, error in ((-1, ValueError), (257, ValueError), (1.5, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="^num_splits must be"):
+            serving.flash_attn_varlen_func(*call, **places, num_splits=number)
+    with pytest.raises(ValueError, match="block_table and cu_seqlens_k must not be given together"):
+        serving.flash_attn_varlen_func(*call, bounds, **places)
+    with pytest.raises(
+        ValueError, match=r"out must have the elements of \(3, 4, 64\), got shape \(2, 4, 64\)"
+    ):
+        serving.flash_attn_varlen_func(*call, **places, out=torch.empty(2, 4, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 256])
+def test_gpu_a_number_of_parts_is_taken(number: int, planned: bool) -> None:
+    cache = make_cache([20000, 9000], 16, 1, 64, device="cuda", dtype=torch.bfloat16)
+    q, bounds, each = packed_queries([1, 2], 4, 64, "cuda", torch.bfloat16)
+    plan = torch.zeros(17, dtype=torch.int32, device="cuda") if planned else None
+    found = []
+    _C.set_switch("record_launches", 1)
+    try:
+        for asked in (number, 0):
+            out, lse = serving.flash_attn_varlen_func(
+                q, cache.k, cache.v, 2, bounds, 20000, seqused_k=cache.lengths, block_table=cache.table,
+                causal=True, num_splits=asked, scheduler_metadata=plan, return_softmax_lse=True,
+            )  # fmt: skip
+            check(out, lse, bounds, each, cache, (-1, 0))
+            found.append(_C.last_launch()["splits"])
+    finally:
+        _C.set_switch("record_launches", None)
+    assert found[1] > 5
+    assert found[0] == (found[1] if number == 0 or (planned and number > 1) else number)
+
+
+@on_devices
+@pytest.mark.parametrize("counts", [[1] * 6, [1, 3, 0, 40, 1, 2]], ids=str)
+def test_a_shared_prefix_is_read_for_all(counts: list[int], device: str) -> None:
+    like = {"device": device, "dtype": dtype_on(device)}
+    for page_size, prefix, causal in ((16, 300, True), (1, 40, True), (8, 0, True), (16, 129, False)):
+        lengths = [n + random.randint(0, 50) for n in counts]
+        cache = make_cache([prefix, *lengths], page_size, 2, 64, None, **like)
+        q, bounds, each = packed_queries(counts, 8, 64, **like, outside=2)
+        for sinks in (None, torch.randn(8, device=device)):
+            out, lse = serving.attention_shared_prefix(
+                q, cache.k, cache.v, bounds, shared_block_table=cache.table[0], shared_prefix_len=prefix,
+                block_table=cache.table[1:], seqused_k=cache.lengths[1:], max_seqlen_q=40, causal=causal,
+                sinks=sinks,
+            )  # fmt: skip
+            rows = [tuple(torch.cat(both) for both in zip(cache.rows[0], own)) for own in cache.rows[1:]]
+            whole = Cache(cache.k, cache.v, cache.table, cache.lengths, rows)
+            check(out, lse, bounds, each, whole, (-1, 0 if causal else -1), sinks)
+    on_device = torch.tensor([129], dtype=torch.int32, device=device)
+    again, _ = serving.attention_shared_prefix(
+        q, cache.k, cache.v, bounds, shared_block_table=cache.table[0], shared_prefix_len=on_device,
+        block_table=cache.table[1:], seqused_k=cache.lengths[1:], causal=False, sinks=sinks,
+    )  # fmt: skip
+    close(again, out.double())
+
+
+def test_what_a_shared_prefix_refuses() -> None:
+    cache = make_cache([20, 3, 4], 4)
+    q, bounds, _ = packed_queries([1, 2], 4, 64, "cpu", torch.float32)
+
+    def call(q: Tensor = q, bounds: Tensor = bounds, **options: Any) -> None:
+        given = {"shared_block_table": cache.table[0], "shared_prefix_len": 20,
+                 "block_table": cache.table[1:], "seqused_k": cache.lengths[1:]} | options  # fmt: skip
+        serving.attention_shared_prefix(q, cache.k, cache.v, bounds, **given)
+
+    call()
+    with serving.set_batch_invariant(True), pytest.raises(NotImplementedError, match="batch-invariant mode"):
+        call()
+    with pytest.raises(ValueError, match=r"shared_block_table must be a tensor of shape \(pages,\)"):
+        call(shared_block_table=cache.table)
+    with pytest.raises(ValueError, match="a key behind the prefix for each query, which sequence 1 has not"):
+        call(seqused_k=torch.tensor([1, 1], dtype=torch.int32))
+    with pytest.raises(ValueError, match="at least one sequence"):
+        call(bounds=bounds[:1])
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        call(q=q.clone().requires_grad_())
+    with pytest.raises(ValueError, match="must not exceed the room of a sequence, got 100"):
+        call(shared_prefix_len=100)
 
 
 @on_devices

@@ -433,7 +433,8 @@ def _over_pages(
     used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     most = [n if isinstance(n, int) else 0 for n in longest]
     found = serving.flash_attn_varlen_func(
-        _with_unit_stride(q), k, v, most[0], cu_seqlens_q, most[1], cu_seqlens_k, used, dropout_p=dropout_p,
+        _with_unit_stride(q), k, v, most[0], cu_seqlens_q, most[1],
+        cu_seqlens_k if block_table is None else None, used, dropout_p=dropout_p,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, block_table=block_table, return_softmax_lse=True,
     )  # fmt: skip

@@ -398,9 +398,13 @@ class Numbers:
 def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
-    refused = divided = split = rings = twos = 0
-    for _ in range(20_000):
+    refused = divided = split = rings = twos = shared = 0
+    few_tiles = [Numbers(3, rows, 65536, 2, 2, 56, 40, False, causal, False)
+                 for rows in (128, 129, 1000) for causal in (False, True)]  # fmt: skip
+    for i in range(20_000):
         call, direction = Numbers.drawn(rng, unit=8 if path == "sm90" else 1), rng.choice(("fwd", "bwd"))
+        if i < len(few_tiles):
+            call, direction = few_tiles[i], "fwd"
         if not call.can_be_counted():
             continue
         plan = call.plan(direction, path)
@@ -415,6 +419,12 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             split += 1
             continue
         assert plan["backend"] == path, call
+        if plan["row"] == "sm90.fwd.parts":
+            counter = 16 * plan["launches"][0]["dynamic"]
+            assert sum(plan["workspace"].values()) == call.split_bytes(plan["splits"]) + counter, call
+            assert plan["grid"] == min(call.tiles(direction, plan) * plan["splits"], 132), call
+            shared += 1
+            continue
         parts = plan.get("gqa_splits", 1)
         divided += parts > 1
         run, workspace = call.in_parts(parts), sum(plan["workspace"].values()) - call.parts_bytes(parts)
@@ -431,7 +441,7 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             assert workspace == wanted, call
             assert plan["grid"] == min(ctas, 132), call
     assert 100 < refused < 15_000 and divided > 20 and split > 20
-    assert (rings > 4) == (twos > 4) == (path == "sm90")
+    assert (rings > 4) == (twos > 4) == (shared > 4) == (path == "sm90")
 
 
 # ---- grids ----

@@ -20,11 +20,13 @@ import pytest
 from tests import silence
 from tests.sources import ROOT
 
-# The CPU taken for a GPU, in a suite of toys.
+# A stand-in for torch with a GPU, in a suite of toys: none computes, and torch takes seconds to import.
 PRETENDED_GPU = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-import torch; torch.cuda.is_available = lambda: True
-torch.cuda.get_device_name = lambda index: 'toy'
+from unittest.mock import MagicMock
+torch = sys.modules["torch"] = MagicMock(__version__="toy")
+torch.cuda.is_available.return_value, torch.cuda.is_initialized.return_value = True, False
+torch.cuda.get_device_name.return_value = "toy"
 from tests.conftest import *
 """
 

@@ -91,6 +91,7 @@ MASK_PASSES = (
     "pack_blocks_kernel",
     "group_document_ids_kernel",
     "group_intervals_kernel",
+    *(2 * ("align_bias_rows_kernel",)),  # elements of 2 and of 4 bytes
 )
 
 
@@ -149,7 +150,7 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     """
     kernel = re.search(r"(\w+_kernel)([<(])", name)
     assert kernel, f"unexpected kernel {name}"
-    if kernel.group(2) == "(":
+    if kernel.group(2) == "(" or re.search(r"_kernel<unsigned \w+>", name):
         return kernel.group(1), None, None, None
     config = re.search(
         r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?"

@@ -46,7 +46,18 @@ std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows
 
 std::string align_bias_rows(const BiasRows& x, void* stream) {
   const int64_t pieces = x.pieces(), threads = pieces * x.sizes[0] * x.sizes[1] * x.sizes[2];
-  if (threads > INT32_MAX) return "align_bias_rows: the bias has more than 2^31 - 1 pieces of 16 bytes";
+  if (threads > INT32_MAX) {
+    // Halves of the first dimension that has some: a row alone is never that long.
+    const int dim = x.sizes[0] > 1 ? 0 : x.sizes[1] > 1 ? 1 : 2;
+    BiasRows low = x, high = x;
+    low.sizes[dim] = x.sizes[dim] / 2;
+    high.sizes[dim] -= low.sizes[dim];
+    const auto moved = [](const void* from, int64_t bytes) { return static_cast<const char*>(from) + bytes; };
+    high.from = moved(x.from, low.sizes[dim] * x.strides[dim] * x.element_bytes);
+    high.to = const_cast<char*>(moved(x.to, threads / x.sizes[dim] * low.sizes[dim] * BiasRows::kPieceBytes));
+    const std::string error = align_bias_rows(low, stream);
+    return error.empty() ? align_bias_rows(high, stream) : error;
+  }
   const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
   const BiasRowsGrid g{divisor(pieces), divisor(x.sizes[2]), divisor(x.sizes[1]), static_cast<uint32_t>(threads)};
   const auto kernel = x.element_bytes == 2 ? align_bias_rows_kernel<uint16_t> : align_bias_rows_kernel<uint32_t>;

@@ -76,8 +76,7 @@ void build_hopper(Req r, Dev d, Plan& p) {
 bool supports_parts(Req r, Dev d) {
   return supports_m128(r, d) && sm90::parts_of_tiles(r.problem, d, r.constraints) > 1;
 }
-// Fewer queries than half a tile are for the split-KV kernel, which packs the heads of a group.
-bool prefers_parts(Req r, Dev) { return r.problem.seqlen_q > 64 && !r.constraints.kv_splits; }
+bool prefers_parts(Req r, Dev) { return !r.constraints.kv_splits && !r.constraints.fwd_block_m; }
 
 void build_parts(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;

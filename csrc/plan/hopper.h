@@ -188,7 +188,8 @@ inline int parts_of_tiles(const Problem& p, const DeviceInfo& d, const Constrain
   constexpr double kEnds = 1.5, kSum = 3., kPerPart = 1. / 16, kBytesPerUs = 4e6, kLeastGain = 1.05;
   if (p.is_varlen() || has_long_keys(p) || d.num_sms <= 0 || p.total_q <= 0 || p.total_k <= 0) return 1;
   if (c.kv_splits) return std::clamp(*c.kv_splits, 1, kMaxSplits);
-  if (d.batch_invariant) return 1;
+  // Queries of less than half a tile are for the split-KV kernel, which packs the heads of a group.
+  if (d.batch_invariant || p.seqlen_q <= 64) return 1;
   const int64_t tiles = (int64_t{p.seqlen_q} + 127) / 128 * p.batch * p.num_heads;
   int64_t keys = p.seqlen_k;
   if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, int64_t{128} + p.window_left + p.window_right);
@@ -203,9 +204,11 @@ inline int parts_of_tiles(const Problem& p, const DeviceInfo& d, const Constrain
     const double sums = kSum + static_cast<double>(parts) * (kPerPart + 2 * bytes / kBytesPerUs);
     return all + rounds * kEnds + (parts > 1 ? sums : 0.);
   };
+  const int64_t most = std::min({steps, int64_t{kMaxSplits}, 2 * d.num_sms / std::max<int64_t>(tiles, 1)});
   int best = 1;
-  for (int parts = 2; parts <= std::min<int64_t>(steps, kMaxSplits) && tiles * parts <= 2 * d.num_sms; ++parts) {
-    if (kLeastGain * time_of(parts) < time_of(1) && time_of(parts) < time_of(best)) best = parts;
+  double best_time = time_of(1) / kLeastGain;
+  for (int parts = 2; parts <= most; ++parts) {
+    if (const double time = time_of(parts); time < best_time) best = parts, best_time = time;
   }
   return best;
 }
@@ -261,7 +264,8 @@ inline bool has_whole_keys(const Problem& p, const Constraints& c) {
 }
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const bool is_padded_to_128 = padded_head_dim(p.head_dim, p.head_dim_v) == kShortHeadDim;
-  return has_whole_keys(p, c) && !c.dq_pool && !(is_padded_to_128 && has_few_tiles(p, d));
+  const bool splits_dq = is_padded_to_128 && !c.q_splits && has_few_tiles(p, d);
+  return has_whole_keys(p, c) && !c.dq_pool && !splits_dq;
 }
 
 // The same with two warpgroups that have 128 keys each.

@@ -170,7 +170,7 @@ def vmap_fwd(
     q_, k_, v_ = _fold_all((q, k, v), in_dims[:3], in_dims[3:5], size, packed)
     out, lse = torch.ops.flash_ext.fwd.default(q_, k_, v_, cu_seqlens_q, cu_seqlens_k, *options)
     dim = 1 if packed else 0
-    if not wants_lse(options[NUM_OPTIONS:]):
+    if lse.dim() == 1:  # not wanted, and no gradient keeps it
         return (_unfold(out, size, dim), lse), (dim, None)
     return (_unfold(out, size, dim), _unfold(lse, size, 0)), (dim, 0)
 

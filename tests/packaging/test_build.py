@@ -408,7 +408,7 @@ def test_shared_memory_fits_every_device(device_switches, resources, compute_cap
     kernels = ("fwd_kernel", "bwd_kernel", "bwd_q_kernel", *HOPPER, *HOPPER_BWD, *HOPPER_BWD_SPLIT)
     static = static_smem(resources, kernels)
     for direction, head_dim, deterministic in itertools.product(("fwd", "bwd"), range(1, 257), (False, True)):
-        chosen = plan(direction, head_dim, deterministic)
+        chosen = plan(direction, head_dim, deterministic, seqlen=2048)  # not padded to 128 for few tiles
         hopper = compute_capability == 90 and head_dim % 8 == 0
         assert chosen["backend"] == ("sm90" if hopper else "sm80")
         assert 0 < chosen["smem_bytes"] + static <= limit, chosen

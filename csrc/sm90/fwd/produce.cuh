@@ -44,10 +44,15 @@ __device__ __forceinline__ void copy_q(const FwdArgs& a, const FwdMaps& maps, ui
 
 inline constexpr int kFetchAhead = 3;  // tiles of a work tile still to load when the next one is fetched
 
-// First warp: decides what is next, loads its Q.
-template <typename T, typename Args, typename Tile>
+struct EveryTile {
+  __device__ __forceinline__ bool operator()(Work&, int) const { return true; }
+};
+
+// First warp: decides what is next, loads its Q. look(work, sequence): whether this launch serves a work tile, whose keys
+// it may set; `sequence` counts where work is named by it (kNamed).
+template <typename T, bool kNamed = T::kNamesSequences, typename Args, typename Tile, typename Look = EveryTile>
 __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps, uint32_t smem, Tile* work_tiles,
-                                              Barriers<T> bars) {
+                                              Barriers<T> bars, const Look& look = {}) {
   constexpr bool kParts = std::is_same_v<Tile, PartTile>;
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
@@ -63,10 +68,9 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
     int sequence = 0;
     uint32_t tile_index = index;
     if constexpr (kParts) tile_index = divide(index, a.parts.parts);
-    Work w = decode_index<T::kBlockM, true, true, true, true>(tile_index, p, a.grid,
-                                                              T::kNamesSequences ? &sequence : nullptr);
-    if constexpr (T::kNamesSequences) w.b = sequence;
-    if (w.active) {
+    Work w = decode_index<T::kBlockM, true, true, true, true>(tile_index, p, a.grid, kNamed ? &sequence : nullptr);
+    if constexpr (kNamed) w.b = sequence;
+    if (w.active && look(w, sequence)) {
       BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
       int part = 0;
       if constexpr (kParts) {

@@ -16,62 +16,17 @@ struct CachedFwdArgs : FwdArgs {
   int64_t k_row_bytes = 0, v_row_bytes = 0;
 };
 
-// First warp: decides what is next, loads its Q.
+// First warp.
 template <typename T>
 __device__ __forceinline__ void schedule_cached_work(const CachedFwdArgs& a, const FwdMaps& maps, uint32_t smem,
                                                      WorkTile* work_tiles, Barriers<T> bars) {
   const Problem& p = a.p.problem;
-  const int lane = threadIdx.x % 32;
-  const bool dynamic = a.scheduler.counter != nullptr;
-  if (dynamic && lane == 0) claim_counter(a.scheduler);
-  PipelineState<T::kQStages> q_ring;
-  PipelineState<T::kWorkStages> work_ring;
-  q_ring.phase = 1;  // the first wait for an empty stage passes
-  uint32_t index = blockIdx.x;
-  int stretch_end = 0;  // of the tiles of the same work tile that are left; 0: none
-#pragma unroll 1
-  while (index < a.scheduler.num_work_tiles) {
-    int sequence = 0;
-    Work w = decode_index<T::kBlockM, true, true, true, true>(index, p, a.grid, &sequence);
+  schedule_work<T, true>(a, maps, smem, work_tiles, bars, [&](Work& w, int sequence) {
     const bool outside = sequence < 0 || sequence == p.batch;  // in no sequence: no keys
-    const bool served = outside || w.q.length * static_cast<int>(a.grid.shared.divisor) > a.served.above;
-    if (w.active && served) {
-      w.b = sequence;
-      w.k = {0, CachedKeys::of(p, a.cache, sequence).length};
-      BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
-      if (blocks.begin < blocks.end) {
-        if (w.k.length > kStretches.above) {
-          constexpr int kStretch = kStretches.keys / T::kBlockN;
-          if (stretch_end > 0) blocks.end = stretch_end;
-          const int begin = (blocks.end - 1) / kStretch * kStretch;
-          stretch_end = begin > blocks.begin ? begin : 0;
-          blocks.begin = max(blocks.begin, begin);
-        }
-        wait(bars.q_empty(q_ring.stage), q_ring.phase);
-        if (lane == 0) {
-          work_tiles[work_ring.stage] = {w, blocks};
-          ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-          copy_q<T>(a, maps, smem, bars.q_full(q_ring.stage), q_ring.stage, w);
-        }
-        q_ring.advance();
-        static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
-        if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
-        work_ring.advance();
-        if (stretch_end > 0) continue;
-      } else {
-        store_empty<T>(a.p, w, -INFINITY, nullptr, lane);
-      }
-    }
-    uint32_t next = index + gridDim.x;
-    if (dynamic && lane == 0) next = fetch_work_tile(a.scheduler);
-    index = dynamic ? __shfl_sync(ptx::kFullWarp, next, 0) : next;
-  }
-  wait(bars.q_empty(q_ring.stage), q_ring.phase);
-  if (lane == 0) {
-    work_tiles[work_ring.stage].w.block = -1;
-    ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-    ptx::mbarrier_arrive(bars.q_full(q_ring.stage));
-  }
+    if (!outside && w.q.length * static_cast<int>(a.grid.shared.divisor) <= a.served.above) return false;
+    w.k = {0, CachedKeys::of(p, a.cache, sequence).length};
+    return true;
+  });
 }
 
 // Second warp: K; third: V. Stages are used in the order of fwd/produce.cuh, K0, K1, V0, K2, V1, ..., so each warp passes

@@ -199,7 +199,7 @@ MUTANTS = (
              "    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];",
              "offset[r] = lower;\n    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];"),)),
     Mutant(602, "M6 rescale skipped (Hopper)", "the running output keeps its scale when the maximum rises", (
-        Edit("sm90/fwd/consume.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),), "values"),
+        Edit("sm90/fwd/numbers.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),), "values"),
     Mutant(705, "M7 wait removed: V of the Hopper forward",
            "weights are multiplied with a tile of V that may not have arrived", (
         Edit("sm90/fwd/consume.cuh",

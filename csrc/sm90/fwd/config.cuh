@@ -43,9 +43,13 @@ struct FwdPartsArgs : FwdArgs {
   void* partials;
 };
 
+template <typename T>
+struct PlainNumbers;  // numbers.cuh
+
 template <typename E, int D, int Dv, bool kM128 = false, bool kInParts = false>
 struct FwdTraits {
   using Element = E;
+  using Numbers = PlainNumbers<FwdTraits>;  // how the consumers compute
   using Tile = std::conditional_t<kInParts, PartTile, WorkTile>;
   using Args = std::conditional_t<kInParts, FwdPartsArgs, FwdArgs>;
   static constexpr bool kParts = kInParts;

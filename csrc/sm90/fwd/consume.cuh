@@ -10,8 +10,7 @@
 // on the same registers would be serialised.
 #pragma once
 
-#include "parts.cuh"
-#include "store.cuh"
+#include "numbers.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -47,19 +46,19 @@ __device__ __forceinline__ BlockRange seen_tiles(const FwdArgs& a, const WorkTil
 template <typename T>
 __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps& maps, uint32_t smem,
                                         const typename T::Tile* work_tiles, Barriers<T> bars, int group) {
-  using E = typename T::Element;
-  constexpr int D = T::kHeadDim, Dv = T::kHeadDimV, kN = T::kBlockN;
+  using Numbers = typename T::Numbers;
+  constexpr int Dv = T::kHeadDimV, kN = T::kBlockN, kWords = Numbers::kWords;
   constexpr int kNarrow = T::kNarrow;
   constexpr int kPingpongThreads = 256;  // of the warpgroup whose turn it is and of the one before
   const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
   const int warp_row = group * 64 + warp * 16, row_in_tile = warp_row + lane / 4;
-  const float scale = a.p.problem.abs_scale_log2;
   const uint32_t q_base = descriptor_low(smem + T::kQAt + group * 64 * 128, 16);
-  const uint32_t k_base = descriptor_low(smem, 16), v_base = descriptor_low(smem, kN * 128);
+  const uint32_t k_base = descriptor_low(smem, 16), v_base = descriptor_low(smem, Numbers::kVChunkBytes);
 
   float o[Dv / 2], s[kN / 2];
-  uint32_t weights[kN / 4];
+  uint32_t weights[kWords];
   RowState state;
+  Numbers numbers(a);
   PipelineState<T::kKvStages> ring;
   PipelineState<T::kQStages> q_ring;
   int count = 0;  // work tiles begun
@@ -99,6 +98,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const int whole_hi = min(work.w.k.length, first_row + mod.shift() + a.p.problem.reach_right + 1);
     whole_begin = (whole_lo + kN - 1) / kN;
     whole_end = a.p.problem.score_factor == 1.f ? max(whole_hi, 0) / kN : 0;
+    numbers.begin_work(a, work);
     return true;
   };
   // On to the next step; false after the last one of all work tiles.
@@ -107,6 +107,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     if (new_work && !begin_work()) return false;
     --tile;
     --tiles_left;
+    numbers.begin_tile(a, tile);
     return true;
   };
   const auto is_seen = [&] { return tile >= seen_begin && tile < seen_end; };
@@ -149,7 +150,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const uint32_t k_low = uniform(k_base + ring.stage * (T::kStageBytes / 16));
     ptx::warpgroup_fence_operand(s);
     ptx::wgmma_fence();
-    issue_qk<E, D, T::kBlockM, kN>(s, q_low, k_low);
+    Numbers::issue_scores(s, q_low, k_low);
     ptx::wgmma_commit();
   };
   const auto finish_scores = [&](int k_stage) {
@@ -163,52 +164,41 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const uint32_t v_low = uniform(v_base + ring.stage * (T::kStageBytes / 16));
     if (narrow) {
       ptx::wgmma_fence();
-      issue_pv<E>(o, first_of<kNarrow / 4>(weights), v_low);
+      Numbers::issue_output(o, first_of<kWords * kNarrow / kN>(weights), v_low);
       ptx::wgmma_commit();
     } else {
       ptx::wgmma_fence();
-      issue_pv<E>(o, weights, v_low);
+      Numbers::issue_output(o, weights, v_low);
       ptx::wgmma_commit();
     }
-  };
-  const auto prepare = [&]<int kKeys>(std::integral_constant<int, kKeys>) {
-    float (&scores)[kKeys / 2] = first_of<kKeys / 2>(s);
-    uint32_t (&words)[kKeys / 4] = first_of<kKeys / 4>(weights);
-    if (try_weights<E>(scores, words, state, scale)) return;
-    float factor[2];
-    weights_by_maximum<E>(scores, words, state, factor, scale);
-#pragma unroll
-    for (int i = 0; i < Dv / 2; ++i) o[i] *= factor[(i / 2) % 2];
   };
   const auto prepare_weights = [&](bool first) {
     narrow = first && is_narrow();
     if (narrow) {
-      prepare(std::integral_constant<int, kNarrow>{});
+      numbers.prepare(first_of<kNarrow / 2>(s), first_of<kWords * kNarrow / kN>(weights), state, o);
     } else {
-      prepare(std::integral_constant<int, kN>{});
+      numbers.prepare(s, weights, state, o);
     }
   };
   const auto store = [&] {
     const auto& work = work_tiles[work_at];
     const Work& w = work.w;
-    if constexpr (T::kParts) return store_part<T>(a, work, o, state, w.block * T::kBlockM + row_in_tile, lane);
+    auto& result = numbers.result(o);
+    if constexpr (T::kParts) return store_part<T>(a, work, result, state, w.block * T::kBlockM + row_in_tile, lane);
     if (work.w.k.length > kStretches.above) {
       const BlockRange seen = seen_tiles<T>(a, work, group);
       float* own = kept_place<T>(a, group);
-      if (seen.end > work.blocks.end) join_kept<T>(own, o, state);
-      if (seen.begin < work.blocks.begin) return keep<T>(own, o, state);
+      if (seen.end > work.blocks.end) join_kept<T>(own, result, state);
+      if (seen.begin < work.blocks.begin) return keep<T>(own, result, state);
     }
-    float inverse[2];
-    finish_rows(a, w, state, w.block * T::kBlockM + row_in_tile, lane, inverse);
     const uint32_t staging = smem + T::kStagingAt + (group * 4 + warp) * T::kStagingChunks * 16 * 128;
-    store_staged<T>(a, maps, w, o, inverse, staging, warp_row, lane);
+    numbers.store_rows(a, maps, w, state, result, w.block * T::kBlockM + row_in_tile, staging, warp_row, lane);
   };
-  // The first tile of a work tile starts from a guess.
   const auto begin_state = [&] {
     clear(o);
     work_at = (count - 1) % T::kWorkStages;
     state = RowState{};
-    guess_maximum(s, state, scale);
+    numbers.begin_state(s, state);
   };
   const auto step = [&](bool seam) {
     ptx::warpgroup_fence_operand(o);
@@ -230,6 +220,8 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     if (seam) {
       store();
       begin_state();
+    } else {
+      numbers.end_tile(tile, o);
     }
     prepare_weights(seam);
   };

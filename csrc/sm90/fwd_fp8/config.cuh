@@ -11,14 +11,21 @@ struct Fp8Args : FwdArgs {
   Fp8Operands x;
 };
 
+template <typename T>
+struct Fp8Numbers;  // numbers.cuh
+
 // As FwdTraits. E: of out, and in mixed mode of q and k.
 template <typename E, int D, int Dv, bool kMixedMode>
 struct Fp8Traits {
   using Element = E;
-  static constexpr bool kMixed = kMixedMode, kNamesSequences = true;
+  using Numbers = Fp8Numbers<Fp8Traits>;
+  using Tile = WorkTile;
+  using Args = Fp8Args;
+  static constexpr bool kMixed = kMixedMode, kNamesSequences = true, kParts = false;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr Fp8Tile kTile = fp8_tile(D, kMixed);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.plain().block_m();
+  static constexpr int kNarrow = kBlockN;
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.plain().threads();
   static constexpr int kChunkColumns = kMixed ? 64 : 128, kChunks = fp8_chunks_of(D, kMixed);
   static constexpr int kChunksV = chunks_of(Dv), kStagingChunks = kTile.plain().staging_chunks(Dv);

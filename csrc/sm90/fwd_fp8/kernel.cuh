@@ -7,7 +7,8 @@
 #pragma once
 
 #include "../core/roles.cuh"
-#include "consume.cuh"
+#include "../fwd/consume.cuh"
+#include "numbers.cuh"
 #include "produce.cuh"
 
 namespace flash_ext::sm90 {
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           load_fp8_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
         }
       },
-      [&](const auto& cta, int group) { consume_fp8<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
+      [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
 }
 
 }  // namespace flash_ext::sm90

@@ -19,7 +19,7 @@ from examples.ladder.__main__ import main as run_ladder
 from examples.ladder.__main__ import write
 
 from . import measure
-from .claims import speeds, table
+from .claims import breakdown, moved, speeds, table
 from .evidence import RESULTS, Evidence, read, stored
 from .pictures import draw
 
@@ -34,6 +34,7 @@ def run_here(device: torch.device, folder: Path, commit: str | None) -> list[Pat
     return [ladder, claims]
 
 
+TABLES = {"breakdown": breakdown, "moved": moved, "speeds": speeds}  # of docs/articles.md, beside the claims
 HEAD = ["claimed", "by whom", "measured here", "on what"]
 
 
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> Evidence:
         "--device", choices=("cuda", "cpu"), default=None, help="default: the GPU if there is one"
     )
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/articles.md, too")
+    parser.add_argument("--docs", action="store_true", help="write the tables of docs/articles.md, too")
     parser.add_argument("--out", type=Path, default=Path("out/claims"), help="folder (default %(default)s)")
     options = parser.parse_args(arguments)
 
@@ -79,8 +80,10 @@ def main(arguments: list[str] | None = None) -> Evidence:
     if options.docs:
         page = RESULTS.parents[1] / "docs" / "articles.md"
         written = in_document(page.read_text(encoding="utf-8"), text)
-        head, lines = speeds(evidence)
-        page.write_text(in_document(written, as_text(lines, head), "speeds"), encoding="utf-8")
+        for name, make in TABLES.items():
+            head, lines = make(evidence)
+            written = in_document(written, as_text(lines, head), name)
+        page.write_text(written, encoding="utf-8")
     print(text)
     pictures = draw(evidence, options.out)
     print(f"\n{options.out / 'claims.md'}", *pictures, sep="\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from examples.ladder.measure import operations
 from examples.ladder.rungs import RUNGS
 
 from .evidence import Evidence, Row, benchmark_times, number, pairs, shape_of, span
@@ -32,6 +33,7 @@ class Claim:
 
 
 MULTIPROCESSORS = 132  # of an H100 or H200
+PARTS = ("matmul q k", "mask", "softmax", "dropout", "matmul p v")  # of standard attention
 
 
 def _ladder_ratio(slow: str, fast: str) -> Callable[[Evidence], Answer]:
@@ -85,20 +87,30 @@ def _headline_share(direction: str) -> Callable[[Evidence], Answer]:
     return measure
 
 
-def _headline_best(evidence: Evidence) -> Answer:
-    file = evidence.file("headline")
-    rates = [rate for _, rate in benchmark_times(file, "fwd", "sm90").values()]
-    return (f"flash_ext in bf16 {max(rates):.0f} TFLOP/s", file.where) if rates else None
+def _best_16_bits(evidence: Evidence) -> Answer:
+    """Of the newest run in each type, each with its place."""
+    parts, places = [], []
+    for dtype, kind, name in (("fp16", "fp16", "sm90-fp16"), ("bf16", "headline", "sm90")):
+        file = evidence.file(kind)
+        rates = [rate for _, rate in benchmark_times(file, "fwd", name).values()]
+        if rates:
+            parts.append(f"in {dtype} {max(rates):.0f}")
+            places.append(file.where)
+    return (f"flash_ext {', '.join(parts)} TFLOP/s", "; ".join(places)) if parts else None
 
 
 def _fp8(evidence: Evidence) -> Answer:
-    """By the benchmark's column of that name."""
-    for kind in ("fp8", "headline"):
-        file = evidence.file(kind)
-        rates = [rate for _, rate in benchmark_times(file, "fwd", "fp8").values()]
-        if rates:
-            return f"flash_ext in fp8 {max(rates):.0f} TFLOP/s", file.where
-    return None
+    """The fastest row of the benchmark's column of that name, and the other columns there."""
+    file = evidence.file("fp8")
+    found = benchmark_times(file, "fwd", "fp8")
+    if not found:
+        return None
+    at = max(found, key=lambda key: found[key][1])
+    words = [f"flash_ext in fp8 {found[at][1]:.0f} TFLOP/s"]
+    for name, label in (("sm90", "in bf16"), ("triton", "FlashAttention-2 in Triton"), ("fa2", "PyTorch's")):
+        others = benchmark_times(file, "fwd", name)
+        words += [f"{label} {others[at][1]:.0f}"] if at in others else []
+    return ", ".join(words), file.where
 
 
 def _causal(evidence: Evidence) -> Answer:
@@ -198,10 +210,9 @@ def _contexts(evidence: Evidence) -> Answer:
 def _breakdown(evidence: Evidence) -> Answer:
     file = evidence.file("ladder")
     ms = {str(row["name"]): number(row, "ms") for row in file.of("breakdown")}
-    parts = ("matmul q k", "mask", "softmax", "dropout", "matmul p v")
-    if not set(parts) <= set(ms):
+    if not set(PARTS) <= set(ms):
         return None
-    total, between = sum(ms[x] for x in parts), sum(ms[x] for x in parts[1:4])
+    total, between = sum(ms[x] for x in PARTS), sum(ms[x] for x in PARTS[1:4])
     words = f"{100 * between / total:.0f} % of {total:.2f} ms"
     return f"{words}; flash_ext does all of it in {ms['flash_ext']:.2f} ms", file.where
 
@@ -233,6 +244,38 @@ def _theorem(evidence: Evidence) -> Answer:
             dram = (number(row, "dram_read_bytes") + number(row, "dram_written_bytes")) * 1e-9
             parts.append(f"{row['name']} {counted[key] * 1e-9:.2f} / {l2:.2f} / {dram:.2f}")
     return (f"GB counted / through L2 / of memory: {', '.join(parts)}", file.where) if parts else None
+
+
+def _blocks(evidence: Evidence) -> Answer:
+    """Speed of FlashAttention by the number of its thread blocks: one for each batch entry and head."""
+    file = evidence.file("ladder")
+    rates: dict[int, float] = {}
+    for row in file.of("lengths"):
+        batch, num_heads, seqlen, head_dim = shape_of(row)
+        if row["name"] == "fa1" and "tflops" in row and head_dim == 64 and seqlen >= 1024:
+            rates[batch * num_heads] = number(row, "tflops")
+    words = ", ".join(f"{blocks} blocks {rates[blocks]:.0f}" for blocks in sorted(rates, reverse=True))
+    return (f"head_dim 64 on {MULTIPROCESSORS} SMs, TFLOP/s: {words}", file.where) if rates else None
+
+
+def _memory_bound(evidence: Evidence) -> Answer:
+    """Shares of the rate of a copy and of a matrix product, by the bytes that ncu counted."""
+    file = evidence.file("ladder")
+    if not file.ceilings:
+        return None
+    parts = []
+    for row in file.of("profile"):
+        batch, num_heads, seqlen, head_dim = shape_of(row)
+        if row["name"] not in ("standard", "flash_ext") or batch == 1 or "dram_read_bytes" not in row:
+            continue
+        seconds = number(row, "ms") * 1e-3
+        moved = number(row, "dram_read_bytes") + number(row, "dram_written_bytes")
+        copy = moved / seconds * 1e-9 / file.ceilings["copy_gbps"]
+        product = operations(batch, num_heads, seqlen, head_dim) / seconds * 1e-12
+        product /= file.ceilings["matmul_tflops"]
+        parts.append(f"{row['name']}, head_dim {head_dim}: {100 * copy:.0f} and {100 * product:.0f} %")
+    head = "of the rates of a copy and of a matrix product: "
+    return (head + "; ".join(parts), file.where) if parts else None
 
 
 def _few_heads(evidence: Evidence) -> Answer:
@@ -293,12 +336,15 @@ CLAIMS = (
     Claim("001, 002", "FlashAttention is 2 to 4x as fast as standard attention",
           _ladder_ratio("standard", "fa1")),
     Claim("001", "FlashAttention reaches 25 to 40, or 30 to 50 % of the peak forward", _share_of_peak("fa1")),
-    Claim("001", "FlashAttention-2 reaches 73 % of the peak forward (A100)", _headline_share("fwd")),
+    Claim("001", "FlashAttention-2 reaches 73 % of the peak forward (A100); more than 50 % was the aim",
+          _headline_share("fwd")),
     Claim("001", "FlashAttention-2 reaches 63 % of the peak backward (A100)", _headline_share("bwd")),
     Claim("001", "225 TFLOP/s a GPU in whole training (A100)", _training_rate),
     Claim("001", "a causal mask makes it 1.7 to 1.8x as fast", _causal),
     Claim("001", "with few heads, work along the sequence fills the GPU", _few_heads),
     Claim("001", "FlashAttention leaves multiprocessors idle", _occupancy),
+    Claim("001", "one thread block for each batch entry and head is enough from 80 of them on (108 SMs)",
+          _blocks),
     Claim("001", "FlashAttention-2 needs fewer reads and writes of shared memory", _shared),
     Claim("001", "10 to 20x less memory", _memory),
     Claim("002", "BERT-large trains 15 % faster than the MLPerf 1.1 record",
@@ -307,16 +353,51 @@ CLAIMS = (
     Claim("002", "the Long Range Arena with 1k to 4k tokens trains 2.4x as fast",
           _encoder("arena", "small encoder, 1k, 2k, 4k tokens")),
     Claim("002, 004", "mask, softmax and dropout take most of the time of standard attention", _breakdown),
+    Claim("002, 003, 004", "standard attention is bound by memory", _memory_bound),
     Claim("002", "K and V are read once, Q and O once per key block (theorem 2)", _theorem),
     Claim("003", "safe softmax reads its row three times, or twice", _softmax),
     Claim("003", "a longer context makes better models", _contexts),
     Claim("004", "lse may be left out of a forward alone", _forward_only),
-    Claim("FlashAttention-3 paper, named by 004", "740 TFLOP/s in fp16", _headline_best),
+    Claim("FlashAttention-3 paper, named by 004", "740 TFLOP/s in fp16", _best_16_bits),
     Claim("FlashAttention-3 paper, named by 004", "1.2 PFLOP/s in fp8", _fp8),
 )  # fmt: skip
 
 
-def speeds(evidence: Evidence) -> tuple[list[str], list[list[str]]]:
+# ---- other tables of docs/articles.md: head and lines ----------------------------------------------------
+
+Lines = tuple[list[str], list[list[str]]]
+
+
+def breakdown(evidence: Evidence) -> Lines:
+    """Milliseconds of the parts of standard attention, and of flash_ext."""
+    ms = {str(row["name"]): number(row, "ms") for row in evidence.file("ladder").of("breakdown")}
+    ms["together"] = sum(ms[part] for part in PARTS)
+    names = [*PARTS, "together", "flash_ext", "flash_ext, no dropout"]
+    return names, [[f"{ms[name]:.2f}" for name in names]]
+
+
+MOVED = ("standard", "fa1", "fa2-one-cta", "fa2-ladder", "triton", "fa2", "flash_ext")
+
+
+def moved(evidence: Evidence) -> Lines:
+    """What ncu counted of the first shape that it saw, beside what the theorem counts."""
+    file = evidence.file("ladder")
+    seen = file.of("profile")
+    counted = {(r["name"], shape_of(r)): r.get("counted_bytes") for r in file.of("lengths")}
+    lines = []
+    for row in seen:
+        if row["name"] in MOVED and shape_of(row) == shape_of(seen[0]):
+            of_theorem = counted.get((row["name"], shape_of(row)))
+            sums = [f"{(number(row, f'{at}_read_bytes') + number(row, f'{at}_written_bytes')) * 1e-9:.2f}"
+                    for at in ("l2", "dram")]  # fmt: skip
+            lines.append([RUNGS[str(row["name"])].label,
+                          f"{of_theorem * 1e-9:.2f}" if isinstance(of_theorem, int) else "", *sums,
+                          f"{number(row, 'shared_wavefronts') * 1e-6:.0f}",
+                          f"{number(row, 'ctas'):.0f}" if row["kernels"] == 1 else ""])  # fmt: skip
+    return ["kernel", "counted", "L2 cache", "memory", "shared memory accesses, millions", "CTAs"], lines
+
+
+def speeds(evidence: Evidence) -> Lines:
     """Head and lines of a table: TFLOP/s of every rung by head_dim and length."""
     rows = [row for row in evidence.file("ladder").of("lengths") if "tflops" in row]
     rates = {(row["name"], shape_of(row)): f"{number(row, 'tflops'):.0f}" for row in rows}

@@ -17,11 +17,12 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 @dataclass
 class File:
-    """One stored run: its rows, and where it was made."""
+    """One stored run: its rows, where it was made, and what a matrix product and a copy reached there."""
 
     kind: str
     rows: list[Row] = field(default_factory=list)
     metadata: dict[str, object] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -37,8 +38,8 @@ class File:
 
 @dataclass
 class Evidence:
-    """What is known, by kind: "ladder" and "claims" of the examples; "headline", "training" and "fp8" of the
-    benchmark.
+    """What is known, by kind: "ladder" and "claims" of the examples; "headline", "training", "fp16" and "fp8"
+    of the benchmark.
     """
 
     files: dict[str, File]
@@ -52,13 +53,13 @@ def read(path: Path) -> File:
     """A file of results, compressed or not."""
     data = path.read_bytes()
     found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    return File(path.name.split(".")[0], found["rows"], found["metadata"])
+    return File(path.name.split(".")[0], found["rows"], found["metadata"], found.get("ceilings") or {})
 
 
 def stored(folder: Path = RESULTS) -> Evidence:
     """The newest file of each kind below ``folder``, whose runs are named by date."""
     files: dict[str, File] = {}
-    for kind in ("ladder", "claims", "headline", "training", "fp8"):
+    for kind in ("ladder", "claims", "headline", "training", "fp16", "fp8"):
         found = sorted(folder.glob(f"*/{kind}.json.gz"), key=lambda path: path.parent.name)
         if found:
             files[kind] = read(found[-1])

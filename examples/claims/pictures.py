@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bench.colours import COLOURS
 from examples.ladder.rungs import RUNGS
 
+from .claims import PARTS
 from .evidence import Evidence, Row, benchmark_times, number, shape_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ RUNG_COLOURS = {
     "sm80": COLOURS["flash_ext, sm80"],
     "flash_ext": COLOURS["flash_ext"],
 }
-PARTS = ("matmul q k", "mask", "softmax", "dropout", "matmul p v")
 PART_COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73")
 
 

@@ -28,7 +28,7 @@ def test_report_command_reads_a_compressed_run(tmp_path: Path, capsys: pytest.Ca
 def test_stored_results_can_be_read():
     """Every run that the project keeps, with this version of the programs."""
     stored = sorted((ROOT / "bench" / "results").glob("*/*.json.gz"))
-    kinds = {"headline", "headline-sm80", "features", "around", "shapes", "two-kernels", "fp16"}
+    kinds = {"headline", "headline-sm80", "features", "around", "shapes", "two-kernels", "fp16", "fp8"}
     runs = [path for path in stored if path.name.split(".")[0] in kinds]
     assert runs and all(Results.from_json(stored_text(path)).rows for path in runs)
     training = [path for path in stored if path.name.startswith("training")]

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from examples.claims.__main__ import as_text, in_document
-from examples.claims.claims import speeds, table
+from examples.claims.__main__ import TABLES, as_text, in_document
+from examples.claims.claims import table
 from examples.claims.evidence import stored
 from tests.sources import ROOT, count
 
@@ -72,11 +72,13 @@ def test_the_claims_are_those_of_the_stored_ladder() -> None:
             assert row == list(line)
 
 
-def test_the_speeds_are_those_of_the_stored_ladder() -> None:
-    written = TEXT.partition("<!-- speeds")[2].partition("-->\n")[2].partition("\n<!-- -->")[0]
-    head, lines = speeds(stored())
-    assert written == as_text(lines, head)
-    assert any(line[0] == "FlashAttention-2 (Triton)" and all(line) for line in lines)
+@pytest.mark.parametrize("name", TABLES)
+def test_other_tables_are_those_of_the_stored_ladder(name: str) -> None:
+    written = TEXT.partition(f"<!-- {name}")[2].partition("-->\n")[2].partition("\n<!-- -->")[0]
+    head, lines = TABLES[name](stored())
+    assert lines and written == as_text(lines, head)
+    if name != "breakdown":
+        assert any(line[0] == "FlashAttention-2 (Triton)" and line[2] for line in lines)
 
 
 def test_the_table_has_one_place() -> None:

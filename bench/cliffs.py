@@ -7,9 +7,10 @@ Each point is timed forward and backward, beside PyTorch's memory-efficient back
 with a point, and the program names and counts both:
 
 behind: the backend takes less time. It gets an fp32 bias rounded, since it has none in fp32.
-cliff: the time over the floor is more than twice that of a neighbour, the next shorter or longer sequence.
-    The floor is the bytes that must move at the speed of a copy, plus the products at the speed of a matrix
-    product, both measured in this run.
+cliff: the time a visible score is more than twice that of a neighbour, the next shorter or longer sequence,
+    and so is the time over the floor, since a score of a short sequence has more bytes to move. The floor is
+    the bytes that must move at the speed of a copy, plus the products at the speed of a matrix product, both
+    measured in this run.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Point:
     """One shape and feature in one direction; times in microseconds, None where a program refuses.
 
     over_floor: our time over the floor of this run.
+    scores: that are visible, of all batch entries and heads.
     """
 
     head_dim: int
@@ -55,6 +57,7 @@ class Point:
     ours_us: float | None
     peer_us: float | None
     over_floor: float | None
+    scores: float
     kernel: str = ""
 
     @property
@@ -69,7 +72,7 @@ class Calls:
     forward: dict[str, timing.Call]
     backward: dict[str, timing.Call]
     bytes: tuple[float, float]
-    flops: tuple[float, float]
+    scores: float
 
 
 def batch_of(seqlen: int, heads: int, head_dim: int) -> int:
@@ -98,6 +101,7 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
     peer: dict | None = {"is_causal": kind == "causal"}
     bias = bias_of(kind, batch, heads, seqlen)
     learned, peer_learned = [], []
+    visible = seqlen**2 * (0.5 if kind == "causal" else 1.0)  # scores of a head
     if bias is not None:
         options["bias"] = bias
         rounded = bias.detach().to(torch.bfloat16).requires_grad_(bias.requires_grad)
@@ -108,11 +112,13 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
         lengths = 1 + (torch.arange(batch, device="cuda")[:, None] * 2 + 1) * seqlen // (2 * batch)
         keep = torch.arange(seqlen, device="cuda")[None] < lengths
         options["mask"], peer["attn_mask"] = masks.KeyMask(keep), keep[:, None, None]
+        visible = seqlen * float(lengths.float().mean())
     elif kind == "dropout":
         options["dropout_p"] = peer["dropout_p"] = 0.1
     elif kind == "documents":
         # Their ends do not lie on those of tiles, at any length.
         ids = (torch.arange(seqlen, device="cuda") // max(7, seqlen // 8 - 3)).int()
+        visible = float(ids.bincount().square().sum())
         options["mask"], peer = masks.Documents(ids), None
 
     def ours(*qkv: Tensor) -> Tensor:
@@ -142,9 +148,8 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
         backward[PEER] = of_gradients(theirs, heads_first[:3], peer_learned, heads_first[3])
     moved = 2.0 * q.numel()
     of_bias = 0.0 if bias is None else float(bias.numel() * bias.element_size())
-    product = 2.0 * batch * heads * seqlen**2 * head_dim * (0.5 if kind == "causal" else 1.0)
     least_bytes = (4 * moved + of_bias, 8 * moved + 2 * of_bias)
-    return Calls(forward, backward, least_bytes, (2 * product, 5 * product))
+    return Calls(forward, backward, least_bytes, batch * heads * visible)
 
 
 def kernel_of(call: timing.Call) -> str:
@@ -177,10 +182,12 @@ def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str], timer: tim
                         where = f"D{head_dim} S{seqlen} {kind} {direction}"
                         print(f"{name} refuses {where}: {error}"[:150], file=sys.stderr)
                     us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}
-                    floor = calls.bytes[at] / speeds[0] + calls.flops[at] / speeds[1]
+                    product = 2.0 * calls.scores * head_dim
+                    floor = calls.bytes[at] / speeds[0] + (2, 5)[at] * product / speeds[1]
                     ours = us.get(OURS)
+                    kernel = kernel_of(both[OURS]) if ours else ""
                     yield Point(head_dim, seqlen, batch, heads, kind, direction, ours, us.get(PEER),
-                                ours and ours / floor, kernel_of(both[OURS]) if ours else "")  # fmt: skip
+                                ours and ours / floor, calls.scores, kernel)  # fmt: skip
                 del calls
             torch.cuda.empty_cache()
 
@@ -192,19 +199,26 @@ def behind(points: list[Point]) -> list[str]:
     return [f"{p.name}: {ratio:.2f} of {PEER}, {p.ours_us:.0f} us in {p.kernel}" for ratio, p in slow]
 
 
+def steepness(point: Point, neighbour: Point) -> float:
+    """How many times as long a point takes: a visible score or over the floor, whichever differs less."""
+    a_score = [p.ours_us / p.scores for p in (point, neighbour)]
+    return min(a_score[0] / a_score[1], point.over_floor / neighbour.over_floor)
+
+
 def cliffs(points: list[Point]) -> list[str]:
-    """Points that take more than NEIGHBOURS times as long over the floor as a neighbour in the length."""
+    """Points that take more than NEIGHBOURS times as long as a neighbour in the length."""
     lines: dict[tuple, list[Point]] = {}
     for point in points:
-        lines.setdefault((point.head_dim, point.kind, point.direction), []).append(point)
+        if point.ours_us:
+            lines.setdefault((point.head_dim, point.kind, point.direction), []).append(point)
     found = []
     for line in lines.values():
         line.sort(key=lambda p: p.seqlen)
         for at, point in enumerate(line):
             beside = line[max(at - 1, 0) : at] + line[at + 1 : at + 2]
-            near = [p.over_floor for p in beside if p.over_floor]
-            if point.over_floor and near and point.over_floor > NEIGHBOURS * min(near):
-                over = f"{point.over_floor:.1f} times the floor, a neighbour {min(near):.1f}"
+            steep = max((steepness(point, other) for other in beside), default=0.0)
+            if steep > NEIGHBOURS:
+                over = f"{steep:.2f} times a neighbour, {point.over_floor:.1f} times the floor"
                 found.append(f"{point.name}: {over}")
     return found
 

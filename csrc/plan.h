@@ -177,6 +177,8 @@ struct Plan {
   int kv_splits = 1, gqa_splits = 1;
   int q_splits = 1;  // of the queries of a block of keys
   int dbias_splits = 1, dslopes_splits = 1;
+  bool dbias_with_dk = false;  // the kernel that makes dk stores the gradient of the bias
+  bool zeroes_dbias = false;  // and leaves out tiles that nothing sees
   std::array<Launch, 10> launches{};  // in order
   int num_launches = 0;
   int main = 0;  // the launch whose tile is printed first

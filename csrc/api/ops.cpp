@@ -204,6 +204,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   const Tensor workspace = workspace_of(plan, q);
   Tensor bias_parts, slope_parts;
   if (need_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
+  if (plan.zeroes_dbias) dbias.zero_();
   if (need_slopes) slope_parts = place_gradient(of_slopes, plan.dslopes_splits, w.dslopes_partials, workspace, dslopes);
   launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, !runs_plain);
   // Sums over parts and rows have a fixed order in torch, too.

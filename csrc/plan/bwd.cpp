@@ -186,6 +186,14 @@ bool has_hopper_dbias(Req r, Dev d, Arch arch) {
          sm90::is_bias_gradient_taken(r.problem, *r.modifiers, *r.dbias);
 }
 
+// A bias with an entry for each score has dS as its gradient, which the kernel that makes dK holds.
+bool stores_dbias(Req r) {
+  const Problem& x = r.problem;
+  const BiasGradient* g = r.dbias;
+  return g != nullptr && !x.is_varlen() && !g->sum_rows && !g->sum_cols && g->batch == x.batch &&
+         g->heads == x.num_heads && g->rows == x.seqlen_q && g->cols == x.seqlen_k;
+}
+
 ScoreVariant fused_variant(Req r) {
   const bool adds = r.modifiers->adds();
   if (r.modifiers->softcap > 0.f) return kCap;
@@ -279,9 +287,10 @@ void build_others(Req r, Dev d, Plan& p) {
 }
 
 void begin_hopper(Req r, Dev d, Plan& p) {
-  const bool dbias90 = has_hopper_dbias(r, d, p.arch);
-  if (r.dbias != nullptr || r.dslopes != nullptr || r.modifiers->sinks != nullptr) {
-    push_other_gradients(r, d, p, r.dbias != nullptr && !dbias90, DqMode::kNone);
+  const bool makes_dbias = r.dbias != nullptr && !p.dbias_with_dk;
+  const bool dbias90 = makes_dbias && has_hopper_dbias(r, d, p.arch);
+  if (makes_dbias || r.dslopes != nullptr || r.modifiers->sinks != nullptr) {
+    push_other_gradients(r, d, p, makes_dbias && !dbias90, DqMode::kNone);
   }
   if (dbias90) push_hopper_dbias(r, d, p);
 }
@@ -317,6 +326,8 @@ void push_fused_mod(Req r, Dev d, Plan& p, Launch l) {
 }
 void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, fused_mod_launch(r, d, {}, kHide)); }
 void build_fused_mod(Req r, Dev d, Plan& p) {
+  p.dbias_with_dk = stores_dbias(r);
+  p.zeroes_dbias = p.dbias_with_dk && !sm90::visits_all_tiles(r.problem, *r.modifiers);
   begin_hopper(r, d, p);
   push_fused_mod(r, d, p, fused_mod_launch(r, d, *r.modifiers, fused_variant(r)));
 }

@@ -34,7 +34,7 @@ def bias_cases() -> list[ModifierCase]:
         mcases.append(
             ModifierCase(dense(2, 300, 300, 2, 1, 128, **common), (f"bias_{dims}", "drop0.5"), ("mods",))
         )
-    for dims in ("qk", "hqk", "k", "1k", "q1"):
+    for dims in ("bhqk", "qk", "hqk", "k", "1k", "q1"):
         mcases.append(ModifierCase(dense(2, 65, 129, 3, 1, 64), (f"bias_{dims}",)))
     return mcases
 

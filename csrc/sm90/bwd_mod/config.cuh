@@ -32,6 +32,7 @@ struct BwdModArgs {
   bool adds_to_keys;  // something by distance, or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
   bool stores_dq;    // has_whole_keys()
+  BiasGradient dbias;  // stored beside dS, which it is, where the plan says so; else out is null
   Divisor splits;    // of the steps of a block of keys: neighbours among work tiles
 };
 

@@ -202,6 +202,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::warpgroup_fence_operand(dp);
     if constexpr (T::kLoadersDraw) dropped = dropped_scores();
     form_gradients(s, dp, visible, dropped);
+    if constexpr (T::kAdds) {
+      if (a.dbias.out != nullptr) {
+        const int head = work_of().first_head + now().head();
+        store_score_gradients<E, T::kFloatBias>(a.dbias, work_of().w.b, head, dp, first_query(), first_key());
+      }
+    }
     ptx::warpgroup_fence_operand(s);
     ptx::warpgroup_fence_operand(dp);
     pack<E>(p_words, s);

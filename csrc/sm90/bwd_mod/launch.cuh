@@ -39,6 +39,7 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
   a.brings_bias = m.bias.ptr != nullptr && m.bias.row_stride != 0;
   a.stores_dq = l.dq == DqMode::kStored;
+  if (c.plan.dbias_with_dk) a.dbias = c.dbias;
   a.adds_to_keys = m.by_distance || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};

@@ -150,6 +150,36 @@ __device__ __forceinline__ void weights_of_tanh(float (&s)[32], float (&dp)[32],
   }
 }
 
+// Stores a warp's dS, of 64 queries from row0 on and 16 keys from col0 on, as the gradient of a bias that has an entry
+// for each score. A store of a warp has 8 keys of 4 queries: whole sectors of an fp32 gradient, halves of a 16-bit one,
+// whatever the bytes its rows begin on.
+template <typename E, bool kFloat>
+__device__ __forceinline__ void store_score_gradients(const BiasGradient& g, int b, int h, const float (&ds)[32],
+                                                      int row0, int col0) {
+  const int lane = ptx::fresh_lane(), row = row0 + 2 * (lane % 4), col = col0 + lane / 4;
+  const int rows_left = g.rows - row, cols_left = g.cols - col;
+  const int64_t first = ((static_cast<int64_t>(b) * g.heads + h) * g.rows + row) * g.cols + col;
+  const auto store = [&](auto* to, const auto& element) {
+    to += first;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * j + c >= rows_left) continue;
+        if (cols_left > 0) to[c * g.cols] = element(4 * j, c);
+        if (cols_left > 8) to[c * g.cols + 8] = element(4 * j + 2, c);
+      }
+      to += 8 * static_cast<int64_t>(g.cols);
+    }
+  };
+  if (kFloat && g.is_float) {
+    store(static_cast<float*>(g.out), [&](int pair, int c) { return ds[pair + c]; });
+  } else {
+    store(static_cast<uint16_t*>(g.out),
+          [&](int pair, int c) { return static_cast<uint16_t>(ptx::pack2<E>(ds[pair], ds[pair + 1]) >> 16 * c); });
+  }
+}
+
 // 0 where a bit is 0.
 template <int kCount>
 __device__ __forceinline__ void hide_weights(float (&s)[kCount], uint32_t visible) {

@@ -44,6 +44,11 @@ constexpr BwdBiasTile bwd_bias_tile(int d, bool owns_bias) { return {d <= 64 ? 5
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
 
+// Whether a step visits every tile of queries and keys.
+inline bool visits_all_tiles(const Problem& p, const Modifiers& m) {
+  return !asks_any<kHidingKinds>(m) && p.window_left < 0 && p.window_right < 0;
+}
+
 // Whether every tile of queries sees some key, so that a step visits it.
 inline bool visits_all_queries(const Problem& p, const Modifiers& m) {
   const bool hides = asks_any<kHidingKinds>(m) || p.window_left >= 0;

@@ -24,7 +24,12 @@ from .arguments import (
     modifiers_of,
 )
 from .calls import keep_call, kept_call
-from .functorch import ModifiedGradientFunction, apply_modified_under_transforms, apply_under_transforms
+from .functorch import (
+    ModifiedGradientFunction,
+    apply_modified_under_transforms,
+    apply_under_transforms,
+    differentiates,
+)
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
@@ -55,9 +60,10 @@ def run_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd`` by the route that the situation needs; the last one is the everyday one.
 
-    A compiler must see the operator itself, torch.func transforms need a Python autograd function, and
-    everything else takes the extension's own entry, which costs less than half of torch.ops. Under transforms
-    lse is there although ``want_lse`` is False, and where autograd keeps it.
+    A compiler and vmap must see the operator itself, torch.func transforms that differentiate need a Python
+    autograd function, and everything else takes the extension's own entry, which costs less than half of
+    torch.ops. Although ``want_lse`` is False, lse is there where transforms differentiate and where autograd
+    keeps it.
     """
     if scale is not None and isinstance(scale, Tensor):
         refuse_tensor_scale()
@@ -72,7 +78,13 @@ def run_fwd(
     try:
         if _in_functorch():
             options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
-            return apply_under_transforms(q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options))
+            arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options))
+            if differentiates():
+                return apply_under_transforms(*arguments)
+            mapped: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd.default(
+                *arguments, *_flags(False, want_lse)
+            )
+            return mapped
         left, right = window
         return _C.fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, left,
@@ -267,9 +279,9 @@ def run_modified_fwd(
         return *plain, None
     *numbers, deterministic, backend = operator_options(q, *options)
     wide = out_dtype is not None and _is_wide("out_dtype", out_dtype, q)
-    differentiates = _in_functorch() and not wide
-    call = apply_modified_under_transforms if differentiates else torch.ops.flash_ext.fwd_mod.default
-    flags = () if differentiates else _flags(wide, want_lse)
+    by_function = _in_functorch() and not wide and differentiates()
+    call = apply_modified_under_transforms if by_function else torch.ops.flash_ext.fwd_mod.default
+    flags = () if by_function else _flags(wide, want_lse)
     result: tuple[Tensor, Tensor, Tensor] = call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, *modifier_arguments(mods or Modifiers()), want_row_max,
         deterministic, backend, *flags,

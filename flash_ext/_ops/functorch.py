@@ -1,8 +1,8 @@
 """Gradients under ``torch.func`` transforms.
 
 Ordinary autograd is in the extension module (csrc/api/autograd.cpp), which costs a training step less than a
-Python function does. The transforms of torch.func do not accept it, so they get these functions, which call
-the same operators.
+Python function does. The transforms of torch.func that differentiate do not accept it, so they get these
+functions, which call the same operators. vmap alone takes the operators, which have rules for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from .modifiers import NAMES, NUM_TENSORS
 FIRST_MODIFIER = 10  # places in the arguments of fwd_mod
 NUM_FWD_ARGUMENTS = FIRST_MODIFIER + len(NAMES) + 3
 BIAS, SLOPES, SINKS = (FIRST_MODIFIER + NAMES.index(name) for name in ("bias", "slopes", "sinks"))
+
+
+def differentiates() -> bool:
+    """Whether one of the transforms that are active may ask for a derivative: any but vmap."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def refuse_tangents(ctx: Any, *_: Any) -> NoReturn:

@@ -22,7 +22,7 @@ from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext.compat import flash_attn
 from tests.conftest import NO_CACHING
-from tests.qkv import make_packed, make_qkv, null_kernels, on_devices
+from tests.qkv import make_packed, make_qkv, null_kernels, on_devices, tolerance
 
 OPS = torch.ops.flash_ext
 LSE = AuxRequest(lse=True)
@@ -130,12 +130,26 @@ def test_the_functional_pair_has_it() -> None:
 
 
 @on_devices
-def test_under_transforms_it_is_there(device: str) -> None:
-    """torch.func keeps it, whether or not a gradient follows."""
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+def test_under_vmap_as_without(options: dict[str, float], device: str) -> None:
+    """vmap asks for no gradient by itself; autograd around it does, and a transform that differentiates."""
     q, k, v = make_qkv(device)
-    plain = flash_ext.attention(q, k, v)
-    mapped = torch.vmap(flash_ext.attention)(q[:, None], k[:, None], v[:, None])
-    assert torch.equal(mapped.flatten(0, 1), plain)
+    attend = functools.partial(flash_ext.attention, deterministic=True, **options)
+    mapped = torch.vmap(lambda *x: attend(*(t[None] for t in x))[0])
+    calls = 2 if options else 1  # with modifiers one for each element
+    each = BATCH // calls * 4 * 17
+    assert elements_of(lambda: mapped(q, k, v)) == [0] * calls
+    close = functools.partial(torch.testing.assert_close, **tolerance(device))
+    close(mapped(q, k, v), attend(q, k, v))
+    leaves = make_qkv(device, requires_grad=True)
+    assert elements_of(lambda: mapped(*leaves)) == [each] * calls
+    with torch.no_grad():
+        assert elements_of(lambda: mapped(*leaves)) == [0] * calls
+    close(*(torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (mapped, attend)))
+    grad = torch.func.grad(lambda *x: mapped(*x).square().sum(), argnums=(0, 1, 2))
+    assert elements_of(lambda: grad(q, k, v)) == [each] * calls
+    with torch.autocast(device, torch.bfloat16):
+        assert mapped(q.float(), k.float(), v.float()).dtype == torch.bfloat16
 
 
 def test_serving_asks_for_what_it_returns() -> None:

@@ -87,6 +87,17 @@ def _headline_share(direction: str) -> Callable[[Evidence], Answer]:
     return measure
 
 
+def _matrix_product(evidence: Evidence) -> Answer:
+    """Of the runs that measured one, at their start."""
+    found = {
+        file.where: 100 * file.ceilings["matmul_tflops"] / DATASHEET
+        for file in map(evidence.file, ("ladder", "headline"))
+        if "matmul_tflops" in file.ceilings
+    }
+    text = f"8192 x 8192 x 8192 in bf16: {', '.join(f'{share:.0f}' for share in found.values())} %"
+    return (f"{text} of 989 TFLOP/s", "; ".join(found)) if found else None
+
+
 def _best_16_bits(evidence: Evidence) -> Answer:
     """Of the newest run in each type, each with its place."""
     parts, places = [], []
@@ -336,6 +347,7 @@ CLAIMS = (
     Claim("001, 002", "FlashAttention is 2 to 4x as fast as standard attention",
           _ladder_ratio("standard", "fa1")),
     Claim("001", "FlashAttention reaches 25 to 40, or 30 to 50 % of the peak forward", _share_of_peak("fa1")),
+    Claim("001", "a matrix product reaches 80 to 90 % of the peak", _matrix_product),
     Claim("001", "FlashAttention-2 reaches 73 % of the peak forward (A100); more than 50 % was the aim",
           _headline_share("fwd")),
     Claim("001", "FlashAttention-2 reaches 63 % of the peak backward (A100)", _headline_share("bwd")),

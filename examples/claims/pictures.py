@@ -22,6 +22,7 @@ RUNG_COLOURS = {
     "fa2-divided": "#44AA99",
     "fa2-ladder": "#117733",
     "triton": COLOURS["FlashAttention-2 (Triton)"],
+    "mem": COLOURS["memory-efficient (PyTorch)"],
     "fa2": COLOURS["FlashAttention-2 (PyTorch)"],
     "sm80": COLOURS["flash_ext, sm80"],
     "flash_ext": COLOURS["flash_ext"],

@@ -53,10 +53,12 @@ def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q * q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v
 
 
-def pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's FlashAttention-2."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v)
+def _pytorch(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Call]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return lambda q, k, v: lambda: attend(q, k, v)
 
 
 def _ours(backend: str | None) -> Callable[[Tensor, Tensor, Tensor], Call]:
@@ -96,7 +98,8 @@ RUNGS = {
              _flash2(normalise_each_step=True), "cuda", "flash2", native.FLASH2_SIZES),
         Rung("fa2-ladder", "FlashAttention-2 (ladder)", _flash2(), "cuda", "flash2", native.FLASH2_SIZES),
         Rung("triton", "FlashAttention-2 (Triton)", _triton, "triton"),
-        Rung("fa2", "FlashAttention-2 (PyTorch)", lambda q, k, v: lambda: pytorch(q, k, v)),
+        Rung("mem", "memory-efficient (PyTorch)", _pytorch(SDPBackend.EFFICIENT_ATTENTION), "cuda"),
+        Rung("fa2", "FlashAttention-2 (PyTorch)", _pytorch(SDPBackend.FLASH_ATTENTION)),
         Rung("sm80", "flash_ext, sm80", _ours("sm80"), "cuda"),
         Rung("flash_ext", "flash_ext", _ours(None)),
     )

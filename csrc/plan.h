@@ -104,6 +104,8 @@ enum class KernelId : uint8_t {
   // Hopper
   kFwdCached90,
   kFwdParts90,
+  // portable
+  kFwdSplitMod80,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,

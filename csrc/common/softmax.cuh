@@ -40,14 +40,15 @@ struct SoftmaxState {
   // 2^kSlack: the weights then stay below 2^8, far inside fp16, bf16 and fp32 range, and the result is the
   // same softmax. On random data almost every tile after the first skips the rescale.
   static constexpr float kSlackLog2 = 8.f;
-  __device__ bool raise(float (&tile_max)[kRows], float scale_log2, float (&factor)[kRows]) {
+  __device__ bool raise(float (&tile_max)[kRows], float scale_log2, float (&factor)[kRows],
+                        float slack_log2 = kSlackLog2) {
     bool need = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(ptx::kFullWarp, tile_max[r], 1));
       tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(ptx::kFullWarp, tile_max[r], 2));
       // False while both are -inf: (-inf) - (-inf) is NaN and compares false.
-      need |= (tile_max[r] - row_max[r]) * scale_log2 > kSlackLog2;
+      need |= (tile_max[r] - row_max[r]) * scale_log2 > slack_log2;
     }
     if (!__any_sync(ptx::kFullWarp, need)) return false;
 #pragma unroll

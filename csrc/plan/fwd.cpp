@@ -50,8 +50,10 @@ void build_split_kv(Req r, Dev d, Plan& p) {
   const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
   const int size = padded_split_head_dim(r.problem.head_dim, r.problem.head_dim_v);
   const SplitTile t = split_tile(size, g.rows);
-  p.push(main_of(KernelId::kFwdSplitKv80, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads,
-                 t.smem_bytes(size), g.ctas, 0));
+  const KernelId kernel = r.modifiers == nullptr ? KernelId::kFwdSplitKv80 : KernelId::kFwdSplitMod80;
+  p.push(main_of(kernel, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads, t.smem_bytes(size), g.ctas,
+                 0))
+      .pdl = r.modifiers != nullptr && r.modifiers->follows_pass;
   p.split_kv = g;
   p.kv_splits = g.splits;
   if (g.splits > 1) {
@@ -276,6 +278,12 @@ bool supports_mod(Req r, Dev) { return tma_fwd(r) && r.problem.total_k > 0; }
 bool supports_mod_128(Req r, Dev d) { return supports_mod(r, d) && masked_dim(r.problem) == 128; }
 bool changes(Req r) { return r.modifiers->has_score_mod || factor_of(r.problem) != 1.f; }
 bool drops(Req r) { return r.modifiers->rng != nullptr; }
+bool supports_split_mod(Req r, Dev d) { return !drops(r) && prefers_split_kv(r, d); }
+// Modifiers cost 64 rows about as much as their products.
+bool prefers_split_mod(Req r, Dev d) {
+  const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
+  return g.rows <= 16 || g.gain >= 2.;
+}
 bool has_one_change(Req r) {
   const Modifiers& m = *r.modifiers;
   return (m.softcap > 0.f) + static_cast<bool>(m.by_distance) + (m.bias.ptr != nullptr) == 1 && m.rng == nullptr;
@@ -365,6 +373,7 @@ constexpr Row kHopper[] = {
     {F::kFwdFp8, "sm90.fwd_fp8", supports_fp8, nullptr, build_fp8, E::kNone},
 
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
+    {F::kFwdMod, "sm80.fwd_mod.split_kv", supports_split_mod, prefers_split_mod, build_split_kv, E::kSplitKv},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap_m192, prefers_cap_m192, build_hopper_mod<true, kCap>,
@@ -388,6 +397,7 @@ constexpr Row kPortable[] = {
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
     {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<push_tall_portable>, E::kNone},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
+    {F::kFwdMod, "sm80.fwd_mod.split_kv", supports_split_mod, prefers_split_mod, build_split_kv, E::kSplitKv},
     {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };
 

@@ -8,9 +8,9 @@ namespace flash_ext::sm80 {
 
 extern const FwdInstances kFwdSmall, kFwdLarge, kFwdModSmall, kFwdModLarge;  // kHeadDims
 extern const FwdInstances kFwdShort;                                         // kShortHeadDims
-extern const FwdInstances kFwdSplit, kFwdSplitCached, kFwdCachedSmall, kFwdCachedLarge;  // kSplitHeadDims
+extern const FwdInstances kFwdSplit, kFwdSplitMod, kFwdSplitCached, kFwdCachedSmall, kFwdCachedLarge;  // kSplitHeadDims
 extern const BwdInstances kBwdSmall, kBwdLarge, kBwdModSmall, kBwdModLarge;  // kHeadDims
-extern const BwdInstances kBwdShort;                                         // kShortHeadDims up to 128
+extern const BwdInstances kBwdShort;  // kShortHeadDims up to 128
 
 // Gradients of a bias and of slopes: any head size.
 std::string launch_dbias_small(const BwdCall& c, const Launch& l);

@@ -84,10 +84,11 @@ def launch_of_one_query(**options) -> dict:
         return _C.last_launch()
 
 
-def test_calls_without_modifiers_are_recorded_as_split_and_others_are_not() -> None:
+def test_calls_are_recorded_as_split_but_for_dropout() -> None:
     assert launch_of_one_query()["splits"] > 1
     assert launch_of_one_query(causal=True)["splits"] > 1
-    assert launch_of_one_query(softcap=3.0)["splits"] == 1
+    assert launch_of_one_query(softcap=3.0)["splits"] > 1
+    assert launch_of_one_query(dropout_p=0.5, rng=flash_ext.dropout_rng("cpu"))["splits"] == 1
 
 
 def test_attention_of_pytorch_is_split_too() -> None:

@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(T::kThreads, 2)
   w.part = static_cast<int>(rest - slot * g.parts.divisor);
   const int b = static_cast<int>(slot) > problem.batch ? -1 : static_cast<int>(slot);
   w.b = problem.cu_seqlens_q == nullptr ? b : 0;
+  w.sequence = b;
   w.q = queries_of(problem, b);
   const bool outside = b < 0 || b == problem.batch;
   const int rows = w.q.length * group;
@@ -73,16 +74,14 @@ __global__ void __launch_bounds__(T::kThreads, 2)
 #pragma unroll 1
   for (w.first = outside ? w.part * T::kRows : 0; w.first < rows; w.first += step) {
     w.rows = rows - w.first;
-    const AttnMod mod{problem, w.q.length, w.k.length};
-    const int last = w.first + min(T::kRows, w.rows) - 1;
-    const KeyParts parts = key_parts(mod, c, static_cast<int>(divide(w.first, g.group)),
-                                     static_cast<int>(divide(last, g.group)), T::kBlockN, rows <= c.rows);
+    const SplitRows tile_rows{g, w, T::kRows};
+    PlainRules rules(problem, w, tile_rows);
+    const KeyParts parts = key_parts(rules.mod, c, rules.first_query, rules.last_query, T::kBlockN, rows <= c.rows);
     if (!outside && w.part >= parts.count) return;  // the keys of a sequence of several tiles are not divided
     const int part = outside ? 0 : w.part;
-    attend<T>(
-        p, g, w, row_pointer(p.k, 0, 0, w.h_k), row_pointer(p.v, 0, 0, w.h_k), states, parts.count == 1,
-        [&](const AttnMod&, int, int) { return parts.part(part); }, load_rows,
-        [&](const RowPlace&, int r) { return (int64_t{b} * g.heads_k.divisor + w.h_k) * c.rows + w.first + r; });
+    attend<T>(p, g, w, rules, tile_rows, parts.part(part), row_pointer(p.k, 0, 0, w.h_k), row_pointer(p.v, 0, 0, w.h_k),
+              states, parts.count == 1, load_rows,
+              [&](const RowPlace&, int r) { return (int64_t{b} * g.heads_k.divisor + w.h_k) * c.rows + w.first + r; });
     __syncthreads();  // results have left shared memory
   }
 }
@@ -111,7 +110,8 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   ptx::wait_for_kernel_before();  // before any end, so that the kernel after this one waits for both
   if (query >= q.length || rows > c.rows || parts.count == 1) return;
   const RowPlace at{problem.cu_seqlens_q == nullptr ? static_cast<int>(b) : 0, q.start + query, h};
-  merge_row<E>(p, g, at, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row, parts.count, shares);
+  merge_row<E>(p, g, {problem.abs_scale_log2}, at, true, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row,
+               parts.count, shares);
 }
 
 }  // namespace flash_ext::sm80

@@ -52,6 +52,7 @@ struct RowState {
 
 struct SplitWork {
   int b;  // of strides
+  int sequence;  // -1 or batch of rows outside every one
   int h_k;
   int part;
   int first;  // packed row of the sequence
@@ -72,12 +73,13 @@ __device__ __forceinline__ SplitWork split_work(const Problem& p, const SplitGri
     const TileSlot found = find_slot<kRows, true>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch,
                                                   static_cast<int>(slot), g.group.divisor);
     w.b = 0;
+    w.sequence = found.b;
     w.first = found.block * kRows;
     w.q = found.rows;
     w.k = found.others;
   } else {
     const uint32_t b = divide(slot, g.tiles);
-    w.b = static_cast<int>(b);
+    w.b = w.sequence = static_cast<int>(b);
     w.first = static_cast<int>(slot - b * g.tiles.divisor) * kRows;
     w.q = {0, p.seqlen_q};
     w.k = {0, p.seqlen_k};
@@ -149,37 +151,6 @@ __device__ __forceinline__ void multiply_held(float (&acc)[1][kN][4], const uint
       });
 }
 
-// Turns scores into weights in place and updates the running state; `keys` of the thread's two rows.
-template <int kN, int kD>
-__device__ __forceinline__ void weigh(float (&s)[1][kN][4], float (&acc_o)[1][kD][4], SoftmaxState<2>& state,
-                                      const AttnMod& mod, TileKind kind, const VisibleKeys (&keys)[2], int first_col) {
-  const float scale = mod.p.abs_scale_log2;
-  float largest[2] = {-INFINITY, -INFINITY}, factor[2];
-#pragma unroll
-  for (int nb = 0; nb < kN; ++nb) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = s[0][nb][i];
-      if (kind == TileKind::kPartial) x = mod.score(x, keys[i / 2], first_col + nb * 8 + i % 2);
-      largest[i / 2] = fmaxf(largest[i / 2], x);
-    }
-  }
-  if (state.raise(largest, scale, factor)) {
-#pragma unroll
-    for (int j = 0; j < kD; ++j) scale_block(acc_o[0][j], factor[0], factor[1]);
-  }
-  const float offset[2] = {state.offset(0, scale), state.offset(1, scale)};
-#pragma unroll
-  for (int nb = 0; nb < kN; ++nb) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = s[0][nb][i];
-      x = ptx::ex2(fmaf(x, scale, -offset[i / 2]));
-      state.row_sum[i / 2] += x;
-    }
-  }
-}
-
 // Stores up to 4 neighbouring columns of a result.
 template <typename E>
 __device__ __forceinline__ void store_quad(const StridedView& out, const RowPlace& at, int col, int columns,
@@ -216,6 +187,89 @@ __device__ __forceinline__ float finish_row(const RowState& s, float scale_log2,
   return s.is_empty() ? 0.f : 1.f / s.sum;
 }
 
+// Packed rows of a tile of a CTA, and where they lie.
+struct SplitRows {
+  const SplitGrid& g;
+  const SplitWork& w;
+  int count;  // of a full tile
+
+  __device__ int last() const { return min(count, w.rows) - 1; }
+  __device__ RowPlace place(int r) const { return place_of(w, g, w.first + min(r, w.rows - 1)); }
+  // Inside the sequence.
+  __device__ int query(int r) const { return static_cast<int>(divide(w.first + min(r, last()), g.group)); }
+};
+
+// What a thread's two rows see, and what becomes of their scores, in calls without modifiers. mod.cuh has the other one.
+struct PlainRules {
+  AttnMod mod;
+  int first_query, last_query;
+  VisibleKeys keys[2];
+
+  __device__ PlainRules(const Problem& p, const SplitWork& w, const SplitRows& rows)
+      : mod{p, w.q.length, w.k.length}, first_query(rows.query(0)), last_query(rows.query(rows.last())) {}
+  // `row`: the thread's first one.
+  __device__ void begin(const SplitRows& rows, int row) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) keys[half] = mod.visible(rows.query(row + 8 * half));
+  }
+  __device__ BlockRange range() const { return {mod.first_key_of(first_query), mod.last_key_of(last_query) + 1}; }
+  template <int kBlockN>
+  __device__ int first_key(int block) const {
+    return block * kBlockN;
+  }
+  __device__ float unit_log2() const { return mod.p.abs_scale_log2; }
+
+  // Scores in place; those of keys that a row does not see become -inf. The tile begins at `first`.
+  template <typename E, int kN>
+  __device__ void score(float (&s)[1][kN][4], int first) const {
+    if (mod.kind_of(first_query, last_query, first, first + 8 * kN) == TileKind::kFull) return;
+    const int col = first + ptx::fresh_lane() % 4 * 2;
+#pragma unroll
+    for (int nb = 0; nb < kN; ++nb) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[0][nb][i] = mod.score(s[0][nb][i], keys[i / 2], col + nb * 8 + i % 2);
+    }
+  }
+  __device__ float slack_log2() const { return SoftmaxState<2>::kSlackLog2; }
+  // The exponent of a score; `shift` is the row's.
+  __device__ static float exponent(float x, float scale, float shift) { return fmaf(x, scale, -shift * scale); }
+  // Stores lse; returns the factor for the output.
+  __device__ float finish(const FwdParams& p, const RowState& state, const RowPlace& at, bool stores) const {
+    float lse;
+    const float inverse = finish_row(state, mod.p.abs_scale_log2, lse);
+    if (stores && p.lse != nullptr) p.lse[at.lse_offset(p.problem)] = lse;
+    return inverse;
+  }
+};
+
+// Turns scores into weights in place and updates the running state. The tile's keys begin at `first`.
+template <typename E, typename Rules, int kN, int kD>
+__device__ __forceinline__ void weigh(float (&s)[1][kN][4], float (&acc_o)[1][kD][4], SoftmaxState<2>& state,
+                                      const Rules& rules, int first) {
+  const float scale = rules.unit_log2();
+  float largest[2] = {-INFINITY, -INFINITY}, factor[2];
+  rules.template score<E>(s, first);
+#pragma unroll
+  for (int nb = 0; nb < kN; ++nb) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], s[0][nb][i]);
+  }
+  if (state.raise(largest, scale, factor, rules.slack_log2())) {
+#pragma unroll
+    for (int j = 0; j < kD; ++j) scale_block(acc_o[0][j], factor[0], factor[1]);
+  }
+  const float shift[2] = {state.shift(0), state.shift(1)};
+#pragma unroll
+  for (int nb = 0; nb < kN; ++nb) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = s[0][nb][i];
+      x = ptx::ex2(Rules::exponent(x, scale, shift[i / 2]));
+      state.row_sum[i / 2] += x;
+    }
+  }
+}
+
 __device__ __forceinline__ RowState* row_states(const FwdParams& p, const SplitGrid& g, int part) {
   return static_cast<RowState*>(p.schedule) + part * g.total_rows;
 }
@@ -225,12 +279,12 @@ __device__ __forceinline__ float* partial_out(const FwdParams& p, const SplitGri
 
 // Adds up what the warps of the same rows have found, and stores it: the result, or that of a part. `numbers`: of the
 // rows, among those that have parts.
-template <typename T, typename Numbers>
-__device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& g, const SplitWork& w, bool is_whole,
-                                           const Numbers& numbers, const RowState (&states)[T::kKeyWarps][T::kRows],
-                                           const float* out) {
+template <typename T, typename Rules, typename Numbers>
+__device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& g, const SplitWork& w,
+                                           const Rules& rules, bool is_whole, const Numbers& numbers,
+                                           const RowState (&states)[T::kKeyWarps][T::kRows], const float* out) {
   constexpr int kQuads = T::kHeadDim / 4;
-  const float scale = p.problem.abs_scale_log2;
+  const float scale = rules.unit_log2();
   const int columns = p.problem.head_dim_v;
 #pragma unroll 1
   for (int i = threadIdx.x; i < min(T::kRows, w.rows) * kQuads; i += T::kThreads) {
@@ -248,9 +302,7 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
     }
     const RowPlace at = place_of(w, g, w.first + r);
     if (is_whole) {
-      float lse;
-      const float inverse = finish_row(all, scale, lse);
-      if (col == 0 && p.lse != nullptr) p.lse[at.lse_offset(p.problem)] = lse;
+      const float inverse = rules.finish(p, all, at, col == 0);
 #pragma unroll
       for (float& y : x) y *= inverse;
       if (col < columns) store_quad<typename T::Element>(p.out, at, col, columns, x);
@@ -263,28 +315,25 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
   }
 }
 
-// One tile of rows and one part of its keys. blocks_of() says which blocks of keys the part has, none where begin >= end;
-// load_rows() copies the thread's share of a tile of a ring, keys from `first` on.
-template <typename T, typename BlocksOf, typename LoadRows, typename Numbers>
-__device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, const SplitWork& w, const uint16_t* k,
+// One tile of rows and the blocks of keys of one part, none where begin >= end. load_rows() copies the thread's share of a
+// tile of a ring, keys from `first` on.
+template <typename T, typename Rules, typename LoadRows, typename Numbers>
+__device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, const SplitWork& w, Rules& rules,
+                                       const SplitRows& rows, const BlockRange& part, const uint16_t* k,
                                        const uint16_t* v, RowState (&states)[T::kKeyWarps][T::kRows], bool is_whole,
-                                       const BlocksOf& blocks_of, const LoadRows& load_rows, const Numbers& numbers) {
+                                       const LoadRows& load_rows, const Numbers& numbers) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kKeys = T::kKeys, kStages = T::kStages;
   extern __shared__ __align__(128) unsigned char smem[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int ring = warp / T::kRowWarps, warp_row = warp % T::kRowWarps * 16, sharing_idx = threadIdx.x % T::kSharing;
-
-  const AttnMod mod{p.problem, w.q.length, w.k.length};
-  const int first_query = static_cast<int>(divide(w.first, g.group));
-  const int last_query = static_cast<int>(divide(w.first + min(T::kRows, w.rows) - 1, g.group));
-  const BlockRange part = blocks_of(mod, first_query, last_query);
   const int begin = part.begin, end = part.end;
 
   const uint32_t ring_at = ptx::smem_address(smem) + ring * T::kRingBytes;
   const auto load = [&](const uint16_t* from, const StridedView& view, int columns, int stage, int block) {
     if (block < end) {
-      load_rows(ring_at + stage * T::kStageBytes, from, view, columns, block * T::kBlockN + ring * kKeys, sharing_idx);
+      const int first = rules.template first_key<T::kBlockN>(block) + ring * kKeys;
+      load_rows(ring_at + stage * T::kStageBytes, from, view, columns, first, sharing_idx);
     }
     ptx::cp_async_commit();
   };
@@ -298,12 +347,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
 
   uint32_t q[D / 16][4];
   load_queries<T>(q, p, g, w, warp_row, lane);
-  VisibleKeys keys[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = min(warp_row + 8 * half + lane / 4, w.rows - 1);
-    keys[half] = mod.visible(static_cast<int>(divide(w.first + r, g.group)));
-  }
+  rules.begin(rows, warp_row + lane / 4);
 
   float acc_o[1][D / 8][4];
   clear(acc_o);
@@ -331,8 +375,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
     else load_k(free_k, block + (kStages - 1) / 2);
     float s[1][kKeys / 8][4];
     multiply_held<E, D, T::kAhead>(s, q, k_lane + stage * T::kStageBytes);
-    const int first = block * T::kBlockN + ring * kKeys;
-    weigh(s, acc_o, state, mod, mod.kind_of(first_query, last_query, first, first + kKeys), keys, first + lane % 4 * 2);
+    weigh<E>(s, acc_o, state, rules, rules.template first_key<T::kBlockN>(block) + ring * kKeys);
     step();
     const int free_v = wait();
     if constexpr (kStages % 2 == 0) load_k(free_v, block + kStages / 2);
@@ -360,8 +403,29 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
     }
   }
   __syncthreads();
-  store_rows<T>(p, g, w, is_whole, numbers, states, out);
+  store_rows<T>(p, g, w, rules, is_whole, numbers, states, out);
 }
+
+// The blocks of a part of the keys [range.begin, range.end).
+template <int kBlockN>
+__device__ __forceinline__ BlockRange blocks_of_part(const BlockRange& range, int part, int parts) {
+  const int first = range.begin / kBlockN, blocks = range.begin < range.end ? (range.end - 1) / kBlockN + 1 - first : 0;
+  const int each = (blocks + parts - 1) / parts, begin = first + part * each;
+  return {begin, min(begin + each, first + blocks)};
+}
+
+// Copies rows of the keys of a dense or packed sequence.
+template <typename T>
+struct SequenceRows {
+  int length;
+
+  __device__ void operator()(uint32_t tile, const uint16_t* from, const StridedView& view, int columns, int first,
+                             int sharing_idx) const {
+    const int rows = length - first;
+    const TileSource src{rows > 0 ? from + first * view.row_stride : from, view.row_stride, columns, view.aligned};
+    load_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, src, rows, sharing_idx);
+  }
+};
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 2)
@@ -369,22 +433,11 @@ __global__ void __launch_bounds__(T::kThreads, 2)
   __shared__ RowState states[T::kKeyWarps][T::kRows];
   const SplitWork w = split_work<T::kRows>(p.problem, g);
   if (w.rows <= 0) return;
-  const auto blocks_of = [&](const AttnMod& mod, int first_query, int last_query) {
-    const int first_key = mod.first_key_of(first_query), last_key = mod.last_key_of(last_query);
-    const int first_block = first_key / T::kBlockN;
-    const int blocks = first_key <= last_key ? last_key / T::kBlockN + 1 - first_block : 0;
-    const int blocks_of_part = (blocks + g.splits - 1) / g.splits;
-    const int begin = first_block + w.part * blocks_of_part;
-    return BlockRange{begin, min(begin + blocks_of_part, first_block + blocks)};
-  };
-  const auto load_rows = [&](uint32_t tile, const uint16_t* from, const StridedView& view, int columns, int first,
-                             int sharing_idx) {
-    const int rows = w.k.length - first;
-    const TileSource src{rows > 0 ? from + first * view.row_stride : from, view.row_stride, columns, view.aligned};
-    load_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, src, rows, sharing_idx);
-  };
-  attend<T>(p, g, w, row_pointer(p.k, w.b, w.k.start, w.h_k), row_pointer(p.v, w.b, w.k.start, w.h_k), states,
-            g.splits == 1, blocks_of, load_rows, [&](const RowPlace& at, int) { return at.number(p.problem); });
+  const SplitRows rows{g, w, T::kRows};
+  PlainRules rules(p.problem, w, rows);
+  attend<T>(p, g, w, rules, rows, blocks_of_part<T::kBlockN>(rules.range(), w.part, g.splits),
+            row_pointer(p.k, w.b, w.k.start, w.h_k), row_pointer(p.v, w.b, w.k.start, w.h_k), states, g.splits == 1,
+            SequenceRows<T>{w.k.length}, [&](const RowPlace& at, int) { return at.number(p.problem); });
 }
 
 }  // namespace flash_ext::sm80

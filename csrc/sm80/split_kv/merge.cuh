@@ -8,14 +8,41 @@ namespace flash_ext::sm80 {
 inline constexpr int kMergePasses = 2;  // of 128 columns
 using MergeShares = float4[SplitTile::kWarps][kMergePasses][32];
 
+// What happens at the end of a row: its head's sink takes part, and the largest score is stored where it is wanted.
+struct RowEnding {
+  float unit_log2;  // of scores, as Modifiers has it
+  const float* sinks = nullptr;
+  float* row_max = nullptr;
+
+  FLASH_EXT_HOST_DEVICE static RowEnding of(const Modifiers& m) { return {m.unit_log2, m.sinks, m.row_max}; }
+  // As PlainRules::finish. Rows outside every sequence have no sink.
+  __device__ float finish(const FwdParams& p, const RowState& state, const RowPlace& at, bool inside,
+                          bool stores) const {
+    float lse;
+    float inverse = finish_row(state, unit_log2, lse);
+    if (sinks != nullptr && inside && lse == lse) {
+      const float sink = sinks[at.h], high = fmaxf(lse, sink), low = fminf(lse, sink);
+      const float sum = high == low ? high + kLn2 : high + log1pf(expf(low - high));
+      inverse *= lse == -INFINITY ? 0.f : expf(lse - sum);
+      lse = sum;
+    }
+    if (!stores) return inverse;
+    const int64_t offset = at.lse_offset(p.problem);
+    if (p.lse != nullptr) p.lse[offset] = lse;
+    if (row_max != nullptr) row_max[offset] = state.largest * (unit_log2 * kLn2);
+    return inverse;
+  }
+};
+
 // Puts the parts of a row together: warp i has the parts i, i + 4, ..., then the four are added in order. `number`: of the
 // row among those that have parts.
 template <typename E>
-__device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g, const RowPlace& at, int64_t number,
-                                          int splits, MergeShares& shares) {
+__device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g, const RowEnding& ending,
+                                          const RowPlace& at, bool inside, int64_t number, int splits,
+                                          MergeShares& shares) {
   constexpr int kWarps = SplitTile::kWarps, kPasses = kMergePasses;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const float scale = p.problem.abs_scale_log2;
+  const float scale = ending.unit_log2;
   const auto state_of = [&](int part) { return row_states(p, g, part)[number]; };
 
   RowState all{-INFINITY, 0.f};
@@ -48,9 +75,7 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
   for (int i = 0; i < kPasses; ++i) shares[warp][i][lane] = x[i];
   __syncthreads();
   if (warp >= kPasses) return;
-  float lse;
-  const float inverse = finish_row(all, scale, lse);
-  if (threadIdx.x == 0 && p.lse != nullptr) p.lse[at.lse_offset(p.problem)] = lse;
+  const float inverse = ending.finish(p, all, at, inside, threadIdx.x == 0);
   float sums[4] = {};
 #pragma unroll
   for (int n = 0; n < kWarps; ++n) {
@@ -66,16 +91,21 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
 // A CTA a row.
 template <typename E>
 __global__ void __launch_bounds__(SplitTile::kThreads)
-    fwd_merge_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g) {
+    fwd_merge_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
+                     const __grid_constant__ RowEnding ending) {
   __shared__ MergeShares shares;
   ptx::wait_for_kernel_before();
   const int token = static_cast<int>(divide(blockIdx.x, g.heads));
-  RowPlace at{0, token, static_cast<int>(blockIdx.x) - token * p.problem.num_heads};
-  if (p.problem.cu_seqlens_q == nullptr) {
+  const Problem& problem = p.problem;
+  RowPlace at{0, token, static_cast<int>(blockIdx.x) - token * problem.num_heads};
+  bool inside = true;
+  if (problem.cu_seqlens_q == nullptr) {
     at.b = static_cast<int>(divide(token, g.queries));
-    at.row = token - at.b * p.problem.seqlen_q;
+    at.row = token - at.b * problem.seqlen_q;
+  } else if (ending.sinks != nullptr) {
+    inside = token >= problem.cu_seqlens_q[0] && token < problem.cu_seqlens_q[problem.batch];
   }
-  merge_row<E>(p, g, at, blockIdx.x, g.splits, shares);
+  merge_row<E>(p, g, ending, at, inside, blockIdx.x, g.splits, shares);
 }
 
 }  // namespace flash_ext::sm80

@@ -204,7 +204,7 @@ void run(const FwdParams& p, const SplitGrid& g) {
     emu::run_cta(T::kThreads, [&] { sm80::fwd_split_kernel<T>(p, g); });
   }
   for (blockIdx.x = 0; g.splits > 1 && blockIdx.x < g.total_rows; ++blockIdx.x) {
-    emu::run_cta(SplitTile::kThreads, [&] { sm80::fwd_merge_kernel<E>(p, g); });
+    emu::run_cta(SplitTile::kThreads, [&] { sm80::fwd_merge_kernel<E>(p, g, sm80::RowEnding{p.problem.abs_scale_log2}); });
   }
 }
 

@@ -408,6 +408,7 @@ def row_calls() -> Iterator[RowCall]:
     for asks in ("kv_splits=1", "kv_splits=5"):
         yield dataclasses.replace(split, asks=asks)
         yield dataclasses.replace(split, asks=asks, options=("packed",))
+        yield dataclasses.replace(split, row="sm80.fwd_mod.split_kv", asks=asks, options=("sinks", "softcap"))
     parts = RowCall("sm90.fwd.parts", lengths=(300, 2000), heads=(8, 2), asks="kv_splits=3")
     yield from (parts, dataclasses.replace(parts, lengths=hides_rows, options=("causal",)))
     for row, *options in (

@@ -31,6 +31,9 @@ struct Fp8Operands {
   FactorView v_factor;  // of channels
   FactorView v_offset;  // of channels: what every row of v lacks; null where nothing
   const float* row_offset = nullptr;  // as lse: what all scores of a row lack, before the scale; null where nothing
+  const int32_t* seqused_k = nullptr;  // (b): the first keys of each sequence, which it has; null: all
+  const float* sinks = nullptr;  // (h), as Modifiers has them
+  float* row_max = nullptr;  // as lse: the largest score of each row; null: not wanted
 };
 
 // Columns of a transposed v for so many keys.
@@ -63,6 +66,8 @@ struct QuantizeFp8 {
   float* k_offset = nullptr;  // (b, h_k, d); null: k is not shifted
   float* row_offset = nullptr;  // as lse, where k is shifted
   float* partials = nullptr;  // quantize_floats()
+  // (b): the first keys of each sequence, which it has. The others count nowhere, and become zeros. Null: it has all.
+  const int32_t* seqused_k = nullptr;
   bool by_block = true;  // factors of q and k belong to blocks, else to heads
   bool hadamard = false;  // q and k rotated, before factors are taken; by_block only
   void* stream = nullptr;

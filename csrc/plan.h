@@ -30,6 +30,7 @@ struct Request {
   Problem problem;
   const Modifiers* modifiers = nullptr;  // null: the plain operators
   Operands operands = Operands::k16Bit;  // of forwards without modifiers
+  bool has_own_lengths = false;  // of them in fp8: how many keys a sequence has is on the device alone
   bool deterministic = false;  // dq, dk and dv repeat bit by bit
   // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
   // splits.

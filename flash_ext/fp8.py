@@ -14,6 +14,7 @@ from ._cpu import fp8
 from ._log import logged
 from ._ops import fp8 as _operators  # noqa: F401  (registers the operators)
 from ._ops.dispatch import check_bounds, explain_options, is_traced
+from ._ops.dispatch_cached import add_sinks, check_values
 from ._ops.spec import default_scale
 from ._ops.words import refuse_kind, refuse_unknown
 
@@ -24,7 +25,7 @@ Fp8Mode: TypeAlias = Literal["fp8", "mixed"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Keywords of attention() that have no fp8 kernel.
-_MODIFIERS = ("mask", "bias", "sinks", "softcap", "dropout_p", "generator")
+_MODIFIERS = ("mask", "bias", "softcap", "dropout_p", "generator")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,8 @@ class Fp8Inputs:
         cu_seqlens_q, cu_seqlens_k: of packed sequences, else None.
         dtype: float16 or bfloat16, of out.
         hadamard: whether q and k are rotated. ``k_offset`` is not.
+        seqused_k: (b,) int32, or None: sequence i has the first seqused_k[i] of its keys. v holds zeros for
+            the others, and what k holds for them does not matter.
     """
 
     q: Tensor
@@ -61,6 +64,7 @@ class Fp8Inputs:
     cu_seqlens_k: Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
     hadamard: bool = False
+    seqused_k: Tensor | None = None
     _originals: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -70,7 +74,8 @@ class Fp8Inputs:
     def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The q, k and v that the fp8 numbers stand for, rounded to ``dtype``, None for that of out.
 
-        v has its rows back. With a rotation q and k are rotated both, which no score shows.
+        v has its rows back. With a rotation q and k are rotated both, which no score shows. Keys from
+        ``seqused_k`` on stand for nothing.
         """
         q, k, offset = self.q.float(), self.k.float(), self.k_offset
         if self.q_descale is not None and self.k_descale is not None:
@@ -85,7 +90,7 @@ class Fp8Inputs:
         if self.v_offset is not None:
             v = v + self.v_offset.unsqueeze(dim)
         to = dtype or self.dtype
-        return q.to(to), k.to(to), v.to(to)
+        return q.to(to), k.to(to), v.to(to, memory_format=torch.contiguous_format)
 
     @classmethod
     def of(
@@ -99,6 +104,7 @@ class Fp8Inputs:
         v_descale: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
+        seqused_k: Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Fp8Inputs:
         """From tensors that are e4m3 already, such as a cache; v is transposed once, which copies it.
@@ -114,6 +120,8 @@ class Fp8Inputs:
                 is 1.
             v_descale: the same, or one for each channel, (b, h_k, dv), packed (h_k, dv).
             cu_seqlens_q, cu_seqlens_k: as in :func:`attention_varlen`, for packed sequences.
+            seqused_k: (b,) int32: sequence i, dense or packed, has the first seqused_k[i] of its keys; what
+                lies behind may be NaN.
             dtype: of out; in mixed mode that of q.
 
         Raises:
@@ -133,19 +141,21 @@ class Fp8Inputs:
         if dtype not in _HALVES:
             raise TypeError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}.")
         _check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        _check_lengths(q, k, cu_seqlens_k, seqused_k)
         batch = () if cu_seqlens_q is not None else (q.shape[0],)
         if mixed and (q_descale is not None or k_descale is not None):
             raise ValueError("q_descale and k_descale belong to q and k in fp8, and these have 16 bits.")
         return cls(
             q,
             k,
-            fp8.transpose_values(v, cu_seqlens_k),
+            fp8.transpose_values(v, cu_seqlens_k, seqused_k),
             None if mixed else _descale("q_descale", q_descale, q, batch, q.shape[-2], k.shape[-2], 1),
             None if mixed else _descale("k_descale", k_descale, q, batch, k.shape[-2], k.shape[-2], 1),
             _descale("v_descale", v_descale, q, batch, k.shape[-2], k.shape[-2], v.shape[-1]),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             dtype=dtype,
+            seqused_k=seqused_k,
         )
 
 
@@ -162,6 +172,7 @@ def quantize_fp8(
     mode: Fp8Mode = "fp8",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Fp8Inputs:
     """q, k and v in fp8 for :func:`attention_fp8`, on every GPU and on the CPU.
 
@@ -186,13 +197,18 @@ def quantize_fp8(
         cu_seqlens_q, cu_seqlens_k: as in :func:`attention_varlen`, for packed sequences, which share means,
             the factors of v, and with granularity "head" those of q and k: what is in one sequence changes
             how the others are rounded, and infinity in one may make NaN of all.
+        seqused_k: (b,) int32: sequence i, dense or packed, has the first seqused_k[i] of its keys. What lies
+            behind is not read: it enters no mean and no factor. Read on the device, where lengths outside of
+            what there is are clamped, here and by every call of :func:`attention_fp8`, which must find the
+            same ones. There is no gradient then.
 
     Returns:
         An :class:`Fp8Inputs`.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
-        NotImplementedError: packed sequences in the batch-invariant mode, see cu_seqlens.
+        NotImplementedError: packed sequences in the batch-invariant mode, see cu_seqlens; ``seqused_k`` where
+            a gradient is asked for.
 
     Example:
         >>> q, k, v = (torch.randn(1, 256, 4, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -210,6 +226,7 @@ def quantize_fp8(
         if t.dtype != q.dtype:
             raise TypeError(f"q, k and v must share one dtype, got q {q.dtype} and {name} {t.dtype}.")
     _check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    _check_lengths(q, k, cu_seqlens_k, seqused_k)
     if granularity not in ("block", "head"):
         raise ValueError(f"granularity must be 'block' or 'head', got {granularity!r}.")
     if mode not in ("fp8", "mixed"):
@@ -221,10 +238,23 @@ def quantize_fp8(
             f"mode {mode!r}, granularity {granularity!r} and head_dim {d}."
         )
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if wants_gradient and seqused_k is not None:
+        raise NotImplementedError(
+            "attention with seqused_k has no gradient, and q, k or v requires one. Call quantize_fp8 under "
+            "torch.no_grad()."
+        )
     plain = tuple(t.detach() if t.stride(-1) == 1 else t.detach().contiguous() for t in (q, k, v))
     q8, k8, v8, q_descale, k_descale, v_descale, v_offset, k_offset, row_offset = (
         torch.ops.flash_ext.quantize_fp8.default(
-            *plain, cu_seqlens_q, cu_seqlens_k, granularity == "block", smooth_k, smooth_v, hadamard, mixed
+            *plain,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            granularity == "block",
+            smooth_k,
+            smooth_v,
+            hadamard,
+            mixed,
         )
     )
     shifts_k = smooth_k and not mixed
@@ -242,6 +272,7 @@ def quantize_fp8(
         cu_seqlens_k,
         q.dtype,
         hadamard,
+        seqused_k,
     )
     if wants_gradient:
         object.__setattr__(x, "_originals", (q, k, v))
@@ -255,6 +286,7 @@ def attention_fp8(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
+    sinks: Tensor | None = None,
     return_aux: Any = None,
     backend: str | None = None,
     **unknown: Any,
@@ -263,22 +295,25 @@ def attention_fp8(
 
     On Hopper GPUs, for d and dv up to 128 and (192, 128), and on the CPU, which rounds the same numbers.
     Weights are rounded to e4m3 below a maximum that keeps each of them below its largest number, 448; sums
-    are float32, of unrounded weights. Masks other than these, biases, sinks, softcap and dropout have no fp8
-    kernel and are refused.
+    are float32, of unrounded weights. Masks other than these, biases, softcap and dropout have no fp8 kernel
+    and are refused.
 
     Source: FlashAttention-3, Shah et al. 2024, https://arxiv.org/abs/2407.08608.
 
     Args:
         x: from :func:`quantize_fp8`, or :meth:`Fp8Inputs.of`; dense or packed.
         causal, window_size, scale: as in :func:`attention`. The default scale is 1/sqrt(d).
-        return_aux: an :class:`AuxRequest` with ``lse`` to return lse as well: that of the scores of
-            ``x.dequantize()``.
+        sinks: (h,) floating point, as in :func:`attention`: one more logit per head in the denominator,
+            beside the scores of ``x.dequantize()``.
+        return_aux: an :class:`AuxRequest`, to return lse and the largest scores as well: those of the scores
+            of ``x.dequantize()``. A call that asks for the largest scores takes longer on a GPU: it looks for
+            a maximum in every tile of keys.
         backend: "sm90" on a GPU, "cpu" on the CPU, or None.
 
     Returns:
         out, (b, seqlen_q, h, dv) or packed (total_q, h, dv), of ``x.dtype``; with ``return_aux``
-        (out, :class:`AuxOutput`). Differentiable where x keeps its originals; the backward pass runs the
-        forward without fp8 again, because it needs an lse that belongs to q and k.
+        (out, :class:`AuxOutput`). Differentiable where x keeps its originals, in the sinks as well; the
+        backward pass runs the forward without fp8 again, because it needs an lse that belongs to q and k.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -286,6 +321,11 @@ def attention_fp8(
     """
     for name in unknown:
         if name in _MODIFIERS:
+            if isinstance(x, Fp8Inputs) and x.seqused_k is not None:
+                raise NotImplementedError(
+                    f"{name} has no fp8 kernel, and no kernel beside seqused_k. Gather the keys that are "
+                    f"used, and call attention_varlen with {name}=... without fp8."
+                )
             packed = isinstance(x, Fp8Inputs) and x.cu_seqlens_q is not None
             without = (
                 "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k"
@@ -304,53 +344,76 @@ def attention_fp8(
     explain_options(None, None, scale, causal, window_size, None, backend)
     scale = default_scale(x.q.shape[-1]) if scale is None else float(scale)
     left, right = window_size
-    wants_lse, wants_max_scores = _wants(return_aux)
-    if wants_max_scores:
-        raise NotImplementedError("fp8 kernels return lse only. Ask for AuxRequest(lse=True).")
+    wants = _wants(return_aux)
+    sinks = _sinks(sinks, x)
     if x.q.is_cpu and backend not in (None, "cpu"):
         raise ValueError(f"backend {backend!r} runs on a GPU, and q is on the CPU.")
     options = (scale, int(left), 0 if causal else int(right), backend)
     if x._originals is None:
-        out, lse = _forward(x, options, wants_lse)
+        out, lse, row_max = _forward(x, sinks, options, wants)
     else:
-        out, lse = _StraightThrough.apply(*x._originals, x, options, wants_lse)
+        out, lse, row_max = _StraightThrough.apply(*x._originals, sinks, x, options, wants)
     if return_aux is None:
         return out
-    return out, AuxOutput(lse if wants_lse else None, None)
+    return out, AuxOutput(lse if wants[0] else None, row_max if wants[1] else None)
 
 
 def _forward(
-    x: Fp8Inputs, options: tuple[float, int, int, str | None], wants_lse: bool
-) -> tuple[Tensor, Tensor]:
+    x: Fp8Inputs,
+    sinks: Tensor | None,
+    options: tuple[float, int, int, str | None],
+    wants: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     *numbers, backend = options
-    result: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_fp8.default(
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_ext.fwd_fp8.default(
         x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset, x.cu_seqlens_q,
-        x.cu_seqlens_k, *numbers, x.dtype, None if x.q.is_cpu else backend, wants_lse,
+        x.cu_seqlens_k, x.seqused_k, sinks, *numbers, x.dtype, None if x.q.is_cpu else backend, *wants,
     )  # fmt: skip
     return result
 
 
 class _StraightThrough(torch.autograd.Function):
-    """out and lse in fp8; gradients as if nothing had been rounded."""
+    """out, lse and the largest scores in fp8; gradients as if nothing had been rounded."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, x: Fp8Inputs, options: Any, wants_lse: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        x: Fp8Inputs,
+        options: Any,
+        wants: Any,
     ) -> Any:
-        ctx.save_for_backward(q, k, v)
+        ctx.save_for_backward(q, k, v, sinks)
         ctx.bounds, ctx.options = (x.cu_seqlens_q, x.cu_seqlens_k), options
-        ctx.wants_lse = wants_lse
-        return _forward(x, options, wants_lse)
+        ctx.wants_lse = wants[0]
+        out, lse, row_max = _forward(x, sinks, options, wants)
+        ctx.mark_non_differentiable(row_max)
+        return out, lse, row_max
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in ctx.saved_tensors)
-        scale, left, right, _ = ctx.options
-        options = (0, 0, scale, left, right, False, None)
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> Any:
+        *qkv, sinks = ctx.saved_tensors
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in qkv)
+        options = (0, 0, *ctx.options[:3], False, None)
         out, lse = torch.ops.flash_ext.fwd.default(q, k, v, *ctx.bounds, *options)
+        # Below the whole denominator the weights of keys are what a sink leaves of them, and nothing else of
+        # a backward knows of it.
+        lse = add_sinks(out, lse, sinks, ctx.bounds[0], True)
         dlse_or_none = dlse if ctx.wants_lse else None
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # The sink's weight has no value: its score gets what the sums of a row leave.
+            delta = (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+            if dlse_or_none is not None:
+                delta = delta - dlse_or_none
+            weight = torch.exp(sinks[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+            terms = weight * -delta
+            dsinks = terms.sum(-1) if terms.dim() == 2 else terms.sum((0, -1))
         tensors = (dout, q, k, v, out, lse, dlse_or_none, *ctx.bounds)
-        return *torch.ops.flash_ext.bwd.default(*tensors, *options), None, None, None
+        return *torch.ops.flash_ext.bwd.default(*tensors, *options), dsinks, None, None, None
 
 
 # ---- checks ----------------------------------------------------------------------------------------------
@@ -421,6 +484,44 @@ def _check_shapes(
             raise ValueError(f"{name} must be contiguous, with at least one number.")
     if cu_seqlens_q.is_cpu:
         check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+
+
+def _check_lengths(q: Tensor, k: Tensor, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None) -> None:
+    if seqused_k is None:
+        return
+    if not isinstance(seqused_k, Tensor):
+        refuse_kind("seqused_k", seqused_k)
+    batch = q.shape[0] if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
+    if seqused_k.dtype != torch.int32 or seqused_k.shape != (batch,) or seqused_k.device != q.device:
+        raise ValueError(
+            f"seqused_k must be (batch,) = ({batch},) int32 on the device of q, got {tuple(seqused_k.shape)} "
+            f"{seqused_k.dtype} on {seqused_k.device}."
+        )
+    if not seqused_k.is_contiguous():
+        raise ValueError("seqused_k must be contiguous.")
+    if not is_traced():
+        check_values(q, k, None, cu_seqlens_k, seqused_k, None)
+
+
+def _sinks(sinks: Tensor | None, x: Fp8Inputs) -> Tensor | None:
+    """As the operator takes them."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, Tensor):
+        refuse_kind("sinks", sinks)
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating point, got {sinks.dtype}. Convert it with .float().")
+    if sinks.shape != x.q.shape[-2:-1] or sinks.device != x.q.device:
+        raise ValueError(
+            f"sinks must have shape (num_heads,) = ({x.q.shape[-2]},) on {x.q.device}, got "
+            f"{tuple(sinks.shape)} on {sinks.device}."
+        )
+    if x._originals is None and sinks.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "sinks requires a gradient, and x keeps no q, k and v to make one from: detach it, or quantise "
+            "tensors that require a gradient."
+        )
+    return sinks.float().contiguous()
 
 
 def _descale(

@@ -1,5 +1,7 @@
 // flash_ext::quantize_fp8 and flash_ext::fwd_fp8, for GPUs. What callers may pass is checked in flash_ext/_fp8.py, with
 // words; here only what memory safety hangs on.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -27,6 +29,15 @@ const int32_t* bounds_of(const Tensor& cu, const char* name, const Tensor& q) {
   TORCH_CHECK_VALUE(cu.scalar_type() == at::kInt && cu.dim() == 1 && cu.size(0) >= 1 && cu.is_contiguous(), name,
                     " must be (batch + 1,) int32 and contiguous.");
   return cu.const_data_ptr<int32_t>();
+}
+
+const int32_t* lengths_of(const OptionalTensor& used, const Problem& p, const Tensor& q) {
+  if (!used.has_value()) return nullptr;
+  check_device(*used, "seqused_k", q);
+  TORCH_CHECK_VALUE(
+      used->scalar_type() == at::kInt && used->dim() == 1 && used->size(0) == p.batch && used->is_contiguous(),
+      "seqused_k must be (batch,) int32 and contiguous.");
+  return used->const_data_ptr<int32_t>();
 }
 
 Problem fp8_problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t head_dim_v, at::ScalarType dtype,
@@ -86,6 +97,18 @@ FactorView factors_of(const Tensor& t, const Problem& p, const Tensor& q, int64_
   return x;
 }
 
+// lse of rows that see nothing beside sinks: in sequences.
+void fill_with_sinks(const Tensor& lse, const Tensor& sinks, const OptionalTensor& cu_seqlens_q) {
+  const Tensor each = sinks.unsqueeze(-1).expand_as(lse);
+  if (!cu_seqlens_q.has_value()) {
+    lse.copy_(each);
+  } else if (cu_seqlens_q->size(0) > 1) {
+    const Tensor row = at::arange(lse.size(-1), cu_seqlens_q->options());
+    const Tensor inside = row.ge(cu_seqlens_q->select(0, 0)).logical_and(row.lt(cu_seqlens_q->select(0, -1)));
+    lse.copy_(at::where(inside, each, lse));
+  }
+}
+
 StridedView transposed_view(const Tensor& v, const Problem& p) {
   const int64_t columns = transposed_columns(p.is_varlen() ? p.total_k : p.seqlen_k, p.batch, p.is_varlen());
   TORCH_CHECK_VALUE(v.dim() == (p.is_varlen() ? 3 : 4) && v.size(-1) == columns && v.size(-3) == p.num_heads_k &&
@@ -102,12 +125,13 @@ StridedView transposed_view(const Tensor& v, const Problem& p) {
 
 }  // namespace
 
-FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
-                      const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
-                      const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
-                      const OptionalTensor& cu_seqlens_k, double scale, int64_t window_size_left,
-                      int64_t window_size_right, at::ScalarType dtype, std::optional<std::string_view> backend,
-                      bool want_lse) {
+FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
+                         const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
+                         const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
+                         const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k,
+                         const OptionalTensor& sinks, double scale, int64_t window_size_left, int64_t window_size_right,
+                         at::ScalarType dtype, std::optional<std::string_view> backend, bool want_lse,
+                         bool want_row_max) {
   const ProfilerRange range("fwd_fp8");
   const OnDevice on_device(q);
   const bool mixed = is_16_bit(q);
@@ -124,14 +148,29 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
 
   c10::SmallVector<int64_t, 4> sizes(q.sizes());
   sizes.back() = v.size(-2);
-  const Tensor out = new_tensor(sizes, q.options().dtype(dtype)), lse = empty_lse(q, want_lse);
-  if (out.numel() == 0) return {out, lse};
-  if (p.batch == 0 || p.total_k == 0) {
-    out.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
-    return {out, lse};
-  }
+  // Sinks join the lse that the kernel has stored.
+  const bool makes_lse = want_lse || sinks.has_value();
+  const Tensor out = new_tensor(sizes, q.options().dtype(dtype)), lse = empty_lse(q, makes_lse);
+  const Tensor row_max = empty_lse(q, want_row_max);
+  const FwdModResult result{out, want_lse ? lse : empty_lse(q, false), row_max};
   Fp8Operands x;
+  x.seqused_k = lengths_of(seqused_k, p, q);
+  if (sinks.has_value()) {
+    check_device(*sinks, "sinks", q);
+    TORCH_CHECK_VALUE(sinks->scalar_type() == at::kFloat && sinks->dim() == 1 && sinks->size(0) == p.num_heads &&
+                          sinks->is_contiguous(),
+                      "sinks must be (num_heads,) float32 and contiguous.");
+    x.sinks = sinks->const_data_ptr<float>();
+  }
+  if (out.numel() == 0) return result;
+  if (p.batch == 0 || p.total_k == 0) {
+    constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+    out.zero_();
+    row_max.fill_(kMinusInfinity);
+    lse.fill_(kMinusInfinity);
+    if (sinks.has_value()) fill_with_sinks(lse, *sinks, cu_seqlens_q);
+    return result;
+  }
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
   if (!mixed) {
     x.q_factor = factors_of(*q_descale, p, q, p.num_heads, factor_blocks(rows_q, p.batch, p.is_varlen()), "q_descale");
@@ -145,7 +184,7 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
     TORCH_CHECK_VALUE(row_offset->is_contiguous() && row_offset->sizes() == at::IntArrayRef(lse_sizes(q)) &&
                           row_offset->scalar_type() == at::kFloat,
                       "row_offset must be float32, contiguous, and have the shape of lse.");
-    if (want_lse) x.row_offset = row_offset->const_data_ptr<float>();  // which lse alone needs
+    if (makes_lse || want_row_max) x.row_offset = row_offset->const_data_ptr<float>();  // which out does not need
   }
 
   const DeviceInfo info = device_info_of(q);
@@ -154,14 +193,17 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   const Request request{.direction = Direction::kForward,
                         .problem = p,
                         .operands = mixed ? Operands::kMixed : Operands::kFp8,
+                        .has_own_lengths = x.seqused_k != nullptr,
                         .constraints = choice.constraints};
   const Plan found = plan(request, info, path.arch);
   TORCH_CHECK_NOT_IMPLEMENTED(
       !found.row.empty(),
       "no fp8 kernel runs this call: they need a Hopper GPU, head sizes that are multiples of 16 up to "
       "128 (q and k in fp8 up to 192), and rows on 16 bytes. Call ",
-      p.is_varlen() ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k)"
-                    : "attention(*x.dequantize())",
+      x.seqused_k != nullptr
+          ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k, seqused_k=x.seqused_k)"
+      : p.is_varlen() ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k)"
+                      : "attention(*x.dequantize())",
       " instead.");
   FwdParams params;
   params.problem = p;
@@ -169,16 +211,17 @@ FwdResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const O
   params.k = view_of(k);
   params.v = transposed_view(v, p);
   params.out = view_of(out);
-  params.lse = lse_pointer(lse, want_lse);
+  params.lse = lse_pointer(lse, makes_lse);
+  if (want_row_max) x.row_max = row_max.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
   const Tensor workspace = workspace_of(found, q);
   launch(path, FwdCall{.plan = found, .p = params, .modifiers = {}, .workspace = pointer_to(workspace), .fp8 = x});
-  return {out, lse};
+  return result;
 }
 
 Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
-                           const OptionalTensor& cu_seqlens_k, bool by_block, bool smooth_k, bool smooth_v,
-                           bool hadamard, bool mixed) {
+                           const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k, bool by_block,
+                           bool smooth_k, bool smooth_v, bool hadamard, bool mixed) {
   const ProfilerRange range("quantize_fp8");
   const OnDevice on_device(q);
   TORCH_CHECK_TYPE(is_16_bit(q) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
@@ -234,6 +277,7 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   x.q_factor = pointer(q_descale), x.k_factor = pointer(k_descale), x.v_factor = pointer(v_descale);
   x.v_offset = pointer(v_offset), x.k_offset = pointer(k_offset), x.row_offset = pointer(row_offset);
   x.by_block = by_block, x.hadamard = hadamard;
+  x.seqused_k = lengths_of(seqused_k, p, q);
   x.stream = stream_handle(q.device());
   const Tensor partials = new_tensor({quantize_floats(p)}, floats);
   x.partials = partials.mutable_data_ptr<float>();
@@ -243,15 +287,15 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
 }
 
 TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
-  m.def(
-      "quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool by_block, bool smooth_k, "
-      "bool smooth_v, bool hadamard, bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, "
-      "Tensor v_descale, Tensor v_offset, Tensor k_offset, Tensor row_offset)",
-      {at::Tag::pt2_compliant_tag});
+  m.def("quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
+        "bool by_block, bool smooth_k, bool smooth_v, bool hadamard, bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, "
+        "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_offset, Tensor k_offset, Tensor row_offset)",
+        {at::Tag::pt2_compliant_tag});
   m.def(
       "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor v_descale, Tensor? v_offset, "
-      "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int window_size_left, "
-      "int window_size_right, ScalarType dtype, str? backend, bool want_lse=True) -> (Tensor out, Tensor lse)",
+      "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, float scale, "
+      "int window_size_left, int window_size_right, ScalarType dtype, str? backend, bool want_lse=True, "
+      "bool want_row_max=False) -> (Tensor out, Tensor lse, Tensor row_max)",
       {at::Tag::pt2_compliant_tag});
 }
 

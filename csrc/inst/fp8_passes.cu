@@ -40,17 +40,17 @@ StatsPass stats_pass(const QuantizeFp8& x) {
   s.batch = p.batch;
   float* partials = x.partials;
   const auto put = [&](int i, bool wanted, const StridedView& view, int heads, int columns, int64_t rows,
-                       const int32_t* bounds) {
+                       const int32_t* bounds, const int32_t* used) {
     TensorPass& t = s.of[i];
     t.x = view, t.columns = columns, t.rows = rows, t.partials = partials;
     t.heads = wanted ? heads : 0;
     s.parts[i] = static_cast<int>(stat_parts(rows));
-    s.bounds[i] = bounds;
+    s.bounds[i] = bounds, s.used[i] = used;
     partials += shape.batch * t.heads * s.parts[i] * ChannelStats::kCount * columns;
   };
-  put(0, x.needs_q(), x.q, p.num_heads, p.head_dim, shape.rows_q, p.cu_seqlens_q);
-  put(1, x.needs_k(), x.k, p.num_heads_k, p.head_dim, shape.rows_k, p.cu_seqlens_k);
-  put(2, true, x.v, p.num_heads_k, p.head_dim_v, shape.rows_k, p.cu_seqlens_k);
+  put(0, x.needs_q(), x.q, p.num_heads, p.head_dim, shape.rows_q, p.cu_seqlens_q, nullptr);
+  put(1, x.needs_k(), x.k, p.num_heads_k, p.head_dim, shape.rows_k, p.cu_seqlens_k, x.seqused_k);
+  put(2, true, x.v, p.num_heads_k, p.head_dim_v, shape.rows_k, p.cu_seqlens_k, x.seqused_k);
   return s;
 }
 
@@ -100,6 +100,7 @@ std::string run_numbers(const QuantizeFp8& x) {
   n.v8 = x.v8, n.v_factor = x.v_factor, n.v_offset = x.v_offset;
   n.v_columns = transposed_columns(shape.rows_k, p.batch, packed);
   n.v_tiles = tiles(p.total_k, shape.rows_k);
+  n.used = x.seqused_k;
   n.v.first = ctas.add(shape.batch * p.num_heads_k * n.v_tiles);
   return dispatch_dtype(p.dtype, [&]<typename E>() {
     return with_lanes(std::max(p.head_dim, p.head_dim_v), [&]<int kLanes>() {

@@ -27,8 +27,27 @@ struct TensorPass {
 struct StatsPass {
   TensorPass of[3];  // q, k, v; heads 0: not asked for
   const int32_t* bounds[3];  // cu_seqlens, null where dense
+  const int32_t* used[3];  // the first rows of each sequence, which count; null: all
   int batch, parts[3];
 };
+
+// How many of its rows a sequence has.
+__device__ __forceinline__ int used_rows(const int32_t* used, int b, int rows) {
+  return used != nullptr ? min(max(used[b], 0), rows) : rows;
+}
+// Whether a packed row is one of these.
+__device__ __forceinline__ bool is_used(const int32_t* used, const int32_t* bounds, int batch, int64_t total,
+                                        int64_t row) {
+  BoundSearch found(bounds, total);
+  int lo = -1, hi = batch;
+  while (lo < hi) {
+    const int mid = upper_half(lo, hi);
+    const int32_t at = found.bound(mid);
+    found.halve(at, at <= row);
+    (at <= row ? lo : hi) = at <= row ? mid : mid - 1;
+  }
+  return lo >= 0 && lo < batch && row - found.start < used_rows(used, lo, found.end - found.start);
+}
 
 // Lanes of a row: a power of two, eight columns each.
 __host__ __device__ constexpr int lanes_of_row(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
@@ -76,9 +95,12 @@ __global__ void __launch_bounds__(kQuantizeThreads) fp8_stats_kernel(const __gri
   const int64_t bh = index / s.parts[which];
   const int b = static_cast<int>(bh / t.heads), h = static_cast<int>(bh % t.heads);
   int64_t begin = static_cast<int64_t>(part) * kStatRows, end = min(begin + kStatRows, t.rows);
-  if (const int32_t* bounds = s.bounds[which]) {
+  const int32_t *bounds = s.bounds[which], *used = s.used[which];
+  if (bounds != nullptr) {
     begin = max(begin, static_cast<int64_t>(bounds[0]));
     end = min(end, static_cast<int64_t>(bounds[s.batch]));
+  } else {
+    end = min(end, static_cast<int64_t>(used_rows(used, b, static_cast<int>(t.rows))));
   }
   const int lanes = lanes_of_row(t.columns), lane = threadIdx.x % lanes, at_once = kQuantizeThreads / lanes;
   const int column = lane * 8;
@@ -87,6 +109,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) fp8_stats_kernel(const __gri
   for (int i = 0; i < 8; ++i) lowest[i] = INFINITY, highest[i] = -INFINITY;
   if (column < t.columns) {
     for (int64_t row = begin + threadIdx.x / lanes; row < end; row += at_once) {
+      if (bounds != nullptr && used != nullptr && !is_used(used, bounds, s.batch, t.rows, row)) continue;
       float x[8];
       load_eight<E>(x, t.x, b, row, h, column, t.columns);
 #pragma unroll
@@ -130,9 +153,15 @@ __global__ void __launch_bounds__(kQuantizeThreads) fp8_means_kernel(const __gri
   const TensorPass& t = s.of[which];
   const int64_t bh = blockIdx.x - t.first;
   const int c = threadIdx.x;
+  const int32_t *bounds = s.bounds[which], *used = s.used[which];
   int64_t count = t.rows;
-  if (const int32_t* bounds = s.bounds[which]) {
+  if (bounds == nullptr) {
+    count = used_rows(used, static_cast<int>(bh / t.heads), static_cast<int>(t.rows));
+  } else if (used == nullptr) {
     count = max(int64_t{0}, min(t.rows, static_cast<int64_t>(bounds[s.batch])) - max(0, bounds[0]));
+  } else {
+    count = 0;
+    for (int b = 0; b < s.batch; ++b) count += used_rows(used, b, packed_span(bounds, s.batch, b, t.rows).length);
   }
   float amax = 0.f;
   if (c < t.columns) {
@@ -177,6 +206,7 @@ struct NumbersPass {
   const float *v_factor = nullptr, *v_offset = nullptr;
   int64_t v_columns = 0;
   int v_tiles = 0;
+  const int32_t* used = nullptr;  // of k and v
   bool by_block = true, hadamard = false;
 };
 
@@ -185,20 +215,28 @@ struct RowTile {
   int b;
   int64_t start;  // row that in-tile row 0 is
   int count;  // rows that there are
+  int used;  // the first ones of them, whose numbers count; the others become zeros
   int64_t block;  // among the factors of a head
   int64_t v_start;  // column of a transposed v
 };
-__device__ __forceinline__ RowTile row_tile(const Problem& p, bool queries, int b, int tile) {
+__device__ __forceinline__ RowTile row_tile(const NumbersPass& n, bool queries, int b, int tile) {
+  const Problem& p = n.p;
+  const int32_t* used = queries ? nullptr : n.used;
   if (p.cu_seqlens_q == nullptr) {
     const int start = tile * kFp8Block, rows = queries ? p.seqlen_q : p.seqlen_k;
-    return {b, start, min(kFp8Block, rows - start), tile, start};
+    return {b, start, min(kFp8Block, rows - start), min(kFp8Block, used_rows(used, b, rows) - start), tile, start};
   }
   const TileSlot slot = queries
                             ? find_slot<kFp8Block>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch, tile)
                             : find_slot<kFp8Block>(p.cu_seqlens_k, p.total_k, p.cu_seqlens_q, p.total_q, p.batch, tile);
   const int first = slot.block * kFp8Block;
   const int count = slot.outside ? 0 : min(kFp8Block, slot.rows.length - first);
-  return {0, slot.rows.start + first, count, slot.rows.start / kFp8Block + slot.b + slot.block,
+  const int end = slot.outside ? 0 : used_rows(used, slot.b, slot.rows.length);
+  return {0,
+          slot.rows.start + first,
+          count,
+          min(kFp8Block, end - first),
+          slot.rows.start / kFp8Block + slot.b + slot.block,
           (slot.rows.start / kKeyGroup + slot.b) * kKeyGroup + first};
 }
 
@@ -239,7 +277,7 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, bool queries
   const TensorPass& t = r.t;
   const int64_t bh = index / r.tiles;
   const int h = static_cast<int>(bh % t.heads);
-  const RowTile tile = row_tile(n.p, queries, static_cast<int>(bh / t.heads), static_cast<int>(index % r.tiles));
+  const RowTile tile = row_tile(n, queries, static_cast<int>(bh / t.heads), static_cast<int>(index % r.tiles));
   if (tile.count <= 0) return;
   const int lane = threadIdx.x % kLanes, column = lane * 8, in_turn = threadIdx.x / kLanes;
   const bool valid = column < t.columns;
@@ -255,7 +293,7 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, bool queries
     const int row = turn * kAtOnce + in_turn;
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[turn][i] = 0.f;
-    if (row < tile.count && valid) {
+    if (row < tile.used && valid) {
       load_eight<E>(x[turn], t.x, tile.b, tile.start + row, h, column, t.columns);
       if (!queries) {
 #pragma unroll
@@ -319,7 +357,7 @@ __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t i
   const TensorPass& t = n.v;
   const int64_t bh = index / n.v_tiles;
   const int h = static_cast<int>(bh % t.heads);
-  const RowTile tile = row_tile(n.p, false, static_cast<int>(bh / t.heads), static_cast<int>(index % n.v_tiles));
+  const RowTile tile = row_tile(n, false, static_cast<int>(bh / t.heads), static_cast<int>(index % n.v_tiles));
   if (tile.count <= 0) return;
   const int lane = threadIdx.x % kLanes, column = lane * 8;
   if (column < t.columns) {
@@ -334,7 +372,7 @@ __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t i
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int key = four / 4 * kKeyGroup + four % 4 * 2 + j % 2 + j / 2 * 8;  // kKeyOrder
-        if (key >= tile.count) continue;
+        if (key >= tile.used) continue;
         load_eight<E>(x[j], t.x, tile.b, tile.start + key, h, column, t.columns);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[j][i] = (x[j][i] - offset[i]) * inverse[i];

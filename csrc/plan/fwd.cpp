@@ -107,9 +107,9 @@ void build_parts(Req r, Dev d, Plan& p) {
 bool is_mixed(Req r) { return r.operands == Operands::kMixed; }
 // Of its instances the smallest; d is 0 where there is none.
 Dims fp8_dims(Req r) {
-  for (const Dims x : {Dims{64, 64}, {96, 96}, {128, 128}, {192, 128}}) {
-    if (is_mixed(r) && x.d > 128) break;
-    if (r.problem.head_dim <= x.d && r.problem.head_dim_v <= x.dv) return x;
+  using sm90::HeadDims, sm90::kFp8Dims, sm90::kMixedDims;
+  for (const HeadDims x : is_mixed(r) ? std::span<const HeadDims>(kMixedDims) : std::span<const HeadDims>(kFp8Dims)) {
+    if (r.problem.head_dim <= x.d && r.problem.head_dim_v <= x.dv) return {x.d, x.dv};
   }
   return {0, 0};
 }
@@ -123,7 +123,8 @@ void build_fp8(Req r, Dev d, Plan& p) {
       p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
                      t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
   l.variant = is_mixed(r) ? kMixed : kPlain;
-  l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m());
+  l.dynamic =
+      r.has_own_lengths || sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = sm90::has_long_keys(r.problem);
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(f, x.dv) : 0);

@@ -6,13 +6,9 @@
 
 namespace flash_ext::sm90 {
 
-struct HeadDims {
-  int d, dv;
-};
+// Those of the forwards in fp8: fwd_fp8/tiles.h.
 inline constexpr HeadDims kFwdDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 inline constexpr int kFwdPartsDims[] = {64, 96, 128};
-inline constexpr HeadDims kFp8Dims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}};
-inline constexpr HeadDims kMixedDims[] = {{64, 64}, {96, 96}, {128, 128}};
 inline constexpr int kModDimsUpTo128[] = {64, 128}, kModDimsAbove128[] = {192, 256};
 inline constexpr int kBwdFusedDims[] = {64, 96, 128};
 inline constexpr HeadDims kBwdSplitDims[] = {{128, 128}, {192, 128}, {192, 192}, {256, 256}};

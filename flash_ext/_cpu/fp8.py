@@ -71,15 +71,35 @@ def column_of_rows(rows: int, cu_seqlens: Tensor | None, device: torch.device) -
     return first + key // GROUP * GROUP + place[key % GROUP]
 
 
-def transpose_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """e4m3 (b, keys, h_k, dv) to (b, h_k, dv, columns), packed (keys, h_k, dv) to (h_k, dv, columns)."""
+def used_rows(rows: int, cu_seqlens: Tensor | None, seqused: Tensor | None) -> Tensor | None:
+    """Which rows are among the first ``seqused`` of their sequence, (b, rows), packed (rows,); None: all."""
+    if seqused is None or seqused.numel() == 0:
+        return None
+    row = torch.arange(rows, device=seqused.device)
+    if cu_seqlens is None:
+        return row < seqused[:, None]
+    sequence, start = _sequences(cu_seqlens, rows)
+    return row - start < seqused[sequence]
+
+
+def without_unused(x: Tensor, used: Tensor | None) -> Tensor:
+    """Zeros in the rows that are not used, whatever they hold."""
+    return x if used is None else x.where(used[..., None, None], 0)
+
+
+def transpose_values(v: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None = None) -> Tensor:
+    """e4m3 (b, keys, h_k, dv) to (b, h_k, dv, columns), packed (keys, h_k, dv) to (h_k, dv, columns).
+
+    Keys from ``seqused`` on become zeros.
+    """
     keys, batch = v.shape[-3], 0 if cu_seqlens is None else len(cu_seqlens) - 1
     columns = transposed_columns(keys, batch, cu_seqlens is not None)
     place = column_of_rows(keys, cu_seqlens, v.device)
     if cu_seqlens is not None:  # one more column takes the rows of no sequence
         place = torch.where(_inside(cu_seqlens, keys), place, columns)
     rows = v.new_zeros((*v.shape[:-3], columns + 1, *v.shape[-2:]), dtype=torch.uint8)
-    rows.index_copy_(-3, place, v.view(torch.uint8))
+    used = used_rows(keys, cu_seqlens, seqused)
+    rows.index_copy_(-3, place, without_unused(v.view(torch.uint8), used))
     return rows.narrow(-3, 0, columns).movedim(-3, -1).contiguous().view(E4M3)
 
 
@@ -133,6 +153,13 @@ def _known(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x[int(cu_seqlens[0]) : int(cu_seqlens[-1])].float().unsqueeze(0)
 
 
+def _known_used(used: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """(b, rows): which of these rows are used; None: all."""
+    if used is None or cu_seqlens is None:
+        return used
+    return used[int(cu_seqlens[0]) : int(cu_seqlens[-1])].unsqueeze(0)
+
+
 def _amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """0 of nothing; NaN does not count."""
     x = x.abs().nan_to_num(nan=0.0, posinf=math.inf)
@@ -141,18 +168,26 @@ def _amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x
 
 
-def _mean(x: Tensor) -> Tensor:
-    """(b, rows, h, d) to (b, h, d); 0 of no rows."""
-    return x.sum(1) / max(1, x.shape[1])
+def _mean(x: Tensor, used: Tensor | None) -> Tensor:
+    """(b, rows, h, d), zeros where rows are not used, to (b, h, d); 0 of no rows."""
+    if used is None:
+        return x.sum(1) / max(1, x.shape[1])
+    return x.sum(1) / used.sum(-1).clamp(min=1)[:, None, None]
 
 
 def _quantize_rows(
-    x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None, by_block: bool, hadamard: bool
+    x: Tensor,
+    offset: Tensor | None,
+    cu_seqlens: Tensor | None,
+    used: Tensor | None,
+    by_block: bool,
+    hadamard: bool,
 ) -> tuple[Tensor, Tensor]:
     """q or k, (b, rows, h, d) or (rows, h, d), with factors (b, h, n) or (h, n)."""
     y = x.float()
     if offset is not None:
         y = y - (offset if cu_seqlens is not None else offset.unsqueeze(1))
+    y = without_unused(y, used)
     if hadamard:
         y = rotate(y)
     per_row = _amax(y, (-1,)).squeeze(-1).transpose(-1, -2)  # (b, h, rows)
@@ -184,13 +219,20 @@ def quantize(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
     by_block: bool,
     smooth_k: bool,
     smooth_v: bool,
     hadamard: bool,
     mixed: bool,
 ) -> tuple[Tensor, ...]:
-    """``flash_ext::quantize_fp8``: q, k, v, their factors, and the offsets of v, of k and of scores."""
+    """``flash_ext::quantize_fp8``: q, k, v, their factors, and the offsets of v, of k and of scores.
+
+    Keys from ``seqused_k`` on count nowhere, and become zeros.
+    """
+    used = used_rows(k.shape[-3], cu_seqlens_k, seqused_k)
+    known_used = _known_used(used, cu_seqlens_k)
+    k, v = without_unused(k, used), without_unused(v, used)
     nothing = q.new_empty(0, dtype=torch.float32)
     q8 = k8 = q.new_empty(0, dtype=E4M3)
     q_factor = k_factor = k_offset = row_offset = v_offset = nothing
@@ -200,9 +242,10 @@ def quantize(
 
     if not mixed:
         if smooth_k:
-            k_offset = packed_or_not(_mean(_known(k, cu_seqlens_k)))
-        q8, q_factor = _quantize_rows(q, None, cu_seqlens_q, by_block, hadamard)
-        k8, k_factor = _quantize_rows(k, k_offset if smooth_k else None, cu_seqlens_k, by_block, hadamard)
+            k_offset = packed_or_not(_mean(_known(k, cu_seqlens_k), known_used))
+        q8, q_factor = _quantize_rows(q, None, cu_seqlens_q, None, by_block, hadamard)
+        shift = k_offset if smooth_k else None
+        k8, k_factor = _quantize_rows(k, shift, cu_seqlens_k, used, by_block, hadamard)
         if smooth_k:
             shared = rotate(k_offset) if hadamard else k_offset
             shared = shared.repeat_interleave(q.shape[-2] // k.shape[-2], -2)  # (b, h, d)
@@ -210,15 +253,15 @@ def quantize(
             dots = numbers * (shared if cu_seqlens_q is not None else shared.unsqueeze(1))
             row_offset = dots.sum(-1).transpose(-1, -2).contiguous()
     known = _known(v, cu_seqlens_k)
-    mean = _mean(known) if smooth_v else known.new_zeros(known.shape[0], *known.shape[2:])
-    amax = _amax(known - mean.unsqueeze(1), (1,)).squeeze(1)
+    mean = _mean(known, known_used) if smooth_v else known.new_zeros(known.shape[0], *known.shape[2:])
+    amax = _amax(without_unused(known - mean.unsqueeze(1), known_used), (1,)).squeeze(1)
     if smooth_v:
         v_offset = packed_or_not(mean)
     factor = _factor(amax)
     shift, inverse = packed_or_not(mean), packed_or_not(1.0 / factor)
     if cu_seqlens_k is None:
         shift, inverse = shift.unsqueeze(1), inverse.unsqueeze(1)
-    v8 = transpose_values(_rounded((v.float() - shift) * inverse), cu_seqlens_k)
+    v8 = transpose_values(_rounded((v.float() - shift) * inverse), cu_seqlens_k, seqused_k)
     return q8, k8, v8, q_factor, k_factor, packed_or_not(factor), v_offset, k_offset, row_offset
 
 
@@ -235,16 +278,22 @@ def dequantize_rows(x: Tensor, factor: Tensor, cu_seqlens: Tensor | None) -> Ten
 
 
 def _pieces(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
 ) -> Iterator[tuple[int, slice, slice]]:
     """Batch entry, rows and keys of each sequence."""
+    used = None if seqused_k is None else seqused_k.tolist()
     if cu_seqlens_q is None or cu_seqlens_k is None:
         for b in range(q.shape[0]):
-            yield b, slice(0, q.shape[1]), slice(0, k.shape[1])
+            yield b, slice(0, q.shape[1]), slice(0, k.shape[1] if used is None else used[b])
         return
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(bounds_q) - 1):
-        yield 0, slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
+        end = bounds_k[b + 1] if used is None else bounds_k[b] + used[b]
+        yield 0, slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], end)
 
 
 @torch.no_grad()
@@ -259,13 +308,16 @@ def forward(
     row_offset: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    sinks: Tensor | None,
     spec: AttnSpec,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """``flash_ext::fwd_fp8``: out in ``dtype`` and lse in float32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``flash_ext::fwd_fp8``: out in ``dtype``, lse and the largest score of each row in float32.
 
     Weights are rounded to e4m3 with the largest of a row at 26, as the kernels have them where a row's
-    maximum comes first; row sums are of weights before rounding.
+    maximum comes first; row sums are of weights before rounding. lse, largest scores and the sinks beside
+    them are those of scores to which ``row_offset`` has come back.
     """
     packed = cu_seqlens_q is not None
     if q_factor is not None and k_factor is not None:
@@ -277,7 +329,11 @@ def forward(
     group = q.shape[2] // k.shape[2]
     out = q.new_zeros((*q.shape[:3], values.shape[-1]), dtype=dtype)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
-    for b, rows, keys in _pieces(q, k, cu_seqlens_q, cu_seqlens_k):
+    row_max = lse.clone()
+    offsets = torch.zeros_like(lse)
+    if row_offset is not None:
+        offsets = spec.softmax_scale * (row_offset.unsqueeze(0) if packed else row_offset)
+    for b, rows, keys in _pieces(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k):
         keys_t = k[b, keys].float().permute(1, 2, 0).repeat_interleave(group, 0)  # (h, d, keys)
         values_h = values[b, keys].transpose(0, 1).repeat_interleave(group, 0)  # (h, keys, dv)
         shift = (keys.stop - keys.start) - (rows.stop - rows.start)
@@ -304,10 +360,17 @@ def forward(
             result = result * v_factor[b].repeat_interleave(group, 0).unsqueeze(1)
             if v_offset is not None:
                 result = result + v_offset[b].repeat_interleave(group, 0).unsqueeze(1)
-            out[b, part] = result.masked_fill(empty, 0.0).transpose(0, 1).to(dtype)
-            lse[b, :, part] = (
-                (largest + torch.log(total / TOP_WEIGHT)).masked_fill(empty, -math.inf).squeeze(-1)
-            )
+            offset = offsets[b, :, part].unsqueeze(-1)
+            stat = (largest + torch.log(total / TOP_WEIGHT) + offset).masked_fill(empty, -math.inf)
+            result = result.masked_fill(empty, 0.0)
+            if sinks is not None:
+                sink = sinks[:, None, None]
+                # A sink of -inf is none: beside a row without keys sigmoid would see -inf - -inf.
+                result = result * torch.sigmoid(stat - sink).masked_fill(sink == -math.inf, 1.0)
+                stat = torch.logaddexp(stat, sink)
+            out[b, part] = result.transpose(0, 1).to(dtype)
+            lse[b, :, part] = stat.squeeze(-1)
+            row_max[b, :, part] = (largest + offset).masked_fill(empty, -math.inf).squeeze(-1)
     if packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    return out, lse if row_offset is None else lse + spec.softmax_scale * row_offset
+        out, lse, row_max = out.squeeze(0), lse.squeeze(0), row_max.squeeze(0)
+    return out, lse, row_max

@@ -58,7 +58,7 @@ def run_cached(
     try:
         left, right = window
         if CHECKS_DEVICE or q.is_cpu:
-            _check_values(q, k, *places)
+            check_values(q, k, *places)
         return _C.fwd_cached(q, k, v, *places, most_q, most_k, scale, causal, left, right, backend, want_lse)
     except (TypeError, ValueError, NotImplementedError, AttributeError):
         explain_tensors(q=q, k=k, v=v)
@@ -117,7 +117,7 @@ def may_read(t: Tensor) -> bool:
     return t.is_cpu or (CHECKS_DEVICE and not torch.cuda.is_current_stream_capturing())
 
 
-def _check_values(
+def check_values(
     q: Tensor,
     k: Tensor,
     cu_seqlens_q: Tensor | None,

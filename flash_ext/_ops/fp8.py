@@ -27,14 +27,15 @@ def cpu_quantize(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, *options: A
 def cpu_fwd(
     q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor,
     v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, scale: float, left: int, right: int, dtype: torch.dtype, backend: str | None,
-    want_lse: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, sinks: Tensor | None, scale: float, left: int,
+    right: int, dtype: torch.dtype, backend: str | None, want_lse: bool = True, want_row_max: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     factors = (q_descale, k_descale, v_descale)
-    bounds = (cu_seqlens_q, cu_seqlens_k)
+    places = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     spec = AttnSpec(scale, left, right)
-    out, lse = fp8.forward(q, k, v, *factors, v_offset, row_offset, *bounds, spec, dtype)
-    return out, lse if want_lse else lse.new_empty(0)
+    out, lse, row_max = fp8.forward(q, k, v, *factors, v_offset, row_offset, *places, sinks, spec, dtype)
+    nothing = lse.new_empty(0)
+    return out, lse if want_lse else nothing, row_max if want_row_max else nothing.clone()
 
 
 # ---- shapes for tracing ----------------------------------------------------------------------------------
@@ -46,6 +47,7 @@ def fake_quantize(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
     by_block: bool,
     smooth_k: bool,
     smooth_v: bool,
@@ -81,12 +83,16 @@ def fake_quantize(
 def fake_fwd(
     q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor,
     v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, scale: float, left: int, right: int, dtype: torch.dtype, backend: str | None,
-    want_lse: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, sinks: Tensor | None, scale: float, left: int,
+    right: int, dtype: torch.dtype, backend: str | None, want_lse: bool = True, want_row_max: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *batch, rows, heads, _ = q.shape
     out = q.new_empty((*batch, rows, heads, v.shape[-2]), dtype=dtype)
-    return out, q.new_empty((*batch, heads, rows) if want_lse else (0,), dtype=torch.float32)
+    lse, row_max = (
+        q.new_empty((*batch, heads, rows) if wanted else (0,), dtype=torch.float32)
+        for wanted in (want_lse, want_row_max)
+    )
+    return out, lse, row_max
 
 
 if is_built:

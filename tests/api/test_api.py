@@ -56,13 +56,14 @@ OPERATOR_SCHEMAS = {
     f"bool need_bias, bool need_slopes, bool need_sinks, bool deterministic, str? backend, {WIDE}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
     "quantize_fp8": "flash_ext::quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, bool by_block, bool smooth_k, bool smooth_v, bool hadamard, bool mixed) -> ("
-    "Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_offset, "
-    "Tensor k_offset, Tensor row_offset)",
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, bool by_block, bool smooth_k, bool smooth_v, bool hadamard, "
+    "bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
+    "Tensor v_offset, Tensor k_offset, Tensor row_offset)",
     "fwd_fp8": "flash_ext::fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
     "Tensor v_descale, Tensor? v_offset, Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    f"float scale, int window_size_left, int window_size_right, ScalarType dtype, str? backend, {WANT_LSE}) "
-    "-> (Tensor out, Tensor lse)",
+    "Tensor? seqused_k, Tensor? sinks, float scale, int window_size_left, int window_size_right, "
+    f"ScalarType dtype, str? backend, {WANT_LSE}, bool want_row_max=False) "
+    "-> (Tensor out, Tensor lse, Tensor row_max)",
     "fwd_cached": "flash_ext::fwd_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     f"float scale, SymInt window_size_left, SymInt window_size_right, str? backend, {WANT_LSE}) "
@@ -86,9 +87,9 @@ PUBLIC_PARAMETERS = {
     "shared_prefix_len, block_table, seqused_k, max_seqlen_q=None, max_seqlen_k=None, causal=True, "
     "scale=None, sinks=None",
     "fp8.quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
-    "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None",
-    "fp8.attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, return_aux=None, "
-    "backend=None, **unknown",
+    "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None",
+    "fp8.attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, sinks=None, "
+    "return_aux=None, backend=None, **unknown",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
     "explain": f"q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, {SCORES}, deterministic=None, "

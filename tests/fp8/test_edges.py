@@ -130,7 +130,7 @@ def test_heads_first(granularity: str, smooth: bool) -> None:
 
 
 def test_the_operator_is_sound_for_heads_first() -> None:
-    arguments = (*heads_first(), None, None, True, True, True, False, False)
+    arguments = (*heads_first(), None, None, None, True, True, True, False, False)
     torch.library.opcheck(torch.ops.flash_ext.quantize_fp8.default, arguments, test_utils="test_faketensor")
 
 
@@ -278,7 +278,7 @@ def test_packed_sequences_in_the_batch_invariant_mode(mode: str, as_on_gpu: bool
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor | None) -> object:
-    return torch.ops.flash_ext.quantize_fp8.default(q, k, v, *bounds, True, True, True, False, False)
+    return torch.ops.flash_ext.quantize_fp8.default(q, k, v, *bounds, None, True, True, True, False, False)
 
 
 def far_too_long() -> object:
@@ -325,4 +325,4 @@ def test_tensors_on_another_device(at: int) -> None:
     tensors += [x.cu_seqlens_q, x.cu_seqlens_k]
     tensors[at] = tensors[at].cpu()
     with pytest.raises(ValueError, match="must be on the device of q"):
-        torch.ops.flash_ext.fwd_fp8.default(*tensors, 0.125, -1, -1, torch.bfloat16, None)
+        torch.ops.flash_ext.fwd_fp8.default(*tensors, None, None, 0.125, -1, -1, torch.bfloat16, None)

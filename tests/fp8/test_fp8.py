@@ -273,6 +273,14 @@ def test_powers_of_two_change_no_bit(device: str) -> None:
         assert torch.equal(attention_fp8(other), 2 * plain)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_it_stands_for_is_an_argument_of_attention(device: str) -> None:
+    """As the messages advise; v, which lay transposed, has rows again."""
+    x = quantize_fp8(*make(device=device))
+    want = flash_ext.attention(*x.dequantize(), causal=True)
+    assert error_of(attention_fp8(x, causal=True), want.double().cpu()) <= GATE
+
+
 def rows_of(x: Fp8Inputs) -> Tensor:
     return fp8.rows_of_values(x.v, x.k.shape[-3], x.cu_seqlens_k).to(torch.float8_e4m3fn)
 
@@ -390,8 +398,8 @@ def test_operators_are_sound() -> None:
     x = quantize_fp8(q, k, v)
     tensors = x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset
     calls = {
-        "quantize_fp8": (q, k, v, None, None, True, True, True, False, False),
-        "fwd_fp8": (*tensors, None, None, 0.125, -1, 0, torch.bfloat16, None),
+        "quantize_fp8": (q, k, v, None, None, None, True, True, True, False, False),
+        "fwd_fp8": (*tensors, None, None, None, None, 0.125, -1, 0, torch.bfloat16, None),
     }
     for name, arguments in calls.items():
         operator = getattr(torch.ops.flash_ext, name).default
@@ -538,11 +546,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], object], type[Except
         lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), window_size=(-2, 0)),
         ValueError,
         "at least -1",
-    ),
-    "largest scores": (
-        lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), return_aux=AuxRequest(max_scores=True)),
-        NotImplementedError,
-        "return lse only",
     ),
     "backend": (
         lambda q, k, v: attention_fp8(quantize_fp8(q, k, v), backend="sm90"),

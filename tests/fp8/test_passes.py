@@ -5,6 +5,7 @@ Their own sources are compiled, grids included; tests/tools/emulation/fp8_launch
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,7 +48,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-SHAPES = {  # batch, heads, heads_k, rows, keys, d, dv; bounds of packed sequences
+SHAPES = {  # batch, heads, heads_k, rows, keys, d, dv; bounds of packed sequences; how many keys each has
     "one block": (1, 1, 1, 128, 128, 64, 64),
     "ragged": (2, 4, 2, 130, 301, 128, 64),
     "few rows": (1, 2, 1, 3, 17, 16, 32),
@@ -55,6 +56,13 @@ SHAPES = {  # batch, heads, heads_k, rows, keys, d, dv; bounds of packed sequenc
     "256": (1, 1, 1, 33, 150, 256, 256),
     "packed": (3, 2, 1, 300, 420, 64, 96, [2, 131, 131, 290], [0, 20, 205, 411]),
     "packed of one": (1, 1, 1, 140, 20, 48, 48, [0, 140], [4, 20]),
+}
+USED = {  # keys of each sequence of a shape, which may be none, all, or more than there are
+    "ragged": [0, 131],
+    "few rows": [9],
+    "wide": [-3],
+    "packed": [20, 100, 17],
+    "packed of one": [15],
 }
 WAYS = {  # by_block, smooth_k, smooth_v, hadamard, mixed
     "blocks": (True, True, True, False, False),
@@ -67,18 +75,22 @@ WAYS = {  # by_block, smooth_k, smooth_v, hadamard, mixed
 
 # The other type differs in how it is read alone, and a rotation wants a power of two.
 CASES = [
-    (shape, way, torch.bfloat16)
+    (shape, way, torch.bfloat16, uses)
+    for uses in (False, True)
     for shape, (*_, d, _) in ((name, numbers[:7]) for name, numbers in SHAPES.items())
     for way in WAYS
-    if way != "rotated" or d & (d - 1) == 0
-] + [("ragged", "blocks", torch.float16), ("packed", "heads", torch.float16)]
+    if (way != "rotated" or d & (d - 1) == 0) and (not uses or shape in USED)
+] + [("ragged", "blocks", torch.float16, False), ("packed", "heads", torch.float16, False)]
 
 
-@pytest.mark.parametrize(("shape", "way", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "way", "dtype", "uses"), CASES, ids=str)
 def test_passes_agree_with_the_cpu(
-    program: Path, tmp_path: Path, shape: str, way: str, dtype: torch.dtype
+    program: Path, tmp_path: Path, shape: str, way: str, dtype: torch.dtype, uses: bool
 ) -> None:
-    """Numbers but for those that a mean's last bit moves; factors and offsets to a few bits."""
+    """Numbers but for those that a mean's last bit moves; factors and offsets to a few bits.
+
+    ``uses``: sequences have fewer keys than room for them, and NaN lies behind.
+    """
     batch, heads, heads_k, rows, keys, d, dv, *bounds = SHAPES[shape]
     by_block, smooth_k, smooth_v, hadamard, mixed = WAYS[way]
     torch.manual_seed(0)
@@ -91,8 +103,29 @@ def test_passes_agree_with_the_cpu(
     v[..., 5] += 2
     v[..., 1] = 0
     cu = [torch.tensor(x, dtype=torch.int32) for x in bounds] or [None, None]
-    numbers = [batch, heads, heads_k, rows, keys, d, dv, bool(bounds), *WAYS[way], dtype == torch.float16]
-    parts = [torch.tensor([int(x) for x in numbers], dtype=torch.int32), *(x for x in cu if x is not None)]
+    used = torch.tensor(USED[shape], dtype=torch.int32) if uses else None
+    kept = None
+    if used is not None:
+        room = cu[1].diff() if bounds else torch.tensor([keys])
+        kept = used.clamp(min=0).minimum(room.int())
+        of_rows = fp8.used_rows(keys, cu[1], kept)[..., None, None].expand_as(k)
+        k[~of_rows] = math.nan
+        v[~of_rows[..., :1].expand_as(v)] = math.nan
+    numbers = [
+        batch,
+        heads,
+        heads_k,
+        rows,
+        keys,
+        d,
+        dv,
+        bool(bounds),
+        *WAYS[way],
+        dtype == torch.float16,
+        uses,
+    ]
+    given = [x for x in (*cu, used) if x is not None]
+    parts = [torch.tensor([int(x) for x in numbers], dtype=torch.int32), *given]
     data = b"".join(x.numpy().tobytes() for x in parts)
     data += b"".join(x.view(torch.int16).numpy().tobytes() for x in (q, k, v))
     (tmp_path / "case").write_bytes(data)
@@ -102,7 +135,7 @@ def test_passes_agree_with_the_cpu(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = bytearray((tmp_path / "result").read_bytes())
-    want = fp8.quantize(q, k, v, *cu, by_block, smooth_k, smooth_v, hadamard, mixed)
+    want = fp8.quantize(q, k, v, *cu, kept, by_block, smooth_k, smooth_v, hadamard, mixed)
     known = [None, None] if not bounds else [slice(x[0], x[-1]) for x in bounds]
     at = 0
     names = ("q", "k", "v", "q_factor", "k_factor", "v_factor", "v_offset", "k_offset", "row_offset")

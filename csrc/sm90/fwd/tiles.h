@@ -12,6 +12,11 @@ namespace flash_ext::sm90 {
 inline constexpr int kControlBytes = 512;  // work tiles and barriers
 inline constexpr int kCounterBytes = 16;   // of core/scheduler.cuh, in global memory
 
+// Of q and k, and of v, as a kernel is compiled for them.
+struct HeadDims {
+  int d, dv;
+};
+
 // A chunk is 64 columns of a tile, 128 bytes a row; the last one may be half used.
 constexpr int chunks_of(int columns) { return (columns + 63) / 64; }
 constexpr int tile_bytes(int rows, int columns) { return rows * chunks_of(columns) * 128; }

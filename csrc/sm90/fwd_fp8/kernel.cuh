@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         if (warp == 0) {
-          schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
+          schedule_fp8_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
         } else if (warp == 1) {
           load_fp8_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
         }

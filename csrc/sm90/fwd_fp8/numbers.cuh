@@ -28,12 +28,15 @@ struct Fp8Numbers {
   static constexpr int kWords = T::kBlockN / 8;  // of the weights of a tile
   static constexpr int kVChunkBytes = 16;  // a row of V transposed has the 128 keys of a tile
 
+  const Fp8Args& args;
   Output total;
   float q_scale = 0.f;  // of the work tile whose scores are under way
   float scale = 0.f;  // of the step's tile
   const float* k_factors = nullptr;
 
-  __device__ __forceinline__ explicit Fp8Numbers(const Fp8Args&) {}
+  __device__ __forceinline__ explicit Fp8Numbers(const Fp8Args& a) : args(a) {}
+  // Largest scores that are asked for are those of every tile: then no maximum is guessed, and none kept without a look.
+  __device__ __forceinline__ bool finds_maxima() const { return args.x.row_max != nullptr; }
   __device__ __forceinline__ void begin_work(const Fp8Args& a, const WorkTile& work) {
     q_scale = a.p.problem.abs_scale_log2;
     if constexpr (!T::kMixed) {
@@ -74,14 +77,15 @@ struct Fp8Numbers {
   __device__ __forceinline__ void begin_state(const float (&s)[kCount], RowState& state) {
 #pragma unroll
     for (float& x : total) x = 0.f;
-    guess_fp8_maximum(s, state, scale);
+    if (!finds_maxima()) guess_fp8_maximum(s, state, scale);
   }
   template <int kCount>
   __device__ __forceinline__ void prepare(float (&s)[kCount], uint32_t (&weights)[kCount / 4], RowState& state,
                                           Output& o) {
-    if (try_fp8_weights(s, weights, state, scale)) return;
+    if (!finds_maxima() && try_fp8_weights(s, weights, state, scale)) return;
     float factor[2];
     fp8_weights_by_maximum(s, weights, state, factor, scale);
+    if (!__any_sync(ptx::kFullWarp, factor[0] != 1.f || factor[1] != 1.f)) return;
 #pragma unroll
     for (int i = 0; i < T::kHeadDimV / 2; ++i) {
       o[i] *= factor[(i / 2) % 2];
@@ -109,8 +113,9 @@ struct Fp8Numbers {
                                              int lane) const {
     float inverse[2];
     finish_rows(a, w, state, row, lane, inverse);
-    put_back_row_offset(a, w, row, lane);
+    put_back_row_offset(a, w, state, row, lane);
     finish_output<T>(a, w, static_cast<int>(divide(w.h, a.grid.shared)), o, inverse, lane);
+    join_sink(a, w, row, lane, o);
     constexpr float kOnes[2] = {1.f, 1.f};
     store_staged<T>(a, maps, w, o, kOnes, staging, warp_row, lane);
   }

@@ -1,4 +1,4 @@
-// The second producer of the fp8 forward: tiles of K, and of V transposed. The first one is that of the plain forward.
+// The producers of the fp8 forward: a scheduler that knows lengths and sinks, and tiles of K, and of V transposed.
 #pragma once
 
 #include "../fwd/produce.cuh"
@@ -20,6 +20,26 @@ __device__ __forceinline__ KeyCoordinates key_coordinates(const Problem& p, cons
   return {(1 << 30) - groups * kKeyGroup + key, 1 << 26, first_group + groups};
 }
 
+// First warp. Where sinks or largest scores are asked for, rows without keys have results of their own.
+template <typename T>
+__device__ __forceinline__ void schedule_fp8_work(const Fp8Args& a, const FwdMaps& maps, uint32_t smem,
+                                                  WorkTile* work_tiles, Barriers<T> bars) {
+  const Problem& p = a.p.problem;
+  schedule_work<T>(a, maps, smem, work_tiles, bars, [&](Work& w, int sequence) {
+    const bool outside = sequence < 0 || sequence == p.batch;  // in no sequence: no keys
+    if (a.x.seqused_k != nullptr && !outside) {
+      w.k.length = min(max(__ldg(a.x.seqused_k + sequence), 0), w.k.length);
+    }
+    if (a.x.sinks == nullptr && a.x.row_max == nullptr) return true;
+    const BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
+    if (blocks.begin < blocks.end) return true;
+    const float lse = a.x.sinks != nullptr && !outside ? __ldg(a.x.sinks + w.h) : -INFINITY;
+    store_empty<T>(a.p, w, lse, a.x.row_max, threadIdx.x % 32);
+    return false;
+  });
+}
+
+// Second warp.
 template <typename T>
 __device__ __forceinline__ void load_fp8_tiles(const Fp8Args& a, const FwdMaps& maps, uint32_t smem,
                                                const WorkTile* work_tiles, Barriers<T> bars) {

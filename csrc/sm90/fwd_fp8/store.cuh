@@ -3,6 +3,7 @@
 
 #include "../fwd/store.cuh"
 #include "config.cuh"
+#include "weights.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -32,14 +33,51 @@ __device__ __forceinline__ void finish_output(const Fp8Args& a, const Work& w, i
   }
 }
 
-// lse of the scores as they were before a vector was taken off every key.
-__device__ __forceinline__ void put_back_row_offset(const Fp8Args& a, const Work& w, int row, int lane) {
-  if (a.x.row_offset == nullptr || lane % 4 != 0) return;
+// What of two rows is wanted of the scores as they were before a vector was taken off every key: their lse, behind
+// finish_rows(), and the largest one.
+__device__ __forceinline__ void put_back_row_offset(const Fp8Args& a, const Work& w, const RowState& state, int row,
+                                                    int lane) {
+  if (lane % 4 != 0) return;
   const int64_t at = row_stat_offset(a.p.problem, w, w.h) + row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half < w.q.length)
-      a.p.lse[at + 8 * half] += a.p.problem.softmax_scale * a.x.row_offset[at + 8 * half];
+    if (row + 8 * half >= w.q.length) continue;
+    const bool unseen = state.minus_max[half] == INFINITY;
+    float offset = 0.f;
+    if (a.x.row_offset != nullptr && !unseen) {
+      offset = a.p.problem.softmax_scale * a.x.row_offset[at + 8 * half];
+      if (a.p.lse != nullptr) a.p.lse[at + 8 * half] += offset;
+    }
+    if (a.x.row_max != nullptr) {
+      a.x.row_max[at + 8 * half] = unseen ? -INFINITY : (kTopWeightLog2 - state.minus_max[half]) * kLn2 + offset;
+    }
+  }
+}
+
+// The sink joins two rows: their lse, which is there where sinks are, and their output. It begins with the lse that this
+// lane has stored, because registers are short: they hold the scores of the next tile as well.
+template <int kCount>
+__device__ __forceinline__ void join_sink(const Fp8Args& a, const Work& w, int row, int lane, float (&o)[kCount]) {
+  if (a.x.sinks == nullptr) return;
+  const float sink = __ldg(a.x.sinks + w.h);
+  if (sink == -INFINITY) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float share = 1.f;  // of the keys' weights in all
+    if (lane % 4 == 0 && row + 8 * half < w.q.length) {
+      float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h) + row + 8 * half;
+      // Both denominators, e^lse and e^sink, over the larger of the two.
+      const float own = *lse, top = fmaxf(own, sink);
+      const float ours = ptx::ex2((own - top) * kLog2e), both = ours + ptx::ex2((sink - top) * kLog2e);
+      share = ours / both;
+      *lse = top + logf(both);
+    }
+    share = __shfl_sync(ptx::kFullWarp, share, lane / 4 * 4);
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      o[4 * i + 2 * half] *= share;
+      o[4 * i + 2 * half + 1] *= share;
+    }
   }
 }
 

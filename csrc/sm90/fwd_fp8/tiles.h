@@ -6,6 +6,10 @@
 
 namespace flash_ext::sm90 {
 
+// From the smallest on.
+inline constexpr HeadDims kFp8Dims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}};
+inline constexpr HeadDims kMixedDims[] = {{64, 64}, {96, 96}, {128, 128}};
+
 // Rows of 128 bytes: 128 columns of e4m3, 64 of 16-bit elements.
 constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (d + 127) / 128; }
 
@@ -30,12 +34,13 @@ struct Fp8Tile {
 constexpr Fp8Tile fp8_tile(int d, bool mixed) { return mixed ? Fp8Tile{d <= 64 ? 8 : 4} : Fp8Tile{d <= 128 ? 8 : 4}; }
 
 constexpr bool fp8_tiles_fit() {
-  for (int d : {64, 128}) {
-    for (bool mixed : {false, true}) {
-      if (fp8_tile(d, mixed).smem_bytes(d, d, mixed) > kSmemLimitLarge) return false;
-    }
+  for (HeadDims x : kFp8Dims) {
+    if (fp8_tile(x.d, false).smem_bytes(x.d, x.dv, false) > kSmemLimitLarge) return false;
   }
-  return fp8_tile(192, false).smem_bytes(192, 128, false) <= kSmemLimitLarge;
+  for (HeadDims x : kMixedDims) {
+    if (fp8_tile(x.d, true).smem_bytes(x.d, x.dv, true) > kSmemLimitLarge) return false;
+  }
+  return true;
 }
 static_assert(fp8_tiles_fit());
 

@@ -34,11 +34,12 @@ StridedView view(std::vector<uint16_t>& x, bool packed, int64_t rows, int heads,
 int main(int, char** argv) {
   std::FILE* in = std::fopen(argv[1], "rb");
   if (in == nullptr) emu::fail("no case");
-  const std::vector<int32_t> n = read<int32_t>(in, 14);
+  const std::vector<int32_t> n = read<int32_t>(in, 15);
   const int batch = n[0], heads = n[1], heads_k = n[2], rows_q = n[3], rows_k = n[4], d = n[5], dv = n[6];
   const bool packed = n[7] != 0, smooth_k = n[9] != 0, smooth_v = n[10] != 0, mixed = n[12] != 0;
-  std::vector<int32_t> cu_q, cu_k;
+  std::vector<int32_t> cu_q, cu_k, used;
   if (packed) cu_q = read<int32_t>(in, batch + 1), cu_k = read<int32_t>(in, batch + 1);
+  if (n[14] != 0) used = read<int32_t>(in, batch);
   const int64_t b = packed ? 1 : batch;
   std::vector<uint16_t> q = read<uint16_t>(in, b * rows_q * heads * d), k = read<uint16_t>(in, b * rows_k * heads_k * d);
   std::vector<uint16_t> v = read<uint16_t>(in, b * rows_k * heads_k * dv);
@@ -53,6 +54,7 @@ int main(int, char** argv) {
   if (packed) x.problem.cu_seqlens_q = cu_q.data(), x.problem.cu_seqlens_k = cu_k.data();
   x.q = view(q, packed, rows_q, heads, d), x.k = view(k, packed, rows_k, heads_k, d);
   x.v = view(v, packed, rows_k, heads_k, dv);
+  if (n[14] != 0) x.seqused_k = used.data();
   x.by_block = n[8] != 0, x.hadamard = n[11] != 0;
 
   const int64_t blocks_q = x.by_block ? factor_blocks(rows_q, batch, packed) : 1;

@@ -1,0 +1,468 @@
+"""fp8 attention with lengths on the device, with sinks and with the largest scores, against the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import AuxRequest
+from flash_ext._cpu import fp8
+from flash_ext._ops.library import _C
+from flash_ext._ops.modifiers import Modifiers
+from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
+from tests.fp8.test_edges import bounds_of, e4m3
+from tests.fp8.test_fp8 import DEVICES, GATE, HOPPER, error_of, make, spec_of
+from tests.qkv import null_kernels
+from tests.reference import attention_reference, row_max_reference
+
+BOTH = AuxRequest(lse=True, max_scores=True)
+MASKS = [{}, {"causal": True}, {"window_size": (70, 20)}, {"scale": -0.1}, {"scale": 0.0}]
+WAYS = [
+    {},
+    {"granularity": "head"},
+    {"smooth_k": False, "smooth_v": False},
+    {"hadamard": True},
+    {"mode": "mixed"},
+]
+LENGTHS = [0, 1, 128, 129, 200, 300]
+
+
+def int32(*numbers: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def truth(x: Fp8Inputs, sinks: Tensor | None, **options: object) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and the largest scores of each sequence by itself, with the keys that it has."""
+    q, k, v = (t.cpu() for t in x.dequantize(torch.float64))
+    spec = spec_of(q, **options)
+    mods = None if sinks is None else Modifiers(sinks=sinks.cpu().double())
+    packed = x.cu_seqlens_q is not None
+    rows = [slice(0, q.shape[1])] * len(q)
+    keys = [slice(0, k.shape[1])] * len(k)
+    if packed:
+        rows, keys = (
+            [slice(a, b) for a, b in zip(cu.tolist(), cu.tolist()[1:], strict=False)]
+            for cu in (x.cu_seqlens_q, x.cu_seqlens_k)
+        )
+    if x.seqused_k is not None:
+        keys = [slice(key.start, key.start + n) for key, n in zip(keys, x.seqused_k.tolist(), strict=True)]
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
+    stat = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse, row_max = (torch.full(stat, -math.inf, dtype=torch.float64) for _ in range(2))
+    for b, (row, key) in enumerate(zip(rows, keys, strict=True)):
+        own = [(t[part] if packed else t[b, part]).unsqueeze(0) for t, part in ((q, row), (k, key), (v, key))]
+        place = (slice(None), row) if packed else (b, slice(None), row)
+        (out[row] if packed else out[b, row])[:], lse[place] = (
+            t.squeeze(0) for t in attention_reference(*own, spec, mods=mods)
+        )
+        row_max[place] = row_max_reference(*own, spec).squeeze(0)
+    return out, lse, row_max
+
+
+def check(x: Fp8Inputs, sinks: Tensor | None = None, gate: float = GATE, **options: object) -> None:
+    want, want_lse, want_max = truth(x, sinks, **options)
+    out, aux = attention_fp8(x, sinks=sinks, return_aux=BOTH, **options)
+    for got, wanted in ((aux.lse, want_lse), (aux.max_scores, want_max)):
+        seen = wanted.isfinite()
+        assert torch.equal(got.cpu().isfinite(), seen)
+        assert (got.cpu()[~seen] == -math.inf).all()
+        largest = wanted[seen].abs().max().item() if seen.any() else 0.0
+        assert (got.cpu().double() - wanted)[seen].abs().max().item() <= 1e-3 * max(1.0, largest)
+    assert error_of(out, want) <= gate
+    assert not out.cpu()[(want_max == -math.inf).transpose(-1, -2)].any()
+    # What is not asked for changes lse and out by rounding at most.
+    plain, aux_lse = attention_fp8(x, sinks=sinks, return_aux=AuxRequest(lse=True), **options)
+    assert aux_lse.max_scores is None and error_of(plain, want) <= gate
+    assert torch.equal(attention_fp8(x, sinks=sinks, **options), plain)
+    seen = want_lse.isfinite()
+    largest = max(1.0, want_lse[seen].abs().max().item()) if seen.any() else 1.0
+    assert (aux_lse.lse.cpu().double() - want_lse)[seen].abs().max().item() <= 1e-3 * largest
+
+
+def spoiled(used: list[int], device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """NaN and infinity behind the keys that are used; keys and values have means."""
+    q, k, v = make(200, 300, batch=len(used), device=device, seed=seed)
+    k, v = k + 2, v + 1
+    for b, n in enumerate(used):
+        k[b, n:], v[b, n:] = math.nan, math.inf
+    return q, k, v
+
+
+# ---- lengths --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_lengths_of_batch_entries(device: str, how: dict, options: dict) -> None:
+    x = quantize_fp8(*spoiled(LENGTHS, device), seqused_k=int32(*LENGTHS, device=device), **how)
+    _, k, v = x.dequantize(torch.float32)
+    assert v.isfinite().all()
+    assert x.mode == "mixed" or k.isfinite().all()  # which mixed mode leaves as it is
+    check(x, gate=0.05, **options)  # few keys: no errors cancel
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", WAYS[:3], ids=str)
+def test_what_is_not_used_enters_no_factor_and_no_mean(device: str, how: dict) -> None:
+    q, k, v = spoiled(LENGTHS, device)
+    x = quantize_fp8(q, k, v, seqused_k=int32(*LENGTHS, device=device), **how)
+    for b, n in enumerate(LENGTHS):
+        own = slice(b, b + 1)
+        alone = quantize_fp8(q[own], k[own, :n].contiguous(), v[own, :n].contiguous(), **how)
+        for name in ("q_descale", "v_descale", "v_offset", "k_offset", "row_offset"):
+            got, want = getattr(x, name), getattr(alone, name)
+            assert (got is None) == (want is None), name
+            if got is not None:
+                torch.testing.assert_close(got[own], want, rtol=1e-5, atol=1e-5, msg=name)
+        blocks = alone.k_descale.shape[-1]
+        torch.testing.assert_close(x.k_descale[own, :, :blocks], alone.k_descale, rtol=1e-5, atol=1e-5)
+        assert not x.k[b, n:].view(torch.uint8).bitwise_and(0x7F).any()
+        unused = fp8.column_of_rows(300, None, x.v.device)[n:]
+        assert not x.v[b].view(torch.uint8)[..., unused].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+def test_lengths_of_packed_sequences(device: str, how: dict, options: dict) -> None:
+    q, k, v = make(400, 700, packed=True, device=device)
+    k, v = k + 2, v + 1
+    starts, used = [5, 205, 240, 690], [130, 0, 449]
+    for start, end, n in zip(starts, starts[1:], used, strict=False):
+        k[start + n : end], v[start + n : end] = math.nan, math.inf
+    q[:3], k[690:], v[:5] = math.nan, math.nan, math.nan
+    x = quantize_fp8(
+        q, k, v, **bounds_of([3, 103, 153, 390], starts, device=device),
+        seqused_k=int32(*used, device=device), **how,
+    )  # fmt: skip
+    check(x, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_of_tensors_that_are_fp8_already(device: str, packed: bool) -> None:
+    if packed:
+        q, k, v = make(130, 600, packed=True, device=device)
+        places, used = bounds_of([0, 50, 130], [0, 290, 600], device=device), [200, 7]
+        k[200:290], v[200:290], k[297:], v[297:] = (math.nan,) * 4
+    else:
+        places, used = {}, [0, 17, 130]
+        q, k, v = make(130, 300, batch=3, device=device)
+        for b, n in enumerate(used):
+            k[b, n:], v[b, n:] = math.nan, math.nan
+    x = Fp8Inputs.of(*e4m3(q, k, v), **places, seqused_k=int32(*used, device=device))
+    assert x.v.float().isfinite().all()
+    clean = Fp8Inputs.of(
+        *e4m3(q, k.nan_to_num(0.0), v.nan_to_num(0.0)), **places, seqused_k=int32(*used, device=device)
+    )
+    check(clean, gate=0.05, causal=True)
+    assert torch.equal(attention_fp8(x, causal=True), attention_fp8(clean, causal=True))
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_lengths_on_a_gpu_are_clamped(device: str) -> None:
+    q, k, v = make(100, 300, device=device)
+    x = quantize_fp8(q, k, v, seqused_k=int32(-5, 10**9, device=device))
+    want = quantize_fp8(q, k, v, seqused_k=int32(0, 300, device=device))
+    assert torch.equal(attention_fp8(x), attention_fp8(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+def test_lengths_change_in_a_cuda_graph() -> None:
+    q, k, v = make(130, 500, device="cuda")
+    used = int32(500, 500, device="cuda")
+    sinks = torch.randn(4, device="cuda")
+    attention_fp8(quantize_fp8(q, k, v, seqused_k=used), sinks=sinks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, aux = attention_fp8(quantize_fp8(q, k, v, seqused_k=used), sinks=sinks, return_aux=BOTH)
+    for lengths in ([500, 3], [0, 257]):
+        used.copy_(int32(*lengths))
+        graph.replay()
+        want, want_aux = attention_fp8(quantize_fp8(q, k, v, seqused_k=used), sinks=sinks, return_aux=BOTH)
+        assert torch.equal(out, want) and torch.equal(aux.lse, want_aux.lse)
+        assert torch.equal(aux.max_scores, want_aux.max_scores)
+
+
+# ---- sinks and largest scores ----------------------------------------------------------------------------
+
+SINKS = [0.5, -math.inf, 7.0, -3.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_sinks(device: str, how: dict, options: dict) -> None:
+    """Beside scores that a mean of keys has shifted by more than the sinks are apart."""
+    q, k, v = make(device=device)
+    x = quantize_fp8(q, k + 3, v + 1, **how)
+    check(x, torch.tensor(SINKS, device=device), **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128)])
+@pytest.mark.parametrize("mode", ["fp8", "mixed"])
+def test_sinks_of_head_sizes(device: str, dims: tuple[int, int], mode: str) -> None:
+    if mode == "mixed" and dims[0] > 128:
+        pytest.skip("q and k of 16 bits have no kernel above 128")
+    q, k, v = make(300, 700, dim=dims[0], dim_v=dims[1], device=device)
+    check(quantize_fp8(q, k + 1, v + 1, mode=mode), torch.tensor(SINKS, device=device), causal=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sinks_of_packed_sequences(device: str) -> None:
+    """With rows that see no key, in sequences and outside of them."""
+    q, k, v = make(400, 300, packed=True, device=device)
+    places = bounds_of([3, 203, 253, 390], [0, 130, 130, 300], device=device)
+    x = quantize_fp8(q, k + 2, v, **places)
+    sinks = torch.tensor(SINKS, device=device)
+    for options in ({}, {"causal": True}):
+        check(x, sinks, **options)
+    _, aux = attention_fp8(x, sinks=sinks, causal=True, return_aux=BOTH)
+    assert (aux.lse[:, :3] == -math.inf).all() and (aux.lse[:, 390:] == -math.inf).all()
+    assert torch.equal(aux.lse[:, 203:253], sinks[:, None].expand(4, 50))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_without_any_key(device: str, packed: bool) -> None:
+    q, k, v = make(8, 0, packed=packed, device=device)
+    places = bounds_of([2, 7], [0, 0], device=device) if packed else {}
+    sinks = torch.tensor(SINKS, device=device)
+    out, aux = attention_fp8(quantize_fp8(q, k, v, **places), sinks=sinks, return_aux=BOTH)
+    assert not out.any() and (aux.max_scores == -math.inf).all()
+    inside = slice(2, 7) if packed else slice(None)
+    assert torch.equal(aux.lse[..., inside], sinks[:, None].expand_as(aux.lse[..., inside]))
+    if packed:
+        assert (aux.lse[..., :2] == -math.inf).all() and (aux.lse[..., 7:] == -math.inf).all()
+
+
+def rising(q: Tensor, k: Tensor) -> None:
+    q[..., 0] = 30
+    k[..., 0] = torch.linspace(8, -8, k.shape[1], device=k.device)[None, :, None]
+
+
+def one_rules(q: Tensor, k: Tensor) -> None:
+    q[..., 0], k[..., 0] = 8, 0
+    k[:, 17, :, 0] = 8
+
+
+DATA: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "rising": rising,
+    "falling": lambda q, k: (rising(q, k), k.copy_(k.flip(1))),
+    "one rules": one_rules,
+    "equal scores": lambda q, k: q.zero_(),
+    "all negative": lambda q, k: (q.abs_(), k.abs_().neg_()),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["fp8", "mixed"])
+@pytest.mark.parametrize("data", DATA)
+def test_largest_scores(device: str, mode: str, data: str) -> None:
+    q, k, v = make(130, 1500, dim=128, device=device)
+    DATA[data](q, k)
+    check(quantize_fp8(q, k, v, mode=mode), gate=0.06)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_largest_scores_of_very_many_keys(device: str) -> None:
+    """In stretches, whose maxima are joined."""
+    q, k, v = make(70, 70000, 1, 1, 64, batch=1, device=device)
+    check(quantize_fp8(q, k + 1, v), torch.tensor([9.0], device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_with_sinks(device: str) -> None:
+    tensors = [t.requires_grad_() for t in make(device=device)]
+    sinks = torch.tensor(SINKS, device=device, requires_grad=True)
+    weight = torch.randn(2, 200, 4, 64, device=device)
+    grads = {}
+    for name in ("fp8", "exact"):
+        request = {"sinks": sinks, "causal": True, "return_aux": AuxRequest(lse=True)}
+        out, aux = (
+            attention_fp8(quantize_fp8(*tensors), **request)
+            if name == "fp8"
+            else flash_ext.attention(*tensors, **request)
+        )
+        grads[name] = torch.autograd.grad((out.float() * weight).sum() + aux.lse.sum(), [*tensors, sinks])
+    for a, b in zip(grads["fp8"], grads["exact"], strict=True):
+        assert b.any() and error_of(a, b.double().cpu()) < 1e-2
+    assert grads["fp8"][3][1] == 0  # a sink of -inf
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_with_sinks_of_packed_sequences(device: str) -> None:
+    """lse is not asked for; rows of no sequence leave no trace in the sinks' gradient."""
+    tensors = [t.requires_grad_() for t in make(190, 300, packed=True, device=device)]
+    places = bounds_of([3, 80, 80, 190], [5, 105, 140, 290], device=device)
+    sinks = torch.randn(4, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(190, 4, 64, device=device)
+    out = attention_fp8(quantize_fp8(*tensors, **places), sinks=sinks)
+    got = torch.autograd.grad((out.float() * weight).sum(), [*tensors, sinks])
+    out = flash_ext.attention_varlen(*tensors, *places.values(), sinks=sinks)
+    want = torch.autograd.grad((out.float() * weight).sum(), [*tensors, sinks])
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and b.any() and error_of(a, b.double().cpu()) < 1e-2
+
+
+# ---- operators, tracing, plans ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_operators_are_sound(packed: bool) -> None:
+    q, k, v = make(70, 90, packed=packed)
+    places = bounds_of([0, 30, 70], [0, 50, 90]) if packed else {}
+    used, sinks = int32(20, 33), torch.tensor(SINKS)
+    x = quantize_fp8(q, k, v, **places, seqused_k=used)
+    bounds = (x.cu_seqlens_q, x.cu_seqlens_k)
+    tensors = x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset
+    calls = {
+        "quantize_fp8": (q, k, v, *bounds, used, True, True, True, False, False),
+        "fwd_fp8": (*tensors, *bounds, used, sinks, 0.125, -1, 0, torch.bfloat16, None, True, True),
+    }
+    for name, arguments in calls.items():
+        torch.library.opcheck(
+            getattr(torch.ops.flash_ext, name).default,
+            arguments,
+            test_utils=("test_faketensor", "test_autograd_registration"),
+        )
+
+
+def test_compiled() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, used: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        out, aux = attention_fp8(quantize_fp8(q, k, v, seqused_k=used), sinks=sinks, return_aux=BOTH)
+        return out, aux.max_scores
+
+    arguments = (*make(), int32(100, 300), torch.tensor(SINKS))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(*arguments)
+    for a, b in zip(compiled, run(*arguments), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_kernel_serves_all_of_it(packed: bool) -> None:
+    """And fetches its tiles one by one where lengths are on the device."""
+    places = bounds_of([0, 50, 100], [0, 50, 100]) if packed else {}
+    tensors = make(100, 100, packed=packed)
+    used, sinks = int32(20, 33), torch.tensor(SINKS)
+    names, dynamic = set(), []
+    plain, lengths = quantize_fp8(*tensors, **places), quantize_fp8(*tensors, **places, seqused_k=used)
+    with null_kernels():
+        for x, options in ((plain, {}), (plain, {"sinks": sinks, "return_aux": BOTH}), (lengths, {})):
+            _C.set_switch("record_launches", 1)
+            attention_fp8(x, **options)
+            launch = _C.last_launch()
+            _C.set_switch("record_launches", None)
+            names.add(launch["kernel"])
+            dynamic.append(launch["launches"][0]["dynamic"])
+        got = quantize_fp8(*tensors, **places, seqused_k=used)
+        out, aux = attention_fp8(lengths, sinks=sinks, return_aux=BOTH)
+        _, largest = attention_fp8(lengths, sinks=sinks, return_aux=AuxRequest(max_scores=True))
+    assert names == {"fwd_fp8_sm90_hd64"} and dynamic == [packed, packed, True]
+    assert got.v.shape == lengths.v.shape and out.shape == lengths.q.shape
+    assert aux.lse.shape == aux.max_scores.shape == ((4, 100) if packed else (2, 4, 100))
+    assert largest.lse is None and largest.max_scores.shape == aux.lse.shape
+
+
+def test_advice_beside_lengths() -> None:
+    x = quantize_fp8(*make(40, 40), seqused_k=int32(3, 40))
+    with null_kernels():
+        _C.set_switch("compute_capability", 80)
+        with pytest.raises(NotImplementedError, match=r"Call attention_varlen\(.*seqused_k=x.seqused_k\)"):
+            attention_fp8(x)
+    want = flash_ext.attention_varlen(
+        *x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k, seqused_k=x.seqused_k, causal=True
+    )
+    assert error_of(attention_fp8(x, causal=True), want.double()) <= GATE
+
+
+# ---- refused --------------------------------------------------------------------------------------------
+
+
+def quantised(used: object, **options: object) -> Fp8Inputs:
+    return quantize_fp8(*make(40, 40), seqused_k=used, **options)
+
+
+def with_sinks(sinks: object) -> object:
+    return attention_fp8(quantize_fp8(*make(40, 40)), sinks=sinks)
+
+
+def gradient_of_q() -> object:
+    q, k, v = make(40, 40)
+    return quantize_fp8(q.requires_grad_(), k, v, seqused_k=int32(3, 4))
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "a list of lengths": (lambda: quantised([3, 4]), TypeError, "seqused_k must be a torch.Tensor"),
+    "lengths of int64": (lambda: quantised(int32(3, 4).long()), ValueError, r"seqused_k must be \(batch,\)"),
+    "one length": (lambda: quantised(int32(3)), ValueError, r"\(2,\) int32 .* got \(1,\)"),
+    "lengths with steps": (lambda: quantised(int32(3, 0, 4, 0)[::2]), ValueError, "must be contiguous"),
+    "a negative length": (lambda: quantised(int32(3, -1)), ValueError, "at least 0, got -1 for sequence 1"),
+    "a length without room": (lambda: quantised(int32(41, 4)), ValueError, "got 41 for sequence 0"),
+    "lengths of what is fp8": (
+        lambda: Fp8Inputs.of(*e4m3(*make(40, 40)), seqused_k=int32(41, 4)),
+        ValueError,
+        "must not exceed the room",
+    ),
+    "a gradient beside lengths": (
+        gradient_of_q,
+        NotImplementedError,
+        r"no gradient.*torch.no_grad\(\)",
+    ),
+    "a bias beside lengths": (
+        lambda: attention_fp8(quantised(int32(3, 4)), bias=torch.zeros(1)),
+        NotImplementedError,
+        "bias has no fp8 kernel, and no kernel beside seqused_k",
+    ),
+    "a list of sinks": (lambda: with_sinks([1.0] * 4), TypeError, "sinks must be a torch.Tensor"),
+    "sinks of ints": (lambda: with_sinks(int32(1, 2, 3, 4)), TypeError, "sinks must be floating point"),
+    "too few sinks": (lambda: with_sinks(torch.zeros(2)), ValueError, r"sinks must have shape .* = \(4,\)"),
+    "sinks that learn alone": (
+        lambda: with_sinks(torch.zeros(4, requires_grad=True)),
+        ValueError,
+        "sinks requires a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def of_operator(x: Fp8Inputs, used: Tensor | None, sinks: Tensor | None) -> object:
+    tensors = (x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset)
+    return torch.ops.flash_ext.fwd_fp8.default(
+        *tensors, None, None, used, sinks, 0.125, -1, -1, torch.bfloat16, None
+    )
+
+
+@pytest.mark.parametrize("which", ["seqused_k", "sinks"])
+def test_the_operator_checks_what_memory_hangs_on(which: str) -> None:
+    x = quantize_fp8(*make(40, 40))
+    wrong = {
+        "seqused_k": (int32(1), int32(1, 2).long(), int32(1, 2)[None], int32(1, 0, 2, 0)[::2]),
+        "sinks": (torch.zeros(3), torch.zeros(4).double(), torch.zeros(1, 4), torch.zeros(8)[::2]),
+    }[which]
+    for t in wrong:
+        with null_kernels(), pytest.raises(ValueError, match=f"{which} must be"):
+            of_operator(x, *((t, None) if which == "seqused_k" else (None, t)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["seqused_k", "sinks"])
+def test_tensors_on_another_device(which: str) -> None:
+    x = quantize_fp8(*make(40, 40, device="cuda"))
+    given = (int32(1, 2), None) if which == "seqused_k" else (None, torch.zeros(4))
+    with pytest.raises(ValueError, match=f"{which} must be on the device of q"):
+        of_operator(x, *given)

@@ -32,6 +32,11 @@ WAYS = [
 LENGTHS = [0, 1, 128, 129, 200, 300]
 
 
+# Of lse and the largest scores, relative to the largest. Tensor cores cut each product of a score to 2^-13 of
+# the largest one (docs/fp8.md).
+STAT_GATES = {"cpu": 1e-3, "cuda": 4e-3}
+
+
 def int32(*numbers: int, device: str = "cpu") -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
@@ -66,13 +71,14 @@ def truth(x: Fp8Inputs, sinks: Tensor | None, **options: object) -> tuple[Tensor
 
 def check(x: Fp8Inputs, sinks: Tensor | None = None, gate: float = GATE, **options: object) -> None:
     want, want_lse, want_max = truth(x, sinks, **options)
+    stat_gate = STAT_GATES[x.q.device.type]
     out, aux = attention_fp8(x, sinks=sinks, return_aux=BOTH, **options)
     for got, wanted in ((aux.lse, want_lse), (aux.max_scores, want_max)):
         seen = wanted.isfinite()
         assert torch.equal(got.cpu().isfinite(), seen)
         assert (got.cpu()[~seen] == -math.inf).all()
         largest = wanted[seen].abs().max().item() if seen.any() else 0.0
-        assert (got.cpu().double() - wanted)[seen].abs().max().item() <= 1e-3 * max(1.0, largest)
+        assert (got.cpu().double() - wanted)[seen].abs().max().item() <= stat_gate * max(1.0, largest)
     assert error_of(out, want) <= gate
     assert not out.cpu()[(want_max == -math.inf).transpose(-1, -2)].any()
     # What is not asked for changes lse and out by rounding at most.
@@ -81,7 +87,7 @@ def check(x: Fp8Inputs, sinks: Tensor | None = None, gate: float = GATE, **optio
     assert torch.equal(attention_fp8(x, sinks=sinks, **options), plain)
     seen = want_lse.isfinite()
     largest = max(1.0, want_lse[seen].abs().max().item()) if seen.any() else 1.0
-    assert (aux_lse.lse.cpu().double() - want_lse)[seen].abs().max().item() <= 1e-3 * largest
+    assert (aux_lse.lse.cpu().double() - want_lse)[seen].abs().max().item() <= stat_gate * largest
 
 
 def spoiled(used: list[int], device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,7 +282,7 @@ def test_largest_scores(device: str, mode: str, data: str) -> None:
 def test_largest_scores_of_very_many_keys(device: str) -> None:
     """In stretches, whose maxima are joined."""
     q, k, v = make(70, 70000, 1, 1, 64, batch=1, device=device)
-    check(quantize_fp8(q, k + 1, v), torch.tensor([9.0], device=device))
+    check(quantize_fp8(q, k + 1, v), torch.tensor([9.0], device=device), gate=0.06)
 
 
 @pytest.mark.parametrize("device", DEVICES)

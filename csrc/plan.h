@@ -107,6 +107,7 @@ enum class KernelId : uint8_t {
   kFwdParts90,
   // portable
   kFwdSplitMod80,
+  kFwdSplitCachedMod80,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,

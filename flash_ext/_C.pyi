@@ -37,6 +37,9 @@ def fwd_cached(
     causal: bool,
     window_size_left: int,
     window_size_right: int,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     backend: str | None,
     want_lse: bool,
 ) -> tuple[Tensor, Tensor]: ...

@@ -293,7 +293,7 @@ def attention_fp8(
 ) -> Any:
     """:func:`attention` of q, k and v in fp8: the softmax of what they stand for, with products in e4m3.
 
-    On Hopper GPUs, for d and dv up to 128 and (192, 128), and on the CPU, which rounds the same numbers.
+    On Hopper GPUs, in mixed mode for d and dv up to 128, and on the CPU, which rounds the same numbers.
     Weights are rounded to e4m3 below a maximum that keeps each of them below its largest number, 448; sums
     are float32, of unrounded weights. Masks other than these, biases, softcap and dropout have no fp8 kernel
     and are refused.

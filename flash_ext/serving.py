@@ -44,7 +44,7 @@ from ._cpu.cached import turned
 from ._log import logged
 from ._masks.biases import ALiBi
 from ._merge import merge_attention_states
-from ._ops.dispatch_cached import add_sinks, check_sinks, may_read, run_cached
+from ._ops.dispatch_cached import add_sinks, check_of_heads, may_read, run_cached
 
 __all__ = [
     "Rotary",
@@ -110,7 +110,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (batch + 1,) int32; cu_seqlens_k likewise, without ``block_table``.
         seqused_k: (batch,) int32, the keys of each sequence.
         softmax_scale, causal, window_size: as in :func:`flash_ext.attention_varlen`.
-        softcap, alibi_slopes: without ``seqused_k`` and ``block_table`` only.
+        softcap: c > 0 makes a score x into c * tanh(x / c).
+        alibi_slopes: (h,) or (batch, h), the slopes of :class:`flash_ext.masks.ALiBi`.
         deterministic: as in :func:`flash_ext.attention_varlen`, where there is a gradient.
         block_table: (batch, max_pages) int32, with ``seqused_k`` and without ``cu_seqlens_k``.
         s_aux: (h,) floating point, the sinks of :func:`flash_ext.attention_varlen`.
@@ -148,14 +149,11 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         lse = aux.lse
     else:
-        _refuse(softcap=softcap or None, alibi_slopes=alibi_slopes)
-        check_sinks(s_aux, q)
         found, lse = run_cached(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k,
-            softmax_scale, causal, window, _backend(num_splits, q, scheduler_metadata),
-            return_softmax_lse or s_aux is not None,
+            softmax_scale, causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse,
+            alibi_slopes, s_aux, softcap,
         )  # fmt: skip
-        lse = add_sinks(found, lse, s_aux, cu_seqlens_q, return_softmax_lse)
     return _result(found, lse, out, return_softmax_lse)
 
 
@@ -213,7 +211,7 @@ def flash_attn_with_kvcache(
             entry is not there has no keys.
         page_table: (batch, max_pages) int32.
         max_seqlen_q: bound on the lengths of ``cu_seqlens_q``, by which kernels are chosen.
-        softmax_scale, causal, window_size, sinks: as in :func:`flash_ext.attention_varlen`.
+        softmax_scale, causal, window_size, softcap, sinks: as in :func:`flash_ext.attention_varlen`.
         return_softmax_lse: also return lse (batch, h, seqlen_q) or (h, total_q), float32.
         out: in the dtype of q, written by a copy and returned.
         q_descale, k_descale, v_descale, num_splits, others: as the module says.
@@ -228,14 +226,14 @@ def flash_attn_with_kvcache(
     _refuse_unknown(others)
     _refuse(
         qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
-        attention_chunk=attention_chunk or None, softcap=softcap or None, only_qv=only_qv or None,
+        attention_chunk=attention_chunk or None, only_qv=only_qv or None,
         score_mod=score_mod, aux_tensors=aux_tensors, sm_margin=sm_margin or None,
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         raise ValueError("page_table and cache_batch_idx must not be given together.")
     window = _window(window_size)
     _check_out(out, q, v_cache)
-    check_sinks(sinks, q)
+    check_of_heads(q, sinks=sinks)
     _refuse_gradient(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
     )
@@ -277,10 +275,9 @@ def flash_attn_with_kvcache(
             lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
-            causal, window, _backend(num_splits, q, scheduler_metadata),
-            return_softmax_lse or sinks is not None,
+            causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, None, sinks,
+            softcap,
         )  # fmt: skip
-        lse = add_sinks(found, lse, sinks, cu_seqlens_q, return_softmax_lse)
     return _result(found, lse, out, return_softmax_lse)
 
 
@@ -336,7 +333,7 @@ def attention_shared_prefix(
             "attention_shared_prefix is not available in the batch-invariant mode: how keys are divided "
             "depends on the batch. Call attention_varlen with whole tables."
         )
-    check_sinks(sinks, q)
+    check_of_heads(q, sinks=sinks)
     if not isinstance(shared_block_table, Tensor) or shared_block_table.dim() != 1:
         raise ValueError("shared_block_table must be a tensor of shape (pages,), one for all sequences.")
     batch = cu_seqlens_q.shape[0] - 1
@@ -398,8 +395,7 @@ def get_scheduler_metadata(
         NotImplementedError: an argument that is not served.
     """
     _refuse_unknown(others)
-    _refuse(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad, has_softcap=has_softcap or None,
-            sm_margin=sm_margin or None)  # fmt: skip
+    _refuse(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad, sm_margin=sm_margin or None)
     return torch.zeros(1 + -(-batch_size // 4) * 16, dtype=torch.int32, device=cache_seqlens.device)
 
 

@@ -1,9 +1,9 @@
 """What the fp8 kernel of csrc/sm90/fwd_fp8 computes, with the tensor cores' own sums.
 
-Slow and literal: tiles of 128 keys from the last one on, maxima that are kept until a sum of weights is too
-large, warps of 16 rows that then raise theirs together, and an accumulator of products that goes to one in
-float32 where tiles pass a multiple of 8. Dense tensors only, and keys up to 65536, above which the kernel
-works in stretches. In mixed mode scores are exact.
+Slow and literal: tiles of 128 keys, or of 64, from the last one on, maxima that are kept until a sum of
+weights is too large, warps of 16 rows that then raise theirs together, and an accumulator of products that
+goes to one in float32 where tiles pass a multiple of 1024 keys. Dense tensors only, and keys up to 65536,
+above which the kernel works in stretches. In mixed mode scores are exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FEW_KEYS_LOG2 = 4.0
 SUM_LIMIT = 448.0
 FAR = 2.0**22
 LEAST_SCALE = 2.0**-126
-GROUP_ROWS, WARP_ROWS, TILES_OF_ACCUMULATOR = 64, 16, 8
+GROUP_ROWS, WARP_ROWS, KEYS_OF_ACCUMULATOR = 64, 16, 1024
 
 
 def on_cpu(x: Fp8Inputs) -> Fp8Inputs:
@@ -123,16 +123,17 @@ def _group(
     seqlen_q, seqlen_k = x.q.shape[1], x.k.shape[1]
     used = min(GROUP_ROWS, seqlen_q - first)
     count = -(-used // WARP_ROWS) * WARP_ROWS  # warps without rows are left out
-    tiles, scale = -(-seqlen_k // fp8.BLOCK), spec.softmax_scale
+    width = 128 if values.shape[-1] <= 128 else 64  # keys of a tile
+    tiles, scale = -(-seqlen_k // width), spec.softmax_scale
 
     def per_head(t: Tensor) -> Tensor:
         return t.repeat_interleave(group, 0)
 
     q = _padded(x.q[b, first : first + used].float().transpose(0, 1), count)
-    k = per_head(_padded(x.k[b].float().transpose(0, 1), tiles * fp8.BLOCK))
-    v = per_head(_padded(values.transpose(0, 1), tiles * fp8.BLOCK))
+    k = per_head(_padded(x.k[b].float().transpose(0, 1), tiles * width))
+    v = per_head(_padded(values.transpose(0, 1), tiles * width))
     row = torch.arange(first, first + count)[:, None] + seqlen_k - seqlen_q
-    key = torch.arange(tiles * fp8.BLOCK)
+    key = torch.arange(tiles * width)
     hidden = (key >= seqlen_k).expand(count, -1)
     if spec.window_left >= 0:
         hidden = hidden | (key < row - spec.window_left)
@@ -148,14 +149,16 @@ def _group(
     begun = False
     visible = (~hidden)[:used].any(0)
     for tile in reversed(range(tiles)):
-        keys = slice(tile * fp8.BLOCK, (tile + 1) * fp8.BLOCK)
+        keys = slice(tile * width, (tile + 1) * width)
         if not visible[keys].any():
             continue
         tile_scale = q_scale
         if x.q_descale is None or x.k_descale is None:
             s = (q.double() @ k[:, keys].double().mT).float()
         else:
-            k_factor = per_head(x.k_descale[b, :, min(tile, x.k_descale.shape[-1] - 1), None])
+            k_factor = per_head(
+                x.k_descale[b, :, min(keys.start // fp8.BLOCK, x.k_descale.shape[-1] - 1), None]
+            )
             tile_scale = (q_scale * k_factor).clamp(min=LEAST_SCALE)
             s = products(q, k[:, keys].mT, bits)
         s = (s * sign).masked_fill(hidden[:, keys], -math.inf)
@@ -163,7 +166,7 @@ def _group(
         begun = True
         o, total = o * factor.unsqueeze(-1), total * factor.unsqueeze(-1)
         o = add_products(o, weights.to(fp8.E4M3).float(), v[:, keys], bits)
-        if tile % TILES_OF_ACCUMULATOR == 0:
+        if keys.start % KEYS_OF_ACCUMULATOR == 0:
             o, total = torch.zeros_like(o), total + o
     total = total + o
     empty = (rows.minus_max == math.inf) & (rows.sum == 0)

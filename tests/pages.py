@@ -92,12 +92,16 @@ def truth(
     rows: list[tuple[Tensor, Tensor]],
     window: tuple[int, int] = (-1, -1),
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """out (rows, h, dv) and lse (h, rows) of each sequence, float64."""
     found = []
-    for own, (k, v) in zip(q, rows, strict=True):
+    for b, (own, (k, v)) in enumerate(zip(q, rows, strict=True)):
         spec = AttnSpec(default_scale(own.shape[-1]), *window)
-        out, lse = attention_reference(own[None], k[None], v[None], spec, mods=Modifiers(sinks=sinks))
+        own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        mods = Modifiers(sinks=sinks, slopes=own_slopes, softcap=softcap)
+        out, lse = attention_reference(own[None], k[None], v[None], spec, mods=mods)
         found.append((out[0], lse[0]))
     return [out for out, _ in found], [lse for _, lse in found]
 
@@ -129,9 +133,11 @@ def check(
     cache: Cache,
     window: tuple[int, int] = (-1, -1),
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Every row of a packed call, those outside of sequences as well."""
-    outs, lses = truth(q, cache.rows, window, sinks)
+    outs, lses = truth(q, cache.rows, window, sinks, slopes, softcap)
     wanted = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
     wanted_lse = torch.full((out.shape[1], out.shape[0]), -torch.inf, dtype=torch.float64, device=out.device)
     for start, one, other in zip(bounds.tolist(), outs, lses):

@@ -61,8 +61,36 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   return p;
 }
 
+// What a call asks for beside the window. Masks and tensors of scores are none of it.
+Modifiers cached_modifiers(const CallArgs& a, const Problem& p) {
+  Modifiers m;
+  m.softcap = static_cast<float>(a.softcap);
+  m.inv_softcap = a.softcap > 0 ? static_cast<float>(1 / a.softcap) : 0.f;
+  if (a.slopes.has_value()) {
+    m.by_distance.slopes = a.slopes->const_data_ptr<float>();
+    m.by_distance.slopes_batch_stride = a.slopes->dim() == 2 ? p.num_heads : 0;
+  }
+  if (a.sinks.has_value()) m.sinks = a.sinks->const_data_ptr<float>();
+  m.has_score_mod = a.softcap > 0 || m.adds();
+  return m;
+}
+
+// Of sequences without keys: a sink is all that their rows have.
+void fill_lse_without_keys(const Tensor& lse, const CallArgs& a) {
+  lse.fill_(-std::numeric_limits<double>::infinity());
+  if (lse.numel() == 0 || !a.sinks.has_value()) return;
+  Tensor sinks = a.sinks->unsqueeze(1).expand_as(lse);
+  if (a.cu_seqlens_q.has_value()) {
+    const Tensor row = at::arange(lse.size(-1), lse.options().dtype(at::kInt)), &bounds = *a.cu_seqlens_q;
+    sinks = at::where(row.ge(bounds[0]).logical_and(row.lt(bounds[-1])), sinks, lse);
+  }
+  lse.copy_(sinks);
+}
+
 FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  const bool wants_gradient = q.requires_grad() || k.requires_grad() || v.requires_grad();
+  const auto needs = [](const OptionalTensor& t) { return t.has_value() && t->requires_grad(); };
+  const bool wants_gradient =
+      q.requires_grad() || k.requires_grad() || v.requires_grad() || needs(a.slopes) || needs(a.sinks);
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient || !at::GradMode::is_enabled(),
                               "attention over a cache (seqused_k, block_table) has no gradient. Call it under "
                               "torch.no_grad(), or gather the keys and call attention_varlen without these arguments.");
@@ -99,7 +127,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   if (out.numel() == 0) return {out, lse};
   if (problem.batch == 0 || cache.max_keys == 0 || k.numel() == 0) {
     out.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
+    fill_lse_without_keys(lse, a);
     return {out, lse};
   }
   FwdParams params;
@@ -110,15 +138,20 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   params.out = view_of(out);
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
+  const Modifiers modifiers = cached_modifiers(a, problem);
+  const bool is_modified = modifiers.has_score_mod || modifiers.sinks != nullptr;
   const Request request{.direction = Direction::kForward,
                         .problem = problem,
+                        .modifiers = is_modified ? &modifiers : nullptr,
                         .constraints = choice.constraints,
                         .cache = &cache,
                         .most_queries = a.max_seqlen_q.expect_int(),
                         .most_keys = a.max_seqlen_k.expect_int()};
   const Plan plan = required_plan(path, request, info);
   const Tensor workspace = workspace_of(plan, q);
-  launch(path, FwdCall{.plan = plan, .p = params, .modifiers = {}, .workspace = pointer_to(workspace), .cache = cache});
+  launch(
+      path,
+      FwdCall{.plan = plan, .p = params, .modifiers = modifiers, .workspace = pointer_to(workspace), .cache = cache});
   return {out, lse};
 }
 

@@ -56,11 +56,19 @@ inline constexpr std::tuple kProblem{
     FLASH_EXT_FIELD(cu_seqlens_q),     FLASH_EXT_FIELD(cu_seqlens_k), FLASH_EXT_FIELD(max_seqlen_q),
     FLASH_EXT_FIELD(max_seqlen_k),     FLASH_EXT_FIELD(scale),        FLASH_EXT_FIELD(window_size_left),
     FLASH_EXT_FIELD(window_size_right)};
-inline constexpr std::tuple kCachedChecked{
-    FLASH_EXT_FIELD(cu_seqlens_q), FLASH_EXT_FIELD(cu_seqlens_k),     FLASH_EXT_FIELD(seqused_k),
-    FLASH_EXT_FIELD(block_table),  FLASH_EXT_FIELD(max_seqlen_q),     FLASH_EXT_FIELD(max_seqlen_k),
-    FLASH_EXT_FIELD(scale),        FLASH_EXT_FIELD(window_size_left), FLASH_EXT_FIELD(window_size_right),
-    FLASH_EXT_FIELD(backend)};
+inline constexpr std::tuple kCachedChecked{FLASH_EXT_FIELD(cu_seqlens_q),
+                                           FLASH_EXT_FIELD(cu_seqlens_k),
+                                           FLASH_EXT_FIELD(seqused_k),
+                                           FLASH_EXT_FIELD(block_table),
+                                           FLASH_EXT_FIELD(max_seqlen_q),
+                                           FLASH_EXT_FIELD(max_seqlen_k),
+                                           FLASH_EXT_FIELD(scale),
+                                           FLASH_EXT_FIELD(window_size_left),
+                                           FLASH_EXT_FIELD(window_size_right),
+                                           FLASH_EXT_FIELD(slopes),
+                                           FLASH_EXT_FIELD(sinks),
+                                           FLASH_EXT_FIELD(softcap),
+                                           FLASH_EXT_FIELD(backend)};
 // In the order of flash_ext._ops.modifiers.Modifiers.
 inline constexpr std::tuple kModifiers{
     FLASH_EXT_FIELD(bias),        FLASH_EXT_FIELD(mask),        FLASH_EXT_FIELD(document_q),

@@ -238,6 +238,18 @@ void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
   TORCH_CHECK_VALUE(!contiguous || t->is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
 }
 
+// Slopes, sinks and the softcap, which calls over a cache have as well.
+void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a) {
+  const SymInt heads = q.sym_size(-2);
+  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const bool has_batch = a.slopes.has_value() && a.slopes->dim() != 1;
+  check_modifier(a.slopes, "slopes", q, {statistic},
+                 has_batch ? std::vector<Sizes>{{batch}, {heads}} : std::vector<Sizes>{{heads}}, true);
+  check_modifier(a.sinks, "sinks", q, {statistic}, {{heads}}, true);
+  TORCH_CHECK_VALUE(a.softcap >= 0 && std::isfinite(a.softcap),
+                    "softcap must be 0 (off) or a positive finite number, got ", a.softcap, ".");
+}
+
 bool is_int32(const OptionalTensor& t) { return t.has_value() && t->scalar_type() == at::kInt; }
 
 // Dtypes, devices and shapes of what the arguments point to. Values stay on the device; kernels clamp them. The public
@@ -294,15 +306,10 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   };
   check_modifier(a.hidden_rows, "hidden_rows", q, {at::kInt}, of_intervals(a.hidden_rows, keys), true);
   check_modifier(a.hidden_keys, "hidden_keys", q, {at::kInt}, of_intervals(a.hidden_keys, rows), true);
-  const bool has_batch = a.slopes.has_value() && a.slopes->dim() != 1;
-  check_modifier(a.slopes, "slopes", q, {statistic},
-                 has_batch ? std::vector<Sizes>{{batch}, {heads}} : std::vector<Sizes>{{heads}}, true);
-  check_modifier(a.sinks, "sinks", q, {statistic}, {{heads}}, true);
+  check_of_heads(q, batch, a);
   check_modifier(a.rng, "rng", q, {at::kLong}, {{2}}, true);
   TORCH_CHECK_VALUE(a.document_q.has_value() == a.document_k.has_value(),
                     "document_q and document_k must be given together.");
-  TORCH_CHECK_VALUE(a.softcap >= 0 && std::isfinite(a.softcap),
-                    "softcap must be 0 (off) or a positive finite number, got ", a.softcap, ".");
   TORCH_CHECK_VALUE(a.dropout_p >= 0 && a.dropout_p <= 1, "dropout_p must be a probability from 0 to 1, got ",
                     a.dropout_p, ".");
   TORCH_CHECK_VALUE(a.dropout_p == 0 || a.rng.has_value(), "rng must be given with dropout_p ", a.dropout_p, ".");
@@ -387,6 +394,7 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
                       k.sym_size(0), ".");
   }
   if (a.seqused_k.has_value()) check_numbers(*a.seqused_k, "seqused_k", q, 1, "(batch,)", batch);
+  check_of_heads(q, batch, a);
   for (const SymInt& size : {q.sym_size(0), q.sym_size(-3), q.sym_size(-2), k.sym_size(0), k.sym_size(-3)}) {
     TORCH_CHECK_VALUE(size.maybe_as_int().value_or(0) <= kMaxInt32,
                       "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ", shape_of(k),

@@ -199,7 +199,7 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   TORCH_CHECK_NOT_IMPLEMENTED(
       !found.row.empty(),
       "no fp8 kernel runs this call: they need a Hopper GPU, head sizes that are multiples of 16 up to "
-      "128 (q and k in fp8 up to 192), and rows on 16 bytes. Call ",
+      "256 (q and k of 16 bits up to 128), and rows on 16 bytes. Call ",
       x.seqused_k != nullptr
           ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k, seqused_k=x.seqused_k)"
       : p.is_varlen() ? "attention_varlen(*x.dequantize(), x.cu_seqlens_q, x.cu_seqlens_k)"

@@ -117,7 +117,7 @@ bool supports_fp8(Req r, Dev) { return tma_fwd(r) && fp8_dims(r).d > 0; }
 
 void build_fp8(Req r, Dev d, Plan& p) {
   const Dims x = fp8_dims(r);
-  const sm90::Fp8Tile t = sm90::fp8_tile(x.d, is_mixed(r));
+  const sm90::Fp8Tile t = sm90::fp8_tile(x.d, x.dv, is_mixed(r));
   const sm90::FwdTile f = t.plain();
   Launch& l =
       p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
@@ -193,9 +193,11 @@ int64_t cached_rows(Req r) {
 }
 
 // What the Hopper kernel reads: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
-bool supports_cached_tma(Req r, Dev) {
+bool supports_cached(Req r, Dev) { return r.modifiers == nullptr; }
+bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr; }
+bool supports_cached_tma(Req r, Dev d) {
   const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
-  return tma_fwd(r) && pieces_fit && cached_rows(r) > kWideRows;
+  return supports_cached(r, d) && tma_fwd(r) && pieces_fit && cached_rows(r) > kWideRows;
 }
 // The batch-invariant mode promises equal bits for pages of every size.
 bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
@@ -223,50 +225,59 @@ void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
 }
 
-template <auto kPushTall>
-void build_cached(Req r, Dev d, Plan& p) {
+// Tiles of few rows, whose keys may be in parts. tall: sequences beyond them are another kernel's.
+RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p) {
   const Problem& x = r.problem;
   const int group = x.num_heads / x.num_heads_k;
   const int64_t rows = cached_rows(r);
   // Which sequences there are is known where all are equally long.
   const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
-  const bool tall = rows > kWideRows;
   const bool wide = rows > kNarrowRows && !(known && tall);
   const bool narrow = group <= kNarrowRows && !(known && rows > kNarrowRows);
   const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
   constexpr int kAny = INT32_MAX;
-  if (narrow || wide) {
-    const KvCacheGrid c = cached_grid(r, d, rows, wide ? kWideRows : kNarrowRows);
-    const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
-    SplitGrid& g = p.split_kv;
-    g.splits = p.kv_splits = c.splits;
-    g.total_rows = c.part_rows;
-    g.pitch = (x.head_dim_v + 3) / 4 * 4;
-    g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
-    g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
-    g.parts = Divisor(static_cast<uint32_t>(c.splits));
-    g.group = Divisor(static_cast<uint32_t>(group));
-    g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
-    g.queries = Divisor(static_cast<uint32_t>(c.queries));
-    p.kv_cache = c;
-    p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
-    const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
-    const auto push_tile = [&](int tile_rows, RowRange served) {
-      const SplitTile t = split_tile(size, tile_rows);
-      p.push(main_of(KernelId::kFwdSplitCached80, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads,
-                     t.smem_bytes(size), slots * x.num_heads_k * c.splits, 0))
-          .rows = served;
-    };
-    if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : kAny});
-    if (wide) push_tile(64, {narrow_rows, tall ? kWideRows : kAny});
-    if (c.splits > 1) {
-      p.push(pass(KernelId::kFwdMergeCached80, size, size, int64_t{1} * x.batch * x.num_heads * c.queries,
-                  SplitTile::kThreads, p.arch == Arch::kSm90))
-          .rows = {narrow_rows, kAny};
-    }
+  const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
+  if (!narrow && !wide) return others;
+  const KvCacheGrid c = cached_grid(r, d, rows, wide ? kWideRows : kNarrowRows);
+  const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
+  SplitGrid& g = p.split_kv;
+  g.splits = p.kv_splits = c.splits;
+  g.total_rows = c.part_rows;
+  g.pitch = (x.head_dim_v + 3) / 4 * 4;
+  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
+  g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
+  g.parts = Divisor(static_cast<uint32_t>(c.splits));
+  g.group = Divisor(static_cast<uint32_t>(group));
+  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
+  g.queries = Divisor(static_cast<uint32_t>(c.queries));
+  p.kv_cache = c;
+  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+  const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
+  const KernelId kernel = r.modifiers == nullptr ? KernelId::kFwdSplitCached80 : KernelId::kFwdSplitCachedMod80;
+  const auto push_tile = [&](int tile_rows, RowRange served) {
+    const SplitTile t = split_tile(size, tile_rows);
+    p.push(main_of(kernel, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads, t.smem_bytes(size),
+                   slots * x.num_heads_k * c.splits, 0))
+        .rows = served;
+  };
+  if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : kAny});
+  if (wide) push_tile(64, {narrow_rows, tall ? kWideRows : kAny});
+  if (c.splits > 1) {
+    p.push(pass(KernelId::kFwdMergeCached80, size, size, int64_t{1} * x.batch * x.num_heads * c.queries,
+                SplitTile::kThreads, p.arch == Arch::kSm90))
+        .rows = {narrow_rows, kAny};
   }
-  if (tall) kPushTall(r, d, {wide ? kWideRows : narrow ? kNarrowRows : 0, kAny}, p);
+  return others;
 }
+
+template <auto kPushTall>
+void build_cached(Req r, Dev d, Plan& p) {
+  const bool tall = cached_rows(r) > kWideRows;
+  const RowRange others = push_few_cached(r, d, tall, p);
+  if (tall) kPushTall(r, d, others, p);
+}
+// CTAs of parts share out the tiles of longer sequences.
+void build_cached_mod(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p); }
 
 // ---- with modifiers --------------------------------------------------------------------------------
 
@@ -367,9 +378,10 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached.mod", supports_cached_mod, nullptr, build_cached_mod, E::kNone},
     {F::kFwdCached, "sm90.fwd_cached", supports_cached_tma, prefers_cached_tma, build_cached<push_tall_hopper>,
      E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<push_tall_portable>, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", supports_cached, nullptr, build_cached<push_tall_portable>, E::kNone},
 
     {F::kFwdFp8, "sm90.fwd_fp8", supports_fp8, nullptr, build_fp8, E::kNone},
 
@@ -396,7 +408,8 @@ constexpr Row kPortable[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, nullptr, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", always, nullptr, build_cached<push_tall_portable>, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached.mod", supports_cached_mod, nullptr, build_cached_mod, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", supports_cached, nullptr, build_cached<push_tall_portable>, E::kNone},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm80.fwd_mod.split_kv", supports_split_mod, prefers_split_mod, build_split_kv, E::kSplitKv},
     {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},

@@ -79,6 +79,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kFwdMod80: return "fwd_mod_sm80";
     case KernelId::kFwdSplitKv80: return "fwd_split_sm80";
     case KernelId::kFwdSplitMod80: return "fwd_split_mod_sm80";
+    case KernelId::kFwdSplitCachedMod80: return "fwd_split_cached_mod_sm80";
     case KernelId::kFwdCombine80: return "fwd_combine_sm80";
     case KernelId::kFwdSplitCached80: return "fwd_split_cached_sm80";
     case KernelId::kFwdMergeCached80: return "fwd_merge_cached_sm80";

@@ -20,6 +20,9 @@ __device__ __forceinline__ uint32_t pack4_e4m3(float x0, float x1, float x2, flo
   return packed;
 }
 
+// As kDescriptorHigh, of rows of 64 bytes: 64-byte swizzle, 512 bytes between groups of 8 rows.
+inline constexpr uint32_t kDescriptorHigh64 = (1u << 31) | (512 / 16);
+
 #define FX_QGMMA_SS(N, COUNT, A, B, H, P) \
   asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #H "};\nmov.b64 b, {%" #B ", %" #H \
                "};\nsetp.ne.b32 p, %" #P ", 0;\n" \
@@ -31,7 +34,7 @@ __device__ __forceinline__ uint32_t pack4_e4m3(float x0, float x1, float x2, flo
                "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FX_NAMES_##COUNT \
                "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, b, 1, 1, 1;\n}\n" \
                : FX_REGS_##COUNT \
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(low_b), "n"(kDescriptorHigh))
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(low_b), "n"(kHigh))
 
 // d (64 x 2 kCount, fp32) = or += A (64 x 32) B (32 x 2 kCount).
 template <bool kAccumulate, int kCount>
@@ -44,17 +47,21 @@ __device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[kCount], uint32_t low_a
   }
 }
 
-// d (64 x 2 kCount, fp32) += A (64 x 32, registers) B (32 x 2 kCount).
-template <int kCount>
+// d (64 x 2 kCount, fp32) += A (64 x 32, registers) B (32 x 2 kCount, with rows as kHigh says).
+template <uint32_t kHigh = kDescriptorHigh, int kCount>
 __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                               uint32_t low_b) {
   if constexpr (kCount == 32) {
     FX_QGMMA_RS(64, 32, 32, 33, 34, 35, 36, 37);
   } else if constexpr (kCount == 48) {
     FX_QGMMA_RS(96, 48, 48, 49, 50, 51, 52, 53);
-  } else {
-    static_assert(kCount == 64);
+  } else if constexpr (kCount == 64) {
     FX_QGMMA_RS(128, 64, 64, 65, 66, 67, 68, 69);
+  } else if constexpr (kCount == 96) {
+    FX_QGMMA_RS(192, 96, 96, 97, 98, 99, 100, 101);
+  } else {
+    static_assert(kCount == 128);
+    FX_QGMMA_RS(256, 128, 128, 129, 130, 131, 132, 133);
   }
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._ops.modifiers import Modifiers
 from .._ops.spec import AttnSpec
 from . import tiles
 
@@ -44,9 +46,18 @@ class Places(NamedTuple):
 
 @torch.no_grad()
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, cu_seqlens_q: Tensor | None, places: Places
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttnSpec,
+    cu_seqlens_q: Tensor | None,
+    places: Places,
+    mods: Modifiers = tiles.NO_MODIFIERS,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse; q is (batch, seqlen_q, heads, features), with its bounds (total_q, heads, features)."""
+    """out and lse; q is (batch, seqlen_q, heads, features), with its bounds (total_q, heads, features).
+
+    mods: slopes, sinks and a softcap.
+    """
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     lse = q.new_full(lse_shape, -tiles.INF, dtype=tiles.accumulator_dtype(q))
@@ -58,7 +69,9 @@ def forward(
     for b, (own_q, own_out, own_lse) in enumerate(parts):
         if own_q.shape[1] == 0:
             continue
-        found, found_lse, _ = tiles.forward(own_q, places.rows(k, b), places.rows(v, b), spec)
+        slopes = mods.slopes[b : b + 1] if mods.slopes is not None and mods.slopes.dim() == 2 else mods.slopes
+        own = replace(mods, slopes=slopes)
+        found, found_lse, _ = tiles.forward(own_q, places.rows(k, b), places.rows(v, b), spec, own)
         own_out.copy_(found[0])
         own_lse.copy_(found_lse[0])
     return out, lse

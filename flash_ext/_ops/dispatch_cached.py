@@ -33,6 +33,9 @@ def run_cached(
     window: tuple[int, int],
     backend: str | None,
     want_lse: bool = True,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd_cached``: out and lse of queries over keys of which the device knows how many there are.
 
@@ -42,16 +45,23 @@ def run_cached(
             else (entries, seqlen_k, h_k, d), an entry a sequence.
         seqused_k: (batch,) int32, how many keys each sequence has.
         want_lse: if not, lse has no elements.
+        slopes: (h,) or (batch, h), those of ALiBi.
 
     The others are those of :func:`flash_ext.attention_varlen`.
     """
     if scale is not None and isinstance(scale, Tensor):
         refuse_tensor_scale()
+    check_of_heads(q, slopes=slopes, sinks=sinks)
     places = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    has_sinks_alone = sinks is not None and slopes is None and softcap == 0
+    if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
+        out, lse = run_cached(q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend)
+        return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
+    slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
     if _is_compiling():
         options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
-            q, k, v, *places, *options[:5], backend, want_lse
+            q, k, v, *places, *options[:5], slopes, sinks, softcap, backend, want_lse
         )
         return traced
     most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
@@ -59,7 +69,10 @@ def run_cached(
         left, right = window
         if CHECKS_DEVICE or q.is_cpu:
             check_values(q, k, *places)
-        return _C.fwd_cached(q, k, v, *places, most_q, most_k, scale, causal, left, right, backend, want_lse)
+        return _C.fwd_cached(
+            q, k, v, *places, most_q, most_k, scale, causal, left, right, slopes, sinks, softcap, backend,
+            want_lse,
+        )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError, AttributeError):
         explain_tensors(q=q, k=k, v=v)
         explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -68,23 +81,50 @@ def run_cached(
         raise
 
 
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """In words, before anything runs."""
-    if sinks is None:
-        return
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks must be a torch.Tensor or None, got {type(sinks).__name__}.")
-    if not sinks.is_floating_point():
-        raise TypeError(f"sinks must be floating point, got {sinks.dtype}.")
-    if sinks.shape != q.shape[-2:-1]:
-        raise ValueError(f"sinks must have shape (num_heads,) = ({q.shape[-2]},), got {tuple(sinks.shape)}.")
-    if sinks.device != q.device:
-        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}.")
-    if sinks.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "attention over a cache (seqused_k, block_table) has no gradient, and sinks requires one. Call "
-            "it under torch.no_grad()."
-        )
+def check_of_heads(q: Tensor, **given: Tensor | None) -> None:
+    """Slopes and sinks, in words, before anything runs."""
+    for name, t in given.items():
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(t).__name__}.")
+        if not t.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {t.dtype}.")
+        if t.shape[-1:] != q.shape[-2:-1] or not 1 <= t.dim() <= (1 if name == "sinks" else 2):
+            wanted = "(num_heads,)" if name == "sinks" else "(num_heads,) or (batch, num_heads)"
+            raise ValueError(
+                f"{name} must have shape {wanted}, num_heads {q.shape[-2]}, got {tuple(t.shape)}."
+            )
+        if t.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}.")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"attention over a cache (seqused_k, block_table) has no gradient, and {name} requires one. "
+                "Call it under torch.no_grad()."
+            )
+
+
+def _as_operators_take(q: Tensor, t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    return t.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+
+
+# Rows of a key head up to which the kernels over a cache know modifiers at full speed (csrc/plan/fwd.cpp).
+_FEW_ROWS = 64
+
+
+def _wants_late_sinks(q: Tensor, k: Tensor, max_seqlen_q: int | None, cu_seqlens_q: Tensor | None) -> bool:
+    """Whether a sequence may have more rows than that: the kernels for prompts know no sinks.
+
+    In the batch-invariant mode all have, since what else is in the call must not choose.
+    """
+    if _C.get_switch("batch_invariant"):
+        return True
+    longest = q.shape[1] if cu_seqlens_q is None else q.shape[0]
+    if cu_seqlens_q is not None and type(max_seqlen_q) is int and max_seqlen_q > 0:
+        longest = min(longest, max_seqlen_q)
+    return bool(longest * (q.shape[-2] // max(k.shape[-2], 1)) > _FEW_ROWS)
 
 
 def add_sinks(
@@ -102,7 +142,7 @@ def add_sinks(
     factor = torch.sigmoid(lse - sink).masked_fill(sink == -torch.inf, 1)
     out.mul_(factor.transpose(-1, -2).unsqueeze(-1))
     if not wants_lse:
-        return lse
+        return lse.new_empty(0)
     joined = torch.logaddexp(lse, sink)
     if cu_seqlens_q is None:
         return joined

@@ -11,11 +11,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._cpu import cached
 from .library import _C, fake_results, is_built
+from .modifiers import Modifiers
 from .spec import AttnSpec
 
-# max_seqlen_q, max_seqlen_k, scale, window_size_left, window_size_right, backend. Behind them stands
-# ``want_lse`` where it is not left at True.
-NUM_OPTIONS = 6
+# max_seqlen_q, max_seqlen_k, scale, window_size_left, window_size_right, slopes, sinks, softcap, backend.
+# Behind them stands ``want_lse`` where it is not left at True.
+NUM_OPTIONS = 9
 
 
 def cpu_fwd_cached(
@@ -30,9 +31,10 @@ def cpu_fwd_cached(
 ) -> tuple[Tensor, Tensor]:
     options, flags = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
     _C.check_fwd_cached(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options)
-    _, _, scale, left, right, _ = options
+    _, _, scale, left, right, slopes, sinks, softcap, _ = options
     places = cached.Places(cu_seqlens_k, seqused_k, block_table)
-    out, lse = cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places)
+    mods = Modifiers(slopes=slopes, sinks=sinks, softcap=softcap)
+    out, lse = cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places, mods)
     return out, lse if all(flags) else lse.new_empty(0)
 
 

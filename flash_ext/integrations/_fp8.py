@@ -51,7 +51,7 @@ def has_kernel(mode: str | None, q: Tensor, v: Tensor) -> bool:
         return max(q.shape[-1], v.shape[-1]) <= 256
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
-    return q.shape[-1] <= (128 if mode == "mixed" else 192) and v.shape[-1] <= 128
+    return max(q.shape[-1], v.shape[-1]) <= (128 if mode == "mixed" else 256)
 
 
 def attend(mode: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], *bounds: Tensor) -> Tensor:

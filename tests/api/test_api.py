@@ -66,8 +66,8 @@ OPERATOR_SCHEMAS = {
     "-> (Tensor out, Tensor lse, Tensor row_max)",
     "fwd_cached": "flash_ext::fwd_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    f"float scale, SymInt window_size_left, SymInt window_size_right, str? backend, {WANT_LSE}) "
-    "-> (Tensor out, Tensor lse)",
+    "float scale, SymInt window_size_left, SymInt window_size_right, Tensor? slopes, Tensor? sinks, "
+    f"float softcap, str? backend, {WANT_LSE}) -> (Tensor out, Tensor lse)",
     "append_kv": "flash_ext::append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved) -> ()",
     "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",

@@ -197,7 +197,8 @@ def operator_calls(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             OPS.fwd_mod.default, (q, k, v, None, None, *numbers, *mods, False, False, None, False)),
         "fwd_mod maxima": (
             OPS.fwd_mod.default, (p, pk, pv, cu, cu, *numbers, *mods, True, False, None, False)),
-        "fwd_cached": (OPS.fwd_cached.default, (p, pk, pv, cu, cu, used, None, *numbers, None)),
+        "fwd_cached": (
+            OPS.fwd_cached.default, (p, pk, pv, cu, cu, used, None, *numbers, None, None, 0.0, None)),
     }  # fmt: skip
 
 
@@ -383,7 +384,7 @@ class RowCall:
     @property
     def backend(self) -> str:
         path, *_, last = self.row.split(".")
-        row = "" if last in ("short", "fwd_cached") else f"row={self.row} short_kernels=0"
+        row = "" if last == "short" or "fwd_cached" in self.row else f"row={self.row} short_kernels=0"
         return " ".join(filter(None, (path, row, self.asks)))
 
     def __str__(self) -> str:
@@ -430,6 +431,7 @@ def row_calls() -> Iterator[RowCall]:
     for asks in ("kv_splits=1", "kv_splits=5"):
         yield RowCall("sm80.fwd_cached", (3, 700), (8, 2), options=("pages",), asks=asks)
         yield RowCall("sm80.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"), asks=asks)
+        yield RowCall("sm80.fwd_cached.mod", (3, 700), (8, 2), options=("pages", "softcap"), asks=asks)
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages",))
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"))  # some see nothing
 
@@ -510,6 +512,7 @@ class Prepared:
             out, lse = run_cached(
                 self.qkv[0], *self.pages, None, None, self.used, self.table, None, None, None,
                 self.options["causal"], (-1, -1), self.backend, wants_lse,
+                softcap=self.options.get("softcap", 0.0),
             )  # fmt: skip
             return out, lse if wants_lse else None
         elif "packed" in self.words:

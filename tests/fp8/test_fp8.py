@@ -103,6 +103,9 @@ MASKS = [
     {"scale": -0.1},
     {"scale": 0.0},
 ]
+HEAD_SIZES = [
+    (16, 16), (48, 32), (64, 64), (96, 96), (80, 128), (128, 128), (192, 128), (192, 192), (256, 256),
+]  # fmt: skip
 QUANTISATIONS = [
     {},
     {"granularity": "head"},
@@ -121,12 +124,28 @@ def test_dense(device: str, how: dict, options: dict) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["fp8", "mixed"])
-@pytest.mark.parametrize("dims", [(16, 16), (48, 32), (64, 64), (96, 96), (80, 128), (128, 128), (192, 128)])
+@pytest.mark.parametrize("dims", HEAD_SIZES)
 def test_head_sizes(device: str, dims: tuple[int, int], mode: str) -> None:
-    if mode == "mixed" and dims[0] > 128:
+    if mode == "mixed" and max(dims) > 128:
         pytest.skip("q and k of 16 bits have no kernel above 128")
     dim, dim_v = dims
     check(quantize_fp8(*make(dim=dim, dim_v=dim_v, device=device), mode=mode), causal=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [(192, 192), (160, 144), (256, 256), (64, 208), (240, 32)])
+@pytest.mark.parametrize("how", [{}, {"granularity": "head", "smooth_v": False}], ids=str)
+@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+def test_wide_values(device: str, dims: tuple[int, int], how: dict, options: dict) -> None:
+    """More keys than one accumulator takes, dense and packed."""
+    dim, dim_v = dims
+    check(quantize_fp8(*make(330, 2500, 2, 1, dim, dim_v, batch=1, device=device), **how), **options)
+    bounds = {
+        f"cu_seqlens_{side}": torch.tensor(x, dtype=torch.int32, device=device)
+        for side, x in (("q", [3, 103, 103, 390]), ("k", [5, 205, 240, 1690]))
+    }
+    tensors = make(400, 1700, 2, 1, dim, dim_v, packed=True, device=device)
+    check(quantize_fp8(*tensors, **bounds, **how), **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -195,6 +214,8 @@ def far(q: Tensor, k: Tensor, v: Tensor) -> None:
     k *= 3e4
 
 
+HEAD_DIMS_OF_DATA = [128, 192, 256]
+
 DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
     "outliers": (outliers, GATE),
     "rising": (rising, GATE),
@@ -212,9 +233,12 @@ DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["fp8", "mixed"])
+@pytest.mark.parametrize("dim", HEAD_DIMS_OF_DATA)
 @pytest.mark.parametrize("data", DATA)
-def test_data(device: str, data: str, mode: str) -> None:
-    q, k, v = make(130, 1500, dim=128, device=device)
+def test_data(device: str, data: str, dim: int, mode: str) -> None:
+    if mode == "mixed" and dim > 128:
+        pytest.skip("q and k of 16 bits have no kernel above 128")
+    q, k, v = make(130, 1500, dim=dim, device=device)
     change, gate = DATA[data]
     change(q, k, v)
     check_modelled(quantize_fp8(q, k, v, mode=mode), gate=max(gate, 0.004))
@@ -224,18 +248,19 @@ def test_data(device: str, data: str, mode: str) -> None:
 @pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
 @pytest.mark.parametrize("kind", ["mean", "clustered"])
 @pytest.mark.parametrize("keys", [8192, 32768, 131072])
-def test_long_sums(kind: str, keys: int) -> None:
+@pytest.mark.parametrize("dim", HEAD_DIMS_OF_DATA)
+def test_long_sums(kind: str, keys: int, dim: int) -> None:
     """What the tensor cores' accumulators lose of many values that have something in common."""
-    q, k, v = make(128, keys, 1, 1, 128, batch=1, device="cuda")
+    q, k, v = make(128, keys, 1, 1, dim, batch=1, device="cuda")
     v += (
         1
         if kind == "mean"
-        else torch.randn(keys // 512, 128, device="cuda").repeat_interleave(512, 0)[None, :, None] * 2
+        else torch.randn(keys // 512, dim, device="cuda").repeat_interleave(512, 0)[None, :, None] * 2
     )
     x = quantize_fp8(q, k, v)
     out = attention_fp8(x).double()
     a, b, c = x.dequantize(torch.float64)
-    want = torch.softmax(a[0, :, 0] @ b[0, :, 0].T / 128**0.5, -1) @ c[0, :, 0]
+    want = torch.softmax(a[0, :, 0] @ b[0, :, 0].T / dim**0.5, -1) @ c[0, :, 0]
     error = (out[0, :, 0] - want).norm() / want.norm()
     assert error <= (0.003 if kind == "mean" else 0.03)
 
@@ -422,7 +447,13 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("dims", "mode", "size"),
-    [((64, 64), "fp8", "64"), ((80, 96), "mixed", "96"), ((160, 128), "fp8", "192_v128")],
+    [
+        ((64, 64), "fp8", "64"),
+        ((80, 96), "mixed", "96"),
+        ((160, 128), "fp8", "192_v128"),
+        ((160, 144), "fp8", "192"),
+        ((64, 208), "fp8", "256"),
+    ],
 )
 def test_launches(dims: tuple[int, int], mode: str, size: str, packed: bool) -> None:
     bounds = {}
@@ -447,7 +478,7 @@ def test_launches(dims: tuple[int, int], mode: str, size: str, packed: bool) -> 
 
 @pytest.mark.parametrize("case", ["head_dim", "gpu"])
 def test_calls_without_a_kernel(case: str) -> None:
-    x = quantize_fp8(*make(dim=256 if case == "head_dim" else 64))
+    x = quantize_fp8(*make(dim=144), mode="mixed") if case == "head_dim" else quantize_fp8(*make())
     with null_kernels():
         if case == "gpu":
             _C.set_switch("compute_capability", 80)

@@ -81,8 +81,9 @@ MERGE = (
     "sum_heads_kernel",
     "append_kv_kernel",
 )  # any head_dim
-CACHED, CACHED_SPLIT = ("fwd_cached_kernel",), ("fwd_split_cached_kernel",)  # over a paged cache
-FP8_HEAD_DIMS = (64, 64, 96, 96, 128, 128, 192)  # with q and k of 16 bits too, but for the last
+# Over a paged cache.
+CACHED, CACHED_SPLIT = ("fwd_cached_kernel",), ("fwd_split_cached_kernel", "fwd_split_cached_mod_kernel")
+FP8_HEAD_DIMS = (64, 64, 96, 96, 128, 128, 192, 192, 256)  # up to 128 with q and k of 16 bits too
 FP8_NUMBERS = (8, 16, 32)  # lanes a row
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = (

@@ -139,13 +139,43 @@ def test_sinks(window: tuple[int, int], device: str) -> None:
         close(dense_lse, torch.stack(lses))
 
 
+# (query heads, key heads, head_dim)
+GROUPS = ((4, 4, 64), (16, 2, 128), (8, 1, 256), (24, 1, 64))
+
+
+@on_devices
+@pytest.mark.parametrize("longest", [1, 9, 200])
+@pytest.mark.parametrize("asked", ["softcap", "slopes", "slopes of each", "all"])
+@pytest.mark.parametrize("heads", GROUPS, ids=str)
+def test_softcap_and_slopes(heads: tuple[int, int, int], asked: str, longest: int, device: str) -> None:
+    """With sequences of one tile of rows, whose keys are in parts, and of several; some without keys."""
+    h, h_k, d = heads
+    counts = [1, 1, min(longest, 9), 1, longest]
+    lengths = [1300, 0, 700, 5, longest + 40]
+    cache = make_cache(lengths, 16, h_k, d, None, device, dtype_on(device))
+    q, bounds, each = packed_queries(counts, h, d, device, dtype_on(device), outside=2)
+    options: dict = {"window": (-1, 0) if h == 16 else (300, 0)}
+    if asked in ("softcap", "all"):
+        options["softcap"] = 3.0
+    if asked != "softcap":
+        options["slopes"] = torch.rand((5, h) if asked == "slopes of each" else (h,), device=device)
+    if asked == "all":
+        options["sinks"] = torch.randn(h, device=device)
+    out, lse = serving.flash_attn_varlen_func(
+        q, cache.k, cache.v, longest, bounds, 1300, seqused_k=cache.lengths, block_table=cache.table,
+        window_size=options["window"], softcap=options.get("softcap", 0.0), s_aux=options.get("sinks"),
+        alibi_slopes=options.get("slopes"), return_softmax_lse=True,
+    )  # fmt: skip
+    check(out, lse, bounds, each, cache, **options)
+
+
 def test_sinks_that_do_not_fit_are_refused() -> None:
     q, bounds, cache = small()
     call = (q, cache.k, cache.v, bounds, None)
     for sinks, error, words in (
         (1.0, TypeError, "must be a torch.Tensor or None, got float"),
         (torch.ones(4).int(), TypeError, "must be floating point"),
-        (torch.ones(3), ValueError, r"must have shape \(num_heads,\) = \(4,\), got \(3,\)"),
+        (torch.ones(3), ValueError, r"must have shape \(num_heads,\) with num_heads 4, got \(3,\)"),
         (torch.ones(4, device="meta"), ValueError, "must be on the device of q"),
     ):
         with pytest.raises(error, match=f"^sinks {words}"):
@@ -221,7 +251,7 @@ def test_gpu_values_are_kept_inside(counts: list[int]) -> None:
     got, lse = run(q, bounds, cache, causal=True)
     on_cpu = [t.cpu() for t in (q, cache.k, cache.v, bounds)]
     want, want_lse = torch.ops.flash_ext.fwd_cached(
-        *on_cpu, None, cache.lengths.cpu(), cache.table.cpu(), 0, 0, 0.125, -1, 0, None
+        *on_cpu, None, cache.lengths.cpu(), cache.table.cpu(), 0, 0, 0.125, -1, 0, None, None, 0.0, None
     )
     close(got.cpu(), want.double())
     close(lse.cpu(), want_lse.double())
@@ -232,8 +262,8 @@ def test_what_is_refused() -> None:
     places = cache.places
     call = (q, cache.k, cache.v, bounds, None)
     for name, value in {
-        "mask": masks.Causal(), "bias": masks.ALiBi(torch.ones(4)), "softcap": 2.0,
-        "dropout_p": 0.5, "generator": torch.Generator(),
+        "mask": masks.Causal(), "bias": torch.ones(4, 3, 40), "dropout_p": 0.5,
+        "generator": torch.Generator(),
     }.items():  # fmt: skip
         with pytest.raises(NotImplementedError, match=f"{name} is not available over a cache"):
             attention_varlen(*call, **places, **{name: value})
@@ -273,6 +303,9 @@ def test_what_is_refused() -> None:
             1.0,
             -1,
             -1,
+            None,
+            None,
+            0.0,
             None,
         )
     with pytest.raises(ValueError, match="num_heads of q must be a positive multiple of num_heads of k"):
@@ -378,7 +411,8 @@ def test_it_is_traced_as_one_operator() -> None:
     q, bounds, cache = small()
     call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
     close(call(q, cache.k, cache.v, bounds, None, **cache.places), run(q, bounds, cache)[0].double())
-    args = (q, cache.k, cache.v, bounds, None, cache.lengths, cache.table, 0, 0, 0.125, -1, 0, None)
+    options = (0, 0, 0.125, -1, 0, None, None, 0.0, None)
+    args = (q, cache.k, cache.v, bounds, None, cache.lengths, cache.table, *options)
     torch.library.opcheck(torch.ops.flash_ext.fwd_cached.default, args)
 
 

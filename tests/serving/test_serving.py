@@ -175,7 +175,6 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "q_v": q, "dropout_p": 0.1, "return_attn_probs": True, "output_scale": one, "cp_world_size": 2,
         "cp_rank": 1, "cp_tot_seqused_k": one, "mask_mod": print, "block_sparse_tensors": one,
         "aux_tensors": [one], "dynamic_causal": one, "gather_kv_indices": one, "gather_kv_valid_length": one,
-        "softcap": 3.0, "alibi_slopes": one,
     }  # fmt: skip
     for name, value in refused.items():
         with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
@@ -185,7 +184,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     q = q[None]
     refused = {
         "qv": q, "cache_leftpad": one, "cu_seqlens_k_new": one, "rotary_seqlens": one, "attention_chunk": 4,
-        "softcap": 1.0, "only_qv": True, "score_mod": print, "aux_tensors": [one],
+        "only_qv": True, "score_mod": print, "aux_tensors": [one],
         "sm_margin": 8,
     }  # fmt: skip
     for name, value in refused.items():
@@ -222,7 +221,7 @@ def test_arguments_of_other_versions_are_taken_at_their_defaults_alone() -> None
         for value in (0, 1, 0.5, torch.ones(2)):
             with pytest.raises(NotImplementedError, match="^something_new is not known here, got "):
                 function(**call, something_new=value)
-    for name, value in {"has_softcap": True, "sm_margin": 4, "cache_leftpad": cache.lengths}.items():
+    for name, value in {"sm_margin": 4, "cache_leftpad": cache.lengths}.items():
         with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
             serving.get_scheduler_metadata(**plan, **{name: value})
 

@@ -42,46 +42,72 @@ __device__ __forceinline__ Span queries_of(const Problem& p, int b) {
   return p.cu_seqlens_q == nullptr ? Span{0, p.seqlen_q} : packed_span(p.cu_seqlens_q, p.batch, b, p.total_q);
 }
 
+// What a CTA has of a sequence: a part of the keys of its rows, or a share of its tiles of rows.
+struct CachedWork {
+  SplitWork w;  // without `first` and `rows`
+  CachedKeys keys;
+  int rows;
+  bool outside;  // rows that belong to no sequence, which have no keys: CTAs of all parts share them out
+  bool is_served;  // by this launch
+
+  template <typename T>
+  __device__ static CachedWork of(const Problem& p, const SplitGrid& g, const KvCache& cache, const RowRange& served) {
+    CachedWork x;
+    SplitWork& w = x.w;
+    const uint32_t rest = divide(blockIdx.x, g.heads_k);
+    const uint32_t slot = divide(rest, g.parts);
+    w.h_k = static_cast<int>(blockIdx.x - rest * g.heads_k.divisor);
+    w.part = static_cast<int>(rest - slot * g.parts.divisor);
+    const int b = static_cast<int>(slot) > p.batch ? -1 : static_cast<int>(slot);
+    w.b = p.cu_seqlens_q == nullptr ? b : 0;
+    w.sequence = b;
+    w.q = queries_of(p, b);
+    x.rows = w.q.length * static_cast<int>(g.group.divisor);
+    x.outside = b < 0 || b == p.batch;
+    x.is_served = x.outside ? served.upto == INT32_MAX : x.rows > served.above && x.rows <= served.upto;
+    if (!x.is_served) return x;
+    x.keys = CachedKeys::of(p, cache, b);
+    w.k = {0, x.keys.length};
+    return x;
+  }
+  // Packed row among those that have parts.
+  __device__ int64_t number(const KvCacheGrid& c, const SplitGrid& g, int r) const {
+    return (int64_t{w.sequence} * g.heads_k.divisor + w.h_k) * c.rows + w.first + r;
+  }
+};
+
+// Copies rows of a cache.
+template <typename T>
+struct CacheRows {
+  const CachedKeys& keys;
+  const KvCache& cache;
+
+  __device__ void operator()(uint32_t tile, const uint16_t* from, const StridedView& view, int columns, int first,
+                             int sharing_idx) const {
+    load_cached_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, keys, cache, view, from, columns, first, sharing_idx);
+  }
+};
+
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 2)
     fwd_split_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                             const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
                             const __grid_constant__ RowRange served) {
   __shared__ RowState states[T::kKeyWarps][T::kRows];
-  const Problem& problem = p.problem;
-  SplitWork w;
-  const uint32_t rest = divide(blockIdx.x, g.heads_k);
-  const uint32_t slot = divide(rest, g.parts);
-  const int group = static_cast<int>(g.group.divisor);
-  w.h_k = static_cast<int>(blockIdx.x - rest * g.heads_k.divisor);
-  w.part = static_cast<int>(rest - slot * g.parts.divisor);
-  const int b = static_cast<int>(slot) > problem.batch ? -1 : static_cast<int>(slot);
-  w.b = problem.cu_seqlens_q == nullptr ? b : 0;
-  w.sequence = b;
-  w.q = queries_of(problem, b);
-  const bool outside = b < 0 || b == problem.batch;
-  const int rows = w.q.length * group;
-  if (outside ? served.upto != INT32_MAX : rows <= served.above || rows > served.upto) return;
-  const CachedKeys keys = CachedKeys::of(problem, cache, b);
-  w.k = {0, keys.length};
-
-  const auto load_rows = [&](uint32_t tile, const uint16_t* from, const StridedView& view, int columns, int first,
-                             int sharing_idx) {
-    load_cached_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, keys, cache, view, from, columns, first, sharing_idx);
-  };
-  // Rows outside sequences have no keys, so CTAs of all parts share them out.
-  const int step = outside ? g.parts.divisor * T::kRows : T::kRows;
+  CachedWork x = CachedWork::of<T>(p.problem, g, cache, served);
+  if (!x.is_served) return;
+  SplitWork& w = x.w;
+  const int step = x.outside ? g.parts.divisor * T::kRows : T::kRows;
 #pragma unroll 1
-  for (w.first = outside ? w.part * T::kRows : 0; w.first < rows; w.first += step) {
-    w.rows = rows - w.first;
-    const SplitRows tile_rows{g, w, T::kRows};
-    PlainRules rules(problem, w, tile_rows);
-    const KeyParts parts = key_parts(rules.mod, c, rules.first_query, rules.last_query, T::kBlockN, rows <= c.rows);
-    if (!outside && w.part >= parts.count) return;  // the keys of a sequence of several tiles are not divided
-    const int part = outside ? 0 : w.part;
-    attend<T>(p, g, w, rules, tile_rows, parts.part(part), row_pointer(p.k, 0, 0, w.h_k), row_pointer(p.v, 0, 0, w.h_k),
-              states, parts.count == 1, load_rows,
-              [&](const RowPlace&, int r) { return (int64_t{b} * g.heads_k.divisor + w.h_k) * c.rows + w.first + r; });
+  for (w.first = x.outside ? w.part * T::kRows : 0; w.first < x.rows; w.first += step) {
+    w.rows = x.rows - w.first;
+    const SplitRows rows{g, w, T::kRows};
+    PlainRules rules(p.problem, w, rows);
+    const KeyParts parts = key_parts(rules.mod, c, rules.first_query, rules.last_query, T::kBlockN, x.rows <= c.rows);
+    if (!x.outside && w.part >= parts.count) return;  // the keys of a sequence of several tiles are not divided
+    attend<T>(p, g, w, rules, rows, parts.part(x.outside ? 0 : w.part), row_pointer(p.k, 0, 0, w.h_k),
+              row_pointer(p.v, 0, 0, w.h_k), states, parts.count == 1, CacheRows<T>{x.keys, cache},
+              [&](const RowPlace&, int r) { return x.number(c, g, r); });
     __syncthreads();  // results have left shared memory
   }
 }
@@ -91,7 +117,7 @@ template <typename E>
 __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                             const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
-                            int narrow_rows, int block_n_16, int block_n_64) {
+                            const __grid_constant__ RowEnding ending, int narrow_rows, int block_n_16, int block_n_64) {
   __shared__ MergeShares shares;
   const Problem& problem = p.problem;
   const uint32_t rest = divide(blockIdx.x, g.heads);
@@ -110,8 +136,8 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   ptx::wait_for_kernel_before();  // before any end, so that the kernel after this one waits for both
   if (query >= q.length || rows > c.rows || parts.count == 1) return;
   const RowPlace at{problem.cu_seqlens_q == nullptr ? static_cast<int>(b) : 0, q.start + query, h};
-  merge_row<E>(p, g, {problem.abs_scale_log2}, at, true, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row,
-               parts.count, shares);
+  merge_row<E>(p, g, ending, at, true, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row, parts.count,
+               shares);
 }
 
 }  // namespace flash_ext::sm80

@@ -4,6 +4,7 @@
 #include "../../launch.h"
 #include "../instances.h"
 #include "cached.cuh"
+#include "ending.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -13,16 +14,15 @@ std::string launch_fwd_split_cached(const FwdCall& c, const Launch& l) {
   p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
   const SplitGrid& g = c.plan.split_kv;
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
-    const auto launch_tile = [&]<typename T>(std::type_identity<T>) {
-      return launch_planned(l, fwd_split_cached_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g, c.cache,
-                            c.plan.kv_cache, l.rows);
-    };
     if (l.kernel == KernelId::kFwdMergeCached80) {
       return launch_planned(l, fwd_merge_cached_kernel<E>, SplitTile::kThreads, 0, p.stream, p, g, c.cache,
-                            c.plan.kv_cache, l.rows.above, split_tile(D, 16).block_n(), split_tile(D, 64).block_n());
+                            c.plan.kv_cache, ending_of(c), l.rows.above, split_tile(D, 16).block_n(),
+                            split_tile(D, 64).block_n());
     }
-    return l.block_m == 16 ? launch_tile(std::type_identity<SplitTraits<E, D, 16>>())
-                           : launch_tile(std::type_identity<SplitTraits<E, D, 64>>());
+    return with_tile<E, D>(l.block_m, [&]<typename T>() {
+      return launch_planned(l, fwd_split_cached_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g, c.cache,
+                            c.plan.kv_cache, l.rows);
+    });
   });
 }
 

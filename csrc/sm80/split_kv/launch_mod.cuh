@@ -1,24 +1,28 @@
-// Launches of the forward for few queries with modifiers. Included by its instantiation file only.
+// Launches of the forwards for few queries with modifiers. Included by their instantiation files only.
 #pragma once
 
 #include "../../launch.h"
 #include "../instances.h"
-#include "mod.cuh"
+#include "cached_mod.cuh"
+#include "ending.cuh"
 
 namespace flash_ext::sm80 {
 
-template <int D>
+template <int D, bool kCached>
 std::string launch_fwd_split_mod(const FwdCall& c, const Launch& l) {
   FwdParams p = c.p;
   p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
   const SplitGrid& g = c.plan.split_kv;
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
-    const auto launch_tile = [&]<typename T>(std::type_identity<T>) {
-      return launch_planned(l, fwd_split_mod_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g,
-                            c.modifiers);
-    };
-    return g.rows == 16 ? launch_tile(std::type_identity<SplitTraits<E, D, 16>>())
-                        : launch_tile(std::type_identity<SplitTraits<E, D, 64>>());
+    return with_tile<E, D>(l.block_m, [&]<typename T>() {
+      constexpr int kThreads = T::kThreads, kSmem = T::kTile.smem_bytes(D);
+      if constexpr (kCached) {
+        return launch_planned(l, fwd_split_cached_mod_kernel<T>, kThreads, kSmem, p.stream, p, g, c.cache,
+                              c.plan.kv_cache, l.rows, c.modifiers);
+      } else {
+        return launch_planned(l, fwd_split_mod_kernel<T>, kThreads, kSmem, p.stream, p, g, c.modifiers);
+      }
+    });
   });
 }
 

@@ -1,18 +1,19 @@
 // How the consumers of the sm90 forward (fwd/consume.cuh) compute with operands in e4m3.
 //
 // The tensor cores add e4m3 products into an accumulator of some 14 bits, and cut what is beyond: over 8192 keys whose
-// values have something in common an eighth of it is lost. So the output has two: the product's own, of 8 tiles at most,
-// and one in fp32 to which it goes wherever tiles pass a multiple of 8. Those places belong to the keys, not to the tile
-// of queries. Maxima, below which weights are rounded, do depend on the rows beside: the 16 rows of a warp raise theirs
+// values have something in common an eighth of it is lost. So the output has two: the product's own, of 1024 keys at most,
+// and one in fp32 to which it goes wherever tiles pass a multiple of 1024. Those places belong to the keys, not to the
+// tile of queries. Maxima, below which weights are rounded, do depend on the rows beside: the 16 rows of a warp raise theirs
 // together.
 #pragma once
 
 #include "store.cuh"
+#include "totals.cuh"
 #include "weights.cuh"
 
 namespace flash_ext::sm90 {
 
-inline constexpr int kTilesOfAccumulator = 8;
+inline constexpr int kKeysOfAccumulator = 1024;
 inline constexpr float kLeastScale = 0x1p-126f;
 
 // The scale of a tile's scores from the product of its factors, which must be positive: a hidden score of -inf times 0
@@ -26,10 +27,11 @@ template <typename T>
 struct Fp8Numbers {
   using Output = float[T::kHeadDimV / 2];
   static constexpr int kWords = T::kBlockN / 8;  // of the weights of a tile
-  static constexpr int kVChunkBytes = 16;  // a row of V transposed has the 128 keys of a tile
+  static constexpr int kVChunkBytes = 16;  // a row of V transposed has all keys of a tile
+  static constexpr uint32_t kVDescriptorHigh = T::kBlockN == 64 ? ptx::kDescriptorHigh64 : ptx::kDescriptorHigh;
 
   const Fp8Args& args;
-  Output total;
+  std::conditional_t<T::kSharedTotal, SharedTotal<T>, RegisterTotal<T>> total;
   float q_scale = 0.f;  // of the work tile whose scores are under way
   float scale = 0.f;  // of the step's tile
   const float* k_factors = nullptr;
@@ -48,7 +50,8 @@ struct Fp8Numbers {
   }
   __device__ __forceinline__ void begin_tile(const Fp8Args& a, int tile) {
     scale = q_scale;
-    if constexpr (!T::kMixed) scale = usable_scale(scale * __ldg(k_factors + tile * a.x.k_factor.step));
+    if constexpr (!T::kMixed)
+      scale = usable_scale(scale * __ldg(k_factors + tile / (kFp8Block / T::kBlockN) * a.x.k_factor.step));
   }
 
   // s = Q K^T for the 64 rows of a warpgroup.
@@ -69,14 +72,13 @@ struct Fp8Numbers {
   __device__ __forceinline__ static void issue_output(Output& o, const uint32_t (&p)[kCount], uint32_t v) {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
-      ptx::wgmma_rs_e4m3(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], v + i * 2);
+      ptx::wgmma_rs_e4m3<kVDescriptorHigh>(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], v + i * 2);
     }
   }
 
   template <int kCount>
   __device__ __forceinline__ void begin_state(const float (&s)[kCount], RowState& state) {
-#pragma unroll
-    for (float& x : total) x = 0.f;
+    total.begin();
     if (!finds_maxima()) guess_fp8_maximum(s, state, scale);
   }
   template <int kCount>
@@ -87,26 +89,14 @@ struct Fp8Numbers {
     fp8_weights_by_maximum(s, weights, state, factor, scale);
     if (!__any_sync(ptx::kFullWarp, factor[0] != 1.f || factor[1] != 1.f)) return;
 #pragma unroll
-    for (int i = 0; i < T::kHeadDimV / 2; ++i) {
-      o[i] *= factor[(i / 2) % 2];
-      total[i] *= factor[(i / 2) % 2];
-    }
+    for (int i = 0; i < T::kHeadDimV / 2; ++i) o[i] *= factor[(i / 2) % 2];
+    total.rescale(factor);
   }
 
-  __device__ __forceinline__ void add_to_total(Output& o) {
-#pragma unroll
-    for (int i = 0; i < T::kHeadDimV / 2; ++i) {
-      total[i] += o[i];
-      o[i] = 0.f;
-    }
-  }
   __device__ __forceinline__ void end_tile(int tile, Output& o) {
-    if ((tile + 1) % kTilesOfAccumulator == 0) add_to_total(o);
+    if ((tile + 1) % (kKeysOfAccumulator / T::kBlockN) == 0) total.take(o);
   }
-  __device__ __forceinline__ Output& result(Output& o) {
-    add_to_total(o);
-    return total;
-  }
+  __device__ __forceinline__ Output& result(Output& o) { return total.finish(o); }
 
   __device__ __forceinline__ void store_rows(const Fp8Args& a, const FwdMaps& maps, const Work& w,
                                              const RowState& state, Output& o, int row, uint32_t staging, int warp_row,

@@ -18,6 +18,8 @@ __device__ __forceinline__ void finish_output(const Fp8Args& a, const Work& w, i
   const float present[2] = {inverse[0] == 0.f ? 0.f : 1.f, inverse[1] == 0.f ? 0.f : 1.f};
 #pragma unroll
   for (int j = 0; j < T::kHeadDimV / 8; ++j) {
+    // A branch that factors do not cross: on their way all at once they would want as many registers.
+    if (T::kSharedTotal && j % 4 == 0 && 8 * j >= a.p.problem.head_dim_v) break;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = 8 * j + 2 * (lane % 4) + c;

@@ -7,17 +7,19 @@
 namespace flash_ext::sm90 {
 
 // From the smallest on.
-inline constexpr HeadDims kFp8Dims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}};
+inline constexpr HeadDims kFp8Dims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 inline constexpr HeadDims kMixedDims[] = {{64, 64}, {96, 96}, {128, 128}};
 
 // Rows of 128 bytes: 128 columns of e4m3, 64 of 16-bit elements.
 constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (d + 127) / 128; }
 
 // Two warpgroups: scores, two accumulators and weights (block_n / 2 + dv + block_n / 8) fit 240 registers up to 128
-// columns of v. A tile of keys has factors of its own, so it has as many rows as a block of them.
+// columns of v. Above, the accumulator in fp32 lies in shared memory, a part for each warp, through which the output
+// leaves as well, and tiles have 64 keys. A tile of keys has one factor: blocks of them hold whole tiles.
 struct Fp8Tile {
-  int kv_stages;
-  static constexpr int block_n = kFp8Block, consumers = 2, q_stages = 2;
+  int kv_stages, block_n = kFp8Block, q_stages = 2;
+  bool shared_total = false;
+  static constexpr int consumers = 2;
 
   constexpr FwdTile plain() const { return {block_n, consumers, kv_stages, q_stages}; }
   constexpr int q_bytes(int d, bool mixed) const { return plain().block_m() * fp8_chunks_of(d, mixed) * 128; }
@@ -25,20 +27,25 @@ struct Fp8Tile {
     const int k = block_n * fp8_chunks_of(d, mixed) * 128, v = dv * block_n;
     return k > v ? k : v;
   }
+  // Of a warp: 16 rows of 128 bytes each.
+  constexpr int staging_chunks(int dv) const { return shared_total ? dv / 32 : plain().staging_chunks(dv); }
+  constexpr int staging_bytes(int dv) const { return 4 * consumers * staging_chunks(dv) * 16 * 128; }
   constexpr int smem_bytes(int d, int dv, bool mixed) const {
-    return kv_stages * stage_bytes(d, dv, mixed) + q_stages * q_bytes(d, mixed) + plain().staging_bytes(dv) +
-           kControlBytes;
+    return kv_stages * stage_bytes(d, dv, mixed) + q_stages * q_bytes(d, mixed) + staging_bytes(dv) + kControlBytes;
   }
 };
 
-constexpr Fp8Tile fp8_tile(int d, bool mixed) { return mixed ? Fp8Tile{d <= 64 ? 8 : 4} : Fp8Tile{d <= 128 ? 8 : 4}; }
+constexpr Fp8Tile fp8_tile(int d, int dv, bool mixed) {
+  if (dv > 128) return {4, 64, d > 192 ? 1 : 2, true};
+  return mixed ? Fp8Tile{d <= 64 ? 8 : 4} : Fp8Tile{d <= 128 ? 8 : 4};
+}
 
 constexpr bool fp8_tiles_fit() {
   for (HeadDims x : kFp8Dims) {
-    if (fp8_tile(x.d, false).smem_bytes(x.d, x.dv, false) > kSmemLimitLarge) return false;
+    if (fp8_tile(x.d, x.dv, false).smem_bytes(x.d, x.dv, false) > kSmemLimitLarge) return false;
   }
   for (HeadDims x : kMixedDims) {
-    if (fp8_tile(x.d, true).smem_bytes(x.d, x.dv, true) > kSmemLimitLarge) return false;
+    if (fp8_tile(x.d, x.dv, true).smem_bytes(x.d, x.dv, true) > kSmemLimitLarge) return false;
   }
   return true;
 }

@@ -55,7 +55,7 @@ def flash_attn_with_kvcache(
             values, the first of them in the batch has the entry, and the others have none.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
         block_table: (batch, max_pages) int32, the pages of each sequence; with it neither cache_batch_idx,
-            cache_leftpad, softcap nor alibi_slopes. Pages have any size.
+            cache_leftpad nor alibi_slopes. Pages have any size.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
         alibi_slopes: (nheads,) or (batch, nheads); here they cost a bias of batch * nheads * seqlen_q *

@@ -264,7 +264,7 @@ void run(const FwdParams& p, const Plan& plan, const KvCache& cache) {
     for (blockIdx.x = 0; blockIdx.x < l.ctas; ++blockIdx.x) {
       emu::run_cta(l.threads, [&] {
         if (l.kernel == KernelId::kFwdMergeCached80) {
-          sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, l.rows.above, split_tile(D, 16).block_n(),
+          sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above, split_tile(D, 16).block_n(),
                                            split_tile(D, 64).block_n());
         } else if (l.kernel != KernelId::kFwdSplitCached80) {
           emu::fail("this program has no kernel for so many rows");

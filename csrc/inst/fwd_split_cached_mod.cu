@@ -1,0 +1,7 @@
+#include "../sm80/split_kv/launch_mod.cuh"
+
+namespace flash_ext::sm80 {
+constexpr auto kFwdSplitCachedModTable =
+    instances_of<kSplitHeadDims>([]<int D>(Constant<D>) { return FwdInstance{D, D, launch_fwd_split_mod<D, true>}; });
+const FwdInstances kFwdSplitCachedMod = kFwdSplitCachedModTable;
+}  // namespace flash_ext::sm80

@@ -1,0 +1,26 @@
+// What the launches of the forwards for few queries share.
+#pragma once
+
+#include "../../call.h"
+#include "merge.cuh"
+
+namespace flash_ext::sm80 {
+
+// Of the parts that the main kernel of a plan leaves.
+inline RowEnding ending_of(const FwdCall& c) {
+  switch (c.plan.main_launch().kernel) {
+    case KernelId::kFwdSplitMod80:
+    case KernelId::kFwdSplitCachedMod80: return RowEnding::of(c.modifiers);
+    case KernelId::kFwdParts90: return {1.f};  // its maxima are scaled
+    default: return {c.p.problem.abs_scale_log2};
+  }
+}
+
+// launch<Traits>() of the tile of so many rows.
+template <typename E, int D, typename LaunchTile>
+std::string with_tile(int rows, const LaunchTile& launch) {
+  return rows == 16 ? launch.template operator()<SplitTraits<E, D, 16>>()
+                    : launch.template operator()<SplitTraits<E, D, 64>>();
+}
+
+}  // namespace flash_ext::sm80

@@ -388,7 +388,7 @@ def breakdown(evidence: Evidence) -> Lines:
     return names, [[f"{ms[name]:.2f}" for name in names]]
 
 
-MOVED = ("standard", "fa1", "fa2-one-cta", "fa2-ladder", "triton", "fa2", "flash_ext")
+MOVED = ("standard", "fa1", "fa2-one-cta", "fa2-ladder", "triton", "mem", "fa2", "flash_ext")
 
 
 def moved(evidence: Evidence) -> Lines:

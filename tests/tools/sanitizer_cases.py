@@ -147,6 +147,10 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     # Forwards for Hopper with one change in tall tiles.
     for mods in (("softcap30", "padding"), ("drop0.5", "padding"), ("alibi", "padding")):
         found.append(ModifierCase(packed([3, 0, 190], [65, 9, 167], **some), mods))
+    # Few queries of many keys, which are split.
+    for rows, head_dim in ((1, 64), (20, 128), (3, 256)):
+        case = Case(batch=1, seqlen_q=rows, seqlen_k=3000, num_heads=4, num_heads_k=2, head_dim=head_dim)
+        found.append(ModifierCase(case, ("padding", "sinks", "bias_1hqk_odd")))
     return found
 
 
@@ -276,10 +280,12 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
                   angles.sin(), places, *new)
     )  # fmt: skip
     rotary = flash_ext.serving.Rotary(cos, sin, places) if case.rotary else None
-    out = flash_ext.attention_varlen(
-        q, k, v, bounds, None, causal=True, seqused_k=lengths, block_table=table, backend=target.choice
-    )
-    assert not out.isnan().any(), f"{case}: a result holds NaN"
+    for softcap in (0.0, 9.0):
+        out = flash_ext.attention_varlen(
+            q, k, v, bounds, None, causal=True, softcap=softcap, seqused_k=lengths, block_table=table,
+            backend=target.choice,
+        )  # fmt: skip
+        assert not out.isnan().any(), f"{case}: a result holds NaN"
     flash_ext.serving.append_kv(k_new, v_new, k, v, slots, rotary)
     assert not k.view(-1, *k.shape[2:])[slots[1:]].isnan().any()
 

@@ -93,7 +93,7 @@ def check_of_heads(q: Tensor, **given: Tensor | None) -> None:
         if t.shape[-1:] != q.shape[-2:-1] or not 1 <= t.dim() <= (1 if name == "sinks" else 2):
             wanted = "(num_heads,)" if name == "sinks" else "(num_heads,) or (batch, num_heads)"
             raise ValueError(
-                f"{name} must have shape {wanted}, num_heads {q.shape[-2]}, got {tuple(t.shape)}."
+                f"{name} must have shape {wanted} with num_heads {q.shape[-2]}, got {tuple(t.shape)}."
             )
         if t.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}.")

@@ -484,8 +484,10 @@ def test_kvcache_stays_inside_the_cache(softcap: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("extra, message", [
-    ({"block_table": torch.zeros(1, 1, dtype=torch.int32), "softcap": 2.0}, "softcap is not served over"),
-    ({"block_table": torch.zeros(1, 1, dtype=torch.int32), "alibi_slopes": torch.ones(1)}, "alibi_slopes"),
+    (
+        {"block_table": torch.zeros(1, 1, dtype=torch.int32), "alibi_slopes": torch.ones(1)},
+        "alibi_slopes is not served over",
+    ),
     ({"num_splits": 3}, "num_splits must be 0 or 1"),
 ])  # fmt: skip
 def test_kvcache_refuses_in_words(extra: dict, message: str) -> None:

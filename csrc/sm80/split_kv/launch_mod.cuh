@@ -4,7 +4,7 @@
 #include "../../launch.h"
 #include "../instances.h"
 #include "cached_mod.cuh"
-#include "ending.cuh"
+#include "launch_parts.cuh"
 
 namespace flash_ext::sm80 {
 

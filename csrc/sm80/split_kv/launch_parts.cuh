@@ -1,7 +1,7 @@
 // What the launches of the forwards for few queries share.
 #pragma once
 
-#include "../../call.h"
+#include "../instances.h"
 #include "merge.cuh"
 
 namespace flash_ext::sm80 {

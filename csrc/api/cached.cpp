@@ -30,12 +30,7 @@ KvCache cache_of(const Tensor& k, const CallArgs& a) {
 }
 
 Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a, const KvCache& c) {
-  Problem p;
-  p.dtype = q.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
-  p.num_heads = static_cast<int32_t>(q.size(-2));
-  p.num_heads_k = static_cast<int32_t>(k.size(-2));
-  p.head_dim = static_cast<int32_t>(q.size(-1));
-  p.head_dim_v = static_cast<int32_t>(v.size(-1));
+  Problem p = heads_of(q, k, v);
   if (a.cu_seqlens_q.has_value()) {
     p.batch = static_cast<int32_t>(a.cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);
@@ -57,7 +52,6 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   p.softmax_scale = static_cast<float>(a.scale);
   // Of a dense q: the longest sequence there may be decides which bounds hide nothing, hence nothing of a shorter one.
   set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int());
-  p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
 }
 
@@ -130,12 +124,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
     fill_lse_without_keys(lse, a);
     return {out, lse};
   }
-  FwdParams params;
-  params.problem = problem;
-  params.q = view_of(q);
-  params.k = view_of(k);
-  params.v = view_of(v);
-  params.out = view_of(out);
+  auto params = params_of<FwdParams>(problem, q, k, v, out);
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   const Modifiers modifiers = cached_modifiers(a, problem);

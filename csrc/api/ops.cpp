@@ -53,12 +53,7 @@ FwdModResult forward(const Tensor& out, const Tensor& q, const Tensor& k, const 
   const bool has_nothing = problem.batch == 0 || problem.total_k == 0;
   if (has_nothing && fill_without_keys(problem, a, out, lse, row_max)) return {out, lse, row_max};
 
-  FwdParams params;
-  params.problem = problem;
-  params.q = view_of(q);
-  params.k = view_of(k);
-  params.v = view_of(v);
-  params.out = view_of(out);
+  auto params = params_of<FwdParams>(problem, q, k, v, out);
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   Request request{.direction = Direction::kForward, .problem = problem, .constraints = choice.constraints};
@@ -157,12 +152,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   const Tensor lse = lse_any.contiguous();
   const Tensor dlse = a.dlse.has_value() ? a.dlse->contiguous() : Tensor();
 
-  BwdParams params;
-  params.problem = problem;
-  params.q = view_of(q);
-  params.k = view_of(k);
-  params.v = view_of(v);
-  params.out = view_of(out);
+  auto params = params_of<BwdParams>(problem, q, k, v, out);
   params.dout = view_of(dout);
   if (a.need_qkv) {
     params.dq = view_of(dq);

@@ -57,13 +57,19 @@ static DType dtype_of(const Tensor& t) {
   return DType::kBFloat16;
 }
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+Problem heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
   Problem p;
   p.dtype = dtype_of(q);
   p.num_heads = static_cast<int32_t>(q.size(-2));
   p.num_heads_k = static_cast<int32_t>(k.size(-2));
   p.head_dim = static_cast<int32_t>(q.size(-1));
   p.head_dim_v = static_cast<int32_t>(v.size(-1));
+  p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
+  return p;
+}
+
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  Problem p = heads_of(q, k, v);
   if (a.cu_seqlens_q.has_value()) {
     p.batch = static_cast<int32_t>(a.cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);
@@ -79,7 +85,6 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Call
   }
   p.softmax_scale = static_cast<float>(a.scale);
   set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int(), a.top_left);
-  p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
   return p;
 }
 

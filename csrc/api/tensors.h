@@ -42,7 +42,18 @@ inline bool is_deterministic(bool asked, const DeviceInfo& info) {
 // `aligned` holds when every row starts on a 16-byte boundary.
 StridedView view_of(const Tensor& t);
 
+// What a problem has of the heads of its tensors, and whether TMA can read them; without lengths.
+Problem heads_of(const Tensor& q, const Tensor& k, const Tensor& v);
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+
+// Of a forward or a backward, which both read these.
+template <typename Params>
+Params params_of(const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) {
+  Params p;
+  p.problem = problem;
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
+  return p;
+}
 
 // As at::empty and at::empty_strided, whose headers take 3 s to read in each file.
 Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);

@@ -10,8 +10,7 @@ namespace flash_ext::sm80 {
 
 template <int D>
 std::string launch_fwd_split(const FwdCall& c, const Launch& l) {
-  FwdParams p = c.p;
-  p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
+  const FwdParams p = params_of(c);
   const SplitGrid& g = c.plan.split_kv;
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
     if (l.kernel == KernelId::kFwdCombine80) {

@@ -6,6 +6,13 @@
 
 namespace flash_ext::sm80 {
 
+// With the place of what parts of the keys leave.
+inline FwdParams params_of(const FwdCall& c) {
+  FwdParams p = c.p;
+  p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
+  return p;
+}
+
 // Of the parts that the main kernel of a plan leaves.
 inline RowEnding ending_of(const FwdCall& c) {
   switch (c.plan.main_launch().kernel) {

@@ -338,7 +338,9 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS + STRETCHED) + len(ANY_HEAD_DIM)
-    sizes += 2 * len(SPLIT_HEAD_DIMS) + sum(SHORT_TILES[d] for d in SHORT_HEAD_DIMS + SHORT_HEAD_DIMS[:-1])
+    sizes += 2 * len(SPLIT) * len(SPLIT_HEAD_DIMS) + sum(
+        SHORT_TILES[d] for d in SHORT_HEAD_DIMS + SHORT_HEAD_DIMS[:-1]
+    )
     kinds = (PORTABLE_MOD_KINDS - 1) * len(PORTABLE_MOD_KIND_HEAD_DIMS)
     assert seen == len(DTYPES) * (len(ARCHS) * sizes + kinds)
 

@@ -69,18 +69,6 @@ Modifiers cached_modifiers(const CallArgs& a, const Problem& p) {
   return m;
 }
 
-// Of sequences without keys: a sink is all that their rows have.
-void fill_lse_without_keys(const Tensor& lse, const CallArgs& a) {
-  lse.fill_(-std::numeric_limits<double>::infinity());
-  if (lse.numel() == 0 || !a.sinks.has_value()) return;
-  Tensor sinks = a.sinks->unsqueeze(1).expand_as(lse);
-  if (a.cu_seqlens_q.has_value()) {
-    const Tensor row = at::arange(lse.size(-1), lse.options().dtype(at::kInt)), &bounds = *a.cu_seqlens_q;
-    sinks = at::where(row.ge(bounds[0]).logical_and(row.lt(bounds[-1])), sinks, lse);
-  }
-  lse.copy_(sinks);
-}
-
 FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const auto needs = [](const OptionalTensor& t) { return t.has_value() && t->requires_grad(); };
   const bool wants_gradient =
@@ -121,7 +109,8 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   if (out.numel() == 0) return {out, lse};
   if (problem.batch == 0 || cache.max_keys == 0 || k.numel() == 0) {
     out.zero_();
-    fill_lse_without_keys(lse, a);
+    lse.fill_(-std::numeric_limits<double>::infinity());
+    if (a.sinks.has_value() && lse.numel() > 0) fill_with_sinks(lse, *a.sinks, a.cu_seqlens_q);
     return {out, lse};
   }
   auto params = params_of<FwdParams>(problem, q, k, v, out);

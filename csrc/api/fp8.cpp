@@ -1,7 +1,5 @@
 // flash_ext::quantize_fp8 and flash_ext::fwd_fp8, for GPUs. What callers may pass is checked in flash_ext/_fp8.py, with
 // words; here only what memory safety hangs on.
-#include <ATen/ops/arange.h>
-#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -95,18 +93,6 @@ FactorView factors_of(const Tensor& t, const Problem& p, const Tensor& q, int64_
   x.head_stride = stride_of(t, -2);
   x.step = stride_of(t, -1);
   return x;
-}
-
-// lse of rows that see nothing beside sinks: in sequences.
-void fill_with_sinks(const Tensor& lse, const Tensor& sinks, const OptionalTensor& cu_seqlens_q) {
-  const Tensor each = sinks.unsqueeze(-1).expand_as(lse);
-  if (!cu_seqlens_q.has_value()) {
-    lse.copy_(each);
-  } else if (cu_seqlens_q->size(0) > 1) {
-    const Tensor row = at::arange(lse.size(-1), cu_seqlens_q->options());
-    const Tensor inside = row.ge(cu_seqlens_q->select(0, 0)).logical_and(row.lt(cu_seqlens_q->select(0, -1)));
-    lse.copy_(at::where(inside, each, lse));
-  }
 }
 
 StridedView transposed_view(const Tensor& v, const Problem& p) {

@@ -1,8 +1,10 @@
 #include "tensors.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty_ops.h>
 #include <ATen/ops/empty_strided_ops.h>
+#include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -49,6 +51,17 @@ StridedView view_of(const Tensor& t) {
   view.aligned = is_row_aligned(t) && get_switch(Switch::kUnaligned) != 1;
   view.is_float = t.scalar_type() == at::kFloat;
   return view;
+}
+
+void fill_with_sinks(const Tensor& lse, const Tensor& sinks, const OptionalTensor& cu_seqlens_q) {
+  const Tensor each = sinks.unsqueeze(-1).expand_as(lse);
+  if (!cu_seqlens_q.has_value()) {
+    lse.copy_(each);
+  } else if (cu_seqlens_q->size(0) > 1) {
+    const Tensor row = at::arange(lse.size(-1), cu_seqlens_q->options());
+    const Tensor inside = row.ge(cu_seqlens_q->select(0, 0)).logical_and(row.lt(cu_seqlens_q->select(0, -1)));
+    lse.copy_(at::where(inside, each, lse));
+  }
 }
 
 static DType dtype_of(const Tensor& t) {

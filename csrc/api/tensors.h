@@ -70,6 +70,9 @@ c10::DimVector lse_sizes(const Tensor& q);
 // Where kernels write it: null where it is not wanted.
 inline float* lse_pointer(const Tensor& lse, bool wanted) { return wanted ? lse.mutable_data_ptr<float>() : nullptr; }
 
+// lse of rows that see nothing but the sink of their head: of sequences alone.
+void fill_with_sinks(const Tensor& lse, const Tensor& sinks, const OptionalTensor& cu_seqlens_q);
+
 // What `backend=` says, which check_fwd() or check_bwd() has accepted.
 Choice choice_of(OptionalName backend);
 

@@ -119,7 +119,7 @@ def _wants_late_sinks(q: Tensor, k: Tensor, max_seqlen_q: int | None, cu_seqlens
 
     In the batch-invariant mode all have, since what else is in the call must not choose.
     """
-    if _C.get_switch("batch_invariant"):
+    if _is_compiling() or _C.get_switch("batch_invariant"):  # a traced call may run in the mode
         return True
     longest = q.shape[1] if cu_seqlens_q is None else q.shape[0]
     if cu_seqlens_q is not None and type(max_seqlen_q) is int and max_seqlen_q > 0:

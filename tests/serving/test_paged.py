@@ -410,7 +410,9 @@ def test_parts_in_the_batch_invariant_mode_are_of_512_keys() -> None:
 def test_it_is_traced_as_one_operator() -> None:
     q, bounds, cache = small()
     call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
-    close(call(q, cache.k, cache.v, bounds, None, **cache.places), run(q, bounds, cache)[0].double())
+    for options in ({}, {"softcap": 3.0}, {"sinks": torch.randn(q.shape[1])}):
+        traced = call(q, cache.k, cache.v, bounds, None, **options, **cache.places)
+        close(traced, run(q, bounds, cache, **options)[0].double())
     options = (0, 0, 0.125, -1, 0, None, None, 0.0, None)
     args = (q, cache.k, cache.v, bounds, None, cache.lengths, cache.table, *options)
     torch.library.opcheck(torch.ops.flash_ext.fwd_cached.default, args)

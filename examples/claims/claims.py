@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from examples.ladder.measure import operations
+from examples.ladder.report import DATASHEET
 from examples.ladder.rungs import RUNGS
 
 from .evidence import Evidence, Row, benchmark_times, number, pairs, shape_of, span
 
-DATASHEET = 989.4  # TFLOP/s of an H100 or H200, dense bf16
 NOT_MEASURED = "not measured"
 
 # What was measured, and where; None where nothing is stored.
@@ -32,6 +32,7 @@ class Claim:
     measure: Callable[[Evidence], Answer]
 
 
+BACKWARD_SHARE = "FlashAttention reaches 25 to 35 % of the peak backward"
 MULTIPROCESSORS = 132  # of an H100 or H200
 PARTS = ("matmul q k", "mask", "softmax", "dropout", "matmul p v")  # of standard attention
 
@@ -69,6 +70,17 @@ def _share_of_peak(name: str) -> Callable[[Evidence], Answer]:
         return f"{span([100 * rate / DATASHEET for rate in rates], '.0f', ' %')} of 989 TFLOP/s", file.where
 
     return measure
+
+
+def _backward_shares(evidence: Evidence) -> Answer:
+    """Shares of the peak of every backward that the ladder times."""
+    file = evidence.file("ladder")
+    shares: dict[str, list[float]] = {}
+    for row in file.of("backward"):
+        if "tflops" in row:
+            shares.setdefault(str(row["name"]), []).append(100 * number(row, "tflops") / DATASHEET)
+    parts = [f"{RUNGS[name].label} {span(found, '.0f', ' %')}" for name, found in shares.items()]
+    return (f"{', '.join(parts)} of 989 TFLOP/s", file.where) if parts else None
 
 
 def _headline_share(direction: str) -> Callable[[Evidence], Answer]:
@@ -347,6 +359,7 @@ CLAIMS = (
     Claim("001, 002", "FlashAttention is 2 to 4x as fast as standard attention",
           _ladder_ratio("standard", "fa1")),
     Claim("001", "FlashAttention reaches 25 to 40, or 30 to 50 % of the peak forward", _share_of_peak("fa1")),
+    Claim("001", BACKWARD_SHARE, _backward_shares),
     Claim("001", "a matrix product reaches 80 to 90 % of the peak", _matrix_product),
     Claim("001", "FlashAttention-2 reaches 73 % of the peak forward (A100); more than 50 % was the aim",
           _headline_share("fwd")),

@@ -1,6 +1,6 @@
 """Runs the ladder: ``python -m examples.ladder``. Times every rung from the textbook to flash_ext side by
-side, at many lengths and with few heads; the passes of softmax; the parts of standard attention; and, where
-ncu is installed, counts what each rung moves.
+side, at many lengths and with few heads; the backward of those that have one; the passes of softmax; the
+parts of standard attention; and, where ncu is installed, counts what each rung moves.
 
 Results go to a JSON file, which ``python -m examples.claims`` reads, and to tables on the screen. On a CPU
 only what runs there is timed, in seconds.
@@ -29,6 +29,7 @@ SECTIONS = {
     "softmax": measure.softmax_rows,
     "tiles": measure.tile_rows,
     "lengths": measure.length_rows,
+    "backward": measure.backward_rows,
     "heads": measure.few_head_rows,
     "breakdown": measure.breakdown_rows,
     "forward-only": measure.forward_only_rows,

@@ -72,6 +72,7 @@ CPU = Scale(
     budget_s=0.0,
 )
 HEADS = (1, 2, 4, 8)
+OF_FORWARD = 2.5  # operations of a backward, which has five products, over those of a forward, which has two
 LIMIT = 0.02  # of a result's largest error: bf16 outputs below 1, and scores of standard attention in bf16
 
 
@@ -80,11 +81,14 @@ def operations(batch: int, num_heads: int, seqlen: int, head_dim: int) -> float:
     return 4.0 * batch * num_heads * seqlen * seqlen * head_dim
 
 
-def random_qkv(shape: tuple[int, int, int, int], device: torch.device) -> list[Tensor]:
-    """q, k and v of (batch, num_heads, seqlen, head_dim), N(0, 1): bfloat16 on a GPU, float32 on a CPU."""
+def random_qkv(shape: tuple[int, int, int, int], device: torch.device, count: int = 3) -> list[Tensor]:
+    """q, k and v of (batch, num_heads, seqlen, head_dim), N(0, 1): bfloat16 on a GPU, float32 on a CPU.
+
+    ``count`` 4: the gradient of the output, too.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(3)]
+    return [torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(count)]
 
 
 def timed(calls: dict[str, Call], timer: Timer, scale: Scale) -> dict[str, Row]:
@@ -99,12 +103,14 @@ def timed(calls: dict[str, Call], timer: Timer, scale: Scale) -> dict[str, Row]:
 
 def _with_rates(found: dict[str, Row], shape: tuple[int, int, int, int], section: str) -> list[Row]:
     rows = []
+    is_backward = section == "backward"
+    work = operations(*shape) * (OF_FORWARD if is_backward else 1.0)
     for name, row in found.items():
         row = {"section": section, "name": name, "shape": list(shape), **row}
         if "ms" in row:
-            row["tflops"] = operations(*shape) / float(row["ms"]) * 1e-9  # type: ignore[arg-type]
+            row["tflops"] = work / float(row["ms"]) * 1e-9  # type: ignore[arg-type]
         rung = RUNGS.get(name)
-        if rung is not None and rung.algorithm:
+        if rung is not None and rung.algorithm and not is_backward:
             batch, num_heads, seqlen, head_dim = shape
             sizes = rung.sizes[head_dim] if rung.sizes else None
             moved = kernel_bytes(rung.algorithm, seqlen, seqlen, head_dim, sizes)
@@ -142,12 +148,29 @@ def check_results(device: torch.device) -> list[Row]:
             assert lse is not None
             true_lse = torch.logsumexp(q.double() @ k.double().mT * shape[3] ** -0.5, -1)
             rows.append(_checked("fa2-ladder, lse", shape, (lse.double() - true_lse).abs().max().item()))
+        rows += _check_backward(shape, device)
     if device.type == "cuda":
         x = torch.randn(7, 40000, device=device) * 5
         x[:, :9] = -math.inf
         for passes in native.Passes:
             error = (native.softmax(x, passes) - x.softmax(-1)).abs().max().item()
             rows.append(_checked(f"softmax {passes.name}", (7, 40000), error, 1e-5))
+    return rows
+
+
+def _check_backward(shape: tuple[int, int, int, int], device: torch.device) -> list[Row]:
+    q, k, v, dout = random_qkv(shape, device, 4)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    weights = (leaves[0] @ leaves[1].mT * shape[3] ** -0.5).softmax(-1)
+    expected = torch.autograd.grad(weights @ leaves[2], leaves, dout.double())
+    rows = []
+    for rung in rungs_for(device):
+        if rung.backward is None:
+            continue
+        found = rung.backward(q, k, v, dout)()
+        assert isinstance(found, tuple)
+        errors = [(one - other).abs().max().item() for one, other in zip(found, expected, strict=True)]
+        rows.append(_checked(f"{rung.name}, backward", shape, max(errors)))
     return rows
 
 
@@ -213,6 +236,19 @@ def length_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row]:
             rows += _with_rates(
                 _timed_rungs(rungs_for(device), shape, device, timer, scale), shape, "lengths"
             )
+    return rows
+
+
+def backward_rows(device: torch.device, timer: Timer, scale: Scale) -> list[Row]:
+    """The rungs that have a backward, over the lengths of :func:`length_rows`; the forward is not in it."""
+    rows: list[Row] = []
+    for head_dim in scale.head_dims:
+        for seqlen in scale.lengths:
+            shape = (scale.tokens // seqlen, scale.width // head_dim, seqlen, head_dim)
+            tensors = random_qkv(shape, device, 4)
+            calls = {rung.name: rung.backward(*tensors) for rung in rungs_for(device) if rung.backward}
+            rows += _with_rates(timed(calls, timer, scale), shape, "backward")
+            timer.release()
     return rows
 
 

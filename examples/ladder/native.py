@@ -64,6 +64,7 @@ def library() -> ctypes.CDLL:
         "ladder_softmax": [pointer] * 2 + [i64, i64, i32, pointer],
         "ladder_flash1": [pointer] * 7 + [i64] + [i32] * 3 + [f32] + [i32] * 2 + [pointer],
         "ladder_flash2": [pointer] * 5 + [i64] + [i32] * 3 + [f32] + [i32] * 2 + [pointer],
+        "ladder_backward": [pointer] * 11 + [i64] + [i32] * 3 + [f32, i32, pointer],
     }
     for name, arguments in signatures.items():
         function = getattr(loaded, name)
@@ -90,8 +91,9 @@ def softmax(x: Tensor, passes: Passes) -> Tensor:
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def _check(q: Tensor, k: Tensor, v: Tensor, **others: Tensor) -> None:
+    """``others`` have the shape of q."""
+    for name, x in {"q": q, "k": k, "v": v, **others}.items():
         if x.ndim != 4 or x.dtype != torch.bfloat16 or not x.is_contiguous() or not x.is_cuda:
             raise ValueError(
                 f"{name} must be (batch, num_heads, seqlen, head_dim) bfloat16, contiguous, on a GPU, "
@@ -99,6 +101,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    for name, x in others.items():
+        if x.shape != q.shape:
+            raise ValueError(f"{name} must have the shape of q, {tuple(q.shape)}, got {tuple(x.shape)}")
 
 
 class Flash1State(NamedTuple):
@@ -156,3 +161,46 @@ def flash2(
         normalise_each_step,
     )  # fmt: skip
     return out, lse
+
+
+class BackwardScratch(NamedTuple):
+    """What a backward keeps in memory while it runs: two numbers for each row, and dQ between key blocks."""
+
+    stats: Tensor
+    acc: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor) -> BackwardScratch:
+        """For these queries; the kernels fill it."""
+        acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        return cls(acc.new_empty(2, *q.shape[:3]), acc)
+
+
+def backward(
+    version: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    scratch: BackwardScratch | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, scaled by 1 / sqrt(head_dim).
+
+    Args:
+        version: 1: FlashAttention, one CTA a head. 2: FlashAttention-2, one CTA for each key block of a head.
+        out, lse: of :func:`flash2`.
+        dout: gradient of out.
+    """
+    _check(q, k, v, out=out, dout=dout)
+    if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or not lse.is_contiguous():
+        raise ValueError(f"lse must be {tuple(q.shape[:3])} float32, got {tuple(lse.shape)} {lse.dtype}")
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    scratch = scratch or BackwardScratch.empty(q)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _call(
+        "ladder_backward", q, *(x.data_ptr() for x in (q, k, v, out, lse, dout, *gradients, *scratch)),
+        batch * num_heads, seqlen_q, k.shape[2], head_dim, head_dim**-0.5, version,
+    )  # fmt: skip
+    return gradients

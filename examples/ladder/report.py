@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 Row = dict[str, object]
 
+DATASHEET = 989.4  # TFLOP/s of an H100 or H200, dense bf16
+
 # Section: title, and columns as (key, heading, format, factor).
 TABLES: dict[str, tuple[str, tuple[tuple[str, str, str, float], ...]]] = {
     "errors": ("Largest error against float64", (("error_vs_float64", "error", ".1e", 1.0),)),
@@ -16,6 +18,11 @@ TABLES: dict[str, tuple[str, tuple[tuple[str, str, str, float], ...]]] = {
     ),
     "tiles": ("Tiles that were tried", (("ms", "ms", ".3f", 1.0), ("tflops", "TFLOP/s", ".0f", 1.0))),
     "lengths": ("Attention by length", (("ms", "ms", ".3f", 1.0), ("tflops", "TFLOP/s", ".0f", 1.0))),
+    "backward": (
+        "Backward by length",
+        (("ms", "ms", ".3f", 1.0), ("tflops", "TFLOP/s", ".0f", 1.0),
+         ("tflops", "% of 989 TFLOP/s", ".0f", 100 / DATASHEET)),
+    ),
     "heads": ("One batch entry, few heads", (("ms", "ms", ".3f", 1.0), ("tflops", "TFLOP/s", ".1f", 1.0))),
     "breakdown": ("Parts of standard attention, causal, dropout 0.1", (("ms", "ms", ".3f", 1.0),)),
     "forward only": (

@@ -28,8 +28,20 @@ FAULTS = {
         "  for (int r = 0; r < 2 * T::kMBlocks; ++r) {\n    const int row"),
     4: ("shares are merged before all are there", "flash1.cuh", "    __syncthreads();\n    merge("),
     5: ("a slice is overwritten before it is merged", "flash1.cuh", "if (slice > 0) __syncthreads();"),
+    6: ("shares of dQ are merged before all are there", "flash1_backward.cuh",
+        "    __syncthreads();\n    merge("),
+    7: ("keys are replaced while they are in use", "flash1_backward.cuh",
+        "__syncthreads();  // the key block before is done with shared memory"),
+    8: ("dQ is formed before all dS are there", "flash2_backward.cuh",
+        "__syncthreads();  // dS of all warps"),
+    9: ("a block of queries is read before it has come", "flash2_backward.cuh",
+        "__syncthreads();  // this block is there, and the one before is done with shared memory"),
+    10: ("dK is put over keys that are in use", "flash2_backward.cuh",
+         "__syncthreads();  // K, which all read for dQ"),
+    11: ("keys beyond the end weigh exp(0 - lse)", "backward.cuh",
+         "if (keys < T::kBlockN) hide_keys("),
 }  # fmt: skip
-RUNS = 24
+RUNS = 33
 
 
 def switched(text: str, fault: int) -> str:
@@ -45,7 +57,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ladder")
     csrc = copy_sources(folder)
     shutil.copytree(ROOT / KERNELS, folder / KERNELS)
-    for name in ("flash1.cuh", "flash2.cuh", "softmax.cuh"):
+    for name in ("flash1.cuh", "flash1_backward.cuh", "flash2.cuh", "flash2_backward.cuh", "softmax.cuh"):
         replace_in(folder / KERNELS / name, SHARED, "unsigned char* const smem_raw = emu::smem;")
     for fault, (_, name, text) in FAULTS.items():
         replace_in(folder / KERNELS / name, text, switched(text, fault))
@@ -96,7 +108,8 @@ def test_the_kernels_build_without_spills(built: None) -> None:
     table = json.loads((ROOT / "build" / "ladder_resources.json").read_text(encoding="utf-8"))
     assert table["warnings"] == []
     names = {kernel["name"].split("<")[0].split("::")[-1] for kernel in table["kernels"]}
-    assert names == {"flash1_kernel", "flash2_kernel", "softmax_kernel"}
+    backward = {"stats_kernel", "flash1_backward_kernel", "flash2_backward_kernel", "round_kernel"}
+    assert names == {"flash1_kernel", "flash2_kernel", "softmax_kernel"} | backward
     assert all(kernel["stack"] == kernel["spill_stores"] == 0 for kernel in table["kernels"])
 
 
@@ -108,6 +121,9 @@ def test_the_library_refuses_in_words(built: None) -> None:
     assert found.ladder_flash2(*pointers, None, *call, 64, 0.0, 0, 0, None).endswith(b"must be positive")
     refusal = found.ladder_flash1(*pointers, *pointers[:3], *call, 64, 1.0, 48, 48, None)
     assert refusal == b"no kernel of these sizes"
+    refusal = found.ladder_backward(*[None] * 11, *call, 80, 1.0, 2, None)
+    assert refusal == b"head_dim must be 64 or 128"
+    assert found.ladder_backward(*[None] * 11, *call, 64, 1.0, 3, None) == b"version must be 1 or 2"
     assert found.ladder_softmax(None, None, 1, 6, 0, None) == b"the length of a row must be a multiple of 4"
     assert found.ladder_softmax(None, None, 1, 1 << 20, 3, None) == b"a row is larger than shared memory"
     assert found.ladder_softmax(None, None, 1, 8, 9, None) == b"no such kind of softmax"

@@ -11,7 +11,7 @@ import torch
 
 from bench.timing import make_timer
 from examples.claims import __main__ as claims_program
-from examples.claims.claims import CLAIMS, NOT_MEASURED, table
+from examples.claims.claims import BACKWARD_SHARE, CLAIMS, NOT_MEASURED, table
 from examples.claims.evidence import Evidence, File, pairs, read, shape_of, span, stored
 from examples.claims.measure import long_files, windows
 from examples.ladder import __main__ as program
@@ -29,10 +29,11 @@ def test_a_small_run_has_every_section(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "ladder.json.gz"
     rows = program.main(["--device", "cpu", "--out", str(out), "--commit", "abc"])
     sections = {row["section"] for row in rows}
-    assert sections == {"errors", "softmax", "lengths", "heads", "breakdown", "forward only"}
+    assert sections == {"errors", "softmax", "lengths", "backward", "heads", "breakdown", "forward only"}
     assert json.loads(gzip.decompress(out.read_bytes()))["metadata"]["commit"] == "abc"
     assert {row["name"] for row in rows if row["section"] == "lengths"} == {"standard", "fa2", "flash_ext"}
     assert all(float(row["ms"]) > 0 for row in rows if row["section"] == "heads")  # type: ignore[arg-type]
+    assert {row["name"] for row in rows if row["section"] == "backward"} == {"fa2", "flash_ext"}
     assert "Parts of standard attention" in capsys.readouterr().out
 
 
@@ -96,6 +97,7 @@ def test_profiles_are_told_apart_by_separators() -> None:
 def test_every_rung_is_right_on_a_gpu() -> None:
     names = {row["name"] for row in measure.check_results(torch.device("cuda"))}
     assert {"fa1", "fa2-ladder", "fa2-one-cta", "fa2-divided", "mem", "flash_ext", "softmax TWO"} <= names
+    assert {f"{name}, backward" for name in ("fa1", "fa2-ladder", "fa2", "flash_ext")} <= names
 
 
 @pytest.mark.gpu
@@ -110,9 +112,27 @@ def test_a_forward_without_gradients_keeps_its_output_alone() -> None:
 
 
 def test_stored_results_answer_all_claims() -> None:
-    lines = table(stored())
-    assert all(measured != NOT_MEASURED and where for _, _, measured, where in lines)
+    """A stored ladder without backwards leaves their claim open."""
+    evidence = stored()
+    lines = table(evidence)
+    unanswered = {what for what, _, measured, where in lines if measured == NOT_MEASURED or not where}
+    assert unanswered == (set() if evidence.file("ladder").of("backward") else {BACKWARD_SHARE})
     assert len(lines) == len(CLAIMS)
+
+
+def test_the_backward_is_answered_by_shares_of_the_peak() -> None:
+    rows = [{"section": "backward", "name": name, "shape": [1, 2, n, 64], "ms": 1.0, "tflops": rate}
+            for name, n, rate in (("fa1", 8, 9.894), ("fa1", 9, 98.94), ("flash_ext", 8, 494.7))]  # fmt: skip
+    answers = {line[0]: line[2] for line in table(Evidence({"ladder": File("ladder", rows)}))}
+    assert answers[BACKWARD_SHARE] == "FlashAttention (ladder) 1 to 10 %, flash_ext 50 % of 989 TFLOP/s"
+
+
+def test_a_backward_has_five_products_and_a_forward_two() -> None:
+    found = {"fa1": {"ms": 2.0}}
+    for section, work in (("lengths", 4.0), ("backward", 10.0)):
+        (row,) = measure._with_rates(found, (2, 3, 1000, 64), section)
+        assert row["tflops"] == pytest.approx(work * 2 * 3 * 1000 * 1000 * 64 / 2e-3 * 1e-12)
+        assert ("counted_bytes" in row) == (section == "lengths")
 
 
 def test_nothing_stored_answers_nothing() -> None:

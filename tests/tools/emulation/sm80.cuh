@@ -137,6 +137,12 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
 }
 
+// Threads run one after the other.
+inline void red_add_f32x2(float* address, float x, float y) {
+  if (reinterpret_cast<uintptr_t>(address) % 8 != 0) emu::fail("bad address of red");
+  address[0] += x, address[1] += y;
+}
+
 inline float reciprocal(float x) { return 1.f / x; }
 inline float ex2(float x) { return std::exp2(x); }
 template <typename E>

@@ -254,17 +254,16 @@ Result bwd_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const 
 
 // ---- autocast -----------------------------------------------------------------------------------
 
-// Tensors in the dtype of the autocast region.
+// Tensors in the dtype of the autocast region, which what it is made for does not see.
 template <c10::DeviceType kDevice>
 struct Cast {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{at::autocast::get_autocast_dispatch_key_from_device_type(kDevice)};
   c10::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
   Tensor operator()(const Tensor& t) const { return at::autocast::cached_cast(dtype, t, kDevice); }
 };
 
 template <c10::DeviceType kDevice>
 FwdResult fwd_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast<kDevice> cast;
   return call_fwd(cast(q), cast(k), cast(v), a);
 }
@@ -274,8 +273,6 @@ FwdResult fwd_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const 
 template <c10::DeviceType kDevice>
 BwdResult bwd_autocast(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                        const Tensor& lse, const CallArgs& a) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast<kDevice> cast;
   return call_bwd(cast(dout), cast(q), cast(k), cast(v), cast(out), lse, a);
 }
@@ -291,8 +288,6 @@ CallArgs with_cast_bias(const CallArgs& a, const Tensor& q) {
 
 template <c10::DeviceType kDevice>
 FwdModResult fwd_mod_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast<kDevice> cast;
   const Tensor own_q = cast(q);
   return call_fwd_mod(own_q, cast(k), cast(v), with_cast_bias(a, own_q));
@@ -301,8 +296,6 @@ FwdModResult fwd_mod_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
 template <c10::DeviceType kDevice>
 BwdModResult bwd_mod_autocast(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                               const Tensor& lse, const CallArgs& a) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast<kDevice> cast;
   const Tensor own_q = cast(q);
   return call_bwd_mod(cast(dout), own_q, cast(k), cast(v), cast(out), lse, with_cast_bias(a, own_q));

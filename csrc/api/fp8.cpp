@@ -4,6 +4,8 @@
 
 #include <limits>
 #include <string>
+#include <string_view>
+#include <tuple>
 
 #include "../fp8.h"
 #include "api.h"
@@ -109,8 +111,6 @@ StridedView transposed_view(const Tensor& v, const Problem& p) {
   return x;
 }
 
-}  // namespace
-
 FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
                          const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
                          const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
@@ -205,6 +205,9 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   return result;
 }
 
+// q, k, v, their factors, and the offsets of v, of k, and of a row's scores. What is not asked for has no elements.
+using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
                            const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k, bool by_block,
                            bool smooth_k, bool smooth_v, bool hadamard, bool mixed) {
@@ -283,6 +286,13 @@ TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
       "int window_size_left, int window_size_right, ScalarType dtype, str? backend, bool want_lse=True, "
       "bool want_row_max=False) -> (Tensor out, Tensor lse, Tensor row_max)",
       {at::Tag::pt2_compliant_tag});
+}
+
+}  // namespace
+
+void implement_fp8(torch::Library& m) {
+  m.impl("quantize_fp8", &quantize_fp8_gpu);
+  m.impl("fwd_fp8", &fwd_fp8_gpu);
 }
 
 }  // namespace flash_ext

@@ -234,8 +234,7 @@ void implement(torch::Library& m) {
   m.impl("condense", &condense_gpu);
   m.impl("append_kv", &append_kv_gpu);
   m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_gpu>);
-  m.impl("quantize_fp8", &quantize_fp8_gpu);
-  m.impl("fwd_fp8", &fwd_fp8_gpu);
+  implement_fp8(m);
 }
 
 }  // namespace

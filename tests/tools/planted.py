@@ -210,8 +210,9 @@ MUTANTS = (
         Edit("sm90/bwd/consume.cuh",
              "      wait(bars.dout_full(ring.stage), ring.phase);\n      ptx::wgmma_fence();\n",
              "      ptx::wgmma_fence();\n"),
-        Edit("sm90/bwd/consume.cuh", "wait(bars.dout_full(ring.stage), ring.phase);\n      if (!T::kStores",
-             "if (!T::kStores")), "races"),
+        Edit("sm90/bwd/consume_independent.cuh",
+             "wait(bars.dout_full(ring.stage), ring.phase);\n      if (!T::kStores", "if (!T::kStores")),
+           "races"),
     Mutant(801, "M8 fence of the async proxy removed: output",
            "TMA stores what threads have written to shared memory without a fence between them", (
         Edit("sm90/fwd/store.cuh", "    ptx::fence_proxy_async();\n    __syncwarp();\n",
@@ -219,7 +220,8 @@ MUTANTS = (
     Mutant(802, "M8 fence of the async proxy removed: dS",
            "wgmma reads dS that threads have written to shared memory without a fence between them", (
         Edit("sm90/bwd/consume.cuh", "ds_words);\n        ptx::fence_proxy_async();\n", "ds_words);\n"),
-        Edit("sm90/bwd/consume.cuh", "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n")), "races"),
+        Edit("sm90/bwd/consume_independent.cuh",
+             "form(1);\n      ptx::fence_proxy_async();\n", "form(1);\n")), "races"),
     Mutant(1002, "M10 dout read with the strides of out (Hopper)",
            "rowsum(dO * O) takes strides and alignment of dO from O", (
         Edit("sm90/bwd/passes.cuh",

@@ -93,8 +93,8 @@ def backward(
     m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None, makes_dq=True,
     stores=False,
 ):  # fmt: skip
-    """bwd/produce.cuh, consume_cooperative() and consume_independent() of bwd/consume.cuh,
-    bwd/dq_semaphore.cuh.
+    """bwd/produce.cuh, consume_cooperative() of bwd/consume.cuh, consume_independent() of
+    bwd/consume_independent.cuh, bwd/dq_semaphore.cuh.
 
     Without dQ: of few rows."""
     turns = {}  # of each tile, first that of the first block to see it: init_dq_semaphore()

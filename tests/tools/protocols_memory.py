@@ -66,7 +66,7 @@ def acquire(me, word):
 
 def adds_in_turn(m):
     """wait_dq_semaphore() of bwd/dq_semaphore.cuh, with the early look of consume_independent() of
-    bwd/consume.cuh: every lane adds to what the lanes of another CTA have stored."""
+    bwd/consume_independent.cuh: every lane adds to what the lanes of another CTA have stored."""
     turn, cells, warp = Word(), [Cell(f"dQ of lane {lane}") for lane in range(LANES)], Warp()
     added = Barrier(LANES)
 

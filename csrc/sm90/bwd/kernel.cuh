@@ -17,6 +17,7 @@
 
 #include "../core/roles.cuh"
 #include "consume.cuh"
+#include "consume_independent.cuh"
 #include "dq_pool_convert.cuh"
 
 namespace flash_ext::sm90 {

@@ -1,0 +1,213 @@
+// The consumers of the sm90 backward whose warpgroups are independent.
+#pragma once
+
+#include "steps.cuh"
+
+namespace flash_ext::sm90 {
+
+// Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO. Where these are
+// all keys (T::kStores), their parts of dQ meet in shared memory: by turns one leaves its part, and the other adds it to its
+// own and stores the sum. Both then take every step, also one whose queries see none of their keys.
+template <typename T>
+__device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
+                                                    const BwdWorkTile* work_tiles, BwdBarriers<T> bars, int group) {
+  using E = typename T::Element;
+  constexpr int D = T::kHeadDim, kM = T::kBlockM;
+  // Read once: ptxas would read the thread's number in every step again, and spill 16 bytes (causal, 1k rows: 303 and
+  // 289 TFLOP/s); with ptx::fresh_lane() it spills 4.
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
+  const int warp = (threadIdx.x / 32) % 4;
+  const int heads = static_cast<int>(a.grid.shared.divisor);
+  const float scale = a.p.problem.scale_log2;
+  constexpr uint32_t kBlockStep = 64 * 128 / 16;  // from one block of keys to the next
+  const uint32_t k_low = uniform(descriptor_low(smem + group * 128 * 128, 16));
+  const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt + group * 128 * 128, 16));
+  const uint32_t ds_at = smem + T::kDsAt + group * T::kDsStages * T::kDsBytes, ds_to = ds_at + ds_offset(warp, lane);
+  const int row = warp * 16 + lane / 4;
+  float* const dq_warp = a.p.dq_accum + warp * 16 * D;
+  const uint32_t staging = smem + T::kStagingAt + (group * 4 + warp) * T::kStagingBytes;
+
+  float dk[2][D / 2], dv[2][D / 2];
+  PipelineState<T::kWorkStages> work_ring;
+  PipelineState<T::kStages> ring;
+  uint32_t kv_phase = 0, ds_stage = 0;
+  [[maybe_unused]] uint32_t dq_phase = 1;
+  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, lane == 0); };
+#pragma unroll 1
+  while (true) {
+    wait(bars.work_full(work_ring.stage), work_ring.phase);
+    const BwdWorkTile& work = work_tiles[work_ring.stage];
+    if (work.w.block < 0) {
+      if (T::kStaged && !T::kOrdered && lane == 0) ptx::bulk_wait_read();
+      break;
+    }
+    const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
+    const int first_key = work.w.block * T::kBlockN + group * 128;
+    const KeyReach reach = KeyReach::of<kM>(mod, first_key, 128);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      clear(dk[b]);
+      clear(dv[b]);
+    }
+    Walk<T> walk(work);
+    if (walk.left > 0) {
+      wait(bars.k_full(), kv_phase);
+      wait(bars.v_full(), kv_phase);
+      kv_phase ^= 1;
+    }
+#pragma unroll 1
+    while (walk.left > 0) {
+      wait(bars.q_full(ring.stage), ring.phase);
+      wait(bars.dout_full(ring.stage), ring.phase);
+      if (!T::kStores && !reach.sees(walk.block)) {
+        arrive(bars.q_empty(ring.stage));
+        arrive(bars.dout_empty(ring.stage));
+        ring.advance();
+        walk.advance(work, heads);
+        continue;
+      }
+      const uint32_t q_at = smem + T::kQAt + ring.stage * T::kQBytes, dout_at = q_at + (T::kDoutAt - T::kQAt);
+      const uint32_t q_low = uniform(descriptor_low(q_at, 16)), dout_low = uniform(descriptor_low(dout_at, 16));
+      const float* stats =
+          reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + ring.stage * 2 * kM + 2 * (lane % 4);
+      // Both blocks of keys use the same lse: to read it twice costs 4 to 5 %.
+      RegisterStats<32> lse;
+      lse.load(stats);
+      float s[32], dp[32];
+      uint32_t p_words[16], ds_words[16];
+      const auto issue_s = [&](int b) {
+        ptx::wgmma_fence();
+        issue_products<E, D, 128, kM, false>(s, k_low + b * kBlockStep, q_low);
+        ptx::wgmma_commit();
+      };
+      const auto form = [&](int b) {
+        ptx::wgmma_wait<1>();
+        ptx::warpgroup_fence_operand(s);
+        scores_to_weights(s, lse, scale);
+        if (!reach.whole(walk.block)) hide(s, mod, first_key + b * 64 + row, walk.block * kM + 2 * (lane % 4));
+        RegisterStats<32> delta;
+        if (b > 0) delta.load(stats + kM);
+        ptx::wgmma_wait<0>();
+        ptx::warpgroup_fence_operand(dp);
+        if (b > 0) add_minus_delta(dp, delta);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) dp[i] *= s[i];
+        pack<E>(p_words, s);
+        pack<E>(ds_words, dp);
+        store_ds(ds_to + ds_stage * T::kDsBytes + b * 64 * 128, ds_words);
+        ptx::warpgroup_fence_operand(p_words);
+        ptx::warpgroup_fence_operand(ds_words);
+      };
+      const auto issue_gradients = [&](int b) {
+        ptx::wgmma_fence();
+        issue_pv<E>(dv[b], p_words, dout_low);
+        issue_pv<E>(dk[b], ds_words, q_low);
+        ptx::wgmma_commit();
+      };
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        ptx::warpgroup_fence_operand(dk[b]);
+        ptx::warpgroup_fence_operand(dv[b]);
+      }
+      begin_dp(dp, stats + kM);
+      ptx::warpgroup_fence_operand(s);
+      ptx::warpgroup_fence_operand(dp);
+      issue_s(0);
+      issue_products<E, D, 128, kM, true>(dp, v_low, dout_low);
+      ptx::wgmma_commit();
+      form(0);
+      issue_gradients(0);
+      ptx::warpgroup_fence_operand(s);
+      issue_s(1);
+      // The words are free again before dP needs registers: there are not enough for both.
+      ptx::wgmma_wait<1>();
+      ptx::warpgroup_fence_operand(dk[0]);
+      ptx::warpgroup_fence_operand(dv[0]);
+      ptx::warpgroup_fence_operand(p_words);
+      ptx::warpgroup_fence_operand(ds_words);
+      ptx::warpgroup_fence_operand(dp);
+      ptx::wgmma_fence();
+      issue_products<E, D, 128, kM, false>(dp, v_low + kBlockStep, dout_low);
+      ptx::wgmma_commit();
+      form(1);
+      ptx::fence_proxy_async();
+      issue_gradients(1);
+      debug_delay();
+      ptx::bar_sync(ptx::kGroupBarrier + group, 128);
+      float dq[32];
+      ptx::wgmma_fence();
+      issue_dq<E>(dq, uniform(descriptor_low(ds_at + ds_stage * T::kDsBytes, 16)), k_low);
+      ptx::wgmma_commit();
+      const int tile = (T::kPool ? work.dq_tile : work.tile) + walk.head * a.tiles_per_head + walk.block;
+      uint32_t seen = 0;
+      if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_acquire(a.dq_semaphore + tile);
+      ptx::wgmma_wait<1>();
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        ptx::warpgroup_fence_operand(dk[b]);
+        ptx::warpgroup_fence_operand(dv[b]);
+      }
+      arrive(bars.q_empty(ring.stage));
+      arrive(bars.dout_empty(ring.stage));
+      ptx::wgmma_wait<0>();
+      ptx::warpgroup_fence_operand(dq);
+      float* to = dq_warp + static_cast<int64_t>(tile) * (kM * D);
+      if constexpr (T::kStores) {
+        // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been read
+        // before it writes there again, two steps later: in between it waits for the other's part. Two barriers by turns,
+        // because one warpgroup may come to the next step's before the other has come to this one's.
+        const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16,
+                       meeting = ptx::kExchangeBarrier + ds_stage;
+        debug_delay();
+        if (static_cast<uint32_t>(group) == ds_stage) {
+#pragma unroll
+          for (int i = 0; i < D / 8; ++i) ptx::store_shared(part + i * 2048, four_of(dq, i));
+          ptx::bar_arrive_only(meeting, 256);
+        } else {
+          ptx::bar_sync(meeting, 256);
+#pragma unroll
+          for (int i = 0; i < D / 8; ++i) {
+            const float4 other = ptx::load_shared(part + i * 2048);
+            float* x = dq + i / 2 * 8 + i % 2 * 2;
+            x[0] += other.x, x[1] += other.y, x[4] += other.z, x[5] += other.w;
+          }
+          const Problem& p = a.p.problem;
+          store_rows<E>(a.p.dq, work.w.b, work.w.q, work.w.h * heads + walk.head, dq, p.softmax_scale, p.head_dim,
+                        walk.block * kM + row, lane);
+        }
+      } else if constexpr (T::kOrdered) {
+        if constexpr (!T::kStaged) {
+          add_dq_in_order(to, dq, lane, wait_dq_semaphore(a.dq_semaphore + tile, 2 * work.w.block + group, seen));
+        }
+        wait(bars.dq_empty(group), dq_phase);
+        dq_phase ^= 1;
+        if constexpr (T::kStaged) stage_dq(dq, staging, lane);
+        arrive(bars.dq_full(group));
+      } else {
+        add_dq<T::kStaged>(to, dq, staging, lane);
+      }
+      ring.advance();
+      ds_stage ^= 1;
+      walk.advance(work, heads);
+    }
+    __syncwarp();
+    if (T::kPool && a.pool.words != nullptr) arrive(bars.added(work_ring.stage));
+    if (work.steps > 0) {
+      arrive(bars.k_empty());
+      arrive(bars.v_empty());
+    }
+    const Problem& p = a.p.problem;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int key = first_key + b * 64 + row;
+      store_rows<E>(a.p.dv, work.w.b, work.w.k, work.w.h, dv[b], 1.f, p.head_dim_v, key, lane);
+      store_rows<E>(a.p.dk, work.w.b, work.w.k, work.w.h, dk[b], p.softmax_scale, p.head_dim, key, lane);
+    }
+    __syncwarp();
+    arrive(bars.work_empty(work_ring.stage));
+    work_ring.advance();
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -86,33 +86,53 @@ __device__ __forceinline__ void leave_row_stats(const BwdParams& p, uint32_t out
 template <typename E, int R>
 __device__ __forceinline__ void store_bias_gradient(const BiasGradient& g, const ShortScores<R>& acc, float* sums,
                                                     int b, int h, int part) {
+  constexpr int kThreads = 2 * R;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool is_summed = g.sum_rows || g.sum_cols;
+  const int pitch = is_summed ? R : g.cols;  // as in memory, where rows follow each other
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < R / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = warp * 16 + lane / 4 + i / 2 * 8, col = n * 8 + 2 * (lane % 4) + i % 2;
-      sums[row * R + col] = acc[0][n][i];
+      if (is_summed || (row < g.rows && col < g.cols)) sums[row * pitch + col] = acc[0][n][i];
     }
   }
   __syncthreads();
-  const int64_t first = ((static_cast<int64_t>(part) * g.batch + b) * g.heads + h) * g.rows * g.cols;
-  const int summed_rows = g.sum_rows ? R : 1, summed_cols = g.sum_cols ? R : 1;
+  const int count = g.rows * g.cols;
+  const int64_t first = ((static_cast<int64_t>(part) * g.batch + b) * g.heads + h) * count;
+  float* const floats = static_cast<float*>(g.out) + first;
+  uint16_t* const halves = static_cast<uint16_t*>(g.out) + first;
+  const auto put = [&](int index, float x) {
+    if (g.is_float) floats[index] = x;
+    else halves[index] = static_cast<uint16_t>(ptx::pack2<E>(x, 0.f));
+  };
+  if (is_summed) {
+    const int summed_rows = g.sum_rows ? R : 1, summed_cols = g.sum_cols ? R : 1;
 #pragma unroll 1
-  for (int index = threadIdx.x; index < g.rows * g.cols; index += 2 * R) {
-    const int row = index / g.cols, col = index - row * g.cols;
-    float sum = 0.f;
+    for (int index = threadIdx.x; index < count; index += kThreads) {
+      const int row = index / g.cols, col = index - row * g.cols;
+      float sum = 0.f;
 #pragma unroll 1
-    for (int r = row; r < row + summed_rows; ++r) {
+      for (int r = row; r < row + summed_rows; ++r) {
 #pragma unroll 1
-      for (int c = col; c < col + summed_cols; ++c) sum += sums[r * R + c];
+        for (int c = col; c < col + summed_cols; ++c) sum += sums[r * R + c];
+      }
+      put(index, sum);
     }
-    if (g.is_float) {
-      static_cast<float*>(g.out)[first + index] = sum;
-    } else {
-      static_cast<uint16_t*>(g.out)[first + index] = static_cast<uint16_t>(ptx::pack2<E>(sum, 0.f));
+  } else if (g.is_float) {
+#pragma unroll 4
+    for (int index = threadIdx.x; index < count; index += kThreads) floats[index] = sums[index];
+  } else {
+    // In pairs, which begin on 4 bytes.
+    const int begin = static_cast<int>(first & 1), end = begin + (count - begin) / 2 * 2;
+#pragma unroll 4
+    for (int index = begin + 2 * static_cast<int>(threadIdx.x); index < end; index += 2 * kThreads) {
+      *reinterpret_cast<uint32_t*>(halves + index) = ptx::pack2<E>(sums[index], sums[index + 1]);
     }
+    if (threadIdx.x == 0 && begin > 0) put(0, sums[0]);
+    if (threadIdx.x == 0 && end < count) put(end, sums[end]);
   }
   __syncthreads();
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "bias_rows.h"
 #include "fp8.h"
 #include "plan.h"
 
@@ -25,6 +26,7 @@ struct FwdCall {
   std::byte* workspace;  // of plan.workspace.bytes, on 128 bytes, holding anything
   KvCache cache = {};    // of calls with a cache
   Fp8Operands fp8 = {};  // of requests whose operands are not all of 16 bits
+  BiasRows bias_rows = {};  // what the pass copies that a plan may begin with
 };
 
 struct BwdCall {
@@ -33,6 +35,7 @@ struct BwdCall {
   Modifiers modifiers;  // of plain calls none
   BiasGradient dbias, dslopes;
   std::byte* workspace;
+  BiasRows bias_rows = {};
   BwdParams whole = {};  // with GQA splits: the call as it came, while `p` has the splits as key heads
 
   // As portable kernels see the workspace, and as those for Hopper do. `l`: the launch that is to read it.

@@ -36,6 +36,9 @@ struct BiasView {
   bool aligned = false;   // every row starts on a 16-byte boundary, and its elements are neighbours
   bool staged = false;    // aligned, of 16 bits: what is there may be copied as it is
   bool has_room = false;  // memory of the tensor goes on to the end of the last pair of elements
+  // Rows have an end, but do not begin on 16 bytes, as with 77 keys, or their elements are no neighbours. Kernels get a copy
+  // (bias_rows.h), but for those that take it as it is: the plan says so.
+  bool is_unaligned = false;
 };
 
 // One value per position and its smallest and largest value over groups of 32 positions.
@@ -44,15 +47,15 @@ struct DocumentIds {
 
   const int32_t* ids = nullptr;
   const int32_t* groups = nullptr;  // (min, max) pairs
-  int64_t batch_stride = 0;         // positions; 0 when packed
-  int64_t group_batch_stride = 0;   // groups
+  int64_t batch_stride = 0;  // positions; 0 when packed
+  int64_t group_batch_stride = 0;  // groups
 };
 
 // Per position, `count` half-open intervals on the other side that it may not see.
 struct HiddenIntervals {
   const int32_t* bounds = nullptr;  // [position][count][2]
   const int32_t* groups = nullptr;  // [group][count][4]: smallest and largest start, smallest and largest end
-  int64_t batch_stride = 0;         // in int32
+  int64_t batch_stride = 0;  // in int32
   int64_t head_stride = 0;
   int64_t group_batch_stride = 0;
   int64_t group_head_stride = 0;

@@ -108,6 +108,8 @@ enum class KernelId : uint8_t {
   // portable
   kFwdSplitMod80,
   kFwdSplitCachedMod80,
+  // passes
+  kAlignBias,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,
@@ -163,6 +165,7 @@ struct Workspace {
   Part dq_accum;  // fp32
   Part dk_partials, dv_partials;  // fp32, of each GQA or query split
   Part dbias_partials, dslopes_partials;  // fp32, where what is summed over is divided
+  Part bias_rows;  // the copy of a bias that is_unaligned
   int64_t bytes = 0;
 
   static constexpr int64_t kAlignment = 128;  // a line of the L2 cache; TMA wants 16

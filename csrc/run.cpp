@@ -45,6 +45,7 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwdFp890:
       return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);
     case KernelId::kFwdMod90: return launch_in({sm90::kFwdModUpTo128, sm90::kFwdModAbove128}, c, l);
+    case KernelId::kAlignBias: return align_bias_rows(c.bias_rows, c.p.stream);
     default: return name_of(l) + " is no kernel of a forward";
   }
 }
@@ -79,14 +80,26 @@ std::string launch(const BwdCall& c, const Launch& l) {
     case KernelId::kBwdDkdvMod90:
     case KernelId::kBwdDqMod90: return launch_in({sm90::kBwdSplitModUpTo128, sm90::kBwdSplitModAbove128}, c, l);
     case KernelId::kDbias90: return launch_in({sm90::kDbias}, c, l);
+    case KernelId::kAlignBias: return align_bias_rows(c.bias_rows, c.p.stream);
     case KernelId::kSumDkSplits: return sum_parts(l, c, c.p.dk, c.whole.dk);
     case KernelId::kSumDvSplits: return sum_parts(l, c, c.p.dv, c.whole.dv);
     default: return name_of(l) + " is no kernel of a backward";
   }
 }
 
+// Where the plan has a place for a copy of the bias, that is what kernels read.
 template <typename Call>
-std::string run_all(const Call& call) {
+void read_copied_bias(Call& call) {
+  BiasView& bias = call.modifiers.bias;
+  if (!call.plan.workspace.bias_rows) return;
+  call.bias_rows = rows_of(bias, call.p.problem);
+  call.bias_rows.to = part_of<std::byte>(call.workspace, call.plan.workspace.bias_rows);
+  bias = copied(bias, call.bias_rows, call.bias_rows.to);
+}
+
+template <typename Call>
+std::string run_all(Call& call) {
+  read_copied_bias(call);
   for (const Launch& l : call.plan.steps()) {
     const std::string error = launch(call, l);
     if (!error.empty()) return error;

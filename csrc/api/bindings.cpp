@@ -163,13 +163,19 @@ py::dict dict_of(const Plan& plan) {
   d["launches"] = launches;
   const Workspace& w = plan.workspace;
   py::dict parts;
-  const std::pair<const char*, Part> named[] = {
-      {"tile_counters", w.tile_counters},   {"kv_partials", w.kv_partials},
-      {"kv_stretches", w.kv_stretches},     {"stats_portable", w.stats_portable},
-      {"row_stats", w.row_stats},           {"dq_semaphore", w.dq_semaphore},
-      {"pool_words", w.pool_words},         {"dq_accum", w.dq_accum},
-      {"dk_partials", w.dk_partials},       {"dv_partials", w.dv_partials},
-      {"dbias_partials", w.dbias_partials}, {"dslopes_partials", w.dslopes_partials}};
+  const std::pair<const char*, Part> named[] = {{"tile_counters", w.tile_counters},
+                                                {"kv_partials", w.kv_partials},
+                                                {"kv_stretches", w.kv_stretches},
+                                                {"stats_portable", w.stats_portable},
+                                                {"row_stats", w.row_stats},
+                                                {"dq_semaphore", w.dq_semaphore},
+                                                {"pool_words", w.pool_words},
+                                                {"dq_accum", w.dq_accum},
+                                                {"dk_partials", w.dk_partials},
+                                                {"dv_partials", w.dv_partials},
+                                                {"dbias_partials", w.dbias_partials},
+                                                {"dslopes_partials", w.dslopes_partials},
+                                                {"bias_rows", w.bias_rows}};
   for (const auto& [name, part] : named) {
     if (part) parts[name] = part.bytes;
   }

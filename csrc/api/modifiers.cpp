@@ -6,10 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "../bias_rows.h"
 #include "../condensed.h"
 #include "../path_choice.h"
-#include "../short_tiles.h"
 #include "api.h"
 #include "tensors.h"
 
@@ -54,31 +52,9 @@ BiasView bias_view(const Tensor& t) {
   // may be the end of the memory.
   const int64_t elements = static_cast<int64_t>(t.storage().nbytes() / t.element_size());
   x.has_room = x.cols % 2 == 0 || (t.numel() > 0 && t.storage_offset() + last_element(t) + 1 < elements);
+  // One value for all keys is read as it is.
+  x.is_unaligned = !x.aligned && x.col_stride != 0 && t.numel() > 0 && get_switch(Switch::kUnaligned) != 1;
   return x;
-}
-
-// The bias as kernels read it. One whose rows do not begin on 16 bytes, as with 77 keys, is copied so that they do: read
-// element by element it is 2 to 4 times as slow forward, and backward it leaves the Hopper kernels. One value for all
-// keys is read as it is.
-BiasView prepare_bias(Prepared& made, const Tensor& bias) {
-  const BiasView as_given = bias_view(bias);
-  if (as_given.aligned || as_given.col_stride == 0 || get_switch(Switch::kUnaligned) == 1) return as_given;
-  Tensor entries = bias;  // those that differ
-  for (int64_t dim = 0; dim < 3; ++dim) {
-    if (entries.stride(dim) == 0) entries = entries.narrow(dim, 0, 1);
-  }
-  BiasRows x{.element_bytes = static_cast<int>(bias.element_size())};
-  for (int64_t dim = 0; dim < 4; ++dim) x.strides[dim] = entries.stride(dim), x.sizes[dim] = entries.size(dim);
-  const int64_t room = x.pieces() * BiasRows::kPieceBytes / x.element_bytes;
-  const Tensor rows = new_tensor({x.sizes[0], x.sizes[1], x.sizes[2], room}, bias.options());
-  x.from = entries.const_data_ptr();
-  x.to = rows.mutable_data_ptr();
-  if (rows.numel() > 0 && should_launch()) {
-    const std::string error = align_bias_rows(x, made.stream);
-    TORCH_CHECK(error.empty(), "flash_ext bias: ", error);
-  }
-  made.kept.push_back(rows.narrow(3, 0, bias.size(3)));
-  return bias_view(made.kept.back());
 }
 
 // The condensed form of a mask's tensor: what is given, or made of it by passes in front of the kernels.
@@ -156,9 +132,8 @@ HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds, int64_t 
 
 }  // namespace
 
-Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& info, void* stream) {
+Prepared prepare(const Request& request, const CallArgs& a, void* stream) {
   const Problem& p = request.problem;
-  const Constraints& c = request.constraints;
   Prepared made;
   made.stream = stream;
   Modifiers& m = made.modifiers;
@@ -172,8 +147,7 @@ Prepared prepare(const Request& request, const CallArgs& a, const DeviceInfo& in
     x.table_batch_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 0));
     x.table_head_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 1));
   } else if (a.bias.has_value()) {
-    const bool is_kept = request.direction == Direction::kForward ? is_short_mod(p, info, c) : is_short_bwd(p, info, c);
-    m.bias = is_kept ? bias_view(*a.bias) : prepare_bias(made, *a.bias);
+    m.bias = bias_view(*a.bias);
   }
   if (a.slopes.has_value()) {
     m.by_distance.slopes = a.slopes->const_data_ptr<float>();
@@ -241,19 +215,25 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
       m.inv_softcap = 1.f / 30.f;
     } else if (name == "alibi") {
       m.by_distance.slopes = reinterpret_cast<const float*>(&something);
-    } else if (name == "bias" || name == "bias_gradient") {  // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes
+    } else if (name == "bias" || name == "bias_gradient" || name == "full_bias" || name == "full_bias_gradient") {
+      // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side
+      const bool is_full = name.starts_with("full");
       BiasView& b = m.bias;
       b.ptr = &something;
       b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
       b.cols = p.is_varlen() ? static_cast<int32_t>(p.total_k) : p.seqlen_k;
-      b.row_stride = (b.cols + 7) / 8 * 8;
+      b.row_stride = is_full ? b.cols : (b.cols + 7) / 8 * 8;
       b.col_stride = 1;
       b.head_stride = b.row_stride * b.rows;
-      b.aligned = b.staged = b.has_room = true;
+      if (is_full && p.batch > 1) b.batch_stride = b.head_stride * p.num_heads;
+      b.aligned = b.staged = b.row_stride % 8 == 0;
+      b.is_unaligned = !b.aligned;
+      b.has_room = true;
+      dbias.batch = is_full ? p.batch : 1;
       dbias.heads = p.num_heads;
       dbias.rows = b.rows;
       dbias.cols = b.cols;
-      wants_dbias = wants_dbias || name == "bias_gradient";
+      wants_dbias = wants_dbias || name.ends_with("_gradient");
     } else if (name == "relative" || name == "relative_gradient") {  // a table of 257 entries a head
       m.by_distance.table = reinterpret_cast<const float*>(&something);
       m.by_distance.reach = dbias.reach = 128;
@@ -287,9 +267,9 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else {
       throw std::invalid_argument(
           "unknown modifier '" + name +
-          "'; known: softcap, alibi, bias, bias_gradient, relative, relative_gradient, dropout, "
-          "mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, "
-          "sink_tokens, sinks");
+          "'; known: softcap, alibi, bias, bias_gradient, full_bias, full_bias_gradient, relative, "
+          "relative_gradient, dropout, "
+          "mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
     }
   }
   m.has_score_mod = m.softcap > 0 || m.adds();

@@ -59,7 +59,7 @@ FwdModResult forward(const Tensor& out, const Tensor& q, const Tensor& k, const 
   Request request{.direction = Direction::kForward, .problem = problem, .constraints = choice.constraints};
   Prepared made;
   if (is_modified) {
-    made = prepare(request, a, info, params.stream);
+    made = prepare(request, a, params.stream);
     if (a.want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
     request.modifiers = &made.modifiers;
   }
@@ -177,7 +177,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
     request.constraints.row = {};  // it has chosen the kernels of dq, dk and dv
   }
 
-  const Prepared made = prepare(request, a, info, params.stream);
+  const Prepared made = prepare(request, a, params.stream);
   BiasGradient of_bias, of_slopes;
   request.modifiers = &made.modifiers;
   request.need_qkv = a.need_qkv && !runs_plain;

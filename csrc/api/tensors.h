@@ -121,7 +121,7 @@ struct Prepared {
 Tensor condense(const Tensor& x, int64_t block_rows, int64_t block_cols, void* stream);
 
 // Runs the passes over masks that `request` needs, whose modifiers are still missing (api/modifiers.cpp).
-Prepared prepare(const Request& request, const CallArgs& args, const DeviceInfo& info, void* stream);
+Prepared prepare(const Request& request, const CallArgs& args, void* stream);
 
 // The gradient of a bias of shape (batch|1, h|1, rows|1, cols|1), or of slopes.
 BiasGradient gradient_of(at::IntArrayRef shape, bool is_slope);

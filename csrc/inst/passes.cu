@@ -45,7 +45,7 @@ std::string group_intervals(const int32_t* bounds, int32_t* groups, int64_t rows
 }
 
 std::string align_bias_rows(const BiasRows& x, void* stream) {
-  const int64_t pieces = x.pieces(), threads = pieces * x.sizes[0] * x.sizes[1] * x.sizes[2];
+  const int64_t pieces = x.pieces(), threads = x.threads();
   if (threads > INT32_MAX) {
     // Halves of the first dimension that has some: a row alone is never that long.
     const int dim = x.sizes[0] > 1 ? 0 : x.sizes[1] > 1 ? 1 : 2;
@@ -61,8 +61,7 @@ std::string align_bias_rows(const BiasRows& x, void* stream) {
   const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
   const BiasRowsGrid g{divisor(pieces), divisor(x.sizes[2]), divisor(x.sizes[1]), static_cast<uint32_t>(threads)};
   const auto kernel = x.element_bytes == 2 ? align_bias_rows_kernel<uint16_t> : align_bias_rows_kernel<uint32_t>;
-  return launch("align_bias_rows", kernel, (threads + kBiasRowsThreads - 1) / kBiasRowsThreads, kBiasRowsThreads, 0,
-                stream, x, g);
+  return launch("align_bias_rows", kernel, x.ctas(), BiasRows::kThreads, 0, stream, x, g);
 }
 
 std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const float* parts,

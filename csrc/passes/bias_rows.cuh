@@ -7,8 +7,6 @@
 
 namespace flash_ext {
 
-inline constexpr int kBiasRowsThreads = 256;
-
 struct BiasRowsGrid {
   Divisor pieces, rows, heads;
   uint32_t threads;
@@ -41,10 +39,10 @@ __device__ __forceinline__ uint4 unaligned_piece(const char* at, int valid) {
 }
 
 template <typename Element>
-__global__ void __launch_bounds__(kBiasRowsThreads)
+__global__ void __launch_bounds__(BiasRows::kThreads)
     align_bias_rows_kernel(const __grid_constant__ BiasRows x, const __grid_constant__ BiasRowsGrid g) {
   constexpr int kElements = BiasRows::kPieceBytes / sizeof(Element);
-  const uint32_t thread = blockIdx.x * kBiasRowsThreads + threadIdx.x;
+  const uint32_t thread = blockIdx.x * BiasRows::kThreads + threadIdx.x;
   if (thread >= g.threads) return;
   const uint32_t row = divide(thread, g.pieces), head = divide(row, g.rows), batch = divide(head, g.heads);
   const uint32_t column = (thread - row * g.pieces.divisor) * kElements;

@@ -1,6 +1,7 @@
 // The first row that fits, GQA splits around it, and names.
 #include "../plan.h"
 
+#include "../bias_rows.h"
 #include "../gqa_splits.h"
 #include "table.h"
 
@@ -110,11 +111,63 @@ const char* stem_of(KernelId k) {
     case KernelId::kSumDkSplits: return "sum_dk";
     case KernelId::kSumDvSplits: return "sum_dv";
     case KernelId::kFwdCached90: return "fwd_cached_sm90";
+    case KernelId::kAlignBias: return "align_bias_rows";
   }
   return "?";
 }
 
+namespace {
+
+bool fwd_takes_loose_bias(const Launch& l) {
+  return l.block_m == 128 && sm90::loose_bias_places(l.head_dim, l.variant == ScoreVariant::kBias) > 0;
+}
+bool bwd_takes_loose_bias(const Launch& l) {
+  return sm90::BwdModTile::takes_loose_bias(l.head_dim, l.variant == ScoreVariant::kAdd);
+}
+
+// Whether the kernels of a plan take a bias whose rows do not begin on 16 bytes. They are all that read it.
+bool reads_unaligned(const Plan& p, const BiasView& bias, const Problem& problem) {
+  const bool loose = is_loose(bias, problem);
+  for (const Launch& l : p.steps()) {
+    switch (l.kernel) {
+      case KernelId::kFwdShort80:
+      case KernelId::kBwdShort80:
+      case KernelId::kRowStats80:
+      case KernelId::kRowStats90:
+      case KernelId::kRowStatsAndZero90:
+      case KernelId::kDqConvert80:
+      case KernelId::kDqConvert90: break;
+      case KernelId::kFwdMod90:
+        if (!loose || !fwd_takes_loose_bias(l)) return false;
+        break;
+      case KernelId::kBwdFusedMod90:
+        if (!loose || !bwd_takes_loose_bias(l)) return false;
+        break;
+      default: return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
 Plan plan(const Request& r, const DeviceInfo& d, Arch arch) {
+  if (r.modifiers != nullptr && r.modifiers->bias.is_unaligned) {
+    const BiasView& bias = r.modifiers->bias;
+    const BiasRows rows = rows_of(bias, r.problem);
+    Modifiers m = *r.modifiers;
+    m.bias = copied(bias, rows, bias.ptr);
+    Request of_copy = r;
+    of_copy.modifiers = &m;
+    Plan p = plan(of_copy, d, arch);
+    if (reads_unaligned(p, bias, r.problem)) return p;
+    p.workspace.bias_rows = p.workspace.add(rows.bytes());
+    std::copy_backward(p.launches.begin(), p.launches.end() - 1, p.launches.end());
+    p.launches[0] = plans::pass(KernelId::kAlignBias, 0, 0, rows.ctas(), BiasRows::kThreads);
+    ++p.num_launches;
+    ++p.main;
+    return p;
+  }
   const int splits = gqa_splits_of(r, d, arch);
   if (splits == 1) return plan_of_rows(r, d, arch);
   Request parts = r;

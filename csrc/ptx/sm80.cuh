@@ -56,6 +56,11 @@ __device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src, int by
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
+// Completes an arrival at `bar` when what this thread has copied is there; the arrival is one more than the barrier counts.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];\n" ::"r"(bar) : "memory");
+}
+
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
@@ -140,6 +145,11 @@ __device__ __forceinline__ uint2 load_shared_pair_anew(uint32_t address) {
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(address));
+  return x;
+}
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
+  uint16_t x;
+  asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(x) : "r"(address));
   return x;
 }
 __device__ __forceinline__ uint2 load_shared_words(uint32_t address) {

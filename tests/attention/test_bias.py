@@ -58,6 +58,55 @@ def test_any_strides(target: Target) -> None:
     for_each(mcases, target, cpu=15)
 
 
+@on_modifier_gpu_paths
+def test_an_entry_for_each_score_in_rows_off_16_bytes(target: Target) -> None:
+    """Every place of a row behind 16 bytes, last tiles of few rows and keys, one sequence or head, slices."""
+    shapes = ((81, 81, 3, 2), (130, 197, 3, 2), (577, 131, 2, 2), (128, 130, 1, 3), (200, 333, 3, 1),
+              (9, 1001, 2, 2), (262, 388, 2, 3))  # fmt: skip
+    mcases = [
+        ModifierCase(
+            dense(batch, rows, keys, heads, 1, head_dim, seed=index, **options), ("bias_bhqk", *more)
+        )
+        for index, (rows, keys, batch, heads) in enumerate(shapes)
+        for head_dim, options, *more in (
+            (32, {"causal": True}),
+            (64, {}, "drop0.5"),
+            (64, {"dtype": "fp16", "deterministic": True}),
+            (80, {"dlse": True}),
+            (128, {}),
+            (128, {"causal": True}, "padding"),
+            (128, {}, "softcap5"),
+            (192, {}),
+            (256, {}),
+        )
+    ]
+    mcases += [
+        ModifierCase(dense(2, 130, 171, 3, 3, 64), (f"bias_bhqk_{flag}",)) for flag in ("odd", "t", "skip")
+    ]
+    for_each(mcases, target)
+
+
+@on_modifier_gpu_paths
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_bias_reaches_its_own_head_only(target: Target, head_dim: int) -> None:
+    """The last tile of a head's rows holds rows of the next head, which has NaN and infinity here."""
+    q, k, v = (torch.randn(2, 197, 3, head_dim, device=target.device).bfloat16() for _ in range(3))
+    bias = torch.randn(2, 3, 197, 197, device=target.device).bfloat16()
+    spoilt = bias.clone()
+    spoilt[0, 1] = torch.nan
+    spoilt[1, 0] = torch.inf
+    kept = [(0, 0), (0, 2), (1, 1), (1, 2)]
+    results = []
+    for given in (bias, spoilt):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v, given)]
+        out = flash_ext.attention(*inputs[:3], bias=inputs[3], backend=target.path)
+        _, *grads = torch.autograd.grad(out, inputs, torch.ones_like(out))  # dq is summed in any order
+        heads = [t.transpose(1, 2) for t in (out, *grads[:2])] + [grads[2]]
+        results.append([t[b, h] for t in heads for b, h in kept])
+    for clean, beside in zip(*results):
+        assert torch.equal(clean, beside)
+
+
 @on_modifier_paths
 def test_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
     shapes = (dense(2, 100, 140, 4, 2, 64, causal=True), packed([70, 0, 33], [80, 9, 64], num_heads_k=1),

@@ -88,6 +88,30 @@ def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
     assert long["workspace"]["dbias_partials"] % (4 * 8 * 257) == 0
 
 
+@pytest.mark.parametrize(
+    ("call", "is_copied"),
+    [
+        ("fwd full_bias", False),
+        ("fwd full_bias head_dim=128", False),
+        ("bwd full_bias_gradient", False),
+        ("bwd full_bias_gradient head_dim=128", True),
+        ("fwd full_bias seqlen=49", False),
+        ("fwd full_bias seqlen=584", False),
+        ("fwd full_bias dropout head_dim=128", True),
+        ("bwd full_bias dropout head_dim=128", True),
+        ("bwd full_bias_gradient deterministic", True),
+        ("fwd full_bias head_dim=256", True),
+        ("fwd full_bias gpu=8.0/108", True),
+    ],
+)
+def test_a_bias_is_copied_where_kernels_want_rows_on_16_bytes(call: str, is_copied: bool) -> None:
+    """577 keys: Hopper's kernels take an entry for each score as it lies, others a copy with 584."""
+    shape = "seqlen=577 batch=2 heads=3 head_dim=64"
+    words = [word for word in shape.split() if word.split("=")[0] + "=" not in call]
+    plan = planned.plan(" ".join((call, *words, *([] if "gpu=" in call else [H200]))))
+    assert plan["workspace"].get("bias_rows", 0) == (2 * 2 * 3 * 577 * 584 if is_copied else 0)
+
+
 def test_no_row_is_left_out() -> None:
     named = {wanted["row"] for wanted in TABLE[EVERY_ROW].values()} | BEYOND_WORDS
     assert named == {row for _, row, _ in _C.plan_rows()}

@@ -44,9 +44,9 @@ def run_forward(m, rnd, *, apart=False):
     forward(m, items, stages, rnd.choice((1, 2)), groups, draws=rnd.random() < 0.5, apart=apart)
 
 
-def run_forward_mod(m, rnd, *, bias=False):
+def run_forward_mod(m, rnd, *, bias=False, loose=0):
     items = [[seen_by(rnd, 2) or (0, 1) for _ in range(count)] for count in counts(rnd)]
-    forward_mod(m, items, rnd.choice((1, 2)), bias, draws=rnd.random() < 0.5)
+    forward_mod(m, items, rnd.choice((1, 2)), bias, draws=rnd.random() < 0.5, loose=loose)
 
 
 def run_forward_tall(m, rnd):
@@ -152,6 +152,8 @@ MODELS = {
     "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
+    "forward with a loose bias": model(run_forward_mod, bias=True, loose=4),
+    "forward with a loose bias, 128": model(run_forward_mod, bias=True, loose=3),
     "backward of few rows": run_few_rows,
     "backward of few keys": run_few_keys,
     "wide backward, keys": run_split_dkdv,
@@ -234,6 +236,7 @@ RINGS = {
     "forward": ("K or V", "Q"),
     "forward over a cache": ("K or V", "Q"),
     "forward with a bias": ("K or V", "Q", "bias", "chunk"),
+    "forward with a loose bias, 128": ("K or V", "Q", "bias", "chunk"),
     "backward of few rows": ("K", "V", "Q", "dO", "item"),
     "backward together": ("K", "V", "Q", "dO", "item"),
     "backward together, in order": ("K", "V", "Q", "dO", "item", "dQ"),

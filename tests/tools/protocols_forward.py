@@ -174,12 +174,12 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
     m.warps(groups, consumer)
 
 
-def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stages=4):
+def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stages=4, loose=0):
     """schedule_mod_work() and load_mod_tiles() of fwd_mod/produce.cuh, MaskedConsumer of
     fwd_mod/consume.cuh, with three groups as T::kM192 has it. An item is a list of steps, a step the groups
-    that see it."""
+    that see it. A loose bias comes in two parts a step, each to one of `loose` places."""
     kv, q = Slots("K or V", kv_stages, groups * WARPS), Slots("Q", q_stages, groups * WARPS)
-    tile_of_bias = Slots("bias", 2, groups * WARPS)
+    tile_of_bias, parts_of_bias = Slots("bias", loose or 2, groups * WARPS), 2 if loose else 1
     chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
     work_at, step_at = cells("item", 8), cells("step", kv_stages)
 
@@ -226,8 +226,8 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
                 for what in (("K", n, i), v) if v else (("K", n, i),):
                     yield from kv.load(me, used, what)
                     used += 1
-                if bias:
-                    yield from tile_of_bias.load(me, steps, (n, i))
+                for half in range(parts_of_bias if bias else 0):
+                    yield from tile_of_bias.load(me, parts_of_bias * steps + half, (n, i))
                 steps += 1
                 v = ("V", n, i)
             me.read(work_at[found % 8], n)
@@ -264,8 +264,8 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
             now.used += 1
 
         def use_bias(seen):
-            if bias:
-                n = now.used // 2
+            for half in range(parts_of_bias if bias else 0):
+                n = now.used // 2 * parts_of_bias + half
                 yield tile_of_bias.ready(n)
                 if seen:
                     me.read(tile_of_bias.at(n), now.step)

@@ -1,6 +1,8 @@
 // Tile shapes of the sm90 path, for the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
+#include <algorithm>
+
 #include "../../grid.h"
 #include "../../heuristics.h"
 #include "../../mask_kinds.h"
@@ -63,23 +65,32 @@ struct FwdModTile {
   bool bias_has_place;  // tiles of a bias have their own place, else that of the second tile of Q and the staging
   int consumers = 2;
   int bias_stages = 2;
+  int loose_places = 0;  // of 64 keys of a loose bias (bias_rows.h), in the same room; 0: none is taken
+
+  static constexpr int kLoosePitch = 2 * 64 + 16;  // bytes of a row: of nine pieces, wherever behind 16 bytes it begins
 
   constexpr int control_bytes() const { return kv_stages > 5 ? 4096 : 3072; }
   constexpr FwdTile plain() const { return {block_n, consumers, kv_stages, q_stages}; }
   constexpr int staging_bytes(int dv) const { return staged ? plain().staging_bytes(dv) : 0; }
   constexpr int bias_stage_size() const { return bias_stages == 0 ? 0 : tile_bytes(64 * consumers, block_n); }
+  constexpr int loose_bytes() const { return 64 * consumers * kLoosePitch; }
   constexpr int smem_bytes(int d, int dv) const {
     return plain().smem_bytes(d, dv) - plain().staging_bytes(dv) + staging_bytes(dv) - kControlBytes + control_bytes() +
-           (bias_has_place ? bias_stages * bias_stage_size() : 0);
+           (bias_has_place ? std::max(bias_stages * bias_stage_size(), loose_places * loose_bytes()) : 0);
   }
 };
 
 // Of head_dim, whatever head_dim_v is.
 constexpr FwdModTile fwd_mod_tile(int d) {
-  if (d == 64) return {128, 4, 2, true, true};
+  if (d == 64) return {128, 4, 2, true, true, 2, 2, 4};
   if (d <= 128) return {128, 4, 2, true, false};
   if (d == 192) return {64, 4, 2, true, false};
   return {64, 4, 1, false, true};
+}
+
+// The same where a bias is all that changes scores. With other changes head_dim 128 is short of registers.
+constexpr int loose_bias_places(int d, bool is_alone) {
+  return d == 128 && is_alone ? 3 : fwd_mod_tile(d).loose_places;
 }
 
 // Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192().
@@ -122,7 +133,7 @@ inline bool has_unequal_tiles(const Problem& p, const Modifiers& m) {
 // Rows of a tile of bias as TMA brings it: all, 1 where rows are broadcast, 0 where TMA cannot read the bias. One row
 // for all knows no end, behind which a bias would add 0.
 inline int staged_bias_rows(const BiasView& x, const Problem& p, int block_m) {
-  if (x.ptr == nullptr || !x.staged) return 0;
+  if (x.ptr == nullptr || x.is_float || !(x.staged || x.is_unaligned)) return 0;
   if (x.row_stride != 0) return block_m;
   return x.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q) ? 1 : 0;
 }

@@ -29,6 +29,7 @@ struct FwdModArgs {
   ShortCapSeries short_cap;
   float scale_log2;          // from raw products to units of log2
   Steps bias_steps;
+  bool has_loose_bias;  // loose_bias.cuh
   int bias_rows;  // of a staged tile of bias: those of a tile of queries, or 1; 0: bias is read from global memory
   int q_stages;   // 1 where tiles of bias take the place of the second one and of the staging
 };
@@ -151,7 +152,11 @@ struct FwdModTraits {
   static constexpr int kStagingEnd = kStagingAt + kModTile.staging_bytes(Dv);
   static constexpr int kBiasBytes = kModTile.bias_stage_size();
   static constexpr int kBiasAt = kModTile.bias_has_place ? kStagingEnd : kQAt + kQBytes;
-  static constexpr int kBiasEnd = kBiasAt + kBiasStages * kBiasBytes;
+  static constexpr int kLoosePlaces = kM192 ? 0 : loose_bias_places(D, Kind == FwdModKind::kBias);
+  static constexpr int kBiasPlaces = kBiasStages > kLoosePlaces ? kBiasStages : kLoosePlaces;
+  static constexpr int kLooseCycle = kLoosePlaces > 0 ? kLoosePlaces : 1;
+  static constexpr int kLooseBytes = kModTile.loose_bytes(), kLooseParts = kBlockN / 64;
+  static constexpr int kBiasEnd = kBiasAt + std::max(kBiasStages * kBiasBytes, kLoosePlaces* kLooseBytes);
   static constexpr int kNumbersAt = kBiasEnd > kStagingEnd ? kBiasEnd : kStagingEnd;  // of keys, for slopes
   static constexpr int kSharedAt = kNumbersAt + (kSlopesInProduct ? 1024 : 0);
   static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);
@@ -177,7 +182,7 @@ struct ModShared {
 template <typename T>
 struct ModBarriers {
   static constexpr int kKv = 0, kQ = kKv + 2 * T::kKvStages, kChunk = kQ + 2 * T::kQStages;
-  static constexpr int kBias = kChunk + 2 * T::kChunkStages, kEnding = kBias + 2 * T::kBiasStages, kCount = kEnding + 1;
+  static constexpr int kBias = kChunk + 2 * T::kChunkStages, kEnding = kBias + 2 * T::kBiasPlaces, kCount = kEnding + 1;
   static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModShared<T>));
   static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
 
@@ -190,14 +195,14 @@ struct ModBarriers {
   __device__ uint32_t chunk_full(int stage) const { return at(kChunk + stage); }
   __device__ uint32_t chunk_empty(int stage) const { return at(kChunk + T::kChunkStages + stage); }
   __device__ uint32_t bias_full(int stage) const { return at(kBias + stage); }
-  __device__ uint32_t bias_empty(int stage) const { return at(kBias + T::kBiasStages + stage); }
+  __device__ uint32_t bias_empty(int stage) const { return at(kBias + T::kBiasPlaces + stage); }
   __device__ uint32_t work_ending() const { return at(kEnding); }
 
   __device__ void init() const {
     init_pairs(at(kKv), T::kKvStages, 1, 4 * T::kConsumers);
     init_pairs(at(kQ), T::kQStages, 1, 4 * T::kConsumers);
     init_pairs(at(kChunk), T::kChunkStages, 1, 1);
-    init_pairs(at(kBias), T::kBiasStages, 1, 4 * T::kConsumers);
+    init_pairs(at(kBias), T::kBiasPlaces, 1, 4 * T::kConsumers);
     ptx::mbarrier_init(work_ending(), 1);
     ptx::fence_mbarrier_init();
   }

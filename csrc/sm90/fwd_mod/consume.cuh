@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../fwd/consume.cuh"
+#include "loose_bias.cuh"
 #include "mask_words.cuh"
 #include "scores.cuh"
 #include "slopes.cuh"
@@ -123,10 +124,33 @@ struct MaskedConsumer {
     __syncwarp();
     arrive(bars.bias_empty(stage_of(kv.used / 2, T::kBiasStages)));
   }
+  // A loose bias comes in parts of 64 keys: how many have come before.
+  __device__ __forceinline__ uint32_t loose_count(int part) const {
+    return static_cast<uint32_t>(kv.used / 2 * T::kLooseParts + part);
+  }
+  __device__ __forceinline__ bool has_loose_bias() const { return T::kLoosePlaces > 0 && a.has_loose_bias; }
+  __device__ __forceinline__ int loose_place(int part) const {
+    return static_cast<int>(loose_count(part) % T::kLooseCycle);
+  }
+  __device__ __forceinline__ uint32_t wait_for_loose_bias(int part) const {
+    wait(bars.bias_full(loose_place(part)), loose_count(part) / T::kLooseCycle % 2);
+    return smem + T::kBiasAt + loose_place(part) * T::kLooseBytes;
+  }
+  __device__ __forceinline__ void free_loose_bias(int part) const {
+    __syncwarp();
+    arrive(bars.bias_empty(loose_place(part)));
+  }
   // K of a step that this warpgroup does not see, and its bias.
   __device__ __forceinline__ void skip_step() {
     skip_stage();
-    if (has_bias<T>(a)) {
+    if (!has_bias<T>(a)) return;
+    if (has_loose_bias()) {
+#pragma unroll 1
+      for (int part = 0; part < T::kLooseParts; ++part) {
+        wait_for_loose_bias(part);
+        free_loose_bias(part);
+      }
+    } else {
       wait_for_bias();
       free_bias();
     }
@@ -223,16 +247,25 @@ struct MaskedConsumer {
 
   __device__ __forceinline__ void add_bias() {
     const int row0 = first_row();
-    const uint32_t bias = has_bias<T>(a) ? wait_for_bias() : 0;
+    const bool is_staged = has_bias<T>(a) && !has_loose_bias();
+    const uint32_t bias = is_staged ? wait_for_bias() : 0;
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
       modify_scores<T>(x, a, score_mod(), row0, first_col() + part * kPartKeys, [&](float scale) {
-        add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
+        if (has_loose_bias()) {
+          const uint32_t place = wait_for_loose_bias(part);
+          const ModWorkTile& work = work_at(work_tiles);
+          const int behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);
+          add_loose_bias<E, FwdModTile::kLoosePitch>(x, scale, place, warp_row(), behind);
+          free_loose_bias(part);
+        } else {
+          add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
+        }
       });
       ptx::warpgroup_fence_operand(x);
     }
-    if (has_bias<T>(a)) free_bias();
+    if (is_staged) free_bias();
   }
   // Raw products to exponents, less the maxima there are.
   __device__ __forceinline__ void make_exponents() {

@@ -41,23 +41,14 @@ inline ShortCapSeries short_cap_series(double unit, const Problem& p, const Modi
 }
 
 inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Problem& p, int box_rows) {
-  static const EncodeTiled encode = find_encoder();
-  if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   // As encode_map() has it: a broadcast dimension has one entry.
   const int element = x.is_float ? 4 : 2;
-  const auto bytes = [=](int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 16 : element * stride); };
-  const auto size = [](int64_t stride, int64_t n) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); };
-  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(x.cols), size(x.row_stride, x.rows),
-                              size(x.head_stride, p.num_heads), size(x.batch_stride, p.batch), 1};
-  const cuuint64_t strides[4] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride), 16};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(128 / element), static_cast<cuuint32_t>(box_rows), 1, 1, 1},
-                   ones[5] = {1, 1, 1, 1, 1};
+  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(x.cols), map_size(x.row_stride, x.rows),
+                              map_size(x.head_stride, p.num_heads), map_size(x.batch_stride, p.batch), 1};
+  const cuuint64_t strides[4] = {map_stride(x.row_stride, element), map_stride(x.head_stride, element),
+                                 map_stride(x.batch_stride, element), 16};
   const CUtensorMapDataType type = x.is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : map_type_of(p.dtype);
-  const CUresult result =
-      encode(&map, type, 5, const_cast<void*>(x.ptr), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return {};
-  return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");
+  return encode(map, const_cast<void*>(x.ptr), type, dims, strides, {128 / element, box_rows, element});
 }
 
 // Whether add_far_bias() may read a bias in fp32 by pairs: the second element of the last one of a row may belong to no
@@ -81,10 +72,13 @@ std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
   a.scale_log2 = m.has_score_mod ? r.softmax_scale * kLog2e : m.unit_log2;
   a.bias_rows = staged_bias_rows(m.bias, r, T::kBlockM);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
+  a.has_loose_bias = m.bias.is_unaligned;
   a.q_stages = !T::kModTile.bias_has_place && a.bias_rows > 0 ? 1 : T::kQStages;
   FwdModMaps maps{};
   std::string error = encode_fwd_maps<T>(maps.plain, c.p);
-  if (error.empty() && a.bias_rows > 0) error = encode_bias_map(maps.bias, m.bias, r, a.bias_rows);
+  if (error.empty() && a.bias_rows > 0 && !a.has_loose_bias) {
+    error = encode_bias_map(maps.bias, m.bias, r, a.bias_rows);
+  }
   if (!error.empty()) return "fwd_mod_sm90: " + error;
   return launch_planned(l, fwd_mod_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }

@@ -4,6 +4,7 @@
 
 #include "../fwd/produce.cuh"
 #include "config.cuh"
+#include "loose_bias.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -203,10 +204,22 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
   const int lane = threadIdx.x % 32;
   KvLoader<T, ModBarriers<T>> kv{a.plain, maps.plain, smem, bars, lane};
   PipelineState<T::kBiasStages> bias_ring{0, 1};
+  [[maybe_unused]] PipelineState<T::kLoosePlaces> loose_ring{0, 1};
   PipelineState<T::kWorkStages> work_ring;
   PipelineState<T::kChunkStages> chunk;
   const auto load_bias = [&](const ModWorkTile& work, int tile) {
     if (T::kBiasStages == 0 || a.bias_rows == 0) return;
+    if (T::kLoosePlaces > 0 && a.has_loose_bias) {
+#pragma unroll 1
+      for (int part = 0; part < T::kLooseParts; ++part) {
+        wait(bars.bias_empty(loose_ring.stage), loose_ring.phase);
+        load_loose_bias<T::kBlockM, 64>(
+            a.m.bias, work.seq.b, work.w.h, work.w.block * T::kBlockM, tile * T::kBlockN + 64 * part,
+            smem + T::kBiasAt + loose_ring.stage * T::kLooseBytes, bars.bias_full(loose_ring.stage));
+        loose_ring.advance();
+      }
+      return;
+    }
     wait(bars.bias_empty(bias_ring.stage), bias_ring.phase);
     if (lane == 0) {
       const uint32_t bar = bars.bias_full(bias_ring.stage);

@@ -118,11 +118,8 @@ const char* stem_of(KernelId k) {
 
 namespace {
 
-bool fwd_takes_loose_bias(const Launch& l) {
+bool takes_loose_bias(const Launch& l) {
   return l.block_m == 128 && sm90::loose_bias_places(l.head_dim, l.variant == ScoreVariant::kBias) > 0;
-}
-bool bwd_takes_loose_bias(const Launch& l) {
-  return sm90::BwdModTile::takes_loose_bias(l.head_dim, l.variant == ScoreVariant::kAdd);
 }
 
 // Whether the kernels of a plan take a bias whose rows do not begin on 16 bytes. They are all that read it.
@@ -138,10 +135,7 @@ bool reads_unaligned(const Plan& p, const BiasView& bias, const Problem& problem
       case KernelId::kDqConvert80:
       case KernelId::kDqConvert90: break;
       case KernelId::kFwdMod90:
-        if (!loose || !fwd_takes_loose_bias(l)) return false;
-        break;
-      case KernelId::kBwdFusedMod90:
-        if (!loose || !bwd_takes_loose_bias(l)) return false;
+        if (!loose || !takes_loose_bias(l)) return false;
         break;
       default: return false;
     }

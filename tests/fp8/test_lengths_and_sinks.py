@@ -317,10 +317,18 @@ def test_gradients_with_sinks_of_packed_sequences(device: str) -> None:
     weight = torch.randn(190, 4, 64, device=device)
     out = attention_fp8(quantize_fp8(*tensors, **places), sinks=sinks)
     got = torch.autograd.grad((out.float() * weight).sum(), [*tensors, sinks])
-    out = flash_ext.attention_varlen(*tensors, *places.values(), sinks=sinks)
+    request = AuxRequest(lse=True)
+    out, aux = flash_ext.attention_varlen(*tensors, *places.values(), sinks=sinks, return_aux=request)
     want = torch.autograd.grad((out.float() * weight).sum(), [*tensors, sinks])
     for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype and b.any() and error_of(a, b.double().cpu()) < 1e-2
+        assert a.dtype == b.dtype and b.any()
+    for a, b in zip(got[:3], want[:3], strict=True):
+        assert error_of(a, b.double().cpu()) < 1e-2
+    # A sink's gradient sums terms of either sign, one a row, and may be far smaller than they are: 24 seeds
+    # gave at most 0.0015 of the sum of their sizes, and 0.034 of the gradient.
+    rows = slice(3, 190)
+    of_rows = (out[rows].float() * weight[rows]).sum(2).T * (sinks[:, None] - aux.lse[:, rows]).exp()
+    assert ((got[3] - want[3]).abs() <= 5e-3 * of_rows.abs().sum(1)).all()
 
 
 # ---- operators, tracing, plans ---------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
     [
         ("fwd full_bias", False),
         ("fwd full_bias head_dim=128", False),
-        ("bwd full_bias_gradient", False),
+        ("bwd full_bias_gradient", True),
         ("bwd full_bias_gradient head_dim=128", True),
         ("fwd full_bias seqlen=49", False),
         ("fwd full_bias seqlen=584", False),
@@ -105,7 +105,7 @@ def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
     ],
 )
 def test_a_bias_is_copied_where_kernels_want_rows_on_16_bytes(call: str, is_copied: bool) -> None:
-    """577 keys: Hopper's kernels take an entry for each score as it lies, others a copy with 584."""
+    """577 keys: Hopper's forwards take an entry for each score as it lies, others a copy with 584."""
     shape = "seqlen=577 batch=2 heads=3 head_dim=64"
     words = [word for word in shape.split() if word.split("=")[0] + "=" not in call]
     plan = planned.plan(" ".join((call, *words, *([] if "gpu=" in call else [H200]))))

@@ -28,7 +28,6 @@ struct BwdModArgs {
   Modifiers m;
   KeyCap cap;
   Steps bias_steps;
-  bool has_loose_bias;  // fwd_mod/loose_bias.cuh
   float unit;        // raw products, or tanh, times this are scores in log2
   bool adds_to_keys;  // something by distance, or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
@@ -114,7 +113,6 @@ struct BwdModTraits {
   static constexpr BwdModTile kModTile = bwd_mod_tile(D);
   static constexpr BwdTile kTile = kModTile.plain();
   static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = BwdModTile::kBlockN, kThreads = BwdModTile::kThreads;
-  static constexpr bool kTakesLooseBias = BwdModTile::takes_loose_bias(D, kKind == ScoreKind::kAdding);
   static constexpr bool kByQueries = false, kFloatBias = BwdModTile::has_float_bias(D);
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of a work tile; of a tile in the workspace
   static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;

@@ -126,11 +126,6 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         wait(bars.bias_full(), steps() % 2);
         if (T::kFloatBias && m.bias.is_float) {
           add_brought_float_bias(s, smem + T::kBiasAt + group_of() * 2 * kM * 128, warp_of());
-        } else if (T::kTakesLooseBias && a.has_loose_bias) {
-          const int query = first_query() + 2 * (ptx::fresh_lane() % 4);
-          const int behind[2] = {elements_behind(m.bias, score_mod().seq.b, score_mod().h, query),
-                                 elements_behind(m.bias, score_mod().seq.b, score_mod().h, query + 1)};
-          add_loose_bias<E>(s, smem + T::kBiasAt, group_of() * 64 + warp_of() * 16, behind);
         } else {
           add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
         }

@@ -8,8 +8,7 @@
 //   K, V     [128 rows]
 //   Q, dO    [kStages][64 rows]
 //   dS       [3][64 queries x 128 keys]
-//   bias     [2][64 queries x 64 keys] of 16 bits, [4][64 x 32] in fp32, [64 queries x 17 pieces] of a loose
-//            one, in kernels that add one; else mask words [kMaskStages][2][consumer threads]
+//   bias     [2][64 queries x 64 keys] of 16 bits, [4][64 x 32] in fp32, in kernels that add one; else mask words [kMaskStages][2][consumer threads]
 //   staging  [consumer warps][4 KB]   dQ, or rows of gradients, on their way out
 //   stats    [kStages][-lse * log2 e of 64 queries, -delta]
 //   ModKeyShared, barriers

@@ -42,10 +42,9 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   if (c.plan.dbias_with_dk) a.dbias = c.dbias;
   a.adds_to_keys = m.by_distance || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
-  a.has_loose_bias = m.bias.is_unaligned;
   BwdModMaps maps{};
   std::string error = encode_bwd_maps(maps.plain, c.p, T::kBlockM, T::kBlockN);
-  if (error.empty() && a.brings_bias && !a.has_loose_bias) error = encode_bias_map(maps.bias, m.bias, r, T::kBlockM);
+  if (error.empty() && a.brings_bias) error = encode_bias_map(maps.bias, m.bias, r, T::kBlockM);
   if (!error.empty()) return "bwd_mod_sm90: " + error;
   return launch_planned(l, bwd_mod_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }

@@ -3,7 +3,6 @@
 // bwd_mod/kernel.cuh one of the others loads K, V and tiles of a bias, one Q, one dO; all three make mask words.
 #pragma once
 
-#include "../fwd_mod/loose_bias.cuh"
 #include "mask_words.cuh"
 
 namespace flash_ext::sm90 {
@@ -317,12 +316,6 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
   const auto load_bias = [&](const BwdModWorkTile& work, const BwdStep& step) {
     wait(bars.bias_empty(), bias_phase);
     bias_phase ^= 1;
-    if (T::kTakesLooseBias && a.has_loose_bias) {
-      load_loose_bias<T::kBlockM, T::kBlockN>(a.m.bias, work.seq.b, work.first_head + step.head(),
-                                              step.block * T::kBlockM, work.w.block * T::kBlockN, smem + T::kBiasAt,
-                                              bars.bias_full());
-      return;
-    }
     if (!is_first_lane()) return;
     const int boxes = T::kBlockN / (a.m.bias.is_float ? 32 : 64);
     ptx::mbarrier_arrive_expect_tx(bars.bias_full(), boxes * T::kBlockM * 128);

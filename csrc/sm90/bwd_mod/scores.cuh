@@ -75,26 +75,6 @@ __device__ __forceinline__ void add_brought_bias(float (&s)[32], uint32_t tile, 
   }
 }
 
-// The same from a loose one, whose rows have all keys of the tile, these from `key` on. `behind`: of queries 2 (lane % 4) and
-// the next; those of eight rows on are alike.
-template <typename E>
-__device__ __forceinline__ void add_loose_bias(float (&s)[32], uint32_t tile, int key, const int (&behind)[2]) {
-  const int lane = ptx::fresh_lane();
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const uint32_t at = tile + (2 * (lane % 4) + c) * BwdModTile::kLoosePitch + 2 * (key + lane / 4 + behind[c]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {  // queries 8 j + 2 (lane % 4) + c
-        float& x = s[4 * j + 2 * half + c];
-        const uint32_t bits = ptx::load_shared_half(at + j * 8 * BwdModTile::kLoosePitch + 16 * half);
-        x = fmaf(ptx::unpack2<E>(bits).x, kLog2e, x);
-      }
-    }
-  }
-}
-
 // The same from one in fp32, 32 keys a row: `tile` is that of the first 64 keys.
 __device__ __forceinline__ void add_brought_float_bias(float (&s)[32], uint32_t tile, int keys) {
   const int lane = ptx::fresh_lane(), key = keys % 2 * 16 + lane / 4;

@@ -15,11 +15,6 @@ struct BwdModTile {
   static constexpr int kBlockM = 64, kBlockN = 128, kThreads = 384, kDsStages = 3;
   static constexpr bool has_float_bias(int d) { return d <= 64; }
   static constexpr int bias_bytes(int d) { return kBlockM * kBlockN * (has_float_bias(d) ? 4 : 2); }
-  // Rows of a loose bias (bias_rows.h) have 16 bytes more, for which head_dim 128 has no room, and dropout no registers.
-  static constexpr int kLoosePitch = 2 * kBlockN + 16;
-  static constexpr bool takes_loose_bias(int d, bool is_alone) {
-    return d <= 64 && is_alone && kBlockM * kLoosePitch <= bias_bytes(d);
-  }
   static constexpr int kStagingBytes = 8 * 4096;  // for each consumer warp 32 floats a lane
   constexpr int control_bytes() const { return stages > 2 ? 3072 : 2048; }
   constexpr BwdTile plain() const { return {false, stages, true}; }

@@ -25,6 +25,7 @@ inline CUtensorMapDataType map_type_of(DType dtype) {
 // What one copy brings: rows of 128 bytes, or of 64, which have a swizzle of their own.
 struct Box {
   int columns, rows, element_bytes = 2;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   int row_bytes() const { return columns * element_bytes; }
 };
 
@@ -39,7 +40,7 @@ inline std::string encode(CUtensorMap& map, void* ptr, CUtensorMapDataType type,
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
   const CUresult result = encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                        b.row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                       b.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's codes are those of the runtime; a context lost earlier shows here first.
   if (result == CUDA_SUCCESS) return {};
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");

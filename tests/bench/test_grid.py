@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from bench import grid
 from bench.grid import Line, Shape
 from flash_ext._ops.library import _C
+from tests.sources import ROOT
 
 SHAPE = Shape("sm90", "bwd", "plain", 8, 1024, 1024, 16, 16, 128, False)
 
@@ -61,6 +63,19 @@ def test_the_report_names_what_a_choice_costs() -> None:
     assert "a: 1.826 at 2 shapes" in text  # the root of 4 * 10 / 12
     assert "1 shapes above 1.03" in text
     assert "1.200 sm90 bwd plain D128 B8 S1024 H16: a 12 us, b 10 us" in text
+
+
+def test_the_tables_follow_the_stored_grid() -> None:
+    """Over all shapes the choice is within 0.5 % of the fastest row, and within 3 % at 19 of 20 shapes."""
+    (path,) = (ROOT / "bench" / "results").glob("*/grid.csv.gz")
+    times = defaultdict(dict)
+    for line in grid.with_present_choices([x for x in grid.read(path) if x.shape.path == "sm90"]):
+        times[line.shape][line.is_chosen, line.row] = line.us
+    losses = [us / min(found.values()) for found in times.values()
+              for (is_chosen, _), us in found.items() if is_chosen]  # fmt: skip
+    assert len(losses) > 0.99 * len(times) > 1800
+    assert grid.mean(losses) < 1.005
+    assert sum(loss < grid.TOLERANCE for loss in losses) > 0.95 * len(losses)
 
 
 @pytest.mark.gpu

@@ -128,7 +128,7 @@ def _sources_of_bias(bias: Bias, mods: Modifiers) -> tuple[Tensor | None, list[T
 
 
 def _may_be_copied(source: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether a bias has rows that calls would copy, forward and backward (csrc/api/modifiers.cpp)."""
+    """Whether a bias has rows that calls would copy, forward and backward (csrc/bias_rows.h)."""
     if source.requires_grad or source.is_inference() or source.shape[-1] == 1:
         return False
     if max(q.shape[-3], k.shape[-3]) <= 64:  # kernels of short sequences read it as it is

@@ -70,16 +70,21 @@ struct Data {
 };
 
 int runs = 0, wrong = 0;
+const char* only = "";  // kernels whose names begin so
+
+bool is_left_out(const char* name) { return std::strncmp(name, only, std::strlen(only)) != 0; }
 
 void report(bool good, const char* name, const Case& c, double of_out, double of_lse) {
   std::printf("%s %-28s %d heads, %d queries, %d keys, copies %s: errors %.1e, %.1e\n", good ? "ok  " : "FAIL", name,
               static_cast<int>(c.heads), c.seqlen_q, c.seqlen_k, emu::lazy ? "late" : "early", of_out, of_lse);
   std::fflush(stdout);
   ++runs, wrong += !good;
+  if (emu::fault != 0 && !good) std::exit(1);  // noticed
 }
 
 template <int D, bool kNormaliseEachStep>
 void flash2(const char* name, const Case& c, bool one_cta) {
+  if (is_left_out(name)) return;
   using T = Flash2<D, kNormaliseEachStep>;
   Data<D> x(c);
   x.p.ctas_per_head = one_cta ? 1 : (c.seqlen_q + T::kBlockM - 1) / T::kBlockM;
@@ -92,6 +97,7 @@ void flash2(const char* name, const Case& c, bool one_cta) {
 
 template <typename T>
 void flash1(const char* name, const Case& c) {
+  if (is_left_out(name)) return;
   Data<T::D> x(c);
   for (blockIdx.x = 0; blockIdx.x < c.heads; ++blockIdx.x) {
     emu::run_cta(T::kThreads, [&] { flash1_kernel<T>(x.p); });
@@ -178,6 +184,7 @@ void run_grid(int64_t ctas, int threads, const std::function<void()>& kernel) {
 
 template <int kVersion, int D>
 void backward(const char* name, const Case& c, bool far_below = false) {
+  if (is_left_out(name)) return;
   BackwardData<D> x(c, far_below);
   const int64_t rows = c.heads * c.seqlen_q, passes = (rows + kPassRows - 1) / kPassRows;
   run_grid(passes, kPassThreads, [&] { stats_kernel<D>(x.p); });
@@ -200,6 +207,7 @@ void backward(const char* name, const Case& c, bool far_below = false) {
 
 template <Passes kPasses>
 void softmax(const char* name, int rows, int length, bool starts_hidden) {
+  if (is_left_out(name)) return;
   alignas(16) static float x[1 << 14], out[1 << 14];
   std::fill(std::begin(out), std::end(out), NAN);
   for (int i = 0; i < rows * length; ++i) x[i] = starts_hidden && i % length < 9 ? -INFINITY : 30 * normal();
@@ -252,7 +260,11 @@ void run_all() {
 }  // namespace flash_ext::ladder
 
 int main(int argc, char** argv) {
-  if (argc == 3 && std::strcmp(argv[1], "--fault") == 0) emu::fault = std::atoi(argv[2]);
+  // --fault NUMBER KERNELS: until it is noticed.
+  if (argc == 4 && std::strcmp(argv[1], "--fault") == 0) {
+    emu::fault = std::atoi(argv[2]);
+    flash_ext::ladder::only = argv[3];
+  }
   flash_ext::ladder::run_all();
   return flash_ext::ladder::wrong == 0 ? 0 : 1;
 }

@@ -33,11 +33,8 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.plan import plan
 
 KINDS = ("plain", "padding", "documents", "slopes", "softcap", "dropout", "bias")
-WORDS = {
-    "plain": "",
-    "padding": "key_padding",
-    "slopes": "alibi",
-}  # of flash_ext._ops.plan; else the kind itself
+# Of flash_ext._ops.plan, where that is not the kind itself.
+WORDS = {"plain": "", "padding": "key_padding", "slopes": "alibi"}
 GPU = "9.0/132"  # of the stored grid: an H200
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 SEQLENS = (64, 128, 197, 256, 320, 384, 512, 577, 640, 768, 1024, 1280, 1500, 2048, 3072, 4096, 8192)

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../fwd/consume.cuh"
+#include "kv_position.cuh"
 #include "loose_bias.cuh"
 #include "mask_words.cuh"
 #include "scores.cuh"
@@ -15,28 +16,6 @@
 #include "weights.cuh"
 
 namespace flash_ext::sm90 {
-
-// Where a consumer is in the ring of K and V. Registers are short: m128 keeps a count alone, which serves the tiles of
-// bias as well. A ring of m192 may have five stages, which a count would have to be divided by.
-template <typename T>
-struct KvPosition {
-  PipelineState<T::kKvStages> ring;
-  int used = 0;  // stages so far
-
-  __device__ __forceinline__ int stage() const { return T::kM192 ? ring.stage : stage_of(used, T::kKvStages); }
-  __device__ __forceinline__ uint32_t phase() const { return T::kM192 ? ring.phase : phase_of(used, T::kKvStages); }
-  // The stage used so many stages ago.
-  __device__ __forceinline__ int stage_ago(int ago) const {
-    return T::kM192 ? ring.stage - ago + (ring.stage < ago ? T::kKvStages : 0) : stage_of(used - ago, T::kKvStages);
-  }
-  __device__ __forceinline__ void advance() {
-    if constexpr (T::kM192) {
-      ring.advance();
-    } else {
-      ++used;
-    }
-  }
-};
 
 // Arrays are the caller's own variables: as members they would keep all the others in memory until loops are unrolled,
 // and ptxas would get other code.
@@ -257,7 +236,7 @@ struct MaskedConsumer {
           const uint32_t place = wait_for_loose_bias(part);
           const ModWorkTile& work = work_at(work_tiles);
           const int behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);
-          add_loose_bias<E, FwdModTile::kLoosePitch>(x, scale, place, warp_row(), behind);
+          add_loose_bias<E>(x, scale, place, warp_row(), behind);
           free_loose_bias(part);
         } else {
           add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);

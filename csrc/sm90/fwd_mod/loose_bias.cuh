@@ -5,8 +5,11 @@
 #pragma once
 
 #include "../../common/modifiers.cuh"
+#include "../fwd/tiles.h"
 
 namespace flash_ext::sm90 {
+
+inline constexpr int kLoosePitch = FwdModTile::kLoosePitch, kLooseKeys = (kLoosePitch - 16) / 2;
 
 // How many elements behind 16 bytes a row begins. Every eighth row begins alike.
 __device__ __forceinline__ int elements_behind(const BiasView& x, int b, int h, int row) {
@@ -16,14 +19,14 @@ __device__ __forceinline__ int elements_behind(const BiasView& x, int b, int h, 
   return static_cast<int>(at % 8);
 }
 
-// Called by a warp: copies kRows rows from `row0` on, kKeys keys from `col0` on, to rows of 2 * kKeys + 16 bytes, and has
+// Called by a warp: copies kRows rows from `row0` on, kLooseKeys keys from `col0` on, to rows of kLoosePitch bytes, and has
 // them complete a phase of `bar`, which counts one arrival. What lies beyond the bias becomes 0. Addresses are made for eight
-// rows, and those of the next eight are as far behind 16 bytes: made for each piece they took longer than all else of a
-// tile (head_dim 64, 577 keys: 771 us, H200).
-template <int kRows, int kKeys>
+// rows, and those of the next eight are as far behind 16 bytes. Made for each piece, 577 keys of head_dim 64 took 771 us for
+// 583 (H200).
+template <int kRows>
 __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h, int row0, int col0, uint32_t to,
                                                 uint32_t bar) {
-  constexpr int kPieces = kKeys / 8, kRowsAtOnce = 32 / kPieces, kKinds = 8 / kRowsAtOnce, kPitch = 2 * kKeys + 16;
+  constexpr int kPieces = kLooseKeys / 8, kRowsAtOnce = 32 / kPieces, kKinds = 8 / kRowsAtOnce;
   const int lane = ptx::fresh_lane(), left = 2 * (x.cols - col0);
   const char* const tile =
       static_cast<const char*>(x.ptr) + 2 * (b * x.batch_stride + h * x.head_stride + row0 * x.row_stride + col0);
@@ -41,18 +44,18 @@ __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h,
 #pragma unroll
   for (int k = 0; k < kKinds; ++k) of_lane[k] = pieces_of(k * kRowsAtOnce + lane / kPieces, lane % kPieces);
   const int rows_left = x.rows - row0 - lane / kPieces;
-  const uint32_t lane_to = to + lane / kPieces * kPitch + lane % kPieces * 16;
+  const uint32_t lane_to = to + lane / kPieces * kLoosePitch + lane % kPieces * 16;
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
     Pieces& p = of_lane[i % kKinds];
-    ptx::cp_async_16(lane_to + i * kRowsAtOnce * kPitch, p.from, i * kRowsAtOnce < rows_left ? p.bytes : 0);
+    ptx::cp_async_16(lane_to + i * kRowsAtOnce * kLoosePitch, p.from, i * kRowsAtOnce < rows_left ? p.bytes : 0);
     p.from += eight_rows;
   }
   Pieces last = pieces_of(lane, kPieces);  // of each row
 #pragma unroll
   for (int i = 0; i < kRows / 32; ++i) {
     const bool is_row = row0 + i * 32 + lane < x.rows;
-    ptx::cp_async_16(to + (i * 32 + lane) * kPitch + 16 * kPieces, last.from, is_row ? last.bytes : 0);
+    ptx::cp_async_16(to + (i * 32 + lane) * kLoosePitch + 16 * kPieces, last.from, is_row ? last.bytes : 0);
     last.from += 4 * eight_rows;
   }
   ptx::cp_async_mbarrier_arrive(bar);
@@ -61,17 +64,17 @@ __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h,
 }
 
 // s = s * scale + bias, of 64 keys at `place`, where this warp's rows begin at `warp_row`. `behind`: of this lane's rows.
-template <typename E, int kPitch, int kCount>
+template <typename E, int kCount>
 __device__ __forceinline__ void add_loose_bias(float (&s)[kCount], float scale, uint32_t place, int warp_row,
                                                int behind) {
   const int lane = ptx::fresh_lane(), first = behind + 2 * (lane % 4);
-  const uint32_t at = place + (warp_row + lane / 4) * kPitch + first / 2 * 4;
+  const uint32_t at = place + (warp_row + lane / 4) * kLoosePitch + first / 2 * 4;
   const uint32_t both = behind % 2 == 0 ? 0x3210 : 0x5432;  // of two words the halves that are a pair
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t pair_at = at + half * 8 * kPitch + n * 16;
+      const uint32_t pair_at = at + half * 8 * kLoosePitch + n * 16;
       const uint32_t words[2] = {ptx::load_shared_word(pair_at), ptx::load_shared_word(pair_at + 4)};
       const float2 bias = ptx::unpack2<E>(__byte_perm(words[0], words[1], both));
       float* const pair = &s[4 * n + 2 * half];

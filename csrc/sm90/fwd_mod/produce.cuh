@@ -213,8 +213,8 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
 #pragma unroll 1
       for (int part = 0; part < T::kLooseParts; ++part) {
         wait(bars.bias_empty(loose_ring.stage), loose_ring.phase);
-        load_loose_bias<T::kBlockM, 64>(
-            a.m.bias, work.seq.b, work.w.h, work.w.block * T::kBlockM, tile * T::kBlockN + 64 * part,
+        load_loose_bias<T::kBlockM>(
+            a.m.bias, work.seq.b, work.w.h, work.w.block * T::kBlockM, tile * T::kBlockN + kLooseKeys * part,
             smem + T::kBiasAt + loose_ring.stage * T::kLooseBytes, bars.bias_full(loose_ring.stage));
         loose_ring.advance();
       }

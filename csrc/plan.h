@@ -125,6 +125,7 @@ enum class ScoreVariant : uint8_t {
   kCap,
   kExponents,
   kBias,
+  kLooseBias,
   kAdd,
   kAddDrop,
   kChange,

@@ -15,7 +15,6 @@
 namespace flash_ext {
 
 inline constexpr int kShortHeadDims[] = {32, 64, 128, 256};
-inline constexpr int kShortBwdHeadDims[] = {32, 64, 128};
 
 // The smallest compiled head_dim that holds both.
 inline int short_head_dim(const Problem& p) {
@@ -40,6 +39,7 @@ struct ShortTile {
   }
   constexpr int bwd_ctas() const {
     const bool fits = head_dim <= 64;
+    if (head_dim > 128) return rows == 16 ? 5 : 2;
     return rows == 16 ? (fits ? 16 : 10) : rows == 32 ? (fits ? 8 : 5) : rows == 64 && fits ? 3 : 2;
   }
   // The next head's tiles come while one is worked on, where there is room for both.
@@ -51,10 +51,12 @@ struct ShortTile {
   constexpr int bwd_smem() const { return 4 * tile() + o_or_weights() + 8 * rows + bias(); }
 };
 static_assert(ShortTile{64, 128}.bwd_smem() + 1024 <= kSmemLimitSmall);
+static_assert(ShortTile{32, 256}.bwd_smem() + 1024 <= kSmemLimitSmall);
 static_assert(ShortTile{80, 64}.bwd_smem() + 1024 <= kSmemLimitSmall);
 
 // Most queries and keys of a call.
 constexpr int short_rows(int head_dim) { return head_dim <= 64 ? 80 : 64; }
+constexpr int short_bwd_rows(int head_dim) { return head_dim <= 128 ? short_rows(head_dim) : 32; }
 
 inline ShortTile short_tile(const Problem& p) {
   const int rows = std::max(p.seqlen_q, p.seqlen_k);
@@ -76,7 +78,8 @@ inline bool is_short(const Problem& p, const DeviceInfo& d, const Constraints& c
 
 // A CTA of the backward makes dk and dv of a key head from one query head.
 inline bool is_short_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  return is_short_mod(p, d, c) && short_head_dim(p) <= 128 && p.num_heads == p.num_heads_k;
+  const ShortTile tile = short_tile(p);
+  return is_short_mod(p, d, c) && tile.rows <= short_bwd_rows(tile.head_dim) && p.num_heads == p.num_heads_k;
 }
 
 // Heads that share a bias are a group: entry (b', h') of the bias. The heads of a group are counted head first, then

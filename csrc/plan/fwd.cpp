@@ -309,6 +309,10 @@ bool supports_bias(Req r, Dev d) {
   return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr &&
          sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
 }
+bool supports_loose_bias(Req r, Dev d) {
+  return supports_mod(r, d) && sm90::has_loose_bias(masked_dim(r.problem)) && has_one_change(r) &&
+         r.modifiers->bias.is_loose;
+}
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
 bool supports_m192_changes(Req r, Dev d) { return supports_mod(r, d) && sm90::has_m192_changes(masked_dim(r.problem)); }
 bool supports_slopes_m192(Req r, Dev d) {
@@ -327,7 +331,9 @@ bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.m
 template <bool kM192, ScoreVariant kVariant>
 void build_hopper_mod(Req r, Dev d, Plan& p) {
   const int size = masked_dim(r.problem);
-  const sm90::FwdModTile t = kM192 ? sm90::m192_mod_tile(size) : sm90::fwd_mod_tile(size);
+  const sm90::FwdModTile t = kM192                      ? sm90::m192_mod_tile(size)
+                             : kVariant == kLooseBias ? sm90::loose_bias_tile(size)
+                                                      : sm90::fwd_mod_tile(size);
   const sm90::FwdTile f = t.plain();
   const bool unequal = sm90::has_unequal_tiles(r.problem, *r.modifiers);
   Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
@@ -396,6 +402,8 @@ constexpr Row kHopper[] = {
     {F::kFwdMod, "sm90.fwd_mod.m192.hide", supports_hide_m192, prefers_hide_m192, build_hopper_mod<true, kHide>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m128.exponents", supports_exponents, nullptr, build_hopper_mod<false, kExponents>,
+     E::kMaskedVariants},
+    {F::kFwdMod, "sm90.fwd_mod.m128.loose_bias", supports_loose_bias, nullptr, build_hopper_mod<false, kLooseBias>,
      E::kMaskedVariants},
     {F::kFwdMod, "sm90.fwd_mod.m128.bias", supports_bias, nullptr, build_hopper_mod<false, kBias>, E::kMaskedVariants},
     {F::kFwdMod, "sm90.fwd_mod.m128.drop", supports_drop, nullptr, build_hopper_mod<false, kDrop>, E::kMaskedVariants},

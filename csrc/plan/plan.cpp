@@ -118,13 +118,8 @@ const char* stem_of(KernelId k) {
 
 namespace {
 
-bool takes_loose_bias(const Launch& l) {
-  return l.block_m == 128 && sm90::loose_bias_places(l.head_dim, l.variant == ScoreVariant::kBias) > 0;
-}
-
 // Whether the kernels of a plan take a bias whose rows do not begin on 16 bytes. They are all that read it.
-bool reads_unaligned(const Plan& p, const BiasView& bias, const Problem& problem) {
-  const bool loose = is_loose(bias, problem);
+bool reads_unaligned(const Plan& p) {
   for (const Launch& l : p.steps()) {
     switch (l.kernel) {
       case KernelId::kFwdShort80:
@@ -135,7 +130,7 @@ bool reads_unaligned(const Plan& p, const BiasView& bias, const Problem& problem
       case KernelId::kDqConvert80:
       case KernelId::kDqConvert90: break;
       case KernelId::kFwdMod90:
-        if (!loose || !takes_loose_bias(l)) return false;
+        if (l.variant != ScoreVariant::kLooseBias) return false;
         break;
       default: return false;
     }
@@ -151,10 +146,11 @@ Plan plan(const Request& r, const DeviceInfo& d, Arch arch) {
     const BiasRows rows = rows_of(bias, r.problem);
     Modifiers m = *r.modifiers;
     m.bias = copied(bias, rows, bias.ptr);
+    m.bias.is_loose = is_loose(bias, r.problem);
     Request of_copy = r;
     of_copy.modifiers = &m;
     Plan p = plan(of_copy, d, arch);
-    if (reads_unaligned(p, bias, r.problem)) return p;
+    if (reads_unaligned(p)) return p;
     p.workspace.bias_rows = p.workspace.add(rows.bytes());
     std::copy_backward(p.launches.begin(), p.launches.end() - 1, p.launches.end());
     p.launches[0] = plans::pass(KernelId::kAlignBias, 0, 0, rows.ctas(), BiasRows::kThreads);

@@ -11,7 +11,7 @@ extern const FwdInstances kFwdShort;                                         // 
 extern const FwdInstances kFwdSplit, kFwdSplitMod, kFwdSplitCached, kFwdSplitCachedMod, kFwdCachedSmall,
     kFwdCachedLarge;  // kSplitHeadDims
 extern const BwdInstances kBwdSmall, kBwdLarge, kBwdModSmall, kBwdModLarge;  // kHeadDims
-extern const BwdInstances kBwdShort;  // kShortHeadDims up to 128
+extern const BwdInstances kBwdShort;  // kShortHeadDims
 
 // Gradients of a bias and of slopes: any head size.
 std::string launch_dbias_small(const BwdCall& c, const Launch& l);

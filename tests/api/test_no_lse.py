@@ -416,7 +416,7 @@ def row_calls() -> Iterator[RowCall]:
         ("sm80.fwd_mod", "bias", "mask"), ("sm80.fwd_mod", "sinks", "dropout"),
         ("sm90.fwd_mod.m192.slopes", "alibi"), ("sm90.fwd_mod.m192.cap", "softcap"),
         ("sm90.fwd_mod.m192.hide", "key_padding"), ("sm90.fwd_mod.m128.exponents", "alibi"),
-        ("sm90.fwd_mod.m128.bias", "bias"), ("sm90.fwd_mod.m128.drop", "dropout"),
+        ("sm90.fwd_mod.m128.bias", "bias"), ("sm90.fwd_mod.m128.loose_bias", "full_bias"), ("sm90.fwd_mod.m128.drop", "dropout"),
         ("sm90.fwd_mod.m128.hide", "mask"), ("sm90.fwd_mod.m128.all", "bias", "dropout", "sinks"),
     ):  # fmt: skip
         call = RowCall(row, options=tuple(options))
@@ -480,6 +480,9 @@ class Prepared:
             self.options["sinks"] = torch.randn(call.heads[0], device="cuda")
         if "alibi" in self.words:
             self.options["bias"] = masks.ALiBi(torch.rand(call.heads[0], device="cuda"))
+        if "full_bias" in self.words:
+            full = torch.randn(BATCH, call.heads[0], rows, keys, **make)
+            self.options["bias"] = masks.DenseBias(full)
         if "bias" in self.words:
             self.options["bias"] = masks.DenseBias(torch.randn(1, call.heads[0], rows, keys, **make))
         keep = torch.rand(BATCH, 1, rows, keys, device="cuda") > 0.3

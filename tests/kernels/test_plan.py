@@ -97,6 +97,7 @@ def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
         ("bwd full_bias_gradient head_dim=128", True),
         ("fwd full_bias seqlen=49", False),
         ("fwd full_bias seqlen=584", False),
+        ("fwd full_bias dropout", True),
         ("fwd full_bias dropout head_dim=128", True),
         ("bwd full_bias dropout head_dim=128", True),
         ("bwd full_bias_gradient deterministic", True),

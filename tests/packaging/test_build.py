@@ -50,8 +50,9 @@ HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)
 HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
 # Of head_dim 128: weights dropped, slopes or a softcap alone, a bias that TMA brings.
 HOPPER_MOD_OWN_KINDS = (1, 3, 4)
+HOPPER_MOD_LOOSE_KIND, HOPPER_MOD_LOOSE_HEAD_DIMS = 5, (64, 128)  # a bias whose rows begin anywhere
 # In higher tiles: scores hidden, slopes, a softcap, weights dropped.
-HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (5, 6, 7, 8), (64, 128)
+HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (6, 7, 8, 9), (64, 128)
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
 SCORE_KINDS = (0, 1, 2, 3, 4)  # of which each has a kernel: hidden, added, capped, dropped, added and dropped
@@ -73,8 +74,9 @@ SPLIT = ("fwd_split_kernel", "fwd_split_mod_kernel")  # in both machine codes, f
 SPLIT_HEAD_DIMS = (64, 128, 256)
 STRETCHED = ("fwd_kernel",)  # once more, for very many keys
 SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both machine codes
-SHORT_HEAD_DIMS = (32, 64, 128, 256)  # the last one forward only
+SHORT_HEAD_DIMS = (32, 64, 128, 256)
 SHORT_TILES = {32: 4, 64: 4, 128: 3, 256: 3}  # of 16, 32, 64 and, up to head_dim 64, 80 rows
+SHORT_BWD_TILES = SHORT_TILES | {256: 2}
 MERGE = (
     "fwd_merge_kernel",
     "fwd_merge_cached_kernel",
@@ -207,6 +209,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_mod = [
         *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
         *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
+        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_LOOSE_HEAD_DIMS, (HOPPER_MOD_LOOSE_KIND,)),
         *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS),
     ]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
@@ -227,8 +230,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         ),
         *(
             x
-            for d in SHORT_HEAD_DIMS[:-1]
-            for x in itertools.product(SHORT_TILES[d] * SHORT_BWD, DTYPES, (d,), (None,))
+            for d in SHORT_HEAD_DIMS
+            for x in itertools.product(SHORT_BWD_TILES[d] * SHORT_BWD, DTYPES, (d,), (None,))
         ),
     ]
     any_class = [
@@ -338,9 +341,7 @@ def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, mach
             assert wanted in names, f"{item['name']} for {item['arch']}: no {wanted}"
         seen += 1
     sizes = len(HEAD_DIMS) * len(BY_CLASS + ONE_CLASS + STRETCHED) + len(ANY_HEAD_DIM)
-    sizes += 2 * len(SPLIT) * len(SPLIT_HEAD_DIMS) + sum(
-        SHORT_TILES[d] for d in SHORT_HEAD_DIMS + SHORT_HEAD_DIMS[:-1]
-    )
+    sizes += 2 * len(SPLIT) * len(SPLIT_HEAD_DIMS) + sum(SHORT_TILES.values()) + sum(SHORT_BWD_TILES.values())
     kinds = (PORTABLE_MOD_KINDS - 1) * len(PORTABLE_MOD_KIND_HEAD_DIMS)
     assert seen == len(DTYPES) * (len(ARCHS) * sizes + kinds)
 
@@ -371,7 +372,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
     narrow = len(DQ_KINDS) * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS) + 2 * len(FEW_ROWS)
     narrow += len(HOPPER_BWD) * len(FEW_KEYS)
     kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
-    kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
+    kinds += len(HOPPER_MOD_LOOSE_HEAD_DIMS) + len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
     modified = len(HOPPER_MOD) * kinds
     modified += len(HOPPER_BWD_MOD) * len(HOPPER_BWD_MOD_HEAD_DIMS) * len(SCORE_KINDS)
     modified += 2 * len(HOPPER_BWD_WIDE_MOD_HEAD_DIMS) * len(WIDE_SCORE_KINDS)

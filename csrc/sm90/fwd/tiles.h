@@ -65,7 +65,7 @@ struct FwdModTile {
   bool bias_has_place;  // tiles of a bias have their own place, else that of the second tile of Q and the staging
   int consumers = 2;
   int bias_stages = 2;
-  int loose_places = 0;  // of 64 keys of a loose bias (bias_rows.h), in the same room; 0: none is taken
+  int loose_places = 0;  // of 64 keys of a loose bias (bias_rows.h), instead of stages
 
   static constexpr int kLoosePitch = 2 * 64 + 16;  // bytes of a row: of nine pieces, wherever behind 16 bytes it begins
 
@@ -76,21 +76,24 @@ struct FwdModTile {
   constexpr int loose_bytes() const { return 64 * consumers * kLoosePitch; }
   constexpr int smem_bytes(int d, int dv) const {
     return plain().smem_bytes(d, dv) - plain().staging_bytes(dv) + staging_bytes(dv) - kControlBytes + control_bytes() +
-           (bias_has_place ? std::max(bias_stages * bias_stage_size(), loose_places * loose_bytes()) : 0);
+           (bias_has_place ? bias_stages * bias_stage_size() + loose_places * loose_bytes() : 0);
   }
 };
 
 // Of head_dim, whatever head_dim_v is.
 constexpr FwdModTile fwd_mod_tile(int d) {
-  if (d == 64) return {128, 4, 2, true, true, 2, 2, 4};
+  if (d == 64) return {128, 4, 2, true, true};
   if (d <= 128) return {128, 4, 2, true, false};
   if (d == 192) return {64, 4, 2, true, false};
   return {64, 4, 1, false, true};
 }
 
-// The same where a bias is all that changes scores. With other changes head_dim 128 is short of registers.
-constexpr int loose_bias_places(int d, bool is_alone) {
-  return d == 128 && is_alone ? 3 : fwd_mod_tile(d).loose_places;
+// The same for a loose bias, which is all that changes scores.
+constexpr bool has_loose_bias(int d) { return d == 64 || d == 128; }
+constexpr FwdModTile loose_bias_tile(int d) {
+  FwdModTile t = fwd_mod_tile(d);
+  t.bias_stages = 0, t.loose_places = t.bias_has_place ? 4 : 3;
+  return t;
 }
 
 // Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192().

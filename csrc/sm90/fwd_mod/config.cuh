@@ -29,7 +29,6 @@ struct FwdModArgs {
   ShortCapSeries short_cap;
   float scale_log2;          // from raw products to units of log2
   Steps bias_steps;
-  bool has_loose_bias;  // loose_bias.cuh
   int bias_rows;  // of a staged tile of bias: those of a tile of queries, or 1; 0: bias is read from global memory
   int q_stages;   // 1 where tiles of bias take the place of the second one and of the staging
 };
@@ -37,20 +36,20 @@ struct FwdModArgs {
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
-// kExponents knows slopes or a softcap, kBias a bias that TMA brings, both without dropout or one of the others. kM192Hides
+// kExponents knows slopes or a softcap, kBias a bias that TMA brings, kLooseBias one that is loose (loose_bias.cuh), all without dropout or one of the others. kM192Hides
 // hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel does.
 // The others of m192 have slopes, a softcap or dropout besides, and need them.
-enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kM192Hides, kM192Slopes, kM192Cap, kM192Drops };
+enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kLooseBias, kM192Hides, kM192Slopes, kM192Cap, kM192Drops };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
 template <typename T>
 __device__ __forceinline__ bool has_bias(const FwdModArgs& a) {
-  return T::kKind == FwdModKind::kBias || (T::kKind == FwdModKind::kAll && a.bias_rows > 0);
+  return T::kBringsBias || (T::kKind == FwdModKind::kAll && a.bias_rows > 0);
 }
 template <typename T>
 __device__ __forceinline__ int q_stages(const FwdModArgs& a) {
   if (T::kKind == FwdModKind::kAll) return a.q_stages;
-  return T::kKind == FwdModKind::kBias && !T::kModTile.bias_has_place ? 1 : T::kQStages;
+  return T::kBringsBias && !T::kModTile.bias_has_place ? 1 : T::kQStages;
 }
 
 // A work tile: queries of one head.
@@ -116,6 +115,7 @@ struct FwdModTraits {
   static constexpr FwdModKind kKind = Kind;
   static constexpr bool kM192 = Kind >= FwdModKind::kM192Hides;  // tiles of 192 queries instead of 128
   static constexpr bool kSlopesInProduct = Kind == FwdModKind::kM192Slopes;  // see fwd_mod/slopes.cuh
+  static constexpr bool kLoose = Kind == FwdModKind::kLooseBias, kBringsBias = Kind == FwdModKind::kBias || kLoose;
   static constexpr bool kMaySlope = Kind == FwdModKind::kExponents || kSlopesInProduct;
   static constexpr bool kDrops =
       Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || Kind == FwdModKind::kM192Drops;
@@ -128,12 +128,14 @@ struct FwdModTraits {
   // Registers are short: bits of masks are made behind the changes instead of while S is computed.
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
   // Scores change while products run.
-  static constexpr bool kChanges = Kind == FwdModKind::kBias || Kind == FwdModKind::kAll;
+  static constexpr bool kChanges = kBringsBias || Kind == FwdModKind::kAll;
   using WorkTile = std::conditional_t<
       kDrops, DropWorkTile,
       std::conditional_t<kSlopesInProduct, SlopeWorkTile, std::conditional_t<kMaySlope, DistanceItem, ModWorkTile>>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdModTile kModTile = kM192 ? m192_mod_tile(D) : fwd_mod_tile(D);
+  static constexpr FwdModTile kModTile = kM192    ? m192_mod_tile(D)
+                                         : kLoose ? loose_bias_tile(D)
+                                                  : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
@@ -152,11 +154,9 @@ struct FwdModTraits {
   static constexpr int kStagingEnd = kStagingAt + kModTile.staging_bytes(Dv);
   static constexpr int kBiasBytes = kModTile.bias_stage_size();
   static constexpr int kBiasAt = kModTile.bias_has_place ? kStagingEnd : kQAt + kQBytes;
-  static constexpr int kLoosePlaces = kM192 ? 0 : loose_bias_places(D, Kind == FwdModKind::kBias);
-  static constexpr int kBiasPlaces = kBiasStages > kLoosePlaces ? kBiasStages : kLoosePlaces;
-  static constexpr int kLooseCycle = kLoosePlaces > 0 ? kLoosePlaces : 1;
+  static constexpr int kLoosePlaces = kModTile.loose_places, kBiasPlaces = kBiasStages + kLoosePlaces;
   static constexpr int kLooseBytes = kModTile.loose_bytes(), kLooseParts = kBlockN / 64;
-  static constexpr int kBiasEnd = kBiasAt + std::max(kBiasStages * kBiasBytes, kLoosePlaces* kLooseBytes);
+  static constexpr int kBiasEnd = kBiasAt + kBiasStages * kBiasBytes + kLoosePlaces * kLooseBytes;
   static constexpr int kNumbersAt = kBiasEnd > kStagingEnd ? kBiasEnd : kStagingEnd;  // of keys, for slopes
   static constexpr int kSharedAt = kNumbersAt + (kSlopesInProduct ? 1024 : 0);
   static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);

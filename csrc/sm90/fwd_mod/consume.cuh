@@ -107,12 +107,11 @@ struct MaskedConsumer {
   __device__ __forceinline__ uint32_t loose_count(int part) const {
     return static_cast<uint32_t>(kv.used / 2 * T::kLooseParts + part);
   }
-  __device__ __forceinline__ bool has_loose_bias() const { return T::kLoosePlaces > 0 && a.has_loose_bias; }
   __device__ __forceinline__ int loose_place(int part) const {
-    return static_cast<int>(loose_count(part) % T::kLooseCycle);
+    return static_cast<int>(loose_count(part) % T::kLoosePlaces);
   }
   __device__ __forceinline__ uint32_t wait_for_loose_bias(int part) const {
-    wait(bars.bias_full(loose_place(part)), loose_count(part) / T::kLooseCycle % 2);
+    wait(bars.bias_full(loose_place(part)), loose_count(part) / T::kLoosePlaces % 2);
     return smem + T::kBiasAt + loose_place(part) * T::kLooseBytes;
   }
   __device__ __forceinline__ void free_loose_bias(int part) const {
@@ -122,14 +121,13 @@ struct MaskedConsumer {
   // K of a step that this warpgroup does not see, and its bias.
   __device__ __forceinline__ void skip_step() {
     skip_stage();
-    if (!has_bias<T>(a)) return;
-    if (has_loose_bias()) {
+    if constexpr (T::kLoose) {
 #pragma unroll 1
       for (int part = 0; part < T::kLooseParts; ++part) {
         wait_for_loose_bias(part);
         free_loose_bias(part);
       }
-    } else {
+    } else if (has_bias<T>(a)) {
       wait_for_bias();
       free_bias();
     }
@@ -226,13 +224,13 @@ struct MaskedConsumer {
 
   __device__ __forceinline__ void add_bias() {
     const int row0 = first_row();
-    const bool is_staged = has_bias<T>(a) && !has_loose_bias();
+    const bool is_staged = has_bias<T>(a) && !T::kLoose;
     const uint32_t bias = is_staged ? wait_for_bias() : 0;
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
       modify_scores<T>(x, a, score_mod(), row0, first_col() + part * kPartKeys, [&](float scale) {
-        if (has_loose_bias()) {
+        if constexpr (T::kLoose) {
           const uint32_t place = wait_for_loose_bias(part);
           const ModWorkTile& work = work_at(work_tiles);
           const int behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);

@@ -74,13 +74,10 @@ std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
   a.scale_log2 = m.has_score_mod ? r.softmax_scale * kLog2e : m.unit_log2;
   a.bias_rows = staged_bias_rows(m.bias, r, T::kBlockM);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
-  a.has_loose_bias = m.bias.is_unaligned;
   a.q_stages = !T::kModTile.bias_has_place && a.bias_rows > 0 ? 1 : T::kQStages;
   FwdModMaps maps{};
   std::string error = encode_fwd_maps<T>(maps.plain, c.p);
-  if (error.empty() && a.bias_rows > 0 && !a.has_loose_bias) {
-    error = encode_bias_map(maps.bias, m.bias, r, a.bias_rows);
-  }
+  if (error.empty() && a.bias_rows > 0 && !T::kLoose) error = encode_bias_map(maps.bias, m.bias, r, a.bias_rows);
   if (!error.empty()) return "fwd_mod_sm90: " + error;
   return launch_planned(l, fwd_mod_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
@@ -103,6 +100,9 @@ std::string launch_fwd_mod_kind(const FwdCall& c, const Launch& l) {
     if (l.variant == ScoreVariant::kExponents) return of_kind.template operator()<FwdModKind::kExponents>();
     if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kBias>();
     if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kDrops>();
+  }
+  if constexpr (has_loose_bias(D)) {
+    if (l.variant == ScoreVariant::kLooseBias) return of_kind.template operator()<FwdModKind::kLooseBias>();
   }
   if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kHides>();
   if (l.variant == ScoreVariant::kAll) return of_kind.template operator()<FwdModKind::kAll>();

@@ -203,20 +203,19 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
   const Problem& p = a.plain.p.problem;
   const int lane = threadIdx.x % 32;
   KvLoader<T, ModBarriers<T>> kv{a.plain, maps.plain, smem, bars, lane};
-  PipelineState<T::kBiasStages> bias_ring{0, 1};
-  [[maybe_unused]] PipelineState<T::kLoosePlaces> loose_ring{0, 1};
+  PipelineState<T::kBiasPlaces> bias_ring{0, 1};
   PipelineState<T::kWorkStages> work_ring;
   PipelineState<T::kChunkStages> chunk;
   const auto load_bias = [&](const ModWorkTile& work, int tile) {
-    if (T::kBiasStages == 0 || a.bias_rows == 0) return;
-    if (T::kLoosePlaces > 0 && a.has_loose_bias) {
+    if (T::kBiasPlaces == 0 || a.bias_rows == 0) return;
+    if constexpr (T::kLoose) {
 #pragma unroll 1
       for (int part = 0; part < T::kLooseParts; ++part) {
-        wait(bars.bias_empty(loose_ring.stage), loose_ring.phase);
+        wait(bars.bias_empty(bias_ring.stage), bias_ring.phase);
         load_loose_bias<T::kBlockM>(
             a.m.bias, work.seq.b, work.w.h, work.w.block * T::kBlockM, tile * T::kBlockN + kLooseKeys * part,
-            smem + T::kBiasAt + loose_ring.stage * T::kLooseBytes, bars.bias_full(loose_ring.stage));
-        loose_ring.advance();
+            smem + T::kBiasAt + bias_ring.stage * T::kLooseBytes, bars.bias_full(bias_ring.stage));
+        bias_ring.advance();
       }
       return;
     }

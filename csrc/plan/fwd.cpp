@@ -331,7 +331,7 @@ bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.m
 template <bool kM192, ScoreVariant kVariant>
 void build_hopper_mod(Req r, Dev d, Plan& p) {
   const int size = masked_dim(r.problem);
-  const sm90::FwdModTile t = kM192                      ? sm90::m192_mod_tile(size)
+  const sm90::FwdModTile t = kM192                    ? sm90::m192_mod_tile(size)
                              : kVariant == kLooseBias ? sm90::loose_bias_tile(size)
                                                       : sm90::fwd_mod_tile(size);
   const sm90::FwdTile f = t.plain();

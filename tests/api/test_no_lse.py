@@ -482,7 +482,7 @@ class Prepared:
             self.options["bias"] = masks.ALiBi(torch.rand(call.heads[0], device="cuda"))
         if "full_bias" in self.words:
             full = torch.randn(BATCH, call.heads[0], rows, keys, **make)
-            self.options["bias"] = masks.DenseBias(full)
+            self.options["bias"] = masks.DenseBias(full.requires_grad_())  # of others a value keeps a copy
         if "bias" in self.words:
             self.options["bias"] = masks.DenseBias(torch.randn(1, call.heads[0], rows, keys, **make))
         keep = torch.rand(BATCH, 1, rows, keys, device="cuda") > 0.3

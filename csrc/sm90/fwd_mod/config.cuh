@@ -36,10 +36,21 @@ struct FwdModArgs {
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
-// kExponents knows slopes or a softcap, kBias a bias that TMA brings, kLooseBias one that is loose (loose_bias.cuh), all without dropout or one of the others. kM192Hides
-// hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel does.
+// kExponents knows slopes or a softcap, kBias a bias that TMA brings, kLooseBias a loose one (loose_bias.cuh), all without
+// dropout or one of the others. kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel does.
 // The others of m192 have slopes, a softcap or dropout besides, and need them.
-enum class FwdModKind { kHides, kDrops, kAll, kExponents, kBias, kLooseBias, kM192Hides, kM192Slopes, kM192Cap, kM192Drops };
+enum class FwdModKind {
+  kHides,
+  kDrops,
+  kAll,
+  kExponents,
+  kBias,
+  kLooseBias,
+  kM192Hides,
+  kM192Slopes,
+  kM192Cap,
+  kM192Drops
+};
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
 template <typename T>
@@ -133,9 +144,7 @@ struct FwdModTraits {
       kDrops, DropWorkTile,
       std::conditional_t<kSlopesInProduct, SlopeWorkTile, std::conditional_t<kMaySlope, DistanceItem, ModWorkTile>>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdModTile kModTile = kM192    ? m192_mod_tile(D)
-                                         : kLoose ? loose_bias_tile(D)
-                                                  : fwd_mod_tile(D);
+  static constexpr FwdModTile kModTile = kM192 ? m192_mod_tile(D) : kLoose ? loose_bias_tile(D) : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();

@@ -37,7 +37,8 @@ struct FwdModArgs {
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
 // kExponents knows slopes or a softcap, kBias a bias that TMA brings, kLooseBias a loose one (loose_bias.cuh), all without
-// dropout or one of the others. kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel does.
+// dropout or one of the others. kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to
+// whole tiles what that kernel does.
 // The others of m192 have slopes, a softcap or dropout besides, and need them.
 enum class FwdModKind {
   kHides,

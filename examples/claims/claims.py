@@ -74,7 +74,7 @@ def _share_of_peak(name: str) -> Callable[[Evidence], Answer]:
 
 def _backward_shares(evidence: Evidence) -> Answer:
     """Shares of the peak of every backward that the ladder times."""
-    file = evidence.file("ladder" if evidence.file("ladder").of("backward") else "ladder_backward")
+    file = evidence.file("ladder")
     shares: dict[str, list[float]] = {}
     for row in file.of("backward"):
         if "tflops" in row:

@@ -38,7 +38,7 @@ class File:
 
 @dataclass
 class Evidence:
-    """What is known, by kind: "ladder", "ladder_backward" and "claims" of the examples; "headline",
+    """What is known, by kind: "ladder" and "claims" of the examples; "headline",
     "training", "fp16" and "fp8" of the benchmark.
     """
 
@@ -59,7 +59,7 @@ def read(path: Path) -> File:
 def stored(folder: Path = RESULTS) -> Evidence:
     """The newest file of each kind below ``folder``, whose runs are named by date."""
     files: dict[str, File] = {}
-    for kind in ("ladder", "ladder_backward", "claims", "headline", "training", "fp16", "fp8"):
+    for kind in ("ladder", "claims", "headline", "training", "fp16", "fp8"):
         found = sorted(folder.glob(f"*/{kind}.json.gz"), key=lambda path: path.parent.name)
         if found:
             files[kind] = read(found[-1])

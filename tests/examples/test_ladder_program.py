@@ -120,9 +120,8 @@ def test_stored_results_answer_all_claims() -> None:
 def test_the_backward_is_answered_by_shares_of_the_peak() -> None:
     rows = [{"section": "backward", "name": name, "shape": [1, 2, n, 64], "ms": 1.0, "tflops": rate}
             for name, n, rate in (("fa1", 8, 9.894), ("fa1", 9, 98.94), ("flash_ext", 8, 494.7))]  # fmt: skip
-    for kind in ("ladder", "ladder_backward"):
-        answers = {line[0]: line[2] for line in table(Evidence({kind: File(kind, rows)}))}
-        assert answers[BACKWARD_SHARE] == "FlashAttention (ladder) 1 to 10 %, flash_ext 50 % of 989 TFLOP/s"
+    answers = {line[0]: line[2] for line in table(Evidence({"ladder": File("ladder", rows)}))}
+    assert answers[BACKWARD_SHARE] == "FlashAttention (ladder) 1 to 10 %, flash_ext 50 % of 989 TFLOP/s"
 
 
 def test_a_backward_has_five_products_and_a_forward_two() -> None:

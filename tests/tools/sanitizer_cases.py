@@ -147,6 +147,10 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
     # Forwards for Hopper with one change in tall tiles.
     for mods in (("softcap30", "padding"), ("drop0.5", "padding"), ("alibi", "padding")):
         found.append(ModifierCase(packed([3, 0, 190], [65, 9, 167], **some), mods))
+    # A bias whose rows Hopper's forward reads where they begin (csrc/sm90/fwd_mod/loose_bias.cuh).
+    for head_dim in (64, 128):
+        case = Case(batch=2, seqlen_q=131, seqlen_k=150, num_heads=2, num_heads_k=1, head_dim=head_dim)
+        found.append(ModifierCase(case, ("bias_bhqk_odd", "padding")))
     # Few queries of many keys, which are split.
     for rows, head_dim in ((1, 64), (20, 128), (3, 256)):
         case = Case(batch=1, seqlen_q=rows, seqlen_k=3000, num_heads=4, num_heads_k=2, head_dim=head_dim)
@@ -167,6 +171,9 @@ def short_cases() -> list[Case | ModifierCase]:
             case = Case(seqlen_q=49, seqlen_k=(49, 61)[j % 2], head_dim=head_dim - j, **common)
             case = case.replace(causal=j % 2 == 0, dtype=("bf16", "fp16")[(i + j) % 2])
             found.append(ModifierCase(case, mods))
+    # Above head_dim 128 backwards have at most 32 queries and keys.
+    wide = Case(batch=3, seqlen_q=20, seqlen_k=31, num_heads=2, num_heads_k=2, head_dim=256)
+    found += [wide.replace(seqlen_q=9, seqlen_k=16), ModifierCase(wide, ("bias_1hqk_odd", "drop0.5"))]
     return found
 
 

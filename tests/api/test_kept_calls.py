@@ -103,11 +103,12 @@ def test_a_bias_with_odd_rows_is_copied_into_aligned_ones():
     bias = torch.randn(2, 1, 24, 77)
     aligned = calls.with_aligned_rows(bias)
     assert torch.equal(aligned, bias) and aligned.stride() == (24 * 80, 24 * 80, 80, 1)
-    q, k = torch.empty(2, 24, 2, 8), torch.empty(2, 77, 2, 8)
+    q, k = torch.empty(2, 24, 2, 65), torch.empty(2, 77, 2, 65)
     assert calls._may_be_copied(bias, q, k) and not calls._may_be_copied(aligned, q, k)
     learned = bias.clone().requires_grad_()
     assert not any(calls._may_be_copied(t, q, k) for t in (learned, bias[..., :1], aligned[..., :76]))
     assert not calls._may_be_copied(bias, q, q)
+    assert not calls._may_be_copied(bias, q[..., :64], k[..., :64])  # a short sequence up to 80 there
 
 
 def test_pairs_of_kept_calls():

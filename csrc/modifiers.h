@@ -39,7 +39,7 @@ struct BiasView {
   // Rows have an end, but do not begin on 16 bytes, as with 77 keys, or their elements are no neighbours. Kernels get a copy
   // (bias_rows.h), but for those that take it as it is: the plan says so.
   bool is_unaligned = false;
-  bool is_loose = false;  // of a copy in a request: what it would be copied from is_loose() (bias_rows.h)
+  bool is_loose = false;  // plan() plans with the copy's view: the bias behind it is_loose() (bias_rows.h)
 };
 
 // One value per position and its smallest and largest value over groups of 32 positions.

@@ -110,6 +110,7 @@ constexpr bool tiles_fit() {
   }
   for (int d : {64, 128}) {
     if (m192_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (loose_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   for (int d : {64, 96, 128}) {
     if (fwd_tile(d, d, true).smem_bytes(d, d) > kSmemLimitLarge) return false;

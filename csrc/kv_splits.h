@@ -49,8 +49,8 @@ struct PartsOfKeys {
 };
 
 // Into how many parts keys are split so that it takes the least time: a wave of CTAs costs 1.5 beside its keys, adding
-// up 3, 1 / 16 a part and the traffic of partial results, `result_bytes` a part. Candidates fill half of the
-// multiprocessors, all of them, one and a half times as many, ...
+// up 3, 1 / 16 a part (of 64 rows 1 / 5) and the traffic of partial results, `result_bytes` a part. Candidates fill half of
+// the multiprocessors, all of them, one and a half times as many, ...
 inline PartsOfKeys best_parts(int64_t items, int64_t blocks, int rows, double weight, double result_bytes, int sms,
                               int ctas_per_sm) {
   constexpr int64_t kLeastBlocks = 4;
@@ -64,7 +64,8 @@ inline PartsOfKeys best_parts(int64_t items, int64_t blocks, int rows, double we
     const int64_t waves = items * parts / capacity, rest = items * parts % capacity;
     const double keys = static_cast<double>(waves) * time_of_part(part, ctas_per_sm, rows, weight) +
                         (rest > 0 ? time_of_part(part, static_cast<double>(rest) / sms, rows, weight) : 0.);
-    const double merge = 3. + static_cast<double>(parts) * (1. / 16 + 2 * result_bytes / kBytesPerUs);
+    const double of_part = (rows <= 16 ? 1. / 16 : 1. / 5) + 2 * result_bytes / kBytesPerUs;
+    const double merge = 3. + static_cast<double>(parts) * of_part;
     const double time = keys + 1.5 * static_cast<double>(waves + (rest > 0)) + (parts > 1 ? merge : 0.);
     if (halves == 0 || time < best.time) best = {static_cast<int>(parts), time};
   }

@@ -86,7 +86,7 @@ int main() {
   }
   for (int d : {64, 128, 192, 256, -64, -128}) {
     const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::m192_mod_tile(-d);
-    const char* bias = t.bias_stages == 0 ? "none" : t.bias_has_place ? "own place" : "over Q and output";
+    const char* bias = t.bias_places == 0 ? "none" : t.bias_has_place ? "own place" : "over Q and output";
     std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
                 t.kv_stages, t.q_stages, t.staged ? "yes" : "no", bias,
                 t.smem_bytes(std::abs(d), std::abs(d)));
@@ -96,8 +96,11 @@ int main() {
     put_fused("plain", d, t.block_n(), t, t.ds_stages(), t.smem_bytes(d));
   }
   for (int d : {64, 128}) {
-    const sm90::BwdModTile t = sm90::bwd_mod_tile(d);
-    put_fused("modified", d, t.kBlockN, t.plain(), t.kDsStages, t.smem_bytes(d));
+    for (bool float_bias : {false, true}) {
+      const sm90::BwdModTile t = sm90::bwd_mod_tile(d, float_bias);
+      put_fused(float_bias ? "modified, bias in fp32" : "modified", d, t.kBlockN, t.plain(), t.ds_stages,
+                t.smem_bytes(d));
+    }
   }
   for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
     const sm90::SplitBwdTile t = sm90::split_bwd_tile(d, dv);

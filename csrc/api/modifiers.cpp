@@ -209,15 +209,23 @@ Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tenso
 NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Problem& p) {
   static const int64_t something = 0;  // never read
   Modifiers& m = modifiers;
+  const auto refuse = [](const std::string& name) {
+    throw std::invalid_argument(
+        "unknown modifier '" + name +
+        "'; known: softcap, alibi, bias, bias_gradient, full_bias, full_bias_gradient, float_bias, "
+        "float_bias_gradient, relative, relative_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, "
+        "hidden_keys, chunk, prefix, sink_tokens, sinks");
+  };
   for (const std::string& name : names) {
     if (name == "softcap") {
       m.softcap = 30.f;
       m.inv_softcap = 1.f / 30.f;
     } else if (name == "alibi") {
       m.by_distance.slopes = reinterpret_cast<const float*>(&something);
-    } else if (name == "bias" || name == "bias_gradient" || name == "full_bias" || name == "full_bias_gradient") {
-      // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side
-      const bool is_full = name.starts_with("full");
+    } else if (name.ends_with("bias") || name.ends_with("bias_gradient")) {
+      // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side; float: in fp32
+      const bool is_full = name.starts_with("full"), is_float = name.starts_with("float");
+      if (!is_full && !is_float && !name.starts_with("bias")) refuse(name);
       BiasView& b = m.bias;
       b.ptr = &something;
       b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
@@ -226,13 +234,16 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
       b.col_stride = 1;
       b.head_stride = b.row_stride * b.rows;
       if (is_full && p.batch > 1) b.batch_stride = b.head_stride * p.num_heads;
-      b.aligned = b.staged = b.row_stride % 8 == 0;
+      b.is_float = is_float;
+      b.aligned = b.row_stride % 8 == 0;
+      b.staged = b.aligned && !is_float;
       b.is_unaligned = !b.aligned;
       b.has_room = true;
       dbias.batch = is_full ? p.batch : 1;
       dbias.heads = p.num_heads;
       dbias.rows = b.rows;
       dbias.cols = b.cols;
+      dbias.is_float = is_float;
       wants_dbias = wants_dbias || name.ends_with("_gradient");
     } else if (name == "relative" || name == "relative_gradient") {  // a table of 257 entries a head
       m.by_distance.table = reinterpret_cast<const float*>(&something);
@@ -265,11 +276,7 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (name == "sinks") {
       m.sinks = reinterpret_cast<const float*>(&something);
     } else {
-      throw std::invalid_argument(
-          "unknown modifier '" + name +
-          "'; known: softcap, alibi, bias, bias_gradient, full_bias, full_bias_gradient, relative, "
-          "relative_gradient, dropout, "
-          "mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks");
+      refuse(name);
     }
   }
   m.has_score_mod = m.softcap > 0 || m.adds();

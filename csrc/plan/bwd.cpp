@@ -197,11 +197,12 @@ bool stores_dbias(Req r) {
 ScoreVariant fused_variant(Req r) {
   const bool adds = r.modifiers->adds();
   if (r.modifiers->softcap > 0.f) return kCap;
-  return drops(r) ? (adds ? kAddDrop : kDrop) : adds ? kAdd : kHide;
+  const bool is_float = r.modifiers->bias.ptr != nullptr && r.modifiers->bias.is_float;
+  return drops(r) ? (adds ? kAddDrop : kDrop) : is_float ? kAddFloat : adds ? kAdd : kHide;
 }
 ScoreVariant split_variant(Req r) {
   const ScoreVariant v = fused_variant(r);
-  return v == kDrop ? kAddDrop : v;
+  return v == kDrop ? kAddDrop : v == kAddFloat ? kAdd : v;
 }
 
 // Into how many parts the sum of a gradient that has rows and columns of its own is divided. A CTA owns 128 x 128
@@ -298,7 +299,7 @@ void begin_hopper(Req r, Dev d, Plan& p) {
 Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
   const Problem& x = r.problem;
   const int size = sm90::bwd_mod_size(x);
-  const sm90::BwdModTile t = sm90::bwd_mod_tile(size);
+  const sm90::BwdModTile t = sm90::bwd_mod_tile(size, v == kAddFloat || v == kAddDrop);
   const bool dynamic = sm90::has_unequal_tiles(x, m);
   constexpr int kBlockN = sm90::BwdModTile::kBlockN;
   Launch l =

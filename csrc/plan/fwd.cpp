@@ -304,14 +304,18 @@ bool supports_hide(Req r, Dev d) { return supports_mod(r, d) && !changes(r) && !
 bool supports_hide_m192(Req r, Dev d) { return supports_hide(r, d) && sm90::has_m192(masked_dim(r.problem)); }
 bool changes_exponents(Req r) { return has_one_change(r) && r.modifiers->bias.ptr == nullptr; }
 bool supports_exponents(Req r, Dev d) { return supports_mod_128(r, d) && changes_exponents(r); }
-bool supports_bias(Req r, Dev d) {
-  const int block_m = sm90::fwd_mod_tile(128).plain().block_m();
-  return supports_mod_128(r, d) && has_one_change(r) && r.modifiers->bias.ptr != nullptr &&
-         sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
+bool supports_bias_alone(Req r, Dev d) {
+  return supports_mod(r, d) && sm90::has_bias_kinds(masked_dim(r.problem)) && has_one_change(r) &&
+         r.modifiers->bias.ptr != nullptr;
 }
-bool supports_loose_bias(Req r, Dev d) {
-  return supports_mod(r, d) && sm90::has_loose_bias(masked_dim(r.problem)) && has_one_change(r) &&
-         r.modifiers->bias.is_loose;
+bool supports_bias(Req r, Dev d) {
+  const int block_m = sm90::fwd_mod_tile(masked_dim(r.problem)).plain().block_m();
+  return supports_bias_alone(r, d) && sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
+}
+bool supports_loose_bias(Req r, Dev d) { return supports_bias_alone(r, d) && r.modifiers->bias.is_loose; }
+bool supports_float_bias(Req r, Dev d) {
+  const BiasView& x = r.modifiers->bias;
+  return supports_bias_alone(r, d) && x.is_float && x.aligned && x.row_stride != 0;
 }
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
 bool supports_m192_changes(Req r, Dev d) { return supports_mod(r, d) && sm90::has_m192_changes(masked_dim(r.problem)); }
@@ -333,6 +337,7 @@ void build_hopper_mod(Req r, Dev d, Plan& p) {
   const int size = masked_dim(r.problem);
   const sm90::FwdModTile t = kM192                    ? sm90::m192_mod_tile(size)
                              : kVariant == kLooseBias ? sm90::loose_bias_tile(size)
+                             : kVariant == kFloatBias ? sm90::float_bias_tile(size)
                                                       : sm90::fwd_mod_tile(size);
   const sm90::FwdTile f = t.plain();
   const bool unequal = sm90::has_unequal_tiles(r.problem, *r.modifiers);
@@ -404,6 +409,8 @@ constexpr Row kHopper[] = {
     {F::kFwdMod, "sm90.fwd_mod.m128.exponents", supports_exponents, nullptr, build_hopper_mod<false, kExponents>,
      E::kMaskedVariants},
     {F::kFwdMod, "sm90.fwd_mod.m128.loose_bias", supports_loose_bias, nullptr, build_hopper_mod<false, kLooseBias>,
+     E::kMaskedVariants},
+    {F::kFwdMod, "sm90.fwd_mod.m128.float_bias", supports_float_bias, nullptr, build_hopper_mod<false, kFloatBias>,
      E::kMaskedVariants},
     {F::kFwdMod, "sm90.fwd_mod.m128.bias", supports_bias, nullptr, build_hopper_mod<false, kBias>, E::kMaskedVariants},
     {F::kFwdMod, "sm90.fwd_mod.m128.drop", supports_drop, nullptr, build_hopper_mod<false, kDrop>, E::kMaskedVariants},

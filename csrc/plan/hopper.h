@@ -375,7 +375,7 @@ inline Grid pool_grid(const Problem& p, const DeviceInfo& d, int block_n, const 
 inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
   if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
   if (m.bias.ptr == nullptr) return true;
-  if (m.bias.is_float && m.bias.row_stride != 0) return m.bias.aligned && BwdModTile::has_float_bias(bwd_mod_size(p));
+  if (m.bias.is_float && m.bias.row_stride != 0) return m.bias.aligned;
   return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
 }
 

@@ -417,7 +417,7 @@ def row_calls() -> Iterator[RowCall]:
         ("sm90.fwd_mod.m192.slopes", "alibi"), ("sm90.fwd_mod.m192.cap", "softcap"),
         ("sm90.fwd_mod.m192.hide", "key_padding"), ("sm90.fwd_mod.m128.exponents", "alibi"),
         ("sm90.fwd_mod.m128.bias", "bias"), ("sm90.fwd_mod.m128.drop", "dropout"),
-        ("sm90.fwd_mod.m128.loose_bias", "full_bias"),
+        ("sm90.fwd_mod.m128.loose_bias", "full_bias"), ("sm90.fwd_mod.m128.float_bias", "float_bias"),
         ("sm90.fwd_mod.m128.hide", "mask"), ("sm90.fwd_mod.m128.all", "bias", "dropout", "sinks"),
     ):  # fmt: skip
         call = RowCall(row, options=tuple(options))
@@ -486,6 +486,8 @@ class Prepared:
             self.options["bias"] = masks.DenseBias(full.requires_grad_())  # of others a value keeps a copy
         if "bias" in self.words:
             self.options["bias"] = masks.DenseBias(torch.randn(1, call.heads[0], rows, keys, **make))
+        if "float_bias" in self.words:
+            self.options["bias"] = masks.DenseBias(torch.randn(1, call.heads[0], rows, keys, device="cuda"))
         keep = torch.rand(BATCH, 1, rows, keys, device="cuda") > 0.3
         if "mask" in self.words:
             self.options["mask"] = masks.Dense(keep)

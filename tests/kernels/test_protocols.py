@@ -44,9 +44,9 @@ def run_forward(m, rnd, *, apart=False):
     forward(m, items, stages, rnd.choice((1, 2)), groups, draws=rnd.random() < 0.5, apart=apart)
 
 
-def run_forward_mod(m, rnd, *, bias=False, loose=0):
+def run_forward_mod(m, rnd, *, bias=False, places=0):
     items = [[seen_by(rnd, 2) or (0, 1) for _ in range(count)] for count in counts(rnd)]
-    forward_mod(m, items, rnd.choice((1, 2)), bias, draws=rnd.random() < 0.5, loose=loose)
+    forward_mod(m, items, rnd.choice((1, 2)), bias, draws=rnd.random() < 0.5, places=places)
 
 
 def run_forward_tall(m, rnd):
@@ -142,18 +142,21 @@ def model(run, **fixed):
 SCORE_KINDS = {
     "hiding": {},
     "adding": dict(mark_slots=1, bias=True),
+    "adding fp32": dict(mark_slots=1, bias=True),
     "capping": {},
     "dropping": dict(consumers_draw=True),
     "adding and dropping": dict(mark_slots=1, loaders_draw=True, bias=True),
 }
+TWO_PLACES_OF_DS = ("adding fp32", "adding and dropping")  # at head_dim 128
 MODELS = {
     "forward": run_forward,
     "forward over a cache": model(run_forward, apart=True),
     "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
-    "forward with a loose bias": model(run_forward_mod, bias=True, loose=4),
-    "forward with a loose bias, 128": model(run_forward_mod, bias=True, loose=3),
+    "forward with a loose bias": model(run_forward_mod, bias=True, places=4),
+    "forward with a bias in parts": model(run_forward_mod, bias=True, places=3),
+    "forward with a bias in fp32, 128": model(run_forward_mod, bias=True, places=2),
     "backward of few rows": run_few_rows,
     "backward of few keys": run_few_keys,
     "wide backward, keys": run_split_dkdv,
@@ -167,7 +170,10 @@ for way in ("together", "apart"):
     MODELS[f"backward {way}, in a ring"] = model(run_ring, apart=way == "apart")
 for name, kind in SCORE_KINDS.items():
     for head_dim, slots in ((64, 4), (128, 2)):
-        MODELS[f"backward {name}, {head_dim}"] = model(run_backward_mod, slots=slots, **kind)
+        ds_places = 2 if head_dim == 128 and name in TWO_PLACES_OF_DS else 3
+        MODELS[f"backward {name}, {head_dim}"] = model(
+            run_backward_mod, slots=slots, ds_places=ds_places, **kind
+        )
 for of_memory in (adds_in_turn, adds_to_many_tiles, finishes_a_round, leaves_a_step, early_kernels):
     MODELS[of_memory.__name__] = lambda m, rnd, run=of_memory: run(m)
 
@@ -197,6 +203,7 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
     [
         ("backward adding and dropping, 128", "marks before loads", "deadlock"),  # it was so once
         ("backward adding and dropping, 64", "marks before loads", "deadlock"),
+        ("backward adding fp32, 128", "the place of dS is not waited for", "overwrites dS"),
         ("backward of few keys", "one meeting", "part of dQ"),
         ("wide backward, keys", "an item without steps is held", "deadlock"),
         ("wide backward, queries", "K is let go before dQ is finished", "overwrites K"),
@@ -236,7 +243,7 @@ RINGS = {
     "forward": ("K or V", "Q"),
     "forward over a cache": ("K or V", "Q"),
     "forward with a bias": ("K or V", "Q", "bias", "chunk"),
-    "forward with a loose bias, 128": ("K or V", "Q", "bias", "chunk"),
+    "forward with a bias in parts": ("K or V", "Q", "bias", "chunk"),
     "backward of few rows": ("K", "V", "Q", "dO", "item"),
     "backward together": ("K", "V", "Q", "dO", "item"),
     "backward together, in order": ("K", "V", "Q", "dO", "item", "dQ"),

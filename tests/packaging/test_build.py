@@ -48,18 +48,19 @@ HOPPER_CACHED_HEAD_DIMS = (*HEAD_DIMS, 192)  # as above, without lower tiles
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
 HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)
 HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
-# Of head_dim 128: weights dropped, slopes or a softcap alone, a bias that TMA brings.
-HOPPER_MOD_OWN_KINDS = (1, 3, 4)
-HOPPER_MOD_LOOSE_KIND, HOPPER_MOD_LOOSE_HEAD_DIMS = 5, (64, 128)  # a bias whose rows begin anywhere
+HOPPER_MOD_OWN_KINDS = (1, 3)  # of head_dim 128: weights dropped, slopes or a softcap alone
+# A bias alone: one that TMA brings, one whose rows begin anywhere, one in fp32.
+HOPPER_MOD_BIAS_KINDS, HOPPER_MOD_BIAS_HEAD_DIMS = (4, 5, 6), (64, 128)
 # In higher tiles: scores hidden, slopes, a softcap, weights dropped.
-HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (6, 7, 8, 9), (64, 128)
+HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (7, 8, 9, 10), (64, 128)
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
-SCORE_KINDS = (0, 1, 2, 3, 4)  # of which each has a kernel: hidden, added, capped, dropped, added and dropped
+# Each has a kernel: hidden, added, added with a bias in fp32, capped, dropped, added and dropped.
+SCORE_KINDS = (0, 1, 2, 3, 4, 5)
 HOPPER_BWD_SPLIT = ("bwd_split_sm90_kernel",)  # of dK and dV, and of dQ
 HOPPER_BWD_WIDE_MOD_HEAD_DIMS = (64, 128, 192, 256)  # up to 128 in a fixed order
-WIDE_SCORE_KINDS = (0, 1, 2, 4)  # hidden, added, capped, dropped with or without what is added
-PLAIN_SCORES = 5  # the kind of those kernels without modifiers
+WIDE_SCORE_KINDS = (0, 1, 3, 5)  # hidden, added, capped, dropped with or without what is added
+PLAIN_SCORES = 6  # the kind of those kernels without modifiers
 HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
 DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few rows; 3, stored, for few keys
@@ -209,7 +210,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     hopper_mod = [
         *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_HEAD_DIMS, HOPPER_MOD_KINDS),
         *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
-        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_LOOSE_HEAD_DIMS, (HOPPER_MOD_LOOSE_KIND,)),
+        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_BIAS_HEAD_DIMS, HOPPER_MOD_BIAS_KINDS),
         *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS),
     ]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
@@ -372,7 +373,8 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
     narrow = len(DQ_KINDS) * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS) + 2 * len(FEW_ROWS)
     narrow += len(HOPPER_BWD) * len(FEW_KEYS)
     kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
-    kinds += len(HOPPER_MOD_LOOSE_HEAD_DIMS) + len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
+    kinds += len(HOPPER_MOD_BIAS_HEAD_DIMS) * len(HOPPER_MOD_BIAS_KINDS)
+    kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
     modified = len(HOPPER_MOD) * kinds
     modified += len(HOPPER_BWD_MOD) * len(HOPPER_BWD_MOD_HEAD_DIMS) * len(SCORE_KINDS)
     modified += 2 * len(HOPPER_BWD_WIDE_MOD_HEAD_DIMS) * len(WIDE_SCORE_KINDS)

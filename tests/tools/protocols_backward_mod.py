@@ -87,17 +87,26 @@ class ModProducers:
 
 
 def backward_mod(
-    m, items, slots=2, mark_slots=4, loaders_draw=False, consumers_draw=False, bias=False, draws=False
+    m,
+    items,
+    slots=2,
+    mark_slots=4,
+    loaders_draw=False,
+    consumers_draw=False,
+    bias=False,
+    draws=False,
+    ds_places=3,
 ):
     """load_mod_steps() of bwd_mod/produce.cuh, consume_mod_keys() of bwd_mod/consume.cuh. Loaders that draw
-    leave a second mark for every step."""
+    leave a second mark for every step. Of two places for dS a warp waits for its own."""
     x = ModProducers(m, items, mark_slots, ALL, draws, draw_ahead=6)
     places = Slots("first place of keys", 1, ALL), Slots("second place", 1, ALL)
     q, dout = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL)
     tile_of_bias = Slots("bias", 1, ALL)
     stats_at, step_at = cells("stats", slots), cells("step", 2 * slots)
     drop_at = cells("keys of dropout", slots)
-    ds_full, ds_at = barriers(3, ALL), [cells(f"dS {slot} of", ALL) for slot in range(3)]
+    ds_full, ds_empty = barriers(ds_places, ALL), barriers(ds_places, ALL)
+    ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_places)]
     pairs, drawn_at = barriers(WARPS, 2), [cells(f"draws {slot} for", ALL) for slot in range(2)]
 
     def loader(me, number):
@@ -155,13 +164,13 @@ def backward_mod(
             return step_at[n % (2 * slots)]
 
         def wait_for_ds_before():
-            yield ds_full[(now.steps - 1) % 3], (now.steps - 1) // 3
+            yield ds_full[(now.steps - 1) % ds_places], (now.steps - 1) // ds_places
 
         def issue_dq_before(k, step):
-            for cell in ds_at[(now.steps - 1) % 3]:
+            for cell in ds_at[(now.steps - 1) % ds_places]:
                 me.begin(cell, step)
             me.begin(k.at(0), ("K", step[0]))
-            return [*ds_at[(now.steps - 1) % 3], k.at(0)]
+            return [*ds_at[(now.steps - 1) % ds_places], k.at(0)]
 
         def draw_dropped(head):
             me.read(drop_at[now.steps % slots], head)
@@ -192,14 +201,21 @@ def backward_mod(
             if loaders_draw:
                 yield from marks.take(("dropped", *step))
             me.read(stats_at[at % slots], step)
-            yield from wait_for_ds_before()
-            me.write(ds_at[at % 3][who], step)
+            if ds_places > 2:
+                yield from wait_for_ds_before()
+            elif m.plant != "the place of dS is not waited for":
+                yield ds_empty[at % 2], (at + 1) // 2 - 1
+            me.write(ds_at[at % ds_places][who], step)
             me.fence()
-            me.arrive(ds_full[at % 3])
+            me.arrive(ds_full[at % ds_places])
+            if ds_places == 2:
+                yield from wait_for_ds_before()
             me.begin(dout.at(at), step)
             used = issue_dq_before(k, before) if before else []
             me.begin(q.at(at), step)
             me.finish(dout.at(at), *used)
+            if ds_places == 2:
+                me.arrive(ds_empty[(at + 1) % 2])
             if before:
                 me.read(step_of(at - 1), before)  # add_dq_before()
             me.finish(q.at(at))

@@ -174,12 +174,12 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
     m.warps(groups, consumer)
 
 
-def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stages=4, loose=0):
+def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stages=4, places=0):
     """schedule_mod_work() and load_mod_tiles() of fwd_mod/produce.cuh, MaskedConsumer of
     fwd_mod/consume.cuh, with three groups as T::kM192 has it. An item is a list of steps, a step the groups
-    that see it. A loose bias comes in two parts a step, each to one of `loose` places."""
+    that see it. A bias in parts, two a step, has so many `places` for them."""
     kv, q = Slots("K or V", kv_stages, groups * WARPS), Slots("Q", q_stages, groups * WARPS)
-    tile_of_bias, parts_of_bias = Slots("bias", loose or 2, groups * WARPS), 2 if loose else 1
+    tile_of_bias, parts_of_bias = Slots("bias", places or 2, groups * WARPS), 2 if places else 1
     chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
     work_at, step_at = cells("item", 8), cells("step", kv_stages)
 

@@ -97,31 +97,33 @@ struct BwdChunk {
 };
 
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers, in instructions that
-// are not there when they are needed, and in the order that ptxas finds. kPlain: no modifiers at all
+// are not there when they are needed, and in the order that ptxas finds: a bias in fp32 has a kernel of its own
+// (kAddingFloat), because to be able to store its gradient cost 16-bit ones 3 %. kPlain: no modifiers at all
 // (bwd_split/kernel.cuh).
-enum class ScoreKind { kHiding, kAdding, kCapping, kDropping, kAddingDropping, kPlain };
+enum class ScoreKind { kHiding, kAdding, kAddingFloat, kCapping, kDropping, kAddingDropping, kPlain };
 
 template <typename E, int D, ScoreKind kKind>
 struct BwdModTraits {
   using Element = E;
   static constexpr bool kCaps = kKind == ScoreKind::kCapping;
-  static constexpr bool kAdds = kKind == ScoreKind::kAdding || kKind == ScoreKind::kAddingDropping;
+  static constexpr bool kFloatBias = kKind == ScoreKind::kAddingFloat || kKind == ScoreKind::kAddingDropping;
+  static constexpr bool kAdds = kKind == ScoreKind::kAdding || kFloatBias;
   static constexpr bool kDrops = kKind == ScoreKind::kDropping || kKind == ScoreKind::kAddingDropping;
   // Draws take a loader longer than a step: consumers make them, where there is room to exchange them.
   static constexpr bool kLoadersDraw = kKind == ScoreKind::kAddingDropping, kConsumersDraw = kDrops && !kLoadersDraw;
   static constexpr int kHeadDim = D;
-  static constexpr BwdModTile kModTile = bwd_mod_tile(D);
+  static constexpr BwdModTile kModTile = bwd_mod_tile(D, kFloatBias);
   static constexpr BwdTile kTile = kModTile.plain();
   static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = BwdModTile::kBlockN, kThreads = BwdModTile::kThreads;
-  static constexpr bool kByQueries = false, kFloatBias = BwdModTile::has_float_bias(D);
+  static constexpr bool kByQueries = false;
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of a work tile; of a tile in the workspace
   static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;
   // The scheduler, which classifies tiles, does not fit 40.
   static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kStages * kQBytes;
-  static constexpr int kDsAt = kDoutAt + kStages * kQBytes, kDsStages = BwdModTile::kDsStages;
-  static constexpr int kBiasAt = kDsAt + kTile.ds_bytes(), kBiasBytes = BwdModTile::bias_bytes(D);
+  static constexpr int kDsAt = kDoutAt + kStages * kQBytes, kDsStages = kModTile.ds_stages;
+  static constexpr int kBiasAt = kDsAt + kModTile.ds_bytes(), kBiasBytes = kModTile.bias_bytes;
   static constexpr int kStagingAt = kBiasAt + kBiasBytes, kStagingBytes = 4096;  // a consumer warp
   static constexpr int kStatsAt = kStagingAt + kTile.staging_bytes(), kStatsBytes = kBlockM * 8;
   static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);
@@ -146,7 +148,7 @@ struct ModKeyShared {
   BwdModWorkTile work_tiles[T::kWorkStages];
   BwdChunk chunks[T::kChunkStages];
   BwdStep steps[T::kSteps];
-  HeadDistances distances[T::kSteps];  // of the steps' heads, in units of log2
+  HeadDistances distances[T::kStages];  // of the heads of the steps there, in units of log2
   uint32_t index;           // the scheduler's present one
   int work_tiles_found, chunks_found;
   unsigned char split[T::kWorkStages];  // of the steps of a block of keys, that a work tile has
@@ -167,7 +169,8 @@ struct ModKeyBarriers {
   static constexpr int kKeys = 0, kQ = kKeys + 4, kDout = kQ + 2 * T::kStages, kWork = kDout + 2 * T::kStages;
   static constexpr int kChunk = kWork + 2 * T::kWorkStages, kBias = kChunk + 2 * T::kChunkStages, kMask = kBias + 2;
   static constexpr int kDs = kMask + 2 * T::kMaskStages;
-  static constexpr int kEnding = kDs + T::kDsStages, kCount = kEnding + 1;
+  static constexpr int kDsEmpty = kDs + T::kDsStages, kDsEmptyCount = T::kDsStages == 2 ? 2 : 0;
+  static constexpr int kEnding = kDsEmpty + kDsEmptyCount, kCount = kEnding + 1;
   static constexpr int kAt = T::kSharedAt + static_cast<int>(sizeof(ModKeyShared<T>));
   static_assert(kAt % 8 == 0 && kAt + 8 * kCount <= T::kSmemBytes);
 
@@ -190,6 +193,7 @@ struct ModKeyBarriers {
   __device__ uint32_t mask_full(int stage) const { return at(kMask + stage); }
   __device__ uint32_t mask_empty(int stage) const { return at(kMask + T::kMaskStages + stage); }
   __device__ uint32_t ds_full(int stage) const { return at(kDs + stage); }
+  __device__ uint32_t ds_empty(int stage) const { return at(kDsEmpty + stage); }
   __device__ uint32_t work_ending() const { return at(kEnding); }
 
   __device__ void init() const {
@@ -202,6 +206,7 @@ struct ModKeyBarriers {
     init_pairs(at(kBias), 1, 1, T::kConsumerWarps);
     init_pairs(at(kMask), T::kMaskStages, ModKeyShared<T>::kMaskMakers, T::kConsumerWarps);
     for (int i = 0; i < T::kDsStages; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
+    for (int i = 0; i < kDsEmptyCount; ++i) ptx::mbarrier_init(ds_empty(i), T::kConsumerWarps);
     ptx::mbarrier_init(work_ending(), 1);
     ptx::fence_mbarrier_init();
   }

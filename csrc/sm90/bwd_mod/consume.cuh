@@ -53,6 +53,14 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     const uint32_t before = steps() + 2 * T::kDsStages - 1;
     wait(ds_full(before), before / T::kDsStages % 2);
   };
+  // dS goes where that of kDsStages steps ago was, when both warpgroups have read it for dQ. Of three places that follows
+  // from ds_full of the step before. Of two, both say so: in every step of the dS of the step before.
+  const auto wait_for_ds_place = [&] {
+    if constexpr (T::kDsStages == 2) wait(bars.ds_empty(steps() % 2), ((steps() + 1) / 2 + 1) % 2);
+  };
+  const auto free_ds_before = [&] {
+    if constexpr (T::kDsStages == 2) arrive(bars.ds_empty((steps() + 1) % 2));
+  };
   const auto issue_dq_before = [&](float (&dq)[kDqCount]) {
     const uint32_t columns = smem + k_place() * T::kVAt + group_of() * (D == 64 ? 64 : kN * 128);
     const uint32_t ds = ds_at(steps() + T::kDsStages - 1);
@@ -110,7 +118,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       return;
     } else if constexpr (T::kAdds) {
       if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
-        const HeadDistances& distances = shared.distances[stage_of(steps(), T::kSteps)];
+        const HeadDistances& distances = shared.distances[stage()];
         const KeyAdditions additions = additions_of(score_mod(), first_query(), first_key(), distances, key_bias);
         add_to_keys(s, additions, stats(), a.unit);
         if (__any_sync(ptx::kFullWarp, additions.bends)) {
@@ -212,12 +220,13 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::warpgroup_fence_operand(dp);
     pack<E>(p_words, s);
     pack<E>(ds_words, dp);
-    // When both have written dS of the step before, both are through with dS of three steps() ago: its place is free.
-    wait_for_ds_before();
+    if constexpr (T::kDsStages > 2) wait_for_ds_before();
+    wait_for_ds_place();
     store_ds(ds_at(steps()) + group_of() * 64 * 128 + ds_offset(warp_of(), ptx::fresh_lane()), ds_words);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(ds_full(steps()));
+    if constexpr (T::kDsStages == 2) wait_for_ds_before();
     ptx::warpgroup_fence_operand(p_words);
     ptx::warpgroup_fence_operand(ds_words);
     ptx::wgmma_fence();
@@ -229,6 +238,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     ptx::warpgroup_fence_operand(dq);
+    free_ds_before();
     if (!now().is_first()) add_dq_before(dq);
     ptx::wgmma_wait<0>();
     ptx::warpgroup_fence_operand(dk);

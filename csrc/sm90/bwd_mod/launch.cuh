@@ -56,6 +56,7 @@ std::string launch_bwd_fused_mod_kind(const BwdCall& c, const Launch& l) {
     case ScoreVariant::kAddDrop: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kAddingDropping>>(c, l);
     case ScoreVariant::kDrop: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kDropping>>(c, l);
     case ScoreVariant::kAdd: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kAdding>>(c, l);
+    case ScoreVariant::kAddFloat: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kAddingFloat>>(c, l);
     case ScoreVariant::kHide: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kHiding>>(c, l);
     default: return not_compiled(l);
   }

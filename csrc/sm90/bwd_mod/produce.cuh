@@ -344,7 +344,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
                      T::kStatsBytes, full);
       shared.steps[step_place] = step;
       if constexpr (T::kAdds) {
-        shared.distances[step_place] = HeadDistances::of(a.m.by_distance, work.seq.b, head, kLog2e);
+        shared.distances[ring.stage] = HeadDistances::of(a.m.by_distance, work.seq.b, head, kLog2e);
       }
       if (T::kConsumersDraw && stale > 0) shared.drop[ring.stage].make(a.m, work.seq.b, head);
       ptx::mbarrier_arrive(full);

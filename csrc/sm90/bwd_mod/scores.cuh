@@ -153,7 +153,7 @@ __device__ __forceinline__ void weights_of_tanh(float (&s)[32], float (&dp)[32],
 // Stores a warp's dS, of 64 queries from row0 on and 16 keys from col0 on, as the gradient of a bias that has an entry
 // for each score. A store of a warp has 8 keys of 4 queries: whole sectors of an fp32 gradient, halves of a 16-bit one,
 // whatever the bytes its rows begin on.
-template <typename E, bool kFloat>
+template <typename E, bool kMayBeFloat>
 __device__ __forceinline__ void store_score_gradients(const BiasGradient& g, int b, int h, const float (&ds)[32],
                                                       int row0, int col0) {
   const int lane = ptx::fresh_lane(), row = row0 + 2 * (lane % 4), col = col0 + lane / 4;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void store_score_gradients(const BiasGradient& g, int
       to += 8 * static_cast<int64_t>(g.cols);
     }
   };
-  if (kFloat && g.is_float) {
+  if (kMayBeFloat && g.is_float) {
     store(static_cast<float*>(g.out), [&](int pair, int c) { return ds[pair + c]; });
   } else {
     store(static_cast<uint16_t*>(g.out),

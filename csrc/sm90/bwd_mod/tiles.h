@@ -7,27 +7,33 @@
 
 namespace flash_ext::sm90 {
 
-// As the plain backward whose warpgroups cooperate: 128 keys, 64 each. A tile of a bias has its own place: of 16 bits,
-// and where there is room of 32.
+// As the plain backward whose warpgroups cooperate: 128 keys, 64 each.
 struct BwdModTile {
   int stages;  // tiles of Q and of dO in the ring
+  int ds_stages;
+  int bias_bytes;  // of a tile of a bias, or of the mask words that stand in its place
 
-  static constexpr int kBlockM = 64, kBlockN = 128, kThreads = 384, kDsStages = 3;
-  static constexpr bool has_float_bias(int d) { return d <= 64; }
-  static constexpr int bias_bytes(int d) { return kBlockM * kBlockN * (has_float_bias(d) ? 4 : 2); }
+  static constexpr int kBlockM = 64, kBlockN = 128, kThreads = 384, kScores = kBlockM * kBlockN;
   static constexpr int kStagingBytes = 8 * 4096;  // for each consumer warp 32 floats a lane
   constexpr int control_bytes() const { return stages > 2 ? 3072 : 2048; }
   constexpr BwdTile plain() const { return {false, stages, true}; }
+  constexpr int ds_bytes() const { return ds_stages * BwdTile::kDsBytes; }
   constexpr int smem_bytes(int d) const {
-    return plain().smem_bytes(d) - plain().converting_bytes() - BwdTile::kControlBytes + bias_bytes(d) +
-           control_bytes();
+    return plain().smem_bytes(d) - plain().converting_bytes() - plain().ds_bytes() - BwdTile::kControlBytes +
+           ds_bytes() + bias_bytes + control_bytes();
   }
 };
 
-constexpr BwdModTile bwd_mod_tile(int d) { return {d <= 64 ? 4 : 2}; }
+// `float_bias`: of kernels that take one in fp32. At head_dim 128 it has the place of the third dS.
+constexpr BwdModTile bwd_mod_tile(int d, bool float_bias) {
+  return {d <= 64 ? 4 : 2, float_bias && d > 64 ? 2 : 3, BwdModTile::kScores * (float_bias ? 4 : 2)};
+}
 
-static_assert(bwd_mod_tile(64).smem_bytes(64) <= kSmemLimitLarge &&
-              bwd_mod_tile(128).smem_bytes(128) <= kSmemLimitLarge);
+constexpr bool bwd_mod_tile_fits(int d, bool float_bias) {
+  return bwd_mod_tile(d, float_bias).smem_bytes(d) <= kSmemLimitLarge;
+}
+static_assert(bwd_mod_tile_fits(64, true) && bwd_mod_tile_fits(64, false) && bwd_mod_tile_fits(128, true) &&
+              bwd_mod_tile_fits(128, false));
 
 // Gradient of a bias: 128 x 128 scores, tiles of Q and K or of dO and V in pairs. `owns_bias`: consumers keep a bias that
 // TMA cannot read, in fp32; else TMA brings two chunks of it.

@@ -64,19 +64,19 @@ struct FwdModTile {
   bool staged;          // output leaves through shared memory, else from registers
   bool bias_has_place;  // tiles of a bias have their own place, else that of the second tile of Q and the staging
   int consumers = 2;
-  int bias_stages = 2;
-  int loose_places = 0;  // of 64 keys of a loose bias (bias_rows.h), instead of stages
+  int bias_places = 2;  // each for a tile of a bias, or for kPartKeys keys of one that comes in parts
+  int part_pitch = 0;   // bytes of a row of a part; 0: tiles of 16 bits come whole
 
-  static constexpr int kLoosePitch = 2 * 64 + 16;  // bytes of a row: of nine pieces, wherever behind 16 bytes it begins
+  static constexpr int kPartKeys = 64;
 
   constexpr int control_bytes() const { return kv_stages > 5 ? 4096 : 3072; }
   constexpr FwdTile plain() const { return {block_n, consumers, kv_stages, q_stages}; }
   constexpr int staging_bytes(int dv) const { return staged ? plain().staging_bytes(dv) : 0; }
-  constexpr int bias_stage_size() const { return bias_stages == 0 ? 0 : tile_bytes(64 * consumers, block_n); }
-  constexpr int loose_bytes() const { return 64 * consumers * kLoosePitch; }
+  // Of a place.
+  constexpr int bias_bytes() const { return 64 * consumers * (part_pitch > 0 ? part_pitch : 2 * block_n); }
   constexpr int smem_bytes(int d, int dv) const {
     return plain().smem_bytes(d, dv) - plain().staging_bytes(dv) + staging_bytes(dv) - kControlBytes + control_bytes() +
-           (bias_has_place ? bias_stages * bias_stage_size() + loose_places * loose_bytes() : 0);
+           (bias_has_place ? bias_places * bias_bytes() : 0);
   }
 };
 
@@ -88,12 +88,19 @@ constexpr FwdModTile fwd_mod_tile(int d) {
   return {64, 4, 1, false, true};
 }
 
-// The same for a loose bias, which is all that changes scores.
-constexpr bool has_loose_bias(int d) { return d == 64 || d == 128; }
-constexpr FwdModTile loose_bias_tile(int d) {
+// Whether kernels know that a bias is all that changes scores.
+constexpr bool has_bias_kinds(int d) { return d == 64 || d == 128; }
+// The same for one that comes in parts.
+constexpr FwdModTile bias_in_parts_tile(int d, int places, int pitch) {
   FwdModTile t = fwd_mod_tile(d);
-  t.bias_stages = 0, t.loose_places = t.bias_has_place ? 4 : 3;
+  t.bias_places = places, t.part_pitch = pitch;
   return t;
+}
+// Loose (bias_rows.h): a row is of nine pieces of 16 bytes, wherever behind 16 bytes it begins.
+inline constexpr int kLoosePitch = 2 * FwdModTile::kPartKeys + 16;
+constexpr FwdModTile loose_bias_tile(int d) { return bias_in_parts_tile(d, d <= 64 ? 4 : 3, kLoosePitch); }
+constexpr FwdModTile float_bias_tile(int d) {
+  return bias_in_parts_tile(d, d <= 64 ? 3 : 2, 4 * FwdModTile::kPartKeys);
 }
 
 // Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192().
@@ -111,6 +118,7 @@ constexpr bool tiles_fit() {
   for (int d : {64, 128}) {
     if (m192_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (loose_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (float_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   for (int d : {64, 96, 128}) {
     if (fwd_tile(d, d, true).smem_bytes(d, d) > kSmemLimitLarge) return false;

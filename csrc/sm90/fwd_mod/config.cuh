@@ -36,10 +36,11 @@ struct FwdModArgs {
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
 // ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
 // head_dim 256 0.58 and 0.66.
-// kExponents knows slopes or a softcap, kBias a bias that TMA brings, kLooseBias a loose one (loose_bias.cuh), all without
-// dropout or one of the others. kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to
-// whole tiles what that kernel does.
-// The others of m192 have slopes, a softcap or dropout besides, and need them.
+// kExponents knows slopes or a softcap, kBias a bias of 16 bits that TMA brings, kLooseBias a loose one (loose_bias.cuh),
+// kFloatBias one in fp32, all without dropout or one of the others. Forwards with a bias of 16 bits at head_dim 64 take
+// 0.8 of the time that they take with all of it.
+// kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel
+// does. The others of m192 have slopes, a softcap or dropout besides, and need them.
 enum class FwdModKind {
   kHides,
   kDrops,
@@ -47,6 +48,7 @@ enum class FwdModKind {
   kExponents,
   kBias,
   kLooseBias,
+  kFloatBias,
   kM192Hides,
   kM192Slopes,
   kM192Cap,
@@ -127,7 +129,8 @@ struct FwdModTraits {
   static constexpr FwdModKind kKind = Kind;
   static constexpr bool kM192 = Kind >= FwdModKind::kM192Hides;  // tiles of 192 queries instead of 128
   static constexpr bool kSlopesInProduct = Kind == FwdModKind::kM192Slopes;  // see fwd_mod/slopes.cuh
-  static constexpr bool kLoose = Kind == FwdModKind::kLooseBias, kBringsBias = Kind == FwdModKind::kBias || kLoose;
+  static constexpr bool kLoose = Kind == FwdModKind::kLooseBias, kInParts = kLoose || Kind == FwdModKind::kFloatBias;
+  static constexpr bool kBringsBias = Kind == FwdModKind::kBias || kInParts;
   static constexpr bool kMaySlope = Kind == FwdModKind::kExponents || kSlopesInProduct;
   static constexpr bool kDrops =
       Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || Kind == FwdModKind::kM192Drops;
@@ -145,11 +148,13 @@ struct FwdModTraits {
       kDrops, DropWorkTile,
       std::conditional_t<kSlopesInProduct, SlopeWorkTile, std::conditional_t<kMaySlope, DistanceItem, ModWorkTile>>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdModTile kModTile = kM192 ? m192_mod_tile(D) : kLoose ? loose_bias_tile(D) : fwd_mod_tile(D);
+  static constexpr FwdModTile kModTile = kM192      ? m192_mod_tile(D)
+                                         : kLoose   ? loose_bias_tile(D)
+                                         : kInParts ? float_bias_tile(D)
+                                                    : fwd_mod_tile(D);
   static constexpr FwdTile kTile = kModTile.plain();
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
-  static constexpr int kBiasStages = kModTile.bias_stages;
   static constexpr bool kStaged = kModTile.staged;
   static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv),
                        kStagingChunks = kTile.staging_chunks(Dv);
@@ -162,11 +167,10 @@ struct FwdModTraits {
   static constexpr int kStageBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
   static constexpr int kQAt = kKvStages * kStageBytes, kStagingAt = kQAt + kQStages * kQBytes;
   static constexpr int kStagingEnd = kStagingAt + kModTile.staging_bytes(Dv);
-  static constexpr int kBiasBytes = kModTile.bias_stage_size();
   static constexpr int kBiasAt = kModTile.bias_has_place ? kStagingEnd : kQAt + kQBytes;
-  static constexpr int kLoosePlaces = kModTile.loose_places, kBiasPlaces = kBiasStages + kLoosePlaces;
-  static constexpr int kLooseBytes = kModTile.loose_bytes(), kLooseParts = kBlockN / 64;
-  static constexpr int kBiasEnd = kBiasAt + kBiasStages * kBiasBytes + kLoosePlaces * kLooseBytes;
+  static constexpr int kBiasPlaces = kModTile.bias_places, kBiasBytes = kModTile.bias_bytes();
+  static constexpr int kBiasPieces = kInParts ? kBlockN / FwdModTile::kPartKeys : 1;  // of a tile
+  static constexpr int kBiasEnd = kBiasAt + kBiasPlaces * kBiasBytes;
   static constexpr int kNumbersAt = kBiasEnd > kStagingEnd ? kBiasEnd : kStagingEnd;  // of keys, for slopes
   static constexpr int kSharedAt = kNumbersAt + (kSlopesInProduct ? 1024 : 0);
   static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);

@@ -93,43 +93,31 @@ struct MaskedConsumer {
   __device__ __forceinline__ void finish_q() const {
     if (now.is_last()) arrive(bars.q_empty(q_stage()));
   }
-  // Step i has used 2 i or 2 i + 1 stages when it comes to its bias, the first step one.
-  __device__ __forceinline__ uint32_t wait_for_bias() const {
-    const int stage = stage_of(kv.used / 2, T::kBiasStages);
-    wait(bars.bias_full(stage), phase_of(kv.used / 2, T::kBiasStages));
-    return smem + T::kBiasAt + stage * T::kBiasBytes;
+  // Step i has used 2 i or 2 i + 1 stages when it comes to its bias, the first step one. How many pieces have come before:
+  __device__ __forceinline__ uint32_t bias_count(int piece) const {
+    return static_cast<uint32_t>(kv.used / 2 * T::kBiasPieces + piece);
   }
-  __device__ __forceinline__ void free_bias() const {
+  __device__ __forceinline__ int bias_place(int piece) const {
+    return static_cast<int>(bias_count(piece) % T::kBiasPlaces);
+  }
+  __device__ __forceinline__ uint32_t wait_for_bias(int piece) const {
+    wait(bars.bias_full(bias_place(piece)), bias_count(piece) / T::kBiasPlaces % 2);
+    return smem + T::kBiasAt + bias_place(piece) * T::kBiasBytes;
+  }
+  __device__ __forceinline__ void free_bias(int piece) const {
     __syncwarp();
-    arrive(bars.bias_empty(stage_of(kv.used / 2, T::kBiasStages)));
-  }
-  // A loose bias comes in parts of 64 keys: how many have come before.
-  __device__ __forceinline__ uint32_t loose_count(int part) const {
-    return static_cast<uint32_t>(kv.used / 2 * T::kLooseParts + part);
-  }
-  __device__ __forceinline__ int loose_place(int part) const {
-    return static_cast<int>(loose_count(part) % T::kLoosePlaces);
-  }
-  __device__ __forceinline__ uint32_t wait_for_loose_bias(int part) const {
-    wait(bars.bias_full(loose_place(part)), loose_count(part) / T::kLoosePlaces % 2);
-    return smem + T::kBiasAt + loose_place(part) * T::kLooseBytes;
-  }
-  __device__ __forceinline__ void free_loose_bias(int part) const {
-    __syncwarp();
-    arrive(bars.bias_empty(loose_place(part)));
+    arrive(bars.bias_empty(bias_place(piece)));
   }
   // K of a step that this warpgroup does not see, and its bias.
   __device__ __forceinline__ void skip_step() {
     skip_stage();
-    if constexpr (T::kLoose) {
+    if constexpr (T::kBiasPlaces > 0) {
+      if (!has_bias<T>(a)) return;
 #pragma unroll 1
-      for (int part = 0; part < T::kLooseParts; ++part) {
-        wait_for_loose_bias(part);
-        free_loose_bias(part);
+      for (int piece = 0; piece < T::kBiasPieces; ++piece) {
+        wait_for_bias(piece);
+        free_bias(piece);
       }
-    } else if (has_bias<T>(a)) {
-      wait_for_bias();
-      free_bias();
     }
   }
 
@@ -224,25 +212,29 @@ struct MaskedConsumer {
 
   __device__ __forceinline__ void add_bias() {
     const int row0 = first_row();
-    const bool is_staged = has_bias<T>(a) && !T::kLoose;
-    const uint32_t bias = is_staged ? wait_for_bias() : 0;
+    const bool is_staged = has_bias<T>(a) && !T::kInParts;
+    const uint32_t bias = is_staged ? wait_for_bias(0) : 0;
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
       modify_scores<T>(x, a, score_mod(), row0, first_col() + part * kPartKeys, [&](float scale) {
-        if constexpr (T::kLoose) {
-          const uint32_t place = wait_for_loose_bias(part);
-          const ModWorkTile& work = work_at(work_tiles);
-          const int behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);
-          add_loose_bias<E>(x, scale, place, warp_row(), behind);
-          free_loose_bias(part);
+        if constexpr (T::kInParts) {
+          const uint32_t place = wait_for_bias(part);
+          if constexpr (T::kLoose) {
+            const ModWorkTile& work = work_at(work_tiles);
+            const int behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);
+            add_loose_bias<E>(x, scale, place, warp_row(), behind);
+          } else {
+            add_staged_float_bias<T::kBlockM>(x, scale, place, warp_row());
+          }
+          free_bias(part);
         } else {
           add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
         }
       });
       ptx::warpgroup_fence_operand(x);
     }
-    if (is_staged) free_bias();
+    if (is_staged) free_bias(0);
   }
   // Raw products to exponents, less the maxima there are.
   __device__ __forceinline__ void make_exponents() {

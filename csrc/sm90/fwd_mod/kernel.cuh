@@ -7,7 +7,7 @@
 //   ring  [kKvStages][kBlockN rows of K or V]
 //   Q     [kQStages][kBlockM rows]           a 16-bit bias takes the second stage, or
 //   staging [consumer warps][16 rows x 128 columns]   output on its way out, if T::kStaged
-//   bias  [2][kBlockM rows x kBlockN keys]  has its own place; of a loose one [kLoosePlaces][kBlockM rows x 9 pieces]
+//   bias  [2][kBlockM rows x kBlockN keys]  has its own place; one in parts [kBiasPlaces][kBlockM rows x 64 keys]
 //   numbers of keys [8 rows x 64], for slopes in the product
 //   ModShared, barriers
 #pragma once

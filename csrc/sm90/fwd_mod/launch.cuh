@@ -72,7 +72,7 @@ std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
   a.cap = cap_series(unit, r, m);
   a.short_cap = short_cap_series(unit, r, m);
   a.scale_log2 = m.has_score_mod ? r.softmax_scale * kLog2e : m.unit_log2;
-  a.bias_rows = staged_bias_rows(m.bias, r, T::kBlockM);
+  a.bias_rows = T::kKind == FwdModKind::kFloatBias ? T::kBlockM : staged_bias_rows(m.bias, r, T::kBlockM);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   a.q_stages = !T::kModTile.bias_has_place && a.bias_rows > 0 ? 1 : T::kQStages;
   FwdModMaps maps{};
@@ -98,11 +98,12 @@ std::string launch_fwd_mod_kind(const FwdCall& c, const Launch& l) {
   }
   if constexpr (D == 128) {
     if (l.variant == ScoreVariant::kExponents) return of_kind.template operator()<FwdModKind::kExponents>();
-    if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kBias>();
     if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kDrops>();
   }
-  if constexpr (has_loose_bias(D)) {
+  if constexpr (has_bias_kinds(D)) {
+    if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kBias>();
     if (l.variant == ScoreVariant::kLooseBias) return of_kind.template operator()<FwdModKind::kLooseBias>();
+    if (l.variant == ScoreVariant::kFloatBias) return of_kind.template operator()<FwdModKind::kFloatBias>();
   }
   if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kHides>();
   if (l.variant == ScoreVariant::kAll) return of_kind.template operator()<FwdModKind::kAll>();

@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm90 {
 
-inline constexpr int kLoosePitch = FwdModTile::kLoosePitch, kLooseKeys = (kLoosePitch - 16) / 2;
+inline constexpr int kLooseKeys = FwdModTile::kPartKeys;
 
 // How many elements behind 16 bytes a row begins. Every eighth row begins alike.
 __device__ __forceinline__ int elements_behind(const BiasView& x, int b, int h, int row) {

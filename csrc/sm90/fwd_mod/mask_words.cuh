@@ -45,7 +45,8 @@ __device__ __forceinline__ OwnWords<kKeys> fetch_own_words(const ScoreMod& score
   return own;
 }
 
-// The keys from col0 on that a row sees by what is known from the rows' side.
+// The keys from col0 on that a row sees by what is known from the rows' side. Rows behind the last one see what it sees: a
+// row that saw nothing would have its warp take the maximum of every tile.
 template <int kKeys>
 __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const ScoreMod& score_mod, const OwnWords<kKeys>& mask, int row,
                                                        int col0, TileTests tests) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const ScoreMod& score_mod
   OwnWords<kKeys> bits;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) bits.of[i] = has_mask ? mask.of[i] : ~0u;
-  and_row_words(bits.of, score_mod, row, col0, tests);
+  and_row_words(bits.of, score_mod, min(row, score_mod.seq.seqlen_q - 1), col0, tests);
   return bits;
 }
 

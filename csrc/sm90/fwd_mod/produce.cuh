@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t classify_tile(const ScoreMod& score_mod, int
   TileTests tests = kSkipTile;
   const bool classifies = kLanes == T::kConsumers || group < T::kConsumers;
   if (classifies && tile >= 0 && rows * 64 < score_mod.seq.seqlen_q) {
-    tests = score_mod.template classify<64, T::kBlockN>(rows, tile);
+    tests = score_mod.template classify<64, T::kBlockN, 1, false>(rows, tile);
   }
   uint32_t flags = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kTestsAt + 4 * group);
   if (!classifies) flags = 0;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void schedule_mod_work(const FwdModArgs& a, const Fwd
   publish(true);
 }
 
-// Second warp: loads K and V, and with each K its step; tiles of bias through a ring of their own.
+// Second warp: loads K and V, and with each K its step; tiles of bias, or their parts, through a ring of their own.
 template <typename T>
 __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
                                                ModShared<T>& shared, ModBarriers<T> bars) {
@@ -208,29 +208,25 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
   PipelineState<T::kChunkStages> chunk;
   const auto load_bias = [&](const ModWorkTile& work, int tile) {
     if (T::kBiasPlaces == 0 || a.bias_rows == 0) return;
-    if constexpr (T::kLoose) {
+    // As many boxes for a part of 64 keys in fp32 as for a tile of 128 in 16 bits.
+    constexpr int kBoxes = T::kBlockN / 64, kBoxKeys = 64 / T::kBiasPieces;
 #pragma unroll 1
-      for (int part = 0; part < T::kLooseParts; ++part) {
-        wait(bars.bias_empty(bias_ring.stage), bias_ring.phase);
-        load_loose_bias<T::kBlockM>(
-            a.m.bias, work.seq.b, work.w.h, work.w.block * T::kBlockM, tile * T::kBlockN + kLooseKeys * part,
-            smem + T::kBiasAt + bias_ring.stage * T::kLooseBytes, bars.bias_full(bias_ring.stage));
-        bias_ring.advance();
-      }
-      return;
-    }
-    wait(bars.bias_empty(bias_ring.stage), bias_ring.phase);
-    if (lane == 0) {
-      const uint32_t bar = bars.bias_full(bias_ring.stage);
-      ptx::mbarrier_arrive_expect_tx(bar, T::kBlockN / 64 * a.bias_rows * 128);
+    for (int piece = 0; piece < T::kBiasPieces; ++piece) {
+      const uint32_t to = smem + T::kBiasAt + bias_ring.stage * T::kBiasBytes, bar = bars.bias_full(bias_ring.stage);
+      const int row0 = work.w.block * T::kBlockM, col0 = tile * T::kBlockN + kBoxKeys * kBoxes * piece;
+      wait(bars.bias_empty(bias_ring.stage), bias_ring.phase);
+      if constexpr (T::kLoose) {
+        load_loose_bias<T::kBlockM>(a.m.bias, work.seq.b, work.w.h, row0, col0, to, bar);
+      } else if (lane == 0) {
+        ptx::mbarrier_arrive_expect_tx(bar, kBoxes * a.bias_rows * 128);
 #pragma unroll
-      for (int i = 0; i < T::kBlockN / 64; ++i) {
-        ptx::tma_load_5d(smem + T::kBiasAt + bias_ring.stage * T::kBiasBytes + i * T::kBlockM * 128, &maps.bias, bar,
-                         tile * T::kBlockN + 64 * i, a.bias_rows == 1 ? 0 : work.w.block * T::kBlockM,
-                         work.w.h * a.bias_steps.head, work.seq.b * a.bias_steps.batch, 0);
+        for (int i = 0; i < kBoxes; ++i) {
+          ptx::tma_load_5d(to + i * T::kBlockM * 128, &maps.bias, bar, col0 + kBoxKeys * i, a.bias_rows == 1 ? 0 : row0,
+                           work.w.h * a.bias_steps.head, work.seq.b * a.bias_steps.batch, 0);
+        }
       }
+      bias_ring.advance();
     }
-    bias_ring.advance();
   };
   bool is_first = true;  // chunk of its work tile
 #pragma unroll 1

@@ -14,7 +14,7 @@ __device__ __forceinline__ float (&as_blocks(float (&s)[kCount]))[1][kCount / 4]
 }
 
 // Scores are changed 64 keys at a time: what all 128 need at once would not fit the registers.
-inline constexpr int kPartKeys = 64;
+inline constexpr int kPartKeys = FwdModTile::kPartKeys;
 using ScorePart = float[kPartKeys / 2];
 template <int kCount>
 __device__ __forceinline__ ScorePart& part_of(float (&s)[kCount], int part) {
@@ -132,6 +132,24 @@ __device__ __forceinline__ void add_staged_bias(ScorePart& s, float scale, uint3
       float* pair = &s[8 * n + 2 * i];
       pair[0] = fmaf(pair[0], scale, bias.x);
       pair[1] = fmaf(pair[1], scale, bias.y);
+    }
+  }
+}
+
+// The same from one in fp32, 32 keys a row; of a part's tile of kRows.
+template <int kRows>
+__device__ __forceinline__ void add_staged_float_bias(ScorePart& s, float scale, uint32_t tile, int warp_row) {
+  const int lane = ptx::fresh_lane(), row = lane / 4, pair = lane % 4;
+  const uint32_t at = tile + (warp_row + row) * 128 + pair % 2 * 8;
+#pragma unroll
+  for (int n = 0; n < kPartKeys / 8; ++n) {
+    const uint32_t block = at + n / 4 * (kRows * 128) + (((n % 4 * 2 + pair / 2) ^ row) << 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 bias = ptx::load_shared_pair(block + half * 8 * 128);
+      float* const keys = &s[4 * n + 2 * half];
+      keys[0] = fmaf(keys[0], scale, bias.x);
+      keys[1] = fmaf(keys[1], scale, bias.y);
     }
   }
 }

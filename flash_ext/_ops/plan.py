@@ -64,8 +64,9 @@ def plan(text: str) -> dict[str, Any]:
             GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, these four
-            also followed by _gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix,
-            sink_tokens, sinks; or "fp8" or "mixed" alone, for :func:`flash_ext.fp8.attention_fp8`.
+            also followed by _gradient, dropout, mask, key_padding, blocks, documents, hidden_rows,
+            hidden_keys, chunk, prefix, sink_tokens, sinks; or "fp8" or "mixed" alone, for
+            :func:`flash_ext.fp8.attention_fp8`.
 
     Returns:
         A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in

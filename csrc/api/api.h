@@ -12,13 +12,18 @@
 
 namespace flash_ext {
 
+// What every forward and every backward takes; R is what it returns.
+template <typename R>
+using ForwardOf = R(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+template <typename R>
+using BackwardOf = R(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                     const Tensor& lse, const CallArgs& args);
+
 // Calls through the dispatcher (api/ops.cpp).
-FwdResult call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
-BwdResult call_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                   const Tensor& lse, const CallArgs& args);
-FwdModResult call_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
-BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                          const Tensor& lse, const CallArgs& args);
+ForwardOf<FwdResult> call_fwd;
+BackwardOf<BwdResult> call_bwd;
+ForwardOf<FwdModResult> call_fwd_mod;
+BackwardOf<BwdModResult> call_bwd_mod;
 
 // The implementations for GPUs of calls without modifiers, below the dispatcher and behind the checks: results go into
 // `out` and `gradients`, which have the results' shapes and a unit last stride (api/ops.cpp).
@@ -32,14 +37,8 @@ bool is_deterministic(bool asked);
 // The rules that every implementation shares: CUDA, CPU and fake tensors call these same functions
 // with the operator's arguments, so their messages agree. They read metadata only and raise
 // ValueError, TypeError or NotImplementedError (api/checks.cpp).
-void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
-void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-               const Tensor& lse, const CallArgs& args);
-void check_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
-void check_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                   const Tensor& lse, const CallArgs& args);
-
-void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+ForwardOf<void> check_fwd, check_fwd_mod, check_fwd_cached;
+BackwardOf<void> check_bwd, check_bwd_mod;
 
 void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
                      const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
@@ -48,7 +47,7 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
 void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols);
 
 // The implementation of flash_ext::fwd_cached for GPUs (api/cached.cpp).
-FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
+ForwardOf<FwdResult> fwd_cached_gpu;
 
 // The implementation of flash_ext::append_kv for GPUs (api/append.cpp).
 void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,

@@ -16,6 +16,7 @@
 #include "tensors.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace flash_ext {
 namespace {
@@ -302,13 +303,8 @@ py::object latest_launch(bool of_this_thread) {
 py::list launches_done() {
   py::list launches;
   for (const DoneLaunch& l : done_launches()) {
-    py::dict d;
-    d["name"] = l.name;
-    d["grid"] = l.ctas;
-    d["threads"] = l.threads;
-    d["smem_bytes"] = l.smem_bytes;
-    d["pdl"] = l.pdl;
-    launches.append(d);
+    launches.append(py::dict("name"_a = l.name, "grid"_a = l.ctas, "threads"_a = l.threads,
+                             "smem_bytes"_a = l.smem_bytes, "pdl"_a = l.pdl));
   }
   return launches;
 }
@@ -324,25 +320,14 @@ py::list rows_of_plans() {
 py::dict device_facts(int device) {
   const DeviceInfo info = device_info(device);
   if (!info.error.empty()) throw std::runtime_error(info.error);
-  py::dict d;
-  d["compute_capability"] = py::make_tuple(info.cc_major, info.cc_minor);
-  d["num_sms"] = info.num_sms;
-  d["smem_per_block"] = info.smem_per_block;
-  d["l2_bytes"] = info.l2_bytes;
-  return d;
+  return py::dict("compute_capability"_a = py::make_tuple(info.cc_major, info.cc_minor), "num_sms"_a = info.num_sms,
+                  "smem_per_block"_a = info.smem_per_block, "l2_bytes"_a = info.l2_bytes);
 }
 
 py::dict build_facts() {
   const BuildInfo& info = build_info();
-  py::dict d;
-  d["version"] = info.version;
-  d["git_sha"] = info.git_sha;
-  d["torch"] = info.torch;
-  d["cuda"] = info.cuda;
-  d["archs"] = info.archs;
-  d["flags"] = info.flags;
-  d["variant"] = info.variant;
-  return d;
+  return py::dict("version"_a = info.version, "git_sha"_a = info.git_sha, "torch"_a = info.torch, "cuda"_a = info.cuda,
+                  "archs"_a = info.archs, "flags"_a = info.flags, "variant"_a = info.variant);
 }
 
 // ---- the log of torch's own operators -----------------------------------------------------------

@@ -88,8 +88,9 @@ MUTANTS = (
              "acc_o[mb][db][i] *= 1.f;"),), "values"),
     Mutant(701, "M7 barrier removed: forward loop",
            "no barrier between the arrival of a tile of K and V and its use", (
-        Edit("sm80/fwd/kernel.cuh", "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
-             "    debug_delay();\n    const uint32_t kv_at"),), "races"),
+        Edit("sm80/fwd/kernel.cuh", "    wait_for_copies();\n    const uint32_t kv_at",
+             "    debug_delay();\n    ptx::cp_async_wait<0>();\n    debug_delay();\n    const uint32_t kv_at"),),
+        "races"),
     Mutant(702, "M7 barrier removed: backward loop",
            "no barrier between the arrival of a tile of Q and dO and its use", (
         Edit("sm80/bwd/kernel.cuh", "buffers of two iterations ago are free.\n    __syncthreads();\n",
@@ -102,8 +103,9 @@ MUTANTS = (
              "    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);\n", "")), "races"),
     Mutant(704, "M7 barrier removed: deterministic dQ loop",
            "no barrier between the arrival of a tile of K and V and its use", (
-        Edit("sm80/bwd_dq/kernel.cuh", "    __syncthreads();\n    debug_delay();\n    const uint32_t kv_at",
-             "    debug_delay();\n    const uint32_t kv_at"),), "races"),
+        Edit("sm80/bwd_dq/kernel.cuh", "    wait_for_copies();\n    const uint32_t kv_at",
+             "    debug_delay();\n    ptx::cp_async_wait<0>();\n    debug_delay();\n    const uint32_t kv_at"),),
+        "races"),
     Mutant(901, "M9 32-bit offset", "the offset of a row, in elements, is computed in 32 bits", (
         Edit("common/seqlen.cuh",
              "+ b * x.batch_stride + row * x.row_stride + h * x.head_stride;",
@@ -119,15 +121,15 @@ MUTANTS = (
     Mutant(1101, "M11 lse in base 2", "the logarithm of the sum is taken to base 2", (
         Edit("common/softmax.cuh", "+ logf(row_sum[r]);", "+ log2f(row_sum[r]);"),)),
     Mutant(1401, "M14 tail of V not zero-filled",
-           "rows of V behind the last one keep what shared memory held before", (
+           "rows of K and V behind the last one keep what shared memory held before", (
         Edit("common/tiles.cuh", "int kThreads>\n__device__ __forceinline__ void load_tile(",
              "int kThreads, bool kZeroTail = true>\n__device__ __forceinline__ void load_tile("),
         Edit("common/tiles.cuh", "ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?",
              "if (in || kZeroTail) ptx::cp_async_16(tile + Tile::offset(r, chunk), in ?"),
         Edit("common/tiles.cuh", "const int valid = r < rows ? src.cols",
              "if (!kZeroTail && r >= rows) continue;\n      const int valid = r < rows ? src.cols"),
-        Edit("sm80/fwd/kernel.cuh", "load_tile<kBlockN, D, T::kThreads>(smem_v",
-             "load_tile<kBlockN, D, T::kThreads, false>(smem_v")), "values"),
+        Edit("sm80/fwd/kernel.cuh", "load_tile<kBlockN, D, T::kThreads>(to + stage",
+             "load_tile<kBlockN, D, T::kThreads, false>(to + stage")), "values"),
     Mutant(1601, "M16 deterministic flag ignored",
            "dQ is summed by atomic additions in the deterministic mode, too", (
         Edit("plan/bwd.cpp",

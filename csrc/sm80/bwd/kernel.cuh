@@ -33,6 +33,7 @@
 
 #include "../../common/float_results.cuh"
 #include "../core/compiled_here.cuh"
+#include "../core/wait_for_copies.cuh"
 #include "search.cuh"
 #include "warps.cuh"
 
@@ -214,10 +215,7 @@ __device__ __forceinline__ void walk_segments(float (&acc)[kAcc][T::kKeyBlocks][
       walk_queries<T>(acc, p, m, work, smem);
     } else {
       // K and V may still be on their way to where dK and dV will lie.
-      debug_delay();
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      debug_delay();
+      wait_for_copies();
     }
   } while (work.tile_list.scanned < work.iterations);
 }

@@ -23,6 +23,7 @@
 #include "../../common/tile_list.cuh"
 #include "../../heuristics.h"
 #include "../core/score_gradients.cuh"
+#include "../core/wait_for_copies.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -123,10 +124,7 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p,
 
   // The products of one tile of keys; `gradients` turns S and dP into dS, in place of S, with what `prepare` asked for.
   const auto step = [&](int& stage, int next_block, const auto& prepare, const auto& gradients) {
-    debug_delay();
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    debug_delay();
+    wait_for_copies();
     const uint32_t kv_at = stage * T::kKvBytes;
     if constexpr (T::kStages > 1) {
       stage ^= 1;

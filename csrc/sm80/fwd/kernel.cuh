@@ -23,6 +23,7 @@
 #include "../../common/softmax.cuh"
 #include "../../heuristics.h"
 #include "../core/compiled_here.cuh"
+#include "../core/wait_for_copies.cuh"
 #include "store.cuh"
 
 namespace flash_ext::sm80 {
@@ -194,25 +195,22 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid, c
   const uint32_t k_lane = T::Tile::by_cols(smem_k, lane);
   const uint32_t v_lane = T::Tile::by_rows(smem_v, lane);
 
-  const auto load_k = [&](const KeptWork& work, int stage, int n_block) {
+  const auto load = [&](uint32_t to, const StridedView& view, int head_dim, const KeptWork& work, const uint16_t* head,
+                        int stage, int n_block) {
     const int first = n_block * kBlockN;
     if constexpr (T::kCached) {
-      load_cached_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, work.keys, from.cache, p.k, work.k,
-                                                p.problem.head_dim, first, thread_idx);
-      return;
+      load_cached_tile<kBlockN, D, T::kThreads>(to + stage * T::kKvBytes, work.keys, from.cache, view, head, head_dim,
+                                                first, thread_idx);
+    } else {
+      const TileSource src{head + first * view.row_stride, view.row_stride, head_dim, view.aligned};
+      load_tile<kBlockN, D, T::kThreads>(to + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
     }
-    const TileSource src{work.k + first * p.k.row_stride, p.k.row_stride, p.problem.head_dim, p.k.aligned};
-    load_tile<kBlockN, D, T::kThreads>(smem_k + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
+  };
+  const auto load_k = [&](const KeptWork& work, int stage, int n_block) {
+    load(smem_k, p.k, p.problem.head_dim, work, work.k, stage, n_block);
   };
   const auto load_v = [&](const KeptWork& work, int stage, int n_block) {
-    const int first = n_block * kBlockN;
-    if constexpr (T::kCached) {
-      load_cached_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, work.keys, from.cache, p.v, work.v,
-                                                p.problem.head_dim_v, first, thread_idx);
-      return;
-    }
-    const TileSource src{work.v + first * p.v.row_stride, p.v.row_stride, p.problem.head_dim_v, p.v.aligned};
-    load_tile<kBlockN, D, T::kThreads>(smem_v + stage * T::kKvBytes, src, work.w.k.length - first, thread_idx);
+    load(smem_v, p.v, p.problem.head_dim_v, work, work.v, stage, n_block);
   };
 
   [[maybe_unused]] constexpr int kStretch = kStretchesSm80.keys / kBlockN;
@@ -233,10 +231,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid, c
   int stage = 0;
 #pragma unroll 1
   for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
-    debug_delay();
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    debug_delay();
+    wait_for_copies();
     const uint32_t kv_at = stage * T::kKvBytes;
     if constexpr (T::kStages > 1) {
       // Everybody has left the other buffer, whose tile the previous iteration used.
@@ -258,10 +253,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid, c
       softmax_step<T, kKeys>(acc_s, acc_o, state, mod, mod.template kind<kBlockM, kBlockN>(w.block, n_block),
                              w.block * kBlockM + warp_row + lane / 4, n_block * kBlockN + (lane % 4) * 2);
       if constexpr (T::kStages == 1) {
-        debug_delay();
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        debug_delay();
+        wait_for_copies();
         if (n_block > range.begin) {
           load_k(shared, 0, n_block - 1);
           ptx::cp_async_commit();

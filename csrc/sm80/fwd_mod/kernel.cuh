@@ -22,6 +22,7 @@
 #include "../../common/tile_list.cuh"
 #include "../../heuristics.h"
 #include "../core/compiled_here.cuh"
+#include "../core/wait_for_copies.cuh"
 #include "../fwd/store.cuh"
 #include "dropout.cuh"
 #include "mask_words.cuh"
@@ -259,10 +260,7 @@ __device__ __forceinline__ void fwd_mod_body(const FwdParams& p, const Modifiers
     }
 #pragma unroll 1
     for (int it = 0; it < count; ++it) {
-      debug_delay();
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      debug_delay();
+      wait_for_copies();
       [[maybe_unused]] const int stage = it % T::kStages, next_stage = (it + 1) % T::kStages;
       const uint32_t kv_at = stage * T::kKvBytes;
       const ListedTile tile = shared.tile_list[it];

@@ -19,18 +19,39 @@ __device__ __forceinline__ void hand_over(uint32_t p_slot, const float (&weights
   }
 }
 
+// dP^T of kPartM queries and this warp's keys, as weights() has P^T.
+template <typename T>
+__device__ __forceinline__ void multiply_values(float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], uint32_t smem,
+                                                uint32_t smem_do, int query0, int key0, int lane) {
+  multiply_transposed<typename T::Element, T::kHeadDim, T::kAhead>(
+      acc, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
+      T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+}
+
+// sum += acc times kPartM queries of a tile: dV from P^T and dO, dK from dS^T and Q.
+template <typename T, bool kPositive = false>
+__device__ __forceinline__ void add_product(float (&sum)[T::kKeyBlocks][T::kHeadDim / 8][4],
+                                            const float (&acc)[T::kKeyBlocks][T::kPartM / 8][4], uint32_t tile,
+                                            int query0, int lane) {
+  multiply_accumulate<typename T::Element, T::kHeadDim, T::kAhead, kPositive>(
+      sum, acc, T::Tile::by_rows(tile, lane) + query0 * T::Tile::kRowBytes);
+}
+
+// A query tile by parts of kPartM queries, one at a time: use(part, its first query).
+template <typename T, typename Use>
+__device__ __forceinline__ void for_parts(const Use& use) {
+#pragma unroll 1
+  for (int part = 0; part < T::kParts; ++part) use(part, part * T::kPartM);
+}
+
 // S^T, P^T and dV of one query tile: the first warp of a pair.
 template <typename T>
 __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
                                        const ModifiersOf<T>& m, const WorkOf<T>& work, uint32_t smem, int stage,
                                        const ListedTile& tile, int key_warp, int lane) {
-  using E = typename T::Element;
-  constexpr int D = T::kHeadDim;
   const int key0 = key_warp * 16 * T::kKeyBlocks;
   const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
-#pragma unroll 1
-  for (int part = 0; part < T::kParts; ++part) {
-    const int query0 = part * T::kPartM;
+  for_parts<T>([&](int part, int query0) {
     float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
     const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;
     const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
@@ -69,25 +90,19 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
     debug_delay();
     ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 64);
     debug_delay();
-    multiply_accumulate<E, D, T::kAhead, T::kMods>(acc_dv, acc_p,
-                                                   T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
-  }
+    add_product<T, T::kMods>(acc_dv, acc_p, smem_do, query0, lane);
+  });
 }
 
 // dP^T, dS^T and dK of one query tile: the second warp of a pair.
 template <typename T>
 __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const ModifiersOf<T>& m,
                                         uint32_t smem, int stage, int ds_buffer, int key_warp, int lane) {
-  using E = typename T::Element;
-  constexpr int D = T::kHeadDim;
   const int key0 = key_warp * 16 * T::kKeyBlocks;
   const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
-#pragma unroll 1
-  for (int part = 0; part < T::kParts; ++part) {
-    const int query0 = part * T::kPartM;
+  for_parts<T>([&](int part, int query0) {
     float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
-    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
-                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    multiply_values<T>(acc_ds, smem, smem_do, query0, key0, lane);
     debug_delay();
     ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);
     debug_delay();
@@ -113,8 +128,8 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
       for_each_block([](float (&dp)[4], float4 weight, float4 s) { score_gradient(dp, weight, s); });
     }
     put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
-    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
-  }
+    add_product<T>(acc_dk, acc_ds, smem_q, query0, lane);
+  });
 }
 
 // Everything of one query tile for one key group: a warp that holds both dK and dV.
@@ -123,20 +138,15 @@ __device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHea
                                           float (&acc_dk)[T::kKeyBlocks][T::kHeadDim / 8][4], const BwdParams& p,
                                           const Work& w, uint32_t smem, int stage, int ds_buffer, int m_block,
                                           int key_warp, int lane) {
-  using E = typename T::Element;
-  constexpr int D = T::kHeadDim;
   const int key0 = key_warp * 16 * T::kKeyBlocks;
   const uint32_t smem_q = smem + T::kQAt + stage * T::kQBytes, smem_do = smem + T::kDoAt + stage * T::kQBytes;
-#pragma unroll 1
-  for (int part = 0; part < T::kParts; ++part) {
-    const int query0 = part * T::kPartM;
+  for_parts<T>([&](int, int query0) {
     const uint32_t stats = smem + T::kStatsAt + stage * T::kStatsBytes + query0 * 8;
     float acc_p[T::kKeyBlocks][T::kPartM / 8][4];
     weights<T>(acc_p, p, w, smem, smem_q, stats, m_block, query0, key0, lane);
-    multiply_accumulate<E, D, T::kAhead>(acc_dv, acc_p, T::Tile::by_rows(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    add_product<T>(acc_dv, acc_p, smem_do, query0, lane);
     float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
-    multiply_transposed<E, D, T::kAhead>(acc_ds, T::Tile::by_rows(smem + T::kVAt, lane) + key0 * T::Tile::kRowBytes,
-                                         T::Tile::by_cols(smem_do, lane) + query0 * T::Tile::kRowBytes);
+    multiply_values<T>(acc_ds, smem, smem_do, query0, key0, lane);
 #pragma unroll
     for (int mb = 0; mb < T::kPartM / 8; ++mb) {
       const float4 s = load_stats(stats, mb, lane);
@@ -147,8 +157,8 @@ __device__ __forceinline__ void step_both(float (&acc_dv)[T::kKeyBlocks][T::kHea
       }
     }
     put_score_gradients<T>(smem + T::kDsAt + ds_buffer * T::kDsBytes, acc_ds, key0, query0, lane);
-    multiply_accumulate<E, D, T::kAhead>(acc_dk, acc_ds, T::Tile::by_rows(smem_q, lane) + query0 * T::Tile::kRowBytes);
-  }
+    add_product<T>(acc_dk, acc_ds, smem_q, query0, lane);
+  });
 }
 
 }  // namespace flash_ext::sm80

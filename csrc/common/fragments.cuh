@@ -25,16 +25,22 @@ __device__ __forceinline__ void stream_fragments(const Load& load, const Use& us
 template <int kAhead, int kBlocks>
 inline constexpr int kLeftSlots = (kAhead + kBlocks - 1) / kBlocks + 1;
 
-template <int kN, int kM>
-__device__ __forceinline__ void clear(float (&acc)[kN][kM][4]) {
+// use(element, its three indices) for all of an accumulator.
+template <int kN, int kM, typename Use>
+__device__ __forceinline__ void for_each_element(float (&acc)[kN][kM][4], const Use& use) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[n][m][i] = 0.f;
+      for (int i = 0; i < 4; ++i) use(acc[n][m][i], n, m, i);
     }
   }
+}
+
+template <int kN, int kM>
+__device__ __forceinline__ void clear(float (&acc)[kN][kM][4]) {
+  for_each_element(acc, [](float& x, int, int, int) { x = 0.f; });
 }
 
 // acc[16 kA rows x 8 kN columns] = A B^T, both tiles row-major with D columns: S = Q K^T and its kin.

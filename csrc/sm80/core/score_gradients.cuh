@@ -4,6 +4,7 @@
 
 #include "../../common/bias_stage.cuh"
 #include "../../common/dropout.cuh"
+#include "../../common/fragments.cuh"
 #include "../../common/hide.cuh"
 
 namespace flash_ext::sm80 {
@@ -22,30 +23,14 @@ __device__ __forceinline__ void modified_score_gradients(float (&acc_s)[kA][kN][
     for (int i = 0; i < 4; ++i) slope[a][nb][i] = x[i];
   });
   if (tests != 0) hide(acc_s, score_mod, row0, col0, tests, mask);
-#pragma unroll
-  for (int a = 0; a < kA; ++a) {
-#pragma unroll
-    for (int nb = 0; nb < kN; ++nb) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        acc_s[a][nb][i] = ptx::ex2(fmaf(acc_s[a][nb][i], m.unit_log2, -stats[2 * a + i / 2].x));
-      }
-    }
-  }
+  for_each_element(acc_s,
+                   [&](float& s, int a, int, int i) { s = ptx::ex2(fmaf(s, m.unit_log2, -stats[2 * a + i / 2].x)); });
   if (m.rng != nullptr) drop<false, true>(acc_s, m, row0, col0, drop_keys);
-#pragma unroll
-  for (int a = 0; a < kA; ++a) {
-#pragma unroll
-    for (int nb = 0; nb < kN; ++nb) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& s = acc_s[a][nb][i];
-        const float dp = acc_dp[a][nb][i], delta = stats[2 * a + i / 2].y;
-        s = fabsf(s) * (signbit(s) ? -delta : fmaf(dp, m.keep_scale, -delta));
-        if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];
-      }
-    }
-  }
+  for_each_element(acc_s, [&](float& s, int a, int nb, int i) {
+    const float dp = acc_dp[a][nb][i], delta = stats[2 * a + i / 2].y;
+    s = fabsf(s) * (signbit(s) ? -delta : fmaf(dp, m.keep_scale, -delta));
+    if (kThroughSoftcap && m.softcap > 0.f) s *= slope[a][nb][i];
+  });
 }
 
 }  // namespace flash_ext::sm80

@@ -198,8 +198,8 @@ MUTANTS = (
            "what is subtracted from the scores of a row that has seen nothing is infinite", (
         Edit("sm90/fwd/weights.cuh",
              "offset[r] = lower == INFINITY ? 0.f : lower;\n"
-             "    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];",
-             "offset[r] = lower;\n    state.minus_max[r] = lower;\n    state.sum[r] *= factor[r];"),)),
+             "    state.minus_max[r] = lower;\n    state.sum[r] *= factor;",
+             "offset[r] = lower;\n    state.minus_max[r] = lower;\n    state.sum[r] *= factor;"),)),
     Mutant(602, "M6 rescale skipped (Hopper)", "the running output keeps its scale when the maximum rises", (
         Edit("sm90/fwd/numbers.cuh", "o[i] *= factor[(i / 2) % 2];", "o[i] *= 1.f;"),), "values"),
     Mutant(705, "M7 wait removed: V of the Hopper forward",

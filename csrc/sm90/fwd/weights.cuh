@@ -83,32 +83,45 @@ __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState
   if (__any_sync(ptx::kFullWarp, is_far(state.minus_max[0], state.minus_max[1]))) state.limit = -1.f;
 }
 
+// What weights by new maxima are formed with.
+struct NewMaxima {
+  float scale, offset[2], unit[2];
+  bool far[2];
+
+  // -m of row r becomes `lower`; factor is what sums so far are worth.
+  __device__ __forceinline__ void take(RowState& state, int r, float lower, float& factor) {
+    // Nothing seen yet: the scores are all -inf and need an offset that is a number.
+    factor = lower == INFINITY ? 1.f : ptx::ex2(lower - state.minus_max[r]);
+    offset[r] = lower == INFINITY ? 0.f : lower;
+    state.minus_max[r] = lower;
+    state.sum[r] *= factor;
+    far[r] = is_far(lower, lower);
+    unit[r] = far[r] ? 1.f : scale;
+  }
+  // The limit of the tiles that follow: `near` where no row is far.
+  __device__ __forceinline__ float limit(float near) const {
+    return __any_sync(ptx::kFullWarp, far[0] || far[1]) ? -1.f : near;
+  }
+  // Of near rows in one rounding, as try_weights() has it: tiles of one row must agree.
+  __device__ __forceinline__ float weight(float score, int r) const {
+    return ptx::ex2(fmaf(far[r] ? __fmul_rn(score, scale) : score, unit[r], offset[r]));
+  }
+};
+
 // p = weights of s by the larger of the maxima there are and the tile's; factor is what the output so far is worth.
 template <typename E, int kCount>
 __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 2], RowState& state,
                                                    float (&factor)[2], float scale) {
-  float largest[2], offset[2], unit[2];
-  bool far[2];
+  NewMaxima maxima{scale};
+  float largest[2];
   quad_maxima(s, largest);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float lower = fminf(state.minus_max[r], -largest[r] * scale);
-    // Nothing seen yet: the scores are all -inf and need an offset that is a number.
-    factor[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - state.minus_max[r]);
-    offset[r] = lower == INFINITY ? 0.f : lower;
-    state.minus_max[r] = lower;
-    state.sum[r] *= factor[r];
-    far[r] = is_far(lower, lower);
-    unit[r] = far[r] ? 1.f : scale;
-  }
-  state.limit = __any_sync(ptx::kFullWarp, far[0] || far[1]) ? -1.f : kSumLimit;
+  for (int r = 0; r < 2; ++r) maxima.take(state, r, fminf(state.minus_max[r], -largest[r] * scale), factor[r]);
+  state.limit = maxima.limit(kSumLimit);
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
     const int r = i % 2;
-    // Of near rows in one rounding, as try_weights() has it: tiles of one row must agree.
-    const auto product = [&](float score) { return far[r] ? __fmul_rn(score, scale) : score; };
-    const float x = ptx::ex2(fmaf(product(s[2 * i]), unit[r], offset[r]));
-    const float y = ptx::ex2(fmaf(product(s[2 * i + 1]), unit[r], offset[r]));
+    const float x = maxima.weight(s[2 * i], r), y = maxima.weight(s[2 * i + 1], r);
     state.sum[r] += x + y;
     p[i] = ptx::pack2<E>(x, y);
   }

@@ -73,25 +73,18 @@ __device__ __forceinline__ void guess_fp8_maximum(const float (&s)[kCount], RowS
 template <int kCount>
 __device__ __forceinline__ void fp8_weights_by_maximum(const float (&s)[kCount], uint32_t (&p)[kCount / 4],
                                                        RowState& state, float (&factor)[2], float scale) {
-  float largest[2], offset[2], unit[2];
-  bool far[2];
+  NewMaxima maxima{scale};
+  float largest[2];
   quad_maxima(s, largest);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    // Of far rows in two roundings, as their weights below.
+    // Of far rows in two roundings, as their weights.
     const float product = __fmul_rn(-largest[r], scale);
-    const float lower = fminf(state.minus_max[r], product + kTopWeightLog2);
-    factor[r] = lower == INFINITY ? 1.f : ptx::ex2(lower - state.minus_max[r]);
-    offset[r] = lower == INFINITY ? 0.f : lower;
-    state.minus_max[r] = lower;
-    state.sum[r] *= factor[r];
-    far[r] = is_far(lower, lower);
-    unit[r] = far[r] ? 1.f : scale;
+    maxima.take(state, r, fminf(state.minus_max[r], product + kTopWeightLog2), factor[r]);
   }
-  state.limit = __any_sync(ptx::kFullWarp, far[0] || far[1]) ? -1.f : kFp8SumLimit;
+  state.limit = maxima.limit(kFp8SumLimit);
   form_weights(p, s, [&](int at, int r) {
-    const float score = far[r] ? __fmul_rn(s[at], scale) : s[at];
-    const float x = ptx::ex2(fmaf(score, unit[r], offset[r]));
+    const float x = maxima.weight(s[at], r);
     state.sum[r] += x;
     return x;
   });

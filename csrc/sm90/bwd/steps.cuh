@@ -113,21 +113,28 @@ __device__ __forceinline__ void scores_to_weights(float (&s)[kCount], const floa
   scores_to_weights(s, held, scale);
 }
 
-// Weights of pairs that do not see each other become 0. `key` and `query` are those of element 0.
-template <int kCount>
-__device__ __forceinline__ void hide(float (&s)[kCount], const AttnMod& mod, int key, int query) {
+// Weights of pairs that do not see each other become 0. seen_from(8 * half): what rows of that half see of the columns;
+// `column` is that of element 0.
+template <int kCount, typename SeenFrom>
+__device__ __forceinline__ void hide_unseen(float (&s)[kCount], int column, const SeenFrom& seen_from) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const VisibleQueries queries = mod.visible_queries(key + 8 * half);
+    const auto seen = seen_from(8 * half);
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s[4 * j + 2 * half + c];
-        x = queries.contains(query + 8 * j + c) ? x : 0.f;
+        x = seen.contains(column + 8 * j + c) ? x : 0.f;
       }
     }
   }
+}
+
+// Where rows are keys. `key` and `query` are those of element 0.
+template <int kCount>
+__device__ __forceinline__ void hide(float (&s)[kCount], const AttnMod& mod, int key, int query) {
+  hide_unseen(s, query, [&](int below) { return mod.visible_queries(key + below); });
 }
 
 template <typename E, int kCount>

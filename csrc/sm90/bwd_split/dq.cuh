@@ -39,20 +39,10 @@ __device__ __forceinline__ void scores_to_row_weights(float (&s)[kCount], const 
   for (int i = 0; i < kCount; ++i) s[i] = ptx::ex2(fmaf(s[i], scale, stats.minus_lse[i / 2 % 2]));
 }
 
+// hide() where rows are queries.
 template <int kCount>
 __device__ __forceinline__ void hide_keys(float (&s)[kCount], const AttnMod& mod, int query, int key) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const VisibleKeys keys = mod.visible(query + 8 * half);
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = s[4 * j + 2 * half + c];
-        x = keys.contains(key + 8 * j + c) ? x : 0.f;
-      }
-    }
-  }
+  hide_unseen(s, key, [&](int below) { return mod.visible(query + below); });
 }
 
 // A warpgroup: 64 queries of a work tile.

@@ -32,22 +32,16 @@ struct __align__(16) DropKeys {
   }
 };
 
-// Draws for the 32 kBlocks keys from col0 on in the rows 16 row_block + lane / 4 and 8 further: use(n4, c, words). The
-// lower half of words[q] is for key col0 + 32 n4 + 8 q + 2 (lane % 4) + c in the first row, the upper half for the other.
-template <int kBlocks, typename Use>
-__device__ __forceinline__ void for_draws(const DropKeys& keys, int row_block, int col0, int lane, const Use& use) {
-#pragma unroll
-  for (int n4 = 0; n4 < kBlocks; ++n4) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const uint32_t row_id = static_cast<uint32_t>(row_block * 8 + lane / 4);
-      const uint32_t col_id = static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c);
-      const uint4 draws = keys.draws(row_id, col_id);
-      const uint32_t words[4] = {draws.x, draws.y, draws.z, draws.w};
-      use(n4, c, words);
-    }
+// Draws where a thread holds rows: for the one of row_id (row / 16 * 8 + row % 8), in the lower halves of the words, and
+// the one 8 further, in the upper ones. Word q is for key 32 col_block + 8 q + 2 (lane % 4) + c.
+struct RowDraws {
+  uint32_t words[4];
+  __device__ __forceinline__ RowDraws(const DropKeys& keys, uint32_t row_id, int col_block, int c, int lane) {
+    const uint32_t col_id = static_cast<uint32_t>(col_block * 8 + 2 * (lane % 4) + c);
+    const uint4 draws = keys.draws(row_id, col_id);
+    words[0] = draws.x, words[1] = draws.y, words[2] = draws.z, words[3] = draws.w;
   }
-}
+};
 
 // Marks dropped weights by their sign (kSign), or makes them 0. The draws depend on seed, offset, sequence,
 // head, row and key only. One Philox block serves the rows r, r + 8 and the keys c, c + 8, c + 16, c + 24:
@@ -84,13 +78,19 @@ __device__ __forceinline__ void drop(float (&acc)[kA][kN][4], const Modifiers& m
     static_assert(kN % 2 == 0);
 #pragma unroll
     for (int a = 0; a < kA; ++a) {
-      for_draws<(kN + 3) / 4>(keys, row0 / 16 + a, col0, lane, [&](int n4, int c, const uint32_t (&words)[4]) {
 #pragma unroll
-        for (int q = 0; q < min(4, kN - 4 * n4); ++q) {
-          mark(acc[a][4 * n4 + q][c], words[q] << 16);
-          mark(acc[a][4 * n4 + q][2 + c], words[q]);
+      for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const uint32_t row_id = static_cast<uint32_t>((row0 / 16 + a) * 8 + lane / 4);
+          const RowDraws draws(keys, row_id, col0 / 32 + n4, c, lane);
+#pragma unroll
+          for (int q = 0; q < min(4, kN - 4 * n4); ++q) {
+            mark(acc[a][4 * n4 + q][c], draws.words[q] << 16);
+            mark(acc[a][4 * n4 + q][2 + c], draws.words[q]);
+          }
         }
-      });
+      }
     }
   }
 }

@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(701, "M7 barrier removed: forward loop",
            "no barrier between the arrival of a tile of K and V and its use", (
         Edit("sm80/fwd/kernel.cuh", "    wait_for_copies();\n    const uint32_t kv_at",
-             "    debug_delay();\n    ptx::cp_async_wait<0>();\n    debug_delay();\n    const uint32_t kv_at"),),
-        "races"),
+             "    debug_delay();\n    ptx::cp_async_wait<0>();\n    debug_delay();\n"
+             "    const uint32_t kv_at"),), "races"),
     Mutant(702, "M7 barrier removed: backward loop",
            "no barrier between the arrival of a tile of Q and dO and its use", (
         Edit("sm80/bwd/kernel.cuh", "buffers of two iterations ago are free.\n    __syncthreads();\n",
@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(704, "M7 barrier removed: deterministic dQ loop",
            "no barrier between the arrival of a tile of K and V and its use", (
         Edit("sm80/bwd_dq/kernel.cuh", "    wait_for_copies();\n    const uint32_t kv_at",
-             "    debug_delay();\n    ptx::cp_async_wait<0>();\n    debug_delay();\n    const uint32_t kv_at"),),
-        "races"),
+             "    debug_delay();\n    ptx::cp_async_wait<0>();\n    debug_delay();\n"
+             "    const uint32_t kv_at"),), "races"),
     Mutant(901, "M9 32-bit offset", "the offset of a row, in elements, is computed in 32 bits", (
         Edit("common/seqlen.cuh",
              "+ b * x.batch_stride + row * x.row_stride + h * x.head_stride;",
@@ -165,8 +165,8 @@ MUTANTS = (
              "return cu_seqlens[b];"),), "varlen"),
     Mutant(1701, "dropout counter of the tile",
            "forward and dQ draw by the key's place in its tile, not in its sequence", (
-        Edit("common/dropout.cuh", "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
-             "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)"),
+        Edit("common/dropout.cuh", "draws(keys, row_id, col0 / 32 + n4, c, lane)",
+             "draws(keys, row_id, n4, c, lane)"),
         Edit("sm80/fwd_mod/dropout.cuh", "static_cast<uint32_t>((col0 / 32 + n4) * 8 + 2 * (lane % 4) + c)",
              "static_cast<uint32_t>(n4 * 8 + 2 * (lane % 4) + c)")), "dropout"),
     Mutant(1901, "M19 softcap ignored in the backward", "dS is not multiplied by the slope of the cap", (

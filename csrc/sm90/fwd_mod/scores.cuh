@@ -238,14 +238,20 @@ __device__ __forceinline__ void drop_packed(uint32_t (&p)[kCount], const Modifie
   static_assert(kCount % 8 == 0);
   const int lane = ptx::fresh_lane();
   const uint32_t highest = (m.drop_below << 16) - 1;
-  for_draws<kCount / 8>(keys, row0 / 16, col0, lane, [&](int n4, int c, const uint32_t (&words)[4]) {
-    const uint32_t others = c == 0 ? 0xffff0000u : 0xffffu;
+  const uint32_t row_id = static_cast<uint32_t>(row0 / 16 * 8 + lane / 4);
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      if ((words[q] << 16) <= highest) p[2 * (4 * n4 + q)] &= others;
-      if (words[q] <= highest) p[2 * (4 * n4 + q) + 1] &= others;
+  for (int n4 = 0; n4 < kCount / 8; ++n4) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const RowDraws draws(keys, row_id, col0 / 32 + n4, c, lane);
+      const uint32_t others = c == 0 ? 0xffff0000u : 0xffffu;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        if ((draws.words[q] << 16) <= highest) p[2 * (4 * n4 + q)] &= others;
+        if (draws.words[q] <= highest) p[2 * (4 * n4 + q) + 1] &= others;
+      }
     }
-  });
+  }
 }
 
 }  // namespace flash_ext::sm90

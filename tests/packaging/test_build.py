@@ -157,7 +157,7 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     if kernel.group(2) == "(" or re.search(r"_kernel<unsigned \w+>", name):
         return kernel.group(1), None, None, None
     config = re.search(
-        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d))?"
+        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d+))?"
         r"(?:, \(\w+(?:::\w+)*\)\d)?(?:, (?:true|false))*>",
         name,
     )

@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "../condensed.h"
@@ -209,23 +210,19 @@ Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tenso
 NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Problem& p) {
   static const int64_t something = 0;  // never read
   Modifiers& m = modifiers;
-  const auto refuse = [](const std::string& name) {
-    throw std::invalid_argument(
-        "unknown modifier '" + name +
-        "'; known: softcap, alibi, bias, bias_gradient, full_bias, full_bias_gradient, float_bias, "
-        "float_bias_gradient, relative, relative_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, "
-        "hidden_keys, chunk, prefix, sink_tokens, sinks");
-  };
   for (const std::string& name : names) {
+    std::string_view of_bias = name;
+    if (constexpr std::string_view kGradient = "_gradient"; name.ends_with(kGradient)) {
+      of_bias.remove_suffix(kGradient.size());
+    }
     if (name == "softcap") {
       m.softcap = 30.f;
       m.inv_softcap = 1.f / 30.f;
     } else if (name == "alibi") {
       m.by_distance.slopes = reinterpret_cast<const float*>(&something);
-    } else if (name.ends_with("bias") || name.ends_with("bias_gradient")) {
+    } else if (of_bias == "bias" || of_bias == "full_bias" || of_bias == "float_bias") {
       // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side; float: in fp32
-      const bool is_full = name.starts_with("full"), is_float = name.starts_with("float");
-      if (!is_full && !is_float && !name.starts_with("bias")) refuse(name);
+      const bool is_full = of_bias == "full_bias", is_float = of_bias == "float_bias";
       BiasView& b = m.bias;
       b.ptr = &something;
       b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
@@ -276,7 +273,11 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (name == "sinks") {
       m.sinks = reinterpret_cast<const float*>(&something);
     } else {
-      refuse(name);
+      throw std::invalid_argument(
+          "unknown modifier '" + name +
+          "'; known: softcap, alibi, bias, bias_gradient, full_bias, full_bias_gradient, float_bias, "
+          "float_bias_gradient, relative, relative_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, "
+          "hidden_keys, chunk, prefix, sink_tokens, sinks");
     }
   }
   m.has_score_mod = m.softcap > 0 || m.adds();

@@ -202,7 +202,10 @@ def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
 
 @pytest.mark.parametrize(("call", "message"),
                          [
-                             ("fwd warp", "unknown modifier 'warp'"), ("fwd colour=4", "unknown colour="),
+                             ("fwd warp", "unknown modifier 'warp'"),
+                             ("fwd fullbias", "unknown modifier 'fullbias'"),
+                             ("fwd bias_gradient_x", "unknown modifier 'bias_gradient_x'"),
+                             ("fwd colour=4", "unknown colour="),
                              ("fwd heads=0/1", "num_heads a multiple"),
                              ("fwd heads=5/2", "num_heads a multiple"), ("fwd batch=-1", "at least 0"),
                              ("fwd bwd", "either fwd or bwd"),

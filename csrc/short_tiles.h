@@ -1,5 +1,5 @@
 // Sequences of at most 80 queries and keys: a CTA holds all of one head, and walks heads that share a bias. There are
-// kernels for 16, 32, 64 and, up to head_dim 64, 80 rows: a larger CTA leaves warps and memory idle where there are fewer.
+// kernels for 16, 32, 64 and, up to head_dim 128, 80 rows: a larger CTA leaves warps and memory idle where there are fewer.
 // Which calls run so, and how their heads are shared out, for the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
@@ -35,7 +35,8 @@ struct ShortTile {
   constexpr int fwd_ctas() const {
     const bool fits = head_dim <= 128;
     // 80 rows at head_dim 32: with three, 16 bytes spill.
-    return rows == 16 ? (fits ? 16 : 8) : rows == 32 ? (fits ? 7 : 4) : rows == 80 && head_dim == 32 ? 2 : fits ? 3 : 2;
+    if (rows == 80) return head_dim == 64 ? 3 : 2;
+    return rows == 16 ? (fits ? 16 : 8) : rows == 32 ? (fits ? 7 : 4) : fits ? 3 : 2;
   }
   constexpr int bwd_ctas() const {
     const bool fits = head_dim <= 64;
@@ -44,8 +45,10 @@ struct ShortTile {
   }
   // The next head's tiles come while one is worked on, where there is room for both.
   constexpr int fwd_stages() const { return head_dim <= (rows > 64 ? 32 : 64) ? 2 : 1; }
-  // Q, K, V; a bias.
-  constexpr int fwd_smem() const { return 3 * fwd_stages() * tile() + bias(); }
+  // A bias of one head alone as it lies, ahead of its head; 16 rows have no time to win with it.
+  constexpr int bias_ahead() const { return rows == 16 ? 0 : 2 * rows * rows + 16; }
+  // Q, K, V; a bias; one that comes ahead.
+  constexpr int fwd_smem() const { return 3 * fwd_stages() * tile() + bias() + bias_ahead(); }
   // Q, K, V, dO; O, then P and dS in its place; (lse, delta); a bias.
   constexpr int o_or_weights() const { return std::max(tile(), 2 * weights()); }
   constexpr int bwd_smem() const { return 4 * tile() + o_or_weights() + 8 * rows + bias(); }
@@ -55,8 +58,8 @@ static_assert(ShortTile{32, 256}.bwd_smem() + 1024 <= kSmemLimitSmall);
 static_assert(ShortTile{80, 64}.bwd_smem() + 1024 <= kSmemLimitSmall);
 
 // Most queries and keys of a call.
-constexpr int short_rows(int head_dim) { return head_dim <= 64 ? 80 : 64; }
-constexpr int short_bwd_rows(int head_dim) { return head_dim <= 128 ? short_rows(head_dim) : 32; }
+constexpr int short_rows(int head_dim) { return head_dim <= 128 ? 80 : 64; }
+constexpr int short_bwd_rows(int head_dim) { return head_dim <= 64 ? 80 : head_dim <= 128 ? 64 : 32; }
 
 inline ShortTile short_tile(const Problem& p) {
   const int rows = std::max(p.seqlen_q, p.seqlen_k);
@@ -70,10 +73,10 @@ inline bool is_short_mod(const Problem& p, const DeviceInfo& d, const Constraint
          int64_t{1} * p.batch * p.num_heads < (1 << 30) && short_tile(p).fwd_smem() + 1024 <= d.smem_per_block;
 }
 
-// Above head_dim 128 calls without modifiers are faster in the other kernels. Evidence: short.
+// Wide heads of many rows without modifiers are faster in the other kernels. Evidence: short.
 inline bool is_short(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const ShortTile tile = short_tile(p);
-  return is_short_mod(p, d, c) && (tile.head_dim <= 128 || tile.rows < 64);
+  return is_short_mod(p, d, c) && tile.rows <= (tile.head_dim <= 64 ? 80 : tile.head_dim <= 128 ? 64 : 32);
 }
 
 // A CTA of the backward makes dk and dv of a key head from one query head.

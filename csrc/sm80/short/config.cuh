@@ -61,6 +61,33 @@ struct ShortBias : OwnBias<2 * R, R / 8> {
                           min(x.cols, p.seqlen_k));
   }
 
+  // Whether the bias of a head fits as it lies into the place for one that comes ahead. Loaded when its head began, 77 rows
+  // of head_dim 32 with a bias of their own took 642 us, 429 without a bias (H200).
+  __device__ static bool comes_ahead(const BiasView& x, const Problem& p, const ShortGrid& g) {
+    return kAhead > 0 && x.ptr != nullptr && g.items == 1 && !x.is_float && x.col_stride == 1 &&
+           bytes_of(x, p) + 16 <= kAhead;
+  }
+
+  // Whole 16 bytes from those on in which the bias begins; no byte behind its end.
+  __device__ static void load_ahead(uint32_t to, const Problem& p, const BiasView& x, int b, int h) {
+    const char* const first = head_of(x, b, h);
+    const int behind = behind_16(first), bytes = behind + static_cast<int>(bytes_of(x, p));
+    for (int at = 16 * ptx::fresh_thread_idx(); at < bytes; at += 16 * 2 * R) {
+      ptx::cp_async_16(to + at, first - behind + at, min(16, bytes - at));
+    }
+  }
+
+  // What load() does, from where load_ahead() has put it.
+  template <typename E>
+  __device__ static void take(uint32_t stage, const unsigned char* from, const Problem& p, const BiasView& x, int b,
+                              int h) {
+    BiasView here = x;
+    here.ptr = from + behind_16(head_of(x, b, h));
+    here.is_float = false;
+    here.col_stride = 1;
+    load<E>(stage, p, here, 0, 0);
+  }
+
   // acc = acc * scale + bias.
   template <typename E, bool kT, int kN>
   __device__ static void add(float (&acc)[1][kN][4], float scale, uint32_t stage) {
@@ -73,6 +100,18 @@ struct ShortBias : OwnBias<2 * R, R / 8> {
       acc[0][n][2] = fmaf(acc[0][n][2], scale, bias.z);
       acc[0][n][3] = fmaf(acc[0][n][3], scale, bias.w);
     }
+  }
+
+ private:
+  static constexpr int kAhead = ShortTile{R, 0}.bias_ahead();
+
+  __device__ static const char* head_of(const BiasView& x, int b, int h) {
+    return static_cast<const char*>(x.ptr) + 2 * (b * x.batch_stride + h * x.head_stride);
+  }
+  __device__ static int behind_16(const char* at) { return static_cast<int>(reinterpret_cast<uintptr_t>(at) % 16); }
+  // From the first element to behind the last.
+  __device__ static int64_t bytes_of(const BiasView& x, const Problem& p) {
+    return 2 * ((min(x.rows, p.seqlen_q) - 1) * x.row_stride + min(x.cols, p.seqlen_k));
   }
 };
 

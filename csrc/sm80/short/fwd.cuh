@@ -2,7 +2,7 @@
 // all keys, so the softmax is that of whole rows and nothing is rescaled. A CTA walks heads that share a bias, which it
 // reads once.
 //
-// Shared memory: Q, K, V [stages][R][D]; bias [R][R] in fp32 (own_bias.cuh).
+// Shared memory: Q, K, V [stages][R][D]; bias [R][R] in fp32 (own_bias.cuh); a bias of the next head alone, as it lies.
 #pragma once
 
 #include "../../common/debug_delay.cuh"
@@ -16,14 +16,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
                      const __grid_constant__ ShortGrid grid) {
   using E = typename T::Element;
   using Tile = typename T::Tile;
+  using Bias = ShortBias<T::kRows>;
   constexpr int D = T::kHeadDim, kTile = T::kTileBytes, kBlocks = T::kRows / 8;
+  constexpr int kBiasAt = 3 * T::kFwdStages * kTile, kAheadAt = kBiasAt + Bias::kBytes;
   extern __shared__ __align__(128) unsigned char smem_raw[];
   __shared__ DropKeys drop_keys;
   // Of this turn: registers are short.
   __shared__ ShortWalk::Head at;
   __shared__ ShortWalk next;
   const Problem& x = p.problem;
-  const uint32_t smem = ptx::smem_address(smem_raw), bias = smem + 3 * T::kFwdStages * kTile;
+  const uint32_t smem = ptx::smem_address(smem_raw), bias = smem + kBiasAt;
   // Registers are short: what follows from the thread's number is made anew where it is used.
   const auto row0 = [] { return ptx::fresh_thread_idx() / 32 * 16; };
   const auto load = [&](const ShortWalk& to, uint32_t smem_q) {
@@ -36,15 +38,24 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
     }
     ptx::cp_async_commit();
   };
+  const bool bias_ahead = Bias::comes_ahead(m.bias, x, grid);
+  const auto load_bias_ahead = [&](const ShortWalk& to) {
+    if (to.has_head(grid)) {
+      const ShortWalk::Head head = to.head(grid);
+      Bias::load_ahead(smem + kAheadAt, x, m.bias, head.bias_b, head.bias_h);
+    }
+    ptx::cp_async_commit();
+  };
   ptx::wait_for_kernel_before();
   uint32_t smem_q = smem;
   ShortWalk walk(grid);
   load(walk, smem_q);
+  if (bias_ahead) load_bias_ahead(walk);
 #pragma unroll 1
   while (walk.has_head(grid)) {
-    if (m.bias.ptr != nullptr && walk.begins_group(grid)) {
+    if (m.bias.ptr != nullptr && !bias_ahead && walk.begins_group(grid)) {
       const ShortWalk::Head first = walk.head(grid);
-      ShortBias<T::kRows>::template load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
+      Bias::template load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
     }
     if (threadIdx.x == 0) {
       at = walk.head(grid);
@@ -58,6 +69,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
     debug_delay();
     __syncthreads();
     debug_delay();
+    if (bias_ahead) {
+      Bias::template take<E>(bias, smem_raw + kAheadAt, x, m.bias, at.bias_b, at.bias_h);
+      debug_delay();
+      __syncthreads();  // everybody has taken it
+      debug_delay();
+      load_bias_ahead(next);
+    }
     if (row0() < x.seqlen_q) {
       const SeqInfo seq = short_seq_info(x, m, at.b);
       float acc_s[1][kBlocks][4];

@@ -131,7 +131,7 @@ def _may_be_copied(source: Tensor, q: Tensor, k: Tensor) -> bool:
     """Whether a bias has rows that calls would copy, forward and backward (csrc/bias_rows.h)."""
     if source.requires_grad or source.is_inference() or source.shape[-1] == 1:
         return False
-    short_rows = 80 if q.shape[-1] <= 128 else 64  # csrc/short_tiles.h: those kernels read it as it is
+    short_rows = 80 if q.shape[-1] <= 64 else 64  # csrc/short_tiles.h: those kernels read it as it is
     if max(q.shape[-3], k.shape[-3]) <= short_rows:
         return False
     piece = 16 // source.element_size()

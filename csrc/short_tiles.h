@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <iterator>
 
@@ -45,14 +46,22 @@ struct ShortTile {
   }
   // The next head's tiles come while one is worked on, where there is room for both.
   constexpr int fwd_stages() const { return head_dim <= (rows > 64 ? 32 : 64) ? 2 : 1; }
-  // A bias of one head alone as it lies, ahead of its head; 16 rows have no time to win with it.
-  constexpr int bias_ahead() const { return rows == 16 ? 0 : 2 * rows * rows + 16; }
+  // A bias of one head alone as it lies, ahead of its head. 16 rows have no time to win with it; beside 64 rows of
+  // head_dim 256 there is no room for it.
+  constexpr int bias_ahead() const { return rows == 16 || rows * head_dim > 128 * 80 ? 0 : 2 * rows * rows + 16; }
   // Q, K, V; a bias; one that comes ahead.
   constexpr int fwd_smem() const { return 3 * fwd_stages() * tile() + bias() + bias_ahead(); }
   // Q, K, V, dO; O, then P and dS in its place; (lse, delta); a bias.
   constexpr int o_or_weights() const { return std::max(tile(), 2 * weights()); }
   constexpr int bwd_smem() const { return 4 * tile() + o_or_weights() + 8 * rows + bias(); }
 };
+// As many CTAs as are planned fit into the shared memory of a multiprocessor of Hopper, 1 KiB of it taken by each.
+static_assert(std::ranges::all_of(kShortHeadDims, [](int d) {
+  return std::ranges::all_of(std::array{16, 32, 64, 80}, [d](int rows) {
+    const ShortTile t{rows, d};
+    return (rows > 64 && d > 128) || t.fwd_ctas() * (t.fwd_smem() + 1024) <= kSmemLimitLarge + 1024;
+  });
+}));
 static_assert(ShortTile{64, 128}.bwd_smem() + 1024 <= kSmemLimitSmall);
 static_assert(ShortTile{32, 256}.bwd_smem() + 1024 <= kSmemLimitSmall);
 static_assert(ShortTile{80, 64}.bwd_smem() + 1024 <= kSmemLimitSmall);

@@ -76,8 +76,8 @@ SPLIT_HEAD_DIMS = (64, 128, 256)
 STRETCHED = ("fwd_kernel",)  # once more, for very many keys
 SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both machine codes
 SHORT_HEAD_DIMS = (32, 64, 128, 256)
-SHORT_TILES = {32: 4, 64: 4, 128: 3, 256: 3}  # of 16, 32, 64 and, up to head_dim 64, 80 rows
-SHORT_BWD_TILES = SHORT_TILES | {256: 2}
+SHORT_TILES = {32: 4, 64: 4, 128: 4, 256: 3}  # of 16, 32, 64 and, up to head_dim 128, 80 rows
+SHORT_BWD_TILES = SHORT_TILES | {128: 3, 256: 2}
 MERGE = (
     "fwd_merge_kernel",
     "fwd_merge_cached_kernel",

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
   while (walk.has_head(grid)) {
     if (m.bias.ptr != nullptr && walk.begins_group(grid)) {
       const ShortWalk::Head first = walk.head(grid);
-      ShortBias<T::kRows>::template load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
+      T::Bias::template load<E>(bias, x, m.bias, first.bias_b, first.bias_h);
     }
     if (threadIdx.x == 0) {
       at = walk.head(grid);

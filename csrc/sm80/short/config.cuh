@@ -13,43 +13,8 @@
 
 namespace flash_ext::sm80 {
 
-template <typename E, int D, int R>
-struct ShortTraits {
-  using Element = E;
-  using Tile = SmemTile<D>;
-  static constexpr ShortTile kSizes{R, D};
-  using WeightTile = SmemTile<kSizes.weight_columns()>;
-  static constexpr int kRows = R, kHeadDim = D, kThreads = kSizes.threads(), kTileBytes = kSizes.tile();
-  static constexpr int kFwdCtas = kSizes.fwd_ctas(), kFwdStages = kSizes.fwd_stages(), kBwdCtas = kSizes.bwd_ctas();
-  // Of the backward: Q, K, V and dO come first.
-  static constexpr int kPAt = 4 * kTileBytes, kDsAt = kPAt + kSizes.weights();
-  static constexpr int kStatsAt = kPAt + kSizes.o_or_weights(), kBiasAt = kStatsAt + 8 * R;
-
-  // acc[16 rows][R keys] = A B^T. a_lane is by_rows, b_lane by_cols.
-  __device__ static void multiply(float (&acc)[1][R / 8][4], uint32_t a_lane, uint32_t b_lane) {
-    if constexpr (R <= 64) {
-      multiply_transposed<E, D, 2>(acc, a_lane, b_lane);
-    } else {
-      // A loop holds fewer fragments at a time: unrolled, 8 bytes spill.
-      clear(acc);
-#pragma unroll 1
-      for (int ks = 0; ks < D / 16; ++ks) {
-        uint32_t a[4];
-        ptx::ldmatrix_x4(a, Tile::block(a_lane, 0, ks));
-#pragma unroll
-        for (int nb = 0; nb < R / 16; ++nb) {
-          uint32_t b[4];
-          ptx::ldmatrix_x4(b, Tile::block(b_lane, nb * 16, ks));
-          ptx::mma_m16n8k16<E>(acc[0][2 * nb], a, b[0], b[1]);
-          ptx::mma_m16n8k16<E>(acc[0][2 * nb + 1], a, b[2], b[3]);
-        }
-      }
-    }
-  }
-};
-
-// The bias of a group of heads.
-template <int R>
+// The bias of a group of heads. kAhead: bytes for one that comes ahead.
+template <int R, int kAhead>
 struct ShortBias : OwnBias<2 * R, R / 8> {
   using Own = OwnBias<2 * R, R / 8>;
   static_assert(Own::kBytes == ShortTile{R, 0}.bias());
@@ -103,8 +68,6 @@ struct ShortBias : OwnBias<2 * R, R / 8> {
   }
 
  private:
-  static constexpr int kAhead = ShortTile{R, 0}.bias_ahead();
-
   __device__ static const char* head_of(const BiasView& x, int b, int h) {
     return static_cast<const char*>(x.ptr) + 2 * (b * x.batch_stride + h * x.head_stride);
   }
@@ -112,6 +75,42 @@ struct ShortBias : OwnBias<2 * R, R / 8> {
   // From the first element to behind the last.
   __device__ static int64_t bytes_of(const BiasView& x, const Problem& p) {
     return 2 * ((min(x.rows, p.seqlen_q) - 1) * x.row_stride + min(x.cols, p.seqlen_k));
+  }
+};
+
+template <typename E, int D, int R>
+struct ShortTraits {
+  using Element = E;
+  using Tile = SmemTile<D>;
+  static constexpr ShortTile kSizes{R, D};
+  using WeightTile = SmemTile<kSizes.weight_columns()>;
+  static constexpr int kRows = R, kHeadDim = D, kThreads = kSizes.threads(), kTileBytes = kSizes.tile();
+  static constexpr int kFwdCtas = kSizes.fwd_ctas(), kFwdStages = kSizes.fwd_stages(), kBwdCtas = kSizes.bwd_ctas();
+  // Of the backward: Q, K, V and dO come first.
+  static constexpr int kPAt = 4 * kTileBytes, kDsAt = kPAt + kSizes.weights();
+  using Bias = ShortBias<R, kSizes.bias_ahead()>;
+  static constexpr int kStatsAt = kPAt + kSizes.o_or_weights(), kBiasAt = kStatsAt + 8 * R;
+
+  // acc[16 rows][R keys] = A B^T. a_lane is by_rows, b_lane by_cols.
+  __device__ static void multiply(float (&acc)[1][R / 8][4], uint32_t a_lane, uint32_t b_lane) {
+    if constexpr (R <= 64) {
+      multiply_transposed<E, D, 2>(acc, a_lane, b_lane);
+    } else {
+      // A loop holds fewer fragments at a time: unrolled, 8 bytes spill.
+      clear(acc);
+#pragma unroll 1
+      for (int ks = 0; ks < D / 16; ++ks) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, Tile::block(a_lane, 0, ks));
+#pragma unroll
+        for (int nb = 0; nb < R / 16; ++nb) {
+          uint32_t b[4];
+          ptx::ldmatrix_x4(b, Tile::block(b_lane, nb * 16, ks));
+          ptx::mma_m16n8k16<E>(acc[0][2 * nb], a, b[0], b[1]);
+          ptx::mma_m16n8k16<E>(acc[0][2 * nb + 1], a, b[2], b[3]);
+        }
+      }
+    }
   }
 };
 
@@ -188,7 +187,7 @@ __device__ __forceinline__ void short_scores(float (&acc)[1][T::kRows / 8][4], c
   const TileTests tests = short_tests(score_mod.m);
   const auto words = fetch_mask<16, T::kRows>(score_mod, row0, 0, tests);
   T::multiply(acc, q_lane, k_lane);
-  score_mod.template modify<E, false, ShortBias<T::kRows>>(acc, row0, 0, bias, put_slope);
+  score_mod.template modify<E, false, typename T::Bias>(acc, row0, 0, bias, put_slope);
   hide(acc, score_mod, row0, 0, tests, words);
 }
 

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
                      const __grid_constant__ ShortGrid grid) {
   using E = typename T::Element;
   using Tile = typename T::Tile;
-  using Bias = ShortBias<T::kRows>;
+  using Bias = typename T::Bias;
   constexpr int D = T::kHeadDim, kTile = T::kTileBytes, kBlocks = T::kRows / 8;
   constexpr int kBiasAt = 3 * T::kFwdStages * kTile, kAheadAt = kBiasAt + Bias::kBytes;
   extern __shared__ __align__(128) unsigned char smem_raw[];

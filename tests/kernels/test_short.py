@@ -391,5 +391,25 @@ def test_rows_that_are_not_aligned_change_no_bit(target: Target, rows: int, keys
             assert all(torch.equal(a, b) for a, b in zip(made[0], other))
 
 
+@on_short_paths
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("rows", [17, 33, 49, 64, 77, 80])
+def test_a_bias_of_each_head_alone(target: Target, rows: int, head_dim: int) -> None:
+    """Read as it lies, ahead of its head: at any offset, with room behind its rows, up to the end of its memory."""
+    shape = (120, 9, rows, rows)  # more heads than there are CTAs at a time
+    with target.active():
+        q, k, v, _, bias = bias_inputs(120, rows, rows, 9, head_dim, shape, torch.bfloat16)
+        truth = truth_of_bias(q, k, v, torch.zeros_like(q), bias)[0]
+        spoiled = torch.full((bias.numel() + 32,), math.nan, device="cuda", dtype=bias.dtype)
+        room = torch.full((*shape[:3], rows + 3), math.nan, device="cuda", dtype=bias.dtype)
+        views = [bias, *(spoiled[n : n + bias.numel()].view_as(bias) for n in (1, 8, 11)), room[..., :rows]]
+        made: dict[str, Tensor] = {}
+        for view in views:
+            out = flash_ext.attention(q, k, v, bias=view.copy_(bias), backend=target.choice)
+            error = (out.double() - truth).norm() / truth.norm()
+            assert error < 0.012, f"{view.stride()}: {error:.2g}"
+            assert torch.equal(out, made.setdefault(_C.last_launch()["kernel"], out))
+
+
 def test_targets_with_and_without_them() -> None:
     assert {name for name, target in TARGETS.items() if target.short} == {"sm80-short", "sm90-short"}

@@ -395,7 +395,7 @@ def test_rows_that_are_not_aligned_change_no_bit(target: Target, rows: int, keys
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("rows", [17, 33, 49, 64, 77, 80])
 def test_a_bias_of_each_head_alone(target: Target, rows: int, head_dim: int) -> None:
-    """Read as it lies, ahead of its head: at any offset, with room behind its rows, up to the end of its memory."""
+    """Read as it lies, ahead of its head, at any offset and with room behind its rows."""
     shape = (120, 9, rows, rows)  # more heads than there are CTAs at a time
     with target.active():
         q, k, v, _, bias = bias_inputs(120, rows, rows, 9, head_dim, shape, torch.bfloat16)

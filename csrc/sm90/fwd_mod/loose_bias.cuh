@@ -20,9 +20,9 @@ __device__ __forceinline__ int elements_behind(const BiasView& x, int b, int h, 
 }
 
 // Called by a warp: copies kRows rows from `row0` on, kLooseKeys keys from `col0` on, to rows of kLoosePitch bytes, and has
-// them complete a phase of `bar`, which counts one arrival. Keys beyond the bias become 0; most rows beyond it are left as
-// they were. Addresses are made for eight rows, and those of the next eight are as far behind 16 bytes. Made for each piece,
-// 577 keys of head_dim 64 took 771 us for 583 (H200).
+// them complete a phase of `bar`, which counts one arrival. What lies beyond the bias becomes 0. Addresses are made for eight
+// rows, and those of the next eight are as far behind 16 bytes. Made for each piece, 577 keys of head_dim 64 took 771 us for
+// 583 (H200).
 template <int kRows>
 __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h, int row0, int col0, uint32_t to,
                                                 uint32_t bar) {
@@ -47,7 +47,6 @@ __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h,
   const uint32_t lane_to = to + lane / kPieces * kLoosePitch + lane % kPieces * 16;
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-    if (i * kRowsAtOnce >= x.rows - row0) break;  // their results are not stored
     Pieces& p = of_lane[i % kKinds];
     ptx::cp_async_16(lane_to + i * kRowsAtOnce * kLoosePitch, p.from, i * kRowsAtOnce < rows_left ? p.bytes : 0);
     p.from += eight_rows;
@@ -55,7 +54,6 @@ __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h,
   Pieces last = pieces_of(lane, kPieces);  // of each row
 #pragma unroll
   for (int i = 0; i < kRows / 32; ++i) {
-    if (i * 32 >= x.rows - row0) break;
     const bool is_row = row0 + i * 32 + lane < x.rows;
     ptx::cp_async_16(to + (i * 32 + lane) * kLoosePitch + 16 * kPieces, last.from, is_row ? last.bytes : 0);
     last.from += 4 * eight_rows;

@@ -118,6 +118,10 @@ struct Modifiers {
 
   float* row_max = nullptr;  // forward: like lse, largest score of a row; null: not wanted
 
+  // For each row of q, which of the newest keys of its sequence it sees: bit j is key j + seqlen_k - seqlen_q, and what lies
+  // before key 0 of those is seen. No MaskKind: calls over a cache alone have one, and other kernels do not ask for it.
+  const uint64_t* tree = nullptr;
+
   static constexpr int kMaskGroup = 64;  // rows a summary word stands for
 };
 

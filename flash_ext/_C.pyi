@@ -42,6 +42,7 @@ def fwd_cached(
     softcap: float,
     backend: str | None,
     want_lse: bool,
+    tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]: ...
 def bwd(
     dout: Tensor,

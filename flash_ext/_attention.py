@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ._count import counting, tally
 from ._masks.biases import ALiBi, Bias
+from ._masks.token_tree import TokenTree
 from ._masks.value import Mask
 from ._ops.arguments import Asked
 from ._ops.dispatch import check_bounds, from_heads_first, run_fwd, run_modified_fwd
@@ -280,7 +281,7 @@ def attention_varlen(
 
     With ``seqused_k`` keys and values are a cache: how many keys each sequence has is read on the device, so
     a CUDA graph follows lengths and pages that change between replays. Nothing behind a length is read. There
-    is no gradient, no mask, no dropout, and no bias but ``ALiBi``. On a GPU lengths and pages outside of what
+    is no gradient, no mask but ``TokenTree``, no dropout, and no bias but ``ALiBi``. On a GPU lengths and pages outside of what
     there is are clamped; with the environment variable FLASH_EXT_CHECK=1 they are refused as on the CPU.
 
     Args:
@@ -318,7 +319,8 @@ def attention_varlen(
         tally("attention_varlen")
     if seqused_k is not None or block_table is not None:
         _refuse_over_cache(
-            mask=mask, bias=None if isinstance(bias, ALiBi) else bias, dropout_p=dropout_p or None,
+            mask=None if isinstance(mask, TokenTree) else mask,
+            bias=None if isinstance(bias, ALiBi) else bias, dropout_p=dropout_p or None,
             generator=generator, max_scores=getattr(return_aux, "max_scores", False) or None,
         )  # fmt: skip
         wants_lse = return_aux is not None and _wants(return_aux)[0]
@@ -326,6 +328,7 @@ def attention_varlen(
             q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table,
             max_seqlen_q, max_seqlen_k, scale, causal, window_size, backend, wants_lse,
             bias.slopes if isinstance(bias, ALiBi) else None, sinks, softcap,
+            mask if isinstance(mask, TokenTree) else None,
         )  # fmt: skip
         return out if return_aux is None else (out, AuxOutput(lse if wants_lse else None))
     if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
@@ -354,7 +357,7 @@ def _refuse_over_cache(**options: Any) -> None:
         if value is not None:
             raise NotImplementedError(
                 f"{name} is not available over a cache (seqused_k, block_table), only causal, window_size, "
-                "scale, sinks, softcap and bias=ALiBi(slopes). Gather the keys, and call attention_varlen "
+                "scale, sinks, softcap, mask=TokenTree(words) and bias=ALiBi(slopes). Gather the keys, and call attention_varlen "
                 "without these arguments."
             )
 

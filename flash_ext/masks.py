@@ -17,6 +17,7 @@ mask                    arguments                                       shows
 :class:`HiddenKeys`     intervals (batch, num_heads, q_len, 2 or 4)     keys that its intervals miss
 :class:`BlockMask`      blocks (batch, num_heads, m, n), block_size     blocks, and bits of those that are cut
 :class:`Dense`          tensor (batch, num_heads, q_len, k_len) bool    pairs that are True
+:class:`TokenTree`      words (batch, n) int64                          bits of the newest keys of a cache
 ======================  ==============================================  ======================================
 
 Shortcuts: :func:`SlidingWindow`, :func:`ChunkCausal`, :func:`PrefixLM`, :func:`DocumentCausal`; builders:
@@ -43,6 +44,7 @@ from ._masks.builders import ChunkCausal, DocumentCausal, PrefixLM, SlidingWindo
 from ._masks.convert import from_xformers
 from ._masks.describe import Description
 from ._masks.relative_position import RelativePosition
+from ._masks.token_tree import TokenTree
 from ._masks.value import Mask
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "RelativePosition",
     "SinkTokens",
     "SlidingWindow",
+    "TokenTree",
     "Window",
     "from_xformers",
     "prefix_tree",

@@ -43,8 +43,9 @@ from ._count import counting, tally
 from ._cpu.cached import turned
 from ._log import logged
 from ._masks.biases import ALiBi
+from ._masks.token_tree import TokenTree
 from ._merge import merge_attention_states
-from ._ops.dispatch_cached import add_sinks, check_of_heads, may_read, run_cached
+from ._ops.dispatch_cached import add_sinks, check_of_heads, may_read, run_cached, tree_of
 
 __all__ = [
     "Rotary",
@@ -195,6 +196,7 @@ def flash_attn_with_kvcache(
     aux_tensors: Any = None,
     ver: int = 3,
     out: Tensor | None = None,
+    mask: TokenTree | None = None,
     **others: Any,
 ) -> Result:
     """New queries over a cache of pages or of entries, after k and v, if given, were written into it.
@@ -214,6 +216,8 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, sinks: as in :func:`flash_ext.attention_varlen`.
         return_softmax_lse: also return lse (batch, h, seqlen_q) or (h, total_q), float32.
         out: in the dtype of q, written by a copy and returned.
+        mask: a :class:`flash_ext.masks.TokenTree`, which takes the place of causal. Without rotary factors,
+            which turn tokens by their order and not by their depth.
         q_descale, k_descale, v_descale, num_splits, others: as the module says.
 
     Raises:
@@ -231,7 +235,12 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         raise ValueError("page_table and cache_batch_idx must not be given together.")
-    window = _window(window_size)
+    window, tree = _window(window_size), tree_of(mask)
+    if tree is not None and (rotary_cos is not None or rotary_sin is not None):
+        raise NotImplementedError(
+            "mask=TokenTree is not available with rotary factors, which turn tokens by their order in the "
+            "cache. Turn q and k by the depth of each token, and leave the factors out."
+        )
     _check_out(out, q, v_cache)
     check_of_heads(q, sinks=sinks)
     _refuse_gradient(
@@ -276,7 +285,7 @@ def flash_attn_with_kvcache(
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
             causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, None, sinks,
-            softcap,
+            softcap, tree,
         )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
 
@@ -297,6 +306,7 @@ def attention_shared_prefix(
     causal: bool = True,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    mask: TokenTree | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of sequences that begin with the same keys, which are read once for all of their queries.
 
@@ -316,6 +326,7 @@ def attention_shared_prefix(
         max_seqlen_q, max_seqlen_k: bounds on queries and on own keys, by which kernels are chosen.
         causal: hide the keys behind that of a query.
         scale, sinks: as in :func:`flash_ext.attention_varlen`.
+        mask: a :class:`flash_ext.masks.TokenTree` of the queries, which takes the place of causal.
 
     Returns:
         out (total_q, h, dv) in the dtype of q, and lse (h, total_q) float32.
@@ -334,12 +345,13 @@ def attention_shared_prefix(
             "depends on the batch. Call attention_varlen with whole tables."
         )
     check_of_heads(q, sinks=sinks)
+    tree = tree_of(mask)
     if not isinstance(shared_block_table, Tensor) or shared_block_table.dim() != 1:
         raise ValueError("shared_block_table must be a tensor of shape (pages,), one for all sequences.")
     batch = cu_seqlens_q.shape[0] - 1
     if batch < 1:
         raise ValueError("cu_seqlens_q must have bounds of at least one sequence.")
-    if causal and may_read(seqused_k) and may_read(cu_seqlens_q):
+    if (causal or tree is not None) and may_read(seqused_k) and may_read(cu_seqlens_q):
         missing = (cu_seqlens_q.diff() > seqused_k).nonzero()
         if missing.numel():
             raise ValueError(
@@ -357,7 +369,7 @@ def attention_shared_prefix(
     )  # fmt: skip
     own, own_lse = run_cached(
         q, k_cache, v_cache, cu_seqlens_q, None, seqused_k, block_table, max_seqlen_q, max_seqlen_k, scale,
-        causal, (-1, -1), None,
+        causal, (-1, -1), None, tree=tree,
     )  # fmt: skip
     out, lse = merge_attention_states(shared, shared_lse, own, own_lse)
     return out, add_sinks(out, lse, sinks, cu_seqlens_q, True)

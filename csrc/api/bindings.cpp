@@ -74,12 +74,12 @@ FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      const OptionalTensor& block_table, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
                      std::optional<double> scale, bool causal, int64_t window_size_left, int64_t window_size_right,
                      const OptionalTensor& slopes, const OptionalTensor& sinks, double softcap,
-                     const std::optional<std::string>& backend, bool want_lse) {
+                     const std::optional<std::string>& backend, bool want_lse, const OptionalTensor& tree) {
   CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size_left,
                        window_size_right, false, backend);
   a.seqused_k = seqused_k, a.block_table = block_table;
   a.slopes = slopes, a.sinks = sinks, a.softcap = softcap;
-  a.want_lse = want_lse;
+  a.want_lse = want_lse, a.tree = tree;
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 

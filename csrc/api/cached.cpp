@@ -55,7 +55,7 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   return p;
 }
 
-// What a call asks for beside the window. Masks and tensors of scores are none of it.
+// What a call asks for beside the window. Other masks and tensors of scores are none of it.
 Modifiers cached_modifiers(const CallArgs& a, const Problem& p) {
   Modifiers m;
   m.softcap = static_cast<float>(a.softcap);
@@ -65,6 +65,7 @@ Modifiers cached_modifiers(const CallArgs& a, const Problem& p) {
     m.by_distance.slopes_batch_stride = a.slopes->dim() == 2 ? p.num_heads : 0;
   }
   if (a.sinks.has_value()) m.sinks = a.sinks->const_data_ptr<float>();
+  if (a.tree.has_value()) m.tree = reinterpret_cast<const uint64_t*>(a.tree->const_data_ptr<int64_t>());
   m.has_score_mod = a.softcap > 0 || m.adds();
   return m;
 }
@@ -117,7 +118,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   const Modifiers modifiers = cached_modifiers(a, problem);
-  const bool is_modified = modifiers.has_score_mod || modifiers.sinks != nullptr;
+  const bool is_modified = modifiers.has_score_mod || modifiers.sinks != nullptr || modifiers.tree != nullptr;
   const Request request{.direction = Direction::kForward,
                         .problem = problem,
                         .modifiers = is_modified ? &modifiers : nullptr,

@@ -358,6 +358,19 @@ static void check_numbers(const Tensor& t, const char* name, const Tensor& q, in
                     ". Call .contiguous() on it.");
 }
 
+// The words stand for 64 new keys. A window and slopes count keys in order, which in a tree is not that of a path.
+static void check_tree(const Tensor& q, const SymInt& batch, const CallArgs& a) {
+  if (!a.tree.has_value()) return;
+  const bool packed = a.cu_seqlens_q.has_value();
+  check_modifier(a.tree, "tree", q, {at::kLong},
+                 packed ? std::vector<Sizes>{{q.sym_size(0)}} : std::vector<Sizes>{{batch}, {q.sym_size(1)}}, true);
+  TORCH_CHECK_VALUE(packed || at_most(q.sym_size(1), 64), "a tree has at most 64 new tokens a sequence, got ",
+                    q.sym_size(1), ". Split the call.");
+  TORCH_CHECK_NOT_IMPLEMENTED(a.window_size_left == -1 && a.window_size_right == -1 && !a.slopes.has_value(),
+                              "a tree takes the place of causal, and has neither a window nor ALiBi beside it, which count "
+                              "keys in their order in the cache.");
+}
+
 void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   check_devices(q, k, v);
   check_dtypes(q, k, v, false);
@@ -395,6 +408,7 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
   }
   if (a.seqused_k.has_value()) check_numbers(*a.seqused_k, "seqused_k", q, 1, "(batch,)", batch);
   check_of_heads(q, batch, a);
+  check_tree(q, batch, a);
   for (const SymInt& size : {q.sym_size(0), q.sym_size(-3), q.sym_size(-2), k.sym_size(0), k.sym_size(-3)}) {
     TORCH_CHECK_VALUE(size.maybe_as_int().value_or(0) <= kMaxInt32,
                       "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ", shape_of(k),

@@ -1,7 +1,7 @@
 // The mask rule, said once: which keys a row sees, 32 at a time.
 //
 //   row word of (row, col0)   bit j: the row sees key col0 + j by all that is known from the row's side, which is its
-//                             interval, the bit mask, the block map and hidden_keys
+//                             interval, the bit mask, the block map, hidden_keys and, over a cache, the tree
 //   key word of (key, row0)   bit i: the key hides row row0 + i by hidden_rows
 //   document ids              a row sees a key when they are equal
 //
@@ -93,6 +93,18 @@ __device__ __forceinline__ uint32_t row_word(uint32_t mask_word, const ScoreMod&
   uint32_t words[1] = {mask_word};
   and_row_words(words, score_mod, row, col0, tests);
   return words[0];
+}
+
+// What the tree leaves of the keys [col0, col0 + 32). Only kernels over a cache AND it to their row words. Most keys are
+// older than the tree, and ask for no memory.
+__device__ __forceinline__ uint32_t tree_word(const ScoreMod& score_mod, int row, int col0) {
+  const SeqInfo& seq = score_mod.seq;
+  const int at = col0 - score_mod.shift();  // the bit of key col0; below 0: keys that every row sees
+  if (at <= -32) return ~0u;
+  if (at >= 64) return 0;
+  const int64_t first_row = int64_t{score_mod.seq_batch()} * score_mod.p.seqlen_q + seq.q_start;
+  const uint64_t bits = score_mod.m.tree[first_row + min(row, seq.seqlen_q - 1)];
+  return at < 0 ? static_cast<uint32_t>(bits << -at) | ScoreMod::low_bits(-at) : static_cast<uint32_t>(bits >> at);
 }
 
 // The intervals of rows that keys hide. Keys past the end stand for the last one. An object for the same reason as

@@ -53,28 +53,41 @@ def forward(
     cu_seqlens_q: Tensor | None,
     places: Places,
     mods: Modifiers = tiles.NO_MODIFIERS,
+    tree: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse; q is (batch, seqlen_q, heads, features), with its bounds (total_q, heads, features).
 
-    mods: slopes, sinks and a softcap.
+    mods: slopes, sinks and a softcap. tree: int64, a word for each row of q.
     """
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     lse = q.new_full(lse_shape, -tiles.INF, dtype=tiles.accumulator_dtype(q))
     if cu_seqlens_q is None:
         parts = [(q[b : b + 1], out[b], lse[b]) for b in range(q.shape[0])]
+        words = [None] * len(parts) if tree is None else list(tree)
     else:
         bounds = tiles.sequence_bounds(cu_seqlens_q, q.shape[0])
         parts = [(q[None, start:end], out[start:end], lse[:, start:end]) for start, end in bounds]
+        words = [None if tree is None else tree[start:end] for start, end in bounds]
     for b, (own_q, own_out, own_lse) in enumerate(parts):
         if own_q.shape[1] == 0:
             continue
         slopes = mods.slopes[b : b + 1] if mods.slopes is not None and mods.slopes.dim() == 2 else mods.slopes
-        own = replace(mods, slopes=slopes)
-        found, found_lse, _ = tiles.forward(own_q, places.rows(k, b), places.rows(v, b), spec, own)
+        own_k = places.rows(k, b)
+        own = replace(mods, slopes=slopes, mask=_shown(words[b], own_k.shape[1]))
+        found, found_lse, _ = tiles.forward(own_q, own_k, places.rows(v, b), spec, own)
         own_out.copy_(found[0])
         own_lse.copy_(found_lse[0])
     return out, lse
+
+
+def _shown(words: Tensor | None, keys: int) -> Tensor | None:
+    """bool (1, 1, rows, keys) of a sequence: what its tree shows to each row."""
+    if words is None:
+        return None
+    bit = torch.arange(keys) - (keys - words.shape[0])
+    shown = (bit < 64) & (words[:, None] >> bit.clamp(0, 63) & 1).bool()
+    return (shown | (bit < 0))[None, None]
 
 
 @torch.no_grad()

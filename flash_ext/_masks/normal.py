@@ -28,6 +28,7 @@ from .atoms import (
     Window,
 )
 from .block_mask import BlockMask
+from .token_tree import TokenTree
 from .value import And, Mask, Not, Or, leaves
 
 M = TypeVar("M", bound=Mask)
@@ -171,6 +172,12 @@ def _once(given: Sequence[M]) -> list[M]:
 def _sort(mask: Mask, part: Mask) -> str:
     """Which field of the normal form a conjunct belongs to."""
     kinds = {type(leaf) for leaf in leaves(part)}
+    if TokenTree in kinds:
+        refuse(
+            mask,
+            "TokenTree is for attention over a cache alone, where it stands by itself: mask=TokenTree(words) "
+            "beside seqused_k.",
+        )
     if kinds <= {KeyMask}:
         return "keys"
     if kinds <= {Dense, KeyMask}:

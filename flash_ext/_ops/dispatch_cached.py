@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._masks.token_tree import MOST_TOKENS, TokenTree
+from .._masks.value import Sizes
 from .dispatch import check_bounds, explain_options, explain_tensors, operator_options, refuse_tensor_scale
 from .library import _C
 from .library_cached import flops_fwd_cached as flops_fwd_cached  # which registers the operators
@@ -36,6 +38,7 @@ def run_cached(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    tree: TokenTree | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd_cached``: out and lse of queries over keys of which the device knows how many there are.
 
@@ -46,6 +49,7 @@ def run_cached(
         seqused_k: (batch,) int32, how many keys each sequence has.
         want_lse: if not, lse has no elements.
         slopes: (h,) or (batch, h), those of ALiBi.
+        tree: what the new tokens see of each other, instead of ``causal``.
 
     The others are those of :func:`flash_ext.attention_varlen`.
     """
@@ -53,7 +57,11 @@ def run_cached(
         refuse_tensor_scale()
     check_of_heads(q, slopes=slopes, sinks=sinks)
     places = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    has_sinks_alone = sinks is not None and slopes is None and softcap == 0
+    words = None
+    if tree is not None:
+        words = _words_of(tree, q, cu_seqlens_q, window, slopes)
+        causal, window = False, (-1, -1)
+    has_sinks_alone = sinks is not None and slopes is None and softcap == 0 and words is None
     if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
         out, lse = run_cached(q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend)
         return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
@@ -61,7 +69,7 @@ def run_cached(
     if _is_compiling():
         options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
-            q, k, v, *places, *options[:5], slopes, sinks, softcap, backend, want_lse
+            q, k, v, *places, *options[:5], slopes, sinks, softcap, backend, want_lse, words
         )
         return traced
     most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
@@ -71,7 +79,7 @@ def run_cached(
             check_values(q, k, *places)
         return _C.fwd_cached(
             q, k, v, *places, most_q, most_k, scale, causal, left, right, slopes, sinks, softcap, backend,
-            want_lse,
+            want_lse, words,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError, AttributeError):
         explain_tensors(q=q, k=k, v=v)
@@ -79,6 +87,43 @@ def run_cached(
         explain_tensors(True, seqused_k=seqused_k, block_table=block_table)
         explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         raise
+
+
+def tree_of(mask: Any) -> TokenTree | None:
+    """The mask of a function over a cache, which takes no other."""
+    if mask is None or isinstance(mask, TokenTree):
+        return mask
+    raise NotImplementedError(
+        f"mask must be a masks.TokenTree or None over a cache, got {type(mask).__qualname__}. Gather the keys, "
+        "and call attention_varlen."
+    )
+
+
+def _words_of(
+    tree: TokenTree, q: Tensor, cu_seqlens_q: Tensor | None, window: Any, slopes: Tensor | None
+) -> Tensor:
+    """A word for each row of q. Refuses what counts keys in order, which a path of a tree does not have."""
+    if tuple(window) not in ((-1, -1), (-1, 0)):
+        raise NotImplementedError(
+            f"a TokenTree has no window beside it, got window_size {tuple(window)}: windows count keys in their "
+            "order in the cache."
+        )
+    if slopes is not None:
+        raise NotImplementedError(
+            "a TokenTree has no ALiBi beside it: slopes count keys in their order in the cache."
+        )
+    if tree.words.device != q.device:
+        raise ValueError(f"mask must be on the device of q, {q.device}, got {tree!r}: use .to(q.device).")
+    if cu_seqlens_q is None:
+        return tree.of_rows(Sizes(False, q.shape[0], q.shape[-2], q.shape[1], 0))
+    if not _is_compiling() and may_read(cu_seqlens_q):
+        longest = int(cu_seqlens_q.diff().max()) if cu_seqlens_q.numel() > 1 else 0
+        if longest > MOST_TOKENS:
+            raise ValueError(
+                f"a TokenTree has at most {MOST_TOKENS} tokens a sequence, a bit for each, got {longest} rows. "
+                "Split the call."
+            )
+    return tree.of_rows(Sizes(True, cu_seqlens_q.shape[0] - 1, q.shape[-2], q.shape[0], 0))
 
 
 def check_of_heads(q: Tensor, **given: Tensor | None) -> None:

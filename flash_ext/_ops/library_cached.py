@@ -15,7 +15,7 @@ from .modifiers import Modifiers
 from .spec import AttnSpec
 
 # max_seqlen_q, max_seqlen_k, scale, window_size_left, window_size_right, slopes, sinks, softcap, backend.
-# Behind them stands ``want_lse`` where it is not left at True.
+# Behind them stand ``want_lse`` and ``tree`` where they are not left at True and None.
 NUM_OPTIONS = 9
 
 
@@ -29,19 +29,25 @@ def cpu_fwd_cached(
     block_table: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    options, flags = options[:NUM_OPTIONS], options[NUM_OPTIONS:]
-    _C.check_fwd_cached(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options)
+    options, (want_lse, tree) = options[:NUM_OPTIONS], _behind(*options[NUM_OPTIONS:])
+    _C.check_fwd_cached(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options, tree)
     _, _, scale, left, right, slopes, sinks, softcap, _ = options
     places = cached.Places(cu_seqlens_k, seqused_k, block_table)
     mods = Modifiers(slopes=slopes, sinks=sinks, softcap=softcap)
-    out, lse = cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places, mods)
-    return out, lse if all(flags) else lse.new_empty(0)
+    out, lse = cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places, mods, tree)
+    return out, lse if want_lse else lse.new_empty(0)
 
 
 def fake_fwd_cached(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     num_checked = 4 + NUM_OPTIONS
-    _C.check_fwd_cached(q, k, v, *rest[:num_checked])
-    return fake_results(q, v, q.dtype, all(rest[num_checked:]))
+    want_lse, tree = _behind(*rest[num_checked:])
+    _C.check_fwd_cached(q, k, v, *rest[:num_checked], tree)
+    return fake_results(q, v, q.dtype, want_lse)
+
+
+def _behind(want_lse: bool = True, tree: Tensor | None = None) -> tuple[bool, Tensor | None]:
+    """What stands behind the options, where defaults may be left out."""
+    return want_lse, tree
 
 
 def flops_fwd_cached(

@@ -34,7 +34,8 @@ struct ModTile {
   }
 };
 
-template <typename T>
+// kCached: over a cache, where there may be a tree.
+template <typename T, bool kCached = false>
 struct ModRules {
   const Problem& p;
   const Modifiers& m;
@@ -163,6 +164,7 @@ struct ModRules {
       const int col0 = first + 32 * n4;
       uint32_t word = ~0u;
       if (m.mask.words != nullptr) word = ScoreMod::word(m.mask, mod.seq.b, mod.h, row, col0 / 32) >> col0 % 32;
+      if (kCached && m.tree != nullptr) word = tree_word(mod, row, col0);
       word = row_word(word, mod, row, col0, kTestInterval | kTestRows) >> (2 * (lane % 4));
 #pragma unroll
       for (int i = 0; i < 2 * min(4, kN - 4 * n4); ++i) {

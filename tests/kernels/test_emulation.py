@@ -35,6 +35,11 @@ EDITS = [
      "unsigned char* const smem = emu::smem;"),
     ("sm80/split_kv/kernel.cuh", "  __shared__ RowState states", "  static RowState states"),
     ("sm80/split_kv/cached.cuh", "  __shared__ RowState states", "  static RowState states"),
+    ("sm80/split_kv/mod.cuh", "  __shared__ RowState states", "  static RowState states"),
+    ("sm80/split_kv/mod.cuh", "  __shared__ ModTile tile;", "  static ModTile tile;"),
+    ("sm80/split_kv/cached_mod.cuh", "  __shared__ RowState states", "  static RowState states"),
+    ("sm80/split_kv/cached_mod.cuh", "  __shared__ ModTile tile;", "  static ModTile tile;"),
+    ("sm80/split_kv/cached_mod.cuh", "  __shared__ CachedWork x;", "  static CachedWork x;"),
     ("sm80/split_kv/cached.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
     ("sm80/split_kv/merge.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
     ("common/tiles.cuh", """\
@@ -86,13 +91,16 @@ FAULTS = {
         "max(emu::fault == 9 ? static_cast<int32_t>(number) : table[number], 0)"),
     10: ("rows behind the length", "sm90/fwd_cached/pieces.cuh", "const int there = min(",
          "const int there = emu::fault == 10 ? rows : min("),
+    11: ("a tree one key too early", "common/mask_words.cuh", "const int at = col0 - score_mod.shift();",
+         "const int at = col0 - score_mod.shift() + (emu::fault == 11);"),
 }  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",
-              7: "bwd_bias", 8: "fwd_cached", 9: "fwd_cached", 10: "fwd_cached"}  # fmt: skip
+              7: "bwd_bias", 8: "fwd_cached", 9: "fwd_cached", 10: "fwd_cached",
+              11: "fwd_cached"}  # fmt: skip
 RUNS = {
     "bwd_bias": 20,
     "fwd_split": 6,
-    "fwd_cached": 8,
+    "fwd_cached": 10,
 }  # of the few cases that each program takes without --all
 
 

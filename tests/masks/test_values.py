@@ -39,7 +39,7 @@ VALUES: dict[str, Callable[[], Value]] = {
     "keys": lambda: masks.KeyMask(TRUTH[3]), "rows": lambda: masks.HiddenRows(IDS[:, None].expand(4, 2)),
     "row keys": lambda: masks.HiddenKeys(IDS[:, None].expand(4, 2)),
     "blocks": lambda: masks.BlockMask(TRUTH[:1, :1], 16), "cut blocks": cut_blocks,
-    "dense": lambda: masks.Dense(TRUTH),
+    "dense": lambda: masks.Dense(TRUTH), "tree": lambda: masks.TokenTree(IDS),
     "and": lambda: masks.Causal() & masks.Documents(IDS) & masks.Dense(TRUTH),
     "or": lambda: masks.Causal() | masks.Prefix(IDS[:1]), "not": lambda: ~masks.Dense(TRUTH),
     "dense bias": lambda: masks.DenseBias(torch.zeros(4, 4)), "alibi": lambda: masks.ALiBi(torch.ones(2)),
@@ -171,7 +171,7 @@ def test_biases_join_biases_only(other: object, words: str) -> None:
 def test_a_value_dies_with_its_last_reference(name: str) -> None:
     """Its tensors are memory of a GPU, which must not wait for the garbage collector."""
     value = VALUES[name]()
-    if isinstance(value, masks.Mask) and "prefix" not in name:
+    if isinstance(value, masks.Mask) and not name.startswith(("prefix", "tree")):
         value.normal()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-// csrc/sm80/split_kv/cached.cuh on a CPU against a model in float64. Built and run by tests/kernels/test_emulation.py.
+// csrc/sm80/split_kv/cached.cuh, and cached_mod.cuh with trees, on a CPU against a model in float64. Built and run by tests/kernels/test_emulation.py.
 //
 //   fwd_cached [--all] [--seed N] [--fault N]
 //
@@ -11,7 +11,7 @@
 #include <string>
 
 #include "plan.h"
-#include "sm80/split_kv/cached.cuh"
+#include "sm80/split_kv/cached_mod.cuh"
 #include "sm90/fwd_cached/pieces.cuh"
 
 namespace flash_ext {
@@ -28,6 +28,7 @@ struct Case {
   Where where = Where::kPages;
   int page = 16, heads = 4, heads_k = 2, d = 64, dv = 64, left = -1, right = -1;
   bool packed = true, unaligned = false, together = false;  // K and V of a token side by side
+  bool tree = false;  // of new tokens
   int outside = 0;                                          // rows of packed q before and after the sequences
   int keys_of_part = 0, least_keys = 0;
   int most_queries = 0;  // of a sequence, as the host believes; 0: the most there are
@@ -36,7 +37,7 @@ struct Case {
 };
 
 std::vector<Case> few_cases() {
-  std::vector<Case> list(4);
+  std::vector<Case> list(5);
   list[0].name = "pages of 16";
   list[1].name = "pages of 1, causal", list[1].lq = {5, 2, 1}, list[1].lk = {129, 0, 1}, list[1].page = 1, list[1].right = 0;
   list[1].outside = 2;
@@ -44,6 +45,8 @@ std::vector<Case> few_cases() {
   list[2].right = 0, list[2].outside = 1;
   list[3].name = "fewer queries than said", list[3].lq = {2}, list[3].lk = {300}, list[3].d = list[3].dv = 128;
   list[3].most_queries = 20, list[3].outside = 9;
+  list[4].name = "trees", list[4].lq = {1, 7, 0, 40, 20}, list[4].lk = {200, 150, 9, 131, 11}, list[4].outside = 2;
+  list[4].tree = true;
   return list;
 }
 
@@ -70,6 +73,11 @@ std::vector<Case> all_cases() {
   add("more queries than said", [](Case& c) { c.most_queries = 1, c.lq = {40, 1}, c.right = 0; });
   add("fewer queries, d256", [](Case& c) { c.most_queries = 12, c.d = c.dv = 256, c.lq = {1}, c.lk = {300}, c.outside = 6; });
   add("d256, many rows", [](Case& c) { c.d = c.dv = 256, c.lq = {20, 1}, c.page = 2; });
+  add("trees, dense q", [](Case& c) { c.packed = false, c.tree = true, c.lq = {31, 31}, c.lk = {95, 30}; });
+  add("trees of 64", [](Case& c) { c.tree = true, c.heads = c.heads_k = 1, c.lq = {64, 64}, c.lk = {64, 161}, c.page = 5; });
+  add("trees, many rows", [](Case& c) { c.tree = true, c.heads_k = 1, c.lq = {64, 2}, c.lk = {300, 333}, c.page = 8; });
+  add("trees, d256", [](Case& c) { c.tree = true, c.d = c.dv = 256, c.lq = {5, 33}, c.lk = {100, 70}; });
+  add("trees in rows", [](Case& c) { c.tree = true, c.where = Where::kRows, c.lq = {3, 8}, c.lk = {129, 64}; });
   add("lengths of 0", [](Case& c) { c.lk = {0, 0}, c.lq = {2, 9}; });
   return list;
 }
@@ -81,8 +89,9 @@ struct Data {
   std::vector<int32_t> cu_q, cu_k{0}, used, table;
   std::vector<uint16_t> q, kv, out;
   std::vector<float> lse;
-  std::vector<uint64_t> workspace;
+  std::vector<uint64_t> workspace, tree;
   FwdParams p;
+  Modifiers m;
   KvCache cache;
 
   uint16_t draw() { return ptx::narrow<E>(std::normal_distribution<float>()(generator)); }
@@ -116,6 +125,10 @@ struct Data {
     p.out = view(aligned(out) + odd, c.heads, c.dv);
     lse.assign(r.total_q * c.heads, NAN);
     p.lse = lse.data();
+    if (!c.tree) return;
+    for (int i = 0; i < r.total_q; ++i) tree.push_back(uint64_t{generator()} << 32 | generator());
+    m.tree = tree.data();
+    m.unit_log2 = r.abs_scale_log2;
   }
 
   static uint16_t* aligned(std::vector<uint16_t>& x) {
@@ -193,6 +206,8 @@ struct Data {
     return static_cast<uint16_t*>(x.ptr) + place + h * x.head_stride;
   }
 
+  bool shows(int64_t row, int bit) const { return bit < 0 || (bit < 64 && (tree[row] >> bit & 1) != 0); }
+
   double error() const {
     double worst = 0;
     const Problem& r = p.problem;
@@ -210,6 +225,7 @@ struct Data {
         std::vector<double> sums(c.dv, 0.);
         double sum = 0;
         for (int j = 0; j < keys; ++j) {
+          if (c.tree && !shows(start + query, j - (keys - rows))) continue;
           if ((c.right >= 0 && j > level + c.right) || (c.left >= 0 && j < level - c.left)) continue;
           double score = 0;
           const uint16_t *k = at(p.k, b, j, h / (c.heads / c.heads_k)), *v = at(p.v, b, j, h / (c.heads / c.heads_k));
@@ -257,7 +273,7 @@ bool pieces_agree(const Data<E>& x) {
 }
 
 template <typename E, int D>
-void run(const FwdParams& p, const Plan& plan, const KvCache& cache) {
+void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache& cache) {
   const SplitGrid& g = plan.split_kv;
   const KvCacheGrid& c = plan.kv_cache;
   for (const Launch& l : plan.steps()) {
@@ -266,6 +282,10 @@ void run(const FwdParams& p, const Plan& plan, const KvCache& cache) {
         if (l.kernel == KernelId::kFwdMergeCached80) {
           sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above, split_tile(D, 16).block_n(),
                                            split_tile(D, 64).block_n());
+        } else if (l.kernel == KernelId::kFwdSplitCachedMod80 && l.block_m == 16) {
+          sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, 16>>(p, g, cache, c, l.rows, m);
+        } else if (l.kernel == KernelId::kFwdSplitCachedMod80) {
+          sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, 64>>(p, g, cache, c, l.rows, m);
         } else if (l.kernel != KernelId::kFwdSplitCached80) {
           emu::fail("this program has no kernel for so many rows");
         } else if (l.block_m == 16) {
@@ -281,7 +301,7 @@ void run(const FwdParams& p, const Plan& plan, const KvCache& cache) {
 template <typename E>
 bool agrees(const Case& c, int splits, bool lazy) {
   Data<E> x(c);
-  Request request{.problem = x.p.problem, .cache = &x.cache};
+  Request request{.problem = x.p.problem, .modifiers = c.tree ? &x.m : nullptr, .cache = &x.cache};
   request.most_queries = c.most_queries > 0 ? c.most_queries : *std::max_element(c.lq.begin(), c.lq.end());
   request.constraints.kv_splits = splits;
   Plan made = plan(request, {.cc_major = 8, .cc_minor = 6, .num_sms = 4, .smem_per_block = 99 * 1024}, Arch::kSm80);
@@ -290,9 +310,9 @@ bool agrees(const Case& c, int splits, bool lazy) {
   x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
   emu::lazy = lazy;
   const int size = padded_split_head_dim(c.d, c.dv);
-  if (size == 64) run<E, 64>(x.p, made, x.cache);
-  if (size == 128) run<E, 128>(x.p, made, x.cache);
-  if (size == 256) run<E, 256>(x.p, made, x.cache);
+  if (size == 64) run<E, 64>(x.p, x.m, made, x.cache);
+  if (size == 128) run<E, 128>(x.p, x.m, made, x.cache);
+  if (size == 256) run<E, 256>(x.p, x.m, made, x.cache);
   const bool is_half = std::is_same_v<E, __half>;
   const double found = x.error();
   const bool good = found < (is_half ? 4e-3 : 3e-2) && (c.unaligned || pieces_agree(x));

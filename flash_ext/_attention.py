@@ -281,8 +281,9 @@ def attention_varlen(
 
     With ``seqused_k`` keys and values are a cache: how many keys each sequence has is read on the device, so
     a CUDA graph follows lengths and pages that change between replays. Nothing behind a length is read. There
-    is no gradient, no mask but ``TokenTree``, no dropout, and no bias but ``ALiBi``. On a GPU lengths and pages outside of what
-    there is are clamped; with the environment variable FLASH_EXT_CHECK=1 they are refused as on the CPU.
+    is no gradient, no dropout, no mask but ``TokenTree`` and no bias but ``ALiBi``. On a GPU lengths and
+    pages outside of what there is are clamped; with the environment variable FLASH_EXT_CHECK=1 they are
+    refused as on the CPU.
 
     Args:
         q: (total_q, h, d); dtypes as in :func:`attention`.
@@ -357,8 +358,8 @@ def _refuse_over_cache(**options: Any) -> None:
         if value is not None:
             raise NotImplementedError(
                 f"{name} is not available over a cache (seqused_k, block_table), only causal, window_size, "
-                "scale, sinks, softcap, mask=TokenTree(words) and bias=ALiBi(slopes). Gather the keys, and call attention_varlen "
-                "without these arguments."
+                "scale, sinks, softcap, mask=TokenTree(words) and bias=ALiBi(slopes). Gather the keys, and "
+                "call attention_varlen without these arguments."
             )
 
 

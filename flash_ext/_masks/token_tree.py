@@ -14,7 +14,7 @@ MOST_TOKENS = 64  # bits of a word
 
 
 class TokenTree(Mask):
-    """A tree of tokens at the end of each sequence: its rows see all keys before it, and of it what words say.
+    """A tree of tokens at the end of each sequence: all see the keys before it, and of it what words say.
 
     It is for calls over a cache alone, whose last n keys are those of the n <= 64 rows of a sequence. There
     it takes the place of ``causal``. It is not combined with other masks.
@@ -26,7 +26,8 @@ class TokenTree(Mask):
             sees key j of the n. Packed: (total_q,), or (batch or 1, n) where each sequence has n rows.
 
     Example:
-        >>> flash_ext.masks.TokenTree.from_parents(torch.tensor([-1, 0, 0])).to_dense(3, 4)[0, 0].int().tolist()
+        >>> tree = flash_ext.masks.TokenTree.from_parents(torch.tensor([-1, 0, 0]))
+        >>> tree.to_dense(3, 4)[0, 0].int().tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     """
 
@@ -68,7 +69,9 @@ class TokenTree(Mask):
         _check_integers(parents, "parents", 1, 2, "(batch, n) or (n,)")
         n = parents.shape[-1]
         _check_count(n, parents)
-        words = (torch.ones_like(parents, dtype=torch.int64) << torch.arange(n, device=parents.device)).clone()
+        words = (
+            torch.ones_like(parents, dtype=torch.int64) << torch.arange(n, device=parents.device)
+        ).clone()
         above = parents.long()
         for _ in range((MOST_TOKENS - 1).bit_length()):  # twice as many generations each time
             has_one = (above >= 0) & (above < n)
@@ -103,7 +106,8 @@ class TokenTree(Mask):
         each = given[-1] * sizes.batch if sizes.packed and len(given) == 2 else given[-1]
         if each != sizes.q_len or (len(given) == 2 and given[0] not in (1, sizes.batch)):
             wanted = (
-                f"(total_q,) = ({sizes.q_len},), or (batch, n) where each of {sizes.batch} sequences has n rows"
+                f"(total_q,) = ({sizes.q_len},), or (batch, n) where each of {sizes.batch} sequences has "
+                "n rows"
                 if sizes.packed
                 else f"(batch, q_len) = {(sizes.batch, sizes.q_len)}, where batch may be 1 or left out"
             )

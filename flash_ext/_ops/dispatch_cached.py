@@ -94,8 +94,8 @@ def tree_of(mask: Any) -> TokenTree | None:
     if mask is None or isinstance(mask, TokenTree):
         return mask
     raise NotImplementedError(
-        f"mask must be a masks.TokenTree or None over a cache, got {type(mask).__qualname__}. Gather the keys, "
-        "and call attention_varlen."
+        f"mask must be a masks.TokenTree or None over a cache, got {type(mask).__qualname__}. Gather the "
+        "keys, and call attention_varlen."
     )
 
 
@@ -105,8 +105,8 @@ def _words_of(
     """A word for each row of q. Refuses what counts keys in order, which a path of a tree does not have."""
     if tuple(window) not in ((-1, -1), (-1, 0)):
         raise NotImplementedError(
-            f"a TokenTree has no window beside it, got window_size {tuple(window)}: windows count keys in their "
-            "order in the cache."
+            f"a TokenTree has no window beside it, got window_size {tuple(window)}: windows count keys in "
+            "their order in the cache."
         )
     if slopes is not None:
         raise NotImplementedError(
@@ -120,8 +120,8 @@ def _words_of(
         longest = int(cu_seqlens_q.diff().max()) if cu_seqlens_q.numel() > 1 else 0
         if longest > MOST_TOKENS:
             raise ValueError(
-                f"a TokenTree has at most {MOST_TOKENS} tokens a sequence, a bit for each, got {longest} rows. "
-                "Split the call."
+                f"a TokenTree has at most {MOST_TOKENS} tokens a sequence, a bit for each, got {longest} "
+                "rows. Split the call."
             )
     return tree.of_rows(Sizes(True, cu_seqlens_q.shape[0] - 1, q.shape[-2], q.shape[0], 0))
 

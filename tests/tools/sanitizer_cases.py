@@ -294,6 +294,13 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
             backend=target.choice,
         )  # fmt: skip
         assert not out.isnan().any(), f"{case}: a result holds NaN"
+    if max(case.counts) <= 64:
+        words = exact(torch.randint(-(2**63), 2**63 - 1, (sum(case.counts),), device=made_on), target.device)
+        out = flash_ext.attention_varlen(
+            q, k, v, bounds, None, mask=flash_ext.masks.TokenTree(words), seqused_k=lengths,
+            block_table=table, backend=target.choice,
+        )  # fmt: skip
+        assert not out.isnan().any(), f"{case}: a tree's result holds NaN"
     flash_ext.serving.append_kv(k_new, v_new, k, v, slots, rotary)
     assert not k.view(-1, *k.shape[2:])[slots[1:]].isnan().any()
 

@@ -367,8 +367,8 @@ static void check_tree(const Tensor& q, const SymInt& batch, const CallArgs& a) 
   TORCH_CHECK_VALUE(packed || at_most(q.sym_size(1), 64), "a tree has at most 64 new tokens a sequence, got ",
                     q.sym_size(1), ". Split the call.");
   TORCH_CHECK_NOT_IMPLEMENTED(a.window_size_left == -1 && a.window_size_right == -1 && !a.slopes.has_value(),
-                              "a tree takes the place of causal, and has neither a window nor ALiBi beside it, which count "
-                              "keys in their order in the cache.");
+                              "a tree takes the place of causal, and has neither a window nor ALiBi beside it, which "
+                              "count keys in their order in the cache.");
 }
 
 void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {

@@ -104,7 +104,8 @@ class TokenTree(Mask):
     def _check(self, sizes: Sizes) -> None:
         given = tuple(self.words.shape)
         each = given[-1] * sizes.batch if sizes.packed and len(given) == 2 else given[-1]
-        if each != sizes.q_len or (len(given) == 2 and given[0] not in (1, sizes.batch)):
+        # Not by `in`: a compiler finds no symbol among numbers that it is equal to.
+        if each != sizes.q_len or (len(given) == 2 and given[0] != 1 and given[0] != sizes.batch):
             wanted = (
                 f"(total_q,) = ({sizes.q_len},), or (batch, n) where each of {sizes.batch} sequences has "
                 "n rows"

@@ -363,10 +363,11 @@ def test_trees_of_all_sizes_have_the_kernel_for_few_rows(count: int) -> None:
     assert set(found) <= {"fwd_split_cached_mod_sm80_hd64", "fwd_merge_cached_sm80_hd64"}
 
 
-def test_it_is_traced_as_one_operator() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_is_traced_as_one_operator(dynamic: bool) -> None:
     q, bounds, cache = small()
     tree = TokenTree.from_parents(torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
-    call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
+    call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for given in ({}, {"sinks": torch.randn(4)}):
         options = {"mask": tree, **given, **cache.places}
         traced = call(q, cache.k, cache.v, bounds, None, **options)

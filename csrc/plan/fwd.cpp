@@ -20,15 +20,15 @@ Dims hopper_dims(const Problem& p) {
   }
   return {256, 256};
 }
-// Above 64 rows of head_dim 128 a bias of each batch entry's own is faster elsewhere, unless it is loose: a call without one
-// takes 0.72 to 0.97 of the time of the Hopper kernels, such a one 1.01 to 1.46 (H100). Evidence: short.
+// Above 64 rows of head_dim 128 biases in fp32 and those that heads share are left to other kernels. Whether batch entries
+// share one does not decide: a batch of one would be rounded otherwise than a larger one. Evidence: short.
 bool supports_short(Req r, Dev d) {
   if (!is_short_mod(r.problem, d, r.constraints)) return false;
   const ShortTile t = short_tile(r.problem);
   const bool is_large = t.rows > 64 && t.head_dim > 64;
   if (!is_large || r.modifiers == nullptr) return true;
   const BiasView& bias = r.modifiers->bias;
-  return bias.ptr == nullptr || bias.batch_stride == 0 || bias.is_loose;
+  return bias.ptr == nullptr || (!bias.is_float && bias.head_stride != 0);
 }
 bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints); }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }

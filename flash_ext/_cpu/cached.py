@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._masks.token_tree import sees
 from .._ops.modifiers import Modifiers
 from .._ops.spec import AttnSpec
 from . import tiles
@@ -86,8 +87,7 @@ def _shown(words: Tensor | None, keys: int) -> Tensor | None:
     if words is None:
         return None
     bit = torch.arange(keys) - (keys - words.shape[0])
-    shown = (bit < 64) & (words[:, None] >> bit.clamp(0, 63) & 1).bool()
-    return (shown | (bit < 0))[None, None]
+    return sees(words[:, None], bit)[None, None]
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ class TokenTree(Mask):
         else:
             word = _read(self.words, points.b, points.row, trailing=1)
         bit = points.key - (points.k_len - points.q_len)
-        return (bit < 0) | ((bit < MOST_TOKENS) & (word >> bit.clamp(0, MOST_TOKENS - 1) & 1).bool())
+        return sees(word, bit)
 
     def _lead(self, packed: bool) -> tuple[int, int]:
         return (self.words.shape[0] if self.words.dim() == 2 and not packed else 1), 1
@@ -115,6 +115,11 @@ class TokenTree(Mask):
             raise ValueError(f"TokenTree: words must have shape {wanted}, got {given}.")
         if not sizes.packed:
             _check_count(given[-1], self.words)
+
+
+def sees(words: Tensor, bit: Tensor) -> Tensor:
+    """Whether rows see the keys of these bits; below 0: keys before the tree. All shapes broadcast."""
+    return (bit < 0) | ((bit < MOST_TOKENS) & (words >> bit.clamp(0, MOST_TOKENS - 1) & 1).bool())
 
 
 def _check_count(n: Any, tensor: Tensor) -> None:

@@ -84,11 +84,11 @@ struct ShortTraits {
   using Tile = SmemTile<D>;
   static constexpr ShortTile kSizes{R, D};
   using WeightTile = SmemTile<kSizes.weight_columns()>;
+  using Bias = ShortBias<R, kSizes.bias_ahead()>;
   static constexpr int kRows = R, kHeadDim = D, kThreads = kSizes.threads(), kTileBytes = kSizes.tile();
   static constexpr int kFwdCtas = kSizes.fwd_ctas(), kFwdStages = kSizes.fwd_stages(), kBwdCtas = kSizes.bwd_ctas();
   // Of the backward: Q, K, V and dO come first.
   static constexpr int kPAt = 4 * kTileBytes, kDsAt = kPAt + kSizes.weights();
-  using Bias = ShortBias<R, kSizes.bias_ahead()>;
   static constexpr int kStatsAt = kPAt + kSizes.o_or_weights(), kBiasAt = kStatsAt + 8 * R;
 
   // acc[16 rows][R keys] = A B^T. a_lane is by_rows, b_lane by_cols.

@@ -1,4 +1,5 @@
-// csrc/sm80/split_kv/cached.cuh, and cached_mod.cuh with trees, on a CPU against a model in float64. Built and run by tests/kernels/test_emulation.py.
+// csrc/sm80/split_kv/cached.cuh, and cached_mod.cuh with trees, on a CPU against a model in float64. Built and run by
+// tests/kernels/test_emulation.py.
 //
 //   fwd_cached [--all] [--seed N] [--fault N]
 //

@@ -84,6 +84,18 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, staging(), ptx::fresh_lane());
   };
+  // The gradient of a bias with an entry for each score is dS. In 16 bits it leaves from shared memory a step later, each
+  // warp's eight rows whole, while products run. Kernels that take a bias in fp32 store what lanes hold.
+  constexpr bool kStoresRows = T::kAdds && !T::kFloatBias;
+  const auto store_gradients_before = [&] {
+    if constexpr (kStoresRows) {
+      if (a.dbias.out == nullptr) return;
+      const BwdStep before = shared.steps[stage_of(steps() - 1, T::kSteps)];
+      store_gradient_rows(a.dbias, work_of().w.b, work_of().first_head + before.head(),
+                          ds_at(steps() + T::kDsStages - 1), (group_of() * 4 + warp_of()) * 8, before.block * kM,
+                          work_of().w.block * kN);
+    }
+  };
   const auto mask_stage = [&] { return stage_of(mask_words, T::kMaskStages); };
   const auto read_mask_word = [&](WordKind which) {
     wait(bars.mask_full(mask_stage()), phase_of(mask_words, T::kMaskStages));
@@ -210,10 +222,10 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::warpgroup_fence_operand(dp);
     if constexpr (T::kLoadersDraw) dropped = dropped_scores();
     form_gradients(s, dp, visible, dropped);
-    if constexpr (T::kAdds) {
+    if constexpr (T::kAdds && !kStoresRows) {
       if (a.dbias.out != nullptr) {
         const int head = work_of().first_head + now().head();
-        store_score_gradients<E, T::kFloatBias>(a.dbias, work_of().w.b, head, dp, first_query(), first_key());
+        store_score_gradients<E>(a.dbias, work_of().w.b, head, dp, first_query(), first_key());
       }
     }
     ptx::warpgroup_fence_operand(s);
@@ -236,6 +248,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     issue_dq_before(dq);
     issue_pv<E>(dk, ds_words, uniform(descriptor_low(q_at(), kM * 128)));
     ptx::wgmma_commit();
+    if (!now().is_first()) store_gradients_before();
     ptx::wgmma_wait<1>();
     ptx::warpgroup_fence_operand(dq);
     free_ds_before();
@@ -268,6 +281,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     float dq[kDqCount];
     ptx::wgmma_fence();
     issue_dq_before(dq);
+    store_gradients_before();
     // Gradients pass through the warp's place for dQ before dQ does: they are gone when the function returns.
     if (ptx::fresh_lane() == 0) ptx::bulk_wait_read();
     const BwdParams& p = a.plain.p;

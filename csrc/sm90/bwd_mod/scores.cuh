@@ -153,7 +153,7 @@ __device__ __forceinline__ void weights_of_tanh(float (&s)[32], float (&dp)[32],
 // Stores a warp's dS, of 64 queries from row0 on and 16 keys from col0 on, as the gradient of a bias that has an entry
 // for each score. A store of a warp has 8 keys of 4 queries: whole sectors of an fp32 gradient, halves of a 16-bit one,
 // whatever the bytes its rows begin on.
-template <typename E, bool kMayBeFloat>
+template <typename E>
 __device__ __forceinline__ void store_score_gradients(const BiasGradient& g, int b, int h, const float (&ds)[32],
                                                       int row0, int col0) {
   const int lane = ptx::fresh_lane(), row = row0 + 2 * (lane % 4), col = col0 + lane / 4;
@@ -172,11 +172,54 @@ __device__ __forceinline__ void store_score_gradients(const BiasGradient& g, int
       to += 8 * static_cast<int64_t>(g.cols);
     }
   };
-  if (kMayBeFloat && g.is_float) {
+  if (g.is_float) {
     store(static_cast<float*>(g.out), [&](int pair, int c) { return ds[pair + c]; });
   } else {
     store(static_cast<uint16_t*>(g.out),
           [&](int pair, int c) { return static_cast<uint16_t>(ptx::pack2<E>(ds[pair], ds[pair + 1]) >> 16 * c); });
+  }
+}
+
+// Stores eight rows of dS, from row `first` of its tile on, as rows of the gradient of a 16-bit bias that has an entry for
+// each score. `ds`: the tile as store_ds() left it, which begins with query row0 and key col0 of 128.
+__device__ __forceinline__ void store_gradient_rows(const BiasGradient& g, int b, int h, uint32_t ds, int first,
+                                                    int row0, int col0) {
+  constexpr int kRows = 8, kKeys = 128;
+  const int lane = ptx::fresh_lane(), rows_left = g.rows - row0 - first, cols = min(g.cols - col0, kKeys);
+  uint16_t* const to =
+      static_cast<uint16_t*>(g.out) + ((static_cast<int64_t>(b) * g.heads + h) * g.rows + row0 + first) * g.cols + col0;
+  const auto piece_at = [&](int row, int piece) {  // of 16 bytes
+    return ds + piece / 8 * (64 * 128) + (first + row) * 128 + ((piece % 8 ^ row) << 4);
+  };
+  if (g.cols % 8 == 0) {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int row = 2 * i + lane / 16, key = lane % 16 * 8;
+      if (row >= rows_left || key >= cols) continue;
+      *reinterpret_cast<float4*>(to + row * static_cast<int64_t>(g.cols) + key) =
+          ptx::load_shared(piece_at(row, key / 8));
+    }
+    return;
+  }
+  const auto word_at = [&](int row, int word) { return piece_at(row, word / 4) + word % 4 * 4; };
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    if (row >= rows_left) break;
+    uint16_t* const out = to + row * static_cast<int64_t>(g.cols);
+    const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(out) / 2 % 2);  // pairs on 4 bytes begin with this key
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int word = 32 * half + lane, key = 2 * word + odd;
+      const uint32_t here = ptx::load_shared_word(word_at(row, word));
+      const uint32_t next = ptx::load_shared_word(word_at(row, min(word + 1, kKeys / 2 - 1)));
+      const uint32_t pair = __byte_perm(here, next, odd != 0 ? 0x5432 : 0x3210);
+      if (key + 1 < cols) {
+        *reinterpret_cast<uint32_t*>(out + key) = pair;
+      } else if (key < cols) {
+        out[key] = static_cast<uint16_t>(pair);
+      }
+      if (half == 0 && lane < odd) out[0] = static_cast<uint16_t>(here);
+    }
   }
 }
 

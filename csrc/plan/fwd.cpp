@@ -247,7 +247,8 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p) {
   constexpr int kAny = INT32_MAX;
   const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
   if (!narrow && !wide) return others;
-  const KvCacheGrid c = cached_grid(r, d, rows, wide ? kWideRows : kNarrowRows);
+  const int most_rows = r.modifiers == nullptr ? kWideRows : divided_mod_rows(x, d, kWideRows);
+  const KvCacheGrid c = cached_grid(r, d, rows, wide ? most_rows : kNarrowRows);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
   SplitGrid& g = p.split_kv;
   g.splits = p.kv_splits = c.splits;

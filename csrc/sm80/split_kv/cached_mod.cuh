@@ -34,11 +34,12 @@ __global__ void __launch_bounds__(T::kThreads, 2)
     const SplitRows rows{g, w, T::kRows};
     const AttnMod mod{p.problem, w.q.length, w.k.length};
     const KeyParts parts = key_parts(mod, c, rows.query(0), rows.query(rows.last()), T::kBlockN, divides);
-    if (divides && w.part >= parts.count) return;
-    ModRules<T, true> rules{p.problem, m, tile, rows};
-    attend<T>(p, g, w, rules, rows, parts.part(divides ? w.part : 0), row_pointer(p.k, 0, 0, w.h_k),
-              row_pointer(p.v, 0, 0, w.h_k), states, parts.count == 1, CacheRows<T>{x.keys, cache},
-              [&](const RowPlace&, int r) { return x.number(c, g, r); });
+    if (!divides || w.part < parts.count) {  // the rows behind these may see more keys
+      ModRules<T, true> rules{p.problem, m, tile, rows};
+      attend<T>(p, g, w, rules, rows, parts.part(divides ? w.part : 0), row_pointer(p.k, 0, 0, w.h_k),
+                row_pointer(p.v, 0, 0, w.h_k), states, parts.count == 1, CacheRows<T>{x.keys, cache},
+                [&](const RowPlace&, int r) { return x.number(c, g, r); });
+    }
     __syncthreads();  // results have left shared memory
   }
 }

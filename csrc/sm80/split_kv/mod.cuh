@@ -19,6 +19,7 @@ struct ModTile {
   bool inside;  // a sequence
   BlockRange keys;  // that some row may see
   int always;  // keys from 0 on that rows see beside them; 0 where those are among `keys`
+  BlockRange whole;  // keys that every row sees
 
   __device__ void find(const Problem& p, const Modifiers& m, const SplitGrid& g, int count) {
     inside = w.sequence >= 0 && w.sequence < p.batch;
@@ -31,6 +32,8 @@ struct ModTile {
     keys = first.begin < last.end ? BlockRange{first.begin, last.end} : BlockRange{0, 0};
     always = last.always;
     if (always >= keys.begin) keys = {always > 0 ? 0 : keys.begin, max(keys.end, always)}, always = 0;
+    whole = {last.begin, asks_any<kKnownByRows | kKnownByKeys>(m) ? 0 : first.end};
+    if (m.tree != nullptr) whole.end = min(whole.end, w.k.length - w.q.length);
   }
 };
 
@@ -72,6 +75,9 @@ struct ModRules {
 
   template <typename E, int kN>
   __device__ void score(float (&s)[1][kN][4], int first) const {
+    // Most tiles: no score of theirs is hidden.
+    const bool is_whole = first >= tile.whole.begin && first + 8 * kN <= tile.whole.end;
+    if (is_whole && !m.has_score_mod && p.score_factor == 1.f) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // The query heads of one key head and a single new token often fill the first half alone.
@@ -83,7 +89,7 @@ struct ModRules {
       } else if (p.score_factor != 1.f) {
         for_row(s, half, [&](float& x, int) { x *= p.score_factor; });
       }
-      hide(s, half, mod, row, first);
+      if (!is_whole) hide(s, half, mod, row, first);
     }
   }
 

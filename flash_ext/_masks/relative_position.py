@@ -127,7 +127,11 @@ class RelativePosition(Bias):
         """
         if self._bucketing == "clip" and self._bidirectional:
             return self._table.to(dtype, copy=True).unsqueeze(0)  # a gather that need not be summed backwards
-        return self._table.to(dtype)[:, self._entries()].unsqueeze(0)
+        table, entries = self._table.to(dtype), self._entries()
+        if getattr(table, "device_mesh", None) is not None:
+            # DTensor of torch 2.11 has the gradient of an index for the first dimension only.
+            return table.t()[entries].t().unsqueeze(0)
+        return table[:, entries].unsqueeze(0)
 
     def gradient(self, dby_distance: Tensor) -> Tensor:
         """The gradient of the table from that of :meth:`by_distance`.

@@ -36,16 +36,12 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 
 def by_definition(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None):
-    """out, lse and weights (b, h, rows, keys) by the sentences of flash-attn's docstrings, in float64."""
-    rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    """out, lse and weights (b, h, rows, keys) by the sentences of flash-attn's docstrings, in float64.
+
+    One key head after the other, since all of a long cache would take a GPU's memory in float64.
+    """
+    rows, keys, heads_k = q.shape[1], k.shape[1], k.shape[2]
     offset = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device)[:, None] - keys + rows
-    if slopes is not None:
-        scores = scores - slopes.double()[..., None, None] * offset.abs()
     left, right = window
     right = 0 if causal else right
     hidden = torch.zeros_like(offset, dtype=torch.bool)
@@ -53,9 +49,22 @@ def by_definition(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.
         hidden |= offset < -left
     if right >= 0:
         hidden |= offset > right
-    scores = scores.masked_fill(hidden, -torch.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), torch.logsumexp(scores, -1), weights
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    per_head = [None] * heads_k if slopes is None else slopes.double().chunk(heads_k, -1)
+    parts = []
+    for own_q, own_k, own_v, own_slopes in zip(q.chunk(heads_k, 2), k.unbind(2), v.unbind(2), per_head):
+        own_q, own_k, own_v = own_q.double(), own_k.double(), own_v.double()
+        scores = torch.einsum("bihd,bjd->bhij", own_q, own_k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if own_slopes is not None:
+            scores = scores - own_slopes[..., None, None] * offset.abs()
+        scores = scores.masked_fill(hidden, -torch.inf)
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        out = torch.einsum("bhij,bjd->bihd", weights, own_v)
+        parts.append((out, torch.logsumexp(scores, -1), weights))
+    out, lse, weights = zip(*parts)
+    return torch.cat(out, 2), torch.cat(lse, 1), torch.cat(weights, 1)
 
 
 VARIANTS = [

@@ -61,14 +61,21 @@ def turned(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 
 
 def by_the_same_type(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """Plain attention that rounds scores, weights and results as the type of q does: how large errors are."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("ihd,jhd->hij", q, k * q.shape[-1] ** -0.5)
-    if bias is not None:
-        scores = scores + bias.to(q.dtype)
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf).float(), -1).to(q.dtype).nan_to_num(0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v)
+    """Plain attention that rounds scores, weights and results as the type of q does: how large errors are.
+
+    One key head after the other, for the memory that a long cache takes.
+    """
+    heads_k, outs = k.shape[1], []
+    biases = [None] * heads_k if bias is None else bias.chunk(heads_k)
+    parts = zip(q.chunk(heads_k, 1), k.unbind(1), v.unbind(1), hidden.chunk(heads_k), biases)
+    for own_q, own_k, own_v, own_hidden, own_bias in parts:
+        scores = torch.einsum("ihd,jd->hij", own_q, own_k * q.shape[-1] ** -0.5)
+        if own_bias is not None:
+            scores = scores + own_bias.to(q.dtype)
+        scores = scores.masked_fill(own_hidden, -torch.inf).float()
+        weights = torch.softmax(scores, -1).to(q.dtype).nan_to_num(0.0)
+        outs.append(torch.einsum("hij,jd->ihd", weights, own_v))
+    return torch.cat(outs, 1)
 
 
 def check(case: Case, heads: str, lengths: tuple[int, int], head_dim: int, device: str) -> None:

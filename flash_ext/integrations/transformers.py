@@ -127,7 +127,8 @@ def attention_mask(
         mask or None, if the pattern is not known here, while tracing, for single queries, and for models that
         take their masks apart.
     """
-    from transformers import masking_utils
+    # Transformers itself is a lazy module, from which the compiler of torch 2.11 does not trace an import.
+    from transformers.masking_utils import causal_mask_function
 
     arguments = {
         "batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset,
@@ -146,7 +147,7 @@ def attention_mask(
     if q_length is None or q_length == 1 or _is_tracing(attention_mask, q_offset):
         # For one query the library's mask has as many elements as there are keys.
         return _library_mask(arguments)
-    pattern = recognise(masking_utils.causal_mask_function if mask_function is None else mask_function)
+    pattern = recognise(causal_mask_function if mask_function is None else mask_function)
     if pattern is None:
         return _library_mask(arguments)
 
@@ -178,9 +179,9 @@ def _takes_masks_apart(config: Any) -> bool:
 
 
 def _library_mask(arguments: dict[str, Any]) -> Tensor | None:
-    from transformers import masking_utils
+    from transformers.masking_utils import sdpa_mask
 
-    mask: Tensor | None = masking_utils.sdpa_mask(**arguments)
+    mask: Tensor | None = sdpa_mask(**arguments)
     return mask
 
 

@@ -58,6 +58,16 @@ def relative_position(by_distance: Tensor) -> RelativePosition | None:
     return RelativePosition(by_distance, bucketing="clip") if by_distance.shape[1] else None
 
 
+def hides_later_keys(module: Any) -> bool:
+    """What an attention module says of itself; True if it says nothing.
+
+    In some versions of transformers, 5.17 among them, UMT5 says no in its decoder, too. So a table in a
+    decoder counts for more: only attention to the decoder's own tokens has one.
+    """
+    has_table = getattr(module, "_flash_ext_serves", False) and module.has_relative_attention_bias
+    return bool(has_table and module.is_decoder) or bool(getattr(module, "is_causal", True))
+
+
 def _is_ours(module: Any) -> bool:
     return module.config._attn_implementation in _ours
 

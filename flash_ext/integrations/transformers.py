@@ -26,12 +26,12 @@ from .._count import counting, tally
 from .._log import logged
 from ..serving import is_batch_invariant
 from . import _fp8 as fp8
-from ._t5 import hand_on_distances, relative_position
+from ._t5 import hand_on_distances, hides_later_keys, relative_position
 
 NAME = "fext"
 NAME_IN_4 = "flash_ext"
 
-# Where a mask from here keeps its pattern.
+# Where a mask from here keeps its pattern, and so does its storage.
 _ATTRIBUTE = "flash_ext_pattern"
 # And where it keeps the value that all layers are given.
 _VALUE = "flash_ext_mask"
@@ -258,8 +258,38 @@ def _mask_with(
         mask = padding
     else:
         mask = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    setattr(mask, _ATTRIBUTE, replace(pattern, padded=padding is not None))
+    # Without the ids: they may be the mask, and what a storage keeps must not keep that storage alive.
+    _keep(mask, replace(pattern, documents=None, padded=padding is not None))
     return mask
+
+
+def _keep(mask: Tensor, pattern: Pattern) -> None:
+    """Puts the pattern on the mask and on its storage.
+
+    Checkpointing with use_reentrant=True runs a layer again with detached tensors. These are other objects,
+    without the attributes of the first ones; the storage is the same object.
+    """
+    setattr(mask, _ATTRIBUTE, pattern)
+    if _has_storage(mask):
+        setattr(mask.untyped_storage(), _ATTRIBUTE, (pattern, _view(mask)))
+
+
+def _kept(mask: Tensor | None) -> Pattern | None:
+    """The pattern of a mask from here, or of the same view of its storage."""
+    pattern: Pattern | None = getattr(mask, _ATTRIBUTE, None)
+    if pattern is not None or mask is None or mask.dim() != 2 or _is_tracing(mask) or not _has_storage(mask):
+        return pattern
+    pattern, view = getattr(mask.untyped_storage(), _ATTRIBUTE, (None, None))
+    return pattern if view == _view(mask) else None
+
+
+def _has_storage(mask: Tensor) -> bool:
+    """Not what wraps another tensor: DTensor, and whatever torch.func.grad makes."""
+    return type(mask) is Tensor and not torch._C._are_functorch_transforms_active()
+
+
+def _view(t: Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.storage_offset(), tuple(t.shape), t.stride()
 
 
 def _device(cache_position: Tensor | None) -> torch.device | None:
@@ -341,7 +371,7 @@ def attention_forward(
         tally("integrations.transformers")
     _refuse(kwargs)
     q, k, v = (_with_unit_stride(t.transpose(1, 2)) for t in (query, key, value))
-    pattern = getattr(attention_mask, _ATTRIBUTE, None)
+    pattern = _kept(attention_mask)
     if pattern is None:
         pattern = _pattern_of_module(module, attention_mask, is_causal, sliding_window, q, k)
     options: dict[str, Any] = {
@@ -358,7 +388,7 @@ def attention_forward(
             out = attention_varlen(*packed, *bounds, **options)
         return out.unflatten(0, q.shape[:2]), None
 
-    said = pattern.documents is not None or pattern.padded
+    said = pattern.padded or (attention_mask is not None and attention_mask.dtype == torch.int32)
     if not said and (attention_mask is None or attention_mask.dim() == 2):
         # Not every model shows its positions to the mask function.
         ids = _documents(kwargs.get("position_ids"), q, k)
@@ -427,11 +457,11 @@ def _pattern_of_module(
     """Without a pattern on the mask: a 4-D mask says it all, else the module and its arguments do.
 
     A 2-D mask loses its pattern when it is copied to another device. What then counts is what the library
-    tells flash-attn.
+    tells flash-attn, or what T5's relatives are known to do.
     """
     if mask is not None and mask.dim() != 2:
         return Pattern()
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = hides_later_keys(module) if is_causal is None else is_causal
     causal = bool(causal) and q.shape[1] > 1
     window = (-1, -1)
     if sliding_window is not None and k.shape[1] > sliding_window:

@@ -190,6 +190,26 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
         close(grads[name], wanted[name], "cpu")
 
 
+def copied(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Arguments of a layer as they come from another device: without attributes."""
+
+    def copy_of(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return tuple(map(copy_of, args)), {name: copy_of(value) for name, value in kwargs.items()}
+
+
+@needs_t5
+@sides
+@each_family
+def test_layers_on_several_devices(family: str, side: str) -> None:
+    """What a layer is told of its mask then is whether it hides later keys."""
+    model = make(family)
+    for block in (*model.encoder.block, *model.decoder.block):
+        block.register_forward_pre_hook(copied, with_kwargs=True)
+    equal_to_eager(model, batch_of(family, side))
+
+
 @needs_t5
 def test_dropout_reaches_the_kernels_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = make("t5", dropout_rate=0.4), batch_of("t5", "none")

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any
@@ -419,18 +420,45 @@ def test_a_callers_own_4d_mask(dtype: torch.dtype) -> None:
         close(model(input_ids=ids, attention_mask=mask).logits, expected, "cpu")
 
 
-def test_a_mask_that_lost_its_pattern_means_what_flash_attn_is_told() -> None:
-    """As after a copy to another device."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_that_lost_its_pattern_means_what_flash_attn_is_told(packed: bool) -> None:
+    """As after a copy to another device; detaching, as reentrant checkpointing does, loses nothing."""
     model, mask = make("mistral", "cpu"), padding("right", "cpu")
     layer = model.model.layers[0].self_attn
     q, k, v = (torch.randn(2, heads, 11, 16) for heads in (4, 2, 2))
     place = {"q_length": 11, "q_offset": 0} if IS_5 else {"cache_position": torch.arange(11)}
-    window = masking_utils.sliding_window_causal_mask_function(4)
-    carried = integration.attention_mask(batch_size=2, kv_length=11, mask_function=window,
+    function = masking_utils.sliding_window_causal_mask_function(4)
+    ids = (torch.arange(22, dtype=torch.int32) // 5).view(2, 11)  # of which the mask needs no copy
+    if packed:
+        mask.fill_(1)
+        function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(ids))
+    carried = integration.attention_mask(batch_size=2, kv_length=11, mask_function=function,
                                          attention_mask=mask.bool(), **place)  # fmt: skip
     expected, _ = integration.attention_forward(layer, q, k, v, carried)
     got, _ = integration.attention_forward(layer, q, k, v, carried.clone(), sliding_window=4)
     assert torch.equal(got, expected)
+    layer.is_causal = False  # not every decoder's layers say it
+    got, _ = integration.attention_forward(layer, q, k, v, carried.detach())
+    assert torch.equal(got, expected)
+    others = [carried[:, :10], carried[1:], carried.view(11, 2), carried.view(torch.int8)]
+    assert not any(map(integration._kept, others))
+    storage = weakref.ref(carried.untyped_storage())
+    del ids, function, carried, others
+    assert storage() is None
+
+
+def test_gradients_by_torch_func() -> None:
+    """Tensors that a transform makes have no storage."""
+    model, ids, mask = make("llama", "cpu"), tokens("cpu"), padding("left", "cpu")
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, p, (ids, mask)).logits[:, -1].cos().sum()
+
+    wanted = torch.func.grad(loss)(parameters)
+    use(model, NAME)
+    for name, grad in torch.func.grad(loss)(parameters).items():
+        close(grad, wanted[name], "cpu")
 
 
 @pytest.mark.slow

@@ -108,13 +108,6 @@ inline int invariant_parts(const Problem& p, const FewQueries& few) {
   return static_cast<int>(std::clamp<int64_t>((few.keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
 }
 
-// Over a cache with modifiers: up to how many rows the keys of a sequence are divided. No other kernel takes longer ones, so of
-// few sequences 64 tokens of 4 query heads a key head are divided too, and tiles of rows walk each part in turn.
-inline int divided_mod_rows(const Problem& p, const DeviceInfo& d, int rows_of_tile) {
-  const bool fills = int64_t{1} * p.batch * p.num_heads_k >= 2 * d.num_sms;
-  return d.batch_invariant || fills ? rows_of_tile : 256;
-}
-
 // rows == 0 where keys are not to be split. `wanted`: Constraints::kv_splits.
 inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d, std::optional<int> wanted) {
   SplitGrid g;

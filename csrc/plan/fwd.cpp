@@ -244,10 +244,11 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p) {
   const bool wide = rows > kNarrowRows && !(known && tall);
   const bool narrow = group <= kNarrowRows && !(known && rows > kNarrowRows);
   const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
-  constexpr int kAny = INT32_MAX;
-  const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, kAny};
+  const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, INT32_MAX};
   if (!narrow && !wide) return others;
-  const int most_rows = r.modifiers == nullptr ? kWideRows : divided_mod_rows(x, d, kWideRows);
+  // With modifiers no other kernel takes more rows: of few sequences 256 are divided, and walked 64 at a time.
+  const bool fills = int64_t{1} * x.batch * x.num_heads_k >= 2 * d.num_sms;
+  const int most_rows = r.modifiers == nullptr || d.batch_invariant || fills ? kWideRows : 256;
   const KvCacheGrid c = cached_grid(r, d, rows, wide ? most_rows : kNarrowRows);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
   SplitGrid& g = p.split_kv;
@@ -270,12 +271,12 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p) {
                    slots * x.num_heads_k * c.splits, 0))
         .rows = served;
   };
-  if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : kAny});
-  if (wide) push_tile(64, {narrow_rows, tall ? kWideRows : kAny});
+  if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : INT32_MAX});
+  if (wide) push_tile(64, {narrow_rows, tall ? kWideRows : INT32_MAX});
   if (c.splits > 1) {
     p.push(pass(KernelId::kFwdMergeCached80, size, size, int64_t{1} * x.batch * x.num_heads * c.queries,
                 SplitTile::kThreads, p.arch == Arch::kSm90))
-        .rows = {narrow_rows, kAny};
+        .rows = {narrow_rows, INT32_MAX};
   }
   return others;
 }

@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))
 
-from build_backend import compile, environment, pins, published  # noqa: E402
+from build_backend import cache, compile, environment, pins, published  # noqa: E402
 
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "flash_ext/__init__.py").read_text(), re.M).group(1)
 
@@ -29,9 +29,7 @@ def place(build: Callable[[str], Path], target: Path) -> None:
         raise SystemExit(f"\n{problem}") from None
     except subprocess.CalledProcessError:
         raise SystemExit("\nflash_ext did not compile; the compiler's words are above") from None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)  # a process that has the old one loaded keeps it
-    shutil.copyfile(module, target)
+    cache.place(module, target)
 
 
 class BuildKernels(build_ext):

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -209,6 +210,20 @@ class Run:
             except OSError:
                 os.unlink(part.name)
                 raise
+
+
+def place(made: Path, target: Path) -> None:
+    """Copies a file to where others look for it: they find all of it, or what was there before.
+
+    A process that has the old one loaded keeps it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        shutil.copyfile(made, part)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def content(path: str) -> str:

@@ -316,3 +316,22 @@ def test_each_file_has_a_line_in_a_log(machine, capfd):
     lines = capfd.readouterr().out.splitlines()
     for name in ("inst/one.cu", "inst/two.cu", "plain.cpp", "api/binding.cpp"):
         assert [line for line in lines if line.startswith("[") and line.endswith(f" {name}")], lines
+
+
+def test_a_library_is_never_seen_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may load it while it is copied."""
+    made, target = tmp_path / "made.so", tmp_path / "there" / "library.so"
+    made.write_bytes(b"new" * 1000)
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    copy, seen = shutil.copyfile, []
+
+    def copy_slowly(source: Path, to: Path) -> None:
+        Path(to).write_bytes(made.read_bytes()[:10])
+        seen.append(target.read_bytes())
+        copy(source, to)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_slowly)
+    cache.place(made, target)
+    assert seen == [b"old"] and target.read_bytes() == made.read_bytes()
+    assert list(target.parent.iterdir()) == [target]

@@ -130,7 +130,7 @@ def _interrupt(*_: object) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):  # of several processes, none shall begin a long test when the others end
+    if hasattr(config, "workerinput"):  # one of several, none of which shall begin a long test at the end
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     groups = {item.nodeid: group for item in items if (group := group_of(item))}
     silence.write(config.stash[ROOM] / "groups", groups)

@@ -246,9 +246,9 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p) {
   const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
   const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, INT32_MAX};
   if (!narrow && !wide) return others;
-  // With modifiers no other kernel takes more rows: of few sequences 256 are divided, and walked 64 at a time.
-  const bool fills = int64_t{1} * x.batch * x.num_heads_k >= 2 * d.num_sms;
-  const int most_rows = r.modifiers == nullptr || d.batch_invariant || fills ? kWideRows : 256;
+  // No other kernel takes more rows with modifiers. Of few sequences up to 256 are divided; a CTA walks 64 at a time.
+  const bool divides = rows <= 256 && int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && !d.batch_invariant;
+  const int most_rows = r.modifiers != nullptr && divides ? 256 : kWideRows;
   const KvCacheGrid c = cached_grid(r, d, rows, wide ? most_rows : kNarrowRows);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
   SplitGrid& g = p.split_kv;

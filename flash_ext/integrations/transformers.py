@@ -251,14 +251,14 @@ def _mask_with(
     pattern: Pattern, padding: Tensor | None, batch: int, keys: int, device: torch.device | str | None
 ) -> Tensor:
     if pattern.documents is not None:
-        mask = pattern.documents.to(torch.int32)
+        mask = pattern.documents.to(torch.int32, copy=True)  # the caller's tensor may serve other masks
         if padding is not None:
             mask = mask.masked_fill(~padding, -1)
     elif padding is not None:
         mask = padding
     else:
         mask = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    # Without the ids: they may be the mask, and what a storage keeps must not keep that storage alive.
+    # Without the ids, which nobody asks for again.
     _keep(mask, replace(pattern, documents=None, padded=padding is not None))
     return mask
 

@@ -287,6 +287,7 @@ def test_the_right_result_is_timed_and_a_wrong_one_is_not(case: Case):
 @pytest.mark.parametrize("name", ["bert-large-512", "gpt2-1k"])
 def test_dropout_must_drop_its_share(name: str):
     pytest.importorskip("flash_ext._C", reason="the extension is not built")
+    torch.manual_seed(0)  # what is dropped of a causal row's first keys moves much of so small an out
     row = timed_by([IgnoresDropout(), *make_ours(["cpu"])[:1]], [find_case(f"smoke-{name}")], ["fwd"]).rows[0]
     assert "dropout of 0.1 moves out by" in row.entry("ignores dropout").text
     assert row.entry("cpu").status == "ok", row.entry("cpu").text

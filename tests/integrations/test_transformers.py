@@ -428,7 +428,7 @@ def test_a_mask_that_lost_its_pattern_means_what_flash_attn_is_told(packed: bool
     q, k, v = (torch.randn(2, heads, 11, 16) for heads in (4, 2, 2))
     place = {"q_length": 11, "q_offset": 0} if IS_5 else {"cache_position": torch.arange(11)}
     function = masking_utils.sliding_window_causal_mask_function(4)
-    ids = (torch.arange(22, dtype=torch.int32) // 5).view(2, 11)  # of which the mask needs no copy
+    ids = (torch.arange(22, dtype=torch.int32) // 5).view(2, 11)
     if packed:
         mask.fill_(1)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(ids))
@@ -440,7 +440,7 @@ def test_a_mask_that_lost_its_pattern_means_what_flash_attn_is_told(packed: bool
     layer.is_causal = False  # not every decoder's layers say it
     got, _ = integration.attention_forward(layer, q, k, v, carried.detach())
     assert torch.equal(got, expected)
-    others = [carried[:, :10], carried[1:], carried.view(11, 2), carried.view(torch.int8)]
+    others = [ids, carried[:, :10], carried[1:], carried.view(11, 2), carried.view(torch.int8)]
     assert not any(map(integration._kept, others))
     storage = weakref.ref(carried.untyped_storage())
     del ids, function, carried, others

@@ -53,8 +53,9 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     const uint32_t before = steps() + 2 * T::kDsStages - 1;
     wait(ds_full(before), before / T::kDsStages % 2);
   };
-  // dS goes where that of kDsStages steps ago was, when both warpgroups have read it for dQ. Of three places that follows
-  // from ds_full of the step before. Of two, both say so: in every step of the dS of the step before.
+  // dS goes where that of kDsStages steps ago was, when both warpgroups have read it for dQ and for the gradient of a
+  // bias. Of three places that follows from ds_full of the step before. Of two, both say so: in every step of the dS of
+  // the step before.
   const auto wait_for_ds_place = [&] {
     if constexpr (T::kDsStages == 2) wait(bars.ds_empty(steps() % 2), ((steps() + 1) / 2 + 1) % 2);
   };
@@ -87,6 +88,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   // The gradient of a bias with an entry for each score is dS. In 16 bits it leaves from shared memory a step later, each
   // warp's eight rows whole, while products run. Kernels that take a bias in fp32 store what lanes hold.
   constexpr bool kStoresRows = T::kAdds && !T::kFloatBias;
+  static_assert(!kStoresRows || T::kDsStages > 2);  // of two places the lanes' reads would need a __syncwarp
   const auto store_gradients_before = [&] {
     if constexpr (kStoresRows) {
       if (a.dbias.out == nullptr) return;

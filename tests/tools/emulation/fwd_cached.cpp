@@ -77,6 +77,12 @@ std::vector<Case> all_cases() {
   add("trees, dense q", [](Case& c) { c.packed = false, c.tree = true, c.lq = {31, 31}, c.lk = {95, 30}; });
   add("trees of 64", [](Case& c) { c.tree = true, c.heads = c.heads_k = 1, c.lq = {64, 64}, c.lk = {64, 161}, c.page = 5; });
   add("trees, many rows", [](Case& c) { c.tree = true, c.heads_k = 1, c.lq = {64, 2}, c.lk = {300, 333}, c.page = 8; });
+  add("trees of many rows, parts that differ", [](Case& c) {
+    c.tree = true, c.right = 0, c.heads_k = 1, c.lq = {64, 2}, c.lk = {130, 333}, c.page = 8;
+  });
+  add("trees, first tiles without keys", [](Case& c) {
+    c.tree = true, c.right = 0, c.heads_k = 1, c.lq = {64, 2}, c.lk = {30, 333}, c.page = 8;
+  });
   add("trees, d256", [](Case& c) { c.tree = true, c.d = c.dv = 256, c.lq = {5, 33}, c.lk = {100, 70}; });
   add("trees in rows", [](Case& c) { c.tree = true, c.where = Where::kRows, c.lq = {3, 8}, c.lk = {129, 64}; });
   add("lengths of 0", [](Case& c) { c.lk = {0, 0}, c.lq = {2, 9}; });

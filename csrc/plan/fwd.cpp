@@ -154,7 +154,7 @@ void build_portable(Req r, Dev d, Plan& p) {
 
 // Rows of a sequence up to which the tiles of 16 and of 64 take it. Where the host does not know which sequences there
 // are, it launches all kernels that some sequence may want.
-constexpr int kNarrowRows = 16, kWideRows = 64;
+constexpr int kNarrowRows = 16, kWideRows = 64, kDividedRows = 256;
 
 KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
   constexpr int kKeysOfPart = 512, kLeastKeys = 256, kWaves = 4, kLeastKeysOfWaves = 2048;
@@ -246,10 +246,10 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p) {
   const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
   const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, INT32_MAX};
   if (!narrow && !wide) return others;
-  // No other kernel takes more rows with modifiers. Of few sequences up to 256 are divided; a CTA walks 64 at a time.
-  const bool divides = rows <= 256 && int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && !d.batch_invariant;
-  const int most_rows = r.modifiers != nullptr && divides ? 256 : kWideRows;
-  const KvCacheGrid c = cached_grid(r, d, rows, wide ? most_rows : kNarrowRows);
+  // No other kernel takes more rows with modifiers. Few sequences divide them; a CTA walks 64 at a time.
+  const bool few = int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && rows <= kDividedRows;
+  const bool divides = few && r.modifiers != nullptr && !d.batch_invariant;
+  const KvCacheGrid c = cached_grid(r, d, rows, divides ? kDividedRows : wide ? kWideRows : kNarrowRows);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
   SplitGrid& g = p.split_kv;
   g.splits = p.kv_splits = c.splits;

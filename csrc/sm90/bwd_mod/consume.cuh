@@ -86,7 +86,8 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, staging(), ptx::fresh_lane());
   };
   // The gradient of a bias with an entry for each score is dS. In 16 bits it leaves from shared memory a step later, each
-  // warp's eight rows whole, while products run. Kernels that take a bias in fp32 store what lanes hold.
+  // warp's eight rows whole, while products run. Kernels that take a bias in fp32 store what lanes hold: their dS in
+  // shared memory is rounded, and beside dropout at head_dim 128 rows would spill 4 bytes.
   constexpr bool kStoresRows = T::kAdds && !T::kFloatBias;
   static_assert(!kStoresRows || T::kDsStages > 2);  // of two places the lanes' reads would need a __syncwarp
   const auto store_gradients_before = [&] {

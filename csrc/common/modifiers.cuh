@@ -160,22 +160,22 @@ struct ScoreMod {
 
   // What classify() finds out without memory about the rows [r0, r1] and the keys [c0, c1] of a tile. Takes the bounds
   // and not the tile: formed here as well, they spilled in a backward at head_dim 192.
-  template <int kBlockM, int kBlockN, bool kRowsEnd>
+  template <int kBlockM, int kBlockN, bool kRowsEnd, bool kKeysEnd>
   __device__ __forceinline__ TileTests tests_of_intervals(int r0, int r1, int c0, int c1) const {
     const RowKeys first = row_keys(r0), last = row_keys(r1);
     if (!((c0 < last.end && c1 >= first.begin) || c0 < last.always)) return kSkipTile;
     const bool inside = c1 < first.always || (c1 < first.end && (c0 >= last.begin || first.always >= last.begin));
-    const bool whole = c0 + kBlockN <= seq.seqlen_k && (!kRowsEnd || r0 + kBlockM <= seq.seqlen_q);
+    const bool whole = (!kKeysEnd || c0 + kBlockN <= seq.seqlen_k) && (!kRowsEnd || r0 + kBlockM <= seq.seqlen_q);
     return inside && whole ? 0 : kTestInterval;
   }
 
   // Is a tile worth a visit, and which tests does it need? Conservative: tests where it is not certain. kRowsEnd: rows
-  // behind the sequence's last one must see nothing.
-  template <int kBlockM, int kBlockN, int kAtOnce = 1, bool kRowsEnd = true>
+  // behind the sequence's last one must see nothing. kKeysEnd: keys behind its last one must be hidden.
+  template <int kBlockM, int kBlockN, int kAtOnce = 1, bool kRowsEnd = true, bool kKeysEnd = true>
   __device__ TileTests classify(int m_block, int n_block) const {
     const int r0 = m_block * kBlockM, r1 = min(r0 + kBlockM, seq.seqlen_q) - 1;
     const int c0 = n_block * kBlockN, c1 = min(c0 + kBlockN, seq.seqlen_k) - 1;
-    TileTests tests = tests_of_intervals<kBlockM, kBlockN, kRowsEnd>(r0, r1, c0, c1);
+    TileTests tests = tests_of_intervals<kBlockM, kBlockN, kRowsEnd, kKeysEnd>(r0, r1, c0, c1);
     if (tests == kSkipTile) return kSkipTile;
     if (m.document_k.ids != nullptr) {
       const int2 q = document_bounds<kAtOnce>(m.document_q, r0, r1, seq.q_start);

@@ -147,6 +147,11 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(address));
   return x;
 }
+__device__ __forceinline__ uint16_t load_shared_half(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(v) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ uint2 load_shared_words(uint32_t address) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];\n" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");

@@ -168,6 +168,19 @@ def test_a_distance_that_no_pair_has_gets_zero(target: Target) -> None:
     assert rows <= keys and dbias[..., 5000 - keys + 1 : 5001].all()
 
 
+@on_modifier_paths
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_an_entry_that_no_pair_has_may_be_nan(target: Target, head_dim: int) -> None:
+    """The last tile has such distances: of rows and keys behind the sequence's end."""
+    with target.active():
+        call = make_call(target.device, False, head_dim, 5000)
+        rows, keys = LENS_Q[2], LENS_K[2]
+        assert rows % 64 != 0 and keys % 64 != 0
+        for unused in (call.mods.bias[..., : 5000 - keys + 1], call.mods.bias[..., 5000 + rows :]):
+            unused.fill_(torch.nan)
+        assert_right(call, call.run(target, True))
+
+
 # ---- tables, by the public functions ---------------------------------------------------------------------
 
 

@@ -132,6 +132,9 @@ struct BwdModTraits {
   // Steps whose mask words have a place: those of a step are made during the two steps before it. Where a bias has
   // taken the place that others have for them there is one, for visible scores, then dropped ones.
   static constexpr int kMaskStages = kAdds ? 1 : 4, kMaskWordBytes = 4 * 32 * kConsumerWarps;
+  // Whether words hide what lies behind the ends of sequences. With one place for words that cost a fifth of the time at
+  // 197 keys, so consumers do it; beside dropout that would spill.
+  static constexpr bool kMakersHideEnds = !kAdds || kDrops;
   // Tiles left to load when the next work tile is fetched: its tiles must be classified first.
   static constexpr int kFetchAhead = 6;
   static_assert(kTile.staging_bytes() == BwdModTile::kStagingBytes && kBiasAt % 1024 == 0);

@@ -80,6 +80,9 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
                     ptx::fresh_lane());
       return;
     }
+    if constexpr (D == 64) {  // at 128 that would spill
+      if (before.block * kM + warp_of() * 16 >= work_of().seq.seqlen_q) return;  // the warp has no row of the sequence
+    }
     const int tile = work_of().tile + before.head() * a.plain.tiles_per_head + before.block;
     const int first =
         D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
@@ -109,6 +112,12 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     arrive(bars.mask_empty(mask_stage()));
     ++mask_words;
   };
+  // Bits of the scores of keys before the sequence's end.
+  const auto scores_before_end = [&]() -> uint32_t {
+    if constexpr (T::kMakersHideEnds) return ~0u;
+    const int left = work_of().seq.seqlen_k - first_key() - ptx::fresh_lane() / 4;
+    return left > 8 ? ~0u : left > 0 ? kFirstKeyScores : 0;
+  };
   // The vote makes the exit warp-uniform; otherwise ptxas clones what follows.
   const auto visible_scores = [&]() -> uint32_t {
     const uint32_t tests = now().tests(group_of());
@@ -118,7 +127,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       free_mask_words();
       visible = tests == 0 ? ~0u : word;
     }
-    return tests == kSkipped ? 0 : visible;
+    return tests == kSkipped ? 0 : visible & scores_before_end();
   };
   const auto dropped_scores = [&]() -> uint32_t {
     if constexpr (!T::kLoadersDraw) return 0;

@@ -34,6 +34,9 @@ __device__ __forceinline__ bool make_bwd_work(const Args& a, uint32_t index, Bwd
 
 // Two lanes classify a tile, one for each warpgroup's 64 keys or queries: both get the bits of a step, or 0 where both
 // skip the tile. A work tile of 64 keys has the same tests twice.
+//
+// Where consumers hide keys behind a sequence's last one, rows behind its last one ask for no test either: their lse makes
+// their weights 0. But a table by distance may hold NaN for distances that only they have.
 template <typename T>
 __device__ __forceinline__ uint32_t classify_bwd_tile(const ScoreMod& score_mod, int block, int tile, int lane) {
   constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kKeyTestsAt, kListedStep = 1u << 31;
@@ -42,8 +45,13 @@ __device__ __forceinline__ uint32_t classify_bwd_tile(const ScoreMod& score_mod,
   TileTests tests = kSkipTile;
   if constexpr (T::kByQueries) {
     if (tile >= 0 && own * 64 < score_mod.seq.seqlen_q) tests = score_mod.template classify<64, T::kBlockN>(own, tile);
-  } else {
-    if (tile >= 0 && own * 64 < score_mod.seq.seqlen_k) tests = score_mod.template classify<T::kBlockM, 64>(tile, own);
+  } else if (tile >= 0 && own * 64 < score_mod.seq.seqlen_k) {
+    constexpr bool kEnds = T::kMakersHideEnds;
+    tests = score_mod.template classify<T::kBlockM, 64, 1, kEnds, kEnds>(tile, own);
+    if constexpr (!kEnds) {
+      const bool rows_end = (tile + 1) * T::kBlockM > score_mod.seq.seqlen_q;
+      if (tests == 0 && rows_end && score_mod.m.by_distance.table != nullptr) tests = kTestInterval;
+    }
   }
   uint32_t bits = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kKeyTestsAt + 4 * group);
   bits |= __shfl_xor_sync(ptx::kFullWarp, bits, 1);

@@ -201,24 +201,19 @@ __device__ __forceinline__ void store_gradient_rows(const BiasGradient& g, int b
     }
     return;
   }
-  const auto word_at = [&](int row, int word) { return piece_at(row, word / 4) + word % 4 * 4; };
+  // Rows that begin on any two bytes, a store for 32 keys.
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
     if (row >= rows_left) break;
-    uint16_t* const out = to + row * static_cast<int64_t>(g.cols);
-    const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(out) / 2 % 2);  // pairs on 4 bytes begin with this key
+    uint16_t* const out = to + row * static_cast<int64_t>(g.cols) + lane;
+    uint16_t keys[kKeys / 32];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int word = 32 * half + lane, key = 2 * word + odd;
-      const uint32_t here = ptx::load_shared_word(word_at(row, word));
-      const uint32_t next = ptx::load_shared_word(word_at(row, min(word + 1, kKeys / 2 - 1)));
-      const uint32_t pair = __byte_perm(here, next, odd != 0 ? 0x5432 : 0x3210);
-      if (key + 1 < cols) {
-        *reinterpret_cast<uint32_t*>(out + key) = pair;
-      } else if (key < cols) {
-        out[key] = static_cast<uint16_t>(pair);
-      }
-      if (half == 0 && lane < odd) out[0] = static_cast<uint16_t>(here);
+    for (int i = 0; i < kKeys / 32; ++i) {
+      keys[i] = ptx::load_shared_half(piece_at(row, 4 * i + lane / 8) + lane % 8 * 2);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i) {
+      if (32 * i + lane < cols) out[32 * i] = keys[i];
     }
   }
 }

@@ -25,6 +25,7 @@ struct SplitTraits {
   static constexpr bool kAdds = kKind == ScoreKind::kAdding || kKind == ScoreKind::kAddingDropping;
   static constexpr bool kCaps = kKind == ScoreKind::kCapping, kDrops = kKind == ScoreKind::kAddingDropping;
   static constexpr bool kLoadersDraw = false;  // consumers do
+  static constexpr bool kMakersHideEnds = true;  // what lies behind the ends of sequences, by mask words
   using Args = std::conditional_t<kPlain, SplitArgs, SplitModArgs>;
   static constexpr bool kByQueries = kQueries;
   static constexpr SplitBwdTile kTile = kPlain ? split_bwd_tile(D, Dv) : split_mod_tile(D);

@@ -26,6 +26,9 @@ struct KvCacheGrid {
   int rows = 0;           // of a sequence whose keys may be split, at most
   int queries = 1;        // those are its queries, at most
   int64_t part_rows = 0;  // of all sequences: rows of one part
+  // Of the kernel that takes more rows than the smallest tile has: its tile, and whether its maxima are in units of log2.
+  int tile_rows = 64, block_n = 64;
+  bool scaled_maxima = false;
 };
 
 // The sequences that one launch serves: those of so many packed rows.

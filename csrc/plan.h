@@ -104,6 +104,7 @@ enum class KernelId : uint8_t {
   kSumDvSplits,
   // Hopper
   kFwdCached90,
+  kFwdPacked90,
   kFwdParts90,
   // portable
   kFwdSplitMod80,

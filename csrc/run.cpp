@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "call.h"
+#include "dense_cache.h"
 #include "gqa_splits.h"
 #include "sm80/instances.h"
 #include "sm90/instances.h"
@@ -41,6 +42,7 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwdCached80: return launch_in({large ? sm80::kFwdCachedLarge : sm80::kFwdCachedSmall}, c, l);
     case KernelId::kFwd90: return launch_in({sm90::kFwd}, c, l);
     case KernelId::kFwdCached90: return launch_in({sm90::kFwdCached}, c, l);
+    case KernelId::kFwdPacked90: return launch_in({sm90::kFwdPacked}, c, l);
     case KernelId::kFwdParts90: return launch_in({sm90::kFwdParts}, c, l);
     case KernelId::kFwdFp890:
       return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);
@@ -110,6 +112,7 @@ std::string run_all(Call& call) {
 }  // namespace
 
 std::string run(FwdCall call) {
+  if (call.cache.max_keys == 0) call.cache = cache_of(call.p.problem);
   prepare(call.p.problem, call.modifiers);
   return run_all(call);
 }

@@ -411,7 +411,7 @@ def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Ten
     splits = dict(target.constraints).get("kv_splits")
     if direction == "fwd" and splits is not None:
         assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
-        in_parts = "split" in launch["kernel"] or "parts" in launch["kernel"]
+        in_parts = any(name in launch["kernel"] for name in ("split", "parts", "packed"))
         assert in_parts == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
     check_done_launches(launch)
     assert launch["aligned"] == all(_is_aligned(t) for t in tensors), f"aligned={launch['aligned']} ran"

@@ -31,6 +31,7 @@ KvCache cache_of(const Tensor& k, const CallArgs& a) {
 
 Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a, const KvCache& c) {
   Problem p = heads_of(q, k, v);
+  p.tma_ready = p.tma_ready && (p.num_heads == 1 || q.stride(-2) != 0);  // boxes of Q have several heads
   if (a.cu_seqlens_q.has_value()) {
     p.batch = static_cast<int32_t>(a.cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);

@@ -1,25 +1,16 @@
 // The tables of the forwards.
 #include "../kv_splits.h"
 #include "../sm90/fwd_fp8/tiles.h"
-#include "table.h"
+#include "cached.h"
 
 namespace flash_ext::plans {
 namespace {
 
-using sm90::kCounterBytes;
+using sm90::HeadDims, sm90::kCounterBytes;
 using enum ScoreVariant;
 
 // ---- without modifiers -----------------------------------------------------------------------------
 
-struct Dims {
-  int d, dv;
-};
-Dims hopper_dims(const Problem& p) {
-  for (const Dims x : {Dims{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}}) {
-    if (p.head_dim <= x.d && p.head_dim_v <= x.dv) return x;
-  }
-  return {256, 256};
-}
 // Above 64 rows of head_dim 128 biases in fp32 and those that heads share are left to other kernels. Whether batch entries
 // share one does not decide: a batch of one would be rounded otherwise than a larger one. Evidence: short.
 bool supports_short(Req r, Dev d) {
@@ -36,7 +27,7 @@ bool prefers_m128(Req r, Dev d) {
   return sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
 }
 bool supports_m192(Req r, Dev) {
-  const Dims x = hopper_dims(r.problem);
+  const HeadDims x = hopper_dims(r.problem);
   return tma_fwd(r) && sm90::fwd_tile(x.d, x.dv).block_m() == 192;
 }
 bool supports_tma(Req r, Dev) { return tma_fwd(r); }
@@ -46,6 +37,22 @@ bool prefers_split_kv(Req r, Dev d) { return make_split_grid(r.problem, d, r.con
 bool prefers_split_kv_on_hopper(Req r, Dev d) {
   const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
   return g.rows > 0 && (g.gain >= 1.25 || !(supports_m128(r, d) && prefers_m128(r, d)));
+}
+
+// Where keys are to be split, and rows are more than the smallest tile of that has; and where up to 64 queries of each head
+// would leave tiles of one head half empty, and those are more than go at once. With few key heads of 64 columns the split-KV
+// kernel is up to 1.2 times as fast.
+bool prefers_packed(Req r, Dev d) {
+  const Problem& p = r.problem;
+  const FewQueries few = few_queries(p);
+  const bool is_small =
+      std::max(p.head_dim, p.head_dim_v) <= 64 && 4 * p.batch * p.num_heads_k < d.num_sms && few.rows <= 128;
+  if (d.batch_invariant || is_small) return false;
+  const SplitGrid g = make_split_grid(p, d, r.constraints.kv_splits);
+  if (g.rows > 16 && prefers_split_kv_on_hopper(r, d)) return true;
+  const int group = p.num_heads / p.num_heads_k;
+  return group > 1 && r.constraints.kv_splits != 0 && few.keys >= 1024 && few.rows <= 64 * group &&
+         few.tiles > d.num_sms;
 }
 
 void build_short(Req r, Dev d, Plan& p) {
@@ -67,14 +74,15 @@ void build_split_kv(Req r, Dev d, Plan& p) {
   p.kv_splits = g.splits;
   if (g.splits > 1) {
     // The machine code for Hopper waits for the kernel before by itself.
-    p.push(pass(KernelId::kFwdCombine80, size, size, g.total_rows, SplitTile::kThreads, p.arch == Arch::kSm90));
+    p.push(pass(KernelId::kFwdCombine80, size, size, merge_ctas(g.total_rows, g.splits), SplitTile::kThreads,
+                p.arch == Arch::kSm90));
   }
   p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
 }
 
 template <bool kM128>
 void build_hopper(Req r, Dev d, Plan& p) {
-  const Dims x = hopper_dims(r.problem);
+  const HeadDims x = hopper_dims(r.problem);
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kM128);
   Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                              t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m()), d.num_sms));
@@ -106,7 +114,8 @@ void build_parts(Req r, Dev d, Plan& p) {
   l.tiles = l.grid.ctas * g.splits;
   l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
   l.dynamic = sm90::has_unequal_tiles(x) || sm90::prefers_dynamic(x, d, t.block_m());
-  p.push(pass(KernelId::kFwdCombine80, merge_size, merge_size, g.total_rows, SplitTile::kThreads, true));
+  p.push(pass(KernelId::kFwdCombine80, merge_size, merge_size, merge_ctas(g.total_rows, g.splits), SplitTile::kThreads,
+              true));
   p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
 }
@@ -115,8 +124,8 @@ void build_parts(Req r, Dev d, Plan& p) {
 
 bool is_mixed(Req r) { return r.operands == Operands::kMixed; }
 // Of its instances the smallest; d is 0 where there is none.
-Dims fp8_dims(Req r) {
-  using sm90::HeadDims, sm90::kFp8Dims, sm90::kMixedDims;
+HeadDims fp8_dims(Req r) {
+  using sm90::kFp8Dims, sm90::kMixedDims;
   for (const HeadDims x : is_mixed(r) ? std::span<const HeadDims>(kMixedDims) : std::span<const HeadDims>(kFp8Dims)) {
     if (r.problem.head_dim <= x.d && r.problem.head_dim_v <= x.dv) return {x.d, x.dv};
   }
@@ -125,7 +134,7 @@ Dims fp8_dims(Req r) {
 bool supports_fp8(Req r, Dev) { return tma_fwd(r) && fp8_dims(r).d > 0; }
 
 void build_fp8(Req r, Dev d, Plan& p) {
-  const Dims x = fp8_dims(r);
+  const HeadDims x = fp8_dims(r);
   const sm90::Fp8Tile t = sm90::fp8_tile(x.d, x.dv, is_mixed(r));
   const sm90::FwdTile f = t.plain();
   Launch& l =
@@ -149,146 +158,6 @@ void build_portable(Req r, Dev d, Plan& p) {
   l.smem_class = c;
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * kept_floats_sm80(t, size) : 0);
 }
-
-// ---- over a cache ----------------------------------------------------------------------------------
-
-// Rows of a sequence up to which the tiles of 16 and of 64 take it. Where the host does not know which sequences there
-// are, it launches all kernels that some sequence may want.
-constexpr int kNarrowRows = 16, kWideRows = 64, kDividedRows = 256;
-
-KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int split_rows) {
-  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kWaves = 4, kLeastKeysOfWaves = 2048;
-  const Problem& x = r.problem;
-  int64_t keys = r.cache->max_keys;
-  if (r.most_keys > 0) keys = std::min(keys, r.most_keys);
-  const int64_t queries = rows / (x.num_heads / x.num_heads_k);
-  if (x.window_left >= 0 && x.window_right >= 0) {
-    keys = std::min(keys, int64_t{0} + x.window_left + x.window_right + queries);
-  }
-  KvCacheGrid c;
-  c.rows = static_cast<int>(std::min<int64_t>(rows, split_rows));
-  c.queries = std::max(1, c.rows / (x.num_heads / x.num_heads_k));
-  c.part_rows = int64_t{1} * x.batch * x.num_heads_k * c.rows;
-  if (r.constraints.kv_splits) {
-    c.splits = std::clamp(*r.constraints.kv_splits, 1, kMaxSplits);
-  } else if (d.batch_invariant) {
-    c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
-    c.keys_of_part = kKeysOfPart;
-  } else {
-    const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
-    const SplitTile t = split_tile(size, rows <= kNarrowRows ? 16 : 64);
-    const int ctas_per_sm = std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
-    const double weight = (x.head_dim + x.head_dim_v) / 256.,
-                 bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
-    const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k);
-    const int sms = std::max(1, d.num_sms);
-    int64_t splits = best_parts(items, (keys + 63) / 64, t.rows, weight, bytes, sms, ctas_per_sm).parts;
-    if (x.batch > 1) {
-      // Lengths differ, and nobody knows them here: parts for several waves even out what the longest one would take.
-      const int64_t even = (int64_t{kWaves} * sms * ctas_per_sm + items - 1) / items;
-      splits = std::max(splits, std::min({even, keys / kLeastKeysOfWaves, int64_t{kMaxSplits}}));
-    }
-    c.splits = static_cast<int>(splits);
-    c.least_keys = kLeastKeys;
-  }
-  return c;
-}
-
-// Packed rows of a sequence, at most.
-int64_t cached_rows(Req r) {
-  const Problem& x = r.problem;
-  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
-  return x.num_heads / x.num_heads_k * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
-}
-
-// What the Hopper kernel reads: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
-bool supports_cached(Req r, Dev) { return r.modifiers == nullptr; }
-bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr; }
-bool supports_cached_tma(Req r, Dev d) {
-  const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
-  return supports_cached(r, d) && tma_fwd(r) && pieces_fit && cached_rows(r) > kWideRows;
-}
-// The batch-invariant mode promises equal bits for pages of every size.
-bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
-
-void push_tall_portable(Req r, Dev d, RowRange served, Plan& p) {
-  const Problem& x = r.problem;
-  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
-  const SmemClass c = class_of(d);
-  const FwdTile t = fwd_tile_sm80(size, c);
-  Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
-                             t.smem_bytes(size), make_grid(x, d, true, t.block_m), 0));
-  l.smem_class = c;
-  l.rows = served;
-}
-
-void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
-  const Dims x = hopper_dims(r.problem);
-  const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv);
-  Launch& l = p.push(main_of(KernelId::kFwdCached90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
-                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m(), true), d.num_sms));
-  l.dynamic = true;  // lengths differ, and nobody knows them here
-  l.rows = served;
-  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
-  const bool in_stretches = r.cache->max_keys > sm90::kStretches.above;
-  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
-}
-
-// Tiles of few rows, whose keys may be in parts. tall: sequences beyond them are another kernel's.
-RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p) {
-  const Problem& x = r.problem;
-  const int group = x.num_heads / x.num_heads_k;
-  const int64_t rows = cached_rows(r);
-  // Which sequences there are is known where all are equally long.
-  const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
-  const bool wide = rows > kNarrowRows && !(known && tall);
-  const bool narrow = group <= kNarrowRows && !(known && rows > kNarrowRows);
-  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
-  const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, INT32_MAX};
-  if (!narrow && !wide) return others;
-  // No other kernel takes more rows with modifiers. Few sequences divide them; a CTA walks 64 at a time.
-  const bool few = int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && rows <= kDividedRows;
-  const bool divides = few && r.modifiers != nullptr && !d.batch_invariant;
-  const KvCacheGrid c = cached_grid(r, d, rows, divides ? kDividedRows : wide ? kWideRows : kNarrowRows);
-  const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
-  SplitGrid& g = p.split_kv;
-  g.splits = p.kv_splits = c.splits;
-  g.total_rows = c.part_rows;
-  g.pitch = (x.head_dim_v + 3) / 4 * 4;
-  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
-  g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
-  g.parts = Divisor(static_cast<uint32_t>(c.splits));
-  g.group = Divisor(static_cast<uint32_t>(group));
-  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
-  g.queries = Divisor(static_cast<uint32_t>(c.queries));
-  p.kv_cache = c;
-  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
-  const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
-  const KernelId kernel = r.modifiers == nullptr ? KernelId::kFwdSplitCached80 : KernelId::kFwdSplitCachedMod80;
-  const auto push_tile = [&](int tile_rows, RowRange served) {
-    const SplitTile t = split_tile(size, tile_rows);
-    p.push(main_of(kernel, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads, t.smem_bytes(size),
-                   slots * x.num_heads_k * c.splits, 0))
-        .rows = served;
-  };
-  if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : INT32_MAX});
-  if (wide) push_tile(64, {narrow_rows, tall ? kWideRows : INT32_MAX});
-  if (c.splits > 1) {
-    p.push(pass(KernelId::kFwdMergeCached80, size, size, int64_t{1} * x.batch * x.num_heads * c.queries,
-                SplitTile::kThreads, p.arch == Arch::kSm90))
-        .rows = {narrow_rows, INT32_MAX};
-  }
-  return others;
-}
-
-template <auto kPushTall>
-void build_cached(Req r, Dev d, Plan& p) {
-  const bool tall = cached_rows(r) > kWideRows;
-  const RowRange others = push_few_cached(r, d, tall, p);
-  if (tall) kPushTall(r, d, others, p);
-}
-// CTAs of parts share out the tiles of longer sequences.
-void build_cached_mod(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p); }
 
 // ---- with modifiers --------------------------------------------------------------------------------
 
@@ -395,15 +264,16 @@ using E = Evidence;
 constexpr Row kHopper[] = {
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm90.fwd.parts", supports_parts, prefers_parts, build_parts, E::kFwdParts},
+    {F::kFwd, "sm90.fwd.packed", supports_packed_dense, prefers_packed, build_packed_dense, E::kSplitKv},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, prefers_split_kv_on_hopper, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<true>, E::kGrid},
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
     {F::kFwdCached, "sm80.fwd_cached.mod", supports_cached_mod, nullptr, build_cached_mod, E::kNone},
-    {F::kFwdCached, "sm90.fwd_cached", supports_cached_tma, prefers_cached_tma, build_cached<push_tall_hopper>,
-     E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", supports_cached, nullptr, build_cached<push_tall_portable>, E::kNone},
+    {F::kFwdCached, "sm90.fwd_cached.packed", supports_packed, prefers_cached_tma, build_packed, E::kNone},
+    {F::kFwdCached, "sm90.fwd_cached", supports_cached_tma, prefers_cached_tma, build_cached_hopper, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", supports_cached, nullptr, build_cached_portable, E::kNone},
 
     {F::kFwdFp8, "sm90.fwd_fp8", supports_fp8, nullptr, build_fp8, E::kNone},
 
@@ -435,7 +305,7 @@ constexpr Row kPortable[] = {
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, nullptr, build_split_kv, E::kSplitKv},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
     {F::kFwdCached, "sm80.fwd_cached.mod", supports_cached_mod, nullptr, build_cached_mod, E::kNone},
-    {F::kFwdCached, "sm80.fwd_cached", supports_cached, nullptr, build_cached<push_tall_portable>, E::kNone},
+    {F::kFwdCached, "sm80.fwd_cached", supports_cached, nullptr, build_cached_portable, E::kNone},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm80.fwd_mod.split_kv", supports_split_mod, prefers_split_mod, build_split_kv, E::kSplitKv},
     {F::kFwdMod, "sm80.fwd_mod", always, nullptr, build_portable_mod, E::kNone},

@@ -111,6 +111,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kSumDkSplits: return "sum_dk";
     case KernelId::kSumDvSplits: return "sum_dv";
     case KernelId::kFwdCached90: return "fwd_cached_sm90";
+    case KernelId::kFwdPacked90: return "fwd_packed_sm90";
     case KernelId::kAlignBias: return "align_bias_rows";
   }
   return "?";

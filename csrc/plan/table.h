@@ -37,6 +37,13 @@ inline float factor_of(const Problem& p) { return p.softmax_scale > 0.f ? 1.f : 
 // What TMA reads and stores. Rows of contiguous results begin on 16 bytes where head sizes are multiples of 8.
 inline bool tma_fwd(Req r) { return r.problem.tma_ready && r.problem.head_dim_v % 8 == 0; }
 inline bool always(Req, Dev) { return true; }
+// What the Hopper forward without modifiers is compiled for.
+inline sm90::HeadDims hopper_dims(const Problem& p) {
+  for (const sm90::HeadDims x : {sm90::HeadDims{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}}) {
+    if (p.head_dim <= x.d && p.head_dim_v <= x.dv) return x;
+  }
+  return {256, 256};
+}
 
 // ---- launches --------------------------------------------------------------------------------------
 
@@ -45,6 +52,10 @@ inline Launch pass(KernelId k, int d, int dv, int64_t ctas, int threads, bool pd
   l.kernel = k, l.head_dim = static_cast<int16_t>(d), l.head_dim_v = static_cast<int16_t>(dv);
   l.ctas = l.tiles = ctas, l.threads = threads, l.pdl = pdl;
   return l;
+}
+// CTAs that put `rows` together, each of up to so many parts: sm80/split_kv/merge.cuh.
+inline int64_t merge_ctas(int64_t rows, int splits) {
+  return splits <= SplitTile::kWarps ? (rows + SplitTile::kWarps - 1) / SplitTile::kWarps : rows;
 }
 // at_most: CTAs of a persistent kernel, 0 where each has one tile.
 inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int threads, int smem, int64_t tiles,

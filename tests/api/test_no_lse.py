@@ -410,6 +410,8 @@ def row_calls() -> Iterator[RowCall]:
         yield dataclasses.replace(split, asks=asks)
         yield dataclasses.replace(split, asks=asks, options=("packed",))
         yield dataclasses.replace(split, row="sm80.fwd_mod.split_kv", asks=asks, options=("sinks", "softcap"))
+        few = dataclasses.replace(split, row="sm90.fwd.packed", lengths=(16, 2000), asks=asks)
+        yield from (few, dataclasses.replace(few, options=("causal",)))
     parts = RowCall("sm90.fwd.parts", lengths=(300, 2000), heads=(8, 2), asks="kv_splits=3")
     yield from (parts, dataclasses.replace(parts, lengths=hides_rows, options=("causal",)))
     for row, *options in (
@@ -433,6 +435,8 @@ def row_calls() -> Iterator[RowCall]:
         yield RowCall("sm80.fwd_cached", (3, 700), (8, 2), options=("pages",), asks=asks)
         yield RowCall("sm80.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"), asks=asks)
         yield RowCall("sm80.fwd_cached.mod", (3, 700), (8, 2), options=("pages", "softcap"), asks=asks)
+    for asks in ("kv_splits=1", "kv_splits=5"):
+        yield RowCall("sm90.fwd_cached.packed", (30, 700), (8, 2), options=("pages", "causal"), asks=asks)
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages",))
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"))  # some see nothing
 

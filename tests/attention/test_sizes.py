@@ -324,6 +324,11 @@ class Numbers:
             heads, rows, block = self.heads_k, self.rows_k, plan["block_n"]
         return heads * (rows // block + self.batch + 2 if self.packed else -(-rows // block) * self.batch)
 
+    def packed_tiles(self) -> int:
+        """Of up to 128 rows, those of whole queries; a packed call has a place before and behind."""
+        queries = 128 // (self.heads // self.heads_k)
+        return (self.batch + 2 * self.packed) * self.heads_k * -(-self.rows_q // queries)
+
     def split_grid(self, plan: dict) -> int:
         """CTAs of the forward for few queries: parts x key heads x tiles of all rows of a key head."""
         rows, block = self.rows_q * (self.heads // self.heads_k), plan["block_m"]
@@ -398,7 +403,7 @@ class Numbers:
 def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
-    refused = divided = split = rings = twos = shared = 0
+    refused = divided = split = rings = twos = shared = packed = 0
     few_tiles = [Numbers(3, rows, 65536, 2, 2, 56, 40, False, causal, False)
                  for rows in (128, 129, 1000) for causal in (False, True)]  # fmt: skip
     for i in range(20_000):
@@ -425,6 +430,11 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             assert plan["grid"] == min(call.tiles(direction, plan) * plan["splits"], 132), call
             shared += 1
             continue
+        if plan["row"] == "sm90.fwd.packed":
+            assert sum(plan["workspace"].values()) == call.split_bytes(plan["splits"]) + 16, call
+            assert plan["grid"] == min(call.packed_tiles() * plan["splits"], 132), call
+            packed += 1
+            continue
         parts = plan.get("gqa_splits", 1)
         divided += parts > 1
         run, workspace = call.in_parts(parts), sum(plan["workspace"].values()) - call.parts_bytes(parts)
@@ -441,7 +451,7 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             assert workspace == wanted, call
             assert plan["grid"] == min(ctas, 132), call
     assert 100 < refused < 15_000 and divided > 20 and split > 20
-    assert (rings > 4) == (twos > 4) == (shared > 4) == (path == "sm90")
+    assert (rings > 4) == (twos > 4) == (shared > 4) == (packed > 4) == (path == "sm90")
 
 
 # ---- grids ----

@@ -24,7 +24,10 @@ SHAPE["head_dim_v"] = 128
 
 H200 = "gpu=9.0/132"
 # What words cannot say: that the gradient of a bias alone is wanted, and that keys lie in a cache.
-BEYOND_WORDS = {"bwd_mod.other_gradients", "sm80.fwd_cached", "sm80.fwd_cached.mod", "sm90.fwd_cached"}
+BEYOND_WORDS = {
+    "bwd_mod.other_gradients", "sm80.fwd_cached", "sm80.fwd_cached.mod", "sm90.fwd_cached",
+    "sm90.fwd_cached.packed",
+}  # fmt: skip
 
 
 def read_table() -> dict[str, dict[str, dict[str, str]]]:

@@ -48,7 +48,7 @@ def plan(
 
 
 def is_split(chosen: dict) -> bool:
-    assert ("split" in chosen["kernel"]) or chosen["splits"] == 1
+    assert any(name in chosen["kernel"] for name in ("split", "packed")) or chosen["splits"] == 1
     return "split" in chosen["kernel"]
 
 

@@ -347,19 +347,24 @@ def names(
 
 
 SPLIT, MERGE = "fwd_split_cached_sm80", "fwd_merge_cached_sm80"
-WHOLE, PORTABLE = "fwd_cached_sm90", "fwd_cached_sm80"
+WHOLE, PORTABLE, PACKED = "fwd_cached_sm90", "fwd_cached_sm80", "fwd_packed_sm90"
 
 
 def test_which_kernels_are_launched() -> None:
     """Those that a sequence of at most so many queries may want."""
     assert names([1] * 4, 1) == [SPLIT, MERGE]
     assert names([4] * 4, 4) == [SPLIT, MERGE]  # 16 rows
-    assert names([1, 5, 3, 1], 5) == [SPLIT, SPLIT, MERGE]
-    assert names([1, 90, 3, 1], 90) == names([1, 90, 3, 1], None) == [SPLIT, SPLIT, MERGE, WHOLE]
-    assert names([90], 90) == [WHOLE]  # a single one is what it is
+    assert names([1, 5, 3, 1], 5) == names([1, 64, 3, 1], 64) == [SPLIT, PACKED, MERGE]
+    assert names([5], 5) == [PACKED, MERGE]
+    assert names([1, 5, 3, 1], 5, page_size=1) == [SPLIT, SPLIT, MERGE]
+    assert names([1, 129, 3, 1], 129) == names([1, 129, 3, 1], None) == [SPLIT, SPLIT, MERGE, WHOLE]
+    assert names([1, 128, 3, 1], 128) == [SPLIT, PACKED, MERGE]
+    assert names([129], 129) == [WHOLE]  # a single one is what it is
     assert names([1] * 200, 1, length=200) == [SPLIT]  # enough for the GPU without parts
-    assert names([1], 1, (24, 1)) == [SPLIT, MERGE]
-    assert [one["block_m"] for one in launches([1, 5], 5) if "block_m" in one] == [16, 64]
+    assert names([1], 1, (24, 1)) == [PACKED, MERGE]
+    assert names([1], 1, (24, 1), page_size=1) == [SPLIT, MERGE]
+    assert [one["block_m"] for one in launches([1, 5], 5) if "block_m" in one] == [16, 128]
+    assert [one["block_m"] for one in launches([1, 5], 5, page_size=1) if "block_m" in one] == [16, 64]
     # Several waves where there is more than one length, of 2048 keys a part at least.
     grids = [launches([1] * 200, 1, length=length)[0]["grid"] for length in (3000, 4096, 9000)]
     assert grids == [202 * 2 * parts for parts in (1, 2, 3)]
@@ -368,19 +373,19 @@ def test_which_kernels_are_launched() -> None:
 def test_which_prompts_the_hopper_kernel_takes() -> None:
     """Those of pages that it reads in pieces of 8 rows or more, unless bits must not depend on pages."""
     for page_size in (8, 16, 24, 64, 1000):
-        assert names([90, 3], 90, page_size=page_size)[-1] == WHOLE
+        assert names([200, 3], 200, page_size=page_size)[-1] == WHOLE
     for page_size in (1, 4, 12, 63):
-        assert names([90, 3], 90, page_size=page_size)[-1] == PORTABLE
+        assert names([200, 3], 200, page_size=page_size)[-1] == PORTABLE
     with flash_ext.serving.set_batch_invariant(True):
-        assert names([90, 3], 90)[-1] == PORTABLE
+        assert names([200, 3], 200)[-1] == PORTABLE
     _C.set_switch("unaligned", 1)
     try:
-        assert names([90, 3], 90)[-1] == PORTABLE
+        assert names([200, 3], 200)[-1] == PORTABLE
     finally:
         _C.set_switch("unaligned", None)
     for (d, dv), name in (((40, 72), "_hd96"), ((192, 128), "_hd192_v128"), ((200, 8), "_hd256")):
         k, v = (torch.empty(9, 16, 2, dim, dtype=torch.bfloat16) for dim in (d, dv))
-        q, bounds, _ = packed_queries([90, 3], 8, d, "cpu", torch.bfloat16)
+        q, bounds, _ = packed_queries([200, 3], 8, d, "cpu", torch.bfloat16)
         places = {"block_table": torch.zeros(2, 7).int(), "seqused_k": torch.tensor([100, 90]).int()}
         with null_kernels():
             attention_varlen(q, k, v, bounds, None, **places)

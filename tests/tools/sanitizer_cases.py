@@ -266,6 +266,7 @@ def cache_cases() -> list[CacheCase]:
         found.append(CacheCase(16, head_dim, (1, 3, 0, 1), (1500, 17, 5, 0), head_dim != 40))
         found.append(CacheCase(1, head_dim, (1, 70), (33, 130)))
         found.append(CacheCase(8, head_dim, (90, 0, 200), (101, 7, 333)))
+        found.append(CacheCase(16, head_dim, (9, 0, 50), (1500, 7, 333)))
     return [*found, CacheCase(48, 128, (20, 40), (700, 2100), True)]
 
 

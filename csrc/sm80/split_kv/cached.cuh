@@ -5,42 +5,11 @@
 // end at once. A sequence of one part leaves its result directly, and the merge passes over it.
 #pragma once
 
+#include "../../common/key_parts.cuh"
 #include "../../common/kv_rows.cuh"
 #include "merge.cuh"
 
 namespace flash_ext::sm80 {
-
-// Blocks of keys of a tile of rows, in `count` parts of `each`.
-struct KeyParts {
-  int first, blocks, each, count;
-
-  __device__ BlockRange part(int i) const { return {first + i * each, min(first + (i + 1) * each, first + blocks)}; }
-};
-
-// A function of the sequence alone in the batch-invariant mode, where `splits` is large enough for any.
-__device__ __forceinline__ KeyParts key_parts(const AttnMod& mod, const KvCacheGrid& c, int first_query, int last_query,
-                                              int block_n, bool may_split) {
-  const int first_key = mod.first_key_of(first_query), last_key = mod.last_key_of(last_query);
-  KeyParts k{first_key / block_n, 0, 1, 1};
-  if (first_key <= last_key) k.blocks = last_key / block_n + 1 - k.first;
-  if (!may_split) return {k.first, k.blocks, k.blocks, 1};
-  int wanted = c.splits;
-  if (c.keys_of_part > 0) {
-    int keys = mod.seqlen_k;
-    if (mod.p.window_left >= 0 && mod.p.window_right >= 0) {
-      keys = static_cast<int>(min(int64_t{keys}, int64_t{0} + mod.p.window_left + mod.p.window_right + mod.seqlen_q));
-    }
-    wanted = min(max((keys + c.keys_of_part - 1) / c.keys_of_part, 1), wanted);
-  }
-  k.each = max((k.blocks + wanted - 1) / wanted, max(c.least_keys / block_n, 1));
-  k.count = max((k.blocks + k.each - 1) / k.each, 1);
-  return k;
-}
-
-// Queries of sequence b, which is -1 or batch for rows outside every one.
-__device__ __forceinline__ Span queries_of(const Problem& p, int b) {
-  return p.cu_seqlens_q == nullptr ? Span{0, p.seqlen_q} : packed_span(p.cu_seqlens_q, p.batch, b, p.total_q);
-}
 
 // What a CTA has of a sequence: a part of the keys of its rows, or a share of its tiles of rows.
 struct CachedWork {
@@ -112,29 +81,31 @@ __global__ void __launch_bounds__(T::kThreads, 2)
   }
 }
 
-// A CTA a sequence, head and query of those that may be split. Sequences of up to `narrow_rows` rows had tiles of 16 rows.
+// A row is a sequence, head and query of those that may be split. Sequences of up to `narrow_rows` rows had tiles of 16 rows,
+// with blocks of `block_n` keys; KvCacheGrid has the tiles of the others.
 template <typename E>
 __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                             const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
-                            const __grid_constant__ RowEnding ending, int narrow_rows, int block_n_16, int block_n_64) {
+                            RowEnding ending, int narrow_rows, int block_n) {
   __shared__ MergeShares shares;
   const Problem& problem = p.problem;
-  const uint32_t rest = divide(blockIdx.x, g.heads);
-  const int h = static_cast<int>(blockIdx.x - rest * g.heads.divisor);
-  const uint32_t b = divide(rest, g.queries);
-  const int query = static_cast<int>(rest - b * g.queries.divisor);
+  const uint32_t row = merged_row(g), rest = divide(row, g.heads);
+  const int h = static_cast<int>(row - rest * g.heads.divisor);
+  const uint32_t found = divide(rest, g.queries), b = min(found, static_cast<uint32_t>(problem.batch - 1));
+  const int query = static_cast<int>(rest - found * g.queries.divisor);
   const int group = static_cast<int>(g.group.divisor), h_k = static_cast<int>(divide(h, g.group));
   const Span q = queries_of(problem, static_cast<int>(b));
   const int rows = q.length * group, packed_row = query * group + h - h_k * group;
   const AttnMod mod{problem, q.length, CachedKeys::of(problem, cache, static_cast<int>(b)).length};
   const bool narrow = rows <= narrow_rows;  // the tile that made the parts
-  const int tile_rows = narrow ? 16 : 64, first = packed_row - packed_row % tile_rows;
+  const int tile_rows = narrow ? 16 : c.tile_rows, first = packed_row - packed_row % tile_rows;
   const KeyParts parts = key_parts(mod, c, static_cast<int>(divide(first, g.group)),
                                    static_cast<int>(divide(min(first + tile_rows, rows) - 1, g.group)),
-                                   narrow ? block_n_16 : block_n_64, true);
+                                   narrow ? block_n : c.block_n, true);
+  if (!narrow && c.scaled_maxima) ending.unit_log2 = 1.f;
   ptx::wait_for_kernel_before();  // before any end, so that the kernel after this one waits for both
-  if (query >= q.length || rows > c.rows || parts.count == 1) return;
+  if (b != found || query >= q.length || rows > c.rows || parts.count == 1) return;
   const RowPlace at{problem.cu_seqlens_q == nullptr ? static_cast<int>(b) : 0, q.start + query, h};
   merge_row<E>(p, g, ending, at, true, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row, parts.count,
                shares);

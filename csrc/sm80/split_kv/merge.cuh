@@ -34,14 +34,24 @@ struct RowEnding {
   }
 };
 
-// Puts the parts of a row together: warp i has the parts i, i + 4, ..., then the four are added in order. `number`: of the
-// row among those that have parts.
+// Where a call has up to so many parts a warp puts a row together, else a CTA; plan/table.h counts CTAs by it. Both round
+// alike, since the bits of a sequence must not depend on how many parts a call may have.
+inline constexpr int kPartsOfWarp = SplitTile::kWarps;
+
+// The row that this CTA or warp puts together.
+__device__ __forceinline__ uint32_t merged_row(const SplitGrid& g) {
+  return g.splits <= kPartsOfWarp ? blockIdx.x * SplitTile::kWarps + threadIdx.x / 32 : blockIdx.x;
+}
+
+// Puts the parts of a row together: of a CTA, warp i has the parts i, i + 4, ..., then the four are added in order; a warp
+// alone adds up to four in order. `number`: of the row among those that have parts.
 template <typename E>
 __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g, const RowEnding& ending,
                                           const RowPlace& at, bool inside, int64_t number, int splits,
                                           MergeShares& shares) {
   constexpr int kWarps = SplitTile::kWarps, kPasses = kMergePasses;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool by_warp = g.splits <= kPartsOfWarp;
+  const int lane = threadIdx.x % 32, warp = by_warp ? 0 : threadIdx.x / 32;
   const float scale = ending.unit_log2;
   const auto state_of = [&](int part) { return row_states(p, g, part)[number]; };
 
@@ -58,18 +68,46 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(ptx::kFullWarp, all.sum, step);
 
-  float4 x[kPasses] = {};
-#pragma unroll 8
-  for (int part = warp; part < splits; part += kWarps) {
-    if (state_of(part).is_empty()) continue;  // its output need not be there
+  // use(pass, y): what a part adds to four columns.
+  const auto weigh = [&](int part, const auto& use) {
+    if (state_of(part).is_empty()) return;  // its output need not be there
     const float factor = state_of(part).factor(all.largest, scale);
     const float* row = partial_out(p, g, part) + number * g.pitch + 4 * lane;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       if (128 * i + 4 * lane >= g.pitch) continue;
       const float4 y = *reinterpret_cast<const float4*>(row + 128 * i);
-      x[i].x += y.x * factor, x[i].y += y.y * factor, x[i].z += y.z * factor, x[i].w += y.w * factor;
+      use(i, y, factor);
     }
+  };
+  const auto store = [&](int pass, float (&sums)[4], float inverse) {
+#pragma unroll
+    for (float& y : sums) y *= inverse;
+    const int col = 128 * pass + 4 * lane;
+    if (col < p.problem.head_dim_v) store_quad<E>(p.out, at, col, p.problem.head_dim_v, sums);
+  };
+  if (by_warp) {
+    float sums[kPasses][4] = {};
+#pragma unroll
+    for (int part = 0; part < kPartsOfWarp; ++part) {
+      if (part >= splits) break;
+      weigh(part, [&](int i, const float4& y, float factor) {
+        const float of_part[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[i][c] = __fadd_rn(sums[i][c], __fmul_rn(of_part[c], factor));
+      });
+    }
+    const float inverse = ending.finish(p, all, at, inside, lane == 0);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) store(i, sums[i], inverse);
+    return;
+  }
+  float4 x[kPasses] = {};
+#pragma unroll 8
+  for (int part = warp; part < splits; part += kWarps) {
+    weigh(part, [&](int i, const float4& y, float factor) {
+      x[i].x += y.x * factor, x[i].y += y.y * factor, x[i].z += y.z * factor, x[i].w += y.w * factor;
+    });
   }
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) shares[warp][i][lane] = x[i];
@@ -82,22 +120,20 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
     const float4 y = shares[n][warp][lane];
     sums[0] += y.x, sums[1] += y.y, sums[2] += y.z, sums[3] += y.w;
   }
-#pragma unroll
-  for (float& y : sums) y *= inverse;
-  const int col = 128 * warp + 4 * lane;
-  if (col < p.problem.head_dim_v) store_quad<E>(p.out, at, col, p.problem.head_dim_v, sums);
+  store(warp, sums, inverse);
 }
 
-// A CTA a row.
 template <typename E>
 __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                      const __grid_constant__ RowEnding ending) {
   __shared__ MergeShares shares;
   ptx::wait_for_kernel_before();
-  const int token = static_cast<int>(divide(blockIdx.x, g.heads));
+  const uint32_t row = merged_row(g);
+  if (row >= g.total_rows) return;
+  const int token = static_cast<int>(divide(row, g.heads));
   const Problem& problem = p.problem;
-  RowPlace at{0, token, static_cast<int>(blockIdx.x) - token * problem.num_heads};
+  RowPlace at{0, token, static_cast<int>(row) - token * problem.num_heads};
   bool inside = true;
   if (problem.cu_seqlens_q == nullptr) {
     at.b = static_cast<int>(divide(token, g.queries));
@@ -105,7 +141,7 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   } else if (ending.sinks != nullptr) {
     inside = token >= problem.cu_seqlens_q[0] && token < problem.cu_seqlens_q[problem.batch];
   }
-  merge_row<E>(p, g, ending, at, inside, blockIdx.x, g.splits, shares);
+  merge_row<E>(p, g, ending, at, inside, row, g.splits, shares);
 }
 
 }  // namespace flash_ext::sm80

@@ -22,10 +22,12 @@ inline CUtensorMapDataType map_type_of(DType dtype) {
   return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// What one copy brings: rows of 128 bytes, or of 64, which have a swizzle of their own.
+// What one copy brings: rows of 128 bytes, or of 64, which have a swizzle of their own. `others`: along the dimension
+// behind that of `rows`.
 struct Box {
   int columns, rows, element_bytes = 2;
   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  int others = 1;
   int row_bytes() const { return columns * element_bytes; }
 };
 
@@ -36,7 +38,8 @@ inline std::string encode(CUtensorMap& map, void* ptr, CUtensorMapDataType type,
                           const cuuint64_t (&strides)[4], const Box& b) {
   static const EncodeTiled encode_tiled = find_encoder();
   if (encode_tiled == nullptr) return "the driver has no cuTensorMapEncodeTiled";
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(b.columns), static_cast<cuuint32_t>(b.rows), 1, 1, 1};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(b.columns), static_cast<cuuint32_t>(b.rows),
+                             static_cast<cuuint32_t>(b.others), 1, 1};
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
   const CUresult result = encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                        b.row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,

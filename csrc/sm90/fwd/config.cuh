@@ -52,7 +52,7 @@ struct FwdTraits {
   using Numbers = PlainNumbers<FwdTraits>;  // how the consumers compute
   using Tile = std::conditional_t<kInParts, PartTile, WorkTile>;
   using Args = std::conditional_t<kInParts, FwdPartsArgs, FwdArgs>;
-  static constexpr bool kParts = kInParts;
+  static constexpr bool kParts = kInParts, kPacked = false;  // kPacked: fwd_cached/packed.cuh
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdTile kTile = fwd_tile(D, Dv, kM128);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();

@@ -30,13 +30,32 @@ __device__ __forceinline__ X (&first_of(X (&x)[kAll])) [kCount] {
   return reinterpret_cast<X(&)[kCount]>(x);
 }
 
+// The query of a row of a work tile, and those of a warpgroup's rows; last < first where it has none.
+template <typename T>
+__device__ __forceinline__ int query_of(const typename T::Args& a, const WorkTile& work, int row) {
+  if constexpr (T::kPacked) return work.w.block * a.tile_queries + static_cast<int>(divide(row, a.grid.shared));
+  return work.w.block * T::kBlockM + row;
+}
+struct QueryRange {
+  int first, last;
+};
+template <typename T>
+__device__ __forceinline__ QueryRange queries_of_rows(const typename T::Args& a, const WorkTile& work, int rows_at) {
+  if constexpr (T::kPacked) {
+    const int first = rows_at * 64, last = min(first + 64, a.tile_rows) - 1;
+    if (first > last) return {1, 0};
+    return {query_of<T>(a, work, first), min(query_of<T>(a, work, last), work.w.q.length - 1)};
+  }
+  const int first_row = work.w.block * T::kBlockM + rows_at * 64;
+  return {first_row, min(first_row + 64, work.w.q.length) - 1};
+}
+
 // Tiles of which any row of a warpgroup sees anything. Rows without keys go through a tile that they do not see, rows
 // outside the sequence through none.
 template <typename T>
-__device__ __forceinline__ BlockRange seen_tiles(const FwdArgs& a, const WorkTile& work, int rows_at) {
+__device__ __forceinline__ BlockRange seen_tiles(const typename T::Args& a, const WorkTile& work, int rows_at) {
   const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
-  const int first_row = work.w.block * T::kBlockM + rows_at * 64;
-  const int last_row = min(first_row + 64, work.w.q.length) - 1;
+  const auto [first_row, last_row] = queries_of_rows<T>(a, work, rows_at);
   const int lo = max(0, first_row + mod.shift() - a.p.problem.reach_left);
   const int hi = min(work.w.k.length, last_row + mod.shift() + a.p.problem.reach_right + 1);
   const int begin = lo < hi ? lo / T::kBlockN : work.blocks.begin;
@@ -89,8 +108,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
     tile = work.blocks.end;
     tiles_left = work.blocks.end - work.blocks.begin;
-    const int first_row = work.w.block * T::kBlockM + rows_at * 64;
-    const int last_row = min(first_row + 64, work.w.q.length) - 1;
+    const auto [first_row, last_row] = queries_of_rows<T>(a, work, rows_at);
     BlockRange seen = seen_tiles<T>(a, work, rows_at);
     if constexpr (T::kParts) {
       if (seen.end > 0) seen = seen_in_part(seen, work.blocks);
@@ -136,7 +154,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const int first_col = tile * kN + (lane % 4) * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const VisibleKeys keys = mod.visible(work.w.block * T::kBlockM + row_in_tile + 8 * half);
+      const VisibleKeys keys = mod.visible(query_of<T>(a, work, row_in_tile + 8 * half));
 #pragma unroll
       for (int j = 0; j < kN / 8; ++j) {
 #pragma unroll
@@ -187,7 +205,9 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const auto& work = work_tiles[work_at];
     const Work& w = work.w;
     auto& result = numbers.result(o);
-    if constexpr (T::kParts) return store_part<T>(a, work, result, state, w.block * T::kBlockM + row_in_tile, lane);
+    if constexpr (T::kPacked) return store_packed<T>(a, work, result, state, row_in_tile, lane);
+    if constexpr (T::kParts && !T::kPacked)
+      return store_part<T>(a, work, result, state, w.block * T::kBlockM + row_in_tile, lane);
     if (work.w.k.length > kStretches.above) {
       const BlockRange seen = seen_tiles<T>(a, work, rows_at);
       float* own = kept_place<T>(a, group);

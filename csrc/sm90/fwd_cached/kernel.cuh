@@ -11,14 +11,14 @@
 
 namespace flash_ext::sm90 {
 
-template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 1)
-    fwd_cached_sm90_kernel(const __grid_constant__ CachedFwdArgs a, const __grid_constant__ FwdMaps maps) {
-  run_cta<T, WorkTile, Barriers<T>>(
+// schedule(cta): the first warp.
+template <typename T, typename Args, typename Schedule>
+__device__ __forceinline__ void run_cached_cta(const Args& a, const FwdMaps& maps, const Schedule& schedule) {
+  run_cta<T, typename T::Tile, Barriers<T>>(
       T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         if (warp == 0) {
-          schedule_cached_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
+          schedule(cta);
         } else if (warp == 1) {
           load_cached_tiles<T, false>(a, maps.k, cta.smem, cta.shared, cta.bars);
         } else if (warp == 2) {
@@ -26,6 +26,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
       },
       [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    fwd_cached_sm90_kernel(const __grid_constant__ CachedFwdArgs a, const __grid_constant__ FwdMaps maps) {
+  run_cached_cta<T>(a, maps,
+                    [&](const auto& cta) { schedule_cached_work<T>(a, maps, cta.smem, cta.shared, cta.bars); });
 }
 
 }  // namespace flash_ext::sm90

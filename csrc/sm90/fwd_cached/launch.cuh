@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "../fwd/launch.cuh"
-#include "kernel.cuh"
+#include "packed.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -16,19 +16,30 @@ inline std::string encode_cache_map(CUtensorMap& map, const StridedView& x, DTyp
   return encode(map, x.ptr, map_type_of(dtype), dims, strides, Box{64, rows});
 }
 
+// Arguments and maps of K and V.
 template <typename T>
-std::string launch_fwd_cached_as(const FwdCall& c, const Launch& l) {
-  CachedFwdArgs a{make_fwd_args(c, l), c.cache, l.rows};
-  a.kept = part_of<float>(c.workspace, c.plan.workspace.kv_stretches);
+std::string prepare_cached(const FwdCall& c, const Launch& l, CachedFwdArgs& a, FwdMaps& maps) {
+  static_cast<FwdArgs&>(a) = make_fwd_args(c, l);
+  a.cache = c.cache;
+  a.served = l.rows;
   const int page_size = static_cast<int>(c.cache.page_size.divisor);
   a.piece_rows = c.cache.block_table != nullptr ? std::gcd(page_size, T::kBlockN) : T::kBlockN;
   a.k_row_bytes = static_cast<int64_t>(map_stride(c.p.k.row_stride, 2));
   a.v_row_bytes = static_cast<int64_t>(map_stride(c.p.v.row_stride, 2));
   const Problem& r = c.p.problem;
-  FwdMaps maps;
-  std::string error = encode_map(maps.q, c.p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
-  if (error.empty()) error = encode_cache_map(maps.k, c.p.k, r.dtype, r.head_dim, a.piece_rows);
+  std::string error = encode_cache_map(maps.k, c.p.k, r.dtype, r.head_dim, a.piece_rows);
   if (error.empty()) error = encode_cache_map(maps.v, c.p.v, r.dtype, r.head_dim_v, a.piece_rows);
+  return error;
+}
+
+template <typename T>
+std::string launch_fwd_cached_as(const FwdCall& c, const Launch& l) {
+  CachedFwdArgs a{};
+  FwdMaps maps;
+  std::string error = prepare_cached<T>(c, l, a, maps);
+  a.kept = part_of<float>(c.workspace, c.plan.workspace.kv_stretches);
+  const Problem& r = c.p.problem;
+  if (error.empty()) error = encode_map(maps.q, c.p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
   if (error.empty()) error = encode_map(maps.out, c.p.out, r, r.head_dim_v, r.seqlen_q, r.num_heads, 16);
   if (!error.empty()) return "fwd_cached_sm90: " + error;
   return launch_planned(l, fwd_cached_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
@@ -38,6 +49,43 @@ template <int D, int Dv>
 std::string launch_fwd_cached(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype,
                         [&]<typename E>() { return launch_fwd_cached_as<FwdTraits<E, D, Dv>>(c, l); });
+}
+
+// As encode_map(), with heads in front of rows: a box has some heads of some rows.
+inline std::string encode_heads_map(CUtensorMap& map, const StridedView& x, const Problem& p, const Box& b) {
+  const cuuint64_t row = map_stride(x.row_stride, 2);
+  cuuint64_t dims[5] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(p.num_heads),
+                        static_cast<cuuint64_t>(p.seqlen_q), map_size(x.batch_stride, p.batch), 1};
+  cuuint64_t strides[4] = {map_stride(x.head_stride, 2), row, map_stride(x.batch_stride, 2), 16};
+  if (p.is_varlen()) {
+    dims[2] = cuuint64_t{1} << 30;
+    dims[3] = dims[4] = kManyEntries;
+    strides[2] = (cuuint64_t{1} << 35) - row;
+    strides[3] = row;
+  }
+  return encode(map, x.ptr, map_type_of(p.dtype), dims, strides, b);
+}
+
+template <int D>
+std::string launch_fwd_packed(const FwdCall& c, const Launch& l) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    using T = PackedTraits<E, D>;
+    PackedFwdArgs a{};
+    FwdMaps maps{};
+    std::string error = prepare_cached<T>(c, l, a, maps);
+    const int group = static_cast<int>(l.grid.shared.divisor);
+    a.parts = c.plan.split_kv;
+    a.c = c.plan.kv_cache;
+    a.partials = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
+    a.tile_rows = a.c.tile_rows;
+    a.tile_queries = a.tile_rows / group;
+    a.row_tiles = Divisor(l.grid.blocks);
+    Box box{T::kChunkColumns, group};
+    box.others = a.tile_queries;
+    if (error.empty()) error = encode_heads_map(maps.q, c.p.q, c.p.problem, box);
+    if (!error.empty()) return "fwd_packed_sm90: " + error;
+    return launch_planned(l, fwd_packed_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -33,7 +33,7 @@ __device__ __forceinline__ void schedule_cached_work(const CachedFwdArgs& a, con
 // over those of the other. A lane finds the place of a piece, with its entry of the table, before the stage is free.
 template <typename T, bool kIsV>
 __device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const CUtensorMap& map, uint32_t smem,
-                                                  const WorkTile* work_tiles, Barriers<T> bars) {
+                                                  const typename T::Tile* work_tiles, Barriers<T> bars) {
   constexpr int kRows = T::kBlockN, kChunks = kIsV ? T::kChunksV : T::kChunks;
   const StridedView& view = kIsV ? a.p.v : a.p.k;
   const int64_t row_bytes = kIsV ? a.v_row_bytes : a.k_row_bytes;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const 
     if (work.w.block < 0) return;
     work_ring.advance();
     const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, work.w.b);
-    const int h_k = static_cast<int>(divide(work.w.h, a.grid.shared));
+    const int h_k = T::kPacked ? work.w.h : static_cast<int>(divide(work.w.h, a.grid.shared));
     const int begin = work.blocks.begin, tiles = work.blocks.end - begin;
 #pragma unroll 1
     for (int left = tiles; left > 0; --left, ++begun) {

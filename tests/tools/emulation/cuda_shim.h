@@ -37,6 +37,8 @@ struct __half { uint16_t bits; };
 struct __nv_bfloat16 { uint16_t bits; };
 struct Dim { uint32_t x; };
 
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }

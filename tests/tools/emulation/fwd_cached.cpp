@@ -287,8 +287,8 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
     for (blockIdx.x = 0; blockIdx.x < l.ctas; ++blockIdx.x) {
       emu::run_cta(l.threads, [&] {
         if (l.kernel == KernelId::kFwdMergeCached80) {
-          sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above, split_tile(D, 16).block_n(),
-                                           split_tile(D, 64).block_n());
+          sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above,
+                                           split_tile(D, 16).block_n());
         } else if (l.kernel == KernelId::kFwdSplitCachedMod80 && l.block_m == 16) {
           sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, 16>>(p, g, cache, c, l.rows, m);
         } else if (l.kernel == KernelId::kFwdSplitCachedMod80) {

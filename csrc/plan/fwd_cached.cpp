@@ -1,0 +1,232 @@
+// The tables of the forwards over a cache.
+#include "cached.h"
+
+#include "../dense_cache.h"
+#include "../kv_splits.h"
+
+namespace flash_ext::plans {
+namespace {
+
+using sm90::kCounterBytes;
+
+// Rows of a sequence up to which the tiles of 16 and of 64 take it. Where the host does not know which sequences there
+// are, it launches all kernels that some sequence may want.
+constexpr int kNarrowRows = 16, kWideRows = 64, kDividedRows = 256;
+// Beyond those rows packed tiles take so many queries. Of more, tiles of one head each are filled well enough.
+constexpr int kPackedQueries = 128;
+
+int packed_dim(const Problem& p) {
+  const int x = std::max(p.head_dim, p.head_dim_v);
+  return x <= 64 ? 64 : x <= 128 ? 128 : 256;
+}
+sm90::FwdTile packed_tile(const Problem& p) {
+  return sm90::fwd_tile(packed_dim(p), packed_dim(p), packed_dim(p) <= 128);
+}
+
+// Rows of such a tile that are used: those of whole queries.
+int packed_rows(const Problem& p) {
+  const int group = p.num_heads / p.num_heads_k;
+  return packed_tile(p).block_m() / group * group;
+}
+
+// Which kernel takes more rows than the tiles of 16 do: the portable one, or packed tiles on Hopper.
+enum class Wide { kPortable, kPacked };
+
+KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wide) {
+  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kLeastKeysOfWaves = 2048;
+  const Problem& x = r.problem;
+  int64_t keys = r.cache->max_keys;
+  if (r.most_keys > 0) keys = std::min(keys, r.most_keys);
+  const int64_t queries = rows / (x.num_heads / x.num_heads_k);
+  if (x.window_left >= 0 && x.window_right >= 0) {
+    keys = std::min(keys, int64_t{0} + x.window_left + x.window_right + queries);
+  }
+  KvCacheGrid c;
+  c.rows = static_cast<int>(std::min(rows, split_rows));
+  c.queries = std::max(1, c.rows / (x.num_heads / x.num_heads_k));
+  c.part_rows = int64_t{1} * x.batch * x.num_heads_k * c.rows;
+  if (r.constraints.kv_splits) {
+    c.splits = std::clamp(*r.constraints.kv_splits, 1, kMaxSplits);
+  } else if (d.batch_invariant) {
+    c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
+    c.keys_of_part = kKeysOfPart;
+  } else {
+    const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+    const SplitTile t = split_tile(size, rows <= kNarrowRows ? 16 : 64);
+    // Packed tiles have a multiprocessor each, and as those of 16 rows they wait for memory.
+    const bool packed = wide == Wide::kPacked;
+    const int ctas_per_sm = packed ? 1 : std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
+    const int model_rows = packed ? 16 : t.rows;
+    const double weight = (x.head_dim + x.head_dim_v) / 256.,
+                 bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
+    const int64_t row_tiles = packed ? (rows + packed_rows(x) - 1) / packed_rows(x) : 1;
+    const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k * row_tiles);
+    const int sms = std::max(1, d.num_sms);
+    int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm).parts;
+    const bool equal = r.cache->seqused_k == nullptr && r.cache->block_table == nullptr && !x.is_varlen();
+    if (x.batch > 1 && !(packed && equal)) {
+      // Lengths differ, and nobody knows them here: parts for several waves even out what the longest one would take.
+      // Of packed tiles two waves at most, since parts of many rows cost.
+      const int64_t wave = int64_t{1} * sms * ctas_per_sm;
+      const int64_t even = packed ? 2 * wave / items : (4 * wave + items - 1) / items;
+      splits = std::max(splits, std::min({even, keys / kLeastKeysOfWaves, int64_t{kMaxSplits}}));
+    }
+    c.splits = static_cast<int>(splits);
+    c.least_keys = kLeastKeys;
+  }
+  if (wide == Wide::kPacked) {
+    c.tile_rows = packed_rows(x);
+    c.block_n = packed_tile(x).block_n;
+    c.scaled_maxima = true;
+    // A part has no stretches of keys.
+    c.splits =
+        static_cast<int>(std::max<int64_t>(c.splits, (keys + sm90::kStretches.above - 1) / sm90::kStretches.above));
+  } else {
+    c.block_n = split_tile(padded_split_head_dim(x.head_dim, x.head_dim_v), 64).block_n();
+  }
+  return c;
+}
+
+// Packed rows of a sequence, at most.
+int64_t cached_rows(Req r) {
+  const Problem& x = r.problem;
+  const int64_t longest = x.is_varlen() ? x.total_q : x.seqlen_q;
+  return x.num_heads / x.num_heads_k * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
+}
+
+void push_tall_portable(Req r, Dev d, RowRange served, Plan& p) {
+  const Problem& x = r.problem;
+  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+  const SmemClass c = class_of(d);
+  const FwdTile t = fwd_tile_sm80(size, c);
+  Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
+                             t.smem_bytes(size), make_grid(x, d, true, t.block_m), 0));
+  l.smem_class = c;
+  l.rows = served;
+}
+
+void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
+  const sm90::HeadDims x = hopper_dims(r.problem);
+  const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv);
+  Launch& l = p.push(main_of(KernelId::kFwdCached90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
+                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m(), true), d.num_sms));
+  l.dynamic = true;  // lengths differ, and nobody knows them here
+  l.rows = served;
+  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+  const bool in_stretches = r.cache->max_keys > sm90::kStretches.above;
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
+}
+
+// Tiles of few rows, whose keys may be in parts. tall: sequences beyond them are another kernel's.
+RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPortable) {
+  const Problem& x = r.problem;
+  const int group = x.num_heads / x.num_heads_k;
+  const int64_t rows = cached_rows(r);
+  // Which sequences there are is known where all are equally long.
+  const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
+  const bool wide = rows > kNarrowRows && !(known && tall);
+  const bool narrow = group <= kNarrowRows && !(known && rows > kNarrowRows);
+  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+  const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, INT32_MAX};
+  if (!narrow && !wide) return others;
+  // No other kernel takes more rows with modifiers. Few sequences divide them; a CTA walks 64 at a time.
+  const bool few = int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && rows <= kDividedRows;
+  const bool divides = few && r.modifiers != nullptr && !d.batch_invariant;
+  const int64_t divided = kind == Wide::kPacked ? rows : divides ? kDividedRows : wide ? kWideRows : kNarrowRows;
+  const KvCacheGrid c = cached_grid(r, d, rows, divided, kind);
+  const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
+  SplitGrid& g = p.split_kv;
+  g.splits = p.kv_splits = c.splits;
+  g.total_rows = c.part_rows;
+  g.pitch = (x.head_dim_v + 3) / 4 * 4;
+  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
+  g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
+  g.parts = Divisor(static_cast<uint32_t>(c.splits));
+  g.group = Divisor(static_cast<uint32_t>(group));
+  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
+  g.queries = Divisor(static_cast<uint32_t>(c.queries));
+  p.kv_cache = c;
+  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+  const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
+  const KernelId kernel = r.modifiers == nullptr ? KernelId::kFwdSplitCached80 : KernelId::kFwdSplitCachedMod80;
+  const auto push_tile = [&](int tile_rows, RowRange served) {
+    const SplitTile t = split_tile(size, tile_rows);
+    p.push(main_of(kernel, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads, t.smem_bytes(size),
+                   slots * x.num_heads_k * c.splits, 0))
+        .rows = served;
+  };
+  if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : INT32_MAX});
+  const RowRange many{narrow_rows, tall ? kWideRows : INT32_MAX};
+  if (wide && kind == Wide::kPacked) {
+    const int dim = packed_dim(x);
+    const sm90::FwdTile t = packed_tile(x);
+    const int64_t row_tiles = (rows + c.tile_rows - 1) / c.tile_rows;
+    Launch& l = p.push(main_of(KernelId::kFwdPacked90, dim, dim, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
+                               t.smem_bytes(dim, dim), slots * x.num_heads_k * c.splits * row_tiles, d.num_sms));
+    l.grid.shared = g.group;
+    l.grid.blocks = static_cast<uint32_t>(row_tiles);
+    l.dynamic = true;  // lengths differ, and nobody knows them here
+    l.rows = many;
+    p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+  } else if (wide) {
+    push_tile(64, many);
+  }
+  if (c.splits > 1) {
+    const int64_t merged = int64_t{1} * x.batch * x.num_heads * c.queries;
+    p.push(pass(KernelId::kFwdMergeCached80, size, size, merge_ctas(merged, c.splits), SplitTile::kThreads,
+                p.arch == Arch::kSm90))
+        .rows = {narrow_rows, INT32_MAX};
+  }
+  return others;
+}
+
+}  // namespace
+
+// What the Hopper kernel reads: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
+bool supports_cached(Req r, Dev) { return r.modifiers == nullptr; }
+bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr; }
+bool supports_tma_pieces(Req r, Dev d) {
+  const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
+  return supports_cached(r, d) && tma_fwd(r) && pieces_fit;
+}
+bool supports_cached_tma(Req r, Dev d) { return supports_tma_pieces(r, d) && cached_rows(r) > kWideRows; }
+// No part has more keys than a stretch, and tiles have numbers of 32 bits.
+bool supports_packed(Req r, Dev d) {
+  const Problem& x = r.problem;
+  const int group = x.num_heads / x.num_heads_k;
+  const int64_t rows = cached_rows(r);
+  if (!supports_tma_pieces(r, d) || rows <= kNarrowRows || group > packed_tile(x).block_m()) return false;
+  if (rows > kDividedRows && rows > kPackedQueries * group) return false;
+  const int64_t tiles = (int64_t{2} + x.batch) * x.num_heads_k * ((rows + packed_rows(x) - 1) / packed_rows(x));
+  return tiles <= INT32_MAX / kMaxSplits && r.cache->max_keys <= int64_t{kMaxSplits} * sm90::kStretches.above;
+}
+// The batch-invariant mode promises equal bits for pages of every size.
+bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
+
+void build_packed(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }
+
+// Without a cache, where all sequences are equally long.
+bool supports_packed_dense(Req r, Dev d) {
+  if (r.problem.is_varlen() && r.problem.batch != 1) return false;
+  const KvCache keys = cache_of(r.problem);
+  Request of_cache = r;
+  of_cache.cache = &keys;
+  return supports_packed(of_cache, d);
+}
+void build_packed_dense(Req r, Dev d, Plan& p) {
+  const KvCache keys = cache_of(r.problem);
+  Request of_cache = r;
+  of_cache.cache = &keys;
+  build_packed(of_cache, d, p);
+}
+
+void build_cached_hopper(Req r, Dev d, Plan& p) { push_tall_hopper(r, d, push_few_cached(r, d, true, p), p); }
+void build_cached_portable(Req r, Dev d, Plan& p) {
+  const bool tall = cached_rows(r) > kWideRows;
+  const RowRange others = push_few_cached(r, d, tall, p);
+  if (tall) push_tall_portable(r, d, others, p);
+}
+// CTAs of parts share out the tiles of longer sequences.
+void build_cached_mod(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p); }
+
+}  // namespace flash_ext::plans

@@ -1,0 +1,228 @@
+// The Hopper forward over a cache for few queries of each sequence. Two things differ from kernel.cuh:
+//
+//   A tile has the query heads of a key head side by side: row r is query r / group, head r % group of the key head's. So
+//   keys come once for all of them, and 16 queries of 4 heads fill 64 rows.
+//   CTAs share out the keys of a sequence, in parts by its own length (common/key_parts.cuh). sm80/split_kv/cached.cuh adds
+//   them up.
+#pragma once
+
+#include "../../common/key_parts.cuh"
+#include "kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+// w.h is the key head, w.block counts tiles of tile_queries.
+struct PackedTile : WorkTile {
+  int part;  // kWhole: what it finds is the result
+
+  static constexpr int kWhole = -1;
+};
+
+struct PackedFwdArgs : CachedFwdArgs {
+  SplitGrid parts;
+  KvCacheGrid c;
+  void* partials;
+  int tile_queries, tile_rows;  // of a tile; rows: times the query heads of a key head
+  Divisor row_tiles;  // CTAs that share out the tiles of a sequence, a key head and a part
+};
+
+template <typename E, int D>
+struct PackedTraits : FwdTraits<E, D, D, D <= 128> {
+  using Base = FwdTraits<E, D, D, D <= 128>;
+  using Numbers = PlainNumbers<PackedTraits>;
+  using Tile = PackedTile;
+  using Args = PackedFwdArgs;
+  static constexpr bool kParts = true, kPacked = true;
+  static constexpr int kBarriersAt = Base::kWorkAt + Base::kWorkStages * static_cast<int>(sizeof(Tile));
+  static_assert(Base::kConsumers == 2);
+  static_assert(kBarriersAt + 8 * (2 * Base::kKvStages + 2 * Base::kQStages + Base::kWorkStages + 1) <=
+                Base::kSmemBytes);
+};
+
+// Where row `row` of a tile lies.
+struct PackedRow {
+  int query, head;  // head: among all
+
+  __device__ static __forceinline__ PackedRow of(const PackedFwdArgs& a, const Work& w, int row) {
+    const int group = static_cast<int>(a.grid.shared.divisor), query = static_cast<int>(divide(row, a.grid.shared));
+    return {w.block * a.tile_queries + query, w.h * group + row - query * group};
+  }
+  __device__ __forceinline__ bool is_there(const PackedFwdArgs& a, const Work& w, int row) const {
+    return row < a.tile_rows && query < w.q.length;
+  }
+};
+
+__device__ __forceinline__ float* packed_lse(const PackedFwdArgs& a, const Work& w, const PackedRow& at) {
+  return a.p.lse == nullptr ? nullptr : a.p.lse + row_stat_offset(a.p.problem, w, at.head) + at.query;
+}
+
+// Rows that have no keys.
+template <typename T>
+__device__ __forceinline__ void store_empty_packed(const PackedFwdArgs& a, const Work& w, int lane) {
+#pragma unroll 1
+  for (int row = 0; row < a.tile_rows; ++row) {
+    const PackedRow at = PackedRow::of(a, w, row);
+    if (!at.is_there(a, w, row)) break;
+    if (float* const lse = packed_lse(a, w, at); lse != nullptr && lane == 0) *lse = -INFINITY;
+    zero_rows(a.p.out, w.b, w.q.start + at.query, at.head, 1, a.p.problem.head_dim_v, lane);
+  }
+}
+
+// Stores what a thread holds of two rows: a part, or the result.
+template <typename T>
+__device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const PackedTile& work,
+                                             const float (&o)[T::kHeadDimV / 2], const RowState& state, int row,
+                                             int lane) {
+  const Work& w = work.w;
+  const int columns = a.p.problem.head_dim_v, quad_lane = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = state.sum[half];
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
+    const PackedRow at = PackedRow::of(a, w, row + 8 * half);
+    const bool is_there = at.is_there(a, w, row + 8 * half);
+    if (work.part != PackedTile::kWhole) {
+      if (!is_there) continue;
+      const int in_sequence = w.block * a.tile_rows + row + 8 * half;
+      const int64_t number =
+          work.part * a.parts.total_rows + (int64_t{w.b} * a.p.problem.num_heads_k + w.h) * a.c.rows + in_sequence;
+      if (quad_lane == 0) static_cast<float2*>(a.partials)[number] = make_float2(-state.minus_max[half], sum);
+      float* const to = reinterpret_cast<float*>(static_cast<char*>(a.partials) + a.parts.stats_bytes) +
+                        number * a.parts.pitch + quad_lane * 2;
+#pragma unroll
+      for (int j = 0; j < T::kHeadDimV / 8; ++j) {
+        if (8 * j >= columns) break;
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o[4 * j + 2 * half], o[4 * j + 2 * half + 1]);
+      }
+      continue;
+    }
+    const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
+    const float inverse = empty ? 0.f : 1.f / sum;
+    if (float* const lse = packed_lse(a, w, at); lse != nullptr && quad_lane == 0 && is_there) {
+      *lse = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
+    }
+    uint16_t* const out = row_pointer(a.p.out, w.b, w.q.start + at.query, at.head);
+    if (a.p.out.is_float) {
+      float* const to = float_row_pointer(a.p.out, w.b, w.q.start + at.query, at.head) + quad_lane * 2;
+#pragma unroll
+      for (int j = 0; j < T::kHeadDimV / 8; ++j) {
+        if (!is_there || 8 * j >= columns) break;
+        *reinterpret_cast<float2*>(to + 8 * j) =
+            make_float2(o[4 * j + 2 * half] * inverse, o[4 * j + 2 * half + 1] * inverse);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < T::kHeadDimV / 32; ++j) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int from = 4 * (4 * j + i) + 2 * half;
+        words[i] = ptx::pack2<typename T::Element>(o[from] * inverse, o[from + 1] * inverse);
+      }
+      transpose_quad(words, quad_lane);
+      const int column = 32 * j + 8 * quad_lane;
+      if (is_there && column < columns) {
+        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
+// Q of a tile, by one lane: boxes of tile_queries queries and the query heads of a key head.
+template <typename T>
+__device__ __forceinline__ void copy_packed_q(const PackedFwdArgs& a, const FwdMaps& maps, uint32_t to, uint32_t bar,
+                                              const Work& w) {
+  const RowCoordinates at = row_coordinates(a.p.problem, w.q, w.b, w.block * a.tile_queries);
+  ptx::mbarrier_arrive_expect_tx(bar, T::kChunks * a.tile_rows * 128);
+#pragma unroll
+  for (int i = 0; i < T::kChunks; ++i) {
+    ptx::tma_load_5d(to + i * T::kBlockM * 128, &maps.q, bar, T::kChunkColumns * i,
+                     w.h * static_cast<int>(a.grid.shared.divisor), at.row, at.outer * a.q_steps.batch, at.outermost);
+  }
+}
+
+// First warp. Of the numbers, tiles of the same keys are the fastest, so that these come from the L2 cache for all but one
+// of them; then key heads and parts, as in sm80/split_kv/cached.cuh. `w`: a place in shared memory, since registers are
+// short.
+template <typename T>
+__device__ __forceinline__ void schedule_packed_work(const PackedFwdArgs& a, const FwdMaps& maps, uint32_t smem,
+                                                     PackedTile* work_tiles, Barriers<T> bars, Work& w) {
+  const Problem& p = a.p.problem;
+  const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
+  const auto rows = [&] { return w.q.length * static_cast<int>(a.grid.shared.divisor); };
+  const auto is_outside = [&] { return w.b < 0 || w.b == p.batch; };  // in no sequence: no keys
+  const auto is_served = [&] {
+    if (is_outside()) return a.served.upto == INT32_MAX;
+    return rows() > a.served.above && rows() <= a.served.upto;
+  };
+  if (is_first_lane()) claim_counter(a.scheduler);
+  PipelineState<T::kQStages> q_ring;
+  PipelineState<T::kWorkStages> work_ring;
+  q_ring.phase = 1;
+#pragma unroll 1
+  for (uint32_t index = blockIdx.x; index < a.scheduler.num_work_tiles; index = next_work_tile(a.scheduler, index)) {
+    const uint32_t item = divide(index, a.row_tiles), rest = divide(item, a.parts.heads_k);
+    const uint32_t slot = divide(rest, a.parts.parts);
+    const int part = static_cast<int>(rest - slot * a.parts.parts.divisor);
+    __syncwarp();
+    if (is_first_lane()) {
+      const int b = slot > static_cast<uint32_t>(p.batch) ? -1 : static_cast<int>(slot);
+      w.b = b;
+      w.h = static_cast<int>(item - rest * a.parts.heads_k.divisor);
+      w.q = queries_of(p, b);
+      w.k = {0, CachedKeys::of(p, a.cache, b).length};
+      w.block = static_cast<int>(index - item * a.row_tiles.divisor);
+      if (is_outside()) w.block += part * static_cast<int>(a.row_tiles.divisor);  // all parts share out these rows
+    }
+    __syncwarp();
+    if (!is_served()) continue;
+#pragma unroll 1
+    while (w.block * a.tile_queries < w.q.length) {
+      const int first = w.block * a.tile_queries, last = min(first + a.tile_queries, w.q.length) - 1;
+      const KeyParts parts =
+          key_parts(AttnMod{p, w.q.length, w.k.length}, a.c, first, last, T::kBlockN, rows() <= a.c.rows);
+      const int own_part = is_outside() ? 0 : part;
+      if (own_part < parts.count) {  // the queries behind these may see more keys
+        const BlockRange blocks = parts.part(own_part);
+        if (blocks.begin >= blocks.end) {
+          store_empty_packed<T>(a, w, threadIdx.x % 32);
+        } else {
+          wait(bars.q_empty(q_ring.stage), q_ring.phase);
+          if (is_first_lane()) {
+            work_tiles[work_ring.stage] = {{w, blocks}, parts.count == 1 ? PackedTile::kWhole : part};
+            ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+            copy_packed_q<T>(a, maps, smem + T::kQAt + q_ring.stage * T::kQBytes, bars.q_full(q_ring.stage), w);
+          }
+          q_ring.advance();
+          static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
+          wait(bars.work_ending(), work_ring.stage % 2);
+          work_ring.advance();
+        }
+      }
+      __syncwarp();
+      if (is_first_lane()) {
+        w.block += static_cast<int>(a.row_tiles.divisor) * (is_outside() ? static_cast<int>(a.parts.parts.divisor) : 1);
+      }
+      __syncwarp();
+    }
+  }
+  wait(bars.q_empty(q_ring.stage), q_ring.phase);
+  if (is_first_lane()) {
+    work_tiles[work_ring.stage].w.block = -1;
+    ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+    ptx::mbarrier_arrive(bars.q_full(q_ring.stage));
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    fwd_packed_sm90_kernel(const __grid_constant__ PackedFwdArgs a, const __grid_constant__ FwdMaps maps) {
+  run_cached_cta<T>(a, maps, [&](const auto& cta) {
+    Work& place = *reinterpret_cast<Work*>(cta.bytes + T::kStagingAt);  // output is not staged
+    schedule_packed_work<T>(a, maps, cta.smem, cta.shared, cta.bars, place);
+  });
+}
+
+}  // namespace flash_ext::sm90

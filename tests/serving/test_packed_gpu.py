@@ -162,6 +162,25 @@ def test_runs_repeat_bit_for_bit() -> None:
     assert all(torch.equal(runs[0], other) for other in runs)
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(6, 64), (10, 128), (6, 160), (14, 256)], ids=str)
+def test_rows_of_no_query_do_not_decide_how_others_are_rounded(heads: int, head_dim: int) -> None:
+    """Groups that do not divide a tile leave rows of it, which hold what other kernels left there."""
+    cache = make_long([91, 1000], 16, 2, head_dim, torch.bfloat16)
+    q, bounds, _ = packed_queries([40, 30], heads, head_dim, "cuda", torch.bfloat16)
+    others = [torch.randn(2, 333, 8, head_dim, device="cuda").mul(10**i).bfloat16() for i in range(4)]
+    runs = []
+    for other in 3 * others:
+        flash_ext.attention(other, other, other)
+        runs.append(
+            attention_varlen(
+                q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=40, **cache.places,
+                return_aux=AuxRequest(lse=True),
+            )
+        )  # fmt: skip
+    for out, aux in runs[1:]:
+        assert torch.equal(out, runs[0][0]) and torch.equal(aux.lse, runs[0][1].lse)
+
+
 def test_a_graph_follows_lengths() -> None:
     cache = make_long([9000, 100, 3333], 16, 2, 128, torch.bfloat16)
     q, bounds, _ = packed_queries([40, 9, 30], 8, 128, "cuda", torch.bfloat16)

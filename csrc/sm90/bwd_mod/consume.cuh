@@ -97,9 +97,9 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     if constexpr (kStoresRows) {
       if (a.dbias.out == nullptr) return;
       const BwdStep before = shared.steps[stage_of(steps() - 1, T::kSteps)];
-      store_gradient_rows(a.dbias, work_of().w.b, work_of().first_head + before.head(),
-                          ds_at(steps() + T::kDsStages - 1), (group_of() * 4 + warp_of()) * 8, before.block * kM,
-                          work_of().w.block * kN);
+      store_gradient_rows<(D > 64)>(a.dbias, work_of().w.b, work_of().first_head + before.head(),
+                                    ds_at(steps() + T::kDsStages - 1), (group_of() * 4 + warp_of()) * 8,
+                                    before.block * kM, work_of().w.block * kN);
     }
   };
   const auto mask_stage = [&] { return stage_of(mask_words, T::kMaskStages); };

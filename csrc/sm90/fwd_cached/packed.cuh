@@ -143,6 +143,21 @@ __device__ __forceinline__ void copy_packed_q(const PackedFwdArgs& a, const FwdM
   }
 }
 
+// Zeros in the rows of Q that no box fills. A warp of the consumers votes how its rows are rounded, so whatever was there
+// would decide about the rows beside it.
+template <typename T>
+__device__ __forceinline__ void clear_unused_rows(const PackedFwdArgs& a, uint32_t smem, int lane) {
+  const int pieces = (T::kBlockM - a.tile_rows) * 8;  // of 16 bytes, in a chunk
+#pragma unroll 1
+  for (int chunk = 0; chunk < T::kQStages * T::kChunks; ++chunk) {
+    const uint32_t to = smem + T::kQAt + (chunk * T::kBlockM + a.tile_rows) * 128;
+#pragma unroll 1
+    for (int i = lane; i < pieces; i += 32) ptx::store_shared(to + i * 16, make_float4(0.f, 0.f, 0.f, 0.f));
+  }
+  ptx::fence_proxy_async();
+  __syncwarp();
+}
+
 // First warp. Of the numbers, tiles of the same keys are the fastest, so that these come from the L2 cache for all but one
 // of them; then key heads and parts, as in sm80/split_kv/cached.cuh. `w`: a place in shared memory, since registers are
 // short.
@@ -157,6 +172,7 @@ __device__ __forceinline__ void schedule_packed_work(const PackedFwdArgs& a, con
     if (is_outside()) return a.served.upto == INT32_MAX;
     return rows() > a.served.above && rows() <= a.served.upto;
   };
+  clear_unused_rows<T>(a, smem, threadIdx.x % 32);
   if (is_first_lane()) claim_counter(a.scheduler);
   PipelineState<T::kQStages> q_ring;
   PipelineState<T::kWorkStages> work_ring;

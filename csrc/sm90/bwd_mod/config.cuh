@@ -133,8 +133,8 @@ struct BwdModTraits {
   // taken the place that others have for them there is one, for visible scores, then dropped ones.
   static constexpr int kMaskStages = kAdds ? 1 : 4, kMaskWordBytes = 4 * 32 * kConsumerWarps;
   // Whether words hide what lies behind the ends of sequences. With one place for words that cost a fifth of the time at
-  // 197 keys, so consumers do it; beside dropout that would spill.
-  static constexpr bool kMakersHideEnds = !kAdds || kDrops;
+  // 197 keys and head_dim 64, so consumers do it; at 128, and beside dropout, that would spill.
+  static constexpr bool kMakersHideEnds = !kAdds || kDrops || D > 64;
   // Tiles left to load when the next work tile is fetched: its tiles must be classified first.
   static constexpr int kFetchAhead = 6;
   static_assert(kTile.staging_bytes() == BwdModTile::kStagingBytes && kBiasAt % 1024 == 0);

@@ -134,7 +134,7 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
   const bool divides = few && r.modifiers != nullptr && !d.batch_invariant;
   const int64_t divided = kind == Wide::kPacked ? rows : divides ? kDividedRows : wide ? kWideRows : kNarrowRows;
   const KvCacheGrid c = cached_grid(r, d, rows, divided, kind);
-  const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of so many have tiles of 16, those above of 64
+  const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of up to so many have tiles of 16 rows
   SplitGrid& g = p.split_kv;
   g.splits = p.kv_splits = c.splits;
   g.total_rows = c.part_rows;
@@ -182,9 +182,9 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
 
 }  // namespace
 
-// What the Hopper kernel reads: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
 bool supports_cached(Req r, Dev) { return r.modifiers == nullptr; }
 bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr; }
+// What the Hopper kernels read: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
 bool supports_tma_pieces(Req r, Dev d) {
   const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
   return supports_cached(r, d) && tma_fwd(r) && pieces_fit;

@@ -31,7 +31,6 @@ KvCache cache_of(const Tensor& k, const CallArgs& a) {
 
 Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a, const KvCache& c) {
   Problem p = heads_of(q, k, v);
-  p.tma_ready = p.tma_ready && (p.num_heads == 1 || q.stride(-2) != 0);  // boxes of Q have several heads
   if (a.cu_seqlens_q.has_value()) {
     p.batch = static_cast<int32_t>(a.cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);
@@ -127,7 +126,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
                         .cache = &cache,
                         .most_queries = a.max_seqlen_q.expect_int(),
                         .most_keys = a.max_seqlen_k.expect_int()};
-  const Plan plan = required_plan(path, request, info);
+  const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
   launch(
       path,

@@ -63,7 +63,7 @@ FwdModResult forward(const Tensor& out, const Tensor& q, const Tensor& k, const 
     if (a.want_row_max) made.modifiers.row_max = row_max.mutable_data_ptr<float>();
     request.modifiers = &made.modifiers;
   }
-  const Plan plan = required_plan(path, request, info);
+  const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
   launch(path, FwdCall{plan, params, made.modifiers, pointer_to(workspace)});
   return {out, lse, row_max};

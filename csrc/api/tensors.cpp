@@ -136,6 +136,14 @@ Plan required_plan(const Path& path, const Request& request, const DeviceInfo& i
   return found;
 }
 
+Plan required_forward_plan(const Path& path, Request request, const DeviceInfo& info, const Tensor& q) {
+  const auto is_packed = [](const Launch& l) { return l.kernel == KernelId::kFwdPacked90; };
+  const Plan found = required_plan(path, request, info);
+  if (q.size(-2) == 1 || q.stride(-2) != 0 || std::ranges::none_of(found.steps(), is_packed)) return found;
+  request.problem.tma_ready = false;
+  return required_plan(path, request, info);
+}
+
 // Torch's guard does nothing where the index is the thread's already, so that a thread new to CUDA has no context.
 OnDevice::OnDevice(const Tensor& t) : guard_(t.device()) {
   if (!t.is_cuda() || !should_launch()) return;

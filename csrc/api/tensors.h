@@ -81,6 +81,8 @@ const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice
 
 // The plan of a request; raises where no kernel is left that its constraints allow.
 Plan required_plan(const Path& path, const Request& request, const DeviceInfo& info);
+// The same of a forward. Boxes of packed tiles have several heads of q, which TMA cannot read from one that is expanded.
+Plan required_forward_plan(const Path& path, Request request, const DeviceInfo& info, const Tensor& q);
 
 // While it lives, the device of `t` is the current one, for torch and for the driver.
 class OnDevice {

@@ -91,6 +91,18 @@ def test_calls_are_recorded_as_split_but_for_dropout() -> None:
     assert launch_of_one_query(dropout_p=0.5, rng=flash_ext.dropout_rng("cpu"))["splits"] == 1
 
 
+def test_expanded_query_heads_have_no_packed_tiles() -> None:
+    """TMA would read what lies behind the one head there is."""
+    k = torch.zeros(1, 8192, 2, 128, dtype=torch.bfloat16)
+    shared = torch.zeros(1, 16, 1, 128, dtype=torch.bfloat16).expand(-1, -1, 8, -1)
+    found = []
+    with null_kernels():
+        for q in (shared, shared.contiguous()):
+            flash_ext.attention(q, k, k)
+            found.append(_C.last_launch()["kernel"])
+    assert found == ["fwd_split_sm80_hd128", "fwd_packed_sm90_hd128"]
+
+
 def test_attention_of_pytorch_is_split_too() -> None:
     q, k, v = (
         t.transpose(1, 2) for t in make_qkv(dtype=torch.bfloat16, seqlen_q=1, seqlen_k=2048, head_dim=64)

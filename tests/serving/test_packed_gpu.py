@@ -152,6 +152,10 @@ def test_negative_and_zero_scales_and_expanded_heads() -> None:
     one = attention_varlen(shared, cache.k, cache.v, bounds, None, **call)
     other = attention_varlen(shared.contiguous(), cache.k, cache.v, bounds, None, **call)
     torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    k, v = torch.randn(2, 2, 8192, 2, 64, device="cuda", dtype=torch.bfloat16)
+    shared = torch.randn(2, 40, 1, 64, device="cuda", dtype=torch.bfloat16).expand(-1, -1, 8, -1)
+    one, other = (flash_ext.attention(x, k, v) for x in (shared, shared.contiguous()))
+    torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
 def test_runs_repeat_bit_for_bit() -> None:

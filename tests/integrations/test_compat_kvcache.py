@@ -177,6 +177,7 @@ def test_every_combination(lengths: tuple[int, int], heads: str, device: str) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("long-caches")  # up to 8 GiB each
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LONG, ids=str)
 def test_gpu_long_caches(lengths: tuple[int, int], heads: str) -> None:
